@@ -18,9 +18,10 @@ import atoll
 from atoll.codecs.plain import NoneCodec
 from atoll.errors import AtollError, Conflict, Superseded, TicketClosed
 from atoll.protocol import messages, routes
+from atoll.protocol.values import Accepted, UpdateInfo
 from atoll.tensors.layout import update_layout, version_layout
 from atoll.tensors.module_tensors import named_tensors, schema_of
-from atoll.worker.session.session import Session
+from atoll.worker.exchange.participation import Participation, take_part
 
 VERSION = version_layout(schema_of(build()), PART_BYTES)
 UPDATE = update_layout(schema_of(build()).tensors, lambda _: NoneCodec(), PART_BYTES)
@@ -156,39 +157,41 @@ def test_a_lost_acknowledgement_is_asked_for_again_and_counts_once(
     assert result.counted() == [("a", 1)]
 
 
-def submitted(server: atoll.Server, folder: Path) -> tuple[Session, messages.Receipt]:
-    """A session whose update of round 1 is acknowledged; its outbox still holds it."""
-    session = Session(server.url, "a", folder=folder / "workers")
-    reply = session.next_ticket()
+def submitted(server: atoll.Server, folder: Path) -> tuple[Participation, str]:
+    """A place whose update of round 1 is acknowledged; its outbox still holds it."""
+    place = take_part(server.url, "a", folder=folder / "workers")
+    reply = place.exchange.ask()
     assert reply.ticket is not None
     model = build()
-    session.pull(reply.ticket.base_version, reply.ticket.base_digest, named_tensors(model)[0])
-    session.form(reply.ticket, named_tensors(model)[0], weight=1.0, steps=1, metrics={})
-    return session, session.send()
+    place.exchange.pull(reply.ticket.base, named_tensors(model)[0])
+    place.exchange.form(reply.ticket, named_tensors(model)[0], UpdateInfo(1.0, 1, {}))
+    delivered = place.exchange.deliver()
+    assert isinstance(delivered, Accepted)
+    return place, delivered.digest
 
 
 @pytest.mark.covers("F17", "F18")
 def test_the_same_submission_again_gets_the_same_receipt_and_other_bytes_get_a_conflict(tmp_path: Path) -> None:
     with serving(tmp_path) as server:
-        other = Session(server.url, "b", folder=tmp_path / "workers")  # for whom the round waits meanwhile
-        session, receipt = submitted(server, tmp_path)
-        note = session.outbox.note
+        other = take_part(server.url, "b", folder=tmp_path / "workers")  # for whom the round waits meanwhile
+        place, digest = submitted(server, tmp_path)
+        note = place.exchange.outbox.note
         assert note is not None
         path = routes.COMPLETE.format(ticket=note.ticket)
         again = messages.Complete(digest=note.digest, weight=note.weight, steps=note.steps)
-        assert session.http.post(path, again, messages.Receipt) == receipt
+        assert place.session.http.post(path, again, messages.Receipt).digest == digest
         with pytest.raises(Conflict, match="holds the update"):
-            session.http.post(path, again.model_copy(update={"digest": "0" * 64}), messages.Receipt)
+            place.session.http.post(path, again.model_copy(update={"digest": "0" * 64}), messages.Receipt)
         # nor can its bytes be written over
         with pytest.raises(TicketClosed):
-            session.parts.push(
+            place.exchange._transfer.push(
                 lambda part: routes.PART.format(ticket=note.ticket, part=part),
-                session.outbox.fd,
+                place.exchange.outbox.fd,
                 UPDATE.parts[:1],
                 [bytes.fromhex(text) for text in note.part_digests],
             )
-        assert session.http.post(path, again, messages.Receipt) == receipt
-        session.leave()
+        assert place.session.http.post(path, again, messages.Receipt).digest == digest
+        place.leave()
         other.leave()
 
 

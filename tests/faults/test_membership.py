@@ -14,7 +14,8 @@ from harness.processes import Nursery, free_port, wait_until
 from torch import nn
 
 import atoll
-from atoll.worker.session.session import Session
+from atoll.protocol.values import UpdateInfo
+from atoll.worker.exchange.participation import take_part
 
 
 @pytest.mark.covers("F33")
@@ -68,7 +69,7 @@ def test_all_workers_die_the_run_waits_says_why_and_goes_on_when_they_are_back(
 @pytest.mark.covers("F35")
 def test_below_min_workers_a_round_never_closes(tmp_path: Path) -> None:
     with serving(tmp_path, min_workers=2, quorum=2, round_deadline_s=0.2, rounds=1) as server:
-        silent = Session(server.url, "b", folder=tmp_path / "workers")
+        silent = take_part(server.url, "b", folder=tmp_path / "workers")
         alone = Sites(server.url, tmp_path, names=["a"])
         wait_until(
             lambda: "the deadline has passed, 1 of 2 updates are in" in server.status().fragments[0].reason, "it"
@@ -107,12 +108,12 @@ def test_a_worker_that_comes_and_goes_disturbs_no_other(tmp_path: Path) -> None:
         other = Sites(server.url, tmp_path, during, names=["a"])
         tickets = set()
         for _ in range(20):
-            session = Session(server.url, "b", folder=tmp_path / "workers")
-            reply = session.next_ticket()
+            place = take_part(server.url, "b", folder=tmp_path / "workers")
+            reply = place.exchange.ask()
             assert reply.ticket is not None
-            tickets.add(reply.ticket.ticket)
+            tickets.add(reply.ticket.id)
             assert steady.wait(30)
-            session.leave()
+            place.leave()
         assert len(tickets) == 1
         done.set()
         other.join()
@@ -230,14 +231,14 @@ def test_an_update_that_an_earlier_process_left_is_sent_by_the_next_one(tmp_path
     from atoll.tensors.module_tensors import named_tensors
 
     with serving(tmp_path, num_workers=1, rounds=1) as server:
-        first = Session(server.url, "a", folder=tmp_path / "workers")
-        reply = first.next_ticket()
+        first = take_part(server.url, "a", folder=tmp_path / "workers")
+        reply = first.exchange.ask()
         assert reply.ticket is not None
         model = build()
         tensors = named_tensors(model)[0]
-        first.pull(reply.ticket.base_version, reply.ticket.base_digest, tensors)
+        first.exchange.pull(reply.ticket.base, tensors)
         train_(model, "a", 1)
-        first.form(reply.ticket, tensors, weight=1.0, steps=1, metrics={})
+        first.exchange.form(reply.ticket, tensors, UpdateInfo(1.0, 1, {}))
         first.leave()
         sites = Sites(server.url, tmp_path, names=["a"])
         sites.join()

@@ -11,7 +11,8 @@ from kit import Threads
 from torch import nn
 
 import atoll
-from atoll.worker.session.session import Session
+from atoll.protocol.values import UpdateInfo
+from atoll.worker.exchange.participation import Participation, take_part
 
 
 @pytest.mark.covers("L25")
@@ -45,9 +46,9 @@ def test_local_progress_is_carried_over_to_the_head_before_the_next_update(tmp_p
                 model.weight.sum().backward()
                 optimizer.step()
             assert diloco.finished
-            assert diloco._session is not None
-            assert diloco._session.outbox.note is not None
-            assert diloco._session.outbox.note.steps == 2  # those of the first update are not told again
+            assert diloco._place is not None
+            assert diloco._place.exchange.outbox.note is not None
+            assert diloco._place.exchange.outbox.note.steps == 2  # those of the first update are not told again
     assert seen == [6.0, 5.0]
     assert model.weight.item() == 6.0
 
@@ -78,23 +79,23 @@ def test_where_the_algorithm_says_reset_local_progress_is_lost_and_named(
                 seen.append(model.weight.item())
                 diloco.report(loss=model.weight.item())
             assert diloco.finished
-            assert diloco._session is not None
-            assert diloco._session.outbox.note is not None
-            assert diloco._session.outbox.note.steps == 2  # neither those that counted nor those that were lost
+            assert diloco._place is not None
+            assert diloco._place.exchange.outbox.note is not None
+            assert diloco._place.exchange.outbox.note.steps == 2  # neither those that counted nor those that were lost
         # of the last report before the second and the sixth step
         assert [row.metrics for row in server.status().history] == [{"loss": 7.0}, {"loss": 6.0}]
     assert seen == [7.0, 6.0, 5.0, 7.0, 6.0, 6.0]
     assert "the run moved on to version 1; 2 local steps since version 0 are lost" in caplog.text
 
 
-def submit_two_steps(session: Session) -> None:
+def submit_two_steps(place: Participation) -> None:
     """8 → 6 in the round that is open."""
-    ticket = session.next_ticket(wait_s=5.0).ticket
+    ticket = place.exchange.ask(wait_s=5.0).ticket
     assert ticket is not None
     tensors = {"weight": torch.zeros(1, 1)}
-    session.pull(ticket.base_version, ticket.base_digest, tensors)
-    session.submit(ticket, {"weight": tensors["weight"] - 2.0}, weight=1.0, steps=2, metrics={})
-    session.leave()
+    place.exchange.pull(ticket.base, tensors)
+    place.exchange.submit(ticket, {"weight": tensors["weight"] - 2.0}, UpdateInfo(1.0, 2, {}))
+    place.leave()
 
 
 @pytest.mark.covers("F4", "L25")
@@ -108,8 +109,8 @@ def test_a_site_restarted_after_its_acknowledgement_waits_for_the_round(tmp_path
     nn.init.constant_(start.weight, 8.0)
     options = {"algorithm": "diloco", "num_workers": 2, "rounds": 2, "sync_every": 2, "codec": "none", "port": 0}
     with atoll.Server(start, **options, outer_lr=1.0, outer_momentum=0.0, state_dir=tmp_path / "s") as server:
-        b = Session(server.url, "b", folder=tmp_path / "w")
-        submit_two_steps(Session(server.url, "a", folder=tmp_path / "w"))
+        b = take_part(server.url, "b", folder=tmp_path / "w")
+        submit_two_steps(take_part(server.url, "a", folder=tmp_path / "w"))
 
         def submit_once_a_waits() -> None:
             def waits(each: Any) -> bool:

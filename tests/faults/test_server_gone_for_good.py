@@ -18,7 +18,7 @@ from small_run import build
 
 import atoll
 from atoll.errors import ConfigError, ServerLost
-from atoll.worker.session.connection import Silence, give_up_s
+from atoll.worker.session.session import OutageTimer, give_up_s
 
 SCRIPT = str(Path(__file__).with_name("lost_worker.py"))
 
@@ -77,7 +77,7 @@ def test_a_site_that_was_stopped_meanwhile_ends_in_bounded_time(tmp_path: Path, 
 
 def test_a_server_that_is_back_in_time_is_no_lost_one() -> None:
     now_s = 0.0
-    silence = Silence("http://there", lambda: now_s)
+    silence = OutageTimer("http://there", lambda: now_s)
     silence.failed()
     now_s = 86399.0
     silence.failed()

@@ -17,10 +17,11 @@ from torch import nn
 import atoll
 from atoll.codecs.encoded_layout import codecs_of, encoded_layout
 from atoll.errors import ServerUnreachable
+from atoll.protocol.values import Lost
 from atoll.tensors.fragments import split
 from atoll.tensors.module_tensors import schema_of
 from atoll.worker.exchange.exchange import Exchange
-from atoll.worker.session.connection import Connection
+from atoll.worker.session.session import Session
 from atoll.worker.training import streaming
 
 
@@ -182,16 +183,16 @@ def test_while_the_server_is_away_the_first_turn_is_patient_and_the_others_try_o
     tmp_path: Path, server: atoll.Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     attempts: list[int | None] = []
-    patiently = Connection.patiently
+    patiently = Session.patiently
 
-    def counting(self: Connection, ask: Any, max_retries: int | None, what: str) -> Any:
+    def counting(self: Session, ask: Any, max_retries: int | None, what: str) -> Any:
         try:
             return patiently(self, ask, max_retries, what)
         except ServerUnreachable:
             attempts.append(max_retries)
             raise
 
-    monkeypatch.setattr(Connection, "patiently", counting)
+    monkeypatch.setattr(Session, "patiently", counting)
     with Proxy(server.port) as proxy:
 
         def during(site: str, step: int) -> None:
@@ -218,15 +219,15 @@ def test_submits_a_broken_off_update_while_it_waits_for_a_result(
 ) -> None:
     """a's update of fragment 0 breaks off twice, and b's of fragment 1: a waits in 1 for b, and b in 0 for a."""
     broken = [("a", 0), ("a", 0), ("b", 1)]
-    send = Exchange.send
+    send = Exchange.deliver
 
-    def breaking_off(self: Exchange, max_retries: int | None = None) -> Any:
+    def breaking_off(self: Exchange, retries: int | None = None) -> Any:
         if (self.site, self.fragment) in broken:
             broken.remove((self.site, self.fragment))
-            raise ServerUnreachable("The line broke.")
-        return send(self, max_retries)
+            return Lost(ServerUnreachable("The line broke."))
+        return send(self, retries)
 
-    monkeypatch.setattr(Exchange, "send", breaking_off)
+    monkeypatch.setattr(Exchange, "deliver", breaking_off)
     monkeypatch.setattr(streaming, "LOOK_S", 0.2)
     settings = SETTINGS | {"num_fragments": 2, "sync_every": 4, "tau": 3, "max_inflight": 2}
     with serving(tmp_path, **settings) as server:

@@ -13,10 +13,11 @@ from harness.proxy import Fault, Proxy
 from stream_world import EVERY_UPDATE, FRAGMENTS, SETTINGS, STEPS, Left, StreamingSites, same
 
 import atoll
+from atoll.protocol.values import UpdateInfo
 from atoll.tensors.fragments import split
 from atoll.tensors.layout import version_layout
 from atoll.tensors.module_tensors import schema_of
-from atoll.worker.session.session import Session
+from atoll.worker.exchange.participation import take_part
 
 
 @pytest.fixture
@@ -89,16 +90,16 @@ def test_a_joiner_falls_in_with_the_cycle(tmp_path: Path) -> None:
 
 def test_an_earlier_process_left_updates_of_two_fragments(tmp_path: Path, server: atoll.Server) -> None:
     """Both outboxes are sent by the next process; of fragment 2, whose ticket it never had, its second round counts."""
-    session = Session(server.url, "a", folder=tmp_path / "workers", streams=True)
-    Session(server.url, "b", folder=tmp_path / "elsewhere", streams=True)  # until the next process of b comes
+    place = take_part(server.url, "a", folder=tmp_path / "workers", streams=True)
+    take_part(server.url, "b", folder=tmp_path / "elsewhere", streams=True)  # until the next process of b comes
     for fragment in (0, 1):
-        exchange = session.fragments[fragment]
-        ticket = exchange.next_round(wait_s=10.0).ticket
+        exchange = place.exchanges[fragment]
+        ticket = exchange.next(10.0).ticket
         assert ticket is not None
         tensors = dict(build().state_dict())
-        exchange.pull(ticket.base_version, ticket.base_digest, None)
-        exchange.form(ticket, tensors, weight=1.0, steps=2, metrics={})
-    session.leave()
+        exchange.pull(ticket.base, None)
+        exchange.form(ticket, tensors, UpdateInfo(1.0, 2, {}))
+    place.leave()
     again = StreamingSites(server.url, tmp_path, names=["a"], steps=STEPS + 40)
     b = StreamingSites(server.url, tmp_path, names=["b"], steps=STEPS + 40)
     again.join()

@@ -175,9 +175,9 @@ def test_validation_inside_fit_receives_nothing(tmp_path: Path, name: str, monke
 def test_a_validation_before_fit_receives_for_it(
     tmp_path: Path, name: str, other: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from atoll.worker.session.session import Session
+    from atoll.worker.exchange.exchange import Exchange
 
-    pulled = spy(monkeypatch, Session, "next_round")
+    pulled = spy(monkeypatch, Exchange, "next")
     with serve(tmp_path, rounds=2) as server:
         trainer = trainer_of(name)
         callback = atoll.integrations.lightning.patch(trainer, server.url, "a", folder=tmp_path)

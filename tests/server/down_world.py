@@ -167,5 +167,5 @@ def play(sites: dict[str, atoll.functional.Client], number: int, reference: Refe
 
 def down_bytes(client: atoll.functional.Client) -> int:
     """Of tensors, that this client's process has received so far."""
-    assert client._session is not None
-    return client._session.counters.bytes_down
+    assert client._place is not None
+    return client._place.counters.bytes_down

@@ -145,12 +145,12 @@ def test_a_ticket_asked_for_at_a_commit_is_of_the_version_that_its_digest_names(
     monkeypatch.setattr(Run, "apply", late)
     run.submit("b", gradient(0))
     assert committed.wait(30)
-    session = run.clients["a"]._session
-    assert session is not None
-    reply = session.next_ticket(wait_s=0.0)
+    place = run.clients["a"]._place
+    assert place is not None
+    reply = place.exchange.ask(wait_s=0.0)
     assert reply.ticket is not None
-    assert (reply.ticket.base_version, reply.ticket.base_digest) == (1, reply.head_digest)
-    assert reply.head_version == 1
+    assert reply.ticket.base == reply.head
+    assert reply.head.number == 1
 
 
 def test_an_export_that_is_overtaken_does_not_keep_a_version_from_becoming_durable(

@@ -95,7 +95,7 @@ def test_what_sites_were_told_holds_for_them_until_they_start_again(tmp_path: Pa
         one_round(a)
         b = atoll.functional.Client(server.url, site="b", folder=tmp_path / "w").register()
         for client, expected in ((a, told), (b, later)):
-            session = client._session
+            session = client._place
             assert session is not None
             assert {key: getattr(session.info, key) for key in told} == expected
         wait_until(lambda: heard_s(server, "a") < 0.15, "a heartbeat of a, as often as before")

@@ -9,9 +9,9 @@ import pytest
 from kit import build_model, serve
 
 import atoll
-from atoll.errors import UpdateRefused
+from atoll.protocol.values import Delivered, Refused, UpdateInfo
 from atoll.tensors.module_tensors import named_tensors
-from atoll.worker.session.session import Session
+from atoll.worker.exchange.participation import take_part
 
 SETTINGS: dict[str, Any] = {
     "num_workers": 1,
@@ -26,23 +26,22 @@ class StubbornSite:
     """A site that asks for the next ticket after each refusal; Atoll's own loops end after the fifth in a row."""
 
     def __init__(self, server: atoll.Server, folder: Path) -> None:
-        self.server, self.session = server, Session(server.url, "a", folder=folder / "workers")
+        self.server, self.place = server, take_part(server.url, "a", folder=folder / "workers")
 
-    def submit(self, weight: float) -> None:
-        ticket = self.session.next_ticket(wait_s=10.0).ticket
+    def submit(self, weight: float) -> Delivered:
+        ticket = self.place.exchange.ask(wait_s=10.0).ticket
         assert ticket is not None
         tensors = named_tensors(build_model())[0]
-        self.session.pull(ticket.base_version, ticket.base_digest, tensors)
-        self.session.form(ticket, tensors, weight=weight, steps=1, metrics={})
-        self.session.send()
+        self.place.exchange.pull(ticket.base, tensors)
+        self.place.exchange.form(ticket, tensors, UpdateInfo(weight, 1, {}))
+        return self.place.exchange.deliver()
 
     def states_after_refusals(self, count: int) -> list[str]:
         """The site's state at the server after each of so many refused updates."""
         states = []
         for _ in range(count):
-            with pytest.raises(UpdateRefused):
-                self.submit(weight=11.0)
-            self.session.outbox.clear()
+            assert isinstance(self.submit(weight=11.0), Refused)
+            self.place.exchange.outbox.clear()
             states += [worker.state for worker in self.server.status().workers]
         return states
 
@@ -59,7 +58,7 @@ def test_sends_a_site_away_after_five_refusals_in_a_row(tmp_path: Path) -> None:
         site.submit(weight=1.0)
         assert site.states_after_refusals(5) == ["alive"] * 4 + ["failed"]
         assert server.status().refused == 11
-        site.session.leave()
+        site.place.leave()
 
 
 @pytest.mark.covers("F31", "F6")
@@ -67,6 +66,6 @@ def test_refusals_are_counted_over_restarts_of_the_server(tmp_path: Path) -> Non
     with serve(tmp_path, **SETTINGS) as server:
         site = StubbornSite(server, tmp_path)
         assert site.states_after_refusals(2) == ["alive"] * 2
-        site.session.leave()
+        site.place.leave()
     with serve(tmp_path, **SETTINGS) as server:
         assert server.status().refused == 2

@@ -166,10 +166,10 @@ def test_a_late_worker_applies_the_kept_differences_in_between(tmp_path: Path) -
 def pulled_anew(server: atoll.Server, folder: Path, site: str, reference: Reference) -> int:
     """Another process of a site pulls the head; returns how many bytes came."""
     client = atoll.functional.Client(server.url, site=site, folder=folder / "w").register()
-    session, held = client._session, {name: torch.zeros_like(tensor) for name, tensor in reference.held.items()}
+    session, held = client._place, {name: torch.zeros_like(tensor) for name, tensor in reference.held.items()}
     assert session is not None
-    reply = session.next_ticket(wait_s=0.0)
-    session.pull(reply.head_version, reply.head_digest, held)
+    reply = session.exchange.ask(wait_s=0.0)
+    session.exchange.pull(reply.head, held)
     require_equal(held, reference.held)
     received = down_bytes(client)
     client.close()
@@ -184,13 +184,13 @@ def test_a_base_beside_the_one_in_use_is_made_of_it(tmp_path: Path) -> None:
         play(sites, 1, reference)
         client = sites["a"]
         assert client.next_round() == 2
-        session = client._session
+        session = client._place
         assert session is not None
-        before, received = session.base.digest(WHOLE.parts[0]), down_bytes(client)
-        head = session.next_ticket(wait_s=0.0)
-        moved = BaseFile(session.folder, session.layout, "base-next")
-        session.pull(head.head_version, head.head_digest, None, moved)
-        assert session.base.digest(WHOLE.parts[0]) == before
+        before, received = session.exchange.base.digest(WHOLE.parts[0]), down_bytes(client)
+        head = session.exchange.ask(wait_s=0.0)
+        moved = BaseFile(session.folder, session.exchange.layouts.version, "base-next")
+        session.exchange.pull(head.head, None, moved)
+        assert session.exchange.base.digest(WHOLE.parts[0]) == before
         assert down_bytes(client) - received == delta_bytes("int8")
         assert moved.holds(session.info.run, head.head_digest)
         state = load_file(moved.path)
@@ -210,9 +210,9 @@ def test_a_base_that_was_damaged_meanwhile_is_mended_by_the_part(
         sites = clients(server, tmp_path)
         play(sites, 1, reference)
         client = sites["a"]
-        session, part = client._session, WHOLE.parts[1]
+        session, part = client._place, WHOLE.parts[1]
         assert session is not None
-        os.pwrite(session.base.fd, b"\x00" * 64, part.start + 64)
+        os.pwrite(session.exchange.base.fd, b"\x00" * 64, part.start + 64)
         received = down_bytes(client)
         play(sites, 2, reference)
         assert down_bytes(client) - received == delta_bytes("int8") + part.nbytes

@@ -23,11 +23,11 @@ from atoll.filters import NormClip
 def whole_pull(server: atoll.Server, folder: Path) -> tuple[dict[str, Tensor], int]:
     """What somebody gets who has nothing yet, and its bytes."""
     client = atoll.functional.Client(server.url, site="joiner", folder=folder / "joiner").register()
-    session = client._session
+    session = client._place
     assert session is not None
-    reply = session.next_ticket(wait_s=0.0)
-    session.pull(reply.head_version, reply.head_digest, None)
-    state, nbytes = load_file(session.base.path), down_bytes(client)
+    reply = session.exchange.ask(wait_s=0.0)
+    session.exchange.pull(reply.head, None)
+    state, nbytes = load_file(session.exchange.base.path), down_bytes(client)
     client.close()
     return state, nbytes
 

@@ -213,13 +213,13 @@ def test_an_update_trained_from_another_version_than_the_runs_is_not_taken(tmp_p
         with atoll.functional.Client(server.url, site="a", folder=tmp_path / "w") as client:
             assert client.next_round() == 1
             client.pull()
-            session = client.register()._session
-            assert session is not None
-            seal = session.outbox.seal
-            session.outbox.seal = lambda note: seal(  # type: ignore[method-assign]
+            place = client.register()._place
+            assert place is not None
+            seal = place.exchange.outbox.seal
+            place.exchange.outbox.seal = lambda note: seal(  # type: ignore[method-assign]
                 OutboxNote(**{**vars(note), "base_digest": "0" * 64})
             )
             client.submit({name: tensor + 1.0 for name, tensor in client.pull().items()})
-            assert session.outbox.note is not None
-            assert session.outcome(session.outbox.note.ticket).state == "open"
+            assert place.exchange.outbox.note is not None
+            assert place.session.outcome(place.exchange.outbox.note.ticket).state == "open"
             assert server.status().bytes_up > 0

@@ -14,10 +14,11 @@ from torch import nn
 import atoll
 from atoll.errors import LeaseLost, Superseded
 from atoll.protocol import messages, routes
+from atoll.protocol.values import UpdateInfo
 from atoll.store.file_slots import WRITER
 from atoll.tensors.module_tensors import named_tensors
 from atoll.transport.http_client import Http
-from atoll.worker.session.session import Session
+from atoll.worker.exchange.participation import Participation, take_part
 
 
 @pytest.fixture
@@ -28,15 +29,15 @@ def server(tmp_path: Path) -> Iterator[atoll.Server]:
         yield server
 
 
-def formed(server: atoll.Server, folder: Path) -> tuple[Session, Session, int]:
+def formed(server: atoll.Server, folder: Path) -> tuple[Participation, Participation, int]:
     """Site a with an update in its outbox, site b beside it, and a's ticket."""
-    a, b = Session(server.url, "a", folder=folder / "w"), Session(server.url, "b", folder=folder / "w")
-    ticket = a.next_ticket().ticket
+    a, b = take_part(server.url, "a", folder=folder / "w"), take_part(server.url, "b", folder=folder / "w")
+    ticket = a.exchange.ask().ticket
     assert ticket is not None
     tensors = named_tensors(nn.Linear(300, 100))[0]
-    a.pull(ticket.base_version, ticket.base_digest, tensors)
-    a.form(ticket, tensors, weight=1.0, steps=1, metrics={})
-    return a, b, ticket.ticket
+    a.exchange.pull(ticket.base, tensors)
+    a.exchange.form(ticket, tensors, UpdateInfo(1.0, 1, {}))
+    return a, b, ticket.id
 
 
 def request(server: atoll.Server, head: str, lease: str, length: int, kind: str) -> socket.socket:
@@ -57,16 +58,16 @@ def answer(raw: socket.socket) -> dict[str, object]:
     return json.loads(got.partition(b"\r\n\r\n")[2])
 
 
-def part_body(a: Session, index: int) -> bytes:
-    part, note = a.outbox.layout.parts[index], a.outbox.note
+def part_body(a: Participation, index: int) -> bytes:
+    part, note = a.exchange.outbox.layout.parts[index], a.exchange.outbox.note
     assert note is not None
     data = bytearray(part.nbytes)
-    a.outbox.read_into(part.start, memoryview(data))
+    a.exchange.outbox.read_into(part.start, memoryview(data))
     return bytes(data) + bytes.fromhex(note.part_digests[index])
 
 
-def have(a: Session, ticket: int) -> list[int]:
-    return a.http.get(routes.TICKET.format(ticket=ticket), messages.TicketState).parts
+def have(a: Participation, ticket: int) -> list[int]:
+    return a.session.http.get(routes.TICKET.format(ticket=ticket), messages.TicketState).parts
 
 
 @pytest.mark.covers("F19")
@@ -74,7 +75,7 @@ def test_another_sites_request_does_not_touch_a_recorded_part(server: atoll.Serv
     """`put_part` without its first `_require_open`: `begin_part` forgets the part before anybody looks."""
     a, b, ticket = formed(server, tmp_path)
     body = part_body(a, 0)
-    for lease in (a.http.lease, b.http.lease):
+    for lease in (a.session.http.lease, b.session.http.lease):
         raw = request(
             server, f"PUT {routes.PART.format(ticket=ticket, part=0)}", lease, len(body), "application/octet-stream"
         )
@@ -94,12 +95,16 @@ def test_a_process_that_is_superseded_while_its_part_is_on_its_way_leaves_no_par
     a, b, ticket = formed(server, tmp_path)
     body = part_body(a, 0)
     raw = request(
-        server, f"PUT {routes.PART.format(ticket=ticket, part=0)}", a.http.lease, len(body), "application/octet-stream"
+        server,
+        f"PUT {routes.PART.format(ticket=ticket, part=0)}",
+        a.session.http.lease,
+        len(body),
+        "application/octet-stream",
     )
     before = server.status().bytes_up
     raw.sendall(body[:1000])
     wait_until(lambda: server.status().bytes_up > before, "the first bytes")
-    newer = Session(server.url, "a", folder=tmp_path / "newer")
+    newer = take_part(server.url, "a", folder=tmp_path / "newer")
     raw.sendall(body[1000:])
     told = answer(raw)
     assert told.get("code") == "superseded", told
@@ -113,7 +118,11 @@ def test_a_part_with_a_broken_connection_frees_its_slot(server: atoll.Server, tm
     a, b, ticket = formed(server, tmp_path)
     body = part_body(a, 0)
     raw = request(
-        server, f"PUT {routes.PART.format(ticket=ticket, part=0)}", a.http.lease, len(body), "application/octet-stream"
+        server,
+        f"PUT {routes.PART.format(ticket=ticket, part=0)}",
+        a.session.http.lease,
+        len(body),
+        "application/octet-stream",
     )
 
     def writers() -> int:
@@ -134,14 +143,14 @@ def test_a_part_with_a_broken_connection_frees_its_slot(server: atoll.Server, tm
 def test_a_process_that_is_superseded_while_it_completes_is_not_accepted(server: atoll.Server, tmp_path: Path) -> None:
     """`complete` without `_require_open`."""
     a, b, ticket = formed(server, tmp_path)
-    note = a.outbox.note
+    note = a.exchange.outbox.note
     assert note is not None
-    for index in range(len(a.outbox.layout.parts)):
+    for index in range(len(a.exchange.outbox.layout.parts)):
         body = part_body(a, index)
         raw = request(
             server,
             f"PUT {routes.PART.format(ticket=ticket, part=index)}",
-            a.http.lease,
+            a.session.http.lease,
             len(body),
             "application/octet-stream",
         )
@@ -152,14 +161,14 @@ def test_a_process_that_is_superseded_while_it_completes_is_not_accepted(server:
     presence = server._run.roster["a"]
     before = presence.heard_s
     raw = request(
-        server, f"POST {routes.COMPLETE.format(ticket=ticket)}", a.http.lease, len(message), "application/json"
+        server, f"POST {routes.COMPLETE.format(ticket=ticket)}", a.session.http.lease, len(message), "application/json"
     )
     wait_until(lambda: presence.heard_s > before, "the lease of the request to be looked at")
-    newer = Session(server.url, "a", folder=tmp_path / "newer")
+    newer = take_part(server.url, "a", folder=tmp_path / "newer")
     raw.sendall(message)
     told = answer(raw)
     assert told.get("code") == "superseded", told
-    state = newer.http.get(routes.TICKET.format(ticket=ticket), messages.TicketState)
+    state = newer.session.http.get(routes.TICKET.format(ticket=ticket), messages.TicketState)
     assert state.outcome.state == "open"
     newer.leave()
     b.leave()
@@ -169,11 +178,11 @@ def test_a_part_that_is_sent_anew_ends_the_request_before(server: atoll.Server, 
     """Its sender has given it up: it does not keep its connection until it stands still for the idle timeout."""
     a, _, ticket = formed(server, tmp_path)
     path, body = routes.PART.format(ticket=ticket, part=0), part_body(a, 0)
-    older = request(server, f"PUT {path}", a.http.lease, len(body), "application/octet-stream")
+    older = request(server, f"PUT {path}", a.session.http.lease, len(body), "application/octet-stream")
     older.sendall(body[:1000])
     run = server._require_run()
     wait_until(lambda: run.bytes_up == 1000, "the bytes")
-    newer = request(server, f"PUT {path}", a.http.lease, len(body), "application/octet-stream")
+    newer = request(server, f"PUT {path}", a.session.http.lease, len(body), "application/octet-stream")
     newer.sendall(body)
     assert answer(newer)["ticket"] == ticket
     with contextlib.suppress(ConnectionResetError):  # long before idle_timeout_s

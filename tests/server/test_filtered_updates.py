@@ -166,7 +166,7 @@ def test_a_filter_that_fails_at_the_begin_leaves_the_outbox_as_it_was(tmp_path: 
                     client.submit(zero_linear())
             with pytest.raises(UsageError, match=r"Second\(\) failed at the begin of the update: KeyError: 'salt'"):
                 client.submit(zero_linear())
-            session = client._session
+            session = client._place
             assert session is not None
-            assert session.outbox.note is not None
-            assert session.outbox.note.round == 1
+            assert session.exchange.outbox.note is not None
+            assert session.exchange.outbox.note.round == 1

@@ -71,11 +71,11 @@ def test_forged_bytes(
     settings: dict[str, Any] = {"algorithm": "fedavg", "num_workers": 1, "rounds": 2, "port": 0, "min_free_bytes": 0}
     with atoll.Server(start, state_dir=tmp_path / "state", codec=codec, **settings) as server:
         site = atoll.functional.Client(server.url, site="a", folder=tmp_path / "w").register()
-        session, honest = site._session, codecs_of(codec, {})[codec]
-        assert session is not None
+        place, honest = site._place, codecs_of(codec, {})[codec]
+        assert place is not None
         moved = torch.linspace(1, 2, 300)
         for forged in (True, False):
-            session.codecs[codec] = Forged(honest, change) if forged else honest
+            place.exchange.layouts.codecs[codec] = Forged(honest, change) if forged else honest
             site.next_round()
             site.submit({name: tensor - (moved if name == "w" else 1) for name, tensor in site.pull().items()})
             assert server.status().refused == bool(refused)

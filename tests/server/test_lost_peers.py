@@ -17,7 +17,7 @@ from torch import nn
 import atoll
 from atoll.protocol import routes
 from atoll.store.file_slots import PULL, WRITER
-from atoll.worker.session.session import Session
+from atoll.worker.exchange.participation import take_part
 
 BEGUN = 300_000
 
@@ -59,19 +59,20 @@ def test_a_worker_that_goes_away_within_a_part(
     end: Callable[[socket.socket], None],
 ) -> None:
     caplog.set_level(logging.INFO)
-    session = Session(server.url, "a", folder=tmp_path / "w")
-    ticket = session.next_ticket().ticket
+    place = take_part(server.url, "a", folder=tmp_path / "w")
+    ticket = place.exchange.ask().ticket
     assert ticket is not None
-    path = routes.PART.format(ticket=ticket.ticket, part=0)
-    length = session.outbox.layout.parts[0].nbytes + routes.DIGEST_BYTES
+    path = routes.PART.format(ticket=ticket.id, part=0)
+    length = place.exchange.outbox.layout.parts[0].nbytes + routes.DIGEST_BYTES
     run = server._require_run()
     raw = send(
-        server, f"PUT {path} HTTP/1.1", f"{routes.LEASE_HEADER}: {session.http.lease}", f"Content-Length: {length}",
+        server, f"PUT {path} HTTP/1.1", f"{routes.LEASE_HEADER}: {place.session.http.lease}",
+        f"Content-Length: {length}",
         *more, body=bytes(BEGUN),
     )  # fmt: skip
     wait_until(lambda: run.bytes_up == BEGUN, "the bytes")
     end(raw)
-    slot = run.store.spool(ticket.ticket).slot
+    slot = run.store.spool(ticket.id).slot
     wait_until(lambda: not slot.holds[WRITER], "the end of the request")
     require_quiet(server, caplog)
 
@@ -86,10 +87,10 @@ def test_a_worker_that_goes_away_within_a_download(
     end: Callable[[socket.socket], None],
 ) -> None:
     caplog.set_level(logging.INFO)
-    session = Session(server.url, "a", folder=tmp_path / "w")
-    ticket = session.next_ticket().ticket
+    place = take_part(server.url, "a", folder=tmp_path / "w")
+    ticket = place.exchange.ask().ticket
     assert ticket is not None
-    path = routes.VERSION_DATA.format(fragment=0, version=0, digest=ticket.base_digest)
+    path = routes.VERSION_DATA.format(fragment=0, version=0, digest=ticket.base.digest)
     for _ in range(3):
         raw = send(server, f"GET {path} HTTP/1.1", *more)
         raw.recv(100)

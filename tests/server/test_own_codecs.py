@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 import atoll
 from atoll.codecs.encoded_layout import codecs_of
 from atoll.errors import ConfigError, StoreError
-from atoll.worker.session.session import Session
+from atoll.worker.exchange.participation import take_part
 
 OWN = '''
 from dataclasses import dataclass
@@ -105,7 +105,7 @@ def test_a_server_cannot_have_a_site_import_or_call_what_it_names(own: str, tmp_
         with pytest.raises(
             ConfigError, match=r"'own_codec:Thousandths', code that this program has not imported.*Impo"
         ):
-            Session(server.url, "a", folder=tmp_path / "w")
+            take_part(server.url, "a", folder=tmp_path / "w")
         assert "own_codec" not in sys.modules
     for name, options in (
         ("subprocess:Popen", {"args": f"touch {tmp_path}/ran", "shell": 1}),

@@ -17,11 +17,12 @@ from torch import nn
 
 import atoll
 from atoll.protocol import messages, routes
+from atoll.protocol.values import UpdateInfo
 from atoll.server.coordinator.receive_parts import PARTS_PER_CONNECTION
 from atoll.tensors.module_tensors import named_tensors
 from atoll.transport import receive_upload, serve_range
 from atoll.transport.http_client import Http
-from atoll.worker.session.session import Session
+from atoll.worker.exchange.participation import take_part
 
 PART_BYTES, DIGEST_BYTES = 2**16, routes.DIGEST_BYTES
 
@@ -50,10 +51,10 @@ def begun(server: atoll.Server, lease: str, ticket: int, part: int) -> Iterator[
 
 @pytest.mark.covers("D1", "F37")
 def test_a_site_sends_only_so_many_parts_at_once(server: atoll.Server, tmp_path: Path) -> None:
-    session = Session(server.url, "a", folder=tmp_path / "w")
-    granted = session.next_ticket().ticket
+    place = take_part(server.url, "a", folder=tmp_path / "w")
+    granted = place.exchange.ask().ticket
     assert granted is not None
-    lease, ticket = session.http.lease, granted.ticket
+    lease, ticket = place.session.http.lease, granted.id
     with contextlib.ExitStack() as ends:
         first = [ends.enter_context(begun(server, lease, ticket, part)) for part in range(PARTS_PER_CONNECTION)]
         wait_until(lambda: server.status().bytes_up == len(first), "their first bytes")
@@ -67,28 +68,28 @@ def test_a_site_sends_only_so_many_parts_at_once(server: atoll.Server, tmp_path:
         wait_until(lambda: server.status().bytes_up == len(first) + 1, "its first byte")
     # nothing of it is in the way of an update
     tensors = named_tensors(nn.Linear(300, 300))[0]
-    session.pull(granted.base_version, granted.base_digest, tensors)
-    session.form(granted, tensors, weight=1.0, steps=1, metrics={})
-    session.send()
+    place.exchange.pull(granted.base, tensors)
+    place.exchange.form(granted, tensors, UpdateInfo(1.0, 1, {}))
+    place.exchange.deliver()
     wait_until(lambda: server.status().fragments[0].version == 1, "the round")
-    session.leave()
+    place.leave()
 
 
 @pytest.mark.parametrize("nbytes", [1, PART_BYTES, 2 * (PART_BYTES + DIGEST_BYTES)])
 def test_a_request_brings_one_whole_part(server: atoll.Server, tmp_path: Path, nbytes: int) -> None:
-    session = Session(server.url, "a", folder=tmp_path / "w")
-    granted = session.next_ticket().ticket
+    place = take_part(server.url, "a", folder=tmp_path / "w")
+    granted = place.exchange.ask().ticket
     assert granted is not None
     with socket.create_connection(("127.0.0.1", server.port), timeout=20.0) as raw:
         raw.sendall(
-            f"PUT {routes.PART.format(ticket=granted.ticket, part=0)} HTTP/1.1\r\nHost: localhost\r\n"
-            f"{routes.LEASE_HEADER}: {session.http.lease}\r\nContent-Length: {nbytes}\r\n\r\n".encode()
+            f"PUT {routes.PART.format(ticket=granted.id, part=0)} HTTP/1.1\r\nHost: localhost\r\n"
+            f"{routes.LEASE_HEADER}: {place.session.http.lease}\r\nContent-Length: {nbytes}\r\n\r\n".encode()
         )
         told = raw.recv(2**16)
     assert told.startswith(b"HTTP/1.1 400 ")
     message = json.loads(told.partition(b"\r\n\r\n")[2])["message"]
     assert f"a Content-Length of {nbytes}, not {PART_BYTES + DIGEST_BYTES}" in message
-    session.leave()
+    place.leave()
 
 
 @pytest.mark.covers("D1")

@@ -1,5 +1,6 @@
 """What the server says no to: each refusal has a test that fails without it."""
 
+import re
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,9 +14,10 @@ from torch import nn
 import atoll
 from atoll.errors import AtollError, Conflict, Gone, LeaseLost, Superseded, TicketClosed, UpdateRefused
 from atoll.protocol import messages, routes
+from atoll.protocol.values import Accepted, Finished, Refused, UpdateInfo
 from atoll.tensors.module_tensors import named_tensors
 from atoll.transport.resumable_transfer import HttpTransfer
-from atoll.worker.session.session import Session
+from atoll.worker.exchange.participation import Participation, take_part
 
 
 class Tied(nn.Module):
@@ -37,61 +39,63 @@ def server(tmp_path: Path) -> Iterator[atoll.Server]:
         yield server
 
 
-def formed(server: atoll.Server, folder: Path, site: str = "a", weight: float = 1.0, by: float = 1.0) -> Session:
-    """A session whose update lies in its outbox; every one of its 36 elements is −`by`."""
-    session = Session(server.url, site, folder=folder / "w")
-    ticket = session.next_ticket(wait_s=10.0).ticket
+def formed(server: atoll.Server, folder: Path, site: str = "a", weight: float = 1.0, by: float = 1.0) -> Participation:
+    """A place whose update lies in its outbox; every one of its 36 elements is −`by`."""
+    place = take_part(server.url, site, folder=folder / "w")
+    ticket = place.exchange.ask(wait_s=10.0).ticket
     assert ticket is not None
     tensors = named_tensors(nn.Linear(8, 4))[0]
-    session.pull(ticket.base_version, ticket.base_digest, tensors)
+    place.exchange.pull(ticket.base, tensors)
     for tensor in tensors.values():
         tensor += by
-    session.form(ticket, tensors, weight=weight, steps=1, metrics={})
-    return session
+    place.exchange.form(ticket, tensors, UpdateInfo(weight, 1, {}))
+    return place
 
 
-def push(session: Session) -> tuple[int, messages.Complete]:
-    note = session.outbox.note
+def push(place: Participation) -> tuple[int, messages.Complete]:
+    note = place.exchange.outbox.note
     assert note is not None
     digests = [bytes.fromhex(text) for text in note.part_digests]
-    HttpTransfer(session.http, 1, 10.0).push(
+    HttpTransfer(place.session.http, 1, 10.0).push(
         lambda part: routes.PART.format(ticket=note.ticket, part=part),
-        session.outbox.fd, session.outbox.layout.parts, digests,
+        place.exchange.outbox.fd, place.exchange.outbox.layout.parts, digests,
     )  # fmt: skip
     return note.ticket, messages.Complete(digest=note.digest, weight=note.weight, steps=1)
 
 
 @pytest.fixture
-def pair(server: atoll.Server, tmp_path: Path) -> Iterator[tuple[Session, Session]]:
-    b = Session(server.url, "b", folder=tmp_path / "w")
+def pair(server: atoll.Server, tmp_path: Path) -> Iterator[tuple[Participation, Participation]]:
+    b = take_part(server.url, "b", folder=tmp_path / "w")
     a = formed(server, tmp_path)
     yield a, b
     a.leave(), b.leave()
 
 
 @pytest.mark.covers("F18")
-def test_parts_that_do_not_make_up_the_digest_are_not_accepted(pair: tuple[Session, Session]) -> None:
+def test_parts_that_do_not_make_up_the_digest_are_not_accepted(pair: tuple[Participation, Participation]) -> None:
     """Guards against `complete` that accepts whatever digest it is told."""
     a, _ = pair
     ticket, complete = push(a)
     with pytest.raises(Conflict, match="do not make up the digest"):
-        a.http.post(
+        a.session.http.post(
             routes.COMPLETE.format(ticket=ticket), complete.model_copy(update={"digest": "0" * 64}), messages.Receipt
         )
-    state = a.http.get(routes.TICKET.format(ticket=ticket), messages.TicketState)
+    state = a.session.http.get(routes.TICKET.format(ticket=ticket), messages.TicketState)
     assert state.outcome.state == "open"
-    assert a.http.post(routes.COMPLETE.format(ticket=ticket), complete, messages.Receipt).digest == complete.digest
+    assert (
+        a.session.http.post(routes.COMPLETE.format(ticket=ticket), complete, messages.Receipt).digest == complete.digest
+    )
 
 
 @pytest.mark.covers("F19")
-def test_a_ticket_is_completed_by_its_own_site_only(pair: tuple[Session, Session]) -> None:
+def test_a_ticket_is_completed_by_its_own_site_only(pair: tuple[Participation, Participation]) -> None:
     """Guards against `complete` that does not look whose ticket it is, before and after the acceptance."""
     a, b = pair
     ticket, complete = push(a)
     for _ in range(2):
         with pytest.raises(TicketClosed, match="not issued to 'b'"):
-            b.http.post(routes.COMPLETE.format(ticket=ticket), complete, messages.Receipt)
-        a.http.post(routes.COMPLETE.format(ticket=ticket), complete, messages.Receipt)
+            b.session.http.post(routes.COMPLETE.format(ticket=ticket), complete, messages.Receipt)
+        a.session.http.post(routes.COMPLETE.format(ticket=ticket), complete, messages.Receipt)
 
 
 @pytest.mark.parametrize(
@@ -111,42 +115,45 @@ def test_an_absurd_norm_or_weight_is_refused(
 ) -> None:
     """Guards against `complete` without `_require_plausible`; either comparison turned round."""
     with serve(tmp_path, num_workers=1, **settings) as server:
-        session = formed(server, tmp_path, weight=weight, by=by)
-        if told is None:
-            session.send()
-        else:
-            with pytest.raises(UpdateRefused, match=told):
-                session.send()
+        place = formed(server, tmp_path, weight=weight, by=by)
+        delivered = place.exchange.deliver()
+        assert isinstance(delivered, Accepted if told is None else Refused)
+        assert told is None or re.search(told, str(delivered.error))
         assert server.status().refused == (told is not None)
-        session.leave()
+        place.leave()
 
 
 @pytest.mark.covers("P3")
-def test_a_version_is_served_under_its_own_digest_only(server: atoll.Server, pair: tuple[Session, Session]) -> None:
+def test_a_version_is_served_under_its_own_digest_only(
+    server: atoll.Server, pair: tuple[Participation, Participation]
+) -> None:
     """Guards against `get_version` that does not compare the digest: after a fall back, other
     bytes under an old URL."""
     path = routes.VERSION_DATA.format(fragment=0, version=0, digest="0" * 64)
+    parts = pair[0].exchange.layouts.version.parts
     with pytest.raises(Gone, match="no longer the one with digest"):
-        HttpTransfer(pair[0].http, 1, 10.0).pull(path, [b""] * 9, pair[0].layout.parts, [])
+        HttpTransfer(pair[0].session.http, 1, 10.0).pull(path, [b""] * 9, parts, [])
 
 
 @pytest.mark.covers("F19")
-def test_a_void_lease_may_not_even_beat(pair: tuple[Session, Session], server: atoll.Server, tmp_path: Path) -> None:
+def test_a_void_lease_may_not_even_beat(
+    pair: tuple[Participation, Participation], server: atoll.Server, tmp_path: Path
+) -> None:
     """Guards against `require_lease` that only reads the header; a route that forgets `lease=True`."""
     a, b = pair
-    a._closing.set()  # its heartbeat thread ends; the test beats by hand
-    newer = Session(server.url, "a", folder=tmp_path / "newer")
+    a.session._closing.set()  # its heartbeat thread ends; the test beats by hand
+    newer = take_part(server.url, "a", folder=tmp_path / "newer")
     for path, message in ((routes.HEARTBEAT, messages.Heartbeat()), (routes.LEAVE, messages.Leave())):
         with pytest.raises(Superseded):
-            a.http.post(path, message, messages.HeartbeatReply)
-    b.http.send(routes.LEAVE, messages.Leave())
+            a.session.http.post(path, message, messages.HeartbeatReply)
+    b.session.http.send(routes.LEAVE, messages.Leave())
     for path, message in ((routes.HEARTBEAT, messages.Heartbeat()), (routes.TICKETS, messages.TicketRequest())):
         with pytest.raises(LeaseLost):
-            b.http.post(path, message, messages.HeartbeatReply)
-    a.http.lease = ""
+            b.session.http.post(path, message, messages.HeartbeatReply)
+    a.session.http.lease = ""
     for path in (routes.HEARTBEAT, routes.LEAVE, routes.TICKETS, routes.COMPLETE.format(ticket=1)):
         with pytest.raises(AtollError, match="Atoll-Lease header"):
-            a.http.post(path, messages.Heartbeat(), messages.HeartbeatReply)
+            a.session.http.post(path, messages.Heartbeat(), messages.HeartbeatReply)
     newer.leave()
 
 
@@ -154,19 +161,21 @@ def test_a_void_lease_may_not_even_beat(pair: tuple[Session, Session], server: a
 def test_a_heartbeat_is_a_sign_of_life(tmp_path: Path) -> None:
     """Guards against a heartbeat that does not reach the round machine."""
     with serve(tmp_path, num_workers=1, heartbeat_interval_s=0.2, heartbeat_timeout_s=1.0) as server:
-        session = Session(server.url, "a", folder=tmp_path / "w")
-        lease = session.http.lease
+        place = take_part(server.url, "a", folder=tmp_path / "w")
+        lease = place.session.http.lease
         begin_s = server.status().uptime_s
         wait_until(lambda: server.status().uptime_s > begin_s + 2.5, "twice the timeout to pass")
         assert server.status().deaths == 0
-        assert session.http.lease == lease
-        session.leave()
+        assert place.session.http.lease == lease
+        place.leave()
 
 
 @pytest.mark.covers("P3")
-def test_ranges_are_of_the_version_that_was_asked_for(server: atoll.Server, pair: tuple[Session, Session]) -> None:
+def test_ranges_are_of_the_version_that_was_asked_for(
+    server: atoll.Server, pair: tuple[Participation, Participation]
+) -> None:
     """Guards against an ETag that is not the digest; If-Range ignored."""
-    note = pair[0].base.note
+    note = pair[0].exchange.base.note
     assert note is not None
     url = server.url + routes.VERSION_DATA.format(fragment=0, version=0, digest=note.digest)
 
@@ -198,19 +207,19 @@ def test_metrics_are_averaged_by_weight(tmp_path: Path) -> None:
     """(1 · 10 + 3 · 2) / 4 = 4, not (10 + 2) / 2."""
     with serve(tmp_path, rounds=1) as server:
         sites = {"a": (1.0, 10.0), "b": (3.0, 2.0)}
-        sessions = {site: Session(server.url, site, folder=tmp_path / "w") for site in sites}
-        for site, session in sessions.items():
+        sessions = {site: take_part(server.url, site, folder=tmp_path / "w") for site in sites}
+        for site, place in sessions.items():
             weight, loss = sites[site]
-            ticket = session.next_ticket(wait_s=10.0).ticket
+            ticket = place.exchange.ask(wait_s=10.0).ticket
             assert ticket is not None
             tensors = named_tensors(nn.Linear(8, 4))[0]
-            session.pull(ticket.base_version, ticket.base_digest, tensors)
-            session.form(ticket, tensors, weight=weight, steps=1, metrics={"loss": loss})
-            session.send()
-        assert sessions["a"].next_ticket(wait_s=20.0).status == "finished"
+            place.exchange.pull(ticket.base, tensors)
+            place.exchange.form(ticket, tensors, UpdateInfo(weight, 1, {"loss": loss}))
+            place.exchange.deliver()
+        assert isinstance(sessions["a"].exchange.ask(wait_s=20.0), Finished)
         assert server.status().history[0].metrics == {"loss": pytest.approx(4.0)}
-        for session in sessions.values():
-            session.leave()
+        for place in sessions.values():
+            place.leave()
 
 
 @pytest.mark.covers("X3", "F31")
@@ -219,27 +228,30 @@ def test_whatever_of_a_refused_update_comes_later_is_told_that_it_is_refused(tmp
     the worker goes back to the global model, or trains on from what was refused.
     """
     with serve(tmp_path, nn.Linear(2000, 20), part_bytes=2**16, num_workers=1) as server:
-        session = Session(server.url, "a", folder=tmp_path / "w")
-        ticket = session.next_ticket(wait_s=10.0).ticket
+        place = take_part(server.url, "a", folder=tmp_path / "w")
+        ticket = place.exchange.ask(wait_s=10.0).ticket
         assert ticket is not None
         tensors = named_tensors(nn.Linear(2000, 20))[0]
-        session.pull(ticket.base_version, ticket.base_digest, tensors)
+        place.exchange.pull(ticket.base, tensors)
         tensors["weight"][0, 0] = float("nan")
-        session.form(ticket, tensors, weight=1.0, steps=1, metrics={})
-        note, parts = session.outbox.note, session.outbox.layout.parts
+        place.exchange.form(ticket, tensors, UpdateInfo(1.0, 1, {}))
+        note, parts = place.exchange.outbox.note, place.exchange.outbox.layout.parts
         assert note is not None
         assert len(parts) == 3
         digests = [bytes.fromhex(text) for text in note.part_digests]
         said = set()
         for part in (parts[0], parts[2], parts[1], parts[0]):
             with pytest.raises(UpdateRefused, match="of a is refused: weight holds NaN or Inf") as refused:
-                HttpTransfer(session.http, 1, 10.0).push(
-                    lambda part: routes.PART.format(ticket=note.ticket, part=part), session.outbox.fd, [part], digests
+                HttpTransfer(place.session.http, 1, 10.0).push(
+                    lambda part: routes.PART.format(ticket=note.ticket, part=part),
+                    place.exchange.outbox.fd,
+                    [part],
+                    digests,
                 )
             said.add(refused.value.message)
         complete = messages.Complete(digest=note.digest, weight=1.0, steps=1)
         with pytest.raises(UpdateRefused) as refused:
-            session.http.post(routes.COMPLETE.format(ticket=note.ticket), complete, messages.Receipt)
+            place.session.http.post(routes.COMPLETE.format(ticket=note.ticket), complete, messages.Receipt)
         assert said == {refused.value.message}
         assert server.status().refused == 1
-        session.leave()
+        place.leave()

@@ -14,9 +14,10 @@ from harness.processes import wait_until
 import atoll
 from atoll.errors import Busy, RunFailed
 from atoll.protocol import messages, routes, task_messages
+from atoll.protocol.values import Ticket, UpdateInfo
 from atoll.server.tasks.workflow_controller import Controller
 from atoll.transport.http_client import Http
-from atoll.worker.session.session import Session
+from atoll.worker.exchange.participation import Participation, take_part
 
 START = {"w": torch.ones(4)}
 
@@ -44,18 +45,18 @@ def waiting_when(
         return answer.exception(60)
 
 
-def ticket_of(session: Session) -> messages.TicketReply:
+def ticket_of(place: Participation) -> messages.TicketReply:
     request = messages.TicketRequest(wait_s=routes.LONG_POLL_S)
-    return session.http.post(routes.TICKETS, request, messages.TicketReply, timeout_s=60.0)
+    return place.session.http.post(routes.TICKETS, request, messages.TicketReply, timeout_s=60.0)
 
 
 def test_ends_a_wait_for_a_round(tmp_path: Path) -> None:
     server = serve(tmp_path, num_workers=2)
-    session = Session(server.url, "a", folder=tmp_path / "w")
-    error = waiting_when(server, lambda: ticket_of(session), server.stop)
+    place = take_part(server.url, "a", folder=tmp_path / "w")
+    error = waiting_when(server, lambda: ticket_of(place), server.stop)
     assert isinstance(error, Busy)
     assert "The server is ending" in str(error)
-    session.leave()
+    place.leave()
 
 
 def test_a_site_that_has_submitted_learns_once_which_sites_are_awaited(tmp_path: Path) -> None:
@@ -66,7 +67,7 @@ def test_a_site_that_has_submitted_learns_once_which_sites_are_awaited(tmp_path:
             assert client.next_round() == 1
             client.submit(client.pull())
             request = messages.TicketRequest(wait_s=0.0)
-            reply = client._session.http.post(routes.TICKETS, request, messages.TicketReply, timeout_s=60.0)
+            reply = client._place.session.http.post(routes.TICKETS, request, messages.TicketReply, timeout_s=60.0)
             assert reply.reason == "its update is in; the round waits for b"
     server.stop()
 
@@ -92,14 +93,15 @@ def test_ends_a_wait_for_a_task(tmp_path: Path) -> None:
 def test_ends_a_wait_while_an_aggregator_fails(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def bad(updates):\n    raise ValueError('no such luck')\n")
     server = serve(tmp_path, num_workers=2, aggregator=f"{tmp_path / 'mine.py'}:bad")
-    first = Session(server.url, "first", folder=tmp_path / "w")
+    first = take_part(server.url, "first", folder=tmp_path / "w")
     client = atoll.functional.Client(server.url, site="last", folder=tmp_path / "w").register()
     assert client.next_round() == 1
     state = client.pull()
-    ticket = ticket_of(first).ticket
-    assert ticket is not None
-    first.pull(ticket.base_version, ticket.base_digest, None)
-    first.submit(ticket, START, weight=1.0, steps=1, metrics={})
+    message = ticket_of(first).ticket
+    assert message is not None
+    ticket = Ticket.of(message)
+    first.exchange.pull(ticket.base, None)
+    first.exchange.submit(ticket, START, UpdateInfo(1.0, 1, {}))
     error = waiting_when(server, lambda: ticket_of(first), lambda: client.submit(state))
     assert isinstance(error, Busy)
     with pytest.raises(RunFailed, match="no such luck"):

@@ -149,12 +149,12 @@ def test_an_update_that_is_completed_twice_at_once_is_accepted_once(
 
         monkeypatch.setattr(server._run.filtering, "refusal", counted)  # type: ignore[union-attr]
         client = join(server, tmp_path, "a")["a"]
-        session = client._session
+        session = client._place
         assert session is not None
         threads = [threading.Thread(target=lambda: client.submit(become([2.0, 4.0], 0.0)))]
         threads[0].start()
         assert begun.wait(30)
-        note = session.outbox.note
+        note = session.exchange.outbox.note
         assert note is not None
         said = messages.Complete(
             digest=note.digest, base_digest=note.base_digest, weight=1.0, steps=0, metrics=dict(note.metrics)

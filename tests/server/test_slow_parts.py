@@ -14,8 +14,9 @@ from torch import nn
 
 from atoll.posix import read_at
 from atoll.protocol import routes
+from atoll.protocol.values import UpdateInfo
 from atoll.tensors.module_tensors import named_tensors
-from atoll.worker.session.session import Session
+from atoll.worker.exchange.participation import take_part
 
 
 @pytest.mark.covers("L9")
@@ -24,15 +25,15 @@ def test_a_part_that_has_arrived_is_a_sign_of_life(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = nn.Linear(4096, 4)  # 4 rows of 4,096 in fp32 are one part of 64 KiB
     with serve(tmp_path, model, num_workers=1, heartbeat_interval_s=0, heartbeat_timeout_s=0) as server:
-        session = Session(server.url, "a", folder=tmp_path / "workers")
-        ticket = session.next_ticket(wait_s=10.0).ticket
+        place = take_part(server.url, "a", folder=tmp_path / "workers")
+        ticket = place.exchange.ask(wait_s=10.0).ticket
         assert ticket is not None
         tensors = named_tensors(model)[0]
-        session.pull(ticket.base_version, ticket.base_digest, tensors)
-        session.form(ticket, tensors, weight=1.0, steps=1, metrics={})
-        part = session.outbox.layout.parts[0]
+        place.exchange.pull(ticket.base, tensors)
+        place.exchange.form(ticket, tensors, UpdateInfo(1.0, 1, {}))
+        part = place.exchange.outbox.layout.parts[0]
         data = bytearray(part.nbytes)
-        read_at(session.outbox.fd, memoryview(data), part.start)
+        read_at(place.exchange.outbox.fd, memoryview(data), part.start)
         run = server._require_run()
 
         def seen_s() -> float:
@@ -40,9 +41,9 @@ def test_a_part_that_has_arrived_is_a_sign_of_life(tmp_path: Path) -> None:
 
         before_s = seen_s()
         head = (
-            f"PUT {routes.PART.format(ticket=ticket.ticket, part=0)} HTTP/1.1",
+            f"PUT {routes.PART.format(ticket=ticket.id, part=0)} HTTP/1.1",
             f"Host: 127.0.0.1:{server.port}",
-            f"{routes.LEASE_HEADER}: {session.http.lease}",
+            f"{routes.LEASE_HEADER}: {place.session.http.lease}",
             f"Content-Length: {part.nbytes + routes.DIGEST_BYTES}",
         )
         with socket.create_connection(("127.0.0.1", server.port), timeout=30) as sender:
@@ -52,4 +53,4 @@ def test_a_part_that_has_arrived_is_a_sign_of_life(tmp_path: Path) -> None:
             sender.sendall(bytes(data) + blake3(data).digest())
             wait_until(lambda: seen_s() > asked_s, "the sign of life of the part", 15.0)
             assert sender.recv(100).startswith(b"HTTP/1.1 200 ")
-        session.leave()
+        place.leave()

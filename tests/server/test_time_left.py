@@ -15,6 +15,7 @@ from torch import nn
 import atoll
 from atoll.cli import status as cli_status
 from atoll.protocol import messages
+from atoll.protocol.values import Wait
 from atoll.server.coordinator.build_status import ROUNDS, TimeLeft, left_s
 from atoll.worker.log_lines import in_wait
 
@@ -105,10 +106,10 @@ def test_the_server_tells_waiting_sites_the_time_left(tmp_path: Path) -> None:
         for client in (a, b, a):
             assert client.next_round() is not None
             client.submit(client.pull())
-        session = a._session
-        assert session is not None
-        reply = session.next_ticket(wait_s=0.0)
-        assert reply.status == "wait"
+        place = a._place
+        assert place is not None
+        reply = place.exchange.ask(wait_s=0.0)
+        assert isinstance(reply, Wait)
         assert reply.left_s is not None
         a.close()
         b.close()

@@ -11,9 +11,10 @@ from torch import nn
 import atoll
 from atoll.cli.status import COLUMNS, worker_row
 from atoll.cli.text import awaited
+from atoll.protocol.values import UpdateInfo
 from atoll.server import serve
 from atoll.tensors.module_tensors import named_tensors
-from atoll.worker.session.connection import Connection
+from atoll.worker.exchange.participation import take_part
 from atoll.worker.session.session import Session
 
 UNHEARD = "not heard since the server restarted"
@@ -30,9 +31,9 @@ def test_a_site_that_is_silent_since_the_restart_is_told_apart(tmp_path: Path) -
         "state_dir": tmp_path / "state",
     }
     server = atoll.Server(nn.Linear(4, 3), **options).start()
-    sessions = {site: Session(server.url, site, folder=tmp_path / "w") for site in ("a", "b")}
-    for session in sessions.values():
-        assert session.next_ticket(wait_s=5.0).ticket is not None
+    sessions = {site: take_part(server.url, site, folder=tmp_path / "w") for site in ("a", "b")}
+    for place in sessions.values():
+        assert place.exchange.ask(wait_s=5.0).ticket is not None
     assert UNHEARD not in server.status().fragments[0].reason
     server.stop()
 
@@ -40,19 +41,19 @@ def test_a_site_that_is_silent_since_the_restart_is_told_apart(tmp_path: Path) -
         (fragment,) = server.status().fragments
         assert awaited(fragment).endswith(f"; {UNHEARD}: a, b")
 
-        sessions["a"].beat()
+        sessions["a"].session.beat()
         status = server.status()
         assert awaited(status.fragments[0]).endswith(f"; {UNHEARD}: b")
         cells = {worker.site: worker_row(worker)[COLUMNS.index("heard")] for worker in status.workers}
         assert cells["a"].endswith(" s ago")
         assert cells["b"] == "not since the server restarted"
-        sessions["late"] = Session(server.url, "late", folder=tmp_path / "w")
-        assert sessions["late"].next_ticket(wait_s=0.0).reason.endswith(f"; {UNHEARD}: b")
+        sessions["late"] = take_part(server.url, "late", folder=tmp_path / "w")
+        assert sessions["late"].exchange.ask(wait_s=0.0).reason.endswith(f"; {UNHEARD}: b")
 
-        sessions["b"].beat()
+        sessions["b"].session.beat()
         assert UNHEARD not in server.status().fragments[0].reason
-        for session in sessions.values():
-            session.leave()
+        for place in sessions.values():
+            place.leave()
 
 
 @pytest.mark.covers("X4")
@@ -65,15 +66,15 @@ def test_names_a_site_that_misses_heartbeats_and_the_consequence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, timeout_s: float, then: str
 ) -> None:
     """At 2.5 intervals of silence, long before the end; nothing changes in the words from then on."""
-    monkeypatch.setattr(Connection, "_heartbeats", lambda _: None)  # nothing is sent but what this test sends
+    monkeypatch.setattr(Session, "_heartbeats", lambda _: None)  # nothing is sent but what this test sends
     options: dict[str, Any] = {"num_workers": 3, "heartbeat_interval_s": 0.4, "heartbeat_timeout_s": timeout_s}
     model = nn.Linear(4, 3)
     with atoll.Server(model, port=0, algorithm="fedavg", state_dir=tmp_path / "state", **options) as server:
-        sessions = {site: Session(server.url, site, folder=tmp_path / "w") for site in ("a", "b", "c")}
+        sessions = {site: take_part(server.url, site, folder=tmp_path / "w") for site in ("a", "b", "c")}
 
         def reason(*beating: str) -> str:
             for site in beating:
-                sessions[site].beat()
+                sessions[site].session.beat()
             return server.status().fragments[0].reason
 
         def said(ending: str, *beating: str) -> None:
@@ -83,8 +84,8 @@ def test_names_a_site_that_misses_heartbeats_and_the_consequence(
         said(f"; no sign of life from c{then}", "a", "b")
         said(f"; no sign of life from b, c{then}", "a")
         wait_until(lambda: "no sign of life" not in reason("a", "b", "c"), "all are heard again", 10)
-        for session in sessions.values():
-            session.leave()
+        for place in sessions.values():
+            place.leave()
 
 
 @pytest.mark.covers("X4")
@@ -115,7 +116,7 @@ def test_a_site_that_is_silent_since_the_restart_is_shown_with_the_version_it_ha
     with atoll.Server(None, **options) as server:
         assert not server.status().workers[0].heard
         assert shown(server) == (2, 0)
-        Session(server.url, "a", folder=tmp_path / "elsewhere").leave()  # joins, and asks for nothing
+        take_part(server.url, "a", folder=tmp_path / "elsewhere").leave()  # joins, and asks for nothing
         assert shown(server) == (2, 0)
     client.close()
 
@@ -129,13 +130,13 @@ def test_the_end_names_the_sites_it_waits_for_and_those_that_never_came(
     caplog.set_level(logging.INFO, "atoll.server")
     model = nn.Linear(4, 3)
     with atoll.Server(model, port=0, algorithm="fedavg", rounds=1, num_workers=1, state_dir=tmp_path / "s") as server:
-        vanished = Session(server.url, "vanished", folder=tmp_path / "w")
-        ticket = vanished.next_ticket().ticket
+        vanished = take_part(server.url, "vanished", folder=tmp_path / "w")
+        ticket = vanished.exchange.ask().ticket
         assert ticket is not None
         tensors = named_tensors(model)[0]
-        vanished.pull(ticket.base_version, ticket.base_digest, tensors)
-        vanished.form(ticket, tensors, weight=1.0, steps=1, metrics={})
-        vanished.send()
+        vanished.exchange.pull(ticket.base, tensors)
+        vanished.exchange.form(ticket, tensors, UpdateInfo(1.0, 1, {}))
+        vanished.exchange.deliver()
         server.run()
     vanished.leave()
     assert "waiting for vanished to take the result, 0.5 s at most" in caplog.text

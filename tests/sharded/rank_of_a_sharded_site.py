@@ -26,7 +26,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 import atoll
 from atoll.filters import NormClip
 from atoll.protocol import routes
-from atoll.worker.session.ranks import Ranks
+from atoll.worker.session.ranks import RankGroup
 from atoll.worker.training import diloco_loop as diloco_module
 
 
@@ -52,7 +52,7 @@ def shard(model: Awkward, how: str) -> Awkward:
     return model
 
 
-class Counted(Ranks):
+class Counted(RankGroup):
     """Counts the bytes that this rank gives to the others, each to one of them."""
 
     given = 0
@@ -107,7 +107,7 @@ def main(
     inputs, targets = (values[each * rank : last].to(model.gain.dtype) for values in data(site))
     share = len(inputs) * ranks / 16  # FSDP takes the mean over ranks, which may have more or fewer samples
     trace: dict[str, Tensor] = {}
-    diloco_module.Ranks = Counted  # type: ignore[misc]
+    diloco_module.RankGroup = Counted  # type: ignore[misc]
     more |= {"site": site, "weight": WEIGHTS[site], "folder": out / "workers"}
     with atoll.DiLoCo(trained, optimizer, filters=[NormClip(1.0)] if filters else (), **more) as diloco:
         distributed_c10d._set_pg_timeout(timedelta(seconds=patience_s))

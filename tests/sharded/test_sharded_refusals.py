@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 from atoll import Settings
 from atoll.errors import ConfigError, UsageError
-from atoll.worker.session.ranks import Ranks
+from atoll.worker.session.ranks import RankGroup
 
 
 @pytest.mark.covers("P4", "X3")
@@ -52,7 +52,7 @@ def test_fsdp1_is_refused() -> None:
     with pytest.raises(
         UsageError, match=r"\(FSDP1\), whose parameters are flat\. Shard it with torch.distributed.fsdp"
     ):
-        Ranks.here(nn.Sequential(model))
+        RankGroup.here(nn.Sequential(model))
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,8 @@ from torch import Tensor
 from atoll.tensors.chunks import bytes_of
 from atoll.tensors.layout import version_layout
 from atoll.tensors.module_tensors import Told, schema_of
+from atoll.worker.exchange.apply_version import merge_
 from atoll.worker.exchange.base_and_outbox import BaseFile
-from atoll.worker.exchange.encode_update import merge_
 
 
 def tensors(seed: int) -> dict[str, Tensor]:

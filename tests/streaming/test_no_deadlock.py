@@ -15,7 +15,8 @@ from harness.proxy import BEFORE_HEADER, Fault, Proxy
 from streaming_world import Sites, build, serve
 
 import atoll
-from atoll.worker.session.session import Session
+from atoll.protocol.values import Accepted, UpdateInfo
+from atoll.worker.exchange.participation import take_part
 
 OPTIONS = {"num_workers": 2, "num_fragments": 2, "sync_every": 4, "rounds": 3}
 
@@ -24,17 +25,17 @@ class Hand:
     """A site that takes part in the rounds of a fragment when it is told to."""
 
     def __init__(self, url: str, folder: Path, site: str = "b") -> None:
-        self.session = Session(url, site, folder=folder, streams=True)
+        self.place = take_part(url, site, folder=folder, streams=True)
 
     def submits(self, fragment: int, change: float = 0.0) -> None:
         """To the round that is open, or opens next."""
-        exchange = self.session.fragments[fragment]
-        ticket = exchange.next_round(wait_s=30.0).ticket
+        exchange = self.place.exchanges[fragment]
+        ticket = exchange.next(30.0).ticket
         assert ticket is not None
-        exchange.pull(ticket.base_version, ticket.base_digest, None)
+        exchange.pull(ticket.base, None)
         local = {name: value + change for name, value in build().state_dict().items()}
-        exchange.form(ticket, local, weight=1.0, steps=2, metrics={})
-        exchange.send()
+        exchange.form(ticket, local, UpdateInfo(1.0, 2, {}))
+        assert isinstance(exchange.deliver(), Accepted)
 
 
 def versions(server: atoll.Server) -> list[int]:
@@ -66,7 +67,7 @@ def test_a_worker_that_ends_holds_up_no_round_of_the_others(tmp_path: Path) -> N
         b.submits(1)
         a.join()
         assert a.loops["a"].rounds == 2, "the result that it stayed for is in its model"
-        b.session.leave()
+        b.place.leave()
 
 
 @pytest.mark.covers("L10", "L7")
@@ -78,9 +79,9 @@ def test_a_failed_update_is_sent_again_before_a_later_round_is_waited_for(
     b submits fragment 1 only when round 1 of fragment 0 is over.
     """
     with serve(tmp_path, **OPTIONS, tau=3, max_inflight=2) as server, Proxy(server.port) as proxy:
-        before = Session(server.url, "a", folder=tmp_path / "before", streams=True)
+        before = take_part(server.url, "a", folder=tmp_path / "before", streams=True)
         b = Hand(server.url, tmp_path / "b")
-        assert before.fragments[0].next_round(wait_s=30.0).ticket is not None
+        assert before.exchanges[0].next(30.0).ticket is not None
         before.leave()
         proxy.faults.append(Fault("POST .*/complete ", "up", at=BEFORE_HEADER, action="reset", wait=held.wait))
         a = Sites(proxy.url, tmp_path, ["a"], 1000, max_sync_retries=0)
@@ -92,7 +93,7 @@ def test_a_failed_update_is_sent_again_before_a_later_round_is_waited_for(
             b.submits(fragment)
         a.join()
         assert versions(server) == [3, 3]
-        b.session.leave()
+        b.place.leave()
 
 
 @pytest.mark.covers("L4", "L7")
@@ -104,8 +105,8 @@ def test_a_worker_that_waited_submits_to_the_next_round_with_the_others(tmp_path
     """
     with serve(tmp_path, **(OPTIONS | {"num_workers": 1, "rounds": 2}), tau=1) as server:
         b = Hand(server.url, tmp_path / "b")
-        for exchange in b.session.fragments:
-            assert exchange.next_round(wait_s=30.0).ticket is not None
+        for exchange in b.place.exchanges:
+            assert exchange.next(30.0).ticket is not None
         a = Sites(server.url, tmp_path, ["a"], 100)
         wait_until(lambda: doing(server, "a") == ("waiting for the round", 2), "a, which waits for fragment 0")
         b.submits(0, change=0.1)
@@ -119,4 +120,4 @@ def test_a_worker_that_waited_submits_to_the_next_round_with_the_others(tmp_path
         a.join()
         assert versions(server) == [2, 2]
         assert a.loops["a"].rounds == 2
-        b.session.leave()
+        b.place.leave()

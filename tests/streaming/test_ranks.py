@@ -15,7 +15,7 @@ from harness.processes import free_port
 from streaming_world import Trace, expected, require_close, serve
 from torch import Tensor, nn
 
-from atoll.worker.session.ranks import Ranks
+from atoll.worker.session.ranks import RankGroup
 
 SCRIPT = Path(__file__).with_name("rank_of_a_site.py")
 
@@ -74,6 +74,6 @@ def test_ranks_together_are_one_worker(tmp_path: Path, how: dict[str, Any]) -> N
 
 
 def test_a_single_process_has_no_ranks_to_ask() -> None:
-    ranks = Ranks.here(nn.Linear(1, 1))
-    assert (ranks.talks, ranks.together) == (True, False)
-    assert ranks.agree(lambda: 3) == 3
+    ranks = RankGroup.here(nn.Linear(1, 1))
+    assert (ranks.is_first, ranks.together) == (True, False)
+    assert ranks.from_rank0(lambda: 3) == 3

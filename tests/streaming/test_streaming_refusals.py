@@ -13,7 +13,9 @@ import atoll
 from atoll.errors import ConfigError
 from atoll.tensors.fragments import split
 from atoll.tensors.module_tensors import schema_of
-from atoll.worker.session.connection import Connection
+from atoll.transport.http_client import http_to
+from atoll.worker.session.http_channel import HttpChannel
+from atoll.worker.session.session import Session
 
 THREE: dict[str, Any] = {"num_fragments": 3, "sync_every": 9}
 PLAIN: dict[str, Any] = {"outer_lr": None, "outer_momentum": None}
@@ -68,7 +70,7 @@ def test_refuses_at_the_join_a_worker_that_streams_otherwise(tmp_path: Path) -> 
 def test_a_worker_hears_how_the_model_is_cut(tmp_path: Path) -> None:
     server = serve(tmp_path, num_fragments=3, sync_every=9, tau=2, alpha=0.5, max_inflight=2)
     with server:
-        connection = Connection(server.url, "a", labels=None, max_retries=1)
+        connection = Session(HttpChannel(http_to(server.url)), "a", max_retries=1)
         assert connection.split == split(schema_of(build()), 3)
         assert [[spec.name for spec in part.tensors] for part in connection.split.schemas] == names_of(3)
         info = connection.info

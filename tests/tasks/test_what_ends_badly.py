@@ -21,7 +21,9 @@ from atoll.filters import Filter, Outgoing
 from atoll.protocol import routes
 from atoll.protocol import task_messages as tm
 from atoll.server.filter_table import SiteFilters
-from atoll.worker.session.connection import Connection
+from atoll.transport.http_client import http_to
+from atoll.worker.session.http_channel import HttpChannel
+from atoll.worker.session.session import Session
 
 SCRIPT = Path(__file__).with_name("small_disk_process.py")
 
@@ -208,7 +210,7 @@ def test_a_process_that_another_has_replaced_is_given_no_task(tmp_path: Path, mo
         controller.send("a", "train", timeout_s=30)
 
     with workflow_server(tmp_path, main) as server, ThreadPoolExecutor() as pool:
-        first, second = (Connection(server.url, "a", labels=None, max_retries=3) for _ in range(2))
+        first, second = (Session(HttpChannel(http_to(server.url)), "a", max_retries=3) for _ in range(2))
         first.join(3)
         queue = server._run.task_queue  # type: ignore[union-attr]
         next_for = queue.next_for

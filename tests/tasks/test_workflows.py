@@ -22,8 +22,9 @@ from atoll.errors import AuthError, BadRequest, ConfigError, Conflict, RunFailed
 from atoll.protocol import routes
 from atoll.protocol import task_messages as tm
 from atoll.tensors.payload import pack
-from atoll.transport.http_client import Http
-from atoll.worker.session.connection import Connection
+from atoll.transport.http_client import Http, http_to
+from atoll.worker.session.http_channel import HttpChannel
+from atoll.worker.session.session import Session
 
 SCRIPT = Path(__file__).with_name("task_process.py")
 
@@ -42,7 +43,7 @@ def site(nursery: Nursery, folder: Path, server: atoll.Server, name: str) -> Pro
 @contextmanager
 def connected(url: str, name: str) -> Iterator[Http]:
     """The requests of a site, by hand."""
-    connection = Connection(url, name, labels=None, max_retries=3)
+    connection = Session(HttpChannel(http_to(url)), name, max_retries=3)
     connection.join(3)
     try:
         yield connection.http

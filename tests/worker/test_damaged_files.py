@@ -13,9 +13,10 @@ from torch import nn
 
 import atoll
 from atoll.errors import UsageError
+from atoll.protocol.values import UpdateInfo
 from atoll.tensors.module_tensors import named_tensors
 from atoll.worker.exchange.base_and_outbox import ScratchFile
-from atoll.worker.session.session import Session
+from atoll.worker.exchange.participation import take_part
 
 
 def model() -> nn.Linear:
@@ -74,9 +75,9 @@ def test_a_base_that_is_not_what_its_note_says_is_pulled_again(
     with atoll.join(server.url, site="a", folder=tmp_path / "w") as worker:
         mine = nn.Linear(300, 100)
         next(iter(worker)).load_into(mine)
-        sizes = [part.nbytes for part in worker._session.layout.parts]
+        sizes = [part.nbytes for part in worker._place.exchange.layouts.version.parts]
         assert worker.bytes_down == sum(sizes[part] for part in parts)
-        base = worker._session.base
+        base = worker._place.exchange.base
         assert base.differing(base.note.part_digests) == []
     assert torch.equal(mine.weight, model().weight)
     assert torch.equal(mine.bias, model().bias)
@@ -125,15 +126,13 @@ def test_a_damaged_outbox_is_said_once_and_the_round_is_trained_again(
     server: atoll.Server, tmp_path: Path, damage: Callable[[Path], None], caplog: pytest.LogCaptureFixture
 ) -> None:
     """Guards against an outbox whose parts the server refuses at every start of the worker, for ever."""
-    session = Session(server.url, "a", folder=tmp_path / "w")
-    ticket = session.next_ticket().ticket
+    place = take_part(server.url, "a", folder=tmp_path / "w")
+    ticket = place.exchange.ask().ticket
     assert ticket is not None
     tensors = named_tensors(model())[0]
-    session.pull(ticket.base_version, ticket.base_digest, tensors)
-    session.form(
-        ticket, {name: tensor.detach() - 1.0 for name, tensor in tensors.items()}, weight=1, steps=1, metrics={}
-    )
-    session.leave()
+    place.exchange.pull(ticket.base, tensors)
+    place.exchange.form(ticket, {name: tensor.detach() - 1.0 for name, tensor in tensors.items()}, UpdateInfo(1, 1, {}))
+    place.leave()
     damage(only(tmp_path, "outbox.bin"))
     caplog.set_level(logging.WARNING, "atoll")
     with atoll.join(server.url, site="a", folder=tmp_path / "w") as worker:

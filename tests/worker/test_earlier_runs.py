@@ -24,7 +24,7 @@ def one_run(folder: Path, name: str) -> Path:
     options = {"port": 0, "algorithm": "fedavg", "rounds": 1, "state_dir": folder / name}
     with atoll.Server(nn.Linear(8, 4), **options) as server:
         with atoll.join(server.url, site="a", folder=folder / "w") as worker:
-            mine: Path = worker._session.folder
+            mine: Path = worker._place.folder
             for fl_round in worker:
                 fl_round.submit(fl_round.load_into(nn.Linear(8, 4)), weight=1)
     return mine

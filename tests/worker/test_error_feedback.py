@@ -16,10 +16,11 @@ from torch import Tensor
 import atoll
 from atoll.errors import ConfigError
 from atoll.protocol import messages
+from atoll.protocol.values import UpdateInfo
 from atoll.tensors.schema import Schema, TensorSpec
 from atoll.worker.exchange.base_and_outbox import ScratchFile
 from atoll.worker.exchange.local_state import Residuals
-from atoll.worker.session.session import Session
+from atoll.worker.exchange.participation import take_part
 
 START = {"w": torch.zeros(2)}
 
@@ -35,10 +36,10 @@ def client(server: atoll.Server, folder: Path) -> atoll.functional.Client:
 
 
 def residual(client: atoll.functional.Client) -> list[float]:
-    session = client._session
+    session = client._place
     assert session is not None
-    assert session.residuals is not None
-    return session.residuals.read("w", 0, 2).tolist()
+    assert session.exchange.residuals is not None
+    return session.exchange.residuals.read("w", 0, 2).tolist()
 
 
 def trained(client: atoll.functional.Client, change: list[float]) -> dict[str, Tensor]:
@@ -93,13 +94,14 @@ def test_what_arrives_and_what_is_left_is_what_was_trained(
                 model[name] = (tensor.float() - torch.randn(tensor.shape, generator=generator)).to(tensor.dtype)
                 moved[name] += tensor.float() - model[name].float()
             site.submit(model)
-        session = site._session
-        assert session is not None
-        assert session.residuals is not None
+        place = site._place
+        assert place is not None
+        assert place.exchange.residuals is not None
         assert site.next_round() is None
-        session.residuals.settle(session.outcome)
+        place.exchange.residuals.settle(place.session.outcome)
         left = {
-            name: session.residuals.read(name, 0, tensor.numel()).view(tensor.shape) for name, tensor in moved.items()
+            name: place.exchange.residuals.read(name, 0, tensor.numel()).view(tensor.shape)
+            for name, tensor in moved.items()
         }
         site.close()
         assert server.wait(60)
@@ -141,45 +143,45 @@ def test_a_base_that_was_advanced_has_it_in_the_local_progress(tmp_path: Path, s
     Whether it had heard that the update counted before it lost the server, or not.
     """
     with serving(tmp_path) as server:
-        session = Session(server.url, "a", folder=tmp_path / "w")
-        reply = session.next_round()
+        place = take_part(server.url, "a", folder=tmp_path / "w")
+        reply = place.exchange.next()
         assert reply.ticket is not None
         weights = {"w": torch.zeros(2)}
-        session.pull(reply.ticket.base_version, reply.ticket.base_digest, weights)
+        place.exchange.pull(reply.ticket.base, weights)
         weights["w"] -= torch.tensor([127.0, 0.4])
-        how: dict[str, Any] = {"weight": 1.0, "steps": 1, "metrics": {}}
-        session.submit(reply.ticket, weights, **how)
-        following = session.next_ticket()
+        info = UpdateInfo(steps=1)
+        place.exchange.submit(reply.ticket, weights, info)
+        following = place.exchange.ask()
         assert following.ticket is not None
-        assert session.residuals is not None
+        assert place.exchange.residuals is not None
         if settled:
-            session._turns.settle()
-            assert session.residuals.read("w", 0, 2).tolist() == [0.0, pytest.approx(0.4)]
-        session.advance_base()
+            place.exchange.local.settle()
+            assert place.exchange.residuals.read("w", 0, 2).tolist() == [0.0, pytest.approx(0.4)]
+        place.exchange.advance_base()
         weights["w"] -= torch.tensor([127.0, 0.0])
-        session.form(following.ticket, weights, **how)
-        session._turns.settle()  # it is not in
-        left = session.residuals._files[1 - session.residuals.note.current]
-        assert left.values(session.residuals._segments["w"], 0, 2).tolist() == [0.0, pytest.approx(0.4)]
-        session.leave()
+        place.exchange.form(following.ticket, weights, info)
+        place.exchange.local.settle()  # it is not in
+        left = place.exchange.residuals._files[1 - place.exchange.residuals.note.current]
+        assert left.values(place.exchange.residuals._segments["w"], 0, 2).tolist() == [0.0, pytest.approx(0.4)]
+        place.leave()
 
 
 def test_settles_an_earlier_update_before_it_forms_the_next(tmp_path: Path) -> None:
     """Tickets that came by `next_ticket`: 0.4 and 0.4 that was left make 0.8, which is rounded to 1."""
     with serving(tmp_path) as server:
-        session = Session(server.url, "a", folder=tmp_path / "w")
+        place = take_part(server.url, "a", folder=tmp_path / "w")
         weights = {"w": torch.zeros(2)}
         for _ in range(2):
-            reply = session.next_ticket()
+            reply = place.exchange.ask()
             assert reply.ticket is not None
-            session.pull(reply.ticket.base_version, reply.ticket.base_digest, weights)
+            place.exchange.pull(reply.ticket.base, weights)
             weights["w"] -= torch.tensor([127.0, 0.4])
-            session.submit(reply.ticket, weights, weight=1.0, steps=1, metrics={})
-        reply = session.next_ticket()
+            place.exchange.submit(reply.ticket, weights, UpdateInfo(1.0, 1, {}))
+        reply = place.exchange.ask()
         assert reply.ticket is not None
-        session.pull(reply.ticket.base_version, reply.ticket.base_digest, weights)
+        place.exchange.pull(reply.ticket.base, weights)
         assert weights["w"].tolist() == [-254.0, -1.0]
-        session.leave()
+        place.leave()
 
 
 @pytest.mark.covers("X3")

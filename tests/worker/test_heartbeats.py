@@ -15,7 +15,8 @@ from torch import nn
 
 import atoll
 from atoll.protocol import status_messages
-from atoll.worker.session import connection
+from atoll.worker.exchange.participation import Participation, take_part
+from atoll.worker.session import session as session_module
 from atoll.worker.session.session import Session
 
 
@@ -32,44 +33,44 @@ def told(server: atoll.Server) -> status_messages.WorkerStatus:
     return worker
 
 
-def say(session: Session, **values: object) -> None:
-    session.heartbeat = session.heartbeat.model_copy(update=values)
+def say(place: Participation, **values: object) -> None:
+    place.session.heartbeat = place.session.heartbeat.model_copy(update=values)
 
 
 @pytest.mark.covers("L13")
 def test_a_change_of_state_is_told_without_waiting_for_the_interval(
     server: atoll.Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connection, "HEARTBEAT_GAP_S", 0.01)
-    session = Session(server.url, "a", folder=tmp_path / "w")
+    monkeypatch.setattr(session_module, "HEARTBEAT_GAP_S", 0.01)
+    place = take_part(server.url, "a", folder=tmp_path / "w")
     for step, state in enumerate(("training", "submitting to round 1", "waiting for the others")):
-        say(session, state=state, step=step)
+        say(place, state=state, step=step)
         wait_until(lambda step=step, state=state: (told(server).doing, told(server).step) == (state, step), state)
-    session.leave()
+    place.leave()
 
 
 def test_however_often_the_state_changes_heartbeats_keep_their_distance(
     server: atoll.Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connection, "HEARTBEAT_GAP_S", 0.1)
+    monkeypatch.setattr(session_module, "HEARTBEAT_GAP_S", 0.1)
     sent: list[float] = []
     send = Session._send_heartbeat
 
     def counted(self: Session, *more: float) -> None:
-        if self.http.server == server.url:  # a session of an earlier test may still be ending
+        if self.http.server == server.url:  # a place of an earlier test may still be ending
             sent.append(time.monotonic())
         send(self, *more)
 
     monkeypatch.setattr(Session, "_send_heartbeat", counted)
-    session = Session(server.url, "a", folder=tmp_path / "w")
+    place = take_part(server.url, "a", folder=tmp_path / "w")
 
     def changed() -> bool:
-        say(session, state=f"state {time.monotonic()}")
+        say(place, state=f"state {time.monotonic()}")
         return len(sent) >= 5
 
     wait_until(changed, "five heartbeats")
     assert min(later - earlier for earlier, later in pairwise(sent[:5])) > 0.09
-    session.leave()
+    place.leave()
 
 
 @pytest.mark.covers("L9", "F22")
@@ -81,10 +82,10 @@ def test_a_heartbeat_that_stays_unanswered_is_followed_soon_by_another(
     with Proxy(int(server.url.rpartition(":")[2])) as proxy:
         faults = [Fault("POST .*heartbeat", "down", BEFORE_HEADER, action) for _ in range(2)]
         proxy.faults += faults
-        session = Session(proxy.url, "a", folder=tmp_path / "w")
+        place = take_part(proxy.url, "a", folder=tmp_path / "w")
         wait_until(lambda: proxy.count("POST .*heartbeat") >= 3, "a third heartbeat")
         assert all(fault.reached.is_set() for fault in faults)
-        session.leave()
+        place.leave()
 
 
 @pytest.mark.covers("L13")
@@ -92,12 +93,12 @@ def test_a_heartbeat_that_stays_unanswered_is_followed_soon_by_another(
 def test_the_last_figures_are_told_on_leaving(
     server: atoll.Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: str | None, doing: str
 ) -> None:
-    monkeypatch.setattr(connection, "HEARTBEAT_GAP_S", 0.01)
-    session = Session(server.url, "a", folder=tmp_path / "w")
-    say(session, state="training")
+    monkeypatch.setattr(session_module, "HEARTBEAT_GAP_S", 0.01)
+    place = take_part(server.url, "a", folder=tmp_path / "w")
+    say(place, state="training")
     wait_until(lambda: told(server).doing == "training", "a heartbeat")
-    say(session, step=41)  # no change of state, so it waits
-    session.leave(error)
+    say(place, step=41)  # no change of state, so it waits
+    place.leave(error)
     worker = told(server)
     assert (worker.state, worker.doing, worker.step) == (doing, doing, 41)
 
@@ -107,12 +108,12 @@ def test_a_server_that_stands_still_is_left_soon(
     server: atoll.Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Guards against a goodbye of half a minute or more after Ctrl-C; the server learns of it by the silence."""
-    monkeypatch.setattr(connection, "GOODBYE_S", 0.2)
+    monkeypatch.setattr(session_module, "GOODBYE_S", 0.2)
     with Proxy(int(server.url.rpartition(":")[2])) as proxy:
-        session = Session(proxy.url, "a", folder=tmp_path / "w")
+        place = take_part(proxy.url, "a", folder=tmp_path / "w")
         wait_until(lambda: proxy.count("POST .*heartbeat"), "a heartbeat")
         proxy.faults += [Fault("POST .*heartbeat", "up", BEFORE_HEADER, "stall") for _ in range(2)]
         proxy.faults.append(Fault("POST .*leave", "up", BEFORE_HEADER, "stall"))
         begin = time.monotonic()
-        session.leave()
+        place.leave()
         assert time.monotonic() - begin < 10.0

@@ -17,9 +17,10 @@ from torch import nn
 import atoll
 from atoll.errors import Conflict
 from atoll.protocol import messages, routes
+from atoll.protocol.values import Accepted, UpdateInfo
 from atoll.tensors.module_tensors import named_tensors
 from atoll.worker.exchange.exchange import MAX_CONFLICTS
-from atoll.worker.session.session import Session
+from atoll.worker.exchange.participation import Participation, take_part
 
 
 @pytest.fixture
@@ -32,12 +33,12 @@ def server(tmp_path: Path) -> Iterator[atoll.Server]:
 class Late:
     """Half of part 1, which arrives just before each of the first `times` words that the update is complete."""
 
-    def __init__(self, session: Session, ticket: int, times: int) -> None:
+    def __init__(self, place: Participation, ticket: int, times: int) -> None:
         self.completions = 0
-        self._session, self._ticket, self._times = session, ticket, times
+        self._place, self._ticket, self._times = place, ticket, times
         self._sockets: list[socket.socket] = []
-        self._post = session.http.post
-        session.http.post = self._posted  # type: ignore[method-assign]
+        self._post = place.session.http.post
+        place.session.http.post = self._posted  # type: ignore[method-assign]
 
     def _posted(self, path: str, *args: Any, **more: Any) -> Any:
         if path == routes.COMPLETE.format(ticket=self._ticket):
@@ -47,7 +48,7 @@ class Late:
         return self._post(path, *args, **more)
 
     def _arrive(self) -> None:
-        http, part = self._session.http, self._session.outbox.layout.parts[1]
+        http, part = self._place.session.http, self._place.exchange.outbox.layout.parts[1]
         lines = [
             f"PUT {routes.PART.format(ticket=self._ticket, part=1)} HTTP/1.1",
             f"Host: {http.host}",
@@ -65,34 +66,34 @@ class Late:
             late.close()
 
 
-def formed(server: atoll.Server, folder: Path) -> tuple[Session, int]:
-    session = Session(server.url, "a", folder=folder)
-    ticket = session.next_ticket().ticket
+def formed(server: atoll.Server, folder: Path) -> tuple[Participation, int]:
+    place = take_part(server.url, "a", folder=folder)
+    ticket = place.exchange.ask().ticket
     assert ticket is not None
     tensors = named_tensors(nn.Linear(300, 100))[0]
-    session.pull(ticket.base_version, ticket.base_digest, None)
-    session.form(ticket, tensors, weight=1.0, steps=1, metrics={})
-    return session, ticket.ticket
+    place.exchange.pull(ticket.base, None)
+    place.exchange.form(ticket, tensors, UpdateInfo(1.0, 1, {}))
+    return place, ticket.id
 
 
 @pytest.mark.covers("F14")
 @pytest.mark.parametrize("times", [1, MAX_CONFLICTS])
 def test_a_part_that_a_late_attempt_undid_is_sent_again_alone(server: atoll.Server, tmp_path: Path, times: int) -> None:
-    session, ticket = formed(server, tmp_path / "w")
-    late = Late(session, ticket, times)
-    assert session.send().ticket == ticket
+    place, ticket = formed(server, tmp_path / "w")
+    late = Late(place, ticket, times)
+    assert isinstance(place.exchange.deliver(), Accepted)
     assert late.completions == times + 1
-    layout = session.outbox.layout
-    assert session.counters.bytes_up == layout.nbytes + times * layout.parts[1].nbytes
-    session.leave()
+    layout = place.exchange.outbox.layout
+    assert place.session.counters.bytes_up == layout.nbytes + times * layout.parts[1].nbytes
+    place.leave()
     late.close()
 
 
 def test_a_conflict_that_lasts_is_raised(server: atoll.Server, tmp_path: Path) -> None:
-    session, ticket = formed(server, tmp_path / "w")
-    late = Late(session, ticket, MAX_CONFLICTS + 1)
+    place, ticket = formed(server, tmp_path / "w")
+    late = Late(place, ticket, MAX_CONFLICTS + 1)
     with pytest.raises(Conflict, match="lacks 1 of 2 parts"):
-        session.send()
+        place.exchange.deliver()
     assert late.completions == MAX_CONFLICTS + 1
-    session.leave()
+    place.leave()
     late.close()

@@ -71,9 +71,7 @@ def rounds_of(
             site.next_round()
             model = site.pull()
             site.submit({name: (model[name] - change[name]).to(model[name].dtype) for name in model})
-            session = site._session
-            assert session is not None
-            assert session.beat()
+            assert site._place.session.beat()
             shown.append(server.status().warnings)
         site.close()
     return shown

@@ -15,7 +15,7 @@ from atoll.tensors.module_tensors import named_tensors
 from atoll.transport.resumable_transfer import HttpTransfer
 from atoll.worker.exchange import base_and_outbox
 from atoll.worker.exchange.base_and_outbox import BaseNote
-from atoll.worker.session.session import Session
+from atoll.worker.exchange.participation import take_part
 
 
 @pytest.fixture
@@ -31,30 +31,30 @@ def test_a_resumed_pull_fills_the_model_too(server: atoll.Server, tmp_path: Path
     """Guards against `pull` without `load_` where it was resumed: the model kept what it had for the parts that were
     there.
     """
-    session = Session(server.url, "a", folder=tmp_path / "w")
-    ticket = session.next_ticket().ticket
+    place = take_part(server.url, "a", folder=tmp_path / "w")
+    ticket = place.exchange.ask().ticket
     assert ticket is not None
-    session.pull(ticket.base_version, ticket.base_digest, None)
-    note = session.base.note
+    place.exchange.pull(ticket.base, None)
+    note = place.exchange.base.note
     assert note is not None
-    session.base.begin(BaseNote(**{**note.__dict__, "complete": False}))  # as a kill before `finish` leaves it
-    part = session.layout.parts[1]
-    session.base.write(part.start, memoryview(bytes(100)))
+    place.exchange.base.begin(BaseNote(**{**note.__dict__, "complete": False}))  # as a kill before `finish` leaves it
+    part = place.exchange.layouts.version.parts[1]
+    place.exchange.base.write(part.start, memoryview(bytes(100)))
     torch.manual_seed(9)
     tensors = named_tensors(nn.Linear(300, 100))[0]
-    session.pull(ticket.base_version, ticket.base_digest, tensors)
+    place.exchange.pull(ticket.base, tensors)
     torch.manual_seed(0)
     expected = named_tensors(nn.Linear(300, 100))[0]
     assert all(torch.equal(tensors[name], expected[name]) for name in expected)
-    session.leave()
+    place.leave()
 
 
 @pytest.mark.covers("P8")
 def test_a_pull_that_breaks_off_goes_on_with_the_parts_that_are_missing(
     server: atoll.Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    session = Session(server.url, "a", folder=tmp_path / "w")
-    ticket = session.next_ticket().ticket
+    place = take_part(server.url, "a", folder=tmp_path / "w")
+    ticket = place.exchange.ask().ticket
     assert ticket is not None
     asked: list[list[int]] = []
 
@@ -65,15 +65,15 @@ def test_a_pull_that_breaks_off_goes_on_with_the_parts_that_are_missing(
             raise ServerUnreachable("The network is gone.")
         really(path, digests, parts, *rest, **more)
 
-    really = session.parts.pull
-    monkeypatch.setattr(session.parts, "pull", pull)
+    really = place.exchange._transfer.pull
+    monkeypatch.setattr(place.exchange._transfer, "pull", pull)
     tensors = named_tensors(nn.Linear(300, 100))[0]
-    session.pull(ticket.base_version, ticket.base_digest, tensors)
+    place.exchange.pull(ticket.base, tensors)
     torch.manual_seed(0)
     expected = named_tensors(nn.Linear(300, 100))[0]
     assert asked == [[0, 1, 2], [1, 2]]
     assert all(torch.equal(tensors[name], expected[name]) for name in expected)
-    session.leave()
+    place.leave()
 
 
 class HalfFrozen(nn.Module):
@@ -167,14 +167,14 @@ def test_a_pull_fills_large_small_and_turned_tensors_alike(tmp_path: Path) -> No
     source = {"large": torch.randn(600, 500), "turned": torch.randn(400, 300).t(), "small": torch.randn(7)}
     options = {"algorithm": "fedavg", "part_bytes": 2**20, "min_free_bytes": 0}
     with atoll.Server(source, port=0, state_dir=tmp_path / "state", **options) as server:
-        session = Session(server.url, "a", folder=tmp_path / "w")
-        ticket = session.next_ticket().ticket
+        place = take_part(server.url, "a", folder=tmp_path / "w")
+        ticket = place.exchange.ask().ticket
         assert ticket is not None
         target = {name: torch.zeros_like(tensor) for name, tensor in source.items()}
-        session.pull(ticket.base_version, ticket.base_digest, target)
+        place.exchange.pull(ticket.base, target)
         for name, tensor in source.items():
             assert torch.equal(target[name], tensor), name
         again = {name: torch.zeros_like(tensor) for name, tensor in source.items()}
-        session.pull(ticket.base_version, ticket.base_digest, again)  # from the base file, which has all of it, too
+        place.exchange.pull(ticket.base, again)  # from the base file, which has all of it, too
         assert torch.equal(again["large"], source["large"])
-        session.leave()
+        place.leave()

@@ -68,11 +68,11 @@ def test_three_rounds_are_those_of_the_paper(server: atoll.Server, tmp_path: Pat
     x, c, own = reference(ROUNDS)
     for site, worker in known["workers"].items():
         assert worker.load_into(One()).w.item() == pytest.approx(x, rel=1e-5)
-        session = worker._session
-        assert session.base.values_of("atoll.control.w", 0, 1).item() == pytest.approx(c, rel=1e-5)
-        session.kept.settle(session.outcome)
-        assert session.kept.read("atoll.control.w", 0, 1).item() == pytest.approx(own[site], rel=1e-5)
-        assert session.kept.read("atoll.control.frozen", 0, 2).tolist() == [0.0, 0.0]
+        exchange = worker._place.exchange
+        assert exchange.base.values_of("atoll.control.w", 0, 1).item() == pytest.approx(c, rel=1e-5)
+        exchange.kept.settle(exchange.session.outcome)
+        assert exchange.kept.read("atoll.control.w", 0, 1).item() == pytest.approx(own[site], rel=1e-5)
+        assert exchange.kept.read("atoll.control.frozen", 0, 2).tolist() == [0.0, 0.0]
     leave(known)
     assert server.wait(60)
     with safe_open(server.exports / "model.safetensors", framework="pt") as file:
@@ -92,7 +92,7 @@ def test_a_third_site_that_joins_rescales_c(server: atoll.Server, tmp_path: Path
     loops = {**known["loops"], "c": iter(late)}
     for site, target in {**TARGETS, "c": 5.0}.items():
         round_ = step(loops[site], target)
-        base = round_._session.base.values_of("atoll.control.w", 0, 1).item()
+        base = round_._place.exchange.base.values_of("atoll.control.w", 0, 1).item()
         assert base == pytest.approx((own["a"] + own["b"] + 0.0) / 3, rel=1e-5)
     assert c_before == pytest.approx((own["a"] + own["b"]) / 2)  # as it would have been with two
     leave(known)
@@ -150,8 +150,8 @@ def test_controls_outlive_the_worker(server: atoll.Server, tmp_path: Path) -> No
         assert next(loop, None) is None
     assert known["workers"]["b"].load_into(One()).w.item() == pytest.approx(x, rel=1e-5)
     for site, worker in known["workers"].items():
-        worker._session.kept.settle(worker._session.outcome)
-        assert worker._session.kept.read("atoll.control.w", 0, 1).item() == pytest.approx(own[site], rel=1e-5)
+        worker._place.exchange.kept.settle(worker._session.outcome)
+        assert worker._place.exchange.kept.read("atoll.control.w", 0, 1).item() == pytest.approx(own[site], rel=1e-5)
     leave(known)
 
 
@@ -170,9 +170,9 @@ def test_a_refused_update_leaves_the_control_as_it_was(tmp_path: Path) -> None:
                 round_.submit(model)
                 if number == 1:
                     # the first attempt is forgotten: x = 0, y = 0.1, Δc = c⁺ = (0 − 0.1)/0.1 = −1
-                    assert worker._session.kept.read("atoll.control.w", 0, 1).item() == 0.0
-            worker._session.kept.settle(worker._session.outcome)
-            values = worker._session.kept.read("atoll.control.w", 0, 1)
+                    assert worker._place.exchange.kept.read("atoll.control.w", 0, 1).item() == 0.0
+            worker._place.exchange.kept.settle(worker._session.outcome)
+            values = worker._place.exchange.kept.read("atoll.control.w", 0, 1)
         assert server.status().refused == 1
     assert values.item() != 0.0
     assert torch.isfinite(values).all()
@@ -274,12 +274,12 @@ def test_what_is_pending_is_forgotten_only_when_the_next_update_is_formed(server
     optimizer = torch.optim.SGD([model.w], lr=ETA)
     correction = round_.correct(model, optimizer)
     train(model, optimizer, TARGETS["a"])
-    controls = known["workers"]["a"]._session.kept
+    controls = known["workers"]["a"]._place.exchange.kept
     controls.belongs_to(99, 0)
     correction.require_steps()
     assert controls.note.pending == 99
     round_.submit(model)
-    assert controls.note.pending == round_._ticket.ticket
+    assert controls.note.pending == round_._ticket.id
     leave(known)
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from atoll.protocol import messages
+from atoll.protocol.values import Ticket, VersionRef
 from atoll.worker.exchange.base_and_outbox import OutboxNote
-from atoll.worker.exchange.exchange import sent_again
+from atoll.worker.exchange.exchange import resend_note
 
 A, B, LAYOUT = "a" * 64, "b" * 64, "c" * 64
 LOST = messages.Outcome(ticket=8, state="expired", base_version=3)
@@ -36,15 +37,8 @@ def info(mode: str) -> messages.RunInfo:
     ],
 )
 def test_only_what_the_server_has_forgotten(mode: str, version: int, bits: str, fate: str, base: int | None) -> None:
-    ticket = messages.Ticket(
-        ticket=9, fragment=0, round=4, base_version=version, base_digest=bits, layout_digest=LAYOUT
-    )
-
-    def outcome_of(number: int) -> messages.Outcome:
-        assert number == 8
-        return LOST.model_copy(update={"state": fate})
-
-    again = sent_again(note(), ticket, LOST, info(mode), outcome_of)
+    ticket = Ticket(9, 4, VersionRef(0, version, bits), LAYOUT)
+    again = resend_note(note(), ticket, LOST, info(mode), {8: fate}.__getitem__)
     assert (again and (again.ticket, again.base_version, again.sent)) == (base and (9, base, False))
 
 
@@ -52,6 +46,6 @@ def test_only_what_the_server_has_forgotten(mode: str, version: int, bits: str, 
 @pytest.mark.parametrize(("mode", "sent"), [("async", True), ("async", False), ("sync", True)])
 def test_an_asynchronous_run_takes_a_forgotten_update_against_its_head(mode: str, sent: bool) -> None:
     """Where the server had acknowledged it; one that never came is part of what is local."""
-    ticket = messages.Ticket(ticket=9, fragment=0, round=4, base_version=2, base_digest=B, layout_digest=LAYOUT)
-    again = sent_again(note(sent=sent), ticket, LOST, info(mode), lambda number: LOST)
+    ticket = Ticket(9, 4, VersionRef(0, 2, B), LAYOUT)
+    again = resend_note(note(sent=sent), ticket, LOST, info(mode), lambda number: "expired")
     assert (again and again.base_version) == (2 if mode == "async" and sent else None)

@@ -19,8 +19,9 @@ from atoll.tensors.chunks import CHUNK_ELEMENTS, bytes_of, run_of
 from atoll.tensors.dtypes import accumulate_dtype
 from atoll.tensors.layout import Layout, update_layout, version_header, version_layout
 from atoll.tensors.module_tensors import schema_of
+from atoll.worker.exchange.apply_version import advance_base_, load_, rebase_
 from atoll.worker.exchange.base_and_outbox import BaseFile, BaseNote, Outbox, OutboxNote, locked
-from atoll.worker.exchange.encode_update import advance_base_, form_update, load_, rebase_
+from atoll.worker.exchange.encode_update import form_update
 from atoll.worker.exchange.local_state import Residuals
 
 CODECS = {"none": NoneCodec(), "bf16": Bf16Codec()}

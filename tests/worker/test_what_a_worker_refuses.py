@@ -1,6 +1,7 @@
 """What a worker refuses by itself: weights, metrics, another layout, another schema."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,11 @@ from torch import nn
 
 import atoll
 from atoll.errors import UsageError, VersionSkew
+from atoll.protocol.values import UpdateInfo
 from atoll.tensors.module_tensors import named_tensors
 from atoll.worker.arguments import finite_metrics
-from atoll.worker.session.connection import Connection
-from atoll.worker.session.session import Session
+from atoll.worker.exchange.participation import take_part
+from atoll.worker.session.session import split_of
 
 
 @pytest.mark.parametrize("weight", [0.0, -1.0, math.inf, math.nan])
@@ -26,7 +28,7 @@ def test_a_weight_that_cannot_count_is_refused_before_anything_is_formed(tmp_pat
             model = fl_round.load_into(nn.Linear(2, 1))
             with pytest.raises(UsageError, match="The weight is"):
                 fl_round.submit(model, weight=weight)
-            assert worker._session.outbox.note is None
+            assert worker._place.exchange.outbox.note is None
 
 
 @pytest.mark.covers("L15")
@@ -117,16 +119,14 @@ def test_a_layout_or_schema_that_is_not_the_servers_is_refused_before_a_byte_mov
 ) -> None:
     """Guards against `form` without the comparison of layouts; `_fetch_schema` without that of schemas."""
     with atoll.Server(nn.Linear(2, 1), port=0, algorithm="fedavg", state_dir=tmp_path / "s") as server:
-        session = Session(server.url, "a", folder=tmp_path / "w")
-        ticket = session.next_ticket().ticket
+        place = take_part(server.url, "a", folder=tmp_path / "w")
+        ticket = place.exchange.ask().ticket
         assert ticket is not None
         tensors = named_tensors(nn.Linear(2, 1))[0]
-        session.pull(ticket.base_version, ticket.base_digest, tensors)
+        place.exchange.pull(ticket.base, tensors)
         with pytest.raises(VersionSkew, match="in another way"):
-            session.form(
-                ticket.model_copy(update={"layout_digest": "0" * 64}), tensors, weight=1.0, steps=0, metrics={}
-            )
-        session.info = session.info.model_copy(update={"schema_digest": "0" * 64})
+            place.exchange.form(replace(ticket, layout_digest="0" * 64), tensors, UpdateInfo(1.0, 0, {}))
+        info = place.session.info.model_copy(update={"schema_digest": "0" * 64})
         with pytest.raises(VersionSkew, match="does not have the digest"):
-            Connection._fetch_split(session)
-        session.leave()
+            split_of(place.session.channel.schema(), info)
+        place.leave()

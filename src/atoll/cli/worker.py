@@ -86,7 +86,7 @@ def _require_server(address: str, told: list[int]) -> str:
     from atoll.format_text import duration
     from atoll.protocol import messages, routes
     from atoll.transport.http_client import ask
-    from atoll.worker.session.connection import give_up_s
+    from atoll.worker.session.session import give_up_s
 
     most_s = give_up_s()
     end = time.monotonic() + most_s

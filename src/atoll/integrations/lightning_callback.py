@@ -25,7 +25,7 @@ from atoll.integrations import lightning_trainer
 from atoll.integrations.trainer_driver import SiteOptions, TrainerDriver, asked, require_alone
 from atoll.tensors.module_tensors import named_tensors
 from atoll.worker.log_lines import LOG, ensure_lines
-from atoll.worker.session.ranks import Ranks
+from atoll.worker.session.ranks import RankGroup
 from atoll.worker.training.alone import ALONE
 
 NOTHING_LEFT = "The run is finished: this fit trains nothing."
@@ -95,7 +95,7 @@ class AtollCallback(Callback):
         ranks = _ranks(trainer)
         if trainer.world_size > 1 and not ranks.together:
             return not self.driver.finished  # the ranks meet in the first fit, and learn there what rank 0 learns
-        running = bool(ranks.agree(self._is_running))
+        running = bool(ranks.from_rank0(self._is_running))
         if not running and self.driver.takes_part:
             self._finish(ranks, self._module)
         return running
@@ -115,7 +115,7 @@ class AtollCallback(Callback):
             lightning_trainer.require_own_weights(trainer)
             lightning_trainer.require_fresh(trainer)
         if stage == "fit":  # before configure_optimizers, which may build its schedule from the round
-            pl_module.atoll_round, pl_module.atoll_rounds = _ranks(trainer).agree(self._place)
+            pl_module.atoll_round, pl_module.atoll_rounds = _ranks(trainer).from_rank0(self._place)
 
     @border
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
@@ -124,8 +124,8 @@ class AtollCallback(Callback):
         self._in_round = False
         self._first_step = self._open_step = None
         ranks = _ranks(trainer)
-        state = ranks.agree(self.driver.state)
-        if state == "alone" and self._fits == 1 and ranks.talks:
+        state = ranks.from_rank0(self.driver.state)
+        if state == "alone" and self._fits == 1 and ranks.is_first:
             ensure_lines()
             LOG.info("%s", ALONE)
         elif state == "finished":
@@ -167,7 +167,7 @@ class AtollCallback(Callback):
         steps = self._require_steps(trainer)
         lightning_trainer.require_averaged(trainer)
         samples = ranks.total(self._samples)
-        ranks.agree(lambda: self._submit(trainer, pl_module, steps, samples))
+        ranks.from_rank0(lambda: self._submit(trainer, pl_module, steps, samples))
         self._let_go()
 
     @border
@@ -176,7 +176,7 @@ class AtollCallback(Callback):
         if lightning_trainer.is_validating(trainer) and self.driver.takes_part and not self.measuring:
             self._module = pl_module
             ranks = _ranks(trainer)
-            state = ranks.agree(self.driver.state)
+            state = ranks.from_rank0(self.driver.state)
             if state == "round":
                 self._receive(ranks, pl_module)
             elif state == "finished":
@@ -205,27 +205,27 @@ class AtollCallback(Callback):
             return [self.driver.round.number, self.driver.info.rounds]
         return [1, 0 if self.driver.takes_part else 1]
 
-    def _receive(self, ranks: Ranks, module: Any) -> bool:
+    def _receive(self, ranks: RankGroup, module: Any) -> bool:
         """Load the global model into the module. It is pulled once a round; after that it comes from the base file."""
         with torch.inference_mode(mode=False):
-            found = bool(ranks.agree(lambda: module is not None and self.driver.load_into(module)))
+            found = bool(ranks.from_rank0(lambda: module is not None and self.driver.load_into(module)))
             if found:
                 ranks.spread_(named_tensors(module)[0].values())
         return found
 
-    def _finish(self, ranks: Ranks, module: Any) -> None:
+    def _finish(self, ranks: RankGroup, module: Any) -> None:
         """Load the result of the run into the module, if there is one, and leave."""
         self.driver.finished = True
         self._receive(ranks, module)
         self._global_metrics = {}
-        ranks.agree(self.driver.leave)
+        ranks.from_rank0(self.driver.leave)
         self.driver.finished = True
 
     def _train_nothing(self, trainer: Any) -> None:
         LOG.warning(NOTHING_LEFT)
         self._limits.train_nothing(trainer)
 
-    def _correct(self, trainer: Any, module: Any, ranks: Ranks) -> None:
+    def _correct(self, trainer: Any, module: Any, ranks: RankGroup) -> None:
         """Hook the optimizer, at every rank alike, if the run's algorithm corrects local training."""
 
         def facts() -> list[Any]:
@@ -233,7 +233,7 @@ class AtollCallback(Callback):
             info = self.driver.info
             return [info.algorithm, info.local, info.local_package]
 
-        algorithm, options, package = ranks.agree(facts)
+        algorithm, options, package = ranks.from_rank0(facts)
         rule = local_rule(algorithm, options, package)
         if rule is None:
             return
@@ -246,8 +246,8 @@ class AtollCallback(Callback):
             assert self.driver.round is not None
             self._correction = self.driver.round.correct(module, optimizer)
 
-        ranks.agree(correct)
-        if not ranks.talks:
+        ranks.from_rank0(correct)
+        if not ranks.is_first:
             self._correction = StepHooks(module, algorithm, rule).attach(optimizer)
         if self._correction is not None and self._correction.shared:
             ranks.spread_(value for _, value in sorted(self._correction.shared.items()))
@@ -285,7 +285,7 @@ class AtollCallback(Callback):
 
     # -- DiLoCo
 
-    def _go_on_with_diloco(self, trainer: Any, module: Any, ranks: Ranks) -> None:
+    def _go_on_with_diloco(self, trainer: Any, module: Any, ranks: RankGroup) -> None:
         """Take part in a DiLoCo run: every H steps of the optimizer are a round, within a fit and across them."""
         if ranks.together:
             raise UsageError(
@@ -309,5 +309,5 @@ class AtollCallback(Callback):
             self._train_nothing(trainer)
 
 
-def _ranks(trainer: Any) -> Ranks:
-    return Ranks(trainer.global_rank, trainer.world_size, trainer.strategy.root_device)
+def _ranks(trainer: Any) -> RankGroup:
+    return RankGroup(trainer.global_rank, trainer.world_size, trainer.strategy.root_device)

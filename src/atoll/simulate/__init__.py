@@ -4,7 +4,7 @@ Simulation       what users start: settings, sites, an engine                   
   Conductor      joins the sites, gives out rounds, takes updates: on the server's run  conductor.py
     Engine       processes that train virtual workers: jobs.py, local.py, on_ray.py
       Station    in such a process: one virtual worker at a time                        station.py
-        VirtualSession   a worker's session whose base is the version's file itself,
-                         and whose outbox is the spool                                  session.py
+        SimulatedSite    a site for one round: its base is the version's file itself,
+                         and its outbox is the spool                                    site_session.py
           the client     what the user wrote                                            client.py
 """

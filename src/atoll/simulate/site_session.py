@@ -7,35 +7,30 @@ are those of every worker.
 
 from __future__ import annotations
 
-import contextlib
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 from atoll.aggregation.check_arriving_parts import Inspection, PartInspector, PartStats
 from atoll.algorithms.base import LocalRule
 from atoll.algorithms.resolve import local_rule
-from atoll.codecs.base import Codec
-from atoll.codecs.encoded_layout import codecs_of, encoded_layout
 from atoll.errors import UsageError
 from atoll.filters.base import Filter, require_filters
-from atoll.posix import Descriptor, write_at
+from atoll.posix import Descriptor, read_at, write_at
 from atoll.protocol import messages
-from atoll.tensors.byte_runs import RunTable
-from atoll.tensors.chunks import CHUNK_ELEMENTS
+from atoll.protocol.values import Ticket, VersionRef
 from atoll.tensors.fragments import Split
-from atoll.tensors.layout import Layout, Part, version_layout
+from atoll.tensors.layout import Layout, Part
 from atoll.tensors.module_tensors import Tensors
-from atoll.transport.http_client import Counters
-from atoll.worker.exchange import encode_update
+from atoll.transport.http_client import Counters, Watch
+from atoll.worker.exchange import apply_version
 from atoll.worker.exchange.algorithm_state import AlgorithmState
-from atoll.worker.exchange.base_and_outbox import BaseFile, BaseNote, Outbox, OutboxNote
+from atoll.worker.exchange.base_and_outbox import BaseNote, OutboxNote, TensorFile
 from atoll.worker.exchange.encode_update import Losses
-from atoll.worker.exchange.exchange import Finish
+from atoll.worker.exchange.exchange import Exchange, Layouts
 from atoll.worker.exchange.local_state import Owner, Residuals, Together
+from atoll.worker.exchange.participation import Participation
 from atoll.worker.session.session import Session
 from atoll.worker.training.alone import Model
 from atoll.worker.training.federated_loop import FederatedRound, Worker
@@ -44,60 +39,55 @@ from atoll.worker.training.match_model import matching
 
 @dataclass(frozen=True)
 class Shared:
-    """What every virtual worker of a process has in common: made once."""
+    """What every simulated site of a process has in common: made once."""
 
     info: messages.RunInfo
+    message: messages.SchemaMessage
     split: Split
-    version: Layout
-    update: Layout
-    codecs: dict[str, Codec]
-    runs: RunTable
+    layouts: Layouts
     inspection: Inspection
     losses: Losses
+    watch: Watch
     rule: LocalRule | None
 
     @classmethod
-    def of(cls, info: messages.RunInfo, split: Split) -> Shared:
-        """For a run, as its server describes it."""
-        schema = split.schema
-        codecs = codecs_of(info.codec, info.codec_options, sent=True)
-        version = version_layout(schema, info.part_bytes, info.ranks)
-        layout = encoded_layout(schema, info.codec, codecs, info.part_bytes, info.ranks)
-        return cls(
-            info,
-            split,
-            version,
-            layout,
-            codecs,
-            RunTable(layout, CHUNK_ELEMENTS),
-            Inspection(layout, codecs),
-            Losses("", codecs[info.codec], schema),
-            local_rule(info.algorithm, info.local, info.local_package),
-        )
+    def of(cls, info: messages.RunInfo, message: messages.SchemaMessage) -> Shared:
+        """Return it for a run, as its server describes it."""
+        split = message.to_split()
+        layouts = Layouts.of(info, split.schema)
+        inspection = Inspection(layouts.update, layouts.codecs)
+        rule = local_rule(info.algorithm, info.local, info.local_package)
+        return cls(info, message, split, layouts, inspection, Losses("", layouts.codec, split.schema), Watch(), rule)
 
 
 _path = lru_cache(8)(Path)
 """Of files that are everybody's: made for every virtual worker, a path would take longer than a tensor is read in."""
 
 
-class SharedBase(BaseFile):
-    """A version's file, as the server has it: read only.
+class JobBase(TensorFile):
+    """The file of a version, as the server has it: read only. A `VersionFile`.
 
     Attributes:
-        pulled: whether the worker has asked for it, without which nothing can be submitted.
+        pulled: whether the site has asked for it; without that nothing can be submitted.
     """
 
     def __init__(self, layout: Layout, fd: int, note: BaseNote) -> None:
-        self.layout, self.name, self.nbytes, self.path = layout, "base", layout.nbytes, _path(f"version {note.version}")
-        self._descriptor, self._one_writes = Descriptor(fd), threading.Lock()
-        self.is_new, self.pulled, self.note = False, False, note
+        super().__init__(_path(f"version {note.version}"), Descriptor(fd), layout.nbytes)
+        self.layout, self.pulled = layout, False
+        self.note: BaseNote | None = note
 
     def holds(self, run: str, digest: str) -> bool:
         return self.pulled and self.note is not None and self.note.digest == digest
 
+    def begin_local(self) -> None:
+        raise AssertionError("the base of a simulated site is a version")
 
-class SpoolOutbox(Outbox):
-    """The update, in the server's spool.
+    def write(self, offset: int, data: memoryview) -> None:
+        raise AssertionError("the base of a simulated site is a version")
+
+
+class JobOutbox:
+    """The update, in the server's spool. An `UpdateFile`.
 
     Attributes:
         stats: of each part that is there; their digests are those that it was formed with.
@@ -107,7 +97,7 @@ class SpoolOutbox(Outbox):
         self.layout, self.nbytes, self.path = layout, layout.nbytes, _path("spool")
         self.note: OutboxNote | None = None
         self.stats: list[PartStats] = []
-        self._fd, self._inspection = fd, inspection
+        self.fd, self._inspection = fd, inspection
         self._inspector: PartInspector | None = None
 
     def write(self, offset: int, data: memoryview) -> None:
@@ -135,7 +125,7 @@ class SpoolOutbox(Outbox):
 
         def put(data: memoryview) -> None:
             nonlocal written
-            write_at(self._fd, data, written)
+            write_at(self.fd, data, written)
             written += len(data)
 
         self._inspector = self._inspection.begin(part, put, hashed=False)
@@ -146,8 +136,20 @@ class SpoolOutbox(Outbox):
             self._inspector.__exit__()
             self._inspector = None
 
+    def read_into(self, offset: int, target: memoryview) -> None:
+        read_at(self.fd, target, offset)
+
+    def begin(self, layout_digest: str) -> None:
+        self.clear()
+
     def seal(self, note: OutboxNote) -> None:
         self.note = note
+
+    def mark_sent(self) -> None:
+        """The server reads it where it is."""
+
+    def is_damaged(self) -> bool:
+        return False
 
     def clear(self) -> None:
         self.note = None
@@ -158,14 +160,117 @@ class SpoolOutbox(Outbox):
         self._end()
 
 
-class VirtualSession(Session):
-    """A virtual worker's place in one round.
+class JobFiles:
+    """The base and the outbox of one round. `ExchangeFiles`."""
+
+    def __init__(self, base: JobBase, outbox: JobOutbox) -> None:
+        self.base, self.outbox = base, outbox
+
+    def beside(self) -> JobBase:
+        """The version of the round is the newest there is."""
+        return self.base
+
+    def is_beside(self, run: str, digest: str) -> bool:
+        return False
+
+    def drop_beside(self) -> None:
+        """There is none."""
+
+    def move_up(self) -> None:
+        """There is none."""
+
+
+class JobChannel:
+    """The calls of a site that is simulated for one round: its process was told the answers before. A `Channel`.
+
+    Args:
+        shared: of its process.
+        job: what it was told.
+
+    Attributes:
+        update: what was submitted; None while nothing was.
+    """
+
+    server, lease = "the simulation", ""
+
+    def __init__(self, shared: Shared, ticket: messages.Ticket, outcomes: Mapping[int, messages.Outcome]) -> None:
+        self._shared, self._ticket, self._outcomes = shared, ticket, outcomes
+        self.counters, self.watch = Counters(), shared.watch
+        self.update: messages.Complete | None = None
+
+    def run(self) -> messages.RunInfo:
+        return self._shared.info
+
+    def schema(self) -> messages.SchemaMessage:
+        return self._shared.message
+
+    def join(self, message: messages.Join) -> messages.Joined:
+        return messages.Joined(lease="")
+
+    def heartbeat(self, message: messages.Heartbeat, timeout_s: float) -> messages.HeartbeatReply:
+        return messages.HeartbeatReply(durable_versions=[], finished=False)
+
+    def health(self, timeout_s: float) -> None:
+        """It is there."""
+
+    def next_ticket(self, fragment: int, wait_s: float, tasks: bool) -> messages.TicketReply:
+        head, digest = self._ticket.base_version, self._ticket.base_digest
+        return messages.TicketReply(status="ticket", ticket=self._ticket, head_version=head, head_digest=digest)
+
+    def ticket(self, ticket: int) -> messages.TicketState:
+        outcome = self._outcomes.get(ticket) or messages.Outcome(
+            ticket=ticket, state="expired", base_version=0, reason="the run does not know it"
+        )
+        return messages.TicketState(outcome=outcome, parts=[], part_digests=[])
+
+    def manifest(self, fragment: int, number: int) -> messages.Manifest:
+        raise AssertionError("a simulated site has its version already")
+
+    def head(self, fragment: int) -> VersionRef:
+        return VersionRef(fragment, self._ticket.base_version, self._ticket.base_digest)
+
+    def complete(self, ticket: int, update: messages.Complete, timeout_s: float) -> messages.Receipt:
+        self.update = update
+        self.counters.add(up=self._shared.layouts.update.nbytes)
+        base = self._ticket.base_version
+        return messages.Receipt(ticket=ticket, digest=update.digest, fragment=0, base_version=base)
+
+    def leave(self, error: str | None, timeout_s: float) -> None:
+        """The site stays in the run; its round is over."""
+
+    def close(self) -> None:
+        """There is nothing to close."""
+
+
+class JobPuller:
+    """Brings the version of the round into the tensors; it is there already."""
+
+    def __init__(self, base: JobBase, counters: Counters) -> None:
+        self._base, self._counters = base, counters
+
+    def pull(
+        self,
+        version: VersionRef,
+        into: Tensors | None,
+        *,
+        beside: bool = False,
+        max_retries: int | None = None,
+        waits: bool = True,
+    ) -> None:
+        self._base.pulled = True
+        if into is not None:
+            apply_version.load_(into, self._base)
+            self._counters.add(down=self._base.nbytes)
+
+
+class SimulatedSite:
+    """One site's part in one round.
 
     Args:
         shared: of its process.
         site: its name.
         ticket: for the round.
-        base_fd: of the version to train from; belongs to the session from now on.
+        base_fd: of the version to train from; belongs to this object from now on.
         spool_fd: of the ticket's spool; stays the caller's.
         folder: where the site keeps what lasts between its rounds; made where that is needed.
         outcomes: what became of the updates that its files may speak of.
@@ -173,10 +278,6 @@ class VirtualSession(Session):
 
     Raises:
         ConfigError: what it has kept is lost.
-
-    Attributes:
-        formed: what was submitted; None while nothing was.
-        stats: of its parts.
     """
 
     def __init__(
@@ -190,135 +291,89 @@ class VirtualSession(Session):
         outcomes: Mapping[int, messages.Outcome],
         counts: bool,
     ) -> None:
-        self.site, self.ticket, self.folder = site, ticket, folder
-        self.info, self.split, self.schema, self.due = shared.info, shared.split, shared.split.schema, 0
-        self._heartbeat, self._news = messages.Heartbeat(), threading.Event()
-        self._counters = Counters()
-        self.connection, self.fragment, self._named = self, 0, ""
-        self.fragments = (self,)
-        self.refusals, self.resuming, self.settled = 0, False, 0
-        self.layout, self.codecs = shared.version, shared.codecs
-        self._runs, self._losses = shared.runs, shared.losses
-        self._losses.site = site
-        self._cleanup = contextlib.ExitStack()
-        digest = ticket.base_digest
-        note = BaseNote(shared.info.run, 0, ticket.base_version, digest, [], complete=True)
-        self.base = self._version = SharedBase(shared.version, base_fd, note)
-        self._cleanup.callback(self.base.close)
-        self.outbox = self._spool = SpoolOutbox(shared.update, spool_fd, shared.inspection)
-        self._cleanup.callback(self.outbox.close)
-        self.filters: tuple[Filter, ...] = ()
-        self.residuals, self.kept, self.rule = None, None, shared.rule
-        self.formed: messages.Complete | None = None
-        self.stats: tuple[PartStats, ...] = ()
-        self._open_what_lasts(outcomes, counts)
-
-    def _open_what_lasts(self, outcomes: Mapping[int, messages.Outcome], counts: bool) -> None:
-        self._turns = Together(lambda ticket: outcomes.get(ticket) or _expired(ticket))
-        self._cleanup.callback(self._turns.close)
-        owner = Owner(self.site, self.info.run)
+        info, layouts = shared.info, shared.layouts
+        self.ticket, self._channel = Ticket.of(ticket), JobChannel(shared, ticket, outcomes)
+        session = Session(self._channel, site, run=(info, shared.split))
+        note = BaseNote(info.run, 0, ticket.base_version, ticket.base_digest, [], complete=True)
+        base = JobBase(layouts.version, base_fd, note)
+        self._outbox = JobOutbox(layouts.update, spool_fd, shared.inspection)
+        session.cleanup.callback(base.close)
+        session.cleanup.callback(self._outbox.close)
+        local = Together(session.require_outcome)
+        session.cleanup.callback(local.close)
         try:
-            keeps = self.rule.keeps if self.rule is not None else ()
-            if keeps or self.codecs[self.info.codec].feedback:
-                self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            if self.codecs[self.info.codec].feedback:
-                self.residuals = self._turns.add(Residuals(self.folder, self.schema, owner=owner))
-            if keeps:
-                self.kept = self._turns.add(AlgorithmState(self.folder, self.schema, keeps, owner))
-                if counts:
-                    self.kept.require_kept()
-                self.kept.begin_at_zero()
-            self._turns.settle()
+            residuals, kept = self._open_what_lasts(shared, local, Owner(site, info.run), folder, counts)
+            local.settle()
         except BaseException:
-            self._cleanup.close()
+            session.cleanup.close()
             raise
+        shared.losses.site = site
+        exchange = Exchange(
+            session,
+            JobPuller(base, session.counters),
+            None,
+            layouts,
+            JobFiles(base, self._outbox),
+            local,
+            residuals=residuals,
+            kept=kept,
+            rule=shared.rule,
+            losses=shared.losses,
+        )
+        self.place = Participation(session, (exchange,), folder)
 
-    # -- what a connection would do
+    @staticmethod
+    def _open_what_lasts(
+        shared: Shared, local: Together, owner: Owner, folder: Path, counts: bool
+    ) -> tuple[Residuals | None, AlgorithmState | None]:
+        schema, feedback, residuals, kept = shared.layouts.schema, shared.layouts.codec.feedback, None, None
+        keeps = shared.rule.keeps if shared.rule is not None else ()
+        if keeps or feedback:
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if feedback:
+            residuals = local.add(Residuals(folder, schema, owner=owner))
+        if keeps:
+            kept = local.add(AlgorithmState(folder, schema, keeps, owner))
+            if counts:
+                kept.require_kept()
+            kept.begin_at_zero()
+        return residuals, kept
 
     @property
-    def counters(self) -> Counters:
-        return self._counters
+    def update(self) -> messages.Complete | None:
+        """What was submitted; None while nothing was."""
+        return self._channel.update
 
-    def tell(self, **changes: Any) -> None:
-        """Nobody asks how far it is."""
-
-    def warn(self, fragment: int, warnings: list[str]) -> None:
-        """They are logged when they are found."""
-
-    def require_here(self) -> None:
-        """It is."""
-
-    def is_over(self, ticket: messages.Ticket, max_retries: int | None = None) -> bool:
-        return False
-
-    def resume_outbox(self) -> None:
-        """What a process left that was killed is not there: the round is trained again."""
-
-    def leave(self, error: str | None = None) -> None:
-        """The round is over for it; idempotent."""
+    @property
+    def stats(self) -> tuple[PartStats, ...]:
+        """What the parts of the update were found to be; their digests are those that they were formed with."""
+        note = self._outbox.note
+        digests = note.part_digests if note is not None else ()
+        return tuple(
+            replace(each, digest=bytes.fromhex(digest))
+            for each, digest in zip(self._outbox.stats, digests, strict=True)
+        )
 
     def close(self) -> None:
         """Give every file back. Idempotent."""
-        self._cleanup.close()
-
-    # -- tensors
-
-    def pull(
-        self,
-        version: int,
-        digest: str,
-        into: Tensors | None,
-        base: BaseFile | None = None,
-        *,
-        max_retries: int | None = None,
-        waits: bool = True,
-    ) -> None:
-        """Load the version of the round, which is there already."""
-        self._version.pulled = True
-        if into is not None:
-            encode_update.load_(into, self._version)
-            self._counters.add(down=self.layout.nbytes)
-
-    def submit(
-        self,
-        ticket: messages.Ticket,
-        tensors: Tensors,
-        *,
-        weight: float,
-        steps: int,
-        metrics: dict[str, float],
-        finish: Finish | None = None,
-        max_retries: int | None = None,
-    ) -> encode_update.Formed:
-        """Form the update of the ticket, in its spool; the server refuses what cannot count."""
-        formed = self.form(ticket, tensors, weight=weight, steps=steps, metrics=metrics, finish=finish)
-        self.stats = tuple(
-            replace(stats, digest=digest) for stats, digest in zip(self._spool.stats, formed.part_digests, strict=True)
-        )
-        self._counters.add(up=self.outbox.layout.nbytes)
-        self.formed = messages.Complete(
-            digest=formed.digest, base_digest=ticket.base_digest, weight=weight, steps=steps, metrics=metrics
-        )
-        return formed
+        self.place.session.cleanup.close()
 
 
-def _expired(ticket: int) -> messages.Outcome:
-    return messages.Outcome(ticket=ticket, state="expired", base_version=0, reason="nobody knows of it")
-
-
-class VirtualWorker(Worker):
+class SimulatedWorker(Worker):
     """What the user's code iterates over: the one round that its site takes part in."""
 
-    _session: VirtualSession
+    def __init__(self, part: SimulatedSite) -> None:
+        super().__init__(part.place)
+        self._part = part
 
     @property
     def info(self) -> messages.RunInfo:
         """Of the run that is simulated."""
         return self._session.info
 
-    def with_filters(self, filters: Sequence[Filter]) -> VirtualWorker:
-        """This one, whose updates pass through filters: what `atoll.join` gives here."""
-        self._session.filters = require_filters(filters)
+    def with_filters(self, filters: Sequence[Filter]) -> SimulatedWorker:
+        """Return this one, whose updates pass through filters: what `atoll.join` gives here."""
+        self._place.exchange.filters = require_filters(filters)
         return self
 
     def leave(self, error: BaseException | None = None) -> None:
@@ -326,14 +381,13 @@ class VirtualWorker(Worker):
 
     def load_into(self, model: Model) -> Model:
         """Load the version that this round starts from: the newest there is while it is trained."""
-        ticket = self._session.ticket
-        self._session.pull(ticket.base_version, ticket.base_digest, matching(self._session, model))
+        self._place.exchange.pull(self._part.ticket.base, matching(self._session, model))
         return model
 
     def _rounds(self) -> Iterator[FederatedRound]:
         if self._round is not None:
             return
-        round_ = self._round = FederatedRound(self._session, self._session.ticket)
+        round_ = self._round = FederatedRound(self._place, self._part.ticket)
         yield round_
         if not round_.done:
             raise UsageError(

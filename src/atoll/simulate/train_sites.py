@@ -23,7 +23,7 @@ from atoll.protocol import messages
 from atoll.simulate.client import Client
 from atoll.simulate.job_messages import Answer, Beginning
 from atoll.simulate.seldom import Seldom
-from atoll.simulate.site_session import Shared, VirtualSession, VirtualWorker
+from atoll.simulate.site_session import Shared, SimulatedSite, SimulatedWorker
 from atoll.worker.training.functional_loop import forget
 from atoll.worker.training.simulated_seat import taken_by
 
@@ -43,7 +43,7 @@ class Station:
         sys.path[:] = [*beginning.path, *(each for each in sys.path if each not in beginning.path)]
         torch.set_num_threads(beginning.threads)
         _say_little()
-        self._shared = Shared.of(beginning.info, beginning.schema.to_split())
+        self._shared = Shared.of(beginning.info, beginning.schema)
         self._folder_of = lru_cache(FOLDERS)(Path(beginning.sites).joinpath)
         self._seed = beginning.seed
         built_for = (torch.version.cuda, torch.version.hip, getattr(torch.version, "xpu", None))  # asks no device yet
@@ -72,13 +72,13 @@ class Station:
         """
         known = {outcome.ticket: outcome for outcome in outcomes}
         try:
-            session = VirtualSession(
+            part = SimulatedSite(
                 self._shared, site, ticket, os.dup(base_fd), spool_fd, self._folder_of(site), known, counts
             )
         except (AtollError, OSError) as error:  # of what it has kept
             return answer_to(error, 0)
         try:
-            worker = VirtualWorker(session)
+            worker = SimulatedWorker(part)
             self._begin_random(site, ticket.round)
             with taken_by(worker):
                 self._client.train(worker)
@@ -86,11 +86,11 @@ class Station:
             raise
         except BaseException as error:
             if not (isinstance(error, SystemExit) and not error.code):
-                return answer_to(error, session.counters.bytes_down)
+                return answer_to(error, part.place.session.counters.bytes_down)
         finally:
-            session.close()
+            part.close()
             forget()
-        return Answer(session.formed, session.stats, bytes_down=session.counters.bytes_down)
+        return Answer(part.update, part.stats, bytes_down=part.place.session.counters.bytes_down)
 
     def _begin_random(self, site: str, round_: int) -> None:
         """What a virtual worker draws hangs on its name and the round, not on who was trained here before it."""

@@ -28,6 +28,19 @@ def positive(weight: float) -> float:
     return value
 
 
+def require_joined(has_left: bool, site: str, again: str) -> None:
+    """Refuse to go on with a worker that has left its run.
+
+    Args:
+        again: the call that takes part again.
+
+    Raises:
+        UsageError: it has left.
+    """
+    if has_left:
+        raise UsageError(f"Worker {site} has left its run.", f"Call {again} again, and use the new worker.")
+
+
 def counted(steps: int) -> int:
     """A number of steps.
 

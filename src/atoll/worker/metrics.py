@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 from atoll.tensors.module_tensors import Tensors
 from atoll.worker.arguments import finite_metrics
-from atoll.worker.exchange import encode_update
-from atoll.worker.exchange.base_and_outbox import BaseFile
+from atoll.worker.exchange import apply_version
+from atoll.worker.exchange.base_and_outbox import VersionFile
 
 
 class Reports:
@@ -50,9 +50,6 @@ class Reports:
 
 Metrics = Callable[[], dict[str, float]]
 
-Said = Callable[[str, int], tuple[float, dict[str, float]]]
-"""Weight and metrics of the update that is about to be formed: from a version, by its digest, of a fragment."""
-
 
 class Measured:
     """What a function of the script says of the newest global version.
@@ -78,7 +75,7 @@ class Measured:
             self._metrics = finite_metrics(self._ask(), self._site(), self._not_finite)
             self._digest = digest
 
-    def look_at(self, parts: Sequence[tuple[Tensors, BaseFile]], *, local: bool) -> None:
+    def look_at(self, parts: Sequence[tuple[Tensors, VersionFile]], *, local: bool) -> None:
         """Ask, with the newest versions of all fragments in the model; what is local is copied and put back behind it.
 
         Args:
@@ -95,7 +92,7 @@ class Measured:
         kept = [{name: tensor.clone() for name, tensor in tensors.items()} for tensors, _ in parts]
         try:
             for tensors, base in parts:
-                encode_update.load_(tensors, base)
+                apply_version.load_(tensors, base)
             self.look(digest)
         finally:
             for (tensors, _), before in zip(parts, kept, strict=True):

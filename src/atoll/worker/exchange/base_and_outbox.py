@@ -19,8 +19,9 @@ import stat
 import threading
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from blake3 import blake3
@@ -34,7 +35,7 @@ from atoll.tensors.byte_runs import Move, read_pieces
 from atoll.tensors.chunks import CHUNK_BYTES, bytes_of
 from atoll.tensors.dtypes import torch_dtype
 from atoll.tensors.layout import Layout, Part, Piece, Segment
-from atoll.worker.json_notes import peek_note, read_note, write_note
+from atoll.worker.json_notes import name_of, peek_note, read_note, write_note
 from atoll.worker.log_lines import LOG, size
 
 
@@ -73,56 +74,130 @@ class OutboxNote:
     site: str = ""
 
 
-class ScratchFile:
-    """A preallocated file of fixed size that is rewritten in place, read and written at offsets by many threads.
+class VersionFile(Protocol):
+    """A version of one fragment, to be read."""
 
-    Attributes:
-        is_new: it was not there, or had another size: whatever a note says of it, it holds zeros.
+    layout: Layout
+    note: BaseNote | None
+
+    def holds(self, run: str, digest: str) -> bool:
+        """Return whether this version is here, every byte."""
+        ...
+
+    def read_into(self, offset: int, target: memoryview) -> None:
+        """Fill `target` from the file's byte `offset` on."""
+        ...
+
+    def read_pieces(self, moves: Iterable[Move]) -> None:
+        """Fill each memory from its byte of the file; neighbours in the file by one call."""
+        ...
+
+    def elements(self, piece: Piece, start: int, stop: int, scratch: memoryview, dtype: torch.dtype) -> Tensor:
+        """Return elements [start, stop) of a piece's tensor, in `scratch`."""
+        ...
+
+    def values_of(self, name: str, start: int, stop: int) -> Tensor:
+        """Return elements [start, stop) of a tensor, in new memory."""
+        ...
+
+    def begin_local(self) -> None:
+        """The file is about to hold something that is no version: no digest names it any more."""
+        ...
+
+    def write(self, offset: int, data: memoryview) -> None:
+        """Write all of `data`."""
+        ...
+
+
+class UpdateFile(Protocol):
+    """The update that was formed last; `note` says which, once all of it is there."""
+
+    layout: Layout
+    note: OutboxNote | None
+    path: Path
+    nbytes: int
+
+    @property
+    def fd(self) -> int: ...
+
+    def write(self, offset: int, data: memoryview) -> None:
+        """Write all of `data`."""
+        ...
+
+    def read_into(self, offset: int, target: memoryview) -> None:
+        """Fill `target` from the file's byte `offset` on."""
+        ...
+
+    def begin(self, layout_digest: str) -> None:
+        """Forget what is there: an update of this layout is about to be formed."""
+        ...
+
+    def seal(self, note: OutboxNote) -> None:
+        """The update is complete: from here on it survives this process."""
+        ...
+
+    def mark_sent(self) -> None:
+        """The server has it."""
+        ...
+
+    def clear(self) -> None:
+        """The update can never count, or not again: the file may be rewritten."""
+        ...
+
+    def is_damaged(self) -> bool:
+        """Return whether it is not what its note says."""
+        ...
+
+
+class ExchangeFiles(Protocol):
+    """The files of one fragment at a site."""
+
+    @property
+    def base(self) -> VersionFile:
+        """The version that is trained from."""
+        ...
+
+    @property
+    def outbox(self) -> UpdateFile:
+        """The update that was formed last."""
+        ...
+
+    def beside(self) -> VersionFile:
+        """Open the file for a version that is to take the place of the base."""
+        ...
+
+    def is_beside(self, run: str, digest: str) -> bool:
+        """Return whether a pull of this version into that file has begun, by whichever process."""
+        ...
+
+    def drop_beside(self) -> None:
+        """Close that file."""
+        ...
+
+    def move_up(self) -> None:
+        """Let that file, which must be complete, take the place of the base."""
+        ...
+
+
+class TensorFile:
+    """An open file of tensors, read at offsets by many threads.
 
     Args:
-        used: (offset, nbytes) of what is going to be written, which has to find room; by default all.
+        descriptor: of the file; closed with this object.
+
+    Attributes:
+        layout: of the tensors in it, in files of versions.
     """
 
-    def __init__(self, path: Path, nbytes: int, used: Iterable[tuple[int, int]] | None = None) -> None:
-        self.path = path
-        self.nbytes = nbytes
-        self._descriptor = Descriptor(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
-        self._one_writes = threading.Lock()  # the kernel lets one write at a time, and lets the others spin
-        try:
-            self.is_new = os.fstat(self.fd).st_size != nbytes
-            if self.is_new:
-                os.ftruncate(self.fd, 0)
-                os.ftruncate(self.fd, nbytes)
-                for offset, count in ((0, nbytes),) if used is None else used:
-                    if count:
-                        os.posix_fallocate(self.fd, offset, count)
-        except OSError as error:
-            self.close()
-            path.unlink(missing_ok=True)
-            raise DiskFull(
-                f"{path.parent} has no room for {nbytes / 1e9:.2f} GB ({error.strerror}).",
-                "Free some disk, or set ATOLL_DIR to a folder with more.",
-            ) from error
+    layout: Layout
+
+    def __init__(self, path: Path, descriptor: Descriptor, nbytes: int) -> None:
+        self.path, self.nbytes, self._descriptor = path, nbytes, descriptor
 
     @property
     def fd(self) -> int:
+        """The descriptor's number."""
         return self._descriptor.number
-
-    def write(self, offset: int, data: memoryview) -> None:
-        """Write all of `data`; from any thread, even while another one closes the file.
-
-        Raises:
-            StoreError: this machine's disk is full, or fails.
-        """
-        try:
-            failpoint("worker.write")
-            with self._descriptor.used() as fd, self._one_writes:
-                write_at(fd, data, offset)
-        except OSError as error:
-            raise StoreError(
-                f"{self.path} cannot be written ({error.strerror}).",
-                "Look at the disk, or set ATOLL_DIR to a folder on another one.",
-            ) from error
 
     def read_into(self, offset: int, target: memoryview) -> None:
         """Fill `target` from the file's byte `offset` on.
@@ -152,6 +227,67 @@ class ScratchFile:
         except EOFError as error:
             raise EOFError(f"{self.path}: {error}") from None
 
+    def elements(self, piece: Piece, start: int, stop: int, scratch: memoryview, dtype: torch.dtype) -> Tensor:
+        """Elements [start, stop) of a piece's tensor, in `scratch`."""
+        item = piece.segment.spec.item_bytes
+        view = scratch[: (stop - start) * item]
+        self.read_into(self.layout.by_name[piece.segment.spec.name].offset + start * item, view)
+        return torch.frombuffer(view, dtype=dtype)
+
+    def values_of(self, name: str, start: int, stop: int) -> Tensor:
+        """Elements [start, stop) of a tensor of the version, in new memory."""
+        return self.values(self.layout.by_name[name], start, stop)
+
+    def close(self) -> None:
+        """Close the file, once nothing uses it any more."""
+        self._descriptor.close()
+
+
+class ScratchFile(TensorFile):
+    """A preallocated file of fixed size that is rewritten in place, read and written at offsets by many threads.
+
+    Attributes:
+        is_new: it was not there, or had another size: whatever a note says of it, it holds zeros.
+
+    Args:
+        used: (offset, nbytes) of what is going to be written, which has to find room; by default all.
+    """
+
+    def __init__(self, path: Path, nbytes: int, used: Iterable[tuple[int, int]] | None = None) -> None:
+        super().__init__(path, Descriptor(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)), nbytes)
+        self._one_writes = threading.Lock()  # the kernel lets one write at a time, and lets the others spin
+        try:
+            self.is_new = os.fstat(self.fd).st_size != nbytes
+            if self.is_new:
+                os.ftruncate(self.fd, 0)
+                os.ftruncate(self.fd, nbytes)
+                for offset, count in ((0, nbytes),) if used is None else used:
+                    if count:
+                        os.posix_fallocate(self.fd, offset, count)
+        except OSError as error:
+            self.close()
+            path.unlink(missing_ok=True)
+            raise DiskFull(
+                f"{path.parent} has no room for {nbytes / 1e9:.2f} GB ({error.strerror}).",
+                "Free some disk, or set ATOLL_DIR to a folder with more.",
+            ) from error
+
+    def write(self, offset: int, data: memoryview) -> None:
+        """Write all of `data`; from any thread, even while another one closes the file.
+
+        Raises:
+            StoreError: this machine's disk is full, or fails.
+        """
+        try:
+            failpoint("worker.write")
+            with self._descriptor.used() as fd, self._one_writes:
+                write_at(fd, data, offset)
+        except OSError as error:
+            raise StoreError(
+                f"{self.path} cannot be written ({error.strerror}).",
+                "Look at the disk, or set ATOLL_DIR to a folder on another one.",
+            ) from error
+
     def digest(self, part: Part) -> bytes:
         """BLAKE3 of a part as it lies on disk."""
         hasher, scratch = blake3(), bytearray(CHUNK_BYTES)
@@ -174,9 +310,6 @@ class ScratchFile:
                 hasher.update(run)
             offset += len(run)
         return hasher.hexdigest()
-
-    def close(self) -> None:
-        self._descriptor.close()
 
 
 def _data_from(fd: int, offset: int, nbytes: int) -> int:
@@ -262,23 +395,13 @@ class BaseFile(PartsFile):
     def finish(self) -> None:
         """The version is complete."""
         assert self.note is not None
-        self._write_note(BaseNote(**{**asdict(self.note), "complete": True}))
+        self._write_note(replace(self.note, complete=True))
         self._seen = True
 
-    def begin_local(self, note: BaseNote) -> None:
+    def begin_local(self) -> None:
         """The file is about to hold something that is no version: no digest names it any more."""
-        self._write_note(BaseNote(**{**asdict(note), "digest": "", "part_digests": []}))
-
-    def elements(self, piece: Piece, start: int, stop: int, scratch: memoryview, dtype: torch.dtype) -> Tensor:
-        """Elements [start, stop) of a piece's tensor, in `scratch`."""
-        item = piece.segment.spec.item_bytes
-        view = scratch[: (stop - start) * item]
-        self.read_into(self.layout.by_name[piece.segment.spec.name].offset + start * item, view)
-        return torch.frombuffer(view, dtype=dtype)
-
-    def values_of(self, name: str, start: int, stop: int) -> Tensor:
-        """Elements [start, stop) of a tensor of the version, in new memory."""
-        return self.values(self.layout.by_name[name], start, stop)
+        assert self.note is not None
+        self._write_note(replace(self.note, digest="", part_digests=[]))
 
     def replace_with(self, other: BaseFile) -> None:
         """Become `other`, which must be complete: its file and note take the place of these."""
@@ -343,6 +466,54 @@ class Outbox(PartsFile):
         """The update can never count, or not again: the file may be rewritten."""
         self.note = None
         self._note_path.unlink(missing_ok=True)
+
+
+class DiskFiles:
+    """The files of one fragment in a site's folder, as `ExchangeFiles`.
+
+    Args:
+        folder: of the site in the run; locked by the caller.
+        version, update: layouts of what lies in them.
+        fragment: its number; None: the run has one.
+    """
+
+    def __init__(self, folder: Path, version: Layout, update: Layout, fragment: int | None, site: str) -> None:
+        self.folder, self._name = folder, name_of("base-next", fragment)
+        self.base = BaseFile(folder, version, name_of("base", fragment))
+        self._beside: BaseFile | None = None
+        try:
+            self.outbox = Outbox(folder, update, name_of("outbox", fragment), site)
+        except BaseException:
+            self.base.close()
+            raise
+
+    def beside(self) -> BaseFile:
+        """Open the file for a version that is to take the place of the base."""
+        if self._beside is None:
+            self._beside = BaseFile(self.folder, self.base.layout, self._name)
+        return self._beside
+
+    def is_beside(self, run: str, digest: str) -> bool:
+        """Return whether a pull of this version into that file has begun, by whichever process."""
+        note: BaseNote | None = read_note(self.folder / f"{self._name}.json", BaseNote)
+        return note is not None and (note.run, note.digest) == (run, digest)
+
+    def drop_beside(self) -> None:
+        """Close that file."""
+        if self._beside is not None:
+            self._beside.close()
+            self._beside = None
+
+    def move_up(self) -> None:
+        """Let that file, which must be complete, take the place of the base."""
+        self.base.replace_with(self.beside())
+        self._beside = None
+
+    def close(self) -> None:
+        """Close the files; what is in them stays."""
+        self.base.close()
+        self.drop_beside()
+        self.outbox.close()
 
 
 @contextmanager

@@ -11,29 +11,29 @@ from torch.optim import Optimizer
 
 from atoll.errors import UpdateRefused
 from atoll.worker.log_lines import LOG
-from atoll.worker.session.connection import Connection
+from atoll.worker.session.session import Session
 
 NAMED = 3
 OF_THE_OPTIMIZER = -1
 """Under this number, in place of a fragment's, a worker warns of its optimizer."""
 
-_warned: WeakSet[Connection] = WeakSet()
+_warned: WeakSet[Session] = WeakSet()
 
 
-def say_refused(connection: Connection, error: UpdateRefused, *, first: bool) -> None:
+def say_refused(session: Session, error: UpdateRefused, *, first: bool) -> None:
     """Say that an update was refused, and at the first one in a row whether the optimizer can recover from it."""
-    LOG.warning("%s: %s", connection.site, error)
-    if first and (told := broken_moments(connection.optimizers)):
-        LOG.warning("%s: %s", connection.site, told)
-        connection.warn(OF_THE_OPTIMIZER, [told])
-        _warned.add(connection)
+    LOG.warning("%s: %s", session.site, error)
+    if first and (told := broken_moments(session.optimizers)):
+        LOG.warning("%s: %s", session.site, told)
+        session.warn(OF_THE_OPTIMIZER, [told])
+        _warned.add(session)
 
 
-def say_accepted(connection: Connection) -> None:
+def say_accepted(session: Session) -> None:
     """An update counts: what was warned of the optimizer is taken back, once its state is finite again."""
-    if connection in _warned and not broken_moments(connection.optimizers):
-        _warned.discard(connection)
-        connection.warn(OF_THE_OPTIMIZER, [])
+    if session in _warned and not broken_moments(session.optimizers):
+        _warned.discard(session)
+        session.warn(OF_THE_OPTIMIZER, [])
 
 
 def broken_moments(optimizers: Iterable[Optimizer]) -> str:

@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from blake3 import blake3
@@ -18,20 +21,21 @@ from atoll.codecs.version_difference import Downlink
 from atoll.errors import Busy, DiskFull, Gone, PartCorrupt
 from atoll.failpoints import failpoint
 from atoll.protocol import messages, routes
+from atoll.protocol.values import VersionRef
 from atoll.tensors.alone import alone
 from atoll.tensors.chunks import CHUNK_ELEMENTS, Scatter, assign_run_, bytes_of
 from atoll.tensors.dtypes import torch_dtype
-from atoll.tensors.layout import ALIGN_BYTES, Layout, Part, Piece
+from atoll.tensors.layout import ALIGN_BYTES, Part, Piece
 from atoll.tensors.module_tensors import Tensors
+from atoll.tensors.reference import TensorRef
 from atoll.transport.object_server import Ranges
 from atoll.transport.resumable_transfer import HttpTransfer
 from atoll.worker.broken_off import UNPULLED
-from atoll.worker.exchange import encode_update
-from atoll.worker.exchange.base_and_outbox import BaseFile, BaseNote, PartsFile
+from atoll.worker.exchange import apply_version
+from atoll.worker.exchange.base_and_outbox import BaseFile, BaseNote, DiskFiles, PartsFile
 from atoll.worker.json_notes import name_of, read_note, write_note
 from atoll.worker.log_lines import LOG, progress
-from atoll.worker.peer.peer_transfers import PeerServer
-from atoll.worker.session.connection import Connection
+from atoll.worker.session.session import Session
 
 # -- What comes down in place of a version: received into a file, then added to the base, part by part.
 #
@@ -177,40 +181,56 @@ QUIET_S, LOOK_S = 5.0, 0.1
 """How long it is waited for a worker of a swarm that has a version before it is said, and between two looks."""
 
 
+class Sources(Protocol):
+    """In a swarm: the workers that have a version."""
+
+    def in_order(self, sources: Sequence[str]) -> Sequence[str]:
+        """Return the references in the order in which they are tried."""
+        ...
+
+    def connected(self, text: str, idle_timeout_s: float) -> AbstractContextManager[tuple[TensorRef, Ranges]]:
+        """Reach the worker that a reference names."""
+        ...
+
+
 class Puller:
-    """Brings versions of one fragment to a worker.
+    """Brings versions of one fragment to this process.
 
     Args:
-        parts: over which connections.
-        folder: of the site in the run; locked by the caller.
-        layout: of versions.
+        transfer: over which connections.
+        files: of the fragment.
+        downlink: how differences come down; None: versions come whole.
         fragment: its number; None: the run has one.
+        sources: in a swarm: where versions are pulled from.
     """
 
     def __init__(
-        self, worker: Connection, parts: HttpTransfer, folder: Path, layout: Layout, fragment: int | None = None
+        self,
+        session: Session,
+        transfer: HttpTransfer,
+        files: DiskFiles,
+        downlink: Downlink | None,
+        fragment: int | None = None,
+        sources: Sources | None = None,
     ) -> None:
-        self._worker, self._parts, self._folder, self._layout = worker, parts, folder, layout
+        self._session, self._transfer, self._files = session, transfer, files
         self._fragment, self._delta_name = fragment or 0, name_of("delta", fragment)
         self._named = "" if fragment is None else f" of fragment {fragment}"
-        info = worker.info
-        self._downlink = Downlink.of(layout, info.downlink_codec, info.downlink_codec_options, sent=True)
+        self._downlink, self._sources = downlink, sources
 
     def pull(
         self,
-        version: int,
-        digest: str,
+        version: VersionRef,
         into: Tensors | None,
-        base: BaseFile,
-        source: BaseFile | None = None,
-        max_retries: int | None = None,
         *,
+        beside: bool = False,
+        max_retries: int | None = None,
         waits: bool = True,
     ) -> None:
         """Bring a version into the base file, and on its way into the tensors.
 
         Args:
-            source: the base that may have an earlier version; `base` itself unless said.
+            beside: into the file beside the base instead.
             max_retries: attempts with a lost server.
             waits: whether it is waited for, whatever `max_retries`, once bytes have moved into the tensors: half a
                 version is no model.
@@ -219,25 +239,26 @@ class Puller:
             Gone: the server no longer keeps it; ask for the head. The tensors may hold a part of it.
             NetworkLost: the attempts are over; without `waits` the tensors may hold a part of the version.
         """
-        worker = self._worker
-        if base.holds(worker.info.run, digest):
+        session, source = self._session, self._files.base
+        base = self._files.beside() if beside else source
+        if base.holds(session.info.run, version.digest):
             if into is not None:
-                encode_update.load_(into, base)
+                apply_version.load_(into, base)
             return
-        manifest = self.manifest(version, max_retries)
-        if manifest.digest != digest:
-            raise Gone(f"Version {version} is no longer the one that was offered.", "Ask for the head again.")
-        held = (source or base).note
-        if held is not None and held.run == worker.info.run and held.version > version:
+        manifest = self._manifest(version.number, max_retries)
+        if manifest.digest != version.digest:
+            raise Gone(f"Version {version.number} is no longer the one that was offered.", "Ask for the head again.")
+        held = source.note
+        if held is not None and held.run == session.info.run and held.version > version.number:
             LOG.warning(
                 "%s: the server went back from version %d to %d: restored, or fell back after a power loss",
-                worker.site,
+                session.site,
                 held.version,
-                version,
+                version.number,
             )
-        worker.tell(state=f"pulling version {version}")
+        session.tell(state=f"pulling version {version.number}")
         patience = None if into is not None and waits else max_retries
-        wrong = self._go_down(manifest, base, source or base, into, max_retries, patience)
+        wrong = self._go_down(manifest, base, source, into, max_retries, patience)
         if wrong is None:
             self._pull_whole(manifest, base, into, patience)
         elif wrong:
@@ -245,18 +266,11 @@ class Puller:
         failpoint("pull.done")
         base.finish()
         if wrong and into is not None:
-            encode_update.load_(into, base)
+            apply_version.load_(into, base)
 
-    def manifest(self, version: int, max_retries: int | None) -> messages.Manifest:
-        """What the server says of a version.
-
-        Raises:
-            Gone: it no longer keeps it.
-        """
-        path = routes.MANIFEST.format(fragment=self._fragment, version=version)
-        return self._worker.patiently(
-            lambda: self._worker.http.get(path, messages.Manifest), max_retries, f"pull version {version}"
-        )
+    def _manifest(self, number: int, max_retries: int | None) -> messages.Manifest:
+        ask = partial(self._session.channel.manifest, self._fragment, number)
+        return self._session.patiently(ask, max_retries, f"pull version {number}")
 
     # -- whole
 
@@ -270,7 +284,7 @@ class Puller:
         model = Scatter(base.layout, into) if into is not None and fresh else None
         self._pull_parts(manifest, base, wanted, model, max_retries)
         if into is not None and not fresh:
-            encode_update.load_(into, base)
+            apply_version.load_(into, base)
 
     def _pull_parts(
         self,
@@ -304,7 +318,7 @@ class Puller:
             digests: of all parts of the file.
             model: gets them on the way.
         """
-        worker, expected = self._worker, [bytes.fromhex(text) for text in digests]
+        session, expected = self._session, [bytes.fromhex(text) for text in digests]
         arrived = set[int]()
 
         def pull(parts: Ranges, at: str) -> None:
@@ -315,40 +329,40 @@ class Puller:
             )
 
         def fetch() -> None:
-            if worker.peer_server is None:
-                pull(self._parts, path)
+            if self._sources is None:
+                pull(self._transfer, path)
             else:
-                self._from_workers(worker.peer_server, version, pull)
+                self._from_workers(self._sources, version, pull)
 
-        of = f"{worker.site}: pulling version {version}{self._named}"
+        of = f"{session.site}: pulling version {version}{self._named}"
         with progress(of, sum(part.nbytes for part in wanted)) as bar:
-            worker.patiently(fetch, max_retries, f"pull version {version}")
+            session.patiently(fetch, max_retries, f"pull version {version}")
 
-    def _from_workers(self, peer_server: PeerServer, version: int, pull: Callable[[Ranges, str], None]) -> None:
+    def _from_workers(self, peers: Sources, version: int, pull: Callable[[Ranges, str], None]) -> None:
         """In a swarm: pull from one worker after the other that has a version; from this one, where it does.
 
         Raises:
             Busy: none of them can give it at this moment. Gone: the server says that it is no longer kept.
         """
-        worker = self._worker
-        path, until_s = routes.MANIFEST.format(fragment=self._fragment, version=version), time.monotonic() + QUIET_S
-        while not (sources := worker.http.get(path, messages.Manifest).sources) and time.monotonic() < until_s:
+        session, until_s = self._session, time.monotonic() + QUIET_S
+        ask = partial(session.channel.manifest, self._fragment, version)
+        while not (sources := ask().sources) and time.monotonic() < until_s:
             time.sleep(LOOK_S)
-            worker.on_wait()
+            session.on_wait()
         why = "none that is here has it."
-        for source in peer_server.in_order(sources):
+        for source in peers.in_order(sources):
             try:
-                with peer_server.connected(source, worker.info.idle_timeout_s) as (ref, parts):
+                with peers.connected(source, session.info.idle_timeout_s) as (ref, parts):
                     return pull(parts, routes.OBJECT_DATA.format(object=ref.object))
             except UNPULLED as error:  # it may have let go of it at this moment, or have ended
                 why = error.message
-                LOG.info("%s: version %d is asked of another worker: %s", worker.site, version, why)
+                LOG.info("%s: version %d is asked of another worker: %s", session.site, version, why)
         raise Busy(
             f"No worker can give version {version} at this moment: {why}", "It goes on when one is back that has it."
         )
 
     def _note(self, manifest: messages.Manifest) -> BaseNote:
-        run, fragment = self._worker.info.run, self._fragment
+        run, fragment = self._session.info.run, self._fragment
         return BaseNote(run, fragment, manifest.version, manifest.digest, manifest.part_digests, complete=False)
 
     # -- as a difference
@@ -372,9 +386,9 @@ class Puller:
         """
         if self._downlink is None or not (steps := self._steps(manifest, source, max_retries)):
             return None
-        site, wrong = self._worker.site, list[Part]()
+        site, wrong = self._session.site, list[Part]()
         try:
-            file = DeltaFile(self._folder, self._downlink, self._delta_name)
+            file = DeltaFile(self._files.folder, self._downlink, self._delta_name)
         except DiskFull as error:
             LOG.warning("%s: version %d is pulled whole: %s", site, manifest.version, error)
             return None
@@ -406,7 +420,7 @@ class Puller:
     def _steps(self, manifest: messages.Manifest, source: BaseFile, max_retries: int | None) -> list[messages.Manifest]:
         """The versions from that in `source` to this one, each with what it is made by; none where whole is less."""
         assert self._downlink is not None
-        run, note = self._worker.info.run, source.note
+        run, note = self._session.info.run, source.note
         if note is None or note.run != run or not note.complete or not note.digest:
             return []
         steps, nbytes = list[messages.Manifest](), 0
@@ -415,14 +429,14 @@ class Puller:
             if delta is None or delta.layout_digest != self._downlink.layout.digest:
                 return []
             steps, nbytes = [manifest, *steps], nbytes + delta.nbytes
-            if nbytes >= self._layout.nbytes:
+            if nbytes >= self._files.base.layout.nbytes:
                 return []
             if delta.base_digest == note.digest:
                 return steps if source.holds(run, note.digest) else []
             if delta.base_version <= note.version:
                 return []
             try:
-                manifest = self.manifest(delta.base_version, max_retries)
+                manifest = self._manifest(delta.base_version, max_retries)
             except Gone:
                 return []
             if manifest.digest != delta.base_digest:

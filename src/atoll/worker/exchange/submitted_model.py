@@ -16,16 +16,16 @@ from atoll.tensors.layout import safetensors_header
 from atoll.tensors.lazy_tensors import LazyState
 from atoll.tensors.module_tensors import Tensors
 from atoll.tensors.payload import Packed
+from atoll.worker.exchange.participation import Participation
 from atoll.worker.log_lines import LOG
-from atoll.worker.session.session import Session
 
 NAME = "local.safetensors"
 
 
-def keep_local(session: Session, tensors: Tensors, round_number: int) -> None:
+def keep_local(place: Participation, tensors: Tensors, round_number: int) -> None:
     """Write the model of this round; where that fails training goes on, and the site has none."""
-    path, temporary = session.folder / NAME, session.folder / f".{NAME}.tmp"
-    specs = session.schema.model.tensors
+    path, temporary = place.folder / NAME, place.folder / f".{NAME}.tmp"
+    specs = place.session.schema.model.tensors
     header = safetensors_header(specs, {"format": "pt", "round": str(round_number)})
     runs = itertools.chain.from_iterable(runs_of(tensors[spec.name].detach()) for spec in specs)
     try:
@@ -34,32 +34,32 @@ def keep_local(session: Session, tensors: Tensors, round_number: int) -> None:
         path.unlink(missing_ok=True)  # an older one would pass for this round's
         LOG.warning(
             "%s: the model of round %d could not be kept for later workflows: %s",
-            session.site,
+            place.site,
             round_number,
             error.strerror,
         )
 
 
-def local_model(session: Session) -> Packed:
+def local_model(place: Participation) -> Packed:
     """The model as it travels, read in runs.
 
     Raises:
         UsageError: there is none.
     """
-    if session.filters:
+    if place.exchange.filters:
         raise UsageError(
-            f"Site {session.site} has filters for what it submits, and its model as it is would leave without passing "
+            f"Site {place.site} has filters for what it submits, and its model as it is would leave without passing "
             "them.",
             "Say with worker.submits(function) which model may leave; it passes the filters as an answer does.",
         )
-    path = session.folder / NAME
+    path = place.folder / NAME
     try:
         state = LazyState.open(path)
     except (OSError, AtollError):
         raise UsageError(
-            f"Site {session.site} has no model: none of this run is kept there. A site keeps what it submits while the "
+            f"Site {place.site} has no model: none of this run is kept there. A site keeps what it submits while the "
             "run's list has a cross_site_evaluation that asks for it.",
             "Say with worker.submits(function) which model it has, train with that list, or leave sites' models out "
             "(site_models = false, --no-site-models).",
         ) from None
-    return packed_state(state, dict(session.schema.model.aliases))
+    return packed_state(state, dict(place.session.schema.model.aliases))

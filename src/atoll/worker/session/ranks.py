@@ -1,6 +1,6 @@
-"""The ranks of one worker: rank 0 decides and talks to the server, and the others learn from it what it learned.
+"""The ranks of one worker: rank 0 asks the server, and every rank gets the same answer or the same error.
 
-Everything that is exchanged is text or tensors; nothing is pickled.
+All ranks run the same code. Everything that is exchanged is text or tensors; nothing is pickled.
 """
 
 from __future__ import annotations
@@ -9,35 +9,38 @@ import json
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
+from pydantic import TypeAdapter
 from torch import Tensor, nn
 
-from atoll.errors import BY_CODE, AtollError, RunFailed, UsageError
+from atoll.errors import BY_CODE, AtollError, LeaseLost, RunFailed, UpdateRefused, UsageError
+
+T = TypeVar("T")
 
 Said = dict[str, Any]
 """What came of something at a rank: `value`, or `error` and what belongs to it; as JSON."""
 
 
-class Ranks:
+class RankGroup:
     """The processes that train one model together by `torch.distributed`; often a single one.
 
     Args:
-        rank: of this process, among `count`.
+        rank: of this process, among `size`.
         device: where a collective may take place.
     """
 
-    def __init__(self, rank: int, count: int, device: torch.device) -> None:
-        self.rank, self.count = rank, count
-        self.talks, self._device = rank == 0, device
-        self.together = count > 1 and dist.is_available() and dist.is_initialized()
-        self._asking: int | None = None  # the thread that asks, while the others listen for what rank 0 says next
+    def __init__(self, rank: int, size: int, device: torch.device) -> None:
+        self.rank, self.size = rank, size
+        self.is_first, self._device = rank == 0, device
+        self.together = size > 1 and dist.is_available() and dist.is_initialized()
+        self._asking: int | None = None  # the thread that asks, while the others wait for what rank 0 says next
 
     @classmethod
-    def here(cls, model: nn.Module) -> Ranks:
-        """The ranks that this process is one of: those of torchrun, where its process group has begun.
+    def here(cls, model: nn.Module) -> RankGroup:
+        """Return the ranks that this process is one of: those of torchrun, where its process group has begun.
 
         Raises:
             UsageError: the model is sharded in a way that cannot be told from its parameters.
@@ -56,81 +59,70 @@ class Ranks:
                 device = torch.device("cuda", torch.cuda.current_device())
         return cls(dist.get_rank(), dist.get_world_size(), device)
 
-    def agree(self, ask: Callable[[], Any], obey: Callable[[str, Said], Any] | None = None) -> Any:
-        """What `ask` gives at rank 0, at every rank; as JSON has it where there are several.
+    def from_rank0(self, ask: Callable[[], T], kind: Any = Any) -> T:
+        """Return at every rank what `ask` returns at rank 0.
 
         Args:
-            obey: what the others do meanwhile when rank 0 gives an `order`: by its name and its arguments.
+            kind: the type of the value, where it is not plain JSON: a dataclass, a message, or a union of them.
 
         Raises:
-            RunFailed: rank 0 ended with an error; there it is the error itself.
+            AtollError: what `ask` raised at rank 0, at every rank.
         """
         if not self.together:
-            return ask() if self.talks else None
-        if not self.talks:
-            return self._obey(obey)
-        self._asking = threading.get_ident()
+            return ask() if self.is_first else cast(T, None)
+        values = TypeAdapter(kind)
+        if not self.is_first:
+            while "wait" in (heard := json.loads(self._text(""))):
+                pass
+            value = _heard(0, heard)
+            if isinstance(value, Exception):
+                raise value
+            return values.validate_python(value, strict=False)  # type: ignore[no-any-return]
+        before, self._asking = self._asking, threading.get_ident()
         try:
             value = ask()
         except BaseException as error:
-            self._asking = None
-            said = str(error) if isinstance(error, AtollError) else f"{type(error).__name__}: {error}"
+            self._asking = before
             with suppress(RunFailed):  # it may have been what ended this one
-                self._text(json.dumps({"error": said}))
+                self._text(json.dumps(_said(error)))
             raise
-        self._asking = None
-        self._text(json.dumps({"value": value}))
+        self._asking = before
+        self._text(json.dumps({"value": values.dump_python(value, mode="json")}))
         return value
 
-    def wait(self) -> None:
-        """Within `agree` at rank 0, now and then where it waits for somebody else: the others do not give it up.
+    def tick(self) -> None:
+        """Within `from_rank0`, while rank 0 waits for other workers: keep the collective of the other ranks alive.
 
-        From another thread it does nothing.
+        From another thread, and at other ranks, it does nothing.
         """
         if self._asking == threading.get_ident():
             self._text(json.dumps({"wait": True}))
 
-    def order(self, name: str, given: Said, work: Callable[[], Any]) -> list[Any]:
-        """Within `agree` at rank 0: have every rank do something, rank 0 itself by `work`.
+    def gather(self, work: Callable[[], T]) -> list[T]:
+        """Work at every rank at once; return what came of it at each, in order, as JSON has it.
 
-        Returns:
-            What came of it at each: a value, or the error.
+        Raises:
+            AtollError: what went wrong at one of the ranks, at every rank; a refusal before what else did.
         """
-        self._asking = None
-        self._text(json.dumps({"order": name, "given": given}))
+        if not self.together:
+            return [work()]
         own: BaseException | None = None
         try:
             said: Said = {"value": work()}
         except BaseException as error:
             said, own = _said(error), error
         results = [_heard(rank, json.loads(text)) for rank, text in enumerate(self._texts(json.dumps(said)))]
-        self._asking = threading.get_ident()
         if own is not None:
             if not isinstance(own, Exception):
                 raise own
-            results[0] = own
+            results[self.rank] = own
+        errors = [each for each in results if isinstance(each, Exception)]
+        if errors:
+            raise min(errors, key=lambda error: (not isinstance(error, UpdateRefused), isinstance(error, LeaseLost)))
         return results
 
-    def _obey(self, obey: Callable[[str, Said], Any] | None) -> Any:
-        own: BaseException | None = None
-        while "order" in (heard := json.loads(self._text(""))) or "wait" in heard:
-            if "wait" in heard:
-                continue
-            assert obey is not None
-            try:
-                said: Said = {"value": obey(heard["order"], heard["given"])}
-                own = None
-            except BaseException as error:
-                said, own = _said(error), error
-            self._texts(json.dumps(said))
-        if "error" in heard:
-            if own is not None and not isinstance(own, Exception):
-                raise own
-            raise RunFailed(f"Rank 0 of this worker ended: {heard['error']}") from own
-        return heard["value"]
-
     def spread_(self, tensors: Iterable[Tensor]) -> None:
-        """The values of rank 0, in place, wherever the tensors are."""
+        """Give the tensors of every rank the values of rank 0, in place."""
         if not self.together:
             return
         with torch.no_grad():
@@ -138,15 +130,19 @@ class Ranks:
                 tensor.copy_(self.from_rank(tensor.detach(), 0))
 
     def from_rank(self, values: Tensor, rank: int) -> Tensor:
-        """What a rank has of these values, at every rank."""
+        """Return at every rank what one rank has of these values."""
         there = values.to(self._device).contiguous()
         if self.together:
             with _with_others():
                 dist.broadcast(there, src=rank)
         return there
 
+    def total(self, count: int) -> int:
+        """Return the sum over the ranks."""
+        return sum(self.gather(lambda: count))
+
     def swap(self, outgoing: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
-        """Give each rank bytes of its own, and get so many from each; all on the CPU."""
+        """Send each rank bytes of its own, and return those from each, so many; all on the CPU."""
         incoming = torch.empty(sum(sizes), dtype=torch.uint8, device=self._device)
         data = torch.cat(list(outgoing)).to(self._device)
         if self.together:
@@ -154,43 +150,39 @@ class Ranks:
                 dist.all_to_all_single(incoming, data, list(sizes), [each.numel() for each in outgoing])
         return list(torch.split(incoming.cpu(), list(sizes)))
 
-    def total(self, count: int) -> int:
-        """The sum over the ranks."""
-        if not self.together:
-            return count
-        there = torch.tensor([count], dtype=torch.int64, device=self._device)
-        dist.all_reduce(there)
-        return int(there.item())
-
     def _text(self, text: str) -> str:
-        """The text of rank 0."""
+        """Return the text of rank 0."""
         data = bytearray(text.encode())
         length = torch.tensor([len(data)], dtype=torch.int64, device=self._device)
         with _with_others():
             dist.broadcast(length, src=0)
             there = torch.zeros(int(length.item()), dtype=torch.uint8, device=self._device)
-            if self.talks:
+            if self.is_first:
                 there.copy_(torch.frombuffer(data, dtype=torch.uint8))
             dist.broadcast(there, src=0)
         return there.cpu().numpy().tobytes().decode()
 
     def _texts(self, text: str) -> list[str]:
-        """The texts of all ranks."""
+        """Return the texts of all ranks."""
         data = bytearray(text.encode())
         length = torch.tensor([len(data)], dtype=torch.int64, device=self._device)
-        lengths = [torch.zeros_like(length) for _ in range(self.count)]
+        lengths = [torch.zeros_like(length) for _ in range(self.size)]
         with _with_others():
             dist.all_gather(lengths, length)
             there = torch.zeros(max(int(each) for each in lengths), dtype=torch.uint8, device=self._device)
             there[: len(data)].copy_(torch.frombuffer(data, dtype=torch.uint8))
-            texts = [torch.zeros_like(there) for _ in range(self.count)]
+            texts = [torch.zeros_like(there) for _ in range(self.size)]
             dist.all_gather(texts, there)
         return [each[: int(size)].cpu().numpy().tobytes().decode() for each, size in zip(texts, lengths, strict=True)]
 
 
+ALONE = RankGroup(0, 1, torch.device("cpu"))
+"""The group of a worker that is one process."""
+
+
 @contextmanager
 def _with_others() -> Iterator[None]:
-    """A collective; one that fails is told of in Atoll's words."""
+    """Run a collective; say in Atoll's words what its failure means."""
     try:
         yield
     except RuntimeError as error:
@@ -208,7 +200,7 @@ def _said(error: BaseException) -> Said:
 
 
 def _heard(rank: int, said: Said) -> Any:
-    """The value, or the error as the same class."""
+    """Return the value, or the error as the same class."""
     if "error" not in said:
         return said["value"]
     kind = BY_CODE.get(said["error"])

@@ -1,167 +1,653 @@
-"""One worker's place in a run: its connection, and what it has of the run's fragments.
+"""A worker's place in a run: its lease, its heartbeats, and calls that are repeated until they are answered.
 
-The two loops that users see, `federated_loop.py` and `diloco_loop.py`, stand on it.
+A lost connection is waited for, with backoff. A lost lease is taken anew, and the open ticket comes back. A server
+that was killed is both. A newer process of the same site ends this one.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
-from collections.abc import Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+import random
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
+from typing import Any, TypeVar
 
-from atoll.algorithms.resolve import local_rule
-from atoll.errors import ConfigError
-from atoll.filters.base import Filter
+from atoll.errors import (
+    AtollError,
+    ConfigError,
+    LeaseLost,
+    ServerLost,
+    ServerUnreachable,
+    Superseded,
+    TicketClosed,
+    TransferStalled,
+    UsageError,
+    VersionSkew,
+)
+from atoll.format_text import duration
+from atoll.latch import Latch
 from atoll.protocol import messages, routes
-from atoll.protocol.swarm_messages import SwarmPlan
-from atoll.tensors.schema import Schema
-from atoll.transport.resumable_transfer import HttpTransfer
-from atoll.worker.exchange.algorithm_state import AlgorithmState
-from atoll.worker.exchange.base_and_outbox import folder_of, locked, remove_earlier
-from atoll.worker.exchange.exchange import Exchange
-from atoll.worker.peer.peer_transfers import PeerServer
-from atoll.worker.session.connection import Connection
-from atoll.worker.session.leave_at_exit import last_words
+from atoll.protocol.values import Lost, Next, next_of, require
+from atoll.tensors.fragments import Split
+from atoll.transport.http_client import Counters, Http, unanswered
+from atoll.worker.broken_off import NetworkLost
+from atoll.worker.log_lines import LOG, in_wait, told
+from atoll.worker.session import last_status
+from atoll.worker.session.channel import Channel
+from atoll.worker.session.http_channel import HttpChannel
+from atoll.worker.session.leave_at_exit import GOODBYE_S, forget_lease, has_left, note_lease, watch_exit
+from atoll.worker.session.ranks import ALONE, RankGroup
 
-if TYPE_CHECKING:
-    from atoll.worker.peer.agent import SwarmPeer
+T = TypeVar("T")
+
+GIVE_UP_S = 86400.0
+"""A day: a server that is repaired the next morning costs no site its place."""
+FIRST_BACKOFF_S = 0.25
+LONGEST_BACKOFF_S = 8.0
+HEARTBEAT_RETRY_S = 2.0
+HEARTBEAT_GAP_S = 1.0
+"""Between two heartbeats at least, however often the worker's state changes."""
+SAY_EVERY_S = 15.0
+"""Between two lines about a round that is waited for."""
 
 
-class Session(Connection, Exchange):
-    """A worker's place in a run. Of a run whose model is one fragment, it is that fragment's `Exchange` itself.
-
-    Args:
-        server: address of the server.
-        site: the worker's name.
-        folder: where its files lie; by default `ATOLL_DIR`, else `.atoll` in the current folder.
-        schema: of its model, where it has one already; compared before it joins.
-        sync_every: its own H, where it has one; refused where the run's differs.
-        num_fragments: its own number of fragments, likewise.
-        labels: shown in status.
-        filters: that its updates pass through before they leave.
-        max_retries: attempts after which a lost server is given up; None: never.
-        streams: whether it can take part in a run that streams.
-        share: rank and number of ranks, where the model is sharded: this one's files are its own.
-
-    Attributes:
-        fragments: what it has of each of the run's fragments.
-        rule: how the run's algorithm corrects local training; None: not at all.
-        corrects: whether it has corrected a round.
-        has_left: whether its files are closed: nothing can be asked of it any more.
+def give_up_s() -> float:
+    """Return `ATOLL_GIVE_UP_S`, else `GIVE_UP_S`; 0: never.
 
     Raises:
-        ConfigError: the run streams, and this worker cannot; or it is for another number of ranks; or this site does
-            not have its algorithm.
+        ConfigError: it is no number of seconds.
+    """
+    text = os.environ.get("ATOLL_GIVE_UP_S", "")
+    try:
+        seconds = float(text) if text else GIVE_UP_S
+    except ValueError:
+        seconds = math.nan
+    if not seconds >= 0:
+        raise ConfigError(f"ATOLL_GIVE_UP_S is {text!r}.", "Set it to seconds; 0: without an end.")
+    return seconds or math.inf
+
+
+class OutageTimer:
+    """How long a server has not answered one worker; several threads ask.
+
+    It begins with the first attempt that failed since the last answer: while this process was stopped itself, it asked
+    nothing.
+
+    Attributes:
+        was_answered: whether the server has ever answered.
     """
 
-    corrects = has_left = False
+    def __init__(self, server: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self._server, self._clock, self._most_s = server, clock, give_up_s()
+        self._lock = threading.Lock()
+        self._since_s: float | None = None
+        self.was_answered = False
+
+    def answered(self) -> None:
+        """The server has answered."""
+        with self._lock:
+            self._since_s, self.was_answered = None, True
+
+    def failed(self) -> None:
+        """An attempt was not answered."""
+        with self._lock:
+            self._since_s = self._clock() if self._since_s is None else self._since_s
+
+    @property
+    def seconds(self) -> float:
+        """How long the server has not answered; 0 where it answered the last attempt."""
+        with self._lock:
+            return 0.0 if self._since_s is None else self._clock() - self._since_s
+
+    @property
+    def is_too_long(self) -> bool:
+        """Whether the server is given up."""
+        return self.seconds >= self._most_s
+
+    @property
+    def patience(self) -> str:
+        """How long the server is waited for, as a sentence."""
+        upto = "" if math.isinf(self._most_s) else f" for up to {duration(self._most_s)}"
+        return f"This worker waits for it{upto} (ATOLL_GIVE_UP_S)."
+
+    def error(self) -> ServerLost:
+        """Return the error of a worker that gives the server up."""
+        return ServerLost(
+            f"{self._server} has not answered for {duration(self.seconds)}: this worker gives it up.",
+            "If the run has ended meanwhile, its model is in the server's exports. Else start the server, then this "
+            "worker again: it goes on from its files. ATOLL_GIVE_UP_S says how long a worker waits; 0: for ever.",
+        )
+
+
+class Session:
+    """One process of a site, known to the run.
+
+    Args:
+        channel: its calls.
+        site: the site's name.
+        labels: shown in status.
+        max_retries: attempts after which a server that never answered is given up; None: it is waited for as
+            ATOLL_GIVE_UP_S says.
+        run: what the run and its fragments are, where that is known already.
+        ranks: of a sharded worker: rank 0 joins, sends heartbeats and asks, and every rank gets its answers.
+
+    Attributes:
+        info, split, schema: of the run.
+        optimizers: that train here, as far as they are known.
+        corrects: whether a round was corrected here already, and what is to be said of that was said.
+        on_wait: called every now and then while other workers, or the server, are waited for.
+        durable_versions: of each fragment, the newest that survives a power loss of the server.
+        peer_address: where other workers of a swarm reach this one; empty elsewhere.
+        told_of_state: what a join says of what the algorithm keeps at the site; nothing in runs without.
+        before_leave: called first when the worker leaves.
+        cleanup: closed once it has left.
+
+    Raises:
+        VersionSkew: the two sides speak different protocols.
+        ServerLost: the server did not answer for too long. ServerUnreachable: not in `max_retries` attempts; or
+            something else answers.
+    """
 
     def __init__(
         self,
-        server: str,
+        channel: Channel,
         site: str,
         *,
-        folder: Path | None = None,
-        schema: Schema | None = None,
-        sync_every: int | None = None,
-        num_fragments: int | None = None,
         labels: dict[str, str] | None = None,
-        filters: Sequence[Filter] = (),
         max_retries: int | None = None,
-        streams: bool = False,
-        share: tuple[int, int] | None = None,
+        ranks: RankGroup = ALONE,
+        run: tuple[messages.RunInfo, Split] | None = None,
     ) -> None:
-        Connection.__init__(self, server, site, labels=labels, max_retries=max_retries)
-        self._cleanup = contextlib.ExitStack()
-        self._swarm: SwarmPeer | None = None
-        parts = HttpTransfer(self.http, self.info.connections, self.info.idle_timeout_s)
-        self._cleanup.callback(parts.close)
+        self.site, self.channel, self.ranks = site, channel, ranks
+        self.silence = OutageTimer(channel.server)
+        self.reconnections, self.answers_tasks, self.evaluates, self.due = 0, False, False, 0
+        self._heartbeat, self._news, self._telling = messages.Heartbeat(), threading.Event(), threading.RLock()
+        self._warnings: dict[int, list[str]] = {}
+        self.optimizers: Collection[Any] = ()
+        self.finished = self.has_left = self.corrects = False
+        self.before_leave: Callable[[], None] = lambda: None
+        self.cleanup = contextlib.ExitStack()
+        self.on_wait: Callable[[], None] = ranks.tick
+        self.durable_versions: dict[int, int | None] = {}
+        self.peer_address = ""
+        self.told_of_state: Callable[[], dict[str, Any]] = dict
+        self._process = uuid.uuid4().hex[:16]
+        self._labels = labels or {}
+        self._closing = Latch()  # an interrupt within a wait must not hold up `leave`
+        self._join_lock = threading.Lock()
+        self._beat: threading.Thread | None = None
+        self._fatal: AtollError | None = None
+        self.info, self.split = run or self._read_run(max_retries)
+        self.schema = self.split.schema
+
+    def _read_run(self, max_retries: int | None) -> tuple[messages.RunInfo, Split]:
+        info = self.patiently(self.channel.run, max_retries, "join")
+        require_protocol(info, self.channel.server)
+        return info, split_of(self.patiently(self.channel.schema, None, "read the schema"), info)
+
+    @property
+    def http(self) -> Http:
+        """The connections to the server, for the calls of tasks, objects and swarms.
+
+        Raises:
+            UsageError: a simulated site has none.
+        """
+        if not isinstance(self.channel, HttpChannel):
+            raise UsageError(f"Site {self.site} is simulated, and has no server.", "Take part with real workers.")
+        return self.channel.http
+
+    @property
+    def counters(self) -> Counters:
+        """Bytes and retries so far."""
+        return self.channel.counters
+
+    @property
+    def streams(self) -> bool:
+        """Whether the run has more than whole rounds: fragments, or results that are merged later."""
+        return self.info.fragments > 1 or self.info.tau > 0 or self.info.alpha > 0
+
+    def require_here(self) -> None:
+        """Refuse to touch files of a worker that has left: threads may work on while it leaves.
+
+        Raises:
+            ServerUnreachable: it has left.
+        """
+        if self._closing.is_set():
+            raise self._fatal or ServerUnreachable("This worker has left the run.", "Join again.")
+
+    # -- heartbeats
+
+    @property
+    def heartbeat(self) -> messages.Heartbeat:
+        """What the next heartbeat says. One that changes the state is sent soon, others when they are due."""
+        return self._heartbeat
+
+    @heartbeat.setter
+    def heartbeat(self, message: messages.Heartbeat) -> None:
+        changed = message.state != self._heartbeat.state
+        self._heartbeat = message
+        if changed:
+            self._news.set()
+
+    def tell(self, **changes: Any) -> None:
+        """Have the next heartbeat say something else; from any thread."""
+        with self._telling:
+            self.heartbeat = self._heartbeat.model_copy(update=changes)
+
+    def warn(self, fragment: int, warnings: list[str]) -> None:
+        """Have the next heartbeat carry these warnings about a fragment, in place of earlier ones."""
+        with self._telling:
+            self._warnings[fragment] = warnings
+            self.tell(warnings=[text for _, each in sorted(self._warnings.items()) for text in each])
+
+    def beat(self) -> bool:
+        """Tell the server that this worker lives, and how far it is; return whether it answered.
+
+        Half an interval without an answer gives the connection up: a half-open one must not cost the lease.
+        """
+        lease = self.channel.lease
         try:
-            if self.streams and not streams:
-                raise ConfigError(
-                    f"The run {self.info.name!r} streams (num_fragments {self.info.fragments}, tau {self.info.tau}, "
-                    f"alpha {self.info.alpha:g}), and this worker takes whole rounds.",
-                    "Train with atoll.DiLoCo(model, optimizer), or leave num_fragments, tau and alpha out of the run.",
-                )
-            if share is not None and share[1] != self.info.ranks:
-                raise ConfigError(
-                    f"The model of worker {site} is sharded over {share[1]} ranks, and the run {self.info.name!r} has "
-                    f"ranks = {self.info.ranks}.",
-                    f"Start the server with --ranks {share[1]}, or this worker with --nproc-per-node "
-                    f"{self.info.ranks} of torchrun.",
-                )
-            self.rule = local_rule(self.info.algorithm, self.info.local, self.info.local_package)
-            if schema is not None:
-                schema.require_equal(self.schema.model, mine=f"worker {site}", theirs="the server")
-            home = (folder or Path(os.environ.get("ATOLL_DIR", ".atoll"))) / site
-            where = folder_of(home, self.info.run, share)
-            self._cleanup.enter_context(locked(where, site))
-            self.fragments: tuple[Exchange, ...]
-            if self.split.count == 1:
-                rank = share[0] if share else None
-                Exchange.__init__(self, self, parts, where, None, self.schema, filters, self._cleanup, rank)
-                self.fragments = (self,)
-            else:
-                self.fragments = tuple(
-                    Exchange(self, parts, where, index, each, filters, self._cleanup)
-                    for index, each in enumerate(self.split.schemas)
-                )
-            if self.rule is not None and self.rule.keeps:
-                self.kept = self._turns.add(AlgorithmState(self.folder, self.schema, self.rule.keeps, self.owner))
-                self.kept.begin_anew_where_told(site)
-            peer = self._peer(where) if self.info.placement == "swarm" else None
-            self.join(max_retries, sync_every=sync_every, num_fragments=num_fragments)
-            if self.split.count == 1 and self.kept is not None:
-                self.kept.begin_at_zero()
-            remove_earlier(where, site, share)
-            if peer is not None:
-                peer.start()
-        except BaseException as error:
-            if self.http.lease:  # it has joined, and would be waited for
-                Connection.leave(self, last_words(error))
-            self._cleanup.close()
-            self.http.close()
-            raise
+            self._send_heartbeat()
+            self._answered()
+            return True
+        except Superseded as error:
+            self._fatal = error
+            self._closing.set()
+        except LeaseLost:
+            if not self._closing.is_set():
+                with contextlib.suppress(AtollError):
+                    self.rejoin(lease)
+        except AtollError as error:
+            self._failed(error)
+            LOG.debug("%s: heartbeat failed: %s", self.site, error)
+        return False
 
-    def _peer(self, where: Path) -> SwarmPeer:
-        """This worker's part in a swarm."""
-        from atoll.aggregation.plan import Plan
-        from atoll.worker.peer.agent import SwarmPeer, plan_of
-        from atoll.worker.peer.peer_transfers import open_host
+    def end(self) -> None:
+        """Say that this worker submits nothing more: no round waits for it, and it stays for the results."""
+        self.tell(ends=True, state="waiting for the last results")
+        self.beat()
 
-        told = self.patiently(lambda: self.http.get(routes.SWARM_PLAN, SwarmPlan), None, "read the plan")
-        plan = plan_of(told, lambda settings: Plan.make(settings, self.split))
-        host = open_host(self.site, self.http.host, self.info.idle_timeout_s)
-        self.peer_server = PeerServer(host, self.counters, os.environ.get("ATOLL_TLS_CA"))
-        self._cleanup.callback(self.peer_server.close)
-        self._swarm = SwarmPeer(
-            self.site, self.http, self.peer_server, plan, where, self.info.run, self.info.idle_timeout_s, self.rejoin
+    def _heartbeats(self) -> None:
+        answered = self.beat()
+        interval_s = self.info.heartbeat_interval_s
+        while True:
+            pause_s = interval_s if answered else min(interval_s, HEARTBEAT_RETRY_S)
+            pause_s *= random.uniform(0.9, 1.1)
+            if self._closing.wait(min(pause_s, HEARTBEAT_GAP_S)):
+                return
+            self._news.wait(max(0.0, pause_s - HEARTBEAT_GAP_S))
+            if self._closing.is_set():
+                return
+            self._news.clear()
+            answered = self.beat()
+
+    def _send_heartbeat(self, most_s: float = 30.0, timeout_s: float | None = None) -> None:
+        counters = self.counters
+        message = self.heartbeat.model_copy(
+            update={
+                "retries": counters.retries,
+                "reconnections": self.reconnections,
+                "bytes_up": counters.bytes_up,
+                "bytes_down": counters.bytes_down,
+            }
         )
-        self._cleanup.callback(self._swarm.close)
-        return self._swarm
+        timeout_s = timeout_s or min(most_s, max(1.0, self.info.heartbeat_interval_s / 2))
+        reply = self.channel.heartbeat(message, timeout_s)
+        self.finished = self.finished or reply.finished
+        self.durable_versions = dict(enumerate(reply.durable_versions))
 
-    def told_of_state(self) -> dict[str, Any]:
-        if self.split.count > 1 or self.kept is None:
-            return {}
-        return self.kept.told
+    # -- join and leave
 
-    def next_ticket(
-        self, fragment: int = 0, *, wait_s: float | None = None, max_retries: int | None = None
-    ) -> messages.TicketReply:
-        """As `Connection.next_ticket`; the state that the site keeps is that behind its last update that counts."""
-        reply = super().next_ticket(fragment, wait_s=wait_s, max_retries=max_retries)
-        if reply.counted is not None and self.split.count == 1 and self.kept is not None:
-            self.kept.follow(reply.counted)
-        return reply
+    def join(
+        self, max_retries: int | None = None, *, sync_every: int | None = None, num_fragments: int | None = None
+    ) -> None:
+        """Take part; heartbeats begin.
+
+        Args:
+            sync_every: the worker's own H, where it has one; the server refuses another than the run's.
+            num_fragments: its own number of fragments, likewise.
+        """
+        self._sync_every, self._num_fragments = sync_every, num_fragments
+        every_s = self.info.waiting_heartbeat_s
+        if not self.ranks.is_first:  # rank 0 joins for all, and sends the heartbeats
+            self.channel.lease = self.ranks.from_rank0(lambda: "")
+            self._watch_calls(partial(self.channel.health, every_s), every_s)
+            return
+        self.ranks.from_rank0(partial(self._join, max_retries))
+        watch_exit(self)
+        self._watch_calls(partial(self._send_heartbeat, every_s, every_s), every_s)
+        if self.info.heartbeat_interval_s:
+            self._beat = threading.Thread(target=self._heartbeats, name="atoll-heartbeat", daemon=True)
+            self._beat.start()
+
+    def _watch_calls(self, ask: Callable[[], object], every_s: float) -> None:
+        """Have calls end that a silent network would hold up."""
+        self.channel.watch.begin(lambda: is_answered(self.channel, ask), every_s)
+
+    def _join(self, max_retries: int | None = None) -> str:
+        """Take part, or take part again; return the new lease."""
+        message = messages.Join(
+            protocol=routes.PROTOCOL,
+            site=self.site,
+            run=self.info.run,
+            host=socket.gethostname()[:256],
+            process=self._process,
+            schema_digest=self.schema.digest,
+            sync_every=self._sync_every,
+            num_fragments=self._num_fragments,
+            labels=self._labels,
+            peer=self.peer_address,
+            **self.told_of_state(),
+        )
+        joined = self.patiently(lambda: self.channel.join(message), max_retries, "join")
+        self.channel.lease, self.due, self.evaluates = joined.lease, joined.due, joined.evaluates
+        note_lease(self.site, self.channel.server, joined.lease)
+        return joined.lease
+
+    def rejoin(self, lost: str) -> None:
+        """Join again, once, however many threads find that `lost` is no longer valid; the network is tried once.
+
+        Raises:
+            ServerLost: another run is at the address now; the progress of this worker is none of it.
+            LeaseLost: this is not rank 0, which joins for all.
+        """
+        if not self.ranks.is_first:
+            raise LeaseLost(f"The server no longer knows {self.site}.")
+        with self._join_lock:
+            if self._fatal is None and self.channel.lease == lost:
+                self.reconnections += 1
+                LOG.info("%s: the server no longer knows this worker; joining again", self.site)
+                try:
+                    self._join(0)
+                except ServerLost as error:
+                    self._fatal = error
+                    self._closing.set()
+                    raise
 
     def leave(self, error: str | None = None) -> None:
-        """Deregister and close the files; an outbox stays where its update was not counted. Idempotent."""
+        """Deregister and stop the heartbeats, after a last one; soon, whatever the server does. Idempotent."""
         self.has_left = True
+        with self.cleanup:
+            self.before_leave()
+            self._leave(error)
+
+    def _leave(self, error: str | None) -> None:
+        if self._closing.is_set() and self._fatal is None:
+            return
+        self._closing.set()
+        self._news.set()
+        if not self.ranks.is_first:  # rank 0 tells the server
+            self.channel.close()
+            return
+        if self._beat is not None:
+            self._beat.join(GOODBYE_S)
+        silent = self._beat is not None and self._beat.is_alive()  # one is under way, and the server does not answer
         try:
-            if self._swarm is not None:
-                self._swarm.leave()
-            super().leave(error)
+            if self._fatal is None and not silent:
+                if self._beat is not None:
+                    self.tell(state="failed" if error else "left")
+                    self._send_heartbeat(GOODBYE_S)
+                if isinstance(self.channel, HttpChannel):
+                    last_status.keep(self.channel.http)
+                self.channel.leave(told(error) if error else None, GOODBYE_S)
+            forget_lease(self.site, self.channel.lease)
+        except (AtollError, OSError) as problem:
+            LOG.debug("%s: could not say goodbye: %s", self.site, problem)
         finally:
-            self._cleanup.close()
+            has_left(self)
+            self.channel.close()
+
+    # -- calls
+
+    def call(self, ask: Callable[[], T], what: str, *, retries: int | None = None, kind: Any = Any) -> T | Lost:
+        """Ask until there is an answer; rank 0 asks for all ranks.
+
+        Args:
+            what: completes "cannot …" in the log.
+            retries: attempts after the first one; None: as long as ATOLL_GIVE_UP_S says.
+            kind: type of the answer, where it is not plain JSON.
+
+        Returns:
+            The answer, or that the network was lost.
+        """
+        return self._for_all_ranks(lambda: self.patiently(ask, retries, what), kind)
+
+    def _for_all_ranks(self, ask: Callable[[], T], kind: Any) -> T | Lost:
+        try:
+            return self.ranks.from_rank0(ask, kind)
+        except NetworkLost as error:
+            return Lost(error)
+
+    def move(self, work: Callable[[], None], what: str, *, retries: int | None = None) -> Lost | None:
+        """Have every rank move its own tensors, again and again until all have done it; rank 0 says when to stop.
+
+        Args:
+            work: one attempt.
+
+        Returns:
+            That the network was lost at one of the ranks; else None.
+        """
+        attempts = _Attempts(self, retries, what)
+        try:
+            while True:
+                self.channel.lease = self.ranks.from_rank0(attempts.begin)
+                try:
+                    self.ranks.gather(work)
+                    attempts.succeeded()
+                    return None
+                except (LeaseLost, *NetworkLost) as error:
+                    attempts.failed(error)
+        except NetworkLost as error:
+            return Lost(error)
+
+    def patiently(self, ask: Callable[[], T], max_retries: int | None, what: str) -> T:
+        """Ask until there is an answer, in this process alone.
+
+        Args:
+            max_retries: attempts after the first one; None: as long as ATOLL_GIVE_UP_S says.
+
+        Raises:
+            TransferError, DiskFull: after `max_retries` attempts.
+            ServerLost: with None, when the server has not answered for too long.
+        """
+        attempts = _Attempts(self, max_retries, what)
+        while True:
+            attempts.begin()
+            try:
+                result = ask()
+                attempts.succeeded()
+                return result
+            except (LeaseLost, *NetworkLost) as error:
+                attempts.failed(error)
+
+    def next_ticket(self, fragment: int = 0, *, wait_s: float | None = None, retries: int | None = None) -> Next | Lost:
+        """Return the ticket of the open round, or the word that the run is finished.
+
+        Args:
+            wait_s: return `Wait` after so long; None waits until a round opens.
+        """
+        ask = partial(self._wait_for_ticket, fragment, wait_s, retries)
+        reply = self._for_all_ranks(ask, messages.TicketReply)
+        if isinstance(reply, Lost):
+            return reply
+        self.durable_versions[fragment] = reply.durable_version
+        if reply.status == "finished" and self.info.fragments == 1:
+            self.finished = True
+        return next_of(reply, fragment)
+
+    def _wait_for_ticket(self, fragment: int, wait_s: float | None, retries: int | None) -> messages.TicketReply:
+        begin = said = time.monotonic()
+        self.tell(state="waiting for the round")
+        while True:
+            left_s = routes.LONG_POLL_S if wait_s is None else max(0.0, begin + wait_s - time.monotonic())
+            ask = partial(self.channel.next_ticket, fragment, min(left_s, routes.LONG_POLL_S), self.answers_tasks)
+            reply = self.patiently(ask, retries, "ask for the next round")
+            is_over = wait_s is not None and time.monotonic() - begin >= wait_s
+            if reply.status != "wait" or reply.tasks or is_over:
+                return reply
+            self.on_wait()
+            if time.monotonic() - said >= SAY_EVERY_S:
+                said = time.monotonic()
+                LOG.info("%s: %s", self.site, in_wait(said - begin, reply))
+
+    def outcome(self, ticket: int, retries: int | None = None) -> messages.Outcome | Lost:
+        """Return what became of a ticket; one that the server does not know any more has expired."""
+
+        def ask() -> messages.Outcome:
+            return self.channel.ticket(ticket).outcome
+
+        return self.call(ask, "ask what became of the update", retries=retries, kind=messages.Outcome)
+
+    def require_outcome(self, ticket: int) -> messages.Outcome:
+        """Return what became of a ticket.
+
+        Raises:
+            NetworkLost: this worker leaves meanwhile.
+        """
+        return require(self.outcome(ticket))
+
+    def parts_at_server(self, ticket: int, digests: Mapping[int, bytes]) -> Collection[int]:
+        """Return which of these parts need not be sent: the server has them, with these digests.
+
+        Args:
+            digests: index → BLAKE3.
+
+        Raises:
+            TicketClosed: the round went on without this update.
+        """
+        state = self.channel.ticket(ticket)
+        if state.outcome.state == "expired":
+            raise TicketClosed(f"The round of ticket {ticket} is over: {state.outcome.reason}.")
+        if state.outcome.is_in:
+            return digests.keys()
+        return {
+            index
+            for index, digest in zip(state.parts, state.part_digests, strict=True)
+            if digest == digests.get(index, b"").hex()
+        }
+
+    def _failed(self, error: AtollError) -> None:
+        """An attempt failed: the server did not answer, or it did, and could do nothing."""
+        if isinstance(error, ServerUnreachable | TransferStalled):
+            self.silence.failed()
+        else:
+            self._answered()
+
+    def _answered(self) -> None:
+        self.silence.answered()
+        self.channel.watch.answered()
+
+
+class _Attempts:
+    """The attempts at one call: when to try again, and when to stop."""
+
+    def __init__(self, session: Session, most: int | None, what: str) -> None:
+        self._session, self._most, self._what = session, most, what
+        self._pause_s, self._count, self._lost = FIRST_BACKOFF_S, 0, 0
+        self._lease = self._stale = ""  # of the attempt, and one that is no longer valid
+        self._error: AtollError | None = None
+
+    def begin(self) -> str:
+        """Wait until the next attempt may begin; return the lease for it.
+
+        Raises:
+            NetworkLost: there is no further attempt. ServerLost: the server is given up.
+            LeaseLost: the site cannot take part again.
+        """
+        session = self._session
+        while True:
+            if self._error is not None:
+                self._pause(self._error)
+            self._error = None
+            if session._fatal is not None:
+                raise session._fatal
+            try:
+                if not session.channel.watch.is_back():
+                    raise unanswered(session.channel.server)
+                if self._stale:
+                    session.rejoin(self._stale)
+                    self._stale = ""
+                self._lease = session.channel.lease
+                return self._lease
+            except NetworkLost as error:
+                self._error = error
+
+    def failed(self, error: AtollError) -> None:
+        """The attempt failed so; `begin` says whether there is another one."""
+        self._error = error
+
+    def succeeded(self) -> None:
+        """The attempt was answered."""
+        self._session._answered()
+        if self._count:
+            LOG.info("%s: the server is back; going on to %s", self._session.site, self._what)
+
+    def _pause(self, error: AtollError) -> None:
+        session, silence = self._session, self._session.silence
+        if isinstance(error, LeaseLost):
+            if not self._lease:
+                raise error
+            session._closing.wait(min(self._lost * FIRST_BACKOFF_S, LONGEST_BACKOFF_S))  # none the first time
+            self._lost, self._stale = self._lost + 1, self._lease
+            return
+        self._count += 1
+        session._failed(error)
+        if self._most is not None and (self._count > self._most or session.channel.watch.is_lost):
+            raise error  # one that the watch has ended took as long as all of them
+        if isinstance(error, ServerUnreachable) and error.is_other and not silence.was_answered:
+            raise error
+        if self._most is None and silence.is_too_long:
+            raise silence.error() from error
+        session.on_wait()
+        wait_s = max(self._pause_s * random.uniform(0.75, 1.25), error.retry_after_s or 0.0)
+        level = LOG.warning if self._count in (1, 4) or self._count % 20 == 0 else LOG.debug
+        patience = f" {silence.patience}" if self._most is None else ""
+        level("%s: cannot %s: %s%s Trying again in %.1f s.", session.site, self._what, error, patience, wait_s)
+        if session._closing.wait(wait_s) and session._fatal is None:
+            raise error
+        self._pause_s = min(2 * self._pause_s, LONGEST_BACKOFF_S)
+        if self._count == 1:
+            session.reconnections += 1
+
+
+def require_protocol(info: messages.RunInfo, server: str) -> None:
+    """Refuse a server of another protocol.
+
+    Raises:
+        VersionSkew: the two sides speak different ones.
+    """
+    if info.protocol != routes.PROTOCOL:
+        older = "this worker" if info.protocol > routes.PROTOCOL else "the server"
+        raise VersionSkew(
+            f"This worker speaks protocol {routes.PROTOCOL}, {server} speaks {info.protocol}.",
+            f"Upgrade Atoll at {older}.",
+        )
+
+
+def split_of(message: messages.SchemaMessage, info: messages.RunInfo) -> Split:
+    """Return the fragments of a run.
+
+    Raises:
+        VersionSkew: they are not those that the run has named.
+    """
+    split = message.to_split()
+    if split.count != info.fragments or split.schema.digest != info.schema_digest:
+        raise VersionSkew("The server's schema does not have the digest that it names.", "Upgrade Atoll on both sides.")
+    return split
+
+
+def is_answered(channel: Channel, ask: Callable[[], object]) -> bool:
+    """Send a heartbeat; return whether the server answered it, with anything."""
+    try:
+        ask()
+    except (ServerUnreachable, TransferStalled):
+        return False
+    except AtollError as error:  # a lost lease, say; the calls that wait get the same error
+        LOG.debug("%s: %s", channel.server, error)
+    return True

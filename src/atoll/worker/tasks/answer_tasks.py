@@ -43,11 +43,11 @@ from atoll.transport.object_client import (
     withdraw,
 )
 from atoll.transport.object_server import Draft, written
+from atoll.worker.arguments import require_joined
 from atoll.worker.broken_off import NetworkLost
 from atoll.worker.exchange.encode_update import AnswerFilters
 from atoll.worker.log_lines import LOG, told
-from atoll.worker.session.connection import Connection
-from atoll.worker.session.server_checks import require_joined
+from atoll.worker.session.session import Session
 from atoll.worker.tasks.evaluate_models import Evaluate, Models
 
 # -- Tensors of the next task, pulled while a task is still worked on; matched by the id of the task.
@@ -76,7 +76,7 @@ class Ahead:
         pull: pulls the tensors of a task into a file; the event ends it.
     """
 
-    def __init__(self, connection: Connection, pull: Callable[[tm.ObjectKey, threading.Event], Stored]) -> None:
+    def __init__(self, connection: Session, pull: Callable[[tm.ObjectKey, threading.Event], Stored]) -> None:
         self._connection, self._pull = connection, pull
         self._news = threading.Condition()
         self._in_hand, self._working, self._closing = "", False, False
@@ -167,7 +167,7 @@ class Task:
         payload: what the workflow sent; references in it are not resolved.
     """
 
-    def __init__(self, connection: Connection, message: tm.Task, warned: set[str], filters: AnswerFilters) -> None:
+    def __init__(self, connection: Session, message: tm.Task, warned: set[str], filters: AnswerFilters) -> None:
         self._warned = warned  # names of tasks with a warning in the log
         self._filters = filters
         self.name, self.id = message.name, message.task
@@ -274,7 +274,7 @@ OF_EVALUATIONS = -2
 """The number, in place of a fragment's, of the warning that a worker cannot evaluate while it trains."""
 
 
-def say_evaluation_follows(connection: Connection) -> None:
+def say_evaluation_follows(connection: Session) -> None:
     """Warn a site whose script evaluates only if it opens `atoll.tasks` after its loop."""
     if connection.evaluates:
         told = (
@@ -300,7 +300,7 @@ class Answering:
 
     def __init__(
         self,
-        connection: Connection,
+        connection: Session,
         filters: ByTask,
         *,
         pulls_ahead: bool = False,

@@ -28,7 +28,7 @@ from atoll.transport.object_client import EXPIRES_S, cut_as_told, fetch_lazily, 
 from atoll.transport.object_server import written
 from atoll.worker.arguments import number
 from atoll.worker.exchange.encode_update import AnswerFilters
-from atoll.worker.session.connection import Connection
+from atoll.worker.session.session import Session
 
 Evaluate = Callable[[Any], Mapping[str, Any]]
 
@@ -48,7 +48,7 @@ class Models:
 
     def __init__(
         self,
-        connection: Connection,
+        connection: Session,
         filters: AnswerFilters,
         local: Callable[[], Packed] | None,
         folder: Path | None,

@@ -23,10 +23,11 @@ from types import TracebackType
 from atoll.border import border, bordered, say_interrupt_in_a_line
 from atoll.errors import UsageError
 from atoll.filters.base import ByTask, for_tasks
-from atoll.transport.http_client import server_of
+from atoll.transport.http_client import http_to, server_of
 from atoll.worker.log_lines import LOG, ensure_lines
-from atoll.worker.session.connection import Connection
+from atoll.worker.session.http_channel import HttpChannel
 from atoll.worker.session.leave_at_exit import last_words
+from atoll.worker.session.session import Session
 from atoll.worker.site_name import default_site, require_site
 from atoll.worker.tasks.answer_tasks import Answering, Answers
 
@@ -44,7 +45,7 @@ class TaskWorker(Answers):
         filters: ByTask,
     ) -> None:
         for_tasks(filters)  # refused before anything is asked
-        self._connection = Connection(server, site, labels=labels)
+        self._connection = Session(HttpChannel(http_to(server)), site, labels=labels)
         folder = Path(os.environ.get("ATOLL_DIR", ""))
         kept_in = folder if os.environ.get("ATOLL_DIR") and folder.is_dir() else None
         ahead = not request_task_tensors

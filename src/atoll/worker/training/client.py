@@ -20,11 +20,12 @@ from atoll.border import border, bordered, say_interrupt_in_a_line
 from atoll.errors import UsageError
 from atoll.filters.base import Filter
 from atoll.protocol import routes, status_messages
+from atoll.protocol.values import Open, require
 from atoll.tensors.arrays import Arrays
 from atoll.tensors.module_tensors import named_tensors
 from atoll.transport.http_client import http_to, server_of
+from atoll.worker.exchange.participation import Participation, take_part
 from atoll.worker.session.leave_at_exit import last_words
-from atoll.worker.session.session import Session
 from atoll.worker.site_name import default_site, require_site
 from atoll.worker.training.federated_loop import FederatedRound
 
@@ -58,7 +59,7 @@ class Client:
         self._folder = Path(folder) if folder else None
         self._labels = labels
         self._filters = filters
-        self._session: Session | None = None
+        self._place: Participation | None = None
         self._round: FederatedRound | None = None
 
     def __enter__(self) -> Client:
@@ -73,23 +74,23 @@ class Client:
     @border
     def register(self) -> Client:
         """Take part; the other requests do it when they have to."""
-        if self._session is None:
-            self._session = Session(
+        if self._place is None:
+            self._place = take_part(
                 self._server,
                 self._site,
                 folder=self._folder,
                 labels=self._labels,
                 filters=self._filters,
             )
-            self._session.resume_outbox()
+            self._place.exchange.recover()
         return self
 
     @border
     def next_round(self, wait_s: float | None = None) -> int | None:
         """Wait for the next round; its number, or None when the run is finished or the time is over."""
-        session = self._registered()
-        reply = session.next_round(wait_s=wait_s)
-        self._round = FederatedRound(session, reply.ticket) if reply.ticket is not None else None
+        place = self._registered()
+        reply = require(place.exchange.next(wait_s))
+        self._round = FederatedRound(place, reply.ticket) if isinstance(reply, Open) else None
         return self._round.number if self._round else None
 
     @border
@@ -141,14 +142,14 @@ class Client:
 
     def close(self, error: BaseException | None = None) -> None:
         """Deregister. Idempotent."""
-        session, self._session, self._round = self._session, None, None
-        if session is not None:
-            session.leave(last_words(error))
+        place, self._place, self._round = self._place, None, None
+        if place is not None:
+            place.leave(last_words(error))
 
-    def _registered(self) -> Session:
+    def _registered(self) -> Participation:
         self.register()
-        assert self._session is not None
-        return self._session
+        assert self._place is not None
+        return self._place
 
     def _current(self) -> FederatedRound:
         if self._round is None:

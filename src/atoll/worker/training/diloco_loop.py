@@ -22,19 +22,20 @@ from atoll.algorithms.optimizer_hooks import Given, Steps, optimizers_in, requir
 from atoll.border import border, bordered, say_interrupt_in_a_line
 from atoll.errors import UsageError
 from atoll.filters.base import Filter
+from atoll.protocol.values import UpdateInfo, VersionRef
 from atoll.tensors.module_tensors import named_parameters, without_ddp
 from atoll.transport.http_client import server_of
 from atoll.worker.arguments import finite_metrics, positive, sync_retries
+from atoll.worker.exchange.participation import Participation
 from atoll.worker.log_lines import LOG, ensure_lines, in_words, size
 from atoll.worker.metrics import Measured, Metrics, Reports
 from atoll.worker.session.leave_at_exit import last_words
-from atoll.worker.session.ranks import Ranks
+from atoll.worker.session.ranks import RankGroup
 from atoll.worker.session.session import Session
 from atoll.worker.site_name import default_site, require_site
 from atoll.worker.tasks.answer_tasks import say_evaluation_follows
 from atoll.worker.training.alone import ALONE, ALONE_ENDED
 from atoll.worker.training.over_ranks import OverRanks
-from atoll.worker.training.sharded_model import Lead
 from atoll.worker.training.simulated_seat import require_real
 
 if TYPE_CHECKING:
@@ -92,7 +93,7 @@ class DiLoCo(OverRanks):
         model = without_ddp(model)
         self.model, self.optimizer = model, optimizer
         self._optimizers = optimizers_in(optimizer)
-        self._ranks = Ranks.here(model)
+        self._ranks = RankGroup.here(model)
         self._server = server_of(server, require_server=require_server)
         self._site = site
         self._given_sync_every, self._given_fragments = sync_every, num_fragments
@@ -100,7 +101,7 @@ class DiLoCo(OverRanks):
         self.local_metrics: Metrics | None = None  # asked when an update is formed; of frameworks that keep some
         self._folder, self._labels, self._filters = Path(folder) if folder else None, labels, filters
         self._max_retries = sync_retries(max_sync_retries)
-        self._session: Session | None = None
+        self._place: Participation | None = None
         self._steps: Steps | None = None
         self.step = 0
         self.lost = False
@@ -147,7 +148,8 @@ class DiLoCo(OverRanks):
         self._require_trains()
         self._find_tensors()
         try:
-            self._told = self._ranks.agree(lambda: self._join(require_site(self._site or default_site())), self._obey)
+            site = self._ranks.from_rank0(lambda: require_site(self._site or default_site()))
+            self._told = self._over_ranks(lambda: self._join(site))
             self._learn()
             self._hook()
         except BaseException as error:
@@ -159,52 +161,54 @@ class DiLoCo(OverRanks):
     def _take_back(self, error: BaseException) -> None:
         """The start failed, maybe after the join: leave nothing that looks alive, so that it can be tried again."""
         self._unhook()
-        self._end_share()
-        session, self._session, self._streaming = self._session, None, None
-        self._share, self._told = None, None
-        if session is not None:
-            session.leave(last_words(error))
+        place, self._place, self._streaming, self._told = self._place, None, None, None
+        if place is not None:
+            place.leave(last_words(error))
 
     def _join(self, site: str) -> dict[str, Any]:
-        session = self._session = self._open(site)
+        place = self._place = self._open(site)
+        session, exchange = place.session, place.exchange
         session.optimizers = self._optimizers
         try:
-            if isinstance(session, Lead):
-                session.begin()
             self.sync_every = self._given_sync_every or session.info.sync_every or 500
             if session.streams:
-                self._stream(session)
+                self._stream(place)
             else:
-                self._pull_head(None, is_in=session.resume_outbox() is not None)
+                lost = self._pull_head(exchange, None, is_in=exchange.recover() is not None)
+                if lost is not None:
+                    raise lost.error
         except BaseException as error:
-            session.leave(str(error))
+            place.leave(str(error))
             raise
         info = session.info
-        LOG.info("%s: joined run %s at %s; %s", site, info.name, session.http.server, in_words(info, self.sync_every))
+        LOG.info(
+            "%s: joined run %s at %s; %s", site, info.name, session.channel.server, in_words(info, self.sync_every)
+        )
         say_evaluation_follows(session)
         return self._now()
 
     def _now(self) -> dict[str, Any]:
         """What the other ranks have to know of this one."""
-        assert self._session is not None
-        info = self._session.info
+        assert self._place is not None
+        session = self._place.session
+        info = session.info
         return {
             "sync_every": self.sync_every,
             "local_steps": self._local_steps,
             "finished": self.over,
-            "lost": self._session.silence.is_too_long,
+            "lost": session.ranks.from_rank0(lambda: session.silence.is_too_long),
             "acts": {"every": self.sync_every // info.fragments, "tau": info.tau, "waits": info.mode == "sync"}
             if self._streaming is not None
             else None,
         }
 
-    def _stream(self, session: Session) -> None:
+    def _stream(self, place: Participation) -> None:
         from atoll.worker.training.streaming import Streaming
 
         self._streaming = Streaming(
-            session,
+            place,
             lambda: self._tensors,
-            self._said,
+            self._info,
             self._measured,
             sync_every=self.sync_every,
             max_retries=self._max_retries,
@@ -215,19 +219,18 @@ class DiLoCo(OverRanks):
     def stop(self, error: BaseException | None = None) -> None:
         """Remove the hook and deregister. Steps since the last synchronisation stay in the model, and are reported."""
         self._unhook()
-        session = self._session
+        place = self._place
         if self._stopped:
             return
-        if session is None:
+        if place is None:
             self._stopped = not self._server or self._told is not None
-            self._end_share()
             if not self._server and error is None:
                 LOG.info("%s", ALONE_ENDED)
             self._spread_the_end(error)
             return
-        self._stopped = True
+        session, self._stopped = place.session, True
         if self._streaming is not None:
-            self._end_streaming(self._streaming, session, error)
+            self._end_streaming(self._streaming, place, error)
         if self.step == 0 and error is None:
             LOG.warning(
                 "%s: no optimizer step was seen. Call step() of the optimizer that DiLoCo was given.",
@@ -236,10 +239,10 @@ class DiLoCo(OverRanks):
         elif not self.over:
             if self.lost:
                 LOG.warning("%s: %s", session.site, session.silence.error())
-            self._say_what_stays(session, self._streaming.counted_step if self._streaming is not None else None)
+            self._say_what_stays(place.exchange, self._streaming.counted_step if self._streaming is not None else None)
         self._spread_the_end(error)
         said = last_words(error)
-        session.leave(said)
+        place.leave(said)
         merges = f" ({self._streaming.merges_in_words})" if self._streaming is not None else ""
         LOG.info(
             "%s: %d steps, %d rounds%s, %d skipped, %d retries, %d reconnections; sent %s, received %s, waited %.1f s",
@@ -255,7 +258,7 @@ class DiLoCo(OverRanks):
             self.seconds_waited,
         )
 
-    def _end_streaming(self, streaming: Streaming, session: Session, error: BaseException | None) -> None:
+    def _end_streaming(self, streaming: Streaming, place: Participation, error: BaseException | None) -> None:
         try:
             if error is None:
                 streaming.drain()
@@ -264,7 +267,7 @@ class DiLoCo(OverRanks):
                 streaming.abandon()
         except BaseException as worse:
             streaming.abandon()
-            session.leave(last_words(worse))
+            place.leave(last_words(worse))
             raise
 
     @border
@@ -272,8 +275,8 @@ class DiLoCo(OverRanks):
         """Go on with another optimizer over the model's parameters, wherever they are now: frameworks make new ones."""
         self._optimizers, self.optimizer = optimizers_in(optimizer), optimizer
         self._require_trains()
-        if self._session is not None:
-            self._session.optimizers = self._optimizers
+        if self._place is not None:
+            self._place.session.optimizers = self._optimizers
         if self._steps is not None:
             self._unhook()
             self._find_tensors()
@@ -286,8 +289,8 @@ class DiLoCo(OverRanks):
         They count once: a later synchronisation has only what was reported since.
         """
         self._reports.add(finite_metrics(metrics, self._named, self._not_finite), metrics)
-        if self._session is not None:
-            self._session.tell(metrics=dict(self._reports.newest))
+        if self._place is not None:
+            self._place.session.tell(metrics=dict(self._reports.newest))
 
     @property
     def finished(self) -> bool:
@@ -299,7 +302,7 @@ class DiLoCo(OverRanks):
 
     @property
     def _named(self) -> str:
-        return self._session.site if self._session is not None else self._site or "worker"
+        return self._place.site if self._place is not None else self._site or "worker"
 
     @property
     def sync_metrics(self) -> dict[str, float]:
@@ -307,7 +310,7 @@ class DiLoCo(OverRanks):
 
         The bytes of a sharded model are those of this rank.
         """
-        session = self._session or self._share
+        session = self._place.session if self._place is not None else None
         streaming = self._streaming
         merges = {"merges_waited": streaming.merges_waited, "merges_late": streaming.merges_late} if streaming else {}
         return {
@@ -327,7 +330,7 @@ class DiLoCo(OverRanks):
     def _require_trains(self) -> None:
         parameters = named_parameters(self.model)
         require_trains(self._optimizers, parameters)
-        if self._ranks.talks:
+        if self._ranks.is_first:
             warn_of_what_none_trains(self._optimizers, parameters, self._named)
 
     def _hook(self) -> None:
@@ -345,18 +348,18 @@ class DiLoCo(OverRanks):
         self._since_sync += 1
         if self._told is None or self._stopped:
             return
-        if self._session is not None:
-            self._beat(self._session)
+        if self._place is not None:
+            self._beat(self._place.session)
         if self.over or not self._may_act():
             return
         begin = time.monotonic()
         self._find_replaced_tensors()
-        told = self._ranks.agree(self._act, self._obey)
+        told = self._over_ranks(self._act)
         if told is None:
             return
         self._told, self.lost = told, told["lost"]
         self._learn()
-        if self._session is None:
+        if self._place is None:
             self._since_sync = 0
         self.seconds_waited += time.monotonic() - begin
         self._pace = (self.step, time.monotonic())
@@ -371,9 +374,9 @@ class DiLoCo(OverRanks):
 
     def _act(self) -> dict[str, Any] | None:
         """Do what is due; None where nothing was."""
-        assert self._session is not None
+        assert self._place is not None
         if self._streaming is None:
-            self._synchronise(self._session)
+            self._synchronise(self._place.exchange)
         elif self._streaming.after_step(self.step):
             self._take_over(self._streaming)
         else:
@@ -384,13 +387,16 @@ class DiLoCo(OverRanks):
         self.rounds, self.skipped, self.over = streaming.rounds, streaming.skipped, streaming.finished
         self._since_sync = self.step - streaming.newest_step
 
-    def _said(self, digest: str, fragment: int) -> tuple[float, dict[str, float]]:
-        assert self._session is not None
-        is_lost = self._session.fragments[fragment].outbox.note is None
-        reported = self._reports.take(fragment, is_lost=is_lost)
+    def _info(self, base: VersionRef, steps: int) -> UpdateInfo:
+        assert self._place is not None
+        is_lost = self._place.exchanges[base.fragment].outbox.note is None
+        return self._place.session.ranks.from_rank0(lambda: self._own_info(base, steps, is_lost), UpdateInfo)
+
+    def _own_info(self, base: VersionRef, steps: int, is_lost: bool) -> UpdateInfo:
+        reported = self._reports.take(base.fragment, is_lost=is_lost)
         local = finite_metrics(self.local_metrics() if self.local_metrics else {}, self._named, self._not_finite)
         weight = positive(self._weight() if callable(self._weight) else self._weight)
-        return weight, reported | local | self._measured.of(digest)
+        return UpdateInfo(weight, steps, reported | local | self._measured.of(base.digest))
 
     def _beat(self, session: Session) -> None:
         step, since = self._pace

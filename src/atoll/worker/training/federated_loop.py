@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, overload
@@ -27,21 +28,21 @@ from atoll.algorithms.optimizer_hooks import (
     warn_of_what_none_trains,
 )
 from atoll.border import border, bordered, say_interrupt_in_a_line
-from atoll.errors import Gone, TicketClosed, UpdateRefused, UsageError
+from atoll.errors import UsageError
 from atoll.filters.base import Filter
 from atoll.protocol import messages
+from atoll.protocol.values import Closed, Lost, Open, Refused, Superseded, Ticket, UpdateInfo, VersionRef, Wait, require
 from atoll.tensors.arrays import Arrays, as_tensors, require_framework, to_numpy
 from atoll.tensors.dtypes import torch_dtype
 from atoll.tensors.schema import PARAMS, name_beside
-from atoll.transport.http_client import server_of
-from atoll.worker.arguments import counted, finite_metrics, positive
+from atoll.transport.http_client import http_to, server_of
+from atoll.worker.arguments import counted, finite_metrics, positive, require_joined
 from atoll.worker.exchange.exchange import Finish
-from atoll.worker.exchange.look_at_head import load_beside
+from atoll.worker.exchange.participation import Participation, take_part
 from atoll.worker.exchange.submitted_model import keep_local, local_model
 from atoll.worker.log_lines import LOG, ensure_lines, size
-from atoll.worker.session.connection import Connection
+from atoll.worker.session.http_channel import HttpChannel
 from atoll.worker.session.leave_at_exit import last_words
-from atoll.worker.session.server_checks import require_joined
 from atoll.worker.session.session import Session
 from atoll.worker.site_name import default_site, require_site
 from atoll.worker.tasks.answer_tasks import Answering, Answers
@@ -56,9 +57,9 @@ from atoll.worker.training.simulated_seat import seat_here
 class FederatedRound:
     """One round of a federated run: the version to train from, and the ticket to submit under."""
 
-    def __init__(self, session: Session, ticket: messages.Ticket) -> None:
-        self._session, self._ticket = session, ticket
-        self.done = False
+    def __init__(self, place: Participation, ticket: Ticket) -> None:
+        self._place, self._session, self._exchange = place, place.session, place.exchange
+        self._ticket, self.done = ticket, False
         self._hooks: StepHooks | None = None
 
     @property
@@ -69,12 +70,12 @@ class FederatedRound:
     @property
     def version(self) -> int:
         """The version to train from."""
-        return self._ticket.base_version
+        return self._ticket.base.number
 
     @property
-    def base_digest(self) -> str:
-        """Of the version to train from."""
-        return self._ticket.base_digest
+    def base(self) -> VersionRef:
+        """The version to train from."""
+        return self._ticket.base
 
     @border
     def load_into(self, model: Model) -> Model:
@@ -88,7 +89,7 @@ class FederatedRound:
             self._hooks.close()
             self._hooks = None
         self._pull(tensors)
-        self._session.tell(state="training", version=self._ticket.base_version)
+        self._session.tell(state="training", version=self._ticket.base.number)
         return model
 
     def _pull(self, into: dict[str, Tensor]) -> None:
@@ -97,16 +98,11 @@ class FederatedRound:
         Nothing was trained from the old one: a deadline has passed meanwhile, or the server was restored from a backup.
         """
         self._require_joined()
-        while True:
-            try:
-                self._session.pull(self._ticket.base_version, self._ticket.base_digest, into)
-                return
-            except Gone as error:
-                LOG.info("%s: round %d is taken no more: %s", self._session.site, self.number, error.message)
-                reply = self._session.next_round()
-                # a run that has ended meanwhile gives no ticket any more: training goes on from its result, in vain
-                result = {"base_version": reply.head_version, "base_digest": reply.head_digest}
-                self._ticket = reply.ticket or self._ticket.model_copy(update=result)
+        while isinstance(pull := require(self._exchange.pull(self._ticket.base, into)), Superseded):
+            LOG.info("%s: round %d is taken no more: %s", self._session.site, self.number, pull.error.message)
+            reply = require(self._exchange.next())
+            # a run that has ended meanwhile gives no ticket any more: training goes on from its result, in vain
+            self._ticket = reply.ticket if isinstance(reply, Open) else replace(self._ticket, base=reply.head)
 
     @border
     def correct(self, model: nn.Module, optimizer: Given) -> StepHooks:
@@ -125,10 +121,10 @@ class FederatedRound:
             UsageError: the global model was never pulled, or the round is corrected already.
         """
         self._require_base()
-        session = self._session
+        session, exchange = self._session, self._exchange
         if self._hooks is None:
-            read = session.base.values_of
-            self._hooks = StepHooks(model, session.info.algorithm, session.rule, read, session.kept)
+            read = exchange.base.values_of
+            self._hooks = StepHooks(model, session.info.algorithm, exchange.rule, read, exchange.kept)
         session.optimizers = list(optimizers_in(optimizer))
         attached = self._hooks.attach(optimizer)
         if attached.changes_training and not session.corrects:  # once, not in every round
@@ -149,15 +145,15 @@ class FederatedRound:
         """
         self._require_base()
         shapes = self._shapes_beside().get(group, {})
-        return _read(group, shapes, self._session.base.values_of)
+        return _read(group, shapes, self._exchange.base.values_of)
 
     @border
     def own_state(self, group: str) -> dict[str, Tensor]:
         """Return what the algorithm keeps at this site, likewise; zeros until an update counted."""
-        session = self._session
-        if session.kept is None or session.rule is None or group not in session.rule.keeps:
+        exchange = self._exchange
+        if exchange.kept is None or exchange.rule is None or group not in exchange.rule.keeps:
             return {}
-        return _read(group, self._parameter_shapes(), session.kept.read)
+        return _read(group, self._parameter_shapes(), exchange.kept.read)
 
     @overload
     def state_dict(self, framework: Literal["torch"] = "torch") -> dict[str, Tensor]: ...
@@ -221,31 +217,20 @@ class FederatedRound:
             self._hooks.close()
             steps = steps or self._hooks.steps
         finish = self._finish(groups, steps)
-        finite = finite_metrics(metrics or {}, self._session.site)
-        if self._session.info.keeps_local and not self._session.filters:
-            keep_local(self._session, tensors, self.number)
-        if self._session.is_over(self._ticket):
+        info = UpdateInfo(positive(weight), steps, finite_metrics(metrics or {}, self._session.site))
+        if self._session.info.keeps_local and not self._exchange.filters:
+            keep_local(self._place, tensors, self.number)
+        if require(self._exchange.is_over(self._ticket)):
             LOG.warning("%s: round %d is over, it does not count", self._session.site, self.number)
             self._end()
             return
-        try:
-            self._session.submit(
-                self._ticket,
-                tensors,
-                weight=positive(weight),
-                steps=steps,
-                metrics=finite,
-                finish=finish,
-            )
-        except TicketClosed as error:  # kept, as an update that counted is: the server may fall back to its base
-            LOG.warning("%s: round %d went on without this update: %s", self._session.site, self.number, error)
-        except Gone as error:
-            LOG.warning("%s: %s", self._session.site, error)
-        except UpdateRefused as error:
-            self._session.outbox.clear()
-            self._session.refused(error)
-        else:
-            self._session.refusals = 0
+        match self._exchange.submit(self._ticket, tensors, info, finish=finish):
+            case Closed(error):  # kept, as an update that counted is: the server may fall back to its base
+                LOG.warning("%s: round %d went on without this update: %s", self._session.site, self.number, error)
+            case Refused() as refusal:
+                self._exchange.refused(refusal)
+            case Lost(error):
+                raise error
         self._end()
 
     def _end(self) -> None:
@@ -254,13 +239,13 @@ class FederatedRound:
 
     def _finish(self, given: Mapping[str, Arrays] | None, steps: int) -> Finish | None:
         """Return what gives the groups beside the model: those that `correct` measured, or a hand-written loop's."""
-        session, shapes = self._session, self._shapes_beside()
+        session, exchange, shapes = self._session, self._exchange, self._shapes_beside()
         corrects = self._hooks is not None and self._hooks.changes_training
         if given is None:
             if self._hooks is not None:
                 self._hooks.require_steps()
                 return self._hooks.finish if corrects else None
-            if session.rule is None:
+            if exchange.rule is None:
                 return None
             by_hand = ", or submit the groups of a loop written by hand" if shapes else ""
             raise UsageError(
@@ -277,7 +262,7 @@ class FederatedRound:
                 f"Round {self.number} got groups, and fl_round.correct has measured them already.",
                 "Use one of the two.",
             )
-        if session.filters:
+        if exchange.filters:
             raise UsageError(
                 f"The groups of round {self.number} would leave this site without passing its filters.",
                 "Use fl_round.correct(model, optimizer), which forms them from what the filters leave; or join without "
@@ -288,7 +273,7 @@ class FederatedRound:
                 f"Round {self.number} got groups and steps={steps}.",
                 "Say with steps= how many optimizer steps they were measured over.",
             )
-        return GivenGroups(given, shapes, session.kept, session.rule.keeps if session.rule else ()).finish
+        return GivenGroups(given, shapes, exchange.kept, exchange.rule.keeps if exchange.rule else ()).finish
 
     def _parameter_shapes(self) -> Shapes:
         return {spec.name: spec.shape for spec in self._session.schema.tensors if spec.group == PARAMS}
@@ -302,7 +287,7 @@ class FederatedRound:
 
     def _require_base(self) -> None:
         self._require_joined()
-        if not self._session.base.holds(self._session.info.run, self._ticket.base_digest):
+        if not self._exchange.base.holds(self._session.info.run, self._ticket.base.digest):
             raise UsageError(
                 f"Round {self.number} has no base: the global model was not pulled.",
                 "Call fl_round.load_into(model) before training.",
@@ -321,10 +306,10 @@ class Worker(Answers):
     the first round and behind the last one.
     """
 
-    def __init__(self, session: Session) -> None:
-        self._session = session
-        super().__init__(Answering(session, session.filters, local=lambda: local_model(session), folder=session.folder))
-        session.answers_tasks = True
+    def __init__(self, place: Participation) -> None:
+        self._place, self._session, filters = place, place.session, place.exchange.filters
+        super().__init__(Answering(self._session, filters, local=lambda: local_model(place), folder=place.folder))
+        self._session.answers_tasks = True
         self._left = False
         self._round: FederatedRound | None = None
 
@@ -360,7 +345,7 @@ class Worker(Answers):
         self._left = True
         said = last_words(error)
         self._answering.close()
-        self._session.leave(said)
+        self._place.leave(said)
         LOG.info(
             "%s: left after sending %s and receiving %s",
             self.site,
@@ -380,16 +365,11 @@ class Worker(Answers):
         """
         require_joined(self._session.has_left, self.site, "atoll.join")
         tensors = matching(self._session, model)
-        if self._round is not None and not self._round.done:
-            load_beside(self._session, tensors, self._round.base_digest)
-            return model
-        while True:
-            reply = self._session.next_ticket(wait_s=0.0)
-            try:
-                self._session.pull(reply.head_version, reply.head_digest, tensors)
-                return model
-            except Gone:  # the head moved on while it was pulled
-                continue
+        keep = self._round.base if self._round is not None and not self._round.done else None
+        self._place.exchange.pull_head(tensors, keep=keep)
+        if keep is not None:
+            self._session.tell(state="training")
+        return model
 
     def __iter__(self) -> Iterator[Round]:
         rounds = self._rounds()
@@ -407,15 +387,15 @@ class Worker(Answers):
         if not info.trains and answering.has_handlers:
             answering.serve(rounds=False)
             return
-        self._session.resume_outbox()
+        self._place.exchange.recover()
         while True:
-            reply = self._session.next_round()
-            if reply.status == "wait":  # tasks come first
+            reply = require(self._place.exchange.next())
+            if isinstance(reply, Wait):  # tasks come first
                 if not answering.serve(rounds=True):
                     return
                 continue
             self._tell(reply.previous)
-            if reply.ticket is None:
+            if not isinstance(reply, Open):
                 if reply.tasks and not answering.has_handlers:
                     LOG.warning(
                         "%s: training is over, and the run goes on with tasks, for which this site has no handler: "
@@ -425,9 +405,9 @@ class Worker(Answers):
                 elif reply.tasks:
                     answering.serve(rounds=False)
                 told = f" ({reply.reason})" if reply.reason != "finished" else ""
-                LOG.info("%s: the run is finished at version %d%s", self.site, reply.head_version, told)
+                LOG.info("%s: the run is finished at version %d%s", self.site, reply.head.number, told)
                 return
-            round_ = self._round = FederatedRound(self._session, reply.ticket)
+            round_ = self._round = FederatedRound(self._place, reply.ticket)
             yield round_
             if not round_.done:
                 raise UsageError(
@@ -437,7 +417,7 @@ class Worker(Answers):
 
     def _tell(self, previous: messages.Outcome | None) -> None:
         """Warn about an update that was formed and did not count; without one, a ticket that is over is no news."""
-        note = self._session.outbox.note
+        note = self._place.exchange.outbox.note
         if previous is None or previous.state != "expired" or note is None or note.ticket != previous.ticket:
             return
         LOG.warning("%s: the update of round %d did not count: %s", self.site, note.round, previous.reason)
@@ -481,9 +461,10 @@ def join(
         return LocalWorker()
     site = require_site(site or default_site())
     where = Path(folder) if folder else None
-    session = Session(server, site, folder=where, labels=labels, filters=filters)
-    LOG.info("%s: joined run %s (%s) at %s", site, session.info.name, session.info.algorithm, session.http.server)
-    return Worker(session)
+    place = take_part(server, site, folder=where, labels=labels, filters=filters)
+    session = place.session
+    LOG.info("%s: joined run %s (%s) at %s", site, session.info.name, session.info.algorithm, session.channel.server)
+    return Worker(place)
 
 
 def takes_part(server: str | None) -> bool:
@@ -502,6 +483,6 @@ def run_here(server: str | None, site: str) -> messages.RunInfo | None:
         return seat.info
     if not server:
         return None
-    connection = Connection(server, site, labels=None)
-    connection.http.close()
-    return connection.info
+    session = Session(HttpChannel(http_to(server)), site)
+    session.channel.close()
+    return session.info

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
 from torch.optim import Optimizer
@@ -14,12 +14,13 @@ from atoll.filters.base import Filter
 from atoll.tensors.fsdp_shards import Shards
 from atoll.tensors.module_tensors import is_sharded, named_parameters, named_tensors, schema_of
 from atoll.tensors.schema import Schema
-from atoll.worker.session.ranks import Ranks
-from atoll.worker.session.session import Session
+from atoll.worker.exchange.participation import Participation, take_part
+from atoll.worker.session.ranks import ALONE, RankGroup
 from atoll.worker.training.optimizer_claims import claim, release
 from atoll.worker.training.replaced_tensors import replaced
-from atoll.worker.training.sharded_model import Follow, Lead
 from atoll.worker.training.whole_model import WholeModel
+
+T = TypeVar("T")
 
 
 class OverRanks(WholeModel):
@@ -27,7 +28,7 @@ class OverRanks(WholeModel):
 
     model: nn.Module
     sync_every: int
-    _ranks: Ranks
+    _ranks: RankGroup
     _optimizers: tuple[Optimizer, ...]
     _server: str | None
     _folder: Path | None
@@ -41,7 +42,6 @@ class OverRanks(WholeModel):
         self._told: Any = None  # what this rank has in common with the others; None before the start
         self._schema = Schema(())
         self._shards: Shards | None = None
-        self._share: Follow | None = None
 
     def _find_tensors(self) -> None:
         """What there is of the model in this process; no other loop may have it.
@@ -59,7 +59,7 @@ class OverRanks(WholeModel):
                 "filters see whole tensors, and this model is sharded over ranks (FSDP2).",
                 "Leave filters out, or train with DistributedDataParallel.",
             )
-        self._schema, shards = Shards.of(self.model, self._ranks.rank, self._ranks.count)
+        self._schema, shards = Shards.of(self.model, self._ranks.rank, self._ranks.size)
         self._tensors = shards.locals
         self._shards = shards if self._ranks.together else None
 
@@ -78,47 +78,31 @@ class OverRanks(WholeModel):
         if not any(map(is_sharded, self.model.parameters())):
             self._tensors = replaced(self.model, self._tensors, self._optimizers)
 
-    def _open(self, site: str) -> Session:
+    def _open(self, site: str) -> Participation:
         assert self._server
-        options: dict[str, Any] = {
-            "folder": self._folder,
-            "schema": self._schema,
-            "sync_every": self._given_sync_every,
-            "num_fragments": self._given_fragments,
-            "labels": self._labels,
-            "filters": self._filters,
-            "streams": True,
-        }
-        session = (
-            Session(self._server, site, **options)
-            if self._shards is None
-            else Lead(self._server, site, shards=self._own_shards, ranks=self._ranks, **options)
+        place = take_part(
+            self._server,
+            site,
+            folder=self._folder,
+            schema=self._schema,
+            sync_every=self._given_sync_every,
+            num_fragments=self._given_fragments,
+            labels=self._labels,
+            filters=self._filters,
+            streams=True,
+            ranks=ALONE if self._shards is None else self._ranks,
+            shards=None if self._shards is None else self._own_shards,
         )
-        session.on_wait = self._ranks.wait
-        return session
+        place.session.on_wait = self._ranks.tick
+        return place
 
     def _own_shards(self) -> Shards:
         assert self._shards is not None
         return self._shards
 
-    def _obey(self, name: str, order: dict[str, Any]) -> Any:
-        """At another rank than 0, which orders."""
-        if self._share is None:
-            assert self._server
-            self._share = Follow(
-                self._server,
-                order["given"]["site"],
-                shards=self._own_shards,
-                ranks=self._ranks,
-                folder=self._folder,
-                schema=self._schema,
-            )
-            return None
-        return self._share.obey(name, order)
-
-    def _end_share(self) -> None:
-        if self._share is not None:
-            self._share.leave()
+    def _over_ranks(self, work: Callable[[], T]) -> T:
+        """Do what needs the network: at every rank where the model is sharded, else at rank 0 for all of them."""
+        return work() if self._shards is not None else self._ranks.from_rank0(work)
 
     def _learn(self) -> None:
         """Be where rank 0 is: its model, and when something is to be done next."""

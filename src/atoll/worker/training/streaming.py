@@ -20,28 +20,28 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import closing
-from functools import partial
 
-from atoll.errors import TicketClosed, UpdateRefused
 from atoll.latch import Latch
-from atoll.protocol import messages
-from atoll.tensors.module_tensors import Tensors
-from atoll.worker.exchange import encode_update
-from atoll.worker.exchange.base_and_outbox import BaseFile
-from atoll.worker.exchange.exchange import (
-    BROKE_OFF,
-    Exchange,
-    begin_from_base,
-    counted_step,
-    ended_without_us,
-    pull_newest,
-    settle,
-    unsettled,
+from atoll.protocol.values import (
+    Accepted,
+    Closed,
+    Finished,
+    Lost,
+    Next,
+    Open,
+    Refused,
+    Ticket,
+    UpdateInfo,
+    VersionRef,
+    Wait,
+    require,
 )
+from atoll.tensors.module_tensors import Tensors
+from atoll.worker.exchange import apply_version
+from atoll.worker.exchange.exchange import Exchange
+from atoll.worker.exchange.participation import Participation
 from atoll.worker.log_lines import LOG, why_skipped
-from atoll.worker.metrics import Measured, Said
-from atoll.worker.session.session import Session
+from atoll.worker.metrics import Measured
 from atoll.worker.training.outage import Outage
 
 # -- An update of one fragment on its way, and what a worker knows of the fragment: everything that needs the network.
@@ -64,7 +64,7 @@ class Fragment:
     def __init__(self, exchange: Exchange) -> None:
         self.exchange, self.index = exchange, exchange.fragment
         self.number = 1
-        self.ticket: messages.Ticket | None = None
+        self.ticket: Ticket | None = None
         self.local_steps = 0
         self.base_step = self.version = 0
         self.finished = False
@@ -72,13 +72,14 @@ class Fragment:
     @property
     def counted_step(self) -> int:
         """The last step after which an update was taken that the server has."""
-        return counted_step(self.exchange, self.base_step)
+        return self.exchange.counted_step(self.base_step)
 
-    def heard(self, reply: messages.TicketReply) -> None:
+    def heard(self, reply: Next) -> None:
         """Take over what the server said of the next round."""
-        self.ticket, self.finished = reply.ticket, reply.status == "finished"
-        self.number = reply.ticket.round if reply.ticket else reply.round
-        self.local_steps = reply.ticket.local_steps if reply.ticket else self.local_steps
+        self.finished = isinstance(reply, Finished)
+        self.ticket = reply.ticket if isinstance(reply, Open) else None
+        self.number = self.ticket.round if self.ticket else reply.round
+        self.local_steps = self.ticket.local_steps if self.ticket else self.local_steps
 
 
 class Flight:
@@ -87,13 +88,17 @@ class Flight:
     Attributes:
         step: after which it was taken.
         sent: set once the server has the update, or all is over.
-        moved: the file with the result; None while there is none.
+        pulled: the result, in the file beside the base.
+        reply: what the server said of the next round.
+        broke_off: what became of it instead, where it did not come to a result.
+        error: what ended its thread.
     """
 
-    def __init__(self, fragment: Fragment, step: int, max_retries: int) -> None:
-        self.fragment, self.step, self._max_retries = fragment, step, max_retries
-        self.moved: BaseFile | None = None
-        self.reply: messages.TicketReply | None = None
+    def __init__(self, fragment: Fragment, step: int, retries: int) -> None:
+        self.fragment, self.step, self._retries = fragment, step, retries
+        self.reply: Next | None = None
+        self.refusal: Refused | None = None
+        self.broke_off: Closed | Lost | None = None
         self.error: BaseException | None = None
         self.sent, self.done = Latch(), Latch()
         self.late = False
@@ -105,17 +110,16 @@ class Flight:
     def run(self) -> None:
         """Send, wait, pull; whatever happens is found in the attributes."""
         try:
-            self.fragment.exchange.send(self._max_retries)
-            self.fragment.exchange.refusals = 0
-            self.sent.set()
-            self._fetch()
-        except UpdateRefused as error:
-            self.error = error
-            self.fragment.exchange.outbox.clear()  # or the next ticket would have it sent once more
-            try:
-                self._fetch()
-            except BaseException as worse:
-                self.error = worse
+            match self.fragment.exchange.deliver(self._retries):
+                case Accepted():
+                    self.sent.set()
+                    self._fetch()
+                case Refused() as refusal:
+                    self.refusal = refusal
+                    self.fragment.exchange.outbox.clear()  # or the next ticket would have it sent once more
+                    self._fetch()
+                case broke_off:
+                    self.broke_off = broke_off
         except BaseException as error:
             self.error = error
         finally:
@@ -124,24 +128,19 @@ class Flight:
 
     def _fetch(self) -> None:
         exchange = self.fragment.exchange
-        self.reply = exchange.next_round(max_retries=self._max_retries)
-        self.reply, self.moved = pulled(exchange, self.reply, self._max_retries)
+        reply = exchange.next(retries=self._retries)
+        if isinstance(reply, Lost):
+            self.broke_off = reply
+            return
+        pulled = exchange.pull_newest(reply.head, None, beside=True, retries=self._retries)
+        if isinstance(pulled, Lost):
+            self.broke_off = pulled
+            exchange.files.drop_beside()
+            return
+        self.reply = pulled.newer or reply
 
 
-def pulled(
-    exchange: Exchange, reply: messages.TicketReply, max_retries: int | None
-) -> tuple[messages.TicketReply, BaseFile]:
-    """The version that a reply names, in a file beside the base; and the reply, or a newer one where it is gone."""
-    moved = exchange.following()
-    try:
-        newer = pull_newest(exchange, reply.head_version, reply.head_digest, None, moved, max_retries=max_retries)
-        return newer or reply, moved
-    except BaseException:
-        moved.close()
-        raise
-
-
-def begin_from(fragments: Sequence[Fragment], *, waits: bool) -> list[messages.TicketReply]:
+def begin_from(fragments: Sequence[Fragment], *, waits: bool) -> list[Next]:
     """Send what an earlier process left; what each fragment is to begin from.
 
     A round that such an update is in is waited for: what was trained from the version before it would count as new, and
@@ -151,21 +150,21 @@ def begin_from(fragments: Sequence[Fragment], *, waits: bool) -> list[messages.T
     Args:
         waits: whether the run's rounds wait for their workers.
     """
-    is_in = [each.exchange.resume_outbox() is not None for each in fragments]
-    replies = [each.exchange.next_round(wait_s=0.0) for each in fragments]
+    is_in = [each.exchange.recover() is not None for each in fragments]
+    replies = [require(each.exchange.next(0.0)) for each in fragments]
     waited, others = list[tuple[int, int]](), list[tuple[int, int]]()
     for place, (fragment, reply) in enumerate(zip(fragments, replies, strict=True)):
         fragment.heard(reply)
         note = fragment.exchange.outbox.note
-        if waits and is_in[place] and reply.status == "wait" and note is not None and note.round == reply.round:
+        if waits and is_in[place] and isinstance(reply, Wait) and note is not None and note.round == reply.round:
             waited.append((note.round, place))
         elif not fragment.finished:  # without a ticket it may be taken into the open round, when others end
             others.append((fragment.number, place) if fragment.ticket else (0, place))
     for number, place in sorted(waited):
         if others and (number, place) > min(others):
             break
-        while (replies[place].status, replies[place].round) == ("wait", number):  # not into a round that is another's
-            replies[place] = fragments[place].exchange.next_round(wait_s=LOOK_S)
+        while isinstance(replies[place], Wait) and replies[place].round == number:  # not into a round of another worker
+            replies[place] = require(fragments[place].exchange.next(LOOK_S))
         fragments[place].heard(replies[place])
     return replies
 
@@ -178,9 +177,9 @@ class Streaming:
     """The synchronisations of one worker, driven by its optimizer steps.
 
     Args:
-        session: of the worker.
+        place: of the worker in the run.
         tensors: gives the model's own, by name.
-        said: gives weight and metrics of the update that is about to be formed from a version, by its digest.
+        info: what the update says that is about to be formed from a version, after so many steps.
         measured: is shown the global model after each merge.
         sync_every: H.
         max_retries: attempts before a synchronisation with a lost server is skipped.
@@ -195,22 +194,23 @@ class Streaming:
 
     def __init__(
         self,
-        session: Session,
+        place: Participation,
         tensors: Callable[[], Tensors],
-        said: Said,
+        info_of: Callable[[VersionRef, int], UpdateInfo],
         measured: Measured,
         *,
         sync_every: int,
         max_retries: int,
     ) -> None:
-        self._session, self._tensors, self._said, self._max_retries = session, tensors, said, max_retries
+        self._session = session = place.session
+        self._tensors, self._info_of, self._max_retries = tensors, info_of, max_retries
         self._measured = measured
         self._outage = Outage()  # in it a turn tries once, and holds up nothing
         info = session.info
         self._tau, self._alpha, self._max_inflight = info.tau, info.alpha, info.max_inflight
         self._waits = info.mode == "sync"
         self._sync_every = sync_every
-        self._fragments = [Fragment(exchange) for exchange in session.fragments]
+        self._fragments = [Fragment(exchange) for exchange in place.exchanges]
         self._next = session.due  # fragment, where nobody waits
         self._step = self._due_step = 0  # the last one, and the last after which a fragment had its turn
         self._flights: list[Flight] = []  # oldest first
@@ -242,7 +242,9 @@ class Streaming:
         """Send what an earlier process left, and pull every fragment into the model."""
         replies = begin_from(self._fragments, waits=self._waits)
         for fragment, reply in zip(self._fragments, replies, strict=True):
-            self._reset(fragment, reply, 0, begins=True)
+            lost = self._reset(fragment, reply, 0, begins=True)
+            if lost is not None:
+                raise lost.error
         self._begins_anew()
 
     def drain(self) -> None:
@@ -270,7 +272,7 @@ class Streaming:
     def abandon(self) -> None:
         """Leave what is under way as it is: its threads move no byte any more, and end."""
         if self._flights:
-            self._fragments[0].exchange.parts.break_off()
+            self._fragments[0].exchange.break_off()
 
     # -- one step
 
@@ -312,19 +314,20 @@ class Streaming:
 
     def _submit_next(self) -> None:
         """Take the fragment whose turn it is."""
-        fragment: Fragment | None = None
-        try:
-            for _ in range(2 * len(self._fragments)):  # a fragment may turn out to be further than was known
-                fragment = self._pick()
-                if fragment is None or not self._prepare(fragment):
-                    break
-                self._outage.ended(self._session.site, f"synchronising again from step {self._step} on")
-                if fragment is self._pick():
-                    self._take(fragment)
-                    break
-        except BROKE_OFF as error:
-            assert fragment is not None
-            self._skip(fragment, error)
+        for _ in range(2 * len(self._fragments)):  # a fragment may turn out to be further than was known
+            fragment = self._pick()
+            if fragment is None:
+                break
+            goes_on = self._prepare(fragment)
+            if isinstance(goes_on, Lost):
+                self._skip(fragment, goes_on)
+                break
+            if not goes_on:
+                break
+            self._outage.ended(self._session.site, f"synchronising again from step {self._step} on")
+            if fragment is self._pick():
+                self._take(fragment)
+                break
         self._look_whether_finished()
 
     def _pick(self) -> Fragment | None:
@@ -336,55 +339,62 @@ class Streaming:
             return min(waits, key=lambda each: (each.number, each.index))
         return min(free, key=lambda each: (each.index - self._next) % len(self._fragments), default=None)
 
-    def _prepare(self, fragment: Fragment) -> bool:
+    def _prepare(self, fragment: Fragment) -> bool | Lost:
         """Have a ticket against the base, in the order that all go by.
 
         Returns:
             Whether the turn goes on, with whichever fragment it then is. Else what is local comes in a later one.
         """
-        exchange = fragment.exchange
-        if (note := unsettled(exchange)) is not None:
-            fragment.base_step += settle(exchange, note, self._retries)
+        exchange, waited = fragment.exchange, False
+        steps = exchange.settle(self._retries)
+        if isinstance(steps, Lost):
+            return steps
+        if steps is not None:
+            fragment.base_step += steps
             fragment.ticket = None
-        elif fragment.ticket is not None and exchange.is_over(fragment.ticket, self._retries):
-            fragment.ticket = None
-        reply: messages.TicketReply | None = None
-        waited = False
+        elif fragment.ticket is not None:
+            is_over = exchange.is_over(fragment.ticket, self._retries)
+            if isinstance(is_over, Lost):
+                return is_over
+            fragment.ticket = None if is_over else fragment.ticket
+        heard: Next | None = None
         if fragment.ticket is None:
-            reply = exchange.next_round(wait_s=0.0, max_retries=self._retries)
-            waited = reply.status == "wait"
-            while reply.status == "wait":
+            reply = exchange.next(0.0, retries=self._retries)
+            waited = isinstance(reply, Wait)
+            while isinstance(reply, Wait):
                 if self._broken():
                     return False  # others may wait for it, and we for them
-                reply = exchange.next_round(wait_s=LOOK_S if self._flights else None, max_retries=self._retries)
-            fragment.heard(reply)
+                reply = exchange.next(LOOK_S if self._flights else None, retries=self._retries)
+            if isinstance(reply, Lost):
+                return reply
+            heard = reply
+            fragment.heard(heard)
             if fragment.finished:
-                self._reset(fragment, reply, fragment.base_step)
-                return True
+                return self._reset(fragment, heard, fragment.base_step) or True
         ticket, base = fragment.ticket, exchange.base.note
-        if ticket is not None and base is not None and ticket.base_digest == base.digest:
+        if ticket is not None and base is not None and ticket.base.digest == base.digest:
             return True
-        if reply is None:
-            reply = exchange.next_round(wait_s=0.0, max_retries=self._retries)
-            fragment.heard(reply)
-        return self._catch_up(fragment, reply) and not waited  # the others had their turn with it while we waited
+        if heard is None:
+            reply = exchange.next(0.0, retries=self._retries)
+            if isinstance(reply, Lost):
+                return reply
+            heard = reply
+            fragment.heard(heard)
+        caught_up = self._catch_up(fragment, heard)
+        return caught_up if isinstance(caught_up, Lost) else caught_up and not waited  # while waiting others had turns
 
-    def _catch_up(self, fragment: Fragment, reply: messages.TicketReply) -> bool:
-        """The head moved without us; returns whether what is local was carried over to it."""
+    def _catch_up(self, fragment: Fragment, reply: Next) -> bool | Lost:
+        """The head moved without us; return whether what is local was carried over to it."""
         if self._session.info.on_missed == "reset":
-            self._reset(fragment, reply, self.newest_step)
-            return False
-        self._rebase(fragment, reply)
-        return True
+            return self._reset(fragment, reply, self.newest_step) or False
+        return self._rebase(fragment, reply) or True
 
     def _take(self, fragment: Fragment) -> None:
         """Form the update, and send it on its way."""
         ticket, exchange = fragment.ticket, fragment.exchange
         if fragment.finished or ticket is None:  # none where the head moved while it was pulled, and moves again
             return
-        weight, metrics = self._said(ticket.base_digest, fragment.index)
-        steps = self._step - fragment.base_step
-        exchange.form(ticket, self._own(fragment), weight=weight, steps=steps, metrics=metrics)
+        exchange.form(ticket, self._own(fragment), self._info_of(ticket.base, self._step - fragment.base_step))
         fragment.ticket = None
         self._next = (fragment.index + 1) % len(self._fragments)
         self.newest_step = self._step
@@ -405,30 +415,27 @@ class Streaming:
             self._session.tell(state="waiting for the others")
             self._await(flight)
         self._flights.remove(flight)
-        reply, moved = flight.reply, flight.moved
-        if isinstance(flight.error, UpdateRefused):
-            # refused: the server named what is wrong; begin again from the global model
+        if flight.error is not None:
+            raise flight.error
+        if flight.refusal is not None:  # the server named what is wrong; begin again from the global model
             LOG.warning(
                 "%s: local steps of fragment %d since version %d are lost",
                 self._session.site,
                 fragment.index,
                 fragment.version,
             )
-            exchange.outbox.clear()
-            exchange.refused(flight.error)
-        elif isinstance(flight.error, BROKE_OFF):
-            self._skip(fragment, flight.error)
+            exchange.refused(flight.refusal)
+        if flight.broke_off is not None:
+            self._skip(fragment, flight.broke_off)
             return
-        elif flight.error is not None:
-            raise flight.error
-        assert reply is not None
-        assert moved is not None
-        alpha = 0.0 if flight.error is not None else self._alpha
-        encode_update.merge_(self._own(fragment), moved, alpha)
-        if flight.error is None:
+        assert flight.reply is not None
+        alpha = 0.0 if flight.refusal is not None else self._alpha
+        apply_version.merge_(self._own(fragment), exchange.files.beside(), alpha)
+        if flight.refusal is None:
             self.rounds += 1
-        fragment.heard(reply)
-        self._begins_from(fragment, moved, flight.step)
+        fragment.heard(flight.reply)
+        exchange.files.move_up()
+        self._begins_from(fragment, flight.step)
         self._begins_anew()
 
     def _await(self, flight: Flight) -> None:
@@ -447,59 +454,68 @@ class Streaming:
 
     def _broken(self) -> list[Flight]:
         """Updates whose way broke off, so that they may have to be submitted anew."""
-        return [flight for flight in self._flights if flight.done.is_set() and isinstance(flight.error, BROKE_OFF)]
+        return [flight for flight in self._flights if flight.done.is_set() and flight.broke_off is not None]
 
     # -- what else may come
 
-    def _rebase(self, fragment: Fragment, reply: messages.TicketReply) -> None:
+    def _rebase(self, fragment: Fragment, reply: Next) -> Lost | None:
         """The head moved without us: carry local progress over to it."""
-        reply, moved = pulled(fragment.exchange, reply, self._retries)
-        with closing(moved):
-            encode_update.rebase_(self._own(fragment), fragment.exchange.base, moved)
-            fragment.heard(reply)
-            self._begins_from(fragment, moved, fragment.base_step)
+        exchange = fragment.exchange
+        pulled = exchange.pull_newest(reply.head, None, beside=True, retries=self._retries)
+        if isinstance(pulled, Lost):
+            exchange.files.drop_beside()
+            return pulled
+        apply_version.rebase_(self._own(fragment), exchange.base, exchange.files.beside())
+        exchange.files.move_up()
+        fragment.heard(pulled.newer or reply)
+        self._begins_from(fragment, fragment.base_step)
         LOG.info(
             "%s: fragment %d moved on to version %d; local steps were carried over",
             self._session.site,
             fragment.index,
             fragment.version,
         )
+        return None
 
-    def _reset(self, fragment: Fragment, reply: messages.TicketReply, step: int, *, begins: bool = False) -> None:
+    def _reset(self, fragment: Fragment, reply: Next, step: int, *, begins: bool = False) -> Lost | None:
         """The fragment becomes the head's; at the begin the server is waited for."""
-        exchange, moved = fragment.exchange, None
-        own, retries = self._own(fragment), None if begins else self._retries
-        if exchange.is_following(reply.head_digest):  # an earlier process was about to merge it
-            reply, moved = pulled(exchange, reply, retries)
-            encode_update.load_(own, moved)
-        else:
-            newer = pull_newest(exchange, reply.head_version, reply.head_digest, own, max_retries=retries)
-            reply = newer or reply
-        fragment.heard(reply)
-        self._begins_from(fragment, moved, step)
+        exchange, own, retries = fragment.exchange, self._own(fragment), None if begins else self._retries
+        was_coming = exchange.is_beside(reply.head)  # an earlier process was about to merge it
+        into = None if was_coming else own
+        pulled = exchange.pull_newest(reply.head, into, beside=was_coming, retries=retries)
+        if isinstance(pulled, Lost):
+            exchange.files.drop_beside()
+            return pulled
+        if was_coming:
+            apply_version.load_(own, exchange.files.beside())
+            exchange.files.move_up()
+        fragment.heard(pulled.newer or reply)
+        self._begins_from(fragment, step)
+        return None
 
-    def _begins_from(self, fragment: Fragment, moved: BaseFile | None, step: int) -> None:
-        """The fragment's local progress is what comes after `step`, beyond `moved`, or beyond what the base holds."""
-        exchange = fragment.exchange
-        if moved is not None:
-            exchange.base.replace_with(moved)
-        note = exchange.base.note
+    def _begins_from(self, fragment: Fragment, step: int) -> None:
+        """The fragment's local progress is what comes after `step`, beyond what the base holds."""
+        note = fragment.exchange.base.note
         assert note is not None
-        begin_from_base(exchange)
+        fragment.exchange.begin_from_base()
         fragment.base_step, fragment.version = step, note.version
         version = min(each.version for each in self._fragments)
         self._session.tell(version=version, state="training")
 
-    def _skip(self, fragment: Fragment, error: BaseException) -> None:
+    def _skip(self, fragment: Fragment, broke_off: Closed | Lost) -> None:
         """A turn broke off: training goes on, and the next update of the fragment holds it all."""
-        take = partial(self._reset, fragment, step=fragment.base_step)
-        if isinstance(error, TicketClosed) and ended_without_us(fragment.exchange, take):
+        if isinstance(broke_off, Closed) and self._ended_without_us(fragment):
             self._look_whether_finished()
             return
         self.skipped += 1
         fragment.ticket, fragment.finished = None, False  # its last version is not here yet
-        why = why_skipped(error, self._session.info)
-        self._outage.skipped(error, self._session.site, f"of fragment {fragment.index}", why)
+        why = why_skipped(broke_off.error, self._session.info)
+        self._outage.skipped(broke_off.error, self._session.site, f"of fragment {fragment.index}", why)
+
+    def _ended_without_us(self, fragment: Fragment) -> bool:
+        """Return whether a ticket was over because the run is: an asynchronous one ends without some updates."""
+        reply = fragment.exchange.ask(0.0, retries=0)
+        return isinstance(reply, Finished) and self._reset(fragment, reply, fragment.base_step) is None
 
     def _begins_anew(self) -> None:
         self._look_whether_finished()
@@ -513,7 +529,7 @@ class Streaming:
             return
         self.finished = True
         for fragment in self._fragments:
-            encode_update.load_(self._own(fragment), fragment.exchange.base)
+            apply_version.load_(self._own(fragment), fragment.exchange.base)
         LOG.info(
             "%s: the run is finished at version %d; further steps stay local",
             self._session.site,
@@ -522,4 +538,4 @@ class Streaming:
 
     def _own(self, fragment: Fragment) -> Tensors:
         tensors = self._tensors()
-        return {spec.name: tensors[spec.name] for spec in fragment.exchange.schema.tensors}
+        return {spec.name: tensors[spec.name] for spec in fragment.exchange.layouts.schema.tensors}

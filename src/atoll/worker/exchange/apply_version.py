@@ -1,0 +1,133 @@
+"""A version into a model: loaded, merged with what is local, or with local progress carried over to it.
+
+Memory is a few fixed scratches, whatever the model's size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import cast
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+
+from atoll.codecs.base import Codec
+from atoll.tensors.alone import alone
+from atoll.tensors.byte_runs import Move
+from atoll.tensors.chunks import CHUNK_ELEMENTS, Held, assign_run_, bytes_of, run_of, writable_bytes
+from atoll.tensors.dtypes import accumulate_dtype, torch_dtype
+from atoll.tensors.layout import chunks
+from atoll.tensors.module_tensors import Tensors
+from atoll.tensors.schema import PARAMS
+from atoll.worker.exchange.base_and_outbox import UpdateFile, VersionFile
+
+_WIDEST_BYTES = 8
+"""Of one element, in any dtype."""
+
+
+def _scratch() -> memoryview:
+    """Memory for one chunk of any dtype, which nobody has to clear."""
+    return bytes_of(torch.empty(CHUNK_ELEMENTS * _WIDEST_BYTES, dtype=torch.uint8, device="cpu"))
+
+
+def rebase_(tensors: Held, old: VersionFile, new: VersionFile) -> None:
+    """w ← b_head + (w − b_base), in place: local progress is carried over to the version that others moved on to.
+
+    Buffers take the new version's values.
+    """
+    scratch_old, scratch_new = (_scratch() for _ in range(2))
+    with torch.no_grad(), alone():
+        for part in new.layout.parts:
+            for piece, start, stop in chunks(part, CHUNK_ELEMENTS):
+                spec = piece.segment.spec
+                if spec.name not in tensors:
+                    continue
+                dtype = torch_dtype(spec.dtype)
+                head = new.elements(piece, start, stop, scratch_new, dtype)
+                if spec.group == PARAMS:
+                    wide = accumulate_dtype(spec.dtype)
+                    base = old.elements(piece, start, stop, scratch_old, dtype)
+                    local = run_of(tensors[spec.name], start, stop).cpu()
+                    head = (head.to(wide) + (local.to(wide) - base.to(wide))).to(dtype)
+                assign_run_(tensors[spec.name], start, head)
+
+
+def merge_(tensors: Tensors, version: VersionFile, alpha: float) -> None:
+    """w ← (1−α)·b + α·w, in place, of what a version has: 0 takes it as it is, 1 leaves what is local as it is.
+
+    Integers and flags cannot be mixed: they take the version's values.
+    """
+    if alpha == 0:
+        load_(tensors, version)
+    if alpha in (0, 1):
+        return
+    scratch = _scratch()
+    with torch.no_grad(), alone():
+        for part in version.layout.parts:
+            for piece, start, stop in chunks(part, CHUNK_ELEMENTS):
+                spec, dtype = piece.segment.spec, torch_dtype(piece.segment.spec.dtype)
+                values = version.elements(piece, start, stop, scratch, dtype)
+                if spec.is_float:
+                    wide, local = accumulate_dtype(spec.dtype), run_of(tensors[spec.name], start, stop)
+                    values = values.to(local.device, wide).mul(1 - alpha).add_(local.to(wide), alpha=alpha)
+                assign_run_(tensors[spec.name], start, values)
+
+
+def advance_base_(base: VersionFile, outbox: UpdateFile, codecs: Mapping[str, Codec]) -> None:
+    """base ← base − dec(update), in the base file: what was submitted, as the server decodes it."""
+    scratch = _scratch()
+    encoded = _scratch()
+    with torch.no_grad(), alone():
+        for part in outbox.layout.parts:
+            for piece, start, stop in chunks(part, CHUNK_ELEMENTS):
+                spec = piece.segment.spec
+                if spec.group != PARAMS:
+                    continue
+                wide = accumulate_dtype(spec.dtype)
+                values = base.elements(piece, start, stop, scratch, torch_dtype(spec.dtype))
+                run = outbox.layout.piece(piece.segment, start, stop)
+                outbox.read_into(run.offset, encoded[: run.nbytes])
+                delta = torch.empty(stop - start, dtype=wide, device="cpu")
+                source = torch.frombuffer(encoded, dtype=torch.uint8, count=run.nbytes)
+                codecs[piece.segment.codec].decode_(source, delta, spec.dtype)
+                values.copy_(values.to(wide) - delta)
+                offset = base.layout.by_name[spec.name].offset + start * spec.item_bytes
+                base.write(offset, scratch[: (stop - start) * spec.item_bytes])
+
+
+def load_(tensors: Held, base: VersionFile) -> None:
+    """Copy what the base file has of the tensors into them, in place: straight into those that lie as the file does."""
+    scratch = None
+
+    def moves() -> Iterator[Move]:
+        nonlocal scratch
+        for part in base.layout.parts:
+            for piece, start, stop in chunks(part, CHUNK_ELEMENTS):
+                spec = piece.segment.spec
+                if spec.name not in tensors:
+                    continue
+                tensor, dtype = tensors[spec.name], torch_dtype(spec.dtype)
+                memory = writable_bytes(tensor) if isinstance(tensor, Tensor) and tensor.dtype == dtype else None
+                if memory is None:
+                    scratch = scratch or _scratch()
+                    assign_run_(tensor, start, base.elements(piece, start, stop, scratch, dtype))
+                    continue
+                if start == 0:
+                    increment_version(cast(Tensor, tensor))  # as `copy_` does: autograd sees that what it kept is gone
+                low, high = start * spec.item_bytes, stop * spec.item_bytes
+                yield base.layout.by_name[spec.name].offset + low, memory[low:high]
+
+    with torch.no_grad():
+        base.read_pieces(moves())
+
+
+def store_(base: VersionFile, tensors: Tensors) -> None:
+    """Copy the tensors into where they lie in the base file."""
+    with torch.no_grad(), alone():
+        for part in base.layout.parts:
+            for piece, start, stop in chunks(part, CHUNK_ELEMENTS):
+                spec = piece.segment.spec
+                if spec.name in tensors:
+                    values = run_of(tensors[spec.name], start, stop).to("cpu", torch_dtype(spec.dtype))
+                    base.write(base.layout.by_name[spec.name].offset + start * spec.item_bytes, bytes_of(values))

@@ -1,0 +1,205 @@
+"""How a worker begins to train in a run: its folder, its files of each fragment, and its lease."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from atoll.algorithms.resolve import local_rule
+from atoll.errors import ConfigError
+from atoll.filters.base import Filter
+from atoll.protocol import routes
+from atoll.protocol.swarm_messages import SwarmPlan
+from atoll.tensors.fsdp_shards import Shards
+from atoll.tensors.schema import Schema
+from atoll.transport.http_client import http_to
+from atoll.transport.resumable_transfer import HttpTransfer
+from atoll.worker.exchange.algorithm_state import AlgorithmState
+from atoll.worker.exchange.base_and_outbox import DiskFiles, folder_of, locked, remove_earlier
+from atoll.worker.exchange.exchange import Exchange, Layouts, Outlet
+from atoll.worker.exchange.local_state import Owner, Residuals, Together
+from atoll.worker.exchange.pull_version import Puller
+from atoll.worker.json_notes import name_of
+from atoll.worker.session.http_channel import HttpChannel
+from atoll.worker.session.leave_at_exit import last_words
+from atoll.worker.session.ranks import ALONE, RankGroup
+from atoll.worker.session.session import Session
+
+
+@dataclass(frozen=True)
+class Participation:
+    """A worker's place in a run, and what it has of the run's fragments.
+
+    Attributes:
+        exchanges: one for each fragment.
+        folder: of the site's files in this run.
+    """
+
+    session: Session
+    exchanges: tuple[Exchange, ...]
+    folder: Path
+
+    @property
+    def site(self) -> str:
+        """The site's name."""
+        return self.session.site
+
+    @property
+    def exchange(self) -> Exchange:
+        """The exchange of the first fragment, which is the whole model unless the run streams."""
+        return self.exchanges[0]
+
+    def leave(self, error: str | None = None) -> None:
+        """Deregister and close the files; an outbox stays where its update was not counted. Idempotent."""
+        self.session.leave(error)
+
+
+def take_part(
+    server: str,
+    site: str,
+    *,
+    folder: Path | None = None,
+    schema: Schema | None = None,
+    sync_every: int | None = None,
+    num_fragments: int | None = None,
+    labels: dict[str, str] | None = None,
+    filters: Sequence[Filter] = (),
+    max_retries: int | None = None,
+    streams: bool = False,
+    ranks: RankGroup = ALONE,
+    shards: Callable[[], Shards] | None = None,
+) -> Participation:
+    """Open a site's files, and join the run.
+
+    Args:
+        server: address of the server.
+        site: the site's name.
+        folder: where its files lie; by default `ATOLL_DIR`, else `.atoll` in the current folder.
+        schema: of its model, where it has one already; compared before it joins.
+        sync_every: its own H, where it has one; refused where the run's differs.
+        num_fragments: its own number of fragments, likewise.
+        labels: shown in status.
+        filters: that its updates pass through before they leave.
+        max_retries: attempts after which a lost server is given up; None: never.
+        streams: whether it can take part in a run that streams.
+        ranks: where the model is sharded: this rank's files are its own.
+        shards: gives what this rank has of the model.
+
+    Raises:
+        ConfigError: the run streams, and this worker cannot; or it is for another number of ranks; or this site does
+            not have its algorithm.
+    """
+    http = http_to(server)
+    session = Session(HttpChannel(http), site, labels=labels, max_retries=max_retries, ranks=ranks)
+    info, opened = session.info, session.cleanup
+    try:
+        _check(session, schema, streams, shards is not None)
+        transfer = HttpTransfer(http, info.connections, info.idle_timeout_s)
+        opened.callback(transfer.close)
+        share = (ranks.rank, ranks.size) if shards is not None else None
+        home = (folder or Path(os.environ.get("ATOLL_DIR", ".atoll"))) / site
+        where = folder_of(home, info.run, share)
+        opened.enter_context(locked(where, site))
+        outlet, start_peer = _open_peer(session, where) if info.placement == "swarm" else (None, None)
+        parts = session.split.schemas if session.split.count > 1 else (session.schema,)
+        exchanges = tuple(
+            _open(session, transfer, where, index if len(parts) > 1 else None, each, filters, outlet, shards)
+            for index, each in enumerate(parts)
+        )
+        session.join(max_retries, sync_every=sync_every, num_fragments=num_fragments)
+        for each in exchanges:
+            if each.kept is not None:
+                each.kept.begin_at_zero()
+        remove_earlier(where, site, share)
+        if start_peer is not None:
+            start_peer()
+        return Participation(session, exchanges, where)
+    except BaseException as error:
+        if http.lease:  # it has joined, and would be waited for
+            session.leave(last_words(error))
+        opened.close()
+        http.close()
+        raise
+
+
+def _check(session: Session, schema: Schema | None, streams: bool, sharded: bool) -> None:
+    info, site, size = session.info, session.site, session.ranks.size
+    if session.streams and not streams:
+        raise ConfigError(
+            f"The run {info.name!r} streams (num_fragments {info.fragments}, tau {info.tau}, alpha {info.alpha:g}), "
+            "and this worker takes whole rounds.",
+            "Train with atoll.DiLoCo(model, optimizer), or leave num_fragments, tau and alpha out of the run.",
+        )
+    if sharded and size != info.ranks:
+        raise ConfigError(
+            f"The model of worker {site} is sharded over {size} ranks, and the run {info.name!r} has ranks = "
+            f"{info.ranks}.",
+            f"Start the server with --ranks {size}, or this worker with --nproc-per-node {info.ranks} of torchrun.",
+        )
+    if schema is not None:
+        schema.require_equal(session.schema.model, mine=f"worker {site}", theirs="the server")
+
+
+def _open(
+    session: Session,
+    transfer: HttpTransfer,
+    folder: Path,
+    fragment: int | None,
+    schema: Schema,
+    filters: Sequence[Filter],
+    outlet: Outlet | None,
+    shards: Callable[[], Shards] | None,
+) -> Exchange:
+    """Open the files of a fragment; None: the run has one."""
+    info, sharded = session.info, shards is not None
+    layouts = Layouts.of(info, schema, session.ranks.rank if sharded else None)
+    files = DiskFiles(folder, layouts.version, layouts.update, fragment, session.site)
+    session.cleanup.callback(files.close)
+    local = Together(session.require_outcome)
+    session.cleanup.callback(local.close)
+    owner, residuals, kept = Owner(session.site, info.run), None, None
+    if layouts.codec.feedback:
+        name = name_of("residual", fragment)
+        residuals = local.add(Residuals(folder, schema, name, owner=owner, sparse=sharded))
+    rule = local_rule(info.algorithm, info.local, info.local_package)
+    if fragment is None and rule is not None and rule.keeps:
+        kept = local.add(AlgorithmState(folder, schema, rule.keeps, owner))
+        kept.begin_anew_where_told(session.site)
+        session.told_of_state = partial(getattr, kept, "told")
+    return Exchange(
+        session,
+        Puller(session, transfer, files, layouts.downlink, fragment, outlet),
+        transfer,
+        layouts,
+        files,
+        local,
+        fragment=fragment,
+        filters=filters,
+        residuals=residuals,
+        kept=kept,
+        rule=rule,
+        outlet=outlet,
+        shards=shards,
+    )
+
+
+def _open_peer(session: Session, folder: Path) -> tuple[Outlet, Callable[[], None]]:
+    """Open this worker's part in a swarm; return where its updates are served, and what starts it."""
+    from atoll.aggregation.plan import Plan
+    from atoll.worker.peer.agent import SwarmPeer, plan_of
+    from atoll.worker.peer.peer_transfers import PeerServer, open_host
+
+    http, info = session.http, session.info
+    told = session.patiently(partial(http.get, routes.SWARM_PLAN, SwarmPlan), None, "read the plan")
+    plan = plan_of(told, lambda settings: Plan.make(settings, session.split))
+    host = open_host(session.site, http.host, info.idle_timeout_s)
+    outlet = PeerServer(host, session.counters, os.environ.get("ATOLL_TLS_CA"))
+    session.peer_address = outlet.address
+    session.cleanup.callback(outlet.close)
+    peer = SwarmPeer(session.site, http, outlet, plan, folder, info.run, info.idle_timeout_s, session.rejoin)
+    session.cleanup.callback(peer.close)
+    session.before_leave = peer.leave
+    return outlet, peer.start
