@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from harness.processes import Kept, Nursery, Process, free_port, wait_until
-from site_threads import Threads
+from kit import Threads, serve
 from swarm_run import SITES, STEPS, build, gradients_
 from torch import nn
 
@@ -76,13 +76,10 @@ class Sites(Threads):
 
 
 @contextlib.contextmanager
-def serving(folder: Path, **settings: Any) -> Iterator[atoll.Server]:
-    """The run, served by this process."""
-    server = atoll.Server(build(), **(SETTINGS | {"port": 0, "state_dir": folder / "state"} | settings)).start()
-    try:
+def serve_swarm(folder: Path, **settings: Any) -> Iterator[atoll.Server]:
+    """The run, served by this process; its sites are threads, which do not die."""
+    with serve(folder, build(), **(SETTINGS | {"heartbeat_timeout_s": 60.0} | settings)) as server:
         yield server
-    finally:
-        server.stop()
 
 
 class ServerProcess:
@@ -238,7 +235,7 @@ EVERY_SITE_AND_ROUND = [(site, number) for site in SITES for number in range(1, 
 def left_by(folder: Path, **settings: Any) -> tuple[Result, Sites]:
     """A finished run, and its sites."""
     folder.mkdir()
-    with serving(folder, **settings) as server:
+    with serve_swarm(folder, **settings) as server:
         sites = Sites(server.url, folder)
         sites.join()
         server.run()

@@ -13,7 +13,7 @@ import pytest
 import torch
 from harness.processes import free_port
 from swarm_run import SITES, build
-from swarm_world import ROUNDS, SETTINGS, Result, Sites, left_by, serving
+from swarm_world import ROUNDS, SETTINGS, Result, Sites, left_by, serve_swarm
 
 from atoll import Settings, TensorRef
 from atoll.protocol import routes
@@ -76,7 +76,7 @@ def test_the_same_bits_as_a_server_makes_where_more_have_joined_than_trained(
         settings = DEFAULT | {"algorithm": "scaffold", "placement": placement, "sample_fraction": sample}
         for names, rounds in starts:
             least = 2 if sample < 1 else len(names)
-            with serving(folder, **settings, rounds=rounds, num_workers=len(names), min_workers=least) as server:
+            with serve_swarm(folder, **settings, rounds=rounds, num_workers=len(names), min_workers=least) as server:
                 Sites(server.url, folder, names).join()
                 server.run()
         found.append(Result(folder))
@@ -98,7 +98,7 @@ def test_drops_versions_that_no_worker_needs(tmp_path: Path, monkeypatch: pytest
         served[self.site] = len(self._peer_server._host._objects)
 
     monkeypatch.setattr(SwarmPeer, "leave", seen)
-    with serving(tmp_path, rounds=6, keep_versions=2) as server:
+    with serve_swarm(tmp_path, rounds=6, keep_versions=2) as server:
         Sites(server.url, tmp_path).join()
         server.run()
     assert {peer.site for peer in peers} == set(SITES)
@@ -129,7 +129,7 @@ def test_an_aggregator_shows_progress_from_its_first_byte_on(tmp_path: Path, mon
 
 @pytest.mark.covers("P10")
 def test_only_the_initial_model_passes_the_server_once(tmp_path: Path) -> None:
-    with serving(tmp_path) as server:
+    with serve_swarm(tmp_path) as server:
         sites = Sites(server.url, tmp_path)
         sites.join()
         status = server.status()
@@ -146,7 +146,7 @@ def test_what_a_worker_has_it_does_not_pull(tmp_path: Path) -> None:
     model goes from the server to one of them, and from that one to the other, who pulls it twice if it comes to train
     before it holds it.
     """
-    with serving(tmp_path, num_workers=2) as server:
+    with serve_swarm(tmp_path, num_workers=2) as server:
         sites = Sites(server.url, tmp_path, ["a", "b"])
         sites.join()
     planned = plan_of(Settings.build(SETTINGS | {"state_dir": tmp_path}), build(), None).fragments[0]
@@ -233,7 +233,7 @@ def test_answers_of_a_server_that_was_started_again_count_from_the_first(
 @pytest.mark.covers("P10")
 @pytest.mark.parametrize(("named", "expected"), [("bc", ["b", "c", "b", "c"]), ("c", ["c", "c", "c", "c"])])
 def test_aggregators_of_the_users_choice_take_turns(tmp_path: Path, named: str, expected: list[str]) -> None:
-    with serving(tmp_path, aggregators=tuple(named), rounds=4) as server:
+    with serve_swarm(tmp_path, aggregators=tuple(named), rounds=4) as server:
         Sites(server.url, tmp_path).join()
         server.run()
     result = Result(tmp_path)
@@ -247,7 +247,7 @@ def test_the_seed_decides_the_aggregator(tmp_path: Path) -> None:
     for number, seed in enumerate((1, 1, 2)):
         folder = tmp_path / str(number)
         folder.mkdir()
-        with serving(folder, seed=seed, rounds=6, num_workers=len(SITES)) as server:
+        with serve_swarm(folder, seed=seed, rounds=6, num_workers=len(SITES)) as server:
             Sites(server.url, folder).join()
             server.run()
         orders.append(Result(folder).aggregators)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from site_threads import DiLoCoSites
 from swarm_run import SITES, build, gradients_
-from swarm_world import Result, serving
+from swarm_world import Result, serve_swarm
 from torch import nn
 
 H = 4
@@ -70,7 +70,7 @@ class InTurn(Trained):
 
 def left_by(folder: Path, steps: int = 40, kind: type[Trained] = Trained, **settings: Any) -> tuple[Result, Trained]:
     folder.mkdir()
-    with serving(folder, **DILOCO | settings) as server:
+    with serve_swarm(folder, **DILOCO | settings) as server:
         sites = kind(server.url, folder, SITES, steps)
         sites.join()
         status = server.status()

@@ -19,7 +19,7 @@ from swarm_world import (
     ServerProcess,
     SiteProcess,
     Sites,
-    serving,
+    serve_swarm,
     sites,
 )
 
@@ -206,7 +206,9 @@ def test_the_only_holder_of_the_newest_version_stays_until_another_has_it(nurser
 
 @pytest.mark.covers("P10")
 def test_each_site_has_the_result_and_nothing_else_is_left(tmp_path: Path) -> None:
-    with serving(tmp_path, algorithm="scaffold", outer_optimizer=None, outer_lr=None, outer_momentum=None) as server:
+    with serve_swarm(
+        tmp_path, algorithm="scaffold", outer_optimizer=None, outer_lr=None, outer_momentum=None
+    ) as server:
         ran = Sites(server.url, tmp_path)
         ran.join()
         server.run()
@@ -270,13 +272,13 @@ def test_each_site_has_the_result_and_nothing_else_is_left(tmp_path: Path) -> No
 )
 def test_what_does_not_go_with_a_swarm_is_refused_by_name(tmp_path: Path, settings: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
-        with serving(tmp_path, **settings):
+        with serve_swarm(tmp_path, **settings):
             pass
 
 
 @pytest.mark.covers("P10")
 def test_an_idle_swarm_asks_seldom_and_ends_at_once(tmp_path: Path) -> None:
-    with serving(tmp_path, num_workers=2, heartbeat_interval_s=30.0, heartbeat_timeout_s=90.0) as server:
+    with serve_swarm(tmp_path, num_workers=2, heartbeat_interval_s=30.0, heartbeat_timeout_s=90.0) as server:
         with atoll.join(server.url, site="a", folder=tmp_path / "w"):
             swarm = server._require_run().swarm
             time.sleep(0.5)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from blake3 import blake3
 from harness.processes import Nursery, wait_until
-from swarm_world import SITES, Result, ServerProcess, SiteProcess, Sites, serving
+from swarm_world import SITES, Result, ServerProcess, SiteProcess, Sites, serve_swarm
 
 import atoll
 from atoll.errors import BadRequest
@@ -104,7 +104,7 @@ def test_status_says_while_no_worker_can_aggregate(nursery: Nursery, tmp_path: P
 @pytest.mark.covers("P10", "X3")
 @pytest.mark.parametrize("place", ["10.0.0.1:80", "127.0.0.1:10", "127.0.0.1"], ids=["host", "port", "none"])
 def test_a_reference_that_leads_elsewhere_is_refused(tmp_path: Path, place: str) -> None:
-    with serving(tmp_path) as server, joined(server, "a") as http:
+    with serve_swarm(tmp_path) as server, joined(server, "a") as http:
         digest = http.get(routes.MANIFEST.format(fragment=0, version=0), messages.Manifest).digest
         for version, state in ((place, "127.0.0.1:9"), ("127.0.0.1:9", place)):
             source = Source(version=reference(version), state=reference(state))
@@ -116,7 +116,7 @@ def test_a_reference_that_leads_elsewhere_is_refused(tmp_path: Path, place: str)
 
 @pytest.mark.covers("P10")
 def test_a_swarm_in_which_all_have_failed_for_days_asks_them_still(tmp_path: Path) -> None:
-    with serving(tmp_path, idle_timeout_s=60.0) as server:
+    with serve_swarm(tmp_path, idle_timeout_s=60.0) as server:
         swarm = server._require_run().swarm
         assert swarm is not None
         place = Place(losses=100_000, lost_s=time.monotonic(), excluded={"a": None, "b": None, "c": None})
@@ -126,7 +126,7 @@ def test_a_swarm_in_which_all_have_failed_for_days_asks_them_still(tmp_path: Pat
 @pytest.mark.covers("P10", "X3")
 @pytest.mark.parametrize("place", ["10.0.0.1:80", "127.0.0.1:10"], ids=["host", "port"])
 def test_an_update_that_is_offered_elsewhere_is_refused(tmp_path: Path, place: str) -> None:
-    with serving(tmp_path) as server, joined(server, "a"):
+    with serve_swarm(tmp_path) as server, joined(server, "a"):
         swarm = server._require_run().swarm
         assert swarm is not None
         with pytest.raises(BadRequest, match=f"does not lead to {ADDRESS}"):
@@ -139,7 +139,7 @@ def test_the_collecting_worker_refuses_an_update_that_is_too_large(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Of so many steps with gradients of norm √82,688: 0.05 · √82,688 · √steps is 14 for c, 20 for a, 25 for b."""
-    with serving(tmp_path, max_update_norm=22.0, min_workers=2, rounds=2) as server:
+    with serve_swarm(tmp_path, max_update_norm=22.0, min_workers=2, rounds=2) as server:
         Sites(server.url, tmp_path).join()
         server.run()
     result = Result(tmp_path)
@@ -152,6 +152,6 @@ def test_the_collecting_worker_refuses_an_update_that_is_too_large(
 def test_versions_of_many_parts_can_be_told(tmp_path: Path) -> None:
     """20,000 digests are those of 320 GB in parts of 16 MiB."""
     digests = base64.b64encode(b"".join(blake3(bytes([i % 256])).digest() for i in range(20_000))).decode()
-    with serving(tmp_path) as server, joined(server, "a") as http:
+    with serve_swarm(tmp_path) as server, joined(server, "a") as http:
         closed = Closed(fragment=0, version=1, tickets=[1], digest="0" * 64, part_digests=digests)
         assert http.post(routes.SWARM, PeerReport(address=ADDRESS, number=1, closed=[closed]), PeerWork).stamp

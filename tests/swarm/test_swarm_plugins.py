@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from harness.processes import Nursery
-from swarm_world import SiteProcess, left_by, serving
+from swarm_world import SiteProcess, left_by, serve_swarm
 
 PACKAGE = '''\
 from dataclasses import dataclass, replace
@@ -82,7 +82,7 @@ def test_the_same_bits_as_a_server_makes_with_code_of_a_package(tmp_path: Path) 
 @pytest.mark.usefixtures("installed")
 @pytest.mark.covers("P10", "X3")
 def test_a_site_without_the_package_is_refused_when_it_joins(nursery: Nursery, tmp_path: Path) -> None:
-    with serving(tmp_path, **OURS | {"codec": "none"}) as server:
+    with serve_swarm(tmp_path, **OURS | {"codec": "none"}) as server:
         site = SiteProcess(nursery, tmp_path, server.url, "c")  # a process has not got what is put on this one's path
         assert site.kept.wait() != 0
         assert server.status().workers == []

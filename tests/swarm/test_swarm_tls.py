@@ -8,7 +8,7 @@ import pytest
 import torch
 import trustme
 from swarm_run import SITES
-from swarm_world import Result, Sites, serving
+from swarm_world import Result, Sites, serve_swarm
 
 import atoll
 from atoll.errors import ConfigError
@@ -35,7 +35,7 @@ def secured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path
 @pytest.mark.covers("P10", "X2")
 def test_workers_and_server_over_tls(tmp_path: Path, secured: tuple[Path, Path]) -> None:
     chain, key = secured
-    with serving(tmp_path, tls_cert=chain, tls_key=key) as server:
+    with serve_swarm(tmp_path, tls_cert=chain, tls_key=key) as server:
         sites = Sites(server.url.replace("127.0.0.1", "localhost"), tmp_path)
         sites.join()
         server.run()
@@ -67,7 +67,7 @@ def test_where_a_worker_cannot_listen_is_refused_by_name(
 ) -> None:
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    with serving(tmp_path) as server:
+    with serve_swarm(tmp_path) as server:
         with pytest.raises(ConfigError, match=said):
             with atoll.join(server.url, site="a", folder=tmp_path / "w"):
                 pass
