@@ -36,7 +36,6 @@ from atoll.errors import (
     StoreError,
     UsageError,
 )
-from atoll.latch import Latch
 from atoll.posix import FULL, nameless_file, read_at
 from atoll.protocol import messages, routes
 from atoll.tensors.chunks import CHUNK_BYTES
@@ -44,6 +43,7 @@ from atoll.tensors.layout import Part
 from atoll.tensors.payload import Packed
 from atoll.tensors.reference import TensorRef, address_of, new_id, require_secret, seal
 from atoll.transport.listener import files_limit, runner_of, start_listener
+from atoll.transport.loop_thread import LoopThread
 from atoll.transport.receive_upload import break_off
 from atoll.transport.resumable_transfer import ArrivingPart, Delivery, HttpTransfer, Memory, Sink
 from atoll.transport.serve_range import problem, serve_file
@@ -260,21 +260,12 @@ class ObjectHost:
         self._context = server_context(tls_cert, tls_key) if tls_cert and tls_key else None
         self._folder, self._idle_timeout_s = folder, idle_timeout_s
         self._objects: dict[str, ServedBlob] = {}
-        self._lock = threading.Lock()
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="atoll-objects")
-        self._stopping, self._ready = asyncio.Event(), threading.Event()
-        self._error: BaseException | None = None
-        self._closed = False
         self._listener = _listen(host, port)
         self.port: int = self._listener.getsockname()[1]
         self.name = name or (socket.gethostname() if host in ("0.0.0.0", "::") else host)
-        self._loop = asyncio.new_event_loop()
-        self._over = Latch()  # Thread.join, broken off by a signal, takes the thread for one that ended
-        self._thread = threading.Thread(target=self._main, name="atoll-objects", daemon=True)
+        self._thread = LoopThread("atoll-objects", self._serve)
         self._thread.start()
-        self._ready.wait()
-        if self._error is not None:
-            raise self._error
 
     # -- what a publisher does
 
@@ -352,27 +343,23 @@ class ObjectHost:
 
     def close(self) -> None:
         """Serve nothing any more, and give the disk back. Idempotent."""
-        with self._lock:
-            done, self._closed = self._closed, True
-        if not done:
-            self._loop.call_soon_threadsafe(self._stopping.set)
-        self._over.wait()
+        self._thread.stop()
 
     def _on_loop(self, work: Callable[[], T]) -> T:
-        async def call() -> T:
+        closed = UsageError("The publisher is closed.", "Make a new one.")
+
+        def call() -> T:
+            if self._thread.stopping.is_set():  # what is put here now is never served, and never dropped
+                raise closed
             return work()
 
-        with self._lock:  # so that it is not closed in between
-            if self._closed:
-                raise UsageError("The publisher is closed.", "Make a new one.")
-            future = asyncio.run_coroutine_threadsafe(call(), self._loop)
-        return future.result(timeout=30.0)
+        return self._thread.call(call, closed)
 
     # -- on the loop
 
     def _begin(self, object_id: str, served: ServedBlob, expires_s: float) -> None:
         self._objects[object_id] = served
-        self._loop.call_later(min(expires_s, LONGEST_S), self._drop, object_id)
+        asyncio.get_running_loop().call_later(min(expires_s, LONGEST_S), self._drop, object_id)
 
     def _drop(self, object_id: str) -> None:
         served = self._objects.pop(object_id, None)
@@ -423,41 +410,28 @@ class ObjectHost:
         self._drop(request.match_info["object"])
         return web.Response(status=204)
 
-    # -- the thread
-
-    def _main(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        try:
-            self._loop.run_until_complete(self._serve())
-        except BaseException as error:
-            self._error = error
-        finally:
-            try:
-                self._ready.set()
-                self._listener.close()
-                self._pool.shutdown(wait=True)
-                self._loop.close()
-            finally:
-                self._over.set()
-
     async def _serve(self) -> None:
-        app = web.Application(client_max_size=routes.CONTROL_BODY_BYTES, middlewares=[_guard])
-        app.router.add_get(routes.OBJECT, self._manifest)
-        app.router.add_get(routes.OBJECT_DATA, self._data)
-        app.router.add_delete(routes.OBJECT, self._remove)
-        app.router.add_get(routes.HEALTH, _health)
-        runner = runner_of(app, LOG, read_bytes=2**16, linger_s=0.5)
-        door = await start_listener(
-            self._listener, runner, self._context, files=files_limit(), idle_timeout_s=self._idle_timeout_s
-        )
-        self._ready.set()
         try:
-            await self._stopping.wait()
+            app = web.Application(client_max_size=routes.CONTROL_BODY_BYTES, middlewares=[_guard])
+            app.router.add_get(routes.OBJECT, self._manifest)
+            app.router.add_get(routes.OBJECT_DATA, self._data)
+            app.router.add_delete(routes.OBJECT, self._remove)
+            app.router.add_get(routes.HEALTH, _health)
+            runner = runner_of(app, LOG, read_bytes=2**16, linger_s=0.5)
+            door = await start_listener(
+                self._listener, runner, self._context, files=files_limit(), idle_timeout_s=self._idle_timeout_s
+            )
+            self._thread.ready()
+            try:
+                await self._thread.stopping.wait()
+            finally:
+                for object_id in list(self._objects):
+                    self._drop(object_id)
+                await door.close()
+                await runner.cleanup()
         finally:
-            for object_id in list(self._objects):
-                self._drop(object_id)
-            await door.close()
-            await runner.cleanup()
+            self._listener.close()
+            self._pool.shutdown(wait=True)  # its threads still speak to the loop
 
 
 async def _health(_: web.Request) -> web.StreamResponse:
