@@ -22,7 +22,7 @@ from atoll.tensors.fragments import split
 from atoll.tensors.module_tensors import schema_of
 from atoll.worker.exchange.exchange import Exchange
 from atoll.worker.session.session import Session
-from atoll.worker.training import streaming
+from atoll.worker.training import synchroniser
 
 
 @pytest.fixture(scope="module")
@@ -228,7 +228,7 @@ def test_submits_a_broken_off_update_while_it_waits_for_a_result(
         return send(self, retries)
 
     monkeypatch.setattr(Exchange, "deliver", breaking_off)
-    monkeypatch.setattr(streaming, "LOOK_S", 0.2)
+    monkeypatch.setattr(synchroniser, "LOOK_S", 0.2)
     settings = SETTINGS | {"num_fragments": 2, "sync_every": 4, "tau": 3, "max_inflight": 2}
     with serving(tmp_path, **settings) as server:
         sites = StreamingSites(server.url, tmp_path, steps=200)

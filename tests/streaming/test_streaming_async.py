@@ -153,9 +153,9 @@ def test_a_turn_skipped_in_the_first_synchronous_rounds_is_taken_next(tmp_path: 
     def during(site: str, step: int) -> None:
         pacer.wait(0.002)
         if site == "a" and step == 1:  # fragment 0 is due after the next step
-            streaming = sites.loops["a"]._streaming
-            assert streaming is not None
-            streaming._next = 1
+            sync = sites.loops["a"]._sync
+            assert sync is not None
+            sync._order._next = 1
             skipped.set()
 
     with server:
@@ -183,9 +183,9 @@ def test_a_slow_site_s_steps_under_dylu_are_a_multiple_of_the_fragments(tmp_path
                 pacer.wait(pause_s)
                 local_step(model, optimizer, site[0])
                 if site == "slow":
-                    streaming = diloco._streaming
-                    assert streaming is not None
-                    asked[:] = [each.local_steps for each in streaming._fragments]
+                    sync = diloco._sync
+                    assert sync is not None
+                    asked[:] = [each.local_steps for each in sync._fragments]
                     if all(0 < steps < 12 for steps in asked) and diloco.rounds > 4:
                         enough.set()
 

@@ -224,11 +224,11 @@ def test_merges_a_result_when_it_comes_where_no_worker_waits(tmp_path: Path) -> 
             assert (metrics["merges_late"], metrics["merges_waited"]) == (1, 0)
             proxy.cut()
             proxy.heal()
-            streaming = diloco._streaming
-            assert streaming is not None
-            wait_until(lambda: streaming._flights[0].done.is_set(), "the result")
+            sync = diloco._sync
+            assert sync is not None
+            wait_until(lambda: sync._pending[0].done.is_set(), "the result")
             local_step(model, optimizer, "a")  # the sixth: fragment 0 is merged, and fragment 1 has its turn
             assert diloco.rounds == 1
-            assert [each.fragment.index for each in streaming._flights] == [1]
+            assert [each.fragment.index for each in sync._pending] == [1]
     assert diloco.rounds == 2
     assert diloco.sync_metrics["skipped"] == 0

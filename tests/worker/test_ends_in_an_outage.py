@@ -12,7 +12,7 @@ from kit import build_model, local_step, serve
 
 import atoll
 from atoll.worker.broken_off import NetworkLost
-from atoll.worker.training.outage import REPEAT_S, Outage
+from atoll.worker.training.synchroniser import REPEAT_S, Outage
 
 H = 4
 STREAMS = {"num_fragments": 2, "tau": 1}

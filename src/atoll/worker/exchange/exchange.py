@@ -392,10 +392,10 @@ class Exchange:
         if self._transfer is not None:
             self._transfer.break_off()
 
-    def rebase(self, version: VersionRef, tensors: Tensors, *, retries: int | None = None) -> Pull:
-        """Go on from another version, with what was trained since the base."""
-        pull = self.pull(version, None, beside=True, retries=retries)
-        if not isinstance(pull, Pulled):
+    def rebase(self, version: VersionRef, tensors: Tensors, *, retries: int | None = None) -> Pulled | Lost:
+        """Go on from another version, or from the head where it is gone, with what was trained since the base."""
+        pull = self.pull_newest(version, None, beside=True, retries=retries)
+        if isinstance(pull, Lost):
             self.files.drop_beside()
             return pull
         shards = self._shards() if self._shards is not None else None

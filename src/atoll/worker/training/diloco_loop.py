@@ -10,40 +10,115 @@ reached costs a synchronisation, never local progress: training goes on, and the
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TypeVar
 
 from torch import nn
+from torch.optim import Optimizer
 
-from atoll.algorithms.optimizer_hooks import Given, Steps, optimizers_in, require_trains, warn_of_what_none_trains
+from atoll.algorithms.optimizer_hooks import (
+    Given,
+    Steps,
+    held_by,
+    optimizers_in,
+    require_trains,
+    warn_of_what_none_trains,
+)
 from atoll.border import border, bordered, say_interrupt_in_a_line
 from atoll.errors import UsageError
 from atoll.filters.base import Filter
 from atoll.protocol.values import UpdateInfo, VersionRef
-from atoll.tensors.module_tensors import named_parameters, without_ddp
+from atoll.tensors.fsdp_shards import Shards
+from atoll.tensors.module_tensors import (
+    Tensors,
+    is_sharded,
+    named_parameters,
+    named_tensors,
+    schema_of,
+    without_ddp,
+)
+from atoll.tensors.schema import Schema
 from atoll.transport.http_client import server_of
 from atoll.worker.arguments import finite_metrics, positive, sync_retries
-from atoll.worker.exchange.participation import Participation
+from atoll.worker.exchange.participation import Participation, take_part
 from atoll.worker.log_lines import LOG, ensure_lines, in_words, size
 from atoll.worker.metrics import Measured, Metrics, Reports
 from atoll.worker.session.leave_at_exit import last_words
+from atoll.worker.session.ranks import ALONE as ONE_RANK
 from atoll.worker.session.ranks import RankGroup
-from atoll.worker.session.session import Session
 from atoll.worker.site_name import default_site, require_site
 from atoll.worker.tasks.answer_tasks import say_evaluation_follows
 from atoll.worker.training.alone import ALONE, ALONE_ENDED
-from atoll.worker.training.over_ranks import OverRanks
+from atoll.worker.training.fragment_order import SyncRules
+from atoll.worker.training.replaced_tensors import replaced
 from atoll.worker.training.simulated_seat import require_real
+from atoll.worker.training.synchroniser import Synchroniser
 
-if TYPE_CHECKING:
-    from atoll.worker.training.streaming import Streaming
+T = TypeVar("T")
+
+SYNC_EVERY = 500
+"""H where neither the script nor the run has one."""
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What every rank knows of the synchronisations.
+
+    Attributes:
+        sync_every: H.
+        next_step: the first step after which something may have to be done.
+        finished: whether the run is over.
+        lost: whether the server is given up.
+    """
+
+    sync_every: int
+    next_step: int
+    finished: bool
+    lost: bool
+
+
+_active: weakref.WeakKeyDictionary[object, list[object]] = weakref.WeakKeyDictionary()
+"""Loop → the optimizers and parameters that it claims; held, so that no other object gets the id of one."""
+_claiming = threading.Lock()
+
+
+def claim(loop: object, optimizers: Sequence[Optimizer], parameters: Mapping[str, nn.Parameter]) -> None:
+    """Claim optimizers and the parameters that are trained for a loop: two would wait for each other, for ever.
+
+    Args:
+        parameters: of its model, by name; frozen ones may have several loops.
+
+    Raises:
+        UsageError: another loop that is active has one of them.
+    """
+    held = held_by(optimizers)
+    names = {id(each): name for name, each in parameters.items() if each.requires_grad or id(each) in held}
+    with _claiming:
+        taken = {id(each) for other, claimed in _active.items() if other is not loop for each in claimed}
+        if any(id(each) in taken for each in optimizers) or not taken.isdisjoint(names):
+            which = next((f"parameter {names[each]!r}" for each in names if each in taken), "the optimizer")
+            raise UsageError(
+                f"Another DiLoCo of this process is active, and trains {which}, too.",
+                "Leave its `with` block, or call its stop(), before this one starts. One DiLoCo takes several "
+                "optimizers of a model, as a list.",
+            )
+        _active[loop] = [*optimizers, *(each for each in parameters.values() if id(each) in names)]
+
+
+def release(loop: object) -> None:
+    """Let other loops have what this one has claimed. Idempotent."""
+    with _claiming:
+        _active.pop(loop, None)
 
 
 @bordered
-class DiLoCo(OverRanks):
+class DiLoCo:
     """Low-communication training around any loop; `optimizer.step()` is all that it needs to see.
 
     Args:
@@ -89,7 +164,6 @@ class DiLoCo(OverRanks):
             raise UsageError(
                 f"sync_every is {sync_every}.", "Give the number of local steps between two synchronisations."
             )
-        super().__init__()
         model = without_ddp(model)
         self.model, self.optimizer = model, optimizer
         self._optimizers = optimizers_in(optimizer)
@@ -101,14 +175,17 @@ class DiLoCo(OverRanks):
         self.local_metrics: Metrics | None = None  # asked when an update is formed; of frameworks that keep some
         self._folder, self._labels, self._filters = Path(folder) if folder else None, labels, filters
         self._max_retries = sync_retries(max_sync_retries)
-        self._place: Participation | None = None
+        self._tensors: Tensors = {}
+        self._schema = Schema(())
+        self._shards: Shards | None = None
+        self._place: Participation | None = None  # at other ranks than 0 where the model is sharded alone
+        self._sync: Synchroniser | None = None
         self._steps: Steps | None = None
         self.step = 0
-        self.lost = False
         self.seconds_waited = 0.0
+        self._progress: Progress | None = None  # None before the start
         self._started = self._stopped = False
         self.sync_every = sync_every or 0
-        self._streaming: Streaming | None = None
         self._reports = Reports()
         self._not_finite: set[str] = set()  # metrics of which that was said
         self._pace = (0, time.monotonic())
@@ -149,8 +226,7 @@ class DiLoCo(OverRanks):
         self._find_tensors()
         try:
             site = self._ranks.from_rank0(lambda: require_site(self._site or default_site()))
-            self._told = self._over_ranks(lambda: self._join(site))
-            self._learn()
+            self._learn(self._over_ranks(lambda: self._join(site), Progress))
             self._hook()
         except BaseException as error:
             self._take_back(error)
@@ -161,114 +237,141 @@ class DiLoCo(OverRanks):
     def _take_back(self, error: BaseException) -> None:
         """The start failed, maybe after the join: leave nothing that looks alive, so that it can be tried again."""
         self._unhook()
-        place, self._place, self._streaming, self._told = self._place, None, None, None
+        place, self._place, self._sync, self._progress = self._place, None, None, None
         if place is not None:
             place.leave(last_words(error))
 
-    def _join(self, site: str) -> dict[str, Any]:
-        place = self._place = self._open(site)
-        session, exchange = place.session, place.exchange
-        session.optimizers = self._optimizers
+    def _join(self, site: str) -> Progress:
+        assert self._server
+        sharded = self._shards is not None
+        place = self._place = take_part(
+            self._server,
+            site,
+            folder=self._folder,
+            schema=self._schema,
+            sync_every=self._given_sync_every,
+            num_fragments=self._given_fragments,
+            labels=self._labels,
+            filters=self._filters,
+            streams=True,
+            ranks=self._ranks if sharded else ONE_RANK,
+            shards=self._own_shards if sharded else None,
+        )
+        session, info = place.session, place.session.info
+        session.on_wait, session.optimizers = self._ranks.tick, self._optimizers
         try:
-            self.sync_every = self._given_sync_every or session.info.sync_every or 500
-            if session.streams:
-                self._stream(place)
-            else:
-                lost = self._pull_head(exchange, None, is_in=exchange.recover() is not None)
-                if lost is not None:
-                    raise lost.error
+            self.sync_every = self._given_sync_every or info.sync_every or SYNC_EVERY
+            self._sync = Synchroniser(
+                session,
+                place.exchanges,
+                self._tensors_now,
+                SyncRules.of(info, self.sync_every),
+                self._info,
+                self._measured,
+                max_retries=self._max_retries,
+            )
+            self._sync.start()
         except BaseException as error:
             place.leave(str(error))
             raise
-        info = session.info
-        LOG.info(
-            "%s: joined run %s at %s; %s", site, info.name, session.channel.server, in_words(info, self.sync_every)
-        )
+        if self._ranks.is_first:
+            told = in_words(info, self.sync_every)
+            LOG.info("%s: joined run %s at %s; %s", site, info.name, session.channel.server, told)
         say_evaluation_follows(session)
         return self._now()
 
-    def _now(self) -> dict[str, Any]:
-        """What the other ranks have to know of this one."""
+    def _own_shards(self) -> Shards:
+        assert self._shards is not None
+        return self._shards
+
+    def _over_ranks(self, work: Callable[[], T], kind: object) -> T:
+        """Do what needs the network: at every rank where the model is sharded, else at rank 0 for all of them."""
+        return work() if self._shards is not None else self._ranks.from_rank0(work, kind)
+
+    def _now(self) -> Progress:
         assert self._place is not None
-        session = self._place.session
-        info = session.info
-        return {
-            "sync_every": self.sync_every,
-            "local_steps": self._local_steps,
-            "finished": self.over,
-            "lost": session.ranks.from_rank0(lambda: session.silence.is_too_long),
-            "acts": {"every": self.sync_every // info.fragments, "tau": info.tau, "waits": info.mode == "sync"}
-            if self._streaming is not None
-            else None,
-        }
+        assert self._sync is not None
+        session, sync = self._place.session, self._sync
+        lost = session.ranks.from_rank0(lambda: session.silence.is_too_long)
+        return Progress(self.sync_every, sync.next_step, sync.finished, lost)
 
-    def _stream(self, place: Participation) -> None:
-        from atoll.worker.training.streaming import Streaming
+    def _learn(self, progress: Progress) -> None:
+        """Be where rank 0 is: its model, and when something is to be done next."""
+        self._progress, self.sync_every = progress, progress.sync_every
+        self._spread()
 
-        self._streaming = Streaming(
-            place,
-            lambda: self._tensors,
-            self._info,
-            self._measured,
-            sync_every=self.sync_every,
-            max_retries=self._max_retries,
-        )
-        self._streaming.begin()
-        self.over = self._streaming.finished
+    def _spread(self) -> None:
+        """Give every rank the whole model of rank 0, where every rank has one."""
+        if self._shards is None:
+            self._ranks.spread_(self._tensors.values())
 
     def stop(self, error: BaseException | None = None) -> None:
         """Remove the hook and deregister. Steps since the last synchronisation stay in the model, and are reported."""
         self._unhook()
-        place = self._place
+        place, sync = self._place, self._sync
         if self._stopped:
             return
-        if place is None:
-            self._stopped = not self._server or self._told is not None
+        if place is None or sync is None:
+            self._stopped = not self._server or self._progress is not None
             if not self._server and error is None:
                 LOG.info("%s", ALONE_ENDED)
-            self._spread_the_end(error)
+        else:
+            self._stopped = True
+            self._end(place, sync, error)
+        if error is None and self._progress is not None:
+            self._spread()  # what was merged while the loop ended is every rank's
+        if place is None or sync is None:
             return
-        session, self._stopped = place.session, True
-        if self._streaming is not None:
-            self._end_streaming(self._streaming, place, error)
-        if self.step == 0 and error is None:
-            LOG.warning(
-                "%s: no optimizer step was seen. Call step() of the optimizer that DiLoCo was given.",
-                session.site,
-            )
-        elif not self.over:
-            if self.lost:
-                LOG.warning("%s: %s", session.site, session.silence.error())
-            self._say_what_stays(place.exchange, self._streaming.counted_step if self._streaming is not None else None)
-        self._spread_the_end(error)
-        said = last_words(error)
-        place.leave(said)
-        merges = f" ({self._streaming.merges_in_words})" if self._streaming is not None else ""
+        place.leave(last_words(error))
+        counters = place.session.counters
         LOG.info(
             "%s: %d steps, %d rounds%s, %d skipped, %d retries, %d reconnections; sent %s, received %s, waited %.1f s",
-            session.site,
+            place.site,
             self.step,
-            self.rounds,
-            merges,
-            self.skipped,
-            session.counters.retries,
-            session.reconnections,
-            size(session.counters.bytes_up),
-            size(session.counters.bytes_down),
+            sync.rounds,
+            sync.merges_in_words,
+            sync.skipped,
+            counters.retries,
+            place.session.reconnections,
+            size(counters.bytes_up),
+            size(counters.bytes_down),
             self.seconds_waited,
         )
 
-    def _end_streaming(self, streaming: Streaming, place: Participation, error: BaseException | None) -> None:
+    def _end(self, place: Participation, sync: Synchroniser, error: BaseException | None) -> None:
         try:
             if error is None:
-                streaming.drain()
-                self._take_over(streaming)
+                sync.drain()
             else:
-                streaming.abandon()
+                sync.abandon()
         except BaseException as worse:
-            streaming.abandon()
+            sync.abandon()
             place.leave(last_words(worse))
             raise
+        if self.step == 0 and error is None:
+            LOG.warning(
+                "%s: no optimizer step was seen. Call step() of the optimizer that DiLoCo was given.", place.site
+            )
+        elif not sync.finished:
+            if self.lost:
+                LOG.warning("%s: %s", place.site, place.session.silence.error())
+            self._say_what_stays(place, sync)
+
+    def _say_what_stays(self, place: Participation, sync: Synchroniser) -> None:
+        """Log how many local steps have not reached the run."""
+        counted = sync.counted_step
+        steps, turn = self.step - counted, self.sync_every // place.session.info.fragments
+        if not steps:
+            return
+        if self.lost or steps > self.step - sync.newest_step or (sync.skipped and steps >= turn):
+            LOG.warning(
+                "%s: %d steps since step %d were not sent: what was trained since is in this script's model alone",
+                place.site,
+                steps,
+                counted,
+            )
+        else:
+            LOG.info("%s: %d steps after the last synchronisation stay local", place.site, steps)
 
     @border
     def follow(self, optimizer: Given) -> None:
@@ -292,6 +395,20 @@ class DiLoCo(OverRanks):
         if self._place is not None:
             self._place.session.tell(metrics=dict(self._reports.newest))
 
+    def credit(self, metrics: dict[str, float]) -> bool:
+        """Take numbers that were measured just now for those of the global version; False where the model is none.
+
+        It is one after a synchronisation, until the next step. For frameworks, which measure when they do.
+        """
+        place, sync = self._place, self._sync
+        if place is None or sync is None or place.session.streams or self.step != sync.base_step:
+            return False
+        base = place.exchange.base.note
+        if base is None or not base.digest:
+            return False
+        self._measured.credit(metrics, base.digest)
+        return True
+
     @property
     def finished(self) -> bool:
         """Whether a loop that trains as long as there is a run may end: the run is over, or its server is lost.
@@ -299,6 +416,26 @@ class DiLoCo(OverRanks):
         A loop that goes on nevertheless trains, and asks for the server at every turn; it may come back.
         """
         return self.over or self.lost
+
+    @property
+    def over(self) -> bool:
+        """Whether the run is over."""
+        return self._progress is not None and self._progress.finished
+
+    @property
+    def lost(self) -> bool:
+        """Whether the server is given up."""
+        return self._progress is not None and self._progress.lost
+
+    @property
+    def rounds(self) -> int:
+        """Results that this worker went on from; 0 at other ranks than the first."""
+        return self._sync.rounds if self._sync is not None else 0
+
+    @property
+    def skipped(self) -> int:
+        """Synchronisations that broke off; 0 at other ranks than the first."""
+        return self._sync.skipped if self._sync is not None else 0
 
     @property
     def _named(self) -> str:
@@ -310,13 +447,14 @@ class DiLoCo(OverRanks):
 
         The bytes of a sharded model are those of this rank.
         """
-        session = self._place.session if self._place is not None else None
-        streaming = self._streaming
-        merges = {"merges_waited": streaming.merges_waited, "merges_late": streaming.merges_late} if streaming else {}
+        session, sync = self._place.session if self._place is not None else None, self._sync
+        merges = {}
+        if sync is not None and session is not None and session.streams:
+            merges = {"merges_waited": sync.merges_waited, "merges_late": sync.merges_late}
         return {
             "rounds": self.rounds,
             "skipped": self.skipped,
-            "staleness": self._staleness,
+            "staleness": sync.staleness if sync else 0,
             "retries": session.counters.retries if session else 0,
             "reconnections": session.reconnections if session else 0,
             "bytes_up": session.counters.bytes_up if session else 0,
@@ -333,11 +471,41 @@ class DiLoCo(OverRanks):
         if self._ranks.is_first:
             warn_of_what_none_trains(self._optimizers, parameters, self._named)
 
+    def _find_tensors(self) -> None:
+        """Find what there is of the model in this process; no other loop may have it.
+
+        Raises:
+            UsageError: another one has.
+        """
+        claim(self, self._optimizers, named_parameters(self.model))
+        self._shards = None
+        if not any(map(is_sharded, self.model.parameters())):
+            self._schema, self._tensors = schema_of(self.model), named_tensors(self.model)[0]
+            return
+        if self._filters:
+            raise UsageError(
+                "filters see whole tensors, and this model is sharded over ranks (FSDP2).",
+                "Leave filters out, or train with DistributedDataParallel.",
+            )
+        self._schema, shards = Shards.of(self.model, self._ranks.rank, self._ranks.size)
+        self._tensors = shards.locals
+        self._shards = shards if self._ranks.together else None
+
+    def _tensors_now(self) -> Tensors:
+        """Return the tensors that the model has now: scripts replace buffers, and move parameters.
+
+        Raises:
+            UsageError: the model, or what the optimizers train, is another one than that of the run.
+        """
+        if not any(map(is_sharded, self.model.parameters())):
+            self._tensors = replaced(self.model, self._tensors, self._optimizers)
+        return self._tensors
+
     def _hook(self) -> None:
         self._steps = Steps(self._optimizers, self._after_step, self._named)
 
     def _unhook(self) -> None:
-        self._let_go()
+        release(self)
         if self._steps is not None:
             self._steps.close()
             self._steps = None
@@ -345,47 +513,26 @@ class DiLoCo(OverRanks):
     @border
     def _after_step(self) -> None:
         self.step += 1
-        self._since_sync += 1
-        if self._told is None or self._stopped:
+        progress = self._progress
+        if progress is None or self._stopped:
             return
-        if self._place is not None:
-            self._beat(self._place.session)
-        if self.over or not self._may_act():
+        self._beat()
+        if progress.finished or (self._ranks.together and self.step < progress.next_step):
             return
         begin = time.monotonic()
-        self._find_replaced_tensors()
-        told = self._over_ranks(self._act)
-        if told is None:
+        now = self._over_ranks(self._act, Progress | None)
+        if now is None:
             return
-        self._told, self.lost = told, told["lost"]
-        self._learn()
         if self._place is None:
-            self._since_sync = 0
+            self._tensors_now()
+        self._learn(now)
         self.seconds_waited += time.monotonic() - begin
         self._pace = (self.step, time.monotonic())
 
-    def _may_act(self) -> bool:
-        """Whether something may be due after this step; every rank comes to the same answer."""
-        acts = self._told["acts"]
-        if acts is None:
-            return self._since_sync >= (self._local_steps or self.sync_every)
-        waits, every = acts["waits"] and self._ranks.together, acts["every"]
-        return not waits or self.step % every == 0 or (self.step - acts["tau"]) % every == 0
-
-    def _act(self) -> dict[str, Any] | None:
+    def _act(self) -> Progress | None:
         """Do what is due; None where nothing was."""
-        assert self._place is not None
-        if self._streaming is None:
-            self._synchronise(self._place.exchange)
-        elif self._streaming.after_step(self.step):
-            self._take_over(self._streaming)
-        else:
-            return None
-        return self._now()
-
-    def _take_over(self, streaming: Streaming) -> None:
-        self.rounds, self.skipped, self.over = streaming.rounds, streaming.skipped, streaming.finished
-        self._since_sync = self.step - streaming.newest_step
+        assert self._sync is not None
+        return self._now() if self._sync.after_step(self.step) else None
 
     def _info(self, base: VersionRef, steps: int) -> UpdateInfo:
         assert self._place is not None
@@ -398,8 +545,10 @@ class DiLoCo(OverRanks):
         weight = positive(self._weight() if callable(self._weight) else self._weight)
         return UpdateInfo(weight, steps, reported | local | self._measured.of(base.digest))
 
-    def _beat(self, session: Session) -> None:
+    def _beat(self) -> None:
+        if self._place is None or self._sync is None:
+            return
         step, since = self._pace
         rate = (self.step - step) / max(time.monotonic() - since, 1e-9)
-        under_way = self._streaming is not None and self._streaming.under_way  # it says itself what it does
-        session.tell(step=self.step, steps_per_s=rate, **({} if under_way else {"state": "training"}))
+        state = {} if self._sync.under_way else {"state": "training"}  # else it says itself what it does
+        self._place.session.tell(step=self.step, steps_per_s=rate, **state)
