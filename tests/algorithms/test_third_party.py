@@ -224,7 +224,7 @@ def test_never_loads_it_from_a_path_of_the_server(tmp_path: Path, monkeypatch: p
     own = f"{EXAMPLE}/feddyn_local.py:feddyn_local"
     with serve(tmp_path, model(), **settings(algorithm=own, rounds=1)) as server:
         with atoll.join(server.url, site="a", folder=tmp_path / "sites") as worker:
-            assert type(worker._session.rule).__module__ == "feddyn_local"
+            assert type(worker._place.exchange.rule).__module__ == "feddyn_local"
             monkeypatch.setattr("atoll.registry.entry_points", lambda **_: ())
             with pytest.raises(ConfigError, match="package that has the entry point 'feddyn_local'"):
                 atoll.join(server.url, site="b", folder=tmp_path / "sites")
