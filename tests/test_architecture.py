@@ -16,8 +16,8 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "src" / "atoll"
 
 LAYERS: list[set[str]] = [
-    {"_version", "children", "errors", "failpoints", "format_text", "latch", "sealed", "sizes"},
-    {"border", "posix", "registry"},
+    {"_version", "children", "errors", "format_text", "sealed", "sizes"},
+    {"border", "posix", "registry", "runtime"},
     {"config"},
     {"tensors"},
     {"codecs", "filters", "outer_optimizers", "reducers", "algorithms"},
@@ -214,7 +214,7 @@ def test_imports_point_one_way() -> None:
         ),
         ("store/update_spool.py", "from ..transport import client", "store imports atoll.transport.client"),
         ("store/update_spool.py", "from atoll import worker", "store imports atoll.worker"),
-        ("errors.py", "import atoll.failpoints", "errors imports atoll.failpoints"),
+        ("errors.py", "import atoll.runtime", "errors imports atoll.runtime"),
         ("cli/main.py", "from atoll.testing import faults", "cli imports atoll.testing.faults"),
         (
             "worker/session/session.py",

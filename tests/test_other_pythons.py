@@ -28,8 +28,7 @@ GONE = {
 TORCH_FREE = [
     "errors",
     "registry",
-    "failpoints",
-    "latch",
+    "runtime",
     "sizes",
     "posix",
     "config",

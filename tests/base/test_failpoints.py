@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from atoll.failpoints import failpoint
+from atoll.runtime import failpoint
 
 COUNTS = """
-from atoll.failpoints import failpoint
+from atoll.runtime import failpoint
 for turn in range(1, 4):
     try:
         failpoint("here")

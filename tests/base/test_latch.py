@@ -6,8 +6,8 @@ import threading
 
 import pytest
 
-from atoll import latch as module
-from atoll.latch import Latch
+from atoll import runtime as module
+from atoll.runtime import Latch
 
 
 def test_setting_it_wakes_all_waiters(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -82,7 +82,7 @@ def test_gives_each_process_another_free_port(tmp_path: Path, monkeypatch: pytes
 
 def test_reports_each_stop_of_a_process_once(tmp_path: Path) -> None:
     script = tmp_path / "waits.py"
-    script.write_text("from atoll.failpoints import failpoint\nfailpoint('here')\nfailpoint('here')\n")
+    script.write_text("from atoll.runtime import failpoint\nfailpoint('here')\nfailpoint('here')\n")
     with Nursery(preload=()) as nursery:
         process = nursery.start(str(script), cwd=tmp_path, failpoints="here=stop@1,2")
         for _ in range(2):

@@ -10,7 +10,7 @@ from torch import Tensor
 from atoll.codecs.base import Codec
 from atoll.codecs.block_quantization import Int4Codec, Int8Codec
 from atoll.codecs.topk import TopKCodec
-from atoll.tensors.alone import alone
+from atoll.runtime import single_thread
 
 CODECS = [Int8Codec(), Int4Codec(), TopKCodec(), TopKCodec(density=0.25)]
 IDS = ["int8", "int4", "topk", "topk-quarter"]
@@ -97,7 +97,7 @@ def test_topk_keeps_the_largest_and_of_each_group_the_sum(codec: TopKCodec, nume
 def test_threads_and_cuts_change_no_bit(codec: Codec, kind: str) -> None:
     values = values_of(kind, 32 * 4096 + 300)
     whole = encoded(codec, values)
-    with alone():
+    with single_thread():
         assert torch.equal(encoded(codec, values), whole)
     for step in (4096, 5 * 4096, 32 * 4096):
         runs = [encoded(codec, values[start : start + step]) for start in range(0, values.numel(), step)]

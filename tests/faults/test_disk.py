@@ -16,7 +16,7 @@ import pytest
 from fault_world import Result, ServerProcess, SiteProcess, Sites, left_undisturbed, serving
 from harness.processes import Nursery, wait_until
 
-from atoll import failpoints
+from atoll import runtime
 from atoll.errors import StoreError
 from atoll.server.coordinator import run
 
@@ -35,8 +35,8 @@ def remove_folder(path: Path) -> None:
 
 def arm(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     """Switch failpoints on in this process."""
-    monkeypatch.setattr(failpoints, "_actions", failpoints._parse(text))
-    monkeypatch.setattr(failpoints, "_reached", {})
+    monkeypatch.setattr(runtime, "_actions", runtime._parse(text))
+    monkeypatch.setattr(runtime, "_reached", {})
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ def test_a_full_disk_is_waited_for(
         sites.join()
         server.run()
         name, _, nth = point.partition("=enospc@")
-        assert failpoints._reached[name.removesuffix("=enospc")] >= int(nth or 1)
+        assert runtime._reached[name.removesuffix("=enospc")] >= int(nth or 1)
     assert said in caplog.text
     Result(tmp_path).require_same(undisturbed, sites)
 

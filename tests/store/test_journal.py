@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from store_world import accept, begin, first, killed, play_round, send_part, submit, update_of
 
-from atoll import failpoints
+from atoll import runtime
 from atoll.errors import DiskFull, StateCorrupt, StateLocked, StoreError
 from atoll.store.journal import Journal
 from atoll.store.store import Store
@@ -124,8 +124,8 @@ def test_a_disk_that_is_full_at_the_commit_leaves_the_ticket_open(
     store.issue_ticket(1, "a", 0, 0)
     for part in (0, 1):
         send_part(store, 1, part, update_of("a", 0))
-    monkeypatch.setattr(failpoints, "_actions", failpoints._parse("journal.commit=enospc"))
-    monkeypatch.setattr(failpoints, "_reached", {})
+    monkeypatch.setattr(runtime, "_actions", runtime._parse("journal.commit=enospc"))
+    monkeypatch.setattr(runtime, "_reached", {})
     with pytest.raises(DiskFull):
         accept(store, 1, update_of("a", 0))
     assert store.ticket(1).state == "open"

@@ -10,7 +10,7 @@ import pytest
 from blake3 import blake3
 from store_world import SHAPES, accept, first, play_round, read, send_part, slot_files, submit, update_of, write_version
 
-from atoll import failpoints
+from atoll import runtime
 from atoll.errors import BadRequest, Conflict, DiskFull, Gone, StoreError, TicketClosed, UpdateRefused
 from atoll.store import file_slots, update_spool
 from atoll.store.journal_tables import TicketRow
@@ -25,8 +25,8 @@ def store(tmp_path: Path) -> Store:
 
 
 def fail(monkeypatch: pytest.MonkeyPatch, name: str, action: str, nth: int = 1) -> None:
-    monkeypatch.setattr(failpoints, "_actions", failpoints._parse(f"{name}={action}@{nth}"))
-    monkeypatch.setattr(failpoints, "_reached", {})
+    monkeypatch.setattr(runtime, "_actions", runtime._parse(f"{name}={action}@{nth}"))
+    monkeypatch.setattr(runtime, "_reached", {})
 
 
 @pytest.mark.covers("F17")

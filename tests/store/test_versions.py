@@ -25,7 +25,7 @@ from store_world import (
     write_version,
 )
 
-from atoll import failpoints
+from atoll import runtime
 from atoll.errors import DiskFull, Gone, StoreError, SyncFailed, UsageError
 from atoll.store.model_copies import Files
 from atoll.store.store import Store
@@ -37,8 +37,8 @@ def store(tmp_path: Path) -> Store:
 
 
 def fail(monkeypatch: pytest.MonkeyPatch, name: str, action: str, nth: int = 1) -> None:
-    monkeypatch.setattr(failpoints, "_actions", failpoints._parse(f"{name}={action}@{nth}"))
-    monkeypatch.setattr(failpoints, "_reached", {})
+    monkeypatch.setattr(runtime, "_actions", runtime._parse(f"{name}={action}@{nth}"))
+    monkeypatch.setattr(runtime, "_reached", {})
 
 
 def test_a_commit_moves_the_head_counts_the_tickets_and_frees_their_spools(store: Store) -> None:

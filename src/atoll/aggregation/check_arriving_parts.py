@@ -25,7 +25,7 @@ from blake3 import blake3
 from atoll.aggregation.decode_updates import read_at
 from atoll.codecs.base import Codec
 from atoll.errors import BadRequest, RunFailed, StoreError
-from atoll.tensors.alone import alone
+from atoll.runtime import single_thread
 from atoll.tensors.byte_runs import Run, RunTable, neighbours
 from atoll.tensors.chunks import WIDEST_BYTES, Scratch, bytes_of
 from atoll.tensors.dtypes import accumulate_dtype, torch_dtype
@@ -208,7 +208,7 @@ class PartInspector:
     @contextmanager
     def _working(self) -> Iterator[None]:
         try:
-            with self._busy, alone():
+            with self._busy, single_thread():
                 if self._left:
                     raise StoreError(f"Part {self._index} is no longer received.")
                 yield

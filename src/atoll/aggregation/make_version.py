@@ -37,18 +37,17 @@ from torch import Tensor
 
 from atoll.aggregation.check_arriving_parts import require_finite
 from atoll.aggregation.decode_updates import FrozenUpdate, Updates, read_at, rows_at_once
-from atoll.aggregation.jobs import run_jobs
 from atoll.aggregation.outer_state import Column, tail_region
 from atoll.aggregation.plan import FragmentPlan, Plan
 from atoll.aggregation.whole_tensors import WholeState, step_whole_tensors
 from atoll.blobs.model_file import MASTER
 from atoll.codecs.version_difference import DifferenceWriter
 from atoll.errors import StateCorrupt
-from atoll.failpoints import failpoint
 from atoll.outer_optimizers.torch_optimizer import State
 from atoll.posix import write_at
 from atoll.reducers.base import RoundFacts
 from atoll.reducers.means import Maximum, WeightedMean
+from atoll.runtime import failpoint, run_jobs
 from atoll.store.file_slots import region_digest
 from atoll.tensors.byte_runs import Run
 from atoll.tensors.chunks import Scratch

@@ -13,9 +13,9 @@ from atoll.aggregation.decode_updates import Updates, read_at
 from atoll.aggregation.outer_state import WHOLES
 from atoll.aggregation.plan import FragmentPlan
 from atoll.blobs.model_file import MASTER
-from atoll.failpoints import failpoint
 from atoll.outer_optimizers.torch_optimizer import OuterRule, State
 from atoll.posix import write_at
+from atoll.runtime import failpoint
 from atoll.tensors.byte_runs import joined
 from atoll.tensors.chunks import Scratch, bytes_of
 from atoll.tensors.dtypes import accumulate_dtype, torch_dtype

@@ -26,8 +26,8 @@ from atoll.blobs.manifest import MOST_PARTS, Cuts, Manifest
 from atoll.blobs.payload_cut import Cut
 from atoll.errors import BadRequest, UsageError
 from atoll.posix import write_at
+from atoll.runtime import gc_as_usual, no_gc
 from atoll.tensors.chunks import CHUNK_BYTES, ROOM_BYTES, bytes_of, run_of, runs_of
-from atoll.tensors.collector import collections_as_usual, no_collections
 from atoll.tensors.custom_types import Stream
 from atoll.tensors.dtypes import dtype_name, torch_dtype
 from atoll.tensors.layout import Layout, Segment, safetensors_header
@@ -65,7 +65,7 @@ def write_object(packed: Packed, fd: int, cut: Cut) -> Manifest:
         UsageError: it is too large for one object.
         OSError: as `write`.
     """
-    with no_collections():
+    with no_gc():
         head, tensors = _head(packed, cut)
     cuts = Cuts(len(head), len(head) + sum(tensor.nbytes for tensor in tensors), cut.part_bytes)
     if len(head) > MOST_HEAD_BYTES or cuts.count > MOST_PARTS:
@@ -163,7 +163,7 @@ class Contents:
         Raises:
             BadRequest: it is none of an object, or describes something else than these sizes.
         """
-        with no_collections():
+        with no_gc():
             return cls._read(head, cuts, what)
 
     @classmethod
@@ -257,7 +257,7 @@ class Stored:
     @functools.cached_property
     def lazy(self) -> dict[str, LazyTensor]:
         """By name, the tensors of the head, too."""
-        with no_collections():
+        with no_gc():
             return {name: LazyTensor(self.handle, segment, None) for name, segment in self.segments.items()}
 
     def tree(self) -> Any:
@@ -303,7 +303,7 @@ def _payload(text: str, what: str) -> tuple[Plain, tuple[str, ...], dict[str, Te
 def _as_text(tensor: Tensor | Stream) -> dict[str, Plain]:
     """An entry of the head; `cut_of` sees to it that a `Stream` is small here."""
     if isinstance(tensor, Stream):
-        with collections_as_usual():
+        with gc_as_usual():
             data = b"".join(tensor.runs())
     else:
         data = bytes(bytes_of(run_of(tensor, 0, tensor.numel()).cpu()))

@@ -22,8 +22,8 @@ from blake3 import blake3
 
 from atoll.codecs.base import Codec
 from atoll.codecs.encoded_layout import codecs_of
-from atoll.failpoints import failpoint
 from atoll.posix import write_at
+from atoll.runtime import failpoint
 from atoll.tensors.byte_runs import Run, RunTable
 from atoll.tensors.layout import ALIGN_BYTES, TILE, Layout, Part, Piece, Segment, update_layout
 from atoll.tensors.schema import TensorSpec

@@ -21,9 +21,9 @@ from atoll._version import VERSION
 from atoll.border import bordered
 from atoll.config import DEFAULT_PORT, Settings
 from atoll.errors import AtollError, ConfigError, PortInUse, UsageError
-from atoll.latch import Latch
 from atoll.protocol import status_messages
 from atoll.protocol.task_messages import Evaluation
+from atoll.runtime import Latch
 from atoll.server.coordinator.background_writes import export_model
 from atoll.server.coordinator.build_status import keep_status, status_of
 from atoll.server.coordinator.persistor import Persistor

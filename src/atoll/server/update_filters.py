@@ -22,15 +22,14 @@ from torch import Tensor
 from atoll.aggregation.plan import FragmentPlan, Plan
 from atoll.codecs.base import Codec
 from atoll.errors import ConfigError, RunFailed, TicketClosed, UsageError
-from atoll.failpoints import failpoint
 from atoll.filters.base import About, BadFilter, Chain, Filter
 from atoll.posix import OwnedFile, read_at, write_at
+from atoll.runtime import failpoint, single_thread
 from atoll.server.filter_table import SiteFilters
 from atoll.server.tasks.user_code import UserThreads
 from atoll.store.file_slots import disk_error
 from atoll.store.journal_tables import TicketRow
 from atoll.store.store import Store
-from atoll.tensors.alone import alone
 from atoll.tensors.chunks import CHUNK_ELEMENTS, bytes_of
 from atoll.tensors.dtypes import accumulate_dtype, torch_dtype
 from atoll.tensors.layout import Piece, chunks
@@ -233,7 +232,7 @@ class _Work:
         """Write what the filters leave; returns the L2 norm of its `params`."""
         specs = {each.spec.name: each.spec for each in self._layout.segments if not each.spec.is_beside}
         squares = []
-        with torch.no_grad(), alone():
+        with torch.no_grad(), single_thread():
             chain = Chain(filters, specs, about, self._change, model=model)
             for part in self._layout.parts:
                 for piece, start, stop in chunks(part, CHUNK_ELEMENTS):

@@ -19,8 +19,8 @@ from torch import nn
 from atoll.border import bordered, say_interrupt_in_a_line
 from atoll.config import Settings
 from atoll.errors import ConfigError, UsageError
-from atoll.latch import Latch
 from atoll.protocol import status_messages
+from atoll.runtime import Latch
 from atoll.server.coordinator.handlers import Handlers
 from atoll.server.coordinator.persistor import Persistor
 from atoll.server.coordinator.run import Run

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from atoll.errors import ConfigError, UsageError
-from atoll.failpoints import failpoint
+from atoll.runtime import failpoint
 from atoll.store.file_slots import DELTA, SPOOL, STATE, VERSION, FileShape, FragmentShapes, SlotPool
 from atoll.store.journal import Durability, Journal
 

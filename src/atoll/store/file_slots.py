@@ -22,8 +22,8 @@ from pathlib import Path
 from blake3 import blake3
 
 from atoll.errors import DiskFull, StoreError
-from atoll.failpoints import failpoint
 from atoll.posix import FULL, write_at
+from atoll.runtime import failpoint
 
 JOURNAL, WRITER, PULL, READER = "journal", "writer", "pull", "reader"
 VERSION, STATE, SPOOL, DELTA = "version", "state", "spool", "delta"

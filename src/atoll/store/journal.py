@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from atoll.errors import DiskFull, StateCorrupt, StoreError, SyncFailed
-from atoll.failpoints import failpoint
 from atoll.posix import FULL
+from atoll.runtime import failpoint
 from atoll.store import journal_tables
 from atoll.store.journal_tables import SCHEMA, SCHEMA_VERSION
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from atoll.blobs.model_file import replace_file
 from atoll.errors import DiskFull
-from atoll.failpoints import failpoint
+from atoll.runtime import failpoint
 from atoll.store.file_slots import disk_error
 from atoll.store.versions import Versions
 

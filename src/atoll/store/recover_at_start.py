@@ -7,7 +7,7 @@ at any instruction leaves something from which the same recovery gives the same 
 from __future__ import annotations
 
 from atoll.errors import StateCorrupt
-from atoll.failpoints import failpoint
+from atoll.runtime import failpoint
 from atoll.store import audit_log
 from atoll.store.file_slots import DELTA, SPOOL, STATE, VERSION, Slot, is_slot_name, region_digest, verify
 from atoll.store.journal import NEW_RUN

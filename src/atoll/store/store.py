@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Self
 
 from atoll.errors import StateLocked, StoreError
-from atoll.failpoints import failpoint
 from atoll.posix import Held, take_folder
+from atoll.runtime import failpoint
 from atoll.sealed import NoteDamaged
 from atoll.store import audit_log, recover_at_start, verify_journal
 from atoll.store.audit_log import NAME, AuditHeadFile, read_head, tip

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any, get_args
 
 from atoll.errors import AtollError, BadRequest, Conflict, Gone, StoreError, TicketClosed, UpdateRefused
-from atoll.failpoints import failpoint
+from atoll.runtime import failpoint
 from atoll.store import audit_log
 from atoll.store.file_slots import JOURNAL, SPOOL, WRITER, Slot
 from atoll.store.journal_tables import PartRow, TicketRow, TicketState

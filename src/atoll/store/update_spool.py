@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from atoll.errors import AtollError, BadRequest, StoreError
-from atoll.failpoints import failpoint
 from atoll.posix import write_at
+from atoll.runtime import failpoint
 from atoll.store.file_slots import READER, WRITER, Ranges, Slot, SlotPool, disk_error
 from atoll.store.journal_tables import PartRow
 

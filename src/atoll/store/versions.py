@@ -18,7 +18,7 @@ from typing import Any, Self
 from blake3 import blake3
 
 from atoll.errors import DiskFull, Gone, StoreError, UsageError
-from atoll.failpoints import failpoint
+from atoll.runtime import failpoint
 from atoll.store import audit_log
 from atoll.store.file_slots import DELTA, JOURNAL, PULL, READER, SPOOL, STATE, VERSION, WRITER, Slot, verify
 from atoll.store.journal_tables import DeltaRow, VersionRow, now

@@ -34,8 +34,8 @@ import torch
 from torch import Tensor
 
 from atoll.errors import BadRequest, UsageError
+from atoll.runtime import gc_as_usual, no_gc
 from atoll.tensors.arrays import from_numpy
-from atoll.tensors.collector import collections_as_usual, no_collections
 from atoll.tensors.custom_types import Kind, Stream, kind_named, kind_of
 from atoll.tensors.dtypes import NAMES, NOT_IN_NUMPY
 from atoll.tensors.module_tensors import memory_of
@@ -76,7 +76,7 @@ def pack(payload: Any) -> Packed:
         UsageError: something in it cannot travel; its path in the payload is named.
     """
     packer = _Packer()
-    with no_collections():
+    with no_gc():
         skeleton = packer.node(payload, "payload")
     return Packed(skeleton, tuple(packer.tensors), frozenset(packer.arrays))
 
@@ -108,7 +108,7 @@ def unpack(
         return given[index]
 
     at = tensors if callable(tensors) else of_sequence
-    with no_collections():
+    with no_gc():
         return _Unpacker(at, streams or at, build).node(skeleton, "payload", 0)
 
 
@@ -177,7 +177,7 @@ class _Packer:
 
     def _registered(self, kind: Kind, value: Any, path: str) -> Plain:
         def write(value: Any, path: str) -> Plain:
-            with collections_as_usual():
+            with gc_as_usual():
                 produced = kind.take_apart(value, path)
             return {"$": "registered", "type": kind.name, "as": self.node(produced, f"{path} (as {kind.name})")}
 
@@ -320,7 +320,7 @@ class _Unpacker:
         self._kinds -= 1
         if kind is None:
             return None
-        with collections_as_usual():
+        with gc_as_usual():
             return kind.put_together(sent, path)
 
     def _tensor(self, kind: str, index: int) -> Any:
@@ -366,7 +366,7 @@ def names_of(packed: Packed) -> dict[int, tuple[str, ...]]:
     """
     found: dict[int, dict[str, None]] = {}
     owner: dict[str, int] = {}
-    with no_collections():
+    with no_gc():
         for path, index in _places(packed.skeleton, ""):
             name = path or ROOT
             if owner.setdefault(name, index) != index:
@@ -384,7 +384,7 @@ def without(packed: Packed, numbers: frozenset[int]) -> Packed:
         return packed
     kept = [index for index in range(len(packed.tensors)) if index not in numbers]
     new = {index: number for number, index in enumerate(kept)}
-    with no_collections():
+    with no_gc():
         skeleton = _renumbered(packed.skeleton, new)
     arrays = frozenset(new[index] for index in packed.arrays if index in new)
     return Packed(skeleton, tuple(packed.tensors[index] for index in kept), arrays)

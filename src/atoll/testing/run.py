@@ -42,7 +42,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from atoll import failpoints as _failpoints
+from atoll import runtime
 from atoll.protocol import routes
 from atoll.protocol.status_messages import Status
 
@@ -174,11 +174,11 @@ def failpoints(text: str) -> Iterator[Callable[[str], int]]:
     Raises:
         ValueError: an action is unknown.
     """
-    before = _failpoints.switch_on(text)
+    before = runtime.switch_failpoints_on(text)
     try:
-        yield _failpoints.times_reached
+        yield runtime.times_reached
     finally:
-        _failpoints.switch_on(before)
+        runtime.switch_failpoints_on(before)
 
 
 # -- waiting, signals and ports
@@ -351,7 +351,7 @@ class ForkServer:
             log: file to which its output is appended; by default one in `cwd`.
         """
         environment = {key: value for key, value in os.environ.items() if not key.startswith("ATOLL_")}
-        environment |= dict(env or {}) | ({_failpoints.VARIABLE: failpoints} if failpoints else {})
+        environment |= dict(env or {}) | ({runtime.FAILPOINTS_VARIABLE: failpoints} if failpoints else {})
         log = log or cwd / f"{Path(argv[0]).stem}-{len(self._started)}.log"
         log.touch()
         pid = self.ask(do="start", argv=list(argv), cwd=str(cwd), env=environment, log=str(log))
@@ -496,7 +496,7 @@ def _become(request: dict[str, Any]) -> None:
     for source, target in ((null, 0), (log, 1), (log, 2)):
         os.dup2(source, target)
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    _failpoints.switch_on(os.environ.get(_failpoints.VARIABLE, ""))
+    runtime.switch_failpoints_on(os.environ.get(runtime.FAILPOINTS_VARIABLE, ""))
 
 
 def _run(argv: list[str]) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from atoll.errors import UsageError
-from atoll.latch import Latch
+from atoll.runtime import Latch
 
 T = TypeVar("T")
 

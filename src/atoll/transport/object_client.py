@@ -39,9 +39,9 @@ from atoll.errors import (
 )
 from atoll.posix import read_at, write_at
 from atoll.protocol import messages, routes
+from atoll.runtime import no_gc
 from atoll.sizes import CHUNK_BYTES, CHUNK_STEP_BYTES, LEAST_CHUNK_BYTES, MOST_CHUNK_BYTES
 from atoll.tensors.chunks import Scatter
-from atoll.tensors.collector import no_collections
 from atoll.tensors.dtypes import dtype_name, torch_dtype
 from atoll.tensors.layout import Part
 from atoll.tensors.lazy_tensors import LazyState
@@ -441,7 +441,7 @@ def fetch(
     ref = ref if isinstance(ref, TensorRef) else TensorRef.parse(ref)
     idle_timeout_s = idle_timeout(idle_timeout_s)
     folder = None if isinstance(to_disk, bool) else Path(to_disk)
-    with no_collections():
+    with no_gc():
         target = None if into is None else _targets(into)
     with _Fetching(ref, idle_timeout_s, abort) as fetching:
         if not fetching.begin(optional):
@@ -532,7 +532,7 @@ class _Fetching:
 
     def fill(self, targets: Mapping[str, Tensor]) -> None:
         """All of it, where it belongs."""
-        with no_collections():
+        with no_gc():
             chosen, copies = self._assign(targets)
         self._scatter(chosen)
         for name, source in self._contents.inline.items():
@@ -567,7 +567,7 @@ class _Fetching:
         return [cuts.part(index) for index in range(cuts.head_count, cuts.count)]
 
     def _scatter(self, tensors: Tensors) -> None:
-        with no_collections():
+        with no_gc():
             scatter = Scatter(self._contents.layout, tensors)
         self._pull(self._data_parts(), [], scatter)
 

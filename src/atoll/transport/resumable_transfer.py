@@ -23,8 +23,8 @@ from typing import Any, ParamSpec, Protocol, TypeVar
 from blake3 import blake3
 
 from atoll.errors import BadRequest, PartCorrupt, ServerUnreachable, TransferAborted, TransferStalled
-from atoll.failpoints import failpoint
 from atoll.posix import Descriptor
+from atoll.runtime import failpoint
 from atoll.tensors.layout import Part
 from atoll.transport.http_client import Http, network_error, problem_of, unanswered
 from atoll.transport.part_connection import PartConnection

@@ -19,11 +19,11 @@ from atoll.errors import (
     Gone,
     TicketClosed,
 )
-from atoll.failpoints import failpoint
 from atoll.protocol import messages, routes, status_messages, swarm_messages, task_messages
 from atoll.rounds import events as ev
 from atoll.rounds import events as fx
 from atoll.rounds import machine
+from atoll.runtime import failpoint
 from atoll.server.coordinator.admission import counted_of, require_fit, run_info
 from atoll.server.coordinator.build_status import status_of, why
 from atoll.server.coordinator.ledger_rows import outcome_of

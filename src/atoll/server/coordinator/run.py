@@ -22,6 +22,7 @@ from atoll.protocol.task_messages import Evaluation
 from atoll.rounds import events as ev
 from atoll.rounds import events as fx
 from atoll.rounds import machine
+from atoll.runtime import stay_single_threaded
 from atoll.server.coordinator.accept_update import Judge
 from atoll.server.coordinator.aggregate_round import close_round, in_words
 from atoll.server.coordinator.background_writes import Behind, measured_of, missing, over, value_of
@@ -43,7 +44,6 @@ from atoll.server.update_filters import Filtering
 from atoll.store.journal_tables import Recovered, TicketRow
 from atoll.store.kept_objects import ObjectStore
 from atoll.store.store import Store
-from atoll.tensors.alone import stay_alone
 
 LOG = logging.getLogger("atoll.server")
 
@@ -99,7 +99,7 @@ class Run:
         self.bytes_up = self.bytes_down = 0
         self.started_s = time.monotonic()
         self.watched_s: float | None = None  # when its status was asked for last, over the network
-        self.io = ThreadPoolExecutor(max(8, 2 * plan.threads), thread_name_prefix="atoll-io", initializer=stay_alone)
+        self.io = ThreadPoolExecutor(max(8, 2 * plan.threads), "atoll-io", stay_single_threaded)
         self.objects = ObjectStore(
             self.settings.state_dir / "objects",
             max_bytes=self.settings.objects_max_bytes,

@@ -22,13 +22,13 @@ from atoll.aggregation.check_arriving_parts import Overflow
 from atoll.aggregation.plan import Plan
 from atoll.blobs.manifest import state_id
 from atoll.errors import UpdateRefused
-from atoll.failpoints import failpoint
 from atoll.protocol import messages, status_messages
 from atoll.protocol.swarm_messages import Close, Closed, Collect, Held, Hold, PeerReport, PeerWork, Share, digests_in
 from atoll.rounds import events as ev
 from atoll.rounds import events as fx
 from atoll.rounds.sampling import appointed, to_hold, turn
 from atoll.rounds.state import State
+from atoll.runtime import failpoint
 from atoll.server.coordinator.accept_update import Judge
 from atoll.server.coordinator.aggregate_round import Frozen, frozen_round, summary_of
 from atoll.server.coordinator.roster import Lease

@@ -24,6 +24,7 @@ from atoll.errors import AtollError, ConfigError, DiskFull, PartCorrupt, UsageEr
 from atoll.filters.base import About, Filter, filtered, said
 from atoll.posix import nameless_file, read_at
 from atoll.protocol import task_messages as tm
+from atoll.runtime import single_thread
 from atoll.server.coordinator.run import Run
 from atoll.server.filter_table import Given, SiteFilters
 from atoll.server.tasks.task_queue import Answer, SentPayload, key_to, read_contents
@@ -31,7 +32,6 @@ from atoll.server.tasks.user_code import UserThreads
 from atoll.server.transient_errors import RETRY_S, require_space
 from atoll.store.file_slots import disk_error
 from atoll.store.kept_objects import ObjectStore
-from atoll.tensors.alone import alone
 from atoll.tensors.custom_types import Stream
 from atoll.tensors.payload import Packed
 
@@ -100,7 +100,7 @@ class TaskFilters:
         if not filters:
             yield packed
             return
-        with alone():
+        with single_thread():
             what = f"The payload of task {task!r} for site {site} is not sent"
             yield filtered(packed, filters, About(site, task=task), what)
 
@@ -110,7 +110,7 @@ class TaskFilters:
         if not filters or answer.contents is None:
             return answer
         try:
-            with alone():
+            with single_thread():
                 return self._filtered(answer, answer.contents, filters, task)
         except AtollError as error:
             LOG.error("%s", said(error))

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from atoll import registry
 from atoll.config import Settings, WorkflowEntry, component_at, components_of, is_reference
 from atoll.errors import ConfigError, UsageError
-from atoll.tensors.alone import stay_alone
+from atoll.runtime import stay_single_threaded
 
 LOG = logging.getLogger("atoll.server")
 T = TypeVar("T")
@@ -81,7 +81,7 @@ class UserThreads:
                 set_result()
 
         def work() -> None:
-            stay_alone()
+            stay_single_threaded()
             try:
                 set_result = functools.partial(result.set_result, call())
             except Exception as error:

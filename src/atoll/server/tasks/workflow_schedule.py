@@ -19,10 +19,10 @@ from typing import Any, Literal, TypeVar
 
 from atoll.config import TRAIN, Settings, WorkflowEntry, entries_of
 from atoll.errors import AtollError, ConfigError, DiskFull, RunFailed, UsageError
-from atoll.failpoints import failpoint
 from atoll.protocol import status_messages
 from atoll.protocol.task_messages import Evaluation
 from atoll.rounds import events as ev
+from atoll.runtime import failpoint
 from atoll.server.coordinator.run import Run
 from atoll.server.tasks.task_payloads import AnswersInThreads, TaskFilters
 from atoll.server.tasks.user_code import Components, Function

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from atoll.codecs.base import Codec
-from atoll.tensors.alone import alone
+from atoll.runtime import single_thread
 from atoll.tensors.byte_runs import Move
 from atoll.tensors.chunks import CHUNK_ELEMENTS, Held, assign_run_, bytes_of, run_of, writable_bytes
 from atoll.tensors.dtypes import accumulate_dtype, torch_dtype
@@ -37,7 +37,7 @@ def rebase_(tensors: Held, old: VersionFile, new: VersionFile) -> None:
     Buffers take the new version's values.
     """
     scratch_old, scratch_new = (_scratch() for _ in range(2))
-    with torch.no_grad(), alone():
+    with torch.no_grad(), single_thread():
         for part in new.layout.parts:
             for piece, start, stop in chunks(part, CHUNK_ELEMENTS):
                 spec = piece.segment.spec
@@ -63,7 +63,7 @@ def merge_(tensors: Tensors, version: VersionFile, alpha: float) -> None:
     if alpha in (0, 1):
         return
     scratch = _scratch()
-    with torch.no_grad(), alone():
+    with torch.no_grad(), single_thread():
         for part in version.layout.parts:
             for piece, start, stop in chunks(part, CHUNK_ELEMENTS):
                 spec, dtype = piece.segment.spec, torch_dtype(piece.segment.spec.dtype)
@@ -78,7 +78,7 @@ def advance_base_(base: VersionFile, outbox: UpdateFile, codecs: Mapping[str, Co
     """base ← base − dec(update), in the base file: what was submitted, as the server decodes it."""
     scratch = _scratch()
     encoded = _scratch()
-    with torch.no_grad(), alone():
+    with torch.no_grad(), single_thread():
         for part in outbox.layout.parts:
             for piece, start, stop in chunks(part, CHUNK_ELEMENTS):
                 spec = piece.segment.spec
@@ -124,7 +124,7 @@ def load_(tensors: Held, base: VersionFile) -> None:
 
 def store_(base: VersionFile, tensors: Tensors) -> None:
     """Copy the tensors into where they lie in the base file."""
-    with torch.no_grad(), alone():
+    with torch.no_grad(), single_thread():
         for part in base.layout.parts:
             for piece, start, stop in chunks(part, CHUNK_ELEMENTS):
                 spec = piece.segment.spec

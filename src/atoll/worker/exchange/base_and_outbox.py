@@ -28,8 +28,8 @@ from blake3 import blake3
 from torch import Tensor
 
 from atoll.errors import AtollError, DiskFull, StateLocked, StoreError, VersionSkew
-from atoll.failpoints import failpoint
 from atoll.posix import Descriptor, Held, read_at, take_folder, write_at
+from atoll.runtime import failpoint
 from atoll.sealed import NoteDamaged
 from atoll.tensors.byte_runs import Move, read_pieces
 from atoll.tensors.chunks import CHUNK_BYTES, bytes_of

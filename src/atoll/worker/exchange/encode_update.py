@@ -22,7 +22,7 @@ from atoll.algorithms.base import Runs
 from atoll.codecs.base import Codec
 from atoll.errors import UsageError
 from atoll.filters.base import About, BadFilter, ByTask, Chain, Filter, filtered, for_tasks
-from atoll.tensors.alone import alone
+from atoll.runtime import single_thread
 from atoll.tensors.byte_runs import Run, RunTable
 from atoll.tensors.chunks import CHUNK_ELEMENTS, Held, bytes_of, run_of
 from atoll.tensors.dtypes import accumulate_dtype, torch_dtype
@@ -314,7 +314,7 @@ def form_update(
         )
     runs = runs or RunTable(outbox.layout, CHUNK_ELEMENTS)
     former = _Former(outbox, base, tensors, codecs, runs, beside, filtered, residuals, losses)
-    with torch.no_grad(), alone():
+    with torch.no_grad(), single_thread():
         digests = []
         for part in outbox.layout.parts:
             digests.append(former.part(part))

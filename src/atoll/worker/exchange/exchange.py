@@ -18,7 +18,6 @@ from atoll.codecs.base import Codec
 from atoll.codecs.encoded_layout import codecs_of, encoded_layout
 from atoll.codecs.version_difference import Downlink
 from atoll.errors import Conflict, Gone, TicketClosed, UpdateRefused
-from atoll.failpoints import failpoint
 from atoll.filters.base import About, Filter, require_filters
 from atoll.protocol import messages, routes
 from atoll.protocol.values import (
@@ -37,6 +36,7 @@ from atoll.protocol.values import (
     VersionRef,
     require,
 )
+from atoll.runtime import failpoint
 from atoll.tensors.byte_runs import RunTable
 from atoll.tensors.chunks import CHUNK_ELEMENTS, Held
 from atoll.tensors.fsdp_shards import Shards

@@ -19,10 +19,9 @@ from torch import Tensor
 
 from atoll.codecs.version_difference import Downlink
 from atoll.errors import Busy, DiskFull, Gone, PartCorrupt
-from atoll.failpoints import failpoint
 from atoll.protocol import messages, routes
 from atoll.protocol.values import VersionRef
-from atoll.tensors.alone import alone
+from atoll.runtime import failpoint, single_thread
 from atoll.tensors.chunks import CHUNK_ELEMENTS, Scatter, assign_run_, bytes_of
 from atoll.tensors.dtypes import torch_dtype
 from atoll.tensors.layout import ALIGN_BYTES, Part, Piece
@@ -106,7 +105,7 @@ def apply_(file: DeltaFile, source: BaseFile, target: BaseFile, note: BaseNote, 
     """
     target.begin(note)
     adder, wrong = _Adder(file, source, target, into), list[Part]()
-    with torch.no_grad(), alone():
+    with torch.no_grad(), single_thread():
         for part, down in zip(target.layout.parts, file.downlink.parts, strict=True):
             if adder.part(part, down).hex() != note.part_digests[part.index]:
                 wrong.append(part)

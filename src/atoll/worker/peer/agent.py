@@ -23,14 +23,12 @@ from pathlib import Path
 
 from atoll.aggregation.check_arriving_parts import Overflow
 from atoll.aggregation.decode_updates import FrozenUpdate
-from atoll.aggregation.jobs import run_jobs
 from atoll.aggregation.make_version import FrozenRound, NextFiles, RoundFiles, UpdateFile, close
 from atoll.aggregation.plan import Plan
 from atoll.blobs.manifest import state_id
 from atoll.blobs.model_file import model_header, model_runs, replace_file
 from atoll.config import Settings
 from atoll.errors import AtollError, LeaseLost, StateCorrupt, Superseded, VersionSkew
-from atoll.failpoints import failpoint
 from atoll.protocol import routes
 from atoll.protocol.swarm_messages import (
     Close,
@@ -46,6 +44,7 @@ from atoll.protocol.swarm_messages import (
     Unreached,
     in_text,
 )
+from atoll.runtime import failpoint, run_jobs
 from atoll.store.file_slots import SPOOL, STATE, VERSION, Slot, disk_error, region_digest
 from atoll.transport.http_client import Http
 from atoll.worker.broken_off import UNPULLED, NetworkLost

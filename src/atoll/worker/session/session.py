@@ -31,9 +31,9 @@ from atoll.errors import (
     VersionSkew,
 )
 from atoll.format_text import duration
-from atoll.latch import Latch
 from atoll.protocol import messages, routes
 from atoll.protocol.values import Lost, Next, next_of, require
+from atoll.runtime import Latch
 from atoll.tensors.fragments import Split
 from atoll.transport.http_client import Counters, Http, unanswered
 from atoll.worker.broken_off import NetworkLost

@@ -20,7 +20,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from atoll.latch import Latch
 from atoll.protocol.values import (
     Accepted,
     Closed,
@@ -35,6 +34,7 @@ from atoll.protocol.values import (
     Wait,
     require,
 )
+from atoll.runtime import Latch
 from atoll.tensors.module_tensors import Tensors
 from atoll.worker.broken_off import NetworkLost
 from atoll.worker.exchange import apply_version
