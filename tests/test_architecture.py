@@ -17,7 +17,7 @@ PACKAGE = Path(__file__).parents[1] / "src" / "atoll"
 
 LAYERS: list[set[str]] = [
     {"_version", "children", "errors", "format_text", "sealed", "sizes"},
-    {"border", "posix", "registry", "runtime"},
+    {"posix", "registry", "runtime"},
     {"config"},
     {"tensors"},
     {"codecs", "filters", "outer_optimizers", "reducers", "algorithms"},

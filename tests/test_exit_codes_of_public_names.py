@@ -14,7 +14,7 @@ import pytest
 
 import atoll
 import atoll.recipes
-from atoll.border import is_border
+from atoll.errors import is_public_api
 from atoll.worker.tasks.answer_tasks import Task
 from atoll.worker.tasks.task_loop import TaskWorker
 from atoll.worker.training.alone import LocalRound, LocalWorker
@@ -66,7 +66,7 @@ def public() -> Iterator[tuple[str, Any]]:
 def test_every_public_function_lets_errors_out_with_their_exit_code() -> None:
     functions = dict(public())
     assert len(functions) > 100
-    assert [name for name, function in functions.items() if not is_border(function)] == []
+    assert [name for name, function in functions.items() if not is_public_api(function)] == []
 
 
 SCRIPTS = {

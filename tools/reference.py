@@ -114,7 +114,7 @@ def settings_page() -> str:
 
 
 def exit_codes_page() -> str:
-    meanings = dict(re.findall(r"── (\w+) {2,}(\S.*)$", errors.__doc__ or "", re.MULTILINE))
+    meanings = dict(re.findall(r"── (\w+) {2,}(?:[\d↻] +)?(\S.*)$", errors.__doc__ or "", re.MULTILINE))
     lines = [
         "# Exit codes and errors",
         "",

@@ -1,42 +1,57 @@
-"""Every error that Atoll raises, as one tree.
+"""Every error that Atoll raises, as one tree, and what a public function makes of one.
 
-    AtollError
-    ├── ConfigError            the person who wrote the run file, a flag or ATOLL_*
-    ├── UsageError             the program that called a public function
-    ├── SchemaMismatch         two sides hold different models
-    ├── UpdateRefused          a worker's update: not finite, too large, a wrong weight
-    ├── PeerError              the other side of a connection
-    │   ├── VersionSkew        it speaks another protocol version
-    │   ├── AuthError          it does not accept who we are
-    │   ├── LeaseLost          it has declared us dead, or does not know us: join again
-    │   ├── Superseded         a newer process has joined under our name
-    │   ├── TicketClosed       the round of this ticket is over
-    │   ├── Conflict           the same ticket was used for other bytes
-    │   ├── PartCorrupt        bytes changed on the way
-    │   ├── Gone               what was asked for is no longer kept
-    │   ├── Busy               it asks to come back later
-    │   └── BadRequest         it did not understand what we said
-    ├── TransferError          the network between the two
-    │   ├── ServerUnreachable  nobody answers
-    │   ├── ServerLost         nobody has answered for so long that nobody is waited for any more
-    │   ├── TransferStalled    no byte moved for the idle timeout
-    │   └── TransferAborted    whoever started it told it to stop
-    ├── StoreError             this machine's disk
-    │   ├── DiskFull
-    │   ├── StateLocked        another process owns the directory
-    │   ├── StateCorrupt       a file is not what its digest says
-    │   └── SyncFailed         fsync failed: what was written may be lost
-    ├── PortInUse
-    └── RunFailed              a run that cannot go on
+    AtollError                 1   the exit code of a command or a script that one of them ends
+    ├── ConfigError            2   the person who wrote the run file, a flag or ATOLL_*
+    ├── UsageError             2   the program that called a public function
+    ├── SchemaMismatch         6   two sides hold different models
+    ├── UpdateRefused          6   a worker's update: not finite, too large, a wrong weight
+    ├── PeerError              6   the other side of a connection
+    │   ├── VersionSkew            it speaks another protocol version
+    │   ├── AuthError          8   it does not accept this side's credential
+    │   ├── LeaseLost              it has declared this worker dead, or does not know it: join again
+    │   ├── Superseded             a newer process has joined under the same name
+    │   ├── TicketClosed           the round of this ticket is over
+    │   ├── Conflict               the same ticket was used for other bytes
+    │   ├── PartCorrupt            bytes changed on the way
+    │   ├── Gone                   what was asked for is no longer kept
+    │   ├── Busy               ↻   it asks to come back later
+    │   └── BadRequest             it did not understand the request
+    ├── TransferError          5   the network between the two
+    │   ├── ServerUnreachable  ↻   nothing answers
+    │   ├── ServerLost             nothing has answered for so long that the worker gives up
+    │   ├── TransferStalled    ↻   no byte moved for the idle timeout
+    │   └── TransferAborted        the program that started it told it to stop
+    ├── StoreError             7   this machine's disk
+    │   ├── DiskFull           ↻   it has no space left
+    │   ├── StateLocked        4   another process owns the directory
+    │   ├── StateCorrupt           a file is not what its digest says
+    │   └── SyncFailed             fsync failed: what was written may be lost
+    ├── PortInUse              3   another process listens on the port
+    └── RunFailed              9   a run that cannot go on
 
-Each names who erred, the value and the remedy. `code` is what travels on the wire and into logs;
-`exit_code` is what a command ends with.
+Each names the side that erred, the value and the remedy. `code` is what travels on the wire and into logs. Those with ↻
+may pass by themselves (`is_transient`): the same call is made again after a pause.
+
+An error of Atoll reaches a user as one line on standard error, in commands, scripts and simulations alike. `public_api`
+marks what users call: the frames inside Atoll go to the logger `atoll` at DEBUG, and a script that does not catch the
+error ends with one line, which names the line of the script, and with the exit code.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import ClassVar
+import functools
+import inspect
+import logging
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any, ClassVar, TypeVar
+
+from atoll.format_text import visible, visible_lines
+
+LOG = logging.getLogger("atoll")
 
 STOPS = (".", "?", "!", ":", "…")
 """What a cause may end with before the remedy begins."""
@@ -46,7 +61,7 @@ class AtollError(Exception):
     """Base of every error that Atoll raises on purpose.
 
     Args:
-        message: who erred and with which value, in one sentence.
+        message: which side erred and with which value, in one sentence.
         remedy: what to do about it, in one sentence; may be empty.
         trace: of the user's code, where that raised; a command prints it.
     """
@@ -188,10 +203,135 @@ BY_CODE: dict[str, type[AtollError]] = _tree(AtollError)
 
 
 def causes(error: BaseException) -> Iterator[BaseException]:
-    """An error, what it was raised from, and so on; each once, for one may be a cause of its own."""
-    told = set[int]()
+    """Give an error, what it was raised from, and so on; each once, as one may be a cause of its own."""
+    seen = set[int]()
     cause: BaseException | None = error
-    while cause is not None and id(cause) not in told:
-        told.add(id(cause))
+    while cause is not None and id(cause) not in seen:
+        seen.add(id(cause))
         yield cause
         cause = cause.__cause__
+
+
+TRANSIENT = (ServerUnreachable, TransferStalled, Busy, DiskFull)
+"""Errors that may pass by themselves: the same call is made again after a pause."""
+
+UNPULLED = (*TRANSIENT, Gone, PartCorrupt, BadRequest)
+"""What a pull from a worker of a swarm may end with; another worker may have the same bytes."""
+
+
+def is_transient(error: BaseException) -> bool:
+    """Return whether an error may pass by itself."""
+    return isinstance(error, TRANSIENT)
+
+
+# -- public functions
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_MARK = "_is_public_api"
+_ENTRIES = ("__init__", "__call__", "__enter__", "__getitem__")
+"""Methods with an underscore that users call."""
+
+_hook_before: Callable[[type[BaseException], BaseException, TracebackType | None], Any] | None = None
+
+
+def public_api(target: F) -> F:
+    """Let errors leave a public function without the frames and the causes inside Atoll.
+
+    Args:
+        target: a function; or a class, for its constructor, its public methods and its properties. Generators are left
+            alone: what they raise comes when they are iterated.
+    """
+    if not isinstance(target, type):
+        function: F = _public_function(target)
+        return function
+    for name, member in list(vars(target).items()):
+        if name.startswith("_") and name not in _ENTRIES:
+            continue
+        if inspect.isfunction(member) and not inspect.isgeneratorfunction(member):
+            setattr(target, name, _public_function(member))
+        elif isinstance(member, classmethod):
+            setattr(target, name, classmethod(_public_function(member.__func__)))
+        elif isinstance(member, property) and member.fget is not None:
+            setattr(target, name, member.getter(_public_function(member.fget)))
+    return target
+
+
+def is_public_api(function: Callable[..., Any]) -> bool:
+    """Return whether an error that leaves this function ends a script with one line and its exit code."""
+    return _MARK in vars(function)
+
+
+def _public_function(function: Any) -> Any:
+    if is_public_api(function):
+        return function
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except AtollError as error:
+            LOG.debug("%s", error, exc_info=True)
+            _end_with_one_line()
+            raise error.with_traceback(None) from None
+        except KeyboardInterrupt:
+            print_interrupt_in_a_line()
+            raise
+
+    vars(call)[_MARK] = True
+    return call
+
+
+def print_error(error: AtollError, where: str = "") -> None:
+    """Print an error as one line on standard error.
+
+    Where the user's code raised it, its traceback comes before that line.
+
+    Args:
+        where: the place in the user's script that the error came out of.
+    """
+    if error.trace:
+        print(visible_lines(error.trace), file=sys.stderr)
+    place = f" ({where})" if where else ""
+    print(f"atoll: {visible(' '.join(str(error).split()))}{visible(place)}", file=sys.stderr, flush=True)
+
+
+def print_interrupt_in_a_line(error: BaseException | None = None) -> None:
+    """Let an uncaught Ctrl-C end the program with one line, in place of a traceback.
+
+    The exit status stays Python's: the process ends by SIGINT, which a shell calls 130.
+
+    Args:
+        error: what ends a block; nothing is done unless it is an interrupt.
+    """
+    if (error is None or isinstance(error, KeyboardInterrupt)) and sys.excepthook is sys.__excepthook__:
+        _end_with_one_line()
+
+
+def _end_with_one_line() -> None:
+    """Let an uncaught error of Atoll end the program with one line and its `exit_code`, not a traceback and 1."""
+    global _hook_before
+    interactive = hasattr(sys, "ps1") or sys.flags.interactive  # there an error must not end the session
+    if _hook_before is None and not interactive:
+        _hook_before, sys.excepthook = sys.excepthook, _print_and_exit
+
+
+def _print_and_exit(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    assert _hook_before is not None
+    is_ours = _hook_before is sys.__excepthook__  # a hook that was there before prints as it likes
+    if isinstance(error, KeyboardInterrupt) and is_ours:
+        print("atoll: interrupted", file=sys.stderr, flush=True)
+        return
+    if isinstance(error, AtollError) and is_ours:
+        print_error(error, _place(trace))
+    else:
+        _hook_before(kind, error, trace)
+    if isinstance(error, AtollError):
+        raise SystemExit(error.exit_code)
+
+
+def _place(trace: TracebackType | None) -> str:
+    """Return the last line of the traceback that is not Atoll's, as `train.py, line 7`."""
+    inside = str(Path(__file__).parent)
+    frames = [frame for frame in traceback.extract_tb(trace) if not frame.filename.startswith(inside)]
+    return f"{frames[-1].filename}, line {frames[-1].lineno}" if frames else ""

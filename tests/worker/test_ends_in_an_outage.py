@@ -11,7 +11,7 @@ import torch
 from kit import build_model, local_step, serve
 
 import atoll
-from atoll.worker.broken_off import NetworkLost
+from atoll.errors import TRANSIENT
 from atoll.worker.training.synchroniser import REPEAT_S, Outage
 
 H = 4
@@ -86,7 +86,7 @@ def test_logs_an_outage_again_after_some_minutes_with_the_number_of_skipped_turn
     caplog.set_level("INFO", "atoll")
     now_s = [0.0]
     outage = Outage(lambda: now_s[0])
-    lost = NetworkLost[0]("gone", "")
+    lost = TRANSIENT[0]("gone", "")
     for now_s[0] in (0.0, 100.0, REPEAT_S, REPEAT_S + 100.0, 2 * REPEAT_S):
         outage.skipped(lost, "a", "at step 1", "Why.")
     assert [numbers(record) for record in warnings(caplog)] == [[], [3], [5]]

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import atoll
-from atoll import border
+from atoll import errors
 from atoll.errors import AtollError, SchemaMismatch, ServerLost, ServerUnreachable, StateLocked, UsageError
 
 NOBODY = "http://127.0.0.1:9"
@@ -30,7 +30,7 @@ def server(tmp_path: Path) -> Iterator[atoll.Server]:
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Give up a server that does not answer at once; put the hook of this process back."""
     monkeypatch.setenv("ATOLL_GIVE_UP_S", "0.001")
-    monkeypatch.setattr(border, "_hook_before", None)
+    monkeypatch.setattr(errors, "_hook_before", None)
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
 
 

@@ -18,8 +18,7 @@ from torch import Tensor
 
 from atoll.algorithms.base import KeptState, Moved, Runs
 from atoll.algorithms.optimizer_hooks import Given, StepHooks
-from atoll.border import border
-from atoll.errors import UsageError
+from atoll.errors import UsageError, public_api
 from atoll.tensors.arrays import as_tensor
 from atoll.tensors.chunks import run_of
 from atoll.tensors.schema import name_beside
@@ -38,7 +37,7 @@ class ByHand:
         """Optimizer steps so far."""
         return self._hooks.steps
 
-    @border
+    @public_api
     def correct(self, optimizer: Given) -> StepHooks:
         """Correct each step of `optimizer`, until `finish` or the end of a `with` block.
 

@@ -21,8 +21,7 @@ from torch import Tensor, nn
 from atoll.algorithms.base import Algorithm, Correction, LocalContext, LocalRule
 from atoll.algorithms.by_hand import ByHand
 from atoll.algorithms.optimizer_hooks import StepHooks
-from atoll.border import border, bordered
-from atoll.errors import UsageError
+from atoll.errors import UsageError, public_api
 
 
 @dataclass(frozen=True)
@@ -66,7 +65,7 @@ class _Proximal(Correction):
         return term * (self._mu / 2)
 
 
-@bordered
+@public_api
 class FedProx(ByHand):
     """FedProx (arXiv 1812.06127) for one round of a hand-written loop: g ← g + μ·(w − w_t).
 
@@ -75,7 +74,7 @@ class FedProx(ByHand):
         mu: μ.
     """
 
-    @border
+    @public_api
     def __init__(self, model: nn.Module, mu: float) -> None:
         if not 0 <= mu < float("inf"):
             raise UsageError(f"mu is {mu}.", "Give a number that is finite and not negative.")

@@ -29,8 +29,7 @@ from torch import Tensor, nn
 from atoll.algorithms.base import Algorithm, Correction, LocalContext, LocalRule, Moved, Runs
 from atoll.algorithms.by_hand import ByHand, require_tensors
 from atoll.algorithms.optimizer_hooks import StepHooks
-from atoll.border import border, bordered
-from atoll.errors import UsageError
+from atoll.errors import UsageError, public_api
 from atoll.tensors.arrays import Arrays
 from atoll.tensors.chunks import run_of
 from atoll.tensors.module_tensors import named_parameters
@@ -86,7 +85,7 @@ class _Shifted(Correction):
         return {CONTROL: difference}
 
 
-@bordered
+@public_api
 class Scaffold(ByHand):
     """SCAFFOLD (arXiv 1910.06378, option II) for one round of a hand-written loop: y ← y − η·(c − c_i) after each step.
 
@@ -99,7 +98,7 @@ class Scaffold(ByHand):
         UsageError: a control is missing, unknown, of another shape, no tensor of floats or not finite; it is named.
     """
 
-    @border
+    @public_api
     def __init__(self, model: nn.Module, global_controls: Arrays, own_controls: Arrays) -> None:
         self._y = {name: value for name, value in named_parameters(model).items() if value.is_floating_point()}
         self._x = {name: value.detach().to("cpu", copy=True) for name, value in self._y.items()}
@@ -113,7 +112,7 @@ class Scaffold(ByHand):
         """c_i as it was given; after `finish` c_i⁺, which counts only if the update does."""
         return {name: self._own.after[name_beside(CONTROL, name)] for name in self._x}
 
-    @border
+    @public_api
     def finish(self) -> dict[str, Tensor]:
         """Let go of the optimizer.
 

@@ -6,10 +6,9 @@ from collections.abc import Callable
 
 import typer
 
-from atoll.border import print_error
 from atoll.children import Terminated
 from atoll.cli import audit, evaluate, export, new, server, simulate, status, worker
-from atoll.errors import AtollError
+from atoll.errors import AtollError, print_error
 
 INTERRUPTED, TERMINATED = 130, 143
 """128 + SIGINT and 128 + SIGTERM, as in shells."""

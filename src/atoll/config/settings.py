@@ -14,11 +14,10 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from atoll import registry
-from atoll.border import border
 from atoll.config.consistency import require_consistent
 from atoll.config.run_file import environment_layer, file_layer
 from atoll.config.workflow_settings import with_components
-from atoll.errors import AtollError, ConfigError
+from atoll.errors import AtollError, ConfigError, public_api
 from atoll.sizes import CHUNK_BYTES, ChunkBytes
 
 # -- Which settings a run lives by, and from when on a changed one holds: the rest at the server's next start.
@@ -337,7 +336,7 @@ class Settings(BaseModel):
         return self
 
     @classmethod
-    @border
+    @public_api
     def read(
         cls,
         path: Path | None = None,
@@ -374,7 +373,7 @@ class Settings(BaseModel):
         return self.save_dir or self.state_dir / "exports"
 
     @classmethod
-    @border
+    @public_api
     def build(cls, values: Mapping[str, Any], source: Mapping[str, str] | None = None) -> Settings:
         """Settings from a plain mapping.
 

@@ -13,8 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Unpack
 
-from atoll.border import border
-from atoll.errors import UsageError
+from atoll.errors import UsageError, public_api
 
 if TYPE_CHECKING:
     from atoll.integrations.lightning_callback import AtollCallback
@@ -31,7 +30,7 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-@border
+@public_api
 def patch(
     trainer: Any,
     server: str | None = None,
@@ -83,7 +82,7 @@ def _callback_of(trainer: Any) -> AtollCallback:
     return found[0]
 
 
-@border
+@public_api
 def evaluates(trainer: Any, module: Any, dataloaders: Any = None, *, datamodule: Any = None) -> None:
     """Take part in cross-site evaluation: each model is measured by `trainer.validate`, within `is_running`.
 

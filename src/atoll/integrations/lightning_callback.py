@@ -19,8 +19,7 @@ import torch
 
 from atoll.algorithms.optimizer_hooks import StepHooks
 from atoll.algorithms.resolve import local_rule
-from atoll.border import border
-from atoll.errors import UsageError
+from atoll.errors import UsageError, public_api
 from atoll.integrations import lightning_trainer
 from atoll.integrations.trainer_driver import SiteOptions, TrainerDriver, asked, require_alone
 from atoll.tensors.module_tensors import named_tensors
@@ -59,7 +58,7 @@ class AtollCallback(Callback):
             is misspelt.
     """
 
-    @border
+    @public_api
     def __init__(
         self,
         server: str | None = None,
@@ -89,7 +88,7 @@ class AtollCallback(Callback):
 
     # -- what a script asks
 
-    @border
+    @public_api
     def is_running(self, trainer: Any) -> bool:
         """Return whether the run has another round, as `atoll.integrations.lightning.is_running` does."""
         ranks = _ranks(trainer)
@@ -106,7 +105,7 @@ class AtollCallback(Callback):
 
     # -- hooks
 
-    @border
+    @public_api
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         require_alone([callback for callback in trainer.callbacks if isinstance(callback, AtollCallback)])
         if self.driver.takes_part and stage in ("fit", "validate"):
@@ -117,7 +116,7 @@ class AtollCallback(Callback):
         if stage == "fit":  # before configure_optimizers, which may build its schedule from the round
             pl_module.atoll_round, pl_module.atoll_rounds = _ranks(trainer).from_rank0(self._place)
 
-    @border
+    @public_api
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         self._limits.extend(trainer)
         self._fits, self._module = self._fits + 1, pl_module
@@ -137,7 +136,7 @@ class AtollCallback(Callback):
             self._receive(ranks, pl_module)
             self._in_round, self._samples = True, 0
 
-    @border
+    @public_api
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         self._first_step = trainer.global_step
         if self._in_round:  # not in on_fit_start: what a LearningRateFinder tries there is no step of the round
@@ -155,7 +154,7 @@ class AtollCallback(Callback):
         if diloco is not None and diloco.over:
             trainer.should_stop = True
 
-    @border
+    @public_api
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
         self._limits.restore(trainer)
         if self.driver.diloco is not None and self.driver.diloco.over:
@@ -170,7 +169,7 @@ class AtollCallback(Callback):
         ranks.from_rank0(lambda: self._submit(trainer, pl_module, steps, samples))
         self._let_go()
 
-    @border
+    @public_api
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
         self._validations.begin(trainer)
         if lightning_trainer.is_validating(trainer) and self.driver.takes_part and not self.measuring:

@@ -23,8 +23,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from atoll.algorithms.optimizer_hooks import StepHooks, innermost
-from atoll.border import border
-from atoll.errors import UsageError
+from atoll.errors import UsageError, public_api
 from atoll.filters.base import require_filters
 from atoll.integrations.trainer_driver import SiteOptions, TrainerDriver, require_alone
 from atoll.worker.arguments import finite_metrics
@@ -126,7 +125,7 @@ class AtollCallback(TrainerCallback):
             self._correction.close()
         driver.leave(error)
 
-    @border
+    @public_api
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
@@ -183,7 +182,7 @@ class AtollCallback(TrainerCallback):
             LOG.info("the Trainer begins anew, and so does round %d", self.driver.round.number)
             self._open_round(control)
 
-    @border
+    @public_api
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Count the step; at the end of a round submit, wait, and load."""
         driver, module = self.driver, self._model
@@ -200,7 +199,7 @@ class AtollCallback(TrainerCallback):
                 if self._steps == self._sync_every:
                     self._end_round(control)
 
-    @border
+    @public_api
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:

@@ -7,15 +7,14 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from atoll import registry
-from atoll.border import bordered
-from atoll.errors import UsageError
+from atoll.errors import UsageError, public_api
 from atoll.recipes.recipe import Recipe
 
 OPTIMIZERS = {"sgd": "fedavgm", "adam": "fedadam", "yogi": "fedyogi", "adagrad": "fedadagrad"}
 """FedOpt's server optimizer → the algorithm of the run file."""
 
 
-@bordered
+@public_api
 @dataclass(eq=False)
 class FedAvgRecipe(Recipe):
     """Federated averaging: the mean of what the clients trained, by weight."""
@@ -23,7 +22,7 @@ class FedAvgRecipe(Recipe):
     algorithm: ClassVar[str] = "fedavg"
 
 
-@bordered
+@public_api
 @dataclass(eq=False)
 class FedProxRecipe(Recipe):
     """FedAvg whose clients are drawn towards the global model.
@@ -40,7 +39,7 @@ class FedProxRecipe(Recipe):
         return {"local_options": {"mu": self.mu}}
 
 
-@bordered
+@public_api
 @dataclass(eq=False)
 class FedOptRecipe(Recipe):
     """FedAvg with an optimizer at the server.
@@ -72,7 +71,7 @@ class FedOptRecipe(Recipe):
         return {} if self.server_lr is None else {"outer_lr": self.server_lr}
 
 
-@bordered
+@public_api
 @dataclass(eq=False)
 class ScaffoldRecipe(Recipe):
     """SCAFFOLD: clients correct their steps by where all of them go; for sites whose data differ much.
@@ -89,7 +88,7 @@ class ScaffoldRecipe(Recipe):
         return {} if self.server_lr is None else {"outer_lr": self.server_lr}
 
 
-@bordered
+@public_api
 @dataclass(eq=False)
 class DiLoCoRecipe(Recipe):
     """Low-communication training: clients synchronise every `sync_every` local steps.
@@ -111,7 +110,7 @@ class DiLoCoRecipe(Recipe):
         return {"sync_every": self.sync_every} | {key: value for key, value in outer.items() if value is not None}
 
 
-@bordered
+@public_api
 @dataclass(eq=False)
 class SwarmRecipe(Recipe):
     """Rounds that clients aggregate, another one each time: no update goes through the server (docs/swarm.md).

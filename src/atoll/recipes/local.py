@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from atoll.algorithms.resolve import resolve
-from atoll.border import bordered
 from atoll.children import Children
 from atoll.config import NOT_SETTINGS, Settings
 from atoll.errors import (
@@ -25,6 +24,7 @@ from atoll.errors import (
     ServerUnreachable,
     StateLocked,
     StoreError,
+    public_api,
 )
 from atoll.protocol import routes
 from atoll.protocol.status_messages import Status
@@ -65,7 +65,7 @@ OF_THE_CALL = ("ATOLL_SERVER", "ATOLL_SITE", "ATOLL_DIR")
 """What each client is given anew."""
 
 
-@bordered
+@public_api
 @dataclass(frozen=True)
 class LocalEnv(Strict):
     """Real processes on this machine: a server, and a client for each name.

@@ -19,10 +19,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
 from atoll import registry
 from atoll.algorithms.resolve import resolve
-from atoll.border import border, bordered, say_interrupt_in_a_line
 from atoll.config import DEFAULT_PORT, Settings
 from atoll.config.text import settings_lines
-from atoll.errors import ConfigError, UsageError
+from atoll.errors import ConfigError, UsageError, print_interrupt_in_a_line, public_api
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class _Strict(type):
-    @border
+    @public_api
     def __call__(cls, *args: Any, **given: Any) -> Any:
         """Refuse what `__init__` does not take, before Python would without saying what is meant."""
         signature = inspect.signature(cls.__init__)  # type: ignore[misc]  # this very class's
@@ -238,7 +237,7 @@ class Environment(Protocol):
         ...
 
 
-@bordered
+@public_api
 @dataclass(eq=False)
 class Recipe(Strict):
     """A run of one algorithm.
@@ -444,7 +443,7 @@ class Recipe(Strict):
         try:
             return env.run(self)
         except KeyboardInterrupt:
-            say_interrupt_in_a_line()
+            print_interrupt_in_a_line()
             raise
 
 

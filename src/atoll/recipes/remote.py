@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from atoll.border import bordered
 from atoll.children import Children
-from atoll.errors import AtollError, ConfigError, RunFailed, UsageError
+from atoll.errors import AtollError, ConfigError, RunFailed, UsageError, public_api
 from atoll.protocol import routes
 from atoll.protocol.messages import RunInfo
 from atoll.protocol.status_messages import Status
@@ -34,7 +33,7 @@ SETTING_OF = {"schema_digest": "model", "local": "local_options", "fragments": "
 """What a server says → the setting that decides it, where the names differ."""
 
 
-@bordered
+@public_api
 @dataclass(frozen=True)
 class ServerEnv(Strict):
     """A server that runs already, somewhere. It serves one run, its own: it takes no other model or algorithm.

@@ -16,10 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from atoll import registry
-from atoll.border import bordered
 from atoll.children import Terminated, raise_on_sigterm
 from atoll.config import Settings
-from atoll.errors import UsageError
+from atoll.errors import UsageError, public_api
 from atoll.protocol.status_messages import RoundSummary, Status
 from atoll.recipes.recipe import slug
 
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
     from atoll.recipes.recipe import Recipe
 
 
-@bordered
+@public_api
 @dataclass(frozen=True)
 class RunResult:
     """What an execution leaves.

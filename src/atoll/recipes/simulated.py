@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from atoll.border import bordered
 from atoll.config import Settings
+from atoll.errors import public_api
 from atoll.recipes.recipe import Strict, require_number, require_path
 from atoll.recipes.result import (
     RUN_FILE,
@@ -32,7 +32,7 @@ STATE_DIR = "atoll-simulation"
 """Beside the run file, as `atoll simulate` has it: not where the run itself would be."""
 
 
-@bordered
+@public_api
 @dataclass(frozen=True)
 class SimEnv(Strict):
     """Virtual clients on this machine, or on Ray: the same rounds, algorithms and script, and the same bits.

@@ -18,9 +18,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from atoll._version import VERSION
-from atoll.border import bordered
 from atoll.config import DEFAULT_PORT, Settings
-from atoll.errors import AtollError, ConfigError, PortInUse, UsageError
+from atoll.errors import AtollError, ConfigError, PortInUse, UsageError, public_api
 from atoll.protocol import status_messages
 from atoll.protocol.task_messages import Evaluation
 from atoll.runtime import Latch
@@ -56,7 +55,7 @@ READ_BYTES = 2**16
 costs no more than this."""
 
 
-@bordered
+@public_api
 class Server:
     """Serves one run.
 

@@ -16,9 +16,8 @@ from typing import Any
 
 from torch import nn
 
-from atoll.border import bordered, say_interrupt_in_a_line
 from atoll.config import Settings
-from atoll.errors import ConfigError, UsageError
+from atoll.errors import ConfigError, UsageError, print_interrupt_in_a_line, public_api
 from atoll.protocol import status_messages
 from atoll.runtime import Latch
 from atoll.server.coordinator.handlers import Handlers
@@ -78,7 +77,7 @@ class Simulated:
         return self.worker_rounds / self.seconds if self.seconds else 0.0
 
 
-@bordered
+@public_api
 class Simulation:
     """A run whose workers are virtual: trained in turn by a few processes, with no network in between.
 
@@ -171,7 +170,7 @@ class Simulation:
         try:
             self._over.wait()
         except BaseException as error:
-            say_interrupt_in_a_line(error)
+            print_interrupt_in_a_line(error)
             self.stop()
             raise
         if self._error is not None:
@@ -203,7 +202,7 @@ class Simulation:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        say_interrupt_in_a_line(error)
+        print_interrupt_in_a_line(error)
         self.stop()
 
     @property

@@ -20,8 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from atoll.border import border
-from atoll.errors import StoreError, UsageError
+from atoll.errors import StoreError, UsageError, public_api
 from atoll.posix import read_at
 from atoll.tensors.chunks import CHUNK_BYTES, bytes_of
 from atoll.tensors.dtypes import torch_dtype
@@ -233,7 +232,7 @@ class LazyState(Mapping[str, Tensor]):
         raise UsageError("A LazyState cannot be pickled.", "Resolve it first.")
 
 
-@border
+@public_api
 def resolve(tree: Any) -> Any:
     """The same structure with every lazy value loaded, each once; whatever else it holds is taken over.
 

@@ -16,8 +16,7 @@ from datetime import UTC, datetime
 
 from blake3 import blake3
 
-from atoll.border import bordered
-from atoll.errors import AuthError, UsageError
+from atoll.errors import AuthError, UsageError, public_api
 
 _TEXT = re.compile(
     r"atoll-(?P<scheme>refs?)://(?P<host>\[[0-9a-fA-F:.]{2,45}\]|[0-9A-Za-z](?:[0-9A-Za-z._-]{0,251}[0-9A-Za-z])?)"
@@ -26,7 +25,7 @@ _TEXT = re.compile(
 )
 
 
-@bordered
+@public_api
 @dataclass(frozen=True, slots=True)
 class TensorRef:
     """Where to pull an object from, with `atoll.objects.fetch(ref)`. It travels inside payloads, and as text in JSON.

@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from atoll.blobs.manifest import Manifest
 from atoll.blobs.object_file import Contents, Stored, pack_object
 from atoll.blobs.payload_cut import ChunkSizes, Cut, cut_of
-from atoll.border import border, bordered
 from atoll.config import ENV_PREFIX, IDLE_TIMEOUT_S, Settings
 from atoll.errors import (
     AtollError,
@@ -36,6 +35,7 @@ from atoll.errors import (
     TransferAborted,
     TransferStalled,
     UsageError,
+    public_api,
 )
 from atoll.posix import read_at, write_at
 from atoll.protocol import messages, routes
@@ -148,7 +148,7 @@ EXPIRES_S = 3600.0
 CONNECTIONS = 2
 
 
-@bordered
+@public_api
 class Publisher:
     """Serves what it publishes to whoever can reach this process and has the reference. Use it as a context manager.
 
@@ -166,7 +166,7 @@ class Publisher:
         ConfigError: the address needs TLS. PortInUse: somebody else has the port.
     """
 
-    @border
+    @public_api
     def __init__(
         self,
         host: str = "127.0.0.1",
@@ -195,7 +195,7 @@ class Publisher:
         """Where it listens."""
         return self._host.port
 
-    @border
+    @public_api
     def publish(self, tensors: Any, *, chunk_bytes: int | None = None, expires_s: float = EXPIRES_S) -> TensorRef:
         """As `atoll.objects.publish`, served by this publisher."""
         return self.publish_packed(pack_object(tensors), chunk_bytes=chunk_bytes, expires_s=expires_s)
@@ -206,7 +206,7 @@ class Publisher:
         """As `publish`, of what was taken apart already."""
         return self._host.publish(packed, cut_as_told(packed, chunk_bytes), expires_s=_lasting(expires_s))
 
-    @border
+    @public_api
     def withdraw(self, ref: TensorRef) -> bool:
         """Serve it no more, and give its disk back; who pulls it is broken off. False where it was not served."""
         return self._host.withdraw(ref)
@@ -224,7 +224,7 @@ class Publisher:
         self.close()
 
 
-@border
+@public_api
 def publish(
     tensors: Any,
     *,
@@ -308,7 +308,7 @@ def send(
     )
 
 
-@border
+@public_api
 def withdraw(ref: TensorRef | str) -> bool:
     """Keep what a reference names no longer, here or at the server; who pulls it is broken off.
 
@@ -398,7 +398,7 @@ PAUSES_S = (0.25, 0.5, 1.0, 2.0, 4.0)
 T = TypeVar("T")
 
 
-@border
+@public_api
 def fetch(
     ref: TensorRef | str | None,
     *,

@@ -17,7 +17,7 @@ from atoll.algorithms.base import LocalRule, Moved, Runs
 from atoll.codecs.base import Codec
 from atoll.codecs.encoded_layout import codecs_of, encoded_layout
 from atoll.codecs.version_difference import Downlink
-from atoll.errors import Conflict, Gone, TicketClosed, UpdateRefused
+from atoll.errors import TRANSIENT, Conflict, Gone, TicketClosed, UpdateRefused
 from atoll.filters.base import About, Filter, require_filters
 from atoll.protocol import messages, routes
 from atoll.protocol.values import (
@@ -44,7 +44,6 @@ from atoll.tensors.layout import Layout, Part, version_layout
 from atoll.tensors.module_tensors import Tensors
 from atoll.tensors.schema import Schema
 from atoll.transport.resumable_transfer import HttpTransfer
-from atoll.worker.broken_off import NetworkLost
 from atoll.worker.exchange import apply_version, encode_update
 from atoll.worker.exchange.algorithm_state import AlgorithmState
 from atoll.worker.exchange.base_and_outbox import ExchangeFiles, OutboxNote, UpdateFile, VersionFile
@@ -324,7 +323,7 @@ class Exchange:
                 return lost
         except Gone as error:
             return Superseded(error)
-        except NetworkLost as error:
+        except TRANSIENT as error:
             return Lost(error)
         return Pulled(version)
 

@@ -18,7 +18,7 @@ from blake3 import blake3
 from torch import Tensor
 
 from atoll.codecs.version_difference import Downlink
-from atoll.errors import Busy, DiskFull, Gone, PartCorrupt
+from atoll.errors import UNPULLED, Busy, DiskFull, Gone, PartCorrupt
 from atoll.protocol import messages, routes
 from atoll.protocol.values import VersionRef
 from atoll.runtime import failpoint, single_thread
@@ -29,7 +29,6 @@ from atoll.tensors.module_tensors import Tensors
 from atoll.tensors.reference import TensorRef
 from atoll.transport.object_server import Ranges
 from atoll.transport.resumable_transfer import HttpTransfer
-from atoll.worker.broken_off import UNPULLED
 from atoll.worker.exchange import apply_version
 from atoll.worker.exchange.base_and_outbox import BaseFile, BaseNote, DiskFiles, PartsFile
 from atoll.worker.json_notes import name_of, read_note, write_note
@@ -236,7 +235,7 @@ class Puller:
 
         Raises:
             Gone: the server no longer keeps it; ask for the head. The tensors may hold a part of it.
-            NetworkLost: the attempts are over; without `waits` the tensors may hold a part of the version.
+            TRANSIENT: the attempts are over; without `waits` the tensors may hold a part of the version.
         """
         session, source = self._session, self._files.base
         base = self._files.beside() if beside else source

@@ -28,7 +28,7 @@ from atoll.aggregation.plan import Plan
 from atoll.blobs.manifest import state_id
 from atoll.blobs.model_file import model_header, model_runs, replace_file
 from atoll.config import Settings
-from atoll.errors import AtollError, LeaseLost, StateCorrupt, Superseded, VersionSkew
+from atoll.errors import TRANSIENT, UNPULLED, AtollError, LeaseLost, StateCorrupt, Superseded, VersionSkew, is_transient
 from atoll.protocol import routes
 from atoll.protocol.swarm_messages import (
     Close,
@@ -47,7 +47,6 @@ from atoll.protocol.swarm_messages import (
 from atoll.runtime import failpoint, run_jobs
 from atoll.store.file_slots import SPOOL, STATE, VERSION, Slot, disk_error, region_digest
 from atoll.transport.http_client import Http
-from atoll.worker.broken_off import UNPULLED, NetworkLost
 from atoll.worker.log_lines import LOG, Troubles, told
 from atoll.worker.peer.peer_store import PeerStore, Spool, Version
 from atoll.worker.peer.peer_transfers import PeerServer, PeerTransfers, ServedVersions
@@ -341,7 +340,7 @@ class SwarmPeer:
             except LeaseLost:
                 try:
                     self._rejoin(lease)
-                except NetworkLost:
+                except TRANSIENT:
                     pass
                 except AtollError as error:  # the worker's own next request raises it, too
                     LOG.debug("%s: no longer takes part: %s", self.site, error)
@@ -350,7 +349,7 @@ class SwarmPeer:
             except Superseded:
                 return
             except AtollError as error:
-                level = LOG.debug if isinstance(error, NetworkLost) else LOG.warning
+                level = LOG.debug if is_transient(error) else LOG.warning
                 level("%s: cannot ask for work: %s", self.site, error)
                 self._stopping.wait(pause_s)
                 pause_s = min(2 * pause_s, 8.0)

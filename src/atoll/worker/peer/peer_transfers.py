@@ -19,7 +19,7 @@ from pathlib import Path
 from atoll.aggregation.check_arriving_parts import Inspection
 from atoll.aggregation.plan import Plan
 from atoll.blobs.manifest import Cuts, Manifest, state_id
-from atoll.errors import AtollError, ConfigError, Gone, PartCorrupt, PortInUse
+from atoll.errors import UNPULLED, AtollError, ConfigError, Gone, PartCorrupt, PortInUse
 from atoll.posix import read_at, write_at
 from atoll.protocol import messages, routes
 from atoll.protocol.swarm_messages import Collect, Hold, Source
@@ -31,7 +31,6 @@ from atoll.transport.object_client import object_http
 from atoll.transport.object_server import ObjectHost, Ranges
 from atoll.transport.resumable_transfer import HttpTransfer
 from atoll.transport.tls import is_loopback
-from atoll.worker.broken_off import UNPULLED
 from atoll.worker.exchange.base_and_outbox import Outbox
 from atoll.worker.log_lines import told
 from atoll.worker.peer.peer_store import Spool, Version

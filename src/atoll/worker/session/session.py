@@ -19,6 +19,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from atoll.errors import (
+    TRANSIENT,
     AtollError,
     ConfigError,
     LeaseLost,
@@ -36,7 +37,6 @@ from atoll.protocol.values import Lost, Next, next_of, require
 from atoll.runtime import Latch
 from atoll.tensors.fragments import Split
 from atoll.transport.http_client import Counters, Http, unanswered
-from atoll.worker.broken_off import NetworkLost
 from atoll.worker.log_lines import LOG, in_wait, told
 from atoll.worker.session import last_status
 from atoll.worker.session.channel import Channel
@@ -421,7 +421,7 @@ class Session:
     def _for_all_ranks(self, ask: Callable[[], T], kind: Any) -> T | Lost:
         try:
             return self.ranks.from_rank0(ask, kind)
-        except NetworkLost as error:
+        except TRANSIENT as error:
             return Lost(error)
 
     def move(self, work: Callable[[], None], what: str, *, retries: int | None = None) -> Lost | None:
@@ -441,9 +441,9 @@ class Session:
                     self.ranks.gather(work)
                     attempts.succeeded()
                     return None
-                except (LeaseLost, *NetworkLost) as error:
+                except (LeaseLost, *TRANSIENT) as error:
                     attempts.failed(error)
-        except NetworkLost as error:
+        except TRANSIENT as error:
             return Lost(error)
 
     def patiently(self, ask: Callable[[], T], max_retries: int | None, what: str) -> T:
@@ -463,7 +463,7 @@ class Session:
                 result = ask()
                 attempts.succeeded()
                 return result
-            except (LeaseLost, *NetworkLost) as error:
+            except (LeaseLost, *TRANSIENT) as error:
                 attempts.failed(error)
 
     def next_ticket(self, fragment: int = 0, *, wait_s: float | None = None, retries: int | None = None) -> Next | Lost:
@@ -508,7 +508,7 @@ class Session:
         """Return what became of a ticket.
 
         Raises:
-            NetworkLost: this worker leaves meanwhile.
+            TRANSIENT: this worker leaves meanwhile.
         """
         return require(self.outcome(ticket))
 
@@ -557,7 +557,7 @@ class _Attempts:
         """Wait until the next attempt may begin; return the lease for it.
 
         Raises:
-            NetworkLost: there is no further attempt. ServerLost: the server is given up.
+            TRANSIENT: there is no further attempt. ServerLost: the server is given up.
             LeaseLost: the site cannot take part again.
         """
         session = self._session
@@ -575,7 +575,7 @@ class _Attempts:
                     self._stale = ""
                 self._lease = session.channel.lease
                 return self._lease
-            except NetworkLost as error:
+            except TRANSIENT as error:
                 self._error = error
 
     def failed(self, error: AtollError) -> None:

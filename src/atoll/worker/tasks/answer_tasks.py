@@ -15,8 +15,8 @@ from torch import nn
 
 from atoll.blobs.object_file import Stored
 from atoll.blobs.payload_cut import ChunkSizes, read_plain, way_of
-from atoll.border import border, bordered
 from atoll.errors import (
+    TRANSIENT,
     AtollError,
     BadRequest,
     Conflict,
@@ -27,6 +27,7 @@ from atoll.errors import (
     TransferError,
     TransferStalled,
     UsageError,
+    public_api,
 )
 from atoll.filters.base import ByTask, said
 from atoll.protocol import routes
@@ -44,7 +45,6 @@ from atoll.transport.object_client import (
 )
 from atoll.transport.object_server import Draft, written
 from atoll.worker.arguments import require_joined
-from atoll.worker.broken_off import NetworkLost
 from atoll.worker.exchange.encode_update import AnswerFilters
 from atoll.worker.log_lines import LOG, told
 from atoll.worker.session.session import Session
@@ -157,7 +157,7 @@ STALLS = 2
 """How often the tensors of a task may stand still before they are given up; a single time may pass by itself."""
 
 
-@bordered
+@public_api
 class Task:
     """One task of this site. The server sends it again until it is answered.
 
@@ -175,7 +175,7 @@ class Task:
         self._connection, self._streamed = connection, message.streamed
         self._sizes = ChunkSizes(message.tensor_chunk_bytes, message.np_chunk_bytes)
 
-    @border
+    @public_api
     def answer(self, payload: Any = None) -> bool:
         """Answer with any nested dicts, lists and tuples of tensors, arrays and plain values.
 
@@ -212,7 +212,7 @@ class Task:
                 withdraw(ref)
         return taken
 
-    @border
+    @public_api
     def fail(self, error: BaseException | str) -> bool:
         """Answer that this site cannot do it, and why.
 
@@ -442,7 +442,7 @@ class Answering:
                 LOG.error("%s: the tensors of %s cannot be kept: %s", self.site, task.described, error)
                 task.fail(error)
                 continue
-            except NetworkLost as error:
+            except TRANSIENT as error:
                 if isinstance(error, TransferStalled) and stalled == task.id:
                     task.fail(self._never_came(task, error))
                     continue
@@ -500,7 +500,7 @@ class Answering:
             self._ahead.close()
 
 
-@bordered
+@public_api
 class Answers:
     """What scripts register at a worker, however it takes part."""
 
@@ -550,7 +550,7 @@ class Answers:
         """Yield the tasks of this site, each with its payload, until the last workflow has ended."""
         return self._answering.tasks()
 
-    @border
+    @public_api
     def run(self) -> None:
         """Answer tasks with the handlers until the last workflow has ended."""
         self._answering.run()

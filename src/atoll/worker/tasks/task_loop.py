@@ -20,8 +20,7 @@ import os
 from pathlib import Path
 from types import TracebackType
 
-from atoll.border import border, bordered, say_interrupt_in_a_line
-from atoll.errors import UsageError
+from atoll.errors import UsageError, print_interrupt_in_a_line, public_api
 from atoll.filters.base import ByTask, for_tasks
 from atoll.transport.http_client import http_to, server_of
 from atoll.worker.log_lines import LOG, ensure_lines
@@ -32,7 +31,7 @@ from atoll.worker.site_name import default_site, require_site
 from atoll.worker.tasks.answer_tasks import Answering, Answers
 
 
-@bordered
+@public_api
 class TaskWorker(Answers):
     """A site that answers tasks; made by `atoll.tasks`. Use it as a context manager."""
 
@@ -58,7 +57,7 @@ class TaskWorker(Answers):
         """Its name."""
         return self._connection.site
 
-    @border
+    @public_api
     def __enter__(self) -> TaskWorker:
         self._answering.require_joined()
         return self
@@ -66,7 +65,7 @@ class TaskWorker(Answers):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        say_interrupt_in_a_line(error)
+        print_interrupt_in_a_line(error)
         self.close(error)
 
     def close(self, error: BaseException | None = None) -> None:
@@ -75,7 +74,7 @@ class TaskWorker(Answers):
         self._connection.leave(last_words(error))
 
 
-@border
+@public_api
 def tasks(
     server: str | None = None,
     site: str | None = None,

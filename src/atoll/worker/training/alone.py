@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from atoll.algorithms.optimizer_hooks import Given, StepHooks
-from atoll.border import border, bordered
-from atoll.errors import UsageError
+from atoll.errors import UsageError, public_api
 from atoll.tensors.arrays import Arrays, require_framework, to_numpy
 from atoll.tensors.module_tensors import Tensors, named_parameters, named_tensors
 from atoll.worker.arguments import finite_metrics, positive
@@ -72,7 +71,7 @@ class Round(Protocol):
         ...
 
 
-@bordered
+@public_api
 class LocalWorker:
     """What `atoll.join` gives without a server: the same loop, one round, nothing sent."""
 
@@ -124,7 +123,7 @@ class LocalWorker:
         """Nothing is to be answered without a server."""
 
 
-@bordered
+@public_api
 class LocalRound:
     """The one round of a script that runs without a server."""
 
@@ -161,7 +160,7 @@ class LocalRound:
     @overload
     def state_dict(self, framework: Literal["numpy"]) -> dict[str, np.ndarray[Any, Any]]: ...
 
-    @border
+    @public_api
     def state_dict(self, framework: str = "torch") -> dict[str, Any]:
         """Nothing is known without a server and before `load_into`; after it, copies of the model's tensors."""
         if self._model is None:

@@ -16,8 +16,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from atoll.algorithms.optimizer_hooks import Given, StepHooks
-from atoll.border import border, bordered, say_interrupt_in_a_line
-from atoll.errors import UsageError
+from atoll.errors import UsageError, print_interrupt_in_a_line, public_api
 from atoll.filters.base import Filter
 from atoll.protocol import routes, status_messages
 from atoll.protocol.values import Open, require
@@ -30,7 +29,7 @@ from atoll.worker.site_name import default_site, require_site
 from atoll.worker.training.federated_loop import FederatedRound
 
 
-@bordered
+@public_api
 class Client:
     """A worker's requests, one by one.
 
@@ -44,7 +43,7 @@ class Client:
     Nothing is sent before it is needed: `status` works without registering.
     """
 
-    @border
+    @public_api
     def __init__(
         self,
         server: str,
@@ -68,10 +67,10 @@ class Client:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        say_interrupt_in_a_line(error)
+        print_interrupt_in_a_line(error)
         self.close(error)
 
-    @border
+    @public_api
     def register(self) -> Client:
         """Take part; the other requests do it when they have to."""
         if self._place is None:
@@ -85,7 +84,7 @@ class Client:
             self._place.exchange.recover()
         return self
 
-    @border
+    @public_api
     def next_round(self, wait_s: float | None = None) -> int | None:
         """Wait for the next round; its number, or None when the run is finished or the time is over."""
         place = self._registered()
@@ -93,7 +92,7 @@ class Client:
         self._round = FederatedRound(place, reply.ticket) if isinstance(reply, Open) else None
         return self._round.number if self._round else None
 
-    @border
+    @public_api
     def pull(
         self, into: nn.Module | dict[str, Tensor] | None = None, *, framework: Literal["torch", "numpy"] = "torch"
     ) -> dict[str, Any]:
@@ -107,22 +106,22 @@ class Client:
         owners, aliases = named_tensors(model)
         return owners | {alias: owners[owner] for alias, owner in aliases.items()}
 
-    @border
+    @public_api
     def correct(self, model: nn.Module, optimizer: Given) -> StepHooks:
         """Have the run's algorithm correct local training; a context manager that lets go of the optimizer."""
         return self._current().correct(model, optimizer)
 
-    @border
+    @public_api
     def global_state(self, group: str) -> dict[str, Tensor]:
         """Return what the pulled version has beside the model in a group, by parameter's name; empty without one."""
         return self._current().global_state(group)
 
-    @border
+    @public_api
     def own_state(self, group: str) -> dict[str, Tensor]:
         """Return what the algorithm keeps at this site in a group, likewise."""
         return self._current().own_state(group)
 
-    @border
+    @public_api
     def submit(
         self,
         model: nn.Module | Arrays,
@@ -135,7 +134,7 @@ class Client:
         """Submit what the model has become; returns when the server has it in its journal."""
         self._current().submit(model, weight=weight, metrics=metrics, steps=steps, groups=groups)
 
-    @border
+    @public_api
     def status(self) -> status_messages.Status:
         """The run at this moment."""
         return status(self._server)

@@ -30,8 +30,7 @@ from atoll.algorithms.optimizer_hooks import (
     require_trains,
     warn_of_what_none_trains,
 )
-from atoll.border import border, bordered, say_interrupt_in_a_line
-from atoll.errors import UsageError
+from atoll.errors import UsageError, print_interrupt_in_a_line, public_api
 from atoll.filters.base import Filter
 from atoll.protocol.values import UpdateInfo, VersionRef
 from atoll.tensors.fsdp_shards import Shards
@@ -117,7 +116,7 @@ def release(loop: object) -> None:
         _active.pop(loop, None)
 
 
-@bordered
+@public_api
 class DiLoCo:
     """Low-communication training around any loop; `optimizer.step()` is all that it needs to see.
 
@@ -142,7 +141,7 @@ class DiLoCo:
         require_server: refuse to train alone where no server is configured.
     """
 
-    @border
+    @public_api
     def __init__(
         self,
         model: nn.Module,
@@ -198,10 +197,10 @@ class DiLoCo:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        say_interrupt_in_a_line(error)
+        print_interrupt_in_a_line(error)
         self.stop(error)
 
-    @border
+    @public_api
     def start(self) -> DiLoCo:
         """Join the run, pull the global model into the parameters, and hook the optimizer.
 
@@ -373,7 +372,7 @@ class DiLoCo:
         else:
             LOG.info("%s: %d steps after the last synchronisation stay local", place.site, steps)
 
-    @border
+    @public_api
     def follow(self, optimizer: Given) -> None:
         """Go on with another optimizer over the model's parameters, wherever they are now: frameworks make new ones."""
         self._optimizers, self.optimizer = optimizers_in(optimizer), optimizer
@@ -385,7 +384,7 @@ class DiLoCo:
             self._find_tensors()
             self._hook()
 
-    @border
+    @public_api
     def report(self, **metrics: float) -> None:
         """Numbers of this worker to be shown in status, and averaged over the workers at the next synchronisation.
 
@@ -510,7 +509,7 @@ class DiLoCo:
             self._steps.close()
             self._steps = None
 
-    @border
+    @public_api
     def _after_step(self) -> None:
         self.step += 1
         progress = self._progress

@@ -27,8 +27,7 @@ from atoll.algorithms.optimizer_hooks import (
     optimizers_in,
     warn_of_what_none_trains,
 )
-from atoll.border import border, bordered, say_interrupt_in_a_line
-from atoll.errors import UsageError
+from atoll.errors import UsageError, print_interrupt_in_a_line, public_api
 from atoll.filters.base import Filter
 from atoll.protocol import messages
 from atoll.protocol.values import Closed, Lost, Open, Refused, Superseded, Ticket, UpdateInfo, VersionRef, Wait, require
@@ -53,7 +52,7 @@ from atoll.worker.training.simulated_seat import seat_here
 # -- One round of a federated run, as a training script has it: the version to train from, and the right to submit.
 
 
-@bordered
+@public_api
 class FederatedRound:
     """One round of a federated run: the version to train from, and the ticket to submit under."""
 
@@ -77,7 +76,7 @@ class FederatedRound:
         """The version to train from."""
         return self._ticket.base
 
-    @border
+    @public_api
     def load_into(self, model: Model) -> Model:
         """Pull the global model into `model`, in place, and return it; the round begins anew where it had begun.
 
@@ -104,7 +103,7 @@ class FederatedRound:
             # a run that has ended meanwhile gives no ticket any more: training goes on from its result, in vain
             self._ticket = reply.ticket if isinstance(reply, Open) else replace(self._ticket, base=reply.head)
 
-    @border
+    @public_api
     def correct(self, model: nn.Module, optimizer: Given) -> StepHooks:
         """Have the run's algorithm correct local training, if it does; else steps are counted, and nothing changes.
 
@@ -133,7 +132,7 @@ class FederatedRound:
             session.corrects = True
         return attached
 
-    @border
+    @public_api
     def global_state(self, group: str) -> dict[str, Tensor]:
         """Return what the algorithm keeps beside the model in a group, by its name.
 
@@ -147,7 +146,7 @@ class FederatedRound:
         shapes = self._shapes_beside().get(group, {})
         return _read(group, shapes, self._exchange.base.values_of)
 
-    @border
+    @public_api
     def own_state(self, group: str) -> dict[str, Tensor]:
         """Return what the algorithm keeps at this site, likewise; zeros until an update counted."""
         exchange = self._exchange
@@ -161,7 +160,7 @@ class FederatedRound:
     @overload
     def state_dict(self, framework: Literal["numpy"]) -> dict[str, np.ndarray[Any, Any]]: ...
 
-    @border
+    @public_api
     def state_dict(self, framework: str = "torch") -> dict[str, Any]:
         """The global model by name, tied tensors included, in new memory.
 
@@ -175,7 +174,7 @@ class FederatedRound:
         tensors = owned | {alias: owned[owner] for alias, owner in schema.aliases}
         return to_numpy(tensors) if framework == "numpy" else tensors
 
-    @border
+    @public_api
     def submit(
         self,
         model: nn.Module | Arrays,
@@ -298,7 +297,7 @@ def _read(group: str, shapes: Shapes, runs: Runs) -> dict[str, Tensor]:
     return {name: runs(name_beside(group, name), 0, math.prod(shape)).reshape(shape) for name, shape in shapes.items()}
 
 
-@bordered
+@public_api
 class Worker(Answers):
     """One site's part in a federated run: iterate over its rounds. Made by `atoll.join`.
 
@@ -327,7 +326,7 @@ class Worker(Answers):
         """Bytes of tensors received so far."""
         return self._session.counters.bytes_down
 
-    @border
+    @public_api
     def __enter__(self) -> Worker:
         require_joined(self._session.has_left, self.site, "atoll.join")
         return self
@@ -335,7 +334,7 @@ class Worker(Answers):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        say_interrupt_in_a_line(error)
+        print_interrupt_in_a_line(error)
         self.leave(error)
 
     def leave(self, error: BaseException | None = None) -> None:
@@ -353,7 +352,7 @@ class Worker(Answers):
             size(self._session.counters.bytes_down),
         )
 
-    @border
+    @public_api
     def load_into(self, model: Model) -> Model:
         """Pull the newest global model into `model`, in place; after the last round, that is the result.
 
@@ -376,7 +375,7 @@ class Worker(Answers):
         while (round_ := self._following(rounds)) is not None:
             yield round_
 
-    @border
+    @public_api
     def _following(self, rounds: Iterator[Round]) -> Round | None:
         require_joined(self._session.has_left, self.site, "atoll.join")
         return next(rounds, None)
@@ -423,7 +422,7 @@ class Worker(Answers):
         LOG.warning("%s: the update of round %d did not count: %s", self.site, note.round, previous.reason)
 
 
-@border
+@public_api
 def join(
     server: str | None = None,
     site: str | None = None,

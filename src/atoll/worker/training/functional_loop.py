@@ -19,8 +19,7 @@ from typing import Any, Literal
 from torch import nn
 
 from atoll.algorithms.optimizer_hooks import Given, StepHooks
-from atoll.border import border, bordered
-from atoll.errors import UsageError
+from atoll.errors import UsageError, public_api
 from atoll.filters.base import Filter
 from atoll.tensors.arrays import Arrays
 from atoll.worker.session.leave_at_exit import what_ends
@@ -28,7 +27,7 @@ from atoll.worker.training.alone import LocalWorker, Model, Round
 from atoll.worker.training.federated_loop import Worker, join
 
 
-@bordered
+@public_api
 class Received:
     """The global model of one round.
 
@@ -45,7 +44,7 @@ class Received:
         self.params = params
         self.sent: nn.Module | Arrays | None = None
 
-    @border
+    @public_api
     def correct(self, model: nn.Module, optimizer: Given) -> StepHooks:
         """Have the run's algorithm correct local training, as `fl_round.correct` does."""
         return self._round.correct(model, optimizer)
@@ -85,7 +84,7 @@ class _Part:
 _part: _Part | None = None
 
 
-@border
+@public_api
 def init(
     server: str | None = None,
     site: str | None = None,
@@ -111,7 +110,7 @@ def init(
     atexit.register(_leave_at_exit, _part)
 
 
-@border
+@public_api
 def is_running() -> bool:
     """Whether there is another round; it is waited for, as only then that is known.
 
@@ -121,7 +120,7 @@ def is_running() -> bool:
     return _current().next_round() is not None
 
 
-@border
+@public_api
 def receive(into: Model | None = None, *, framework: Literal["torch", "numpy"] = "torch") -> Received | None:
     """The global model of this round; None when the run is over. Asked again in the same round, the same.
 
@@ -144,7 +143,7 @@ def receive(into: Model | None = None, *, framework: Literal["torch", "numpy"] =
     return part.received
 
 
-@border
+@public_api
 def send(
     model: nn.Module | Arrays,
     *,

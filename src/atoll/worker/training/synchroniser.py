@@ -20,6 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
+from atoll.errors import is_transient
 from atoll.protocol.values import (
     Accepted,
     Closed,
@@ -36,7 +37,6 @@ from atoll.protocol.values import (
 )
 from atoll.runtime import Latch
 from atoll.tensors.module_tensors import Tensors
-from atoll.worker.broken_off import NetworkLost
 from atoll.worker.exchange import apply_version
 from atoll.worker.exchange.exchange import Exchange
 from atoll.worker.log_lines import LOG, why_skipped
@@ -74,7 +74,7 @@ class Outage:
             what: the synchronisation, as the log names it.
             why: the reason, as a sentence.
         """
-        was_on, self.is_on = self.is_on, isinstance(error, NetworkLost)
+        was_on, self.is_on = self.is_on, is_transient(error)
         now_s = self._clock()
         if not (was_on and self.is_on):
             self._skipped, self._said_s = 1, now_s
