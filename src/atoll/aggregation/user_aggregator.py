@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from atoll import registry
+from atoll.codecs.plain import Elementwise
 from atoll.errors import ConfigError
 from atoll.posix import write_at
 from atoll.tensors.chunks import bytes_of
@@ -121,22 +122,14 @@ def load(target: str, options: Mapping[str, Any]) -> Collected | Incremental:
 
 
 @dataclass(frozen=True)
-class Accumulated:
+class Accumulated(Elementwise):
     """The codec of the file: elements in their dtype of accumulation."""
 
     name: ClassVar[str] = "accumulated"
-    elementwise: ClassVar[bool] = True
-    raw: ClassVar[bool] = False
-    feedback: ClassVar[bool] = False
 
-    def encoded_bytes(self, numel: int, dtype: str) -> int:
-        return numel * accumulate_dtype(dtype).itemsize
-
-    def encode_(self, source: Tensor, target: Tensor, dtype: str) -> None:
-        target.view(accumulate_dtype(dtype)).copy_(source)
-
-    def decode_(self, source: Tensor, target: Tensor, dtype: str) -> None:
-        target.copy_(source.view(accumulate_dtype(dtype)))
+    @staticmethod
+    def stored(dtype: str) -> str:
+        return dtype_name(accumulate_dtype(dtype))
 
 
 def result_layout(schema: Schema, part_bytes: int) -> Layout:

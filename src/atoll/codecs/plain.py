@@ -4,9 +4,9 @@ bfloat16 keeps fp32's exponent and 8 bits of its significand: half the bytes, a 
 is not finite stays not finite. It is the default of DiLoCo, whose pseudo-gradients bear it without loss of quality
 (Douillard et al., Streaming DiLoCo, arXiv 2501.18512, go down to 4 bits).
 
-The largest fp16 is 65,504, and 40,000 − (−40,000) is 80,000. So where `params` are to travel as they are, those of
-such dtypes are written by this codec (`atoll.codecs.encoded_layout`). bfloat16 has the range of fp32, and is left as
-it is.
+The largest fp16 is 65,504, and 40,000 − (−40,000) is 80,000: the difference of two values may be beyond their range. So
+where `params` travel as they are, fp16 and fp8 are widened (`atoll.codecs.encoded_layout`). bfloat16 has the range of
+fp32 and needs no widening.
 """
 
 from __future__ import annotations
@@ -23,27 +23,69 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-@dataclass(frozen=True)
-class NoneCodec:
-    """Raw values; nothing is lost."""
+class Elementwise:
+    """A codec but for its name, for one that writes each element by itself, in the dtype that `stored` names."""
 
-    name: ClassVar[str] = "none"
     elementwise: ClassVar[bool] = True
-    raw: ClassVar[bool] = True
+    raw: ClassVar[bool] = False
     feedback: ClassVar[bool] = False
 
+    @staticmethod
+    def stored(dtype: str) -> str:
+        """Return the safetensors dtype in which elements of `dtype` are written."""
+        raise NotImplementedError
+
     def encoded_bytes(self, numel: int, dtype: str) -> int:
-        return numel * ITEM_BYTES[dtype]
+        return numel * ITEM_BYTES[self.stored(dtype)]
 
     def encode_(self, source: Tensor, target: Tensor, dtype: str) -> None:
         from atoll.tensors.dtypes import torch_dtype  # here, so that offsets can be computed without torch
 
-        target.view(torch_dtype(dtype)).copy_(source)
+        target.view(torch_dtype(self.stored(dtype))).copy_(source)
 
     def decode_(self, source: Tensor, target: Tensor, dtype: str) -> None:
         from atoll.tensors.dtypes import torch_dtype
 
-        target.copy_(source.view(torch_dtype(dtype)))
+        target.copy_(source.view(torch_dtype(self.stored(dtype))))
+
+
+@dataclass(frozen=True)
+class NoneCodec(Elementwise):
+    """Raw values; nothing is lost."""
+
+    name: ClassVar[str] = "none"
+    raw: ClassVar[bool] = True
+
+    @staticmethod
+    def stored(dtype: str) -> str:
+        return dtype
+
+
+@dataclass(frozen=True)
+class Bf16Codec(Elementwise):
+    """Two bytes per element of every float: the difference of two fp16 or fp8 values may be beyond their own range."""
+
+    name: ClassVar[str] = "bf16"
+
+    @staticmethod
+    def stored(dtype: str) -> str:
+        return "BF16" if dtype in FLOATS else dtype
+
+
+@dataclass(frozen=True)
+class WideCodec(Elementwise):
+    """Four bytes per element of fp16 and fp8; everything else as it is."""
+
+    name: ClassVar[str] = "wide"
+
+    @staticmethod
+    def stored(dtype: str) -> str:
+        return "F32" if is_of_short_range(dtype) else dtype
+
+
+def is_of_short_range(dtype: str) -> bool:
+    """Return whether a float has fewer bits of exponent than fp32."""
+    return dtype == "F16" or dtype.startswith("F8")
 
 
 _RAW = NoneCodec()
@@ -115,62 +157,3 @@ class Narrowing(ABC):
     @abstractmethod
     def _decode_(self, source: Tensor, target: Tensor) -> None:
         """Write what `source` holds into `target` [n], of any float dtype."""
-
-
-@dataclass(frozen=True)
-class Bf16Codec:
-    """Two bytes per element of every float: the difference of two fp16 or fp8 values may be beyond their own range."""
-
-    name: ClassVar[str] = "bf16"
-    elementwise: ClassVar[bool] = True
-    raw: ClassVar[bool] = False
-    feedback: ClassVar[bool] = False
-
-    def encoded_bytes(self, numel: int, dtype: str) -> int:
-        return numel * ITEM_BYTES[self._stored(dtype)]
-
-    def encode_(self, source: Tensor, target: Tensor, dtype: str) -> None:
-        from atoll.tensors.dtypes import torch_dtype  # here, so that offsets can be computed without torch
-
-        target.view(torch_dtype(self._stored(dtype))).copy_(source)
-
-    def decode_(self, source: Tensor, target: Tensor, dtype: str) -> None:
-        from atoll.tensors.dtypes import torch_dtype
-
-        target.copy_(source.view(torch_dtype(self._stored(dtype))))
-
-    @staticmethod
-    def _stored(dtype: str) -> str:
-        return "BF16" if dtype in FLOATS else dtype
-
-
-@dataclass(frozen=True)
-class WideCodec:
-    """Four bytes per element of fp16 and fp8; everything else as it is."""
-
-    name: ClassVar[str] = "wide"
-    elementwise: ClassVar[bool] = True
-    raw: ClassVar[bool] = False
-    feedback: ClassVar[bool] = False
-
-    def encoded_bytes(self, numel: int, dtype: str) -> int:
-        return numel * ITEM_BYTES[self._stored(dtype)]
-
-    def encode_(self, source: Tensor, target: Tensor, dtype: str) -> None:
-        from atoll.tensors.dtypes import torch_dtype  # here, so that offsets can be computed without torch
-
-        target.view(torch_dtype(self._stored(dtype))).copy_(source)
-
-    def decode_(self, source: Tensor, target: Tensor, dtype: str) -> None:
-        from atoll.tensors.dtypes import torch_dtype
-
-        target.copy_(source.view(torch_dtype(self._stored(dtype))))
-
-    @staticmethod
-    def _stored(dtype: str) -> str:
-        return "F32" if is_of_short_range(dtype) else dtype
-
-
-def is_of_short_range(dtype: str) -> bool:
-    """Whether a float has fewer bits of exponent than fp32."""
-    return dtype == "F16" or dtype.startswith("F8")
