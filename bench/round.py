@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from harness.round_run import Bench, measure
 
 from atoll import registry
-from atoll.children import raise_on_sigterm
+from atoll.child_processes import raise_on_sigterm
 from atoll.cli.main import run_command
 from atoll.errors import RunFailed
 

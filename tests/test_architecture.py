@@ -16,8 +16,10 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "src" / "atoll"
 
 LAYERS: list[set[str]] = [
-    {"_version", "children", "errors", "format_text", "sealed", "sizes"},
-    {"posix", "registry", "runtime"},
+    {"_version", "format_text"},
+    {"errors"},
+    {"child_processes", "json_files", "posix", "runtime", "sizes"},
+    {"registry"},
     {"config"},
     {"tensors"},
     {"codecs", "filters", "outer_optimizers", "reducers", "algorithms"},

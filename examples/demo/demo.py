@@ -25,7 +25,7 @@ import demo_summary
 import typer
 from demo_view import View, make_view
 
-from atoll.children import Children, Terminated, raise_on_sigterm
+from atoll.child_processes import Children, Terminated, raise_on_sigterm
 from atoll.cli.main import run_command
 from atoll.errors import AtollError, RunFailed, ServerUnreachable, UsageError
 

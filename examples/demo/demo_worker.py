@@ -22,7 +22,7 @@ from demo_models import (
 from torch import Tensor, nn
 
 import atoll
-from atoll.children import Terminated, raise_on_sigterm
+from atoll.child_processes import Terminated, raise_on_sigterm
 
 BATCH = 8
 WARM_UP_STEPS = 20

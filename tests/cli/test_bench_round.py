@@ -15,7 +15,7 @@ from harness import process_figures, round_model
 from harness.round_run import Bench, measure
 from safetensors.torch import load_file
 
-from atoll.children import Children
+from atoll.child_processes import Children
 from atoll.errors import RunFailed
 
 ROOT = Path(__file__).parents[2]

@@ -86,10 +86,10 @@ def test_the_ring_formula(tmp_path, monkeypatch) -> None:
 
 
 def test_children_are_ended_also_where_they_ignore_a_request(monkeypatch) -> None:
-    from atoll import children
-    from atoll.children import Children
+    from atoll import child_processes
+    from atoll.child_processes import Children
 
-    monkeypatch.setattr(children, "GRACE_S", 0.2)
+    monkeypatch.setattr(child_processes, "GRACE_S", 0.2)
     stubborn = (
         "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('on', flush=True); time.sleep(60)"
     )

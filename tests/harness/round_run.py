@@ -17,7 +17,7 @@ from typing import Any
 
 import urllib3
 
-from atoll.children import Children
+from atoll.child_processes import Children
 from atoll.cli.text import size
 from atoll.errors import RunFailed, UsageError
 from harness.process_figures import Peaks, cpu_s, memory_files_bytes

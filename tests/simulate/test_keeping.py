@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from atoll.json_files import NoteDamaged
 from atoll.protocol.messages import Outcome
-from atoll.sealed import NoteDamaged
 from atoll.simulate import kept_state
 from atoll.tensors.schema import TensorSpec
 from atoll.worker.exchange.local_state import Turns

@@ -52,7 +52,7 @@ def read(state_dir: Path, last: int) -> tuple[int, str, list[tuple[int, str, str
         UsageError: no run was begun there.
         StateCorrupt: an entry was changed or removed; or the journal is damaged.
     """
-    from atoll.sealed import NoteDamaged
+    from atoll.json_files import NoteDamaged
     from atoll.store import audit_log, journal_tables, verify_journal
     from atoll.store.audit_log import NAME, read_head
 

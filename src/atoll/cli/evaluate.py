@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from atoll.children import Terminated, raise_on_sigterm
+from atoll.child_processes import Terminated, raise_on_sigterm
 from atoll.cli.state_directory import journal_of
 from atoll.cli.text import counted, log_lines
 from atoll.config import Settings

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import typer
 
-from atoll.children import Terminated
+from atoll.child_processes import Terminated
 from atoll.cli import audit, evaluate, export, new, server, simulate, status, worker
 from atoll.errors import AtollError, print_error
 

@@ -20,7 +20,7 @@ import typer
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from atoll.children import Terminated, raise_on_sigterm
+from atoll.child_processes import Terminated, raise_on_sigterm
 from atoll.cli.memory import end_without_memory
 from atoll.cli.status import WATCH_S, live_table
 from atoll.cli.text import (

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from atoll.children import Terminated, raise_on_sigterm
+from atoll.child_processes import Terminated, raise_on_sigterm
 from atoll.cli.text import counted, duration, log_lines, numbers, size
 from atoll.config import Settings
 from atoll.simulate.seldom import Seldom

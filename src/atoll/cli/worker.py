@@ -20,7 +20,7 @@ from typing import Annotated, Any
 
 import typer
 
-from atoll.children import END_WITH_PARENT
+from atoll.child_processes import END_WITH_PARENT
 from atoll.errors import ConfigError, ServerUnreachable, UsageError, VersionSkew
 from atoll.worker.session.leave_at_exit import LEASES, leave_for
 

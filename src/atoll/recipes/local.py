@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from atoll.algorithms.resolve import resolve
-from atoll.children import Children
+from atoll.child_processes import Children
 from atoll.config import NOT_SETTINGS, Settings
 from atoll.errors import (
     AtollError,

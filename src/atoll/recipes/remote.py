@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from atoll.children import Children
+from atoll.child_processes import Children
 from atoll.errors import AtollError, ConfigError, RunFailed, UsageError, public_api
 from atoll.protocol import routes
 from atoll.protocol.messages import RunInfo

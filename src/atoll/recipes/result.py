@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from atoll import registry
-from atoll.children import Terminated, raise_on_sigterm
+from atoll.child_processes import Terminated, raise_on_sigterm
 from atoll.config import Settings
 from atoll.errors import UsageError, public_api
 from atoll.protocol.status_messages import RoundSummary, Status

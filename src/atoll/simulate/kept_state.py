@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import asdict, replace
 from pathlib import Path
 
+from atoll.json_files import note_from, read_note, write_note
 from atoll.worker.exchange.local_state import TurnNote
-from atoll.worker.json_notes import note_from, read_note, write_note
 
 NAMES = ("algorithm", "residual")
 """Of the files: NAME-0.bin and NAME-1.bin take turns, NAME.json says which counts."""

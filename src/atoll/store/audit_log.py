@@ -27,8 +27,8 @@ from typing import Any, Protocol
 from blake3 import blake3
 
 from atoll.errors import StateCorrupt, StoreError
+from atoll.json_files import NoteDamaged, seal, unseal
 from atoll.posix import OwnedFile, write_at
-from atoll.sealed import NoteDamaged, seal, unseal
 from atoll.store.journal import Journal
 from atoll.store.journal_tables import AuditRow, now
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from atoll import sealed
+from atoll import json_files
 from atoll.blobs.manifest import Cuts, Manifest
 from atoll.errors import AuthError, BadRequest, Busy, Conflict, Gone
 from atoll.posix import write_at
@@ -169,7 +169,7 @@ class ObjectStore:
         note, temporary = self._path(kept, "json"), self._path(kept, "note")
         try:
             os.replace(self._path(kept, "part"), self._path(kept, "safetensors"))
-            temporary.write_text(sealed.seal(_note(kept)), encoding="utf-8")
+            temporary.write_text(json_files.seal(_note(kept)), encoding="utf-8")
             os.replace(temporary, note)
         except OSError as error:
             self._drop(kept)  # a half of it is worth nothing
@@ -363,7 +363,7 @@ def _note(kept: Kept) -> dict[str, Any]:
 def _read_note(path: Path) -> Kept | None:
     """What a note says; None where it is none of ours, or damaged."""
     try:
-        note: Mapping[str, Any] = sealed.unseal(path.read_bytes())
+        note: Mapping[str, Any] = json_files.unseal(path.read_bytes())
         kept = Kept(
             note["object"],
             note["sealed"],

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Self
 
 from atoll.errors import StateLocked, StoreError
+from atoll.json_files import NoteDamaged
 from atoll.posix import Held, take_folder
 from atoll.runtime import failpoint
-from atoll.sealed import NoteDamaged
 from atoll.store import audit_log, recover_at_start, verify_journal
 from atoll.store.audit_log import NAME, AuditHeadFile, read_head, tip
 from atoll.store.file_slots import VERSION, FileShape, FragmentShapes, is_slot_name

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from atoll.errors import StateCorrupt
-from atoll.sealed import NoteDamaged
+from atoll.json_files import NoteDamaged
 from atoll.store.audit_log import NAME, START, AuditHead, Rows, boot_id, hash_of, read_head, require_same_log, tip
 from atoll.store.journal_tables import AuditRow
 

@@ -28,15 +28,19 @@ from blake3 import blake3
 from torch import Tensor
 
 from atoll.errors import AtollError, DiskFull, StateLocked, StoreError, VersionSkew
+from atoll.json_files import NoteDamaged, peek_note, read_note, write_note
 from atoll.posix import Descriptor, Held, read_at, take_folder, write_at
 from atoll.runtime import failpoint
-from atoll.sealed import NoteDamaged
 from atoll.tensors.byte_runs import Move, read_pieces
 from atoll.tensors.chunks import CHUNK_BYTES, bytes_of
 from atoll.tensors.dtypes import torch_dtype
 from atoll.tensors.layout import Layout, Part, Piece, Segment
-from atoll.worker.json_notes import name_of, peek_note, read_note, write_note
 from atoll.worker.log_lines import LOG, size
+
+
+def name_of(name: str, fragment: int | None) -> str:
+    """Return the name of a fragment's file; `name` itself if the run has one fragment."""
+    return name if fragment is None else f"{name}-f{fragment}"
 
 
 @dataclass(frozen=True)

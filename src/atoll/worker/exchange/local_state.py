@@ -14,13 +14,13 @@ from typing import NamedTuple, TypeVar
 
 from torch import Tensor
 
+from atoll.json_files import read_note, write_note
 from atoll.protocol import messages
 from atoll.tensors.chunks import CHUNK_BYTES, bytes_of
 from atoll.tensors.dtypes import accumulate_dtype, dtype_name
 from atoll.tensors.layout import file_layout
 from atoll.tensors.schema import PARAMS, Schema, TensorSpec
 from atoll.worker.exchange.base_and_outbox import ScratchFile
-from atoll.worker.json_notes import read_note, write_note
 from atoll.worker.log_lines import LOG
 
 T = TypeVar("T", bound="Turns")

@@ -18,11 +18,10 @@ from atoll.tensors.schema import Schema
 from atoll.transport.http_client import http_to
 from atoll.transport.resumable_transfer import HttpTransfer
 from atoll.worker.exchange.algorithm_state import AlgorithmState
-from atoll.worker.exchange.base_and_outbox import DiskFiles, folder_of, locked, remove_earlier
+from atoll.worker.exchange.base_and_outbox import DiskFiles, folder_of, locked, name_of, remove_earlier
 from atoll.worker.exchange.exchange import Exchange, Layouts, Outlet
 from atoll.worker.exchange.local_state import Owner, Residuals, Together
 from atoll.worker.exchange.pull_version import Puller
-from atoll.worker.json_notes import name_of
 from atoll.worker.session.http_channel import HttpChannel
 from atoll.worker.session.leave_at_exit import last_words
 from atoll.worker.session.ranks import ALONE, RankGroup

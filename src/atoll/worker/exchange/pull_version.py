@@ -19,6 +19,7 @@ from torch import Tensor
 
 from atoll.codecs.version_difference import Downlink
 from atoll.errors import UNPULLED, Busy, DiskFull, Gone, PartCorrupt
+from atoll.json_files import read_note, write_note
 from atoll.protocol import messages, routes
 from atoll.protocol.values import VersionRef
 from atoll.runtime import failpoint, single_thread
@@ -30,8 +31,7 @@ from atoll.tensors.reference import TensorRef
 from atoll.transport.object_server import Ranges
 from atoll.transport.resumable_transfer import HttpTransfer
 from atoll.worker.exchange import apply_version
-from atoll.worker.exchange.base_and_outbox import BaseFile, BaseNote, DiskFiles, PartsFile
-from atoll.worker.json_notes import name_of, read_note, write_note
+from atoll.worker.exchange.base_and_outbox import BaseFile, BaseNote, DiskFiles, PartsFile, name_of
 from atoll.worker.log_lines import LOG, progress
 from atoll.worker.session.session import Session
 

@@ -15,9 +15,9 @@ from pathlib import Path
 
 from atoll.aggregation.plan import Plan
 from atoll.errors import StoreError
+from atoll.json_files import read_note, write_note
 from atoll.protocol.swarm_messages import split
 from atoll.store.file_slots import JOURNAL, READER, SPOOL, STATE, VERSION, Slot, SlotPool, verify
-from atoll.worker.json_notes import read_note, write_note
 
 NOTE = "held.json"
 

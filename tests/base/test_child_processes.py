@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from atoll import children
-from atoll.children import Children
+from atoll import child_processes
+from atoll.child_processes import Children
 
 
 def test_a_thread_may_start_processes_too(tmp_path: Path) -> None:
@@ -40,7 +40,7 @@ def test_ctrl_c_while_a_process_is_started_leaves_none_behind(tmp_path: Path, mo
             started.append(self)
             os.kill(os.getpid(), signal.SIGINT)
 
-    monkeypatch.setattr(children.subprocess, "Popen", Interrupted)
+    monkeypatch.setattr(child_processes.subprocess, "Popen", Interrupted)
     handler = signal.getsignal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt), Children() as some:
         some.spawn("sleeper", ["-c", "import signal; signal.pause()"], environment={}, log=tmp_path / "log")

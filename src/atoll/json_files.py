@@ -1,0 +1,106 @@
+"""Small JSON files that cover themselves: the last key is the BLAKE3 of the others, so a changed bit shows."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from blake3 import blake3
+
+from atoll.errors import StoreError
+
+LOG = logging.getLogger("atoll")
+
+KEY = "blake3"
+"""The last key of such a file."""
+
+
+class NoteDamaged(ValueError):
+    """The text is not what `seal` wrote; `str()` says what is wrong with it."""
+
+
+def seal(note: Mapping[str, Any]) -> str:
+    """Return the note as JSON with its digest, on one line."""
+    text = json.dumps(note, sort_keys=True)
+    comma = ", " if note else ""
+    return f'{text[:-1]}{comma}"{KEY}": "{blake3(text.encode()).hexdigest()}"}}'
+
+
+def unseal(data: bytes) -> dict[str, Any]:
+    """Return the note that `seal` made.
+
+    Raises:
+        NoteDamaged: it was cut short, or changed since.
+    """
+    try:
+        note = json.loads(data.decode())
+    except ValueError as error:  # also UnicodeDecodeError
+        raise NoteDamaged(f"it is not JSON ({error})") from None
+    except RecursionError:
+        raise NoteDamaged("it is not JSON") from None
+    digest = note.pop(KEY, None) if isinstance(note, dict) else None
+    if not isinstance(digest, str):
+        raise NoteDamaged("its digest is missing")
+    if blake3(json.dumps(note, sort_keys=True).encode()).hexdigest() != digest:
+        raise NoteDamaged("its content is not what its digest says")
+    return dict(note)
+
+
+def read_note(path: Path, kind: Any) -> Any:
+    """Return what `write_note` wrote, as an object of `kind`; None if the file is missing or damaged.
+
+    A damaged note is removed with a warning. Without its note a file is scrap: what it held is pulled or trained
+    again.
+    """
+    try:
+        return peek_note(path, kind)
+    except NoteDamaged as error:
+        LOG.warning(
+            "%s is damaged: %s. It is removed, and what it described is pulled or trained again. Look at the disk.",
+            path,
+            error,
+        )
+        path.unlink(missing_ok=True)
+        return None
+
+
+def peek_note(path: Path, kind: Any) -> Any:
+    """Return what `write_note` wrote, as an object of `kind`; None if there is no file.
+
+    Raises:
+        NoteDamaged: it is not what was written.
+    """
+    try:
+        return note_from(path.read_bytes(), kind)
+    except FileNotFoundError:
+        return None
+
+
+def note_from(data: bytes, kind: Any) -> Any:
+    """Return a note from the bytes of its file, as an object of `kind`.
+
+    Raises:
+        NoteDamaged: they are not what was written.
+    """
+    try:
+        return kind(**unseal(data))
+    except TypeError as error:
+        raise NoteDamaged(f"it is of another version of Atoll ({error})") from None
+
+
+def write_note(path: Path, note: Any) -> None:
+    """Write a dataclass as JSON with its digest: all of it or nothing, whatever happens meanwhile."""
+    temporary = path.with_suffix(".tmp")
+    try:
+        temporary.write_text(seal(asdict(note)))
+        os.replace(temporary, path)
+    except OSError as error:
+        raise StoreError(
+            f"{path} cannot be written ({error.strerror}).",
+            "Look at the disk. A worker whose folder was removed has to be started again: it pulls anew.",
+        ) from error
