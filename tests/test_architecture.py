@@ -258,7 +258,6 @@ KNOWN_CIRCLES: list[set[str]] = [
         "atoll.server.swarm.assignments",
     },
     {"atoll.store.core", "atoll.store.run_log", "atoll.store.tickets", "atoll.store.versions"},
-    {"atoll.worker.training.federated_loop", "atoll.worker.training.simulated_seat"},
 ]
 """Circles that are still there. The list only gets shorter."""
 

@@ -33,8 +33,7 @@ from atoll.worker.exchange.local_state import Owner, Residuals, Together
 from atoll.worker.exchange.participation import Participation
 from atoll.worker.session.session import Session
 from atoll.worker.training.alone import Model
-from atoll.worker.training.federated_loop import FederatedRound, Worker
-from atoll.worker.training.match_model import matching
+from atoll.worker.training.federated_loop import FederatedRound, Worker, matching
 
 
 @dataclass(frozen=True)

@@ -24,8 +24,8 @@ from atoll.simulate.client import Client
 from atoll.simulate.job_messages import Answer, Beginning
 from atoll.simulate.seldom import Seldom
 from atoll.simulate.site_session import Shared, SimulatedSite, SimulatedWorker
+from atoll.worker.training.federated_loop import taken_by
 from atoll.worker.training.functional_loop import forget
-from atoll.worker.training.simulated_seat import taken_by
 
 LAST_WORDS_CHARS = 2000
 FOLDERS = 1000

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TypeVar
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from atoll.algorithms.optimizer_hooks import (
@@ -37,6 +37,7 @@ from atoll.tensors.fsdp_shards import Shards
 from atoll.tensors.module_tensors import (
     Tensors,
     is_sharded,
+    memory_of,
     named_parameters,
     named_tensors,
     schema_of,
@@ -54,9 +55,8 @@ from atoll.worker.session.ranks import RankGroup
 from atoll.worker.site_name import default_site, require_site
 from atoll.worker.tasks.answer_tasks import say_evaluation_follows
 from atoll.worker.training.alone import ALONE, ALONE_ENDED
+from atoll.worker.training.federated_loop import require_real
 from atoll.worker.training.fragment_order import SyncRules
-from atoll.worker.training.replaced_tensors import replaced
-from atoll.worker.training.simulated_seat import require_real
 from atoll.worker.training.synchroniser import Synchroniser
 
 T = TypeVar("T")
@@ -114,6 +114,61 @@ def release(loop: object) -> None:
     """Let other loops have what this one has claimed. Idempotent."""
     with _claiming:
         _active.pop(loop, None)
+
+
+_REMEDY = (
+    "Copy values into the tensors that are there, as load_state_dict(state) does without assign=True; or change the "
+    "model before atoll.DiLoCo starts, and build the optimizer over the new parameters."
+)
+
+
+def replaced(model: nn.Module, before: Tensors, optimizers: Sequence[Optimizer]) -> Tensors:
+    """The model's tensors as they are now: `before` itself where none was replaced.
+
+    Args:
+        before: as they were.
+        optimizers: that train the model.
+
+    Raises:
+        UsageError: one has come, gone, or is of another dtype or shape; or the optimizers train another one. It is
+            named.
+    """
+    now = named_tensors(model)[0]
+    for name in [*before, *now]:
+        if name not in now or name not in before:
+            raise UsageError(
+                f"The model has {'lost its' if name in before else 'a new'} tensor {name!r} since training began.",
+                _REMEDY,
+            )
+    moved = [name for name, tensor in now.items() if not _is_same(tensor, before[name])]
+    if not moved:
+        return before
+    held, parameters = held_by(optimizers), named_parameters(model)
+    for name in moved:
+        was, has_become = before[name], now[name]
+        if (was.dtype, was.shape) != (has_become.dtype, has_become.shape):
+            raise UsageError(
+                f"The model's tensor {name!r} was {_form(was)} when training began, and is {_form(has_become)} now.",
+                _REMEDY,
+            )
+        parameter = parameters.get(name)
+        if parameter is not None and parameter.requires_grad and id(parameter) not in held:
+            raise UsageError(
+                f"The model's parameter {name!r} was replaced since training began, and no optimizer trains the new "
+                "one.",
+                _REMEDY,
+            )
+    return now
+
+
+def _is_same(tensor: Tensor, before: Tensor) -> bool:
+    return memory_of(tensor) == memory_of(before) or (
+        tensor.numel() == 0 and (tensor.dtype, tensor.shape) == (before.dtype, before.shape)
+    )
+
+
+def _form(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} of shape {tuple(tensor.shape)}"
 
 
 @public_api

@@ -7,11 +7,13 @@ script runs alone: one round, plain local training.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, overload
+from typing import Any, Literal, Protocol, overload
 
 import numpy as np
 import torch
@@ -33,6 +35,7 @@ from atoll.protocol import messages
 from atoll.protocol.values import Closed, Lost, Open, Refused, Superseded, Ticket, UpdateInfo, VersionRef, Wait, require
 from atoll.tensors.arrays import Arrays, as_tensors, require_framework, to_numpy
 from atoll.tensors.dtypes import torch_dtype
+from atoll.tensors.module_tensors import Tensors, fits, named_tensors, schema_of, unwrapped
 from atoll.tensors.schema import PARAMS, name_beside
 from atoll.transport.http_client import http_to, server_of
 from atoll.worker.arguments import counted, finite_metrics, positive, require_joined
@@ -46,8 +49,30 @@ from atoll.worker.session.session import Session
 from atoll.worker.site_name import default_site, require_site
 from atoll.worker.tasks.answer_tasks import Answering, Answers
 from atoll.worker.training.alone import ALONE, LocalWorker, Model, Round
-from atoll.worker.training.match_model import matching
-from atoll.worker.training.simulated_seat import seat_here
+
+
+def matching(session: Session, model: nn.Module | Tensors) -> dict[str, Tensor]:
+    """The model's own tensors by name, after its schema was found to be the run's."""
+    schema = session.schema.model
+    tensors = fits(model, schema)
+    if tensors is not None:
+        return tensors
+    if not isinstance(model, nn.Module):
+        # a mapping cannot say which of its tensors are buffers, nor which are tied: what the run knows is taken over
+        model = unwrapped(model, {spec.name for spec in schema.tensors} | {name for name, _ in schema.aliases})
+        groups = {spec.name: spec.group for spec in schema.tensors}
+        tied = dict(schema.aliases)
+        tensors = {name: tensor for name, tensor in named_tensors(model)[0].items() if name not in tied}
+        mine = schema_of(tensors)
+        mine = type(mine).build(
+            [type(spec)(spec.name, spec.dtype, spec.shape, groups.get(spec.name, spec.group)) for spec in mine.tensors],
+            tied,
+        )
+    else:
+        tensors, mine = named_tensors(model)[0], schema_of(model)
+    mine.require_equal(schema, mine=f"worker {session.site}", theirs="the server")
+    return tensors
+
 
 # -- One round of a federated run, as a training script has it: the version to train from, and the right to submit.
 
@@ -420,6 +445,64 @@ class Worker(Answers):
         if previous is None or previous.state != "expired" or note is None or note.ticket != previous.ticket:
             return
         LOG.warning("%s: the update of round %d did not count: %s", self.site, note.round, previous.reason)
+
+
+# -- Where `join` takes part without a server: the place of a simulated site, in a process of a simulation.
+
+
+class Seat(Protocol):
+    """A virtual worker, as the scripts of its process find it."""
+
+    @property
+    def site(self) -> str:
+        """Its name."""
+        ...
+
+    @property
+    def info(self) -> messages.RunInfo:
+        """Of the run that is simulated."""
+        ...
+
+    def with_filters(self, filters: Sequence[Filter]) -> Worker:
+        """What `atoll.join` returns, given the filters of the site."""
+        ...
+
+
+_seat: Seat | None = None
+
+
+@contextmanager
+def taken_by(seat: Seat) -> Iterator[None]:
+    """Within, whoever joins in this process is this virtual worker; `ATOLL_SITE` names it, as at a real site."""
+    global _seat
+    _seat, before = seat, os.environ.get("ATOLL_SITE")
+    os.environ["ATOLL_SITE"] = seat.site
+    try:
+        yield
+    finally:
+        _seat = None
+        if before is None:
+            os.environ.pop("ATOLL_SITE", None)
+        else:
+            os.environ["ATOLL_SITE"] = before
+
+
+def seat_here() -> Seat | None:
+    """The virtual worker that this process trains at this moment; None outside of simulations."""
+    return _seat
+
+
+def require_real(what: str) -> None:
+    """Refuse, in a simulation, what does not take part in it by rounds: it would train alone, and never end.
+
+    Raises:
+        UsageError: this process trains a virtual worker.
+    """
+    if _seat is not None:
+        raise UsageError(
+            f"{what} counts steps of a loop of its own, and a virtual worker has one round at a time.",
+            "Write the client as a loop over rounds, with atoll.join; or run it with real workers.",
+        )
 
 
 @public_api
