@@ -17,7 +17,7 @@ import atoll
 from atoll.cli import export
 from atoll.cli.status import headline
 from atoll.errors import ConfigError, Gone, UsageError
-from atoll.store.store import Store
+from atoll.store.journal import Journal
 
 SETTINGS: dict[str, Any] = {
     "algorithm": "fedavg",
@@ -219,9 +219,9 @@ def test_what_best_json_says_is_on_the_disk_before_it_has_its_name_and_the_name_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     done: list[tuple[str, str]] = []
-    sync, replace = Store.sync, os.replace
+    sync, replace = Journal.sync, os.replace
 
-    def synced(self: Store, fd: int, what: str) -> None:
+    def synced(self: Journal, fd: int, what: str) -> None:
         sync(self, fd, what)
         done.append(("sync", Path(what).name))
 
@@ -230,7 +230,7 @@ def test_what_best_json_says_is_on_the_disk_before_it_has_its_name_and_the_name_
         done.append(("name", Path(target).name))
 
     with serve(tmp_path, rounds=9, save_every=0) as server:
-        monkeypatch.setattr(Store, "sync", synced)
+        monkeypatch.setattr(Journal, "sync", synced)
         monkeypatch.setattr(os, "replace", replaced)
         work(server, tmp_path, [{"acc": 0.5}])
         saved(server)

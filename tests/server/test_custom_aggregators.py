@@ -129,7 +129,7 @@ class Keeper:
 def holds(server: atoll.Server, who: str) -> int:
     run = server._run
     assert run is not None
-    found: dict[str, dict[str, int]] = run.store.pool("spool", 0).holds()
+    found: dict[str, dict[str, int]] = run.store.slots.pool("spool", 0).holds()
     return sum(each.get(who, 0) for each in found.values())
 
 

@@ -381,7 +381,7 @@ def test_after_a_fall_back_no_worker_trains_from_a_lost_version(tmp_path: Path) 
             client.close()
         run = server._run
         assert run is not None
-        slot = run.store.head(0).slot
+        slot = run.store.versions.head(0).slot
     with (tmp_path / "state" / "slots" / f"version-0-{slot}.safetensors").open("r+b") as file:
         file.seek(-8, 2)
         file.write(b"\x55" * 8)

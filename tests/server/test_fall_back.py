@@ -16,6 +16,7 @@ from torch import nn
 import atoll
 from atoll.server.coordinator.ledger_rows import staleness
 from atoll.store.store import Store
+from atoll.store.versions import Versions
 from atoll.worker.exchange.base_and_outbox import OutboxNote
 
 
@@ -80,7 +81,7 @@ def test_updates_of_a_lost_version_are_submitted_again_from_the_outbox(tmp_path:
     assert [(worker.version, worker.staleness) for worker in server.status().workers] == [(3, 1)]
     server.stop()
     with closing(Store.open(tmp_path / "state")) as store:  # a server of a finished run may have closed its own
-        assert staleness(4, 0, store.lost_versions()) == 3  # from 0 on: 1, 3, 4
+        assert staleness(4, 0, store.run_log.lost_versions()) == 3  # from 0 on: 1, 3, 4
     server = atoll.Server(None, **options | {"rounds": 4}).start()
     assert not server.status().finished
     server.stop()
@@ -89,14 +90,14 @@ def test_updates_of_a_lost_version_are_submitted_again_from_the_outbox(tmp_path:
 @contextmanager
 def slow_disk(newest: int) -> Iterator[None]:
     """While it lasts, no version above `newest` becomes durable."""
-    write_durable = Store.write_durable
+    write_durable = Versions.write_durable
 
-    def write(self: Store, fragment: int = 0) -> int | None:
+    def write(self: Versions, fragment: int = 0) -> int | None:
         behind = self.head(fragment).version > newest
-        return self.durable_version(fragment) if behind else write_durable(self, fragment)
+        return self.durable(fragment) if behind else write_durable(self, fragment)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Store, "write_durable", write)
+        patch.setattr(Versions, "write_durable", write)
         yield
 
 

@@ -126,7 +126,7 @@ def test_a_part_with_a_broken_connection_frees_its_slot(server: atoll.Server, tm
     )
 
     def writers() -> int:
-        return sum(who.get(WRITER, 0) for who in server._require_run().store.holds().values())
+        return sum(who.get(WRITER, 0) for who in server._require_run().store.slots.holds().values())
 
     before = server.status().bytes_up
     raw.sendall(body[:1000])

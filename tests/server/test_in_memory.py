@@ -44,7 +44,7 @@ def play(server: atoll.Server, folder: Path) -> tuple[str, list[str]]:
     assert run is not None
     for client in clients:
         assert client.next_round() is None
-    digests = [row.digest for row in run.store.history(None)]
+    digests = [row.digest for row in run.store.run_log.history(None)]
     for client in clients:
         client.close()
     assert server.wait(30)

@@ -72,7 +72,7 @@ def test_a_worker_that_goes_away_within_a_part(
     )  # fmt: skip
     wait_until(lambda: run.bytes_up == BEGUN, "the bytes")
     end(raw)
-    slot = run.store.spool(ticket.id).slot
+    slot = run.store.tickets.spool(ticket.id).slot
     wait_until(lambda: not slot.holds[WRITER], "the end of the request")
     require_quiet(server, caplog)
 
@@ -96,7 +96,9 @@ def test_a_worker_that_goes_away_within_a_download(
         raw.recv(100)
         end(raw)
     store = server._require_run().store
-    wait_until(lambda: not any(s.holds[PULL] for p in store.pools.values() for s in p._slots.values()), "the end")
+    wait_until(
+        lambda: not any(s.holds[PULL] for p in store.slots._pools.values() for s in p._slots.values()), "the end"
+    )
     require_quiet(server, caplog)
 
 

@@ -164,7 +164,7 @@ def test_an_update_that_is_completed_twice_at_once_is_accepted_once(
         threads.append(threading.Thread(target=lambda: again.append(session.http.post(path, said, messages.Receipt))))
         threads[1].start()
         wait_until(lambda: len(asked) == 2, "that both wait")
-        slot = server._run.store.spool(note.ticket).slot  # type: ignore[union-attr]
+        slot = server._run.store.tickets.spool(note.ticket).slot  # type: ignore[union-attr]
         held = slot.holds[HOLDER]
         go.set()
         for thread in threads:

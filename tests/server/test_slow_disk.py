@@ -11,7 +11,7 @@ from kit import serve
 from torch import nn
 
 import atoll
-from atoll.store.store import Store
+from atoll.store.journal import Journal
 
 
 @pytest.mark.covers("F26")
@@ -20,9 +20,9 @@ def test_rounds_that_overtake_the_disk_keep_no_more_versions(tmp_path: Path, mon
     waits, writes = threading.Event(), threading.Lock()
     on_their_way: set[str] = set()
     most_at_once = synced = 0
-    sync = Store.sync
+    sync = Journal.sync
 
-    def slow(store: Store, fd: int, what: str) -> None:
+    def slow(journal: Journal, fd: int, what: str) -> None:
         nonlocal most_at_once, synced
         if Path(what).name.startswith("version-"):
             with writes:
@@ -32,9 +32,9 @@ def test_rounds_that_overtake_the_disk_keep_no_more_versions(tmp_path: Path, mon
             assert waits.wait(60)
             with writes:
                 on_their_way.discard(what)
-        sync(store, fd, what)
+        sync(journal, fd, what)
 
-    monkeypatch.setattr(Store, "sync", slow)
+    monkeypatch.setattr(Journal, "sync", slow)
     waits.set()
     versions = set()
     with serve(tmp_path, nn.Linear(4, 3), algorithm="fedavg", rounds=7, num_workers=1) as server:

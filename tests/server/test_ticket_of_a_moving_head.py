@@ -10,7 +10,7 @@ import pytest
 from kit import joined, post, serve
 
 from atoll.store.journal_tables import VersionRow
-from atoll.store.store import Store
+from atoll.store.versions import Versions
 
 
 @pytest.mark.covers("L3")
@@ -18,10 +18,10 @@ def test_a_ticket_names_a_version_by_its_own_digest_though_the_head_moves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The head moves on right after the server has looked at it, each time."""
-    head, asked = Store.head, threading.Event()
+    head, asked = Versions.head, threading.Event()
 
-    def moving(store: Store, fragment: int = 0) -> VersionRow:
-        row = head(store, fragment)
+    def moving(versions: Versions, fragment: int = 0) -> VersionRow:
+        row = head(versions, fragment)
         if not asked.is_set() and threading.current_thread().name == loop:
             looks.append(row)
             return replace(row, version=row.version + len(looks) - 1, digest=f"{len(looks):064x}")
@@ -32,7 +32,7 @@ def test_a_ticket_names_a_version_by_its_own_digest_though_the_head_moves(
     with serve(tmp_path, algorithm="diloco", mode="async", num_workers=1) as server:
         lease = joined(server.url, "a")
         (loop,) = (thread.name for thread in threading.enumerate() if thread is server._thread)
-        monkeypatch.setattr(Store, "head", moving)
+        monkeypatch.setattr(Versions, "head", moving)
         status, reply = post(server.url, "/v1/tickets", {"fragment": 0}, lease)
         asked.set()
         assert status == 200, reply

@@ -14,7 +14,7 @@ from sharded_world import SETTINGS, World, build, expected, require_close, rows,
 
 import atoll
 from atoll.errors import ServerUnreachable
-from atoll.store.store import Store
+from atoll.store.versions import Versions
 from atoll.testing.run import status
 
 
@@ -133,12 +133,12 @@ def test_a_server_that_falls_back_gets_every_ranks_share_again(
     nursery: Nursery, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Version 2 is lost while the worker trains from it; what made it comes from the outboxes of both ranks."""
-    write_durable = Store.write_durable
+    write_durable = Versions.write_durable
 
-    def write_first(self: Store, fragment: int = 0) -> int | None:
-        return self.durable_version(fragment) if self.head(fragment).version > 1 else write_durable(self, fragment)
+    def write_first(self: Versions, fragment: int = 0) -> int | None:
+        return self.durable(fragment) if self.head(fragment).version > 1 else write_durable(self, fragment)
 
-    monkeypatch.setattr(Store, "write_durable", write_first)
+    monkeypatch.setattr(Versions, "write_durable", write_first)
     options = SETTINGS | {"model": build(), "port": free_port(), "state_dir": tmp_path / "state"}
     options |= {"sync_every": 2, "rounds": 3, "num_workers": 1}
     server = atoll.Server(**options).start()

@@ -16,8 +16,7 @@ from typing import Any
 from blake3 import blake3
 
 from atoll.store.journal_tables import RunRow, TicketRow, VersionRow
-from atoll.store.model_copies import Files
-from atoll.store.store import FileShape, FragmentShapes, Recovered, Store
+from atoll.store.store import Files, FileShape, FragmentShapes, Recovered, Store
 
 HEADER = b"version:"
 STATE_HEADER = b"outer:"
@@ -35,9 +34,9 @@ def begin(directory: Path, **options: Any) -> tuple[Store, Recovered]:
     """Open, shape and recover, as a server does at its start."""
     store = Store.open(directory, **options)
     try:
-        if store.run is None:
-            store.create_run(RUN)
-        store.shape([SHAPES])
+        if store.run_log.run is None:
+            store.run_log.create_run(RUN)
+        store.slots.shape([SHAPES])
         return store, store.recover()
     except BaseException:
         store.close()
@@ -59,14 +58,14 @@ def digests(data: bytes, shape: FileShape) -> tuple[bytes, ...]:
 
 def write_version(store: Store, version: int, tickets: Sequence[int] = ()) -> VersionRow:
     """Write and commit a version; all but version 0 have outer state."""
-    draft = store.begin_version(0, version)
+    draft = store.versions.begin(0, version)
     try:
         os.pwrite(draft.version_fd, content(version), 0)
         assert draft.state_fd is not None
         assert SHAPES.state is not None
         if version:
             os.pwrite(draft.state_fd, state_content(version), 0)
-        return store.commit_version(
+        return store.versions.commit(
             draft,
             digest=blake3(content(version)).hexdigest(),
             part_digests=digests(content(version), SHAPES.version),
@@ -85,19 +84,19 @@ def update_of(site: str, base_version: int) -> bytes:
 
 def send_part(store: Store, ticket: int, part: int, update: bytes) -> None:
     offset, nbytes = SHAPES.update_parts[part]
-    writer = store.spool(ticket).begin_part(part)
+    writer = store.tickets.spool(ticket).begin_part(part)
     writer.write(update[offset : offset + nbytes])
     writer.close()
-    store.record_part(ticket, part, blake3(update[offset : offset + nbytes]).digest(), 1.0, writer)
+    store.tickets.record_part(ticket, part, blake3(update[offset : offset + nbytes]).digest(), 1.0, writer)
 
 
 def accept(store: Store, ticket: int, update: bytes) -> TicketRow:
-    return store.accept(ticket, blake3(update).hexdigest(), 2.0, 10, {"loss": 0.5}, 3.0)
+    return store.tickets.accept(ticket, blake3(update).hexdigest(), 2.0, 10, {"loss": 0.5}, 3.0)
 
 
 def submit(store: Store, ticket: int, site: str, base_version: int) -> TicketRow:
     """Issue a ticket, send both parts, and have the update accepted."""
-    store.issue_ticket(ticket, site, 0, base_version)
+    store.tickets.issue(ticket, site, 0, base_version)
     for part in (0, 1):
         send_part(store, ticket, part, update_of(site, base_version))
     return accept(store, ticket, update_of(site, base_version))
@@ -106,10 +105,10 @@ def submit(store: Store, ticket: int, site: str, base_version: int) -> TicketRow
 def play_round(store: Store, base_version: int, *, commit: bool = True) -> tuple[int, int]:
     """A whole round of two sites; tickets are 1 and 2, 3 and 4, …"""
     tickets = (2 * base_version + 1, 2 * base_version + 2)
-    store.open_round(0, base_version, SITES)
+    store.run_log.open_round(0, base_version, SITES)
     for ticket, site in zip(tickets, SITES, strict=True):
         submit(store, ticket, site, base_version)
-    store.freeze(0, base_version, tickets)
+    store.run_log.freeze(0, base_version, tickets)
     if commit:
         write_version(store, base_version + 1, tickets)
     return tickets
@@ -119,7 +118,7 @@ def first(directory: Path, **options: Any) -> Store:
     """A run with two members and version 0."""
     store, _ = begin(directory, **options)
     for lease, site in enumerate(SITES, 1):
-        store.put_member(site, lease)
+        store.run_log.put_member(site, lease)
     write_version(store, 0)
     return store
 
@@ -136,7 +135,7 @@ def export(store: Store, target: Path) -> Path:
         ((fd, _),) = files
         yield memoryview(read(fd))
 
-    return store.export(target, store.heads(), b"", contents)
+    return store.export(target, store.versions.heads(), b"", contents)
 
 
 def flip(path: Path, offset: int) -> None:

@@ -167,13 +167,13 @@ def test_a_changed_row_is_found_where_its_checksum_was_made_anew(state: Path, ta
 
 def test_what_the_log_tells_of_refused_expired_and_reopened_tickets_agrees_with_them(tmp_path: Path) -> None:
     store = first(tmp_path)
-    store.open_round(0, 0, ["a", "b"])
+    store.run_log.open_round(0, 0, ["a", "b"])
     submit(store, 1, "a", 0)
-    store.issue_ticket(2, "b", 0, 0)
-    store.refuse(2, "NaN in w")
-    store.issue_ticket(3, "b", 0, 0)
-    store.expire([3], "too late")
+    store.tickets.issue(2, "b", 0, 0)
+    store.tickets.refuse(2, "NaN in w")
+    store.tickets.issue(3, "b", 0, 0)
+    store.tickets.expire([3], "too late")
     submit(store, 4, "b", 0)
-    store.reopen(0, 0, [1, 4], "its aggregator is lost")
+    store.tickets.reopen(0, 0, [1, 4], "its aggregator is lost")
     store.close()
     assert said(tmp_path) == ""

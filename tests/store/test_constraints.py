@@ -94,8 +94,8 @@ def journal(tmp_path: Path) -> Iterator[sqlite3.Connection]:
     """Version 1 is the head, its round is open; ticket 3 of site a is accepted in it."""
     store = first(tmp_path)
     play_round(store, 0)
-    store.open_round(0, 1, ["a", "b"])
-    store.issue_ticket(3, "a", 0, 1)
+    store.run_log.open_round(0, 1, ["a", "b"])
+    store.tickets.issue(3, "a", 0, 1)
     for part in (0, 1):
         send_part(store, 3, part, update_of("a", 1))
     accept(store, 3, update_of("a", 1))

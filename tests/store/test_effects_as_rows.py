@@ -29,16 +29,19 @@ def test_effects_outlive_the_process(tmp_path: Path) -> None:
         fx.LeaseGranted("b", 3),
     ]
     for effect in decided:
-        with store.transaction():
+        with store.journal.transaction():
             ledger_rows.write(effect, store, roster)
     store.close()
     store, _ = begin(tmp_path)
-    round_ = store.round(0, 0)
+    round_ = store.run_log.round(0, 0)
     assert round_ is not None
     assert (round_.state, round_.expected) == ("open", ("a",))
-    assert {member.site: (member.lease, member.state) for member in store.members()} == {
+    assert {member.site: (member.lease, member.state) for member in store.run_log.members()} == {
         "a": (1, "alive"),
         "b": (3, "alive"),
     }
-    assert [(row.ticket, row.state) for row in (store.ticket(1), store.ticket(2))] == [(1, "open"), (2, "expired")]
+    assert [(row.ticket, row.state) for row in (store.tickets.get(1), store.tickets.get(2))] == [
+        (1, "open"),
+        (2, "expired"),
+    ]
     store.close()

@@ -109,10 +109,10 @@ def test_a_full_disk_loses_nothing_and_goes_on_when_there_is_space(tmp_path: Pat
     store.journal.value(f"PRAGMA max_page_count = {pages}")
     big = "x" * 100_000
     with pytest.raises(DiskFull):
-        store.put_member("c", 3, host=big)
-    assert store.ticket(1).state == "accepted"
+        store.run_log.put_member("c", 3, host=big)
+    assert store.tickets.get(1).state == "accepted"
     store.journal.value("PRAGMA max_page_count = 1000000")
-    assert store.put_member("c", 3, host=big).host == big
+    assert store.run_log.put_member("c", 3, host=big).host == big
     store.close()
 
 
@@ -121,14 +121,14 @@ def test_a_disk_that_is_full_at_the_commit_leaves_the_ticket_open(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = first(tmp_path)
-    store.issue_ticket(1, "a", 0, 0)
+    store.tickets.issue(1, "a", 0, 0)
     for part in (0, 1):
         send_part(store, 1, part, update_of("a", 0))
     monkeypatch.setattr(runtime, "_actions", runtime._parse("journal.commit=enospc"))
     monkeypatch.setattr(runtime, "_reached", {})
     with pytest.raises(DiskFull):
         accept(store, 1, update_of("a", 0))
-    assert store.ticket(1).state == "open"
+    assert store.tickets.get(1).state == "open"
     assert accept(store, 1, update_of("a", 0)).state == "accepted"
     store.close()
 
@@ -153,16 +153,16 @@ def test_every_start_raises_the_epoch(tmp_path: Path) -> None:
     epochs = []
     for _ in range(3):
         store, _ = begin(tmp_path)
-        epochs.append(store.epoch)
+        epochs.append(store.run_log.epoch)
         store.close()
     assert epochs == [1, 2, 3]
 
 
 def test_the_run_is_created_once(tmp_path: Path) -> None:
     store, _ = begin(tmp_path)
-    assert store.run is not None
+    assert store.run_log.run is not None
     with pytest.raises(StoreError, match="already holds a run"):
-        store.create_run(store.run)
+        store.run_log.create_run(store.run_log.run)
     store.close()
 
 
@@ -192,18 +192,18 @@ def test_a_journal_of_a_newer_atoll_is_refused(tmp_path: Path) -> None:
 def test_the_audit_log_lists_each_update_with_its_site_and_outcome(tmp_path: Path) -> None:
     store = first(tmp_path)
     play_round(store, 0)
-    store.issue_ticket(3, "a", 0, 1)
-    store.refuse(3, "NaN in w")
+    store.tickets.issue(3, "a", 0, 1)
+    store.tickets.refuse(3, "NaN in w")
     # committed 0; accepted 1 and 2; committed 1; refused 3
-    assert [entry.what for entry in store.audit_entries()] == [
+    assert [entry.what for entry in store.audit.entries()] == [
         "committed",
         "accepted",
         "accepted",
         "committed",
         "refused",
     ]
-    count_, last = store.verify_audit()
-    assert (count_, last) == (5, store.audit_entries(1)[0].hash)
+    count_, last = store.audit.verify()
+    assert (count_, last) == (5, store.audit.entries(1)[0].hash)
     store.close()
 
 
@@ -218,10 +218,10 @@ def test_the_audit_log_lists_each_update_with_its_site_and_outcome(tmp_path: Pat
 def test_tampering_with_the_audit_log_is_found(tmp_path: Path, tampering: str, entry: int) -> None:
     store = first(tmp_path)
     play_round(store, 0)
-    with store.transaction():
+    with store.journal.transaction():
         store.journal.execute(tampering)
     with pytest.raises(StateCorrupt, match=f"entry {entry}"):
-        store.verify_audit()
+        store.audit.verify()
     store.close()
 
 

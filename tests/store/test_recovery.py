@@ -32,7 +32,7 @@ from atoll.store.store import FileShape, Store
 
 
 def path_of(store: Store, kind: str, version: int) -> Path:
-    row = store.version(0, version)
+    row = store.versions.get(0, version)
     number = row.slot if kind == "version" else row.state_slot
     return store.directory / "slots" / f"{kind}-0-{number}.safetensors"
 
@@ -48,9 +48,9 @@ def test_a_new_directory_has_nothing(tmp_path: Path) -> None:
 def test_everything_is_found_again(tmp_path: Path) -> None:
     store = first(tmp_path)
     play_round(store, 0)
-    store.open_round(0, 1, ("a", "b"))
+    store.run_log.open_round(0, 1, ("a", "b"))
     submit(store, 3, "a", 1)
-    store.issue_ticket(4, "b", 0, 1)
+    store.tickets.issue(4, "b", 0, 1)
     send_part(store, 4, 1, update_of("b", 1))
     store.close()
     store, recovered = begin(tmp_path)
@@ -60,11 +60,11 @@ def test_everything_is_found_again(tmp_path: Path) -> None:
     assert (recovered.next_ticket, recovered.next_lease) == (5, 3)
     assert recovered.started == {0}
     assert (recovered.fell_back, recovered.warnings) == ("", ())
-    assert list(store.spool(4).parts()) == [1]  # only part 0 has to be sent
+    assert list(store.tickets.spool(4).parts()) == [1]  # only part 0 has to be sent
     send_part(store, 4, 0, update_of("b", 1))
     accept(store, 4, update_of("b", 1))
-    assert [read(store.spool(ticket).fd) for ticket in (3, 4)] == [update_of("a", 1), update_of("b", 1)]
-    store.freeze(0, 1, (3, 4))
+    assert [read(store.tickets.spool(ticket).fd) for ticket in (3, 4)] == [update_of("a", 1), update_of("b", 1)]
+    store.run_log.freeze(0, 1, (3, 4))
     assert write_version(store, 2, (3, 4)).version == 2
     store.close()
 
@@ -74,7 +74,7 @@ def test_everything_is_found_again(tmp_path: Path) -> None:
 )
 def test_killed_around_the_accept(tmp_path: Path, failpoint: str, state: str) -> None:
     """Unjournalled, the update is accepted when it is completed again; no part of it is sent again."""
-    action = "store = first(directory); store.issue_ticket(1, 'a', 0, 0); store.open_round(0, 0, ('a',)); "
+    action = "store = first(directory); store.tickets.issue(1, 'a', 0, 0); store.run_log.open_round(0, 0, ('a',)); "
     action += "[send_part(store, 1, part, update_of('a', 0)) for part in (0, 1)]; accept(store, 1, update_of('a', 0))"
     # Commits before the one of accept: epoch, run, shapes, recovery, 2 × 1, … are many; count them by a dry run.
     nth = 1
@@ -83,12 +83,12 @@ def test_killed_around_the_accept(tmp_path: Path, failpoint: str, state: str) ->
     killed(tmp_path / "state", f"{failpoint}=kill@{nth}", action)
     store, recovered = begin(tmp_path / "state")
     assert [row.state for row in recovered.tickets] == [state]
-    assert sorted(store.parts(1)) == [0, 1]
+    assert sorted(store.tickets.parts(1)) == [0, 1]
     row = accept(store, 1, update_of("a", 0))
     assert row.state == "accepted"
-    assert [entry.what for entry in store.audit_entries()].count("accepted") == 1
-    assert read(store.spool(1).fd) == update_of("a", 0)
-    store.verify_audit()
+    assert [entry.what for entry in store.audit.entries()].count("accepted") == 1
+    assert read(store.tickets.spool(1).fd) == update_of("a", 0)
+    store.audit.verify()
     store.close()
 
 
@@ -107,8 +107,8 @@ def commits_before_accept(directory: Path) -> int:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(journal, "failpoint", counting)
         store = first(directory)
-        store.issue_ticket(1, "a", 0, 0)
-        store.open_round(0, 0, ("a",))
+        store.tickets.issue(1, "a", 0, 0)
+        store.run_log.open_round(0, 0, ("a",))
         for part in (0, 1):
             send_part(store, 1, part, update_of("a", 0))
         accept(store, 1, update_of("a", 0))
@@ -125,12 +125,15 @@ def test_killed_around_the_head(tmp_path: Path, failpoint: str, head: int) -> No
     if head == 0:
         (round_,) = recovered.rounds
         assert (round_.state, round_.tickets) == ("frozen", (1, 2))
-        assert [read(store.spool(ticket).fd) for ticket in round_.tickets] == [update_of("a", 0), update_of("b", 0)]
+        assert [read(store.tickets.spool(ticket).fd) for ticket in round_.tickets] == [
+            update_of("a", 0),
+            update_of("b", 0),
+        ]
         write_version(store, 1, round_.tickets)
-    assert (store.head().version, store.ticket(1).version) == (1, 1)
-    assert (read(store.pin_version(0, 1).fd), read(store.state_file())) == (content(1), state_content(1))
-    assert store.totals().counted == 2
-    assert [member.rounds_counted for member in store.members()] == [1, 1]
+    assert (store.versions.head().version, store.tickets.get(1).version) == (1, 1)
+    assert (read(store.versions.pin(0, 1).fd), read(store.versions.state_file())) == (content(1), state_content(1))
+    assert store.run_log.totals().counted == 2
+    assert [member.rounds_counted for member in store.run_log.members()] == [1, 1]
     store.close()
 
 
@@ -150,9 +153,9 @@ def damaged_head(directory: Path) -> None:
     """Versions 1 and 2, of which 1 is durable; ticket 5 is accepted for version 3; then a bit of version 2 flips."""
     store = first(directory)
     play_round(store, 0)
-    store.write_durable()
+    store.versions.write_durable()
     play_round(store, 1)
-    store.open_round(0, 2, ("a", "b"))
+    store.run_log.open_round(0, 2, ("a", "b"))
     submit(store, 5, "a", 2)
     flip(path_of(store, "version", 2), 20)
     store.close()
@@ -164,11 +167,11 @@ def test_a_damaged_head_gives_way_to_the_version_before(tmp_path: Path, damage: 
     store = first(tmp_path)
     play_round(store, 0)
     play_round(store, 1)
-    store.write_durable()
-    store.open_round(0, 2, ("a", "b"))
+    store.versions.write_durable()
+    store.run_log.open_round(0, 2, ("a", "b"))
     submit(store, 5, "a", 2)
     path = path_of(store, "state" if damage == "state" else "version", 2)
-    epoch = store.epoch
+    epoch = store.run_log.epoch
     store.close()
     match damage:
         case "truncate":
@@ -181,21 +184,21 @@ def test_a_damaged_head_gives_way_to_the_version_before(tmp_path: Path, damage: 
     assert recovered.heads[0].version == 1
     # Tickets 3 and 4 went into version 2, ticket 5 was based on it.
     assert recovered.fell_back.startswith("Version 2 of fragment 0 was lost, the run goes on from version 1: 3 updates")
-    assert [store.ticket(ticket).state for ticket in (1, 2, 3, 4, 5)] == ["counted"] * 2 + ["expired"] * 3
-    assert "was lost" in store.ticket(3).reason
+    assert [store.tickets.get(ticket).state for ticket in (1, 2, 3, 4, 5)] == ["counted"] * 2 + ["expired"] * 3
+    assert "was lost" in store.tickets.get(3).reason
     assert recovered.rounds == ()
     assert recovered.started == {0}
-    assert store.epoch == epoch + 2  # the start, and the fall back
-    assert [row.version for row in store.history()] == [0, 1]
-    assert [member.rounds_counted for member in store.members()] == [1, 1]
-    assert store.audit_entries(1)[0].what == "fell back"
-    assert (read(store.pin_version(0, 1).fd), read(store.state_file())) == (content(1), state_content(1))
-    store.open_round(0, 1, ("a", "b"))
+    assert store.run_log.epoch == epoch + 2  # the start, and the fall back
+    assert [row.version for row in store.run_log.history()] == [0, 1]
+    assert [member.rounds_counted for member in store.run_log.members()] == [1, 1]
+    assert store.audit.entries(1)[0].what == "fell back"
+    assert (read(store.versions.pin(0, 1).fd), read(store.versions.state_file())) == (content(1), state_content(1))
+    store.run_log.open_round(0, 1, ("a", "b"))
     for ticket, site in ((6, "a"), (7, "b")):
         submit(store, ticket, site, 1)
-    store.freeze(0, 1, (6, 7))
+    store.run_log.freeze(0, 1, (6, 7))
     with pytest.raises(StoreError, match=r"Version 2 cannot follow head 1 of fragment 0; the next is 3\."):
-        store.begin_version(0, 2)
+        store.versions.begin(0, 2)
     assert write_version(store, 3, (6, 7)).version == 3
     store.close()
 
@@ -209,31 +212,31 @@ def test_the_number_of_a_lost_version_is_not_used_again(tmp_path: Path) -> None:
     store = first(tmp_path)
     play_round(store, 0)
     for lost in (2, 3):
-        store.open_round(0, 1, ("a", "b"))
+        store.run_log.open_round(0, 1, ("a", "b"))
         tickets = [10 * lost + at for at in (0, 1)]
         for ticket, site in zip(tickets, ("a", "b"), strict=True):
             submit(store, ticket, site, 1)
-        store.freeze(0, 1, tickets)
+        store.run_log.freeze(0, 1, tickets)
         write_version(store, lost, tickets)
         path = path_of(store, "version", lost)
         store.close()
         flip(path, 20)
         store, recovered = begin(tmp_path)
         assert (recovered.heads[0].version, recovered.lost) == (1, {})
-    assert (store.next_version(), store.lost_versions()) == (4, ())  # both are above the head
-    store.open_round(0, 1, ("a", "b"))
+    assert (store.versions.next_number(), store.run_log.lost_versions()) == (4, ())  # both are above the head
+    store.run_log.open_round(0, 1, ("a", "b"))
     submit(store, 41, "a", 1)
     submit(store, 42, "b", 1)
-    store.freeze(0, 1, (41, 42))
+    store.run_log.freeze(0, 1, (41, 42))
     write_version(store, 4, (41, 42))
-    assert [(row.version, row.state_slot is not None) for row in store.versions()] == [(1, True), (4, True)]
-    store.pin_version(0, 1).release()
-    assert [row.version for row in store.versions()] == [1, 4]
+    assert [(row.version, row.state_slot is not None) for row in store.versions.kept()] == [(1, True), (4, True)]
+    store.versions.pin(0, 1).release()
+    assert [row.version for row in store.versions.kept()] == [1, 4]
     store.close()
     store, recovered = begin(tmp_path)
-    assert (recovered.heads[0].version, recovered.lost, store.lost_versions()) == (4, {0: 2}, (2, 3))
-    assert [row.version for row in store.history()] == [0, 1, 4]
-    assert store.next_version() == 5
+    assert (recovered.heads[0].version, recovered.lost, store.run_log.lost_versions()) == (4, {0: 2}, (2, 3))
+    assert [row.version for row in store.run_log.history()] == [0, 1, 4]
+    assert store.versions.next_number() == 5
     store.close()
 
 
@@ -254,7 +257,7 @@ def test_the_durable_version_is_there_to_fall_back_to(tmp_path: Path) -> None:
     """As after a power loss: nothing that was written behind `durable_version` is whole."""
     store = first(tmp_path)
     play_round(store, 0)
-    store.write_durable()
+    store.versions.write_durable()
     for base in (1, 2):
         play_round(store, base)
     paths = [path_of(store, "version", version) for version in (2, 3)]
@@ -290,11 +293,11 @@ def test_recovery_killed_in_the_middle_is_done_by_the_next(tmp_path: Path, nth: 
     killed(tmp_path, f"recover.midway=kill@{nth}", "begin(directory)")
     store, recovered = begin(tmp_path)
     assert recovered.heads[0].version == 1
-    assert [store.ticket(ticket).state for ticket in (1, 2, 3, 4, 5)] == ["counted"] * 2 + ["expired"] * 3
-    assert [entry.what for entry in store.audit_entries()].count("fell back") == 1
-    assert store.totals().counted == 2
+    assert [store.tickets.get(ticket).state for ticket in (1, 2, 3, 4, 5)] == ["counted"] * 2 + ["expired"] * 3
+    assert [entry.what for entry in store.audit.entries()].count("fell back") == 1
+    assert store.run_log.totals().counted == 2
     assert [name for name in slot_files(tmp_path) if name.startswith("spool")] == []
-    store.verify_audit()
+    store.audit.verify()
     store.close()
 
 
@@ -314,14 +317,14 @@ def test_recovering_again_changes_nothing(tmp_path: Path) -> None:
 @pytest.mark.covers("F41")
 def test_a_damaged_part_of_an_open_ticket_is_sent_again(tmp_path: Path) -> None:
     store = first(tmp_path)
-    store.issue_ticket(1, "a", 0, 0)
+    store.tickets.issue(1, "a", 0, 0)
     for part in (0, 1):
         send_part(store, 1, part, update_of("a", 0))
-    path = store.spool(1).slot.path
+    path = store.tickets.spool(1).slot.path
     store.close()
     flip(path, 18)  # part 1 begins at byte 16
     store, recovered = begin(tmp_path)
-    assert list(store.parts(1)) == [0]
+    assert list(store.tickets.parts(1)) == [0]
     assert recovered.warnings == ("Parts [1] of ticket 1 of a were damaged; they are sent again.",)
     store.close()
 
@@ -333,12 +336,12 @@ def test_a_damaged_accepted_update_expires_and_its_round_is_open_again(
     tmp_path: Path, damage: str, frozen: bool
 ) -> None:
     store = first(tmp_path)
-    store.open_round(0, 0, ("a", "b"))
+    store.run_log.open_round(0, 0, ("a", "b"))
     submit(store, 1, "a", 0)
     submit(store, 2, "b", 0)
     if frozen:
-        store.freeze(0, 0, (1, 2))
-    path = store.spool(2).slot.path
+        store.run_log.freeze(0, 0, (1, 2))
+    path = store.tickets.spool(2).slot.path
     store.close()
     if damage == "flip":
         flip(path, 3)
@@ -351,16 +354,16 @@ def test_a_damaged_accepted_update_expires_and_its_round_is_open_again(
     assert [(row.state, row.expected, row.tickets) for row in recovered.rounds] == [("open", ("a", "b"), ())]
     assert not path.exists()
     submit(store, 3, "b", 0)
-    store.freeze(0, 0, (1, 3))
+    store.run_log.freeze(0, 0, (1, 3))
     write_version(store, 1, (1, 3))
     store.close()
 
 
 def test_a_ticket_without_its_file_starts_from_nothing(tmp_path: Path) -> None:
     store = first(tmp_path)
-    store.issue_ticket(1, "a", 0, 0)
-    store.spool(1).begin_part(0).write(b"half")
-    path = store.spool(1).slot.path
+    store.tickets.issue(1, "a", 0, 0)
+    store.tickets.spool(1).begin_part(0).write(b"half")
+    path = store.tickets.spool(1).slot.path
     store.close()
     path.unlink()
     store, recovered = begin(tmp_path)
@@ -381,17 +384,17 @@ def test_files_of_another_model_are_refused(tmp_path: Path, shapes: object, comp
     first(tmp_path).close()
     store = Store.open(tmp_path)
     with pytest.raises(ConfigError, match=f"begun with another model.*{complaint}.*another state_dir"):
-        store.shape([shapes])  # type: ignore[list-item]
+        store.slots.shape([shapes])  # type: ignore[list-item]
     store.close()
 
 
 def test_pins_and_drafts_do_not_survive_the_process(tmp_path: Path) -> None:
     action = (
-        "store = first(directory); pins = [store.pin_version(0, 0)]; [play_round(store, base) for base in range(3)]; "
+        "store = first(directory); pins = [store.versions.pin(0, 0)]; [play_round(store, base) for base in range(3)]; "
     )
-    killed(tmp_path, "head.before=kill@5", action + "store.write_durable(); play_round(store, 3)")
+    killed(tmp_path, "head.before=kill@5", action + "store.versions.write_durable(); play_round(store, 3)")
     store, recovered = begin(tmp_path)
     assert recovered.heads[0].version == 3
-    assert [row.version for row in store.versions()] == [2, 3]
+    assert [row.version for row in store.versions.kept()] == [2, 3]
     assert len([name for name in slot_files(tmp_path) if name.startswith("version")]) == 2
     store.close()

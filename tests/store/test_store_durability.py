@@ -7,6 +7,7 @@ import pytest
 from store_world import begin, content, first, flip, play_round, submit, write_version
 
 from atoll.store.file_slots import READER, VERSION
+from atoll.store.journal import Journal
 from atoll.store.store import Store
 
 
@@ -17,17 +18,17 @@ def test_a_version_is_held_while_it_is_brought_to_disk(tmp_path: Path, monkeypat
     the hold, the row of version 1 is dropped and its slot rewritten, and version 1 is then called durable."""
     store = first(tmp_path, keep_versions=1)
     play_round(store, 0)
-    sync, rounds = Store.sync, iter((1, 2))
+    sync, rounds = Journal.sync, iter((1, 2))
 
-    def slow(self: Store, fd: int, what: str) -> None:
+    def slow(self: Journal, fd: int, what: str) -> None:
         for base in rounds:
-            play_round(self, base)
+            play_round(store, base)
         sync(self, fd, what)
 
-    monkeypatch.setattr(Store, "sync", slow)
-    assert store.write_durable() == 1
-    row = store.version(0, 1)  # still there to fall back to
-    slot = store.pool(VERSION, 0)[row.slot]
+    monkeypatch.setattr(Journal, "sync", slow)
+    assert store.versions.write_durable() == 1
+    row = store.versions.get(0, 1)  # still there to fall back to
+    slot = store.slots.pool(VERSION, 0)[row.slot]
     assert slot.path.read_bytes() == content(1)
     assert READER not in slot.holds
     store.close()
@@ -36,17 +37,15 @@ def test_a_version_is_held_while_it_is_brought_to_disk(tmp_path: Path, monkeypat
 @pytest.mark.covers("F26")
 def test_the_epoch_of_a_start_survives_a_power_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against `Store.open` with a transaction that is not synced, or without the fsync of the folder."""
-    from atoll.store.journal import Journal
-
     order: list[str] = []
-    transaction, sync = Journal.transaction, Store.sync
+    transaction, sync = Journal.transaction, Journal.sync
 
     def told(self: Journal, *, synced: bool = False):  # type: ignore[no-untyped-def]
         order.append(f"synced={synced}")
         return transaction(self, synced=synced)
 
     monkeypatch.setattr(Journal, "transaction", told)
-    monkeypatch.setattr(Store, "sync", lambda self, fd, what: (order.append(what), sync(self, fd, what))[1])
+    monkeypatch.setattr(Journal, "sync", lambda self, fd, what: (order.append(what), sync(self, fd, what))[1])
     Store.open(tmp_path / "s").close()
     assert order[:2] == ["synced=True", str(tmp_path / "s")]
 
@@ -57,8 +56,8 @@ def test_a_finished_run_that_fell_back_is_no_longer_finished(tmp_path: Path) -> 
     store = first(tmp_path)
     play_round(store, 0)
     play_round(store, 1)
-    store.finish()
-    path = store.pool(VERSION, 0)[store.head().slot].path
+    store.run_log.finish()
+    path = store.slots.pool(VERSION, 0)[store.versions.head().slot].path
     store.journal.close()
     os.close(store._lock_fd)
     with path.open("r+b") as file:
@@ -85,14 +84,14 @@ def test_durable_is_said_after_fsync_of_every_file_of_a_version(
         fsync(fd)
 
     monkeypatch.setattr(os, "fsync", told)
-    assert store.write_durable() == 1
+    assert store.versions.write_durable() == 1
     assert asked == ["version", "state", "slots"]
     store.close()
 
 
 def lose(store: Store, *versions: int) -> Store:
     """Close the store, damage these versions as a power loss would, and start again."""
-    paths = [store.pool(VERSION, 0)[store.version(0, version).slot].path for version in versions]
+    paths = [store.slots.pool(VERSION, 0)[store.versions.get(0, version).slot].path for version in versions]
     store.close()
     for path in paths:
         flip(path, 20)
@@ -106,17 +105,17 @@ def test_a_fall_back_lowers_the_durable_version(tmp_path: Path) -> None:
     store = first(tmp_path)
     for base in (0, 1):
         play_round(store, base)
-    assert store.write_durable() == 2
+    assert store.versions.write_durable() == 2
     store = lose(store, 2)
-    assert store.durable_version() == 1
+    assert store.versions.durable() == 1
     for base, version in ((1, 3), (3, 4)):
-        store.open_round(0, base, ("a",))
+        store.run_log.open_round(0, base, ("a",))
         submit(store, 10 * version, "a", base)
-        store.freeze(0, base, (10 * version,))
+        store.run_log.freeze(0, base, (10 * version,))
         write_version(store, version, (10 * version,))
-    assert [row.version for row in store.versions()] == [1, 3, 4]
+    assert [row.version for row in store.versions.kept()] == [1, 3, 4]
     store = lose(store, 3, 4)
-    assert store.head().version == 1
+    assert store.versions.head().version == 1
     store.close()
 
 
@@ -128,16 +127,16 @@ def test_the_durable_version_of_a_finished_run_goes_only_when_the_last_one_is_du
     """Guards against `close` that drops it while the last version may still be lost with the power."""
     store = first(tmp_path)
     play_round(store, 0)
-    store.write_durable()
+    store.versions.write_durable()
     for base in (1, 2):
         play_round(store, base)
     if durable:
-        store.write_durable()
-    store.finish()
+        store.versions.write_durable()
+    store.run_log.finish()
     store.close()
     store = begin(tmp_path)[0]
-    assert [row.version for row in store.versions()] == ([3] if durable else [1, 2, 3])
+    assert [row.version for row in store.versions.kept()] == ([3] if durable else [1, 2, 3])
     if not durable:
         store = lose(store, 2, 3)
-        assert (store.head().version, store.finished) == (1, False)
+        assert (store.versions.head().version, store.run_log.finished) == (1, False)
     store.close()

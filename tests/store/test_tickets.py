@@ -13,9 +13,8 @@ from store_world import SHAPES, accept, first, play_round, read, send_part, slot
 from atoll import runtime
 from atoll.errors import BadRequest, Conflict, DiskFull, Gone, StoreError, TicketClosed, UpdateRefused
 from atoll.store import file_slots, update_spool
-from atoll.store.journal_tables import TicketRow
+from atoll.store.journal_tables import TICKETS, TicketRow
 from atoll.store.store import Store
-from atoll.store.tickets import COLUMNS, to_ticket
 from atoll.store.update_spool import WriterCancelled
 
 
@@ -34,7 +33,7 @@ def test_the_same_update_again_gets_the_same_row(store: Store) -> None:
     row = submit(store, 1, "a", 0)
     assert (row.state, row.weight, row.metrics, row.bytes) == ("accepted", 2.0, {"loss": 0.5}, 24)
     assert accept(store, 1, update_of("a", 0)) == row
-    assert [entry.what for entry in store.audit_entries()].count("accepted") == 1
+    assert [entry.what for entry in store.audit.entries()].count("accepted") == 1
 
 
 @pytest.mark.covers("F17")
@@ -47,54 +46,54 @@ def test_the_same_update_again_after_it_was_counted_gets_its_version(store: Stor
 @pytest.mark.parametrize("flat", [False, True])
 def test_neither_a_ticket_nor_its_slot_outlives_what_was_undone(store: Store, flat: bool) -> None:
     def issue_and_fail() -> None:
-        with store.transaction(flat=flat):
-            store.issue_ticket(1, "a", 0, 0)
-            assert store.ticket(1).slot is None
-            store.spool(1)
-            assert store.ticket(1).slot is not None
+        with store.journal.transaction(flat=flat):
+            store.tickets.issue(1, "a", 0, 0)
+            assert store.tickets.get(1).slot is None
+            store.tickets.spool(1)
+            assert store.tickets.get(1).slot is not None
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
         issue_and_fail()
     with pytest.raises(Gone):
-        store.ticket(1)
+        store.tickets.get(1)
 
     def journals() -> TicketRow:
-        row = store.journal.row(f"SELECT {COLUMNS} FROM tickets WHERE ticket = 1")
+        row = store.journal.first(TICKETS, "WHERE ticket = 1")
         assert row is not None
-        return to_ticket(row)
+        return row
 
-    assert store.issue_ticket(1, "b", 0, 0) == store.ticket(1) == journals()
-    assert store.ticket(1).slot is None
-    spool = store.spool(1)
-    assert store.ticket(1) == journals()
-    assert store.ticket(1).slot == spool.slot.number
+    assert store.tickets.issue(1, "b", 0, 0) == store.tickets.get(1) == journals()
+    assert store.tickets.get(1).slot is None
+    spool = store.tickets.spool(1)
+    assert store.tickets.get(1) == journals()
+    assert store.tickets.get(1).slot == spool.slot.number
 
 
 @pytest.mark.parametrize("flat", [False, True])
 def test_a_ticket_is_what_the_journal_has_after_a_change_was_undone(store: Store, flat: bool) -> None:
-    store.issue_ticket(1, "a", 0, 0)
+    store.tickets.issue(1, "a", 0, 0)
     for part in (0, 1):
         send_part(store, 1, part, update_of("a", 0))
-    assert store.ticket(1).state == "open"
+    assert store.tickets.get(1).state == "open"
 
     def accept_and_fail() -> None:
-        with store.transaction(flat=flat):
+        with store.journal.transaction(flat=flat):
             accept(store, 1, update_of("a", 0))
-            assert store.ticket(1).state == "accepted"
+            assert store.tickets.get(1).state == "accepted"
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
         accept_and_fail()
-    assert store.ticket(1).state == "open"
-    assert accept(store, 1, update_of("a", 0)) == store.ticket(1)
-    assert store.ticket(1).state == "accepted"
+    assert store.tickets.get(1).state == "open"
+    assert accept(store, 1, update_of("a", 0)) == store.tickets.get(1)
+    assert store.tickets.get(1).state == "accepted"
 
 
 def test_a_ticket_is_nothing_any_more_when_the_store_is_closed(store: Store) -> None:
-    assert submit(store, 1, "a", 0) == store.ticket(1)
+    assert submit(store, 1, "a", 0) == store.tickets.get(1)
     store.close()
-    for asked in (store.ticket, store.spool):
+    for asked in (store.tickets.get, store.tickets.spool):
         with pytest.raises(StoreError):
             asked(1)
 
@@ -104,73 +103,73 @@ def test_other_bytes_under_the_same_ticket_are_a_conflict(store: Store) -> None:
     submit(store, 1, "a", 0)
     with pytest.raises(Conflict, match="Ticket 1 of a"):
         accept(store, 1, b"other bytes")
-    assert store.ticket(1).digest == blake3(update_of("a", 0)).hexdigest()
+    assert store.tickets.get(1).digest == blake3(update_of("a", 0)).hexdigest()
 
 
 def test_a_site_has_one_ticket_a_round(store: Store) -> None:
-    store.issue_ticket(1, "a", 0, 0)
+    store.tickets.issue(1, "a", 0, 0)
     with pytest.raises(StoreError, match="UNIQUE"):
-        store.issue_ticket(2, "a", 0, 0)
-    store.refuse(1, "NaN in w")
-    assert store.issue_ticket(2, "a", 0, 0).state == "open"  # another try
+        store.tickets.issue(2, "a", 0, 0)
+    store.tickets.refuse(1, "NaN in w")
+    assert store.tickets.issue(2, "a", 0, 0).state == "open"  # another try
 
 
 def test_no_update_is_accepted_without_all_its_parts(store: Store) -> None:
-    store.issue_ticket(1, "a", 0, 0)
+    store.tickets.issue(1, "a", 0, 0)
     send_part(store, 1, 1, update_of("a", 0))
     with pytest.raises(BadRequest, match=r"lacks the parts \[0\]"):
         accept(store, 1, update_of("a", 0))
-    assert store.ticket(1).state == "open"
+    assert store.tickets.get(1).state == "open"
 
 
 def test_a_refused_or_expired_ticket_takes_nothing_more_and_says_why(store: Store) -> None:
     for ticket, site in ((1, "a"), (2, "b")):
-        store.issue_ticket(ticket, site, 0, 0)
+        store.tickets.issue(ticket, site, 0, 0)
         send_part(store, ticket, 0, update_of(site, 0))
-    held = store.spool(1)
-    store.refuse(1, "NaN in w")
-    store.expire([2], "the round closed")
-    for action in (lambda: accept(store, 1, b""), lambda: store.spool(1), lambda: held.begin_part(0)):
+    held = store.tickets.spool(1)
+    store.tickets.refuse(1, "NaN in w")
+    store.tickets.expire([2], "the round closed")
+    for action in (lambda: accept(store, 1, b""), lambda: store.tickets.spool(1), lambda: held.begin_part(0)):
         with pytest.raises(UpdateRefused, match="of a is refused: NaN in w"):
             action()
     with pytest.raises(TicketClosed, match="expired: the round closed"):
-        store.record_part(2, 1, b"d" * 32, 1.0)
-    assert store.parts(1) == {}
-    assert (store.totals().refused, store.totals().expired) == (1, 1)
+        store.tickets.record_part(2, 1, b"d" * 32, 1.0)
+    assert store.tickets.parts(1) == {}
+    assert (store.run_log.totals().refused, store.run_log.totals().expired) == (1, 1)
 
 
 def test_an_acknowledged_update_can_be_neither_refused_nor_expired(store: Store) -> None:
     submit(store, 1, "a", 0)
     with pytest.raises(StoreError, match="accepted"):
-        store.expire([1], "too late")
+        store.tickets.expire([1], "too late")
     with pytest.raises(StoreError, match="accepted"):
-        store.refuse(1, "too late")
+        store.tickets.refuse(1, "too late")
 
 
 def test_an_accepted_update_cannot_be_written_any_more(store: Store) -> None:
     submit(store, 1, "a", 0)
     with pytest.raises(TicketClosed, match="holds an update already"):
-        store.spool(1).begin_part(0)
-    assert read(store.spool(1).fd) == update_of("a", 0)
+        store.tickets.spool(1).begin_part(0)
+    assert read(store.tickets.spool(1).fd) == update_of("a", 0)
 
 
 def test_what_became_of_the_ticket_before(store: Store) -> None:
     play_round(store, 0)
-    before = store.last_ticket("a", 0)
+    before = store.tickets.last_of("a", 0)
     assert before is not None
     assert (before.ticket, before.state, before.version) == (1, "counted", 1)
-    store.issue_ticket(3, "a", 0, 1)
-    last = store.last_ticket("a", 0)
+    store.tickets.issue(3, "a", 0, 1)
+    last = store.tickets.last_of("a", 0)
     assert last is not None
     assert last.ticket == 3
-    assert store.last_ticket("nobody", 0) is None
+    assert store.tickets.last_of("nobody", 0) is None
     with pytest.raises(Gone):
-        store.ticket(99)
+        store.tickets.get(99)
 
 
 def test_a_new_writer_stops_the_old_one_and_waits_for_its_write(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """The old pwrite is held in the middle: begin_part must not return before it is over."""
-    store.issue_ticket(1, "a", 0, 0)
+    store.tickets.issue(1, "a", 0, 0)
     entered, go_on = threading.Event(), threading.Event()
     order: list[str] = []
     write_at = update_spool.write_at
@@ -182,7 +181,7 @@ def test_a_new_writer_stops_the_old_one_and_waits_for_its_write(store: Store, mo
         order.append("old write")
 
     monkeypatch.setattr(update_spool, "write_at", slow)
-    held = store.spool(1)
+    held = store.tickets.spool(1)
     old = held.begin_part(0)
     late = threading.Thread(target=old.write, args=(b"O" * 16,))
     late.start()
@@ -210,8 +209,8 @@ def test_a_new_writer_stops_the_old_one_and_waits_for_its_write(store: Store, mo
 
 
 def test_a_writer_that_is_superseded_just_before_its_write_writes_nothing(store: Store) -> None:
-    store.issue_ticket(1, "a", 0, 0)
-    held = store.spool(1)
+    store.tickets.issue(1, "a", 0, 0)
+    held = store.tickets.spool(1)
 
     class OvertakenLock:
         """Lets a newer writer begin while the older one is about to take the lock."""
@@ -239,8 +238,8 @@ def test_a_writer_that_is_superseded_just_before_its_write_writes_nothing(store:
 
 
 def test_many_writers_of_one_part_leave_the_bytes_of_the_last(store: Store) -> None:
-    store.issue_ticket(1, "a", 0, 0)
-    held = store.spool(1)
+    store.tickets.issue(1, "a", 0, 0)
+    held = store.tickets.spool(1)
     stop = threading.Event()
 
     def flood(letter: bytes) -> None:
@@ -270,37 +269,37 @@ def test_many_writers_of_one_part_leave_the_bytes_of_the_last(store: Store) -> N
 
 
 def test_a_part_that_is_written_again_is_no_longer_recorded(store: Store) -> None:
-    store.issue_ticket(1, "a", 0, 0)
+    store.tickets.issue(1, "a", 0, 0)
     send_part(store, 1, 0, update_of("a", 0))
-    assert list(store.spool(1).parts()) == [0]
-    old = store.spool(1).begin_part(0)
-    assert store.spool(1).parts() == {}
+    assert list(store.tickets.spool(1).parts()) == [0]
+    old = store.tickets.spool(1).begin_part(0)
+    assert store.tickets.spool(1).parts() == {}
     with pytest.raises(WriterCancelled):  # not all bytes are there
-        store.record_part(1, 0, b"d" * 32, 1.0, old)
-    new = store.spool(1).begin_part(0)
+        store.tickets.record_part(1, 0, b"d" * 32, 1.0, old)
+    new = store.tickets.spool(1).begin_part(0)
     new.write(b"N" * 16)
     with pytest.raises(WriterCancelled):  # a late inspection of what the old one wrote
-        store.record_part(1, 0, b"d" * 32, 1.0, old)
-    store.record_part(1, 0, blake3(b"N" * 16).digest(), 1.0, new)
+        store.tickets.record_part(1, 0, b"d" * 32, 1.0, old)
+    store.tickets.record_part(1, 0, blake3(b"N" * 16).digest(), 1.0, new)
 
 
 def test_a_part_takes_no_more_than_its_bytes_and_stays_in_its_range(store: Store) -> None:
-    store.issue_ticket(1, "a", 0, 0)
+    store.tickets.issue(1, "a", 0, 0)
     send_part(store, 1, 0, b"0" * 24)
-    writer = store.spool(1).begin_part(1)
+    writer = store.tickets.spool(1).begin_part(1)
     writer.write(memoryview(b"11111"))
     with pytest.raises(BadRequest, match="has 8 bytes"):
         writer.write(b"1234")
     writer.write(b"222")
-    assert read(store.spool(1).fd) == b"0" * 16 + b"11111222"
+    assert read(store.tickets.spool(1).fd) == b"0" * 16 + b"11111222"
     with pytest.raises(BadRequest, match="does not exist"):
-        store.spool(1).begin_part(2)
+        store.tickets.spool(1).begin_part(2)
 
 
 @pytest.mark.covers("F25")
 @pytest.mark.parametrize("place", ["spool.write", "slot.create"])
 def test_a_full_disk_while_spooling(store: Store, monkeypatch: pytest.MonkeyPatch, place: str) -> None:
-    store.issue_ticket(1, "a", 0, 0)
+    store.tickets.issue(1, "a", 0, 0)
     fail(monkeypatch, place, "enospc")
     before = slot_files(store.directory)
     with pytest.raises(DiskFull, match="Make space"):
@@ -324,114 +323,114 @@ def test_a_spool_slot_is_not_reused_while_its_last_write_is_under_way(
         write_at(fd, data, offset)
 
     monkeypatch.setattr(update_spool, "write_at", slow)
-    store.issue_ticket(1, "a", 0, 0)
-    first_slot = store.spool(1).slot
-    writer = store.spool(1).begin_part(0)
+    store.tickets.issue(1, "a", 0, 0)
+    first_slot = store.tickets.spool(1).slot
+    writer = store.tickets.spool(1).begin_part(0)
     late = threading.Thread(target=writer.write, args=(b"O" * 16,))
     late.start()
     assert entered.wait(30)
-    store.expire([1], "the round closed")
-    store.issue_ticket(2, "b", 0, 0)
-    assert store.spool(2).slot is not first_slot
+    store.tickets.expire([1], "the round closed")
+    store.tickets.issue(2, "b", 0, 0)
+    assert store.tickets.spool(2).slot is not first_slot
     monkeypatch.setattr(update_spool, "write_at", write_at)
     go_on.set()
     late.join()
-    store.issue_ticket(3, "c", 0, 0)
-    assert store.spool(3).slot is first_slot  # rewritten, not made anew
+    store.tickets.issue(3, "c", 0, 0)
+    assert store.tickets.spool(3).slot is first_slot  # rewritten, not made anew
 
 
 def test_a_spool_slot_is_not_reused_while_it_is_read(store: Store) -> None:
-    store.issue_ticket(1, "a", 0, 0)
-    with store.spool(1).reading():
-        store.expire([1], "the round closed")
-        store.issue_ticket(2, "b", 0, 0)
-        assert store.spool(2).slot.number == 1
-    store.issue_ticket(3, "c", 0, 0)
-    assert store.spool(3).slot.number == 0
+    store.tickets.issue(1, "a", 0, 0)
+    with store.tickets.spool(1).reading():
+        store.tickets.expire([1], "the round closed")
+        store.tickets.issue(2, "b", 0, 0)
+        assert store.tickets.spool(2).slot.number == 1
+    store.tickets.issue(3, "c", 0, 0)
+    assert store.tickets.spool(3).slot.number == 0
 
 
 @pytest.mark.covers("D4")
 def test_spools_that_the_next_round_cannot_need_are_removed(store: Store) -> None:
     """Four tickets in round 1, two of them expired; the next round keeps as many slots as counted."""
-    store.open_round(0, 0, ("a", "b", "c", "d"))
+    store.run_log.open_round(0, 0, ("a", "b", "c", "d"))
     for ticket, site in enumerate("abcd", 1):
-        store.issue_ticket(ticket, site, 0, 0)
+        store.tickets.issue(ticket, site, 0, 0)
         send_part(store, ticket, 0, update_of(site, 0))
     for ticket, site in ((1, "a"), (2, "b")):
         send_part(store, ticket, 1, update_of(site, 0))
         accept(store, ticket, update_of(site, 0))
-    store.freeze(0, 0, (1, 2))
-    store.expire([3, 4], "the round closed")
+    store.run_log.freeze(0, 0, (1, 2))
+    store.tickets.expire([3, 4], "the round closed")
     write_version(store, 1, (1, 2))
     assert [name for name in slot_files(store.directory) if name.startswith("spool")] == [
         "spool-0-0.bin",
         "spool-0-1.bin",
     ]
-    assert [store.holds()[f"spool-0-{n}.bin"] for n in (0, 1)] == [{}, {}]
+    assert [store.slots.holds()[f"spool-0-{n}.bin"] for n in (0, 1)] == [{}, {}]
 
 
 def test_an_undone_transaction_gives_the_spool_back(store: Store) -> None:
-    store.issue_ticket(1, "a", 0, 0)
-    with pytest.raises(Gone), store.transaction():  # noqa: PT012
-        store.spool(1)
-        store.spool(99)
-    assert store.ticket(1).slot is None
-    assert store.holds()["spool-0-0.bin"] == {}
+    store.tickets.issue(1, "a", 0, 0)
+    with pytest.raises(Gone), store.journal.transaction():  # noqa: PT012
+        store.tickets.spool(1)
+        store.tickets.spool(99)
+    assert store.tickets.get(1).slot is None
+    assert store.slots.holds()["spool-0-0.bin"] == {}
     send_part(store, 1, 0, update_of("a", 0))
 
 
 def test_a_round_freezes_with_accepted_tickets_of_its_own_only(store: Store) -> None:
-    store.open_round(0, 0, ("a", "b"))
+    store.run_log.open_round(0, 0, ("a", "b"))
     submit(store, 1, "a", 0)
-    store.issue_ticket(2, "b", 0, 0)
+    store.tickets.issue(2, "b", 0, 0)
     for tickets in ((1, 2), (), (1, 7)):
         with pytest.raises(StoreError, match="cannot close"):
-            store.freeze(0, 0, tickets)
-    store.set_expected(0, 0, ("a",))
-    store.freeze(0, 0, (1,))
-    store.freeze(0, 0, (1,))
-    (row,) = store.rounds()
+            store.run_log.freeze(0, 0, tickets)
+    store.run_log.set_expected(0, 0, ("a",))
+    store.run_log.freeze(0, 0, (1,))
+    store.run_log.freeze(0, 0, (1,))
+    (row,) = store.run_log.rounds()
     assert (row.state, row.expected, row.tickets) == ("frozen", ("a",), (1,))
     with pytest.raises(StoreError, match="is open"):
-        store.set_expected(0, 0, ("b",))
+        store.run_log.set_expected(0, 0, ("b",))
     with pytest.raises(StoreError, match="made of the tickets"):
         write_version(store, 1, ())
 
 
 def test_a_round_is_frozen_in_the_order_it_was_given(store: Store) -> None:
     """By site, as the machine decides: the order of the numbers may be another, and gives other bits."""
-    store.open_round(0, 0, ("a", "b"))
+    store.run_log.open_round(0, 0, ("a", "b"))
     submit(store, 2, "a", 0)
     submit(store, 1, "b", 0)
-    store.freeze(0, 0, (2, 1))
-    assert [row.tickets for row in store.rounds()] == [(2, 1)]
+    store.run_log.freeze(0, 0, (2, 1))
+    assert [row.tickets for row in store.run_log.rounds()] == [(2, 1)]
 
 
 def test_members_leases_fence(store: Store) -> None:
-    store.put_member("a", 7, host="h", labels_json='{"gpu": "no"}')
-    store.end_member("a", 1, "dead", "silent")  # an old lease
-    assert store.member("a").state == "alive"
-    store.end_member("a", 7, "failed", "OOM")
-    assert (store.member("a").state, store.member("a").detail) == ("failed", "OOM")
-    store.end_member("b", 2, "dead")
-    assert store.totals().deaths == 1
-    assert [member.site for member in store.members()] == ["a", "b"]
+    store.run_log.put_member("a", 7, host="h", labels_json='{"gpu": "no"}')
+    store.run_log.end_member("a", 1, "dead", "silent")  # an old lease
+    assert store.run_log.member("a").state == "alive"
+    store.run_log.end_member("a", 7, "failed", "OOM")
+    assert (store.run_log.member("a").state, store.run_log.member("a").detail) == ("failed", "OOM")
+    store.run_log.end_member("b", 2, "dead")
+    assert store.run_log.totals().deaths == 1
+    assert [member.site for member in store.run_log.members()] == ["a", "b"]
 
 
 def test_two_threads_that_ask_for_a_spool_get_the_same(store: Store) -> None:
-    store.issue_ticket(1, "a", 0, 0)
+    store.tickets.issue(1, "a", 0, 0)
     found: list[update_spool.Spool] = []
-    threads = [threading.Thread(target=lambda: found.append(store.spool(1))) for _ in range(8)]
+    threads = [threading.Thread(target=lambda: found.append(store.tickets.spool(1))) for _ in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     assert len(set(map(id, found))) == 1
-    assert [who for name, who in store.holds().items() if name.startswith("spool") and who] == [{"journal": 1}]
+    assert [who for name, who in store.slots.holds().items() if name.startswith("spool") and who] == [{"journal": 1}]
 
 
 def test_slots_have_their_full_size_from_the_start(store: Store) -> None:
-    store.issue_ticket(1, "a", 0, 0)
-    path = store.spool(1).slot.path
+    store.tickets.issue(1, "a", 0, 0)
+    path = store.tickets.spool(1).slot.path
     assert os.stat(path).st_size == SHAPES.update_bytes
     assert file_slots.is_slot_name(path.name)

@@ -27,8 +27,8 @@ from store_world import (
 
 from atoll import runtime
 from atoll.errors import DiskFull, Gone, StoreError, SyncFailed, UsageError
-from atoll.store.model_copies import Files
-from atoll.store.store import Store
+from atoll.store.journal import Journal
+from atoll.store.store import Files, Store
 
 
 @pytest.fixture
@@ -43,42 +43,42 @@ def fail(monkeypatch: pytest.MonkeyPatch, name: str, action: str, nth: int = 1) 
 
 def test_a_commit_moves_the_head_counts_the_tickets_and_frees_their_spools(store: Store) -> None:
     play_round(store, 0)
-    head = store.head()
+    head = store.versions.head()
     assert (head.version, head.digest) == (1, blake3(content(1)).hexdigest())
-    assert read(store.state_file()) == state_content(1)
-    assert [(store.ticket(t).state, store.ticket(t).version, store.ticket(t).slot) for t in (1, 2)] == [
+    assert read(store.versions.state_file()) == state_content(1)
+    assert [(store.tickets.get(t).state, store.tickets.get(t).version, store.tickets.get(t).slot) for t in (1, 2)] == [
         ("counted", 1, None)
     ] * 2
-    assert store.rounds() == ()
-    assert [member.rounds_counted for member in store.members()] == [1, 1]
-    assert [who for name, who in store.holds().items() if name.startswith("spool")] == [{}, {}]
-    assert [row.version for row in store.history()] == [0, 1]
-    assert (store.totals().versions, store.totals().counted, store.totals().bytes) == (2, 2, 48)
+    assert store.run_log.rounds() == ()
+    assert [member.rounds_counted for member in store.run_log.members()] == [1, 1]
+    assert [who for name, who in store.slots.holds().items() if name.startswith("spool")] == [{}, {}]
+    assert [row.version for row in store.run_log.history()] == [0, 1]
+    assert (store.run_log.totals().versions, store.run_log.totals().counted, store.run_log.totals().bytes) == (2, 2, 48)
 
 
 def test_version_0_has_no_outer_state(store: Store) -> None:
-    assert store.state_file() is None
-    assert store.head().state_slot is None
+    assert store.versions.state_file() is None
+    assert store.versions.head().state_slot is None
 
 
 def test_nothing_of_a_draft_is_seen_before_its_commit(store: Store) -> None:
     tickets = play_round(store, 0, commit=False)
-    draft = store.begin_version(0, 1)
+    draft = store.versions.begin(0, 1)
     os.pwrite(draft.version_fd, content(1), 0)
-    assert store.head().version == 0
+    assert store.versions.head().version == 0
     with pytest.raises(Gone, match="Pull version 0"):
-        store.version(0, 1)
+        store.versions.get(0, 1)
     draft.abandon()
     draft.abandon()
-    assert store.holds()["version-0-1.safetensors"] == {}
+    assert store.slots.holds()["version-0-1.safetensors"] == {}
     write_version(store, 1, tickets)
 
 
 def test_the_next_version_is_the_head_and_one(store: Store) -> None:
     with pytest.raises(StoreError, match="cannot follow head 0"):
-        store.begin_version(0, 2)
+        store.versions.begin(0, 2)
     with pytest.raises(StoreError, match="cannot follow head 0"):
-        store.begin_version(0, 0)
+        store.versions.begin(0, 0)
 
 
 @pytest.mark.covers("F25")
@@ -88,9 +88,9 @@ def test_a_full_disk_at_the_commit_changes_nothing(store: Store, monkeypatch: py
     fail(monkeypatch, place, "enospc")
     with pytest.raises(DiskFull):
         write_version(store, 1, tickets)
-    assert store.head().version == 0
-    assert store.ticket(1).state == "accepted"
-    assert store.holds()["version-0-1.safetensors"] == {}
+    assert store.versions.head().version == 0
+    assert store.tickets.get(1).state == "accepted"
+    assert store.slots.holds()["version-0-1.safetensors"] == {}
     assert write_version(store, 1, tickets).version == 1
 
 
@@ -106,7 +106,7 @@ def test_a_full_disk_while_a_slot_is_made_leaves_no_file(
     fail(monkeypatch, "slot.create", "enospc", nth)
     with pytest.raises(DiskFull):
         write_version(store, 2, tickets)
-    held = [name for name, who in store.holds().items() if "writer" in who]
+    held = [name for name, who in store.slots.holds().items() if "writer" in who]
     assert held == []
     assert set(before) <= set(slot_files(store.directory))
     assert len(slot_files(store.directory)) == len(before) + nth - 1
@@ -116,41 +116,41 @@ def test_a_full_disk_while_a_slot_is_made_leaves_no_file(
 def test_slots_are_rewritten_and_not_made_anew(store: Store) -> None:
     for base in range(4):
         play_round(store, base)
-        store.write_durable()
-    inodes = {path: path.stat().st_ino for path in (store.slots_directory).iterdir()}
+        store.versions.write_durable()
+    inodes = {path: path.stat().st_ino for path in (store.slots.folder).iterdir()}
     for base in range(4, 10):
         play_round(store, base)
-        store.write_durable()
-    assert {path: path.stat().st_ino for path in (store.slots_directory).iterdir()} == inodes
+        store.versions.write_durable()
+    assert {path: path.stat().st_ino for path in (store.slots.folder).iterdir()} == inodes
 
 
 def test_old_versions_are_dropped_and_say_what_to_pull(store: Store) -> None:
     for base in range(4):
         play_round(store, base)
-        store.write_durable()
-    assert [row.version for row in store.versions()] == [3, 4]
+        store.versions.write_durable()
+    assert [row.version for row in store.versions.kept()] == [3, 4]
     with pytest.raises(Gone, match=r"Version 1 .* Pull version 4"):
-        store.pin_version(0, 1)
+        store.versions.pin(0, 1)
 
 
 def test_a_slow_reader_never_sees_bytes_of_another_version(tmp_path: Path) -> None:
     """It reads a byte a round: every one is of the version it pinned, long after that fell out of what is kept."""
     store = first(tmp_path, keep_versions=1, max_pins=2)
     play_round(store, 0)
-    pin = store.pin_version(0, 1)
+    pin = store.versions.pin(0, 1)
     seen = b""
     for base in range(1, 31):
         play_round(store, base)
-        store.write_durable()
+        store.versions.write_durable()
         seen += os.pread(pin.fd, 1, len(seen))
     assert seen == content(1)[:30]
     assert not pin.revoked.is_set()
-    with store.pin_version(0, 1) as another:  # a resumed pull finds it as long as somebody reads it
+    with store.versions.pin(0, 1) as another:  # a resumed pull finds it as long as somebody reads it
         assert read(another.fd) == content(1)
     pin.release()
     pin.release()
     with pytest.raises(Gone):
-        store.version(0, 1)
+        store.versions.get(0, 1)
     store.close()
 
 
@@ -159,14 +159,14 @@ def test_the_oldest_pull_is_revoked_when_too_many_versions_are_held(tmp_path: Pa
     store = first(tmp_path, keep_versions=1, max_pins=2)
     pins = []
     for base in range(3):
-        pins.append(store.pin_version(0, base))
+        pins.append(store.versions.pin(0, base))
         play_round(store, base)
-        store.write_durable()
+        store.versions.write_durable()
     assert not any(pin.revoked.is_set() for pin in pins)
     play_round(store, 3)
     assert [pin.revoked.is_set() for pin in pins] == [True, False, False]
     with pytest.raises(Gone, match="Pull version 4"):
-        store.pin_version(0, 0)
+        store.versions.pin(0, 0)
     assert read(pins[0].fd) == content(0)  # it still holds its bytes
     slot = pins[0].slot
     pins[0].release()
@@ -177,12 +177,12 @@ def test_the_oldest_pull_is_revoked_when_too_many_versions_are_held(tmp_path: Pa
 
 def test_a_revoked_slot_is_not_rewritten_before_its_reader_lets_go(tmp_path: Path) -> None:
     store = first(tmp_path, keep_versions=1, max_pins=1)
-    pin = store.pin_version(0, 0)
+    pin = store.versions.pin(0, 0)
     other = None
     for base in range(6):
         play_round(store, base)
-        store.write_durable()
-        other = other or store.pin_version(0, 1)
+        store.versions.write_durable()
+        other = other or store.versions.pin(0, 1)
     assert pin.revoked.is_set()
     assert read(pin.fd) == content(0)
     revoked = pin.slot
@@ -198,7 +198,7 @@ def test_a_revoked_slot_is_not_rewritten_before_its_reader_lets_go(tmp_path: Pat
 
 
 def test_a_pin_may_outlive_the_store(store: Store) -> None:
-    pin = store.pin_version(0, 0)
+    pin = store.versions.pin(0, 0)
     store.close()
     assert read(pin.fd) == content(0)
     pin.release()
@@ -207,26 +207,26 @@ def test_a_pin_may_outlive_the_store(store: Store) -> None:
 def test_outer_state_is_kept_of_the_head_and_the_one_before(store: Store) -> None:
     for base in range(4):
         play_round(store, base)
-        store.write_durable()
-    with store.pin_version(0, 3):
+        store.versions.write_durable()
+    with store.versions.pin(0, 3):
         play_round(store, 4)
-        store.write_durable()
+        store.versions.write_durable()
         # Version 3 is read by somebody, but nothing would ever go on from it.
-        kept = [(row.version, row.state_slot is not None) for row in store.versions()]
+        kept = [(row.version, row.state_slot is not None) for row in store.versions.kept()]
         assert kept == [(3, False), (4, True), (5, True)]
-    assert [row.version for row in store.versions()] == [4, 5]
+    assert [row.version for row in store.versions.kept()] == [4, 5]
 
 
 def test_the_durable_version_stays_until_the_next_is_recorded(store: Store) -> None:
-    assert store.durable_version() is None
+    assert store.versions.durable() is None
     play_round(store, 0)
-    assert store.write_durable() == 1
+    assert store.versions.write_durable() == 1
     for base in range(1, 5):
         play_round(store, base)
-    assert [row.version for row in store.versions()] == [1, 4, 5]
-    assert store.version(0, 1).state_slot is not None
-    assert store.write_durable() == 5
-    assert [row.version for row in store.versions()] == [4, 5]
+    assert [row.version for row in store.versions.kept()] == [1, 4, 5]
+    assert store.versions.get(0, 1).state_slot is not None
+    assert store.versions.write_durable() == 5
+    assert [row.version for row in store.versions.kept()] == [4, 5]
 
 
 def test_durable_is_said_after_the_files_are_synced_and_with_the_journal_synced(
@@ -234,19 +234,19 @@ def test_durable_is_said_after_the_files_are_synced_and_with_the_journal_synced(
 ) -> None:
     play_round(store, 0)
     order: list[str] = []
-    sync = Store.sync
+    sync = Journal.sync
 
-    def spy(self: Store, fd: int, what: str) -> None:
+    def spy(self: Journal, fd: int, what: str) -> None:
         sync(self, fd, what)
         order.append(Path(what).name.partition("-")[0])
 
-    monkeypatch.setattr(Store, "sync", spy)
+    monkeypatch.setattr(Journal, "sync", spy)
     store.journal._db.set_trace_callback(
         lambda sql: (
             order.append(" ".join(sql.split()[:4])) if "synchronous" in sql or "durable_version =" in sql else None
         )
     )
-    store.write_durable()
+    store.versions.write_durable()
     store.journal._db.set_trace_callback(None)
     order = [each for each, before in zip(order, ["", *order], strict=False) if each != before]  # triggers repeat it
     assert order == [
@@ -264,9 +264,9 @@ def test_a_failed_fsync_is_fatal_and_never_tried_again(store: Store, monkeypatch
     play_round(store, 0)
     fail(monkeypatch, "fsync", "eio")
     with pytest.raises(SyncFailed, match="fsync of"):
-        store.write_durable()
-    assert store.durable_version() is None
-    for action in (store.write_durable, lambda: play_round(store, 1), store.finish):
+        store.versions.write_durable()
+    assert store.versions.durable() is None
+    for action in (store.versions.write_durable, lambda: play_round(store, 1), store.run_log.finish):
         with pytest.raises(SyncFailed):
             action()
     store.close()
@@ -281,28 +281,28 @@ def test_with_durability_power_nothing_is_acknowledged_before_it_is_on_disk(
 ) -> None:
     store = first(tmp_path, durability="power")
     assert store.journal.value("PRAGMA synchronous") == 2  # FULL
-    assert store.durable_version() == 0
+    assert store.versions.durable() == 0
     synced: list[str] = []
-    sync = Store.sync
+    sync = Journal.sync
 
-    def spy(self: Store, fd: int, what: str) -> None:
+    def spy(self: Journal, fd: int, what: str) -> None:
         synced.append(Path(what).name.partition("-")[0])
         sync(self, fd, what)
 
-    monkeypatch.setattr(Store, "sync", spy)
-    store.open_round(0, 0, ("a",))
+    monkeypatch.setattr(Journal, "sync", spy)
+    store.run_log.open_round(0, 0, ("a",))
     submit(store, 1, "a", 0)
     assert synced == ["spool"] * 3 + ["slots"]  # each part, the whole before it is accepted, and its name
-    store.freeze(0, 0, (1,))
+    store.run_log.freeze(0, 0, (1,))
     synced.clear()
     write_version(store, 1, (1,))
     assert synced == ["version", "state", "slots"]
-    assert store.durable_version() == 1
-    store.open_round(0, 1, ("a",))
+    assert store.versions.durable() == 1
+    store.run_log.open_round(0, 1, ("a",))
     fail(monkeypatch, "fsync", "eio", 3)
     with pytest.raises(SyncFailed):
         submit(store, 2, "a", 1)
-    assert store.ticket(2).state == "open"
+    assert store.tickets.get(2).state == "open"
     store.close()
 
 
@@ -314,7 +314,7 @@ def test_an_export_is_a_file_of_its_own(store: Store, tmp_path: Path) -> None:
     for base in range(1, 5):
         play_round(store, base)
     assert target.read_bytes() == content(1)
-    slot_inodes = {path.stat().st_ino for path in store.slots_directory.iterdir()}
+    slot_inodes = {path.stat().st_ino for path in store.slots.folder.iterdir()}
     assert target.stat().st_ino not in slot_inodes
     with target.open("rb") as reader:
         before = target.stat().st_ino
@@ -330,7 +330,7 @@ def test_an_export_is_on_disk_before_it_has_its_name(
 ) -> None:
     target = tmp_path / "model"
     seen: list[tuple[str, bool]] = []
-    monkeypatch.setattr(Store, "sync", lambda self, fd, what: seen.append((Path(what).name, target.exists())))
+    monkeypatch.setattr(Journal, "sync", lambda self, fd, what: seen.append((Path(what).name, target.exists())))
     export(store, target)
     (file, named), folder = seen
     assert (file.startswith(".model."), named) == (True, False)
@@ -377,9 +377,9 @@ def test_what_a_killed_export_left_is_removed_at_the_next_start(tmp_path: Path) 
 
 
 def test_a_commit_is_refused_the_wrong_number_of_digests(store: Store) -> None:
-    draft = store.begin_version(0, 1)
+    draft = store.versions.begin(0, 1)
     with pytest.raises(UsageError, match="number of digests"):
-        store.commit_version(draft, digest="", part_digests=digests(content(1), SHAPES.version)[:1])
+        store.versions.commit(draft, digest="", part_digests=digests(content(1), SHAPES.version)[:1])
     draft.abandon()
 
 
@@ -387,8 +387,8 @@ def test_a_commit_is_refused_the_wrong_number_of_digests(store: Store) -> None:
 def test_a_finished_run_leaves_its_journal_its_last_version_and_outer_state(store: Store) -> None:
     for base in range(3):
         play_round(store, base)
-    store.write_durable()
-    store.finish()
+    store.versions.write_durable()
+    store.run_log.finish()
     store.close()
     names = [name.partition("-")[0] for name in slot_files(store.directory)]
     assert names == ["state", "version"]

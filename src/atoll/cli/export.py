@@ -87,12 +87,15 @@ def from_directory(state_dir: Path, out: Path, version: int | None = None) -> in
     except StateLocked as error:
         raise StateLocked(error.message, "Its server runs: ask it with --server.") from None
     with store:
-        if store.run is None:
+        run = store.run_log.run
+        if run is None:
             raise no_run(state_dir)
-        split = split_of(json.loads(store.run.schema_json))
+        split = split_of(json.loads(run.schema_json))
         _require_model(split.schema, str(state_dir))
-        settings = json.loads(store.run.settings_json)
-        rows = [store.head(f) if version is None else store.version(f, version) for f in range(split.count)]
+        settings = json.loads(run.settings_json)
+        rows = [
+            store.versions.head(f) if version is None else store.versions.get(f, version) for f in range(split.count)
+        ]
         newest = max(row.version for row in rows)
         if settings.get("placement") == "swarm" and newest:
             raise Gone(
@@ -106,7 +109,7 @@ def from_directory(state_dir: Path, out: Path, version: int | None = None) -> in
                 layout = version_layout(schema, int(settings["part_bytes"]), int(settings.get("ranks", 1)))
                 shape = FileShape(layout.nbytes, version_header(schema), ())
                 path, state = (
-                    SlotPool(store.slots_directory, kind, row.fragment, shape, store.lock).path
+                    SlotPool(store.slots.folder, kind, row.fragment, shape, store.journal.lock).path
                     for kind in (VERSION, STATE)
                 )
                 file = stack.enter_context(path(row.slot).open("rb"))

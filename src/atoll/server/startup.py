@@ -71,17 +71,18 @@ def open_run(
     try:
         if settings.best_metric:
             require_files(settings.exports)
-        if store.run and store.in_memory:
+        run = store.run_log.run
+        if run and store.slots.in_memory:
             raise ConfigError(
                 f"{settings.state_dir} has a run, and with download_to_disk = false a run ends with its server.",
                 "Begin a new one in another state_dir; model may name an export.",
             )
-        if persistor is not None and given is None and not store.run and (loaded := persistor.load()) is not None:
+        if persistor is not None and given is None and not run and (loaded := persistor.load()) is not None:
             given = loaded_model(settings, loaded)
-        plan = _take_up(settings, given, outer, store.run) if store.run else _create(settings, given, outer, store)
+        plan = _take_up(settings, given, outer, run) if run else _create(settings, given, outer, store)
         _tell_of_the_way_down(plan)
         shapes = [fragment.shapes() for fragment in plan.fragments]
-        store.shape([each.elsewhere() for each in shapes] if plan.is_swarm else shapes)
+        store.slots.shape([each.elsewhere() for each in shapes] if plan.is_swarm else shapes)
         recovered = store.recover()
         if len(recovered.heads) < len(plan.fragments):
             # the run was begun, but killed before its first version
@@ -127,7 +128,7 @@ def _create(settings: Settings, given: nn.Module | Tensors | None, outer: Outer,
     plan = plan_of(settings, given, outer)
     schema = plan.schema
     places = {"fragments": list(plan.split.places)} if plan.streams else {}
-    store.create_run(
+    store.run_log.create_run(
         RunRow(
             run_id=uuid.uuid4().hex,
             settings_json=_frozen(settings, plan),
@@ -227,7 +228,7 @@ def initial_file(folder: Path, fragment: int, flags: int = os.O_RDONLY) -> Itera
 def _write_fragment(
     index: int, plan: FragmentPlan, store: Store, model: nn.Module | Tensors, *, is_swarm: bool
 ) -> None:
-    draft = store.begin_version(index, 0)
+    draft = store.versions.begin(index, 0)
     try:
         if is_swarm:
             with initial_file(store.directory, index, os.O_RDWR | os.O_CREAT) as fd:
@@ -238,7 +239,7 @@ def _write_fragment(
     except BaseException:
         draft.abandon()
         raise
-    store.commit_version(
+    store.versions.commit(
         draft,
         digest=plan.version.blob_id(digests),
         part_digests=tuple(digests),

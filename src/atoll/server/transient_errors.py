@@ -77,7 +77,7 @@ def require_space(store: Store, settings: Settings) -> None:
     """
     free = store.free_bytes()
     if free < settings.min_free_bytes:
-        what = "memory left" if store.in_memory else "disk left"
+        what = "memory left" if store.slots.in_memory else "disk left"
         error = DiskFull(
             f"The server has {free / 1e6:.0f} MB of {what}, and keeps {settings.min_free_bytes / 1e6:.0f} MB free.",
             "It goes on when there is space; nothing is lost.",

@@ -155,14 +155,14 @@ class Filtering:
     def source(self, row: TicketRow) -> Source:
         """What is aggregated of an accepted update: its spool, or what the filters have left of it; from any thread."""
         if not self.has(row.site):
-            return Source(self._store.spool(row.ticket).fd, row.norm)
+            return Source(self._store.tickets.spool(row.ticket).fd, row.norm)
         left = self._kept[_key(row)]
         return Source(left.fd, left.norm)
 
     def sweep(self) -> None:
         """Let go of what no round can use any more."""
         for key in [*self._going, *self._kept]:
-            if not self._store.ticket(key[0]).is_live:
+            if not self._store.tickets.get(key[0]).is_live:
                 self._forget(key)
 
     def _forget(self, key: _Key) -> None:
@@ -178,8 +178,8 @@ class Filtering:
             self._forget(key)
 
     def _filtered(self, row: TicketRow, number: int) -> _Left:
-        spool = self._store.spool(row.ticket)
-        base = self._store.pin_version(row.fragment, row.base_version)
+        spool = self._store.tickets.spool(row.ticket)
+        base = self._store.versions.pin(row.fragment, row.base_version)
         spool.pool.hold(spool.slot, HOLDER)
         left, done = _Left(-1), False
         try:

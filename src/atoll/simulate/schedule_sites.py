@@ -51,7 +51,7 @@ class Bases:
             for idle in [pin for pin, count in self._users.items() if not count]:
                 del self._users[idle]
                 idle.release()
-            base = self._store.pin_version(0, version)
+            base = self._store.versions.pin(0, version)
             self._users[base] = 0
         self._users[base] += 1
         return base
@@ -197,7 +197,7 @@ class Conductor:
     def _together(self) -> Iterator[None]:
         """What is done within is one transaction: where it fails, the run ends, and goes on from before it."""
         try:
-            with self._run.store.transaction(flat=True):
+            with self._run.store.journal.transaction(flat=True):
                 yield
         except AtollError as error:
             self._run.fail(error)
@@ -233,7 +233,7 @@ class Conductor:
     def _tell_of_rounds(self) -> None:
         done = self._run.state.rounds[0].done
         if done > self._done:
-            for row in self._run.store.history(done - self._done, 0):
+            for row in self._run.store.run_log.history(done - self._done, 0):
                 self._on_round(status_messages.RoundSummary.model_validate_json(row.summary_json))
             self._done = done
 
@@ -268,13 +268,13 @@ class Conductor:
                         protocol=routes.PROTOCOL,
                         site=site,
                         host=HOST,
-                        process=f"{self._run.store.epoch}x{number}",
+                        process=f"{self._run.store.run_log.epoch}x{number}",
                     )
                     self._leases[site] = Lease.parse(now(self._handlers.join(message, request)).lease)
             await asyncio.sleep(0)  # a simulation of very many can be ended in between
 
     def _has_counted(self, site: str) -> bool:
-        ticket, known = self._run.store.last_ticket(site), self._run.roster.get(site)
+        ticket, known = self._run.store.tickets.last_of(site), self._run.roster.get(site)
         return (known is not None and known.rounds > 0) or (ticket is not None and ticket.state == "accepted")
 
     def _require_state(self) -> None:
@@ -312,7 +312,7 @@ class Conductor:
     def _job(self, issued: fx.TicketIssued) -> Job:
         site, base = issued.site, self._bases.take(issued.base_version)
         ticket = self._handlers.given(site, issued.ticket, 0, issued.base_version, base.row.digest)
-        spool = self._run.store.spool(issued.ticket)
+        spool = self._run.store.tickets.spool(issued.ticket)
         spool.pool.hold(spool.slot, WRITER)
         nbytes = self._run.plan.fragments[0].update.nbytes
         return Job(
@@ -331,7 +331,7 @@ class Conductor:
         if self._folder is None:
             return ()
         tickets = sorted(pending(self._folder / site))
-        return tuple(outcome_of(self._run.store, self._run.store.ticket(ticket)) for ticket in tickets)
+        return tuple(outcome_of(self._run.store, self._run.store.tickets.get(ticket)) for ticket in tickets)
 
     def _let_go(self, job: Job) -> None:
         job.release()

@@ -274,12 +274,12 @@ class Simulation:
         )
 
     def _simulated(self, run: Run, conductor: Conductor, first: int, seconds: float) -> Simulated:
-        told = run.store.history(1, 0)[0].summary_json  # empty of version 0
+        told = run.store.run_log.history(1, 0)[0].summary_json  # empty of version 0
         last = status_messages.RoundSummary.model_validate_json(told) if told else None
         return Simulated(
             model=self.exports / "model.safetensors",
             metrics_file=self.exports / "metrics.jsonl",
-            version=run.store.head().version,
+            version=run.store.versions.head().version,
             rounds=run.state.rounds[0].done - first,
             worker_rounds=conductor.worker_rounds,
             seconds=seconds,

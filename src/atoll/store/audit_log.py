@@ -1,17 +1,17 @@
-"""The audit log: who submitted what, what was decided, which version came of it, chained by hashes; and its head.
+"""The audit log: what each site submitted, what was decided, what version came of it, chained by hashes; and its head.
 
-An entry is written in the transaction of the decision it tells of. Whoever notes the last hash somewhere else (it is
-what `verify` returns) can show later that nothing before it was changed.
+An entry is written in the transaction of the decision it records. An operator that notes the last hash somewhere else
+(`verify` returns it) can show later that nothing before it was changed.
 
 The journal's end lies in SQLite's write-ahead log, and SQLite drops what follows a damaged frame of it without a word.
-The file is rewritten in place after each commit that adds to the audit log, so it may be behind the journal after
-a kill, and is ahead of it only where the journal has lost its end:
+So the head file notes the end of the audit log. It is rewritten in place after each commit that adds an entry; it may
+be behind the journal after a kill, and is ahead of it only if the journal has lost its end:
 
     entry and hash are in the log       nothing is lost; what follows them was committed just before a kill
-    the log ends before                 the end is lost: a power loss may do that under `process` durability
+    the log ends before                 the end is lost: a power loss may do that with durability `process`
     the log has another hash there      journal and file are of different runs, or of different moments
 
-Unless an entry `lost` of the log names the file's hash: a start has found and noted that loss, and was itself killed
+Except if an entry `lost` of the log names the file's hash: a start has found and noted that loss, and was itself killed
 before it rewrote the file. Its entry may have the very number of one that was lost.
 """
 
@@ -30,46 +30,75 @@ from atoll.errors import StateCorrupt, StoreError
 from atoll.json_files import NoteDamaged, seal, unseal
 from atoll.posix import OwnedFile, write_at
 from atoll.store.journal import Journal
-from atoll.store.journal_tables import AuditRow, now
+from atoll.store.journal_tables import AUDIT, AuditRow, now
 
 START = "0" * 64
 
 
-def append(journal: Journal, what: str, **detail: Any) -> None:
-    """Add an entry, inside a transaction."""
-    last = journal.last_audited()
-    seq, previous = (last[0] + 1, last[1]) if last else (1, START)
-    text = json.dumps(detail, sort_keys=True)
-    at = now()
-    journal.execute(
-        "INSERT INTO audit VALUES (?, ?, ?, ?, ?, ?)",
-        seq,
-        at,
-        what,
-        text,
-        previous,
-        digest := _hash(seq, at, what, text, previous),
-    )
-    journal.audited(seq, digest)
+class AuditLog:
+    """The audit log of a journal."""
 
+    def __init__(self, journal: Journal) -> None:
+        self._journal = journal
+        self._end: tuple[int, str] | None = None
+        self._end_as_of = journal.undone
+        self._head: AuditHeadFile | None = None
+        self._noted: tuple[int, str] | None = None  # the end that the head file has
 
-def entries(journal: Journal, limit: int) -> list[AuditRow]:
-    """The last `limit` entries, oldest first."""
-    found = journal.rows("SELECT * FROM audit ORDER BY seq DESC LIMIT ?", limit)
-    return [AuditRow(*row) for row in reversed(found)]
+    def append(self, what: str, **detail: Any) -> None:
+        """Add an entry, inside a transaction."""
+        entries, previous = self._known_end()
+        seq, at, text = entries + 1, now(), json.dumps(detail, sort_keys=True)
+        digest = _hash(seq, at, what, text, previous)
+        self._journal.insert(AUDIT, AuditRow(seq, at, what, text, previous, digest))
+        self._end = seq, digest
+
+    def entries(self, limit: int = 100) -> list[AuditRow]:
+        """Return the last `limit` entries, oldest first."""
+        return self._journal.select(AUDIT, "ORDER BY seq DESC LIMIT ?", limit)[::-1]
+
+    def verify(self) -> tuple[int, str]:
+        """Return the number of entries and the last hash.
+
+        Raises:
+            StateCorrupt: as the function `verify`.
+        """
+        return verify(self._journal)
+
+    def keep_head(self, head: AuditHeadFile) -> None:
+        """Note the log's end in its head file, now and after each commit that moves it."""
+        self._head = head
+        self._note_end()
+        self._journal.committed = self._note_end
+
+    def close(self) -> None:
+        """Let go of the head file."""
+        if self._head is not None:
+            self._head.close()
+
+    def _known_end(self) -> tuple[int, str]:
+        if self._end is None or self._end_as_of != self._journal.undone:
+            self._end, self._end_as_of = tip(self._journal), self._journal.undone
+        return self._end
+
+    def _note_end(self) -> None:
+        end = self._known_end()
+        if end != self._noted and self._head is not None:
+            self._noted = end
+            self._head.write(*end)
 
 
 class Rows(Protocol):
-    """What a log is read from: the server's journal, or a reader of its own."""
+    """What a log is read from: the server's journal, or a reader beside it."""
 
     def rows(self, sql: str, *values: Any) -> list[tuple[Any, ...]]: ...
 
 
 def verify(journal: Rows) -> tuple[int, str]:
-    """Number of entries and the last hash.
+    """Return the number of entries and the last hash.
 
     Raises:
-        StateCorrupt: an entry was changed, removed or added out of turn; the first such is named.
+        StateCorrupt: an entry was changed, removed or added out of turn; the first one is named.
     """
     seq, previous = 0, START
     while page := journal.rows("SELECT * FROM audit WHERE seq > ? ORDER BY seq LIMIT 1000", seq):
@@ -86,7 +115,7 @@ def verify(journal: Rows) -> tuple[int, str]:
 
 
 def hash_of(row: AuditRow) -> str:
-    """What the hash of an entry has to be."""
+    """Return the hash that an entry must have."""
     return _hash(row.seq, row.at, row.what, row.detail_json, row.prev_hash)
 
 
@@ -98,7 +127,7 @@ LOG = logging.getLogger("atoll.server")
 
 NAME = "audit.head"
 _BYTES = 512
-"""Within one sector and one page: it is written whole or not at all."""
+"""Within one sector and one page: the file is written whole or not at all."""
 _TRIES = 5
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
@@ -108,11 +137,11 @@ class AuditHead:
     """The end of an audit log.
 
     Attributes:
-        entries: how many it had.
-        last_hash: of the last of them.
+        entries: how many it has.
+        last_hash: of the last entry.
         epoch: of the journal.
         durability: that the server was started with.
-        boot: id of the system's start; another one since means that the machine was started again.
+        boot: id of the system's start; another id means that the machine was started again since.
     """
 
     entries: int
@@ -123,7 +152,7 @@ class AuditHead:
 
 
 class AuditHeadFile(OwnedFile):
-    """The file of a server that runs.
+    """The head file of a running server.
 
     Args:
         folder: the state directory, locked by the caller.
@@ -145,7 +174,7 @@ class AuditHeadFile(OwnedFile):
             ) from error
 
     def write(self, entries: int, last_hash: str) -> None:
-        """The audit log ends here. A failure leaves the earlier end, which is no error at a start."""
+        """Note that the audit log ends here. A failure leaves the earlier end, which is no error at a start."""
         if self.fd < 0:
             return
         note = seal(asdict(AuditHead(entries, last_hash, self._epoch, self._durability, self._boot)))
@@ -162,7 +191,7 @@ class AuditHeadFile(OwnedFile):
 
 
 def boot_id() -> str:
-    """Of this start of the system; empty where it does not tell."""
+    """Return the id of this start of the system; empty if the system has none."""
     try:
         return _BOOT_ID.read_text(encoding="ascii").strip()
     except (OSError, ValueError):
@@ -170,7 +199,7 @@ def boot_id() -> str:
 
 
 def read_head(folder: Path) -> AuditHead | None:
-    """What the file says; None where there is none.
+    """Read the head file of a state directory; None if there is none.
 
     Raises:
         NoteDamaged: it is not what was written.
@@ -181,7 +210,7 @@ def read_head(folder: Path) -> AuditHead | None:
         except FileNotFoundError:
             return None
         except NoteDamaged:
-            if attempt == _TRIES:  # else: a running server may have rewritten it at this moment
+            if attempt == _TRIES:  # a running server may be rewriting it at this moment
                 raise
         except (OSError, TypeError) as error:
             raise NoteDamaged(str(error)) from None
@@ -189,13 +218,13 @@ def read_head(folder: Path) -> AuditHead | None:
 
 
 def require_same_log(head: AuditHead, journal: Rows, where: Path) -> tuple[int, int]:
-    """Compare the file with the log, as far as the log goes.
+    """Compare the head file with the log, as far as the log goes.
 
     Returns:
-        Entries of the log, and how many the file knows of that the log lacks.
+        Entries of the log, and how many of the file's entries the log lacks.
 
     Raises:
-        StateCorrupt: the log has another entry at its place, and does not tell that it was lost.
+        StateCorrupt: the log has another entry in its place, and has not noted a loss.
     """
     entries, _ = tip(journal)
     if _is_noted_as_lost(head, journal):
@@ -205,7 +234,7 @@ def require_same_log(head: AuditHead, journal: Rows, where: Path) -> tuple[int, 
     found = journal.rows("SELECT hash FROM audit WHERE seq = ?", head.entries) if head.entries else [(START,)]
     if found != [(head.last_hash,)]:
         raise StateCorrupt(
-            f"The audit log of {where} is not the one that {NAME} tells of: its entry {head.entries} is another one.",
+            f"The audit log of {where} is not the one that {NAME} belongs to: its entry {head.entries} is another one.",
             "Restore the whole directory, with all of its files, from one backup.",
         )
     return entries, 0
@@ -217,6 +246,6 @@ def _is_noted_as_lost(head: AuditHead, journal: Rows) -> bool:
 
 
 def tip(journal: Rows) -> tuple[int, str]:
-    """Number of entries and the last hash."""
+    """Return the number of entries and the last hash, unchecked."""
     found = journal.rows("SELECT seq, hash FROM audit ORDER BY seq DESC LIMIT 1")
     return (int(found[0][0]), str(found[0][1])) if found else (0, START)

@@ -1,11 +1,11 @@
-"""Slots: preallocated files that are rewritten, not recreated, and who holds them.
+"""Slots: preallocated files that are rewritten, not recreated, and what holds them.
 
-A slot is rewritten only when nobody holds it. Holders say what they are:
+A slot is rewritten only when nothing holds it. Holders:
 
     journal    a row of the journal refers to its bytes
-    writer     somebody writes it
-    pull       a response, or whoever else pinned a version
-    reader     the server itself reads it (inspection, fsync)
+    writer     its bytes are being written
+    pull       a response, or another holder of a pinned version, reads it
+    reader     the server itself reads it (check, fsync)
 """
 
 from __future__ import annotations
@@ -15,20 +15,31 @@ import re
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from blake3 import blake3
 
-from atoll.errors import DiskFull, StoreError
+from atoll.errors import ConfigError, DiskFull, StoreError, UsageError
 from atoll.posix import FULL, write_at
 from atoll.runtime import failpoint
+from atoll.store.journal import Journal
 
 JOURNAL, WRITER, PULL, READER = "journal", "writer", "pull", "reader"
 VERSION, STATE, SPOOL, DELTA = "version", "state", "spool", "delta"
 _NAME = re.compile(r"(version|state|spool|delta)-\d+-\d+\.(safetensors|bin)")
 READ_BYTES = 2**20
+STATE_SLOTS = 4
+"""Outer states of the head, the version before, the durable version and the one being written."""
+_ROWS = {
+    VERSION: ("versions", "slot"),
+    STATE: ("versions", "state_slot"),
+    DELTA: ("deltas", "slot"),
+    SPOOL: ("tickets", "slot"),
+}
+"""Kind → the table and the column that refer to its slots."""
 
 Ranges = tuple[tuple[int, int], ...]
 
@@ -40,8 +51,8 @@ class FileShape:
     Attributes:
         nbytes: its size.
         header: its first bytes; the same in every slot, written when it is made.
-        regions: per digest of a row the ranges (offset, nbytes) that it covers, in order.
-        elsewhere: whether its bytes lie with workers: the file here is empty, and its digests are theirs.
+        regions: for each digest of a row the ranges (offset, nbytes) that it covers, in order.
+        elsewhere: whether workers hold its bytes: the file here is empty, and its digests are theirs.
     """
 
     nbytes: int
@@ -59,11 +70,11 @@ class FragmentShapes:
     """The files of one fragment.
 
     Attributes:
-        version: a version's.
-        state: the outer state's beside it; None where the outer optimizer keeps nothing.
+        version: of a version.
+        state: of the outer state beside it; None if the outer optimizer keeps nothing.
         update_bytes: size of an encoded update.
         update_parts: (offset, nbytes) of each of its parts.
-        delta: of what goes down in place of a version; None where versions are pulled whole.
+        delta: of a difference that is pulled in place of a version; None if versions are pulled whole.
     """
 
     version: FileShape
@@ -73,7 +84,7 @@ class FragmentShapes:
     delta: FileShape | None = None
 
     def elsewhere(self) -> FragmentShapes:
-        """Of a run whose tensors lie with its workers: files without a byte, rows as ever, and no parts to come."""
+        """Return the shapes for a run whose workers hold the tensors: empty files, the same rows, no parts to come."""
 
         def empty(shape: FileShape | None) -> FileShape | None:
             return shape and FileShape(0, b"", tuple(() for _ in shape.regions), elsewhere=True)
@@ -94,7 +105,7 @@ class Slot:
     """One file. `fd` stays open as long as the slot object lives, so that it never means another file.
 
     Attributes:
-        one_writes: held while it is written: the kernel lets one write at a time, and lets the others spin.
+        one_writes: held during a write: the kernel serialises writes of a file, and lets the others spin.
     """
 
     number: int
@@ -126,14 +137,14 @@ class SlotPool:
     ) -> None:
         """
         Args:
-            most: a slot that becomes free while there are more is removed; None: free ones stay until `trim`.
-            in_memory: slots are files without a disk, which nobody but this process can open, and which end with it.
+            most: a slot that becomes free while there are more is removed; None: free slots stay until `trim`.
+            in_memory: slots are memory files that only this process can open, and that end with it.
         """
         self.folder, self.kind, self.fragment, self.shape = folder, kind, fragment, shape
         self.lock, self._most = lock, most
         self._in_memory = in_memory
         self._slots: dict[int, Slot] = {}
-        self._free: set[int] = set()  # those of them that nobody holds
+        self._free: set[int] = set()  # slots that nothing holds
         self._reserved: set[int] = set()
 
     def path(self, number: int) -> Path:
@@ -141,10 +152,10 @@ class SlotPool:
         return self.folder / f"{self.kind}-{self.fragment}-{number}.{suffix}"
 
     def take(self, why: str) -> Slot:
-        """A slot that nobody held, held now; a new file only where there is none.
+        """Hold a free slot; make a new file only if there is none.
 
         Raises:
-            DiskFull: no space for another; no part of it is left behind. StoreError: it cannot be made.
+            DiskFull: no space for another; nothing of it is left behind. StoreError: it cannot be made.
         """
         with self.lock:
             if self._free:
@@ -186,7 +197,7 @@ class SlotPool:
         return slot
 
     def adopt(self, number: int) -> Slot | None:
-        """Hold, for the journal, a slot that a row refers to; None where the file is not there in full."""
+        """Hold, for the journal, a slot that a row refers to; None if the file is not there in full."""
         with self.lock:
             slot = self._slots.get(number)
             if slot is None:
@@ -207,29 +218,38 @@ class SlotPool:
     def hold(self, slot: Slot, why: str) -> None:
         with self.lock:
             slot.holds[why] += 1
-            if self._slots.get(slot.number) is slot:  # else it was removed, and its number may be another one's
+            if self._slots.get(slot.number) is slot:  # else it was removed, and another slot may have its number
                 self._free.discard(slot.number)
 
     def drop(self, slot: Slot, why: str) -> None:
-        """End one hold; the slot may be rewritten once it was the last."""
+        """End one hold; without a hold the slot may be rewritten."""
         with self.lock:
             slot.holds[why] -= 1
-            slot.holds += Counter()  # forgets what has come to zero
+            slot.holds += Counter()  # removes entries that have come to zero
             if not slot.free or self._slots.get(slot.number) is not slot:
                 return
             self._free.add(slot.number)
             if self._most is not None and len(self._slots) > self._most:
                 self._remove(slot)
 
+    @contextmanager
+    def held(self, slot: Slot, why: str) -> Iterator[None]:
+        """Hold a slot while the context lasts."""
+        self.hold(slot, why)
+        try:
+            yield
+        finally:
+            self.drop(slot, why)
+
     def retain(self, numbers: Collection[int]) -> None:
-        """Let the journal hold exactly these of the slots it holds."""
+        """Drop the journal's hold of every slot but these."""
         with self.lock:
             for slot in list(self._slots.values()):
                 if JOURNAL in slot.holds and slot.number not in numbers:
                     self.drop(slot, JOURNAL)
 
     def trim(self, keep: int = 0) -> None:
-        """Remove free slots but for `keep`."""
+        """Remove all free slots but `keep` of them."""
         with self.lock:
             for number in sorted(self._free)[keep:]:
                 self._remove(self._slots[number])
@@ -249,9 +269,120 @@ class SlotPool:
             self._free.clear()
 
     def holds(self) -> dict[str, dict[str, int]]:
-        """File name → holder → how many times; {} for a free slot."""
+        """Return file name → holder → how many times; {} for a free slot."""
         with self.lock:
             return {slot.path.name: dict(slot.holds) for _, slot in sorted(self._slots.items())}
+
+
+class Slots:
+    """All slots of a run: one pool for each kind and fragment.
+
+    Args:
+        folder: of the files.
+        versions: that are kept and pinned at most, of each fragment.
+        in_memory: as for `SlotPool`.
+    """
+
+    def __init__(self, journal: Journal, folder: Path, versions: int, *, in_memory: bool = False) -> None:
+        self.folder, self.in_memory = folder, in_memory
+        self._journal, self._versions = journal, versions
+        self._shapes: tuple[FragmentShapes, ...] = ()
+        self._pools: dict[tuple[str, int], SlotPool] = {}
+
+    def shape(self, fragments: Sequence[FragmentShapes]) -> None:
+        """Set the sizes of the run's files; before `Store.recover`, on every start.
+
+        Raises:
+            ConfigError: the run in this directory was begun with files of other sizes or headers.
+        """
+        self._shapes = tuple(fragments)
+        shapes = {(f, kind): shape for f, each in enumerate(fragments) for kind, shape in each.by_kind().items()}
+        wanted = {key: (shape.nbytes, shape.header_digest) for key, shape in shapes.items()}
+        rows = self._journal.rows("SELECT fragment, kind, nbytes, header_digest FROM shapes ORDER BY fragment, kind")
+        known = {(fragment, kind): (nbytes, header) for fragment, kind, nbytes, header in rows}
+        if known:
+            self._require_same(known, wanted)
+        else:
+            with self._journal.transaction():
+                self._journal.execute_many(
+                    "INSERT INTO shapes (fragment, kind, nbytes, header_digest) VALUES (?, ?, ?, ?)",
+                    [(*key, *value) for key, value in wanted.items()],
+                )
+                self._journal.execute_many(
+                    "INSERT INTO heads (fragment) VALUES (?)", [(fragment,) for fragment in range(len(fragments))]
+                )
+        most = {VERSION: self._versions + 1, DELTA: self._versions + 1, STATE: STATE_SLOTS, SPOOL: None}
+        self._pools = {
+            (kind, fragment): SlotPool(
+                self.folder, kind, fragment, shape, self._journal.lock, most[kind], self.in_memory
+            )
+            for (fragment, kind), shape in shapes.items()
+        }
+
+    def _require_same(
+        self, known: dict[tuple[int, str], tuple[int, bytes]], wanted: dict[tuple[int, str], tuple[int, bytes]]
+    ) -> None:
+        for fragment, kind in sorted(known.keys() | wanted.keys()):
+            before, after = known.get((fragment, kind)), wanted.get((fragment, kind))
+            if before != after:
+                sizes = [f"{value[0]} bytes" if value else "none" for value in (before, after)]
+                raise ConfigError(
+                    f"The run in {self.folder.parent} was begun with another model, codec or outer optimizer: its "
+                    f"{kind} files of fragment {fragment} have {sizes[0]}, these settings need {sizes[1]}"
+                    f"{', with other tensors' if sizes[0] == sizes[1] else ''}.",
+                    "Go on with the settings it was begun with, or give this run another state_dir.",
+                )
+
+    @property
+    def fragments(self) -> range:
+        """Of the run, once `shape` was called."""
+        return range(len(self._shapes))
+
+    def shapes_of(self, fragment: int) -> FragmentShapes:
+        """Return the shapes of a fragment's files."""
+        return self._shapes[fragment]
+
+    def pool(self, kind: str, fragment: int) -> SlotPool:
+        """Return the slots of a kind.
+
+        Raises:
+            UsageError: there is no such fragment, or `shape` was not called.
+        """
+        if (kind, fragment) not in self._pools:
+            raise UsageError(
+                f"The store has no {kind} files of fragment {fragment}.", "Call slots.shape() and recover() first."
+            )
+        return self._pools[kind, fragment]
+
+    def drop_after_commit(self, kind: str, fragment: int, number: int | None) -> None:
+        """End the journal's hold of a slot once the transaction is committed; None: there is none."""
+        if number is not None:
+            pool = self.pool(kind, fragment)
+            self._journal.after_commit(lambda: pool.drop(pool[number], JOURNAL))
+
+    def remove_unreferenced(self) -> None:
+        """Remove every file that no row of the journal refers to."""
+        for (kind, fragment), pool in self._pools.items():
+            table, column = _ROWS[kind]
+            rows = self._journal.rows(
+                f"SELECT {column} FROM {table} WHERE fragment = ? AND {column} IS NOT NULL", fragment
+            )
+            pool.retain({number for (number,) in rows})
+            pool.trim()
+        known = self.holds().keys()
+        for path in self.folder.iterdir():
+            if is_slot_name(path.name) and path.name not in known:
+                path.unlink()
+
+    def holds(self) -> dict[str, dict[str, int]]:
+        """Return every slot's file name → holder (journal, writer, pull, reader) → how often."""
+        return {name: holds for pool in self._pools.values() for name, holds in pool.holds().items()}
+
+    def close(self) -> None:
+        """Remove free slots and close the others."""
+        for pool in self._pools.values():
+            pool.trim()
+            pool.close()
 
 
 def is_slot_name(name: str) -> bool:
@@ -259,7 +390,7 @@ def is_slot_name(name: str) -> bool:
 
 
 def verify(fd: int, shape: FileShape, digests: tuple[bytes, ...]) -> bool:
-    """Whether a file has the shape's header, and bytes of these digests."""
+    """Return whether a file has the shape's header, and bytes of these digests."""
     if shape.elsewhere:
         return len(digests) == len(shape.regions)
     if len(digests) != len(shape.regions) or os.pread(fd, len(shape.header), 0) != shape.header:
@@ -268,7 +399,7 @@ def verify(fd: int, shape: FileShape, digests: tuple[bytes, ...]) -> bool:
 
 
 def region_digest(fd: int, ranges: Ranges) -> bytes:
-    """BLAKE3 of ranges of a file; bytes behind its end count as none."""
+    """Return the BLAKE3 of ranges of a file; bytes behind its end count as none."""
     hasher = blake3()
     buffer = memoryview(bytearray(READ_BYTES))
     for offset, nbytes in ranges:
@@ -283,7 +414,7 @@ def region_digest(fd: int, ranges: Ranges) -> bytes:
 
 
 def disk_error(error: OSError, path: Path) -> StoreError:
-    """What an OSError means to whoever runs the server."""
+    """Return what an OSError means for the operator of the server."""
     if error.errno in FULL:
         return DiskFull(f"The disk of {path.parent} is full.", "Make space; nothing was lost.")
     return StoreError(f"{path}: {error.strerror}.", "Look at the disk.")

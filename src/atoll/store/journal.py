@@ -1,8 +1,8 @@
 """The journal: one SQLite file in WAL mode, one connection, one lock for it and for everything that must agree with it.
 
 A process that is killed at any instruction leaves either all of a transaction or nothing. What lives in memory beside
-the journal (which slot is held by whom) follows it through `after_commit` and `after_rollback`; what was only read from
-it, and is remembered, holds while `undone` is the same.
+the journal (the holders of a slot) follows it through `after_commit` and `after_rollback`. What was only read from it,
+and is remembered, holds while `undone` is the same.
 """
 
 from __future__ import annotations
@@ -15,22 +15,23 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from atoll.errors import DiskFull, StateCorrupt, StoreError, SyncFailed
 from atoll.posix import FULL
 from atoll.runtime import failpoint
 from atoll.store import journal_tables
-from atoll.store.journal_tables import SCHEMA, SCHEMA_VERSION
+from atoll.store.journal_tables import SCHEMA, SCHEMA_VERSION, Table
 
 Durability = Literal["process", "power"]
+Row = TypeVar("Row")
 _FSYNC = {sqlite3.SQLITE_IOERR_FSYNC, sqlite3.SQLITE_IOERR_DIR_FSYNC}
 _CORRUPT = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB}
 _BUSY = {sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED}
 BUSY_S = 5.0
-"""How long a lock of another program is waited for."""
+"""How long the journal waits for a lock of another program."""
 LOG_PAGES = 16_000
-"""Of 4 KiB: the most the write-ahead log grows to where nobody calls `checkpoint`, which is after every round."""
+"""Of 4 KiB: the most that the write-ahead log grows to without `checkpoint`, which is called after every round."""
 
 NEW_RUN = (
     "Restore the whole directory from a backup, or begin a new run: another state_dir, and model = an exported file."
@@ -41,34 +42,33 @@ class Journal:
     """See the module. Thread-safe; a transaction of one thread keeps all others out.
 
     Attributes:
-        undone: how often changes were undone, so far: what was read before may not hold any more.
-        audit_moved: called after a commit that added to the audit log, with its number of entries and the last hash.
+        undone: how often changes were undone so far: what was read before may not hold any more.
+        committed: called after every commit, behind the actions of `after_commit`.
     """
 
     def __init__(self, path: Path, durability: Durability, *, begin: bool = True) -> None:
         """Open the journal, and make it where there is none.
 
         Args:
+            durability: what a commit survives: `process`, a kill; `power`, a power loss too.
             begin: whether it may be made; not beside files that only a journal can explain.
 
         Raises:
-            StateCorrupt: it is not a journal, or damaged, or of a newer Atoll; or it is not there and may not be made.
+            StateCorrupt: it is not a journal, or damaged, or of another Atoll; or it is missing and may not be made.
             StoreError: it cannot be opened.
         """
-        self.path = path
+        self.path, self.durability = path, durability
         self.lock = threading.RLock()
         self._level: str = "FULL" if durability == "power" else "NORMAL"
         self._depth = 0
         self._flat_of: int | None = None  # the thread that has a flat transaction
         self._torn = False
-        self._committed: list[Callable[[], None]] = []
+        self._then: list[Callable[[], None]] = []  # once the outermost transaction is committed
         self._undo: list[Callable[[], None]] = []
         self._broken: SyncFailed | None = None
         self._translated = _Translated(self)
         self.undone = 0
-        self.audit_moved: Callable[[int, str], None] = lambda entries, last_hash: None
-        self._audit_end: tuple[int, str] | None = None
-        self._moved = False  # whether this commit has moved it
+        self.committed: Callable[[], None] = lambda: None
         with self._translated:
             self._db = sqlite3.connect(path, BUSY_S, isolation_level=None, check_same_thread=False)
         try:
@@ -98,23 +98,22 @@ class Journal:
         (answer,) = self._db.execute("PRAGMA integrity_check(1)").fetchone()
         if answer != "ok":
             raise StateCorrupt(f"{self.path} is damaged: {answer}.", NEW_RUN)
-        if (
-            changed := journal_tables.changed_definition(self._db, [SCHEMA]) or journal_tables.changed_row(self._db)
-        ) is not None:
+        changed = journal_tables.changed_definition(self._db) or journal_tables.changed_row(self._db)
+        if changed is not None:
             raise StateCorrupt(f"{self.path} is damaged: {changed} is not what was written.", NEW_RUN)
         journal_tables.keep(self._db)
 
     def transaction(self, *, synced: bool = False, flat: bool = False) -> AbstractContextManager[None]:
-        """All or nothing. One inside another is part of it, and can fail alone.
+        """Make several changes one: all of them survive a kill, or none. One inside another can fail alone.
 
         Args:
-            flat: none inside it can fail alone, but for one that has changed nothing by then: cheaper where there are
-                many. Outermost only.
+            flat: a transaction inside it can fail alone only if it has changed nothing by then: cheaper for many.
+                Outermost only.
             synced: on return it survives a power loss, whatever the journal's durability; outermost only.
 
         Raises:
-            DiskFull: nothing was changed; may be tried again.
-            SyncFailed: what was written may be lost; every later call raises it too.
+            DiskFull: nothing was changed; try again.
+            SyncFailed: what was written may be lost; every later call raises it, too.
         """
         if self._flat_of == threading.get_ident():
             return _PartOfFlat(self)
@@ -129,7 +128,7 @@ class Journal:
             assert outermost or not flat
             self._torn = False
             lifted = synced and outermost and self._level != "FULL"
-            marks = len(self._committed), len(self._undo)
+            marks = len(self._then), len(self._undo)
             if lifted:
                 self._db.execute("PRAGMA synchronous = FULL")
             try:
@@ -154,78 +153,80 @@ class Journal:
                 if lifted:
                     self._db.execute(f"PRAGMA synchronous = {self._level}")
             if outermost:
-                done, self._committed, self._undo = self._committed, [], []
+                done, self._then, self._undo = self._then, [], []
                 for action in done:
                     action()
-                if self._moved:
-                    self._moved = False
-                    if (end := self.last_audited()) is not None:
-                        self.audit_moved(*end)
+                self.committed()
 
-    def _roll_back(self, committed: int, undo: int) -> None:
+    def _roll_back(self, then: int, undo: int) -> None:
         self.undone += 1
-        self._audit_end = None
-        if self._db.in_transaction:  # SQLite ends it by itself where the disk is full
+        if self._db.in_transaction:  # SQLite ends it by itself if the disk is full
             if self._depth == 1:
                 self._db.execute("ROLLBACK")
             else:
                 self._db.execute(f"ROLLBACK TO level{self._depth - 1}")
                 self._db.execute(f"RELEASE level{self._depth - 1}")
-        self._forget(committed, undo)
+        self._forget(then, undo)
 
-    def _forget(self, committed: int, undo: int) -> None:
-        """What was to follow a transaction does not; what follows its end does."""
+    def _forget(self, then: int, undo: int) -> None:
+        """Drop the actions of `after_commit` from a mark on, and run those of `after_rollback`."""
         actions = reversed(self._undo[undo:])
-        del self._committed[committed:], self._undo[undo:]
+        del self._then[then:], self._undo[undo:]
         for action in actions:
             action()
 
     def after_commit(self, action: Callable[[], None]) -> None:
         """Run `action`, which must not fail, under the lock once the outermost transaction is committed."""
         assert self._depth
-        self._committed.append(action)
-
-    def last_audited(self) -> tuple[int, str] | None:
-        """Number of entries of the audit log and the last hash; None where it is empty."""
-        if self._audit_end is None:
-            found = self.row("SELECT seq, hash FROM audit ORDER BY seq DESC LIMIT 1")
-            self._audit_end = None if found is None else (int(found[0]), str(found[1]))
-        return self._audit_end
-
-    def audited(self, entries: int, last_hash: str) -> None:
-        """This transaction has made the audit log so long."""
-        self._audit_end, self._moved = (entries, last_hash), True
+        self._then.append(action)
 
     def after_rollback(self, action: Callable[[], None]) -> None:
-        """Run `action`, which must not fail, where this transaction is undone."""
+        """Run `action`, which must not fail, if this transaction is undone."""
         assert self._depth
         self._undo.append(action)
 
+    def insert(self, table: Table[Row], row: Row, otherwise: str = "") -> None:
+        """Add a row inside a transaction.
+
+        Args:
+            otherwise: what becomes of a row that is there already: `ON CONFLICT …`.
+        """
+        self.execute(f"{table.insert} {otherwise}", *table.write(row))
+
     def execute(self, sql: str, *values: Any) -> int:
-        """Change rows inside a transaction; returns how many."""
+        """Change rows inside a transaction; return how many."""
         assert self._depth, "a change outside of a transaction"
         with self._translated:
             return self._db.execute(sql, values).rowcount
 
     def execute_many(self, sql: str, values: Iterable[tuple[Any, ...]]) -> None:
-        """Change rows inside a transaction, with one tuple after the other."""
+        """Change rows inside a transaction, once for each tuple of values."""
         assert self._depth, "a change outside of a transaction"
         with self._translated:
             self._db.executemany(sql, values)
 
+    def select(self, table: Table[Row], where: str = "", *values: Any) -> list[Row]:
+        """Return the rows of a table that a clause selects: `WHERE … ORDER BY …`."""
+        return [table.read(row) for row in self.rows(f"{table.select} {where}", *values)]
+
+    def first(self, table: Table[Row], where: str = "", *values: Any) -> Row | None:
+        """Return the first row that `select` would."""
+        row = self.row(f"{table.select} {where}", *values)
+        return None if row is None else table.read(row)
+
     def rows(self, sql: str, *values: Any) -> list[tuple[Any, ...]]:
-        """Every row of a query."""
+        """Return every row of a query."""
         with self.lock, self._translated:
             return self._db.execute(sql, values).fetchall()
 
     def row(self, sql: str, *values: Any) -> tuple[Any, ...] | None:
-        """The first row of a query."""
+        """Return the first row of a query."""
         with self.lock, self._translated:
             found: tuple[Any, ...] | None = self._db.execute(sql, values).fetchone()
             return found
 
     def value(self, sql: str, *values: Any) -> Any:
-        """The first column of the first row; None where there is no row."""
+        """Return the first column of the first row; None if there is no row."""
         row = self.row(sql, *values)
         return row[0] if row else None
 
@@ -237,6 +238,26 @@ class Journal:
             by,
         )
 
+    def sync(self, fd: int, what: str) -> None:
+        """Bring a file or a folder to the disk's own memory.
+
+        Raises:
+            SyncFailed: for good; no later call of the store succeeds.
+        """
+        try:
+            failpoint("fsync")
+            os.fsync(fd)
+        except OSError as error:
+            raise self.sync_failed(what, error) from error
+
+    def sync_folder(self, folder: Path) -> None:
+        """As `sync`, of the names in a folder."""
+        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            self.sync(fd, str(folder))
+        finally:
+            os.close(fd)
+
     def sync_failed(self, what: str, error: OSError) -> SyncFailed:
         """Remember that fsync failed, for good: the kernel may have dropped what it could not write."""
         self._broken = SyncFailed(
@@ -246,12 +267,12 @@ class Journal:
         return self._broken
 
     def checkpoint(self) -> None:
-        """Move what is in the write-ahead log into the database, beside whatever other threads do.
+        """Move the write-ahead log into the database, while other threads go on.
 
-        It waits for the next call where no file can be opened.
+        If no file can be opened, the next call does it.
 
         Raises:
-            StoreError: the file is no longer there, or is another one: what is written to it nobody can find.
+            StoreError: the file was removed or replaced: a next start would not find what is written to it.
         """
         if not self._is_there():
             raise StoreError(f"{self.path} was removed or replaced while the server ran.", NEW_RUN)
@@ -275,14 +296,14 @@ class Journal:
         return not self.closed and self._broken is None
 
     def close(self) -> None:
-        """Let go of the file; again does nothing."""
+        """Let go of the file. Idempotent."""
         with self.lock:
             if not self.closed:
                 self.closed = True
                 self._db.close()
 
     def readable(self, error: sqlite3.Error) -> StoreError:
-        """What an error of SQLite means to whoever runs the server."""
+        """Return what an error of SQLite means for the operator of the server."""
         code = getattr(error, "sqlite_errorcode", 0)
         if code & 0xFF == sqlite3.SQLITE_FULL:
             return DiskFull(f"The disk of {self.path.parent} is full.", "Make space; nothing was lost.")
@@ -299,7 +320,7 @@ class Journal:
 
 
 class _PartOfFlat:
-    """A transaction inside a flat one; a class, for there are ten for every update."""
+    """A transaction inside a flat one. A class, for speed: each update has ten."""
 
     __slots__ = ("_changes", "_journal", "_marks")
 
@@ -312,7 +333,7 @@ class _PartOfFlat:
             raise journal._broken
         if not journal._db.in_transaction:
             raise StoreError("SQLite has ended the transaction that this is part of.", "Begin it again.")
-        self._marks = len(journal._committed), len(journal._undo)
+        self._marks = len(journal._then), len(journal._undo)
         self._changes = journal._db.total_changes
         journal._depth += 1
 
@@ -326,10 +347,10 @@ class _PartOfFlat:
 
 
 class _Translated:
-    """What fails inside, as an error of the store; a class, for it is entered for every statement.
+    """Raise errors of the store in place of SQLite's. A class, for speed: every statement enters it.
 
     Raises:
-        DiskFull, SyncFailed, StateCorrupt, StoreError: in place of SQLite's error, or of a disk that is full.
+        DiskFull, SyncFailed, StateCorrupt, StoreError: what SQLite's error, or that of a full disk, means.
     """
 
     def __init__(self, journal: Journal) -> None:
@@ -347,5 +368,5 @@ class _Translated:
 
 
 def placeholders(values: Iterable[object]) -> str:
-    """`?, ?, ?` for `IN (…)`."""
+    """Return `?, ?, ?` for `IN (…)`."""
     return ", ".join("?" for _ in values)

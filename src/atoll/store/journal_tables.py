@@ -1,41 +1,42 @@
-"""The journal's tables and their rows as values. What must never happen is a constraint here.
+"""The journal's tables, what keeps their rows honest, and their rows as values.
+
+What must never happen is a constraint of a table, so that no caller can make it happen. `heads` decides which versions
+exist: one UPDATE of it is the commit, and a version row above its head does not count.
 
 SQLite has checksums over its write-ahead log, and none over its database. Temporary triggers of the server's own
-connection write the checksum, so that no statement can forget it. What changes a value elsewhere, a disk or another
-program, leaves a row that no longer agrees with it.
-
-The journal's tables. What must never happen is a constraint here, so that no caller can make it happen.
-
-`heads` decides which versions exist: one UPDATE of it is the commit. A version row above its head does not count.
-`row_check` is the row's checksum, written by the journal itself: the functions below.
+connection write `row_check`, so that no statement can forget it. A disk or another program that changes a value leaves
+a row that no longer agrees with its checksum.
 """
 
 from __future__ import annotations
 
+import json
 import sqlite3
 import zlib
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
 from datetime import UTC, datetime
-from typing import Literal
+from typing import Any, Generic, Literal, TypeVar
 
-TABLES = ("meta", "run", "shapes", "members", "rounds", "tickets", "parts", "versions", "deltas", "heads", "history")
-"""Those with a column `row_check`. The audit log has its own hashes, and counters are for people."""
+from blake3 import blake3
+
+CHECKED = ("meta", "run", "shapes", "members", "rounds", "tickets", "parts", "versions", "deltas", "heads", "history")
+"""Tables with a column `row_check`. The audit log has its own hashes, and counters are for people."""
 
 UNCHECKED = {"row_check", "settings_json", "torch_build", "cpu_capability"}
 """Columns that no checksum covers: a start compares them with its own settings, torch and CPU."""
 
 
 def row_check(*values: object) -> int:
-    """CRC-32 of a row's values: any changed bit, and any changed run of up to 32 bits, changes it."""
+    """Return the CRC-32 of a row's values: any changed bit, and any changed run of up to 32 bits, changes it."""
     return zlib.crc32(repr(values).encode())
 
 
 def keep(db: sqlite3.Connection) -> None:
-    """From here on every row that this connection writes gets its checksum."""
+    """Give every row that this connection writes from now on its checksum."""
     db.execute("PRAGMA temp_store = MEMORY")
     understand(db)
-    for table in TABLES:
+    for table in CHECKED:
         keys, columns = _columns(db, table)
         same_row = " AND ".join(f"{key} = NEW.{key}" for key in keys)
         write = f"UPDATE {table} SET row_check = row_check({', '.join(columns)}) WHERE {same_row};"
@@ -50,9 +51,9 @@ def understand(db: sqlite3.Connection) -> None:
 
 
 def changed_row(db: sqlite3.Connection) -> str | None:
-    """The first row that is not what was written, as `table (key = value)`; None where all are."""
+    """Return the first row that is not what was written, as `table (key = value)`; None if there is none."""
     understand(db)
-    for table in TABLES:
+    for table in CHECKED:
         keys, columns = _columns(db, table)
         found = db.execute(
             f"SELECT {', '.join(keys)} FROM {table} WHERE row_check != row_check({', '.join(columns)}) LIMIT 1"
@@ -62,12 +63,11 @@ def changed_row(db: sqlite3.Connection) -> str | None:
     return None
 
 
-def changed_definition(db: sqlite3.Connection, schema: Iterable[str]) -> str | None:
-    """The first table or index of the schema whose definition in the file is another one; None where none is."""
+def changed_definition(db: sqlite3.Connection) -> str | None:
+    """Return the first table or index that the file defines otherwise than the schema; None if there is none."""
     with_schema = sqlite3.connect(":memory:")
     try:
-        for script in schema:
-            with_schema.executescript(script)
+        with_schema.executescript(SCHEMA)
         wanted = _definitions(with_schema)
     finally:
         with_schema.close()
@@ -80,7 +80,7 @@ def _definitions(db: sqlite3.Connection) -> dict[str, str]:
 
 
 def _columns(db: sqlite3.Connection, table: str) -> tuple[list[str], list[str]]:
-    """The columns of the primary key, and those that the checksum covers."""
+    """Return the columns of the primary key, and those that the checksum covers."""
     found = [(name, key) for _, name, _, _, _, key in db.execute(f"PRAGMA main.table_info({table})")]
     return [name for name, key in found if key], [name for name, _ in found if name not in UNCHECKED]
 
@@ -250,7 +250,7 @@ CREATE TABLE exports_under_way (
 """
 
 
-# -- What the journal holds, as values. Times are ISO 8601 in UTC; digests of parts are BLAKE3 bytes, of files hex.
+# -- Rows as values. Times are ISO 8601 in UTC; digests of parts are BLAKE3 bytes, of files hex.
 
 
 MemberState = Literal["alive", "dead", "left", "failed"]
@@ -273,10 +273,11 @@ class RunRow:
 
 @dataclass(frozen=True, slots=True)
 class MemberRow:
-    """A site and its newest lease, held by `process`: its id and the seal of its secret.
+    """A site and its newest lease.
 
     Attributes:
-        weight: of its first update that counts; it keeps it where a reducer needs the total weight; 0: it has none.
+        process: id of the process that holds the lease, and the seal of its secret.
+        weight: of its first update that counts, kept if a reducer needs the total weight; 0: it has none yet.
     """
 
     site: str
@@ -293,11 +294,13 @@ class MemberRow:
 
 @dataclass(frozen=True, slots=True)
 class RoundRow:
-    """The round from `base_version`; `tickets` are the frozen ones, in order.
+    """The round from `base_version`.
 
     Attributes:
-        population: how many workers had ever joined when it was frozen.
-        total_weight: of all of them, as far as it was known then; 0 where no reducer needs it.
+        expected: sites that an open round waits for.
+        tickets: of a frozen round, in the order in which the pass reads them.
+        population: how many sites had ever joined when it was frozen.
+        total_weight: of all of them, as far as it was known then; 0 if no reducer needs it.
     """
 
     fragment: int
@@ -306,8 +309,8 @@ class RoundRow:
     expected: tuple[str, ...]
     tickets: tuple[int, ...]
     opened_at: str
-    population: int
-    total_weight: float
+    population: int = 0
+    total_weight: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -319,7 +322,7 @@ class TicketRow:
         digest: of the update, hex.
         version: the version it went into, once counted.
         bytes: size of the accepted update.
-        accepted_order: its place among all that were accepted, from 1 on; 0: it was not.
+        accepted_order: its place among all accepted updates, from 1; 0: it is not accepted.
     """
 
     ticket: int
@@ -340,7 +343,7 @@ class TicketRow:
 
     @property
     def is_live(self) -> bool:
-        """Whether an update may still come under it, or waits to be reduced."""
+        """Whether its update may still come, or waits to be reduced."""
         return self.state in ("open", "accepted")
 
     @property
@@ -351,7 +354,7 @@ class TicketRow:
 
 @dataclass(frozen=True, slots=True)
 class PartRow:
-    """A part that is on disk and was looked at."""
+    """A part that is on disk and was checked."""
 
     ticket: int
     part: int
@@ -365,7 +368,7 @@ class VersionRow:
 
     Attributes:
         slot: number of its file.
-        state_slot: number of the outer state's file; None where there is none, or it is no longer kept.
+        state_slot: number of the outer state's file; None if there is none, or it is no longer kept.
         digest: of the version, hex.
         part_digests: one per region of the version's shape; `state_digests` likewise, empty without outer state.
     """
@@ -383,12 +386,12 @@ class VersionRow:
 
 @dataclass(frozen=True, slots=True)
 class DeltaRow:
-    """What goes down of a committed version to who has its base.
+    """The difference that workers with the base pull in place of a version.
 
     Attributes:
         slot: number of its file.
-        base_version, base_digest: of the version that it leads from.
-        digest: of the delta, hex; `part_digests` one per region of its shape.
+        base_version, base_digest: of the version that it starts from.
+        digest: of the difference, hex; `part_digests` one per region of its shape.
     """
 
     fragment: int
@@ -402,7 +405,7 @@ class DeltaRow:
 
 @dataclass(frozen=True, slots=True)
 class HistoryRow:
-    """What is remembered of every version for ever."""
+    """What the journal remembers of every version for ever."""
 
     fragment: int
     version: int
@@ -425,7 +428,7 @@ class AuditRow:
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """Of the whole run. `bytes` are those of accepted updates."""
+    """Counts over the whole run. `bytes` are those of accepted updates."""
 
     versions: int
     counted: int
@@ -441,12 +444,12 @@ class Recovered:
 
     Attributes:
         rounds: open and frozen ones; a frozen one has to be run again.
-        tickets: the open and accepted ones, and every one of a round from a head.
+        tickets: open and accepted ones, and every ticket of a round from a head.
         heads: fragment → its head; a fragment without version 0 is missing.
-        lost: fragment → how many numbers below its head belong to versions that were lost; they are not used again.
+        lost: fragment → how many numbers below its head belong to lost versions; they are not used again.
         started: fragments in which a round has ever been opened.
-        fell_back: one sentence where a head did not verify and an earlier version took its place; else empty.
-        warnings: what else was dropped because its file was not what its digest says.
+        fell_back: one sentence if a head did not verify and an earlier version took its place; else empty.
+        warnings: what else was dropped because its file does not match its digest.
     """
 
     members: tuple[MemberRow, ...]
@@ -463,5 +466,59 @@ class Recovered:
 
 
 def now() -> str:
-    """This moment, as rows write it."""
+    """Return this moment, as rows write it."""
     return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+# -- Tables ↔ rows.
+
+Row = TypeVar("Row")
+Conversion = tuple[str, Callable[[Any], Any], Callable[[Any], Any]]
+"""Of a field that a column holds otherwise: the column, column → field, field → column."""
+
+
+class Table(Generic[Row]):
+    """A table whose rows are values of a dataclass: one column for each field, of the same name."""
+
+    def __init__(self, name: str, row: type[Row], **converted: Conversion) -> None:
+        self._row = row
+        names = [each.name for each in fields(row)]  # type: ignore[arg-type]
+        self._converted = [converted.get(field, (field, None, None)) for field in names]
+        columns = [column for column, _, _ in self._converted]
+        self.select = f"SELECT {', '.join(columns)} FROM {name}"
+        self.insert = f"INSERT INTO {name} ({', '.join(columns)}) VALUES ({', '.join('?' for _ in columns)})"
+        self._fields = names
+
+    def read(self, values: tuple[Any, ...]) -> Row:
+        """Return the row that `select` gave."""
+        return self._row(
+            *(load(value) if load else value for (_, load, _), value in zip(self._converted, values, strict=True))
+        )
+
+    def write(self, row: Row) -> list[Any]:
+        """Return the values for `insert`."""
+        values = (getattr(row, name) for name in self._fields)
+        return [save(value) if save else value for (_, _, save), value in zip(self._converted, values, strict=True)]
+
+
+def _digests(name: str) -> Conversion:
+    return name, _split_digests, b"".join
+
+
+def _split_digests(joined: bytes) -> tuple[bytes, ...]:
+    return tuple(joined[start : start + blake3.digest_size] for start in range(0, len(joined), blake3.digest_size))
+
+
+def _names(column: str) -> Conversion:
+    return column, lambda text: tuple(json.loads(text)), json.dumps
+
+
+RUNS = Table("run", RunRow)
+MEMBERS = Table("members", MemberRow)
+ROUNDS = Table("rounds", RoundRow, expected=_names("expected_json"), tickets=_names("tickets_json"))
+TICKETS = Table("tickets", TicketRow, metrics=("metrics_json", json.loads, lambda metrics: json.dumps(dict(metrics))))
+PARTS = Table("parts", PartRow)
+VERSIONS = Table("versions", VersionRow, part_digests=_digests("part_digests"), state_digests=_digests("state_digests"))
+DELTAS = Table("deltas", DeltaRow, part_digests=_digests("part_digests"))
+HISTORY = Table("history", HistoryRow)
+AUDIT = Table("audit", AuditRow)

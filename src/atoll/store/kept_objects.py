@@ -1,11 +1,11 @@
 """Objects that the server keeps for others: a safetensors file and a note each, in `objects/` of the state directory.
 
-    objects/ID.part           while its parts arrive; gone after a restart, and when nothing comes any more
+    objects/ID.part           while its parts arrive; removed by a restart, and when no more bytes come
     objects/ID.safetensors    complete; never changes
     objects/ID.json           its note: sizes, digests, when it expires; written last, and replaced atomically
 
-They are no part of the run: no journal row refers to them. An object that expires is unlinked; who still sends it is
-told by `Kept.gone` to break off.
+They are no part of the run: no journal row refers to them. An object that expires is unlinked; `Kept.gone` tells a
+request that still sends it to stop.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ LOG = logging.getLogger("atoll.server")
 
 MOST_OBJECTS = 10_000
 MOST_OPEN = 64
-"""Objects at a time whose parts arrive; each has a descriptor."""
+"""Objects that may arrive at a time; each has a descriptor."""
 HELD_S = 10 * 365 * 86400.0
 """An object of the server's own does not expire."""
 
@@ -43,10 +43,10 @@ class Kept:
         expires_at: seconds since 1970.
         digests: of the parts that are on disk, by number.
         fd: while parts arrive; −1 once it is complete.
-        touched_s: monotonic, when the last byte of it came.
-        held: by the server itself, which alone ends it; it has no note, so that a start removes it.
+        touched_s: monotonic time of its last byte.
+        held: by the server itself, which alone ends it; it has no note, so a start removes it.
         counts: towards the bytes that all together may have.
-        gone: set when it is not kept any more.
+        gone: set when it is no longer kept.
     """
 
     object: str
@@ -63,10 +63,10 @@ class Kept:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def copy_of_fd(self) -> int:
-        """A descriptor of one's own, for a thread: the object may end meanwhile, and its number then be another's.
+        """Return a new descriptor for a thread: the object may end meanwhile, and its descriptor be reused.
 
         Raises:
-            Gone: nothing is written to it any more.
+            Gone: the object takes no more bytes.
         """
         with self.lock:
             if self.fd < 0:
@@ -74,7 +74,7 @@ class Kept:
             return os.dup(self.fd)
 
     def close(self) -> None:
-        """Nothing is written to it any more. Idempotent."""
+        """Take no more bytes. Idempotent."""
         with self.lock:
             fd, self.fd = self.fd, -1
         if fd >= 0:
@@ -90,10 +90,10 @@ class ObjectStore:
     """The objects of one server. All calls come from its event loop; bytes are written by its pool.
 
     Args:
-        folder: of theirs alone; made where it is needed.
+        folder: for objects alone; made when it is needed.
         max_bytes: of all together.
-        max_expires_s: the longest that one is kept.
-        idle_timeout_s: an object of which nothing has come for so long is given up, while it is not complete.
+        max_expires_s: the longest time that an object is kept.
+        idle_timeout_s: an incomplete object of which no byte has come for so long is given up.
     """
 
     def __init__(self, folder: Path, *, max_bytes: int, max_expires_s: float, idle_timeout_s: float) -> None:
@@ -108,10 +108,10 @@ class ObjectStore:
         """Make room for an object.
 
         Returns:
-            The object, and its secret, which is not kept.
+            The object, and its secret, which the store does not keep.
 
         Raises:
-            BadRequest: it could never be kept. Busy: not now. DiskFull: not on this disk.
+            BadRequest: it is larger than the limit. Busy: there is no room now. DiskFull: the disk has no room.
         """
         self.sweep()
         if cuts.nbytes > self._max_bytes:
@@ -153,7 +153,7 @@ class ObjectStore:
             raise disk_error(error, self._path(kept, "part")) from error
 
     def complete(self, kept: Kept, digest: str) -> None:
-        """All parts are there: from now on it can be read, also after a restart. Idempotent.
+        """Let an object whose parts are all there be read, also after a restart. Idempotent.
 
         Raises:
             Conflict: parts are missing, or make up another digest.
@@ -172,14 +172,14 @@ class ObjectStore:
             temporary.write_text(json_files.seal(_note(kept)), encoding="utf-8")
             os.replace(temporary, note)
         except OSError as error:
-            self._drop(kept)  # a half of it is worth nothing
+            self._drop(kept)  # without its note it is of no use
             raise disk_error(error, note) from error
         kept.close()
 
-    # -- what the server itself puts here, and takes
+    # -- what the server itself publishes, and takes
 
     def draft(self) -> tuple[str, int]:
-        """A new file for an object, from any thread; of the server's own, it ends with `hold` or `discard`.
+        """Make a file for an object of the server's own, from any thread; it ends with `hold` or `discard`.
 
         Returns:
             The object's id, and a descriptor that the caller closes.
@@ -226,7 +226,7 @@ class ObjectStore:
         self._drop(kept)
 
     def take(self, object_id: str, secret: str) -> tuple[Kept, int]:
-        """Make a complete object the caller's: nobody finds it any more, its bytes go with the descriptor.
+        """Hand a complete object over to the caller: it cannot be found any more, its bytes end with the descriptor.
 
         Raises:
             Gone, AuthError, Conflict: as `complete_one`.
@@ -255,13 +255,13 @@ class ObjectStore:
         if kept.held:
             raise AuthError(f"Object {kept.object[:8]} is the server's own.", "It ends with its task.")
 
-    # -- what whoever has the reference does
+    # -- what a holder of the reference may do
 
     def find(self, object_id: str, secret: str) -> Kept:
-        """An object, for who may have it.
+        """Return an object, if the secret is right.
 
         Raises:
-            Gone: it is not here, or not any more. AuthError: the secret is another's.
+            Gone: it is not kept here, or no longer. AuthError: the secret is wrong.
         """
         kept = self._kept.get(object_id)
         if kept is not None and kept.expires_at <= time.time():
@@ -276,10 +276,10 @@ class ObjectStore:
         return kept
 
     def complete_one(self, object_id: str, secret: str) -> Kept:
-        """As `find`, and it can be read.
+        """As `find`, of an object that is complete.
 
         Raises:
-            Conflict: parts of it are still to come.
+            Conflict: parts are missing.
         """
         kept = self.find(object_id, secret)
         if kept.fd >= 0:
@@ -293,11 +293,11 @@ class ObjectStore:
         return self._path(kept, "safetensors").read_bytes() if kept.inline else None
 
     def reader(self, kept: Kept) -> int:
-        """A descriptor of a complete object; the caller closes it."""
+        """Return a descriptor of a complete object; the caller closes it."""
         return os.open(self._path(kept, "safetensors"), os.O_RDONLY | os.O_CLOEXEC)
 
     def remove(self, object_id: str, secret: str) -> None:
-        """Keep it no longer."""
+        """Remove an object."""
         kept = self.find(object_id, secret)
         self._require_not_held(kept)
         self._drop(kept)
@@ -305,7 +305,7 @@ class ObjectStore:
     # -- time
 
     def sweep(self) -> None:
-        """Remove what has expired, and what arrives no more."""
+        """Remove objects that have expired, and incomplete ones that no longer arrive."""
         now, now_s = time.time(), time.monotonic()
         for kept in list(self._kept.values()):
             if kept.expires_at <= now or (kept.fd >= 0 and kept.touched_s + self._idle_timeout_s < now_s):
@@ -313,7 +313,7 @@ class ObjectStore:
                 self._drop(kept)
 
     def close(self) -> None:
-        """Give up what arrives and what is the server's own; what is complete stays for the next start."""
+        """Drop incomplete objects and those of the server itself; complete ones stay for the next start."""
         for kept in list(self._kept.values()):
             if kept.fd >= 0 or kept.held:
                 self._drop(kept)
@@ -326,7 +326,7 @@ class ObjectStore:
         kept.close()
 
     def _recover(self) -> None:
-        """Take up what is complete and has not expired; remove everything else that is in the folder."""
+        """Take up objects that are complete and have not expired; remove everything else in the folder."""
         now, wanted = time.time(), set[str]()
         names = sorted(os.listdir(self._folder)) if self._folder.is_dir() else []
         for name in names:
@@ -361,7 +361,7 @@ def _note(kept: Kept) -> dict[str, Any]:
 
 
 def _read_note(path: Path) -> Kept | None:
-    """What a note says; None where it is none of ours, or damaged."""
+    """Read a note; None if it is damaged, or of another object."""
     try:
         note: Mapping[str, Any] = json_files.unseal(path.read_bytes())
         kept = Kept(

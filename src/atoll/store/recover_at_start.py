@@ -6,211 +6,212 @@ at any instruction leaves something from which the same recovery gives the same 
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from atoll.errors import StateCorrupt
 from atoll.runtime import failpoint
-from atoll.store import audit_log
-from atoll.store.file_slots import DELTA, SPOOL, STATE, VERSION, Slot, is_slot_name, region_digest, verify
-from atoll.store.journal import NEW_RUN
-from atoll.store.journal_tables import PartRow, Recovered, TicketRow, VersionRow
-from atoll.store.model_copies import remove_half_written
-from atoll.store.tickets import COLUMNS as TICKET_COLUMNS
-from atoll.store.tickets import to_ticket
+from atoll.store.audit_log import AuditLog
+from atoll.store.file_slots import DELTA, SPOOL, STATE, VERSION, Slot, Slots, region_digest, verify
+from atoll.store.journal import NEW_RUN, Journal
+from atoll.store.journal_tables import DELTAS, PartRow, Recovered, TicketRow, VersionRow
+from atoll.store.run_log import RunLog
+from atoll.store.tickets import Tickets
 from atoll.store.versions import Versions
 
 
-def recover(store: Versions) -> Recovered:
-    """See `Store.recover`."""
-    fell_back = []
-    for fragment in _fragments(store):
-        with store.lock:
-            fell_back += _recover_head(store, fragment)
-            store.recover_deltas(fragment)
+class Recovery:
+    """Brings a run to where it can go on. See `Store.recover`."""
+
+    def __init__(
+        self, journal: Journal, audit: AuditLog, slots: Slots, run_log: RunLog, tickets: Tickets, versions: Versions
+    ) -> None:
+        self._journal, self._audit, self._slots = journal, audit, slots
+        self._run_log, self._tickets, self._versions = run_log, tickets, versions
+
+    def run(self) -> Recovered:
+        """Recover everything.
+
+        Raises:
+            StateCorrupt: no version verifies; nothing was changed.
+        """
+        fell_back = []
+        for fragment in self._slots.fragments:
+            with self._journal.lock:
+                fell_back += self._recover_head(fragment)
+                self._recover_deltas(fragment)
+            failpoint("recover.midway")
+        warnings = [warning for ticket in self._tickets.live() for warning in self._recover_spool(ticket)]
         failpoint("recover.midway")
-    warnings = [warning for ticket in _live(store) for warning in _recover_spool(store, ticket)]
-    failpoint("recover.midway")
-    for fragment in _fragments(store):
-        if store.journal.value("SELECT version FROM heads WHERE fragment = ?", fragment) is not None:
-            with store.transaction():
-                store.drop_old(fragment)
-    remove_half_written(store)
-    _remove_files(store)
-    return _found(store, " ".join(fell_back), tuple(warnings))
+        for fragment in self._slots.fragments:
+            with self._journal.transaction():
+                self._versions.drop_old(fragment)
+        self._remove_half_written_exports()
+        self._slots.remove_unreferenced()
+        return self._found(" ".join(fell_back), tuple(warnings))
 
+    # -- versions
 
-def _fragments(store: Versions) -> list[int]:
-    return [fragment for kind, fragment in store.pools if kind == VERSION]
+    def _recover_head(self, fragment: int) -> list[str]:
+        """Make the newest version that verifies the head; return what to say about it."""
+        head = self._journal.value("SELECT version FROM heads WHERE fragment = ?", fragment)
+        if head is None:
+            return []
+        rows = [row for row in reversed(self._versions.kept(fragment)) if row.version <= head]
+        good = next((row for row in rows if self._verifies(row)), None)
+        if good is None:
+            raise StateCorrupt(
+                f"No version of fragment {fragment} in {self._slots.folder.parent} is what its digests say: "
+                f"{', '.join(str(row.version) for row in rows)}.",
+                NEW_RUN,
+            )
+        for row in rows:
+            if row.version < good.version:
+                self._adopt_older(row)
+        return [self._fall_back(fragment, head, good.version)] if good.version < head else []
 
+    def _adopt_older(self, row: VersionRow) -> None:
+        """Keep an older version as far as its files are there; the worker that pulls it checks its bytes."""
+        with self._journal.transaction():
+            if self._slots.pool(VERSION, row.fragment).adopt(row.slot) is None:
+                self._versions.forget(row)
+            elif row.state_slot is not None and self._slots.pool(STATE, row.fragment).adopt(row.state_slot) is None:
+                self._versions.forget_state(row)
 
-def _recover_head(store: Versions, fragment: int) -> list[str]:
-    """Make the newest version that verifies the head; returns what is to be said about it."""
-    head = store.journal.value("SELECT version FROM heads WHERE fragment = ?", fragment)
-    if head is None:
-        return []
-    rows = [row for row in reversed(store.versions(fragment)) if row.version <= head]
-    good = next((row for row in rows if _verifies(store, row)), None)
-    if good is None:
-        raise StateCorrupt(
-            f"No version of fragment {fragment} in {store.directory} is what its digests say: "
-            f"{', '.join(str(row.version) for row in rows)}.",
-            NEW_RUN,
-        )
-    for row in rows:
-        if row.version < good.version:
-            _adopt_older(store, row)
-    return [_fall_back(store, fragment, head, good.version)] if good.version < head else []
+    def _verifies(self, row: VersionRow) -> bool:
+        shapes = self._slots.shapes_of(row.fragment)
+        version = self._slots.pool(VERSION, row.fragment).adopt(row.slot)
+        if version is None or not verify(version.fd, shapes.version, row.part_digests):
+            return False
+        if not row.state_digests:  # the first one, before any outer step
+            return True
+        if row.state_slot is None or shapes.state is None:
+            return False
+        state = self._slots.pool(STATE, row.fragment).adopt(row.state_slot)
+        return state is not None and verify(state.fd, shapes.state, row.state_digests)
 
+    def _recover_deltas(self, fragment: int) -> None:
+        """Keep differences that are whole and whose version is kept."""
+        shape = self._slots.shapes_of(fragment).delta
+        kept = {row.version for row in self._versions.kept(fragment)}
+        with self._journal.transaction():
+            for row in self._journal.select(DELTAS, "WHERE fragment = ?", fragment):
+                slot = self._slots.pool(DELTA, fragment).adopt(row.slot) if shape and row.version in kept else None
+                if slot is None or shape is None or not verify(slot.fd, shape, row.part_digests):
+                    self._journal.execute(
+                        "DELETE FROM deltas WHERE fragment = ? AND version = ?", fragment, row.version
+                    )
 
-def _adopt_older(store: Versions, row: VersionRow) -> None:
-    """Keep an older version as far as its files are there; whoever pulls it checks its bytes."""
-    with store.transaction():
-        if store.pool(VERSION, row.fragment).adopt(row.slot) is None:
-            store.journal.execute("DELETE FROM versions WHERE fragment = ? AND version = ?", row.fragment, row.version)
-        elif row.state_slot is not None and store.pool(STATE, row.fragment).adopt(row.state_slot) is None:
-            store.journal.execute(
-                "UPDATE versions SET state_slot = NULL WHERE fragment = ? AND version = ?", row.fragment, row.version
+    def _fall_back(self, fragment: int, head: int, version: int) -> str:
+        """Forget what came after `version`, in one transaction."""
+        reason = f"version {head} of fragment {fragment} was lost, the run goes on from version {version}"
+        with self._journal.transaction():
+            lost = self._tickets.select(
+                "fragment = ?1 AND (base_version >= ?2 OR version > ?2) AND state IN ('open', 'accepted', 'counted')",
+                fragment,
+                version,
+            )
+            for ticket in lost:
+                if ticket.state == "counted":
+                    self._journal.count("counted", -1)
+                    self._journal.execute(
+                        "UPDATE members SET rounds_counted = rounds_counted - 1 WHERE site = ?", ticket.site
+                    )
+                self._expire(ticket, reason)
+            for sql in (
+                "DELETE FROM rounds WHERE fragment = ?1 AND base_version >= ?2",
+                "DELETE FROM versions WHERE fragment = ?1 AND version > ?2",
+                "DELETE FROM deltas WHERE fragment = ?1 AND version > ?2",
+                "UPDATE history SET lost = 1 WHERE fragment = ?1 AND version > ?2",
+                "UPDATE heads SET version = ?2, durable_version = min(durable_version, ?2) WHERE fragment = ?1",
+            ):
+                self._journal.execute(sql, fragment, version)
+            self._journal.execute("UPDATE meta SET epoch = epoch + 1, finished = 0")
+            self._audit.append(
+                "fell back",
+                fragment=fragment,
+                lost=head,
+                version=version,
+                tickets=[ticket.ticket for ticket in lost],
+            )
+        return f"{reason[0].upper()}{reason[1:]}: {len(lost)} updates have to be submitted again."
+
+    # -- updates
+
+    def _expire(self, ticket: TicketRow, reason: str) -> None:
+        """End a ticket whose slot no pool has adopted; its file is removed because nothing refers to it."""
+        without_slot = TicketRow(ticket.ticket, ticket.site, ticket.fragment, ticket.base_version, ticket.state)
+        self._tickets.end([without_slot], "expired", reason)
+        self._audit.append("expired", ticket=ticket.ticket, site=ticket.site, reason=reason)
+
+    def _recover_spool(self, ticket: TicketRow) -> list[str]:
+        """Check what was received under a live ticket; return what to say about it."""
+        if ticket.slot is None:
+            return []
+        slot = self._slots.pool(SPOOL, ticket.fragment).adopt(ticket.slot)
+        bad = self._bad_parts(ticket, slot)
+        if not bad and slot is not None:
+            return []
+        with self._journal.transaction():
+            if ticket.state == "open":
+                for part in bad:
+                    self._tickets.drop_part(ticket.ticket, part)
+                if slot is None:
+                    self._tickets.change("UPDATE tickets SET slot = NULL WHERE ticket = ?", [ticket.ticket])
+                if not bad:
+                    return []
+                return [f"Parts {bad} of ticket {ticket.ticket} of {ticket.site} were damaged; they are sent again."]
+            reason = "its update was damaged on the server's disk"
+            self._expire(ticket, reason)
+            self._journal.execute(
+                "UPDATE rounds SET state = 'open', tickets_json = '[]' WHERE fragment = ?1 AND state = 'frozen' "
+                "AND EXISTS (SELECT 1 FROM json_each(tickets_json) WHERE value = ?2)",
+                ticket.fragment,
+                ticket.ticket,
+            )
+        return [f"Ticket {ticket.ticket} of {ticket.site} has expired: {reason}; it is submitted again."]
+
+    def _bad_parts(self, ticket: TicketRow, slot: Slot | None) -> list[int]:
+        """Return the recorded parts that do not match their digests, and the parts that an accepted update lacks."""
+        ranges = self._slots.shapes_of(ticket.fragment).update_parts
+        recorded = self._tickets.parts(ticket.ticket)
+
+        def good(row: PartRow) -> bool:
+            return (
+                slot is not None
+                and row.part < len(ranges)
+                and region_digest(slot.fd, (ranges[row.part],)) == row.digest
             )
 
+        missing = [part for part in range(len(ranges)) if part not in recorded] if ticket.state == "accepted" else []
+        return sorted([part for part, row in recorded.items() if not good(row)] + missing)
 
-def _verifies(store: Versions, row: VersionRow) -> bool:
-    shapes = store.shapes_of(row.fragment)
-    version = store.pool(VERSION, row.fragment).adopt(row.slot)
-    if version is None or not verify(version.fd, shapes.version, row.part_digests):
-        return False
-    if not row.state_digests:  # the first one, before any outer step
-        return True
-    if row.state_slot is None or shapes.state is None:
-        return False
-    state = store.pool(STATE, row.fragment).adopt(row.state_slot)
-    return state is not None and verify(state.fd, shapes.state, row.state_digests)
+    # -- the rest
 
+    def _remove_half_written_exports(self) -> None:
+        """Remove the exports that a killed process was writing."""
+        with self._journal.transaction():
+            for (path,) in self._journal.rows("SELECT path FROM exports_under_way"):
+                Path(path).unlink(missing_ok=True)
+            self._journal.execute("DELETE FROM exports_under_way")
 
-def _fall_back(store: Versions, fragment: int, head: int, version: int) -> str:
-    """Forget what came after `version`, in one transaction."""
-    reason = f"version {head} of fragment {fragment} was lost, the run goes on from version {version}"
-    with store.transaction():
-        found = store.journal.rows(
-            f"SELECT {TICKET_COLUMNS} FROM tickets WHERE fragment = ?1 AND (base_version >= ?2 OR version > ?2) "
-            "AND state IN ('open', 'accepted', 'counted')",
-            fragment,
-            version,
+    def _found(self, fell_back: str, warnings: tuple[str, ...]) -> Recovered:
+        at = self._journal.rows("SELECT fragment, version FROM heads WHERE version IS NOT NULL ORDER BY fragment")
+        heads = {fragment: self._versions.get(fragment, version) for fragment, version in at}
+        tickets = {ticket.ticket: ticket for ticket in self._tickets.live()}
+        for head in heads.values():
+            tickets |= {ticket.ticket: ticket for ticket in self._tickets.of_round(head.fragment, head.version)}
+        lost = {fragment: len(numbers) for fragment in heads if (numbers := self._run_log.lost_versions(fragment))}
+        started = self._journal.rows("SELECT fragment FROM rounds UNION SELECT fragment FROM history WHERE version > 0")
+        return Recovered(
+            members=self._run_log.members(),
+            rounds=self._run_log.rounds(),
+            tickets=tuple(ticket for _, ticket in sorted(tickets.items())),
+            heads=heads,
+            started=frozenset(row[0] for row in started),
+            next_ticket=self._journal.value("SELECT coalesce(max(ticket), 0) + 1 FROM tickets"),
+            next_lease=self._journal.value("SELECT coalesce(max(lease), 0) + 1 FROM members"),
+            finished=self._run_log.finished,
+            lost=lost,
+            fell_back=fell_back,
+            warnings=warnings,
         )
-        lost = [to_ticket(row) for row in found]
-        for ticket in lost:
-            if ticket.state == "counted":
-                store.journal.count("counted", -1)
-                store.journal.execute(
-                    "UPDATE members SET rounds_counted = rounds_counted - 1 WHERE site = ?", ticket.site
-                )
-            _expire(store, ticket, reason)
-        store.journal.execute("DELETE FROM rounds WHERE fragment = ? AND base_version >= ?", fragment, version)
-        store.journal.execute("DELETE FROM versions WHERE fragment = ? AND version > ?", fragment, version)
-        store.journal.execute("DELETE FROM deltas WHERE fragment = ? AND version > ?", fragment, version)
-        store.journal.execute("UPDATE history SET lost = 1 WHERE fragment = ? AND version > ?", fragment, version)
-        store.journal.execute(
-            "UPDATE heads SET version = ?, durable_version = min(durable_version, ?) WHERE fragment = ?",
-            version,
-            version,
-            fragment,
-        )
-        store.journal.execute("UPDATE meta SET epoch = epoch + 1, finished = 0")
-        audit_log.append(
-            store.journal, "fell back", fragment=fragment, lost=head, version=version, tickets=[t.ticket for t in lost]
-        )
-    return f"{reason[0].upper()}{reason[1:]}: {len(lost)} updates have to be submitted again."
-
-
-def _expire(store: Versions, ticket: TicketRow, reason: str) -> None:
-    """End a ticket whose slot no pool has adopted; its file is removed as one that nothing refers to."""
-    store.end_tickets(
-        [TicketRow(ticket.ticket, ticket.site, ticket.fragment, ticket.base_version, ticket.state)], "expired", reason
-    )
-    audit_log.append(store.journal, "expired", ticket=ticket.ticket, site=ticket.site, reason=reason)
-
-
-def _live(store: Versions) -> list[TicketRow]:
-    found = store.journal.rows(
-        f"SELECT {TICKET_COLUMNS} FROM tickets WHERE state IN ('open', 'accepted') ORDER BY ticket"
-    )
-    return [to_ticket(row) for row in found]
-
-
-def _recover_spool(store: Versions, ticket: TicketRow) -> list[str]:
-    """Check what was received under a live ticket; returns what is to be said about it."""
-    if ticket.slot is None:
-        return []
-    slot = store.pool(SPOOL, ticket.fragment).adopt(ticket.slot)
-    bad = _bad_parts(store, ticket, slot)
-    if not bad and slot is not None:
-        return []
-    with store.transaction():
-        if ticket.state == "open":
-            for part in bad:
-                store.journal.execute("DELETE FROM parts WHERE ticket = ? AND part = ?", ticket.ticket, part)
-            if slot is None:
-                store.change_tickets("UPDATE tickets SET slot = NULL WHERE ticket = ?", [ticket.ticket])
-            if not bad:
-                return []
-            return [f"Parts {bad} of ticket {ticket.ticket} of {ticket.site} were damaged; they are sent again."]
-        reason = "its update was damaged on the server's disk"
-        _expire(store, ticket, reason)
-        store.journal.execute(
-            "UPDATE rounds SET state = 'open', tickets_json = '[]' WHERE fragment = ?1 AND state = 'frozen' "
-            "AND EXISTS (SELECT 1 FROM json_each(tickets_json) WHERE value = ?2)",
-            ticket.fragment,
-            ticket.ticket,
-        )
-    return [f"Ticket {ticket.ticket} of {ticket.site} has expired: {reason}; it is submitted again."]
-
-
-def _bad_parts(store: Versions, ticket: TicketRow, slot: Slot | None) -> list[int]:
-    """Numbers of the recorded parts that are not what their digests say, and of those an accepted update lacks."""
-    ranges = store.shapes_of(ticket.fragment).update_parts
-    recorded = store.parts(ticket.ticket)
-
-    def good(row: PartRow) -> bool:
-        return slot is not None and row.part < len(ranges) and region_digest(slot.fd, (ranges[row.part],)) == row.digest
-
-    missing = [part for part in range(len(ranges)) if part not in recorded] if ticket.state == "accepted" else []
-    return sorted([part for part, row in recorded.items() if not good(row)] + missing)
-
-
-def _remove_files(store: Versions) -> None:
-    """Remove every slot that no row refers to."""
-    columns = {
-        VERSION: ("slot", "versions"),
-        STATE: ("state_slot", "versions"),
-        DELTA: ("slot", "deltas"),
-        SPOOL: ("slot", "tickets"),
-    }
-    for (kind, fragment), pool in store.pools.items():
-        column, table = columns[kind]
-        rows = store.journal.rows(f"SELECT {column} FROM {table} WHERE fragment = ? AND {column} IS NOT NULL", fragment)
-        pool.retain({row[0] for row in rows})
-        pool.trim()
-    known = store.holds().keys()
-    for path in store.slots_directory.iterdir():
-        if is_slot_name(path.name) and path.name not in known:
-            path.unlink()
-
-
-def _found(store: Versions, fell_back: str, warnings: tuple[str, ...]) -> Recovered:
-    at = store.journal.rows("SELECT fragment, version FROM heads WHERE version IS NOT NULL ORDER BY fragment")
-    heads = {fragment: store.version(fragment, version) for fragment, version in at}
-    tickets = {ticket.ticket: ticket for ticket in _live(store)}
-    for head in heads.values():
-        tickets |= {ticket.ticket: ticket for ticket in store.tickets(head.fragment, head.version)}
-    lost = {fragment: len(numbers) for fragment in heads if (numbers := store.lost_versions(fragment))}
-    started = store.journal.rows("SELECT fragment FROM rounds UNION SELECT fragment FROM history WHERE version > 0")
-    return Recovered(
-        members=store.members(),
-        rounds=store.rounds(),
-        tickets=tuple(ticket for _, ticket in sorted(tickets.items())),
-        heads=heads,
-        started=frozenset(row[0] for row in started),
-        next_ticket=store.journal.value("SELECT coalesce(max(ticket), 0) + 1 FROM tickets"),
-        next_lease=store.journal.value("SELECT coalesce(max(lease), 0) + 1 FROM members"),
-        finished=store.finished,
-        lost=lost,
-        fell_back=fell_back,
-        warnings=warnings,
-    )

@@ -1,39 +1,59 @@
-"""The run, its members, rounds and workflows in the journal: what the round machine decided, as rows.
-
-The table is made when the first one ends, so that journals of runs without workflows stay as they are.
-"""
+"""The run, its members, rounds, history and workflows, as rows of the journal: what the round machine decided."""
 
 from __future__ import annotations
 
 import json
 import math
 from collections.abc import Sequence
-from typing import Any
 
 from atoll.errors import StoreError
-from atoll.store import audit_log
-from atoll.store.core import Core
+from atoll.store.audit_log import AuditLog
 from atoll.store.journal import Journal, placeholders
-from atoll.store.journal_tables import AuditRow, HistoryRow, MemberRow, RoundRow, RunRow, Totals, now
+from atoll.store.journal_tables import (
+    HISTORY,
+    MEMBERS,
+    ROUNDS,
+    RUNS,
+    HistoryRow,
+    MemberRow,
+    RoundRow,
+    RunRow,
+    Totals,
+    now,
+)
 
-_RUN = "run_id, settings_json, schema_json, schema_digest, torch_build, cpu_capability, created_at"
-_MEMBER = "site, lease, state, joined_at, host, labels_json, detail, rounds_counted, process, weight"
-_ROUND = "fragment, base_version, state, expected_json, tickets_json, opened_at, population, total_weight"
+_WORKFLOWS = """
+CREATE TABLE IF NOT EXISTS workflows (
+    place INTEGER PRIMARY KEY,
+    name TEXT NOT NULL,
+    ended_at TEXT NOT NULL
+) STRICT
+"""
+"""Made when the first workflow ends, so that journals of runs without workflows stay as they are."""
 
 
-class Members(Core):
-    """Part of `Store`."""
+class RunLog:
+    """What a journal knows of its run beside tickets and versions."""
+
+    def __init__(self, journal: Journal, audit: AuditLog) -> None:
+        self._journal, self._audit = journal, audit
+
+    # -- the run
 
     @property
     def epoch(self) -> int:
-        """Raised by every start and every fall back; shown in status."""
-        return int(self.journal.value("SELECT epoch FROM meta"))
+        """Raised by every start and every fall back; shown in the status."""
+        return int(self._journal.value("SELECT epoch FROM meta"))
 
     @property
     def run(self) -> RunRow | None:
         """The run of this directory; None before `create_run`."""
-        row = self.journal.row(f"SELECT {_RUN} FROM run")
-        return RunRow(*row) if row else None
+        return self._journal.first(RUNS)
+
+    @property
+    def run_id(self) -> str:
+        """Of the run of this directory; empty before `create_run`."""
+        return str(self._journal.value("SELECT run_id FROM run") or "")
 
     def create_run(self, row: RunRow) -> None:
         """Begin the run of this directory.
@@ -42,45 +62,52 @@ class Members(Core):
             StoreError: it has one already.
         """
         if self.run:
-            raise StoreError(f"{self.directory} already holds a run.", "Go on with it, or give another state_dir.")
-        with self.transaction():
-            self.journal.execute(
-                f"INSERT INTO run (id, {_RUN}) VALUES (1, ?, ?, ?, ?, ?, ?, ?)",
-                row.run_id,
-                row.settings_json,
-                row.schema_json,
-                row.schema_digest,
-                row.torch_build,
-                row.cpu_capability,
-                row.created_at,
+            raise StoreError(
+                f"{self._journal.path.parent} already holds a run.", "Go on with it, or give another state_dir."
             )
+        with self._journal.transaction():
+            self._journal.insert(RUNS, row)
+
+    @property
+    def finished(self) -> bool:
+        """Whether the last round is committed."""
+        return bool(self._journal.value("SELECT finished FROM meta"))
+
+    def finish(self, finished: bool = True) -> None:
+        """Record that the run is over; or, with False, that it goes on, because it was given more rounds."""
+        with self._journal.transaction():
+            if self.finished != finished:
+                self._journal.execute("UPDATE meta SET finished = ?", int(finished))
+                self._audit.append("finished" if finished else "continued")
+
+    def totals(self) -> Totals:
+        """Return counts over the whole run."""
+        values = dict(self._journal.rows("SELECT name, value FROM counters"))
+        return Totals(**{name: values.get(name, 0) for name in Totals.__slots__})
+
+    # -- members
 
     def put_member(
         self, site: str, lease: int, *, process: str = "", host: str = "", labels_json: str = "{}", joined_at: str = ""
     ) -> MemberRow:
-        """`site` takes part under `lease`; earlier leases of it are void. `joined_at` is by default this moment."""
-        with self.transaction():
-            self.journal.execute(
-                f"INSERT INTO members ({_MEMBER}) VALUES (?, ?, 'alive', ?, ?, ?, '', 0, ?, 0) ON CONFLICT (site) "
-                "DO UPDATE SET "
-                "lease = excluded.lease, state = 'alive', joined_at = excluded.joined_at, host = excluded.host, "
-                "labels_json = excluded.labels_json, detail = '', process = excluded.process",
-                site,
-                lease,
-                joined_at or now(),
-                host,
-                labels_json,
-                process,
+        """Let a site take part under a lease, which ends its earlier ones. `joined_at` is by default this moment."""
+        with self._journal.transaction():
+            self._journal.insert(
+                MEMBERS,
+                MemberRow(site, lease, "alive", joined_at or now(), host, labels_json, "", 0, process),
+                "ON CONFLICT (site) DO UPDATE SET lease = excluded.lease, state = 'alive', "
+                "joined_at = excluded.joined_at, host = excluded.host, labels_json = excluded.labels_json, "
+                "detail = '', process = excluded.process",
             )
         return self.member(site)
 
     def end_member(self, site: str, lease: int, why: str, detail: str = "") -> None:
-        """`site` no longer takes part; `why` is dead, left or failed.
+        """Record that a site no longer takes part; `why` is dead, left or failed.
 
-        Nothing happens where it has a newer lease, or this one has ended before.
+        Nothing happens if it has a newer lease, or this one has ended before.
         """
-        with self.transaction():
-            ended = self.journal.execute(
+        with self._journal.transaction():
+            ended = self._journal.execute(
                 "UPDATE members SET state = ?, detail = ? WHERE site = ? AND lease = ? AND state = 'alive'",
                 why,
                 detail,
@@ -88,51 +115,55 @@ class Members(Core):
                 lease,
             )
             if ended and why == "dead":
-                self.journal.count("deaths")
+                self._journal.count("deaths")
 
     def member(self, site: str) -> MemberRow:
-        """One member.
+        """Return one member.
 
         Raises:
-            StoreError: nobody of that name ever joined.
+            StoreError: no site of that name ever joined.
         """
-        row = self.journal.row(f"SELECT {_MEMBER} FROM members WHERE site = ?", site)
+        row = self._journal.first(MEMBERS, "WHERE site = ?", site)
         if row is None:
             raise StoreError(f"{site!r} never joined.")
-        return MemberRow(*row)
+        return row
 
     def members(self) -> tuple[MemberRow, ...]:
-        """Everybody who ever joined, by name."""
-        return tuple(MemberRow(*row) for row in self.journal.rows(f"SELECT {_MEMBER} FROM members ORDER BY site"))
+        """Return every site that ever joined, by name."""
+        return tuple(self._journal.select(MEMBERS, "ORDER BY site"))
+
+    def kept_weight(self, site: str) -> float:
+        """Return the first weight of a site of which an update counts; 0 if none counts, or weights are not kept."""
+        found = self._journal.value("SELECT weight FROM members WHERE site = ? AND rounds_counted > 0", site)
+        return float(found or 0.0)
+
+    # -- rounds
 
     def open_round(self, fragment: int, base_version: int, expected: Sequence[str]) -> None:
-        """The round from `base_version` waits for `expected`. The same round again changes whom."""
-        with self.transaction():
-            self.journal.execute(
-                f"INSERT INTO rounds ({_ROUND}) VALUES (?, ?, 'open', ?, '[]', ?, 0, 0) "
-                "ON CONFLICT (fragment, base_version) "
-                "DO UPDATE SET expected_json = excluded.expected_json WHERE state = 'open'",
-                fragment,
-                base_version,
-                json.dumps(list(expected)),
-                now(),
+        """Open the round from `base_version`; it waits for the sites of `expected`. Again, it changes these."""
+        with self._journal.transaction():
+            self._journal.insert(
+                ROUNDS,
+                RoundRow(fragment, base_version, "open", tuple(expected), (), now()),
+                "ON CONFLICT (fragment, base_version) DO UPDATE SET expected_json = excluded.expected_json "
+                "WHERE state = 'open'",
             )
 
     def set_expected(self, fragment: int, base_version: int, expected: Sequence[str]) -> None:
-        """Whom an open round waits for has changed.
+        """Change the sites that an open round waits for.
 
         Raises:
             StoreError: that round is not open.
         """
-        with self.transaction():
-            changed = self.journal.execute(
+        with self._journal.transaction():
+            changed = self._journal.execute(
                 "UPDATE rounds SET expected_json = ? WHERE fragment = ? AND base_version = ? AND state = 'open'",
                 json.dumps(list(expected)),
                 fragment,
                 base_version,
             )
             if not changed:
-                raise StoreError(f"No round from version {base_version} of fragment {fragment} is open.")
+                raise _not_open(fragment, base_version)
 
     def freeze(self, fragment: int, base_version: int, tickets: Sequence[int], *, keep_weights: bool = False) -> None:
         """Close a round with exactly these tickets, in this order. The same again changes nothing.
@@ -143,11 +174,11 @@ class Members(Core):
         Raises:
             StoreError: the round is not open, or a ticket is not an accepted one of its version or an earlier one.
         """
-        with self.transaction():
+        with self._journal.transaction():
             row = self.round(fragment, base_version)
             if row and row.state == "frozen" and row.tickets == tuple(tickets):
                 return
-            fit = self.journal.value(
+            fit = self._journal.value(
                 f"SELECT count(*) FROM tickets WHERE ticket IN ({placeholders(tickets)}) "
                 "AND fragment = ? AND base_version <= ? AND state = 'accepted'",
                 *tickets,
@@ -159,7 +190,7 @@ class Members(Core):
                     f"The round from version {base_version} of fragment {fragment} cannot close with the tickets "
                     f"{list(tickets)}: {fit} of them are accepted updates of it."
                 )
-            changed = self.journal.execute(
+            changed = self._journal.execute(
                 "UPDATE rounds SET state = 'frozen', tickets_json = ?, population = (SELECT count(*) FROM members) "
                 "WHERE fragment = ? AND base_version = ? AND state = 'open'",
                 json.dumps(list(tickets)),
@@ -167,27 +198,27 @@ class Members(Core):
                 base_version,
             )
             if not changed:
-                raise StoreError(f"No round from version {base_version} of fragment {fragment} is open.")
+                raise _not_open(fragment, base_version)
             if keep_weights:
                 self._weigh(fragment, base_version, tickets)
 
     def _weigh(self, fragment: int, base_version: int, tickets: Sequence[int]) -> None:
         """W = the sum of the weights of the sites heard × (registered sites / sites heard)."""
         marks = placeholders(tickets)
-        self.journal.execute(
+        self._journal.execute(
             "UPDATE members SET weight = (SELECT tickets.weight FROM tickets WHERE tickets.site = members.site "
             f"AND ticket IN ({marks})) WHERE rounds_counted = 0 "
             f"AND site IN (SELECT site FROM tickets WHERE ticket IN ({marks}))",
             *tickets,
             *tickets,
         )
-        rows = self.journal.rows(
+        rows = self._journal.rows(
             "SELECT weight FROM members WHERE rounds_counted > 0 "
             f"OR site IN (SELECT site FROM tickets WHERE ticket IN ({marks}))",
             *tickets,
         )
         heard = [weight for (weight,) in rows]
-        self.journal.execute(
+        self._journal.execute(
             "UPDATE rounds SET total_weight = ? * population / ? WHERE fragment = ? AND base_version = ?",
             math.fsum(heard),
             len(heard),
@@ -195,115 +226,62 @@ class Members(Core):
             base_version,
         )
 
-    def kept_weight(self, site: str) -> float:
-        """The first weight of a site of which an update counts; 0 where none does, or where weights are not kept."""
-        found = self.journal.value("SELECT weight FROM members WHERE site = ? AND rounds_counted > 0", site)
-        return float(found or 0.0)
-
     def round(self, fragment: int, base_version: int) -> RoundRow | None:
-        """The round from a version; None where it never opened, or was over long ago."""
-        row = self.journal.row(
-            f"SELECT {_ROUND} FROM rounds WHERE fragment = ? AND base_version = ?", fragment, base_version
-        )
-        return _round(row) if row else None
+        """Return the round from a version; None if it never opened, or was over long ago."""
+        return self._journal.first(ROUNDS, "WHERE fragment = ? AND base_version = ?", fragment, base_version)
 
     def rounds(self) -> tuple[RoundRow, ...]:
-        """Open and frozen rounds."""
-        found = self.journal.rows(f"SELECT {_ROUND} FROM rounds WHERE state IN ('open', 'frozen') ORDER BY fragment")
-        return tuple(_round(row) for row in found)
+        """Return open and frozen rounds."""
+        return tuple(self._journal.select(ROUNDS, "WHERE state IN ('open', 'frozen') ORDER BY fragment"))
 
-    @property
-    def finished(self) -> bool:
-        """Whether the last round is committed."""
-        return bool(self.journal.value("SELECT finished FROM meta"))
-
-    def finish(self, finished: bool = True) -> None:
-        """The run is over; or, with False, goes on after all, because it was given more rounds."""
-        with self.transaction():
-            if self.finished != finished:
-                self.journal.execute("UPDATE meta SET finished = ?", int(finished))
-                audit_log.append(self.journal, "finished" if finished else "continued")
+    # -- history
 
     def history(self, limit: int | None = 100, fragment: int | None = None) -> list[HistoryRow]:
-        """The last `limit` versions that were committed (None: all), oldest first, kept or not."""
-        found = self.journal.rows(
-            "SELECT fragment, version, digest, summary_json, created_at FROM history "
-            "WHERE NOT lost AND (?1 IS NULL OR fragment = ?1) ORDER BY seq DESC LIMIT ?2",
-            fragment,
-            -1 if limit is None else limit,
-        )
-        return [HistoryRow(*row) for row in reversed(found)]
+        """Return the last `limit` versions that were committed (None: all), oldest first, kept or not."""
+        where = "WHERE NOT lost AND (?1 IS NULL OR fragment = ?1) ORDER BY seq DESC LIMIT ?2"
+        return self._journal.select(HISTORY, where, fragment, -1 if limit is None else limit)[::-1]
 
     def version_digest(self, fragment: int, version: int) -> str | None:
-        """What the digest of a version was, kept or not; None where the run has no such version."""
-        found: str | None = self.journal.value(
+        """Return the digest of a version, kept or not; None if the run has no such version."""
+        found: str | None = self._journal.value(
             "SELECT digest FROM history WHERE fragment = ? AND version = ? AND NOT lost", fragment, version
         )
         return found
 
     def lost_versions(self, fragment: int = 0) -> tuple[int, ...]:
-        """Numbers below the head that stand for no version of the run: it fell back behind them."""
-        found = self.journal.rows(
+        """Return the numbers below the head of versions that were lost when the run fell back."""
+        found = self._journal.rows(
             "SELECT version FROM history WHERE lost AND fragment = ?1 "
             "AND version < (SELECT heads.version FROM heads WHERE heads.fragment = ?1) ORDER BY version",
             fragment,
         )
         return tuple(version for (version,) in found)
 
-    def totals(self) -> Totals:
-        """Counts over the whole run."""
-        values = dict(self.journal.rows("SELECT name, value FROM counters"))
-        return Totals(**{name: values.get(name, 0) for name in Totals.__slots__})
+    # -- workflows
 
-    def audit_entries(self, limit: int = 100) -> list[AuditRow]:
-        """The last entries of the audit log, oldest first."""
-        return audit_log.entries(self.journal, limit)
+    def ended_workflows(self) -> dict[int, str]:
+        """Return place in the run's list → name, of the workflows that have ended."""
+        if self._journal.value("SELECT 1 FROM sqlite_master WHERE type = 'table' AND name = 'workflows'") is None:
+            return {}
+        return dict(self._journal.rows("SELECT place, name FROM workflows ORDER BY place"))
 
-    def verify_audit(self) -> tuple[int, str]:
-        """Number of entries and last hash of the audit log.
+    def end_workflow(self, place: int, name: str) -> None:
+        """Record the end of a workflow.
 
         Raises:
-            StateCorrupt: it was tampered with; the first broken entry is named.
+            DiskFull: nothing was recorded; try again.
         """
-        return audit_log.verify(self.journal)
+        with self._journal.transaction():
+            self._journal.execute(_WORKFLOWS)
+            self._journal.execute("INSERT OR REPLACE INTO workflows VALUES (?, ?, ?)", place, name, now())
+            self._audit.append("workflow", place=place, name=name)
+
+    def forget_workflows_from(self, place: int) -> None:
+        """Run this workflow and those behind it again."""
+        if self.ended_workflows():
+            with self._journal.transaction():
+                self._journal.execute("DELETE FROM workflows WHERE place >= ?", place)
 
 
-def _round(row: tuple[Any, ...]) -> RoundRow:
-    fragment, base_version, state, expected, tickets, opened_at, population, total_weight = row
-    asked, frozen = tuple(json.loads(expected)), tuple(json.loads(tickets))
-    return RoundRow(fragment, base_version, state, asked, frozen, opened_at, population, total_weight)
-
-
-_TABLE = """
-CREATE TABLE IF NOT EXISTS workflows (
-    place INTEGER PRIMARY KEY,
-    name TEXT NOT NULL,
-    ended_at TEXT NOT NULL
-) STRICT
-"""
-
-
-def finished(journal: Journal) -> dict[int, str]:
-    """Place in the run's list → name, of those that have ended."""
-    if journal.value("SELECT 1 FROM sqlite_master WHERE type = 'table' AND name = 'workflows'") is None:
-        return {}
-    return dict(journal.rows("SELECT place, name FROM workflows ORDER BY place"))
-
-
-def finish(journal: Journal, place: int, name: str) -> None:
-    """Record the end of one.
-
-    Raises:
-        DiskFull: nothing was recorded; may be tried again.
-    """
-    with journal.transaction():
-        journal.execute(_TABLE)
-        journal.execute("INSERT OR REPLACE INTO workflows VALUES (?, ?, ?)", place, name, now())
-        audit_log.append(journal, "workflow", place=place, name=name)
-
-
-def forget_from(journal: Journal, place: int) -> None:
-    """Run this one again, and those behind it."""
-    if finished(journal):
-        with journal.transaction():
-            journal.execute("DELETE FROM workflows WHERE place >= ?", place)
+def _not_open(fragment: int, base_version: int) -> StoreError:
+    return StoreError(f"No round from version {base_version} of fragment {fragment} is open.")

@@ -1,44 +1,80 @@
 """The state directory of a run: everything that a server must still know after it was killed.
 
-    <directory>/lock             who has the directory
+    <directory>/lock             locked by the server that uses the directory
     <directory>/journal.sqlite   every decision, as rows
     <directory>/audit.head       where the audit log ended at the last commit
     <directory>/slots/           versions, outer states and spools: preallocated files that are rewritten
 
-Bytes go to slots first, then a row says that they are there; a row whose bytes are missing cannot exist. `Store` is the
-whole of it for the server: `open`, `shape`, `recover`, then the methods of its parts.
+Bytes go to slots first, then a row says that they are there; a row whose bytes are missing cannot exist. On every start
+a server calls `Store.open`, `store.slots.shape` and `store.recover`, then it uses the parts of the store.
 """
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import logging
 import os
-from collections.abc import Sequence
+import secrets
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Self
 
-from atoll.errors import StateLocked, StoreError
+from atoll.blobs.model_file import replace_file
+from atoll.errors import DiskFull, StateLocked, StoreError
 from atoll.json_files import NoteDamaged
 from atoll.posix import Held, take_folder
 from atoll.runtime import failpoint
-from atoll.store import audit_log, recover_at_start, verify_journal
-from atoll.store.audit_log import NAME, AuditHeadFile, read_head, tip
-from atoll.store.file_slots import VERSION, FileShape, FragmentShapes, is_slot_name
+from atoll.store import verify_journal
+from atoll.store.audit_log import NAME, AuditHeadFile, AuditLog, read_head
+from atoll.store.file_slots import FileShape, FragmentShapes, Slots, disk_error, is_slot_name
 from atoll.store.journal import Durability, Journal
 from atoll.store.journal_tables import Recovered
-from atoll.store.model_copies import Contents, write_copy
-from atoll.store.versions import Reading
+from atoll.store.recover_at_start import Recovery
+from atoll.store.run_log import RunLog
+from atoll.store.tickets import Tickets
+from atoll.store.versions import Versions
 
 LOG = logging.getLogger("atoll.server")
 
 __all__ = ["FileShape", "FragmentShapes", "Recovered", "Store"]
 
+Files = Sequence[tuple[int, int | None]]
+"""The descriptors of each fragment: of a version, and of the outer state beside it."""
 
-class Store(Reading):
-    """The state of one run on disk. Synchronous and thread-safe; what moves bytes of files belongs in a pool thread."""
+Contents = Callable[[Files], Iterator[memoryview]]
+"""What to write, in order."""
 
-    _lock_fd: int
-    _audit_head: AuditHeadFile | None = None
+
+class Store:
+    """The state of one run on disk. Synchronous and thread-safe; calls that move bytes belong in a pool thread.
+
+    Attributes:
+        journal: transactions.
+        audit: the audit log.
+        run_log: the run, its members, rounds, history and workflows.
+        slots: the files.
+        tickets: tickets, and the updates that come under them.
+        versions: versions, and what goes down in their place.
+    """
+
+    def __init__(
+        self, directory: Path, journal: Journal, lock_fd: int, keep_versions: int, max_pins: int, in_memory: bool
+    ) -> None:
+        self.directory, self.journal, self._lock_fd = directory, journal, lock_fd
+        self.audit = AuditLog(journal)
+        self.slots = Slots(journal, directory / "slots", keep_versions + max_pins, in_memory=in_memory)
+        self.run_log = RunLog(journal, self.audit)
+        self.tickets = Tickets(journal, self.audit, self.slots)
+        self.versions = Versions(
+            journal,
+            self.audit,
+            self.slots,
+            self.run_log,
+            self.tickets,
+            keep_versions=keep_versions,
+            max_pins=max_pins,
+        )
 
     @classmethod
     def open(
@@ -50,7 +86,7 @@ class Store(Reading):
         max_pins: int = 4,
         in_memory: bool = False,
     ) -> Self:
-        """Take a state directory, made where there is none, and raise its epoch.
+        """Lock a state directory, make it if there is none, and raise its epoch.
 
         Args:
             durability: what an acknowledged update survives: `process`, the server being killed at any instruction;
@@ -60,34 +96,33 @@ class Store(Reading):
             in_memory: slots lie in memory: of the run, only the journal outlives the process.
 
         Raises:
-            StateLocked: another server has it.
-            StateCorrupt: its journal is damaged, or is not there while slots are.
+            StateLocked: another server uses it.
+            StateCorrupt: its journal is damaged, or is missing while slots are there.
         """
         directory = Path(directory)
         try:
             (directory / "slots").mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise StoreError(f"{directory}: {error.strerror}.", "Give a state_dir that this user may write.") from error
-        lock_fd = _own(directory)
+        lock_fd = _lock(directory)
         try:
             begin = not any(is_slot_name(path.name) for path in (directory / "slots").iterdir())
             journal = Journal(directory / "journal.sqlite", durability, begin=begin and not _has_begun(directory))
         except BaseException:
             os.close(lock_fd)
             raise
-        store = cls(directory, journal, durability, keep_versions, max_pins)
-        store._lock_fd, store.in_memory = lock_fd, in_memory
+        store = cls(directory, journal, lock_fd, keep_versions, max_pins, in_memory)
         try:
-            store._audit_head = store._begin_epoch(verify_journal.at_start(journal, directory))
-            store.sync_folder(directory)
-            store.sync(store._audit_head.fd, str(store._audit_head.path))
+            head = store._begin_epoch(verify_journal.at_start(journal, directory))
+            journal.sync_folder(directory)
+            journal.sync(head.fd, str(head.path))
         except BaseException:
             store.close()
             raise
         return store
 
     def _begin_epoch(self, start: verify_journal.Start) -> AuditHeadFile:
-        """Say what was found, raise the epoch, and from here on note where the audit log ends."""
+        """Log what was found, raise the epoch, and note from here on where the audit log ends."""
         for warning in start.warnings:
             LOG.warning("%s", warning)
         with self.journal.transaction(synced=True):
@@ -95,25 +130,32 @@ class Store(Reading):
                 "UPDATE meta SET epoch = max(epoch, ?) + 1", start.lost.epoch if start.lost is not None else 0
             )
             if start.lost is not None:
-                audit_log.append(self.journal, "lost", entries=start.lost_entries, last_hash=start.lost.last_hash)
+                self.audit.append("lost", entries=start.lost_entries, last_hash=start.lost.last_hash)
         failpoint("epoch.raised")
-        head = AuditHeadFile(self.directory, self.durability, self.epoch)
-        head.write(*tip(self.journal))
-        self.journal.audit_moved = head.write
+        head = AuditHeadFile(self.directory, self.journal.durability, self.run_log.epoch)
+        self.audit.keep_head(head)
         return head
 
     def recover(self) -> Recovered:
-        """Bring the run to where it can go on; after `shape`, before anything else, on every start.
+        """Bring the run to where it can go on; on every start, after `slots.shape`, before anything else.
 
-        Heads are verified by their digests. One that does not verify gives way to the newest version that does (at
-        worst `durable_version`): later updates expire, later rounds are forgotten, the epoch rises. Damaged parts of
-        open tickets are dropped; a damaged accepted update expires, and its round opens again. Files that nothing
-        refers to are removed. A frozen round is returned as it is: its pass has to run again.
+        Heads are verified by their digests. If one does not verify, the newest version that does (at worst the durable
+        one) takes its place: later updates expire, later rounds are forgotten, the epoch rises. Damaged parts of open
+        tickets are dropped; a damaged accepted update expires, and its round opens again. Files that nothing refers to
+        are removed. A frozen round is returned as it is: its pass has to run again.
 
         Raises:
             StateCorrupt: no version verifies; nothing was changed.
         """
-        return recover_at_start.recover(self)
+        return Recovery(self.journal, self.audit, self.slots, self.run_log, self.tickets, self.versions).run()
+
+    def free_bytes(self) -> int:
+        """Return the bytes that are left for this user on the disk of the state directory, or in memory."""
+        if self.slots.in_memory:
+            lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+            return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+        info = os.statvfs(self.directory)
+        return info.f_bavail * info.f_frsize
 
     def export(
         self, target: Path, heads: Sequence[int], header: bytes, contents: Contents, *, with_state: bool = False
@@ -122,7 +164,7 @@ class Store(Reading):
 
         Args:
             heads: the version of each fragment.
-            contents: what comes behind the header.
+            contents: what follows the header.
             with_state: whether the outer state beside each is needed, too.
 
         Raises:
@@ -130,41 +172,41 @@ class Store(Reading):
             DiskFull: nothing is left behind.
             SyncFailed: fsync failed; the server must end.
         """
-        hold = self.reading if with_state else self.pinned
-        write_copy(self, target, [hold(f, version) for f, version in enumerate(heads)], header, contents)
+        hold = self.versions.reading if with_state else self.versions.pinned
+        with contextlib.ExitStack() as stack:
+            files = [stack.enter_context(hold(f, version)) for f, version in enumerate(heads)]
+            temp = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp").absolute()
+            with self.journal.transaction():  # so that a start after a kill can remove it
+                self.journal.execute("INSERT INTO exports_under_way VALUES (?)", str(temp))
+            try:
+                temp.parent.mkdir(parents=True, exist_ok=True)
+                runs: Iterator[bytes | memoryview] = itertools.chain([header], _failing(contents(files)))
+                replace_file(target, runs, temporary=temp, sync=lambda fd: self.journal.sync(fd, str(temp)))
+                self.journal.sync_folder(temp.parent)
+            except OSError as error:
+                raise disk_error(error, target) from error
+            finally:
+                with contextlib.suppress(DiskFull), self.journal.transaction():  # else the next start does it
+                    self.journal.execute("DELETE FROM exports_under_way WHERE path = ?", str(temp))
         return target
 
     def close(self) -> None:
         """Let go of the directory; of a finished run only the journal, the last version and what is beside it stay.
 
-        Slots that are still held elsewhere are closed with their last holder.
+        Slots that have other holders are closed with the last of them.
         """
-        with self.lock:
+        with self.journal.lock:
             if self.journal.closed:
                 return
-            for spool in self.spools.values():
-                spool.close(StoreError("The server is stopping.", "Send it again when it is back."))
-            self.spools.clear()
-            self.live_tickets.clear()
+            self.tickets.close_spools()
             try:
-                if self.journal.usable and self.finished:
-                    self._forget_all_but_heads()
+                if self.journal.usable and self.run_log.finished:
+                    self.versions.drop_all_but_heads()
             finally:
-                for pool in self.pools.values():
-                    pool.trim()
-                    pool.close()
+                self.slots.close()
                 self.journal.close()
-                if self._audit_head is not None:
-                    self._audit_head.close()
+                self.audit.close()
                 os.close(self._lock_fd)
-
-    def _forget_all_but_heads(self) -> None:
-        with self.transaction():
-            for kind, fragment in self.pools:
-                rows = self.versions(fragment) if kind == VERSION else ()
-                if rows and self.durable_version(fragment) == rows[-1].version:
-                    for row in rows[:-1]:
-                        self.drop_row(row)
 
     def __enter__(self) -> Self:
         return self
@@ -173,8 +215,14 @@ class Store(Reading):
         self.close()
 
 
+def _failing(runs: Iterator[memoryview]) -> Iterator[memoryview]:
+    for run in runs:
+        failpoint("export.write")
+        yield run
+
+
 def _has_begun(directory: Path) -> bool:
-    """Whether a journal there has had entries of its audit log: one that is empty or missing has lost them."""
+    """Return whether the audit log of a journal there has had entries: an empty or missing one has lost them."""
     try:
         head = read_head(directory)
     except NoteDamaged:
@@ -182,8 +230,8 @@ def _has_begun(directory: Path) -> bool:
     return head is not None and head.entries > 0
 
 
-def _own(directory: Path) -> int:
-    """One server per state directory, also where the file that names it was removed."""
+def _lock(directory: Path) -> int:
+    """Allow one server per state directory, even if the file that names it was removed."""
     path = directory / "lock"
     try:
         return take_folder(directory)

@@ -1,7 +1,7 @@
 """The bytes of one update on their way in: a slot, cut into parts, with at most one writer each.
 
-A retry of a part supersedes whoever writes it. The old writer is cancelled and joined, its pwrite included, before
-the new one exists; so no late byte of a lost connection can fall into what a newer request has written.
+A retry of a part replaces its writer. The old writer is cancelled and joined, its pwrite included, before the new one
+exists; so no late byte of a lost connection can overwrite what a newer request has written.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from atoll.store.journal_tables import PartRow
 
 
 class WriterCancelled(StoreError):
-    """Another request writes this part now; nobody waits for an answer to the old one."""
+    """Another request writes this part now; the old request needs no answer."""
 
 
 class PartWriter:
@@ -29,7 +29,7 @@ class PartWriter:
         self._offset, self.nbytes = spool.ranges[part]
         self.written = 0
         self._spool = spool
-        self._part_lock = lock  # shared by every writer of the part: holding it, nobody's pwrite is under way
+        self._part_lock = lock  # shared by every writer of the part: held during a pwrite
         self._own_lock = threading.Lock()
         self._in_flight = self._closed = self._released = False
         self._cancelled: AtollError | None = None
@@ -37,7 +37,7 @@ class PartWriter:
 
     @property
     def complete(self) -> bool:
-        """Whether every byte of the part is written, and nobody has begun it anew."""
+        """Whether every byte of the part is written, and no other writer has begun it since."""
         return self.written == self.nbytes and self._cancelled is None
 
     def write(self, data: bytes | memoryview) -> None:
@@ -85,20 +85,20 @@ class PartWriter:
             self._spool.sync()
 
     def close(self) -> None:
-        """No further byte. Never fails; short of bytes it is as if it had been abandoned."""
+        """Write no further byte. Never fails; a part that is not complete cannot be recorded."""
         with self._own_lock:
             self._closed = True
         self._release()
 
     def abandon(self) -> None:
-        """The bytes are worthless: the part cannot be recorded. Never fails."""
+        """Give up the bytes: the part cannot be recorded. Never fails."""
         with self._own_lock:
             if self._cancelled is None:
                 self._cancelled = WriterCancelled(f"Part {self.part} was given up.")
         self._release()
 
     def cancel(self, reason: AtollError) -> None:
-        """Let every later write raise `reason`. One under way goes on to its end: see `join`."""
+        """Let every later write raise `reason`. A write under way goes on to its end: see `join`."""
         with self._own_lock:
             self._cancelled = self._cancelled or reason
             busy = self._in_flight
@@ -118,7 +118,7 @@ class PartWriter:
 
 
 class Spool:
-    """The spool of one open or accepted ticket. `Store.spool` gives it."""
+    """The spool of one open or accepted ticket. `Tickets.spool` gives it."""
 
     def __init__(
         self,
@@ -135,7 +135,7 @@ class Spool:
         Args:
             ranges: (offset, nbytes) of each part.
             forget: called with ticket and part, under the lock, before new bytes of a part are written.
-            recorded: the parts that the journal has of a ticket.
+            recorded: returns the parts that the journal has of a ticket.
             sync: fsyncs the slot, once a part is written; None with durability `process`.
         """
         self.ticket, self.pool, self.slot, self.ranges, self.sync = ticket, pool, slot, ranges, sync
@@ -146,24 +146,21 @@ class Spool:
 
     @property
     def fd(self) -> int:
-        """Of the slot; it belongs to the store. What reads it while the ticket may end should use `reading`."""
+        """Of the slot; it belongs to the store. Use `reading` if the ticket may end meanwhile."""
         return self.slot.fd
 
     @contextmanager
     def reading(self) -> Iterator[int]:
-        """The slot's fd; the slot is not given to another ticket meanwhile."""
-        self.pool.hold(self.slot, READER)
-        try:
+        """Give the slot's fd; the slot is not given to another ticket meanwhile."""
+        with self.pool.held(self.slot, READER):
             yield self.slot.fd
-        finally:
-            self.pool.drop(self.slot, READER)
 
     def parts(self) -> dict[int, PartRow]:
-        """The parts that need not be sent again, by number."""
+        """Return the parts that need not be sent again, by number."""
         return self._recorded(self.ticket)
 
     def begin_part(self, part: int) -> PartWriter:
-        """Write a part, from its first byte. Whoever wrote it is cancelled, and has stopped when this returns.
+        """Write a part, from its first byte. Its earlier writer is cancelled, and has stopped when this returns.
 
         Raises:
             TicketClosed: the ticket is no longer open.
@@ -194,7 +191,7 @@ class Spool:
             raise WriterCancelled(f"Part {part} of ticket {self.ticket} is being written again.")
 
     def close(self, reason: AtollError) -> None:
-        """No further byte: cancel every writer."""
+        """Take no further byte: cancel every writer."""
         self._closed = reason
         for writer in self._writers.values():
             writer.cancel(reason)

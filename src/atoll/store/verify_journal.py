@@ -1,7 +1,7 @@
-"""Whether a journal is what was written: its end, and its rows against the audit log.
+"""Is a journal what was written? Check its end, and its rows against the audit log.
 
-A start looks at what it is going to use; `atoll audit` looks at everything. Both read the log from its end, entry by
-entry, and check the chain of hashes on the way.
+A start checks what it is going to use; `atoll audit` checks everything. Both read the log from its end, entry by entry,
+and check the chain of hashes on the way.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from atoll.store.audit_log import NAME, START, AuditHead, Rows, boot_id, hash_of
 from atoll.store.journal_tables import AuditRow
 
 _UPDATE = ("site", "fragment", "base_version", "digest", "weight", "steps", "norm")
-"""What row and entry of an accepted update have in common."""
+"""Columns that the row and the entry of an accepted update share."""
 _PAGE = 1000
 _REMEDY = (
     "Look at disk and memory of this machine. Restore the whole directory from a backup, or begin a new run: another "
@@ -31,8 +31,8 @@ class Start:
     """What a start has found.
 
     Attributes:
-        lost: the end that the log had, where it has lost entries as a power loss may do.
-        warnings: what has to be said.
+        lost: the end that the log had, if it has lost entries, as a power loss may cause.
+        warnings: for the log.
     """
 
     lost: AuditHead | None = None
@@ -64,10 +64,10 @@ def at_start(journal: Rows, directory: Path) -> Start:
 
 
 def everything(journal: Rows, directory: Path, head: AuditHead | None) -> None:
-    """Compare every row that the audit log tells of with its entry.
+    """Compare every row that the audit log records with its entry.
 
     Args:
-        head: as it was before the journal was read, which a server may write meanwhile.
+        head: read before the journal, which a server may write meanwhile.
 
     Raises:
         StateCorrupt: the first difference is named.
@@ -116,7 +116,7 @@ class _Comparison:
 
     Args:
         since: the pass goes at least down to this entry.
-        everything: it goes down to the first one; else to where all that a start uses was found.
+        everything: whether it goes down to the first entry; else it stops when all that a start uses was found.
     """
 
     def __init__(self, journal: Rows, since: int, everything: bool) -> None:
@@ -133,7 +133,7 @@ class _Comparison:
         )
 
     def problem(self) -> str:
-        """The first difference; empty where there is none."""
+        """Return the first difference; empty if there is none."""
         if self._above:
             return f"version {min(self._above)[1]} is above the head of its fragment"
         last = None
@@ -148,10 +148,10 @@ class _Comparison:
         return self._unfounded() or self._of_the_end()
 
     def _entries(self) -> Iterator[AuditRow]:
-        """From the last one on; each is what its hash and the entry behind it say.
+        """Read entries from the last one on, and check each against its hash and the entry behind it.
 
         Raises:
-            StateCorrupt: one is not.
+            StateCorrupt: an entry does not match.
         """
         behind: AuditRow | None = None
         for values in _paged(self._journal, "SELECT * FROM audit WHERE seq < ? ORDER BY seq DESC"):
@@ -216,7 +216,7 @@ class _Comparison:
         )
 
     def _head(self, detail: Mapping[str, Any], seq: int) -> str:
-        """The newest entry of a fragment says which its head is."""
+        """Compare a fragment's head with the newest entry about it."""
         fragment, version = detail["fragment"], detail["version"]
         head = self._heads.pop(fragment, None)
         if head is None or head == version:
@@ -238,7 +238,7 @@ class _Comparison:
         return ""
 
     def _unfounded(self) -> str:
-        """Rows of which the whole log does not tell."""
+        """Return the first row that the whole log does not record."""
         for ticket in sorted(self._accepted):
             return f"the audit log does not tell of the accepted ticket {ticket}"
         for fragment, version in sorted(self._versions):
@@ -257,7 +257,7 @@ class _Comparison:
         return ""
 
     def _of_the_end(self) -> str:
-        """Whether the run is finished, as the last entry about it says."""
+        """Compare whether the run is finished with the last entry about it."""
         told = self._journal.rows(
             "SELECT what FROM audit WHERE what IN ('finished', 'continued', 'fell back') ORDER BY seq DESC LIMIT 1"
         )
@@ -269,7 +269,7 @@ class _Comparison:
 
 
 def _paged(journal: Rows, sql: str) -> Iterator[tuple[Any, ...]]:
-    """Rows in descending order of their first column, in bounded memory."""
+    """Return rows in descending order of their first column, in bounded memory."""
     below = 2**62
     while page := journal.rows(f"{sql} LIMIT {_PAGE}", below):
         yield from page

@@ -39,7 +39,7 @@ class Judge:
         self.require_plausible(site, ticket, said, norm)
         run = self._run
         try:
-            row = run.store.accept(ticket, said.digest, said.weight, said.steps, dict(said.metrics), norm)
+            row = run.store.tickets.accept(ticket, said.digest, said.weight, said.steps, dict(said.metrics), norm)
         except DiskFull:
             raise
         except StoreError as error:
@@ -56,7 +56,7 @@ class Judge:
 
     def with_kept_weight(self, site: str, said: messages.Complete) -> messages.Complete:
         """Where a reducer needs the weight of all sites, have each keep its first one, which earlier versions hold."""
-        kept = self._run.store.kept_weight(site) if self._run.plan.needs_population else 0.0
+        kept = self._run.store.run_log.kept_weight(site) if self._run.plan.needs_population else 0.0
         if not kept or said.weight == kept:
             return said
         if site not in self._other_weight:
@@ -91,7 +91,7 @@ class Judge:
             UpdateRefused: always.
         """
         run = self._run
-        run.store.refuse(ticket, reason)
+        run.store.tickets.refuse(ticket, reason)
         run.refused += 1
         run.apply(ev.UpdateRefused(ticket, reason))
         presence = run.roster.setdefault(site, Presence(site))
@@ -105,7 +105,7 @@ class Judge:
     def _next(self, ticket: int) -> str:
         """What becomes of the round whose update was refused, as the begin of a sentence."""
         state = self._run.state
-        round_ = state.rounds[self._run.store.ticket(ticket).fragment]
+        round_ = state.rounds[self._run.store.tickets.get(ticket).fragment]
         if round_.phase == "open" and len(round_.expected) < state.rules.floor:
             return f"The round waits: it needs {state.rules.floor} updates ({state.rules.floor_name})"
         return "The round goes on with the others"

@@ -70,7 +70,7 @@ def require_fit(message: messages.Join, identity: Identity, plan: Plan, store: S
             f"Upgrade Atoll at {older}.",
         )
     identity.require_site(message.site)
-    run = store.run.run_id if store.run else ""
+    run = store.run_log.run_id
     if message.run not in ("", run):
         raise ServerLost(
             f"The server has another run now: {plan.settings.name} ({run}). Worker {message.site} takes part in "
@@ -122,21 +122,21 @@ def _require_state(message: messages.Join, store: Store) -> None:
         if message.local_state == "missing"
         else f"{told}, and the state that the site has on {host} is of another moment or site: a folder was restored "
         "from an older copy, at the site or at the server, or folders were swapped.",
-        f"Set ATOLL_DIR to where it took part before, or bring {site}/{store.run.run_id if store.run else ''} "
+        f"Set ATOLL_DIR to where it took part before, or bring {site}/{store.run_log.run_id} "
         "from there; without it, begin a new run from the export, or set ATOLL_NEW_STATE=1 to begin at zero.",
     )
 
 
 def _updates(site: str, store: Store) -> int:
     """How many updates of a site the run has counted, or is going to."""
-    counted = next((member.rounds_counted for member in store.members() if member.site == site), 0)
-    last = store.last_ticket(site)
+    counted = next((member.rounds_counted for member in store.run_log.members() if member.site == site), 0)
+    last = store.tickets.last_of(site)
     return counted + (last is not None and last.state == "accepted")
 
 
 def counted_of(site: str, store: Store) -> messages.Counted:
     """Return the update that the state of a site has to stand behind."""
-    row = store.last_counted(site)
+    row = store.tickets.last_counted(site)
     return messages.Counted() if row is None else _named(row)
 
 
@@ -148,7 +148,7 @@ def _stands(message: messages.Join, store: Store) -> bool:
     """Whether the site has the state behind its last update that counts, and behind one that is going to."""
     if not message.local_state_of:
         return True  # an earlier worker does not tell
-    last = store.last_ticket(message.site)
+    last = store.tickets.last_of(message.site)
     wanted = [counted_of(message.site, store)]
     if last is not None and last.state == "accepted":
         wanted.append(_named(last))

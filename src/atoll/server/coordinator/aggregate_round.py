@@ -49,10 +49,10 @@ class Frozen:
 
 def frozen_round(plan: Plan, store: Store, fragment: int, base_version: int, tickets: Sequence[int]) -> Frozen:
     """The round that these tickets were frozen for."""
-    rows, frozen = [store.ticket(ticket) for ticket in tickets], store.round(fragment, base_version)
-    lost = store.lost_versions(fragment)
+    rows, frozen = [store.tickets.get(ticket) for ticket in tickets], store.run_log.round(fragment, base_version)
+    lost = store.run_log.lost_versions(fragment)
     behind = [staleness(base_version, row.base_version, lost) for row in rows]
-    summary = json.loads(store.version(fragment, base_version).summary_json or "{}")
+    summary = json.loads(store.versions.get(fragment, base_version).summary_json or "{}")
     population, total = (frozen.population, frozen.total_weight) if frozen else (0, 0.0)
     before = summary.get("total_weight") or total
     settings = plan.settings
@@ -96,9 +96,9 @@ def close_round(
     begin = time.monotonic()
     frozen = frozen_round(plan, store, fragment, base_version, tickets)
     rows, planned = frozen.rows, plan.fragments[fragment]
-    base = store.pin_version(fragment, base_version)
-    version = store.next_version(fragment)
-    draft = store.begin_version(fragment, version)
+    base = store.versions.pin(fragment, base_version)
+    version = store.versions.next_number(fragment)
+    draft = store.versions.begin(fragment, version)
     try:
         sources = [filtering.source(row) for row in rows]
         result = close(
@@ -114,7 +114,7 @@ def close_round(
             ),
             RoundFiles(
                 base.fd,
-                store.state_file(fragment) if base.row.state_digests else None,
+                store.versions.state_file(fragment) if base.row.state_digests else None,
                 {row.ticket: UpdateFile(source.fd, source.norm) for row, source in zip(rows, sources, strict=True)},
                 base.row.part_digests,
                 base.row.state_digests,
@@ -125,7 +125,7 @@ def close_round(
         )
         seconds = time.monotonic() - begin
         summary = summary_of(fragment, number, version, frozen, seconds, result.grad_norm)
-        row = store.commit_version(
+        row = store.versions.commit(
             draft,
             digest=result.digest,
             part_digests=result.part_digests,
@@ -139,12 +139,12 @@ def close_round(
         draft.abandon()
         raise StateCorrupt(
             f"Version {base_version} of fragment {fragment} was damaged on disk while the server ran: {error.message}",
-            f"Look at the disk of {store.slots_directory}, then start the server again: it goes on from the newest "
+            f"Look at the disk of {store.slots.folder}, then start the server again: it goes on from the newest "
             "version that is whole.",
         ) from error
     except OSError as error:
         draft.abandon()
-        raise disk_error(error, store.slots_directory / f"version {version}") from error
+        raise disk_error(error, store.slots.folder / f"version {version}") from error
     except BaseException:
         draft.abandon()
         raise

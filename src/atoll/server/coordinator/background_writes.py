@@ -49,7 +49,7 @@ class Exports:
         """
         with self._lock:
             self.folder.mkdir(parents=True, exist_ok=True)
-            heads = self._store.heads() if heads is None else heads
+            heads = self._store.versions.heads() if heads is None else heads
             if self._plan.settings.save_every:
                 export_model(self._plan, self._store, self.folder / f"model-{min(heads):06d}.safetensors", heads)
             return export_model(self._plan, self._store, self.folder / MODEL, heads)
@@ -66,7 +66,7 @@ class Exports:
         with self._lock:
             self.folder.mkdir(parents=True, exist_ok=True)
             temporary = self.folder / f".{METRICS}.tmp"
-            rows = [row for row in self._store.history(None) if row.summary_json]
+            rows = [row for row in self._store.run_log.history(None) if row.summary_json]
             temporary.write_text("".join(_line(row.summary_json, row.created_at) for row in rows), encoding="utf-8")
             os.replace(temporary, self.folder / METRICS)
 
@@ -90,7 +90,7 @@ def export_model(
         SyncFailed: fsync failed; the server must end.
     """
     header, owners = model_header(plan.schema, told)
-    heads = store.heads() if heads is None else heads
+    heads = store.versions.heads() if heads is None else heads
 
     def contents(files: Sequence[tuple[int, int | None]]) -> Iterator[memoryview]:
         return model_runs(owners, [(layout, *each) for layout, each in zip(plan.versions, files, strict=True)])
@@ -147,7 +147,7 @@ class BestVersion:
 
     def handed(self, measured: Measured) -> Best:
         """What a persistor gets of the version that was written last."""
-        rows = (row for row in self._store.history(None, 0) if row.version == measured.version)
+        rows = (row for row in self._store.run_log.history(None, 0) if row.version == measured.version)
         summary = next((row.summary_json for row in rows), "") or "{}"
         fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
         return Best(measured.version, {self.metric: measured.value}, json.loads(summary), fd)
@@ -164,9 +164,9 @@ class BestVersion:
         with temporary.open("w", encoding="utf-8") as file:
             file.write(json.dumps(note) + "\n")
             file.flush()
-            self._store.sync(file.fileno(), str(temporary))
+            self._store.journal.sync(file.fileno(), str(temporary))
         os.replace(temporary, self._folder / BEST_NOTE)
-        self._store.sync_folder(self._folder)
+        self._store.journal.sync_folder(self._folder)
 
     def _noted(self) -> Measured | None:
         """What the files are, by this metric; None where one of them is missing, or they are by another one.
@@ -260,7 +260,7 @@ class Behind:
 
     def save_initial(self) -> None:
         """A run that has just begun: a persistor gets what it begins with."""
-        if self.persistor is not None and self._settings.save_every and max(heads := self._store.heads()) == 0:
+        if self.persistor is not None and self._settings.save_every and max(heads := self._store.versions.heads()) == 0:
             self.persistor.save(self._plan, self._store, heads)
 
     def close(self) -> None:
@@ -298,7 +298,7 @@ class Behind:
                     LOG.debug("version %d was overtaken before it was exported: %s", row.version, error)
             # Each holds its version, and an older one that ends late would be said to be the durable one.
             async with self._durable_in_turn:
-                await loop.run_in_executor(self._io, self._store.write_durable, row.fragment)
+                await loop.run_in_executor(self._io, self._store.versions.write_durable, row.fragment)
         except (AtollError, OSError) as error:
             reason = passing(error)
             if reason is None:
@@ -326,7 +326,7 @@ class Behind:
             return "each site writes it to its own folder"
         path = await self._saved("the result", self.exports.save)
         if self.persistor is not None:
-            heads = self._store.heads()
+            heads = self._store.versions.heads()
             await asyncio.wrap_future(self.persistor.save(self._plan, self._store, heads, final=True))
         return path
 

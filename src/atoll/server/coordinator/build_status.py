@@ -86,16 +86,15 @@ def status_of(run: Run) -> status_messages.Status:
     """The status of a run."""
     now_s = time.monotonic()
     settings, algorithm = run.settings, run.plan.algorithm
-    lost = [run.store.lost_versions(f) if each.lost else () for f, each in enumerate(run.state.rounds)]
-    assert run.store.run is not None
-    history = [_summary(row.summary_json) for row in run.store.history(HISTORY) if row.summary_json]
+    lost = [run.store.run_log.lost_versions(f) if each.lost else () for f, each in enumerate(run.state.rounds)]
+    history = [_summary(row.summary_json) for row in run.store.run_log.history(HISTORY) if row.summary_json]
     return status_messages.Status(
-        run=run.store.run.run_id,
+        run=run.store.run_log.run_id,
         name=settings.name,
         algorithm=algorithm.name,
         policy=str(run.state.rules.policy),
         protocol=routes.PROTOCOL,
-        epoch=run.store.epoch,
+        epoch=run.store.run_log.epoch,
         rounds=settings.rounds,
         finished=run.state.finished if run.workflows is None else run.task_queue.finished,
         stopped=run.state.rules.tracking.why(run.state.progress),
@@ -236,7 +235,7 @@ def _quiet(run: Run, sites: Sequence[str], now_s: float) -> str:
 
 def _durable(run: Run) -> list[int]:
     """The durable version of each fragment; nothing where one has none yet."""
-    found = [run.store.durable_version(fragment) for fragment in range(len(run.state.rounds))]
+    found = [run.store.versions.durable(fragment) for fragment in range(len(run.state.rounds))]
     return [version for version in found if version is not None] if None not in found else []
 
 

@@ -60,9 +60,8 @@ class Handlers(ObjectHandlers, TaskHandlers, VersionHandlers):
     # -- what a run is
 
     async def get_run(self) -> messages.RunInfo:
-        assert self.store.run is not None
         queue, schedule = self.run.task_queue, self.run.workflows
-        return run_info(self.plan, self.store.run.run_id).model_copy(
+        return run_info(self.plan, self.store.run_log.run_id).model_copy(
             update={
                 "trains": queue.trains,
                 "sends_tasks": queue.active,
@@ -135,7 +134,7 @@ class Handlers(ObjectHandlers, TaskHandlers, VersionHandlers):
         if message.ends and lease.site not in self.run.state.ending:
             self.run.apply(ev.WorkerEnds(lease.site, lease.number))
         return messages.HeartbeatReply(
-            durable_versions=[self.store.durable_version(index) for index in range(len(self.run.state.rounds))],
+            durable_versions=[self.store.versions.durable(index) for index in range(len(self.run.state.rounds))],
             finished=self.run.state.finished,
         )
 
@@ -149,7 +148,7 @@ class Handlers(ObjectHandlers, TaskHandlers, VersionHandlers):
             )
         self.run.task_queue.require_rounds()
         until_s = time.monotonic() + message.wait_s
-        previous = self.store.last_ticket(lease.site, message.fragment)
+        previous = self.store.tickets.last_of(lease.site, message.fragment)
         while True:
             if message.tasks and self.run.task_queue.rounds == "to come":
                 return self._wait_reply(message.fragment, "tasks come before the rounds", previous)
@@ -165,13 +164,13 @@ class Handlers(ObjectHandlers, TaskHandlers, VersionHandlers):
                         self.run.refuse_lease(lease, effect)
                     case fx.TicketIssued(_, ticket, fragment, base_version, _):
                         # read once: an asynchronous step may move it at any time, from a thread of its own
-                        if (head := self.store.head(fragment)).version == base_version:
+                        if (head := self.store.versions.head(fragment)).version == base_version:
                             return self._ticket_reply(lease, ticket, head, previous)
                         # such a step is in the journal, and the machine is about to hear of it
                         until_s = max(until_s, time.monotonic() + COMMIT_S)
                     case fx.TicketWithheld(_, fragment, reason):
                         # a finished run answers at once; its result is the head; so does a step for who ends with it
-                        moved = previous is None or self.store.head(fragment).version > previous.base_version
+                        moved = previous is None or self.store.versions.head(fragment).version > previous.base_version
                         ended = reason == fx.ENDS and moved
                         if reason == fx.FINISHED or ended or time.monotonic() >= until_s:
                             return self._wait_reply(fragment, reason, previous, ended=ended)
@@ -188,7 +187,7 @@ class Handlers(ObjectHandlers, TaskHandlers, VersionHandlers):
             counted=counted_of(lease.site, self.store) if self.run.plan.algorithm.keeps else None,
             head_version=head.version,
             head_digest=head.digest,
-            durable_version=self.store.durable_version(fragment),
+            durable_version=self.store.versions.durable(fragment),
             round=self.run.state.rounds[fragment].number,
         )
 
@@ -210,7 +209,7 @@ class Handlers(ObjectHandlers, TaskHandlers, VersionHandlers):
     def _wait_reply(
         self, fragment: int, reason: str, previous: TicketRow | None, *, ended: bool = False
     ) -> messages.TicketReply:
-        head = self.store.head(fragment)
+        head = self.store.versions.head(fragment)
         state, queue = self.run.state, self.run.task_queue
         if reason == fx.FINISHED:
             told = state.rules.tracking.why(state.progress) or reason
@@ -226,7 +225,7 @@ class Handlers(ObjectHandlers, TaskHandlers, VersionHandlers):
             previous=self._previous(previous, None),
             head_version=head.version,
             head_digest=head.digest,
-            durable_version=self.store.durable_version(fragment),
+            durable_version=self.store.versions.durable(fragment),
             round=self.run.state.rounds[fragment].number,
             waiting_for=[site for site, _ in machine.missing(state, fragment)],
             reason=told,
@@ -237,11 +236,11 @@ class Handlers(ObjectHandlers, TaskHandlers, VersionHandlers):
     def _previous(self, row: TicketRow | None, ticket: int | None) -> messages.Outcome | None:
         if row is None or row.ticket == ticket:
             return None
-        return outcome_of(self.store, self.store.ticket(row.ticket))
+        return outcome_of(self.store, self.store.tickets.get(row.ticket))
 
     async def get_ticket(self, ticket: int) -> messages.TicketState:
-        row = self.store.ticket(ticket)
-        parts = self.store.parts(ticket) if row.is_live else {}
+        row = self.store.tickets.get(ticket)
+        parts = self.store.tickets.parts(ticket) if row.is_live else {}
         return messages.TicketState(
             outcome=outcome_of(self.store, row),
             parts=list(parts),
@@ -251,7 +250,7 @@ class Handlers(ObjectHandlers, TaskHandlers, VersionHandlers):
     # -- updates
 
     async def put_part(self, lease: Lease, ticket: int, part: int, request: web.Request) -> messages.PartReceipt:
-        fragment = self.store.ticket(ticket).fragment
+        fragment = self.store.tickets.get(ticket).fragment
         layout = self.plan.fragments[fragment].update
         if part >= len(layout.parts):
             raise BadRequest(
@@ -275,26 +274,26 @@ class Handlers(ObjectHandlers, TaskHandlers, VersionHandlers):
         if stats.bad is not None:
             self.run.judge.refuse(lease.site, ticket, stats.bad)
         failpoint("part.received")
-        self.store.record_part(ticket, part, stats.digest, stats.sumsq, writer)
+        self.store.tickets.record_part(ticket, part, stats.digest, stats.sumsq, writer)
 
     def _require_open(self, lease: Lease, ticket: int) -> None:
         refusal = machine.may_submit(self.run.state, lease.site, lease.number, ticket)
         if isinstance(refusal, fx.LeaseRefused):
             self.run.refuse_lease(lease, refusal)
         elif refusal is not None:
-            row = self.store.ticket(ticket)  # the journal's: the machine forgets tickets that have ended
+            row = self.store.tickets.get(ticket)  # the journal's: the machine forgets tickets that have ended
             if row.state == "refused":
                 raise why_closed(row)
             told = refusal if row.reason in refusal else f"Ticket {ticket} is over: {row.reason}."
             raise TicketClosed(told, "Ask for the next ticket.")
 
     async def complete(self, lease: Lease, ticket: int, message: messages.Complete) -> messages.Receipt:
-        row = self.store.ticket(ticket)
+        row = self.store.tickets.get(ticket)
         if row.site != lease.site:
             raise TicketClosed(f"Ticket {ticket} was not issued to {lease.site!r}.", "Ask for a ticket.")
         if row.is_in:
             return self._receipt(
-                self.store.accept(
+                self.store.tickets.accept(
                     ticket, message.digest, message.weight, message.steps, dict(message.metrics), row.norm
                 )
             )
@@ -303,7 +302,7 @@ class Handlers(ObjectHandlers, TaskHandlers, VersionHandlers):
         message = self.run.judge.with_kept_weight(lease.site, message)
         if self.run.swarm is not None:
             return await self._offer(self.run.swarm, lease, row, message)
-        parts, layout = self.store.parts(ticket), self.plan.fragments[row.fragment].update
+        parts, layout = self.store.tickets.parts(ticket), self.plan.fragments[row.fragment].update
         missing = [part.index for part in layout.parts if part.index not in parts]
         if missing:
             raise Conflict(
@@ -321,10 +320,10 @@ class Handlers(ObjectHandlers, TaskHandlers, VersionHandlers):
         if self.run.filtering.has(lease.site):
             said = replace(row, digest=digest, weight=message.weight, steps=message.steps, metrics=message.metrics)
             reason = await self.run.filtering.refusal(said, self.run.state.rounds[row.fragment].number)
-            if self.store.ticket(ticket).is_in:  # the word came twice, and was taken once
+            if self.store.tickets.get(ticket).is_in:  # the word came twice, and was taken once
                 return await self.complete(lease, ticket, message)
             self._require_open(lease, ticket)
-            if _digest(layout, self.store.parts(ticket)) != digest:
+            if _digest(layout, self.store.tickets.parts(ticket)) != digest:
                 raise Conflict(f"A part of ticket {ticket} came anew meanwhile.", "Complete it again.")
             if reason:
                 self.run.judge.refuse(lease.site, ticket, reason, "the filter is the server's.")
@@ -332,7 +331,7 @@ class Handlers(ObjectHandlers, TaskHandlers, VersionHandlers):
         return self._receipt(accepted)
 
     def _require_its_base(self, row: TicketRow, message: messages.Complete) -> None:
-        if message.base_digest not in (None, self.store.version_digest(row.fragment, row.base_version)):
+        if message.base_digest not in (None, self.store.run_log.version_digest(row.fragment, row.base_version)):
             raise TicketClosed(
                 f"The update for ticket {row.ticket} was trained from another version {row.base_version} than the "
                 "run's.",
@@ -349,7 +348,7 @@ class Handlers(ObjectHandlers, TaskHandlers, VersionHandlers):
         until_s = time.monotonic() + routes.LONG_POLL_S
         swarm.offer(lease.site, row.ticket, row.fragment, message)
         while True:
-            row = self.store.ticket(row.ticket)
+            row = self.store.tickets.get(row.ticket)
             if row.state == "refused":
                 raise why_closed(row)
             if row.is_in:

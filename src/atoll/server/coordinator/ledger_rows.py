@@ -21,7 +21,7 @@ def outcome_of(store: Store, row: TicketRow) -> messages.Outcome:
     """What became of a ticket, for its worker."""
     behind = 0
     if row.version is not None and row.version > row.base_version + 1:
-        behind = staleness(row.version - 1, row.base_version, store.lost_versions(row.fragment))
+        behind = staleness(row.version - 1, row.base_version, store.run_log.lost_versions(row.fragment))
     return messages.Outcome.model_validate(
         {
             "ticket": row.ticket,
@@ -44,12 +44,12 @@ def write(
     """Write the row of one effect; inside the caller's transaction.
 
     Args:
-        keep_weights: whether a site keeps its first weight (`Store.freeze`).
+        keep_weights: whether a site keeps its first weight (`RunLog.freeze`).
     """
     match effect:
         case fx.LeaseGranted(site, lease):
             presence = roster.setdefault(site, Presence(site))
-            store.put_member(
+            store.run_log.put_member(
                 site,
                 lease,
                 process=presence.holder,
@@ -57,21 +57,21 @@ def write(
                 labels_json=json.dumps(presence.labels),
             )
         case fx.LeaseEnded(site, lease, why, detail):
-            store.end_member(site, lease, why, detail)
+            store.run_log.end_member(site, lease, why, detail)
         case fx.RoundOpened(fragment, base_version, expected):
-            store.open_round(fragment, base_version, expected)
+            store.run_log.open_round(fragment, base_version, expected)
         case fx.ExpectedChanged(fragment, base_version, expected):
-            store.set_expected(fragment, base_version, expected)
+            store.run_log.set_expected(fragment, base_version, expected)
         case fx.TicketIssued(site, ticket, fragment, base_version, new):
             if new:
-                store.issue_ticket(ticket, site, fragment, base_version)
+                store.tickets.issue(ticket, site, fragment, base_version)
         case fx.TicketsExpired(tickets, reason):
-            store.expire(tickets, reason)
+            store.tickets.expire(tickets, reason)
         case fx.RoundReopened(fragment, base_version, tickets, reason):
-            store.reopen(fragment, base_version, tickets, reason)
+            store.tickets.reopen(fragment, base_version, tickets, reason)
         case fx.RoundClosed(fragment, base_version, tickets):
-            store.freeze(fragment, base_version, tickets, keep_weights=keep_weights)
+            store.run_log.freeze(fragment, base_version, tickets, keep_weights=keep_weights)
         case fx.RunFinished():
-            store.finish()
+            store.run_log.finish()
         case _:
             pass

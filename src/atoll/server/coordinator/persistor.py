@@ -196,11 +196,11 @@ def _fragment(plan: Plan, store: Store, fragment: int, version: int) -> tuple[di
     planned = plan.fragments[fragment]
     model = planned.schema.model
     if planned.downlink is not None:
-        with store.reading(fragment, version) as fds:
-            file, row = ModelFile(planned.version, *fds), store.version(fragment, version)
+        with store.versions.reading(fragment, version) as fds:
+            file, row = ModelFile(planned.version, *fds), store.versions.get(fragment, version)
             found = {spec.name: file.tensor(spec) for spec in model.tensors}
         return found | {alias: found[owner] for alias, owner in model.aliases}, json.loads(row.summary_json or "{}")
-    pin = store.pin_version(fragment, version)
+    pin = store.versions.pin(fragment, version)
 
     def read(offset: int, memory: memoryview) -> None:
         read_at(pin.fd, memory, offset)

@@ -48,7 +48,7 @@ class Uploads:
             self._require_few(site)
         self._under_way[key] = site, request
         try:
-            spool = self._run.store.spool(ticket)
+            spool = self._run.store.tickets.spool(ticket)
             writer: PartWriter = await asyncio.get_running_loop().run_in_executor(
                 self._run.io, spool.begin_part, part.index
             )

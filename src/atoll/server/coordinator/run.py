@@ -85,7 +85,7 @@ class Run:
     ) -> None:
         self.plan, self.store, self.settings = plan, store, plan.settings
         self.roster = roster_of(
-            recovered.members, [store.newest_bases(fragment) for fragment in range(len(plan.fragments))]
+            recovered.members, [store.tickets.newest_bases(fragment) for fragment in range(len(plan.fragments))]
         )
         self.pace, self.stale, self.advice = Pace(plan, self.roster), Stale(plan), advice(plan)
         self.left = TimeLeft(self.settings.rounds, len(plan.fragments))
@@ -93,8 +93,8 @@ class Run:
         self.failed: AtollError | None = None
         self.ended, self.address = asyncio.Event(), ""
         self.trouble: dict[int, str] = {}
-        totals = store.totals()
-        asked = {row.fragment: row.expected for row in store.rounds()}
+        totals = store.run_log.totals()
+        asked = {row.fragment: row.expected for row in store.run_log.rounds()}
         self.attendance, self.refused = Attendance(self.roster, totals.deaths, asked), totals.refused
         self.bytes_up = self.bytes_down = 0
         self.started_s = time.monotonic()
@@ -124,7 +124,7 @@ class Run:
             self.settings, len(plan.fragments), held=workflows is not None, needs_all=plan.algorithm.needs_all
         )
         tracking = self._rules.tracking
-        history = store.history(None, 0) if tracking.metric else []
+        history = store.run_log.history(None, 0) if tracking.metric else []
         self._recovered = snapshot_of(recovered, tracking.follow_all(measured_of(history, tracking.metric)))
         if recovered.fell_back:
             LOG.warning("%s", recovered.fell_back)
@@ -149,11 +149,11 @@ class Run:
         if self.filtering.filters:
             LOG.info("what sites send passes through filters: %s", self.filtering.filters)
         self.state, effects = machine.restore(self._rules, self._recovered, time.monotonic())
-        self.store.wanted = lambda fragment: self.pace.wanted(fragment, self.state)
+        self.store.versions.wanted = lambda fragment: self.pace.wanted(fragment, self.state)
         for told in self.advice:
             LOG.warning("%s", told)
         if self._recovered.finished and not self.state.finished:
-            self.store.finish(False)  # more rounds were asked for
+            self.store.run_log.finish(False)  # more rounds were asked for
         self._carry_out(effects)
         if self.state.progress.best is not None:  # a kill may have come before it was written
             self._saving_best = self._spawn(self.behind.save_best(self.state.progress.best))
@@ -237,7 +237,7 @@ class Run:
     def _carry_out(self, effects: tuple[fx.Effect, ...]) -> None:
         journalled = [effect for effect in effects if fx.for_journal(effect)]
         if journalled:
-            with self.store.transaction():
+            with self.store.journal.transaction():
                 for each in journalled:
                     write(each, self.store, self.roster, keep_weights=self.plan.needs_population)
         for effect in effects:
@@ -318,7 +318,7 @@ class Run:
                 if self.swarm is not None:
                     row, summary = await self.swarm.close(fragment, base_version, tickets, number)
                     break
-                await self.filtering.prepare_accepted([self.store.ticket(ticket) for ticket in tickets], number)
+                await self.filtering.prepare_accepted([self.store.tickets.get(ticket) for ticket in tickets], number)
                 row, summary = await asyncio.get_running_loop().run_in_executor(
                     self.io,
                     close_round,
@@ -358,7 +358,7 @@ class Run:
         self.left.committed(self.state.rounds[fragment].opened_s, time.monotonic())
         self.apply(ev.VersionCommitted(fragment, row.version, value))
         LOG.info("%s", in_words(summary, row, self.left.of(self.state, time.monotonic()), streams=self.plan.streams))
-        heads, done = self.store.heads(), min(round_.done for round_ in self.state.rounds)
+        heads, done = self.store.versions.heads(), min(round_.done for round_ in self.state.rounds)
         last = summary.round == done
         if last and done == self.settings.sync_rounds_first and not self.state.finished:
             LOG.info("round %d was the last synchronous one: from now on nobody waits for anybody", done)
@@ -378,7 +378,7 @@ class Run:
         await self.behind.handed()
         keep_status(self)
         why = self._rules.tracking.why(self.state.progress)
-        number = min(self.store.heads())
+        number = min(self.store.versions.heads())
         what = "the run" if self.workflows is None else "training"
         LOG.info("%s is finished at version %d%s: %s", what, number, f", {why}" if why else "", path)
         (self.finished if self.workflows is None else self.trained).set()

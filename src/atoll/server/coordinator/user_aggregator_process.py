@@ -152,7 +152,7 @@ class Aggregator:
 
     def _offer(self, store: Store, ticket: int, number: int) -> None:
         with self._busy:
-            row = store.ticket(ticket)
+            row = store.tickets.get(ticket)
             if row.state == "accepted" and ticket not in self._closed and ticket not in self._given:
                 self._give(store, row, number)
 
@@ -190,7 +190,7 @@ class Aggregator:
             return fd
 
     def _give(self, store: Store, row: TicketRow, number: int) -> None:
-        spool, source = store.spool(row.ticket), self._filtering.source(row)
+        spool, source = store.tickets.spool(row.ticket), self._filtering.source(row)
         fd = os.open(f"/proc/self/fd/{source.fd}", os.O_RDONLY | os.O_CLOEXEC)
         try:
             with self._heard:

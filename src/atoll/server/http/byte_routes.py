@@ -8,7 +8,7 @@ import os
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 
 from aiohttp import web
@@ -24,12 +24,14 @@ from atoll.server.coordinator.run import Run
 from atoll.server.startup import initial_file
 from atoll.server.transient_errors import require_space
 from atoll.store.kept_objects import Kept
-from atoll.store.model_copies import Held
 from atoll.store.store import Store
 from atoll.store.versions import PinnedDelta, PinnedVersion
 from atoll.tensors.layout import Part
 from atoll.transport.receive_upload import Fill, Idle, break_off, receive_part, require_part_bytes
 from atoll.transport.serve_range import serve_file
+
+Hold = AbstractContextManager[tuple[int, int | None]]
+"""Keeps a version and the outer state beside it as they are; gives their descriptors."""
 
 
 class VersionHandlers:
@@ -40,7 +42,7 @@ class VersionHandlers:
     plan: Plan
 
     async def get_manifest(self, fragment: int, version: int) -> messages.Manifest:
-        row, layout = self.store.version(fragment, version), self.plan.fragments[fragment].version
+        row, layout = self.store.versions.get(fragment, version), self.plan.fragments[fragment].version
         return messages.Manifest(
             fragment=fragment,
             version=version,
@@ -53,7 +55,7 @@ class VersionHandlers:
         )
 
     def _delta(self, fragment: int, version: int) -> messages.Delta | None:
-        row, downlink = self.store.delta(fragment, version), self.plan.fragments[fragment].downlink
+        row, downlink = self.store.versions.delta(fragment, version), self.plan.fragments[fragment].downlink
         if row is None or downlink is None:
             return None
         return messages.Delta(
@@ -68,14 +70,14 @@ class VersionHandlers:
     async def get_version(self, fragment: int, version: int, digest: str, request: web.Request) -> web.StreamResponse:
         if self.run.swarm is not None:
             return await self._serve_initial(fragment, version, digest, request)
-        pinned = self.store.pin_version(fragment, version)
+        pinned = self.store.versions.pin(fragment, version)
         return await self._serve(pinned, self.plan.fragments[fragment].version.nbytes, digest, request)
 
     async def _serve_initial(
         self, fragment: int, version: int, digest: str, request: web.Request
     ) -> web.StreamResponse:
         """All that the server of a swarm has of the model."""
-        if version or self.store.version_digest(fragment, version) != digest:
+        if version or self.store.run_log.version_digest(fragment, version) != digest:
             raise Gone(
                 f"Version {version} lies with the workers of this swarm.", "Ask for its manifest, which says where."
             )
@@ -92,13 +94,15 @@ class VersionHandlers:
             )
 
     async def get_delta(self, fragment: int, version: int, digest: str, request: web.Request) -> web.StreamResponse:
-        pinned = self.store.pin_delta(fragment, version)
+        pinned = self.store.versions.pin_delta(fragment, version)
         downlink = self.plan.fragments[fragment].downlink
         nbytes = downlink.layout.nbytes if downlink else 0
         return await self._serve(pinned, nbytes, digest, request)
 
     async def get_model_part(self, fragment: int, version: int, part: int, request: web.Request) -> web.StreamResponse:
-        hold = functools.partial(self.store.reading if self.plan.has_masters else self.store.pinned, fragment, version)
+        hold = functools.partial(
+            self.store.versions.reading if self.plan.has_masters else self.store.versions.pinned, fragment, version
+        )
         with hold() as files:
             layout = self.plan.fragments[fragment].version
             if part >= len(layout.parts):
@@ -111,7 +115,11 @@ class VersionHandlers:
         return response
 
     async def _send_made(
-        self, request: web.Request, response: web.StreamResponse, runs: Iterator[memoryview], hold: Callable[[], Held]
+        self,
+        request: web.Request,
+        response: web.StreamResponse,
+        runs: Iterator[memoryview],
+        hold: Callable[[], Hold],
     ) -> None:
         """Send bytes that are in no file, made a run at a time, and the BLAKE3 of them.
 

@@ -140,7 +140,7 @@ class Places:
         place, peer = self.places[fragment], self.peers[site]
         wanted = [
             self._hold(fragment, row)
-            for row in self._store.versions(fragment)
+            for row in self._store.versions.kept(fragment)
             if (fragment, row.version) in peer.held
             or (row.version == place.version and site in self._holders_to_be(fragment))
         ]
@@ -205,7 +205,7 @@ class Places:
     # -- who is where
 
     def _holding(self, fragment: int, version: int) -> dict[str, Held]:
-        return self.peers.holding(fragment, version, self._store.version_digest(fragment, version))
+        return self.peers.holding(fragment, version, self._store.run_log.version_digest(fragment, version))
 
     def _order(self, fragment: int, version: int) -> list[str]:
         heard = [site for site in self.peers.alive if self.peers.is_heard(site)]
@@ -430,7 +430,7 @@ class Swarm(Places):
             if found.failed:
                 if found.source == offer.said.source:
                     self._could_not(fragment, place, ticket, offer, found.failed)
-            elif self._store.ticket(ticket).state == "open":
+            elif self._store.tickets.get(ticket).state == "open":
                 self._judge(ticket, offer, found.norm, found.bad)
             if self.places[fragment] is not place or not place.aggregator:  # that closed the round, or cost it
                 return
@@ -439,7 +439,7 @@ class Swarm(Places):
         """An update could not be pulled: whoever still is there offers it anew; if that is no help, others try."""
         site = place.aggregator
         place.failures[ticket, site] += 1
-        if place.failures[ticket, site] < PULLS or self._store.ticket(ticket).state != "open":
+        if place.failures[ticket, site] < PULLS or self._store.tickets.get(ticket).state != "open":
             LOG.info("%s could not pull the update of %s: %s", site, offer.site, why)
             del self.offers[ticket]
             return
@@ -537,7 +537,7 @@ class Swarm(Places):
             return f"no worker could aggregate it, and they are asked again in turn; the last was {place.lost}"
         if place.version < 1:  # -1 before anybody has looked
             return "the first worker pulls the initial model"
-        summary = json.loads(self._store.version(fragment, place.version).summary_json or "{}")
+        summary = json.loads(self._store.versions.get(fragment, place.version).summary_json or "{}")
         had = [summary[who] for who in ("aggregator", "checker") if summary.get(who)]
         away = [site for site in (*had, *self._floor.state.members) if not self.peers.is_alive(site)]
         looking = [site for site in had if self.peers.is_alive(site) and self.peers[site].number < 0]
@@ -570,7 +570,7 @@ class Swarm(Places):
         if not is_frozen():  # that came before this was begun
             raise Reopened
         frozen = frozen_round(self._plan, self._store, fragment, base_version, tickets)
-        closing = _close_of(frozen, fragment, base_version, self._store.next_version(fragment))
+        closing = _close_of(frozen, fragment, base_version, self._store.versions.next_number(fragment))
         self.look()
         while is_frozen():
             place = self.places[fragment]
@@ -610,10 +610,10 @@ class Swarm(Places):
         grad_norm = math.inf if closed.grad_norm is None else closed.grad_norm
         summary = summary_of(closed.fragment, number, closed.version, frozen, closed.seconds, grad_norm)
         summary = summary.model_copy(update={"aggregator": place.aggregator, "checker": place.checker})
-        draft = self._store.begin_version(closed.fragment, closed.version)
+        draft = self._store.versions.begin(closed.fragment, closed.version)
         try:
             assert closed.digest is not None
-            row = self._store.commit_version(
+            row = self._store.versions.commit(
                 draft,
                 digest=closed.digest,
                 part_digests=digests_in(closed.part_digests),

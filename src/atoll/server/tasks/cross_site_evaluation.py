@@ -67,9 +67,8 @@ def cross_site_evaluation(
     run = controller.run
     chosen = sorted(set(sites)) if sites is not None else sorted(run.roster)
     matrix = EvaluationMatrix(chosen, controller.require_running)
-    assert run.store.run is not None
     assert run.workflows is not None
-    run_id = run.store.run.run_id
+    run_id = run.store.run_log.run_id
 
     def so_far(*, finished: bool = False) -> Evaluation:
         return Evaluation(

@@ -131,7 +131,7 @@ class ModelsToEvaluate:
                 name = f"best (version {number})"
                 return path, row.model_copy(update={"name": name, "version": number}), False
             raise Gone("There is no best version.", "It is kept where best_metric is set, once that was reported.")
-        newest = run.store.heads()
+        newest = run.store.versions.heads()
         heads = newest if version == "latest" else (int(version),) * len(newest)
         row = row.model_copy(update={"name": f"version {min(heads)}", "version": min(heads)})
         path = run.settings.state_dir / "objects" / f"evaluated-{os.getpid()}{SUFFIX}"  # a start removes what is left

@@ -28,7 +28,6 @@ from atoll.server.tasks.task_payloads import AnswersInThreads, TaskFilters
 from atoll.server.tasks.user_code import Components, Function
 from atoll.server.tasks.workflow_controller import Controller, ServerStops, progress_of_run
 from atoll.server.transient_errors import RETRY_S, require_space
-from atoll.store import run_log as journal
 
 LOG = logging.getLogger("atoll.server")
 T = TypeVar("T")
@@ -219,7 +218,7 @@ class WorkflowSchedule:
         Raises:
             ConfigError: the journal has other workflows.
         """
-        ended = journal.finished(self._run.store.journal)
+        ended = self._run.store.run_log.ended_workflows()
         for place, name in ended.items():
             entry = self.steps[place].entry if place < len(self.steps) else None
             now = entry.name if entry else "none"
@@ -233,7 +232,7 @@ class WorkflowSchedule:
             if self._run.state.finished:
                 self._run.task_queue.rounds = "over"
             else:  # more rounds were asked for
-                journal.forget_from(self._run.store.journal, train)
+                self._run.store.run_log.forget_workflows_from(train)
                 ended = {place: name for place, name in ended.items() if place < train}
         for place in ended:
             self.steps[place].state = "done"
@@ -267,7 +266,7 @@ class WorkflowSchedule:
 
     async def _record(self, place: int, step: WorkflowRun) -> None:
         def record() -> None:
-            journal.finish(self._run.store.journal, place, step.entry.name)
+            self._run.store.run_log.end_workflow(place, step.entry.name)
             failpoint("workflow.ended")
 
         await _until_written(record, f"the end of {step.entry.name} cannot be written")
