@@ -25,12 +25,12 @@ import torch
 from harness.process_figures import Peaks
 from results import FOLDER, Gate, write
 
-from atoll.aggregation.decode_updates import FrozenUpdate
-from atoll.aggregation.make_version import FrozenRound, NextFiles, RoundFiles, UpdateFile, close
+from atoll.aggregation.make_version import NextFiles, RoundFiles, UpdateFile, close
 from atoll.aggregation.outer_state import state_layout
 from atoll.aggregation.plan import FragmentPlan, Plan
 from atoll.codecs.plain import NoneCodec
 from atoll.outer_optimizers import build_outer
+from atoll.protocol.values import FrozenRound, FrozenUpdate
 from atoll.reducers import build_reducers
 from atoll.tensors.chunks import bytes_of
 from atoll.tensors.layout import update_layout, version_header, version_layout
@@ -76,13 +76,18 @@ def one_pass(folder: Path, gb: float, updates: int, threads: int, name: str, beg
     planned = FragmentPlan(schema, version_header(schema), version, update, state, None)
     nothing: Any = None  # which the pass does not use
     plan = Plan(nothing, nothing, nothing, {"none": codec}, rule, reducers, (planned,), threads)
-    frozen = [FrozenUpdate(index, f"site-{index}", 1.0, norm=float(index + 1)) for index in range(updates)]
+    frozen = [
+        FrozenUpdate(
+            ticket=index, site=f"site-{index}", digest="00" * 32, weight=1.0, steps=1, norm=index + 1.0, scale=1.0
+        )
+        for index in range(updates)
+    ]
     files = {index: UpdateFile(opened(f"update-{index}")) for index in range(updates)}
     told.put(None)
     begin.wait()
     result = close(
         plan,
-        FrozenRound(0, tuple(frozen)),
+        FrozenRound(fragment=0, number=1, base_version=0, version=1, updates=frozen),
         RoundFiles(opened("base"), None, files),
         NextFiles(opened("next"), opened("state") if state else None),
     )

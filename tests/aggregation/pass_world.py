@@ -8,13 +8,13 @@ from pathlib import Path
 
 import torch
 
-from atoll.aggregation.decode_updates import FrozenUpdate
-from atoll.aggregation.make_version import ClosedRound, FrozenRound, NextFiles, RoundFiles, UpdateFile, close
+from atoll.aggregation.make_version import ClosedRound, NextFiles, RoundFiles, UpdateFile, close
 from atoll.aggregation.outer_state import state_layout, version_regions
 from atoll.aggregation.plan import FragmentPlan, Plan
 from atoll.aggregation.user_aggregator import Accumulated
 from atoll.codecs.plain import Bf16Codec, NoneCodec
 from atoll.outer_optimizers import build_outer
+from atoll.protocol.values import FrozenRound, FrozenUpdate
 from atoll.reducers.means import WeightedMean
 from atoll.store.file_slots import region_digest
 from atoll.tensors.dtypes import accumulate_dtype, torch_dtype
@@ -101,8 +101,16 @@ class World:
         return FragmentPlan(self.schema, header, self.version_layout, self.update_layout, self.state, downlink)
 
     def frozen(self, **population: float) -> FrozenRound:
-        updates = [FrozenUpdate(site, f"site-{site}", weight) for site, weight in enumerate(self.weights)]
-        return FrozenRound(0, tuple(updates), **population)
+        updates = [
+            FrozenUpdate(
+                ticket=site, site=f"site-{site}", digest="00" * 32, weight=float(weight), steps=1, norm=0.0, scale=1.0
+            )
+            for site, weight in enumerate(self.weights)
+        ]
+        number = self.number
+        return FrozenRound(
+            fragment=0, number=number + 1, base_version=number, version=number + 1, updates=updates, **population
+        )
 
     def files(self) -> RoundFiles:
         """The files of the round that comes next, with new updates."""

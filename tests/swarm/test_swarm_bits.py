@@ -17,7 +17,8 @@ from swarm_world import ROUNDS, SETTINGS, Result, Sites, left_by, serve_swarm
 
 from atoll import Settings, TensorRef
 from atoll.protocol import routes
-from atoll.protocol.swarm_messages import Close, PeerWork
+from atoll.protocol.swarm_messages import PeerWork
+from atoll.protocol.values import FrozenRound
 from atoll.server.startup import plan_of
 from atoll.tensors.layout import version_layout
 from atoll.tensors.module_tensors import schema_of
@@ -196,7 +197,7 @@ def test_an_answer_that_a_later_one_has_overtaken_is_not_followed(
         told[id(self)].append(answer)
         return answer if len(told[id(self)]) % 3 else told[id(self)][-3]
 
-    def counting(plan: Any, work: Close, *arguments: Any, **options: Any) -> Any:
+    def counting(plan: Any, work: FrozenRound, *arguments: Any, **options: Any) -> Any:
         reduced.append(work.version)
         return close(plan, work, *arguments, **options)
 

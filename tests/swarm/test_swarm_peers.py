@@ -10,18 +10,8 @@ import pytest
 from atoll.blobs.manifest import state_id
 from atoll.errors import ConfigError
 from atoll.protocol import messages
-from atoll.protocol.swarm_messages import (
-    Close,
-    Closed,
-    Held,
-    Hold,
-    PeerReport,
-    PeerWork,
-    Share,
-    Source,
-    Unreached,
-    in_text,
-)
+from atoll.protocol.swarm_messages import Closed, Held, Hold, PeerReport, PeerWork, Source, Unreached, in_text
+from atoll.protocol.values import FrozenRound, FrozenUpdate
 from atoll.rounds.leases import Member
 from atoll.server.swarm.assignments import Places
 from atoll.server.swarm.peer_reachability import Peers
@@ -171,7 +161,7 @@ def test_what_a_worker_was_told_to_drop_counts_no_more_before_it_has_heard_of_it
     assert has() == ([0], 0)
     report(peers, "a", 2, held=held, closed=closed, seen=7)  # sent before that answer came
     assert has() == ([0], 0)
-    work = Close(fragment=0, base_version=0, version=1, updates=[share(1)], population_weight=1.0, population_scale=1.0)
+    work = FrozenRound(fragment=0, number=1, base_version=0, version=1, updates=[share(1)])
     peers["a"].answered(PeerWork(stamp=9, hold=[kept], close=[work]))
     report(peers, "a", 3, held=held, closed=closed, seen=9)  # made once more
     assert has() == ([0, 1], 1)
@@ -179,8 +169,8 @@ def test_what_a_worker_was_told_to_drop_counts_no_more_before_it_has_heard_of_it
     assert has() == ([0, 1], 1)
 
 
-def share(ticket: int) -> Share:
-    return Share(ticket=ticket, site="a", digest=OTHER, weight=1.0, norm=1.0, steps=1, scale=1.0)
+def share(ticket: int) -> FrozenUpdate:
+    return FrozenUpdate(ticket=ticket, site="a", digest=OTHER, weight=1.0, norm=1.0, steps=1, scale=1.0)
 
 
 @pytest.mark.covers("P10")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -15,27 +14,6 @@ from atoll.tensors.byte_runs import Run, RunTable
 from atoll.tensors.chunks import Scratch, bytes_of
 from atoll.tensors.dtypes import accumulate_dtype, torch_dtype
 from atoll.tensors.schema import PARAMS
-
-
-@dataclass(frozen=True)
-class FrozenUpdate:
-    """One accepted update of a frozen round.
-
-    Attributes:
-        ticket: its number.
-        site: that submitted it.
-        weight: as submitted; finite and above zero.
-        norm: L2, of all its `params`, as they were accepted.
-        scale: of its `params`, on top of the normalised weight: what staleness leaves of it.
-        steps: local optimizer steps that it reports.
-    """
-
-    ticket: int
-    site: str
-    weight: float
-    norm: float = 0.0
-    scale: float = 1.0
-    steps: int = 1
 
 
 class Updates:

@@ -36,7 +36,7 @@ from blake3 import blake3
 from torch import Tensor
 
 from atoll.aggregation.check_arriving_parts import require_finite
-from atoll.aggregation.decode_updates import FrozenUpdate, Updates, read_at, rows_at_once
+from atoll.aggregation.decode_updates import Updates, read_at, rows_at_once
 from atoll.aggregation.outer_state import Column, tail_region
 from atoll.aggregation.plan import FragmentPlan, Plan
 from atoll.aggregation.whole_tensors import WholeState, step_whole_tensors
@@ -45,6 +45,7 @@ from atoll.codecs.version_difference import DifferenceWriter
 from atoll.errors import StateCorrupt
 from atoll.outer_optimizers.torch_optimizer import State
 from atoll.posix import write_at
+from atoll.protocol.values import FrozenRound
 from atoll.reducers.base import RoundFacts
 from atoll.reducers.means import Maximum, WeightedMean
 from atoll.runtime import failpoint, run_jobs
@@ -62,22 +63,6 @@ ROW_ELEMENTS, ALL_ROWS_ELEMENTS = 2**17, 2**24
 """Elements of one update, and of all updates on all threads, where a reducer needs the rows of all together. Shorter
 rows make operations so short that threads spend their time on handing the interpreter to each other; the second is at
 most 64 MiB of fp32."""
-
-
-@dataclass(frozen=True)
-class FrozenRound:
-    """What a round was frozen with.
-
-    Attributes:
-        fragment: of the model.
-        updates: in the frozen order.
-        population_weight, population_scale: as `RoundFacts`.
-    """
-
-    fragment: int
-    updates: tuple[FrozenUpdate, ...]
-    population_weight: float = 0.0
-    population_scale: float = 1.0
 
 
 @dataclass(frozen=True)

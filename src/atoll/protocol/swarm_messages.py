@@ -15,6 +15,7 @@ from pydantic import Field, StringConstraints
 from atoll.protocol import messages
 from atoll.protocol.messages import Count, Hex32, Message, Reference, Site, Text
 from atoll.protocol.routes import DIGEST_BYTES
+from atoll.protocol.values import FrozenRound
 
 Address = Annotated[messages.Address, StringConstraints(pattern=r"^https?://")]
 Digests = Annotated[str, StringConstraints(max_length=2**22, pattern=r"^[A-Za-z0-9+/=]*$")]
@@ -113,29 +114,6 @@ class Collect(Message):
     source: Reference
 
 
-class Share(Message):
-    """One update of a round, in its frozen place."""
-
-    ticket: Count
-    site: Site
-    digest: Hex32
-    weight: float = Field(gt=0)
-    norm: float = Field(ge=0)
-    steps: Count
-    scale: float = Field(gt=0)
-
-
-class Close(Message):
-    """A frozen round that the worker is to reduce and step."""
-
-    fragment: Count
-    base_version: Count
-    version: Count
-    updates: list[Share]
-    population_weight: float = Field(ge=0)
-    population_scale: float
-
-
 class PeerWork(Message):
     """All that a worker is to have and to do; it drops everything else."""
 
@@ -145,7 +123,7 @@ class PeerWork(Message):
     probe: list[Address] = Field(default_factory=list, description="Other workers, which it is to try to reach.")
     hold: list[Hold] = Field(default_factory=list)
     collect: list[Collect] = Field(default_factory=list)
-    close: list[Close] = Field(default_factory=list)
+    close: list[FrozenRound] = Field(default_factory=list)
     stay: bool = Field(False, description="Others still need what it has.")
     finished: bool = Field(False, description="The run is: the newest versions are its result.")
 

@@ -10,8 +10,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
 
+from pydantic import Field
+
 from atoll.errors import AtollError, Gone, TicketClosed, UpdateRefused
 from atoll.protocol import messages
+from atoll.protocol.messages import Count, Hex32, Message, Site
 
 T = TypeVar("T")
 
@@ -186,3 +189,37 @@ class Superseded(NamedTuple):
 
 
 Pull = Pulled | Superseded | Lost
+
+
+class FrozenUpdate(Message):
+    """One update of a round, in its frozen place."""
+
+    ticket: Count
+    site: Site
+    digest: Hex32
+    weight: float = Field(gt=0)
+    steps: Count
+    norm: float = Field(ge=0)
+    scale: float = Field(gt=0, description="What staleness leaves of it.")
+    staleness: Count = Field(0, description="Versions between its base and that of the round.")
+    metrics: dict[str, float] = Field(default_factory=dict, exclude=True, description="Stay at the server.")
+    nbytes: Count = Field(0, exclude=True)
+
+
+class FrozenRound(Message):
+    """A round that is closed with exactly these updates, in this order: all that its next version follows from."""
+
+    fragment: Count
+    number: Count = Field(description="Of the round.")
+    base_version: Count
+    version: Count = Field(description="That comes of it.")
+    updates: list[FrozenUpdate]
+    expected: Count = Field(0, description="Updates that it has if no site is missing; 0: an asynchronous step.")
+    population: Count = Field(0, description="Sites that had joined the run.")
+    population_weight: float = Field(0.0, ge=0, description="Of all of them; 0 if no reducer of the run needs it.")
+    population_scale: float = Field(1.0, description="The population weight of the base divided by this one.")
+
+    @property
+    def tickets(self) -> list[int]:
+        """In the frozen order."""
+        return [update.ticket for update in self.updates]

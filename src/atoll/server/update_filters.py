@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from atoll.aggregation.make_version import UpdateFile
 from atoll.aggregation.plan import FragmentPlan, Plan
 from atoll.codecs.base import Codec
 from atoll.errors import ConfigError, RunFailed, TicketClosed, UsageError
@@ -46,19 +47,6 @@ HOLDER = "filters"
 
 class FilterRefused(Exception):
     """A filter cannot make anything of an update; the text goes on after "its update is refused: "."""
-
-
-@dataclass(frozen=True)
-class Source:
-    """Where the pass finds an update.
-
-    Attributes:
-        fd: laid out as an update; whoever has it closes it not.
-        norm: L2, of its `params`.
-    """
-
-    fd: int
-    norm: float
 
 
 @dataclass(eq=False)
@@ -152,12 +140,12 @@ class Filtering:
                     "Nothing is lost: mend the filter and start the server again, which goes on with the same updates.",
                 ) from error.__cause__
 
-    def source(self, row: TicketRow) -> Source:
+    def source(self, row: TicketRow) -> UpdateFile:
         """What is aggregated of an accepted update: its spool, or what the filters have left of it; from any thread."""
         if not self.has(row.site):
-            return Source(self._store.tickets.spool(row.ticket).fd, row.norm)
+            return UpdateFile(self._store.tickets.spool(row.ticket).fd, row.norm)
         left = self._kept[_key(row)]
-        return Source(left.fd, left.norm)
+        return UpdateFile(left.fd, left.norm)
 
     def sweep(self) -> None:
         """Let go of what no round can use any more."""

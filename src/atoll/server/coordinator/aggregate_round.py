@@ -7,14 +7,13 @@ import math
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-from atoll.aggregation.decode_updates import FrozenUpdate
-from atoll.aggregation.make_version import BaseDamaged, FrozenRound, NextFiles, RoundFiles, UpdateFile, close
+from atoll.aggregation.make_version import BaseDamaged, NextFiles, RoundFiles, close
 from atoll.aggregation.plan import Plan
 from atoll.errors import StateCorrupt
 from atoll.format_text import size, time_left
 from atoll.protocol import status_messages
+from atoll.protocol.values import FrozenRound, FrozenUpdate
 from atoll.rounds.sampling import Sampling
 from atoll.server.coordinator.ledger_rows import staleness
 from atoll.server.coordinator.user_aggregator_process import Aggregator
@@ -24,65 +23,59 @@ from atoll.store.journal_tables import TicketRow, VersionRow
 from atoll.store.store import Store
 
 
-@dataclass(frozen=True)
-class Frozen:
-    """What the journal says of a frozen round.
+def frozen_round(
+    plan: Plan, store: Store, fragment: int, base_version: int, tickets: Sequence[int], number: int
+) -> FrozenRound:
+    """Return the record of the round that these tickets were frozen for, as the journal has it.
 
-    Attributes:
-        rows: its tickets, in order.
-        behind: of each, how many versions its base is behind that of the round.
-        scales: what staleness leaves of each.
-        population: how many workers had joined the run.
-        total_weight: of all of them; 0 where no reducer of the run needs it.
-        expected: updates that the round has when no site is missing; 0: an asynchronous step.
-        population_scale: the total weight when the base was made, divided by this one.
+    Args:
+        number: of the round.
     """
-
-    rows: list[TicketRow]
-    behind: list[int]
-    scales: list[float]
-    population: int
-    total_weight: float
-    expected: int
-    population_scale: float
-
-
-def frozen_round(plan: Plan, store: Store, fragment: int, base_version: int, tickets: Sequence[int]) -> Frozen:
-    """The round that these tickets were frozen for."""
-    rows, frozen = [store.tickets.get(ticket) for ticket in tickets], store.run_log.round(fragment, base_version)
-    lost = store.run_log.lost_versions(fragment)
-    behind = [staleness(base_version, row.base_version, lost) for row in rows]
+    frozen, lost = store.run_log.round(fragment, base_version), store.run_log.lost_versions(fragment)
     summary = json.loads(store.versions.get(fragment, base_version).summary_json or "{}")
-    population, total = (frozen.population, frozen.total_weight) if frozen else (0, 0.0)
-    before = summary.get("total_weight") or total
+    total = frozen.total_weight if frozen else 0.0
     settings = plan.settings
     sampling = Sampling(settings.sample_fraction, settings.sample_min)
-    return Frozen(
-        rows,
-        behind,
-        [plan.staleness_weight(s) for s in behind],
-        population,
-        total,
-        sampling.size(settings.num_workers) if settings.mode == "sync" else 0,
-        before / total if total else 1.0,
+
+    def update(row: TicketRow) -> FrozenUpdate:
+        behind = staleness(base_version, row.base_version, lost)
+        return FrozenUpdate(
+            ticket=row.ticket,
+            site=row.site,
+            digest=row.digest or "",
+            weight=row.weight,
+            steps=row.steps,
+            norm=row.norm,
+            scale=plan.staleness_weight(behind),
+            staleness=behind,
+            metrics=dict(row.metrics),
+            nbytes=row.bytes,
+        )
+
+    return FrozenRound(
+        fragment=fragment,
+        number=number,
+        base_version=base_version,
+        version=store.versions.next_number(fragment),
+        updates=[update(store.tickets.get(ticket)) for ticket in tickets],
+        expected=sampling.size(settings.num_workers) if settings.mode == "sync" else 0,
+        population=frozen.population if frozen else 0,
+        population_weight=total,
+        population_scale=(summary.get("total_weight") or total) / total if total else 1.0,
     )
 
 
 def close_round(
     plan: Plan,
     store: Store,
-    fragment: int,
-    base_version: int,
-    tickets: Sequence[int],
-    number: int,
+    frozen: FrozenRound,
     cancelled: threading.Event,
     filtering: Filtering,
     aggregator: Aggregator | None = None,
 ) -> tuple[VersionRow, status_messages.RoundSummary]:
-    """Reduce exactly these tickets in this order, step, write the next version and move the head.
+    """Reduce the updates of a round in their order, step, write the next version and move the head.
 
     Args:
-        number: of the round, for its summary.
         filtering: what the server has made of updates.
         aggregator: the user's, which then makes one pseudo-gradient of the updates' `params`.
 
@@ -94,37 +87,26 @@ def close_round(
         SyncFailed: fsync failed; the server must end.
     """
     begin = time.monotonic()
-    frozen = frozen_round(plan, store, fragment, base_version, tickets)
-    rows, planned = frozen.rows, plan.fragments[fragment]
-    base = store.versions.pin(fragment, base_version)
-    version = store.versions.next_number(fragment)
+    fragment, version, planned = frozen.fragment, frozen.version, plan.fragments[frozen.fragment]
+    rows = [store.tickets.get(ticket) for ticket in frozen.tickets]
+    base = store.versions.pin(fragment, frozen.base_version)
     draft = store.versions.begin(fragment, version)
     try:
-        sources = [filtering.source(row) for row in rows]
         result = close(
             plan,
-            FrozenRound(
-                fragment,
-                tuple(
-                    FrozenUpdate(row.ticket, row.site, row.weight, row.norm, scale, row.steps)
-                    for row, scale in zip(rows, frozen.scales, strict=True)
-                ),
-                frozen.total_weight,
-                frozen.population_scale,
-            ),
+            frozen,
             RoundFiles(
-                base.fd,
-                store.versions.state_file(fragment) if base.row.state_digests else None,
-                {row.ticket: UpdateFile(source.fd, source.norm) for row, source in zip(rows, sources, strict=True)},
-                base.row.part_digests,
-                base.row.state_digests,
-                aggregator.aggregate(store, rows, number, cancelled) if aggregator else None,
+                base_fd=base.fd,
+                state_fd=store.versions.state_file(fragment) if base.row.state_digests else None,
+                updates={row.ticket: filtering.source(row) for row in rows},
+                base_digests=base.row.part_digests,
+                base_state_digests=base.row.state_digests,
+                reduced_fd=aggregator.aggregate(store, rows, frozen.number, cancelled) if aggregator else None,
             ),
             NextFiles(draft.version_fd, draft.state_fd, draft.delta_fd),
             cancelled,
         )
-        seconds = time.monotonic() - begin
-        summary = summary_of(fragment, number, version, frozen, seconds, result.grad_norm)
+        summary = summary_of(frozen, time.monotonic() - begin, result.grad_norm)
         row = store.versions.commit(
             draft,
             digest=result.digest,
@@ -133,12 +115,13 @@ def close_round(
             delta_digest=planned.downlink.digest(result.delta_digests) if planned.downlink else "",
             delta_digests=result.delta_digests,
             summary_json=summary.model_dump_json(),
-            tickets=tickets,
+            tickets=frozen.tickets,
         )
     except BaseDamaged as error:
         draft.abandon()
         raise StateCorrupt(
-            f"Version {base_version} of fragment {fragment} was damaged on disk while the server ran: {error.message}",
+            f"Version {frozen.base_version} of fragment {fragment} was damaged on disk while the server ran: "
+            f"{error.message}",
             f"Look at the disk of {store.slots.folder}, then start the server again: it goes on from the newest "
             "version that is whole.",
         ) from error
@@ -153,32 +136,30 @@ def close_round(
     return row, summary
 
 
-def summary_of(
-    fragment: int, number: int, version: int, frozen: Frozen, seconds: float, grad_norm: float
-) -> status_messages.RoundSummary:
-    """What is told of a round; metrics are averaged by the updates' weights, per key over those that reported it."""
-    rows = frozen.rows
+def summary_of(frozen: FrozenRound, seconds: float, grad_norm: float) -> status_messages.RoundSummary:
+    """Return what is shown of a round; metrics are weighted means, per key over the updates that report it."""
+    updates = frozen.updates
     means: dict[str, float] = {}
     counts: dict[str, int] = {}
-    for key in sorted({key for row in rows for key in row.metrics}):
-        reported = [(row.metrics[key], row.weight) for row in rows if key in row.metrics]
+    for key in sorted({key for each in updates for key in each.metrics}):
+        reported = [(each.metrics[key], each.weight) for each in updates if key in each.metrics]
         means[key] = sum(value * weight for value, weight in reported) / sum(weight for _, weight in reported)
         counts[key] = len(reported)
     return status_messages.RoundSummary(
-        fragment=fragment,
-        round=number,
-        version=version,
-        workers=[row.site for row in rows],
-        weights=[row.weight for row in rows],
+        fragment=frozen.fragment,
+        round=frozen.number,
+        version=frozen.version,
+        workers=[each.site for each in updates],
+        weights=[each.weight for each in updates],
         metrics=means,
         counts=counts,
         seconds=seconds,
         grad_norm=grad_norm if math.isfinite(grad_norm) else None,
-        bytes_up=sum(row.bytes for row in rows),
+        bytes_up=sum(each.nbytes for each in updates),
         expected=frozen.expected,
         population=frozen.population,
-        total_weight=frozen.total_weight,
-        staleness=frozen.behind,
+        total_weight=frozen.population_weight,
+        staleness=[each.staleness for each in updates],
     )
 
 

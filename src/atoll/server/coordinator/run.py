@@ -24,7 +24,7 @@ from atoll.rounds import events as fx
 from atoll.rounds import machine
 from atoll.runtime import stay_single_threaded
 from atoll.server.coordinator.accept_update import Judge
-from atoll.server.coordinator.aggregate_round import close_round, in_words
+from atoll.server.coordinator.aggregate_round import close_round, frozen_round, in_words
 from atoll.server.coordinator.background_writes import Behind, measured_of, missing, over, value_of
 from atoll.server.coordinator.build_status import TimeLeft, keep_status
 from atoll.server.coordinator.ledger_rows import write
@@ -324,10 +324,7 @@ class Run:
                     close_round,
                     self.plan,
                     self.store,
-                    fragment,
-                    base_version,
-                    tickets,
-                    number,
+                    frozen_round(self.plan, self.store, fragment, base_version, tickets, number),
                     self._cancelled,
                     self.filtering,
                     self.aggregator,

@@ -23,14 +23,15 @@ from atoll.aggregation.plan import Plan
 from atoll.blobs.manifest import state_id
 from atoll.errors import UpdateRefused
 from atoll.protocol import messages, status_messages
-from atoll.protocol.swarm_messages import Close, Closed, Collect, Held, Hold, PeerReport, PeerWork, Share, digests_in
+from atoll.protocol.swarm_messages import Closed, Collect, Held, Hold, PeerReport, PeerWork, digests_in
+from atoll.protocol.values import FrozenRound
 from atoll.rounds import events as ev
 from atoll.rounds import events as fx
 from atoll.rounds.sampling import appointed, to_hold, turn
 from atoll.rounds.state import State
 from atoll.runtime import failpoint
 from atoll.server.coordinator.accept_update import Judge
-from atoll.server.coordinator.aggregate_round import Frozen, frozen_round, summary_of
+from atoll.server.coordinator.aggregate_round import frozen_round, summary_of
 from atoll.server.coordinator.roster import Lease
 from atoll.server.swarm.peer_reachability import Peer, Peers
 from atoll.store.journal_tables import VersionRow
@@ -86,7 +87,7 @@ class Place:
     failures: Counter[tuple[int, str]] = field(default_factory=Counter)
     since_s: float | None = None
     busy_s: float = 0.0
-    closing: Close | None = None
+    closing: FrozenRound | None = None
     checker: str = ""
     checks_s: float = 0.0
     unable: set[str] = field(default_factory=set)
@@ -266,12 +267,8 @@ class Places:
         return ""
 
     @staticmethod
-    def _is_of(closing: Close, closed: Closed) -> bool:
-        return (closed.fragment, closed.version, closed.tickets) == (
-            closing.fragment,
-            closing.version,
-            [share.ticket for share in closing.updates],
-        )
+    def _is_of(closing: FrozenRound, closed: Closed) -> bool:
+        return (closed.fragment, closed.version, closed.tickets) == (closing.fragment, closing.version, closing.tickets)
 
     # -- to be shown
 
@@ -569,20 +566,19 @@ class Swarm(Places):
 
         if not is_frozen():  # that came before this was begun
             raise Reopened
-        frozen = frozen_round(self._plan, self._store, fragment, base_version, tickets)
-        closing = _close_of(frozen, fragment, base_version, self._store.versions.next_number(fragment))
+        frozen = frozen_round(self._plan, self._store, fragment, base_version, tickets, number)
         self.look()
         while is_frozen():
             place = self.places[fragment]
-            if place.closing != closing:
-                place.closing = closing
+            if place.closing != frozen:
+                place.closing = frozen
                 failpoint("swarm.asked")
                 self._tell()
             closed = self._closed(place)
             if closed is not None:
                 self._choose_checker(fragment, place)
                 if place.checker and self._has(place.checker, closed):
-                    return self._commit(frozen, place, closed, number)
+                    return self._commit(frozen, place, closed)
             await self.news(LOOK_S)
         place = self.places[fragment]
         if place.overflowed and place.overflowed.issuperset(self._holding(fragment, base_version)):
@@ -605,10 +601,10 @@ class Swarm(Places):
             self._tell()
 
     def _commit(
-        self, frozen: Frozen, place: Place, closed: Closed, number: int
+        self, frozen: FrozenRound, place: Place, closed: Closed
     ) -> tuple[VersionRow, status_messages.RoundSummary]:
         grad_norm = math.inf if closed.grad_norm is None else closed.grad_norm
-        summary = summary_of(closed.fragment, number, closed.version, frozen, closed.seconds, grad_norm)
+        summary = summary_of(frozen, closed.seconds, grad_norm)
         summary = summary.model_copy(update={"aggregator": place.aggregator, "checker": place.checker})
         draft = self._store.versions.begin(closed.fragment, closed.version)
         try:
@@ -619,31 +615,9 @@ class Swarm(Places):
                 part_digests=digests_in(closed.part_digests),
                 state_digests=digests_in(closed.state_digests),
                 summary_json=summary.model_dump_json(),
-                tickets=[row.ticket for row in frozen.rows],
+                tickets=frozen.tickets,
             )
         except BaseException:
             draft.abandon()
             raise
         return row, summary
-
-
-def _close_of(frozen: Frozen, fragment: int, base_version: int, version: int) -> Close:
-    return Close(
-        fragment=fragment,
-        base_version=base_version,
-        version=version,
-        updates=[
-            Share(
-                ticket=row.ticket,
-                site=row.site,
-                digest=row.digest or "",
-                weight=row.weight,
-                norm=row.norm,
-                steps=row.steps,
-                scale=scale,
-            )
-            for row, scale in zip(frozen.rows, frozen.scales, strict=True)
-        ],
-        population_weight=frozen.total_weight,
-        population_scale=frozen.population_scale,
-    )

@@ -22,8 +22,7 @@ from functools import partial
 from pathlib import Path
 
 from atoll.aggregation.check_arriving_parts import Overflow
-from atoll.aggregation.decode_updates import FrozenUpdate
-from atoll.aggregation.make_version import FrozenRound, NextFiles, RoundFiles, UpdateFile, close
+from atoll.aggregation.make_version import NextFiles, RoundFiles, UpdateFile, close
 from atoll.aggregation.plan import Plan
 from atoll.blobs.manifest import state_id
 from atoll.blobs.model_file import model_header, model_runs, replace_file
@@ -31,7 +30,6 @@ from atoll.config import Settings
 from atoll.errors import TRANSIENT, UNPULLED, AtollError, LeaseLost, StateCorrupt, Superseded, VersionSkew, is_transient
 from atoll.protocol import routes
 from atoll.protocol.swarm_messages import (
-    Close,
     Closed,
     Collect,
     Collected,
@@ -39,11 +37,11 @@ from atoll.protocol.swarm_messages import (
     Hold,
     PeerReport,
     PeerWork,
-    Share,
     SwarmPlan,
     Unreached,
     in_text,
 )
+from atoll.protocol.values import FrozenRound, FrozenUpdate
 from atoll.runtime import failpoint, run_jobs
 from atoll.store.file_slots import SPOOL, STATE, VERSION, Slot, disk_error, region_digest
 from atoll.transport.http_client import Http
@@ -61,14 +59,14 @@ Key = tuple[object, ...]
 class UpdateDamaged(StateCorrupt):
     """The disk has changed an update since it was collected."""
 
-    def __init__(self, share: Share) -> None:
+    def __init__(self, share: FrozenUpdate) -> None:
         super().__init__(f"The update of {share.site} is not what came: the disk has changed it.", "Look at the disk.")
         self.ticket = share.ticket
 
 
 def reduced(
     plan: Plan,
-    work: Close,
+    work: FrozenRound,
     base: Version,
     spools: Mapping[int, Spool],
     version: Slot,
@@ -102,15 +100,7 @@ def reduced(
 
     result = close(
         plan,
-        FrozenRound(
-            work.fragment,
-            tuple(
-                FrozenUpdate(each.ticket, each.site, each.weight, each.norm, each.scale, each.steps)
-                for each in work.updates
-            ),
-            work.population_weight,
-            work.population_scale,
-        ),
+        work,
         RoundFiles(
             base.slot.fd,
             base.state.fd if base.state is not None else None,
@@ -134,7 +124,7 @@ def reduced(
     closed = Closed(
         fragment=work.fragment,
         version=work.version,
-        tickets=[each.ticket for each in work.updates],
+        tickets=work.tickets,
         digest=result.digest,
         part_digests=in_text(result.part_digests),
         state_digests=in_text(result.state_digests),
@@ -146,7 +136,7 @@ def reduced(
 
 def _require_whole(
     plan: Plan,
-    work: Close,
+    work: FrozenRound,
     spools: Mapping[int, Spool],
     cancelled: threading.Event,
     on_bytes: Callable[[int], None],
@@ -154,7 +144,7 @@ def _require_whole(
     """Read every update once more, and refuse what the disk has changed since it came."""
     parts = plan.fragments[work.fragment].update.parts
 
-    def look(job: tuple[Share, int]) -> None:
+    def look(job: tuple[FrozenUpdate, int]) -> None:
         share, index = job
         spool, part = spools[share.ticket], parts[index]
         if region_digest(spool.slot.fd, ((part.start, part.nbytes),)) != spool.part_digests[index]:
@@ -164,13 +154,12 @@ def _require_whole(
     run_jobs([(share, part.index) for share in work.updates for part in parts], plan.threads, lambda: look, cancelled)
 
 
-def failed(work: Close, why: str, *, overflows: bool = False) -> Closed:
+def failed(work: FrozenRound, why: str, *, overflows: bool = False) -> Closed:
     """Return the report of a round that could not be reduced here."""
-    tickets = [each.ticket for each in work.updates]
-    return Closed(fragment=work.fragment, version=work.version, tickets=tickets, failed=why, overflows=overflows)
+    return Closed(fragment=work.fragment, version=work.version, tickets=work.tickets, failed=why, overflows=overflows)
 
 
-def failed_by(error: Exception, work: Close, folder: Path) -> Closed:
+def failed_by(error: Exception, work: FrozenRound, folder: Path) -> Closed:
     """Return the report of a round that ended with an error. A traceback goes into the log of this worker.
 
     Args:
@@ -233,9 +222,9 @@ def plan_of(message: SwarmPlan, split_plan: Callable[[Settings], Plan]) -> Plan:
         ) from error
 
 
-def key_of(work: Close) -> Key:
+def key_of(work: FrozenRound) -> Key:
     """Return what identifies a frozen round."""
-    return ("close", work.fragment, work.version, *(share.ticket for share in work.updates))
+    return ("close", work.fragment, work.version, *work.tickets)
 
 
 RESULT = "model.safetensors"
@@ -425,7 +414,7 @@ class SwarmPeer:
             if key_of(closing) not in self._closed and all(map(self._is_here, closing.updates)):
                 self._begin(key_of(closing), partial(self._close, closing))
 
-    def _is_here(self, share: Share) -> bool:
+    def _is_here(self, share: FrozenUpdate) -> bool:
         """Whether an update has been collected, with the digest that is wanted."""
         found = self._collected.get(share.ticket)
         return found is not None and not found.failed and found.digest == share.digest
@@ -520,7 +509,7 @@ class SwarmPeer:
         with self._lock:
             self._spools[ticket], self._collected[ticket] = spool, found
 
-    def _close(self, work: Close) -> None:
+    def _close(self, work: FrozenRound) -> None:
         """Make the next version of a frozen round."""
         key, fragment = key_of(work), work.fragment
         base = self._store.get(fragment, work.base_version)
