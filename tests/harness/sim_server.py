@@ -1,4 +1,4 @@
-"""A server in a simulated world: messages become events, effects become journal writes, and any write may be its last.
+"""A server in a simulated world: its ledger is the real one, and any write to its journal may be its last.
 
 The pass over the tensors is a weighted mean of fractions, so that "exact" means exact.
 """
@@ -6,6 +6,7 @@ The pass over the tensors is a weighted mean of fractions, so that "exact" means
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Protocol
@@ -30,8 +31,8 @@ from atoll.rounds.events import (
     WorkerJoined,
     WorkerLeft,
     WorkerSeen,
-    for_journal,
 )
+from atoll.server.coordinator.ledger import FACTS, Ledger
 from harness.sim_checks import Checks, MadeUpdate
 from harness.sim_journal import SimJournal
 
@@ -114,11 +115,30 @@ class SimServer:
 
     def __init__(self, rules: machine.Rules, world: Surroundings, disk: Disk, checks: Checks, mutant: Mutant) -> None:
         self.rules, self.world, self.disk, self.checks, self.mutant = rules, world, disk, checks, mutant
-        self.state = machine.initial(rules)
+        self.ledger = self._new_ledger()
+        self.ledger.restore(machine.snapshot(machine.initial(rules)))
         self.journal = RunJournal(SimJournal.of(self.state).fragments, model=[Fraction(0)] * rules.fragments)
+        self._written = False
         self.up = True
         self.process = 0  # timers and passes of a process that crashed do nothing
         self._armed_s: float | None = None
+
+    @property
+    def state(self) -> machine.State:
+        return self.ledger.state
+
+    def _new_ledger(self) -> Ledger:
+        ledger = Ledger(self.rules, self, clock=self._clock_s)
+        ledger.on(RoundClosed, lambda effect: self._later(PASS_S, lambda: self._pass(effect.fragment)))
+        return ledger
+
+    def transaction(self) -> AbstractContextManager[None]:
+        """Each write stands alone here: harder than a transaction of the store, which a crash undoes as a whole."""
+        return nullcontext()
+
+    def write(self, effect: Effect) -> None:
+        self._write(lambda: self._record(effect))
+        self._written = True
 
     def handle(self, request: Request) -> list[Reply]:
         """The replies to `request`; none where the server is down or goes down over it."""
@@ -181,35 +201,27 @@ class SimServer:
         if self.mutant == "lost expected":
             lost = [replace(f, open=f.open and replace(f.open, expected=())) for f in journal.fragments]
             journal = replace(journal, fragments=tuple(lost))
-        self.state, undone = machine.restore(self.rules, journal, self._clock_s())
-        twice = machine.restore(self.rules, machine.snapshot(self.state), self._clock_s())
-        self.checks.require(twice == (self.state, ()), "restoring what was restored changes it")
+        restored, undone = machine.restore(self.rules, journal, self._clock_s())
+        twice = machine.restore(self.rules, machine.snapshot(restored), self._clock_s())
+        self.checks.require(twice == (restored, ()), "restoring what was restored changes it")
         self._armed_s = None
-        closing = [f for f, round_ in enumerate(self.state.rounds) if round_.phase == "closing"]
-        self._carry_out(undone)
+        self.ledger = self._new_ledger()
+        self.ledger.restore(journal)
         self.up = True
         already = {effect.fragment for effect in undone if isinstance(effect, RoundClosed)}
-        for fragment in set(closing) - already:
-            self._later(PASS_S, lambda fragment=fragment: self._pass(fragment))  # type: ignore[misc]
+        for fragment, round_ in enumerate(restored.rounds):
+            if round_.phase == "closing" and fragment not in already:
+                self._later(PASS_S, lambda fragment=fragment: self._pass(fragment))  # type: ignore[misc]
         self._compare()
 
     def _run(self, event: Event) -> tuple[Effect, ...]:
-        self.state, effects = machine.step(self.state, event, self._clock_s())
+        self._written = isinstance(event, FACTS)
+        effects = self.ledger.apply(event)
         if isinstance(event, WorkerEnds) and event.site in self.state.ending:
             self.checks.ends(event.site)
-        if self._carry_out(effects) or isinstance(event, UpdateAccepted | UpdateRefused | VersionCommitted):
+        if self._written:
             self._compare()
         return effects
-
-    def _carry_out(self, effects: tuple[Effect, ...]) -> bool:
-        written = False
-        for effect in effects:
-            if for_journal(effect):
-                self._write(lambda effect=effect: self._record(effect))  # type: ignore[misc]
-                written = True
-            if isinstance(effect, RoundClosed):
-                self._later(PASS_S, lambda fragment=effect.fragment: self._pass(fragment))  # type: ignore[misc]
-        return written
 
     def _record(self, effect: Effect) -> None:
         self.checks.require(self.journal.apply(effect), f"{effect} is not for the journal")

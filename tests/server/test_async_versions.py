@@ -20,7 +20,7 @@ import atoll
 from atoll.errors import Gone
 from atoll.rounds.events import TicketRequested, VersionCommitted
 from atoll.server.coordinator.background_writes import Exports
-from atoll.server.coordinator.run import Run
+from atoll.server.coordinator.coordinator import Coordinator
 
 
 @pytest.mark.covers("L5")
@@ -132,9 +132,9 @@ def test_a_ticket_asked_for_at_a_commit_is_of_the_version_that_its_digest_names(
     """b's step is in the journal, and the machine hears of it only after a has asked."""
     run = world()
     run.pull("a", "b")
-    apply, committed, held = Run.apply, threading.Event(), list[Any]()
+    apply, committed, held = Coordinator.apply, threading.Event(), list[Any]()
 
-    def late(self: Run, event: Any) -> Any:
+    def late(self: Coordinator, event: Any) -> Any:
         if isinstance(event, VersionCommitted):
             held.append(event)
             committed.set()
@@ -144,7 +144,7 @@ def test_a_ticket_asked_for_at_a_commit_is_of_the_version_that_its_digest_names(
             asyncio.get_running_loop().call_soon(apply, self, held.pop())
         return effects
 
-    monkeypatch.setattr(Run, "apply", late)
+    monkeypatch.setattr(Coordinator, "apply", late)
     run.submit("b", gradient(0))
     assert committed.wait(30)
     place = run.clients["a"]._place

@@ -14,7 +14,7 @@ from harness.processes import free_port, wait_until
 from torch import nn
 
 import atoll
-from atoll.server.coordinator.ledger_rows import staleness
+from atoll.server.coordinator.accept_update import staleness
 from atoll.store.store import Store
 from atoll.store.versions import Versions
 from atoll.worker.exchange.base_and_outbox import OutboxNote

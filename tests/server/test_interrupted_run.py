@@ -12,20 +12,20 @@ import pytest
 from torch import nn
 
 import atoll
-from atoll.server.coordinator.run import Run
+from atoll.server.coordinator.coordinator import Coordinator
 
 
 @pytest.mark.usefixtures("interruptible")
 def test_stop_waits_for_the_end_behind_an_interrupt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against `Thread.join`: broken off by a signal, it takes a thread that runs for one that has ended."""
-    ended, stop = threading.Event(), Run.stop
+    ended, stop = threading.Event(), Coordinator.stop
 
-    async def slowly(self: Run) -> None:
+    async def slowly(self: Coordinator) -> None:
         await asyncio.sleep(0.3)  # long enough for a `stop` that does not wait to be found out
         await stop(self)
         ended.set()
 
-    monkeypatch.setattr(Run, "stop", slowly)
+    monkeypatch.setattr(Coordinator, "stop", slowly)
     server = atoll.Server(nn.Linear(1, 1), port=0, state_dir=tmp_path / "state").start()
     timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))
     timer.start()

@@ -18,7 +18,7 @@ from torch import nn
 import atoll
 from atoll.protocol import messages, routes
 from atoll.protocol.values import UpdateInfo
-from atoll.server.coordinator.receive_parts import PARTS_PER_CONNECTION
+from atoll.server.http.receive_parts import PARTS_PER_CONNECTION
 from atoll.tensors.module_tensors import named_tensors
 from atoll.transport import receive_upload, serve_range
 from atoll.transport.http_client import Http

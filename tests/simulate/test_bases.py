@@ -28,12 +28,12 @@ def held() -> list[int]:
 @pytest.fixture
 def bases(held: list[int]) -> Bases:
     class Pins:
-        def pin_version(self, fragment: int, version: int) -> Pin:
+        def pin(self, fragment: int, version: int) -> Pin:
             assert fragment == 0
             return Pin(version, held)
 
-    store: Any = Pins()
-    return Bases(store)
+    versions: Any = Pins()
+    return Bases(versions)
 
 
 def test_a_version_is_pinned_once_and_until_the_last_has_trained_from_it(bases: Bases, held: list[int]) -> None:

@@ -26,7 +26,7 @@ from atoll.cli.simulate import summary
 from atoll.errors import ConfigError, RunFailed, UsageError
 from atoll.protocol import messages
 from atoll.protocol.status_messages import RoundSummary
-from atoll.server.coordinator.handlers import Handlers
+from atoll.server.coordinator.coordinator import Coordinator
 from atoll.simulate import schedule_sites
 from atoll.simulate.simulation import threads_of
 
@@ -263,17 +263,17 @@ def test_a_simulation_of_very_many_can_be_stopped_while_they_join(
 ) -> None:
     simulate_here(monkeypatch)
     monkeypatch.setattr(schedule_sites, "JOIN_AT_ONCE", 10)
-    joined, join = list[str](), Handlers.join
+    joined, join = list[str](), Coordinator.join
 
-    async def counted(self: Handlers, message: messages.Join, request: Any) -> messages.Joined:
+    async def counted(self: Coordinator, message: messages.Join) -> messages.Joined:
         joined.append(message.site)
         if len(joined) == 25:
             task = asyncio.current_task()
             assert task is not None
             task.cancel()  # as `stop` does, which a signal calls
-        return await join(self, message, request)
+        return await join(self, message)
 
-    monkeypatch.setattr(Handlers, "join", counted)
+    monkeypatch.setattr(Coordinator, "join", counted)
     simulation = atoll.Simulation(
         start(), client=client, workers=200, rounds=1, algorithm="fedavg", state_dir=tmp_path / "s"
     )

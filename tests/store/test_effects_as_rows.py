@@ -7,7 +7,7 @@ from pathlib import Path
 from store_world import begin, write_version
 
 from atoll.rounds import events as fx
-from atoll.server.coordinator import ledger_rows
+from atoll.server.coordinator.ledger import StoreRows
 from atoll.server.coordinator.roster import Presence
 
 
@@ -15,7 +15,7 @@ def test_effects_outlive_the_process(tmp_path: Path) -> None:
     """b left and came back late: the round that both began waits for a alone, whatever happens to the server."""
     store, _ = begin(tmp_path)
     write_version(store, 0)
-    roster = {"b": Presence("b")}
+    rows = StoreRows(store, {"b": Presence("b")})
     decided = [
         fx.LeaseGranted("a", 1),
         fx.LeaseGranted("b", 2),
@@ -29,8 +29,8 @@ def test_effects_outlive_the_process(tmp_path: Path) -> None:
         fx.LeaseGranted("b", 3),
     ]
     for effect in decided:
-        with store.journal.transaction():
-            ledger_rows.write(effect, store, roster)
+        with rows.transaction():
+            rows.write(effect)
     store.close()
     store, _ = begin(tmp_path)
     round_ = store.run_log.round(0, 0)

@@ -25,8 +25,8 @@ from atoll.protocol.task_messages import Evaluation
 from atoll.runtime import Latch
 from atoll.server.coordinator.background_writes import export_model
 from atoll.server.coordinator.build_status import keep_status, status_of
+from atoll.server.coordinator.coordinator import Coordinator
 from atoll.server.coordinator.persistor import Persistor
-from atoll.server.coordinator.run import Run
 from atoll.server.filter_table import Given
 from atoll.server.http.app import HTTP_LOG, make_app
 from atoll.server.http.auth import open_gate
@@ -121,7 +121,7 @@ class Server:
         self._gate = open_gate(self.settings)
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._run: Run | None = None
+        self._run: Coordinator | None = None
         self._stopping: asyncio.Event | None = None
         self._ready = Latch()
         self._finished = Latch()
@@ -235,12 +235,12 @@ class Server:
         """A server that begins a new run from a file that `save_state` wrote."""
         return cls(str(path), **options)
 
-    def _require_run(self) -> Run:
+    def _require_run(self) -> Coordinator:
         if self._run is None:
             raise UsageError("The server is not running.", "Call start() first.")
         return self._run
 
-    def _ask(self, question: Callable[[Run], T]) -> T:
+    def _ask(self, question: Callable[[Coordinator], T]) -> T:
         """Answer on the server's own loop, where nothing changes meanwhile."""
         run, loop = self._require_run(), self._loop
         assert loop is not None
@@ -283,7 +283,7 @@ class Server:
                 schedule.load()
             persistor = Persistor(self.settings) if self.settings.persistor else None
             opened = open_run(self.settings, self._model, persistor, self._outer)
-            run = Run(*opened, persistor, self._filters.results, schedule)
+            run = Coordinator(*opened, persistor, self._filters.results, schedule)
         except BaseException:
             listener.close()
             raise
@@ -321,7 +321,7 @@ class Server:
         if run.failed is not None:
             raise run.failed
 
-    async def _until_end(self, run: Run) -> None:
+    async def _until_end(self, run: Coordinator) -> None:
         assert self._stopping is not None
         waits = [asyncio.ensure_future(event.wait()) for event in (self._stopping, run.ended, run.finished)]
         await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
@@ -331,7 +331,7 @@ class Server:
         for wait in waits:
             wait.cancel()
 
-    async def _until_left(self, run: Run) -> None:
+    async def _until_left(self, run: Coordinator) -> None:
         """Stay until every worker has taken the result and left, for a while at most."""
         assert self._stopping is not None
         loop = asyncio.get_running_loop()

@@ -23,25 +23,22 @@ from atoll.protocol import messages, routes, status_messages
 from atoll.rounds import events as ev
 from atoll.rounds import events as fx
 from atoll.rounds import leases, machine
-from atoll.server.coordinator.handlers import Handlers
-from atoll.server.coordinator.ledger_rows import outcome_of
+from atoll.server.coordinator.accept_update import outcome_of
+from atoll.server.coordinator.coordinator import Coordinator
 from atoll.server.coordinator.roster import Lease
-from atoll.server.coordinator.run import Run
-from atoll.server.http.auth import IDENTITY, Identity
 from atoll.server.transient_errors import require_space
 from atoll.simulate.job_messages import ATTEMPTS, Answer, Engine, Job
 from atoll.simulate.kept_state import pending
 from atoll.store.file_slots import WRITER
-from atoll.store.store import Store
-from atoll.store.versions import PinnedVersion
+from atoll.store.versions import PinnedVersion, Versions
 from atoll.worker.log_lines import told
 
 
 class Bases:
     """Of one run; the newest stays pinned between two virtual workers."""
 
-    def __init__(self, store: Store) -> None:
-        self._store = store
+    def __init__(self, versions: Versions) -> None:
+        self._versions = versions
         self._users: dict[PinnedVersion, int] = {}
 
     def take(self, version: int) -> PinnedVersion:
@@ -51,7 +48,7 @@ class Bases:
             for idle in [pin for pin, count in self._users.items() if not count]:
                 del self._users[idle]
                 idle.release()
-            base = self._store.versions.pin(0, version)
+            base = self._versions.pin(0, version)
             self._users[base] = 0
         self._users[base] += 1
         return base
@@ -101,14 +98,13 @@ class Conductor:
 
     def __init__(
         self,
-        run: Run,
+        run: Coordinator,
         sites: Sequence[str],
         engine: Engine,
         folder: Path | None,
         on_round: Callable[[status_messages.RoundSummary], object],
     ) -> None:
         self._run, self._sites, self._engine, self._folder, self._on_round = run, sites, engine, folder, on_round
-        self._handlers = Handlers(run)
         self._loop = asyncio.get_running_loop()
         self._news, self._rung = asyncio.Event(), False
         self._heard: deque[tuple[Job, Answer]] = deque()
@@ -116,7 +112,7 @@ class Conductor:
         self._leases: dict[str, Lease] = {}
         self._jobs: dict[str, Job] = {}
         self._counted = set[str]()  # sites of which an update counts in the run
-        self._bases = Bases(run.store)
+        self._bases = Bases(run.store.versions)
         self._done = run.state.rounds[0].done
         self._stuck = Counter[str]()  # site → how often it did not return, since its last update
         self._patience_s = max(LEAST_PATIENCE_S, PATIENCE * run.settings.round_deadline_s)
@@ -252,7 +248,6 @@ class Conductor:
                 f"The run in {self._run.settings.state_dir} has real workers, such as {real}.",
                 "Give the simulation a state directory of its own.",
             )
-        request: Any = {IDENTITY: Identity()}
         sites = set(self._sites)
         if begun and self._run.plan.algorithm.keeps:
             self._counted.update(filter(self._has_counted, self._sites))
@@ -270,7 +265,7 @@ class Conductor:
                         host=HOST,
                         process=f"{self._run.store.run_log.epoch}x{number}",
                     )
-                    self._leases[site] = Lease.parse(now(self._handlers.join(message, request)).lease)
+                    self._leases[site] = Lease.parse(now(self._run.join(message)).lease)
             await asyncio.sleep(0)  # a simulation of very many can be ended in between
 
     def _has_counted(self, site: str) -> bool:
@@ -311,7 +306,7 @@ class Conductor:
 
     def _job(self, issued: fx.TicketIssued) -> Job:
         site, base = issued.site, self._bases.take(issued.base_version)
-        ticket = self._handlers.given(site, issued.ticket, 0, issued.base_version, base.row.digest)
+        ticket = self._run.given(site, issued.ticket, 0, issued.base_version, base.row.digest)
         spool = self._run.store.tickets.spool(issued.ticket)
         spool.pool.hold(spool.slot, WRITER)
         nbytes = self._run.plan.fragments[0].update.nbytes
@@ -365,8 +360,8 @@ class Conductor:
                 await self._end(lease, answer)
                 return
             for part, stats in enumerate(answer.stats):
-                self._handlers.record_part(lease, job.ticket.ticket, part, stats)
-            await self._handlers.complete(lease, job.ticket.ticket, answer.update)
+                self._run.record_part(lease, job.ticket.ticket, part, stats)
+            await self._run.complete(lease, job.ticket.ticket, answer.update)
             self._counted.add(job.site)
             del self._stuck[job.site]
         except TicketClosed:
@@ -407,7 +402,7 @@ class Conductor:
             LOG.error("%s raised, and takes part no more:\n%s", site, answer.trace.rstrip())
         elif len(self.failed) == TRACES + 1:
             LOG.error("%s raised, too; tracebacks of further ones are not shown", site)
-        await self._handlers.leave(lease, messages.Leave(error=told(answer.error) if answer.error else None))
+        await self._run.leave(lease, messages.Leave(error=told(answer.error) if answer.error else None))
 
 
 def now(asked: Coroutine[Any, Any, T]) -> T:

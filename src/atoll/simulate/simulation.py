@@ -20,9 +20,8 @@ from atoll.config import Settings
 from atoll.errors import ConfigError, UsageError, print_interrupt_in_a_line, public_api
 from atoll.protocol import status_messages
 from atoll.runtime import Latch
-from atoll.server.coordinator.handlers import Handlers
+from atoll.server.coordinator.coordinator import Coordinator
 from atoll.server.coordinator.persistor import Persistor
-from atoll.server.coordinator.run import Run
 from atoll.server.filter_table import Given
 from atoll.server.startup import open_run
 from atoll.server.tasks.task_payloads import TaskFilters
@@ -242,7 +241,7 @@ class Simulation:
             return
         persistor = Persistor(self.settings) if self.settings.persistor else None
         plan, store, recovered = open_run(self.settings, self._model, persistor, self._outer)
-        run = Run(plan, store, recovered, persistor, self._filters.results)
+        run = Coordinator(plan, store, recovered, persistor, self._filters.results)
         self._model = None  # version 0 is on disk
         try:
             beginning = self._beginning(run)
@@ -260,20 +259,19 @@ class Simulation:
             run.send_away()
             await run.stop()
 
-    def _beginning(self, run: Run) -> Beginning:
-        handlers = Handlers(run)
+    def _beginning(self, run: Coordinator) -> Beginning:
         return Beginning(
             client=self._client,
             arguments=self._arguments,
             path=tuple(sys.path),
-            info=now(handlers.get_run()),
-            schema=now(handlers.get_schema()),
+            info=now(run.get_run()),
+            schema=now(run.get_schema()),
             threads=threads_of(self._processes),
             seed=self.settings.seed,
             sites=str((self.settings.state_dir / SITES).resolve()),
         )
 
-    def _simulated(self, run: Run, conductor: Conductor, first: int, seconds: float) -> Simulated:
+    def _simulated(self, run: Coordinator, conductor: Conductor, first: int, seconds: float) -> Simulated:
         told = run.store.run_log.history(1, 0)[0].summary_json  # empty of version 0
         last = status_messages.RoundSummary.model_validate_json(told) if told else None
         return Simulated(

@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from atoll.errors import DiskFull, Gone, StoreError, UsageError
 from atoll.runtime import failpoint
@@ -69,7 +69,7 @@ class Pin:
             reads this version and no other.
     """
 
-    def __init__(self, slot: Slot, revoked: threading.Event, drop: Callable[[], None]) -> None:
+    def __init__(self, slot: Slot, revoked: threading.Event, drop: Callable[[Any], None]) -> None:
         self.slot, self.revoked, self._drop = slot, revoked, drop
         self.fd = os.dup(slot.fd)
         self._close = weakref.finalize(self, os.close, self.fd)
@@ -78,7 +78,7 @@ class Pin:
         """Let go. Idempotent."""
         if self._close.detach():
             os.close(self.fd)
-            self._drop()
+            self._drop(self)
 
     def __enter__(self) -> Self:
         return self
@@ -93,14 +93,16 @@ class PinnedVersion(Pin):
     """A version that is read; `row` says which."""
 
     def __init__(self, row: VersionRow, slot: Slot, drop: Callable[[PinnedVersion], None]) -> None:
-        super().__init__(slot, threading.Event(), lambda: drop(self))
+        super().__init__(slot, threading.Event(), drop)
         self.row = row
 
 
 class PinnedDelta(Pin):
     """A difference that is read, and its version; neither is rewritten. `row` says which."""
 
-    def __init__(self, row: DeltaRow, slot: Slot, revoked: threading.Event, drop: Callable[[], None]) -> None:
+    def __init__(
+        self, row: DeltaRow, slot: Slot, revoked: threading.Event, drop: Callable[[PinnedDelta], None]
+    ) -> None:
         super().__init__(slot, revoked, drop)
         self.row = row
 
@@ -357,7 +359,7 @@ class Versions:
             slot = pool[row.slot]
             pool.hold(slot, PULL)
 
-        def drop() -> None:
+        def drop(_: PinnedDelta) -> None:
             pool.drop(slot, PULL)
             pin.release()
 

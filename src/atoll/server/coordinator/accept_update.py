@@ -1,83 +1,102 @@
-"""What becomes of an update that is complete: it counts from here on, or is refused with its reason."""
+"""What becomes of a complete update: it counts from here on, or is refused with its reason."""
 
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+from collections.abc import Callable, MutableMapping, Sequence
 
-from atoll.errors import DiskFull, StoreError, UpdateRefused
+from atoll.aggregation.plan import Plan
+from atoll.errors import AtollError, DiskFull, StoreError, UpdateRefused
 from atoll.protocol import messages
 from atoll.rounds import events as ev
+from atoll.server.coordinator.ledger import Ledger
 from atoll.server.coordinator.roster import Presence
 from atoll.store.journal_tables import TicketRow
-
-if TYPE_CHECKING:
-    from atoll.server.coordinator.run import Run
+from atoll.store.store import Store
 
 LOG = logging.getLogger("atoll.server")
 
 REFUSALS = 5
-"""In a row, after which a site is sent away: it would train and be refused for ever."""
+"""Refusals in a row after which a site is sent away: it would train and be refused for ever."""
 LOOK = "look at the learning rate, the data and the loss at this site."
 STEPS = "report them: submit(model, steps=…), or fl_round.correct(model, optimizer), which counts them."
 
 
-class Judge:
-    """Takes updates of one run into its journal."""
+class UpdateAdmission:
+    """Takes updates into the journal of one run.
 
-    def __init__(self, run: Run) -> None:
-        self._run = run
-        self._other_weight: set[str] = set()  # sites of which it was reported that their weight changed
+    Args:
+        fail: ends the server.
+        on_accepted: called with the ticket of an accepted update and the number of its round.
 
-    def accept(self, site: str, ticket: int, said: messages.Complete, norm: float) -> TicketRow:
+    Attributes:
+        refused: how many updates were refused, in the whole run.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        store: Store,
+        ledger: Ledger,
+        roster: MutableMapping[str, Presence],
+        fail: Callable[[AtollError], None],
+        on_accepted: Callable[[TicketRow, int], None],
+    ) -> None:
+        self._plan, self._store, self._ledger, self._roster = plan, store, ledger, roster
+        self._fail, self._on_accepted = fail, on_accepted
+        self.refused = 0
+        self._other_weight: set[str] = set()  # sites whose changed weight was reported
+
+    def accept(self, site: str, ticket: int, message: messages.Complete, norm: float) -> TicketRow:
         """Take an update whose bytes are where they belong.
 
         Raises:
             UpdateRefused: it is not plausible; that is in the journal, too.
             DiskFull: nothing has changed. StoreError: the server ends.
         """
-        self.require_plausible(site, ticket, said, norm)
-        run = self._run
+        self.require_plausible(site, ticket, message, norm)
         try:
-            row = run.store.tickets.accept(ticket, said.digest, said.weight, said.steps, dict(said.metrics), norm)
+            row = self._store.tickets.accept(
+                ticket, message.digest, message.weight, message.steps, dict(message.metrics), norm
+            )
         except DiskFull:
             raise
         except StoreError as error:
-            run.fail(error)
+            self._fail(error)
             raise
-        run.offer(row)
-        run.apply(ev.UpdateAccepted(ticket, row.accepted_order))
-        if site in run.roster:
-            presence = run.roster[site]
+        self._on_accepted(row, self._ledger.state.rounds[row.fragment].number)
+        self._ledger.apply(ev.UpdateAccepted(ticket, row.accepted_order))
+        if site in self._roster:
+            presence = self._roster[site]
             presence.refused_in_a_row = 0
-            trained = said.steps * run.plan.fragments[row.fragment].schema.model.nbytes
+            trained = message.steps * self._plan.fragments[row.fragment].schema.model.nbytes
             presence.gradient_bytes = min(presence.gradient_bytes + trained, messages.NUMBER_BELOW - 1)
         return row
 
-    def with_kept_weight(self, site: str, said: messages.Complete) -> messages.Complete:
-        """Where a reducer needs the weight of all sites, have each keep its first one, which earlier versions hold."""
-        kept = self._run.store.run_log.kept_weight(site) if self._run.plan.needs_population else 0.0
-        if not kept or said.weight == kept:
-            return said
+    def with_kept_weight(self, site: str, message: messages.Complete) -> messages.Complete:
+        """If a reducer needs the weight of all sites, give each its first weight, which earlier versions hold."""
+        kept = self._store.run_log.kept_weight(site) if self._plan.needs_population else 0.0
+        if not kept or message.weight == kept:
+            return message
         if site not in self._other_weight:
             self._other_weight.add(site)
             LOG.warning(
-                "%s submits with weight %g and keeps its first weight, %g, which this run's versions already hold. "
+                "%s submits with weight %g and keeps its first weight, %g, which the controls of this run hold. "
                 "Submit with the same weight in every round; another weight needs a new run.",
                 site,
-                said.weight,
+                message.weight,
                 kept,
             )
-        return said.model_copy(update={"weight": kept})
+        return message.model_copy(update={"weight": kept})
 
-    def require_plausible(self, site: str, ticket: int, said: messages.Complete, norm: float) -> None:
-        """Refuse what no training gives.
+    def require_plausible(self, site: str, ticket: int, message: messages.Complete, norm: float) -> None:
+        """Refuse an update that no training gives.
 
         Raises:
             UpdateRefused: what is wrong with it.
         """
-        settings, weight = self._run.settings, said.weight
-        if self._run.plan.needs_steps and not said.steps:
+        settings, weight = self._plan.settings, message.weight
+        if self._plan.needs_steps and not message.steps:
             self.refuse(site, ticket, "it reports no local steps, by which this run divides", STEPS)
         if weight > settings.max_weight:
             self.refuse(site, ticket, f"its weight is {weight:g}, above max_weight {settings.max_weight:g}")
@@ -90,22 +109,45 @@ class Judge:
         Raises:
             UpdateRefused: always.
         """
-        run = self._run
-        run.store.tickets.refuse(ticket, reason)
-        run.refused += 1
-        run.apply(ev.UpdateRefused(ticket, reason))
-        presence = run.roster.setdefault(site, Presence(site))
+        self._store.tickets.refuse(ticket, reason)
+        self.refused += 1
+        self._ledger.apply(ev.UpdateRefused(ticket, reason))
+        presence = self._roster.setdefault(site, Presence(site))
         presence.refused_in_a_row += 1
         LOG.warning("%s: update refused: %s", site, reason)
-        if presence.refused_in_a_row >= REFUSALS and (member := run.state.members.get(site)) is not None:
-            told = f"{presence.refused_in_a_row} updates in a row were refused, the last because {reason}"
-            run.apply(ev.WorkerLeft(site, member.lease, told))
+        member = self._ledger.state.members.get(site)
+        if presence.refused_in_a_row >= REFUSALS and member is not None:
+            error = f"{presence.refused_in_a_row} updates in a row were refused, the last because {reason}"
+            self._ledger.apply(ev.WorkerLeft(site, member.lease, error))
         raise UpdateRefused(f"The update of {site} is refused: {reason}.", f"{self._next(ticket)}; {remedy}")
 
     def _next(self, ticket: int) -> str:
-        """What becomes of the round whose update was refused, as the begin of a sentence."""
-        state = self._run.state
-        round_ = state.rounds[self._run.store.tickets.get(ticket).fragment]
+        """Return what the round of a refused update does next, as the begin of a sentence."""
+        state = self._ledger.state
+        round_ = state.rounds[self._store.tickets.get(ticket).fragment]
         if round_.phase == "open" and len(round_.expected) < state.rules.floor:
             return f"The round waits: it needs {state.rules.floor} updates ({state.rules.floor_name})"
         return "The round goes on with the others"
+
+
+def staleness(head: int, version: int, lost: Sequence[int]) -> int:
+    """Return the rounds between a version and the head; `lost` are numbers below the head that no round led to."""
+    return max(0, head - version - sum(number > version for number in lost))
+
+
+def outcome_of(store: Store, row: TicketRow) -> messages.Outcome:
+    """Return what became of a ticket, for its worker."""
+    behind = 0
+    if row.version is not None and row.version > row.base_version + 1:
+        behind = staleness(row.version - 1, row.base_version, store.run_log.lost_versions(row.fragment))
+    return messages.Outcome.model_validate(
+        {
+            "ticket": row.ticket,
+            "state": row.state,
+            "base_version": row.base_version,
+            "version": row.version,
+            "digest": row.digest or "",
+            "staleness": behind,
+            "reason": row.reason or "",
+        }
+    )

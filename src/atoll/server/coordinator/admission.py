@@ -9,7 +9,6 @@ from atoll.aggregation.plan import Plan
 from atoll.errors import ConfigError, SchemaMismatch, ServerLost, VersionSkew
 from atoll.format_text import size
 from atoll.protocol import messages, routes
-from atoll.server.http.auth import Identity
 from atoll.store.journal_tables import TicketRow
 from atoll.store.store import Store
 
@@ -55,11 +54,11 @@ def run_info(plan: Plan, run_id: str) -> messages.RunInfo:
 LOG = logging.getLogger("atoll.server")
 
 
-def require_fit(message: messages.Join, identity: Identity, plan: Plan, store: Store) -> None:
+def require_fit(message: messages.Join, plan: Plan, store: Store) -> None:
     """Refuse who could not take part.
 
     Raises:
-        VersionSkew: it speaks another protocol. ServerLost: it means another run. AuthError: the site is not its own.
+        VersionSkew: it speaks another protocol. ServerLost: it means another run.
         SchemaMismatch: another model.
         ConfigError: another H, or another number of fragments; or it lacks the state that the run counts on.
     """
@@ -69,7 +68,6 @@ def require_fit(message: messages.Join, identity: Identity, plan: Plan, store: S
             f"Worker {message.site} speaks protocol {message.protocol}, this server {routes.PROTOCOL}.",
             f"Upgrade Atoll at {older}.",
         )
-    identity.require_site(message.site)
     run = store.run_log.run_id
     if message.run not in ("", run):
         raise ServerLost(

@@ -1,21 +1,24 @@
-"""Run a closed round's pass over real files, and commit what comes of it. No decision is taken here."""
+"""Run a frozen round's pass over the store's files, and commit what comes of it. No decision is taken here."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
+from typing import Protocol
 
 from atoll.aggregation.make_version import BaseDamaged, NextFiles, RoundFiles, close
 from atoll.aggregation.plan import Plan
-from atoll.errors import StateCorrupt
+from atoll.errors import AtollError, StateCorrupt
 from atoll.format_text import size, time_left
 from atoll.protocol import status_messages
 from atoll.protocol.values import FrozenRound, FrozenUpdate
 from atoll.rounds.sampling import Sampling
-from atoll.server.coordinator.ledger_rows import staleness
+from atoll.server.coordinator.accept_update import staleness
 from atoll.server.coordinator.user_aggregator_process import Aggregator
 from atoll.server.update_filters import Filtering
 from atoll.store.file_slots import disk_error
@@ -65,6 +68,76 @@ def frozen_round(
     )
 
 
+Committed = tuple[VersionRow, status_messages.RoundSummary]
+
+
+class Closer(Protocol):
+    """Has the next version of a fragment made of a frozen round."""
+
+    async def close(self, fragment: int, base_version: int, tickets: Sequence[int], number: int) -> Committed | None:
+        """Reduce exactly these tickets in this order, step, and move the head.
+
+        Args:
+            number: of the round.
+
+        Returns:
+            The version and the summary of its round; None if the round is open again.
+
+        Raises:
+            RunFailed: the result overflows, or user code failed; the round stays frozen.
+            DiskFull: nothing is lost; make the same call again.
+        """
+
+
+class LocalCloser:
+    """Closes rounds in this server's process; user code aggregates in a process of its own."""
+
+    def __init__(self, plan: Plan, store: Store, filtering: Filtering, io: Executor) -> None:
+        self._plan, self._store, self._filtering, self._io = plan, store, filtering, io
+        self._aggregator: Aggregator | None = None
+        self._cancelled = threading.Event()
+
+    def start(self, fail: Callable[[AtollError], None]) -> None:
+        """Start the aggregator that the settings name, on the event loop.
+
+        Args:
+            fail: called on the event loop if the aggregator ends.
+
+        Raises:
+            ConfigError, RunFailed: it cannot be started.
+        """
+        if self._plan.settings.aggregator:
+            loop = asyncio.get_running_loop()
+            self._aggregator = Aggregator(
+                self._plan, lambda error: loop.call_soon_threadsafe(fail, error), self._filtering
+            )
+            self._aggregator.start()
+
+    def offer(self, ticket: TicketRow, number: int) -> None:
+        """Give an accepted update to an aggregator that takes them as they arrive."""
+        if self._aggregator is not None:
+            self._aggregator.offer(self._store, ticket, number)
+
+    async def close(self, fragment: int, base_version: int, tickets: Sequence[int], number: int) -> Committed:
+        await self._filtering.prepare_accepted([self._store.tickets.get(ticket) for ticket in tickets], number)
+        return await asyncio.get_running_loop().run_in_executor(
+            self._io, self._pass, fragment, base_version, tickets, number
+        )
+
+    def _pass(self, fragment: int, base_version: int, tickets: Sequence[int], number: int) -> Committed:
+        frozen = frozen_round(self._plan, self._store, fragment, base_version, tickets, number)
+        return close_round(self._plan, self._store, frozen, self._cancelled, self._filtering, self._aggregator)
+
+    def cancel(self) -> None:
+        """Break off a pass that is under way."""
+        self._cancelled.set()
+
+    def end_aggregator(self) -> None:
+        """End the aggregator's process."""
+        if self._aggregator is not None:
+            self._aggregator.close()
+
+
 def close_round(
     plan: Plan,
     store: Store,
@@ -72,7 +145,7 @@ def close_round(
     cancelled: threading.Event,
     filtering: Filtering,
     aggregator: Aggregator | None = None,
-) -> tuple[VersionRow, status_messages.RoundSummary]:
+) -> Committed:
     """Reduce the updates of a round in their order, step, write the next version and move the head.
 
     Args:

@@ -7,18 +7,84 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
 
+from atoll.aggregation.plan import Plan
 from atoll.algorithms.resolve import ResolvedAlgorithm
+from atoll.config import Settings
 from atoll.protocol import routes, status_messages
+from atoll.protocol.task_messages import Evaluation
 from atoll.rounds import machine
 from atoll.rounds.state import State
-from atoll.server.coordinator.ledger_rows import staleness
+from atoll.server.coordinator.accept_update import UpdateAdmission, staleness
+from atoll.server.coordinator.background_writes import Behind
+from atoll.server.coordinator.roster import Attendance, Presence, Stale
+from atoll.server.tasks.task_queue import TaskQueue
+from atoll.store.store import Store
 
-if TYPE_CHECKING:
-    from atoll.server.coordinator.roster import Presence
-    from atoll.server.coordinator.run import Run
+
+class Shown(Protocol):
+    """What the status reads of a run."""
+
+    plan: Plan
+    store: Store
+    settings: Settings
+    roster: dict[str, Presence]
+    task_queue: TaskQueue
+    behind: Behind
+    admission: UpdateAdmission
+    attendance: Attendance
+    stale: Stale
+    left: TimeLeft
+    trouble: dict[int, str]
+    advice: list[str]
+    address: str
+    started_s: float
+    bytes_up: int
+    bytes_down: int
+
+    @property
+    def state(self) -> State: ...
+
+    @property
+    def workflows(self) -> Workflows | None: ...
+
+    @property
+    def swarm(self) -> Places | None: ...
+
+    def local_steps(self, site: str) -> int:
+        """Return the local steps of a site; 0: as many as the run's."""
+
+
+class Workflows(Protocol):
+    """The workflows of a run.
+
+    Attributes:
+        evaluated: returns the last matrix of a cross-site evaluation, as far as it is filled; None if there is none.
+    """
+
+    evaluated: Callable[[], Evaluation] | None
+
+    @property
+    def keeps_local(self) -> bool:
+        """Whether sites are asked later for what they have submitted."""
+
+    def will_evaluate(self, site: str) -> bool:
+        """Whether a cross-site evaluation that is still to come asks a site for measurements."""
+
+    def status(self) -> list[status_messages.WorkflowStatus]:
+        """Return all of them, in their order."""
+
+
+class Places(Protocol):
+    """Where the fragments of a swarm are aggregated."""
+
+    def status(self, fragment: int) -> status_messages.PlaceStatus:
+        """Return the place of a fragment."""
+
+    def trouble(self, fragment: int) -> str:
+        """Return why no worker aggregates a fragment; empty if one does."""
 
 
 # -- How long a run will still take, by how long its last rounds took.
@@ -82,7 +148,7 @@ def _summary(text: str) -> status_messages.RoundSummary:
     return status_messages.RoundSummary.model_validate_json(text)
 
 
-def status_of(run: Run) -> status_messages.Status:
+def status_of(run: Shown) -> status_messages.Status:
     """The status of a run."""
     now_s = time.monotonic()
     settings, algorithm = run.settings, run.plan.algorithm
@@ -116,7 +182,7 @@ def status_of(run: Run) -> status_messages.Status:
         bytes_up=run.bytes_up,
         bytes_down=run.bytes_down,
         deaths=run.attendance.deaths,
-        refused=run.refused,
+        refused=run.admission.refused,
         staleness={str(behind): count for behind, count in sorted(run.stale.counts.items())},
         tasks=run.task_queue.counts if run.task_queue.active else {},
         workflows=run.workflows.status() if run.workflows is not None else [],
@@ -139,7 +205,7 @@ def status_of(run: Run) -> status_messages.Status:
     )
 
 
-def keep_status(run: Run) -> status_messages.Status:
+def keep_status(run: Shown) -> status_messages.Status:
     """The status of a run, also kept for questions when no server runs; a full disk is no reason to fail."""
     status = status_of(run)
     path = run.settings.state_dir / status_messages.KEPT
@@ -162,7 +228,7 @@ def outer_in_words(algorithm: ResolvedAlgorithm, lrs: Mapping[str, float]) -> st
     return f"{algorithm.outer_name}({', '.join(options)})"
 
 
-def _best(run: Run) -> status_messages.BestStatus | None:
+def _best(run: Shown) -> status_messages.BestStatus | None:
     tracking, progress = run.state.rules.tracking, run.state.progress
     if not tracking.metric:
         return None
@@ -180,7 +246,7 @@ def _best(run: Run) -> status_messages.BestStatus | None:
     )
 
 
-def _fragment(run: Run, index: int, now_s: float) -> status_messages.FragmentStatus:
+def _fragment(run: Shown, index: int, now_s: float) -> status_messages.FragmentStatus:
     round_ = run.state.rounds[index]
     waiting = [
         status_messages.Missing(site=site, for_s=max(0.0, now_s - since))
@@ -196,7 +262,7 @@ def _fragment(run: Run, index: int, now_s: float) -> status_messages.FragmentSta
     )
 
 
-def why(run: Run, index: int, now_s: float) -> str:
+def why(run: Shown, index: int, now_s: float) -> str:
     """What the fragment waits for; also who of them may not even know that the server is back, or may be dead."""
     missing = [site for site, _ in machine.missing(run.state, index)]
     unheard = [site for site in missing if site in run.roster and not run.roster[site].heard]
@@ -207,7 +273,7 @@ def why(run: Run, index: int, now_s: float) -> str:
     return "; ".join(filter(None, [machine.why(run.state, index, now_s), place, silent, quiet, hangs]))
 
 
-def _hanging(run: Run, sites: Sequence[str]) -> str:
+def _hanging(run: Shown, sites: Sequence[str]) -> str:
     """Which of these train no further although their heartbeats come."""
     patience_s = 2 * (run.settings.heartbeat_timeout_s or HANGS_S)
     still = {site: run.roster[site].hangs_s(patience_s) for site in sites if site in run.roster}
@@ -222,7 +288,7 @@ HANGS_S = 120.0
 """Twice this without a step is reported where `heartbeat_timeout_s` is 0."""
 
 
-def _quiet(run: Run, sites: Sequence[str], now_s: float) -> str:
+def _quiet(run: Shown, sites: Sequence[str], now_s: float) -> str:
     """Who of these has let heartbeats out, and what comes of it; the same words until it does."""
     interval_s, timeout_s = run.settings.heartbeat_interval_s, run.settings.heartbeat_timeout_s
     seen_s = run.state.seen_s
@@ -233,13 +299,15 @@ def _quiet(run: Run, sites: Sequence[str], now_s: float) -> str:
     return f"no sign of life from {', '.join(quiet)}{then}"
 
 
-def _durable(run: Run) -> list[int]:
+def _durable(run: Shown) -> list[int]:
     """The durable version of each fragment; nothing where one has none yet."""
     found = [run.store.versions.durable(fragment) for fragment in range(len(run.state.rounds))]
     return [version for version in found if version is not None] if None not in found else []
 
 
-def _worker(run: Run, presence: Presence, now_s: float, lost: Sequence[Sequence[int]]) -> status_messages.WorkerStatus:
+def _worker(
+    run: Shown, presence: Presence, now_s: float, lost: Sequence[Sequence[int]]
+) -> status_messages.WorkerStatus:
     beat = presence.beat
     bases = [presence.bases.get(fragment, 0) for fragment in range(len(run.state.rounds))]
     version = max(beat.version, min(bases))

@@ -79,6 +79,19 @@ class Presence:
     displaced: dict[str, str] = field(default_factory=dict)
     rival: str = ""
 
+    @classmethod
+    def joining(cls, message: messages.Join, before: Presence | None) -> Presence:
+        """Return the presence of a process that joins; what its site did before still counts."""
+        kept = ("rounds", "bases", "refused_in_a_row", "bytes_up", "bytes_down", "gradient_bytes")
+        return cls(
+            site=message.site,
+            host=message.host,
+            process=message.process,
+            joined_at=now_text(),
+            labels=dict(message.labels),
+            **{name: getattr(before, name) for name in kept if before is not None},
+        )
+
     def replaces(self, before: Presence | None) -> None:
         """Take the place of the process that took part under this name until now; report one of another host."""
         if before is None:

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
 from aiohttp import web
@@ -16,9 +16,12 @@ from pydantic import BaseModel, ValidationError
 from atoll.errors import AtollError, BadRequest, StoreError
 from atoll.protocol import messages, routes
 from atoll.protocol.openapi import OPERATIONS, Operation, openapi
-from atoll.server.coordinator.handlers import Handlers
-from atoll.server.coordinator.run import Run
+from atoll.server.coordinator.coordinator import Coordinator
 from atoll.server.http.auth import IDENTITY, Gate
+from atoll.server.http.byte_routes import ObjectHandlers, VersionHandlers
+from atoll.server.http.prometheus import prometheus
+from atoll.server.http.receive_parts import PartReceiver
+from atoll.server.tasks.task_queue import TaskHandlers
 from atoll.server.transient_errors import directory_gone, journal_failed, no_more_files, out_of_memory, passing
 from atoll.transport.receive_upload import break_off, interceptor_of
 from atoll.transport.serve_range import problem
@@ -42,22 +45,55 @@ Message = TypeVar("Message", bound=BaseModel)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-def make_app(run: Run, gate: Gate, version: str) -> web.Application:
+def make_app(coordinator: Coordinator, gate: Gate, version: str) -> web.Application:
     """The application that serves a run.
 
     Raises:
         AttributeError: an operation has no handler.
     """
-    app = web.Application(client_max_size=routes.CONTROL_BODY_BYTES, middlewares=[_guard(gate, run)])
-    handlers = Handlers(run)
+    app = web.Application(client_max_size=routes.CONTROL_BODY_BYTES, middlewares=[_guard(gate, coordinator)])
+    owners = (RequestHandlers(coordinator), PartReceiver(coordinator), coordinator)
     document = openapi(version)
     for operation in OPERATIONS:
         if operation.name == "get_openapi":
             handler: Handler = _document(document)
         else:
-            handler = _adapt(operation, getattr(handlers, operation.name), run)
+            handler = _adapt(operation, _method(owners, operation.name), coordinator)
         app.router.add_route(operation.method, operation.path, handler, name=operation.name)
     return app
+
+
+class RequestHandlers(ObjectHandlers, TaskHandlers, VersionHandlers):
+    """The operations that need their HTTP request, or files; the coordinator has the others."""
+
+    def __init__(self, coordinator: Coordinator) -> None:
+        ObjectHandlers.__init__(self)
+        TaskHandlers.__init__(
+            self, coordinator.task_queue, coordinator.changed, coordinator.require_lease, coordinator.io
+        )
+        self.run, self.store, self.plan = coordinator, coordinator.store, coordinator.plan
+
+    async def get_metrics(self) -> web.Response:
+        return web.Response(
+            body=prometheus(self.run), headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"}
+        )
+
+    async def get_health(self) -> str:
+        return "ok\n"
+
+    async def join(self, message: messages.Join, request: web.Request) -> messages.Joined:
+        request[IDENTITY].require_site(message.site)
+        return await self.run.join(message)
+
+
+def _method(owners: Sequence[object], name: str) -> Callable[..., Awaitable[Any]]:
+    """Return the first owner's method of this name."""
+    found: Callable[..., Awaitable[Any]] | None = next(
+        (method for owner in owners if (method := getattr(owner, name, None)) is not None), None
+    )
+    if found is None:
+        raise AttributeError(f"the operation {name} has no handler")
+    return found
 
 
 def _document(document: dict[str, Any]) -> Handler:
@@ -67,7 +103,7 @@ def _document(document: dict[str, Any]) -> Handler:
     return get_openapi
 
 
-def _adapt(operation: Operation, method: Callable[..., Awaitable[Any]], run: Run) -> Handler:
+def _adapt(operation: Operation, method: Callable[..., Awaitable[Any]], coordinator: Coordinator) -> Handler:
     """Read what the operation takes, call the handler, write what it gives."""
     takes_message = isinstance(operation.request, type) and issubclass(operation.request, BaseModel)
 
@@ -78,7 +114,7 @@ def _adapt(operation: Operation, method: Callable[..., Awaitable[Any]], run: Run
         if operation.secret:
             arguments["secret"] = _hex("the secret", request.headers.get(routes.SECRET_HEADER, ""), 32)
         if operation.lease:
-            arguments["lease"] = run.require_lease(request.headers.get(routes.LEASE_HEADER))
+            arguments["lease"] = coordinator.require_lease(request.headers.get(routes.LEASE_HEADER))
         if takes_message:
             arguments["message"] = await _read(request, operation.request, operation.body_bytes)  # type: ignore[arg-type]
         if operation.request is bytes or operation.reply is bytes or operation.name == "join":
@@ -140,8 +176,8 @@ _READERS: dict[str, Callable[[str, str], Any]] = {
 """Parameters of a path that are no numbers."""
 
 
-def _guard(gate: Gate, run: Run) -> Any:
-    state_dir = run.settings.state_dir
+def _guard(gate: Gate, coordinator: Coordinator) -> Any:
+    state_dir = coordinator.settings.state_dir
     open_names = {operation.name for operation in OPERATIONS if operation.open}
 
     @web.middleware
@@ -155,7 +191,7 @@ def _guard(gate: Gate, run: Run) -> Any:
             if no_more_files(error):
                 return _come_back(error)
             if isinstance(error, StoreError) and (journal_failed(error) or directory_gone(state_dir)):
-                run.fail(error)
+                coordinator.fail(error)
             return problem(error.code, error.message, error.remedy, error.retry_after_s)
         except web.HTTPNotFound:
             return problem("not_found", f"There is nothing at {request.path[:100]!r}.", "See /openapi.json.")
@@ -175,7 +211,7 @@ def _guard(gate: Gate, run: Run) -> Any:
             if no_more_files(error):
                 return _come_back(error)
             if gone := directory_gone(state_dir):
-                run.fail(gone)
+                coordinator.fail(gone)
             else:
                 LOG.exception("%s %r", request.method, request.path)
             return problem("store", f"The server's disk failed: {os.strerror(error.errno or 0)}.")
@@ -184,7 +220,7 @@ def _guard(gate: Gate, run: Run) -> Any:
         except Exception as error:
             LOG.exception("%s %r", request.method, request.path)
             if (failed := out_of_memory(error)) is not None:
-                run.fail(failed)
+                coordinator.fail(failed)
                 return problem("busy", failed.message, "Ask again when it was started again.", 2.0)
             return problem("error", "The server failed; its log says why.")
         finally:

@@ -19,8 +19,8 @@ from atoll.blobs.manifest import Cuts
 from atoll.blobs.model_file import ModelFile
 from atoll.errors import BadRequest, Busy, Conflict, Gone, PartCorrupt
 from atoll.protocol import messages, routes
+from atoll.server.coordinator.coordinator import Coordinator
 from atoll.server.coordinator.roster import holder_of
-from atoll.server.coordinator.run import Run
 from atoll.server.startup import initial_file
 from atoll.server.transient_errors import require_space
 from atoll.store.kept_objects import Kept
@@ -37,7 +37,7 @@ Hold = AbstractContextManager[tuple[int, int | None]]
 class VersionHandlers:
     """Part of `Handlers`."""
 
-    run: Run
+    run: Coordinator
     store: Store
     plan: Plan
 
@@ -182,7 +182,7 @@ SCRATCH_BYTES = 2**18
 class ObjectHandlers:
     """The operations on objects of the server that serves `run`."""
 
-    run: Run
+    run: Coordinator
 
     def __init__(self) -> None:
         self._arriving: dict[tuple[str, int], _Arrival] = {}
@@ -289,7 +289,7 @@ class ObjectHandlers:
 class _Arrival:
     """One part on its way to the disk, written and hashed by a thread of the pool."""
 
-    run: Run
+    run: Coordinator
     kept: Kept
     part: Part
     request: web.Request

@@ -12,10 +12,10 @@ from prometheus_client.registry import Collector
 from atoll.server.coordinator.build_status import status_of
 
 if TYPE_CHECKING:
-    from atoll.server.coordinator.run import Run
+    from atoll.server.coordinator.coordinator import Coordinator
 
 
-def prometheus(run: Run) -> bytes:
+def prometheus(run: Coordinator) -> bytes:
     """The text exposition of a run."""
     registry = CollectorRegistry()
     registry.register(_RunCollector(run))
@@ -23,7 +23,7 @@ def prometheus(run: Run) -> bytes:
 
 
 class _RunCollector(Collector):
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Coordinator) -> None:
         self._run = run
 
     def collect(self) -> Iterator[Metric]:

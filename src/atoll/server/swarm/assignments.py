@@ -14,9 +14,8 @@ import math
 import time
 import zlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from atoll.aggregation.check_arriving_parts import Overflow
 from atoll.aggregation.plan import Plan
@@ -26,32 +25,17 @@ from atoll.protocol import messages, status_messages
 from atoll.protocol.swarm_messages import Closed, Collect, Held, Hold, PeerReport, PeerWork, digests_in
 from atoll.protocol.values import FrozenRound
 from atoll.rounds import events as ev
-from atoll.rounds import events as fx
 from atoll.rounds.sampling import appointed, to_hold, turn
-from atoll.rounds.state import State
 from atoll.runtime import failpoint
-from atoll.server.coordinator.accept_update import Judge
-from atoll.server.coordinator.aggregate_round import frozen_round, summary_of
+from atoll.server.coordinator.accept_update import UpdateAdmission
+from atoll.server.coordinator.aggregate_round import Committed, frozen_round, summary_of
+from atoll.server.coordinator.ledger import Ledger
 from atoll.server.coordinator.roster import Lease
 from atoll.server.swarm.peer_reachability import Peer, Peers
 from atoll.store.journal_tables import VersionRow
 from atoll.store.store import Store
 
 # -- Where the fragments of a swarm are aggregated, and what follows for each worker: what it is to have and to do.
-
-
-class Floor(Protocol):
-    """The run, as far as a swarm needs it."""
-
-    @property
-    def state(self) -> State: ...
-
-    def apply(self, event: ev.Event) -> tuple[fx.Effect, ...]: ...
-
-    def wake(self) -> None: ...
-
-    @property
-    def judge(self) -> Judge: ...
 
 
 @dataclass
@@ -107,9 +91,9 @@ class Offer:
 class Places:
     """Part of `Swarm`: what is known, and what is told."""
 
-    def __init__(self, plan: Plan, store: Store, floor: Floor) -> None:
-        self._plan, self._store, self._floor, self._settings = plan, store, floor, plan.settings
-        self.peers = Peers(lambda: floor.state.members)
+    def __init__(self, plan: Plan, store: Store, ledger: Ledger) -> None:
+        self._plan, self._store, self._ledger, self._settings = plan, store, ledger, plan.settings
+        self.peers = Peers(lambda: ledger.state.members)
         self.places = [Place() for _ in plan.fragments]
         self.offers: dict[int, Offer] = {}
 
@@ -131,7 +115,7 @@ class Places:
                 if (offer := self.offers[ticket]) and (source := offer.said.source)
             ],
             close=[place.closing for place in self.places if place.closing and place.aggregator == site],
-            finished=self._floor.state.finished,
+            finished=self._ledger.state.finished,
             stay=self._is_needed(site) or self._is_awaited(site) or self._lacks_the_result(site),
         )
         return work.model_copy(update={"stamp": 1 + zlib.crc32(work.model_dump_json().encode())})
@@ -172,7 +156,7 @@ class Places:
 
     def _is_needed(self, site: str) -> bool:
         """Whether others have nobody else to pull something from; at the end until all of them have the result."""
-        members = self._floor.state.members  # of whom some may not have reported since the server was started again
+        members = self._ledger.state.members  # of whom some may not have reported since the server was started again
         others = [other for other, member in members.items() if member.alive and other != site]
         for fragment, place in enumerate(self.places):
             holding = self._holding(fragment, place.version)
@@ -180,14 +164,14 @@ class Places:
                 continue
             if not any(other in holding for other in others):
                 return True
-            if self._floor.state.finished and not all(other in holding for other in others):
+            if self._ledger.state.finished and not all(other in holding for other in others):
                 return True
         return False
 
     def _is_awaited(self, site: str) -> bool:
         """Whether an update that the site offers has yet to come to another worker, who aggregates it."""
         for fragment, place in enumerate(self.places):
-            over = self._floor.state.rounds[fragment].phase == "finished"  # what an asynchronous run leaves behind
+            over = self._ledger.state.rounds[fragment].phase == "finished"  # what an asynchronous run leaves behind
             mine = [ticket for ticket in self._wanted(fragment) if self.offers[ticket].site == site]
             if mine and not over and place.aggregator != site:
                 there = self.peers[place.aggregator].collected if place.aggregator else {}
@@ -197,7 +181,7 @@ class Places:
 
     def _lacks_the_result(self, site: str) -> bool:
         """Whether the run is finished, and a site is still getting what came of it."""
-        finished = self._floor.state.finished
+        finished = self._ledger.state.finished
         return finished and any(
             holding and site not in holding
             for holding in (self._holding(fragment, place.version) for fragment, place in enumerate(self.places))
@@ -217,9 +201,9 @@ class Places:
 
     def _holders_to_be(self, fragment: int) -> set[str]:
         place = self.places[fragment]
-        if self._floor.state.rounds[fragment].phase == "gathering":
+        if self._ledger.state.rounds[fragment].phase == "gathering":
             return set()
-        if self._floor.state.finished:  # the result is for everybody
+        if self._ledger.state.finished:  # the result is for everybody
             return set(self.peers.alive)
         holders, order = self._holding(fragment, place.version), self._order(fragment, place.version)
         if not holders:  # one worker gets it from the server, the others from that one
@@ -229,7 +213,7 @@ class Places:
 
     def _wanted(self, fragment: int) -> list[int]:
         """Tickets whose updates are to be collected, or were."""
-        tickets = self._floor.state.rounds[fragment].tickets.values()
+        tickets = self._ledger.state.rounds[fragment].tickets.values()
         return sorted(ticket.id for ticket in tickets if ticket.is_live and ticket.id in self.offers)
 
     def _has(self, site: str, closed: Closed) -> bool:
@@ -301,15 +285,14 @@ WARY = 10
 """Rounds in which a worker that could not aggregate one is asked after the others."""
 
 
-class Reopened(Exception):
-    """The round that was to be reduced is open again."""
-
-
 class Swarm(Places):
     """Decides on the server's loop; nothing here waits for a disk or for a peer."""
 
-    def __init__(self, plan: Plan, store: Store, floor: Floor) -> None:
-        super().__init__(plan, store, floor)
+    def __init__(
+        self, plan: Plan, store: Store, ledger: Ledger, admission: UpdateAdmission, wake: Callable[[], None]
+    ) -> None:
+        super().__init__(plan, store, ledger)
+        self._admission, self._wake = admission, wake
         self._news = asyncio.Event()
         self._longest_s: dict[int, float] = {}  # fragment → that a round before has had its aggregator busy
         self._lost_at: dict[tuple[int, str], int] = {}  # fragment and site → the version from which it could not
@@ -361,7 +344,7 @@ class Swarm(Places):
 
     def waits(self, site: str, fragment: int) -> str:
         """Why a site gets no ticket yet; empty where it does."""
-        if self._floor.state.rounds[fragment].phase in ("finished", "gathering") or not self.peers.is_alive(site):
+        if self._ledger.state.rounds[fragment].phase in ("finished", "gathering") or not self.peers.is_alive(site):
             return ""
         if strangers := self.peers.strangers_of(site):
             return f"{site} and {', '.join(strangers)} are finding out whether they reach each other"
@@ -369,7 +352,7 @@ class Swarm(Places):
 
     def trouble(self, fragment: int) -> str:
         """What keeps a fragment from its next version that its round knows nothing of; empty where nothing does."""
-        place, phase = self.places[fragment], self._floor.state.rounds[fragment].phase
+        place, phase = self.places[fragment], self._ledger.state.rounds[fragment].phase
         if phase in ("open", "closing") and not place.aggregator and self.peers.alive:
             return f"waits: {self._why_nobody(fragment)}"
         if phase == "closing" and self._closed(place) is not None and not place.checker:
@@ -382,7 +365,7 @@ class Swarm(Places):
 
     def look(self) -> None:
         """Bring every fragment to where the reports have it."""
-        state = self._floor.state
+        state = self._ledger.state
         for fragment, round_ in enumerate(state.rounds):
             place = self.places[fragment]
             if place.version != round_.head:
@@ -393,11 +376,11 @@ class Swarm(Places):
             elif round_.phase != "gathering":  # by then all are there who could be asked
                 self._look_at(fragment, place)
         live = {
-            ticket.id for round_ in self._floor.state.rounds for ticket in round_.tickets.values() if ticket.is_live
+            ticket.id for round_ in self._ledger.state.rounds for ticket in round_.tickets.values() if ticket.is_live
         }
         self.offers = {ticket: offer for ticket, offer in self.offers.items() if ticket in live}
         if (apart := self.peers.apart()) is not None:
-            self._floor.apply(ev.WorkerLeft(*apart))
+            self._ledger.apply(ev.WorkerLeft(*apart))
         self._tell()
 
     def _look_at(self, fragment: int, place: Place) -> None:
@@ -412,7 +395,7 @@ class Swarm(Places):
             place.aggregator = "" if chosen in place.excluded and self._pause_s(place) > 0 else chosen
             place.since_s = None
             if place.aggregator:
-                self._floor.wake()
+                self._wake()
         if place.aggregator:
             self._take_in(fragment, place)
             self._watch(fragment, place)
@@ -450,8 +433,8 @@ class Swarm(Places):
     def _judge(self, ticket: int, offer: Offer, norm: float, bad: str) -> None:
         try:
             if bad:
-                self._floor.judge.refuse(offer.site, ticket, bad)
-            self._floor.judge.accept(offer.site, ticket, offer.said, norm)
+                self._admission.refuse(offer.site, ticket, bad)
+            self._admission.accept(offer.site, ticket, offer.said, norm)
         except UpdateRefused:  # the journal has it; its worker is told when it asks
             del self.offers[ticket]
 
@@ -479,7 +462,7 @@ class Swarm(Places):
             return failed
         if (fragment, place.version) not in peer.held:
             return f"it has not got version {place.version} any more"
-        tickets = self._floor.state.rounds[fragment].tickets.values()
+        tickets = self._ledger.state.rounds[fragment].tickets.values()
         accepted = [ticket for ticket in tickets if ticket.state == "accepted"]
         if gone := next((ticket.site for ticket in accepted if self._is_nowhere(peer, ticket.id)), ""):
             return f"the update of {gone} is nowhere any more"
@@ -507,7 +490,7 @@ class Swarm(Places):
         LOG.warning(
             "%s no longer aggregates round %d: %s; another worker does, and collects the updates again",
             place.aggregator,
-            self._floor.state.rounds[fragment].number,
+            self._ledger.state.rounds[fragment].number,
             reason,
         )
         place.lost = f"{place.aggregator}: {reason}"
@@ -519,7 +502,7 @@ class Swarm(Places):
         place.losses += 1
         place.lost_s = time.monotonic()
         self._reopened[fragment] += 1
-        self._floor.apply(ev.AggregatorLost(fragment, reason))
+        self._ledger.apply(ev.AggregatorLost(fragment, reason))
         self._tell()
 
     def _pause_s(self, place: Place) -> float:
@@ -536,7 +519,7 @@ class Swarm(Places):
             return "the first worker pulls the initial model"
         summary = json.loads(self._store.versions.get(fragment, place.version).summary_json or "{}")
         had = [summary[who] for who in ("aggregator", "checker") if summary.get(who)]
-        away = [site for site in (*had, *self._floor.state.members) if not self.peers.is_alive(site)]
+        away = [site for site in (*had, *self._ledger.state.members) if not self.peers.is_alive(site)]
         looking = [site for site in had if self.peers.is_alive(site) and self.peers[site].number < 0]
         told = f"no worker that is here has version {place.version}"
         if looking:
@@ -548,24 +531,24 @@ class Swarm(Places):
 
     # -- closing a round
 
-    async def close(
-        self, fragment: int, base_version: int, tickets: Sequence[int], number: int
-    ) -> tuple[VersionRow, status_messages.RoundSummary]:
+    async def close(self, fragment: int, base_version: int, tickets: Sequence[int], number: int) -> Committed | None:
         """Have a frozen round reduced by its worker and checked by another, then move the head.
 
+        Returns:
+            The version and the summary of its round; None if the worker was lost, and the round is open again.
+
         Raises:
-            Reopened: the worker was lost; the round is open again.
             Overflow: of every worker that could reduce the round, the result overflows.
             DiskFull: the journal could not be written; the same call may be made again.
         """
         losses = self._reopened[fragment]  # not the place's: that of the round before may still be there
 
         def is_frozen() -> bool:  # the same tickets may be frozen once more, with other updates
-            as_then = self._floor.state.rounds[fragment].frozen == tuple(tickets)
+            as_then = self._ledger.state.rounds[fragment].frozen == tuple(tickets)
             return as_then and self._reopened[fragment] == losses
 
         if not is_frozen():  # that came before this was begun
-            raise Reopened
+            return None
         frozen = frozen_round(self._plan, self._store, fragment, base_version, tickets, number)
         self.look()
         while is_frozen():
@@ -583,7 +566,7 @@ class Swarm(Places):
         place = self.places[fragment]
         if place.overflowed and place.overflowed.issuperset(self._holding(fragment, base_version)):
             raise Overflow(place.lost)  # every worker that could reduce the round has found the same
-        raise Reopened
+        return None
 
     def _choose_checker(self, fragment: int, place: Place) -> None:
         """Have somebody check the version that is made; somebody else, where no byte comes to who was chosen."""
@@ -600,9 +583,7 @@ class Swarm(Places):
             place.checker, place.checks_s = next(iter(able), ""), time.monotonic()
             self._tell()
 
-    def _commit(
-        self, frozen: FrozenRound, place: Place, closed: Closed
-    ) -> tuple[VersionRow, status_messages.RoundSummary]:
+    def _commit(self, frozen: FrozenRound, place: Place, closed: Closed) -> Committed:
         grad_norm = math.inf if closed.grad_norm is None else closed.grad_norm
         summary = summary_of(frozen, closed.seconds, grad_norm)
         summary = summary.model_copy(update={"aggregator": place.aggregator, "checker": place.checker})

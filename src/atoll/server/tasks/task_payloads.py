@@ -25,7 +25,7 @@ from atoll.filters.base import About, Filter, filtered, said
 from atoll.posix import nameless_file, read_at
 from atoll.protocol import task_messages as tm
 from atoll.runtime import single_thread
-from atoll.server.coordinator.run import Run
+from atoll.server.coordinator.coordinator import Coordinator
 from atoll.server.filter_table import Given, SiteFilters
 from atoll.server.tasks.task_queue import Answer, SentPayload, key_to, read_contents
 from atoll.server.tasks.user_code import UserThreads
@@ -257,7 +257,7 @@ class PayloadWriter:
     """
 
     def __init__(
-        self, run: Run, filters: TaskFilters, sizes: ChunkSizes, ask: Callable[[Coroutine[Any, Any, Any]], Any]
+        self, run: Coordinator, filters: TaskFilters, sizes: ChunkSizes, ask: Callable[[Coroutine[Any, Any, Any]], Any]
     ) -> None:
         self._run, self._filters, self._sizes, self._ask = run, filters, sizes, ask
 

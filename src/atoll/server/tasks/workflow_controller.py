@@ -30,7 +30,7 @@ from atoll.posix import read_at
 from atoll.protocol import messages
 from atoll.protocol import task_messages as tm
 from atoll.registry import nearest
-from atoll.server.coordinator.run import Run
+from atoll.server.coordinator.coordinator import Coordinator
 from atoll.server.tasks.task_payloads import PayloadWriter, TaskFilters, TaskPayloads
 from atoll.server.tasks.task_queue import Answer, OpenTask
 from atoll.tensors.payload import pack
@@ -49,7 +49,7 @@ _SITE: TypeAdapter[str] = TypeAdapter(messages.Site)
 Progress = tuple[object, ...]
 
 
-def progress_of(run: Run, site: str) -> Progress:
+def progress_of(run: Coordinator, site: str) -> Progress:
     """Return what changes while a site works: bytes, steps, and the state that it reports."""
     presence = run.roster.get(site)
     if presence is None:
@@ -59,7 +59,7 @@ def progress_of(run: Run, site: str) -> Progress:
     return presence.process, beat.state, beat.step, *moved
 
 
-def progress_of_run(run: Run) -> Progress:
+def progress_of_run(run: Coordinator) -> Progress:
     """Return what changes while anything of a run moves, at the server or at a site."""
     return (
         run.task_queue.moves,
@@ -71,7 +71,7 @@ def progress_of_run(run: Run) -> Progress:
     )
 
 
-def why_gone(run: Run, site: str) -> str:
+def why_gone(run: Coordinator, site: str) -> str:
     """Return why a site cannot be asked, as words after its name; empty if it takes part."""
     member = run.state.members.get(site)
     if member is not None and member.alive:
@@ -95,7 +95,7 @@ class ProgressTimeout:
     gone_too: bool = False
     _seen: dict[str, tuple[Progress, float]] = field(default_factory=dict)
 
-    def over(self, run: Run, site: str) -> tuple[str, str]:
+    def over(self, run: Coordinator, site: str) -> tuple[str, str]:
         """Return (`gone` or `stuck`, why) if the site is given up, else two empty texts."""
         if self.gone_too and (why := why_gone(run, site)):
             return "gone", f"the site {why}"
@@ -193,7 +193,7 @@ class Controller:
 
     def __init__(
         self,
-        run: Run,
+        run: Coordinator,
         loop: asyncio.AbstractEventLoop,
         filters: TaskFilters,
         name: str = "workflow",
@@ -297,7 +297,7 @@ class Controller:
         return self._send(task, payload, [site], None, None, timeout)[0]
 
     def ask(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine on the server's loop.
+        """Coordinator a coroutine on the server's loop.
 
         Raises:
             ServerStops: the server ends.

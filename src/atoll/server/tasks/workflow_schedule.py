@@ -23,7 +23,7 @@ from atoll.protocol import status_messages
 from atoll.protocol.task_messages import Evaluation
 from atoll.rounds import events as ev
 from atoll.runtime import failpoint
-from atoll.server.coordinator.run import Run
+from atoll.server.coordinator.coordinator import Coordinator
 from atoll.server.tasks.task_payloads import AnswersInThreads, TaskFilters
 from atoll.server.tasks.user_code import Components, Function
 from atoll.server.tasks.workflow_controller import Controller, ServerStops, progress_of_run
@@ -182,7 +182,7 @@ class WorkflowSchedule:
             if not step.trains:
                 step.function = components.function_of(step.entry)
 
-    def start(self, run: Run) -> None:
+    def start(self, run: Coordinator) -> None:
         """Begin, or go on after a restart; on the server's event loop."""
         self._run, queue = run, run.task_queue
         queue.active, queue.trains = self.sends_tasks, self.trains

@@ -1,0 +1,662 @@
+"""The coordinator of a run: an actor on one event loop, without HTTP.
+
+It holds the ledger, which alone writes the run's state, and carries out what an operation asks. Passes over tensors,
+files and user code run in threads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+import time
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+from atoll.aggregation.check_arriving_parts import PartStats
+from atoll.aggregation.plan import Plan, placed_settings
+from atoll.errors import AtollError, BadRequest, Busy, ConfigError, Conflict, DiskFull, Gone, RunFailed, TicketClosed
+from atoll.protocol import messages, routes, status_messages, swarm_messages, task_messages
+from atoll.rounds import events as ev
+from atoll.rounds import events as fx
+from atoll.rounds import machine
+from atoll.runtime import failpoint, stay_single_threaded
+from atoll.server.coordinator.accept_update import UpdateAdmission, outcome_of
+from atoll.server.coordinator.admission import counted_of, require_fit, run_info
+from atoll.server.coordinator.aggregate_round import Closer, LocalCloser, in_words
+from atoll.server.coordinator.background_writes import Behind, measured_of, missing, over, value_of
+from atoll.server.coordinator.build_status import TimeLeft, Workflows, keep_status, status_of, why
+from atoll.server.coordinator.ledger import Ledger, StoreRows, snapshot_of
+from atoll.server.coordinator.long_polls import Turnstile
+from atoll.server.coordinator.persistor import Persistor
+from atoll.server.coordinator.roster import (
+    Attendance,
+    Lease,
+    Presence,
+    Stale,
+    forged,
+    lease_refused,
+    replaced,
+    roster_of,
+)
+from atoll.server.coordinator.worker_pace import Pace
+from atoll.server.filter_table import SiteFilters
+from atoll.server.settings_advice import advice
+from atoll.server.swarm.assignments import Swarm
+from atoll.server.tasks.task_queue import TaskQueue
+from atoll.server.tasks.user_code import UserThreads
+from atoll.server.transient_errors import RETRY_S, directory_gone, passing
+from atoll.server.update_filters import Filtering
+from atoll.store.journal_tables import PartRow, Recovered, TicketRow, VersionRow
+from atoll.store.kept_objects import ObjectStore
+from atoll.store.store import Store
+from atoll.store.tickets import why_closed
+from atoll.store.update_spool import PartWriter
+from atoll.tensors.layout import Layout
+
+LOG = logging.getLogger("atoll.server")
+
+COMMIT_S = 1.0
+"""How long a ticket waits for a commit that is under way, whatever its worker has asked for."""
+
+
+class Coordinator:
+    """One run that is served. Operations have the names of `protocol/openapi.py`; they raise their errors."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        store: Store,
+        recovered: Recovered,
+        persistor: Persistor | None,
+        filters: SiteFilters,
+        workflows: Workflows | None = None,
+    ) -> None:
+        self.plan, self.store, self.settings = plan, store, plan.settings
+        self.roster = roster_of(
+            recovered.members, [store.tickets.newest_bases(fragment) for fragment in range(len(plan.fragments))]
+        )
+        rules = machine.Rules.from_settings(
+            self.settings, len(plan.fragments), held=workflows is not None, needs_all=plan.algorithm.needs_all
+        )
+        rows = StoreRows(store, self.roster, keep_weights=plan.needs_population)
+        self.ledger = Ledger(rules, rows, on_failure=self._fail_unless_passing)
+        history = store.run_log.history(None, 0) if rules.tracking.metric else []
+        progress = rules.tracking.follow_all(measured_of(history, rules.tracking.metric))
+        self._snapshot = snapshot_of(recovered, progress)
+
+        self.io = ThreadPoolExecutor(max(8, 2 * plan.threads), thread_name_prefix="atoll-io", initializer=stay_single_threaded)
+        self.objects = ObjectStore(
+            self.settings.state_dir / "objects",
+            max_bytes=self.settings.objects_max_bytes,
+            max_expires_s=self.settings.objects_expire_s,
+            idle_timeout_s=self.settings.idle_timeout_s,
+        )
+        self.workflows, self.task_queue = workflows, TaskQueue(self.objects, self.wake, self._alive)
+        self.behind, self.user_threads = Behind(plan, store, self.io, persistor), UserThreads()
+        self.filtering = Filtering(filters, plan, store, self.user_threads)
+        local = LocalCloser(plan, store, self.filtering, self.io)
+        self.admission = UpdateAdmission(plan, store, self.ledger, self.roster, self.fail, local.offer)
+        self.swarm = Swarm(plan, store, self.ledger, self.admission, self.wake) if plan.is_swarm else None
+        self._local_closer, self._closer = local, self.swarm or local
+
+        totals = store.run_log.totals()
+        asked = {row.fragment: row.expected for row in store.run_log.rounds()}
+        self.attendance, self.admission.refused = Attendance(self.roster, totals.deaths, asked), totals.refused
+        self.pace, self.stale, self.advice = Pace(plan, self.roster), Stale(plan), advice(plan)
+        self.left = TimeLeft(self.settings.rounds, len(plan.fragments))
+        self.trouble: dict[int, str] = {}  # fragment → why its round cannot be written
+        self.bytes_up = self.bytes_down = 0
+        self.started_s, self.address = time.monotonic(), ""
+        self.watched_s: float | None = None  # when a peer last asked for the status
+
+        self.failed: AtollError | None = None
+        self.finished, self.trained, self.ended = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        self._changed, self._ending = Turnstile(), False
+        self._said_missing = False
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._saving_best: asyncio.Task[None] | None = None
+        self._behind_last: asyncio.Task[None] | None = None  # of the newest version; it ends as the last of them
+        self._act_on_decisions()
+        if recovered.fell_back:
+            LOG.warning("%s", recovered.fell_back)
+        for warning in recovered.warnings:
+            LOG.warning("%s", warning)
+
+    # -- beginning and end
+
+    def start(self, address: str = "") -> None:
+        """Take up what the journal says is to be done; called on the event loop that serves the run at an address.
+
+        Raises:
+            ConfigError, RunFailed: the aggregator that the settings name cannot be started.
+        """
+        self.address = address
+        self._local_closer.start(self.fail)
+        if self.filtering.filters:
+            LOG.info("what sites send passes through filters: %s", self.filtering.filters)
+        for text in self.advice:
+            LOG.warning("%s", text)
+        self.ledger.restore(self._snapshot)
+        self.store.versions.wanted = lambda fragment: self.pace.wanted(fragment, self.state)
+        if self._snapshot.finished and not self.state.finished:
+            self.store.run_log.finish(False)  # more rounds were asked for
+        if self.state.progress.best is not None:  # a kill may have come before it was written
+            self._saving_best = self._spawn(self.behind.save_best(self.state.progress.best))
+        for fragment, round_ in enumerate(self._snapshot.fragments):
+            if self.swarm is not None:  # what was collected is known again once its worker reports
+                self.apply(ev.AggregatorLost(fragment, "the server was started again"))
+            elif round_.frozen is not None and self.state.rounds[fragment].phase == "closing":
+                LOG.info("the round from version %d was closed before the restart: reducing it again", round_.head)
+                self._spawn(self._close(fragment, round_.frozen.base_version, round_.frozen.tickets))
+        self._spawn(self._tick())
+        keep_status(self)
+        self.behind.exports.rewrite_metrics()
+        if self.state.finished:
+            self._spawn(self._finish())
+        else:
+            self.behind.save_initial()
+
+    def send_away(self) -> None:
+        """Answer long polls now, because the server is about to end."""
+        self._ending = True
+        self.wake()
+
+    async def stop(self) -> None:
+        """End every task; what is on disk is where a next start goes on."""
+        self._local_closer.cancel()
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self.io.shutdown(wait=True)
+        self.objects.close()
+        self._local_closer.end_aggregator()
+        self.filtering.close()
+        self.behind.close()
+        self.store.close()
+
+    def fail(self, error: AtollError) -> None:
+        """End the server, because the run cannot go on, and say why."""
+        if self.failed is None:
+            error = directory_gone(self.settings.state_dir) or error
+            LOG.error("%s", error)
+            self.failed = error
+            self.ended.set()
+
+    def _fail_unless_passing(self, error: AtollError) -> None:
+        if passing(error) is None:
+            self.fail(error)
+
+    # -- events
+
+    @property
+    def state(self) -> machine.State:
+        """What the ledger has."""
+        return self.ledger.state
+
+    def apply(self, event: ev.Event) -> tuple[fx.Effect, ...]:
+        """As `Ledger.apply`."""
+        return self.ledger.apply(event)
+
+    def _act_on_decisions(self) -> None:
+        on = self.ledger.on
+        on(fx.LeaseEnded, lambda effect: self.attendance.ended(effect, self.state))
+        on(fx.RoundOpened, lambda effect: self.attendance.asks(effect, self.state))
+        on(fx.ExpectedChanged, lambda effect: self.attendance.asks(effect, self.state))
+        on(fx.RoundClosed, self._spawn_close)
+        on(fx.BestFound, self._spawn_save_best)
+        on(fx.RunFinished, self._spawn_finish)
+        for effect in (fx.Woken, fx.RoundOpened, fx.RunFinished, fx.LeaseEnded):
+            on(effect, lambda _: self.wake())
+
+    def _spawn_finish(self, effect: fx.RunFinished) -> None:
+        self._spawn(self._finish())
+
+    def _spawn_close(self, effect: fx.RoundClosed) -> None:
+        self._spawn(self._close(effect.fragment, effect.base_version, effect.tickets))
+
+    def _spawn_save_best(self, effect: fx.BestFound) -> None:
+        self._saving_best = self._spawn(self.behind.save_best(effect.measured))
+
+    def wake(self) -> None:
+        """Let every request that waits in `changed` look again."""
+        self._changed.open()
+
+    def _alive(self) -> list[str]:
+        return sorted(site for site, member in self.state.members.items() if member.alive)
+
+    async def changed(self, timeout_s: float) -> None:
+        """Return when something has changed that a waiting worker should know, or after the time.
+
+        Raises:
+            Busy: the server ends.
+        """
+        await self._changed.wait(0 if self._ending else timeout_s)
+        if self._ending:
+            raise Busy("The server is ending.", "Ask again when it was started again.")
+
+    # -- what a run is
+
+    async def get_run(self) -> messages.RunInfo:
+        queue, workflows = self.task_queue, self.workflows
+        return run_info(self.plan, self.store.run_log.run_id).model_copy(
+            update={
+                "trains": queue.trains,
+                "sends_tasks": queue.active,
+                "keeps_local": workflows is not None and workflows.keeps_local,
+            }
+        )
+
+    async def get_schema(self) -> messages.SchemaMessage:
+        return messages.SchemaMessage.of(self.plan.split)
+
+    async def get_status(self) -> status_messages.Status:
+        self.watched_s = time.monotonic()
+        return status_of(self)
+
+    async def get_evaluation(self) -> task_messages.Evaluation:
+        workflows = self.workflows
+        if workflows is None or workflows.evaluated is None:
+            raise Gone(
+                "This server has evaluated nothing across sites.",
+                'Add {kind = "cross_site_evaluation"} to the workflows of the run, or use atoll evaluate RUN.TOML.',
+            )
+        return workflows.evaluated()
+
+    # -- which sites take part
+
+    async def join(self, message: messages.Join) -> messages.Joined:
+        require_fit(message, self.plan, self.store)
+        if self.swarm is not None:
+            self.swarm.peers.joins(message)
+        previous = self.roster.get(message.site)
+        presence = Presence.joining(message, previous)
+        secret = presence.grant()
+        presence.replaces(previous)
+        with replaced(self.roster, presence):
+            granted = [each for each in self.apply(ev.WorkerJoined(message.site)) if isinstance(each, fx.LeaseGranted)]
+        LOG.info("%s joined%s", message.site, " again" if previous else "")
+        return messages.Joined(
+            lease=Lease(message.site, granted[0].lease, message.process, secret).header,
+            due=machine.due(self.state, message.site),
+            evaluates=self.workflows is not None and self.workflows.will_evaluate(message.site),
+        )
+
+    async def leave(self, lease: Lease, message: messages.Leave) -> None:
+        self.apply(ev.WorkerLeft(lease.site, lease.number, message.error or ""))
+
+    async def heartbeat(self, lease: Lease, message: messages.Heartbeat) -> messages.HeartbeatReply:
+        presence = self.roster.get(lease.site)
+        if presence is not None:
+            presence.note(message)
+        if message.ends and lease.site not in self.state.ending:
+            self.apply(ev.WorkerEnds(lease.site, lease.number))
+        return messages.HeartbeatReply(
+            durable_versions=[self.store.versions.durable(index) for index in range(len(self.state.rounds))],
+            finished=self.state.finished,
+        )
+
+    def require_lease(self, sent: Lease | str | None) -> Lease:
+        """Return the lease of a request that may speak for its site; it is also a sign of life.
+
+        Raises:
+            LeaseLost: it has to join again. Superseded: another process has taken its place.
+        """
+        lease = sent if isinstance(sent, Lease) else Lease.parse(sent)
+        presence, member = self.roster.get(lease.site), self.state.members.get(lease.site)
+        if member is not None and (refused := forged(lease, member.lease, presence)):
+            self._refuse_lease(lease, refused)
+        self.see(lease)
+        if presence is not None:
+            presence.heard, presence.heard_s = True, time.monotonic()
+        return lease
+
+    def see(self, lease: Lease) -> None:
+        """Take a sign of life.
+
+        Raises:
+            LeaseLost, Superseded: as `require_lease`.
+        """
+        for effect in self.apply(ev.WorkerSeen(lease.site, lease.number)):
+            if isinstance(effect, fx.LeaseRefused):
+                self._refuse_lease(lease, effect)
+
+    def _refuse_lease(self, lease: Lease, effect: fx.LeaseRefused) -> None:
+        raise lease_refused(lease, effect, self.roster.get(lease.site))
+
+    # -- tickets
+
+    async def request_ticket(self, lease: Lease, message: messages.TicketRequest) -> messages.TicketReply:
+        if message.fragment >= len(self.state.rounds):
+            raise Gone(
+                f"There is no fragment {message.fragment}.",
+                f"The run has {len(self.plan.fragments)}, the first is 0.",
+            )
+        self.task_queue.require_rounds()
+        until_s = time.monotonic() + message.wait_s
+        previous = self.store.tickets.last_of(lease.site, message.fragment)
+        while True:
+            if message.tasks and self.task_queue.rounds == "to come":
+                return self._wait_reply(message.fragment, "tasks come before the rounds", previous)
+            if self.swarm is not None and (reason := self.swarm.waits(lease.site, message.fragment)):
+                if time.monotonic() >= until_s:
+                    return self._wait_reply(message.fragment, reason, previous)
+                await self.changed(min(1.0, until_s - time.monotonic()))
+                continue
+            effects = self.apply(ev.TicketRequested(lease.site, lease.number, message.fragment))
+            for effect in effects:
+                match effect:
+                    case fx.LeaseRefused():
+                        self._refuse_lease(lease, effect)
+                    case fx.TicketIssued(_, ticket, fragment, base_version, _):
+                        # read once: an asynchronous step may move it at any time, from a thread of its own
+                        if (head := self.store.versions.head(fragment)).version == base_version:
+                            return self._ticket_reply(lease, ticket, head, previous)
+                        # such a step is in the journal, and the machine is about to hear of it
+                        until_s = max(until_s, time.monotonic() + COMMIT_S)
+                    case fx.TicketWithheld(_, fragment, reason):
+                        # a finished run answers at once, its result is the head; a site that ends with a step, too
+                        moved = previous is None or self.store.versions.head(fragment).version > previous.base_version
+                        ended = reason == fx.ENDS and moved
+                        if reason == fx.FINISHED or ended or time.monotonic() >= until_s:
+                            return self._wait_reply(fragment, reason, previous, ended=ended)
+            await self.changed(until_s - time.monotonic())
+
+    def _ticket_reply(
+        self, lease: Lease, ticket: int, head: VersionRow, previous: TicketRow | None
+    ) -> messages.TicketReply:
+        fragment = head.fragment
+        return messages.TicketReply(
+            status="ticket",
+            ticket=self.given(lease.site, ticket, fragment, head.version, head.digest),
+            previous=self._previous(previous, ticket),
+            counted=counted_of(lease.site, self.store) if self.plan.algorithm.keeps else None,
+            head_version=head.version,
+            head_digest=head.digest,
+            durable_version=self.store.versions.durable(fragment),
+            round=self.state.rounds[fragment].number,
+        )
+
+    def given(self, site: str, ticket: int, fragment: int, base_version: int, digest: str) -> messages.Ticket:
+        """Return a ticket that the machine has issued, as its site gets it."""
+        presence = self.roster.get(site)
+        if presence is not None:
+            presence.bases[fragment] = base_version
+        return messages.Ticket(
+            ticket=ticket,
+            fragment=fragment,
+            round=self.state.rounds[fragment].number,
+            base_version=base_version,
+            base_digest=digest,
+            layout_digest=self.plan.fragments[fragment].update.digest,
+            local_steps=self.local_steps(site),
+        )
+
+    def local_steps(self, site: str) -> int:
+        """Return the local steps between two synchronisations of a site under DyLU; 0: as many as the run's."""
+        return self.pace.local_steps(site, self.state)
+
+    def _wait_reply(
+        self, fragment: int, reason: str, previous: TicketRow | None, *, ended: bool = False
+    ) -> messages.TicketReply:
+        head = self.store.versions.head(fragment)
+        state, queue = self.state, self.task_queue
+        if reason == fx.FINISHED:
+            text = state.rules.tracking.why(state.progress) or reason
+        else:
+            now_s = time.monotonic()
+            rest, known = why(self, fragment, now_s), machine.why(state, fragment, now_s)
+            if reason.endswith(known):  # "its update is in; the round waits for b" has it already
+                text = reason + rest.removeprefix(known)
+            else:
+                text = rest if rest.startswith(reason) else f"{reason}; the round {rest}"
+        return messages.TicketReply(
+            status="finished" if reason == fx.FINISHED else "ended" if ended else "wait",
+            previous=self._previous(previous, None),
+            head_version=head.version,
+            head_digest=head.digest,
+            durable_version=self.store.versions.durable(fragment),
+            round=state.rounds[fragment].number,
+            waiting_for=[site for site, _ in machine.missing(state, fragment)],
+            reason=text,
+            tasks=queue.follows and not queue.finished if reason == fx.FINISHED else queue.rounds == "to come",
+            left_s=self.left.of(state, time.monotonic()),
+        )
+
+    def _previous(self, row: TicketRow | None, ticket: int | None) -> messages.Outcome | None:
+        if row is None or row.ticket == ticket:
+            return None
+        return outcome_of(self.store, self.store.tickets.get(row.ticket))
+
+    async def get_ticket(self, ticket: int) -> messages.TicketState:
+        row = self.store.tickets.get(ticket)
+        parts = self.store.tickets.parts(ticket) if row.is_live else {}
+        return messages.TicketState(
+            outcome=outcome_of(self.store, row),
+            parts=list(parts),
+            part_digests=[part.digest.hex() for part in parts.values()],
+        )
+
+    # -- updates
+
+    def require_open(self, lease: Lease, ticket: int) -> None:
+        """Refuse bytes that cannot count.
+
+        Raises:
+            LeaseLost, Superseded: of the lease. TicketClosed, UpdateRefused: of the ticket.
+        """
+        refusal = machine.may_submit(self.state, lease.site, lease.number, ticket)
+        if isinstance(refusal, fx.LeaseRefused):
+            self._refuse_lease(lease, refusal)
+        elif refusal is not None:
+            row = self.store.tickets.get(ticket)  # the journal's: the machine forgets tickets that have ended
+            if row.state == "refused":
+                raise why_closed(row)
+            text = refusal if row.reason in refusal else f"Ticket {ticket} is over: {row.reason}."
+            raise TicketClosed(text, "Ask for the next ticket.")
+
+    def record_part(
+        self, lease: Lease, ticket: int, part: int, stats: PartStats, writer: PartWriter | None = None
+    ) -> None:
+        """Record a part that is in its spool and was checked; `writer` wrote it, if other requests may write, too."""
+        self.require_open(lease, ticket)
+        if stats.bad is not None:
+            self.admission.refuse(lease.site, ticket, stats.bad)
+        failpoint("part.received")
+        self.store.tickets.record_part(ticket, part, stats.digest, stats.sumsq, writer)
+
+    async def complete(self, lease: Lease, ticket: int, message: messages.Complete) -> messages.Receipt:
+        row = self.store.tickets.get(ticket)
+        if row.site != lease.site:
+            raise TicketClosed(f"Ticket {ticket} was not issued to {lease.site!r}.", "Ask for a ticket.")
+        if row.is_in:
+            return _receipt(
+                self.store.tickets.accept(
+                    ticket, message.digest, message.weight, message.steps, dict(message.metrics), row.norm
+                )
+            )
+        self.require_open(lease, ticket)
+        self._require_its_base(row, message)
+        message = self.admission.with_kept_weight(lease.site, message)
+        if self.swarm is not None:
+            return await self._offer(self.swarm, lease, row, message)
+        parts, layout = self.store.tickets.parts(ticket), self.plan.fragments[row.fragment].update
+        missing_parts = [part.index for part in layout.parts if part.index not in parts]
+        if missing_parts:
+            raise Conflict(
+                f"Ticket {ticket} lacks {len(missing_parts)} of {len(layout.parts)} parts, first {missing_parts[0]}.",
+                "Send them, then complete it again.",
+            )
+        digest = _digest(layout, parts)
+        if digest != message.digest:
+            raise Conflict(
+                f"The parts of ticket {ticket} do not make up the digest that completes it.",
+                "Send them again.",
+            )
+        norm = math.sqrt(sum(part.sumsq for part in parts.values()))
+        self.admission.require_plausible(lease.site, ticket, message, norm)
+        if self.filtering.has(lease.site):
+            filtered = replace(row, digest=digest, weight=message.weight, steps=message.steps, metrics=message.metrics)
+            reason = await self.filtering.refusal(filtered, self.state.rounds[row.fragment].number)
+            if self.store.tickets.get(ticket).is_in:  # the message came twice, and was taken once
+                return await self.complete(lease, ticket, message)
+            self.require_open(lease, ticket)
+            if _digest(layout, self.store.tickets.parts(ticket)) != digest:
+                raise Conflict(f"A part of ticket {ticket} came anew meanwhile.", "Complete it again.")
+            if reason:
+                self.admission.refuse(lease.site, ticket, reason, "the filter is the server's.")
+        return _receipt(self.admission.accept(lease.site, ticket, message, norm))
+
+    def _require_its_base(self, row: TicketRow, message: messages.Complete) -> None:
+        if message.base_digest not in (None, self.store.run_log.version_digest(row.fragment, row.base_version)):
+            raise TicketClosed(
+                f"The update for ticket {row.ticket} was trained from another version {row.base_version} than the "
+                "run's.",
+                "The server's state was restored; ask for the next ticket.",
+            )
+
+    # -- swarms
+
+    async def _offer(self, swarm: Swarm, lease: Lease, row: TicketRow, message: messages.Complete) -> messages.Receipt:
+        """Wait, for some time, until another worker of the swarm has pulled the update."""
+        if message.source is None:
+            raise BadRequest(
+                f"The update of {lease.site} has no source, and in a swarm another worker pulls it.",
+                "Use the same Atoll version on both sides.",
+            )
+        until_s = time.monotonic() + routes.LONG_POLL_S
+        swarm.offer(lease.site, row.ticket, row.fragment, message)
+        while True:
+            row = self.store.tickets.get(row.ticket)
+            if row.state == "refused":
+                raise why_closed(row)
+            if row.is_in:
+                return _receipt(row)
+            self.require_open(lease, row.ticket)
+            unpulled = row.ticket not in swarm.offers
+            if unpulled or time.monotonic() >= until_s:
+                return messages.Receipt(
+                    ticket=row.ticket,
+                    digest=message.digest,
+                    fragment=row.fragment,
+                    base_version=row.base_version,
+                    accepted=False,
+                    unpulled=unpulled,
+                )
+            await swarm.news(until_s - time.monotonic())
+
+    async def get_swarm_plan(self) -> swarm_messages.SwarmPlan:
+        self._require_swarm()
+        return swarm_messages.SwarmPlan(settings=placed_settings(self.plan.settings))
+
+    async def work_in_swarm(self, lease: Lease, message: swarm_messages.PeerReport) -> swarm_messages.PeerWork:
+        return await self._require_swarm().report(lease, message)
+
+    def _require_swarm(self) -> Swarm:
+        if self.swarm is None:
+            raise ConfigError("The run is no swarm: the server aggregates.", "Set placement = 'swarm' at the server.")
+        return self.swarm
+
+    # -- rounds
+
+    async def _close(self, fragment: int, base_version: int, tickets: tuple[int, ...]) -> None:
+        """Have a frozen round reduced and committed; a full disk is waited for, every other error ends the server."""
+        await over(self._saving_best)  # a commit later, and the version may be gone
+        number = self.state.rounds[fragment].number
+        closer: Closer = self._closer
+        while True:
+            try:
+                closed = await closer.close(fragment, base_version, tickets, number)
+                break
+            except Exception as error:
+                reason = passing(error)
+                if reason is None:
+                    self._fail_by(error, f"Round {number}", "Restarting the server runs it again.")
+                    return
+                self.trouble[fragment] = reason
+                LOG.error("round %d cannot be written: %s Trying again in %g s.", number, reason, RETRY_S)
+                await asyncio.sleep(RETRY_S)
+        if closed is not None:
+            self._committed(*closed)
+
+    def _committed(self, row: VersionRow, summary: status_messages.RoundSummary) -> None:
+        """Follow a commit: count, report, tell the machine, and save what may lag behind."""
+        fragment, tracking = row.fragment, self.ledger.rules.tracking
+        self.trouble.pop(fragment, None)
+        self.filtering.sweep()
+        self.filtering.filters.warn_of_strangers(self.roster)
+        for site in summary.workers:
+            if site in self.roster:
+                self.roster[site].rounds += 1
+        self.stale.look_at(summary)
+        self.attendance.closed(summary)
+        value = value_of(summary, tracking.metric) if tracking.metric else None
+        if tracking.metric and value is None and not self._said_missing:
+            self._said_missing = True
+            LOG.warning("%s", missing(summary, tracking))
+        self.left.committed(self.state.rounds[fragment].opened_s, time.monotonic())
+        self.apply(ev.VersionCommitted(fragment, row.version, value))
+        LOG.info("%s", in_words(summary, row, self.left.of(self.state, time.monotonic()), streams=self.plan.streams))
+        heads, done = self.store.versions.heads(), min(round_.done for round_ in self.state.rounds)
+        last = summary.round == done
+        if last and done == self.settings.sync_rounds_first and not self.state.finished:
+            LOG.info("round %d was the last synchronous one: from now on nobody waits for anybody", done)
+        behind = self.behind.after_commit(row, summary, heads=heads, last=last, finished=self.state.finished)
+        self._behind_last = self._spawn(behind)
+
+    async def _finish(self) -> None:
+        path = await self.behind.save_result()
+        await over(self._saving_best, self._behind_last)
+        await self.behind.handed()
+        keep_status(self)
+        why_finished = self.ledger.rules.tracking.why(self.state.progress)
+        number = min(self.store.versions.heads())
+        what = "the run" if self.workflows is None else "training"
+        reason = f", {why_finished}" if why_finished else ""
+        LOG.info("%s is finished at version %d%s: %s", what, number, reason, path)
+        (self.finished if self.workflows is None else self.trained).set()
+        self.wake()
+
+    async def _tick(self) -> None:
+        """Tell the machine that time has passed, whenever that may matter."""
+        while True:
+            deadline_s = machine.next_deadline_s(self.state)
+            pause_s = 1.0 if deadline_s is None else min(1.0, max(0.01, deadline_s - time.monotonic()))
+            await asyncio.sleep(pause_s)
+            self.objects.sweep()
+            with contextlib.suppress(DiskFull):
+                self.apply(ev.TimePassed())
+                if self.swarm is not None:
+                    self.swarm.look()
+
+    # -- tasks of the event loop
+
+    def _spawn(self, coroutine: object) -> asyncio.Task[None]:
+        task: asyncio.Task[None] = asyncio.get_running_loop().create_task(coroutine)  # type: ignore[arg-type]
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+        return task
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._fail_by(error, "The server")
+
+    def _fail_by(self, error: BaseException, what: str, remedy: str = "") -> None:
+        """End the server by an error that need not be one of Atoll's."""
+        error = directory_gone(self.settings.state_dir) or error
+        if not isinstance(error, AtollError):
+            LOG.error("%s failed", what, exc_info=error)
+            error = RunFailed(f"{what} failed: {error!r}.", remedy)
+        self.fail(error)
+
+
+def _receipt(row: TicketRow) -> messages.Receipt:
+    assert row.digest is not None
+    return messages.Receipt(ticket=row.ticket, digest=row.digest, fragment=row.fragment, base_version=row.base_version)
+
+
+def _digest(layout: Layout, parts: Mapping[int, PartRow]) -> str:
+    return layout.blob_id([parts[part.index].digest for part in layout.parts])
