@@ -140,4 +140,4 @@ def test_the_end_names_the_sites_it_waits_for_and_those_that_never_came(
         server.run()
     vanished.leave()
     assert "waiting for vanished to take the result, 0.5 s at most" in caplog.text
-    assert "vanished did not take the result in 0.5 s" in caplog.text
+    assert "vanished did not fetch the result within 0.5 s" in caplog.text

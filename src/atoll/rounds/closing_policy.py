@@ -49,7 +49,7 @@ class RoundView:
 
     @property
     def missing(self) -> tuple[str, ...]:
-        """Expected sites whose update is not in."""
+        """Expected sites without an update."""
         here = {update.site for update in self.accepted}
         return tuple(site for site in self.expected if site not in here)
 
@@ -95,7 +95,7 @@ class Policy(Protocol):
 
 
 class Waiting:
-    """What the policies have in common whose rounds wait for workers, and whose tickets end with them."""
+    """Shared by policies whose rounds wait for workers, and whose tickets end with their round."""
 
     __slots__ = ()
 
@@ -150,15 +150,15 @@ class QuorumDeadline(Waiting):
 
 @dataclass(frozen=True, slots=True)
 class Async:
-    """Applies updates in the order in which they were accepted, `buffer` at a time; nobody waits for who trains.
+    """Applies updates in the order in which they were accepted, `buffer` at a time; no site waits for one that trains.
 
-    With a buffer: FedBuff (Nguyen et al., arXiv 2106.06639), but that a site waits for the step that its update is part
-    of. A step does not wait for sites that are not there: once everybody alive has an update in, it is taken. Nor for
-    those that wait in another fragment: two sites would wait for each other.
+    With a buffer: FedBuff (Nguyen et al., arXiv 2106.06639), except that a site waits for the step that its update is
+    part of. A step does not wait for sites that are not there: it is taken once every live site has an update in. Nor
+    for sites that wait in another fragment: two sites would wait for each other.
 
     Args:
         buffer: K, updates of one step.
-        grace_s: seconds that a step waits for more than that, from its first update on; infinite: for everybody.
+        grace_s: seconds that a step waits for more updates, from its first one on; infinite: for all sites.
         sync_rounds_first: the first rounds are barriers: from scratch, asynchronous training loses much (Liu et al.,
             arXiv 2401.09135, section 6).
     """
@@ -207,7 +207,7 @@ class Async:
 
 
 def _free(view: RoundView) -> tuple[str, ...]:
-    """Of the sites whose update is not in, those that may submit one."""
+    """Return the sites whose update is missing and that may submit one."""
     return tuple(site for site in view.missing if site not in view.elsewhere)
 
 

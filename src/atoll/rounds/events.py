@@ -1,6 +1,6 @@
 """What happens to a run (events), and what the round machine wants done (effects). Values only.
 
-An effect marked [journal] must be in the journal before anybody is answered and before the next event is
+An effect marked [journal] must be in the journal before any request is answered and before the next event is
 handled; `machine.restore` starts from those. They may be written one by one, in order: `restore` mends what a
 crash left between two.
 """

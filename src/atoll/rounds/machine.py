@@ -4,11 +4,11 @@
     state, effects = step(state, WorkerJoined("clinic-a"), now_s)
 
 The server, the simulator and the schedule explorer run this same code. One idea carries most of it: after
-anything that may matter, `settle` brings an open round to where it has to be (whom it expects follows from
-who is alive and which tickets are out) and asks the policy. A restart does the same with what the journal has,
-so a crash between two journal writes is mended by the same rules.
+anything that may matter, `settle` brings an open round to where it has to be (the sites that it expects follow from
+the sites that are alive and the tickets that are out) and asks the policy. A restart does the same with what the
+journal has, so the same rules mend a crash between two journal writes.
 
-`now_s` is seconds on a clock that never jumps; by a wall clock, workers would die when it is set.
+`now_s` is seconds on a clock that never jumps; by a wall clock, workers would be declared dead when it is set.
 """
 
 from __future__ import annotations
@@ -179,7 +179,7 @@ def _request(draft: Draft, site: str, fragment: int) -> None:
         draft.emit(TicketWithheld(site, fragment, reason))
     elif ticket and ticket.state == "open":
         draft.emit(TicketIssued(site, ticket.id, fragment, ticket.base_version, new=False))
-    else:  # its first, or another try of one that was refused, without whom the round cannot close
+    else:  # its first, or another try of a refused site without which the round cannot close
         _issue(draft, site, fragment)
 
 
@@ -249,7 +249,7 @@ def _commit(draft: Draft, fragment: int, version: int, value: float | None) -> N
 
 
 def _collect_again(draft: Draft, fragment: int, reason: str) -> None:
-    """What was collected for the round is lost: its tickets are open again, for whoever still has an update of them."""
+    """Open the tickets of a round again whose collected updates are lost, so that their sites offer them again."""
     round_ = draft.round(fragment)
     if round_.phase not in ("open", "closing"):
         return
@@ -264,7 +264,7 @@ def _collect_again(draft: Draft, fragment: int, reason: str) -> None:
     expected = {ticket.site: draft.now_s for ticket in lost if ticket.site in alive} | dict(round_.expected)
     draft.change_round(fragment, phase=phase, expected=expected, frozen=(), until_s=None, first_s=None)
     draft.emit(RoundReopened(fragment, round_.head, tuple(sorted(ticket.id for ticket in lost)), reason))
-    draft.emit(ExpectedChanged(fragment, round_.head, tuple(sorted(expected))))  # who left since it was frozen is not
+    draft.emit(ExpectedChanged(fragment, round_.head, tuple(sorted(expected))))  # without sites that have left
     draft.wake.add(fragment)
     settle(draft)
 

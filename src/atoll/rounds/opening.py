@@ -1,6 +1,6 @@
-"""Bringing rounds to where members, tickets and time have them: opening, whom they expect, closing.
+"""Bring rounds to where members, tickets and time have them: open them, set the sites they expect, close them.
 
-`settle` is a function of the state alone, so live running and recovery cannot come to different answers.
+`settle` is a function of the state alone, so a live run and a recovery come to the same answers.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ def settle(draft: Draft) -> None:
 
 
 def open_next(draft: Draft, fragment: int, event: str) -> None:
-    """The next round, for who is drawn of those alive now; where they are too few, `_revise` adds others.
+    """Open the next round for the sites that are drawn of those alive now; if they are too few, `_revise` adds others.
 
-    Into an asynchronous one come the tickets that are still good: open ones, and updates that wait for their turn.
+    An asynchronous round takes over tickets that are still good: open ones, and updates that wait for their turn.
     """
     round_ = draft.round(fragment)
     phase = advance(f"Fragment {fragment}", ROUND, round_.phase, event)
@@ -48,11 +48,11 @@ def open_next(draft: Draft, fragment: int, event: str) -> None:
 
 
 def _revise(draft: Draft, fragment: int) -> None:
-    """Whom an open round expects.
+    """Set the sites that an open round expects.
 
-    Who has an accepted update, alive or not. Of the others: who is alive and submits more, was expected or holds an
-    open ticket, and was not refused. Where they are too few to close it, late joiners and those who were not drawn
-    help, in order of their leases.
+    Sites with an accepted update, alive or not. Also live sites that submit more, were expected or hold an open ticket,
+    and were not refused. If they are too few to close the round, late joiners and sites that were not drawn help, in
+    order of their leases.
     """
     round_, members, floor = draft.round(fragment), draft.state.members, draft.state.rules.floor
     alive = draft.state.active_s.keys()
@@ -134,7 +134,7 @@ def expire(draft: Draft, fragment: int) -> None:
 
 
 def _expire_far_behind(draft: Draft, fragment: int) -> None:
-    """End the tickets whose updates could no longer be near enough to the head, whenever they come."""
+    """End tickets that are too far behind the head: their updates would be refused whenever they came."""
     limit, head = draft.state.rules.max_staleness, draft.round(fragment).head
     if limit is not None:
         reason = f"its base is more than max_staleness {limit} versions behind version {head}"

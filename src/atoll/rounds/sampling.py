@@ -3,12 +3,12 @@
 H. B. McMahan et al.: Communication-Efficient Learning of Deep Networks from Decentralized Data. arXiv 1602.05629,
 algorithm 1: S_t ← a random set of m = max(C·K, 1) clients.
 
-The draw is a function of seed, fragment, version and the names alone: a restarted server draws the same workers, and
-who joins or leaves changes nothing in how the others are ranked among themselves.
+The draw is a function of seed, fragment, version and the names alone: a restarted server draws the same sites, and a
+site that joins or leaves does not change how the others are ranked among themselves.
 
-Whoever aggregates has the version and the outer state beside it, and so has at least one other worker: the next version
-is real only once a second one has it. That second one aggregates the next round, so that in each round it is another;
-not where the user has named who is to aggregate, and the second one is not among them.
+The worker that aggregates has the version and the outer state beside it, and so has at least one other: the next
+version is real only once a second worker has it. That second one aggregates the next round, so that the work moves on;
+except if the user has named aggregators and it is not among them.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from blake3 import blake3
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How many are drawn, and from what.
+    """How many sites are drawn.
 
     Args:
-        fraction: C, of those alive; 1: everybody.
-        minimum: drawn at least, as far as there are so many.
+        fraction: C, of the live sites; 1: all of them.
+        minimum: sites that are drawn at least, as far as there are so many.
         seed: of the draws.
     """
 
@@ -36,12 +36,12 @@ class Sampling:
     seed: int = 0
 
     def size(self, sites: int) -> int:
-        """How many of so many sites a round asks for."""
+        """Return how many of so many sites a round asks for."""
         share = math.ceil(self.fraction * sites - 1e-9)  # 0.1 · 30 is 3.0000000000000004
         return min(sites, max(self.minimum, share))
 
     def draw(self, sites: Collection[str], fragment: int, base_version: int, at_least: int = 1) -> list[str]:
-        """The sites of the round that starts from `base_version`, sorted; `at_least` so many, where there are."""
+        """Return the sites of the round from `base_version`, sorted; `at_least` so many, if there are."""
         count = max(at_least, self.size(len(sites)))
 
         def rank(site: str) -> bytes:
@@ -51,15 +51,15 @@ class Sampling:
 
 
 HOLDERS = 2
-"""Workers that have the newest version and the outer state beside it, at least, where there are so many."""
+"""Workers that hold the newest version and its outer state at least, if there are so many."""
 
 
 def turn(sites: Collection[str], *, seed: int, fragment: int, version: int, named: Sequence[str] = ()) -> list[str]:
-    """In which order workers are asked to aggregate the round from a version.
+    """Return the order in which workers are asked to aggregate the round from a version.
 
     Args:
-        sites: who could.
-        named: the user's choice, who are asked first, in turn: one round the first, the next round the second.
+        sites: of the workers that could.
+        named: the user's choice, asked first, in turn: one round the first, the next round the second.
     """
 
     def drawn(site: str) -> bytes:
@@ -77,12 +77,12 @@ def appointed(
     before: Collection[str],
     named: Collection[str] = (),
 ) -> str | None:
-    """Who aggregates: the first in order who has the version and has not failed at it; nobody where nobody has it.
+    """Return the site that aggregates: the first in order with the version that has not failed; None if none has it.
 
     Args:
-        excluded: who has failed in this round, longest ago first; asked again in that order where nobody else is.
-        before: who aggregated the round before, and who has failed in one of the last: asked last of the others.
-        named: the user's choice; the others are asked only where none of these is able, though it be `before`.
+        excluded: sites that failed in this round, oldest failure first; asked again in that order if no other is left.
+        before: the aggregator of the round before, and sites that failed in a recent one: asked last of the others.
+        named: the user's choice; others are asked only if none of these is able, even one of `before`.
     """
     able = [site for site in order if site in holders]
     fresh = [site for site in able if site not in excluded]
@@ -92,6 +92,6 @@ def appointed(
 
 
 def to_hold(order: Sequence[str], holders: Collection[str]) -> set[str]:
-    """Who is to have the newest version: those who have it, and others until they are `HOLDERS`."""
+    """Return the sites that shall have the newest version: its holders, and others until they are `HOLDERS`."""
     others = [site for site in order if site not in holders]
     return {*holders, *others[: max(0, HOLDERS - len(holders))]}

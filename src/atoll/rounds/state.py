@@ -34,12 +34,12 @@ class Rules:
         heartbeat_timeout_s: silence after which a worker is declared dead; 0: never.
         rounds: the run is finished when every fragment has had so many; 0: endless.
         policy: when a round closes.
-        sampling: whom it asks for.
+        sampling: which sites it asks for.
         fragments: how many parts of the model have rounds of their own.
         tracking: which version is the best, and when that ends the run.
         max_staleness: versions between the base of an update and the one that it is applied to; None: no limit.
         max_inflight: fragments of one worker that may be under way at a time.
-        held: training has not begun: no first round opens, whoever joins.
+        held: training has not begun: no first round opens, whichever sites join.
     """
 
     num_workers: int
@@ -180,7 +180,7 @@ class State:
 
     @property
     def active_s(self) -> Mapping[str, float]:
-        """As `seen_s`, of members who may submit something."""
+        """As `seen_s`, of members that may submit something."""
         if not self.ending:
             return self.seen_s
         return {site: last_s for site, last_s in self.seen_s.items() if site not in self.ending}

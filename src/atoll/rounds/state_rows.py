@@ -19,7 +19,7 @@ from atoll.rounds.state import (
 
 
 def initial(rules: Rules, heads: tuple[int, ...] | None = None) -> State:
-    """A run that nobody has joined; `heads` are the versions that it starts from, 0 by default."""
+    """Return a run without members; `heads` are the versions that it starts from, 0 by default."""
     heads = (0,) * rules.fragments if heads is None else heads
     if len(heads) != rules.fragments:
         raise ValueError(f"{len(heads)} heads given for {rules.fragments} fragments")

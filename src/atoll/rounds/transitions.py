@@ -60,7 +60,7 @@ def advance(what: str, table: Table, state: str, event: str) -> str:
     """The state that follows.
 
     Args:
-        what: of whom the table speaks, for the message.
+        what: the subject of the message.
 
     Raises:
         IllegalTransition: the table does not list it.

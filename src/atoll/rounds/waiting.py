@@ -1,4 +1,4 @@
-"""What one may ask a state: whom a round waits for and why, who may submit, when to look again."""
+"""Questions to a state: which sites a round waits for and why, which site may submit, when to look again."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from atoll.rounds.state import State, Ticket, ticket_by_id, view
 
 
 def missing(state: State, fragment: int) -> tuple[tuple[str, float], ...]:
-    """(site, since_s) of everyone whom the open round still waits for, sorted; empty where none is open."""
+    """Return (site, since_s) of every site that the open round still waits for, sorted; empty if none is open."""
     round_ = state.rounds[fragment]
     if round_.phase != "open":
         return ()
@@ -17,7 +17,7 @@ def missing(state: State, fragment: int) -> tuple[tuple[str, float], ...]:
 
 
 def why(state: State, fragment: int, now_s: float) -> str:
-    """What the fragment waits for, in one plain sentence without a subject."""
+    """Return what the fragment waits for, in one plain sentence without a subject."""
     round_ = state.rounds[fragment]
     if round_.phase == "gathering" and state.rules.held:
         return "does not train at present: a workflow of tasks has the sites"
@@ -34,10 +34,10 @@ def why(state: State, fragment: int, now_s: float) -> str:
 
 
 def may_submit(state: State, site: str, lease: int, ticket: int) -> LeaseRefused | str | None:
-    """None where the holder of `lease` may submit under `ticket` now.
+    """Return None if the holder of `lease` may submit under `ticket` now.
 
-    Otherwise the refused lease, or a sentence that says what is wrong with the ticket. That its update is
-    accepted already is such a sentence: whether a repeated request brings the same bytes, the journal knows.
+    Otherwise return the refused lease, or a sentence that says what is wrong with the ticket. That its update is
+    accepted already is such a sentence: the journal knows whether a repeated request brings the same bytes.
     """
     refused = leases.refusal(state.members, site, lease)
     if refused:
@@ -51,16 +51,16 @@ def may_submit(state: State, site: str, lease: int, ticket: int) -> LeaseRefused
         return f"Ticket {ticket} was not issued to {site!r}."
     if known.state != "open":
         return f"Ticket {ticket} is {known.state}{': ' if known.reason else ''}{known.reason}."
-    limit = state.rules.max_staleness  # asked for every part: nothing is worked out where there is none
+    limit = state.rules.max_staleness  # asked for every part: skip the arithmetic if there is none
     if limit is not None and (behind := staleness(state, known)) > limit:
         return f"Ticket {ticket} is too late: its update would be {behind} versions behind; max_staleness is {limit}."
     return None
 
 
 def staleness(state: State, ticket: Ticket) -> int:
-    """Versions between the base of a ticket and the one that its update would be applied to, if it came now.
+    """Return the versions between the base of a ticket and the one that its update would be applied to now.
 
-    Numbers that were lost (the server fell back) count, too: an update across them is taken for older than it is.
+    Lost numbers (the server fell back) count, too: an update across them is taken for older than it is.
     """
     round_ = state.rounds[ticket.fragment]
     if not state.is_async(ticket.fragment):
@@ -70,9 +70,9 @@ def staleness(state: State, ticket: Ticket) -> int:
 
 
 def due(state: State, site: str) -> int:
-    """The fragment that is next in the cycle, for a site that begins now: the first of those with the fewest rounds.
+    """Return the fragment that a site begins with now: the first of those with the fewest rounds.
 
-    One whose open round has the site's update already is passed over, where another is left.
+    A fragment whose open round has the site's update already comes last.
     """
     accepted = [
         (ticket := round_.tickets.get(site)) is not None and ticket.state == "accepted" for round_ in state.rounds
@@ -81,7 +81,7 @@ def due(state: State, site: str) -> int:
 
 
 def next_deadline_s(state: State) -> float | None:
-    """When `TimePassed` is due next; None where time alone changes nothing.
+    """Return when `TimePassed` is due next; None if time alone changes nothing.
 
     Signs of life move it, so a timer that fires early only has to ask again.
     """

@@ -1,4 +1,4 @@
-"""Which of the server's filters are whose, and for which tasks: from the run file, or from a program."""
+"""Which filters the server applies to which sites and tasks: from the run file, or from a program."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class SiteFilters:
         return bool(self._entries)
 
     def __str__(self) -> str:
-        """Which filter is whose, for the log."""
+        """Each filter with its sites, for the log."""
         return ", ".join(
             f"{each!r} of {', '.join(sorted(sites)) if sites else 'every site'}"
             + (f" in {', '.join(sorted(tasks))}" if tasks else "")
@@ -68,7 +68,7 @@ class SiteFilters:
         return sorted({task for _, _, tasks in self._entries for task in tasks})
 
     def warn_of_strangers(self, sites: Collection[str]) -> None:
-        """Say of filters for sites that are none of `sites`, once each: by a wrong name nobody is filtered."""
+        """Warn once of each filter for a site that is not in `sites`: under a wrong name it filters nothing."""
         named = {site for _, wanted, _ in self._entries for site in wanted}
         for site in sorted(named.difference(sites, self._told)):
             self._told.add(site)
@@ -76,13 +76,13 @@ class SiteFilters:
             LOG.warning("%s are for site %r, which has not taken part. %s", self._setting, site, hint)
 
     def warn_of_unsent(self, names: Collection[str]) -> None:
-        """Say of filters for tasks that are none of `names`, those that were sent."""
+        """Warn of filters for tasks that were not sent; `names` are those that were."""
         for task in sorted(set(self.tasks).difference(names)):
             hint = registry.nearest(task, names, f"Those that were: {', '.join(sorted(names)) or 'none'}.")
             LOG.warning("%s are for task %r, which was not sent. %s", self._setting, task, hint)
 
     def of(self, site: str, task: str = "") -> tuple[Filter, ...]:
-        """Those of one site, in their order; of a task's payload where one is named."""
+        """Return the filters of one site, in their order; those of a task if one is named."""
         mine = self._of.get(site)
         if mine is None:
             copies = [(_own(each), sites, tasks) for each, sites, tasks in self._entries if not sites or site in sites]
@@ -91,7 +91,7 @@ class SiteFilters:
 
 
 def _own(filter_: Filter) -> Filter:
-    """A copy that shares nothing with others but what cannot be copied, such as a lock."""
+    """Return a copy that shares with others only what cannot be copied, such as a lock."""
     mine = copy.copy(filter_)
     memo: dict[int, Any] = {id(filter_): mine}
     for name, value in list(vars(mine).items()):

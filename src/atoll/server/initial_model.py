@@ -104,13 +104,13 @@ def loaded_model(settings: Settings, loaded: Tensors, schema: Schema | None = No
     if schema is None and settings.model is None:
         return loaded
     schema = schema or _seen(settings, None) or schema_for(settings, initial_model(settings, None))
-    who = f"load() of the persistor {settings.persistor!r}"
+    source = f"load() of the persistor {settings.persistor!r}"
     found = dict(unwrapped(loaded, {spec.name for spec in schema.tensors} | {name for name, _ in schema.aliases}))
     for name, owner in schema.aliases:
         one, other = found.pop(name, None), found.get(owner)
         if one is not None and other is not None and not _same(one, other):
             raise ConfigError(
-                f"{who} gave {name!r} and {owner!r}, which differ; in the run's model they are tied: one tensor.",
+                f"{source} gave {name!r} and {owner!r}, which differ; in the run's model they are tied: one tensor.",
                 "Give both with the same values, or only one of them.",
             )
         if one is not None and other is None:
@@ -119,7 +119,7 @@ def loaded_model(settings: Settings, loaded: Tensors, schema: Schema | None = No
     ordered = {spec.name: found.pop(spec.name) for spec in schema.tensors if spec.name in found} | found
     ordered |= {name: ordered[owner] for name, owner in schema.aliases if owner in ordered}
     model = Told(ordered, {spec.name: spec.group == BUFFERS for spec in schema.tensors})
-    schema_of(model).require_equal(schema, mine=who, theirs="the run")
+    schema_of(model).require_equal(schema, mine=source, theirs="the run")
     return model
 
 
@@ -144,7 +144,7 @@ def _as_told(path: Path, tensors: dict[str, Tensor], same: Callable[[Tensor, Ten
     """What an export says of its tensors, where it still is so.
 
     Names that it says are one tensor get one, where they are the same. Its list of buffers is believed whole where the
-    file has them all; else somebody has changed the file, and of those that are not on the list nothing is known.
+    file has them all; else the file was changed, and nothing is known of tensors that are not on the list.
     """
     from safetensors import safe_open
 

@@ -47,12 +47,12 @@ PORTS_TO_TRY = 100
 GRACE_S = 30.0
 """After the last round, how long the server stays for workers that have not fetched the result yet."""
 GRACE_SAID_S = 1.0
-"""Workers that live take it sooner than that; from then on it is said who is awaited."""
+"""Live workers take it sooner; from then on the log names the workers that the server waits for."""
 WATCHED_S = 3.0
-"""Who asked for the status so shortly ago asks every second, and is to see that the run is finished."""
+"""A peer that asked for the status so shortly ago asks every second, and shall see that the run is finished."""
 READ_BYTES = 2**16
-"""Of a body that is held before anybody reads it; a part's reader takes more. Who sends bodies that nobody asked for
-costs no more than this."""
+"""Bytes of a body that are held before a reader takes them; the reader of a part takes more. A body that is not
+expected costs no more than this."""
 
 
 @public_api
@@ -341,7 +341,7 @@ class Server:
             if self._stopping.is_set():
                 return
             if waited_s >= GRACE_S:
-                LOG.warning("%s did not take the result in %g s; whoever needs it has the export", there, GRACE_S)
+                LOG.warning("%s did not fetch the result within %g s; use the exported file", there, GRACE_S)
                 return
             if not said and waited_s >= GRACE_SAID_S:
                 said = True
@@ -358,7 +358,7 @@ def _listen(settings: Settings) -> socket.socket:
     """A bound socket: the port that was asked for, or the first free one from 8512 on.
 
     Raises:
-        PortInUse: somebody else has the port. ConfigError: the address is not this machine's.
+        PortInUse: another program has the port. ConfigError: the address is not this machine's.
     """
     wanted = range(DEFAULT_PORT, DEFAULT_PORT + PORTS_TO_TRY) if settings.port is None else [settings.port]
     try:
@@ -389,7 +389,7 @@ def _listen(settings: Settings) -> socket.socket:
 
 
 def _require_none_of_its_own(**given: Any) -> None:
-    """In a swarm updates are taken, filtered and reduced by workers, who run no code of the server's program.
+    """In a swarm workers take, filter and reduce updates, and run no code of the server's program.
 
     Raises:
         ConfigError: something was given.

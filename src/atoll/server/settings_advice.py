@@ -1,4 +1,4 @@
-"""What is said of the settings of a run before it begins: what they do that nobody can have meant."""
+"""Warn about settings that are valid but almost certainly wrong, before a run begins."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def _of_lost_steps(plan: Plan) -> list[str]:
 
 
 def _of_the_way_down(plan: Plan) -> list[str]:
-    """In an asynchronous run each worker pulls everybody's differences, which have to be kept, and add up."""
+    """Warn of differences that add up: an asynchronous worker pulls those of all steps, and they are kept."""
     settings = plan.settings
     behind = -(-settings.num_workers // settings.async_buffer)  # versions that come while one worker trains
     downlinks = [each.downlink for each in plan.fragments]

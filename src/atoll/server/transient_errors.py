@@ -1,4 +1,4 @@
-"""Troubles of the server that pass, as too little of something does; and whether there is room for what comes."""
+"""Errors of the server that pass, such as a full disk; and whether there is room for what comes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _NO_MORE_FILES = (errno.EMFILE, errno.ENFILE)
 
 
 def no_more_files(error: BaseException) -> bool:
-    """Whether this came of a file that could not be opened because too many are."""
+    """Return whether a file could not be opened because too many are open."""
     for cause in causes(error):
         if isinstance(cause, SyncFailed):
             return False
@@ -24,12 +24,12 @@ def no_more_files(error: BaseException) -> bool:
 
 
 def journal_failed(error: StoreError) -> bool:
-    """Whether an fsync failed, or SQLite for more than want of space: only a new start can tell what is left."""
+    """Return whether an fsync failed, or SQLite for more than lack of space: only a new start tells what is left."""
     return isinstance(error, SyncFailed) or (isinstance(error.__cause__, sqlite3.Error) and passing(error) is None)
 
 
 def directory_gone(state_dir: Path) -> StoreError | None:
-    """What to say of a failure where the state directory, or what it must hold, is gone: nothing else matters then."""
+    """Return the error to report if the state directory or one of its files is gone: it explains any other failure."""
     for path in (state_dir, state_dir / "slots", state_dir / "journal.sqlite"):
         if not path.exists():
             return StoreError(
@@ -43,7 +43,7 @@ def directory_gone(state_dir: Path) -> StoreError | None:
 
 
 def passing(error: BaseException) -> str | None:
-    """What there is too little of, in words; None for an error that waiting does not mend."""
+    """Return in words what is lacking; None for an error that waiting does not mend."""
     if isinstance(error, DiskFull):
         return f"the disk is full: {error}"
     if no_more_files(error):
@@ -52,7 +52,7 @@ def passing(error: BaseException) -> str | None:
 
 
 def out_of_memory(error: BaseException | None) -> RunFailed | None:
-    """What ends a server that gets no more memory, be it for an object or for the stack of a thread; else None."""
+    """Return the error that ends a server without memory for an object or a thread; None for other errors."""
     no_thread = isinstance(error, RuntimeError) and str(error) == "can't start new thread"
     if not no_thread and not isinstance(error, MemoryError):
         return None
@@ -62,15 +62,15 @@ def out_of_memory(error: BaseException | None) -> RunFailed | None:
     )
 
 
-# -- Whether there is room for what a server is about to write: it keeps some of its disk free.
+# -- The server keeps some of its disk free.
 
 
 RETRY_S = 2.0
-"""After which somebody who was refused asks again."""
+"""When a refused request is made again."""
 
 
 def require_space(store: Store, settings: Settings) -> None:
-    """Refuse what takes disk, or memory in runs without a disk, while little of it is left.
+    """Refuse a request that takes disk (or memory, in runs in memory) while little of it is left.
 
     Raises:
         DiskFull: it can be asked for again later.

@@ -78,7 +78,7 @@ class Filtering:
         return bool(self.filters) and bool(self.filters.of(site))
 
     async def prepare(self, row: TicketRow, number: int) -> None:
-        """Filter an update whose parts are all there, and keep what comes of it; who asks again meanwhile waits, too.
+        """Filter an update whose parts are all there, and keep what comes of it; a second call meanwhile waits, too.
 
         Args:
             row: its ticket, with the digest of the update and what the site said of it.
@@ -113,7 +113,7 @@ class Filtering:
     def _is_done(self, key: _Key, done: asyncio.Task[None]) -> None:
         del self._going[key]
         if not done.cancelled():
-            done.exception()  # whoever asked was told, or asks again
+            done.exception()  # the request that asked was told, or asks again
 
     async def refusal(self, row: TicketRow, number: int) -> str:
         """As `prepare`; returns why the update is refused, nothing where it is not."""

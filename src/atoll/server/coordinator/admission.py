@@ -12,11 +12,11 @@ from atoll.protocol import messages, routes
 from atoll.store.journal_tables import TicketRow
 from atoll.store.store import Store
 
-# -- What a worker must know of a run before it joins; a recipe compares it with what it would have had.
+# -- What a worker must know of a run before it joins; a recipe compares it with its own settings.
 
 
 def run_info(plan: Plan, run_id: str) -> messages.RunInfo:
-    """The message of a run with this plan."""
+    """Return the message about a run with this plan."""
     settings, algorithm = plan.settings, plan.algorithm
     return messages.RunInfo(
         protocol=routes.PROTOCOL,
@@ -55,7 +55,7 @@ LOG = logging.getLogger("atoll.server")
 
 
 def require_fit(message: messages.Join, plan: Plan, store: Store) -> None:
-    """Refuse who could not take part.
+    """Refuse a site that could not take part.
 
     Raises:
         VersionSkew: it speaks another protocol. ServerLost: it means another run.
@@ -126,7 +126,7 @@ def _require_state(message: messages.Join, store: Store) -> None:
 
 
 def _updates(site: str, store: Store) -> int:
-    """How many updates of a site the run has counted, or is going to."""
+    """Return how many updates of a site the run has counted, or is going to."""
     counted = next((member.rounds_counted for member in store.run_log.members() if member.site == site), 0)
     last = store.tickets.last_of(site)
     return counted + (last is not None and last.state == "accepted")

@@ -1,4 +1,4 @@
-"""Files written behind the commits of a run: metrics, exports, the durable version, the best one, the result."""
+"""Writes that may lag behind a commit: metrics, exports, the durable version, the best one, the result."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def export_model(
 
     Args:
         heads: the version of each fragment; by default the newest.
-        told: further metadata of the header.
+        told: more metadata for the header.
 
     Raises:
         Gone: a version, or what is needed of it, is not kept.
@@ -104,9 +104,9 @@ def _line(summary_json: str, at: str) -> str:
 
 # -- The best version so far, as files for people: `best.safetensors`, and `best.json` that says which it is.
 #
-# Both are inodes of their own, written whole, fsynced, then renamed; the model first, so what `best.json` names is
-# there. Which version is best the journal's metrics say; these files are made again from it where a kill came
-# between.
+# Both are inodes of their own, written whole, fsynced, then renamed; the model first, so that the version that
+# `best.json` names is there. The journal's metrics say which version is best; after a kill in between, these files are
+# made again from it.
 
 
 LOG = logging.getLogger("atoll.server")
@@ -128,10 +128,10 @@ class BestVersion:
         return self._folder / BEST_MODEL
 
     def save(self, measured: Measured) -> None:
-        """Write the version; nothing is done where it is there already.
+        """Write the version, unless it is there already.
 
         Raises:
-            Gone: it is not kept any more.
+            Gone: it is no longer kept.
             DiskFull: what was there before is still there.
             SyncFailed: fsync failed; the server must end.
             StoreError: a folder is in the place of a file.
@@ -146,7 +146,7 @@ class BestVersion:
         self.saved = measured
 
     def handed(self, measured: Measured) -> Best:
-        """What a persistor gets of the version that was written last."""
+        """Return what a persistor gets of the version that was written last."""
         rows = (row for row in self._store.run_log.history(None, 0) if row.version == measured.version)
         summary = next((row.summary_json for row in rows), "") or "{}"
         fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
@@ -169,10 +169,10 @@ class BestVersion:
         self._store.journal.sync_folder(self._folder)
 
     def _noted(self) -> Measured | None:
-        """What the files are, by this metric; None where one of them is missing, or they are by another one.
+        """Return which version the files hold, by this metric; None if one is missing, or they are by another metric.
 
-        The model's own header says it, too. A note that differs is damaged, or was to be replaced when the server was
-        killed: it is made again.
+        The model's own header says it, too. A note that differs is damaged, or was about to be replaced when the
+        server was killed: it is made again.
         """
         path = self._folder / BEST_NOTE
         if not (path.exists() and self.path.exists()):
@@ -192,7 +192,7 @@ class BestVersion:
         return told
 
     def _header(self) -> Measured | None:
-        """What the model's header says; None where it is of another metric, or damaged."""
+        """Return what the model's header says; None if it is of another metric, or damaged."""
         from safetensors import SafetensorError, safe_open
 
         try:
@@ -215,7 +215,7 @@ def require_files(folder: Path) -> None:
 
 
 def measured_of(history: list[HistoryRow], metric: str) -> list[Measured]:
-    """What the workers of each round measured of the version that they had pulled, in the order of rounds.
+    """Return what each round's workers measured of the version that they had pulled, in the order of rounds.
 
     Args:
         history: every version of one fragment, oldest first.
@@ -231,13 +231,13 @@ def measured_of(history: list[HistoryRow], metric: str) -> list[Measured]:
 
 
 def value_of(summary: status_messages.RoundSummary, metric: str) -> float | None:
-    """The round's value of the metric; None where nobody reported it, or the mean is not finite."""
+    """Return the round's value of the metric; None if no site reported it, or the mean is not finite."""
     value = summary.metrics.get(metric)
     return value if value is not None and math.isfinite(value) else None
 
 
 def missing(summary: status_messages.RoundSummary, tracking: Tracking) -> str:
-    """What to say where a round says nothing about the tracked metric."""
+    """Return the warning for a round without the tracked metric."""
     has = ", ".join(sorted(summary.metrics)) or "none"
     return (
         f"round {summary.round} has no finite {tracking.metric!r} (its metrics: {has}); neither the best version nor "
@@ -249,7 +249,7 @@ T = TypeVar("T")
 
 
 class Behind:
-    """Runs on the server's loop; what takes its time is done by threads of `io`."""
+    """Writes behind commits: called on the server's loop, slow work is done by threads of `io`."""
 
     def __init__(self, plan: Plan, store: Store, io: Executor, persistor: Persistor | None = None) -> None:
         self._plan, self._settings, self._store, self._io, self.persistor = plan, plan.settings, store, io, persistor
@@ -259,12 +259,12 @@ class Behind:
         self._durable_in_turn = asyncio.Lock()
 
     def save_initial(self) -> None:
-        """A run that has just begun: a persistor gets what it begins with."""
+        """Give a persistor the initial model of a run that has just begun."""
         if self.persistor is not None and self._settings.save_every and max(heads := self._store.versions.heads()) == 0:
             self.persistor.save(self._plan, self._store, heads)
 
     def close(self) -> None:
-        """The store is about to be closed."""
+        """Close the persistor, before the store is closed."""
         if self.persistor is not None:
             self.persistor.close()
 
@@ -277,11 +277,11 @@ class Behind:
         last: bool,
         finished: bool,
     ) -> None:
-        """What may lag behind a commit: the metrics file, an export, the durable version.
+        """Write what may lag behind a commit: the metrics file, an export, the durable version.
 
         Args:
             heads: the version of each fragment.
-            last: whether every other fragment has had this round, too.
+            last: whether every other fragment has done this round, too.
         """
         loop = asyncio.get_running_loop()
         every = self._settings.save_every
@@ -296,7 +296,7 @@ class Behind:
                     await loop.run_in_executor(self._io, self.exports.save, heads)
                 except Gone as error:
                     LOG.debug("version %d was overtaken before it was exported: %s", row.version, error)
-            # Each holds its version, and an older one that ends late would be said to be the durable one.
+            # Each holds its version; an older one that ends late would be recorded as the durable one.
             async with self._durable_in_turn:
                 await loop.run_in_executor(self._io, self._store.versions.write_durable, row.fragment)
         except (AtollError, OSError) as error:
@@ -306,7 +306,7 @@ class Behind:
             LOG.error("version %d could not be saved: %s", row.version, reason)
 
     async def save_best(self, measured: Measured) -> None:
-        """Write the best version, and let the persistor have it; one that is not kept any more is told of."""
+        """Write the best version and give it to the persistor; warn if it is no longer kept."""
         try:
             await self._saved("the best version", functools.partial(self.best.save, measured))
             if self.persistor is not None:
@@ -321,7 +321,7 @@ class Behind:
             )
 
     async def save_result(self) -> Path | str:
-        """Write the head as the run's result; that of a swarm is at its sites."""
+        """Write the head as the run's result; in a swarm each site does."""
         if self._plan.is_swarm:
             return "each site writes it to its own folder"
         path = await self._saved("the result", self.exports.save)
@@ -331,12 +331,12 @@ class Behind:
         return path
 
     async def handed(self) -> None:
-        """Wait until the persistor has had everything that it is to have."""
+        """Wait until the persistor has got everything."""
         if self.persistor is not None:
             await asyncio.wrap_future(self.persistor.handed())
 
     async def _saved(self, what: str, save: Callable[[], T]) -> T:
-        """Run `save` in a thread; where space or open files are lacking, again until they are there."""
+        """Run `save` in a thread; while space or open files are lacking, try again."""
         while True:
             try:
                 return await asyncio.get_running_loop().run_in_executor(self._io, save)
@@ -349,6 +349,6 @@ class Behind:
 
 
 async def over(*tasks: asyncio.Task[None] | None) -> None:
-    """Wait until these have ended, however they do."""
+    """Wait until these have ended, with or without an error."""
     if begun := [task for task in tasks if task is not None]:
         await asyncio.wait(begun)

@@ -1,4 +1,4 @@
-"""What a run looks like at this moment: one message, for `atoll status` and whoever else asks."""
+"""The status of a run: one message, for `atoll status` and other programs."""
 
 from __future__ import annotations
 
@@ -87,21 +87,21 @@ class Places(Protocol):
         """Return why no worker aggregates a fragment; empty if one does."""
 
 
-# -- How long a run will still take, by how long its last rounds took.
+# -- How long a run will still take, judged by its last rounds.
 
 
 ROUNDS = 20
-"""Of each fragment, that are looked at: what was long ago says little of the workers that there are now."""
+"""Rounds of each fragment that the estimate uses: older ones say little about the workers of now."""
 
 
 def left_s(commits_s: Sequence[float], commits_left: int, now_s: float) -> float | None:
-    """Seconds that further commits take, by the mean distance of those measured; None where none was.
+    """Return the seconds that further commits take, by the mean distance of those measured; None if none was.
 
-    The time since the last one is spent, up to one distance: a round that takes longer than the others does not make
-    those behind it shorter.
+    The time since the last commit counts as spent, up to one distance: a round that takes longer than the others does
+    not make the next ones shorter.
 
     Args:
-        commits_s: when versions were committed, in order; before them when the first of these rounds was opened.
+        commits_s: when the first of these rounds was opened, then when versions were committed, in order.
     """
     if len(commits_s) < 2:
         return None
@@ -110,7 +110,7 @@ def left_s(commits_s: Sequence[float], commits_left: int, now_s: float) -> float
 
 
 class TimeLeft:
-    """Of one run, since this server started: the time in which there was none is no round's.
+    """Estimates the time left of a run, from the rounds since this server started.
 
     Args:
         rounds: of the run, as it was set; 0: until it is stopped.
@@ -121,13 +121,13 @@ class TimeLeft:
         self._commits_s: deque[float] = deque(maxlen=ROUNDS * fragments + 1)
 
     def committed(self, opened_s: float, now_s: float) -> None:
-        """A version was committed, of a round that was opened at `opened_s`."""
+        """Note that a version was committed, of a round that was opened at `opened_s`."""
         if not self._commits_s:
             self._commits_s.append(opened_s)
         self._commits_s.append(now_s)
 
     def of(self, state: State, now_s: float) -> float | None:
-        """Seconds; None where the run has no end, is over, has had no round yet, or waits for a site."""
+        """Return seconds; None if the run has no end, is over, has had no round yet, or waits for a site."""
         stands_still = len(state.active_s) < state.rules.floor and any(each.phase == "open" for each in state.rounds)
         if not self._rounds or state.finished or stands_still:
             return None
@@ -137,19 +137,19 @@ class TimeLeft:
 LOG = logging.getLogger("atoll.server")
 
 HISTORY = 20
-"""Rounds that a status shows; `metrics.jsonl` has them all."""
+"""Rounds that a status shows; `metrics.jsonl` has all of them."""
 QUIET_BEATS = 2.5
-"""Heartbeats that did not come, from which on a site is said to be silent."""
+"""Missing heartbeats from which on a site counts as silent."""
 
 
 @functools.lru_cache(maxsize=4 * HISTORY)
 def _summary(text: str) -> status_messages.RoundSummary:
-    """Of a round; of hundreds of workers they are long, and the same ones are asked for again and again."""
+    """Read the summary of a round; with hundreds of workers it is long, and the same ones are read again and again."""
     return status_messages.RoundSummary.model_validate_json(text)
 
 
 def status_of(run: Shown) -> status_messages.Status:
-    """The status of a run."""
+    """Return the status of a run."""
     now_s = time.monotonic()
     settings, algorithm = run.settings, run.plan.algorithm
     lost = [run.store.run_log.lost_versions(f) if each.lost else () for f, each in enumerate(run.state.rounds)]
@@ -206,7 +206,7 @@ def status_of(run: Shown) -> status_messages.Status:
 
 
 def keep_status(run: Shown) -> status_messages.Status:
-    """The status of a run, also kept for questions when no server runs; a full disk is no reason to fail."""
+    """Return the status of a run, and keep it for `atoll status` when no server runs; a full disk does not fail it."""
     status = status_of(run)
     path = run.settings.state_dir / status_messages.KEPT
     temporary = path.with_name(f".{path.name}.tmp")
@@ -219,7 +219,7 @@ def keep_status(run: Shown) -> status_messages.Status:
 
 
 def outer_in_words(algorithm: ResolvedAlgorithm, lrs: Mapping[str, float]) -> str:
-    """`sgd(lr=0.7, momentum=0.9)`; delayed Nesterov's N by that name, its first steps not: the policy has them."""
+    """Return `sgd(lr=0.7, momentum=0.9)`; delayed Nesterov's N by that name, without the first steps of the policy."""
     names, shown = {"delay": "N"}, algorithm.outer_options
     if algorithm.outer_name == "delayed_nesterov":
         shown = {key: value for key, value in shown.items() if key != "undelayed"}
@@ -263,7 +263,7 @@ def _fragment(run: Shown, index: int, now_s: float) -> status_messages.FragmentS
 
 
 def why(run: Shown, index: int, now_s: float) -> str:
-    """What the fragment waits for; also who of them may not even know that the server is back, or may be dead."""
+    """Return what the fragment waits for; also which sites may not know that the server is back, or may be dead."""
     missing = [site for site, _ in machine.missing(run.state, index)]
     unheard = [site for site in missing if site in run.roster and not run.roster[site].heard]
     silent = f"not heard since the server restarted: {', '.join(unheard)}" if unheard else ""
@@ -274,7 +274,7 @@ def why(run: Shown, index: int, now_s: float) -> str:
 
 
 def _hanging(run: Shown, sites: Sequence[str]) -> str:
-    """Which of these train no further although their heartbeats come."""
+    """Return which of these sites train no further although their heartbeats come."""
     patience_s = 2 * (run.settings.heartbeat_timeout_s or HANGS_S)
     still = {site: run.roster[site].hangs_s(patience_s) for site in sites if site in run.roster}
     return "; ".join(
@@ -285,11 +285,11 @@ def _hanging(run: Shown, sites: Sequence[str]) -> str:
 
 
 HANGS_S = 120.0
-"""Twice this without a step is reported where `heartbeat_timeout_s` is 0."""
+"""Twice this time without a step is reported if `heartbeat_timeout_s` is 0."""
 
 
 def _quiet(run: Shown, sites: Sequence[str], now_s: float) -> str:
-    """Who of these has let heartbeats out, and what comes of it; the same words until it does."""
+    """Return which of these sites miss heartbeats, and what follows; the same words until it does."""
     interval_s, timeout_s = run.settings.heartbeat_interval_s, run.settings.heartbeat_timeout_s
     seen_s = run.state.seen_s
     quiet = [site for site in sites if interval_s and now_s - seen_s.get(site, now_s) >= QUIET_BEATS * interval_s]
@@ -300,7 +300,7 @@ def _quiet(run: Shown, sites: Sequence[str], now_s: float) -> str:
 
 
 def _durable(run: Shown) -> list[int]:
-    """The durable version of each fragment; nothing where one has none yet."""
+    """Return the durable version of each fragment; nothing if one has none yet."""
     found = [run.store.versions.durable(fragment) for fragment in range(len(run.state.rounds))]
     return [version for version in found if version is not None] if None not in found else []
 

@@ -11,7 +11,7 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -22,6 +22,7 @@ from atoll.protocol import messages, routes, status_messages, swarm_messages, ta
 from atoll.rounds import events as ev
 from atoll.rounds import events as fx
 from atoll.rounds import machine
+from atoll.rounds.local_steps import local_steps as dylu_steps
 from atoll.runtime import failpoint, stay_single_threaded
 from atoll.server.coordinator.accept_update import UpdateAdmission, outcome_of
 from atoll.server.coordinator.admission import counted_of, require_fit, run_info
@@ -29,7 +30,7 @@ from atoll.server.coordinator.aggregate_round import Closer, LocalCloser, in_wor
 from atoll.server.coordinator.background_writes import Behind, measured_of, missing, over, value_of
 from atoll.server.coordinator.build_status import TimeLeft, Workflows, keep_status, status_of, why
 from atoll.server.coordinator.ledger import Ledger, StoreRows, snapshot_of
-from atoll.server.coordinator.long_polls import Turnstile
+from atoll.server.coordinator.long_polls import FairEvent
 from atoll.server.coordinator.persistor import Persistor
 from atoll.server.coordinator.roster import (
     Attendance,
@@ -41,7 +42,6 @@ from atoll.server.coordinator.roster import (
     replaced,
     roster_of,
 )
-from atoll.server.coordinator.worker_pace import Pace
 from atoll.server.filter_table import SiteFilters
 from atoll.server.settings_advice import advice
 from atoll.server.swarm.assignments import Swarm
@@ -87,7 +87,9 @@ class Coordinator:
         progress = rules.tracking.follow_all(measured_of(history, rules.tracking.metric))
         self._snapshot = snapshot_of(recovered, progress)
 
-        self.io = ThreadPoolExecutor(max(8, 2 * plan.threads), thread_name_prefix="atoll-io", initializer=stay_single_threaded)
+        self.io = ThreadPoolExecutor(
+            max(8, 2 * plan.threads), thread_name_prefix="atoll-io", initializer=stay_single_threaded
+        )
         self.objects = ObjectStore(
             self.settings.state_dir / "objects",
             max_bytes=self.settings.objects_max_bytes,
@@ -105,7 +107,7 @@ class Coordinator:
         totals = store.run_log.totals()
         asked = {row.fragment: row.expected for row in store.run_log.rounds()}
         self.attendance, self.admission.refused = Attendance(self.roster, totals.deaths, asked), totals.refused
-        self.pace, self.stale, self.advice = Pace(plan, self.roster), Stale(plan), advice(plan)
+        self.stale, self.advice = Stale(plan), advice(plan)
         self.left = TimeLeft(self.settings.rounds, len(plan.fragments))
         self.trouble: dict[int, str] = {}  # fragment → why its round cannot be written
         self.bytes_up = self.bytes_down = 0
@@ -114,7 +116,7 @@ class Coordinator:
 
         self.failed: AtollError | None = None
         self.finished, self.trained, self.ended = asyncio.Event(), asyncio.Event(), asyncio.Event()
-        self._changed, self._ending = Turnstile(), False
+        self._changed, self._ending = FairEvent(), False
         self._said_missing = False
         self._tasks: set[asyncio.Task[None]] = set()
         self._saving_best: asyncio.Task[None] | None = None
@@ -140,7 +142,7 @@ class Coordinator:
         for text in self.advice:
             LOG.warning("%s", text)
         self.ledger.restore(self._snapshot)
-        self.store.versions.wanted = lambda fragment: self.pace.wanted(fragment, self.state)
+        self.store.versions.wanted = self._unpulled
         if self._snapshot.finished and not self.state.finished:
             self.store.run_log.finish(False)  # more rounds were asked for
         if self.state.progress.best is not None:  # a kill may have come before it was written
@@ -222,7 +224,7 @@ class Coordinator:
 
     def wake(self) -> None:
         """Let every request that waits in `changed` look again."""
-        self._changed.open()
+        self._changed.set()
 
     def _alive(self) -> list[str]:
         return sorted(site for site, member in self.state.members.items() if member.alive)
@@ -396,7 +398,29 @@ class Coordinator:
 
     def local_steps(self, site: str) -> int:
         """Return the local steps between two synchronisations of a site under DyLU; 0: as many as the run's."""
-        return self.pace.local_steps(site, self.state)
+        settings = self.settings
+        if not settings.dylu or not self.plan.algorithm.sync_every:
+            return 0
+        speeds = {site: self.roster[site].beat.steps_per_s for site in self._alive() if site in self.roster}
+        return dylu_steps(speeds, site, settings.sync_every, settings.num_fragments)
+
+    def _unpulled(self, fragment: int) -> Collection[int]:
+        """Return versions that open tickets name and their holders have not pulled yet, as far as is known."""
+        if not self.state.is_async(fragment):
+            return ()
+        one = len(self.state.rounds) == 1
+        return {
+            ticket.base_version
+            for ticket in self.state.rounds[fragment].tickets.values()
+            if ticket.state == "open"
+            and ticket.site in self.state.seen_s
+            and not (one and self._has(ticket.site, ticket.base_version))
+        }
+
+    def _has(self, site: str, version: int) -> bool:
+        """Return whether a site has said that it trains from this version, or a later one; not known of version 0."""
+        presence = self.roster.get(site)
+        return presence is not None and presence.beat.version >= version > 0
 
     def _wait_reply(
         self, fragment: int, reason: str, previous: TicketRow | None, *, ended: bool = False
@@ -602,7 +626,7 @@ class Coordinator:
         heads, done = self.store.versions.heads(), min(round_.done for round_ in self.state.rounds)
         last = summary.round == done
         if last and done == self.settings.sync_rounds_first and not self.state.finished:
-            LOG.info("round %d was the last synchronous one: from now on nobody waits for anybody", done)
+            LOG.info("round %d was the last synchronous one: from now on no site waits for another", done)
         behind = self.behind.after_commit(row, summary, heads=heads, last=last, finished=self.state.finished)
         self._behind_last = self._spawn(behind)
 

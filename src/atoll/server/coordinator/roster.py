@@ -1,6 +1,6 @@
-"""What the server knows of each site beyond the round machine: shown in the status, missed, or far behind.
+"""What the server knows of each site beyond the round machine: for the status, and for warnings of missing sites.
 
-Nothing of it decides about a round: it is what a worker said last, and may be wrong.
+It decides nothing about a round: it is what a worker said last, and may be wrong.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ STILL = 4.0
 
 
 def _progress(beat: messages.Heartbeat) -> tuple[object, ...]:
-    """What changes while a worker gets on."""
+    """Return what changes while a worker makes progress."""
     return beat.step, beat.version, beat.state, beat.bytes_up, beat.bytes_down
 
 
 @dataclass
 class Presence:
-    """One worker as it was last heard of.
+    """One worker, as last heard of.
 
     Attributes:
         sealed: BLAKE3 of its lease's secret; empty: no lease speaks for it.
@@ -93,7 +93,7 @@ class Presence:
         )
 
     def replaces(self, before: Presence | None) -> None:
-        """Take the place of the process that took part under this name until now; report one of another host."""
+        """Take the place of the process that had this name until now; warn if it was on another host."""
         if before is None:
             return
         self.displaced, self.rival = dict(before.displaced), before.rival
@@ -109,7 +109,7 @@ class Presence:
             )
 
     def meets(self, process: str) -> None:
-        """A process that was displaced still asks, so it lives: report it once."""
+        """Warn, once, that a displaced process still lives: it has asked again."""
         if process not in self.displaced:
             return
         there, here = (host or "an unnamed host" for host in (self.displaced.pop(process), self.host))
@@ -130,7 +130,7 @@ class Presence:
         self.beat = beat
 
     def hangs_s(self, patience_s: float) -> float:
-        """How long its training has not moved although its heartbeats come; 0 where that may be as usual.
+        """Return for how long its training has not moved although its heartbeats come; 0 if that may be usual.
 
         Args:
             patience_s: no shorter time is reported, nor one below `STILL` times the longest that it took before.
@@ -148,14 +148,14 @@ class Presence:
         return f"{self.process}:{self.sealed}"
 
     def grant(self) -> str:
-        """A new secret for its lease; only its seal is kept."""
+        """Return a new secret for its lease; only its seal is kept."""
         secret = new_id()
         self.sealed = seal(secret)
         return secret
 
     @property
     def ended(self) -> str:
-        """How the worker ended, as the end of a sentence about it; empty where it takes part."""
+        """How the worker ended, as the end of a sentence; empty while it takes part."""
         if self.state == "alive":
             return ""
         return {"dead": "is dead", "failed": "failed", "left": "has left"}.get(self.state, f"is {self.state}")
@@ -180,12 +180,12 @@ class Lease:
         return f"{self.site}:{self.number}:{self.process}:{self.secret}"
 
     def opens(self, presence: Presence) -> bool:
-        """Whether its secret is the one that was given; the comparison takes the same time for all others."""
+        """Return whether its secret is the one that was given; the comparison takes the same time for any other."""
         return bool(presence.sealed) and hmac.compare_digest(seal(self.secret), presence.sealed)
 
     @classmethod
     def parse(cls, text: str | None) -> Lease:
-        """The lease of a request.
+        """Read the lease of a request.
 
         Raises:
             BadRequest: the header is missing or malformed.
@@ -199,7 +199,7 @@ class Lease:
 
 
 def roster_of(members: Iterable[MemberRow], versions: Sequence[Mapping[str, int]]) -> dict[str, Presence]:
-    """Everybody who ever joined, by name, as the journal has them when a server starts.
+    """Return every site that ever joined, by name, as the journal has them when a server starts.
 
     Args:
         versions: of each fragment, site → the version that its newest ticket is for.
@@ -224,7 +224,7 @@ def roster_of(members: Iterable[MemberRow], versions: Sequence[Mapping[str, int]
 
 @contextmanager
 def replaced(roster: MutableMapping[str, Presence], presence: Presence) -> Iterator[None]:
-    """Another process joins; where that fails within the block, the one before keeps its place and its lease."""
+    """Let another process join; if the block fails, the one before keeps its place and its lease."""
     previous = roster.get(presence.site)
     roster[presence.site] = presence
     try:
@@ -238,7 +238,7 @@ def replaced(roster: MutableMapping[str, Presence], presence: Presence) -> Itera
 
 
 def holder_of(text: str | None, roster: Mapping[str, Presence]) -> Presence | None:
-    """The worker that a request without need of a lease comes from; None where its lease proves nothing."""
+    """Return the worker of a request that needs no lease; None if its lease proves nothing."""
     if text is None or not re.match(messages.LEASE_PATTERN, text):
         return None
     lease = Lease.parse(text)
@@ -247,10 +247,10 @@ def holder_of(text: str | None, roster: Mapping[str, Presence]) -> Presence | No
 
 
 def lease_refused(lease: Lease, effect: fx.LeaseRefused, holder: Presence | None) -> AtollError:
-    """What the holder of a void lease is told.
+    """Return the error for the holder of a void lease.
 
     Args:
-        holder: who takes part under this name.
+        holder: the process that takes part under this name.
     """
     if effect.superseded and holder is not None and holder.process and holder.process != lease.process:
         holder.meets(lease.process)
@@ -263,7 +263,7 @@ def lease_refused(lease: Lease, effect: fx.LeaseRefused, holder: Presence | None
 
 
 def forged(lease: Lease, newest: int, presence: Presence | None) -> fx.LeaseRefused | None:
-    """The refusal of a lease that has the newest number of its site, and not its secret; None for all others.
+    """Refuse a lease with the newest number of its site but without its secret; None for any other.
 
     A crash of the machine can give one number to two processes: the one that joined later has the secret.
     """
@@ -273,12 +273,12 @@ def forged(lease: Lease, newest: int, presence: Presence | None) -> fx.LeaseRefu
 
 
 def now_text() -> str:
-    """The wall clock, for people; nothing is decided by it."""
+    """Return the time of the wall clock, for people; it decides nothing."""
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def note_end(roster: MutableMapping[str, Presence], effect: fx.LeaseEnded) -> None:
-    """A worker takes part no more: the log says so, and status why."""
+    """Log that a worker no longer takes part, and keep why for the status."""
     why, presence = effect.why, roster.setdefault(effect.site, Presence(effect.site))
     presence.state, presence.error = why, effect.detail if why != "left" else ""
     how = {"dead": "is dead", "failed": "failed"}.get(why, why)
@@ -286,16 +286,16 @@ def note_end(roster: MutableMapping[str, Presence], effect: fx.LeaseEnded) -> No
     (LOG.info if why == "left" else LOG.warning)("%s %s%s", effect.site, how, detail)
 
 
-# -- Report the sites that a run is short of: when one ends, and when a round closes without it.
+# -- Warn of missing sites: when one ends, and when a round closes without it.
 
 
 class Attendance:
-    """Which sites of one run are away.
+    """Keeps which sites of a run are missing.
 
     Args:
         roster: of the run.
         deaths: workers that were declared dead before this start.
-        asked: fragment → the sites that its round waited for before this start.
+        asked: fragment → sites that its round waited for before this start.
 
     Attributes:
         deaths: workers that were declared dead, in the whole run.
@@ -310,7 +310,7 @@ class Attendance:
         self._partial: dict[int, str] = {}
 
     def asks(self, effect: fx.RoundOpened | fx.ExpectedChanged, state: State) -> None:
-        """A round opens for these sites, or waits for others: all that it ever waits for are asked."""
+        """Note the sites that a round waits for; all that it ever waits for count as asked."""
         fragment, sites = effect.fragment, effect.expected
         if isinstance(effect, fx.RoundOpened):
             LOG.debug(
@@ -320,14 +320,14 @@ class Attendance:
         self._asked.setdefault(fragment, set()).update(sites)
 
     def ended(self, effect: fx.LeaseEnded, state: State) -> None:
-        """A site takes part no more: report it, and at once whether rounds can close without it."""
+        """Log that a site no longer takes part, and at once whether rounds can close without it."""
         note_end(self._roster, effect)
         self.deaths += effect.why == "dead"
         if told := short_of(state, self._roster):
             (LOG.info if effect.why == "left" else LOG.warning)("%s", told)
 
     def closed(self, summary: status_messages.RoundSummary) -> None:
-        """Report a round that closed without a site of the run; once for as long as the same sites are missing."""
+        """Warn of a round that closed without a site of the run; once while the same sites are missing."""
         here, fragment = set(summary.workers), summary.fragment
         asked = self._asked.get(fragment, set())
         complete = len(here) >= summary.expected
@@ -367,13 +367,13 @@ class Attendance:
         )
 
     def warnings(self, state: State) -> list[str]:
-        """What the status shows at this moment; fragments without the same sites as one."""
+        """Return the warnings for the status; fragments that miss the same sites share one."""
         partial = {self._absent[fragment]: text for fragment, text in self._partial.items()}
         return [text for text in (short_of(state, self._roster), *partial.values()) if text]
 
 
 def short_of(state: State, roster: Mapping[str, Presence]) -> str:
-    """Why no further round can close, and both remedies; empty where enough sites are there, or the run is over."""
+    """Return why no further round can close, and both remedies; empty if enough sites are there, or the run ended."""
     here, floor, name = len(state.active_s), state.rules.floor, state.rules.floor_name
     if here >= floor or all(round_.phase in ("gathering", "finished") for round_ in state.rounds):
         return ""
@@ -387,19 +387,19 @@ def short_of(state: State, roster: Mapping[str, Presence]) -> str:
     )
 
 
-# -- How far behind the updates of an asynchronous run are: counted, shown, and told where it does harm.
+# -- How far behind the updates of an asynchronous run are: counted, shown, and warned of if it does harm.
 
 
 FAR_BEHIND = 5
-"""Versions behind the head from which on an update is worth a word."""
+"""Versions behind the head from which on an update is worth a warning."""
 
 
 class Stale:
-    """What the updates of one run were like, since this server started.
+    """Counts how stale the updates of a run are, since this server started.
 
     Attributes:
         counts: versions behind → updates.
-        warnings: what the user should know at this moment; status shows it.
+        warnings: for the status.
     """
 
     def __init__(self, plan: Plan) -> None:

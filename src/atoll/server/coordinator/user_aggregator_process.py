@@ -69,7 +69,7 @@ class Aggregator:
         self.name = str(plan.settings.aggregator)
         self._layout = result_layout(plan.schema, plan.settings.part_bytes)
         self._result_fd: int | None = None
-        self._busy = threading.Lock()  # held by who gives it updates or waits for its result
+        self._busy = threading.Lock()  # held while it gets updates or makes its result
         self._heard = threading.Condition()  # guards what follows
         self._heard_s = 0.0
         self._answer: dict[str, Any] | None = None

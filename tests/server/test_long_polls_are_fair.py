@@ -5,17 +5,17 @@ from __future__ import annotations
 import asyncio
 import itertools
 
-from atoll.server.coordinator.long_polls import Turnstile
+from atoll.server.coordinator.long_polls import FairEvent
 
 
 def test_the_loop_serves_others_between_two_waiters() -> None:
     """A heartbeat that comes while 100 wait is not behind all of them."""
 
     async def main() -> list[str]:
-        turnstile, seen = Turnstile(), list[str]()
+        event, seen = FairEvent(), list[str]()
 
         async def waits(name: str) -> None:
-            await turnstile.wait(60)
+            await event.wait(60)
             seen.append(name)
 
         async def beats() -> None:
@@ -25,7 +25,7 @@ def test_the_loop_serves_others_between_two_waiters() -> None:
 
         waiting = [asyncio.create_task(waits(f"w{number:03}")) for number in range(100)]
         await asyncio.sleep(0)
-        turnstile.open()
+        event.set()
         await beats()
         await asyncio.gather(*waiting)
         return seen
@@ -38,18 +38,18 @@ def test_the_loop_serves_others_between_two_waiters() -> None:
 
 def test_opened_again_it_wakes_each_waiter_exactly_once() -> None:
     async def main() -> list[int]:
-        turnstile, seen = Turnstile(), list[int]()
+        event, seen = FairEvent(), list[int]()
 
         async def waits(number: int) -> None:
-            await turnstile.wait(60)
+            await event.wait(60)
             seen.append(number)
 
         tasks = [asyncio.create_task(waits(number)) for number in range(3)]
         await asyncio.sleep(0)
-        turnstile.open()
+        event.set()
         tasks.append(asyncio.create_task(waits(3)))
         await asyncio.sleep(0)
-        turnstile.open()
+        event.set()
         await asyncio.gather(*tasks)
         return seen
 
@@ -58,11 +58,11 @@ def test_opened_again_it_wakes_each_waiter_exactly_once() -> None:
 
 def test_a_waiter_that_gave_up_holds_up_no_other() -> None:
     async def main() -> None:
-        turnstile = Turnstile()
-        gone = asyncio.create_task(turnstile.wait(60))
-        stays = asyncio.create_task(turnstile.wait(60))
-        await turnstile.wait(0)  # the time is over at once: it returns
-        turnstile.open()  # both are due
+        event = FairEvent()
+        gone = asyncio.create_task(event.wait(60))
+        stays = asyncio.create_task(event.wait(60))
+        await event.wait(0)  # the time is over at once: it returns
+        event.set()  # both are due
         gone.cancel()
         async with asyncio.timeout(10):
             await stays
