@@ -39,6 +39,7 @@ error ends with one line, which names the line of the script, and with the exit 
 
 from __future__ import annotations
 
+import errno
 import functools
 import inspect
 import logging
@@ -210,6 +211,43 @@ def causes(error: BaseException) -> Iterator[BaseException]:
         seen.add(id(cause))
         yield cause
         cause = cause.__cause__
+
+
+# -- Errors that pass: waiting mends them.
+
+RETRY_S = 2.0
+"""After how long a write that failed for lack of space or open files is tried again."""
+_NO_MORE_FILES = (errno.EMFILE, errno.ENFILE)
+
+
+def no_more_files(error: BaseException) -> bool:
+    """Return whether a file could not be opened because too many are open."""
+    for cause in causes(error):
+        if isinstance(cause, SyncFailed):
+            return False
+        if isinstance(cause, OSError) and cause.errno in _NO_MORE_FILES:
+            return True
+    return False
+
+
+def passing(error: BaseException) -> str | None:
+    """Return in words what is lacking; None for an error that waiting does not mend."""
+    if isinstance(error, DiskFull):
+        return f"the disk is full: {error}"
+    if no_more_files(error):
+        return "too many files are open: the server may not open another; raise its limit (ulimit -n)."
+    return None
+
+
+def out_of_memory(error: BaseException | None) -> RunFailed | None:
+    """Return the error that ends a server without memory for an object or a thread; None for other errors."""
+    no_thread = isinstance(error, RuntimeError) and str(error) == "can't start new thread"
+    if not no_thread and not isinstance(error, MemoryError):
+        return None
+    return RunFailed(
+        "The server has run out of memory.",
+        "Give it more, or lower max_pins or threads. Start it again: what was acknowledged is not lost.",
+    )
 
 
 TRANSIENT = (ServerUnreachable, TransferStalled, Busy, DiskFull)

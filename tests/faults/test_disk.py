@@ -18,7 +18,7 @@ from harness.processes import Nursery, wait_until
 
 from atoll import runtime
 from atoll.errors import StoreError
-from atoll.server.coordinator import run
+from atoll.server.coordinator import coordinator
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +57,7 @@ def test_a_full_disk_is_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, undisturbed: Result,
     point: str, said: str,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(run, "RETRY_S", 0.05)
+    monkeypatch.setattr(coordinator, "RETRY_S", 0.05)
     caplog.set_level(logging.DEBUG, "atoll")
     with serving(tmp_path) as server:
         arm(monkeypatch, point)
@@ -85,7 +85,7 @@ def test_a_file_that_cannot_be_opened_is_waited_for(
     point: str, said: str,
 ) -> None:  # fmt: skip
     """Whoever opens connections until there are no descriptors left does not end the run."""
-    monkeypatch.setattr(run, "RETRY_S", 0.05)
+    monkeypatch.setattr(coordinator, "RETRY_S", 0.05)
     caplog.set_level(logging.DEBUG, "atoll")
     with serving(tmp_path) as server:
         arm(monkeypatch, point)
@@ -200,7 +200,7 @@ def test_a_disk_that_really_is_full(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, undisturbed: Result, number: int
 ) -> None:
     """It fills up while the round is trained: in the first there is no room for a spool, in the second for a row."""
-    monkeypatch.setattr(run, "RETRY_S", 0.05)
+    monkeypatch.setattr(coordinator, "RETRY_S", 0.05)
     full: list[Path] = []
 
     def during(site: str, at: int) -> None:

@@ -41,7 +41,7 @@ def serve(options: dict[str, Any]) -> None:
     from atoll import Settings
     from atoll.errors import AtollError
     from atoll.server import serve
-    from atoll.server.coordinator import handlers  # noqa: F401
+    from atoll.server.coordinator import coordinator  # noqa: F401
 
     settings = Settings.build(options["settings"])
     tell("imported")

@@ -17,11 +17,10 @@ from kit.workflows import AnsweringSites, kept_objects, workflow_server
 from torch import Tensor
 
 import atoll
-from atoll import Settings
 from atoll.errors import DiskFull
 from atoll.filters import Drop, Filter
 from atoll.server.coordinator.build_status import status_of
-from atoll.server.tasks import task_payloads, user_code, workflow_schedule
+from atoll.server.tasks import task_payloads, user_code
 from atoll.server.tasks.task_queue import Answer
 from atoll.server.tasks.workflow_controller import Result
 from atoll.store.store import Store
@@ -220,11 +219,11 @@ def test_an_answer_that_is_filtered_waits_for_space(tmp_path: Path, monkeypatch:
     """The site is told to come back, and what it has sent is still there: it is sent once."""
     came: list[Any] = []
     asked, opened = list[int](), list[int]()
-    require_space = workflow_schedule.require_space
+    require_space = Store.require_space
 
-    def required(store: Store, settings: Settings) -> None:
+    def required(store: Store, min_free_bytes: int) -> None:
         asked.append(1)
-        require_space(store, settings if len(asked) > 1 else settings.model_copy(update={"min_free_bytes": 2**60}))
+        require_space(store, min_free_bytes if len(asked) > 1 else 2**60)
 
     def main(controller: Any) -> None:
         controller.sites(at_least=1, timeout_s=30)
@@ -233,7 +232,7 @@ def test_an_answer_that_is_filtered_waits_for_space(tmp_path: Path, monkeypatch:
         monkeypatch.setattr(objects, "open", lambda *a, **k: opened.append(1) or begin(*a, **k))  # type: ignore[func-returns-value]
         came.extend(controller.broadcast("train", None, timeout_s=30))
 
-    monkeypatch.setattr(workflow_schedule, "require_space", required)
+    monkeypatch.setattr(Store, "require_space", required)
     server = workflow_server(tmp_path, main, filters=[Drop("b")], stream_tasks=("train",))
     played(server, "a", lambda _: {"w": torch.ones(3), "b": torch.ones(2)})
     assert came[0].payload["w"].tolist() == [1.0] * 3

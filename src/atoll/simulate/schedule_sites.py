@@ -26,7 +26,6 @@ from atoll.rounds import leases, machine
 from atoll.server.coordinator.accept_update import outcome_of
 from atoll.server.coordinator.coordinator import Coordinator
 from atoll.server.coordinator.roster import Lease
-from atoll.server.transient_errors import require_space
 from atoll.simulate.job_messages import ATTEMPTS, Answer, Engine, Job
 from atoll.simulate.kept_state import pending
 from atoll.store.file_slots import WRITER
@@ -288,7 +287,7 @@ class Conductor:
         state = self._run.state
         if state.rounds[0].phase != "open" or len(self._jobs) >= self._engine.capacity:
             return
-        require_space(self._run.store, self._run.settings)
+        self._run.require_space()
         self._offer(site for site, _ in machine.missing(state, 0))
         if not self._jobs:  # one that was refused may have another try, where the round cannot close without it
             self._offer(member.site for member in leases.alive(state.members))

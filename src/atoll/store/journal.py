@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager, closing, contextmanager
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from atoll.errors import DiskFull, StateCorrupt, StoreError, SyncFailed
+from atoll.errors import DiskFull, StateCorrupt, StoreError, SyncFailed, passing
 from atoll.posix import FULL
 from atoll.runtime import failpoint
 from atoll.store import journal_tables
@@ -365,6 +365,11 @@ class _Translated:
         if isinstance(error, OSError) and error.errno in FULL:
             folder = self._journal.path.parent
             raise DiskFull(f"The disk of {folder} is full.", "Make space; nothing was lost.") from error
+
+
+def journal_failed(error: StoreError) -> bool:
+    """Return whether an fsync failed, or SQLite for more than lack of space: only a new start tells what is left."""
+    return isinstance(error, SyncFailed) or (isinstance(error.__cause__, sqlite3.Error) and passing(error) is None)
 
 
 def placeholders(values: Iterable[object]) -> str:

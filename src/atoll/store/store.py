@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Self
 
 from atoll.blobs.model_file import replace_file
-from atoll.errors import DiskFull, StateLocked, StoreError
+from atoll.errors import RETRY_S, DiskFull, StateLocked, StoreError
 from atoll.json_files import NoteDamaged
 from atoll.posix import Held, take_folder
 from atoll.runtime import failpoint
@@ -157,6 +157,22 @@ class Store:
         info = os.statvfs(self.directory)
         return info.f_bavail * info.f_frsize
 
+    def require_space(self, min_free_bytes: int) -> None:
+        """Refuse a request that takes disk (or memory, in runs in memory) while little of it is left.
+
+        Raises:
+            DiskFull: it can be asked for again later.
+        """
+        free = self.free_bytes()
+        if free < min_free_bytes:
+            what = "memory left" if self.slots.in_memory else "disk left"
+            error = DiskFull(
+                f"The server has {free / 1e6:.0f} MB of {what}, and keeps {min_free_bytes / 1e6:.0f} MB free.",
+                "It goes on when there is space; nothing is lost.",
+            )
+            error.retry_after_s = RETRY_S
+            raise error
+
     def export(
         self, target: Path, heads: Sequence[int], header: bytes, contents: Contents, *, with_state: bool = False
     ) -> Path:
@@ -219,6 +235,20 @@ def _failing(runs: Iterator[memoryview]) -> Iterator[memoryview]:
     for run in runs:
         failpoint("export.write")
         yield run
+
+
+def directory_gone(state_dir: Path) -> StoreError | None:
+    """Return the error to report if a state directory or one of its files is gone: it explains any other failure."""
+    for path in (state_dir, state_dir / "slots", state_dir / "journal.sqlite"):
+        if not path.exists():
+            return StoreError(
+                f"The state directory {state_dir} was removed while the server ran."
+                if path == state_dir
+                else f"{path} was removed while the server ran.",
+                "Bring it back (its disk, or a copy) and start the server again: workers go on from there. Without it, "
+                "a new run can begin from the last export.",
+            )
+    return None
 
 
 def _has_begun(directory: Path) -> bool:

@@ -16,11 +16,10 @@ from typing import TypeVar
 
 from atoll.aggregation.plan import Plan
 from atoll.blobs.model_file import model_header, model_runs
-from atoll.errors import AtollError, Gone, StoreError
+from atoll.errors import RETRY_S, AtollError, Gone, StoreError, passing
 from atoll.protocol import status_messages
 from atoll.rounds.early_stopping import Measured, Tracking
 from atoll.server.coordinator.persistor import Best, Persistor
-from atoll.server.transient_errors import RETRY_S, passing
 from atoll.store.journal_tables import HistoryRow, VersionRow
 from atoll.store.store import Store
 

@@ -17,7 +17,19 @@ from dataclasses import replace
 
 from atoll.aggregation.check_arriving_parts import PartStats
 from atoll.aggregation.plan import Plan, placed_settings
-from atoll.errors import AtollError, BadRequest, Busy, ConfigError, Conflict, DiskFull, Gone, RunFailed, TicketClosed
+from atoll.errors import (
+    RETRY_S,
+    AtollError,
+    BadRequest,
+    Busy,
+    ConfigError,
+    Conflict,
+    DiskFull,
+    Gone,
+    RunFailed,
+    TicketClosed,
+    passing,
+)
 from atoll.protocol import messages, routes, status_messages, swarm_messages, task_messages
 from atoll.rounds import events as ev
 from atoll.rounds import events as fx
@@ -47,11 +59,10 @@ from atoll.server.settings_advice import advice
 from atoll.server.swarm.assignments import Swarm
 from atoll.server.tasks.task_queue import TaskQueue
 from atoll.server.tasks.user_code import UserThreads
-from atoll.server.transient_errors import RETRY_S, directory_gone, passing
 from atoll.server.update_filters import Filtering
 from atoll.store.journal_tables import PartRow, Recovered, TicketRow, VersionRow
 from atoll.store.kept_objects import ObjectStore
-from atoll.store.store import Store
+from atoll.store.store import Store, directory_gone
 from atoll.store.tickets import why_closed
 from atoll.store.update_spool import PartWriter
 from atoll.tensors.layout import Layout
@@ -238,6 +249,14 @@ class Coordinator:
         await self._changed.wait(0 if self._ending else timeout_s)
         if self._ending:
             raise Busy("The server is ending.", "Ask again when it was started again.")
+
+    def require_space(self) -> None:
+        """Refuse a request that takes disk while little of it is left.
+
+        Raises:
+            DiskFull: it can be asked for again later.
+        """
+        self.store.require_space(self.settings.min_free_bytes)
 
     # -- what a run is
 

@@ -13,7 +13,7 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 from pydantic import BaseModel, ValidationError
 
-from atoll.errors import AtollError, BadRequest, StoreError
+from atoll.errors import AtollError, BadRequest, StoreError, no_more_files, out_of_memory, passing
 from atoll.protocol import messages, routes
 from atoll.protocol.openapi import OPERATIONS, Operation, openapi
 from atoll.server.coordinator.coordinator import Coordinator
@@ -22,7 +22,8 @@ from atoll.server.http.byte_routes import ObjectHandlers, VersionHandlers
 from atoll.server.http.prometheus import prometheus
 from atoll.server.http.receive_parts import PartReceiver
 from atoll.server.tasks.task_queue import TaskHandlers
-from atoll.server.transient_errors import directory_gone, journal_failed, no_more_files, out_of_memory, passing
+from atoll.store.journal import journal_failed
+from atoll.store.store import directory_gone
 from atoll.transport.receive_upload import break_off, interceptor_of
 from atoll.transport.serve_range import problem
 

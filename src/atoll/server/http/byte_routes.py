@@ -22,7 +22,6 @@ from atoll.protocol import messages, routes
 from atoll.server.coordinator.coordinator import Coordinator
 from atoll.server.coordinator.roster import holder_of
 from atoll.server.startup import initial_file
-from atoll.server.transient_errors import require_space
 from atoll.store.kept_objects import Kept
 from atoll.store.store import Store
 from atoll.store.versions import PinnedDelta, PinnedVersion
@@ -195,7 +194,7 @@ class ObjectHandlers:
                 f"The object has {message.nbytes} bytes, too many to travel inline.",
                 f"At most {routes.INLINE_BYTES}; give chunk_bytes for a larger one.",
             )
-        require_space(self.run.store, self.run.settings)
+        self.run.require_space()
         kept, secret = self.run.objects.open(cuts, inline=message.inline, expires_s=message.expires_s)
         return messages.ObjectOpened(
             object=kept.object, secret=secret, expires_s=max(0.0, kept.expires_at - time.time())
@@ -213,7 +212,7 @@ class ObjectHandlers:
             raise BadRequest(f"Object {object[:8]} has no part {part}; it has {kept.cuts.count}.")
         wanted = kept.cuts.part(part)
         require_part_bytes(request, wanted.nbytes)
-        require_space(self.run.store, self.run.settings)
+        self.run.require_space()
         async with self._arrival(kept, wanted, request) as arrival:
             sent = await receive_part(
                 request,

@@ -14,7 +14,6 @@ from atoll.errors import BadRequest, Busy, PartCorrupt
 from atoll.protocol import messages
 from atoll.server.coordinator.coordinator import Coordinator
 from atoll.server.coordinator.roster import Lease
-from atoll.server.transient_errors import require_space
 from atoll.store.update_spool import PartWriter
 from atoll.tensors.layout import Part
 from atoll.transport.receive_upload import break_off, receive_part, require_part_bytes
@@ -45,7 +44,7 @@ class PartReceiver:
         coordinator.require_open(lease, ticket)
         planned = layout.parts[part]
         require_part_bytes(request, planned.nbytes)
-        require_space(coordinator.store, coordinator.settings)
+        coordinator.require_space()
         async with self._received(request, lease.site, ticket, fragment, planned) as (writer, stats):
             coordinator.record_part(lease, ticket, part, stats, writer)
         coordinator.see(lease)

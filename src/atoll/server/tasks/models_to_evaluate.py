@@ -21,7 +21,6 @@ from atoll.protocol.task_messages import EvaluatedModel, ObjectKey
 from atoll.server.coordinator.background_writes import BEST_MODEL, BEST_NOTE, export_model
 from atoll.server.tasks.task_queue import key_to
 from atoll.server.tasks.workflow_controller import Controller
-from atoll.server.transient_errors import require_space
 from atoll.store.file_slots import disk_error
 from atoll.store.kept_objects import Kept
 from atoll.tensors.lazy_tensors import LazyState
@@ -137,7 +136,7 @@ class ModelsToEvaluate:
         path = run.settings.state_dir / "objects" / f"evaluated-{os.getpid()}{SUFFIX}"  # a start removes what is left
         try:
             path.parent.mkdir(mode=0o700, exist_ok=True)
-            require_space(run.store, run.settings)
+            run.require_space()
             return export_model(run.plan, run.store, path, heads), row, True
         except Gone:
             saved = exports / f"model-{min(heads):06d}{SUFFIX}"
@@ -153,7 +152,7 @@ class ModelsToEvaluate:
     def _written(self, path: Path) -> ObjectKey:
         """Write the model of a file as an object that sites may pull."""
         run = self._run
-        require_space(run.store, run.settings)
+        run.require_space()
         state = LazyState.open(path)
         object_id, fd = run.objects.draft()
         try:

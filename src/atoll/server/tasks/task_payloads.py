@@ -20,7 +20,7 @@ from atoll.blobs.manifest import Manifest
 from atoll.blobs.object_file import Contents, Stored, write_object
 from atoll.blobs.payload_cut import ChunkSizes, Cut, Way, way_of
 from atoll.config import Settings
-from atoll.errors import AtollError, ConfigError, DiskFull, PartCorrupt, UsageError
+from atoll.errors import RETRY_S, AtollError, ConfigError, DiskFull, PartCorrupt, UsageError
 from atoll.filters.base import About, Filter, filtered, said
 from atoll.posix import nameless_file, read_at
 from atoll.protocol import task_messages as tm
@@ -29,7 +29,6 @@ from atoll.server.coordinator.coordinator import Coordinator
 from atoll.server.filter_table import Given, SiteFilters
 from atoll.server.tasks.task_queue import Answer, SentPayload, key_to, read_contents
 from atoll.server.tasks.user_code import UserThreads
-from atoll.server.transient_errors import RETRY_S, require_space
 from atoll.store.file_slots import disk_error
 from atoll.store.kept_objects import ObjectStore
 from atoll.tensors.custom_types import Stream
@@ -298,7 +297,7 @@ class PayloadWriter:
         try:
             while True:
                 try:
-                    return require_space(self._run.store, self._run.settings)
+                    return self._run.require_space()
                 except DiskFull as error:
                     if timeout_s is not None and time.monotonic() - began_s >= timeout_s:
                         raise

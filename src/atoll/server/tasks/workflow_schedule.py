@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 from atoll.config import TRAIN, Settings, WorkflowEntry, entries_of
-from atoll.errors import AtollError, ConfigError, DiskFull, RunFailed, UsageError
+from atoll.errors import RETRY_S, AtollError, ConfigError, DiskFull, RunFailed, UsageError
 from atoll.protocol import status_messages
 from atoll.protocol.task_messages import Evaluation
 from atoll.rounds import events as ev
@@ -27,7 +27,6 @@ from atoll.server.coordinator.coordinator import Coordinator
 from atoll.server.tasks.task_payloads import AnswersInThreads, TaskFilters
 from atoll.server.tasks.user_code import Components, Function
 from atoll.server.tasks.workflow_controller import Controller, ServerStops, progress_of_run
-from atoll.server.transient_errors import RETRY_S, require_space
 
 LOG = logging.getLogger("atoll.server")
 T = TypeVar("T")
@@ -190,9 +189,7 @@ class WorkflowSchedule:
         train = next((place for place, step in enumerate(self.steps) if step.trains), None)
         queue.follows = train is not None and train + 1 < len(self.steps)
         if self._filters.results and self.sends_tasks:  # without them no answer needs a thread
-            queue.answer_filter = AnswersInThreads(
-                self._filters, run.user_threads, lambda: require_space(run.store, run.settings)
-            )
+            queue.answer_filter = AnswersInThreads(self._filters, run.user_threads, run.require_space)
         if self._filters.data:
             LOG.info("what is sent to sites passes through filters: %s", self._filters.data)
         if self.recorded:
