@@ -21,7 +21,7 @@ from atoll.rounds.events import (
     TicketsExpired,
 )
 from atoll.rounds.leases import Member
-from atoll.rounds.state import FragmentSnapshot, FrozenRound, OpenRound, Snapshot, State, Ticket
+from atoll.rounds.state import ClosingRound, FragmentSnapshot, OpenRound, Snapshot, State, Ticket
 from atoll.rounds.state_rows import snapshot
 
 
@@ -83,7 +83,7 @@ class SimJournal:
                 self.fragments[fragment] = replace(row, open=OpenRound(base, expected), started=True)
             case RoundClosed(fragment, base, tickets):
                 row = self.fragments[fragment]
-                self.fragments[fragment] = replace(row, frozen=FrozenRound(base, tickets))
+                self.fragments[fragment] = replace(row, frozen=ClosingRound(base, tickets))
             case TicketIssued(site, ticket, fragment, base, new=True):
                 self.tickets[ticket] = Ticket(ticket, site, fragment, base, "open")
             case TicketsExpired(numbers, reason):

@@ -23,7 +23,7 @@ from atoll.rounds.events import (
     Woken,
 )
 from atoll.rounds.leases import Member
-from atoll.rounds.machine import FragmentSnapshot, FrozenRound, OpenRound, Rules, Snapshot, Ticket
+from atoll.rounds.machine import ClosingRound, FragmentSnapshot, OpenRound, Rules, Snapshot, Ticket
 
 MEMBERS = (Member("a", 1, alive=True), Member("b", 2, alive=True))
 OPEN = FragmentSnapshot(0, OpenRound(0, ("a", "b")), started=True)
@@ -108,7 +108,7 @@ UNDONE = {
     ),
     "the closing is in, the expiry of the other tickets is not": (
         Snapshot(
-            (FragmentSnapshot(0, frozen=FrozenRound(0, (1,))),),
+            (FragmentSnapshot(0, frozen=ClosingRound(0, (1,))),),
             MEMBERS,
             (Ticket(1, "b", 0, 0, "accepted"), Ticket(2, "a", 0, 0, "open")),
         ),
@@ -116,7 +116,7 @@ UNDONE = {
     ),
     "the head has moved, the next round has not opened": (
         Snapshot(
-            (FragmentSnapshot(1, OpenRound(0, ("a", "b")), FrozenRound(0, (1,)), started=True),),
+            (FragmentSnapshot(1, OpenRound(0, ("a", "b")), ClosingRound(0, (1,)), started=True),),
             MEMBERS,
             (Ticket(1, "a", 0, 0, "counted"),),
         ),
@@ -151,7 +151,7 @@ def test_restoring_does_what_a_crash_has_left_undone(case):
 @pytest.mark.covers("F12")
 def test_the_last_commit_is_in_the_end_of_the_run_is_not():
     rules = Rules(num_workers=1, rounds=3)
-    journal = Snapshot((FragmentSnapshot(3, frozen=FrozenRound(2, (1,))),), MEMBERS[:1])
+    journal = Snapshot((FragmentSnapshot(3, frozen=ClosingRound(2, (1,))),), MEMBERS[:1])
     state, effects = machine.restore(rules, journal, 0.0)
     assert effects == (RunFinished(),)
     assert state.finished

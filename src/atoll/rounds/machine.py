@@ -45,9 +45,9 @@ from atoll.rounds.events import (
 )
 from atoll.rounds.opening import drop_ended, end_open, open_next, settle, still_good
 from atoll.rounds.state import (
+    ClosingRound,
     Draft,
     FragmentSnapshot,
-    FrozenRound,
     OpenRound,
     Result,
     Rules,
@@ -61,8 +61,8 @@ from atoll.rounds.transitions import ROUND, TICKET, IllegalTransition, advance
 from atoll.rounds.waiting import due, may_submit, missing, next_deadline_s, staleness, why
 
 __all__ = [
+    "ClosingRound",
     "FragmentSnapshot",
-    "FrozenRound",
     "OpenRound",
     "Rules",
     "Snapshot",

@@ -203,7 +203,7 @@ class OpenRound:
 
 
 @dataclass(frozen=True, slots=True)
-class FrozenRound:
+class ClosingRound:
     """The last `RoundClosed` of a fragment."""
 
     base_version: int
@@ -221,7 +221,7 @@ class FragmentSnapshot:
 
     head: int
     open: OpenRound | None = None
-    frozen: FrozenRound | None = None
+    frozen: ClosingRound | None = None
     started: bool = False
     lost: int = 0
 

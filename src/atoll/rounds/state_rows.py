@@ -5,9 +5,9 @@ from __future__ import annotations
 from atoll.rounds.events import RunFinished
 from atoll.rounds.opening import end_open, expire, open_next, settle
 from atoll.rounds.state import (
+    ClosingRound,
     Draft,
     FragmentSnapshot,
-    FrozenRound,
     OpenRound,
     Result,
     Round,
@@ -89,7 +89,7 @@ def snapshot(state: State) -> Snapshot:
         FragmentSnapshot(
             head=round_.head,
             open=OpenRound(round_.head, tuple(sorted(round_.expected))) if round_.phase == "open" else None,
-            frozen=FrozenRound(round_.head, round_.frozen) if round_.phase == "closing" else None,
+            frozen=ClosingRound(round_.head, round_.frozen) if round_.phase == "closing" else None,
             started=round_.phase != "gathering",
             lost=round_.lost,
         )

@@ -20,7 +20,7 @@ from atoll.rounds import events as fx
 from atoll.rounds import machine
 from atoll.rounds.early_stopping import Progress
 from atoll.rounds.leases import Member
-from atoll.rounds.state import FragmentSnapshot, FrozenRound, OpenRound, Snapshot, Ticket
+from atoll.rounds.state import ClosingRound, FragmentSnapshot, OpenRound, Snapshot, Ticket
 from atoll.server.coordinator.roster import Presence
 from atoll.store.journal_tables import Recovered
 from atoll.store.store import Store
@@ -168,7 +168,7 @@ def snapshot_of(recovered: Recovered, progress: Progress) -> Snapshot:
     for _, head in sorted(recovered.heads.items()):
         mine = [row for row in recovered.rounds if row.fragment == head.fragment]
         now = [row for row in mine if row.base_version == head.version]
-        frozen = next((FrozenRound(row.base_version, row.tickets) for row in now if row.state == "frozen"), None)
+        frozen = next((ClosingRound(row.base_version, row.tickets) for row in now if row.state == "frozen"), None)
         open_ = next((OpenRound(row.base_version, row.expected) for row in now if row.state == "open"), None)
         started, lost = head.fragment in recovered.started, recovered.lost.get(head.fragment, 0)
         fragments.append(FragmentSnapshot(head.version, open_, frozen, started=started, lost=lost))
