@@ -147,7 +147,7 @@ def test_a_changed_row_of_the_past_is_found(state: Path, tampering: str, word: s
         (
             "INSERT INTO tickets (ticket, site, fragment, base_version, state, digest, weight, version) "
             "VALUES (9, 'c', 0, 1, 'counted', 'd', 1.0, 2)",
-            "does not tell of the accepted ticket 9",
+            "has no entry for the accepted ticket 9",
         ),
         (
             "INSERT INTO history (fragment, version, digest, summary_json, created_at) VALUES (0, 0, '', '', '')",

@@ -23,11 +23,11 @@ from atoll.tensors.module_tensors import Tensors, Told, named_tensors, schema_of
 from atoll.tensors.schema import BUFFERS, NOTHING, Schema
 
 NO_MODEL = {NOTHING: torch.zeros(1)}
-"""Of a run that has workflows and no model: the state directory has one in any case."""
+"""Stands for the model of a run that has workflows alone: the state directory always has one."""
 
 
 def initial_model(settings: Settings, given: nn.Module | Tensors | None) -> nn.Module | Tensors:
-    """The model that version 0 holds.
+    """Return the model for version 0.
 
     Args:
         given: by a program that embeds the server; else `settings.model` says.
@@ -66,7 +66,7 @@ def _call(build: Any, settings: Settings) -> Any:
 
 
 def is_known(settings: Settings, given: nn.Module | Tensors | None, schema: Schema) -> bool:
-    """Whether the initial model has this schema, as far as it can be seen without its values.
+    """Return whether the initial model has this schema, as far as can be told without its values.
 
     False says nothing: not every function can be called on the meta device. Whoever is told so builds the model.
     """
@@ -74,7 +74,7 @@ def is_known(settings: Settings, given: nn.Module | Tensors | None, schema: Sche
 
 
 def _seen(settings: Settings, given: nn.Module | Tensors | None) -> Schema | None:
-    """The schema of the initial model, without its values; None where it cannot be seen so.
+    """Return the schema of the initial model without its values; None if that is not possible.
 
     Of a file only the header is read, and a function is called on the meta device, where tensors take no memory and no
     time.
@@ -83,14 +83,14 @@ def _seen(settings: Settings, given: nn.Module | Tensors | None) -> Schema | Non
         if given is None and settings.model is not None and (files := _files(settings.model)):
             return schema_of(_together(files, _header), settings.buffers)
         with warnings.catch_warnings(), torch.device("meta"):
-            warnings.simplefilter("ignore")  # that weights which it loads are not copied
+            warnings.simplefilter("ignore")  # about loaded weights that are not copied
             return schema_of(initial_model(settings, given), settings.buffers, values=False)
-    except Exception:  # anything that a user's function may raise
+    except Exception:  # a user's function may raise anything
         return None
 
 
 def loaded_model(settings: Settings, loaded: Tensors, schema: Schema | None = None) -> Tensors:
-    """What a persistor gave, with the word of the run's `model` on what a mapping cannot say of itself.
+    """Return the persistor's model, with what the run's `model` says and a mapping of tensors cannot.
 
     That is which names are tied and which tensors are buffers. Without a `model` it stays as it is.
 
@@ -115,7 +115,7 @@ def loaded_model(settings: Settings, loaded: Tensors, schema: Schema | None = No
             )
         if one is not None and other is None:
             found[owner] = one
-    # in the model's order; what it does not have is behind, to be named below
+    # in the model's order; tensors that it lacks come last, and are named below
     ordered = {spec.name: found.pop(spec.name) for spec in schema.tensors if spec.name in found} | found
     ordered |= {name: ordered[owner] for name, owner in schema.aliases if owner in ordered}
     model = Told(ordered, {spec.name: spec.group == BUFFERS for spec in schema.tensors})
@@ -128,7 +128,7 @@ def _same(one: Tensor, other: Tensor) -> bool:
 
 
 def _header(path: Path) -> Told:
-    """Tensors of the shapes in a file, one element of memory each."""
+    """Return tensors of the shapes in a file, one element of memory each."""
     from safetensors import safe_open
 
     with safe_open(path, framework="pt") as file:
@@ -141,7 +141,7 @@ def _header(path: Path) -> Told:
 
 
 def _as_told(path: Path, tensors: dict[str, Tensor], same: Callable[[Tensor, Tensor], bool]) -> Told:
-    """What an export says of its tensors, where it still is so.
+    """Return what an export says of its tensors, if that still holds.
 
     Names that it says are one tensor get one, where they are the same. Its list of buffers is believed whole where the
     file has them all; else the file was changed, and nothing is known of tensors that are not on the list.
@@ -154,9 +154,9 @@ def _as_told(path: Path, tensors: dict[str, Tensor], same: Callable[[Tensor, Ten
     for name, owner in tied.items() if isinstance(tied, dict) else ():
         if name in tensors and owner in tensors and same(tensors[name], tensors[owner]):
             del tensors[name]
-            tensors[name] = tensors[owner]  # behind its owner
+            tensors[name] = tensors[owner]  # after its owner
     if not isinstance(buffers, list) or not all(isinstance(name, str) for name in buffers):
-        return Told(unwrapped(tensors), {})  # not an export, in which names are those that travel
+        return Told(unwrapped(tensors), {})  # not an export, whose names are those on the wire
     whole = all(name in tensors for name in buffers)
     return Told(tensors, {name: name in buffers for name in tensors if whole or name in buffers})
 
@@ -169,7 +169,7 @@ def _json(text: str | None) -> object:
 
 
 def _files(model: str) -> list[Path]:
-    """The safetensors files that `model` names: one, or those of a folder; none where it names code.
+    """Return the safetensors files that `model` names: one, or those of a folder; none if it names code.
 
     Raises:
         ConfigError: the folder has none.
@@ -202,7 +202,7 @@ def _from_files(files: Sequence[Path]) -> Told:
 
 
 def _together(files: Sequence[Path], load: Callable[[Path], Told]) -> Told:
-    """The tensors of all files, as a model is saved in several when it is large.
+    """Return the tensors of all files: a large model is saved in several.
 
     Raises:
         ConfigError: two have a tensor of the same name.
@@ -221,7 +221,7 @@ def _together(files: Sequence[Path], load: Callable[[Path], Told]) -> Told:
 
 
 def schema_for(settings: Settings, model: nn.Module | Tensors) -> Schema:
-    """The schema that the server issues for this model.
+    """Return the schema that the server issues for this model.
 
     Raises:
         ConfigError: it has no tensor to train.
@@ -233,7 +233,7 @@ def schema_for(settings: Settings, model: nn.Module | Tensors) -> Schema:
 
 
 def write_version(fd: int, layout: Layout, header: bytes, model: nn.Module | Tensors) -> list[bytes]:
-    """Write a model as a version file; returns the BLAKE3 of each part.
+    """Write a model as a version file; return the BLAKE3 of each part.
 
     Raises:
         ConfigError: a value is not finite; the tensor is named.

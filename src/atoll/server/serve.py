@@ -125,7 +125,7 @@ class Server:
         self._stopping: asyncio.Event | None = None
         self._ready = Latch()
         self._finished = Latch()
-        self._over = Latch()  # Thread.join, broken off by a signal, takes the thread for one that ended
+        self._over = Latch()  # Thread.join, interrupted by a signal, takes the thread for one that ended
         self._error: BaseException | None = None
         self._last_status: status_messages.Status | None = None
         self._questions: set[concurrent.futures.Future[Any]] = set()
@@ -134,7 +134,7 @@ class Server:
     # -- life
 
     def start(self) -> Server:
-        """Serve in a thread of its own; returns when the server listens.
+        """Serve in a thread of its own; return when the server listens.
 
         Raises:
             PortInUse, StateLocked, StateCorrupt, ConfigError: it cannot.
@@ -162,7 +162,7 @@ class Server:
             raise self._error
 
     def stop(self) -> None:
-        """End the server; a next one on the same state directory goes on where it was. Idempotent."""
+        """End the server; the next one on the same state directory goes on from there. Idempotent."""
         if self._loop is not None and self._stopping is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._stopping.set)
         if self._thread is not None and self._thread is not threading.current_thread():
@@ -180,7 +180,7 @@ class Server:
 
     @property
     def url(self) -> str:
-        """Where workers find it."""
+        """Address for workers."""
         host = socket.gethostname() if self.settings.host in ("0.0.0.0", "::") else self.settings.host
         return address_of(host, self.port, secure=bool(self.settings.tls_cert))
 
@@ -195,7 +195,7 @@ class Server:
         return self._error is None and self._run is not None and self._run.finished.is_set()
 
     def status(self) -> status_messages.Status:
-        """All there is to know at this moment; after the end, what there was to know then."""
+        """Return the status at this moment; after the end, the last one."""
         if self._last_status is not None:
             return self._last_status
         try:
@@ -207,7 +207,7 @@ class Server:
 
     @property
     def evaluation(self) -> Evaluation | None:
-        """The matrix of the last cross-site evaluation, as far as it is; None where there was none."""
+        """The matrix of the last cross-site evaluation, as far as it is filled; None if there was none."""
         return (
             self._workflows.evaluated()
             if self._workflows is not None and self._workflows.evaluated is not None
@@ -215,7 +215,7 @@ class Server:
         )
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until the run is finished; False when the time is over before.
+        """Wait until the run is finished; return False if the time is over before.
 
         Raises:
             AtollError: the run failed.
@@ -226,13 +226,13 @@ class Server:
         return done
 
     def save_state(self, path: str | Path) -> Path:
-        """Write the head as a safetensors file of its own; the state directory itself is always up to date."""
+        """Write the head as a safetensors file; the state directory itself is always up to date."""
         run = self._require_run()
         return export_model(run.plan, run.store, Path(path))
 
     @classmethod
     def load_state(cls, path: str | Path, **options: Any) -> Server:
-        """A server that begins a new run from a file that `save_state` wrote."""
+        """Return a server that begins a new run from a file of `save_state`."""
         return cls(str(path), **options)
 
     def _require_run(self) -> Coordinator:
@@ -287,7 +287,7 @@ class Server:
         except BaseException:
             listener.close()
             raise
-        self._model = None  # version 0 is on disk; nothing here keeps the memory of a model
+        self._model = None  # version 0 is on disk: free the memory of the model
         runner = runner_of(make_app(run, self._gate, VERSION), HTTP_LOG, read_bytes=READ_BYTES, linger_s=2.0)
         accepting: Listener | None = None
         try:
@@ -313,7 +313,7 @@ class Server:
                 await accepting.close()
             listener.close()
             await runner.cleanup()
-            if self._run is not None:  # else it never began, and the reason is on its way
+            if self._run is not None:  # else it never began, and its error is raised
                 self._last_status = keep_status(run)
             await run.stop()
             for question in self._questions:
@@ -355,7 +355,7 @@ class Server:
 
 
 def _listen(settings: Settings) -> socket.socket:
-    """A bound socket: the port that was asked for, or the first free one from 8512 on.
+    """Bind a socket to the port of the settings, or to the first free one from 8512 on.
 
     Raises:
         PortInUse: another program has the port. ConfigError: the address is not this machine's.

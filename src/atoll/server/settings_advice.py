@@ -7,7 +7,7 @@ from atoll.format_text import size
 
 
 def advice(plan: Plan) -> list[str]:
-    """A sentence for each; status shows them as long as the run is served."""
+    """Return a sentence for each warning; the status shows them while the run is served."""
     settings, momentum = plan.settings, plan.algorithm.outer_options.get("momentum")
     told = []
     each_steps = not (settings.dn_buffer_size or settings.async_buffer > 1 or settings.async_grace_s)
@@ -36,7 +36,7 @@ def advice(plan: Plan) -> list[str]:
 
 
 _LARGE_SHARE = 0.25
-"""Of the local steps that merges drop: from more than this on it is told."""
+"""Share of the local steps that merges may drop without a warning."""
 
 
 def _of_lost_steps(plan: Plan) -> list[str]:

@@ -1,4 +1,4 @@
-"""How a run begins, or goes on: the state directory, the first version, and what may not change between two starts."""
+"""Begin a run or go on with it: the state directory, the first version, and what may not change between two starts."""
 
 from __future__ import annotations
 
@@ -35,11 +35,8 @@ LOG = logging.getLogger("atoll.server")
 Outer = Callable[..., Optimizer] | None
 """The outer optimizer that a program gives: a class, or a function (parameters, **options) → optimizer."""
 
-UNNAMED = {"num_fragments": 1, "ranks": 1, "placement": "server"}
-"""What the journal of an earlier Atoll means that does not name them."""
-
 SAME_BITS = ("torch", "cpu_capability")
-"""Written down with the outer optimizer: another one is told of, and not refused."""
+"""Kept with the outer optimizer: a difference is a warning, not a refusal."""
 
 
 def open_run(
@@ -48,11 +45,11 @@ def open_run(
     persistor: Persistor | None = None,
     outer: Outer = None,
 ) -> tuple[Plan, Store, Recovered]:
-    """Begin a run in its state directory, or find the one that is there as its journal has it.
+    """Begin a run in its state directory, or take up the one that is there.
 
     Args:
         given: the initial model; else that of the persistor, else that of the settings.
-        persistor: asked for the initial model where the run begins.
+        persistor: asked for the initial model if the run begins.
         outer: the outer optimizer, in place of the setting's.
 
     Raises:
@@ -97,7 +94,7 @@ def open_run(
 
 
 def _tell_of_the_way_down(plan: Plan) -> None:
-    """Say where differences are no less than versions: workers then pull these."""
+    """Warn if differences are no smaller than versions: workers then pull versions."""
     downlinks = [fragment.downlink for fragment in plan.fragments]
     down, whole = sum(each.layout.nbytes for each in downlinks if each), sum(each.nbytes for each in plan.versions)
     if any(downlinks) and down >= whole:
@@ -111,7 +108,7 @@ def _tell_of_the_way_down(plan: Plan) -> None:
 
 
 def plan_of(settings: Settings, given: nn.Module | Tensors | None = None, outer: Outer = None) -> Plan:
-    """The plan of a run that begins with these settings.
+    """Return the plan of a run that begins with these settings.
 
     Args:
         given, outer: as `open_run`.
@@ -143,9 +140,9 @@ def _create(settings: Settings, given: nn.Module | Tensors | None, outer: Outer,
 
 
 def _take_up(settings: Settings, given: nn.Module | Tensors | None, outer: Outer, row: RunRow) -> Plan:
-    """The plan of the run that is there; refused under settings or a model that it was not begun with."""
+    """Return the plan of the run that is there; refuse settings or a model that it was not begun with."""
     plan = Plan.make(settings, split_of(json.loads(row.schema_json)), outer)
-    _require_same(settings, UNNAMED | _read_settings(settings, row), json.loads(_frozen(settings, plan)))
+    _require_same(settings, _read_settings(settings, row), json.loads(_frozen(settings, plan)))
     if given is not None or settings.model is not None:
         if not is_known(settings, given, plan.schema.model):
             mine = schema_for(settings, initial_model(settings, given))
@@ -163,7 +160,7 @@ def _take_up(settings: Settings, given: nn.Module | Tensors | None, outer: Outer
 
 
 def _read_settings(settings: Settings, row: RunRow) -> dict[str, Any]:
-    """The settings that the run was begun with."""
+    """Return the settings that the run was begun with."""
     try:
         found: dict[str, Any] = json.loads(row.settings_json)
     except ValueError as error:
@@ -172,7 +169,7 @@ def _read_settings(settings: Settings, row: RunRow) -> dict[str, Any]:
 
 
 def _require_same(settings: Settings, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Refuse what a run lives by and this start has otherwise.
+    """Refuse a setting that is fixed once a run has begun and that this start changes.
 
     Raises:
         ConfigError: the first such setting, both values, and the remedy.
@@ -189,7 +186,7 @@ def _require_same(settings: Settings, before: Mapping[str, Any], now: Mapping[st
 
 
 def _differing(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """What two tables do not have in common, options of the outer optimizer among their other entries."""
+    """Return how two tables differ, with the options of the outer optimizer among their other entries."""
     flat = [{**{k: v for k, v in each.items() if k != "options"}, **each.get("options", {})} for each in (old, new)]
     same = {key for key in flat[0] if key in flat[1] and flat[0][key] == flat[1][key]} | set(SAME_BITS)
     return [{key: value for key, value in each.items() if key not in same} for each in flat]
@@ -204,7 +201,7 @@ def _frozen(settings: Settings, plan: Plan) -> str:
 
 
 def _write_first(plan: Plan, store: Store, model: nn.Module | Tensors, there: Container[int]) -> None:
-    """Version 0: the initial model, and zeros beside it.
+    """Write version 0: the initial model, and zeros beside it.
 
     Args:
         there: the fragments that have theirs already.
@@ -217,7 +214,7 @@ def _write_first(plan: Plan, store: Store, model: nn.Module | Tensors, there: Co
 
 @contextmanager
 def initial_file(folder: Path, fragment: int, flags: int = os.O_RDONLY) -> Iterator[int]:
-    """Version 0 of a fragment of a swarm, which the first worker pulls from the server."""
+    """Open version 0 of a fragment of a swarm, which the first worker pulls from the server."""
     fd = os.open(folder / f"initial-{fragment}.safetensors", flags | os.O_CLOEXEC, 0o600)
     try:
         yield fd

@@ -1,7 +1,7 @@
-"""The server's filters: what it makes of a site's update before anything is aggregated.
+"""The server's filters: they change a site's update before it is aggregated.
 
-The spool stays as it was received. When the last part is in, and before the update is accepted, it is read tensor by
-tensor, and what the filters leave is written to a file without a name, laid out and encoded as the update is. The
+The spool stays as received. When the last part is in, and before the update is accepted, it is read tensor by tensor,
+and the filtered update is written to a file without a name, laid out and encoded like the update. The
 reducers, or the user's aggregator, read that file in place of the spool. A filter that fails then refuses the update;
 `min_workers` says whether the round goes on without it. A server that was killed has lost the file, and makes it again
 from the spool.
@@ -39,19 +39,19 @@ from atoll.tensors.schema import PARAMS, TensorSpec
 LOG = logging.getLogger("atoll.server")
 
 _Key = tuple[int, str | None]
-"""A ticket and the digest of an update for it: another may come in its place until one is accepted."""
+"""A ticket and the digest of an update for it: another update may replace it until one is accepted."""
 
 HOLDER = "filters"
-"""What a slot's holds call a spool that is being read."""
+"""Name of the filters among the holders of a spool."""
 
 
 class FilterRefused(Exception):
-    """A filter cannot make anything of an update; the text goes on after "its update is refused: "."""
+    """A filter failed on an update; the text follows "its update is refused: "."""
 
 
 @dataclass(eq=False)
 class _Left(OwnedFile):
-    """What the filters have left of an update, in an open file without a name.
+    """A filtered update, in an open file without a name.
 
     Attributes:
         norm: L2, of its `params`.
@@ -62,10 +62,10 @@ class _Left(OwnedFile):
 
 
 class Filtering:
-    """The filters of a run at work, and the files that they have written; on the server's loop, but for `source`.
+    """Runs the filters of a run and keeps the files that they write; on the server's loop, except `source`.
 
     Args:
-        aside: where they work: one that hangs holds up its own site alone.
+        aside: threads for the filters: one that hangs delays its own site alone.
     """
 
     def __init__(self, filters: SiteFilters, plan: Plan, store: Store, aside: UserThreads) -> None:
@@ -74,11 +74,11 @@ class Filtering:
         self._going: dict[_Key, asyncio.Task[None]] = {}
 
     def has(self, site: str) -> bool:
-        """Whether the updates of a site are filtered."""
+        """Return whether the updates of a site are filtered."""
         return bool(self.filters) and bool(self.filters.of(site))
 
     async def prepare(self, row: TicketRow, number: int) -> None:
-        """Filter an update whose parts are all there, and keep what comes of it; a second call meanwhile waits, too.
+        """Filter an update whose parts are all there, and keep the result; a second call meanwhile waits for it.
 
         Args:
             row: its ticket, with the digest of the update and what the site said of it.
@@ -116,7 +116,7 @@ class Filtering:
             done.exception()  # the request that asked was told, or asks again
 
     async def refusal(self, row: TicketRow, number: int) -> str:
-        """As `prepare`; returns why the update is refused, nothing where it is not."""
+        """As `prepare`; return why the update is refused, empty if it is not."""
         try:
             await self.prepare(row, number)
         except FilterRefused as error:
@@ -124,7 +124,7 @@ class Filtering:
         return ""
 
     async def prepare_accepted(self, rows: Sequence[TicketRow], number: int) -> None:
-        """As `prepare`, of accepted updates: after a restart nothing is left of what was made of them.
+        """As `prepare`, of accepted updates: a restart has lost their filtered files.
 
         Raises:
             RunFailed: a filter that took one of them before the restart now fails.
@@ -141,14 +141,14 @@ class Filtering:
                 ) from error.__cause__
 
     def source(self, row: TicketRow) -> UpdateFile:
-        """What is aggregated of an accepted update: its spool, or what the filters have left of it; from any thread."""
+        """Return what is aggregated of an accepted update: its spool, or its filtered file; from any thread."""
         if not self.has(row.site):
             return UpdateFile(self._store.tickets.spool(row.ticket).fd, row.norm)
         left = self._kept[_key(row)]
         return UpdateFile(left.fd, left.norm)
 
     def sweep(self) -> None:
-        """Let go of what no round can use any more."""
+        """Drop the files that no round can use any more."""
         for key in [*self._going, *self._kept]:
             if not self._store.tickets.get(key[0]).is_live:
                 self._forget(key)
@@ -161,7 +161,7 @@ class Filtering:
             kept.close()
 
     def close(self) -> None:
-        """Give the files back; what is still being filtered is of no use."""
+        """Close the files, and stop filters that still run."""
         for key in [*self._going, *self._kept]:
             self._forget(key)
 
@@ -210,14 +210,14 @@ def _key(row: TicketRow) -> _Key:
 
 
 class _Work:
-    """One update on its way through the filters, a run at a time."""
+    """Takes one update through the filters, a run at a time."""
 
     def __init__(self, plan: FragmentPlan, codecs: Mapping[str, Codec], spool_fd: int, base_fd: int) -> None:
         self._spool_fd, self._base_fd, self._codecs = spool_fd, base_fd, codecs
         self._layout, self._version = plan.update, plan.version
 
     def write(self, fd: int, filters: Sequence[Filter], about: About, model: Collection[str]) -> float:
-        """Write what the filters leave; returns the L2 norm of its `params`."""
+        """Write the filtered update; return the L2 norm of its `params`."""
         specs = {each.spec.name: each.spec for each in self._layout.segments if not each.spec.is_beside}
         squares = []
         with torch.no_grad(), single_thread():
@@ -239,7 +239,7 @@ class _Work:
         return math.sqrt(math.fsum(squares))
 
     def _run(self, chain: Chain, run: Piece) -> Tensor:
-        """A run as it is to be aggregated, encoded."""
+        """Return a run as it is aggregated, encoded."""
         spec, start, stop = run.segment.spec, run.start, run.stop
         if not spec.is_beside and not spec.is_float and not chain.sends(spec.name):
             return self._base(spec, start, stop).view(torch.uint8)
@@ -249,14 +249,14 @@ class _Work:
             values = chain.change(spec.name, start, stop)
         elif not chain.sends(spec.name):
             values = self._base(spec, start, stop)
-        else:  # its own value, to the bit, where no filter changed it
+        else:  # its own value, to the bit, if no filter changed it
             values = chain.taken(spec.name, start, stop).add_(self._decoded(self._bytes(run), run))
         encoded = torch.empty(run.nbytes, dtype=torch.uint8)
         self._codecs[run.segment.codec].encode_(values, encoded, spec.dtype)
         return encoded
 
     def _change(self, name: str, start: int, stop: int) -> Tensor:
-        """version − local, as it was received."""
+        """Return version − local, as received."""
         segment = self._layout.by_name[name]
         run = self._layout.piece(segment, start, stop)
         values = self._decoded(self._bytes(run), run)

@@ -50,11 +50,10 @@ def at_start(journal: Rows, directory: Path) -> Start:
     try:
         head = read_head(directory)
         if head is None and tip(journal)[0]:
-            start.warnings.append(f"{directory / NAME} is missing: whether the journal has its end cannot be told.")
+            start.warnings.append(f"{directory / NAME} is missing: nothing shows whether the journal has its end.")
     except NoteDamaged as error:
         start.warnings.append(
-            f"{directory / NAME} is damaged ({error}): whether the journal has its end cannot be told. "
-            "Look at the disk."
+            f"{directory / NAME} is damaged ({error}): nothing shows whether the journal has its end. Look at the disk."
         )
     if head is not None:
         _find_lost(start, head, journal, directory)
@@ -74,7 +73,7 @@ def everything(journal: Rows, directory: Path, head: AuditHead | None) -> None:
     """
     if head is not None and (missing := require_same_log(head, journal, directory)[1]):
         raise StateCorrupt(
-            f"The audit log of {directory} has lost its last {missing} entries: {NAME} tells of {head.entries}.",
+            f"The audit log of {directory} has lost its last {missing} entries: {NAME} says {head.entries}.",
             "Start the server: after a power loss it goes on without them and says so; else it says what to do.",
         )
     _compare(journal, directory, since=0, everything=True)
@@ -199,7 +198,7 @@ class _Comparison:
         state, version = self._latest.pop(ticket, ("accepted", None))
         found = self._journal.rows(f"SELECT state, version, {', '.join(_UPDATE)} FROM tickets WHERE ticket = ?", ticket)
         if not found:
-            return f"ticket {ticket} is missing; entry {seq} of the audit log tells of it"
+            return f"ticket {ticket} is missing, but entry {seq} of the audit log records it"
         if state == "reopened":
             return ""
         told = {"state": state, "version": version}
@@ -240,20 +239,20 @@ class _Comparison:
     def _unfounded(self) -> str:
         """Return the first row that the whole log does not record."""
         for ticket in sorted(self._accepted):
-            return f"the audit log does not tell of the accepted ticket {ticket}"
+            return f"the audit log has no entry for the accepted ticket {ticket}"
         for fragment, version in sorted(self._versions):
-            return f"the audit log does not tell of version {version} of fragment {fragment}"
+            return f"the audit log has no entry for version {version} of fragment {fragment}"
         for fragment in sorted(self._heads):
-            return f"the audit log does not tell of the head of fragment {fragment}"
+            return f"the audit log has no entry for the head of fragment {fragment}"
         if next(self._history, None) is not None:
-            return "the history has versions of which the audit log does not tell"
+            return "the history has versions without an entry of the audit log"
         if self._everything:
             counted = "SELECT ticket FROM tickets WHERE state IN ('accepted', 'counted') AND ticket > ? ORDER BY ticket"
             last = 0
             while page := self._journal.rows(f"{counted} LIMIT {_PAGE}", last):
                 for (last,) in page:
                     if last not in self._seen:
-                        return f"the audit log does not tell of the accepted ticket {last}"
+                        return f"the audit log has no entry for the accepted ticket {last}"
         return ""
 
     def _of_the_end(self) -> str:

@@ -329,20 +329,12 @@ class Coordinator:
         presence, member = self.roster.get(lease.site), self.state.members.get(lease.site)
         if member is not None and (refused := forged(lease, member.lease, presence)):
             self._refuse_lease(lease, refused)
-        self.see(lease)
-        if presence is not None:
-            presence.heard, presence.heard_s = True, time.monotonic()
-        return lease
-
-    def see(self, lease: Lease) -> None:
-        """Take a sign of life.
-
-        Raises:
-            LeaseLost, Superseded: as `require_lease`.
-        """
         for effect in self.apply(ev.WorkerSeen(lease.site, lease.number)):
             if isinstance(effect, fx.LeaseRefused):
                 self._refuse_lease(lease, effect)
+        if presence is not None:
+            presence.heard, presence.heard_s = True, time.monotonic()
+        return lease
 
     def _refuse_lease(self, lease: Lease, effect: fx.LeaseRefused) -> None:
         raise lease_refused(lease, effect, self.roster.get(lease.site))

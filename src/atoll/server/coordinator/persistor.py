@@ -43,7 +43,7 @@ _Read = Callable[[], tuple[dict[str, Tensor], dict[str, Any]]]
 
 @dataclass(frozen=True)
 class Best:
-    """A version that was found to be the best so far.
+    """The best version so far.
 
     Attributes:
         version: its number.
@@ -69,7 +69,7 @@ class Persistor:
         self.name = str(settings.persistor)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="atoll-persistor")
         self._lock = threading.Lock()
-        self._best: Best | None = None  # the newest that is to be handed over, where its turn has not come
+        self._best: Best | None = None  # the newest one that waits for its turn
         found = kind = registry.load_attribute(self.name)
         if isinstance(found, type):
             found = registry.made(
@@ -85,7 +85,7 @@ class Persistor:
         self._user: Any = found
 
     def load(self) -> Tensors | None:
-        """The initial model; None where it has none.
+        """Return the initial model; None if it has none.
 
         Raises:
             ConfigError: it raised, or gave no mapping name → tensor.
@@ -110,7 +110,7 @@ class Persistor:
         return given
 
     def save(self, plan: Plan, store: Store, heads: Sequence[int], *, final: bool = False) -> Future[None]:
-        """Hand it a version; the future is done afterwards, and never has an error.
+        """Hand over a version; the future is done afterwards, and never has an error.
 
         Args:
             heads: the version of each fragment; the model's number is the least of them.
@@ -118,7 +118,7 @@ class Persistor:
         return self._thread.submit(self._hand, "save", plan, store, tuple(heads), {"final": final})
 
     def save_best(self, plan: Plan, best: Best) -> None:
-        """Hand it the best version so far, soon; one that still waits for its turn is passed over."""
+        """Hand over the best version so far, soon, in place of one that still waits for its turn."""
         with self._lock:
             before, self._best = self._best, best
         if before is not None:
@@ -127,11 +127,11 @@ class Persistor:
             self._thread.submit(self._hand_best, plan)
 
     def handed(self) -> Future[None]:
-        """Done when everything is that it was to be handed until now."""
+        """Return a future that is done when everything was handed over."""
         return self._thread.submit(lambda: None)
 
     def close(self) -> None:
-        """Wait for a call that is under way; those behind it are dropped."""
+        """Wait for a call that is under way; drop those behind it."""
         self._thread.shutdown(wait=True, cancel_futures=True)
         with self._lock:
             best, self._best = self._best, None
@@ -179,7 +179,7 @@ class Persistor:
 
 
 def _tensors(plan: Plan, store: Store, heads: tuple[int, ...]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The model of a version in memory, tied names sharing a tensor, and the summary of its round."""
+    """Return the model of a version in memory, tied names sharing a tensor, and the summary of its round."""
     state: dict[str, Tensor] = {}
     summary: dict[str, Any] = {}
     for fragment, version in enumerate(heads):
@@ -215,7 +215,7 @@ def _fragment(plan: Plan, store: Store, fragment: int, version: int) -> tuple[di
 
 
 def _exported(plan: Plan, best: Best) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """As `_tensors`, of an export that is open."""
+    """As `_tensors`, of an open export."""
     from safetensors import safe_open
 
     model = plan.schema.model

@@ -30,11 +30,11 @@ from atoll.store.journal_tables import TicketRow
 from atoll.store.store import Store
 
 HELD_BY_PROCESS = "aggregator"
-"""What a slot's holds call the process."""
+"""Name of the process among the holders of a slot."""
 START_S = 120.0
 END_S = 5.0
 LOOK_S = 0.2
-"""Between two looks at whether the server is stopping."""
+"""How often to check whether the server is stopping."""
 
 _MAIN = """
 import sys
@@ -63,14 +63,17 @@ class Aggregator:
     """The process of the run's aggregator; `start` it before anything else."""
 
     def __init__(self, plan: Plan, on_failed: Callable[[AtollError], object], filtering: Filtering) -> None:
-        """`on_failed`: told, by any thread, when the aggregator fails while no round waits for it."""
+        """
+        Args:
+            on_failed: called, by any thread, when the aggregator fails while no round waits for it.
+        """
         self._filtering = filtering
         self._plan, self._settings, self._on_failed = plan, plan.settings, on_failed
         self.name = str(plan.settings.aggregator)
         self._layout = result_layout(plan.schema, plan.settings.part_bytes)
         self._result_fd: int | None = None
         self._busy = threading.Lock()  # held while it gets updates or makes its result
-        self._heard = threading.Condition()  # guards what follows
+        self._heard = threading.Condition()  # guards the fields below
         self._heard_s = 0.0
         self._answer: dict[str, Any] | None = None
         self._failed: AtollError | None = None
@@ -98,9 +101,9 @@ class Aggregator:
                 [sys.executable, "-c", _MAIN, str(theirs.fileno()), *sys.path],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
-                stdout=2,  # what it prints must not mix with what the server prints
+                stdout=2,  # keep its output apart from that of the server
                 env=environment,
-                start_new_session=True,  # Ctrl-C is the server's matter, which ends it
+                start_new_session=True,  # Ctrl-C reaches the server alone, which ends it
             )
         finally:
             theirs.close()
@@ -122,7 +125,7 @@ class Aggregator:
         self._incremental = answer["incremental"]
 
     def close(self) -> None:
-        """End the process; every spool that it had is given back. Idempotent."""
+        """End the process, and give back every spool that it had. Idempotent."""
         with self._heard:
             self._closing = True
         self._offers.shutdown(wait=True, cancel_futures=True)
@@ -141,7 +144,7 @@ class Aggregator:
     # -- updates
 
     def offer(self, store: Store, row: TicketRow, number: int) -> None:
-        """An update was accepted: an aggregator that takes them as they arrive gets it, soon.
+        """Give an accepted update, soon, to an aggregator that takes them as they arrive.
 
         Args:
             row: its ticket.
@@ -157,10 +160,10 @@ class Aggregator:
                 self._give(store, row, number)
 
     def aggregate(self, store: Store, rows: Sequence[TicketRow], number: int, cancelled: threading.Event) -> int:
-        """Let it make one update of those of a frozen round.
+        """Let it make one update of the updates of a frozen round.
 
         Args:
-            rows: in the frozen order. It gets those that it has not had; where it has had others too, it begins anew.
+            rows: in the frozen order. It gets those that it has not had; if it has had others, too, it begins anew.
             number: of the round.
 
         Returns:
@@ -214,7 +217,7 @@ class Aggregator:
             os.close(fd)
 
     def _limit_kept(self) -> None:
-        """Ask for the oldest of those that it keeps beyond its round, where they are too many."""
+        """Ask for the oldest updates that it keeps beyond their round, if they are too many."""
         with self._heard:
             for pin in self._pins.values():
                 pin.over = True
@@ -236,7 +239,7 @@ class Aggregator:
         return self._result_fd
 
     def _send(self, message: dict[str, Any], fd: int | None = None) -> None:
-        """One that cannot be told something may not go on without it; `_listen` says how it ended."""
+        """End a process that cannot be sent a message; `_listen` reports how it ended."""
         try:
             self._channel.send(message, fd)
         except OSError:
@@ -287,7 +290,7 @@ class Aggregator:
 
     @staticmethod
     def _buried(process: subprocess.Popen[bytes]) -> int:
-        """Wait for the end of the process; what it has forked ends with it, for that may hold spools, too."""
+        """Wait for the end of the process; its forks end with it, since they may hold spools, too."""
         with contextlib.suppress(ChildProcessError):  # another thread was first
             os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
             with contextlib.suppress(ProcessLookupError):

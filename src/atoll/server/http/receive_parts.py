@@ -12,6 +12,7 @@ from atoll.aggregation.check_arriving_parts import Inspection, PartStats
 from atoll.aggregation.decode_updates import read_at
 from atoll.errors import BadRequest, Busy, PartCorrupt
 from atoll.protocol import messages
+from atoll.rounds.events import WorkerSeen
 from atoll.server.coordinator.coordinator import Coordinator
 from atoll.server.coordinator.roster import Lease
 from atoll.store.update_spool import PartWriter
@@ -47,7 +48,7 @@ class PartReceiver:
         coordinator.require_space()
         async with self._received(request, lease.site, ticket, fragment, planned) as (writer, stats):
             coordinator.record_part(lease, ticket, part, stats, writer)
-        coordinator.see(lease)
+        coordinator.apply(WorkerSeen(lease.site, lease.number))
         return messages.PartReceipt(ticket=ticket, part=part, digest=stats.digest.hex())
 
     @asynccontextmanager
