@@ -15,7 +15,7 @@ from typing import Any
 
 from blake3 import blake3
 
-from atoll.store.journal_tables import RunRow, TicketRow, VersionRow
+from atoll.store.journal_tables import AUDIT, AuditRow, RunRow, TicketRow, VersionRow
 from atoll.store.store import Files, FileShape, FragmentShapes, Recovered, Store
 
 HEADER = b"version:"
@@ -136,6 +136,11 @@ def export(store: Store, target: Path) -> Path:
         yield memoryview(read(fd))
 
     return store.export(target, store.versions.heads(), b"", contents)
+
+
+def audited(store: Store) -> list[AuditRow]:
+    """The entries of the audit log, oldest first."""
+    return store.journal.select(AUDIT, "ORDER BY seq")
 
 
 def flip(path: Path, offset: int) -> None:

@@ -9,10 +9,11 @@ import threading
 from pathlib import Path
 
 import pytest
-from store_world import accept, begin, first, killed, play_round, send_part, submit, update_of
+from store_world import accept, audited, begin, first, killed, play_round, send_part, submit, update_of
 
 from atoll import runtime
 from atoll.errors import DiskFull, StateCorrupt, StateLocked, StoreError
+from atoll.store.audit_log import verify
 from atoll.store.journal import Journal
 from atoll.store.store import Store
 
@@ -195,15 +196,15 @@ def test_the_audit_log_lists_each_update_with_its_site_and_outcome(tmp_path: Pat
     store.tickets.issue(3, "a", 0, 1)
     store.tickets.refuse(3, "NaN in w")
     # committed 0; accepted 1 and 2; committed 1; refused 3
-    assert [entry.what for entry in store.audit.entries()] == [
+    assert [entry.what for entry in audited(store)] == [
         "committed",
         "accepted",
         "accepted",
         "committed",
         "refused",
     ]
-    count_, last = store.audit.verify()
-    assert (count_, last) == (5, store.audit.entries(1)[0].hash)
+    count_, last = verify(store.journal)
+    assert (count_, last) == (5, audited(store)[-1].hash)
     store.close()
 
 
@@ -221,7 +222,7 @@ def test_tampering_with_the_audit_log_is_found(tmp_path: Path, tampering: str, e
     with store.journal.transaction():
         store.journal.execute(tampering)
     with pytest.raises(StateCorrupt, match=f"entry {entry}"):
-        store.audit.verify()
+        verify(store.journal)
     store.close()
 
 

@@ -11,6 +11,7 @@ from blake3 import blake3
 from store_world import (
     SHAPES,
     accept,
+    audited,
     begin,
     content,
     first,
@@ -27,6 +28,7 @@ from store_world import (
 )
 
 from atoll.errors import ConfigError, StateCorrupt, StoreError
+from atoll.store import audit_log
 from atoll.store.file_slots import verify
 from atoll.store.store import FileShape, Store
 
@@ -60,7 +62,7 @@ def test_everything_is_found_again(tmp_path: Path) -> None:
     assert (recovered.next_ticket, recovered.next_lease) == (5, 3)
     assert recovered.started == {0}
     assert (recovered.fell_back, recovered.warnings) == ("", ())
-    assert list(store.tickets.spool(4).parts()) == [1]  # only part 0 has to be sent
+    assert list(store.tickets.parts(4)) == [1]  # only part 0 has to be sent
     send_part(store, 4, 0, update_of("b", 1))
     accept(store, 4, update_of("b", 1))
     assert [read(store.tickets.spool(ticket).fd) for ticket in (3, 4)] == [update_of("a", 1), update_of("b", 1)]
@@ -86,9 +88,9 @@ def test_killed_around_the_accept(tmp_path: Path, failpoint: str, state: str) ->
     assert sorted(store.tickets.parts(1)) == [0, 1]
     row = accept(store, 1, update_of("a", 0))
     assert row.state == "accepted"
-    assert [entry.what for entry in store.audit.entries()].count("accepted") == 1
+    assert [entry.what for entry in audited(store)].count("accepted") == 1
     assert read(store.tickets.spool(1).fd) == update_of("a", 0)
-    store.audit.verify()
+    audit_log.verify(store.journal)
     store.close()
 
 
@@ -191,7 +193,7 @@ def test_a_damaged_head_gives_way_to_the_version_before(tmp_path: Path, damage: 
     assert store.run_log.epoch == epoch + 2  # the start, and the fall back
     assert [row.version for row in store.run_log.history()] == [0, 1]
     assert [member.rounds_counted for member in store.run_log.members()] == [1, 1]
-    assert store.audit.entries(1)[0].what == "fell back"
+    assert audited(store)[-1].what == "fell back"
     assert (read(store.versions.pin(0, 1).fd), read(store.versions.state_file())) == (content(1), state_content(1))
     store.run_log.open_round(0, 1, ("a", "b"))
     for ticket, site in ((6, "a"), (7, "b")):
@@ -294,10 +296,10 @@ def test_recovery_killed_in_the_middle_is_done_by_the_next(tmp_path: Path, nth: 
     store, recovered = begin(tmp_path)
     assert recovered.heads[0].version == 1
     assert [store.tickets.get(ticket).state for ticket in (1, 2, 3, 4, 5)] == ["counted"] * 2 + ["expired"] * 3
-    assert [entry.what for entry in store.audit.entries()].count("fell back") == 1
+    assert [entry.what for entry in audited(store)].count("fell back") == 1
     assert store.run_log.totals().counted == 2
     assert [name for name in slot_files(tmp_path) if name.startswith("spool")] == []
-    store.audit.verify()
+    audit_log.verify(store.journal)
     store.close()
 
 

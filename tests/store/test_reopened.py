@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from store_world import accept, begin, first, play_round, send_part, submit, update_of
+from store_world import accept, audited, begin, first, play_round, send_part, submit, update_of
 
 from atoll.store.store import Store
 
@@ -23,7 +23,7 @@ def test_a_frozen_round_and_its_tickets_are_open_again(store: Store, tmp_path: P
     assert [store.tickets.get(ticket).digest for ticket in tickets] == [None, None]
     (row,) = store.run_log.rounds()
     assert (row.state, row.tickets) == ("open", ())
-    assert store.audit.entries()[-1].what == "reopened"
+    assert audited(store)[-1].what == "reopened"
     store.close()
     again, _ = begin(tmp_path)  # a restart finds it so
     assert again.run_log.rounds()[0].state == "open"

@@ -8,11 +8,24 @@ from pathlib import Path
 
 import pytest
 from blake3 import blake3
-from store_world import SHAPES, accept, first, play_round, read, send_part, slot_files, submit, update_of, write_version
+from store_world import (
+    SHAPES,
+    accept,
+    audited,
+    first,
+    play_round,
+    read,
+    send_part,
+    slot_files,
+    submit,
+    update_of,
+    write_version,
+)
 
 from atoll import runtime
 from atoll.errors import BadRequest, Conflict, DiskFull, Gone, StoreError, TicketClosed, UpdateRefused
 from atoll.store import file_slots, update_spool
+from atoll.store.file_slots import READER
 from atoll.store.journal_tables import TICKETS, TicketRow
 from atoll.store.store import Store
 from atoll.store.update_spool import WriterCancelled
@@ -33,7 +46,7 @@ def test_the_same_update_again_gets_the_same_row(store: Store) -> None:
     row = submit(store, 1, "a", 0)
     assert (row.state, row.weight, row.metrics, row.bytes) == ("accepted", 2.0, {"loss": 0.5}, 24)
     assert accept(store, 1, update_of("a", 0)) == row
-    assert [entry.what for entry in store.audit.entries()].count("accepted") == 1
+    assert [entry.what for entry in audited(store)].count("accepted") == 1
 
 
 @pytest.mark.covers("F17")
@@ -271,9 +284,9 @@ def test_many_writers_of_one_part_leave_the_bytes_of_the_last(store: Store) -> N
 def test_a_part_that_is_written_again_is_no_longer_recorded(store: Store) -> None:
     store.tickets.issue(1, "a", 0, 0)
     send_part(store, 1, 0, update_of("a", 0))
-    assert list(store.tickets.spool(1).parts()) == [0]
+    assert list(store.tickets.parts(1)) == [0]
     old = store.tickets.spool(1).begin_part(0)
-    assert store.tickets.spool(1).parts() == {}
+    assert store.tickets.parts(1) == {}
     with pytest.raises(WriterCancelled):  # not all bytes are there
         store.tickets.record_part(1, 0, b"d" * 32, 1.0, old)
     new = store.tickets.spool(1).begin_part(0)
@@ -341,7 +354,8 @@ def test_a_spool_slot_is_not_reused_while_its_last_write_is_under_way(
 
 def test_a_spool_slot_is_not_reused_while_it_is_read(store: Store) -> None:
     store.tickets.issue(1, "a", 0, 0)
-    with store.tickets.spool(1).reading():
+    spool = store.tickets.spool(1)
+    with spool.pool.held(spool.slot, READER):
         store.tickets.expire([1], "the round closed")
         store.tickets.issue(2, "b", 0, 0)
         assert store.tickets.spool(2).slot.number == 1

@@ -53,18 +53,6 @@ class AuditLog:
         self._journal.insert(AUDIT, AuditRow(seq, at, what, text, previous, digest))
         self._end = seq, digest
 
-    def entries(self, limit: int = 100) -> list[AuditRow]:
-        """Return the last `limit` entries, oldest first."""
-        return self._journal.select(AUDIT, "ORDER BY seq DESC LIMIT ?", limit)[::-1]
-
-    def verify(self) -> tuple[int, str]:
-        """Return the number of entries and the last hash.
-
-        Raises:
-            StateCorrupt: as the function `verify`.
-        """
-        return verify(self._journal)
-
     def keep_head(self, head: AuditHeadFile) -> None:
         """Note the log's end in its head file, now and after each commit that moves it."""
         self._head = head

@@ -153,7 +153,6 @@ class Tickets:
             slot,
             self._slots.shapes_of(row.fragment).update_parts,
             forget=self._forget_part,
-            recorded=self.parts,
             sync=(lambda: self._journal.sync(slot.fd, str(slot.path))) if power else None,
         )
         if row.state == "accepted":

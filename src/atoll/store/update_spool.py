@@ -7,14 +7,12 @@ exists; so no late byte of a lost connection can overwrite what a newer request 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 from atoll.errors import AtollError, BadRequest, StoreError
 from atoll.posix import write_at
 from atoll.runtime import failpoint
-from atoll.store.file_slots import READER, WRITER, Ranges, Slot, SlotPool, disk_error
-from atoll.store.journal_tables import PartRow
+from atoll.store.file_slots import WRITER, Ranges, Slot, SlotPool, disk_error
 
 
 class WriterCancelled(StoreError):
@@ -128,36 +126,24 @@ class Spool:
         ranges: Ranges,
         *,
         forget: Callable[[int, int], None],
-        recorded: Callable[[int], dict[int, PartRow]],
         sync: Callable[[], None] | None,
     ) -> None:
         """
         Args:
             ranges: (offset, nbytes) of each part.
             forget: called with ticket and part, under the lock, before new bytes of a part are written.
-            recorded: returns the parts that the journal has of a ticket.
             sync: fsyncs the slot, once a part is written; None with durability `process`.
         """
         self.ticket, self.pool, self.slot, self.ranges, self.sync = ticket, pool, slot, ranges, sync
-        self._forget, self._recorded = forget, recorded
+        self._forget = forget
         self._writers: dict[int, PartWriter] = {}
         self._locks: dict[int, threading.Lock] = {}
         self._closed: AtollError | None = None
 
     @property
     def fd(self) -> int:
-        """Of the slot; it belongs to the store. Use `reading` if the ticket may end meanwhile."""
+        """Of the slot; it belongs to the store. Hold the slot if the ticket may end meanwhile."""
         return self.slot.fd
-
-    @contextmanager
-    def reading(self) -> Iterator[int]:
-        """Give the slot's fd; the slot is not given to another ticket meanwhile."""
-        with self.pool.held(self.slot, READER):
-            yield self.slot.fd
-
-    def parts(self) -> dict[int, PartRow]:
-        """Return the parts that need not be sent again, by number."""
-        return self._recorded(self.ticket)
 
     def begin_part(self, part: int) -> PartWriter:
         """Write a part, from its first byte. Its earlier writer is cancelled, and has stopped when this returns.
