@@ -254,7 +254,7 @@ def forget_to_submit(url: str, folder: Path) -> None:
 def test_a_round_that_was_not_submitted_is_an_error_that_says_what_to_do(tmp_path: Path) -> None:
     server = serve(tmp_path, tiny(), num_workers=1)
     try:
-        with pytest.raises(AtollError, match=r"Call round\.submit"):
+        with pytest.raises(AtollError, match=r"Call fl_round\.submit"):
             forget_to_submit(server.url, tmp_path / "workers")
         assert server.status().workers[0].state == "failed"
         assert "submit" in server.status().workers[0].error
