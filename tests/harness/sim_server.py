@@ -115,6 +115,7 @@ class SimServer:
 
     def __init__(self, rules: machine.Rules, world: Surroundings, disk: Disk, checks: Checks, mutant: Mutant) -> None:
         self.rules, self.world, self.disk, self.checks, self.mutant = rules, world, disk, checks, mutant
+        self._event: Event | None = None
         self.ledger = self._new_ledger()
         self.ledger.restore(machine.snapshot(machine.initial(rules)))
         self.journal = RunJournal(SimJournal.of(self.state).fragments, model=[Fraction(0)] * rules.fragments)
@@ -137,8 +138,14 @@ class SimServer:
         return nullcontext()
 
     def write(self, effect: Effect) -> None:
+        self._note_end()
         self._write(lambda: self._record(effect))
         self._written = True
+
+    def _note_end(self) -> None:
+        """Tell the checks of a site that ends, before what follows from it is written."""
+        if isinstance(self._event, WorkerEnds) and self._event.site in self.state.ending:
+            self.checks.ends(self._event.site)
 
     def handle(self, request: Request) -> list[Reply]:
         """The replies to `request`; none where the server is down or goes down over it."""
@@ -215,10 +222,9 @@ class SimServer:
         self._compare()
 
     def _run(self, event: Event) -> tuple[Effect, ...]:
-        self._written = isinstance(event, FACTS)
+        self._event, self._written = event, isinstance(event, FACTS)
         effects = self.ledger.apply(event)
-        if isinstance(event, WorkerEnds) and event.site in self.state.ending:
-            self.checks.ends(event.site)
+        self._note_end()
         if self._written:
             self._compare()
         return effects

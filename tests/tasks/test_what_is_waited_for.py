@@ -23,7 +23,6 @@ from atoll.server.coordinator.build_status import status_of
 from atoll.server.tasks import task_payloads, user_code
 from atoll.server.tasks.task_queue import Answer
 from atoll.server.tasks.workflow_controller import Result
-from atoll.store.store import Store
 
 TREE = {"w": torch.ones(3)}
 
@@ -219,20 +218,20 @@ def test_an_answer_that_is_filtered_waits_for_space(tmp_path: Path, monkeypatch:
     """The site is told to come back, and what it has sent is still there: it is sent once."""
     came: list[Any] = []
     asked, opened = list[int](), list[int]()
-    require_space = Store.require_space
 
-    def required(store: Store, min_free_bytes: int) -> None:
+    def required() -> None:
         asked.append(1)
-        require_space(store, min_free_bytes if len(asked) > 1 else 2**60)
+        if len(asked) == 1:
+            server._run.store.require_space(2**60)  # type: ignore[union-attr]
 
     def main(controller: Any) -> None:
         controller.sites(at_least=1, timeout_s=30)
         objects = server._run.objects  # type: ignore[union-attr]
+        monkeypatch.setattr(server._run.task_queue.answer_filter, "require_space", required)  # type: ignore[union-attr]
         begin = objects.open
         monkeypatch.setattr(objects, "open", lambda *a, **k: opened.append(1) or begin(*a, **k))  # type: ignore[func-returns-value]
         came.extend(controller.broadcast("train", None, timeout_s=30))
 
-    monkeypatch.setattr(Store, "require_space", required)
     server = workflow_server(tmp_path, main, filters=[Drop("b")], stream_tasks=("train",))
     played(server, "a", lambda _: {"w": torch.ones(3), "b": torch.ones(2)})
     assert came[0].payload["w"].tolist() == [1.0] * 3
