@@ -190,7 +190,7 @@ def test_it_may_begin_at_zero_where_it_is_told_to(
     with caplog.at_level(logging.WARNING):
         assert take_part(server, tmp_path / "w") == [0.0, 0.0]
     assert "a: its state begins at zero" in caplog.text
-    assert "2 updates of a count in this run, and the site has lost its own" in caplog.text
+    assert "2 updates of a count in this run, and the site has lost the state that its algorithm keeps" in caplog.text
     assert take_part(server, tmp_path / "w") == [1.0, 2.0]  # the variable does no harm to a control that is there
     monkeypatch.delenv("ATOLL_NEW_STATE")
     assert take_part(server, tmp_path / "w") == [2.0, 4.0]
