@@ -46,7 +46,7 @@ def test_a_publisher_that_was_killed_is_named_and_what_is_optional_is_none(nurse
     publisher, ref = publishing(nursery, tmp_path, "flat")
     publisher.kill()
     assert said(fetching(nursery, tmp_path, ref, optional=True)) == "none"
-    with pytest.raises(ServerUnreachable, match=rf"Nobody serves reference {ref.object[:8]} at 127.0.0.1:{ref.port}.*"):
+    with pytest.raises(ServerUnreachable, match=rf"Nothing serves reference {ref.object[:8]} at 127.0.0.1:{ref.port}"):
         atoll.objects.fetch(ref, idle_timeout_s=0.2)
 
 

@@ -4,8 +4,8 @@
     parts  [0      ][1      ]                                 [2        ][3        ][4        ][5       ]
 
 The head has parts of its own, so that a receiver knows where every tensor belongs before the first of them comes. The
-rest is cut every `part_bytes`, through tensors. Tensors that
-are to travel inline while others are streamed are in the head itself, beside the skeleton.
+rest is cut every `part_bytes`, through tensors. Tensors that travel inline while others are streamed are in the head
+itself, beside the skeleton.
 """
 
 from __future__ import annotations
@@ -296,7 +296,7 @@ def _payload(text: str, what: str) -> tuple[Plain, tuple[str, ...], dict[str, Te
         raise BadRequest(f"{what} has a payload without names or without a skeleton.", _REMEDY)
     inline = payload.get("inline", {})
     if not isinstance(inline, dict):
-        raise BadRequest(f"{what} has a payload whose inline tensors are none.", _REMEDY)
+        raise BadRequest(f"{what} has a payload without inline tensors where they are announced.", _REMEDY)
     return payload["skeleton"], tuple(names), {name: _from_text(name, entry, what) for name, entry in inline.items()}
 
 

@@ -37,7 +37,7 @@ HEALTH = "/healthz"
 
 LEASE_HEADER = "Atoll-Lease"
 SECRET_HEADER = "Atoll-Secret"
-"""Of an object's reference: whoever sends it may pull the object, and needs no token."""
+"""Of an object's reference: a request with it may pull the object, and needs no token."""
 
 CONTROL_BODY_BYTES = 64 * 2**10
 """The most a control message may have; more is refused before it is read."""
@@ -49,7 +49,7 @@ DIGEST_BYTES = 32
 """A part's body is its bytes, then their BLAKE3."""
 
 MANIFEST_BYTES = 32 * 2**20
-"""The most that the manifest of an object may have; who pulls one reads no more."""
+"""The most that the manifest of an object may have; a receiver reads no more."""
 
 INLINE_BYTES = 16 * 2**20
 """The most that an object may have which travels within its manifest."""

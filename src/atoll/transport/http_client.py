@@ -124,7 +124,7 @@ class Watch:
         self._closed = False
 
     def begin(self, answers: Callable[[], bool], every_s: float) -> None:
-        """Watch from now on.
+        """Begin to watch.
 
         Args:
             answers: sends a heartbeat; returns whether it was answered, after `every_s` at the latest. Calls `missed`
@@ -137,24 +137,24 @@ class Watch:
             self._thread.start()
 
     def close(self) -> None:
-        """Watch no more; returns at once."""
+        """Stop watching; returns at once."""
         with self._changed:
             self._closed = True
             self._changed.notify()
 
     def answered(self) -> None:
-        """The server has answered something."""
+        """Note that the server has answered something."""
         self._heard_s, self.is_lost = time.monotonic(), False
 
     def missed(self) -> None:
-        """A heartbeat was not answered: no connection that was made before is trusted any more."""
+        """Note that a heartbeat was not answered: connections from before are no longer trusted."""
         with self._changed:
             self._missed_s = time.monotonic()
             self.losses += 1
             self._changed.notify()
 
     def is_back(self) -> bool:
-        """Whether the network is not lost; one that was is tried with one heartbeat."""
+        """Return whether the network is up; a lost one is tried with one heartbeat."""
         if self.is_lost and self._answers():
             self.answered()
         return not self.is_lost
@@ -265,7 +265,7 @@ class _Call:
         self._socket: socket.socket | None = None
 
     def hold(self, sock: socket.socket | None) -> None:
-        """The answer comes over this socket; None: it is there."""
+        """Note the socket that the answer comes over; None: the answer is there."""
         with self._lock:
             self._socket = sock
             self._end()
@@ -283,7 +283,7 @@ class _Call:
 
 
 class _HeldResponse(Response):
-    """A response that the call which waits for it can be ended at."""
+    """A response that lets another thread end the call that waits for it."""
 
     def __init__(self, sock: socket.socket, *args: Any, **options: Any) -> None:
         super().__init__(sock, *args, **options)
@@ -344,7 +344,7 @@ class Http:
         return pool
 
     def headers(self, more: dict[str, str] | None = None) -> dict[str, str]:
-        """Who asks: the token, the lease or the secret of an object, and what else is given."""
+        """Return the headers of a request: the token, the lease or the secret of an object, and `more`."""
         lease = {routes.LEASE_HEADER: self.lease} if self.lease else {}
         secret = {routes.SECRET_HEADER: self.secret} if self.secret else {}
         return {**self._headers, **lease, **secret, **(more or {})}
@@ -365,7 +365,7 @@ class Http:
         self._request("POST", path, body=body, timeout_s=timeout_s, headers=_JSON)
 
     def reach(self, path: str, *, timeout_s: float) -> None:
-        """GET whatever is there: an answer is enough."""
+        """GET a path; any answer is enough."""
         self._request("GET", path, timeout_s=timeout_s)
 
     def delete(self, path: str, *, timeout_s: float = 30.0) -> None:
@@ -417,7 +417,7 @@ class Http:
 
 
 def problem_of(status: int, body: bytes) -> AtollError:
-    """The error that the server named, as the same class."""
+    """Return the error that the server named, as the same class."""
     try:
         problem = messages.Problem.model_validate_json(body)
     except ValidationError:
@@ -435,14 +435,14 @@ def problem_of(status: int, body: bytes) -> AtollError:
 
 
 def unanswered(server: str) -> TransferStalled:
-    """The error of a call that was given up because heartbeats were not answered, either."""
+    """Return the error of a call that was given up because heartbeats were not answered, either."""
     return TransferStalled(
         f"{server} answers neither this call nor heartbeats.", "Look at the network between the two."
     )
 
 
 def network_error(server: str, timeout_s: float, error: Exception) -> AtollError:
-    """What a failed connection means, in Atoll's words."""
+    """Return the error that a failed connection means."""
     if isinstance(error, (urllib3.exceptions.ReadTimeoutError, TimeoutError)) and not isinstance(
         error, urllib3.exceptions.ConnectTimeoutError
     ):
@@ -451,7 +451,7 @@ def network_error(server: str, timeout_s: float, error: Exception) -> AtollError
 
 
 def _plain(error: Exception) -> str:
-    """The innermost cause of a urllib3 error, in a few words."""
+    """Return the innermost cause of a urllib3 error, in a few words."""
     cause: BaseException = error
     while cause.__cause__ or cause.__context__:
         cause = cause.__cause__ or cause.__context__ or cause

@@ -1,7 +1,7 @@
-"""Accepts connections: as many as leave the server enough descriptors for its own files.
+"""Accept connections: as many as leave the server enough descriptors for its own files.
 
-What nobody has proven to be a worker must not be able to end a run: a server that may not open another file cannot
-close a round. asyncio's own way of accepting takes whatever comes, and knows no bound.
+Connections that have shown no credential must not be able to end a run: a server that may not open another file
+cannot close a round. asyncio itself accepts without a bound.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ KEEPALIVE_S = 75.0
 PAUSE_S = 0.2
 """Before it is tried again to accept, where the process or the system has no descriptor left."""
 SAY_S = 60.0
-"""At most one line of the log is about connections that are turned away in this time."""
+"""In this time at most one line of the log is about refused connections."""
 
 
 def raise_files_limit() -> int:
-    """Let this process open as many files as the system allows; returns how many it may open."""
+    """Let this process open as many files as the system allows; return how many that is."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -48,18 +48,18 @@ def raise_files_limit() -> int:
 
 
 def files_limit() -> int:
-    """How many files this process may open."""
+    """Return how many files this process may open."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return MOST_FILES if soft == resource.RLIM_INFINITY else soft
 
 
 def connections_within(files: int) -> int:
-    """How many connections a process takes that may open so many files."""
+    """Return how many connections a process takes that may open so many files."""
     return max(16, (files - RESERVED_FILES) // FILES_OF_ONE)
 
 
 def runner_of(app: web.Application, logger: logging.Logger, *, read_bytes: int, linger_s: float) -> web.AppRunner:
-    """What answers the requests of a door.
+    """Return what answers the requests of a listener.
 
     Args:
         read_bytes: of a request, in memory at a time.
@@ -90,9 +90,9 @@ async def start_listener(
     def make() -> BodyInterceptor:
         return BodyInterceptor(protocol(), direct=secure is None, idle_timeout_s=idle_timeout_s)
 
-    door = Listener(listener, make, secure, connections_within(files))
-    door.open()
-    return door
+    accepting = Listener(listener, make, secure, connections_within(files))
+    accepting.open()
+    return accepting
 
 
 class Listener:
@@ -108,7 +108,7 @@ class Listener:
         self, listener: socket.socket, make: Callable[[], BodyInterceptor], secure: ssl.SSLContext | None, most: int
     ) -> None:
         self._listener, self._make, self._secure, self._most = listener, make, secure, most
-        self._inside = 0
+        self._open_count = 0
         self._said_s = float("-inf")
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -118,7 +118,7 @@ class Listener:
         self._start(self._accept())
 
     async def close(self) -> None:
-        """Accept nobody any more; who is inside stays."""
+        """Accept no more connections; those that are open stay."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -129,8 +129,8 @@ class Listener:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _knocks(self) -> None:
-        """Wait for somebody to let in. Not `loop.sock_accept`, which loses whoever it accepts while it is cancelled."""
+    async def _connection_waits(self) -> None:
+        """Wait for a connection. Not by `loop.sock_accept`, which loses a connection when it is cancelled."""
         loop = asyncio.get_running_loop()
         heard = asyncio.Event()
         loop.add_reader(self._listener, heard.set)
@@ -141,28 +141,28 @@ class Listener:
 
     async def _accept(self) -> None:
         while True:
-            await self._knocks()
+            await self._connection_waits()
             try:
                 sock, _ = self._listener.accept()
                 sock.setblocking(False)
-            except (ConnectionError, BlockingIOError, InterruptedError):  # it has gone before it came in
+            except (ConnectionError, BlockingIOError, InterruptedError):  # it was closed before it was accepted
                 continue
             except OSError as error:  # no descriptor left
                 self._say("a connection could not be accepted: %s", error.strerror)
                 await asyncio.sleep(PAUSE_S)
                 continue
-            if self._inside >= self._most:
+            if self._open_count >= self._most:
                 sock.close()
                 self._say(
                     "there are %d connections, all that the limit of open files allows: others are closed. "
-                    "Raise it with ulimit -n, and look who connects.",
-                    self._inside,
+                    "Raise it with ulimit -n, and check what connects.",
+                    self._open_count,
                 )
                 continue
-            self._inside += 1
-            self._start(self._let_in(sock))
+            self._open_count += 1
+            self._start(self._serve(sock))
 
-    async def _let_in(self, sock: socket.socket) -> None:
+    async def _serve(self, sock: socket.socket) -> None:
         front = self._make()
         front.on_lost = self._left
         try:
@@ -177,7 +177,7 @@ class Listener:
                 self._left()
 
     def _left(self) -> None:
-        self._inside -= 1
+        self._open_count -= 1
 
     def _say(self, text: str, value: object) -> None:
         now_s = time.monotonic()

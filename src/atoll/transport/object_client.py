@@ -97,7 +97,7 @@ class Abort(Protocol):
 
 
 def object_http(ref: TensorRef) -> Http:
-    """For requests about an object. It sends the secret alone: a token must not go where somebody's reference leads."""
+    """Return a client for an object. It sends the secret alone: a token must not go wherever a reference leads."""
     http = Http(ref.server, ca=os.environ.get("ATOLL_TLS_CA"))
     http.secret = ref.secret
     return http
@@ -141,7 +141,7 @@ def watched(parts: HttpTransfer, abort: Abort | None) -> Iterator[None]:
 # ref = atoll.objects.publish(model, server="http://host:8512")     # kept by the server, after this process has ended
 #
 # with atoll.objects.Publisher("0.0.0.0", tls_cert=..., tls_key=...) as publisher:
-#     ref = publisher.publish(model)                        # served by this process, to everybody who reaches it
+#     ref = publisher.publish(model)                        # served by this process, to all that reach it
 
 
 EXPIRES_S = 3600.0
@@ -150,7 +150,7 @@ CONNECTIONS = 2
 
 @public_api
 class Publisher:
-    """Serves what it publishes to whoever can reach this process and has the reference. Use it as a context manager.
+    """Serves what it publishes to processes that reach this one and have the reference. Use it as a context manager.
 
     Args:
         host: address to listen on; other machines reach anything but loopback, which needs TLS.
@@ -163,7 +163,7 @@ class Publisher:
         folder: where the bytes lie, in files without names; by default that of temporary files.
 
     Raises:
-        ConfigError: the address needs TLS. PortInUse: somebody else has the port.
+        ConfigError: the address needs TLS. PortInUse: the port is taken.
     """
 
     @public_api
@@ -208,7 +208,7 @@ class Publisher:
 
     @public_api
     def withdraw(self, ref: TensorRef) -> bool:
-        """Serve it no more, and give its disk back; who pulls it is broken off. False where it was not served."""
+        """Stop serving it, and give its disk back; pulls under way break off. Return False where it was not served."""
         return self._host.withdraw(ref)
 
     def close(self) -> None:
@@ -253,7 +253,7 @@ def publish(
             60.
 
     Returns:
-        The reference. Whoever has it can fetch the tensors; nobody else can.
+        The reference. With it a process can fetch the tensors, without it none can.
 
     Raises:
         UsageError: something cannot travel; it is named.
@@ -310,13 +310,13 @@ def send(
 
 @public_api
 def withdraw(ref: TensorRef | str) -> bool:
-    """Keep what a reference names no longer, here or at the server; who pulls it is broken off.
+    """Stop keeping what a reference names, here or at the server; pulls under way break off.
 
     Returns:
         False where it was not kept any more.
 
     Raises:
-        AuthError: the reference's secret is another's. ServerUnreachable: nobody answers there.
+        AuthError: the reference's secret is another's. ServerUnreachable: nothing answers there.
     """
     ref = ref if isinstance(ref, TensorRef) else TensorRef.parse(ref)
     if _publisher is not None and _publisher[0] == os.getpid() and _publisher[1].withdraw(ref):
@@ -393,7 +393,7 @@ def _lasting(expires_s: float) -> float:
 
 
 PAUSES_S = (0.25, 0.5, 1.0, 2.0, 4.0)
-"""Between attempts to reach who serves an object; from the first one again whenever something has come."""
+"""Between attempts to reach an object; from the first one again whenever something has come."""
 
 T = TypeVar("T")
 
@@ -408,7 +408,7 @@ def fetch(
     to_disk: bool | str | os.PathLike[str] = False,
     into: nn.Module | Mapping[str, Any] | None = None,
 ) -> Any:
-    """Get what a reference names, from whoever serves it.
+    """Get what a reference names from the process that serves it.
 
     Args:
         ref: of `atoll.objects.publish`, or its text.
@@ -426,7 +426,7 @@ def fetch(
 
     Raises:
         Gone: it has expired, or was withdrawn. AuthError: the secret is another's.
-        ServerUnreachable, TransferStalled: who serves it does not answer.
+        ServerUnreachable, TransferStalled: its server does not answer.
         TransferAborted: `abort` was set.
         PartCorrupt, BadRequest: what came is not what the reference says, or is no object.
         SchemaMismatch: it does not fit into `into`.
@@ -594,7 +594,7 @@ class _Fetching:
             )
 
     def _patiently(self, work: Any, pauses: Sequence[float]) -> Any:
-        """Do it, again after a pause where nobody answered: as long as bytes come, or until no pause is left."""
+        """Do it, again after a pause where nothing answered: as long as bytes come, or until no pause is left."""
         left, came = list(pauses), self._http.counters.bytes_down
         waited_s = 0.0
         while True:
@@ -658,7 +658,7 @@ class _Fetching:
             )
         if isinstance(error, ServerUnreachable):
             return ServerUnreachable(
-                f"Nobody serves reference {ref.name}: {error.message}",
+                f"Nothing serves reference {ref.name}: {error.message}",
                 "What a process published ends with it: look whether it runs, and publish again; or let a server keep "
                 "it, with publish(..., server=...).",
             )

@@ -1,4 +1,4 @@
-"""Serves objects from this process: to whoever can reach it and has a reference.
+"""Serve objects from this process, to every process that reaches it and has a reference.
 
 Each object is a file without a name, so that nothing is left of it however the process ends. It is written once, when
 it is published, and read by byte range: no receiver waits for another, and one that stands still costs a socket.
@@ -141,7 +141,7 @@ def disk_error(error: OSError) -> StoreError:
 
 @dataclass(frozen=True)
 class LocalBlob:
-    """A served file; takes the place of `HttpTransfer` for who reads it in the same process.
+    """A served file, read in the same process; used in place of `HttpTransfer`.
 
     Attributes:
         fd: of its own; `close` gives it back.
@@ -234,7 +234,7 @@ class ObjectHost:
         folder: where the bytes lie; by default that of temporary files.
 
     Raises:
-        ConfigError: the address needs TLS, or is not this machine's. PortInUse: somebody else has the port.
+        ConfigError: the address needs TLS, or is not this machine's. PortInUse: the port is taken.
     """
 
     def __init__(
@@ -317,7 +317,7 @@ class ObjectHost:
         return address_of(self.name, self.port, secure=self._context is not None)
 
     def withdraw(self, ref: TensorRef) -> bool:
-        """Serve an object no more; who pulls it is broken off. False where it is none of this host's."""
+        """Stop serving an object; pulls under way break off. Return False where it is none of this host's."""
 
         def work() -> bool:
             served = self._objects.get(ref.object)
@@ -451,7 +451,7 @@ async def _guard(
     except ConnectionError as error:
         LOG.debug("%s %r: %s", request.method, request.path, error)
         break_off(request)
-        return web.Response()  # to nobody
+        return web.Response()  # its connection is closed
 
 
 def _listen(host: str, port: int) -> socket.socket:

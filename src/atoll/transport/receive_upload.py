@@ -90,7 +90,7 @@ async def receive_part(
     """Give the part in a request's body to `sink`, in order; return the BLAKE3 that follows it.
 
     Args:
-        pool: whose threads take the bytes.
+        pool: its threads take the bytes.
         on_bytes: called with the count of what came.
 
     Raises:

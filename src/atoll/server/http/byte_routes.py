@@ -313,7 +313,7 @@ class _Arrival:
                 if not count:
                     return
                 if self.ended or self.kept.gone.is_set():
-                    raise ConnectionAbortedError("nobody waits for this part any more")
+                    raise ConnectionAbortedError("the part was given up")
                 run = self.scratch[:count]
                 self.run.objects.write(self.kept, run, self.part.start + self.written)
                 self.hasher.update(run)
