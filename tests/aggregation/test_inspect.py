@@ -58,8 +58,7 @@ def stats_of(layout, content, size=4096):
 
 
 def content_of(world):
-    source = world.sources()[0]
-    return bytearray(os.pread(source.fd, source.layout.nbytes, 0))
+    return bytearray(os.pread(world.files().updates[0].fd, world.update_layout.nbytes, 0))
 
 
 def encode(content, segment, numbers):

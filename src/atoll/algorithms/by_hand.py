@@ -26,6 +26,7 @@ from atoll.tensors.schema import name_beside
 Shapes = Mapping[str, tuple[int, ...]]
 
 
+@public_api
 class ByHand:
     """The correction of one round of a hand-written loop."""
 
@@ -37,7 +38,6 @@ class ByHand:
         """Optimizer steps so far."""
         return self._hooks.steps
 
-    @public_api
     def correct(self, optimizer: Given) -> StepHooks:
         """Correct each step of `optimizer`, until `finish` or the end of a `with` block.
 
