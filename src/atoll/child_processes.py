@@ -59,7 +59,7 @@ class Children:
         """
         file = log.open("wb") if log is not None else None
         try:
-            with _uninterrupted():  # else Ctrl-C may leave a process that nobody knows
+            with _uninterrupted():  # else Ctrl-C may leave a process that is not in the list
                 process = self.processes[name] = subprocess.Popen(
                     [sys.executable, *argv],
                     env=dict(environment),

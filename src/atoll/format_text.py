@@ -11,7 +11,7 @@ import logging
 
 
 def size(nbytes: float) -> str:
-    """Bytes: 1.2 GB, 3.4 MB, 5.0 kB, 12 B."""
+    """Return bytes for people: 1.2 GB, 3.4 MB, 5.0 kB, 12 B."""
     for limit, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
         if nbytes >= limit:
             return f"{nbytes / limit:.1f} {unit}"
@@ -29,12 +29,12 @@ def duration(seconds: float) -> str:
 
 
 def time_left(seconds: float | None) -> str:
-    """`about 12 s left`; empty where nobody knows."""
+    """`about 12 s left`; empty if that is not known."""
     return f"about {duration(seconds)} left" if seconds is not None else ""
 
 
 def visible(text: str, most: int | None = None) -> str:
-    """The text with each character that does not print as its escape: `\\x1b`, `\\n`, `\\u202e`.
+    """Return the text with each character that does not print as its escape: `\\x1b`, `\\n`, `\\u202e`.
 
     Args:
         most: characters of the result; a longer one is cut, never within an escape.

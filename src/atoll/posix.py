@@ -19,11 +19,11 @@ FULL = {errno.ENOSPC, errno.EDQUOT}
 
 
 class Held(Exception):
-    """Another process, or another part of this one, has the lock: `str()` says who, as the file does."""
+    """Another process, or another part of this one, has the lock: `str()` names it, as the file does."""
 
 
 class OwnedFile:
-    """Has the open file `fd`, and gives it back once: when it is told to, or when nobody has it any more."""
+    """Has the open file `fd`, and gives it back once: when it is told to, or when nothing refers to it any more."""
 
     fd: int = -1
 
@@ -113,7 +113,7 @@ def nameless_file(folder: Path | None) -> int:
     """A new file without a name, which is gone when its last descriptor is closed, however the process ends.
 
     Args:
-        folder: on whose disk it lies; None: that of temporary files.
+        folder: of the disk that it lies on; None: that of temporary files.
     """
     with tempfile.TemporaryFile(dir=folder, prefix="atoll-") as file:
         return os.dup(file.fileno())
@@ -126,8 +126,8 @@ def take_lock(path: Path) -> int:
         A descriptor: the lock ends when it is closed, and so with the process, however that ends.
 
     Raises:
-        Held: somebody else has it.
-        FileNotFoundError: its folder is not there; or whoever had it removed the file at that moment.
+        Held: another process has it.
+        FileNotFoundError: its folder is not there; or its holder removed the file at that moment.
         OSError: it is no plain file, or may not be written.
     """
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)

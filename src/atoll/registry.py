@@ -23,7 +23,7 @@ from atoll.errors import AtollError, ConfigError
 
 T = TypeVar("T")
 _OURS = ("<frozen importlib", str(importlib.__file__), str(Path(__file__).parent) + os.sep)
-"""Files whose frames lead to the user's code."""
+"""Files of the frames that lead to the user's code."""
 
 TABLES: dict[str, dict[str, str]] = {
     "codecs": {
@@ -79,7 +79,7 @@ TABLES: dict[str, dict[str, str]] = {
 
 
 def names(kind: str) -> list[str]:
-    """Every name of `kind` that can be loaded, built-in ones first."""
+    """Return every name of `kind` that can be loaded, built-in ones first."""
     plugins = [point.name for point in entry_points(group=f"atoll.{kind}") if point.name not in TABLES[kind]]
     return [*TABLES[kind], *sorted(plugins)]
 
@@ -99,15 +99,15 @@ OPTIONS = {
 
 
 def options(kind: str, name: str) -> tuple[str, ...]:
-    """The keys that a table of the run file may have for this name beside the common ones."""
+    """Return the keys that a table of the run file may have for this name beside the common ones."""
     return OPTIONS.get(name, ()) if kind == "workflows" else ()
 
 
 def load(kind: str, name: str) -> Any:
-    """The object registered as `name`, or the one at `module:attribute`.
+    """Return the object registered as `name`, or the one at `module:attribute`.
 
     Raises:
-        ConfigError: nobody registered the name (the nearest one is offered), or the module cannot be imported.
+        ConfigError: the name is not registered (the nearest one is offered), or the module cannot be imported.
     """
     target = TABLES[kind].get(name)
     if target is None:
@@ -119,7 +119,7 @@ def load(kind: str, name: str) -> Any:
 
 
 def load_attribute(target: str) -> Any:
-    """The object at `module:attribute`, or at `file.py:attribute`.
+    """Return the object at `module:attribute`, or at `file.py:attribute`.
 
     Raises:
         ConfigError: it is not of that form; the module, the file or the attribute is missing; or its code raises, or
@@ -153,7 +153,7 @@ def load_attribute(target: str) -> Any:
 
 
 def made(build: Callable[[], T], what: str, remedy: str) -> T:
-    """What a class or function of the user makes.
+    """Return what a class or function of the user makes.
 
     Args:
         build: calls it.
@@ -172,7 +172,7 @@ def made(build: Callable[[], T], what: str, remedy: str) -> T:
 
 
 def _raised(what: str, error: BaseException, remedy: str = "") -> ConfigError:
-    """The user's code raised: where, in a line, and its traceback, without the frames that led to it.
+    """Return what to say of the user's code that raised: where, in a line, and its traceback from there on.
 
     Args:
         remedy: where none of it has run: it does not take what it was given.
@@ -193,12 +193,12 @@ def _raised(what: str, error: BaseException, remedy: str = "") -> ConfigError:
 
 
 def is_file(target: str) -> bool:
-    """Whether `target` is of the form `file.py:attribute`."""
+    """Return whether `target` is of the form `file.py:attribute`."""
     return target.rpartition(":")[0].endswith(".py")
 
 
 def _load_file(path: Path) -> ModuleType:
-    """The module in a file; a file is run once, and its classes find their module by its name."""
+    """Return the module in a file; a file is run once, and its classes find their module by its name."""
     name = path.stem
     known = sys.modules.get(name)
     if known is not None and getattr(known, "__file__", None) == str(path.resolve()):
@@ -220,6 +220,6 @@ def _load_file(path: Path) -> ModuleType:
 
 
 def nearest(word: str, known: Iterable[str], otherwise: str = "") -> str:
-    """The remedy for a wrong name: the known one that is most like it, or `otherwise`."""
+    """Return the remedy for a wrong name: the known one that is most like it, or `otherwise`."""
     close = difflib.get_close_matches(word, list(known), n=1)
     return f"Did you mean {close[0]!r}?" if close else otherwise

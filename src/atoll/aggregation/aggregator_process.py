@@ -82,7 +82,7 @@ class Channel:
                 self._socket.sendall(data[sent:])
 
     def receive(self) -> tuple[dict[str, Any], int | None]:
-        """The next message and its file, which is the receiver's from now on.
+        """Return the next message and its file, which is the receiver's from now on.
 
         Raises:
             EOFError: the other side is gone.
@@ -100,7 +100,7 @@ class Channel:
             raise EOFError from error
 
     def _file(self) -> int | None:
-        """The file of the next message, which comes with its first byte."""
+        """Return the file of the next message, which comes with its first byte."""
         self._ahead[:], fds, _, _ = socket.recv_fds(self._socket, LENGTH_BYTES, 1)
         if not self._ahead:
             raise EOFError
@@ -269,7 +269,7 @@ class _Child:
 
 
 def _where(error: BaseException) -> str:
-    """The file and line of user code that raised: the last frame outside of installed packages, else the last."""
+    """Return the file and line of user code that raised: the last frame outside installed packages, else the last."""
     frames = traceback.extract_tb(error.__traceback__)
     here = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     package = os.path.join(here, "atoll") + os.sep

@@ -36,7 +36,7 @@ ELEMENTS = 2**18
 """Looked at in one go: 2 MiB of fp64."""
 
 ROW = 512
-"""Elements whose norm is taken in fp32."""
+"""Elements of a norm that is taken in fp32."""
 SMALLEST = 1e-20
 """A sum of squares below it may lack what fp32 has no room for; above, less than 1e-12 of it is lacking."""
 
@@ -101,7 +101,7 @@ class Inspection:
             part: one of the layout's.
             write: given every byte of it once, in order and in runs, before they are looked at.
             read: fills memory with what was written at a byte of the update; None: the part keeps its memory.
-            hashed: whether the digest is wanted; who formed the part has it already.
+            hashed: whether the digest is wanted; a worker that has formed the part knows it.
         """
         spans = self._spans.get(part.index)
         if spans is None:
@@ -109,13 +109,13 @@ class Inspection:
         return PartInspector(self, part, spans, write, read, hashed)
 
     def lend(self) -> Scratch:
-        """A scratch, to be given back."""
+        """Return a scratch, to be given back."""
         with self._lock:
             self._lent += 1
             return self._free.pop() if self._free else Scratch(ELEMENTS)
 
     def give_back(self, scratch: Scratch) -> None:
-        """Have a scratch, which nobody uses any more, for the next part."""
+        """Keep a scratch that is not used any more for the next part."""
         with self._lock:
             self._lent -= 1
             if len(self._free) < FREE:
@@ -123,7 +123,7 @@ class Inspection:
 
     @property
     def scarce(self) -> bool:
-        """Whether so many are lent that nobody should keep one without using it."""
+        """Whether so many are lent that no part should keep one without using it."""
         return self._lent > HELD
 
     def _cut(self, part: Part) -> Iterator[_Span]:
@@ -140,7 +140,7 @@ class Inspection:
 class PartInspector:
     """Takes the bytes of one part, in order; one thread at a time. A context: on leaving it, its memory is given back.
 
-    Who leaves it while another thread is in `take` leaves the memory to that thread.
+    A thread that leaves it while another one is in `take` leaves the memory to that one.
     """
 
     def __init__(
@@ -213,7 +213,7 @@ class PartInspector:
                     raise StoreError(f"Part {self._index} is no longer received.")
                 yield
         finally:
-            if self._left:  # meanwhile; who left could not take the memory from this thread
+            if self._left:  # meanwhile; the thread that left could not take the memory from this one
                 self._let_go()
 
     def _take(self, fill: Callable[[memoryview], int], scratch: Scratch) -> None:
@@ -255,7 +255,7 @@ class PartInspector:
                 self._inspection.give_back(scratch)
 
     def stats(self) -> PartStats:
-        """What the part holds.
+        """Return what the part holds.
 
         Raises:
             BadRequest: it is not all there.
@@ -329,7 +329,7 @@ class PartInspector:
 
 
 def _values(numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """The first elements of what the calling thread decodes into [numel]."""
+    """Return the first elements of what the calling thread decodes into [numel]."""
     if not hasattr(_local, "scratch"):
         _local.scratch = Scratch(ELEMENTS)
     scratch: Scratch = _local.scratch

@@ -334,7 +334,7 @@ class _Thread:
         work.progress(part.nbytes)
 
     def _copy_header(self, part: Part) -> None:
-        """Every version begins with the same bytes."""
+        """Copy the header: every version begins with the same bytes."""
         files, nbytes = self._work.files, self._scratch.nbytes
         first = part.pieces[0].offset if part.pieces else part.stop
         for at in range(part.start, first, nbytes):

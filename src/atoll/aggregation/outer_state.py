@@ -38,7 +38,7 @@ Entries = Mapping[str, Mapping[str, Segment]]
 
 @dataclass(frozen=True)
 class Region:
-    """Byte ranges (offset, nbytes) of a file whose BLAKE3, one after the other, is one digest."""
+    """Byte ranges (offset, nbytes) of a file; the BLAKE3 of all, one after the other, is one digest."""
 
     ranges: tuple[tuple[int, int], ...]
 
@@ -46,7 +46,7 @@ class Region:
 def state_layout(
     specs: Sequence[TensorSpec], rule: OuterRule, part_bytes: int = PART_BYTES, *, masters: bool = False
 ) -> tuple[bytes, Layout] | None:
-    """Header and layout of the state file of `rule` for these tensors; None where nothing is kept.
+    """Return the header and layout of the state file of `rule` for these tensors; None where nothing is kept.
 
     Args:
         masters: whether every parameter has one, whatever its dtype.
@@ -79,7 +79,7 @@ def _kept(spec: TensorSpec, rule: OuterRule, masters: bool) -> list[StateSpec]:
 
 
 def entries(layout: Layout | None) -> Entries:
-    """Where each tensor's state lies."""
+    """Return where each tensor's state lies."""
     table: dict[str, dict[str, Segment]] = {}
     for segment in layout.segments if layout else ():
         tensor, _, key = segment.spec.name.rpartition(".")
@@ -103,7 +103,7 @@ def state_regions(version: Layout, state: Layout) -> list[Region]:
 
 
 def columns_of(part: Part, table: Entries) -> dict[Column, list[tuple[int, int]]]:
-    """The byte ranges in the state file that go with a part of the version, by column."""
+    """Return the byte ranges in the state file that go with a part of the version, by column."""
     columns: dict[Column, list[tuple[int, int]]] = {}
     for piece in part.pieces:
         for key, segment in table.get(piece.segment.spec.name, {}).items():
@@ -115,7 +115,7 @@ def columns_of(part: Part, table: Entries) -> dict[Column, list[tuple[int, int]]
 
 
 def tail_region(state: Layout) -> Region:
-    """The header and all wholes."""
+    """Return the header and all wholes."""
     wholes = [(segment.offset, segment.nbytes) for segment in state.segments if segment.spec.group == WHOLES]
     return Region(tuple(joined([(0, state.header_bytes), *wholes])))
 

@@ -34,7 +34,7 @@ class Update:
     """One accepted update. It may be kept: its tensors stay on disk until it is dropped (`max_kept_updates`).
 
     Attributes:
-        site: who submitted it.
+        site: that submitted it.
         round: for which it was submitted.
         weight: as the site gave it; finite and above zero.
         steps: local ones, 0 where the site did not say.
@@ -83,7 +83,7 @@ class Incremental:
 
 
 def load(target: str, options: Mapping[str, Any]) -> Collected | Incremental:
-    """The aggregator that the run file names.
+    """Return the aggregator that the run file names.
 
     Args:
         target: `module:attribute` or `file.py:attribute`: a class, an object, or a function of the updates.
@@ -175,7 +175,7 @@ def write_result(fd: int, layout: Layout, given: object, progress: Callable[[], 
 
 
 def _checked(segment: Segment, value: object) -> Tensor:
-    """The tensor as it is written: on the CPU, contiguous, in its dtype of accumulation."""
+    """Return the tensor as it is written: on the CPU, contiguous, in its dtype of accumulation."""
     spec = segment.spec
     if isinstance(value, LazyTensor):
         value = value.resolve()

@@ -28,7 +28,7 @@ class Codec(Protocol):
 
     @property
     def raw(self) -> bool:
-        """Whether what is written are the elements as they lie in memory, so that nobody needs to decode them."""
+        """Whether what is written are the elements as they lie in memory, so that they need no decoding."""
         ...
 
     @property
@@ -37,7 +37,7 @@ class Codec(Protocol):
         ...
 
     def encoded_bytes(self, numel: int, dtype: str) -> int:
-        """Bytes for `numel` elements of the safetensors `dtype`; additive over multiples of the tile (4,096)."""
+        """Return bytes for `numel` elements of the safetensors `dtype`; additive over multiples of the tile (4,096)."""
         ...
 
     def encode_(self, source: Tensor, target: Tensor, dtype: str) -> None:

@@ -3,8 +3,8 @@
     scale = max |x| / levels        code = round(x / scale), half to even        x̂ = code · scale
 
 So |x̂ − x| ≤ scale / 2. A tile of 4,096 elements is written as its 16 scales in fp32 and then its codes; the last tile
-of a segment as the scales and codes of the blocks that it has, the last of them padded with zeros. A block whose
-largest magnitude is below 2⁻¹⁰⁰ becomes zeros; one with NaN or Inf comes back without a finite value.
+of a segment as the scales and codes of the blocks that it has, the last of them padded with zeros. A block with a
+largest magnitude below 2⁻¹⁰⁰ becomes zeros; one with NaN or Inf comes back without a finite value.
 
 The width with which Streaming DiLoCo sends its pseudo-gradients (Douillard et al., arXiv 2501.18512).
 """
@@ -89,7 +89,7 @@ class BlockCodec(Narrowing):
 
     @abstractmethod
     def _codes(self, packed: Tensor) -> Tensor:
-        """What `_packed` made, of some blocks in each row [rows, bytes], as codes [rows, elements]."""
+        """Return what `_packed` made, of some blocks in each row [rows, bytes], as codes [rows, elements]."""
 
 
 def _runs(blocks: int) -> Iterator[tuple[int, int, tuple[int, int]]]:
@@ -134,7 +134,7 @@ class Int4Codec(BlockCodec):
     block_bytes: ClassVar[int] = BLOCK // 2
 
     def _packed(self, codes: Tensor) -> Tensor:
-        """The element with the even number in the low half of a byte."""
+        """Pack two codes in a byte, the element with the even number in its low half."""
         import torch
 
         pairs = codes.add_(_ZERO).to(torch.uint8).view(torch.int16)  # the even one in the low byte

@@ -21,16 +21,16 @@ _METHODS = ("encoded_bytes", "encode_", "decode_")
 def codecs_of(
     codec: str, options: Mapping[str, Any], *, setting: str = "codec", sent: bool = False
 ) -> dict[str, Codec]:
-    """Every codec that an update uses whose `params` travel as `codec`, by that name and by its own.
+    """Return every codec of an update with `params` that travel as `codec`, by that name and by its own.
 
     Args:
         options: its keyword arguments: texts and finite numbers, which is what reaches a worker.
         setting: that names it.
-        sent: whether somebody else says so. `module:Class` then has to be imported here already: who names code does
-            not thereby have it run.
+        sent: whether the name came over the wire. `module:Class` then has to be imported here already: a name that was
+            sent makes no code run.
 
     Raises:
-        ConfigError: nobody registered the name, it is no codec, or an option is not one of its own, or has a wrong
+        ConfigError: the name is not registered, it is no codec, or an option is not one of its own, or has a wrong
             value.
     """
     if sent:
@@ -74,7 +74,7 @@ def _require_imported(codec: str) -> None:
 
 
 def encoded_layout(schema: Schema, codec: str, codecs: Mapping[str, Codec], part_bytes: int, ranks: int = 1) -> Layout:
-    """The layout of an update: `params` by `codec`, or wide where it would lose finite values; the rest as it is."""
+    """Return the layout of an update: `params` by `codec`, or wide if finite values would be lost; the rest raw."""
 
     def encoding(spec: TensorSpec) -> Codec:
         if spec.group != PARAMS:

@@ -1,7 +1,7 @@
 """Elements as they are, as bf16, or widened to fp32; and what codecs that write floats in fewer bytes share.
 
 bfloat16 keeps fp32's exponent and 8 bits of its significand: half the bytes, a relative error of at most 2⁻⁸, and what
-is not finite stays not finite. It is the default of DiLoCo, whose pseudo-gradients bear it without loss of quality
+is not finite stays not finite. It is the default of DiLoCo: its pseudo-gradients bear it without loss of quality
 (Douillard et al., Streaming DiLoCo, arXiv 2501.18512, go down to 4 bits).
 
 The largest fp16 is 65,504, and 40,000 − (−40,000) is 80,000: the difference of two values may be beyond their range. So
@@ -95,12 +95,12 @@ RUN_ELEMENTS = 32 * TILE
 
 
 def narrows(dtype: str) -> bool:
-    """Whether tensors of this dtype are narrowed: floats. The difference of two fp8 values has no place in fp8."""
+    """Return whether tensors of this dtype are narrowed: floats, fp8 too, which cannot hold its own differences."""
     return dtype in FLOATS
 
 
 def rows_of(source: Tensor, width: int) -> Tensor:
-    """Elements [n] in fp32, as rows [rows, width] on the same device, the last padded with zeros; not to be written.
+    """Return elements [n] in fp32, as rows [rows, width] on the same device, the last padded with zeros; read only.
 
     They are the elements themselves where those are whole rows of fp32.
     """
@@ -141,14 +141,14 @@ class Narrowing(ABC):
             self._decode_(source[encoded], target[elements])
 
     def _runs(self, numel: int) -> Iterator[tuple[slice, slice]]:
-        """Where elements lie, and what is written of them, so many at a time that what is made of them stays small."""
+        """Give where elements lie, and where they are written, few enough at a time that scratches stay small."""
         for start in range(0, numel, RUN_ELEMENTS):
             stop = min(start + RUN_ELEMENTS, numel)
             yield slice(start, stop), slice(self._nbytes(start), self._nbytes(stop))
 
     @abstractmethod
     def _nbytes(self, numel: int) -> int:
-        """Bytes of so many elements; additive over multiples of the tile."""
+        """Return bytes of so many elements; additive over multiples of the tile."""
 
     @abstractmethod
     def _encode_(self, source: Tensor, target: Tensor) -> None:

@@ -116,7 +116,7 @@ def _largest(sizes: Tensor, k: int) -> Tensor:
     if sizes.device.type != "cpu":
         return slowly(sizes)
     least = np.partition(sizes.numpy(), sizes.shape[1] - k, axis=1)[:, -k, None]
-    is_chosen = ~(sizes.numpy() < least)  # NaN among them: it must be seen by who decodes
+    is_chosen = ~(sizes.numpy() < least)  # NaN among them: the server must see it
     is_clear = np.count_nonzero(is_chosen, axis=1) == k
     if is_clear.all():
         return torch.from_numpy(np.flatnonzero(is_chosen).reshape(-1, k)).remainder_(sizes.shape[1])

@@ -52,13 +52,13 @@ class Downlink:
 
     @classmethod
     def of(cls, version: Layout, codec: str, options: Mapping[str, Any], *, sent: bool = False) -> Downlink | None:
-        """The way down of versions with this layout; None for the codec `none`: they are pulled whole.
+        """Return the way down of versions with this layout; None for the codec `none`: they are pulled whole.
 
         Args:
             sent: as `codecs_of`.
 
         Raises:
-            ConfigError: nobody registered the codec, or an option is not one of its own.
+            ConfigError: the codec is not registered, or an option is not one of its own.
         """
         if codec == "none":
             return None
@@ -109,7 +109,7 @@ class Downlink:
         held.copy_(held.to(change.dtype) + change)
 
     def digest(self, part_digests: list[bytes] | tuple[bytes, ...]) -> str:
-        """What names a delta with these parts."""
+        """Return what names a delta with these parts."""
         return self.layout.blob_id(part_digests)
 
 
@@ -185,6 +185,6 @@ def _along(version: Layout, delta: Layout) -> Iterator[Part]:
 
 
 def padded_end(piece: Piece) -> int:
-    """Where the next piece of a delta begins: what is behind a segment belongs to its last piece."""
+    """Return where the next piece of a delta begins: what is behind a segment belongs to its last piece."""
     end = piece.offset + piece.nbytes
     return -(-end // ALIGN_BYTES) * ALIGN_BYTES if piece.stop == piece.segment.stop else end

@@ -15,30 +15,26 @@ import torch.utils.dlpack
 from torch import Tensor
 
 from atoll.errors import UsageError
-from atoll.tensors.dtypes import torch_dtype
+from atoll.tensors.dtypes import NOT_IN_NUMPY, torch_dtype
 from atoll.tensors.schema import Schema
 
 Arrays = Mapping[str, Any]
 """Name → tensor, numpy array, or anything with DLPack or `__array__`."""
 
-WITHOUT_NUMPY = frozenset({"BF16", "F8_E4M3", "F8_E5M2"})
-"""dtypes that travel and that numpy does not know."""
-
 
 def to_numpy(tensors: Mapping[str, Tensor]) -> dict[str, np.ndarray[Any, Any]]:
-    """The tensors as arrays that share their memory; those without a numpy dtype as fp32 copies."""
-    unknown = {torch_dtype(name) for name in WITHOUT_NUMPY}
+    """Return the tensors as arrays that share their memory; those without a numpy dtype as fp32 copies."""
     return {
-        name: (tensor.float() if tensor.dtype in unknown else tensor).detach().cpu().numpy()
+        name: (tensor.float() if tensor.dtype in NOT_IN_NUMPY else tensor).detach().cpu().numpy()
         for name, tensor in tensors.items()
     }
 
 
 def as_tensor(name: str, value: object) -> Tensor:
-    """A tensor with the values of `value`, in its memory where that is possible.
+    """Return a tensor with the values of `value`, in its memory where that is possible.
 
     Raises:
-        UsageError: it is no array, or one whose dtype torch does not know; `name` is in the message.
+        UsageError: it is no array, or torch does not know its dtype; `name` is in the message.
     """
     if isinstance(value, Tensor):
         return value
@@ -57,29 +53,29 @@ def as_tensor(name: str, value: object) -> Tensor:
             "Convert it to numpy, or leave it out of the mapping.",
         )
     if isinstance(value, np.ma.MaskedArray):
-        raise UsageError(f"{name!r} is a masked array, whose mask would be lost.", "Fill it first: value.filled(…).")
+        raise UsageError(f"{name!r} is a masked array, and its mask would be lost.", "Fill it first: value.filled(…).")
     return _from_numpy(name, np.asarray(value))
 
 
 def as_tensors(given: Arrays, schema: Schema) -> dict[str, Tensor]:
-    """A mapping of tensors and arrays as tensors only; fp32 becomes bf16 or an 8-bit float where the schema says so.
+    """Return tensors and arrays as tensors; fp32 becomes bf16 or an 8-bit float where the schema says so.
 
     Raises:
         UsageError: an entry is neither; it is named.
     """
-    wanted = {spec.name: spec.dtype for spec in schema.tensors}
+    wanted = {spec.name: torch_dtype(spec.dtype) for spec in schema.tensors}
     tensors = {}
     for name, value in given.items():
         tensor = as_tensor(name, value)
         dtype = wanted.get(name)
-        if not isinstance(value, Tensor) and dtype in WITHOUT_NUMPY and tensor.dtype == torch.float32:
-            tensor = tensor.to(torch_dtype(dtype))
+        if not isinstance(value, Tensor) and dtype in NOT_IN_NUMPY and tensor.dtype == torch.float32:
+            tensor = tensor.to(dtype)
         tensors[name] = tensor
     return tensors
 
 
 def from_numpy(array: np.ndarray[Any, Any]) -> Tensor:
-    """An array as a tensor in its memory, or in new memory where torch does not take it as it is.
+    """Return an array as a tensor in its memory, or in new memory where torch does not take it as it is.
 
     Raises:
         TypeError: torch has no such dtype.

@@ -163,7 +163,7 @@ class RunTable:
     """The runs of a layout's parts. They are made once and kept; no table grows with the size of a tensor.
 
     Args:
-        layout: whose tensors are cut into runs.
+        layout: of the tensors that are cut into runs.
         max_elements: of a run, padding included; a multiple of the tile.
     """
 

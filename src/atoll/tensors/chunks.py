@@ -47,7 +47,7 @@ Held = Mapping[str, Tensor | InPieces]
 
 
 def run_of(tensor: Tensor | InPieces, start: int, stop: int) -> Tensor:
-    """Elements [start, stop) as a 1-D contiguous tensor on its device: a view if possible, else a copy."""
+    """Return elements [start, stop) as a 1-D contiguous tensor on its device: a view if possible, else a copy."""
     if not isinstance(tensor, Tensor):
         return tensor.run(start, stop)
     if tensor.is_contiguous():
@@ -59,7 +59,7 @@ def run_of(tensor: Tensor | InPieces, start: int, stop: int) -> Tensor:
 
 
 def runs_of(tensor: Tensor) -> Iterator[memoryview]:
-    """The bytes of a tensor in runs of `CHUNK_BYTES`; each holds until the next is asked for.
+    """Give the bytes of a tensor in runs of `CHUNK_BYTES`; each holds until the next is asked for.
 
     Runs that are not views share one scratch: memory taken anew for each is not taken where the last one was, so that
     a long tensor grows the process.
@@ -103,7 +103,7 @@ def assign_run_(tensor: Tensor | InPieces, start: int, values: Tensor) -> None:
 
 
 def _blocks(tensor: Tensor, start: int, stop: int, base: int) -> Iterator[tuple[Tensor, int, int]]:
-    """Views that together are the elements [start, stop), with their places in a run that begins at `base`."""
+    """Give views that together are the elements [start, stop), with their places in a run that begins at `base`."""
     if start >= stop:
         return
     if tensor.dim() == 0 or (start == 0 and stop == tensor.numel()):
@@ -124,7 +124,7 @@ def _blocks(tensor: Tensor, start: int, stop: int, base: int) -> Iterator[tuple[
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous CPU tensor, without a copy."""
+    """Return the memory of a contiguous CPU tensor, without a copy."""
     if not tensor.numel():
         return memoryview(bytearray())  # writable as that of any other tensor
     if tensor.dtype in NOT_IN_NUMPY:
@@ -206,7 +206,7 @@ class Scatter:
                 self._assign(index, (low - start) // self._tensors[index].itemsize, source)
 
     def room(self, offset: int, nbytes: int) -> memoryview | None:
-        """The memory of a tensor where at most `nbytes` of the file belong, from `offset` on; None where they are few.
+        """Return the memory of a tensor for at most `nbytes` of the file, from `offset` on; None if they are few.
 
         Whole elements, as long as `offset` and `nbytes` are.
         """
@@ -230,7 +230,7 @@ class Scatter:
 
 
 def _copies_from_pinned(device: torch.device) -> bool:
-    """Whether a copy to this device takes no other on its way where it begins in pinned memory."""
+    """Return whether a copy to this device takes no other on its way where it begins in pinned memory."""
     if device.type in ("cpu", "mps") or not torch.accelerator.is_available():  # mps has the memory of the CPU
         return False
     accelerator = torch.accelerator.current_accelerator()
@@ -238,7 +238,7 @@ def _copies_from_pinned(device: torch.device) -> bool:
 
 
 def _memory(nbytes: int, pinned: bool) -> Tensor:
-    """Bytes of the CPU; as they come where the device's backend pins none."""
+    """Return bytes of the CPU; as they come where the device's backend pins none."""
     if pinned:
         with suppress(RuntimeError):
             return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
@@ -246,7 +246,7 @@ def _memory(nbytes: int, pinned: bool) -> Tensor:
 
 
 def writable_bytes(tensor: Tensor) -> memoryview | None:
-    """The memory of a tensor whose elements lie there as in a file, in a row; None of one on a device, or strided."""
+    """Return the memory of a tensor that lies there as in a file; None if it is on a device, or strided."""
     if type(tensor) not in PLAIN or not (tensor.is_cpu and tensor.is_contiguous()):
         return None
     return None if tensor.is_neg() else bytes_of(tensor)

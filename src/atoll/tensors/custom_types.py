@@ -67,7 +67,7 @@ class Stream:
         return math.prod(self.shape) * self.itemsize
 
     def runs(self) -> Iterator[memoryview]:
-        """The bytes, as its chunks give them.
+        """Give the bytes, as its chunks give them.
 
         Raises:
             UsageError: they are of another dtype, more or less than its shape says, or `chunks` raised.
@@ -128,7 +128,7 @@ class Kind:
     consume: Callable[[Any], Any]
 
     def take_apart(self, value: Any, where: str) -> Any:
-        """What travels in place of a value.
+        """Return what travels in place of a value.
 
         Raises:
             UsageError: the producer failed; the place in the payload is named.
@@ -141,7 +141,7 @@ class Kind:
             ) from error
 
     def put_together(self, sent: Any, where: str) -> Any:
-        """The value again.
+        """Return the value again.
 
         Raises:
             BadRequest: the consumer failed; the place in the payload is named.
@@ -199,12 +199,12 @@ def register(type_: type[T], name: str, produce: Callable[[T], Any], consume: Ca
 
 
 def kind_of(value: object) -> Kind | None:
-    """What is registered for the type of a value."""
+    """Return what is registered for the type of a value."""
     return _BY_TYPE.get(type(value))
 
 
 def kind_named(name: str, where: str) -> Kind:
-    """What is registered under a name.
+    """Return what is registered under a name.
 
     Raises:
         BadRequest: nothing is, in this process.

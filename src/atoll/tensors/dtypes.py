@@ -30,17 +30,17 @@ NOT_IN_NUMPY = frozenset({torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """The torch dtype of a safetensors dtype name."""
+    """Return the torch dtype of a safetensors dtype name."""
     return TORCH[name]
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The safetensors name of a torch dtype; torch's own where safetensors has none."""
+    """Return the safetensors name of a torch dtype; torch's own where safetensors has none."""
     return NAMES.get(dtype, str(dtype))
 
 
 def accumulate_dtype(name: str) -> torch.dtype:
-    """Where sums of a tensor of this dtype are kept: promote(dtype, fp32) for floats, the dtype itself otherwise."""
+    """Return the dtype of sums of a tensor: promote(dtype, fp32) for floats, the dtype itself otherwise."""
     if name not in FLOATS or name == "F64":
         return TORCH[name]
     return torch.float32  # torch has no promotion for the 8-bit floats

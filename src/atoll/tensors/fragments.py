@@ -30,7 +30,7 @@ class Split:
 
     @classmethod
     def whole(cls, schema: Schema) -> Split:
-        """The model as one fragment."""
+        """Return the model as one fragment."""
         return cls(schema, (0,) * len(schema.tensors))
 
     @property
@@ -76,7 +76,7 @@ def split(schema: Schema, count: int) -> Split:
 
 
 def cut(sizes: Sequence[int], count: int) -> list[int]:
-    """Where each of `count` runs ends, so that the largest sum is the least possible, and the others near the mean.
+    """Return where each of `count` runs ends: the largest sum is the least possible, and the others are near the mean.
 
     Args:
         sizes: at least `count`; no run is empty.
@@ -104,7 +104,7 @@ def cut(sizes: Sequence[int], count: int) -> list[int]:
 
 
 def _from_the_end(sizes: Sequence[int], most: int) -> list[int]:
-    """The ends of as few runs as hold at most `most` each, every one as full as can be from the back."""
+    """Return the ends of as few runs as hold at most `most` each, every one as full as can be from the back."""
     ends, held = [len(sizes)], 0
     for index in range(len(sizes) - 1, -1, -1):
         if held + sizes[index] > most:
@@ -145,21 +145,21 @@ class _Neighbours:
                 self._last[prefix] = index
 
     def index(self, name: str) -> int:
-        """The first parameter of the tensor's own module, else the last that shares most of its path."""
+        """Return the first parameter of the tensor's own module, else the last that shares most of its path."""
         return self._first.get(_prefixes(name)[0], self.last(name))
 
     def last(self, name: str) -> int:
-        """The last parameter that shares most of the tensor's path."""
+        """Return the last parameter that shares most of the tensor's path."""
         return next(self._last[prefix] for prefix in _prefixes(name) if prefix in self._last)
 
 
 def _prefixes(name: str) -> list[str]:
-    """The paths of the modules that a tensor is in, its own first: `a.b.weight` → `a.b`, `a`, ``."""
+    """Return the paths of the modules that a tensor is in, its own first: `a.b.weight` → `a.b`, `a`, ``."""
     parts = name.split(".")[:-1]
     return [".".join(parts[:length]) for length in range(len(parts), -1, -1)]
 
 
 def split_of(value: Mapping[str, Any]) -> Split:
-    """The split of a schema as the journal has it: `Schema.to_json`, and `fragments` where there are several."""
+    """Return the split of a schema as the journal has it: `Schema.to_json`, and `fragments` where there are several."""
     schema = Schema.from_json(value)
     return Split(schema, tuple(value["fragments"])) if "fragments" in value else Split.whole(schema)

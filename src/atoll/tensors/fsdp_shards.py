@@ -1,6 +1,6 @@
 """A model that FSDP2 has sharded over ranks, as one of them has it: its rows of every parameter, where they are.
 
-Rows end anywhere, what travels ends at tiles. A rank sends and pulls the tiles whose first element is in its rows; of
+Rows end anywhere, what travels ends at tiles. A rank sends and pulls the tiles with a first element in its rows; of
 the last of them, its neighbours may have some elements, which a rank keeps in a `tail` of less than a tile:
 
     rows     | rank 0         | rank 1         | rank 2         |
@@ -8,9 +8,9 @@ the last of them, its neighbours may have some elements, which a rank keeps in a
     sent by  | rank 0          | rank 1          | rank 2       |
                                ^ the tail of rank 0 is in rank 1's rows
 
-Before an update is formed tails are gathered from those who have the elements, after a version was pulled they are
-given back. Nothing else of a tensor ever leaves its rank. Rows follow from placements and shapes, never from storage,
-which is padded.
+Before an update is formed, tails are gathered from the ranks that have the elements; after a version was pulled, they
+are given back. Nothing else of a tensor ever leaves its rank. Rows follow from placements and shapes, never from
+storage, which is padded.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Shard:
         self.tail = local.new_empty(self.end - self.stop if self.first < self.end else 0)
 
     def run(self, start: int, stop: int) -> Tensor:
-        """Elements [start, stop) in a row, of the rows and the tail."""
+        """Return elements [start, stop) in a row, of the rows and the tail."""
         if stop <= self.stop:
             return run_of(self.local, start - self.start, stop - self.start)
         if start >= self.stop:
@@ -93,7 +93,7 @@ class Shards(Mapping[str, "Tensor | InPieces"]):
 
     @classmethod
     def of(cls, model: nn.Module, rank: int, ranks: int) -> tuple[Schema, Shards]:
-        """The schema of the whole model, and what this rank has of it.
+        """Return the schema of the whole model, and what this rank has of it.
 
         Raises:
             UsageError: a tensor is sharded in another way than by rows over all ranks, or cannot travel.
@@ -121,7 +121,7 @@ class Shards(Mapping[str, "Tensor | InPieces"]):
         _move(self._heads(), self._tails(), swap)
 
     def scatter_(self, swap: Swap, spread: Spread) -> None:
-        """Give what tails have to those whose rows it is, and what every rank has whole to all, from who pulled it."""
+        """Give what tails have to the ranks of these rows, and to all what every rank has whole."""
         _move(self._tails(), self._heads(), swap)
         for spec in self._specs:
             tensor = self._held[spec.name]
@@ -183,7 +183,7 @@ _NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 def _local_of(spec: TensorSpec, tensor: Any, rank: int, ranks: int) -> Tensor:
-    """The rows of this rank, which share the memory of the model.
+    """Return the rows of this rank, which share the memory of the model.
 
     Raises:
         UsageError: they are not what `Shard(0)` over all ranks gives.

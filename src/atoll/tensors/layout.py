@@ -44,7 +44,7 @@ class Encoding(Protocol):
     def elementwise(self) -> bool: ...
 
     def encoded_bytes(self, numel: int, dtype: str) -> int:
-        """Bytes of `numel` elements from the start of a segment; additive over multiples of `TILE`."""
+        """Return bytes of `numel` elements from the start of a segment; additive over multiples of `TILE`."""
         ...
 
 
@@ -81,7 +81,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One numbered part: bytes [start, stop) of the file, the pieces that they hold, and whose it is among ranks."""
+    """One numbered part: bytes [start, stop) of the file, the pieces that they hold, and the rank that has it."""
 
     index: int
     start: int
@@ -105,7 +105,7 @@ class Layout:
         part_bytes: the most bytes a part may have.
         encodings: codec name → fixed rate, for every codec that a segment names.
         ranks: that sharded workers have; no part is of two of them.
-        rank: the one whose parts these are; None: all are.
+        rank: the one that `parts` are of; None: `parts` are all.
     """
 
     segments: tuple[Segment, ...]
@@ -143,7 +143,7 @@ class Layout:
         return self.nbytes if self.rank is None else sum(part.nbytes for part in self.parts)
 
     def of_rank(self, rank: int) -> Layout:
-        """The same file, of which one rank has its own parts."""
+        """Return the same file, of which one rank has its own parts."""
         return replace(self, rank=rank)
 
     @functools.cached_property
@@ -156,7 +156,7 @@ class Layout:
         return segment.offset + self.encodings[segment.codec].encoded_bytes(start - segment.start, segment.spec.dtype)
 
     def piece(self, segment: Segment, start: int, stop: int) -> Piece:
-        """The piece of `segment` with the elements [start, stop); both at tile borders, or at the segment's end."""
+        """Return the piece of `segment` with elements [start, stop), both at tile borders or at the segment's end."""
         offset = self.bytes_before(segment, start)
         end = segment.offset + segment.nbytes if stop == segment.stop else self.bytes_before(segment, stop)
         return Piece(segment, start, stop, offset, end - offset)
@@ -179,7 +179,7 @@ def chunks(part: Part, max_elements: int) -> Iterator[tuple[Piece, int, int]]:
 
 
 def rows_of(spec: TensorSpec, rank: int, ranks: int) -> tuple[int, int]:
-    """The elements [start, stop) that `Shard(0)` gives a rank: ⌈rows/ranks⌉ rows each, the last ranks fewer or none."""
+    """Return the elements [start, stop) that `Shard(0)` gives a rank: ⌈rows/ranks⌉ rows, fewer for the last ranks."""
     if not spec.numel or not spec.shape:
         return (0 if rank == 0 else spec.numel), spec.numel
     rows, each = spec.shape[0], -(-spec.shape[0] // ranks)
@@ -188,7 +188,7 @@ def rows_of(spec: TensorSpec, rank: int, ranks: int) -> tuple[int, int]:
 
 
 def tiles_of(spec: TensorSpec, rank: int, ranks: int) -> tuple[int, int]:
-    """The elements [start, stop) that a rank sends and pulls: the tiles whose first element is in its rows.
+    """Return the elements [start, stop) that a rank sends and pulls: the tiles with a first element in its rows.
 
     Of a tensor that is no parameter, all are rank 0's.
     """
@@ -204,7 +204,7 @@ def update_layout(
     part_bytes: int = PART_BYTES,
     ranks: int = 1,
 ) -> Layout:
-    """The layout of an update: one aligned segment per tensor, encoded by the codec of its group."""
+    """Return the layout of an update: one aligned segment per tensor, encoded by the codec of its group."""
     segments: list[Segment] = []
     encodings: dict[str, Encoding] = {}
     offset = 0
@@ -218,7 +218,7 @@ def update_layout(
 
 
 def file_layout(specs: Sequence[TensorSpec], header: bytes, part_bytes: int = PART_BYTES, ranks: int = 1) -> Layout:
-    """The layout of a safetensors file: its header, then the tensors without gaps, as they are."""
+    """Return the layout of a safetensors file: its header, then the tensors without gaps, as they are."""
     raw = _Raw()
     segments: list[Segment] = []
     offset = len(header)
@@ -236,7 +236,7 @@ BUFFER_NAMES = "atoll.buffers"
 
 
 def safetensors_header(specs: Sequence[TensorSpec], metadata: Mapping[str, str]) -> bytes:
-    """The 8-byte length and the JSON of a safetensors file with these tensors in this order, padded to 64 bytes."""
+    """Return the header of a safetensors file with these tensors in this order, padded to 64 bytes."""
     table: dict[str, object] = {"__metadata__": dict(metadata)}
     offset = 0
     for spec in specs:
@@ -249,12 +249,12 @@ def safetensors_header(specs: Sequence[TensorSpec], metadata: Mapping[str, str])
 
 
 def version_header(schema: Schema) -> bytes:
-    """The header of every version of a model: the same bytes on the server and on each worker."""
+    """Return the header of every version of a model: the same bytes on the server and on each worker."""
     return safetensors_header(schema.tensors, {"format": "pt", "atoll.schema": schema.digest})
 
 
 def version_layout(schema: Schema, part_bytes: int = PART_BYTES, ranks: int = 1) -> Layout:
-    """The layout of a version: a safetensors file that holds the schema's tensors."""
+    """Return the layout of a version: a safetensors file that holds the schema's tensors."""
     return file_layout(schema.tensors, version_header(schema), part_bytes, ranks)
 
 
@@ -312,7 +312,7 @@ def _shares(segment: Segment, ranks: int) -> Iterator[tuple[int, int, int]]:
 
 
 def _largest_piece(layout: Layout, segment: Segment, at: int, stop: int, limit: int) -> Piece | None:
-    """The most whole tiles of [at, stop) of `segment` that end before or at the file offset `limit`; None if none."""
+    """Return the most whole tiles of [at, stop) of `segment` that end at or before the file offset `limit`, or None."""
     rest = layout.piece(segment, at, stop)
     if _padded_end(layout, rest) <= limit:
         return rest
@@ -323,7 +323,7 @@ def _largest_piece(layout: Layout, segment: Segment, at: int, stop: int, limit: 
 
 
 def _padded_end(layout: Layout, piece: Piece) -> int:
-    """Where the next piece may start: the padding behind a segment belongs to the part of its last piece."""
+    """Return where the next piece may start: the padding behind a segment belongs to the part of its last piece."""
     end = piece.offset + piece.nbytes
     if layout.header_bytes == 0 and piece.stop == piece.segment.stop:
         return -(-end // ALIGN_BYTES) * ALIGN_BYTES

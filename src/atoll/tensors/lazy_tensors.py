@@ -45,7 +45,7 @@ class Handle:
         self._end = weakref.finalize(self, give_back)
 
     def release(self) -> None:
-        """Give the files back now, or when whoever reads them has done so; what is not loaded is lost. Idempotent."""
+        """Give the files back now, or when the threads that read are done; what is not loaded is lost. Idempotent."""
         with self._lock:
             self.released = True
             in_use = self._readers > 0
@@ -100,7 +100,7 @@ class LazyTensor:
         return self._segment.spec.numel
 
     def resolve(self) -> Tensor:
-        """The tensor, in new memory.
+        """Return the tensor, in new memory.
 
         Raises:
             UsageError: its files were released.
@@ -116,7 +116,7 @@ class LazyTensor:
         return tensor
 
     def runs(self, most_bytes: int = CHUNK_BYTES) -> Iterator[Tensor]:
-        """The elements in row-major order, in 1-D tensors of at most `most_bytes` bytes, each in new memory.
+        """Give the elements in row-major order, in 1-D tensors of at most `most_bytes` bytes, each in new memory.
 
         One that travelled encoded, as in an update, is loaded as a whole for it.
 
@@ -168,7 +168,7 @@ class LazyState(Mapping[str, Tensor]):
 
     @classmethod
     def open(cls, path: str | os.PathLike[str], *, remove: bool = False) -> LazyState:
-        """The tensors of a safetensors file.
+        """Return the tensors of a safetensors file.
 
         Args:
             remove: whether the file goes with the last lazy value.
@@ -214,7 +214,7 @@ class LazyState(Mapping[str, Tensor]):
         return name in self._segments or name in self._aliases
 
     def ref(self, name: str) -> LazyTensor:
-        """An entry that is not loaded.
+        """Return an entry that is not loaded.
 
         Raises:
             KeyError: there is none of that name.
@@ -234,7 +234,7 @@ class LazyState(Mapping[str, Tensor]):
 
 @public_api
 def resolve(tree: Any) -> Any:
-    """The same structure with every lazy value loaded, each once; whatever else it holds is taken over.
+    """Return the same structure with every lazy value loaded, each once; anything else is taken over as it is.
 
     Raises:
         UsageError: files of a lazy value were released.

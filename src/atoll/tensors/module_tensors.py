@@ -45,7 +45,7 @@ class Parameters:
         self._by_id = {id(each): each for each in _parameters_of(model)}
 
     def behind(self, tensor: object) -> nn.Parameter | None:
-        """The parameter; None for buffers and others."""
+        """Return the parameter; None for buffers and others."""
         found = self._by_id.get(id(tensor))
         if found is not None or not isinstance(tensor, Tensor) or id(tensor) in self._buffers:
             return found
@@ -61,7 +61,7 @@ class Parameters:
 
 
 def _parameters_of(model: nn.Module) -> Iterable[nn.Parameter]:
-    """Those that the model says it has."""
+    """Return those that the model says it has."""
     own = (model.named_parameters, model._named_members)
     if [getattr(each, "__func__", None) for each in own] != [nn.Module.named_parameters, nn.Module._named_members]:
         return [each for _, each in model.named_parameters(remove_duplicate=False)]
@@ -70,7 +70,7 @@ def _parameters_of(model: nn.Module) -> Iterable[nn.Parameter]:
 
 
 def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters that travel, under the names by which they travel; tied ones once, by their first name."""
+    """Return the parameters that travel, under the names by which they travel; tied ones once, by their first name."""
     parameters, names = Parameters(model), dict[int, str]()
     found: dict[str, nn.Parameter] = {}
     for name, tensor in state_of(model).items():
@@ -81,7 +81,7 @@ def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def without_ddp(model: nn.Module) -> nn.Module:
-    """What DistributedDataParallel holds, also where that was compiled; any other model is returned as it is."""
+    """Return what DistributedDataParallel holds, also where that was compiled; any other model is returned as it is."""
     inner = model
     while _is_compiled(inner):
         inner = inner.get_submodule(_COMPILED)
@@ -97,7 +97,7 @@ def _is_compiled(module: nn.Module) -> bool:
 
 
 def state_of(model: nn.Module) -> dict[str, object]:
-    """The model's own tensors, under the names that they have where nothing is compiled."""
+    """Return the model's own tensors, under the names that they have where nothing is compiled."""
     state: dict[str, object] = model.state_dict(keep_vars=True)
     if not any(_COMPILED in name for name in state) or not any(map(_is_compiled, model.modules())):
         return state
@@ -109,7 +109,7 @@ _WRAPPERS = (_COMPILED, "_checkpoint_wrapped_module")
 
 
 def unwrapped(tensors: Tensors, known: Container[str] = ()) -> Tensors:
-    """A mapping under the names that its tensors have where nothing is compiled or checkpointed.
+    """Return a mapping under the names that its tensors have where nothing is compiled or checkpointed.
 
     Args:
         known: names that stay as they are.
@@ -134,7 +134,7 @@ def unwrapped(tensors: Tensors, known: Container[str] = ()) -> Tensors:
 def named_tensors(
     model: nn.Module | Tensors, *, values: bool = True, sharded: bool = False
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The tensors that travel, each once, and the further names of tied ones.
+    """Return the tensors that travel, each once, and the further names of tied ones.
 
     Args:
         model: a module (its `state_dict` decides the names), or a mapping name → tensor.
@@ -175,7 +175,7 @@ def _owned(model: nn.Module | Tensors, *, values: bool, sharded: bool) -> tuple[
 def schema_of(
     model: nn.Module | Tensors, buffers: Iterable[str] = (), *, values: bool = True, sharded: bool = False
 ) -> Schema:
-    """The schema of a model.
+    """Return the schema of a model.
 
     Args:
         model: as `named_tensors`.
@@ -205,7 +205,7 @@ def schema_of(
 
 
 def fits(model: nn.Module | Tensors, schema: Schema) -> dict[str, Tensor] | None:
-    """The tensors of a model that has this schema, in a tenth of the time that `schema_of` takes; None: it may not.
+    """Return the tensors of a model that has this schema, ten times faster than `schema_of`; None: it may have another.
 
     A mapping cannot say which of its tensors are buffers, nor which are tied: what the schema says is taken over.
     """
@@ -235,14 +235,14 @@ def _matches(name: str, patterns: Iterable[str]) -> bool:
 
 
 def _begin(tensor: Tensor) -> int:
-    """Where it begins in memory; tied tensors agree in it, and few others do."""
+    """Return where it begins in memory; tied tensors agree in it, and few others do."""
     if is_sharded(tensor):  # here it may have no elements, and so no address: tied ones are one parameter
         return id(tensor)
     return tensor.data_ptr() or tensor.untyped_storage()._cdata
 
 
 def _is_tied(tensor: Tensor, owner: object) -> bool:
-    """Whether two that begin at the same place are one; those that hold nothing have nothing to share."""
+    """Return whether two that begin at the same place are one; those that hold nothing have nothing to share."""
     if not isinstance(owner, Tensor) or tensor.numel() == 0:
         return False
     if is_sharded(tensor) or is_sharded(owner):
@@ -251,7 +251,7 @@ def _is_tied(tensor: Tensor, owner: object) -> bool:
 
 
 def memory_of(tensor: Tensor) -> tuple[object, ...]:
-    """What two tensors with elements have in common that are the same elements of one memory, on whatever device."""
+    """Return what two tensors have in common if they are the same elements of one memory, on any device."""
     where: object = tensor.data_ptr()
     if not where:  # of a device that tells no addresses (meta, XLA), but the object that stands for the memory
         where = (tensor.untyped_storage()._cdata, tensor.storage_offset())
@@ -259,7 +259,7 @@ def memory_of(tensor: Tensor) -> tuple[object, ...]:
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Whether it is a DTensor, a class that takes long to import."""
+    """Return whether it is a DTensor, a class that takes long to import."""
     return type(tensor) not in PLAIN and hasattr(tensor, "placements")
 
 

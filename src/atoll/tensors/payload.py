@@ -342,7 +342,7 @@ def _index(index: int) -> int:
 
 
 def _only(node: dict[str, Plain], key: str, kind: type, path: str) -> Any:
-    """The one entry beside `$`, of this type."""
+    """Return the one entry beside `$`, of this type."""
     value = node.get(key)
     if set(node) != {"$", key} or type(value) is not kind:
         raise BadRequest(f"{path} is not as {node['$']!r} is written.")
@@ -379,7 +379,7 @@ def names_of(packed: Packed) -> dict[int, tuple[str, ...]]:
 
 
 def without(packed: Packed, numbers: frozenset[int]) -> Packed:
-    """The payload with None in the places of these tensors, which are not in it any more."""
+    """Return the payload with None in the places of these tensors, which are not in it any more."""
     if not numbers:
         return packed
     kept = [index for index in range(len(packed.tensors)) if index not in numbers]

@@ -2,7 +2,7 @@
 
     atoll-ref://HOST:PORT/OBJECT?expires=SECONDS#SECRET.DIGEST        atoll-refs:// where TLS is spoken
 
-A reference is a key: only a process that has it can pull the object. So `str` gives all of it, to be sent, and
+A reference is a key: a program that has it can pull the object, no other can. So `str` gives all of it, to be sent, and
 `repr` and error messages leave the secret out.
 """
 
@@ -31,12 +31,12 @@ class TensorRef:
     """Where to pull an object from, with `atoll.objects.fetch(ref)`. It travels inside payloads, and as text in JSON.
 
     Attributes:
-        host, port: where the object is served; an IPv6 address without brackets.
+        host, port: of the process that serves the object; an IPv6 address without brackets.
         secure: whether it speaks TLS.
         object: id of the object there, 32 hex digits.
         secret: shown with every request, 32 hex digits.
         digest: of the object's bytes: what is pulled is checked against it.
-        expires_at: seconds since 1970 by the publisher's clock, for people; its server decides.
+        expires_at: seconds since 1970 by the publisher's clock, for people; the process that serves it decides.
     """
 
     host: str
@@ -55,7 +55,7 @@ class TensorRef:
 
     @classmethod
     def parse(cls, text: str) -> TensorRef:
-        """The reference that `str` wrote.
+        """Return the reference that `str` wrote.
 
         Raises:
             UsageError: it is none.
@@ -78,7 +78,7 @@ class TensorRef:
 
     @property
     def server(self) -> str:
-        """Where it is served: http://host:port."""
+        """Address of the process that serves it: http://host:port."""
         return address_of(self.host, self.port, secure=self.secure)
 
     @property

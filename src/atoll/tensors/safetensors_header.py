@@ -1,4 +1,4 @@
-"""The head of a safetensors file from somebody else, read strictly: 8 bytes of length, JSON, then the tensors.
+"""The head of a safetensors file from another program, read strictly: 8 bytes of length, JSON, then the tensors.
 
 Everything is checked before memory is taken for a tensor: the head's size, its form, that names are there once, that
 dtypes and shapes account for every range, and that the ranges cover the data once and without gaps.
@@ -37,7 +37,7 @@ class Header:
 
 
 def read_header(read: Callable[[int, int], bytes], file_bytes: int, what: str) -> Header:
-    """The head of a file.
+    """Return the head of a file.
 
     Args:
         read: (offset, count) → that many bytes of the file, or fewer where it ends.
@@ -118,7 +118,7 @@ def read_tensor(name: str, entry: Any, what: str) -> tuple[TensorSpec, int, int]
 
 
 def _counts(given: Any) -> bool:
-    """Whether it is a list of non-negative integers that fit 63 bits."""
+    """Return whether it is a list of non-negative integers that fit 63 bits."""
     return isinstance(given, list) and all(type(count) is int and 0 <= count < 2**63 for count in given)
 
 

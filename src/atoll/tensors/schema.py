@@ -122,7 +122,7 @@ class Schema:
 
     @classmethod
     def build(cls, specs: Iterable[TensorSpec], aliases: Mapping[str, str] | None = None) -> Schema:
-        """A schema in storage order.
+        """Return a schema in storage order.
 
         Raises:
             UsageError: a name occurs twice, or an alias names no tensor.
@@ -208,8 +208,8 @@ class Schema:
 
         Args:
             other: the other side's schema.
-            mine: who holds this schema, for the message ("worker clinic-a").
-            theirs: who holds the other ("server").
+            mine: the side that holds this schema, for the message ("worker clinic-a").
+            theirs: the side that holds the other ("server").
 
         Raises:
             SchemaMismatch: both digests and the first difference are named.
