@@ -5,10 +5,11 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import secrets
 import socket
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -184,3 +185,36 @@ def _named_in(path: Path) -> str:
             return file.read(512).decode(errors="replace").strip() or "another process"
     except OSError:
         return "another process"
+
+
+def replace_file(
+    target: Path,
+    runs: Iterable[bytes | memoryview],
+    *,
+    temporary: Path | None = None,
+    sync: Callable[[int], None] = os.fsync,
+) -> None:
+    """Replace `target` by a file of these runs, in one step; a failure leaves what was there, and nothing else.
+
+    Args:
+        temporary: where the file lies until it is complete; by default a new name beside `target`.
+        sync: brings it to disk before it gets its name.
+
+    Raises:
+        OSError: the disk.
+    """
+    path = temporary or target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
+    try:
+        fd = os.open(path, flags, 0o666)
+        try:
+            at = 0
+            for run in runs:
+                write_at(fd, run, at)
+                at += len(run)
+            sync(fd)
+        finally:
+            os.close(fd)
+        os.rename(path, target)
+    finally:
+        path.unlink(missing_ok=True)

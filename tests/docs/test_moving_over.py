@@ -36,7 +36,7 @@ STAND_FOR: dict[str, Any] = {
     "received": Received,
     "recipe": Recipe,
     "result": RunResult,
-    "round": FederatedRound,
+    "fl_round": FederatedRound,
     "server": atoll.Server,
     "update": Update,
     "worker": Worker,

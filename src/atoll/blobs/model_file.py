@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from atoll.errors import StateCorrupt
-from atoll.posix import read_at, write_at
+from atoll.posix import read_at
 from atoll.tensors.chunks import CHUNK_ELEMENTS, bytes_of
 from atoll.tensors.custom_types import Stream
 from atoll.tensors.dtypes import torch_dtype
@@ -29,39 +27,6 @@ from atoll.tensors.schema import BUFFERS, Schema, TensorSpec
 
 MASTER = "master"
 """In an outer state: the name of a parameter's fp32 master, behind the parameter's own."""
-
-
-def replace_file(
-    target: Path,
-    runs: Iterable[bytes | memoryview],
-    *,
-    temporary: Path | None = None,
-    sync: Callable[[int], None] = os.fsync,
-) -> None:
-    """Replace `target` by a file of these runs, in one step; a failure leaves what was there, and nothing else.
-
-    Args:
-        temporary: where the file lies until it is complete; by default a new name beside `target`.
-        sync: brings it to disk before it gets its name.
-
-    Raises:
-        OSError: the disk.
-    """
-    path = temporary or target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
-    try:
-        fd = os.open(path, flags, 0o666)
-        try:
-            at = 0
-            for run in runs:
-                write_at(fd, run, at)
-                at += len(run)
-            sync(fd)
-        finally:
-            os.close(fd)
-        os.rename(path, target)
-    finally:
-        path.unlink(missing_ok=True)
 
 
 def model_header(schema: Schema, metadata: Mapping[str, str] | None = None) -> tuple[bytes, list[TensorSpec]]:

@@ -337,7 +337,8 @@ def _checked(parts: HttpTransfer, path: str, nbytes: int) -> memoryview:
 
 def _write(sources: Sequence[Source], out: Path, schema: Schema) -> None:
     """Copy versions into the order of an exported file, with tied tensors twice; `out` appears in one step."""
-    from atoll.blobs.model_file import model_header, model_runs, replace_file
+    from atoll.blobs.model_file import model_header, model_runs
+    from atoll.posix import replace_file
 
     header, owners = model_header(schema)
     replace_file(out, itertools.chain([header], model_runs(owners, sources)))

@@ -192,7 +192,8 @@ def save(path: Path, model: nn.Module | Tensors, weights: Tensors | None = None)
     """
     from torch import nn
 
-    from atoll.blobs.model_file import model_header, replace_file
+    from atoll.blobs.model_file import model_header
+    from atoll.posix import replace_file
     from atoll.tensors.chunks import bytes_of
     from atoll.tensors.module_tensors import Told, named_tensors, schema_of, unwrapped
     from atoll.tensors.schema import BUFFERS

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import itertools
 
-from atoll.blobs.model_file import packed_state, replace_file
+from atoll.blobs.model_file import packed_state
 from atoll.errors import AtollError, UsageError
+from atoll.posix import replace_file
 from atoll.tensors.chunks import runs_of
 from atoll.tensors.layout import safetensors_header
 from atoll.tensors.lazy_tensors import LazyState

@@ -25,9 +25,10 @@ from atoll.aggregation.check_arriving_parts import Overflow
 from atoll.aggregation.make_version import NextFiles, RoundFiles, UpdateFile, close
 from atoll.aggregation.plan import Plan
 from atoll.blobs.manifest import state_id
-from atoll.blobs.model_file import model_header, model_runs, replace_file
+from atoll.blobs.model_file import model_header, model_runs
 from atoll.config import Settings
 from atoll.errors import TRANSIENT, UNPULLED, AtollError, LeaseLost, StateCorrupt, Superseded, VersionSkew, is_transient
+from atoll.posix import replace_file
 from atoll.protocol import routes
 from atoll.protocol.swarm_messages import (
     Closed,
