@@ -86,6 +86,15 @@ class AtollCallback(Callback):
         """This site's name."""
         return self.driver.site
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint of the Trainer holds of this site's part in the run."""
+        return self.driver.state_dict()
+
+    @public_api
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Refuse, when this site takes part, a checkpoint that disagrees with the run or the site's folder."""
+        self.driver.load_state_dict(state_dict)
+
     # -- what a script asks
 
     @public_api
@@ -112,7 +121,8 @@ class AtollCallback(Callback):
             lightning_trainer.require_whole_model(trainer)
         if self.driver.takes_part and stage == "fit":
             lightning_trainer.require_own_weights(trainer)
-            lightning_trainer.require_fresh(trainer)
+            if _ranks(trainer).from_rank0(self.driver.state) != "diloco":  # whose optimizer goes on from a checkpoint
+                lightning_trainer.require_fresh(trainer)
         if stage == "fit":  # before configure_optimizers, which may build its schedule from the round
             pl_module.atoll_round, pl_module.atoll_rounds = _ranks(trainer).from_rank0(self._place)
 

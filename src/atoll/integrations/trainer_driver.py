@@ -20,6 +20,7 @@ from atoll.transport.http_client import server_of
 from atoll.worker.log_lines import LOG, ensure_lines
 from atoll.worker.site_name import default_site, require_site
 from atoll.worker.training.alone import Round
+from atoll.worker.training.checkpoint import require_checkpoint, require_same_run
 from atoll.worker.training.diloco_loop import DiLoCo
 from atoll.worker.training.federated_loop import Worker, join, run_here, takes_part
 
@@ -65,6 +66,7 @@ class TrainerDriver:
         self._opening: Iterator[Round] = iter(())
         self.rounds, self.finished = 0, False
         self.on_join: list[Callable[[Worker], object]] = []
+        self._checkpoint: dict[str, Any] = {}
         self._warned_of_evaluation = False
 
     @property
@@ -83,6 +85,7 @@ class TrainerDriver:
             ensure_lines()
             self.info = run_here(self.server, self.site)
             assert self.info is not None
+            require_same_run(self._checkpoint, self.info.run, self.site)
         if self.info.sync_every:
             return "diloco"
         if self.worker is None:
@@ -122,7 +125,24 @@ class TrainerDriver:
         self.diloco = DiLoCo(
             module, optimizer, server=self.server, site=self.site, weight=weight, sync_every=sync_every, **self._where
         )
+        self.diloco.load_state_dict(self._checkpoint)
         return self.diloco.start()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a trainer's checkpoint should hold of this site's part in the run; values of JSON."""
+        if self.diloco is not None:
+            return self.diloco.state_dict()
+        if self.info is None:
+            return dict(self._checkpoint)
+        return {"run": self.info.run, "site": self.site, "versions": []}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Refuse, when this site takes part, a checkpoint that disagrees with the run or the site's folder.
+
+        Raises:
+            UsageError: this is no `state_dict`.
+        """
+        self._checkpoint = require_checkpoint(state)
 
     def credit(self, metrics: Mapping[str, float], interval: str) -> None:
         """Send what an evaluation measured, if the model is the global version; warn once where it is not.

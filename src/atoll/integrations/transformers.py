@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import atexit
 import inspect
+import json
 import math
 import sys
 import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, TypeVar, Unpack
 
 from torch import nn
@@ -31,6 +33,7 @@ from atoll.worker.log_lines import LOG, ensure_lines
 from atoll.worker.session.leave_at_exit import what_ends
 from atoll.worker.site_name import default_site
 from atoll.worker.training.alone import ALONE, ALONE_ENDED
+from atoll.worker.training.checkpoint import require_checkpoint
 
 try:
     from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -88,6 +91,7 @@ class AtollCallback(TrainerCallback):
         self._metrics: dict[str, float] = {}
         self._steps = self._samples = 0  # of this round
         self._is_scaled = False
+        self._checkpoint: dict[str, Any] = {}
 
     @property
     def site(self) -> str:
@@ -125,6 +129,25 @@ class AtollCallback(TrainerCallback):
             self._correction.close()
         driver.leave(error)
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint holds of this site's part in the run; the Trainer's own checkpoints get it."""
+        return self.driver.state_dict() if self.driver is not None else dict(self._checkpoint)
+
+    @public_api
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Refuse, when training begins, a checkpoint that disagrees with the run or the site's folder.
+
+        Raises:
+            UsageError: this is no `state_dict`.
+        """
+        self._checkpoint = require_checkpoint(state)
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Write `state_dict` into the Trainer's checkpoint."""
+        path = _in_checkpoint(args, state)
+        if path.parent.is_dir():
+            path.write_text(json.dumps(self.state_dict()), encoding="utf-8")
+
     @public_api
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -148,6 +171,9 @@ class AtollCallback(TrainerCallback):
         self.leave()
         _leave_failed()
         self.driver = TrainerDriver(self._server, self._site, **self._options)
+        if state.global_step and _in_checkpoint(args, state).is_file():  # the Trainer resumes
+            self.load_state_dict(json.loads(_in_checkpoint(args, state).read_text(encoding="utf-8")))
+        self.driver.load_state_dict(self._checkpoint)
         self._model, self._is_scaled = module, bool(args.fp16)
         _BEGUN.callback = weakref.ref(self)
         with self._leaving():
@@ -267,6 +293,10 @@ class AtollCallback(TrainerCallback):
         except BaseException as error:
             self.leave(error)
             raise
+
+
+def _in_checkpoint(args: TrainingArguments, state: TrainerState) -> Path:
+    return Path(args.output_dir or ".") / f"checkpoint-{state.global_step}" / "atoll.json"
 
 
 def _leave_failed() -> None:

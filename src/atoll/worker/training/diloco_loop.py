@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -55,6 +55,7 @@ from atoll.worker.session.ranks import RankGroup
 from atoll.worker.site_name import default_site, require_site
 from atoll.worker.tasks.answer_tasks import say_evaluation_follows
 from atoll.worker.training.alone import ALONE, ALONE_ENDED
+from atoll.worker.training.checkpoint import checkpoint_of, require_agrees, require_checkpoint
 from atoll.worker.training.federated_loop import require_real
 from atoll.worker.training.fragment_order import SyncRules
 from atoll.worker.training.synchroniser import Synchroniser
@@ -232,6 +233,7 @@ class DiLoCo:
         self._tensors: Tensors = {}
         self._schema = Schema(())
         self._shards: Shards | None = None
+        self._checkpoint: dict[str, Any] = {}
         self._place: Participation | None = None  # at other ranks than 0 where the model is sharded alone
         self._sync: Synchroniser | None = None
         self._steps: Steps | None = None
@@ -263,7 +265,8 @@ class DiLoCo:
             ServerLost: the server did not answer for as long as ATOLL_GIVE_UP_S says; a day by default.
             ServerUnreachable: something else answers at its address.
             SchemaMismatch: the run trains another model.
-            UsageError: it is a simulation, was started before, or another DiLoCo trains the same parameters.
+            UsageError: it is a simulation, was started before, another DiLoCo trains the same parameters, or the
+                checkpoint that was loaded disagrees with the site's folder.
         """
         ensure_lines()
         require_real("atoll.DiLoCo")
@@ -314,6 +317,7 @@ class DiLoCo:
         session, info = place.session, place.session.info
         session.on_wait, session.optimizers = self._ranks.tick, self._optimizers
         try:
+            require_agrees(self._checkpoint, place)
             self.sync_every = self._given_sync_every or info.sync_every or SYNC_EVERY
             self._sync = Synchroniser(
                 session,
@@ -426,6 +430,25 @@ class DiLoCo:
             )
         else:
             LOG.info("%s: %d steps after the last synchronisation stay local", place.site, steps)
+
+    @public_api
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a trainer's checkpoint should hold: the run, the site and its versions; empty without a run.
+
+        Parameters, optimizer and schedule are the trainer's to save.
+        """
+        return checkpoint_of(self._place) if self._place is not None else dict(self._checkpoint)
+
+    @public_api
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Let `start` refuse to resume where the checkpoint disagrees with the site's folder.
+
+        Raises:
+            UsageError: it has started already, or this is no `state_dict`.
+        """
+        if self._started:
+            raise UsageError("This DiLoCo has started.", "Call load_state_dict before start() or the `with` block.")
+        self._checkpoint = require_checkpoint(state)
 
     @public_api
     def follow(self, optimizer: Given) -> None:
