@@ -67,7 +67,7 @@ _HOMES = {
 }
 
 
-_MODULES = {"functional", "integrations", "objects", "recipes", "testing"}
+_MODULES = {"algorithms", "functional", "integrations", "objects", "recipes", "testing"}
 """Public modules one level down; each is imported when it is first used."""
 
 

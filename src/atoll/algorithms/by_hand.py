@@ -34,6 +34,7 @@ class ByHand:
         self._hooks = hooks
 
     @property
+    @public_api
     def steps(self) -> int:
         """Optimizer steps so far."""
         return self._hooks.steps
