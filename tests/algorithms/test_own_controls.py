@@ -65,8 +65,18 @@ def test_refuses_a_diloco_loop_without_the_groups_of_the_update(tmp_path: Path) 
     with serve(tmp_path, Line(), **options(tmp_path)) as server:
         model = Line()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with atoll.DiLoCo(model, optimizer, server=server.url, site="a", sync_every=1, folder=tmp_path / "workers"):
-            model.w.grad = torch.ones(2)
-            with pytest.raises(UsageError) as refused:
-                optimizer.step()
-    assert "groups=" in str(refused.value)
+        loop = atoll.DiLoCo(model, optimizer, server=server.url, site="a", sync_every=1, folder=tmp_path / "workers")
+        with pytest.raises(UsageError) as refused:
+            loop.start()
+    assert "takes 'control' beside the model in each update, and atoll.DiLoCo does not" in str(refused.value)
+
+
+def test_refuses_a_diloco_loop_in_a_run_that_corrects_local_steps(tmp_path: Path) -> None:
+    with serve(tmp_path, Line(), algorithm="fedprox", local_options={"mu": 0.1}, num_workers=1) as server:
+        model = Line()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        loop = atoll.DiLoCo(model, optimizer, server=server.url, site="a", folder=tmp_path / "workers")
+        with pytest.raises(UsageError) as refused:
+            loop.start()
+    assert "'fedprox'" in str(refused.value)
+    assert "corrects local steps, and atoll.DiLoCo does not" in str(refused.value)

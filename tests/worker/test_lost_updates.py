@@ -14,6 +14,8 @@ import atoll
 from atoll.codecs.block_quantization import Int8Codec
 from atoll.codecs.plain import Bf16Codec
 from atoll.filters.base import Filter
+from atoll.tensors.byte_runs import Run
+from atoll.tensors.layout import Piece, Segment
 from atoll.tensors.schema import Schema, TensorSpec
 from atoll.worker.exchange.encode_update import Losses
 
@@ -197,6 +199,13 @@ def test_what_filters_have_made_nothing_of_is_said_to_be_theirs(
     assert "the pseudo-gradient is all zero behind this site's filters. Does" in caplog.text
 
 
+def run_of(schema: Schema, *names: str) -> Run:
+    """Five elements of each of these tensors, in one run."""
+    specs = [spec for name in names for spec in schema.tensors if spec.name == name]
+    segments = [Segment(spec, "bf16", 0, 5, 10 * index, 10) for index, spec in enumerate(specs)]
+    return Run.of([Piece(each, 0, 5, each.offset, each.nbytes) for each in segments], 2)
+
+
 def test_most_tensors_are_looked_at_once(tmp_path: Path) -> None:
     """As soon as something of one has come; and one of which nothing has, in every run."""
     schema = Schema.build([TensorSpec("w", "F32", (10,)), TensorSpec("v", "F32", (10,))])
@@ -204,13 +213,14 @@ def test_most_tensors_are_looked_at_once(tmp_path: Path) -> None:
         losses = Losses("a", codec, schema)
         losses.begin()
         one, nothing = torch.ones(5), torch.zeros(5)
-        assert losses.wants([("w", 0, 5)])
-        losses.see([("w", 0, 5)], (5, 0), one, nothing)
-        assert losses.wants([("w", 5, 10)])
-        losses.see([("w", 5, 10)], (5, 0), one, one)
-        assert not losses.wants([("w", 0, 5)])
-        assert losses.wants([("w", 0, 5), ("v", 0, 5)])
+        w, both = run_of(schema, "w"), run_of(schema, "w", "v")
+        assert losses.wants(w)
+        losses.see(w, one, nothing)
+        assert losses.wants(w)
+        losses.see(w, one, one)
+        assert not losses.wants(w)
+        assert losses.wants(both)
         losses.end(False, 1, False)
         assert losses.warnings == []
         losses.begin()
-        assert losses.wants([("w", 0, 5)])
+        assert losses.wants(w)

@@ -226,6 +226,7 @@ class StepHooks:
             zeros = _Zeros()
             self.correction = rule.start(LocalContext(self.parameters, version or zeros.read, kept or zeros))
         self._followed: list[_Followed] = []
+        self._unended = False  # a step of the last optimizer, when its hooks were removed
 
     @property
     def changes_training(self) -> bool:
@@ -283,6 +284,8 @@ class StepHooks:
         """Let go of the optimizers. Idempotent."""
         for each in self._followed:
             each.close()
+            self._unended |= each.is_under_way and each is self._followed[-1]
+        self._followed.clear()  # each refers to this object: the model would outlive the round
 
     def __enter__(self) -> StepHooks:
         return self
@@ -301,7 +304,7 @@ class StepHooks:
         """
         if self.correction is None:
             return
-        if self._followed and self._followed[-1].is_under_way:
+        if self._unended or (self._followed and self._followed[-1].is_under_way):
             raise UsageError(
                 "An optimizer step began and did not end: its correction is missing.",
                 "Let optimizer.step() return before the round is submitted.",

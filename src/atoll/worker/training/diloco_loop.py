@@ -317,6 +317,7 @@ class DiLoCo:
         session, info = place.session, place.session.info
         session.on_wait, session.optimizers = self._ranks.tick, self._optimizers
         try:
+            _require_uncorrected(place)
             require_agrees(self._checkpoint, place)
             self.sync_every = self._given_sync_every or info.sync_every or SYNC_EVERY
             self._sync = Synchroniser(
@@ -629,3 +630,19 @@ class DiLoCo:
         rate = (self.step - step) / max(time.monotonic() - since, 1e-9)
         state = {} if self._sync.under_way else {"state": "training"}  # else it says itself what it does
         self._place.session.tell(step=self.step, steps_per_s=rate, **state)
+
+
+def _require_uncorrected(place: Participation) -> None:
+    """Refuse a run with an algorithm that corrects local steps, or takes more than parameters and buffers.
+
+    Raises:
+        UsageError: it would train without the correction, or send updates that lack a part.
+    """
+    info, beside = place.session.info, [spec.group for spec in place.session.schema.tensors if spec.is_beside]
+    if all(each.rule is None for each in place.exchanges) and not beside:
+        return
+    what = f"takes {beside[0]!r} beside the model in each update" if beside else "corrects local steps"
+    raise UsageError(
+        f"The algorithm {info.algorithm!r} of run {info.name!r} {what}, and atoll.DiLoCo does not.",
+        'Train with atoll.join and fl_round.correct(model, optimizer), or begin a run with algorithm = "diloco".',
+    )
