@@ -18,7 +18,7 @@ import atoll
 from atoll.errors import BadRequest
 from atoll.protocol import messages, routes
 from atoll.protocol.swarm_messages import Closed, Held, PeerReport, PeerWork, Source
-from atoll.server.swarm.assignments import Place
+from atoll.server.swarm.assignments import Assignment
 from atoll.transport.http_client import Http
 
 ADDRESS = "http://127.0.0.1:9"
@@ -115,12 +115,9 @@ def test_a_reference_that_leads_elsewhere_is_refused(tmp_path: Path, place: str)
 
 
 @pytest.mark.covers("P10")
-def test_a_swarm_in_which_all_have_failed_for_days_asks_them_still(tmp_path: Path) -> None:
-    with serve_swarm(tmp_path, idle_timeout_s=60.0) as server:
-        swarm = server._require_run().swarm
-        assert swarm is not None
-        place = Place(losses=100_000, lost_s=time.monotonic(), excluded={"a": None, "b": None, "c": None})
-        assert 59.0 < swarm._pause_s(place) <= 60.0
+def test_workers_that_have_all_failed_for_days_are_asked_again_within_the_idle_timeout() -> None:
+    at = Assignment(losses=100_000, lost_s=time.monotonic(), excluded={"a": None, "b": None, "c": None})
+    assert 59.0 < at.pause_s(60.0) <= 60.0
 
 
 @pytest.mark.covers("P10", "X3")
@@ -131,7 +128,7 @@ def test_an_update_that_is_offered_elsewhere_is_refused(tmp_path: Path, place: s
         assert swarm is not None
         with pytest.raises(BadRequest, match=f"does not lead to {ADDRESS}"):
             swarm.offer("a", 1, 0, messages.Complete(digest="0" * 64, source=reference(place)))
-        assert not swarm.offers
+        assert not swarm.view.offers
 
 
 @pytest.mark.covers("P10")

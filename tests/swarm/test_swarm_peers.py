@@ -13,7 +13,7 @@ from atoll.protocol import messages
 from atoll.protocol.swarm_messages import Closed, Held, Hold, PeerReport, PeerWork, Source, Unreached, in_text
 from atoll.protocol.values import FrozenRound, FrozenUpdate
 from atoll.rounds.leases import Member
-from atoll.server.swarm.assignments import Places
+from atoll.server.swarm.assignments import SwarmView
 from atoll.server.swarm.peer_reachability import Peers
 
 DIGEST, OTHER = "1" * 64, "2" * 64
@@ -176,11 +176,11 @@ def share(ticket: int) -> FrozenUpdate:
 @pytest.mark.covers("P10")
 def test_a_version_is_checked_once_its_outer_state_is_there_too() -> None:
     run: Any = SimpleNamespace(fragments=[None], settings=None, state=None)
-    places = Places(run, run, run)
-    places.peers = some("b")
+    view = SwarmView(run, run, run)
+    view.peers = some("b")
     closed = Closed(fragment=0, version=3, tickets=[1], digest=DIGEST, state_digests=in_text([b"s" * 32]))
     source = Source(version="atoll-ref://b")
     for number, (state, has) in enumerate({"": False, OTHER: False, state_id([b"s" * 32]): True}.items()):
         held = Held(fragment=0, version=3, digest=DIGEST, state_digest=state, source=source)
-        report(places.peers, "b", number, held=[held])
-        assert places._has("b", closed) is has
+        report(view.peers, "b", number, held=[held])
+        assert view.has("b", closed) is has

@@ -41,7 +41,7 @@ def test_workers_and_server_over_tls(tmp_path: Path, secured: tuple[Path, Path])
         server.run()
         peers = server._require_run().swarm
         assert peers is not None
-        assert all(peer.address.startswith("https://localhost:") for peer in peers.peers.values())
+        assert all(peer.address.startswith("https://localhost:") for peer in peers.view.peers.values())
     assert len(set(Result(tmp_path).aggregators)) > 1
     states = [model.state_dict() for model in sites.models.values()]
     assert len(states) == len(SITES)

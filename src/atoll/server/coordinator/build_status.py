@@ -51,7 +51,7 @@ class Shown(Protocol):
     def workflows(self) -> Workflows | None: ...
 
     @property
-    def swarm(self) -> Places | None: ...
+    def swarm(self) -> ShownSwarm | None: ...
 
     def local_steps(self, site: str) -> int:
         """Return the local steps of a site; 0: as many as the run's."""
@@ -77,7 +77,7 @@ class Workflows(Protocol):
         """Return all of them, in their order."""
 
 
-class Places(Protocol):
+class ShownSwarm(Protocol):
     """Where the fragments of a swarm are aggregated."""
 
     def status(self, fragment: int) -> status_messages.PlaceStatus:

@@ -291,7 +291,7 @@ class Coordinator:
     async def join(self, message: messages.Join) -> messages.Joined:
         require_fit(message, self.plan, self.store)
         if self.swarm is not None:
-            self.swarm.peers.joins(message)
+            self.swarm.view.peers.joins(message)
         previous = self.roster.get(message.site)
         presence = Presence.joining(message, previous)
         secret = presence.grant()
@@ -570,7 +570,7 @@ class Coordinator:
             if row.is_in:
                 return _receipt(row)
             self.require_open(lease, row.ticket)
-            unpulled = row.ticket not in swarm.offers
+            unpulled = row.ticket not in swarm.view.offers
             if unpulled or time.monotonic() >= until_s:
                 return messages.Receipt(
                     ticket=row.ticket,

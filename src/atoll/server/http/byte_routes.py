@@ -50,7 +50,7 @@ class VersionHandlers:
             nbytes=layout.nbytes,
             part_digests=[digest.hex() for digest in row.part_digests],
             delta=self._delta(fragment, version),
-            sources=self.run.swarm.sources(fragment, version, row.digest) if self.run.swarm else [],
+            sources=self.run.swarm.view.sources(fragment, version, row.digest) if self.run.swarm else [],
         )
 
     def _delta(self, fragment: int, version: int) -> messages.Delta | None:

@@ -1,8 +1,8 @@
-"""A swarm seen from its server: who holds which version, who aggregates, and what each worker is to have and to do.
+"""A swarm as its server sees it: which worker holds, aggregates and checks what, and what each is told to do.
 
-The server sees no tensor. Workers report all that they have; from that, the journal and `rounds/sampling.py` follows
-what each of them is told, so a server that was killed needs nothing but their next reports. What an aggregating worker
-had collected is lost with it: its round is opened again, and the updates come from their outboxes once more.
+The server sees no tensor. What each worker is told follows from the reports of all workers, the journal and
+`rounds/sampling`, so a server that was killed needs their next reports and nothing else. What an aggregating worker had
+collected is lost with it: its round is opened again, and the updates come from their outboxes once more.
 """
 
 from __future__ import annotations
@@ -32,33 +32,41 @@ from atoll.server.coordinator.aggregate_round import Committed, frozen_round, su
 from atoll.server.coordinator.ledger import Ledger
 from atoll.server.coordinator.roster import Lease
 from atoll.server.swarm.peer_reachability import Peer, Peers
-from atoll.store.journal_tables import VersionRow
 from atoll.store.store import Store
 
-# -- Where the fragments of a swarm are aggregated, and what follows for each worker: what it is to have and to do.
+LOG = logging.getLogger("atoll.server")
+
+LOOK_S = 1.0
+"""Between two looks at a round that is reduced, while no report comes."""
+PULLS = 3
+"""Attempts of one worker to pull one update, after which another worker tries."""
+SLOWER = 10
+"""How many times longer than any round before an aggregator may take, once in a round, before another one tries."""
+WARY = 10
+"""Rounds in which a worker that could not aggregate one is asked after the others."""
 
 
 @dataclass
-class Place:
-    """Where a fragment is aggregated.
+class Assignment:
+    """Where the open round of a fragment is aggregated.
 
     Attributes:
-        version: that the open round starts from.
-        aggregator: who does it; empty where nobody can.
-        before: who did it in the round before.
-        excluded: who has failed at it in this round, who has failed longest ago first.
-        losses: how often that was.
-        lost_s: when that was the last time.
-        lost: who it was the last time, and why.
-        failures: (ticket, who) → how often that worker could not pull its update.
-        since_s: since when the aggregator has had something to do without a pause.
-        busy_s: the longest that it has had without one.
+        version: that the round starts from.
+        aggregator: the worker that aggregates; empty if none can.
+        before: the aggregator of the round before.
+        excluded: workers that failed to aggregate this round, oldest failure first.
+        losses: how often an aggregator was lost in this round.
+        lost_s: when the last one was lost.
+        lost: the last one, and why.
+        failures: (ticket, worker) → how often that worker could not pull the update.
+        since_s: since when the aggregator has had work without a pause.
+        busy_s: the longest time that it has had work without a pause.
         closing: the frozen round that it is to reduce.
-        checker: who is to check what came of it; aggregates the next round, where the user has not named others.
+        checker: the worker that checks the new version; it aggregates the next round, unless the user named others.
         checks_s: since when.
-        unable: who could not.
-        overflowed: the sites whose result of this round overflows.
-        first: who pulls the initial model from the server.
+        unable: workers that could not check it.
+        overflowed: workers whose result of this round overflows.
+        first: the worker that pulls the initial model from the server.
     """
 
     version: int = -1
@@ -78,73 +86,86 @@ class Place:
     overflowed: set[str] = field(default_factory=set)
     first: str = ""
 
+    def lose(self, reason: str) -> None:
+        """Exclude the aggregator, and forget what it was doing."""
+        self.lost = f"{self.aggregator}: {reason}"
+        self.excluded.pop(self.aggregator, None)  # it goes behind those that failed longer ago
+        self.excluded[self.aggregator] = None
+        self.aggregator, self.closing, self.checker, self.since_s, self.busy_s = "", None, "", None, 0.0
+        self.unable.clear()
+        self.losses += 1
+        self.lost_s = time.monotonic()
+
+    def pause_s(self, most_s: float) -> float:
+        """Seconds to wait before workers that have all failed are asked again; longer each time, up to `most_s`."""
+        times = min(self.losses - len(self.excluded), 16)  # a larger power overflows
+        return self.lost_s + min(2.0 ** max(0, times), most_s) - time.monotonic()
+
 
 @dataclass(frozen=True)
 class Offer:
-    """An update that a worker has formed, and says is complete."""
+    """An update that a worker has formed, and keeps until it counts."""
 
     site: str
     fragment: int
     said: messages.Complete
 
 
-class Places:
-    """Part of `Swarm`: what is known, and what is told."""
+class SwarmView:
+    """What the server knows of a swarm, and what follows for each worker."""
 
     def __init__(self, plan: Plan, store: Store, ledger: Ledger) -> None:
         self._plan, self._store, self._ledger, self._settings = plan, store, ledger, plan.settings
         self.peers = Peers(lambda: ledger.state.members)
-        self.places = [Place() for _ in plan.fragments]
+        self.assignments = [Assignment() for _ in plan.fragments]
         self.offers: dict[int, Offer] = {}
 
     def sources(self, fragment: int, version: int, digest: str) -> list[str]:
-        """References to a version at the workers who have it."""
+        """Return references to a version at the workers that have it."""
         return [held.source.version for held in self.peers.holding(fragment, version, digest).values()]
 
     def work(self, site: str) -> PeerWork:
-        """All that a worker is to have and to do."""
+        """Return all that a worker is to have and to do."""
         work = PeerWork(
             stamp=0,
             probe=self.peers.to_probe(site),
-            hold=[hold for fragment in range(len(self.places)) for hold in self._holds(site, fragment)],
+            hold=[hold for fragment in range(len(self.assignments)) for hold in self._holds(site, fragment)],
             collect=[
                 Collect(ticket=ticket, fragment=fragment, site=offer.site, digest=offer.said.digest, source=source)
-                for fragment, place in enumerate(self.places)
-                if place.aggregator == site
-                for ticket in self._wanted(fragment)
+                for fragment, at in enumerate(self.assignments)
+                if at.aggregator == site
+                for ticket in self.wanted(fragment)
                 if (offer := self.offers[ticket]) and (source := offer.said.source)
             ],
-            close=[place.closing for place in self.places if place.closing and place.aggregator == site],
+            close=[at.closing for at in self.assignments if at.closing and at.aggregator == site],
             finished=self._ledger.state.finished,
             stay=self._is_needed(site) or self._is_awaited(site) or self._lacks_the_result(site),
         )
         return work.model_copy(update={"stamp": 1 + zlib.crc32(work.model_dump_json().encode())})
 
     def _holds(self, site: str, fragment: int) -> list[Hold]:
-        """The versions of a fragment that a site is to have: the newest where it is its turn, older ones it has."""
-        place, peer = self.places[fragment], self.peers[site]
+        """Return the versions of a fragment that a site is to have: the newest if it is to hold it, and older ones
+        that it has.
+        """
+        at, peer = self.assignments[fragment], self.peers[site]
         wanted = [
-            self._hold(fragment, row)
+            Hold(
+                fragment=fragment,
+                version=row.version,
+                digest=row.digest,
+                state_digest=state_id(row.state_digests),
+                sources=[each.source for each in self.holding(fragment, row.version).values()],
+            )
             for row in self._store.versions.kept(fragment)
             if (fragment, row.version) in peer.held
-            or (row.version == place.version and site in self._holders_to_be(fragment))
+            or (row.version == at.version and site in self._holders_to_be(fragment))
         ]
-        if (closed := self._closed(place)) is not None and site in (place.aggregator, place.checker):
-            wanted.append(self._candidate(place, closed))
+        if (closed := self.closed(at)) is not None and site in (at.aggregator, at.checker):
+            wanted.append(self._candidate(at, closed))
         return wanted
 
-    def _hold(self, fragment: int, row: VersionRow) -> Hold:
-        holders = self._holding(fragment, row.version).values()
-        return Hold(
-            fragment=fragment,
-            version=row.version,
-            digest=row.digest,
-            state_digest=state_id(row.state_digests),
-            sources=[each.source for each in holders],
-        )
-
-    def _candidate(self, place: Place, closed: Closed) -> Hold:
-        held = self.peers[place.aggregator].held.get((closed.fragment, closed.version))
+    def _candidate(self, at: Assignment, closed: Closed) -> Hold:
+        held = self.peers[at.aggregator].held.get((closed.fragment, closed.version))
         assert closed.digest is not None
         return Hold(
             fragment=closed.fragment,
@@ -155,11 +176,11 @@ class Places:
         )
 
     def _is_needed(self, site: str) -> bool:
-        """Whether others have nobody else to pull something from; at the end until all of them have the result."""
-        members = self._ledger.state.members  # of whom some may not have reported since the server was started again
+        """Whether the others can pull something from this site alone; at the end until all have the result."""
+        members = self._ledger.state.members  # some may not have reported since the server was started again
         others = [other for other, member in members.items() if member.alive and other != site]
-        for fragment, place in enumerate(self.places):
-            holding = self._holding(fragment, place.version)
+        for fragment, at in enumerate(self.assignments):
+            holding = self.holding(fragment, at.version)
             if site not in holding or not others:
                 continue
             if not any(other in holding for other in others):
@@ -169,30 +190,31 @@ class Places:
         return False
 
     def _is_awaited(self, site: str) -> bool:
-        """Whether an update that the site offers has yet to come to another worker, who aggregates it."""
-        for fragment, place in enumerate(self.places):
+        """Whether an update that the site offers has not come yet to the worker that aggregates it."""
+        for fragment, at in enumerate(self.assignments):
             over = self._ledger.state.rounds[fragment].phase == "finished"  # what an asynchronous run leaves behind
-            mine = [ticket for ticket in self._wanted(fragment) if self.offers[ticket].site == site]
-            if mine and not over and place.aggregator != site:
-                there = self.peers[place.aggregator].collected if place.aggregator else {}
+            mine = [ticket for ticket in self.wanted(fragment) if self.offers[ticket].site == site]
+            if mine and not over and at.aggregator != site:
+                there = self.peers[at.aggregator].collected if at.aggregator else {}
                 if any(ticket not in there or there[ticket].failed for ticket in mine):
                     return True
         return False
 
     def _lacks_the_result(self, site: str) -> bool:
-        """Whether the run is finished, and a site is still getting what came of it."""
-        finished = self._ledger.state.finished
-        return finished and any(
+        """Whether the run is finished, and the site does not have all of the result yet."""
+        return self._ledger.state.finished and any(
             holding and site not in holding
-            for holding in (self._holding(fragment, place.version) for fragment, place in enumerate(self.places))
+            for holding in (self.holding(fragment, at.version) for fragment, at in enumerate(self.assignments))
         )
 
-    # -- who is where
+    # -- which worker has what
 
-    def _holding(self, fragment: int, version: int) -> dict[str, Held]:
+    def holding(self, fragment: int, version: int) -> dict[str, Held]:
+        """Return the workers that have a version of the run."""
         return self.peers.holding(fragment, version, self._store.run_log.version_digest(fragment, version))
 
-    def _order(self, fragment: int, version: int) -> list[str]:
+    def order(self, fragment: int, version: int) -> list[str]:
+        """Return the workers in the order in which they are asked to aggregate."""
         heard = [site for site in self.peers.alive if self.peers.is_heard(site)]
         staying = [site for site in heard if not self.peers[site].leaving] or heard
         return turn(
@@ -200,23 +222,24 @@ class Places:
         )
 
     def _holders_to_be(self, fragment: int) -> set[str]:
-        place = self.places[fragment]
+        at = self.assignments[fragment]
         if self._ledger.state.rounds[fragment].phase == "gathering":
             return set()
-        if self._ledger.state.finished:  # the result is for everybody
+        if self._ledger.state.finished:  # every worker gets the result
             return set(self.peers.alive)
-        holders, order = self._holding(fragment, place.version), self._order(fragment, place.version)
+        holders, order = self.holding(fragment, at.version), self.order(fragment, at.version)
         if not holders:  # one worker gets it from the server, the others from that one
-            place.first = place.first if place.first in order else next(iter(order), "")
-            return {place.first}
+            at.first = at.first if at.first in order else next(iter(order), "")
+            return {at.first}
         return {*holders, *to_hold(order, holders.keys() & set(order))}
 
-    def _wanted(self, fragment: int) -> list[int]:
-        """Tickets whose updates are to be collected, or were."""
+    def wanted(self, fragment: int) -> list[int]:
+        """Return the tickets whose updates are to be collected, or were."""
         tickets = self._ledger.state.rounds[fragment].tickets.values()
         return sorted(ticket.id for ticket in tickets if ticket.is_live and ticket.id in self.offers)
 
-    def _has(self, site: str, closed: Closed) -> bool:
+    def has(self, site: str, closed: Closed) -> bool:
+        """Whether a worker has a new version, with its outer state."""
         held = self.peers[site].held.get((closed.fragment, closed.version))
         return (
             held is not None
@@ -224,15 +247,31 @@ class Places:
             and held.state_digest == state_id(digests_in(closed.state_digests))
         )
 
-    def _closed(self, place: Place) -> Closed | None:
-        """What the aggregating worker says came of the round; None where it is not done."""
-        if place.closing is None or not self.peers.is_alive(place.aggregator):
-            return None
-        found = self.peers[place.aggregator].closed
-        return next((each for each in found if self._is_of(place.closing, each) and self._is_sound(each)), None)
+    # -- what the aggregating worker says of its round
+
+    def closed(self, at: Assignment) -> Closed | None:
+        """Return the new version as the aggregator reports it; None if it is not done."""
+        return next((each for each in self._reported(at) if self._is_sound(each)), None)
+
+    def why_not_closed(self, at: Assignment) -> str:
+        """Return why the aggregator could not reduce the round, or what is wrong with its result."""
+        for closed in self._reported(at):
+            if not self._is_sound(closed):
+                if closed.overflows:
+                    at.overflowed.add(at.aggregator)
+                return closed.failed or "its digests make up no version"
+        return ""
+
+    def _reported(self, at: Assignment) -> list[Closed]:
+        """Return what the aggregator says of this very round."""
+        closing = at.closing
+        if closing is None or not self.peers.is_alive(at.aggregator):
+            return []
+        key = (closing.fragment, closing.version, closing.tickets)
+        return [each for each in self.peers[at.aggregator].closed if (each.fragment, each.version, each.tickets) == key]
 
     def _is_sound(self, closed: Closed) -> bool:
-        """Whether what is said makes up a version: it goes into the journal, and workers pull by it."""
+        """Whether the digests make up a version: they go into the journal, and workers pull by them."""
         layout = self._plan.fragments[closed.fragment].version
         try:
             parts, _ = digests_in(closed.part_digests), digests_in(closed.state_digests)
@@ -240,77 +279,39 @@ class Places:
             return False
         return len(parts) == len(layout.parts) and layout.blob_id(parts) == closed.digest
 
-    def _why_not_closed(self, place: Place) -> str:
-        """What the aggregating worker says why it could not reduce the round, or what is wrong with what it made."""
-        assert place.closing is not None
-        for closed in self.peers[place.aggregator].closed:
-            if self._is_of(place.closing, closed) and not self._is_sound(closed):
-                if closed.overflows:
-                    place.overflowed.add(place.aggregator)
-                return closed.failed or "its digests make up no version"
-        return ""
 
-    @staticmethod
-    def _is_of(closing: FrozenRound, closed: Closed) -> bool:
-        return (closed.fragment, closed.version, closed.tickets) == (closing.fragment, closing.version, closing.tickets)
+class Swarm:
+    """Decides which worker does what; on the server's loop, without waiting for a disk or for a peer.
 
-    # -- to be shown
-
-    def status(self, fragment: int) -> status_messages.PlaceStatus:
-        """Where a fragment is aggregated, and who has its newest version."""
-        place = self.places[fragment]
-        return status_messages.PlaceStatus(
-            aggregator=place.aggregator,
-            checker=place.checker,
-            holders=sorted(self._holding(fragment, place.version)),
-            collected=self._collected(fragment, place),
-        )
-
-    def _collected(self, fragment: int, place: Place) -> list[str]:
-        if not place.aggregator:
-            return []
-        there = self.peers[place.aggregator].collected
-        return [self.offers[ticket].site for ticket in self._wanted(fragment) if ticket in there]
-
-
-LOG = logging.getLogger("atoll.server")
-
-LOOK_S = 1.0
-"""Between two looks at a round that is reduced, where nothing is reported."""
-PULLS = 3
-"""Of one update by one worker, after which another one tries."""
-SLOWER = 10
-"""Times as long as in any round before, after which another worker tries, once in a round: is it the worker?"""
-WARY = 10
-"""Rounds in which a worker that could not aggregate one is asked after the others."""
-
-
-class Swarm(Places):
-    """Decides on the server's loop; nothing here waits for a disk or for a peer."""
+    Args:
+        admission: accepts and refuses updates.
+        wake: wakes the workers that wait for a ticket.
+    """
 
     def __init__(
         self, plan: Plan, store: Store, ledger: Ledger, admission: UpdateAdmission, wake: Callable[[], None]
     ) -> None:
-        super().__init__(plan, store, ledger)
+        self._plan, self._store, self._ledger, self._settings = plan, store, ledger, plan.settings
         self._admission, self._wake = admission, wake
+        self.view = SwarmView(plan, store, ledger)
         self._news = asyncio.Event()
-        self._longest_s: dict[int, float] = {}  # fragment → that a round before has had its aggregator busy
-        self._lost_at: dict[tuple[int, str], int] = {}  # fragment and site → the version from which it could not
-        self._reopened = [0] * len(self.places)  # fragment → how often its round lost who aggregated it; rises only
+        self._longest_s: dict[int, float] = {}  # fragment → the longest busy_s of an earlier round
+        self._lost_at: dict[tuple[int, str], int] = {}  # (fragment, site) → the version from which it could not
+        self._reopened = [0] * len(self.view.assignments)  # fragment → lost aggregators of all rounds
         self._answers, self._since_ms = 0, int(1e3 * time.time())
 
-    # -- what workers say
+    # -- what workers report
 
     async def report(self, lease: Lease, message: PeerReport) -> PeerWork:
-        """Take what a worker says, and tell it what it is to have and to do; waits until that is something else."""
-        site = lease.site
-        peer = self.peers.known(site, message.address, lease.process)
+        """Take the report of a worker. Return what it is to have and to do, once that differs from what it knows."""
+        site, view = lease.site, self.view
+        peer = view.peers.known(site, message.address, lease.process)
         peer.require_own(site, *(text for held in message.held for text in (held.source.version, held.source.state)))
         if peer.take(message, self._settings.idle_timeout_s):
             self.look()
         until_s = time.monotonic() + message.wait_s
         while True:
-            work = self.work(site)
+            work = view.work(site)
             left_s = until_s - time.monotonic()
             goes = message.leaving and not work.stay
             if work.stamp != message.seen or left_s <= 0 or goes or message.number < peer.number:
@@ -320,12 +321,12 @@ class Swarm(Places):
             await self.news(left_s)
 
     def offer(self, site: str, ticket: int, fragment: int, said: messages.Complete) -> None:
-        """A worker has formed an update, and keeps it until it counts."""
-        if (peer := self.peers.get(site)) is not None:
+        """Take the offer of an update that a worker keeps until it counts."""
+        if (peer := self.view.peers.get(site)) is not None:
             peer.require_own(site, said.source)
         offer = Offer(site, fragment, said)
-        if self.offers.get(ticket) != offer:
-            self.offers[ticket] = offer
+        if self.view.offers.get(ticket) != offer:
+            self.view.offers[ticket] = offer
             self.look()
 
     async def news(self, timeout_s: float) -> None:
@@ -340,93 +341,128 @@ class Swarm(Places):
         self._news.set()
         self._news = asyncio.Event()
 
-    # -- what workers are told
+    # -- what is shown, and what keeps a round waiting
 
     def waits(self, site: str, fragment: int) -> str:
-        """Why a site gets no ticket yet; empty where it does."""
-        if self._ledger.state.rounds[fragment].phase in ("finished", "gathering") or not self.peers.is_alive(site):
+        """Return why a site gets no ticket yet; empty if it does."""
+        peers = self.view.peers
+        if self._ledger.state.rounds[fragment].phase in ("finished", "gathering") or not peers.is_alive(site):
             return ""
-        if strangers := self.peers.strangers_of(site):
+        if strangers := peers.strangers_of(site):
             return f"{site} and {', '.join(strangers)} are finding out whether they reach each other"
-        return "" if self.places[fragment].aggregator else self._why_nobody(fragment)
+        return "" if self.view.assignments[fragment].aggregator else self._why_no_aggregator(fragment)
 
     def trouble(self, fragment: int) -> str:
-        """What keeps a fragment from its next version that its round knows nothing of; empty where nothing does."""
-        place, phase = self.places[fragment], self._ledger.state.rounds[fragment].phase
-        if phase in ("open", "closing") and not place.aggregator and self.peers.alive:
-            return f"waits: {self._why_nobody(fragment)}"
-        if phase == "closing" and self._closed(place) is not None and not place.checker:
-            return f"waits for a second worker: version {place.version + 1} is there, and nobody is to check it"
-        if phase in ("open", "closing") and place.losses > 1:
-            return f"{place.losses} workers in turn could not aggregate it; the last was {place.lost}"
+        """Return what keeps a fragment from its next version, beyond what its round says; empty if nothing does."""
+        at, phase = self.view.assignments[fragment], self._ledger.state.rounds[fragment].phase
+        if phase in ("open", "closing") and not at.aggregator and self.view.peers.alive:
+            return f"waits: {self._why_no_aggregator(fragment)}"
+        if phase == "closing" and self.view.closed(at) is not None and not at.checker:
+            return f"waits for a second worker: version {at.version + 1} is there, and no other worker can check it"
+        if phase in ("open", "closing") and at.losses > 1:
+            return f"{at.losses} workers in turn could not aggregate it; the last was {at.lost}"
         return ""
 
-    # -- what follows
+    def status(self, fragment: int) -> status_messages.PlaceStatus:
+        """Return where a fragment is aggregated, and which workers have its newest version."""
+        view = self.view
+        at = view.assignments[fragment]
+        there = view.peers[at.aggregator].collected if at.aggregator else {}
+        return status_messages.PlaceStatus(
+            aggregator=at.aggregator,
+            checker=at.checker,
+            holders=sorted(view.holding(fragment, at.version)),
+            collected=[view.offers[ticket].site for ticket in view.wanted(fragment) if ticket in there],
+        )
+
+    def _why_no_aggregator(self, fragment: int) -> str:
+        at, peers = self.view.assignments[fragment], self.view.peers
+        if at.losses and self.view.holding(fragment, at.version):
+            return f"no worker could aggregate it, and they are asked again in turn; the last was {at.lost}"
+        if at.version < 1:  # -1 before the first look
+            return "the first worker pulls the initial model"
+        summary = json.loads(self._store.versions.get(fragment, at.version).summary_json or "{}")
+        had = [summary[role] for role in ("aggregator", "checker") if summary.get(role)]
+        away = [site for site in (*had, *self._ledger.state.members) if not peers.is_alive(site)]
+        looking = [site for site in had if peers.is_alive(site) and peers[site].number < 0]
+        lacking = f"no worker that is here has version {at.version}"
+        if looking:
+            return f"{lacking} yet: {' and '.join(looking)} still look through their files"
+        if away:  # others may have come to hold it, too
+            return f"{lacking}; start {' or '.join(dict.fromkeys(away))} again, with its folder"
+        lost = f"{' and '.join(had)} have lost it"
+        return f"{lacking}, and {lost}: export a version before it, and begin a new run from that"
+
+    # -- decisions
 
     def look(self) -> None:
         """Bring every fragment to where the reports have it."""
-        state = self._ledger.state
-        for fragment, round_ in enumerate(state.rounds):
-            place = self.places[fragment]
-            if place.version != round_.head:
-                self._longest_s[fragment] = max(self._longest_s.get(fragment, 0.0), place.busy_s)
-                self.places[fragment] = place = Place(round_.head, before=place.aggregator)
+        view, rounds = self.view, self._ledger.state.rounds
+        for fragment, round_ in enumerate(rounds):
+            at = view.assignments[fragment]
+            if at.version != round_.head:
+                self._longest_s[fragment] = max(self._longest_s.get(fragment, 0.0), at.busy_s)
+                view.assignments[fragment] = at = Assignment(round_.head, before=at.aggregator)
             if round_.phase == "finished":
-                place.aggregator, place.closing = "", None
-            elif round_.phase != "gathering":  # by then all are there who could be asked
-                self._look_at(fragment, place)
-        live = {
-            ticket.id for round_ in self._ledger.state.rounds for ticket in round_.tickets.values() if ticket.is_live
-        }
-        self.offers = {ticket: offer for ticket, offer in self.offers.items() if ticket in live}
-        if (apart := self.peers.apart()) is not None:
+                at.aggregator, at.closing = "", None
+            elif round_.phase != "gathering":  # once it is over, all workers are there that could be asked
+                self._look_at(fragment, at)
+        rounds = self._ledger.state.rounds
+        live = {ticket.id for round_ in rounds for ticket in round_.tickets.values() if ticket.is_live}
+        view.offers = {ticket: offer for ticket, offer in view.offers.items() if ticket in live}
+        if (apart := view.peers.apart()) is not None:
             self._ledger.apply(ev.WorkerLeft(*apart))
         self._tell()
 
-    def _look_at(self, fragment: int, place: Place) -> None:
-        if place.aggregator and (reason := self._why_lost(fragment, place)):
-            self._lose(fragment, place, reason)
-        if not place.aggregator:
-            holders = self._holding(fragment, place.version)
-            order = self._order(fragment, place.version)
-            wary = {site for site in order if self._is_wary_of(site, fragment, place.version)}
-            named = self._settings.aggregators
-            chosen = appointed(order, holders, place.excluded, {place.before, *wary}, named) or ""
-            place.aggregator = "" if chosen in place.excluded and self._pause_s(place) > 0 else chosen
-            place.since_s = None
-            if place.aggregator:
+    def _look_at(self, fragment: int, at: Assignment) -> None:
+        if at.aggregator and (reason := self._why_lost(fragment, at)):
+            self._lose(fragment, at, reason)
+        if not at.aggregator:
+            at.aggregator, at.since_s = self._choose_aggregator(fragment, at), None
+            if at.aggregator:
                 self._wake()
-        if place.aggregator:
-            self._take_in(fragment, place)
-            self._watch(fragment, place)
+        if at.aggregator:
+            self._take_in(fragment, at)
+            self._watch(fragment, at)
 
-    def _take_in(self, fragment: int, place: Place) -> None:
+    def _choose_aggregator(self, fragment: int, at: Assignment) -> str:
+        holders, order = self.view.holding(fragment, at.version), self.view.order(fragment, at.version)
+        wary = {
+            site
+            for site in order
+            if (lost_at := self._lost_at.get((fragment, site))) is not None and at.version - lost_at <= WARY
+        }
+        chosen = appointed(order, holders, at.excluded, {at.before, *wary}, self._settings.aggregators) or ""
+        return "" if chosen in at.excluded and at.pause_s(self._settings.idle_timeout_s) > 0 else chosen
+
+    def _take_in(self, fragment: int, at: Assignment) -> None:
         """Accept or refuse what the aggregating worker has collected."""
-        collected = self.peers[place.aggregator].collected
-        for ticket in self._wanted(fragment):
-            offer, found = self.offers[ticket], collected.get(ticket)
+        view = self.view
+        collected = view.peers[at.aggregator].collected
+        for ticket in view.wanted(fragment):
+            offer, found = view.offers[ticket], collected.get(ticket)
             if found is None or found.digest != offer.said.digest:
                 continue
             if found.failed:
                 if found.source == offer.said.source:
-                    self._could_not(fragment, place, ticket, offer, found.failed)
+                    self._could_not_pull(fragment, at, ticket, offer, found.failed)
             elif self._store.tickets.get(ticket).state == "open":
                 self._judge(ticket, offer, found.norm, found.bad)
-            if self.places[fragment] is not place or not place.aggregator:  # that closed the round, or cost it
+            if view.assignments[fragment] is not at or not at.aggregator:  # that closed the round, or cost it
                 return
 
-    def _could_not(self, fragment: int, place: Place, ticket: int, offer: Offer, why: str) -> None:
-        """An update could not be pulled: whoever still is there offers it anew; if that is no help, others try."""
-        site = place.aggregator
-        place.failures[ticket, site] += 1
-        if place.failures[ticket, site] < PULLS or self._store.tickets.get(ticket).state != "open":
+    def _could_not_pull(self, fragment: int, at: Assignment, ticket: int, offer: Offer, why: str) -> None:
+        """Have an update offered anew that could not be pulled; if that does not help, let other workers try."""
+        site = at.aggregator
+        at.failures[ticket, site] += 1
+        if at.failures[ticket, site] < PULLS or self._store.tickets.get(ticket).state != "open":
             LOG.info("%s could not pull the update of %s: %s", site, offer.site, why)
-            del self.offers[ticket]
+            del self.view.offers[ticket]
             return
-        tried = {each for each, count in place.failures.items() if count >= PULLS and each[0] == ticket}
-        others = set(self._holding(fragment, place.version)) & set(self._order(fragment, place.version))
-        if others - {each for _, each in tried} - {offer.site}:
-            self._lose(fragment, place, f"it could not pull the update of {offer.site}: {why}")
+        tried = {worker for (of, worker), count in at.failures.items() if count >= PULLS and of == ticket}
+        others = set(self.view.holding(fragment, at.version)) & set(self.view.order(fragment, at.version))
+        if others - tried - {offer.site}:
+            self._lose(fragment, at, f"it could not pull the update of {offer.site}: {why}")
         else:
             self._judge(ticket, offer, 0.0, f"{site} could not pull it: {why}")
 
@@ -436,157 +472,122 @@ class Swarm(Places):
                 self._admission.refuse(offer.site, ticket, bad)
             self._admission.accept(offer.site, ticket, offer.said, norm)
         except UpdateRefused:  # the journal has it; its worker is told when it asks
-            del self.offers[ticket]
+            del self.view.offers[ticket]
 
-    def _watch(self, fragment: int, place: Place) -> None:
-        """Since when the aggregating worker has had something to do."""
-        collected = self.peers[place.aggregator].collected
-        todo = place.closing is not None and self._closed(place) is None
-        todo = todo or any(ticket not in collected for ticket in self._wanted(fragment))
-        if place.since_s is not None:
-            place.busy_s = max(place.busy_s, time.monotonic() - place.since_s)
+    def _watch(self, fragment: int, at: Assignment) -> None:
+        """Measure how long the aggregating worker has had work."""
+        collected = self.view.peers[at.aggregator].collected
+        todo = at.closing is not None and self.view.closed(at) is None
+        todo = todo or any(ticket not in collected for ticket in self.view.wanted(fragment))
+        if at.since_s is not None:
+            at.busy_s = max(at.busy_s, time.monotonic() - at.since_s)
         if not todo:
-            place.since_s = None
-        elif place.since_s is None:
-            place.since_s = time.monotonic()
+            at.since_s = None
+        elif at.since_s is None:
+            at.since_s = time.monotonic()
 
-    def _why_lost(self, fragment: int, place: Place) -> str:
-        """Why the aggregating worker can do it no more; empty where it can."""
-        site = place.aggregator
-        if not self.peers.is_alive(site):
+    def _why_lost(self, fragment: int, at: Assignment) -> str:
+        """Return why the aggregating worker can no longer do it; empty if it can."""
+        site, peers, now_s, idle_s = at.aggregator, self.view.peers, time.monotonic(), self._settings.idle_timeout_s
+        if not peers.is_alive(site):
             return "it has gone"
-        peer, others = self.peers[site], set(self._holding(fragment, place.version)) - {site}
+        peer, others = peers[site], set(self.view.holding(fragment, at.version)) - {site}
         if peer.leaving and others:
             return "it leaves"
-        if place.closing is not None and (failed := self._why_not_closed(place)):
+        if failed := self.view.why_not_closed(at):
             return failed
-        if (fragment, place.version) not in peer.held:
-            return f"it has not got version {place.version} any more"
+        if (fragment, at.version) not in peer.held:
+            return f"it has not got version {at.version} any more"
         tickets = self._ledger.state.rounds[fragment].tickets.values()
         accepted = [ticket for ticket in tickets if ticket.state == "accepted"]
-        if gone := next((ticket.site for ticket in accepted if self._is_nowhere(peer, ticket.id)), ""):
-            return f"the update of {gone} is nowhere any more"
-        at_work = place.since_s is not None or place.closing is not None
-        if at_work and not self.peers.is_heard(site) and any(map(self.peers.is_heard, others)):
+        if gone := next((ticket.site for ticket in accepted if self._is_lost(peer, ticket.id)), ""):
+            return f"the update of {gone} is lost"
+        at_work = at.since_s is not None or at.closing is not None
+        if at_work and not peers.is_heard(site) and any(map(peers.is_heard, others)):
             return "it does not report any more"
-        still_s = time.monotonic() - max(peer.bytes_s, place.since_s or time.monotonic())
-        if place.since_s is not None and still_s > self._settings.idle_timeout_s and others:
+        if at.since_s is not None and others and (still_s := now_s - max(peer.bytes_s, at.since_s)) > idle_s:
             return f"it has moved no byte for {still_s:.0f} s"
         longest_s = self._longest_s.get(fragment, 0.0)
-        patience_s = max(SLOWER * longest_s, self._settings.idle_timeout_s)
-        if others and longest_s and not place.excluded and place.busy_s > patience_s:
-            return f"it has been at it for {place.busy_s:.1f} s, and no round before took longer than {longest_s:.1f} s"
+        if others and longest_s and not at.excluded and at.busy_s > max(SLOWER * longest_s, idle_s):
+            return f"it has been at it for {at.busy_s:.1f} s, and no round before took longer than {longest_s:.1f} s"
         return ""
 
-    def _is_wary_of(self, site: str, fragment: int, version: int) -> bool:
-        lost_at = self._lost_at.get((fragment, site))
-        return lost_at is not None and version - lost_at <= WARY
-
-    def _is_nowhere(self, peer: Peer, ticket: int) -> bool:
+    def _is_lost(self, peer: Peer, ticket: int) -> bool:
+        """Whether an update is neither at the aggregator nor offered by its worker."""
         found = peer.collected.get(ticket)
-        return (found is None or bool(found.failed)) and ticket not in self.offers
+        return (found is None or bool(found.failed)) and ticket not in self.view.offers
 
-    def _lose(self, fragment: int, place: Place, reason: str) -> None:
+    def _lose(self, fragment: int, at: Assignment, reason: str) -> None:
         LOG.warning(
             "%s no longer aggregates round %d: %s; another worker does, and collects the updates again",
-            place.aggregator,
+            at.aggregator,
             self._ledger.state.rounds[fragment].number,
             reason,
         )
-        place.lost = f"{place.aggregator}: {reason}"
-        place.excluded.pop(place.aggregator, None)  # behind those that have failed longer ago
-        place.excluded[place.aggregator] = None
-        self._lost_at[fragment, place.aggregator] = place.version
-        place.aggregator, place.closing, place.checker, place.since_s, place.busy_s = "", None, "", None, 0.0
-        place.unable.clear()
-        place.losses += 1
-        place.lost_s = time.monotonic()
+        self._lost_at[fragment, at.aggregator] = at.version
+        at.lose(reason)
         self._reopened[fragment] += 1
         self._ledger.apply(ev.AggregatorLost(fragment, reason))
         self._tell()
 
-    def _pause_s(self, place: Place) -> float:
-        """How long nobody is asked where all have failed: longer each time, up to the idle timeout."""
-        times = min(place.losses - len(place.excluded), 16)  # a power of any size is no number
-        pause_s = min(2.0 ** max(0, times), self._settings.idle_timeout_s)
-        return place.lost_s + pause_s - time.monotonic()
-
-    def _why_nobody(self, fragment: int) -> str:
-        place = self.places[fragment]
-        if place.losses and self._holding(fragment, place.version):
-            return f"no worker could aggregate it, and they are asked again in turn; the last was {place.lost}"
-        if place.version < 1:  # -1 before anybody has looked
-            return "the first worker pulls the initial model"
-        summary = json.loads(self._store.versions.get(fragment, place.version).summary_json or "{}")
-        had = [summary[who] for who in ("aggregator", "checker") if summary.get(who)]
-        away = [site for site in (*had, *self._ledger.state.members) if not self.peers.is_alive(site)]
-        looking = [site for site in had if self.peers.is_alive(site) and self.peers[site].number < 0]
-        told = f"no worker that is here has version {place.version}"
-        if looking:
-            return f"{told} yet: {' and '.join(looking)} still look through their files"
-        if away:  # others may have come to hold it, too
-            return f"{told}; start {' or '.join(dict.fromkeys(away))} again, with its folder"
-        lost = f"{' and '.join(had)} have lost it"
-        return f"{told}, and {lost}: export a version before it, and begin a new run from that"
-
     # -- closing a round
 
     async def close(self, fragment: int, base_version: int, tickets: Sequence[int], number: int) -> Committed | None:
-        """Have a frozen round reduced by its worker and checked by another, then move the head.
+        """Have a frozen round reduced by one worker and checked by another, then move the head.
 
         Returns:
-            The version and the summary of its round; None if the worker was lost, and the round is open again.
+            The new version; None if the worker was lost, and the round is open again.
 
         Raises:
-            Overflow: of every worker that could reduce the round, the result overflows.
+            Overflow: the result overflows at every worker that could reduce the round.
             DiskFull: the journal could not be written; the same call may be made again.
         """
-        losses = self._reopened[fragment]  # not the place's: that of the round before may still be there
+        view, losses = self.view, self._reopened[fragment]  # an assignment may still be that of the round before
 
         def is_frozen() -> bool:  # the same tickets may be frozen once more, with other updates
-            as_then = self._ledger.state.rounds[fragment].frozen == tuple(tickets)
-            return as_then and self._reopened[fragment] == losses
+            frozen = self._ledger.state.rounds[fragment].frozen == tuple(tickets)
+            return frozen and self._reopened[fragment] == losses
 
-        if not is_frozen():  # that came before this was begun
+        if not is_frozen():
             return None
         frozen = frozen_round(self._plan, self._store, fragment, base_version, tickets, number)
         self.look()
         while is_frozen():
-            place = self.places[fragment]
-            if place.closing != frozen:
-                place.closing = frozen
+            at = view.assignments[fragment]
+            if at.closing != frozen:
+                at.closing = frozen
                 failpoint("swarm.asked")
                 self._tell()
-            closed = self._closed(place)
+            closed = view.closed(at)
             if closed is not None:
-                self._choose_checker(fragment, place)
-                if place.checker and self._has(place.checker, closed):
-                    return self._commit(frozen, place, closed)
+                self._choose_checker(fragment, at)
+                if at.checker and view.has(at.checker, closed):
+                    return self._commit(frozen, at, closed)
             await self.news(LOOK_S)
-        place = self.places[fragment]
-        if place.overflowed and place.overflowed.issuperset(self._holding(fragment, base_version)):
-            raise Overflow(place.lost)  # every worker that could reduce the round has found the same
+        at = view.assignments[fragment]
+        if at.overflowed and at.overflowed.issuperset(view.holding(fragment, base_version)):
+            raise Overflow(at.lost)
         return None
 
-    def _choose_checker(self, fragment: int, place: Place) -> None:
-        """Have somebody check the version that is made; somebody else, where no byte comes to who was chosen."""
-        order = [site for site in self._order(fragment, place.version + 1) if site != place.aggregator]
-        if place.checker in order and len(order) > 1:
-            still_s = time.monotonic() - max(place.checks_s, self.peers[place.checker].bytes_s)
+    def _choose_checker(self, fragment: int, at: Assignment) -> None:
+        """Choose the worker that checks the new version; another one if no byte comes to it."""
+        order = [site for site in self.view.order(fragment, at.version + 1) if site != at.aggregator]
+        if at.checker in order and len(order) > 1:
+            still_s = time.monotonic() - max(at.checks_s, self.view.peers[at.checker].bytes_s)
             if still_s > self._settings.idle_timeout_s:
-                LOG.warning("%s does not come to have version %d; another checks it", place.checker, place.version + 1)
-                place.unable.add(place.checker)
-        able = [site for site in order if site not in place.unable]
+                LOG.warning("%s does not come to have version %d; another checks it", at.checker, at.version + 1)
+                at.unable.add(at.checker)
+        able = [site for site in order if site not in at.unable]
         if order and not able:
-            self._lose(fragment, place, f"nobody could pull version {place.version + 1} from it")
-        elif place.checker not in able and (place.checker or able):
-            place.checker, place.checks_s = next(iter(able), ""), time.monotonic()
+            self._lose(fragment, at, f"no other worker could pull version {at.version + 1} from it")
+        elif at.checker not in able and (at.checker or able):
+            at.checker, at.checks_s = next(iter(able), ""), time.monotonic()
             self._tell()
 
-    def _commit(self, frozen: FrozenRound, place: Place, closed: Closed) -> Committed:
+    def _commit(self, frozen: FrozenRound, at: Assignment, closed: Closed) -> Committed:
         grad_norm = math.inf if closed.grad_norm is None else closed.grad_norm
         summary = summary_of(frozen, closed.seconds, grad_norm)
-        summary = summary.model_copy(update={"aggregator": place.aggregator, "checker": place.checker})
+        summary = summary.model_copy(update={"aggregator": at.aggregator, "checker": at.checker})
         draft = self._store.versions.begin(closed.fragment, closed.version)
         try:
             assert closed.digest is not None

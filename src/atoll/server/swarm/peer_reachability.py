@@ -1,4 +1,4 @@
-"""The workers of a swarm as its server knows them: where they are, whom they reach, and what they have."""
+"""The workers of a swarm as its server knows them: where they are, which others they reach, and what they have."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from atoll.rounds.leases import Member
 from atoll.tensors.reference import TensorRef
 
 SETTLED_S = 10.0
-"""For so long a worker says that it does not reach another one that does report, before either is sent away: one that
-was started again is tried anew meanwhile."""
+"""How long a worker must fail to reach another one that does report, before one of them is sent away. A worker that was
+started again is tried anew meanwhile."""
 
 
 @dataclass
 class Peer:
-    """One worker, as its newest report has it.
+    """One worker, according to its newest report.
 
     Attributes:
         number: of that report.
-        bytes_s: when its work has last moved a byte.
-        heard_s: when it has last reported.
+        told: stamp of the last work that it was told.
+        bytes_s: when its work last moved a byte.
+        heard_s: when it last reported.
         until_s: when its next report is overdue.
         unreached: address → why it was not reached.
-        tried_s: address → when that was first said.
-        told: the stamp of what it was told last.
+        tried_s: address → when that was first reported.
     """
 
     address: str
@@ -49,7 +49,7 @@ class Peer:
     tried_s: dict[str, float] = field(default_factory=dict)
 
     def require_own(self, site: str, *sources: str | None) -> None:
-        """Refuse references that lead elsewhere: the others would go there.
+        """Refuse references that lead to another address, where other workers would follow them.
 
         Raises:
             BadRequest: one does.
@@ -66,19 +66,19 @@ class Peer:
                 )
 
     def take(self, report: PeerReport, idle_timeout_s: float) -> bool:
-        """Believe a report; False where a newer one has come before it."""
+        """Take a report; return False if a newer one came before it."""
         if report.number <= self.number:
             return False
         now_s = time.monotonic()
         self.heard_s = now_s
         self.until_s = now_s + report.wait_s + idle_timeout_s
-        if report.moved != self.moved:  # that it says it is idle is no progress: its disk may be full
+        if report.moved != self.moved:  # a report that it waits is no progress: its disk may be full
             self.moved, self.bytes_s = report.moved, now_s
         self.number, self.leaving = report.number, report.leaving
         before_held, before_closed = self.held, self.closed
         self.held = {(each.fragment, each.version): each for each in report.held}
         self.closed = list(report.closed)
-        if self.told is not None and report.seen != self.told:  # sent before it has heard what it is to drop
+        if self.told is not None and report.seen != self.told:  # sent before it heard what it is to drop
             self.held = {key: each for key, each in self.held.items() if before_held.get(key) == each}
             self.closed = [each for each in self.closed if each in before_closed]
         self.collected = {each.ticket: each for each in report.collected}
@@ -88,7 +88,7 @@ class Peer:
         return True
 
     def answered(self, work: PeerWork) -> None:
-        """It is told what it is to have: from here on it has nothing else, for it drops the rest when it hears that."""
+        """Forget all that it is not told to keep: it drops these when it hears this."""
         self.told = work.stamp
         rounds = {(each.fragment, each.version, *(share.ticket for share in each.updates)) for each in work.close}
         self.closed = [each for each in self.closed if (each.fragment, each.version, *each.tickets) in rounds]
@@ -98,10 +98,10 @@ class Peer:
 
 
 class Peers(dict[str, Peer]):
-    """Site → what is known of it.
+    """Site → what is known of its worker.
 
     Args:
-        members: of the run, at this moment.
+        members: returns the members of the run.
     """
 
     def __init__(self, members: Callable[[], Mapping[str, Member]]) -> None:
@@ -110,14 +110,14 @@ class Peers(dict[str, Peer]):
         self._apart: dict[str, tuple[str, str]] = {}  # site → its process, and why it cannot take part
 
     def joins(self, message: messages.Join) -> None:
-        """A worker is about to join.
+        """Register a worker that joins.
 
         Raises:
-            ConfigError: others cannot reach it, or were found not to.
+            ConfigError: it gives no address, or other workers could not reach this process of it.
         """
         if not message.peer:
             raise ConfigError(
-                f"The run is a swarm, and worker {message.site} does not say where others reach it.",
+                f"The run is a swarm, and worker {message.site} gives no address where others reach it.",
                 "Use the same Atoll version on both sides.",
             )
         process, why = self._apart.get(message.site, ("", ""))
@@ -127,7 +127,7 @@ class Peers(dict[str, Peer]):
         self.known(message.site, message.peer, message.process)
 
     def known(self, site: str, address: str, process: str) -> Peer:
-        """A worker; a new one where this is another process than before, or the server was started again."""
+        """Return a worker; a new record for another process than before."""
         peer = self.get(site)
         if peer is None or peer.process != process:
             peer = self[site] = Peer(address, process)
@@ -138,21 +138,21 @@ class Peers(dict[str, Peer]):
 
     @property
     def alive(self) -> list[str]:
-        """Who takes part, by name."""
+        """The workers that take part, by name."""
         members = self._members()
         return sorted(site for site in self if site in members and members[site].alive)
 
     def is_alive(self, site: str) -> bool:
-        """Whether it takes part."""
+        """Whether a worker takes part."""
         member = self._members().get(site)
         return member is not None and member.alive and site in self
 
     def is_heard(self, site: str) -> bool:
-        """Whether it takes part, and reports as it should: one that was stopped or has just died does not."""
+        """Whether a worker takes part and reports in time: one that was stopped or has just died does not."""
         return self.is_alive(site) and time.monotonic() <= self[site].until_s
 
     def strangers_of(self, site: str) -> list[str]:
-        """With whom a site does not know yet whether they reach each other."""
+        """Return the workers that are not known yet to reach this one, and to be reached by it."""
         if site not in self:
             return self.alive
         mine = self[site]
@@ -163,7 +163,7 @@ class Peers(dict[str, Peer]):
         ]
 
     def to_probe(self, site: str) -> list[str]:
-        """Addresses of whom a site has not reached yet."""
+        """Return the addresses of workers that a site has not reached yet."""
         return [
             self[other].address
             for other in self.alive
@@ -171,16 +171,16 @@ class Peers(dict[str, Peer]):
         ]
 
     def holding(self, fragment: int, version: int, digest: str | None) -> dict[str, Held]:
-        """Who has a version of the run, and the outer state beside it; who may soon be gone is last."""
+        """Return the workers that have a version and its outer state; those that may soon be gone come last."""
         alive = sorted(self.alive, key=lambda site: (not self.is_heard(site), self[site].leaving, site))
         found = {site: self[site].held.get((fragment, version)) for site in alive}
         return {site: held for site, held in found.items() if held is not None and held.digest == digest}
 
     def apart(self) -> tuple[str, int, str] | None:
-        """Of workers that cannot reach each other, the one that cannot take part: its lease, and what it is told.
+        """Return the worker to evict among those that cannot reach each other: its name, its lease, and the reason.
 
-        That is whom most others do not get on with; of several, who has come last. By one that was not reached
-        nobody is judged until it says something: it may be dead, and is waited for as long as its heartbeats.
+        It is the one in most of the failing pairs; of several, the one that joined last. A pair counts only once the
+        worker that was not reached has reported: it may be dead, which its heartbeats decide.
         """
         at = {self[site].address: site for site in self.alive}
         pairs = [
