@@ -22,16 +22,14 @@ def test_a_ticket_names_a_version_by_its_own_digest_though_the_head_moves(
 
     def moving(versions: Versions, fragment: int = 0) -> VersionRow:
         row = head(versions, fragment)
-        if not asked.is_set() and threading.current_thread().name == loop:
+        if not asked.is_set() and threading.current_thread().name == "atoll-server":
             looks.append(row)
             return replace(row, version=row.version + len(looks) - 1, digest=f"{len(looks):064x}")
         return row
 
     looks: list[VersionRow] = []
-    loop = ""
     with serve(tmp_path, algorithm="diloco", mode="async", num_workers=1) as server:
         lease = joined(server.url, "a")
-        (loop,) = (thread.name for thread in threading.enumerate() if thread is server._thread)
         monkeypatch.setattr(Versions, "head", moving)
         status, reply = post(server.url, "/v1/tickets", {"fragment": 0}, lease)
         asked.set()

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import errno
 import logging
 import socket
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -38,6 +36,7 @@ from atoll.server.tasks.workflow_schedule import WorkflowSchedule
 from atoll.tensors.module_tensors import Tensors
 from atoll.tensors.reference import address_of
 from atoll.transport.listener import Listener, raise_files_limit, runner_of, start_listener
+from atoll.transport.loop_thread import LoopThread
 from atoll.transport.tls import server_context
 
 LOG = logging.getLogger("atoll.server")
@@ -119,16 +118,11 @@ class Server:
         ):
             self._model = NO_MODEL
         self._gate = open_gate(self.settings)
-        self._thread: threading.Thread | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._run: Coordinator | None = None
-        self._stopping: asyncio.Event | None = None
-        self._ready = Latch()
         self._finished = Latch()
-        self._over = Latch()  # Thread.join, interrupted by a signal, takes the thread for one that ended
-        self._error: BaseException | None = None
+        self._thread = LoopThread("atoll-server", self._serve, self._finished.set)
+        self._started = False
+        self._run: Coordinator | None = None
         self._last_status: status_messages.Status | None = None
-        self._questions: set[concurrent.futures.Future[Any]] = set()
         self.port = 0
 
     # -- life
@@ -139,14 +133,10 @@ class Server:
         Raises:
             PortInUse, StateLocked, StateCorrupt, ConfigError: it cannot.
         """
-        if self._thread is not None:
+        if self._started:
             raise UsageError("The server was started already.", "Make a new one for a new start.")
-        self._thread = threading.Thread(target=self._main, name="atoll-server", daemon=True)
+        self._started = True
         self._thread.start()
-        self._ready.wait()
-        if self._error is not None:
-            self._over.wait()
-            raise self._error
         return self
 
     def run(self) -> None:
@@ -155,18 +145,14 @@ class Server:
         Raises:
             AtollError: the run failed; its message says how to go on.
         """
-        if self._thread is None:
+        if not self._started:
             self.start()
-        self._over.wait()
-        if self._error is not None:
-            raise self._error
+        self._thread.wait()
 
     def stop(self) -> None:
         """End the server; the next one on the same state directory goes on from there. Idempotent."""
-        if self._loop is not None and self._stopping is not None and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._stopping.set)
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._over.wait()
+        if self._started:
+            self._thread.stop()
 
     def __enter__(self) -> Server:
         return self.start()
@@ -192,7 +178,7 @@ class Server:
     @property
     def finished(self) -> bool:
         """Whether the run is finished, and its result exported."""
-        return self._error is None and self._run is not None and self._run.finished.is_set()
+        return self._thread.error is None and self._run is not None and self._run.finished.is_set()
 
     def status(self) -> status_messages.Status:
         """Return the status at this moment; after the end, the last one."""
@@ -221,8 +207,8 @@ class Server:
             AtollError: the run failed.
         """
         done = self._finished.wait(timeout_s)
-        if self._error is not None:
-            raise self._error
+        if self._thread.error is not None:
+            raise self._thread.error
         return done
 
     def save_state(self, path: str | Path) -> Path:
@@ -242,39 +228,18 @@ class Server:
 
     def _ask(self, question: Callable[[Coordinator], T]) -> T:
         """Answer on the server's own loop, where nothing changes meanwhile."""
-        run, loop = self._require_run(), self._loop
-        assert loop is not None
-        answer: concurrent.futures.Future[T] = concurrent.futures.Future()
-        self._questions.add(answer)
+        run, stopped = self._require_run(), UsageError("The server has stopped.", "Ask while it runs.")
 
-        def work() -> None:
+        def work() -> T:
             if self._last_status is not None:
-                answer.cancel()
-            else:
-                answer.set_result(question(run))
+                raise stopped
+            return question(run)
 
-        try:
-            loop.call_soon_threadsafe(work)
-            return answer.result(timeout=30.0)
-        except (RuntimeError, concurrent.futures.CancelledError) as error:
-            raise UsageError("The server has stopped.", "Ask while it runs.") from error
-        finally:
-            self._questions.discard(answer)
+        return self._thread.call(work, stopped)
 
-    # -- the thread
-
-    def _main(self) -> None:
-        try:
-            asyncio.run(self._serve())
-        except BaseException as error:
-            self._error = error
-        finally:
-            self._finished.set()
-            self._ready.set()
-            self._over.set()
+    # -- in the thread
 
     async def _serve(self) -> None:
-        self._loop, self._stopping = asyncio.get_running_loop(), asyncio.Event()
         files = raise_files_limit()
         listener = _listen(self.settings)
         try:
@@ -303,7 +268,7 @@ class Server:
             accepting = await start_listener(
                 listener, runner, context, files=files, idle_timeout_s=self.settings.idle_timeout_s
             )
-            self._ready.set()
+            self._thread.ready()
             await self._until_end(run)
         finally:
             if schedule is not None:
@@ -316,16 +281,14 @@ class Server:
             if self._run is not None:  # else it never began, and its error is raised
                 self._last_status = keep_status(run)
             await run.stop()
-            for question in self._questions:
-                question.cancel()
         if run.failed is not None:
             raise run.failed
 
     async def _until_end(self, run: Coordinator) -> None:
-        assert self._stopping is not None
-        waits = [asyncio.ensure_future(event.wait()) for event in (self._stopping, run.ended, run.finished)]
+        stopping = self._thread.stopping
+        waits = [asyncio.ensure_future(event.wait()) for event in (stopping, run.ended, run.finished)]
         await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-        if run.finished.is_set() and not self._stopping.is_set() and run.failed is None:
+        if run.finished.is_set() and not stopping.is_set() and run.failed is None:
             self._finished.set()
             await self._until_left(run)
         for wait in waits:
@@ -333,12 +296,11 @@ class Server:
 
     async def _until_left(self, run: Coordinator) -> None:
         """Stay until every worker has taken the result and left, for a while at most."""
-        assert self._stopping is not None
-        loop = asyncio.get_running_loop()
+        stopping, loop = self._thread.stopping, asyncio.get_running_loop()
         begin_s, said = loop.time(), False
         while there := ", ".join(sorted(site for site, member in run.state.members.items() if member.alive)):
             waited_s = loop.time() - begin_s
-            if self._stopping.is_set():
+            if stopping.is_set():
                 return
             if waited_s >= GRACE_S:
                 LOG.warning("%s did not fetch the result within %g s; use the exported file", there, GRACE_S)
@@ -348,7 +310,7 @@ class Server:
                 LOG.info("waiting for %s to take the result, %g s at most; Ctrl-C does not wait", there, GRACE_S)
             await run.changed(0.25)
         watched_s = run.watched_s
-        while watched_s is not None and time.monotonic() - watched_s < WATCHED_S and not self._stopping.is_set():
+        while watched_s is not None and time.monotonic() - watched_s < WATCHED_S and not stopping.is_set():
             if run.watched_s != watched_s:  # and it was told that the run is finished
                 return
             await run.changed(0.1)
