@@ -35,7 +35,7 @@ class OwnedFile:
             os.close(fd)
 
     def __del__(self) -> None:
-        """One that nobody waits for any more, as its request was broken off."""
+        """One that no code waits for any more, as its request was broken off."""
         self.close()
 
 

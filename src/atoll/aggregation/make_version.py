@@ -9,7 +9,7 @@ For every part of the version, and in it for every run of elements (`tensors/byt
 
     kind    tensors of a version                                                   next value
     step    parameters                                                             θ
-    whole   parameters whose optimizer needs whole tensors (`whole_tensors`)       θ, stepped before the parts
+    whole   parameters of optimizers that need whole tensors (`whole_tensors`)       θ, stepped before the parts
     mean    buffers                                                                the reduction of their values
     add     the algorithm's groups beside the model                                 scale · value + the reduction
     max     integers and flags                                                     their maximum

@@ -78,7 +78,7 @@ class AtollCallback(Callback):
         self._fits = 0
         self._in_round, self.measuring, self._samples = False, False, 0  # measuring: for cross-site evaluation
         self._first_step: int | None = None  # the Trainer's count when training began; None: it did not
-        self._open_step: int | None = None  # the one whose batch has not ended
+        self._open_step: int | None = None  # the one with an unfinished batch
         self._global_metrics: dict[str, float] = {}
 
     @property
@@ -121,7 +121,7 @@ class AtollCallback(Callback):
             lightning_trainer.require_whole_model(trainer)
         if self.driver.takes_part and stage == "fit":
             lightning_trainer.require_own_weights(trainer)
-            if _ranks(trainer).from_rank0(self.driver.state) != "diloco":  # whose optimizer goes on from a checkpoint
+            if _ranks(trainer).from_rank0(self.driver.state) != "diloco":  # which goes on from a checkpoint
                 lightning_trainer.require_fresh(trainer)
         if stage == "fit":  # before configure_optimizers, which may build its schedule from the round
             pl_module.atoll_round, pl_module.atoll_rounds = _ranks(trainer).from_rank0(self._place)
@@ -265,7 +265,7 @@ class AtollCallback(Callback):
         """Return the optimizer steps of this fit.
 
         Raises:
-            UsageError: there was none, or one whose batch did not end.
+            UsageError: there was none, or one with a batch that did not end.
         """
         if self._open_step is not None:
             raise UsageError(

@@ -124,7 +124,7 @@ def require_fresh(trainer: Any) -> None:
 
 
 def the_optimizer(trainer: Any, module: Any, algorithm: str) -> Any:
-    """Return the one optimizer whose steps an algorithm follows.
+    """Return the one optimizer that an algorithm follows.
 
     Raises:
         UsageError: the steps of this training cannot be followed; the remedy is named.

@@ -149,7 +149,7 @@ def _written(folder: Path, config: PeftConfig, write: Callable[[BinaryIO], objec
     new = folder / ".new"  # what a save has left that was killed is written over
     new.mkdir(parents=True, exist_ok=True)
     config = copy.deepcopy(config)
-    config.inference_mode = True  # as PEFT saves it: who loads it to go on training says is_trainable=True
+    config.inference_mode = True  # as PEFT saves it: to go on training from it, load it with is_trainable=True
     config.save_pretrained(str(new))
     with (new / WEIGHTS).open("wb") as file:
         write(file)

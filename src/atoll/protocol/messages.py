@@ -34,7 +34,7 @@ Hex16 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{32}$")]
 """Id or secret of an object in hex."""
 
 Reference = Annotated[str, StringConstraints(max_length=512, pattern=r"^atoll-refs?://")]
-"""A `TensorRef` as text. Whoever has it can pull what it names."""
+"""A `TensorRef` as text. A holder of it can pull what it names."""
 
 LEASE_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}:[0-9]{1,18}:[0-9A-Za-z]{0,64}(:[0-9a-f]{32})?$"
 """`site:number:process:secret`: a worker sends back what it was given. Without a secret, it speaks for no site."""
@@ -300,7 +300,7 @@ class Ticket(Message):
 
 
 class TicketReply(Message):
-    """A ticket; or whom the round waits for; or that the run is over; or, to a worker that ends, its last result."""
+    """A ticket; which sites the round waits for; that the run is over; or, to a worker that ends, its last result."""
 
     status: Literal["ticket", "wait", "finished", "ended"]
     ticket: Ticket | None = None
@@ -360,7 +360,7 @@ class Receipt(Message):
 
 
 class Delta(Message):
-    """What makes a version of the one before it, for who has that; part n of it makes part n of the version."""
+    """What makes a version of the one before it, where a worker has that; part n of it makes part n of the version."""
 
     base_version: Count
     base_digest: Hex32 = Field(description="Digest of the version that it leads from.")

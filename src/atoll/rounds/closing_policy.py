@@ -26,7 +26,7 @@ class RoundView:
     """What a policy may look at.
 
     Args:
-        expected: sites whose update the round waits for or has, sorted.
+        expected: sites of updates that the round waits for or has, sorted.
         accepted: sorted by site.
         floor: the fewest updates with which this round may close, at least 1.
         floor_name: the setting that it comes from.
@@ -95,7 +95,7 @@ class Policy(Protocol):
 
 
 class Waiting:
-    """Shared by policies whose rounds wait for workers, and whose tickets end with their round."""
+    """Shared by policies with rounds that wait for workers, and tickets that end with their round."""
 
     __slots__ = ()
 
@@ -207,7 +207,7 @@ class Async:
 
 
 def _free(view: RoundView) -> tuple[str, ...]:
-    """Return the sites whose update is missing and that may submit one."""
+    """Return the sites that may submit a missing update."""
     return tuple(site for site in view.missing if site not in view.elsewhere)
 
 

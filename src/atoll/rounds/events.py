@@ -160,7 +160,7 @@ class RoundOpened:
 
 @dataclass(frozen=True, slots=True)
 class ExpectedChanged:
-    """[journal] Whom an open round waits for changed: a death, a departure, a refusal, a return."""
+    """[journal] The sites that an open round waits for changed: a death, a departure, a refusal, a return."""
 
     fragment: int
     base_version: int
@@ -236,7 +236,7 @@ class RunFinished:
 
 @dataclass(frozen=True, slots=True)
 class Woken:
-    """Whoever waits on `fragment` should ask again."""
+    """Waiters on `fragment` should ask again."""
 
     fragment: int
 

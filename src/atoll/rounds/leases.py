@@ -1,6 +1,6 @@
-"""Who takes part: leases that fence, and silence that ends them. Pure functions over a mapping site → member.
+"""Which sites take part: leases that fence, and silence that ends them. Pure functions over a mapping site → member.
 
-A lease is a number that only rises. Whoever holds the newest one of its site speaks for the site; every other
+A lease is a number that only rises. The holder of the newest one of a site speaks for the site; every other
 process of it is told so.
 """
 

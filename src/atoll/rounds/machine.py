@@ -249,7 +249,7 @@ def _commit(draft: Draft, fragment: int, version: int, value: float | None) -> N
 
 
 def _collect_again(draft: Draft, fragment: int, reason: str) -> None:
-    """Open the tickets of a round again whose collected updates are lost, so that their sites offer them again."""
+    """Open the tickets of a round again after its collected updates were lost, so that their sites offer them again."""
     round_ = draft.round(fragment)
     if round_.phase not in ("open", "closing"):
         return

@@ -212,7 +212,7 @@ class ClosingRound:
 
 @dataclass(frozen=True, slots=True)
 class FragmentSnapshot:
-    """A fragment in the journal. A round whose `base_version` is not `head` is over, and may be left in.
+    """A fragment in the journal. A round with a `base_version` other than `head` is over, and may be left in.
 
     Args:
         started: whether any round of it has ever been opened; implied by `open` and `frozen`.

@@ -72,7 +72,7 @@ def staleness(state: State, ticket: Ticket) -> int:
 def due(state: State, site: str) -> int:
     """Return the fragment that a site begins with now: the first of those with the fewest rounds.
 
-    A fragment whose open round has the site's update already comes last.
+    A fragment comes last where its open round has the site's update already.
     """
     accepted = [
         (ticket := round_.tickets.get(site)) is not None and ticket.state == "accepted" for round_ in state.rounds

@@ -68,7 +68,7 @@ def _call(build: Any, settings: Settings) -> Any:
 def is_known(settings: Settings, given: nn.Module | Tensors | None, schema: Schema) -> bool:
     """Return whether the initial model has this schema, as far as can be told without its values.
 
-    False says nothing: not every function can be called on the meta device. Whoever is told so builds the model.
+    False says nothing: not every function can be called on the meta device. The caller then builds the model.
     """
     return _seen(settings, given) == schema
 
@@ -156,7 +156,7 @@ def _as_told(path: Path, tensors: dict[str, Tensor], same: Callable[[Tensor, Ten
             del tensors[name]
             tensors[name] = tensors[owner]  # after its owner
     if not isinstance(buffers, list) or not all(isinstance(name, str) for name in buffers):
-        return Told(unwrapped(tensors), {})  # not an export, whose names are those on the wire
+        return Told(unwrapped(tensors), {})  # not an export, which has the names of the wire
     whole = all(name in tensors for name in buffers)
     return Told(tensors, {name: name in buffers for name in tensors if whole or name in buffers})
 

@@ -19,7 +19,7 @@ START_S = 120.0
 
 @dataclass(frozen=True)
 class Beginning:
-    """What a process must know before it trains anybody.
+    """What a process must know before it trains a worker.
 
     Attributes:
         client: the user's code, as `client.name_of` gives it.
@@ -60,10 +60,10 @@ class Job:
     Attributes:
         outcomes: of updates that its files may speak of.
         counts: whether an update of it counts in the run already.
-        base: the version to train from, pinned while anybody trains from it.
+        base: the version to train from, pinned while a worker trains from it.
         spool_fd: where the update goes; belongs to the store.
         update_bytes: of an update.
-        release: gives the spool back; nobody writes it any more.
+        release: gives the spool back; it is no longer written.
         attempts: processes that have begun it and have ended.
     """
 
@@ -130,7 +130,7 @@ class Answer:
 
 
 class Busy(Protocol):
-    """Who trains virtual workers; `since_s` is when it began with the one that it has."""
+    """A process that trains virtual workers; `since_s` is when it began with the one that it has."""
 
     since_s: float
 
@@ -139,7 +139,7 @@ B = TypeVar("B", bound=Busy)
 
 
 def overdue(busy: Iterable[B], longer_s: float) -> B | None:
-    """Who has been at one for longest, and for longer than this."""
+    """The process that has been at one for longest, and for longer than this."""
     longest = min(busy, key=lambda each: each.since_s, default=None)
     return longest if longest is not None and time.monotonic() - longest.since_s > longer_s else None
 
@@ -176,7 +176,7 @@ class Engine(Protocol):
         ...
 
     def put(self, job: Job) -> None:
-        """Train it soon; the answer is heard. A job whose process ends is begun again by another one."""
+        """Train it soon; the answer is heard. When its process ends, another one begins the job again."""
         ...
 
     def free(self, longer_s: float) -> None:

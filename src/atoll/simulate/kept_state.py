@@ -20,7 +20,7 @@ Kept = dict[str, bytes]
 
 
 def pending(folder: Path) -> set[int]:
-    """Tickets whose updates these files hang on."""
+    """Tickets of the updates that these files depend on."""
     notes = [read_note(folder / f"{name}.json", TurnNote) for name in NAMES]
     return {note.pending for note in notes if note is not None and note.pending}
 
@@ -33,7 +33,7 @@ def read_kept(folder: Path) -> Kept:
 
 
 def put_kept(folder: Path, kept: Kept) -> None:
-    """Files as `read_kept` gave them, in a folder that nobody else has."""
+    """Files as `read_kept` gave them, in a folder that no other process has."""
     if not kept:
         return
     folder.mkdir(parents=True, exist_ok=True)

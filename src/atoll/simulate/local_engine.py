@@ -99,7 +99,7 @@ class LocalEngine:
             process.close()
 
     def _hand_out(self) -> None:
-        """Give what waits to whoever has least; what waits behind a slow one, to who has nothing. Under the lock."""
+        """Give waiting jobs to the process with the fewest; those behind a slow one, to an idle one. Under the lock."""
         while self._crew:
             process = min(self._crew, key=lambda each: len(each.jobs))
             if self._waiting and len(process.jobs) <= AHEAD:
@@ -295,7 +295,7 @@ class _Process:
         return None if number is None else self.jobs.pop(number)
 
     def hear(self) -> tuple[Job | None, Answer] | None:
-        """The next answer, and its job, None where nobody awaits it; None once it has ended."""
+        """The next answer, and its job, None where it is not awaited; None once it has ended."""
         try:
             told, _ = self._channel.receive()
         except (EOFError, OSError):
@@ -308,7 +308,7 @@ class _Process:
         self._popen.kill()
 
     def close(self) -> None:
-        """Give its files back; nobody uses them any more. Idempotent."""
+        """Give its files back; they are no longer in use. Idempotent."""
         fds, self._numbers_fd, self._put_fd = (self._numbers_fd, self._put_fd), -1, -1
         for fd in fds:
             if fd >= 0:

@@ -59,7 +59,7 @@ class Actor:
             self._error = error
 
     def ready(self) -> dict[str, Any]:
-        """Where it runs; or why it cannot train anybody."""
+        """Where it runs; or why it cannot train."""
         if self._error is not None:
             return {"message": self._error.message, "remedy": self._error.remedy, "trace": self._error.trace}
         return {"pid": os.getpid(), "host": socket.gethostname()}
@@ -349,7 +349,7 @@ def _require_listening(address: str) -> None:
     """Ray itself would try for a minute.
 
     Raises:
-        ServerUnreachable: nobody listens there.
+        ServerUnreachable: no process listens there.
     """
     host, colon, port = address.removeprefix("ray://").rpartition(":")
     if not colon or not port.isdecimal():

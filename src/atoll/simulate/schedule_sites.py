@@ -1,4 +1,4 @@
-"""The versions that virtual workers train from, each pinned while anybody does.
+"""The versions that virtual workers train from, each pinned while one does.
 
 The rounds of a simulation: its sites join, get their tickets and submit as workers do, but for the network.
 
@@ -41,7 +41,7 @@ class Bases:
         self._users: dict[PinnedVersion, int] = {}
 
     def take(self, version: int) -> PinnedVersion:
-        """The version, for one more who trains from it; others are let go of, unless somebody still does."""
+        """The version, for one more worker; others are let go of, unless a worker still trains from them."""
         base = next((pin for pin in self._users if pin.row.version == version), None)
         if base is None:
             for idle in [pin for pin, count in self._users.items() if not count]:
@@ -57,7 +57,7 @@ class Bases:
         self._users[base] -= 1
 
     def release(self) -> None:
-        """Nobody trains any more."""
+        """No worker trains any more."""
         for base in self._users:
             base.release()
         self._users.clear()
@@ -89,7 +89,7 @@ class Conductor:
 
     Attributes:
         worker_rounds: updates that were accepted.
-        late: updates whose round went on without them.
+        late: updates that their round went on without.
         refused: site → how many of its updates were refused.
         failed: site → what ended its part.
         bytes_up, bytes_down: of tensors that would have travelled.
@@ -134,7 +134,7 @@ class Conductor:
         with self._lock:
             rung, self._rung = self._rung, True
         if not rung:
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nothing waits any more
                 self._loop.call_soon_threadsafe(self._news.set)
 
     # -- the loop
@@ -162,7 +162,7 @@ class Conductor:
                 self._tell_of_rounds()
                 self._require_hope()
                 await self._news.wait()
-                if len(self._heard) < len(self._jobs):  # else nobody trains, and nothing more comes
+                if len(self._heard) < len(self._jobs):  # else no worker trains, and nothing more comes
                     await asyncio.sleep(GATHER_S)
             self._tell_of_rounds()
             self._raise_what_failed()
@@ -183,7 +183,7 @@ class Conductor:
             ended.cancel()
 
     async def _free_processes(self) -> None:
-        """Where a round has a deadline, nobody keeps a process for ever that others wait for."""
+        """Where a round has a deadline, no worker keeps for ever a process that others wait for."""
         while self._run.settings.quorum:
             await asyncio.sleep(self._patience_s / 4)
             self._engine.free(self._patience_s)
@@ -208,7 +208,7 @@ class Conductor:
         """Refuse to wait for what cannot come.
 
         Raises:
-            RunFailed: nobody trains, and no virtual worker is left that could.
+            RunFailed: no worker trains, and no virtual worker is left that could.
         """
         state = self._run.state
         if self._jobs or self._heard or self._run.failed or state.rounds[0].phase not in ("open", "gathering"):
@@ -332,7 +332,7 @@ class Conductor:
         self._bases.give_back(job.base)
 
     def _let_go_of_all(self) -> None:
-        """Nobody trains any more."""
+        """No worker trains any more."""
         self._engine.close()
         for job in self._jobs.values():
             job.release()

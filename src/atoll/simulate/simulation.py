@@ -1,4 +1,4 @@
-"""`atoll.Simulation`: a run whose workers are virtual, inside a program or by `atoll simulate`."""
+"""`atoll.Simulation`: a run with virtual workers, inside a program or by `atoll simulate`."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Simulated:
         bytes_up, bytes_down: of tensors that would have travelled between the sites and a server.
         metrics: of the last round.
         failed: site → what ended its part.
-        late: updates whose round went on without them.
+        late: updates that their round went on without.
         refused: site → how many of its updates were refused.
     """
 
@@ -78,7 +78,7 @@ class Simulated:
 
 @public_api
 class Simulation:
-    """A run whose workers are virtual: trained in turn by a few processes, with no network in between.
+    """A run with virtual workers: trained in turn by a few processes, with no network in between.
 
     Args:
         model: the initial model, as for `atoll.Server`.
@@ -326,7 +326,7 @@ _ONE_WHOLE_MODEL = {"num_fragments": 1, "tau": 0, "ranks": 1, "workflow": None, 
 
 
 def _simulated(settings: Settings, workers: int, per_round: int | None) -> Settings:
-    """The settings of a run whose workers are virtual.
+    """The settings of a run with virtual workers.
 
     Raises:
         ConfigError: something in them has no meaning here.

@@ -5,7 +5,7 @@
     version    a version's file
     train      a job, and its spool     answer         what became of it
 
-Jobs come ahead of their time. Behind each, its number goes into a pipe: who reads it there has the job. So the
+Jobs come ahead of their time. Behind each, its number goes into a pipe: the process that reads it has the job. So the
 simulation takes back by reading what this process has not begun, while it is busy, and gives it to another one.
 """
 
@@ -63,7 +63,7 @@ def take_number(fd: int) -> int | None:
 
 
 def _print_whole_lines() -> None:
-    """Standard error is everybody's here: PYTHONUNBUFFERED, common in containers, would mix parts of their lines."""
+    """All share standard error here: PYTHONUNBUFFERED, common in containers, would mix parts of their lines."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(line_buffering=True, write_through=False)

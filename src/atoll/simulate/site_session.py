@@ -60,7 +60,7 @@ class Shared:
 
 
 _path = lru_cache(8)(Path)
-"""Of files that are everybody's: made for every virtual worker, a path would take longer than a tensor is read in."""
+"""Of files that all share: made for every virtual worker, a path would take longer than a tensor is read in."""
 
 
 class JobBase(TensorFile):
@@ -371,7 +371,7 @@ class SimulatedWorker(Worker):
         return self._session.info
 
     def with_filters(self, filters: Sequence[Filter]) -> SimulatedWorker:
-        """Return this one, whose updates pass through filters: what `atoll.join` gives here."""
+        """Return this one, with filters on its updates: what `atoll.join` gives here."""
         self._place.exchange.filters = require_filters(filters)
         return self
 

@@ -29,7 +29,7 @@ from atoll.worker.training.functional_loop import forget
 
 LAST_WORDS_CHARS = 2000
 FOLDERS = 1000
-"""Of sites, whose paths are kept: to make one takes as long as to read a tensor."""
+"""Of sites. Their paths are kept: to make one takes as long as to read a tensor."""
 
 
 class Station:
@@ -93,7 +93,7 @@ class Station:
         return Answer(part.update, part.stats, bytes_down=part.place.session.counters.bytes_down)
 
     def _begin_random(self, site: str, round_: int) -> None:
-        """What a virtual worker draws hangs on its name and the round, not on who was trained here before it."""
+        """What a virtual worker draws depends on its name and the round, not on which worker trained here before."""
         drawn = int.from_bytes(blake3(f"{self._seed} {round_} {site}".encode()).digest(8), "little")
         self._seed_torch(drawn)
         random.seed(drawn)
@@ -123,7 +123,7 @@ def _of_the_disk(error: BaseException) -> str:
 
 
 def _say_little() -> None:
-    """Warnings of virtual workers, on standard error; what they do is nobody's news."""
+    """Warnings of virtual workers, on standard error; what they do is not shown."""
     logger = logging.getLogger("atoll")
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(VisibleLines("atoll: "))

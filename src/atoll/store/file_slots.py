@@ -84,7 +84,7 @@ class FragmentShapes:
     delta: FileShape | None = None
 
     def elsewhere(self) -> FragmentShapes:
-        """Return the shapes for a run whose workers hold the tensors: empty files, the same rows, no parts to come."""
+        """Return the shapes where the workers hold the tensors: empty files, the same rows, no parts to come."""
 
         def empty(shape: FileShape | None) -> FileShape | None:
             return shape and FileShape(0, b"", tuple(() for _ in shape.regions), elsewhere=True)

@@ -478,7 +478,7 @@ Conversion = tuple[str, Callable[[Any], Any], Callable[[Any], Any]]
 
 
 class Table(Generic[Row]):
-    """A table whose rows are values of a dataclass: one column for each field, of the same name."""
+    """A table with values of a dataclass as its rows: one column for each field, of the same name."""
 
     def __init__(self, name: str, row: type[Row], **converted: Conversion) -> None:
         self._row = row

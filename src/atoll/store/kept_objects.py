@@ -153,7 +153,7 @@ class ObjectStore:
             raise disk_error(error, self._path(kept, "part")) from error
 
     def complete(self, kept: Kept, digest: str) -> None:
-        """Let an object whose parts are all there be read, also after a restart. Idempotent.
+        """Let an object be read once all its parts are there, also after a restart. Idempotent.
 
         Raises:
             Conflict: parts are missing, or make up another digest.

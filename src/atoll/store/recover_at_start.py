@@ -90,7 +90,7 @@ class Recovery:
         return state is not None and verify(state.fd, shapes.state, row.state_digests)
 
     def _recover_deltas(self, fragment: int) -> None:
-        """Keep differences that are whole and whose version is kept."""
+        """Keep whole differences of versions that are kept."""
         shape = self._slots.shapes_of(fragment).delta
         kept = {row.version for row in self._versions.kept(fragment)}
         with self._journal.transaction():
@@ -138,7 +138,7 @@ class Recovery:
     # -- updates
 
     def _expire(self, ticket: TicketRow, reason: str) -> None:
-        """End a ticket whose slot no pool has adopted; its file is removed because nothing refers to it."""
+        """End a ticket with a slot that no pool has adopted; its file is removed because nothing refers to it."""
         without_slot = TicketRow(ticket.ticket, ticket.site, ticket.fragment, ticket.base_version, ticket.state)
         self._tickets.end([without_slot], "expired", reason)
         self._audit.append("expired", ticket=ticket.ticket, site=ticket.site, reason=reason)

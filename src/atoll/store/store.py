@@ -5,7 +5,7 @@
     <directory>/audit.head       where the audit log ended at the last commit
     <directory>/slots/           versions, outer states and spools: preallocated files that are rewritten
 
-Bytes go to slots first, then a row says that they are there; a row whose bytes are missing cannot exist. On every start
+Bytes go to slots first, then a row says that they are there; no row exists without its bytes. On every start
 a server calls `Store.open`, `store.slots.shape` and `store.recover`, then it uses the parts of the store.
 """
 

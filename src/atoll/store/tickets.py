@@ -110,7 +110,7 @@ class Tickets:
         )
 
     def last_counted(self, site: str) -> TicketRow | None:
-        """Return the newest ticket of a site whose update counts; of a run of one fragment."""
+        """Return a site's newest ticket with an update that counts; of a run of one fragment."""
         return self._journal.first(
             TICKETS, "WHERE site = ? AND fragment = 0 AND state = 'counted' ORDER BY ticket DESC LIMIT 1", site
         )
@@ -301,7 +301,7 @@ class Tickets:
         self._end_open(tickets, "expired", reason)
 
     def reopen(self, fragment: int, base_version: int, tickets: Sequence[int], reason: str) -> None:
-        """Open a round again whose accepted updates are lost with the worker that had collected them.
+        """Open a round again after its accepted updates were lost with the worker that had collected them.
 
         Accepted tickets become open ones; the round, frozen or not, is open. The same again changes nothing.
         """

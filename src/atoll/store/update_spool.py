@@ -167,7 +167,7 @@ class Spool:
         return writer
 
     def require_written(self, part: int, writer: PartWriter | None) -> None:
-        """Refuse to record a part whose bytes may be changing.
+        """Refuse to record a part while its bytes may be changing.
 
         Raises:
             WriterCancelled: a newer writer than `writer` has begun it, or it was never completed.

@@ -122,7 +122,7 @@ class _Comparison:
         self._journal, self._since, self._everything = journal, since, everything
         rows = journal.rows
         self._latest: dict[int, tuple[str, int | None]] = {}  # ticket → state and version of its newest decision
-        self._seen = set[int]()  # tickets whose accepted entry was found
+        self._seen = set[int]()  # tickets with an accepted entry
         self._accepted = {ticket for (ticket,) in rows("SELECT ticket FROM tickets WHERE state = 'accepted'")}
         self._versions = {(f, v): digest for f, v, digest in rows("SELECT fragment, version, digest FROM versions")}
         self._heads = {f: v for f, v in rows("SELECT fragment, version FROM heads") if v is not None}

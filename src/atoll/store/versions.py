@@ -4,7 +4,7 @@ These rows stay after a commit: the newest `keep_versions`, the durable version,
 so hold `max_pins` further versions; beyond that the oldest is revoked, and its slot rewritten once its readers let go.
 
 A difference (`DeltaRow`) goes down in place of a version to workers that have its base. It is committed, kept and
-dropped with its version; a version whose difference is lost or damaged is pulled whole.
+dropped with its version; a version is pulled whole where its difference is lost or damaged.
 """
 
 from __future__ import annotations

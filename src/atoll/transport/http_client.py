@@ -42,7 +42,7 @@ from atoll.errors import (
 from atoll.protocol import messages, routes
 from atoll.transport.tls import client_context, read_token
 
-# -- An HTTP response whose headers must be complete.
+# -- An HTTP response that must have complete headers.
 #
 # The standard library takes the end of a connection for the end of the headers. A response that is cut off inside them
 # then looks like one without a body, and a part of a status line like a shorter one.
@@ -360,7 +360,7 @@ class Http:
         return self._read(response, reply)
 
     def send(self, path: str, message: BaseModel, *, timeout_s: float = 30.0) -> None:
-        """POST a message whose answer has no body."""
+        """POST a message that is answered without a body."""
         body = message.model_dump_json(exclude_defaults=True).encode()
         self._request("POST", path, body=body, timeout_s=timeout_s, headers=_JSON)
 
@@ -548,7 +548,7 @@ def require_atoll(server: str, status: int, body: bytes) -> None:
     Raises:
         PeerError: nothing of Atoll answers at this address.
     """
-    if status in (502, 503, 504) or (status < 400 and not body):  # a proxy whose server is away; an answer cut off
+    if status in (502, 503, 504) or (status < 400 and not body):  # a proxy without its server; an answer cut off
         return
     try:
         message = json.loads(body)

@@ -186,6 +186,6 @@ class PartConnection:
     def _send(self, fd: int, offset: int, nbytes: int) -> None:
         run = memoryview(self._scratch)[:nbytes]
         run = run[: os.preadv(fd, [run], offset)]
-        while run:  # not sendall, whose timeout is one for all of the run
+        while run:  # not sendall, which has one timeout for all of the run
             run = run[self._connection.sock.send(run) :]
             self.on_move()

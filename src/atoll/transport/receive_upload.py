@@ -106,7 +106,7 @@ async def receive_part(
 
 
 def require_part_bytes(request: web.Request, nbytes: int) -> None:
-    """Refuse a request whose body is not a part of `nbytes` and its digest, before a byte of it is read.
+    """Refuse a request with a body other than a part of `nbytes` and its digest, before a byte of it is read.
 
     Raises:
         BadRequest: its Content-Length differs.
@@ -421,7 +421,7 @@ class BodyInterceptor(asyncio.Protocol):
             self._transport.resume_reading()
 
     def _heads(self, data: bytes) -> None:
-        """Pass on complete heads while aiohttp takes them, up to one whose body is held back."""
+        """Pass on complete heads while aiohttp takes them, up to one with a body that is held back."""
         self._held = b""
         while data and not self._part:
             if self._full:

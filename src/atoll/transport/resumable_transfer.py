@@ -5,7 +5,7 @@ files that are about to be closed, nor keep the process alive until a network th
 that is interrupted leaves no thread behind that moves bytes; a thread that a second interrupt leaves behind has a
 descriptor of its own, so it never reads another file than the one it was given.
 
-A part that arrives damaged, or whose connection breaks, is sent again, alone; an error that lasts is raised.
+A part that arrives damaged, or loses its connection, is sent again, alone; an error that lasts is raised.
 """
 
 from __future__ import annotations

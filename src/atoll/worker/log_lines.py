@@ -1,7 +1,7 @@
 """What a worker says while it works: plain lines, one an event, with bytes, rate and time left.
 
 Lines go to the logger `atoll`. A program that has set up logging decides what becomes of them; otherwise they are
-printed on standard error, so that nobody sits in front of a silent terminal.
+printed on standard error, so that a terminal is never silent.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ class Progress:
 
 
 class Troubles:
-    """What fails again and again of the same is said once; later to who wants to know every step."""
+    """What fails again and again of the same is said once; later at the level of every step."""
 
     def __init__(self) -> None:
         self._said: dict[object, str] = {}

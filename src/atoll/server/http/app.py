@@ -205,7 +205,7 @@ def _guard(gate: Gate, coordinator: Coordinator) -> Any:
         except ConnectionError as error:  # an ordinary lost worker; it joins again or is declared dead
             LOG.debug("%s %r: %s", request.method, request.path, error)
             break_off(request)
-            return web.Response()  # to nobody
+            return web.Response()  # the client is gone
         except (TimeoutError, asyncio.CancelledError):
             raise
         except OSError as error:

@@ -1,4 +1,4 @@
-"""Who may speak to the server. Identity comes from the credential, never from a body.
+"""Which requests the server answers. Identity comes from the credential, never from a body.
 
 Today there is one bearer token for a run, bound to no site. Enrolment (a certificate or token per site) adds
 credentials here; the handlers already ask `Identity.require_site`.
@@ -37,7 +37,7 @@ class Identity:
 
 
 IDENTITY = web.RequestKey("identity", Identity)
-"""Where a request carries who sent it."""
+"""Where a request carries its sender."""
 
 
 class Gate:
@@ -81,7 +81,7 @@ class Gate:
         if self._token is None:
             return Identity()
         scheme, _, sent = (authorization or "").partition(" ")
-        # whoever sends bytes that are no text must not get further than who sends a wrong token
+        # bytes that are no text must not get further than a wrong token
         if scheme.lower() != "bearer" or not hmac.compare_digest(sent.encode(errors="surrogateescape"), self._token):
             raise AuthError(
                 "The request carries no valid token." if sent else "The server wants a token.",

@@ -65,7 +65,7 @@ class Assignment:
         checker: the worker that checks the new version; it aggregates the next round, unless the user named others.
         checks_s: since when.
         unable: workers that could not check it.
-        overflowed: workers whose result of this round overflows.
+        overflowed: workers with a result of this round that overflows.
         first: the worker that pulls the initial model from the server.
     """
 
@@ -234,7 +234,7 @@ class SwarmView:
         return {*holders, *to_hold(order, holders.keys() & set(order))}
 
     def wanted(self, fragment: int) -> list[int]:
-        """Return the tickets whose updates are to be collected, or were."""
+        """Return the tickets of updates that are to be collected, or were."""
         tickets = self._ledger.state.rounds[fragment].tickets.values()
         return sorted(ticket.id for ticket in tickets if ticket.is_live and ticket.id in self.offers)
 

@@ -56,7 +56,7 @@ def cross_site_evaluation(
         versions: models of the run: `latest`, `best`, numbers of versions, safetensors files at the server; by default
             the latest, if the run has a model.
         site_models: whether sites are asked for theirs.
-        sites: whose data, and whose models; by default all that have ever joined.
+        sites: that give data and models; by default all that have ever joined.
         evaluation_timeout_s: a site without progress for so long, while it evaluates one model, is given up.
 
     Raises:
@@ -139,7 +139,7 @@ class ModelSource:
     """A row of the matrix, and where sites pull its model.
 
     Attributes:
-        owner: the site whose model it is; empty for one of the run.
+        owner: the site that trained the model; empty for one of the run.
         place: None if it is not known yet, or if there is no model.
         settled: whether it is known where the model is, or that there is none.
     """

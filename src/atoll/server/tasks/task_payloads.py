@@ -1,7 +1,7 @@
 """What tasks send and what sites answer, through the server's filters.
 
-A payload is one object for all sites, and an object of its own for each site whose filters change it. An answer that
-filters change is written to another file.
+A payload is one object for all sites, and an object of its own for each site with filters that change it. An answer
+that filters change is written to another file.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class TaskFilters:
         except AtollError as error:
             LOG.error("%s", said(error))
             return Answer(answer.site, answer.key, error=str(error))
-        except BaseException as error:  # sys.exit in a filter, or a filter whose repr fails
+        except BaseException as error:  # sys.exit in a filter, or a filter with a failing repr
             LOG.error("the answer of site %s to task %r is not used", answer.site, task, exc_info=error)
             reason = f"The filters of its answer failed at the server: {type(error).__name__}: {error}"
             return Answer(answer.site, answer.key, error=reason)

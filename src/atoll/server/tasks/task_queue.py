@@ -32,7 +32,7 @@ LOG = logging.getLogger("atoll.server")
 SHOWN = 20
 """Tasks in a status."""
 REMEMBERED = 10_000
-"""Answers whose repetition is recognised after their task is over."""
+"""Answers that are recognised when they are repeated after their task is over."""
 
 
 @dataclass(eq=False)

@@ -254,7 +254,7 @@ class Controller:
             min_responses: how many payloads are needed. With these, sites that are dead or have left are not awaited;
                 fewer are an error. None: sites that are gone are awaited, and all answers are returned.
             timeout_s: seconds after which no more answers are awaited; None: for ever. A full disk is awaited for as
-                long, and a site whose filters take longer is not sent the task: that is its answer.
+                long, and a site with filters that take longer is not sent the task: that is its answer.
             progress_timeout_s: a site without progress for so long (no byte, no step, no new state) is given up: that
                 is its answer; 0: never.
 

@@ -27,7 +27,7 @@ _WIDEST_BYTES = 8
 
 
 def _scratch() -> memoryview:
-    """Memory for one chunk of any dtype, which nobody has to clear."""
+    """Memory for one chunk of any dtype, which needs no clearing."""
     return bytes_of(torch.empty(CHUNK_ELEMENTS * _WIDEST_BYTES, dtype=torch.uint8, device="cpu"))
 
 

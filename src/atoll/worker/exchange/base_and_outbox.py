@@ -340,7 +340,7 @@ class PartsFile(ScratchFile):
         self._parts, self._count = parts, count
 
     def differing(self, digests: Sequence[str], among: Collection[Part] | None = None) -> list[Part]:
-        """The parts whose bytes do not have their digest.
+        """The parts with bytes of another digest.
 
         Args:
             digests: in hex, of every part in order, whosever, whichever are looked at.
@@ -586,9 +586,9 @@ def remove_earlier(current: Path, site: str, share: tuple[int, int] | None = Non
     """Remove what nothing refers to any more beside the folder `current`, and say so.
 
     That is what earlier runs have left, and other numbers of ranks, in this run, too: their shares of a base or an
-    update are of no use to this division. A folder stays that a process has locked, whose outbox holds an update that
-    no server has acknowledged, or that holds anything else than a worker's files. No link is followed: what lies
-    elsewhere was put there by somebody.
+    update are of no use to this division. A folder stays that a process has locked, or with an update in its outbox
+    that no server has acknowledged, or that holds anything else than a worker's files. No link is followed: what lies
+    elsewhere was put there.
 
     Args:
         share: as for `folder_of`; each rank removes other folders than the others.

@@ -149,7 +149,7 @@ def _told(call: Callable[[], T]) -> T:
 MOST = 0.99
 """Share of a tensor's norm that may be lost."""
 PATIENCE = 3
-"""Updates in a row that bring nothing of a tensor, before somebody is told whose codec has error feedback."""
+"""Updates in a row that bring nothing of a tensor, before a user of a codec with error feedback is told."""
 NAMED = 5
 
 
@@ -161,11 +161,11 @@ class Losses:
     """Of one site in one run, while one process takes part.
 
     Attributes:
-        site: whose updates these are; virtual workers of one process take turns.
+        site: that the updates are of; virtual workers of one process take turns.
         warnings: what the user should know at this moment; the server shows it.
 
     Args:
-        site: whose updates these are.
+        site: that the updates are of.
         codec: by which `params` travel.
         schema: of the run.
     """
@@ -222,7 +222,7 @@ class Losses:
 
         Args:
             is_zero: whether the pseudo-gradient was nothing, before it was encoded.
-            steps: local steps behind it; 0 where nobody counts them.
+            steps: local steps behind it; 0 where they are not counted.
             filters: whether it has passed through filters before.
         """
         self._told_zero = self._zero(steps, filters) if is_zero else ""

@@ -116,7 +116,7 @@ class Layouts:
         """Return those of a fragment in a run.
 
         Args:
-            rank: of a sharded worker, whose parts alone are meant.
+            rank: of a sharded worker; its parts alone are meant.
         """
         codecs = codecs_of(info.codec, info.codec_options, sent=True)
         version = version_layout(schema, info.part_bytes, info.ranks)
@@ -674,7 +674,7 @@ class Exchange:
         return note
 
     def counted_step(self, base_step: int) -> int:
-        """Return the last local step whose progress is in an update that the server has, as far as this worker knows.
+        """Return the last local step with progress in an update that the server has, as far as this worker knows.
 
         Args:
             base_step: after which what is local now began.

@@ -44,12 +44,12 @@ class TurnNote:
 
     Attributes:
         current: 0 or 1, the file that counts.
-        pending: the ticket whose update the other one belongs to; 0: it holds nothing of value.
+        pending: the ticket of the update that the other one belongs to; 0: it holds nothing of value.
         pending_version: that this update was formed against.
-        counted: the ticket whose update counted last; 0: none has.
+        counted: the ticket of the update that counted last; 0: none has.
         version: that it was formed against; -1: none has.
-        digests: of what each file holds, in hex; empty where nobody has looked.
-        site, run: whose files they are; a folder may be swapped or copied.
+        digests: of what each file holds, in hex; empty where they were not read.
+        site, run: that the files are of; a folder may be swapped or copied.
         update: digest of the update that counted last; empty where it is not known.
         pending_update: of the one that is pending.
         before_version, before_update: of the update behind which the other file counted; `NOTHING`: it does not hold

@@ -79,7 +79,7 @@ class PeerStore:
             self._adopt()
 
     def _adopt(self) -> None:
-        """Take over the versions of an earlier process whose bytes still have their digests; remove the rest."""
+        """Take over the versions of an earlier process that still have their digests; remove the rest."""
         note: _Note | None = read_note(self._path, _Note)
         for row in note.versions if note is not None and note.run == self._run else ():
             with contextlib.suppress(ValueError, TypeError, KeyError):

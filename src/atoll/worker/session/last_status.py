@@ -1,4 +1,4 @@
-"""What the server says to a site that leaves, kept for who started it: once the last one has left it may be gone."""
+"""What the server says to a site that leaves, kept for the program that started it: the server may be gone by then."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ VARIABLE = "ATOLL_LAST_STATUS"
 
 
 def keep(http: Http) -> None:
-    """Ask the server, where somebody wants to know.
+    """Ask the server, where a program wants to know.
 
     Raises:
         AtollError: it does not answer.

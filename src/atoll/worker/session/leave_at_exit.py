@@ -142,7 +142,7 @@ def what_ends() -> BaseException | None:
 class _Replaced:
     """A function of `sys` that is replaced while anything is joined.
 
-    Each time by another object: somebody else may have taken the last one into a function of its own meanwhile, and it
+    Each time by another object: other code may have taken the last one into a function of its own meanwhile, and it
     must go on to what was there before it, not to that function.
     """
 
@@ -159,7 +159,7 @@ class _Replaced:
             setattr(sys, self._name, self._ours)
 
     def restore(self) -> None:
-        """Nothing where somebody else has replaced it since."""
+        """Nothing where other code has replaced it since."""
         if getattr(sys, self._name) is self._ours:
             setattr(sys, self._name, self._before)
 

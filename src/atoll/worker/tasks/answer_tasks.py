@@ -61,7 +61,7 @@ PAUSE_S = 1.0
 
 @dataclass(eq=False)
 class _Next:
-    """A task whose tensors are on their way, or here; None if it has none, or if they did not come."""
+    """A task with tensors on their way, or here; None if it has none, or if they did not come."""
 
     task: str
     stored: Future[Stored | None] = field(default_factory=Future)
@@ -275,7 +275,7 @@ OF_EVALUATIONS = -2
 
 
 def say_evaluation_follows(connection: Session) -> None:
-    """Warn a site whose script evaluates only if it opens `atoll.tasks` after its loop."""
+    """Warn a site with a script that evaluates only if it opens `atoll.tasks` after its loop."""
     if connection.evaluates:
         told = (
             f"the run ends with a cross-site evaluation that asks site {connection.site}, and a DiLoCo loop answers no "

@@ -101,19 +101,19 @@ class LocalWorker:
         yield LocalRound()
 
     def task(self, name: str) -> Callable[[H], H]:
-        """Nobody sends tasks without a server: the handler is given back."""
+        """No tasks come without a server: the handler is given back."""
         return lambda handler: handler
 
     def evaluates(self, function: Any = None, *, model: nn.Module | None = None) -> Any:
-        """Nobody asks without a server: the function is given back."""
+        """No server asks: the function is given back."""
         return function or (lambda decorated: decorated)
 
     def submits(self, function: Any) -> Any:
-        """Nobody asks without a server: the function is given back."""
+        """No server asks: the function is given back."""
         return function
 
     def note(self, text: str) -> None:
-        """Nobody is told without a server."""
+        """No server is told."""
 
     def tasks(self) -> Iterator[Any]:
         """None come without a server."""

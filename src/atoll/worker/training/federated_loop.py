@@ -473,7 +473,7 @@ _seat: Seat | None = None
 
 @contextmanager
 def taken_by(seat: Seat) -> Iterator[None]:
-    """Within, whoever joins in this process is this virtual worker; `ATOLL_SITE` names it, as at a real site."""
+    """Within, a join in this process is that of this virtual worker; `ATOLL_SITE` names it, as at a real site."""
     global _seat
     _seat, before = seat, os.environ.get("ATOLL_SITE")
     os.environ["ATOLL_SITE"] = seat.site

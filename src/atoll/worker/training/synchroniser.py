@@ -124,7 +124,7 @@ class FragmentState:
 
     @property
     def counted_step(self) -> int:
-        """The last local step whose progress is in an update that the server has."""
+        """The last local step with progress that is in an update at the server."""
         return self.exchange.counted_step(self.base_step)
 
     def heard(self, reply: Next) -> None:
@@ -576,7 +576,7 @@ class Synchroniser:
                 self._submit_next()
 
     def _broken(self) -> list[PendingSync]:
-        """Return the updates whose way broke off, so that they may have to be submitted anew."""
+        """Return the updates that broke off on their way, so that they may have to be submitted anew."""
         return [each for each in self._pending if each.done.is_set() and each.broke_off is not None]
 
     # -- versions into the model
