@@ -34,7 +34,6 @@ TORCH_FREE = [
     "config",
     "rounds",
     "protocol",
-    "algorithms",
 ]
 TORCH_FREE += [
     "store",
@@ -48,6 +47,7 @@ TORCH_FREE += [
     "transport.http_client",
     "transport.tls",
     "codecs.encoded_layout",
+    *(f"algorithms.{name}" for name in ("base", "diloco", "fedavg", "fednova", "fedopt", "resolve")),
     "cli.main",
     "cli.status",
     "cli.server",

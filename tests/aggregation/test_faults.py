@@ -12,7 +12,7 @@ import sys; sys.path.insert(0, {here!r})
 from pathlib import Path
 from pass_world import World
 from atoll.tensors.layout import TILE
-World(Path(sys.argv[1])).round(chunk_elements=TILE, threads=2)
+World(Path(sys.argv[1])).round(run_elements=TILE, threads=2)
 """
 
 

@@ -115,8 +115,9 @@ def test_scaled_gradients_are_refused_where_they_would_be_corrected(serve: Any, 
         world_size=1, deepspeed=None, fp16=True, train_batch_size=4, gradient_accumulation_steps=1
     )
     control: Any = SimpleNamespace(should_training_stop=False)
+    state: Any = SimpleNamespace(global_step=0)
     with pytest.raises(UsageError, match="fp16"):
-        callback.on_train_begin(args, Any, control, model=model, optimizer=optimizer)  # type: ignore[arg-type]
+        callback.on_train_begin(args, state, control, model=model, optimizer=optimizer)
     callback.leave()
 
 

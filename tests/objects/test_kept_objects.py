@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from atoll.blobs.manifest import Cut
 from atoll.blobs.object_file import pack_object, write_object
+from atoll.blobs.payload_cut import Cut
 from atoll.errors import AuthError, Busy
 from atoll.store.kept_objects import Kept, ObjectStore
 
@@ -16,12 +16,12 @@ from atoll.store.kept_objects import Kept, ObjectStore
 def stored(objects: ObjectStore) -> tuple[Kept, str]:
     """Publish an object of 4,000 bytes of tensors."""
     object_id, fd = objects.draft()
-    extent, digests = write_object(pack_object({"w": torch.ones(1000)}), fd, Cut(2**20))
+    manifest = write_object(pack_object({"w": torch.ones(1000)}), fd, Cut(2**20))
     objects.discard(object_id)
-    kept, secret = objects.open(extent, inline=False, expires_s=60.0)
-    objects.write(kept, memoryview(bytearray(extent.nbytes)), 0)
-    kept.digests.update(enumerate(digests))
-    objects.complete(kept, kept.digest)
+    kept, secret = objects.open(manifest.cuts, inline=False, expires_s=60.0)
+    objects.write(kept, memoryview(bytearray(manifest.nbytes)), 0)
+    kept.digests.update(enumerate(manifest.part_digests))
+    objects.complete(kept, manifest.id)
     return kept, secret
 
 

@@ -119,7 +119,7 @@ def test_a_folder_that_has_the_run_goes_on_and_another_one_is_refused(
         tmp_path,
         monkeypatch,
         train(
-            more="""if (worker.site, round.number) == ("site-2", 2) and not open("marks", "a+").tell():
+            more="""if (worker.site, fl_round.number) == ("site-2", 2) and not open("marks", "a+").tell():
             raise SystemExit(3)"""
         ),
     )
@@ -157,7 +157,7 @@ def test_one_client_more_than_needed_may_die(
     project(
         tmp_path,
         monkeypatch,
-        train(more='if (worker.site, round.number) == ("site-3", 2): import os; os.kill(os.getpid(), 9)'),
+        train(more='if (worker.site, fl_round.number) == ("site-3", 2): import os; os.kill(os.getpid(), 9)'),
     )
     made = recipe(num_rounds=3).add_server_config({"heartbeat_interval_s": 0.2, "heartbeat_timeout_s": 2})
     result = made.execute(LocalEnv(num_clients=3))

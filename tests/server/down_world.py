@@ -168,4 +168,4 @@ def play(sites: dict[str, atoll.functional.Client], number: int, reference: Refe
 def down_bytes(client: atoll.functional.Client) -> int:
     """Of tensors, that this client's process has received so far."""
     assert client._place is not None
-    return client._place.counters.bytes_down
+    return client._place.session.counters.bytes_down

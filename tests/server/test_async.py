@@ -226,7 +226,7 @@ def test_settings_that_defeat_each_other_are_told_of_at_the_start_and_in_status(
         ({"downlink_codec_options": {"density": 0.1}, "mode": "sync"}, "but no downlink_codec is set"),
         ({"downlink_codec": "itn8"}, "downlink_codec = 'itn8' is not one of none, bf16"),
         ({"quorum": 1}, "quorum is 1, but mode is 'async'"),
-        ({"algorithm": "scaffold"}, "SCAFFOLD's controls are means over a round"),
+        ({"algorithm": "scaffold"}, "the tensors that it keeps change by rounds"),
         ({"best_metric": "loss"}, "best_metric is 'loss', but mode is 'async'"),
         ({"min_workers": 2, "num_workers": 2}, "min_workers is 2, but async_buffer is 1"),
         ({"quorum": 1, "round_deadline_s": 3}, "quorum is 1, but mode is 'async'"),

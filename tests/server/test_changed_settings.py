@@ -95,9 +95,9 @@ def test_what_sites_were_told_holds_for_them_until_they_start_again(tmp_path: Pa
         one_round(a)
         b = atoll.functional.Client(server.url, site="b", folder=tmp_path / "w").register()
         for client, expected in ((a, told), (b, later)):
-            session = client._place
-            assert session is not None
-            assert {key: getattr(session.info, key) for key in told} == expected
+            place = client._place
+            assert place is not None
+            assert {key: getattr(place.session.info, key) for key in told} == expected
         wait_until(lambda: heard_s(server, "a") < 0.15, "a heartbeat of a, as often as before")
         assert a.next_round() == 3
         a.submit(a.pull())

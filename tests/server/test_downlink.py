@@ -18,7 +18,6 @@ from atoll.codecs.version_difference import Downlink
 from atoll.errors import ConfigError
 from atoll.tensors.layout import version_layout
 from atoll.tensors.module_tensors import schema_of
-from atoll.worker.exchange.base_and_outbox import BaseFile
 
 WHOLE = version_layout(schema_of(start(), ("bn.*",)), 2**16)
 """What a version of the small model has."""
@@ -188,13 +187,12 @@ def test_a_base_beside_the_one_in_use_is_made_of_it(tmp_path: Path) -> None:
         assert session is not None
         before, received = session.exchange.base.digest(WHOLE.parts[0]), down_bytes(client)
         head = session.exchange.ask(wait_s=0.0)
-        moved = BaseFile(session.folder, session.exchange.layouts.version, "base-next")
-        session.exchange.pull(head.head, None, moved)
+        session.exchange.pull(head.head, None, beside=True)
+        moved = session.exchange.files.beside()
         assert session.exchange.base.digest(WHOLE.parts[0]) == before
         assert down_bytes(client) - received == delta_bytes("int8")
-        assert moved.holds(session.info.run, head.head_digest)
+        assert moved.holds(session.session.info.run, head.head.digest)
         state = load_file(moved.path)
-        moved.close()
         require_equal(state, reference.held)
         for each in sites.values():
             each.close()

@@ -57,7 +57,7 @@ class World:
 
     def break_the_next_pull(self) -> Fault:
         """Some of it has come when b has brought the run on by four versions, and the server has started again."""
-        fault = Fault(PULL, "down", at=2**16 + 1000, action="reset", wait=self._forget)
+        fault = Fault(PULL, "down", at=1000, action="reset", wait=self._forget)
         self.line.faults.append(fault)
         return fault
 

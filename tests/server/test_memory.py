@@ -123,7 +123,7 @@ def test_receiving_a_part_builds_no_tensor_and_holds_a_few_chunks(
 
     for name in ("frombuffer", "from_numpy", "empty", "zeros", "tensor"):
         forbid(name)
-    monkeypatch.setattr("atoll.server.coordinator.receive_parts.receive_part", spied)
+    monkeypatch.setattr("atoll.server.http.receive_parts.receive_part", spied)
     model = nn.Linear(4000, 2000, bias=False)  # 32 MB: two parts
     options: dict[str, Any] = {"algorithm": "fedavg", "rounds": 1, "connections": 1}
     with atoll.Server(model, port=0, state_dir=tmp_path / "state", **options) as server:

@@ -161,7 +161,9 @@ def test_an_update_that_is_completed_twice_at_once_is_accepted_once(
         )
         again: list[messages.Receipt] = []
         path = routes.COMPLETE.format(ticket=note.ticket)
-        threads.append(threading.Thread(target=lambda: again.append(session.http.post(path, said, messages.Receipt))))
+        threads.append(
+            threading.Thread(target=lambda: again.append(session.session.http.post(path, said, messages.Receipt)))
+        )
         threads[1].start()
         wait_until(lambda: len(asked) == 2, "that both wait")
         slot = server._run.store.tickets.spool(note.ticket).slot  # type: ignore[union-attr]

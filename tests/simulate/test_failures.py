@@ -65,7 +65,7 @@ def undisturbed(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> b
 @pytest.mark.covers("V2")
 @pytest.mark.slow
 def test_the_rounds_go_on_without_a_virtual_worker_that_raises(nursery: Nursery, tmp_path: Path) -> None:
-    run_file = write(tmp_path, raising("worker.site == 'site-0002' and round.number == 2"), min_workers=1)
+    run_file = write(tmp_path, raising("worker.site == 'site-0002' and fl_round.number == 2"), min_workers=1)
     said = simulate(nursery, run_file, *FOUR, "--json")
     assert "ValueError: no data at site-0002" in said
     assert 'client.py", line' in said  # the user's own
@@ -80,7 +80,7 @@ def test_a_round_that_cannot_close_ends_with_9_and_goes_on_once_mended(
     nursery: Nursery, tmp_path: Path, undisturbed: bytes
 ) -> None:
     rules = {"min_workers": 3, "algorithm": "scaffold"}
-    run_file = write(tmp_path, raising("worker.site < 'site-0002' and round.number == 2"), **rules)
+    run_file = write(tmp_path, raising("worker.site < 'site-0002' and fl_round.number == 2"), **rules)
     said = simulate(nursery, run_file, *FOUR, code=9)
     assert "Round 2 cannot close (waits for another site: 2 of min_workers 3 alive)" in said
     assert "ValueError: no data at site-0001" in said
@@ -102,7 +102,7 @@ def test_a_client_that_submits_nothing_takes_part_no_more(nursery: Nursery, tmp_
 @pytest.mark.slow
 def test_an_update_that_is_not_finite_is_refused_and_the_round_goes_on(nursery: Nursery, tmp_path: Path) -> None:
     nan = """\
-        if worker.site == "site-0003" and round.number == 1:
+        if worker.site == "site-0003" and fl_round.number == 1:
             model[0].weight.data[0, 0] = float("nan")
 """
     client = CLIENT.replace("        fl_round.submit(", nan + "        fl_round.submit(")
@@ -130,7 +130,7 @@ def test_retries_a_site_that_the_round_cannot_close_without(nursery: Nursery, tm
 
 DAMAGES = """\
         import pathlib
-        if worker.site == "site-0001" and round.number == 2:
+        if worker.site == "site-0001" and fl_round.number == 2:
             for path in pathlib.Path(__file__).parent.glob("state/sites/site-0001/algorithm-*.bin"):
                 path.write_bytes(bytes(byte ^ 1 for byte in path.read_bytes()))
 """
@@ -148,7 +148,7 @@ def test_a_control_that_the_disk_has_damaged_ends_its_virtual_workers_part(
     settings = atoll.Settings.read(run_file, given)
     done = atoll.Simulation(settings=settings, client=f"{tmp_path / 'client.py'}:train", workers=4).run()
     assert list(done.failed) == ["site-0001"]
-    assert "what it has kept of its own is lost" in done.failed["site-0001"]
+    assert "the state that its algorithm keeps here is lost" in done.failed["site-0001"]
     assert workers_of(tmp_path / "state") == [list("0123"), list("0123"), list("023"), list("023")]
 
 
@@ -168,7 +168,7 @@ def test_a_control_that_is_lost_between_two_starts_is_no_zero(monkeypatch: pytes
         path.write_bytes(bytes(byte ^ 1 for byte in path.read_bytes()))
     failed = simulated(rounds=3).failed
     assert list(failed) == ["site-0001"]
-    assert "what it has kept of its own is lost" in failed["site-0001"]
+    assert "the state that its algorithm keeps here is lost" in failed["site-0001"]
     assert workers_of(tmp_path / "state") == [list("0123"), list("0123"), list("023")]
     shutil.rmtree(kept)
     with pytest.raises(ConfigError, match=r"What site-0001 keeps .* is not in .* Bring its folder back"):
@@ -217,7 +217,7 @@ def test_a_client_that_does_not_begin_is_ended_and_named(tmp_path: Path, monkeyp
 
 FORKS = """\
         import os
-        if worker.site == "site-0001" and round.number == 1:
+        if worker.site == "site-0001" and fl_round.number == 1:
             if os.fork() == 0:
                 return
             os.wait()
@@ -236,7 +236,7 @@ def test_a_client_that_forks_and_returns_twice_answers_once(nursery: Nursery, tm
 KILLS = """\
         import os, pathlib, signal
         marks = pathlib.Path(__file__).parent
-        if worker.site == "site-0001" and round.number == 2 and len(list(marks.glob("killed-*"))) < {times}:
+        if worker.site == "site-0001" and fl_round.number == 2 and len(list(marks.glob("killed-*"))) < {times}:
             (marks / f"killed-{os.getpid()}").touch()
             os.kill(os.getpid(), signal.SIGKILL)
 """
@@ -271,7 +271,7 @@ def test_blames_the_site_that_ends_three_processes(nursery: Nursery, tmp_path: P
 WAITS = """\
         import pathlib, time
         marks = pathlib.Path(__file__).parent
-        while worker.site == "site-0001" and round.number == 2 and not (marks / "go").exists():
+        while worker.site == "site-0001" and fl_round.number == 2 and not (marks / "go").exists():
             (marks / "here").touch()
             time.sleep(0.01)
 """
@@ -304,9 +304,9 @@ def test_a_deadline_closes_the_round_and_the_late_update_does_not_count(nursery:
     late = """\
         import pathlib, time
         marks = pathlib.Path(__file__).parent
-        while worker.site == "site-0001" and round.number == 1 and not (marks / "go").exists():
+        while worker.site == "site-0001" and fl_round.number == 1 and not (marks / "go").exists():
             time.sleep(0.01)
-        if round.number == 2:
+        if fl_round.number == 2:
             (marks / "go").touch()
 """
     client = CLIENT.replace("        fl_round.submit(", late + "        fl_round.submit(")

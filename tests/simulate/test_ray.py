@@ -27,7 +27,7 @@ KILLED = CLIENT.replace(
     """\
         import os, pathlib, signal
         mark = pathlib.Path(__file__).parent / "killed"
-        if worker.site == "site-0001" and round.number == 2 and not mark.exists():
+        if worker.site == "site-0001" and fl_round.number == 2 and not mark.exists():
             mark.touch()
             os.kill(os.getpid(), signal.SIGKILL)
         fl_round.submit(""",

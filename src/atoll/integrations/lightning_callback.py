@@ -86,6 +86,18 @@ class AtollCallback(Callback):
         """This site's name."""
         return self.driver.site
 
+    @property
+    def state_key(self) -> str:
+        """Its place in a checkpoint; it names the site, since the Trainer takes no two callbacks under one key."""
+        return f"{AtollCallback.__name__}[{self.site}]"
+
+    @public_api
+    def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        """Refuse the checkpoint of another site, which the Trainer does not pass to `load_state_dict`."""
+        for key, state in checkpoint.get("callbacks", {}).items():
+            if key.startswith(f"{AtollCallback.__name__}[") and key != self.state_key:
+                self.driver.load_state_dict(state)
+
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint of the Trainer holds of this site's part in the run."""
         return self.driver.state_dict()

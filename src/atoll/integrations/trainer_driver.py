@@ -94,7 +94,7 @@ class TrainerDriver:
             self.worker, self._opening = worker, iter(worker)
             for tell in self.on_join:
                 tell(worker)
-            weakref.finalize(self, worker.leave)  # a script that just ends leaves, too
+            weakref.finalize(self, worker.leave).atexit = False  # at its end the process leaves with its error
         if self.round is None:
             self.round = next(self._opening, None)
         return "finished" if self.round is None else "round"
