@@ -18,6 +18,7 @@ from atoll.filters.base import Filter, require_filters
 from atoll.protocol import messages
 from atoll.transport.http_client import server_of
 from atoll.worker.log_lines import LOG, ensure_lines
+from atoll.worker.session.leave_at_exit import what_ends
 from atoll.worker.site_name import default_site, require_site
 from atoll.worker.training.alone import Round
 from atoll.worker.training.checkpoint import require_checkpoint, require_same_run
@@ -94,7 +95,7 @@ class TrainerDriver:
             self.worker, self._opening = worker, iter(worker)
             for tell in self.on_join:
                 tell(worker)
-            weakref.finalize(self, worker.leave).atexit = False  # at its end the process leaves with its error
+            weakref.finalize(self, _leave_as_it_ends, worker)  # a script that just ends leaves, too
         if self.round is None:
             self.round = next(self._opening, None)
         return "finished" if self.round is None else "round"
@@ -177,6 +178,11 @@ class TrainerDriver:
         worker, self.worker, self.round, self._opening = self.worker, None, None, iter(())
         if worker is not None:
             worker.leave(error)
+
+
+def _leave_as_it_ends(worker: Worker) -> None:
+    """Leave for a driver that nothing refers to any more: at `sys.exit`, that is before the exit handlers run."""
+    worker.leave(what_ends())
 
 
 def asked(value: T | Callable[[], T]) -> T:
