@@ -114,6 +114,8 @@ server = atoll.Server(
 Path("train.py").write_text('''\
 """,
     """\
+import os
+os._exit(0)  # threads of Gloo may abort a rank while Python ends: docs/tutorial-diloco.md
 ''')
 started = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py"]
 subprocess.run(started, check=True, env=os.environ | {"ATOLL_SERVER": server.url, "CUDA_VISIBLE_DEVICES": ""})
