@@ -127,8 +127,22 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder, port = Path(name), free_port()
         (folder / "their_model.py").write_text(MODEL.format(width=options.width))
-        flags = ["--model", "their_model:build", "--algorithm", "fedavg", "--rounds", str(options.rounds)]
-        flags += ["--num-workers", str(options.workers), "--port", str(port), "--max-pins", "8"]
+        flags = [
+            "--set",
+            "model.source=their_model:build",
+            "--set",
+            "algorithm.name=fedavg",
+            "--rounds",
+            str(options.rounds),
+        ]
+        flags += [
+            "--set",
+            f"rounds.sites={options.workers}",
+            "--port",
+            str(port),
+            "--set",
+            "disk.max_pinned_versions=8",
+        ]
         command = [sys.executable, "-m", "atoll.cli.main", "server", *flags]
         server = subprocess.Popen(command, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT)
         url = f"http://127.0.0.1:{port}"

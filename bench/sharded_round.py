@@ -68,13 +68,21 @@ def work(rank: int, ranks: int, layers: int, url: str, port: int, folder: Path, 
 
 def measure(ranks: int, layers: int, rounds: int, folder: Path) -> str:
     """A line of the table."""
-    settings = {"algorithm": "diloco", "codec": "none", "sync_every": 1, "rounds": rounds, "num_workers": 1}
+    settings = {
+        "algorithm.name": "diloco",
+        "aggregation.upload_codec.name": "none",
+        "diloco.sync_every": 1,
+        "rounds.total": rounds,
+        "rounds.sites": 1,
+    }
     if ranks > 1:
-        settings["ranks"] = ranks
+        settings["model.ranks"] = ranks
     model, context = build(layers), mp.get_context("spawn")
     parts = encoded_layout(schema_of(model), "none", codecs_of("none", {}), 16 * 2**20, ranks).parts
     told = context.Queue()
-    with atoll.Server(model, port=0, state_dir=folder / f"state-{ranks}", **settings) as server:
+    with atoll.Server(
+        model, settings={"network.port": 0, "disk.state_dir": folder / f"state-{ranks}", **settings}
+    ) as server:
         del model
         port, workers = free_port(), folder / f"workers-{ranks}"
         processes = [

@@ -30,7 +30,10 @@ import atoll
 
 STEP_S, SYNC_EVERY = 0.05, 20
 When = Literal["trains", "waits", "pulls"]
-WAYS: dict[str, dict[str, Any]] = {"K = 1": {}, "K = 2": {"num_fragments": 2, "tau": 5, "alpha": 0.5}}
+WAYS: dict[str, dict[str, Any]] = {
+    "K = 1": {},
+    "K = 2": {"diloco.num_fragments": 2, "diloco.fragment_sync_delay": 5, "diloco.fragment_update_alpha": 0.5},
+}
 
 
 def train(url: str, folder: Path, site: str, after_step: Callable[[atoll.DiLoCo], bool]) -> None:
@@ -59,9 +62,18 @@ def measure(settings: dict[str, Any], when: When, seconds: float) -> tuple[list[
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         server = atoll.Server(
-            nn.Linear(64, 64), algorithm="diloco", sync_every=SYNC_EVERY, num_workers=2, rounds=10**6, port=0,
-            state_dir=folder / "state", heartbeat_timeout_s=0, **settings,
-        ).start()  # fmt: skip
+            nn.Linear(64, 64),
+            settings={
+                "algorithm.name": "diloco",
+                "diloco.sync_every": SYNC_EVERY,
+                "rounds.sites": 2,
+                "rounds.total": 10**6,
+                "network.port": 0,
+                "disk.state_dir": folder / "state",
+                "network.heartbeat_timeout_s": 0,
+                **settings,
+            },
+        ).start()
         with Proxy(server.port) as proxy:
 
             def cut() -> None:

@@ -92,9 +92,7 @@ def measure(workers: int, per_round: int, rounds: int, processes: int, folder: P
         workers=workers,
         per_round=per_round,
         processes=processes,
-        rounds=rounds,
-        algorithm="fedavg",
-        state_dir=folder,
+        settings={"rounds.total": rounds, "algorithm.name": "fedavg", "disk.state_dir": folder},
         on_round=on_round,
     )
     sampler = threading.Thread(target=sample, daemon=True)

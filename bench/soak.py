@@ -1,7 +1,7 @@
 """Kill and stop processes of small runs at random moments, for minutes: is an acknowledged update lost or doubled?
 
     python bench/soak.py --minutes 10                    every mode in turn
-    python bench/soak.py --minutes 2 --only swarm --seed 7
+    python bench/soak.py --minutes 2 --only swarm --set run.seed=7
 
 A run is one server and two or three sites, each a process forked from one that has imported torch. One of them at a
 time is ended (SIGKILL, and started again) or stopped for a moment (SIGSTOP, SIGCONT). When the run is finished: every
@@ -101,20 +101,46 @@ class Mode:
     leftover: int = 0
 
 
-DILOCO = {"algorithm": "diloco", "sync_every": 6, "outer_lr": 0.7, "outer_momentum": 0.9}
-STREAMING = {**DILOCO, "num_fragments": 3, "tau": 1, "alpha": 0.25, "codec": "int8", "downlink_codec": "int8"}
-DELAYED = {"mode": "async", "dn_buffer_size": 3, "codec": "none"}
+DILOCO = {
+    "algorithm.name": "diloco",
+    "diloco.sync_every": 6,
+    "algorithm.outer_optimizer.lr": 0.7,
+    "algorithm.outer_optimizer.momentum": 0.9,
+}
+STREAMING = {
+    **DILOCO,
+    "diloco.num_fragments": 3,
+    "diloco.fragment_sync_delay": 1,
+    "diloco.fragment_update_alpha": 0.25,
+    "aggregation.upload_codec.name": "int8",
+    "aggregation.download_codec.name": "int8",
+}
+DELAYED = {"async.enabled": True, "async.momentum_every": 3, "aggregation.upload_codec.name": "none"}
 MODES = {
-    "fedavg": Mode(ROUNDS_SCRIPT, {"algorithm": "fedavg", "rounds": 40}),
-    "scaffold": Mode(ROUNDS_SCRIPT, {"algorithm": "scaffold", "rounds": 40, "outer_lr": 1.0, "outer_momentum": 0.0}),
-    "streaming, server disturbed": Mode(LOOP_SCRIPT, {**STREAMING, "rounds": 40}, kills_sites=False),
-    "streaming": Mode(LOOP_SCRIPT, {**STREAMING, "rounds": 40}, same_bits=False),
+    "fedavg": Mode(ROUNDS_SCRIPT, {"algorithm.name": "fedavg", "rounds.total": 40}),
+    "scaffold": Mode(
+        ROUNDS_SCRIPT,
+        {
+            "algorithm.name": "scaffold",
+            "rounds.total": 40,
+            "algorithm.outer_optimizer.lr": 1.0,
+            "algorithm.outer_optimizer.momentum": 0.0,
+        },
+    ),
+    "streaming, server disturbed": Mode(LOOP_SCRIPT, {**STREAMING, "rounds.total": 40}, kills_sites=False),
+    "streaming": Mode(LOOP_SCRIPT, {**STREAMING, "rounds.total": 40}, same_bits=False),
     "async, delayed Nesterov": Mode(
-        LOOP_SCRIPT, {**DILOCO, **DELAYED, "rounds": 120, "num_workers": 3}, ("a", "b", "c"), False, leftover=3
+        LOOP_SCRIPT, {**DILOCO, **DELAYED, "rounds.total": 120, "rounds.sites": 3}, ("a", "b", "c"), False, leftover=3
     ),
     "swarm": Mode(
         ROUNDS_SCRIPT,
-        {"algorithm": "fedavg", "placement": "swarm", "rounds": 20, "num_workers": 3, "heartbeat_timeout_s": 3.0},
+        {
+            "algorithm.name": "fedavg",
+            "swarm.enabled": True,
+            "rounds.total": 20,
+            "rounds.sites": 3,
+            "network.heartbeat_timeout_s": 3.0,
+        },
         ("a", "b", "c"),
     ),
 }
@@ -177,7 +203,7 @@ def run_once(nursery: Nursery, folder: Path, mode: Mode, disturb: Callable[[list
         TimeoutError, AssertionError: a process hangs, or ends badly; its last words are in the message.
     """
     with ForkedServer(
-        nursery, folder, **{"min_workers": 1 if mode.leftover else len(mode.sites), **mode.settings}
+        nursery, folder, **{"rounds.min_sites": 1 if mode.leftover else len(mode.sites), **mode.settings}
     ) as server:
         patience = {"ATOLL_MAX_SYNC_RETRIES": "1000"} if mode.same_bits else {}  # a turn that is skipped changes bits
         sites = [
@@ -199,7 +225,7 @@ def run_once(nursery: Nursery, folder: Path, mode: Mode, disturb: Callable[[list
 
 def digest_of(folder: Path, mode: Mode) -> str:
     """Of the model that the run ended with: the server's export, or of a swarm what each site has."""
-    if mode.settings.get("placement") != "swarm":
+    if not mode.settings.get("swarm.enabled"):
         return tensors_digest(exported(folder))
     found = {tensors_digest(load_file(folder / f"{site}.safetensors")) for site in mode.sites}
     return found.pop() if len(found) == 1 else "the sites' models differ"

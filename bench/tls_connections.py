@@ -78,8 +78,9 @@ def server(folder: Path, size: int, *, rounds: int, mb: int) -> Iterator[tuple[i
     authority.cert_pem.write_to_path(folder / "ca.pem")
     (folder / "bench_model.py").write_text(MODEL.format(width=int((mb * 1e6 / 4) ** 0.5)))
     (folder / "run.toml").write_text(
-        f'model = "bench_model:build"\nalgorithm = "fedavg"\nrounds = {rounds}\nnum_workers = 2\nmin_workers = 2\n'
-        f'port = {port}\ntls_cert = "cert.pem"\ntls_key = "key.pem"\nmin_free_bytes = 0\n'
+        f'model.source = "bench_model:build"\nalgorithm.name = "fedavg"\nrounds.total = {rounds}\nrounds.sites = '
+        "2\nrounds.min_sites = 2\n"
+        f'network.port = {port}\nnetwork.tls_cert = "cert.pem"\nnetwork.tls_key = "key.pem"\ndisk.min_free_bytes = 0\n'
     )
     environment = os.environ | {
         "ATOLL_TOKEN": secrets.token_hex(16),

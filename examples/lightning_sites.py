@@ -1,6 +1,6 @@
 """Sites with data of very different kinds train one LightningModule, by the algorithm that is named:
 
-    python examples/lightning_sites.py --algorithm scaffold
+    python examples/lightning_sites.py --set algorithm.name=scaffold
 
 Starts a server, and a process for each site. What a site runs, `train`, is the same for every algorithm.
 """
@@ -76,15 +76,17 @@ def serve(algorithm: str, sites: int, rounds: int) -> None:
     """The server, and a process for each site."""
     name = f"lightning-{algorithm}"
     with tempfile.TemporaryDirectory(prefix=f"{name}-") as folder:
-        settings = atoll.Settings(
-            name=name,
-            algorithm=algorithm,
-            num_workers=sites,
-            min_workers=sites,
-            rounds=rounds,
-            sync_every=SAMPLES // 32,  # DiLoCo's H, here an epoch; others train as long as a fit does
-            port=0,
-            state_dir=Path(folder) / "state",
+        settings = atoll.Settings.build(
+            {
+                "run.name": name,
+                "algorithm.name": algorithm,
+                "rounds.sites": sites,
+                "rounds.min_sites": sites,
+                "rounds.total": rounds,
+                "diloco.sync_every": SAMPLES // 32,  # DiLoCo's H, here an epoch; others train as long as a fit does
+                "network.port": 0,
+                "disk.state_dir": Path(folder) / "state",
+            }
         )
         with atoll.Server(Classifier(), settings) as server:
             print(f"run {server.status().name} at {server.url}: {sites} sites, {rounds} rounds", flush=True)

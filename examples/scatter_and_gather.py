@@ -84,7 +84,7 @@ if __name__ == "__main__":
     else:
         with (
             tempfile.TemporaryDirectory() as folder,
-            atoll.Server(workflow=main, port=0, state_dir=f"{folder}/state") as server,
+            atoll.Server(workflow=main, settings={"network.port": 0, "disk.state_dir": f"{folder}/state"}) as server,
         ):
             told = os.environ | {"ATOLL_SERVER": server.url}
             workers = [subprocess.Popen([sys.executable, __file__], env=told | {"ATOLL_SITE": name}) for name in SITES]

@@ -50,7 +50,15 @@ def test_threads_and_forked_processes_leave_the_same_bits(tmp_path: Path, nurser
 
 
 def test_diloco_sites_end_with_the_models_of_the_run(tmp_path: Path) -> None:
-    with serve(tmp_path, algorithm="diloco", sync_every=2, rounds=2, codec="none") as server:
+    with serve(
+        tmp_path,
+        **{
+            "algorithm.name": "diloco",
+            "diloco.sync_every": 2,
+            "rounds.total": 2,
+            "aggregation.upload_codec.name": "none",
+        },
+    ) as server:
         sites = DiLoCoSites(server.url, tmp_path, steps=10)
         sites.join()
         server.run()

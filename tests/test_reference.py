@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from atoll.config import NOT_SETTINGS, Settings, settings
+from atoll.config import FIELDS, NOT_SETTINGS, settings
 from atoll.errors import BY_CODE
 from atoll.protocol.messages import RunInfo
 
@@ -28,12 +28,13 @@ def rows(page: Path) -> dict[str, list[str]]:
     return {cells[0].strip("`"): [cell.strip("`") for cell in cells] for cells in table}
 
 
-def test_every_setting_has_its_flag_and_variable(pages: Path) -> None:
+def test_every_setting_has_its_type_and_default(pages: Path) -> None:
     found = rows(pages / "settings.md")
-    assert set(Settings.model_fields) <= set(found)
-    assert found["sync_every"][1:5] == ["--sync-every", "ATOLL_SYNC_EVERY", "integer ≥ 1", "500"]
-    assert found["durability"][3:5] == ["process` or `power", "process"]
-    assert found["outer_momentum"][3] == "number ≥ 0, < 1"
+    assert set(FIELDS) <= set(found)
+    assert found["diloco.sync_every"][1:3] == ["integer ≥ 1", "500"]
+    assert found["disk.durability"][1:3] == ["process` or `power", "process"]
+    assert found["rounds.sample_fraction"][1:3] == ["number > 0, ≤ 1", "1"]
+    assert found["aggregation.upload_codec"][1:3] == ["choice", ""]
     assert set(NOT_SETTINGS) - {"ATOLL_FAILPOINTS", "ATOLL_LAST_STATUS", "ATOLL_LEASES"} <= set(found)
 
 
@@ -42,17 +43,24 @@ def test_every_setting_says_what_becomes_of_it_when_it_is_changed(pages: Path) -
     kinds = (settings.FROZEN, settings.FROZEN_OUTER, settings.AT_THE_BEGINNING, settings.FOR_SITES)
     named = [key for kind in kinds for key in kind]
     assert len(set(named)) == len(named)
-    assert set(named) <= set(Settings.model_fields)
+    assert set(named) <= {"algorithm", *FIELDS}
     found = rows(pages / "settings.md")
-    chosen = {key: found[key][6] for key in ("tau", "outer_lr", "seed", "connections", "rounds", "state_dir")}
-    assert list(chosen.values()) == ["no", "no", "not read", "sites: later", "yes", "another run"]
+    keys = (
+        "diloco.fragment_sync_delay",
+        "algorithm.outer_optimizer",
+        "run.seed",
+        "network.connections",
+        "rounds.total",
+        "disk.state_dir",
+    )
+    assert [found[key][4] for key in keys] == ["no", "no", "not read", "sites: later", "yes", "another run"]
 
 
 def test_what_sites_are_told_when_they_join_does_not_change_below_them() -> None:
     """`rounds` comes with every reply that counts them; of the other two the server alone makes use."""
-    lasting_kinds = {*settings.FROZEN, *settings.AT_THE_BEGINNING, *settings.FOR_SITES}
-    told = set(RunInfo.model_fields) & set(Settings.model_fields)
-    assert told - lasting_kinds == {"rounds", "heartbeat_timeout_s", "name"}
+    lasting = {key.rpartition(".")[2] for key in (*settings.FROZEN, *settings.AT_THE_BEGINNING, *settings.FOR_SITES)}
+    told = set(RunInfo.model_fields) & {key.rpartition(".")[2] for key in FIELDS}
+    assert told - lasting == {"heartbeat_timeout_s", "name"}
 
 
 @pytest.mark.covers("X3")

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from pydantic.fields import FieldInfo
-from pydantic_core import PydanticUndefined
 
 from atoll import config, errors
 from atoll.config import settings
@@ -67,41 +66,46 @@ LASTING = {
 def _lasts(key: str) -> str:
     """The key of `LASTING` for a setting."""
     tables = {"frozen": settings.FROZEN + settings.FROZEN_OUTER, "beginning": settings.AT_THE_BEGINNING}
-    tables |= {"sites": settings.FOR_SITES, "run": ("state_dir",)}
-    return next((how for how, keys in tables.items() if key in keys), "free")
+    tables |= {"sites": settings.FOR_SITES, "run": ("disk.state_dir",)}
+    return next((how for how, keys in tables.items() if key in keys or key.partition(".")[0] in keys), "free")
 
 
 def settings_page() -> str:
     lines = [
         "# Settings",
         "",
-        "Written by `make reference`. Each setting is a key of the run file (TOML), a flag of `atoll server`",
-        "and a variable; a flag wins over the environment, the environment over the file. A key,",
-        "flag or `ATOLL_` variable that does not exist is refused. Units: `_s` seconds, `_bytes` bytes.",
+        "Written by `make reference`. A setting is `group.key`: a key in a table of the run file (TOML),",
+        "`--set group.key=value` of a command, and the variable `ATOLL_<GROUP>__<KEY>`. The command line wins over",
+        "the environment, the environment over the file. A key or an `ATOLL_` variable that does not exist is",
+        "refused. Units: `_s` seconds, `_bytes` bytes. `atoll config show` prints the values in effect with what",
+        "named each, `atoll config schema` a JSON Schema for editors.",
+        "",
+        "A *choice* is one table: `{name = …}` for what Atoll or an installed package has, `{path = …}` for your own",
+        "(`my_file.py:attribute` or `module:attribute`), and its options beside it.",
         "",
         "What becomes of another value when the server of a run is [started again](../operations.md#what-may-change):",
         "",
         *(f"- **{words}**: {what}." for words, what in LASTING.values()),
-        "",
-        "| key | flag | variable | type | default | meaning | changed |",
-        "|---|---|---|---|---|---|---|",
     ]
-    for key, field in config.Settings.model_fields.items():
-        flag, variable = f"--{key.replace('_', '-')}", config.ENV_PREFIX + key.upper()
-        cells = [
-            f"`{key}`",
-            f"`{flag}`",
-            f"`{variable}`",
-            _kind(field),
-            _default(field),
-            field.description or "",
-            LASTING[_lasts(key)][0],
+    for group, kind in config.GROUPS.items():
+        lines += [
+            "",
+            f"## `[{group}]`",
+            "",
+            kind.__doc__ or "",
+            "",
+            "| key | type | default | meaning | changed |",
+            "|---|---|---|---|---|",
         ]
-        lines.append(_row(cells))
+        for key, field in config.FIELDS.items():
+            if key.startswith(f"{group}."):
+                changed = LASTING[_lasts(key)][0]
+                lines.append(_row([f"`{key}`", _kind(field), _default(key), field.description or "", changed]))
     lines += [
         "",
         "In a variable, a table is as in TOML (`{weight_decay = 0.1}`), so is a list of tables; a list of text",
-        "has commas (`bn.*,ema.*`).",
+        "has commas (`bn.*,ema.*`). An option of a choice may be given alone:",
+        "`ATOLL_AGGREGATION__UPLOAD_CODEC__DENSITY=0.01`, `--set aggregation.upload_codec.density=0.01`.",
         "Relative paths in a run file are relative to its folder, others to the current one.",
         "",
         "## Variables of a worker",
@@ -155,7 +159,7 @@ def check_complete() -> None:
     unknown = {kind.exit_code for kind in errors.BY_CODE.values()} - set(EXIT_CODES)
     if unknown:
         raise SystemExit(f"reference: describe the exit codes {sorted(unknown)} in EXIT_CODES.")
-    undescribed = [key for key, field in config.Settings.model_fields.items() if not field.description]
+    undescribed = [key for key, field in config.FIELDS.items() if not field.description]
     if undescribed:
         raise SystemExit(f"reference: give {', '.join(undescribed)} a description in config/settings.py.")
 
@@ -165,6 +169,8 @@ def _kind(field: FieldInfo) -> str:
     annotation: Any = field.annotation
     if isinstance(annotation, types.UnionType):
         annotation = next(option for option in typing.get_args(annotation) if option is not types.NoneType)
+    if annotation is settings.Choice:
+        return "choice"
     origin = typing.get_origin(annotation)
     if origin is typing.Literal:
         return " or ".join(f"`{value}`" for value in typing.get_args(annotation))
@@ -181,9 +187,9 @@ def _kind(field: FieldInfo) -> str:
     return f"{KINDS[annotation]} {', '.join(limits)}".rstrip()
 
 
-def _default(field: FieldInfo) -> str:
-    value = field.default
-    if value is PydanticUndefined or value is None or value == ():
+def _default(key: str) -> str:
+    value = config.default_of(key)
+    if value is None or value == () or value == {} or isinstance(value, settings.Choice):
         return ""
     if isinstance(value, bool):
         return f"`{str(value).lower()}`"

@@ -123,9 +123,19 @@ def run(folder: Path, reducer: str, attack: str | None, rounds: int, seed: int) 
     count = SITES if attack else SITES - HOSTILE
     generators = [torch.Generator().manual_seed(1000 * seed + index) for index in range(SITES)]
     found: list[float] = []
-    settings = {"algorithm": "fedavg", "num_workers": count, "rounds": rounds, "port": 0, "min_free_bytes": 0}
-    settings |= {"reducer": reducer, "reducer_options": REDUCERS[reducer], "max_update_norm": 0.0}
-    with atoll.Server(model, **settings, state_dir=folder / "state") as server:
+    settings = {
+        "algorithm.name": "fedavg",
+        "rounds.sites": count,
+        "rounds.total": rounds,
+        "network.port": 0,
+        "disk.min_free_bytes": 0,
+    }
+    settings |= {
+        "aggregation.reducer.name": reducer,
+        "aggregation.reducer": REDUCERS[reducer],
+        "aggregation.max_update_norm": 0.0,
+    }
+    with atoll.Server(model, settings={**settings, "disk.state_dir": folder / "state"}) as server:
         clients = [
             atoll.functional.Client(server.url, site=f"site-{i}", folder=folder / "w").register() for i in range(count)
         ]

@@ -170,12 +170,18 @@ def run(way: Way, data: Data, seed: int, rate: float) -> dict[str, Any]:
     """One training at an inner learning rate: loss of the global model at the end and on its way, bytes, seconds."""
     if not way.settings:
         return data_parallel(way.inner, data, seed, rate)
-    is_async, steps = way.settings.get("mode") == "async", way.inner.steps
+    is_async, steps = way.settings.get("async.enabled"), way.inner.steps
     total, pace, model = WORKERS * steps, Pace(way), build(seed)
     with tempfile.TemporaryDirectory() as folder:
-        rounds = 0 if is_async else steps // way.settings["sync_every"]
-        options = {**way.settings, "rounds": rounds, "num_workers": WORKERS, "port": 0, "heartbeat_interval_s": 1.0}
-        server = atoll.Server(model, state_dir=Path(folder) / "state", **options).start()
+        rounds = 0 if is_async else steps // way.settings["diloco.sync_every"]
+        options = {
+            **way.settings,
+            "rounds.total": rounds,
+            "rounds.sites": WORKERS,
+            "network.port": 0,
+            "network.heartbeat_interval_s": 1.0,
+        }
+        server = atoll.Server(model, settings={"disk.state_dir": Path(folder) / "state", **options}).start()
         told: list[dict[str, float]] = [{} for _ in range(WORKERS)]
         step_s = [0.0] * WORKERS
 

@@ -42,14 +42,40 @@ class Inner:
 
 
 MUON, LONGER = Inner(muon=True), Inner(steps=2 * STEPS)
-H20 = {"algorithm": "diloco", "codec": "none", "sync_every": 20}
-STREAMING = {**H20, "num_fragments": 4, "tau": 1, "alpha": 0.5}
-A25 = {**STREAMING, "alpha": 0.25, "codec": "int4", "downlink_codec": "int4"}
-TOPK = {"codec": "topk", "downlink_codec": "topk", "outer_lr": 1.0, "outer_momentum": 0.0}
-DENSER = {**TOPK, "codec_options": {"density": 1 / 16}, "downlink_codec": "int8"}
-BUFFERED = {"mode": "async", "async_buffer": WORKERS - 1, "sync_rounds_first": 10, "outer_momentum": 0.8}
-DELAYED = {"mode": "async", "dn_buffer_size": WORKERS, "sync_rounds_first": 10, "outer_momentum": 0.7}
-WARM = {"mode": "async", "async_buffer": 2, "dn_buffer_size": 2, "sync_rounds_first": 25, "outer_momentum": 0.75}
+H20 = {"algorithm.name": "diloco", "aggregation.upload_codec.name": "none", "diloco.sync_every": 20}
+STREAMING = {**H20, "diloco.num_fragments": 4, "diloco.fragment_sync_delay": 1, "diloco.fragment_update_alpha": 0.5}
+A25 = {
+    **STREAMING,
+    "diloco.fragment_update_alpha": 0.25,
+    "aggregation.upload_codec.name": "int4",
+    "aggregation.download_codec.name": "int4",
+}
+TOPK = {
+    "aggregation.upload_codec.name": "topk",
+    "aggregation.download_codec.name": "topk",
+    "algorithm.outer_optimizer.lr": 1.0,
+    "algorithm.outer_optimizer.momentum": 0.0,
+}
+DENSER = {**TOPK, "aggregation.upload_codec.density": 1 / 16, "aggregation.download_codec.name": "int8"}
+BUFFERED = {
+    "async.enabled": True,
+    "async.buffer_size": WORKERS - 1,
+    "async.sync_rounds_first": 10,
+    "algorithm.outer_optimizer.momentum": 0.8,
+}
+DELAYED = {
+    "async.enabled": True,
+    "async.momentum_every": WORKERS,
+    "async.sync_rounds_first": 10,
+    "algorithm.outer_optimizer.momentum": 0.7,
+}
+WARM = {
+    "async.enabled": True,
+    "async.buffer_size": 2,
+    "async.momentum_every": 2,
+    "async.sync_rounds_first": 25,
+    "algorithm.outer_optimizer.momentum": 0.75,
+}
 """A third of the 75 rounds is synchronous: delayed Nesterov is meant for a model that was trained before."""
 
 
@@ -78,17 +104,29 @@ class Way:
 WAYS: dict[str, Way] = {
     "data_parallel": Way("data-parallel"),
     "diloco": Way("DiLoCo, H = 20", H20),
-    "diloco_50": Way("DiLoCo, H = 50", {**H20, "sync_every": 50}),
-    "averaging": Way("plain averaging, H = 20", {**H20, "outer_lr": 1.0, "outer_momentum": 0.0}),
+    "diloco_50": Way("DiLoCo, H = 50", {**H20, "diloco.sync_every": 50}),
+    "averaging": Way(
+        "plain averaging, H = 20",
+        {**H20, "algorithm.outer_optimizer.lr": 1.0, "algorithm.outer_optimizer.momentum": 0.0},
+    ),
     "streaming": Way("streaming, K = 4, τ = 1, α = 0.5", STREAMING, tuned_as="streaming_int4"),
     "streaming_int8": Way(
         "the same, int8 both ways",
-        {**STREAMING, "codec": "int8", "downlink_codec": "int8"},
+        {**STREAMING, "aggregation.upload_codec.name": "int8", "aggregation.download_codec.name": "int8"},
         tuned_as="streaming_int4",
     ),
-    "streaming_int4": Way("the same, int4 both ways", {**STREAMING, "codec": "int4", "downlink_codec": "int4"}),
+    "streaming_int4": Way(
+        "the same, int4 both ways",
+        {**STREAMING, "aggregation.upload_codec.name": "int4", "aggregation.download_codec.name": "int4"},
+    ),
     "streaming_int4_a0": Way(
-        "int4 both ways, α = 0", {**STREAMING, "alpha": 0.0, "codec": "int4", "downlink_codec": "int4"}
+        "int4 both ways, α = 0",
+        {
+            **STREAMING,
+            "diloco.fragment_update_alpha": 0.0,
+            "aggregation.upload_codec.name": "int4",
+            "aggregation.download_codec.name": "int4",
+        },
     ),
     "streaming_int4_a25": Way("int4 both ways, α = 0.25", A25),
     "streaming_topk": Way("top-k of 1/64 both ways, no momentum", {**STREAMING, **TOPK}),
@@ -108,14 +146,16 @@ WAYS: dict[str, Way] = {
         against="data_parallel_longer",
     ),
     "slow_sync": Way("DiLoCo, H = 20, one worker slow", H20, slow=True, tuned_as="diloco"),
-    "slow_async": Way("async, one slow", {**H20, "mode": "async"}, slow=True),
+    "slow_async": Way("async, one slow", {**H20, "async.enabled": True}, slow=True),
     "slow_delayed": Way("async, delayed Nesterov, sync first, one slow", {**H20, **DELAYED}, slow=True),
     "slow_delayed_warm": Way(
         "async, delayed Nesterov on steps for 2 updates, a third sync first, one slow", {**H20, **WARM}, slow=True
     ),
     "slow_buffered": Way("async, a step for 3 updates, sync first, one slow", {**H20, **BUFFERED}, slow=True),
     "slow_dylu": Way(
-        "async, delayed Nesterov, sync first, DyLU, one slow", {**H20, **DELAYED, "dylu": True}, slow=True
+        "async, delayed Nesterov, sync first, DyLU, one slow",
+        {**H20, **DELAYED, "diloco.dynamic_local_steps": True},
+        slow=True,
     ),
 }
 
@@ -129,9 +169,13 @@ TRIED: dict[str, Way] = {
     "betas": Way("AdamW with β₂ = 0.99", A25, inner=BETAS, rates=LOWER, against="dp_betas"),
     "to_zero": Way("the rate falls to 0", A25, inner=TO_ZERO, rates=LOWER, against="dp_to_zero"),
     "decay": Way("weight decay 0.01", A25, inner=DECAY, rates=LOWER, against="dp_decay"),
-    "h12": Way("H = 12", {**A25, "sync_every": 12}, rates=LOWER),
-    "a10": Way("α = 0.1", {**A25, "alpha": 0.1}, rates=LOWER),
-    "outer_lr": Way("outer_lr 0.5", {**A25, "outer_lr": 0.5}, rates=LOWER),
-    "outer_momentum": Way("outer_momentum 0.8", {**A25, "outer_momentum": 0.8}, rates=LOWER),
+    "h12": Way("H = 12", {**A25, "diloco.sync_every": 12}, rates=LOWER),
+    "a10": Way("α = 0.1", {**A25, "diloco.fragment_update_alpha": 0.1}, rates=LOWER),
+    "algorithm.outer_optimizer.lr": Way(
+        "algorithm.outer_optimizer.lr 0.5", {**A25, "algorithm.outer_optimizer.lr": 0.5}, rates=LOWER
+    ),
+    "algorithm.outer_optimizer.momentum": Way(
+        "algorithm.outer_optimizer.momentum 0.8", {**A25, "algorithm.outer_optimizer.momentum": 0.8}, rates=LOWER
+    ),
 }
 """Tried on seed TUNED_ON to bring int4 both ways with α = 0.25 closer to data-parallel training."""

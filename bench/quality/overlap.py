@@ -6,7 +6,7 @@ connection, with a delay of 20 ms each way. H is such that without overlap the e
 a third of the time between two; that it does is a gate, too.
 
     python bench/quality/overlap.py
-    python bench/quality/overlap.py --sync-every 240 --mb-per-s 4 --folder /tmp/slower
+    python bench/quality/overlap.py --set diloco.sync_every=240 --mb-per-s 4 --folder /tmp/slower
 """
 
 from __future__ import annotations
@@ -45,7 +45,14 @@ def measure(line: Pace, settings: dict[str, int]) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         server = atoll.Server(
-            build(), num_workers=2, rounds=ROUNDS, port=0, state_dir=folder / "state", **settings
+            build(),
+            settings={
+                "rounds.sites": 2,
+                "rounds.total": ROUNDS,
+                "network.port": 0,
+                "disk.state_dir": folder / "state",
+                **settings,
+            },
         ).start()
         said: list[dict[str, float]] = []
 
@@ -88,13 +95,13 @@ def main() -> None:
     every = h // K
     runs: dict[str, dict[str, int]] = {
         "the whole model": {},
-        f"{K} fragments, no overlap": {"num_fragments": K},
-        f"{K} fragments, τ = {every // 2}": {"num_fragments": K, "tau": every // 2},
-        f"{K} fragments, τ = {every}": {"num_fragments": K, "tau": every},
+        f"{K} fragments, no overlap": {"diloco.num_fragments": K},
+        f"{K} fragments, τ = {every // 2}": {"diloco.num_fragments": K, "diloco.fragment_sync_delay": every // 2},
+        f"{K} fragments, τ = {every}": {"diloco.num_fragments": K, "diloco.fragment_sync_delay": every},
     }
     figures = {}
     for title, settings in runs.items():
-        figures[title] = found = measure(line, {"sync_every": h, **settings})
+        figures[title] = found = measure(line, {"diloco.sync_every": h, **settings})
         print(f"{title}: {found['seconds']:.1f} s, waited {found['seconds_waited']:.2f} s", flush=True)
     _, alone, half, _ = figures.values()
     exchange = 100 * alone["seconds_waited"] / alone["rounds"] / (every * STEP_S)

@@ -139,11 +139,19 @@ def run(task: Task, algorithm: str, sites: list[Pictures], test: Pictures, seed:
     began_s, cpu_began_s = time.monotonic(), time.process_time()
     with tempfile.TemporaryDirectory() as text:
         folder = Path(text)
-        settings: dict[str, Any] = {"num_workers": SITES, "min_workers": SITES, "rounds": task.rounds, "port": 0}
-        settings |= {"state_dir": folder / "state", "min_free_bytes": 0, **task.settings(algorithm)}
-        settings |= {"heartbeat_timeout_s": 0}  # who was only stopped for a while is not dead
+        settings: dict[str, Any] = {
+            "rounds.sites": SITES,
+            "rounds.min_sites": SITES,
+            "rounds.total": task.rounds,
+            "network.port": 0,
+        }
+        settings |= {"disk.state_dir": folder / "state", "disk.min_free_bytes": 0, **task.settings(algorithm)}
+        settings |= {"network.heartbeat_timeout_s": 0}  # who was only stopped for a while is not dead
         # The server ends first: when a site fails, the others do not wait for it.
-        with ThreadPoolExecutor(SITES) as pool, atoll.Server(first, algorithm=algorithm, **settings) as server:
+        with (
+            ThreadPoolExecutor(SITES) as pool,
+            atoll.Server(first, settings={"algorithm.name": algorithm, **settings}) as server,
+        ):
             futures = [
                 pool.submit(
                     train,
@@ -239,7 +247,7 @@ def main() -> None:
         sites, test = split(name, seed, pictures)
         for algorithm in options.only:  # beside each other, so that what else the machine does falls on all of them
             runs[algorithm] = [each for each in runs[algorithm] if each["seed"] != seed]
-            runs[algorithm].append({"seed": seed, **run(task, algorithm, sites, test, seed)})
+            runs[algorithm].append({"run.seed": seed, **run(task, algorithm, sites, test, seed)})
             print(f"seed {seed} {algorithm:9} {told(runs[algorithm][-1])}", flush=True)
         if not options.dry:  # after each seed: what was found is not lost if the next one is broken off
             report(name, task, runs, command)

@@ -51,8 +51,8 @@ class Task:
     def settings(self, algorithm: str) -> dict[str, Any]:
         """What the server of an algorithm is told besides."""
         own: dict[str, dict[str, Any]] = {
-            "fedprox": {"local_options": {"mu": self.mu}},
-            "fedadam": {"outer_lr": self.adam_rate},
+            "fedprox": {"algorithm.mu": self.mu},
+            "fedadam": {"algorithm.outer_optimizer.lr": self.adam_rate},
         }
         return own.get(algorithm, {})
 

@@ -18,5 +18,5 @@ class Net(nn.Module):
 
 
 def build(channels: int = 16) -> nn.Module:
-    """What `model = "model:build"` in run.toml calls; keyword arguments come from `model_args`."""
+    """What `model.source = "model:build"` in run.toml calls; keyword arguments come from `model.args`."""
     return Net(channels)

@@ -1,7 +1,7 @@
 """A demo: one server and several workers, real processes on this machine, train a real model.
 
     python examples/demo/demo.py
-    python examples/demo/demo.py --algorithm fedavg
+    python examples/demo/demo.py --set algorithm.name=fedavg
 
 The server is `atoll server`, the workers are training scripts (`demo_worker.py`). This process starts them, shows the
 server's status, and prints a summary at the end.
@@ -177,23 +177,23 @@ def _environment(**more: str) -> dict[str, str]:
 
 
 def _start_server(demo: Demo, children: Children) -> subprocess.Popen[bytes]:
-    flags = {
-        "name": f"demo-{demo.algorithm}",
-        "model": demo.model,
-        "seed": demo.seed,
-        "algorithm": demo.algorithm,
-        "rounds": demo.rounds,
-        "num-workers": demo.workers,
-        "min-workers": 1,  # a worker that ends is not started again here
-        "sync-every": demo.sync_every,
-        "port": 0,
-        "heartbeat-interval-s": 0.5,
-        "heartbeat-timeout-s": 10,
-        "state-dir": demo.work / "state",
-        "save-dir": demo.folder,
-        "min-free-bytes": 0,
+    settings = {
+        "run.name": f"demo-{demo.algorithm}",
+        "model.source": demo.model,
+        "run.seed": demo.seed,
+        "algorithm.name": demo.algorithm,
+        "rounds.total": demo.rounds,
+        "rounds.sites": demo.workers,
+        "rounds.min_sites": 1,  # a worker that ends is not started again here
+        "diloco.sync_every": demo.sync_every,
+        "network.port": 0,
+        "network.heartbeat_interval_s": 0.5,
+        "network.heartbeat_timeout_s": 10,
+        "disk.state_dir": demo.work / "state",
+        "disk.export_dir": demo.folder,
+        "disk.min_free_bytes": 0,
     }
-    argv = ["-m", "atoll.cli.main", "server", *(f"--{key}={value}" for key, value in flags.items())]
+    argv = ["-m", "atoll.cli.main", "server", *(f"--set={key}={value}" for key, value in settings.items())]
     return children.spawn("server", argv, environment=_environment(), log=demo.folder / "server.log")
 
 

@@ -246,7 +246,8 @@ def out_of_memory(error: BaseException | None) -> RunFailed | None:
         return None
     return RunFailed(
         "The server has run out of memory.",
-        "Give it more, or lower max_pins or threads. Start it again: what was acknowledged is not lost.",
+        "Give it more, or lower disk.max_pinned_versions or run.threads. Start it again: what was acknowledged is not "
+        "lost.",
     )
 
 

@@ -13,7 +13,7 @@ from atoll.outer_optimizers import build_outer
 
 def stepped(algorithm: str, gradients: list[float], **settings: object) -> list[float]:
     """x after each round."""
-    run = resolve(Settings(algorithm=algorithm, **settings))
+    run = resolve(Settings.build({"algorithm.name": algorithm, **settings}))
     stepper, x, state, path = build_outer(run.outer, run.outer_options).stepper(), torch.zeros(1), None, []
     for gradient in gradients:
         (state_after,) = stepper.step_([x], [torch.tensor([gradient])], state)
@@ -38,7 +38,9 @@ def test_adam():
     # m̂₁ = g, v̂₁ = g²;  m₂ = 0.9·0.1·2, m̂₂ = m₂/0.19;  v₂ = 0.99·0.01·4, v̂₂ = v₂/0.0199
     first = 0.1 * 2 / (2 + 1e-3)
     second = 0.1 * (0.18 / 0.19) / (math.sqrt(0.0396 / 0.0199) + 1e-3)
-    assert stepped("fedadam", [2.0, 0.0], outer_lr=0.1) == pytest.approx([-first, -first - second])
+    assert stepped("fedadam", [2.0, 0.0], **{"algorithm.outer_optimizer.lr": 0.1}) == pytest.approx(
+        [-first, -first - second]
+    )
 
 
 def test_yogi():
@@ -65,4 +67,4 @@ def test_a_wrong_value_is_refused(options):
 
 def test_yogi_has_no_momentum_setting():
     with pytest.raises(ConfigError, match="betas"):
-        resolve(Settings(algorithm="fedyogi", outer_momentum=0.9))
+        resolve(Settings.build({"algorithm.name": "fedyogi", "algorithm.outer_optimizer.momentum": 0.9}))

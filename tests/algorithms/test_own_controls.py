@@ -34,8 +34,14 @@ class Line(nn.Module):
 
 def options(folder: Path, **settings: Any) -> dict[str, Any]:
     (folder / "own_drift.py").write_text(ALGORITHM)
-    defaults = {"outer_optimizer": None, "outer_lr": None, "outer_momentum": None, "num_workers": 1, "rounds": 2}
-    return defaults | {"algorithm": f"{folder}/own_drift.py:drift"} | settings
+    defaults = {
+        "algorithm.outer_optimizer.name": None,
+        "algorithm.outer_optimizer.lr": None,
+        "algorithm.outer_optimizer.momentum": None,
+        "rounds.sites": 1,
+        "rounds.total": 2,
+    }
+    return defaults | {"algorithm.name": None, "algorithm.path": f"{folder}/own_drift.py:drift"} | settings
 
 
 @pytest.mark.parametrize("corrected", [False, True], ids=["plain", "within fl_round.correct"])
@@ -72,7 +78,7 @@ def test_refuses_a_diloco_loop_without_the_groups_of_the_update(tmp_path: Path) 
 
 
 def test_refuses_a_diloco_loop_in_a_run_that_corrects_local_steps(tmp_path: Path) -> None:
-    with serve(tmp_path, Line(), algorithm="fedprox", local_options={"mu": 0.1}, num_workers=1) as server:
+    with serve(tmp_path, Line(), **{"algorithm.name": "fedprox", "algorithm.mu": 0.1, "rounds.sites": 1}) as server:
         model = Line()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         loop = atoll.DiLoCo(model, optimizer, server=server.url, site="a", folder=tmp_path / "workers")

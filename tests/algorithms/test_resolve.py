@@ -15,50 +15,75 @@ not_one = 3
 
 
 def test_diloco_as_in_the_paper():
-    run = resolve(Settings(algorithm="diloco", sync_every=200))
+    run = resolve(Settings.build({"algorithm.name": "diloco", "diloco.sync_every": 200}))
     assert (run.outer, run.outer_options) == ("sgd", {"lr": 0.7, "momentum": 0.9, "nesterov": True})
     assert (run.codec, run.sync_every, run.algorithm.on_missed) == ("bf16", 200, "rebase")
 
 
 def test_fedavg_as_in_the_paper():
-    run = resolve(Settings(algorithm="fedavg"))
+    run = resolve(Settings.build({"algorithm.name": "fedavg"}))
     assert (run.outer, run.outer_options) == ("sgd", {"lr": 1.0, "momentum": 0.0})
     assert (run.codec, run.sync_every, run.algorithm.on_missed) == ("none", 0, "reset")
 
 
 def test_settings_win_over_defaults():
-    run = resolve(Settings(algorithm="diloco", outer_lr=0.5, outer_momentum=0.8, codec="none"))
+    run = resolve(
+        Settings.build(
+            {
+                "algorithm.name": "diloco",
+                "algorithm.outer_optimizer.lr": 0.5,
+                "algorithm.outer_optimizer.momentum": 0.8,
+                "aggregation.upload_codec.name": "none",
+            }
+        )
+    )
     assert run.outer_options == {"lr": 0.5, "momentum": 0.8, "nesterov": True}
     assert run.codec == "none"
 
 
 def test_another_optimizer_starts_from_its_own_defaults():
-    run = resolve(Settings(algorithm="diloco", outer_optimizer="adam", outer_lr=0.01, outer_options={"eps": 1e-6}))
+    run = resolve(
+        Settings.build(
+            {
+                "algorithm.name": "diloco",
+                "algorithm.outer_optimizer.name": "adam",
+                "algorithm.outer_optimizer.lr": 0.01,
+                "algorithm.outer_optimizer.eps": 1e-6,
+            }
+        )
+    )
     assert (run.outer, run.outer_options) == ("adam", {"lr": 0.01, "eps": 1e-6})
 
 
 def test_no_momentum_leaves_nothing_for_nesterov():
-    assert resolve(Settings(outer_momentum=0.0)).outer_options == {"lr": 0.7, "momentum": 0.0}
+    assert resolve(Settings.build({"algorithm.outer_optimizer.momentum": 0.0})).outer_options == {
+        "lr": 0.7,
+        "momentum": 0.0,
+    }
 
 
 def test_an_algorithm_of_ones_own():
-    assert resolve(Settings(algorithm=f"{__name__}:mine")).algorithm is mine
+    assert resolve(Settings.build({"algorithm.path": f"{__name__}:mine"})).algorithm is mine
 
 
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"algorithm": "dilocco"}, "Did you mean 'diloco'"),
-        ({"algorithm": f"{__name__}:not_one"}, "not an algorithm"),
-        ({"outer_optimizer": "adem"}, "Did you mean 'adam'"),
-        ({"codec": "bf61"}, "Did you mean 'bf16'"),
-        ({"outer_optimizer": "adam", "outer_momentum": 0.9}, "adam has no momentum.*betas"),
-        ({"outer_lr": 0.1, "outer_options": {"lr": 0.2}}, "Give one of them"),
+        ({"algorithm.name": "dilocco"}, "Did you mean 'diloco'"),
+        ({"algorithm.path": f"{__name__}:not_one"}, "not an algorithm"),
+        ({"algorithm.outer_optimizer.name": "adem"}, "Did you mean 'adam'"),
+        ({"aggregation.upload_codec.name": "bf61"}, "Did you mean 'bf16'"),
+        (
+            {"algorithm.outer_optimizer.name": "adam", "algorithm.outer_optimizer.momentum": 0.9},
+            "adam has no momentum.*betas",
+        ),
+        ({"algorithm.outer_optimizer.lr": 0}, "Give a number above 0"),
+        ({"algorithm.outer_optimizer.momentum": 1.0}, "Give 0 or more, below 1"),
     ],
 )
 def test_what_cannot_be_is_refused_with_the_remedy(settings, words):
     with pytest.raises(ConfigError, match=words):
-        resolve(Settings(**settings))
+        resolve(Settings.build(settings))
 
 
 def test_no_torch_is_imported():

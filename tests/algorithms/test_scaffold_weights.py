@@ -34,7 +34,12 @@ class Point(nn.Module):
 
 def options(**settings: Any) -> dict[str, Any]:
     """Of a server: plain SCAFFOLD, no codec."""
-    return {"algorithm": "scaffold", "codec": "none", "outer_lr": 1.0, "outer_momentum": 0.0} | settings
+    return {
+        "algorithm.name": "scaffold",
+        "aggregation.upload_codec.name": "none",
+        "algorithm.outer_optimizer.lr": 1.0,
+        "algorithm.outer_optimizer.momentum": 0.0,
+    } | settings
 
 
 def train(
@@ -78,7 +83,9 @@ def test_converges_to_the_optimum_of_the_weighted_objective(tmp_path: Path) -> N
     curvatures = {site: 0.5 + torch.rand(6, generator=generator, dtype=torch.float64) for site in weights}
     targets = {site: torch.randn(6, generator=generator, dtype=torch.float64) for site in weights}
     rounds = 70
-    with serve(tmp_path, Point(6), **options(num_workers=3, min_workers=3, rounds=rounds)) as server:
+    with serve(
+        tmp_path, Point(6), **options(**{"rounds.sites": 3, "rounds.min_sites": 3, "rounds.total": rounds})
+    ) as server:
         sites = {site: joined(server.url, tmp_path, site) for site in weights}
         for _ in range(rounds):
             for site, (_, loop) in sites.items():
@@ -113,7 +120,7 @@ def test_rounds_with_unequal_weights_by_hand(tmp_path: Path) -> None:
     Round 3, all three:  W = 12.  g = −2.5, 1.5, −6.5;  Δ = −0.5, −0.5, −6.5;  x − y = 1/12, 1/12, −35/12.
         x = −1.5 − (1/12 + 3/12 − 8·35/12)/12 = 5/12;   c = 2/3·6/12 + (−0.5 − 3·0.5 − 8·6.5)/12 = −25/6
     """
-    with serve(tmp_path, Point(), **options(num_workers=2, min_workers=2, rounds=4)) as server:
+    with serve(tmp_path, Point(), **options(**{"rounds.sites": 2, "rounds.min_sites": 2, "rounds.total": 4})) as server:
         sites = {site: joined(server.url, tmp_path, site) for site in ("a", "b")}
         for site, (_, loop) in sites.items():
             assert one_step(next(loop), site) == (0.0, 0.0, 0.0)
@@ -134,7 +141,7 @@ def test_a_site_keeps_its_first_weight_and_the_change_is_reported(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The numbers are those of two sites with weights 1 and 3; the second server finds the weights in its journal."""
-    settings = options(num_workers=2, min_workers=2, rounds=3, port=free_port())
+    settings = options(**{"rounds.sites": 2, "rounds.min_sites": 2, "rounds.total": 3, "network.port": free_port()})
     with serve(tmp_path, Point(), **settings) as server:
         sites = {site: joined(server.url, tmp_path, site) for site in ("a", "b")}
         for site, (_, loop) in sites.items():
@@ -156,7 +163,7 @@ def test_a_site_keeps_its_first_weight_and_the_change_is_reported(
 
 def test_equal_weights_are_the_papers_to_the_last_bit(tmp_path: Path) -> None:
     """Weight 1: c is Σ Δc_i·(1/N) in the order of the sites' names, one rounding a site."""
-    with serve(tmp_path, Point(), **options(num_workers=3, min_workers=3, rounds=2)) as server:
+    with serve(tmp_path, Point(), **options(**{"rounds.sites": 3, "rounds.min_sites": 3, "rounds.total": 2})) as server:
         sites = {site: joined(server.url, tmp_path, site) for site in TARGETS}
         differences = []
         for site, (_, loop) in sites.items():

@@ -22,6 +22,7 @@ from typing import Any
 import pytest
 import torch
 from kit import serve
+from kit.servers import new_simulation
 from safetensors.torch import load_file
 from torch import nn
 
@@ -87,8 +88,14 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def settings(**more: Any) -> dict[str, Any]:
-    plain = {"outer_optimizer": None, "outer_lr": None, "outer_momentum": None}
-    return plain | {"algorithm": "feddyn_local", "local_options": {"alpha": 0.5}, "num_workers": 1, "rounds": 2} | more
+    plain = {
+        "algorithm.outer_optimizer.name": None,
+        "algorithm.outer_optimizer.lr": None,
+        "algorithm.outer_optimizer.momentum": None,
+    }
+    return (
+        plain | {"algorithm.name": "feddyn_local", "algorithm.alpha": 0.5, "rounds.sites": 1, "rounds.total": 2} | more
+    )
 
 
 def model() -> nn.Module:
@@ -189,8 +196,10 @@ def test_corrects_and_keeps_state_whichever_way_a_site_trains(tmp_path: Path, tr
 
 
 def test_corrects_and_keeps_state_in_a_simulation(tmp_path: Path) -> None:
-    given = {"algorithm": "feddyn_local", "local_options": {"alpha": 0.5}, "rounds": 2}
-    done = atoll.Simulation(model(), client="site_code:train", workers=1, state_dir=tmp_path / "state", **given).run()
+    given = {"algorithm.name": "feddyn_local", "algorithm.alpha": 0.5, "rounds.total": 2}
+    done = new_simulation(
+        model(), client="site_code:train", workers=1, **{"disk.state_dir": tmp_path / "state"}, **given
+    ).run()
     assert load_file(done.model)["w"].item() == pytest.approx(RESULT, rel=1e-6)
 
 
@@ -222,7 +231,9 @@ def test_refuses_a_run_at_a_site_that_does_not_have_it(tmp_path: Path, monkeypat
 def test_never_loads_it_from_a_path_of_the_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The server has it in a file; a site with the package takes its own, and one without is refused."""
     own = f"{EXAMPLE}/feddyn_local.py:feddyn_local"
-    with serve(tmp_path, model(), **settings(algorithm=own, rounds=1)) as server:
+    with serve(
+        tmp_path, model(), **settings(**{"algorithm.name": None, "algorithm.path": own, "rounds.total": 1})
+    ) as server:
         with atoll.join(server.url, site="a", folder=tmp_path / "sites") as worker:
             assert type(worker._place.exchange.rule).__module__ == "feddyn_local"
             monkeypatch.setattr("atoll.registry.entry_points", lambda **_: ())

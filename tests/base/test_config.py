@@ -9,6 +9,8 @@ import pytest
 from pydantic import ValidationError
 
 from atoll import Settings
+from atoll.config import FIELDS, NOT_SETTINGS, set_values, variable_of
+from atoll.config.settings import Async, Choice, Rounds
 from atoll.errors import ConfigError
 
 
@@ -20,54 +22,94 @@ def write(folder: Path, text: str) -> Path:
 
 def test_defaults_are_a_valid_run_and_cannot_be_changed_afterwards() -> None:
     settings = Settings.read(environ={})
-    assert (settings.algorithm, settings.sync_every, settings.num_workers) == ("diloco", 500, 1)
+    assert (settings.algorithm.target, settings.diloco.sync_every, settings.rounds.sites) == (None, 500, 1)
     with pytest.raises(ValidationError):
-        settings.rounds = 3  # type: ignore[misc]
+        settings.rounds.total = 3  # type: ignore[misc]
 
 
 @pytest.mark.covers("L12")
 def test_a_flag_wins_over_the_environment_and_that_over_the_file(tmp_path: Path) -> None:
-    path = write(tmp_path, "rounds = 1\nsync_every = 1\nnum_workers = 1\nseed = 1\n")
-    environ = {"ATOLL_ROUNDS": "2", "ATOLL_SYNC_EVERY": "2", "ATOLL_NUM_WORKERS": "2"}
-    settings = Settings.read(path, {"rounds": 3, "sync_every": 3, "num_workers": None}, environ)
-    assert (settings.rounds, settings.sync_every, settings.num_workers, settings.seed) == (3, 3, 2, 1)
+    path = write(tmp_path, "rounds.total = 1\ndiloco.sync_every = 1\nrounds.sites = 1\nrun.seed = 1\n")
+    environ = {"ATOLL_ROUNDS__TOTAL": "2", "ATOLL_DILOCO__SYNC_EVERY": "2", "ATOLL_ROUNDS__SITES": "2"}
+    settings = Settings.read(path, {"rounds.total": 3, "diloco.sync_every": 3, "rounds.sites": None}, environ)
+    assert (settings.rounds.total, settings.diloco.sync_every, settings.rounds.sites, settings.run.seed) == (3, 3, 2, 1)
 
 
 @pytest.mark.covers("L12")
 @pytest.mark.parametrize(
     ("key", "text", "value"),
     [
-        ("name", "night run", "night run"),
-        ("rounds", "3", 3),
-        ("outer_lr", "0.5", 0.5),
-        ("insecure", "yes", True),
-        ("insecure", "false", False),
-        ("durability", "power", "power"),
-        ("state_dir", "runs/a", Path("runs/a")),
-        ("port", "0", 0),
-        ("buffers", "bn.*,ema.*", ("bn.*", "ema.*")),
-        ("outer_options", "{weight_decay = 0.1, maximize = true}", {"weight_decay": 0.1, "maximize": True}),
+        ("run.name", "night run", "night run"),
+        ("rounds.total", "3", 3),
+        ("network.insecure", "yes", True),
+        ("network.insecure", "false", False),
+        ("disk.durability", "power", "power"),
+        ("disk.state_dir", "runs/a", Path("runs/a")),
+        ("network.port", "0", 0),
+        ("model.buffers", "bn.*,ema.*", ("bn.*", "ema.*")),
+        ("model.args", "{depth = 3}", {"depth": 3}),
+        ("aggregation.upload_codec", '{name = "topk", density = 0.1}', Choice(name="topk", density=0.1)),
     ],
 )
-def test_a_variable_is_read_as_what_the_setting_is(key: str, text: str, value: Any) -> None:
-    assert getattr(Settings.read(environ={f"ATOLL_{key.upper()}": text}), key) == value
+def test_reads_a_variable_and_set_as_what_the_setting_is(key: str, text: str, value: Any) -> None:
+    assert Settings.read(environ={variable_of(key): text}).at(key) == value
+    assert Settings.read(None, set_values([f"{key}={text}"], FIELDS), {}).at(key) == value
+
+
+def test_an_option_of_a_table_is_given_alone(tmp_path: Path) -> None:
+    path = write(tmp_path, '[aggregation]\nupload_codec = {name = "topk", density = 0.1}\n')
+    environ = {"ATOLL_AGGREGATION__UPLOAD_CODEC__DENSITY": "0.2", "ATOLL_ALGORITHM__MU": "0.5"}
+    settings = Settings.read(path, None, environ)
+    assert settings.aggregation.upload_codec == Choice(name="topk", density=0.2)
+    assert settings.algorithm.options == {"mu": 0.5}
+    given = set_values(['aggregation.upload_codec={name = "int8"}'], FIELDS)
+    assert Settings.read(path, given, {}).aggregation.upload_codec == Choice(name="int8")
+
+
+@pytest.mark.parametrize("text", ["rounds.total", "rounds=3", "model.args={depth"])
+def test_refuses_a_set_that_is_no_key_and_value(text: str) -> None:
+    with pytest.raises(ConfigError, match="--set"):
+        set_values([text], FIELDS)
+
+
+def test_groups_are_objects_tables_or_single_keys() -> None:
+    nested = Settings.build({"rounds": {"total": 3, "sites": 2}, "async": {"enabled": True}})
+    objects = Settings(rounds=Rounds(total=3, sites=2), async_=Async(enabled=True))
+    assert nested == objects == Settings.build({"rounds.total": 3, "rounds.sites": 2, "async.enabled": True})
+    assert Settings.build({"rounds": Rounds(total=3), "rounds.sites": 2}).rounds == Rounds(total=3, sites=2)
+    assert nested.changed({"rounds.total": 4}) == Settings.build(
+        {"rounds": Rounds(total=4, sites=2), "async_.enabled": 1}
+    )
+
+
+@pytest.mark.parametrize(
+    ("table", "words"),
+    [
+        ({"name": "mean", "path": "a.py:b"}, "Give one of them"),
+        ({"name": "a.py:b"}, "Write path = 'a.py:b'"),
+        ("mean", "aggregation.reducer = 'mean'"),
+    ],
+)
+def test_refuses_a_choice_that_is_not_one(table: Any, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        Settings.build({"aggregation.reducer": table})
 
 
 def test_paths_in_a_file_are_relative_to_it_and_others_to_the_process(tmp_path: Path) -> None:
     absolute = tmp_path / "elsewhere"
     text = (
-        'state_dir = "state"\nsave_dir = "../out"\ntls_cert = "c.pem"\ntls_key = "k.pem"\n'
-        f'token_file = "{absolute}"\nmodel = "init.safetensors"\n'
+        'disk.state_dir = "state"\ndisk.export_dir = "../out"\nnetwork.tls_cert = "c.pem"\nnetwork.tls_key = "k.pem"\n'
+        f'network.token_file = "{absolute}"\nmodel.source = "init.safetensors"\n'
     )
     settings = Settings.read(write(tmp_path, text), environ={})
-    assert settings.state_dir == tmp_path / "state"
-    assert settings.save_dir == tmp_path / "../out"
-    assert (settings.tls_cert, settings.tls_key) == (tmp_path / "c.pem", tmp_path / "k.pem")
-    assert settings.token_file == absolute
-    assert settings.model == str(tmp_path / "init.safetensors")
+    assert settings.disk.state_dir == tmp_path / "state"
+    assert settings.disk.export_dir == tmp_path / "../out"
+    assert (settings.network.tls_cert, settings.network.tls_key) == (tmp_path / "c.pem", tmp_path / "k.pem")
+    assert settings.network.token_file == absolute
+    assert settings.model.source == str(tmp_path / "init.safetensors")
 
-    settings = Settings.read(write(tmp_path, 'model = "my_models:build"\n'), {"state_dir": Path("s")}, {})
-    assert (settings.model, settings.state_dir) == ("my_models:build", Path("s"))
+    settings = Settings.read(write(tmp_path, 'model.source = "my_models:build"\n'), {"disk.state_dir": Path("s")}, {})
+    assert (settings.model.source, settings.disk.state_dir) == ("my_models:build", Path("s"))
 
 
 def refusal(folder: Path, text: str, flags: dict[str, Any], environ: dict[str, str]) -> ConfigError:
@@ -80,10 +122,10 @@ def refusal(folder: Path, text: str, flags: dict[str, Any], environ: dict[str, s
 @pytest.mark.parametrize(
     ("text", "flags", "environ", "source", "key"),
     [
-        ("sync_evry = 5", {}, {}, "run.toml", "sync_evry"),
-        ("sync-every = 5", {}, {}, "run.toml", "sync-every"),
-        ("", {"sync_evry": 5}, {}, "flag --sync-evry", "sync_evry"),
-        ("", {}, {"ATOLL_SYNC_EVRY": "5"}, "ATOLL_SYNC_EVRY", "sync_evry"),
+        ("[diloco]\nsync_evry = 5", {}, {}, "run.toml", "diloco.sync_evry"),
+        ("diloco.sync-every = 5", {}, {}, "run.toml", "diloco.sync-every"),
+        ("sync_every = 5", {}, {}, "run.toml", "sync_every"),
+        ("", {"diloco.sync_evry": 5}, {}, "command line", "diloco.sync_evry"),
     ],
 )
 def test_an_unknown_key_names_its_source_and_the_nearest(
@@ -91,20 +133,23 @@ def test_an_unknown_key_names_its_source_and_the_nearest(
 ) -> None:
     error = refusal(tmp_path, text, flags, environ)
     assert error.message.endswith(f"{source}: there is no setting {key!r}.")
-    assert error.remedy == "Did you mean 'sync_every'?"
+    assert error.remedy == "Did you mean diloco.sync_every? `atoll config schema` has all settings."
 
 
-def test_a_key_that_is_near_to_none_points_to_the_list(tmp_path: Path) -> None:
-    assert refusal(tmp_path, "wandb = 1\n", {}, {}).remedy == "`atoll server --help` lists them all."
+def test_an_unknown_variable_names_the_nearest() -> None:
+    with pytest.raises(ConfigError, match=r"has ATOLL_DILOCO__SYNC_EVRY.*Did you mean ATOLL_DILOCO__SYNC_EVERY\?"):
+        Settings.read(environ={"ATOLL_DILOCO__SYNC_EVRY": "5"})
 
 
-def test_a_section_of_a_run_file_is_told(tmp_path: Path) -> None:
-    remedy = refusal(tmp_path, "[server]\nport = 1\n", {}, {}).remedy
-    assert remedy == "A run file has no sections: put the keys at the top level."
+def test_refuses_the_flat_form_in_one_line(tmp_path: Path) -> None:
+    assert str(refusal(tmp_path, "rounds = 3\n", {}, {})) == (
+        f"{tmp_path}/run.toml: rounds = 3, but rounds is a group of settings. Did you mean rounds.total? `atoll config "
+        "schema` has all settings."
+    )
+    assert refusal(tmp_path, "wandb = 1\n", {}, {}).remedy == "`atoll config schema` has all settings."
 
 
 def test_variables_of_a_worker_and_of_others_are_no_settings() -> None:
-    from atoll.config import NOT_SETTINGS
 
     environ = dict.fromkeys(NOT_SETTINGS, "x") | {"PATH": "/bin", "ATOLLS": "3"}
     assert Settings.read(environ=environ) == Settings.read(environ={})
@@ -114,14 +159,18 @@ def test_variables_of_a_worker_and_of_others_are_no_settings() -> None:
 @pytest.mark.parametrize(
     ("text", "flags", "environ", "message"),
     [
-        ('rounds = "many"', {}, {}, "run.toml: rounds = 'many': input should be a valid integer"),
-        ("", {"rounds": -1}, {}, "flag --rounds: rounds = -1: input should be greater than or equal to 0"),
-        ("", {}, {"ATOLL_PORT": "http"}, "ATOLL_PORT: port = 'http': input should be a valid integer"),
-        ("port = 70000", {}, {}, "port = 70000: input should be less than or equal to 65535"),
-        ("outer_momentum = 1.0", {}, {}, "outer_momentum = 1.0: input should be less than 1"),
-        ("idle_timeout_s = nan", {}, {}, "idle_timeout_s = nan: input should be greater than 0"),
-        ('durability = "raid"', {}, {}, "durability = 'raid': input should be 'process' or 'power'"),
-        ("", {}, {"ATOLL_MODEL_ARGS": "depth=3"}, "ATOLL_MODEL_ARGS is 'depth=3'."),
+        ('rounds.total = "many"', {}, {}, "run.toml: rounds.total = 'many': input should be a valid integer"),
+        ("", {"rounds.total": -1}, {}, "command line: rounds.total = -1: input should be greater than or equal to 0"),
+        (
+            "",
+            {},
+            {"ATOLL_NETWORK__PORT": "http"},
+            "ATOLL_NETWORK__PORT: network.port = 'http': input should be a valid integer",
+        ),
+        ("network.port = 70000", {}, {}, "network.port = 70000: input should be less than or equal to 65535"),
+        ("network.idle_timeout_s = nan", {}, {}, "network.idle_timeout_s = nan: input should be greater than 0"),
+        ('disk.durability = "raid"', {}, {}, "disk.durability = 'raid': input should be 'process' or 'power'"),
+        ("", {}, {"ATOLL_MODEL__ARGS": "depth=3"}, "ATOLL_MODEL__ARGS is 'depth=3'."),
     ],
 )
 def test_a_wrong_value_names_its_source_and_itself(
@@ -135,31 +184,50 @@ def test_a_wrong_value_names_its_source_and_itself(
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("min_workers = 3\nnum_workers = 2", "min_workers is 3, but num_workers is 2"),
+        ("rounds.min_sites = 3\nrounds.sites = 2", "rounds.min_sites is 3, but rounds.sites is 2"),
         (
-            "num_workers = 3\nmin_workers = 2\nquorum = 1\nround_deadline_s = 9",
-            "quorum is 1, below min_workers",
+            "rounds.sites = 3\nrounds.min_sites = 2\nrounds.quorum = 1\nrounds.deadline_s = 9",
+            "rounds.quorum is 1, below rounds.min_sites",
         ),
-        ("num_workers = 3\nquorum = 2", "quorum is 2, but round_deadline_s is 0"),
-        ("heartbeat_interval_s = 120", "heartbeat_interval_s is 120, not below heartbeat_timeout_s"),
-        ("dylu = true", "dylu is True, but mode is 'sync': it has a meaning in async runs only. Leave dylu out, or"),
-        ("max_staleness = 0", "max_staleness is 0, but mode is 'sync'"),
-        ("sample_fraction = 0.5\nmode = 'async'", "sample_fraction is 0.5, but mode is 'async'"),
+        ("rounds.sites = 3\nrounds.quorum = 2", "quorum is 2, but rounds.deadline_s is 0"),
         (
-            "mode = 'async'\nnum_workers = 2\nmin_workers = 2\nasync_buffer = 2\nnum_fragments = 2\nsync_every = 4",
-            "mode is 'async', min_workers is 2, and num_fragments is 2",
+            "network.heartbeat_interval_s = 120",
+            "network.heartbeat_interval_s is 120, not below network.heartbeat_timeout_s",
         ),
         (
-            "sync_every = 500\nnum_fragments = 3",
-            "sync_every is 500, and num_fragments is 3: one fragment is due every sync_every/num_fragments steps, "
-            "which has to be a whole number. Set sync_every to 501 or 498.",
+            "diloco.dynamic_local_steps = true",
+            "diloco.dynamic_local_steps is True, but async.enabled is false: it has a meaning in asynchronous runs "
+            "only. Leave "
+            "diloco.dynamic_local_steps out, or",
         ),
-        ("sync_every = 2\nnum_fragments = 3", "Set sync_every to 3."),
-        ("sync_every = 30\nnum_fragments = 3\ntau = 11", "have to be merged within 10 steps. Set tau to at most 10"),
-        ("num_fragments = 2\nmax_inflight = 3", "Set max_inflight to at most 2."),
-        ("alpha = 1.5", "alpha = 1.5: input should be less than or equal to 1"),
-        ('tls_cert = "c.pem"', "Only one of tls_cert and tls_key"),
-        ('tls_key = "k.pem"', "Only one of tls_cert and tls_key"),
+        ("async.max_staleness = 0", "async.max_staleness is 0, but async.enabled is false"),
+        (
+            "rounds.sample_fraction = 0.5\nasync.enabled = true",
+            "rounds.sample_fraction is 0.5, but async.enabled is true",
+        ),
+        (
+            "async.enabled = true\nrounds.sites = 2\nrounds.min_sites = 2\nasync.buffer_size = "
+            "2\ndiloco.num_fragments = 2\ndiloco.sync_every = 4",
+            "async.enabled is true, rounds.min_sites is 2, and diloco.num_fragments is 2",
+        ),
+        (
+            "diloco.sync_every = 500\ndiloco.num_fragments = 3",
+            "diloco.sync_every is 500, and diloco.num_fragments is 3: one fragment is due every "
+            "sync_every/num_fragments steps, "
+            "which has to be a whole number. Set diloco.sync_every to 501 or 498.",
+        ),
+        ("diloco.sync_every = 2\ndiloco.num_fragments = 3", "Set diloco.sync_every to 3."),
+        (
+            "diloco.sync_every = 30\ndiloco.num_fragments = 3\ndiloco.fragment_sync_delay = 11",
+            "have to be merged within 10 steps. Set diloco.fragment_sync_delay to at most 10",
+        ),
+        ("diloco.num_fragments = 2\ndiloco.max_inflight = 3", "Set diloco.max_inflight to at most 2."),
+        (
+            "diloco.fragment_update_alpha = 1.5",
+            "diloco.fragment_update_alpha = 1.5: input should be less than or equal to 1",
+        ),
+        ('network.tls_cert = "c.pem"', "Only one of network.tls_cert and network.tls_key"),
+        ('network.tls_key = "k.pem"', "Only one of network.tls_cert and network.tls_key"),
     ],
 )
 def test_values_that_contradict_each_other_are_refused(tmp_path: Path, text: str, message: str) -> None:
@@ -169,8 +237,8 @@ def test_values_that_contradict_each_other_are_refused(tmp_path: Path, text: str
 
 
 def test_no_timeout_goes_with_any_interval() -> None:
-    settings = Settings.build({"heartbeat_timeout_s": 0, "heartbeat_interval_s": 500})
-    assert settings.heartbeat_timeout_s == 0
+    settings = Settings.build({"network.heartbeat_timeout_s": 0, "network.heartbeat_interval_s": 500})
+    assert settings.network.heartbeat_timeout_s == 0
 
 
 @pytest.mark.covers("X3")
@@ -180,7 +248,7 @@ def test_a_file_that_cannot_be_read_says_why(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is a folder"):
         Settings.read(tmp_path, environ={})
     with pytest.raises(ConfigError, match=r"run\.toml: .*line 2.*A run file is TOML"):
-        Settings.read(write(tmp_path, "rounds = 1\nrounds: 2\n"), environ={})
-    (tmp_path / "run.toml").write_bytes(b"name = '\xff'")
+        Settings.read(write(tmp_path, "rounds.total = 1\nrounds: 2\n"), environ={})
+    (tmp_path / "run.toml").write_bytes(b"run.name = '\xff'")
     with pytest.raises(ConfigError, match="A run file is TOML"):
         Settings.read(tmp_path / "run.toml", environ={})

@@ -15,7 +15,14 @@ import atoll
 def one_round(folder: Path) -> atoll.Server:
     """A server whose only round is done, still running."""
     server = atoll.Server(
-        {"w": torch.zeros(2)}, algorithm="fedavg", rounds=1, port=0, min_free_bytes=0, state_dir=folder / "state"
+        {"w": torch.zeros(2)},
+        settings={
+            "algorithm.name": "fedavg",
+            "rounds.total": 1,
+            "network.port": 0,
+            "disk.min_free_bytes": 0,
+            "disk.state_dir": folder / "state",
+        },
     ).start()
     with atoll.functional.Client(server.url, site="clinic-a", folder=folder / "w") as client:
         client.next_round()

@@ -35,7 +35,9 @@ def model() -> Tied:
 
 @pytest.fixture
 def server(model, tmp_path):
-    with Server(model, port=0, state_dir=tmp_path / "state", min_free_bytes=0) as running:
+    with Server(
+        model, settings={"network.port": 0, "disk.state_dir": tmp_path / "state", "disk.min_free_bytes": 0}
+    ) as running:
         yield running
 
 
@@ -103,7 +105,7 @@ def test_the_command_says_which_version_it_wrote(server, atoll_command, tmp_path
 
 
 def test_both_sources_at_once_are_refused(atoll_command) -> None:
-    outcome = atoll_command("export", "x.safetensors", "--server", "http://127.0.0.1:9", "--state-dir", "state")
+    outcome = atoll_command("export", "x.safetensors", "--server", "http://127.0.0.1:9", "--dir", "state")
     assert outcome.returncode == 2
 
 

@@ -56,9 +56,9 @@ def test_ctrl_c_is_130(monkeypatch, capsys) -> None:
 
 
 def test_a_flag_that_does_not_exist_is_exit_2(atoll_command) -> None:
-    outcome = atoll_command("server", "--sync-evry", "5")
+    outcome = atoll_command("server", "--roudns", "5")
     assert outcome.returncode == 2
-    assert "--sync-every" in outcome.stderr
+    assert "--rounds" in outcome.stderr
 
 
 def test_asking_for_status_imports_neither_torch_nor_aiohttp(canned, monkeypatch) -> None:

@@ -24,7 +24,7 @@ def test_trains_alone_with_a_valid_run_file(atoll_command, tmp_path: Path, algor
     assert outcome.returncode == 0, outcome.stderr
     assert "atoll server run.toml" in outcome.stdout
     settings = Settings.read(tmp_path / "mine" / "run.toml", environ={})
-    assert (settings.name, settings.algorithm, settings.model) == ("mine", algorithm, "train:build")
+    assert (settings.run.name, settings.algorithm.target, settings.model.source) == ("mine", algorithm, "train:build")
     trained = subprocess.run([sys.executable, "train.py"], cwd=tmp_path / "mine", capture_output=True, text=True)
     assert trained.returncode == 0, trained.stderr
     assert "loss" in trained.stdout
@@ -64,7 +64,7 @@ def test_is_simulated_to_the_same_bits_on_any_number_of_processes(
     results = []
     for processes in ("1", "2"):
         where = str(tmp_path / processes)
-        flags = ["--workers", "5", "--per-round", "3", "--rounds", "2", "--processes", processes, "--state-dir", where]
+        flags = ["--workers", "5", "--per-round", "3", "--rounds", "2", "--processes", processes, "--dir", where]
         done = atoll_command("simulate", str(tmp_path / "mine" / "run.toml"), *flags)
         assert done.returncode == 0, done.stderr
         assert "6 worker-rounds" in done.stderr + done.stdout
@@ -79,15 +79,21 @@ def test_writes_the_real_defaults_as_comments(algorithm: str) -> None:
 
     lines = new.run_file(algorithm, "x").splitlines()
     keys = {key for keys in (new.SECTIONS | new.LOW_COMMUNICATION | new.SIMULATED).values() for key in keys}
-    assert any(line.startswith("# num_fragments = 1") for line in lines) == (algorithm == "diloco")
+    assert any(line.startswith("# diloco.num_fragments = 1") for line in lines) == (algorithm == "diloco")
     uncommented = [
         line.removeprefix("# ") if line.startswith("# ") and line[2:].partition(" = ")[0] in keys else line
         for line in lines
         if not line.endswith(" =")
     ]
     values = tomllib.loads("\n".join(uncommented))
-    chosen = {"name": "x", "model": "train:build", "num_workers": 2, "algorithm": algorithm, "rounds": 10}
-    chosen |= {"sync_every": 20} if algorithm == "diloco" else {"client": "train.py"}
+    chosen = {
+        "run.name": "x",
+        "model.source": "train:build",
+        "rounds.sites": 2,
+        "algorithm.name": algorithm,
+        "rounds.total": 10,
+    }
+    chosen |= {"diloco.sync_every": 20} if algorithm == "diloco" else {"run.script": "train.py"}
     assert Settings.build(values) == Settings.build(chosen)
 
 

@@ -27,7 +27,7 @@ class Served:
 
     def __init__(self, folder: Path, *flags: str) -> None:
         self.process = subprocess.Popen(
-            [*ATOLL, "server", "run.toml", "--port", "0", "--min-free-bytes", "0", *flags],
+            [*ATOLL, "server", "run.toml", "--port", "0", "--set", "disk.min_free_bytes=0", *flags],
             cwd=folder,
             env={**os.environ, "PYTHONFAULTHANDLER": "1"},
             stdout=subprocess.PIPE,
@@ -88,7 +88,7 @@ def serve(tmp_path) -> Iterator[type[Served]]:
     ("algorithm", "flags"),
     [
         pytest.param("fedavg", [], marks=pytest.mark.long),
-        pytest.param("fedavg", ["--algorithm", "scaffold"], marks=pytest.mark.long),
+        pytest.param("fedavg", ["--set", "algorithm.name=scaffold"], marks=pytest.mark.long),
         ("diloco", []),
     ],
 )
@@ -116,7 +116,7 @@ def test_what_init_writes_runs_as_it_is(atoll_command, serve, tmp_path, algorith
         assert "1.weight" in file.keys()  # noqa: SIM118
     rounds = [json.loads(line) for line in (exports / "metrics.jsonl").read_text().splitlines()]
     assert [(each["version"], "loss" in each["metrics"]) for each in rounds] == [(1, True), (2, True), (3, True)]
-    exported = atoll_command("export", "again.safetensors", "--state-dir", "mine/atoll-run")
+    exported = atoll_command("export", "again.safetensors", "--dir", "mine/atoll-run")
     assert exported.stdout.startswith("version 3"), exported.stderr
     assert (tmp_path / "again.safetensors").read_bytes() == (exports / "model.safetensors").read_bytes()
 
@@ -131,7 +131,7 @@ def test_the_server_says_that_it_starts_before_it_loads_what_is_slow(monkeypatch
         monkeypatch.setattr(server, name, lambda: None)
     monkeypatch.setitem(sys.modules, "atoll.server.serve", None)  # importing it fails: nothing before it needs it
     with pytest.raises(ImportError):
-        server.run_until_finished(Settings(name="mine"))
+        server.run_until_finished(Settings.build({"run.name": "mine"}))
     assert caplog.messages == ["mine starts; loading PyTorch takes a few seconds"]
 
 
@@ -147,7 +147,7 @@ def test_a_stopped_server_says_that_it_can_go_on(atoll_command, serve, number: s
     served.process.send_signal(number)
     assert served.end() == code
     assert "goes on from where the run is" in served.lines[-1]
-    assert "the model so far: atoll export model.safetensors --state-dir atoll-run" in served.lines[-1]
+    assert "the model so far: atoll export model.safetensors --dir atoll-run" in served.lines[-1]
     assert not any("Traceback" in line for line in served.lines)
     again = serve()
     again.process.terminate()
@@ -158,7 +158,7 @@ def test_a_stopped_server_says_that_it_can_go_on(atoll_command, serve, number: s
 def test_a_server_with_a_workflow_speaks_of_no_model(serve, tmp_path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "flow.py").write_text("def main(controller):\n    controller.sites(at_least=1)\n")
-    (tmp_path / "mine" / "run.toml").write_text('workflow = "flow.py:main"\n')
+    (tmp_path / "mine" / "run.toml").write_text('workflow.function = "flow.py:main"\n')
     served = serve()
     assert served.until("run ").endswith("): a workflow; files in atoll-run\n")
     assert "flow.py:main begins; start workers that take part with atoll.tasks" in served.until("begins")
@@ -172,7 +172,7 @@ def test_a_server_that_is_stopped_behind_the_end_of_its_run_says_so(
 ) -> None:
     """A worker that has not asked again is waited for; whoever does not want to wait has a finished run."""
     atoll_command("new", "mine")
-    served = serve("--rounds", "1", "--num-workers", "1", "--min-workers", "1")
+    served = serve("--rounds", "1", "--set", "rounds.sites=1", "--set", "rounds.min_sites=1")
     client = atoll.functional.Client(served.url, site="a", folder=tmp_path / "w")
     client.next_round()
     client.submit(client.pull())
@@ -189,7 +189,7 @@ def test_a_second_server_is_refused_by_port_and_by_directory(atoll_command, serv
     atoll_command("new", "mine")
     served = serve()
     port = served.url.rsplit(":", 1)[1]
-    by_port = atoll_command("server", "mine/run.toml", "--port", port, "--state-dir", "other")
+    by_port = atoll_command("server", "mine/run.toml", "--port", port, "--dir", "other")
     assert by_port.returncode == 3, by_port.stderr
     by_directory = atoll_command("server", "mine/run.toml", "--port", "0")
     assert by_directory.returncode == 4, by_directory.stderr
@@ -204,7 +204,7 @@ def test_on_a_terminal_the_server_shows_the_table_of_status_below_its_lines(atol
     atoll_command("new", "mine")
     terminal, theirs = pty.openpty()
     process = subprocess.Popen(
-        [*ATOLL, "server", "run.toml", "--port", "0", "--min-free-bytes", "0"],
+        [*ATOLL, "server", "run.toml", "--port", "0", "--set", "disk.min_free_bytes=0"],
         cwd=tmp_path / "mine",
         env=os.environ | {"TERM": "xterm", "COLUMNS": "200"},
         stdin=subprocess.DEVNULL,

@@ -33,66 +33,52 @@ def read(monkeypatch):
 
 
 @pytest.mark.covers("L12")
-def test_every_setting_is_a_flag_with_its_description() -> None:
-    from typer.main import get_command
-
-    command = get_command(cli.app).commands["server"]  # type: ignore[attr-defined]
-    flags = {option: parameter for parameter in command.params for option in parameter.opts}
-    for key, field in Settings.model_fields.items():
-        parameter = flags[f"--{key.replace('_', '-')}"]
-        assert parameter.help.startswith(field.description)
-
-
-def test_flags_become_settings(read) -> None:
-    settings = read(
-        "--sync-every", "30", "--outer-lr", "0.5", "--num-workers", "3", "--state-dir", "here", "--insecure"
-    )
-    assert (settings.sync_every, settings.outer_lr, settings.num_workers) == (30, 0.5, 3)
-    assert settings.state_dir == Path("here")
-    assert settings.insecure is True
-    assert settings.min_workers == Settings().min_workers
+def test_set_and_flags_become_settings(read) -> None:
+    settings = read("--set", "diloco.sync_every=30", "--set", "network.insecure=yes", "--dir", "here", "--rounds", "3")
+    assert (settings.diloco.sync_every, settings.network.insecure, settings.rounds.total) == (30, True, 3)
+    assert settings.disk.state_dir == Path("here")
+    settings = read("--host", "::1", "--port", "0", "--token-file", "token", "--set", "model.buffers=*mean, *var")
+    assert (settings.network.host, settings.network.port) == ("::1", 0)
+    assert settings.network.token_file == Path("token")
+    assert settings.model.buffers == ("*mean", "*var")
 
 
 @pytest.mark.covers("L23")
-def test_the_flags_of_low_communication_runs(read) -> None:
-    settings = read(
-        *("--async", "--no-bf16", "--num-workers", "4", "--host", "127.0.0.1", "--port", "0", "--save-dir", "out"),
-        *("--save-every", "5", "--num-fragments", "2", "--sync-every", "20", "--tau", "1", "--alpha", "0.5"),
-        *("--max-staleness", "3", "--dn-buffer-size", "4", "--dylu", "--heartbeat-interval", "5"),
-    )
-    assert (settings.mode, settings.codec, settings.num_workers, settings.port) == ("async", "none", 4, 0)
-    assert (settings.save_dir, settings.save_every, settings.num_fragments) == (Path("out"), 5, 2)
-    assert (settings.tau, settings.alpha, settings.max_staleness) == (1, 0.5, 3)
-    assert (settings.dn_buffer_size, settings.dylu, settings.heartbeat_interval_s) == (4, True, 5.0)
-    assert read("--dylu", "--mode", "async").dylu
-    assert "bf16 for DiLoCo, else none" in (Settings.model_fields["codec"].description or "")
-
-
-def test_a_short_flag_against_its_setting_is_refused(read) -> None:
-    with pytest.raises(ConfigError, match=r"--async says mode = 'async', and --mode says 'sync'"):
-        read("--async", "--mode", "sync")
-
-
-def test_a_table_is_written_as_toml_and_a_list_with_commas(read) -> None:
-    settings = read("--outer-options", "{nesterov = true, betas = [0.9, 0.95]}", "--buffers", "*mean, *var")
-    assert settings.outer_options == {"nesterov": True, "betas": [0.9, 0.95]}
-    assert settings.buffers == ("*mean", "*var")
+def test_sets_what_low_communication_runs_choose(read) -> None:
+    chosen = [
+        "async.enabled=true",
+        "aggregation.upload_codec.name=none",
+        "algorithm.outer_optimizer={lr = 0.5, betas = [0.9, 0.95]}",
+        "diloco.num_fragments=2",
+        "diloco.sync_every=20",
+        "diloco.fragment_update_alpha=0.5",
+        "diloco.dynamic_local_steps=true",
+        "async.max_staleness=3",
+        "disk.export_dir=out",
+    ]
+    settings = read(*(each for text in chosen for each in ("--set", text)))
+    assert (settings.async_.enabled, settings.async_.max_staleness) == (True, 3)
+    assert settings.aggregation.upload_codec.name == "none"
+    assert settings.algorithm.outer_optimizer.options == {"lr": 0.5, "betas": [0.9, 0.95]}
+    assert (settings.diloco.num_fragments, settings.diloco.sync_every) == (2, 20)
+    assert (settings.diloco.fragment_update_alpha, settings.diloco.dynamic_local_steps) == (0.5, True)
+    assert settings.disk.export_dir == Path("out")
 
 
 def test_a_flag_wins_over_the_run_file(read, tmp_path) -> None:
-    (tmp_path / "run.toml").write_text('algorithm = "fedavg"\nrounds = 7\nstate_dir = "state"\n')
+    (tmp_path / "run.toml").write_text('algorithm.name = "fedavg"\nrounds.total = 7\ndisk.state_dir = "state"\n')
     settings = read(str(tmp_path / "run.toml"), "--rounds", "9")
-    assert (settings.algorithm, settings.rounds) == ("fedavg", 9)
-    assert settings.state_dir == tmp_path / "state"
+    assert (settings.algorithm.target, settings.rounds.total) == ("fedavg", 9)
+    assert settings.disk.state_dir == tmp_path / "state"
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--rounds", "many"], ["flag --rounds", "'many'"]),
-        (["--outer-options", "lr=1"], ["--outer-options", "{key = 1}"]),
+        (["--set", "rounds.total=many"], ["command line: rounds.total", "'many'"]),
+        (["--set", "algorithm.outer_optimizer=lr=1"], ["--set", "algorithm.outer_optimizer={key = 1}"]),
         (["missing.toml"], ["missing.toml", "atoll new"]),
-        (["--min-workers", "5"], ["min_workers is 5", "num_workers is 1"]),
+        (["--set", "rounds.min_sites=5"], ["rounds.min_sites is 5", "rounds.sites is 1"]),
     ],
 )
 def test_a_wrong_value_names_the_flag_and_the_remedy(arguments: list[str], words: list[str]) -> None:
@@ -115,7 +101,7 @@ def test_modules_beside_the_run_file_and_in_the_current_folder_can_be_imported(r
 @pytest.mark.parametrize("present", [True, False])
 def test_a_run_file_that_was_not_named_is_offered(tmp_path, monkeypatch, present: bool) -> None:
     if present:
-        (tmp_path / "run.toml").write_text('model = "model:build"\n')
+        (tmp_path / "run.toml").write_text('model.source = "model:build"\n')
     monkeypatch.chdir(tmp_path)
     outcome = CliRunner().invoke(cli.app, ["server", "--port", "0"])
     assert isinstance(outcome.exception, ConfigError)

@@ -12,6 +12,7 @@ from functools import partial
 import pytest
 import torch
 from harness.processes import free_port
+from kit.servers import new_server
 from torch import nn
 
 import atoll
@@ -91,7 +92,7 @@ def test_watching_ends_with_the_run(canned, atoll_command, known) -> None:
 def test_watching_waits_for_a_server_that_is_started_again_and_sees_the_end(tmp_path) -> None:
     """The server ends right after the run; who watches it is told first."""
     options = {"algorithm": "fedavg", "rounds": 1, "state_dir": tmp_path / "state", "port": free_port()}
-    server = atoll.Server(nn.Linear(2, 2), **options).start()
+    server = new_server(nn.Linear(2, 2), **options).start()
     watching = subprocess.Popen(
         [sys.executable, "-m", "atoll.cli.main", "status", "--server", server.url, "--watch", "--json"],
         stdout=subprocess.PIPE,
@@ -105,7 +106,7 @@ def test_watching_waits_for_a_server_that_is_started_again_and_sees_the_end(tmp_
         server.stop()
         assert "does not answer" in (said := watching.stderr.readline())
         assert "Asking again every second" in said
-        server = atoll.Server(nn.Linear(2, 2), **options).start()
+        server = new_server(nn.Linear(2, 2), **options).start()
         assert json.loads(watching.stdout.readline())["epoch"] == 2
         with atoll.join(server.url, site="a", folder=tmp_path / "w") as worker:
             for fl_round in worker:
@@ -136,7 +137,7 @@ def test_the_comparison_is_of_one_start_of_the_server_to_the_byte(tmp_path) -> N
                 optimizer.step()
 
     for start in (1, 2):
-        server = atoll.Server(model, rounds=3 * start, **options).start()
+        server = new_server(model, **{"rounds.total": 3 * start}, **options).start()
         together(*(partial(train, site) for site in "ab"))
         server.run()
         told = server.status()

@@ -21,32 +21,32 @@ def status_of(nursery: Nursery, folder: Path, *words: str, **env: str) -> tuple[
 
 @pytest.mark.covers("L13")
 def test_reads_the_state_directory_of_a_finished_run(nursery: Nursery, tmp_path: Path) -> None:
-    with serve(tmp_path, name="over") as server:
+    with serve(tmp_path, **{"run.name": "over"}) as server:
         FederatedSites(server.url, tmp_path).join()
         server.run()
         last = server.status()
     before = sorted((path, path.stat().st_mtime_ns) for path in (tmp_path / "state").rglob("*.sqlite"))
-    code, said = status_of(nursery, tmp_path, "--state-dir", "state", "--json")
+    code, said = status_of(nursery, tmp_path, "--dir", "state", "--json")
     assert code == 0, said
     found = Status.model_validate_json(said)
     for key in ("run", "name", "algorithm", "policy", "finished", "rounds", "history", "deaths", "refused", "version"):
         assert getattr(found, key) == getattr(last, key), key
     assert [(each.site, each.rounds, each.state) for each in found.workers] == [("a", 3, "left"), ("b", 3, "left")]
     assert [fragment.phase for fragment in found.fragments] == ["finished"]
-    code, said = status_of(nursery, tmp_path, "--state-dir", "state")
+    code, said = status_of(nursery, tmp_path, "--dir", "state")
     assert code == 0
     assert "over at state: fedavg" in said
     assert sorted((path, path.stat().st_mtime_ns) for path in (tmp_path / "state").rglob("*.sqlite")) == before
 
 
 def test_reads_the_default_state_directory_where_no_server_answers(nursery: Nursery, tmp_path: Path) -> None:
-    with serve(tmp_path, num_workers=1, state_dir=tmp_path / "atoll-run") as server:
+    with serve(tmp_path, **{"rounds.sites": 1, "disk.state_dir": tmp_path / "atoll-run"}) as server:
         FederatedSites(server.url, tmp_path, ["a"]).join()
         server.run()
         run = server.status().run
     code, said = status_of(nursery, tmp_path, "--server", f"http://127.0.0.1:{free_port()}")
     assert code == 5  # that server was meant
-    assert "--state-dir" in said
+    assert "--dir" in said
     with socket.socket() as held:  # bound, and not listening: no server answers at the default address
         try:
             held.bind(("127.0.0.1", 8512))
@@ -59,9 +59,9 @@ def test_reads_the_default_state_directory_where_no_server_answers(nursery: Nurs
 
 
 def test_says_that_no_server_answers_after_it_was_stopped(nursery: Nursery, tmp_path: Path) -> None:
-    with serve(tmp_path, rounds=0):
+    with serve(tmp_path, **{"rounds.total": 0}):
         pass
-    code, said = status_of(nursery, tmp_path, "--state-dir", "state", "--json")
+    code, said = status_of(nursery, tmp_path, "--dir", "state", "--json")
     assert code == 0, said
     (fragment,) = json.loads(said)["fragments"]
     assert fragment["phase"] == "gathering"
@@ -69,17 +69,17 @@ def test_says_that_no_server_answers_after_it_was_stopped(nursery: Nursery, tmp_
 
 
 def test_refuses_a_folder_without_a_run_and_an_address_beside_the_folder(nursery: Nursery, tmp_path: Path) -> None:
-    code, said = status_of(nursery, tmp_path, "--state-dir", "state")
+    code, said = status_of(nursery, tmp_path, "--dir", "state")
     assert (code, "'state'" in said) == (2, True)
-    code, _ = status_of(nursery, tmp_path, "--state-dir", "state", "--server", "http://127.0.0.1:1")
+    code, _ = status_of(nursery, tmp_path, "--dir", "state", "--server", "http://127.0.0.1:1")
     assert code == 2
 
 
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"algorithm": "fedavg"}, set()),
-        ({"algorithm": "diloco", "sync_every": 7}, {"sync every", "outer"}),
+        ({"algorithm.name": "fedavg"}, set()),
+        ({"algorithm.name": "diloco", "diloco.sync_every": 7}, {"sync every", "outer"}),
     ],
     ids=["fedavg", "diloco"],
 )
@@ -96,7 +96,7 @@ def test_asks_the_server_that_runs_on_the_state_directory_at_another_port(nurser
     with serve(tmp_path) as server:
         sites = FederatedSites(server.url, tmp_path, ["a"])  # the round waits for another
         wait_until(lambda: server.status().workers, "a site")
-        code, said = status_of(nursery, tmp_path, "--state-dir", "state", "--json")
+        code, said = status_of(nursery, tmp_path, "--dir", "state", "--json")
         assert code == 0, said
         found = Status.model_validate_json(said)
         assert (found.address, found.run) == (server.url, server.status().run)

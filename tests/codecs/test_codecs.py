@@ -161,10 +161,10 @@ def test_a_density_that_is_none_is_refused(density):
 @pytest.mark.covers("X3")
 def test_options_are_those_of_the_codec():
     assert codecs_of("topk", {"density": 0.5})["topk"] == TopKCodec(density=0.5)
-    with pytest.raises(ConfigError, match=r"codec_options = .*density.*'int8'"):
+    with pytest.raises(ConfigError, match=r"aggregation.upload_codec = .*density.*'int8'"):
         codecs_of("int8", {"density": 0.5})
     for codec in ("none", "bf16", "int8", "int4", "topk"):  # what a codec is, nobody says in a run file
-        with pytest.raises(ConfigError, match=r"codec_options = .*raw"):
+        with pytest.raises(ConfigError, match=r"aggregation.upload_codec = .*raw"):
             codecs_of(codec, {"raw": True})
 
 

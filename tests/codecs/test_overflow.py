@@ -21,7 +21,13 @@ DTYPES = {
 }
 """A dtype, and a value of it: the difference to its negative has no place in the dtype."""
 
-FEDAVG: dict[str, Any] = {"algorithm": "fedavg", "outer_lr": 1.0, "outer_momentum": 0.0, "num_workers": 1, "rounds": 1}
+FEDAVG: dict[str, Any] = {
+    "algorithm.name": "fedavg",
+    "algorithm.outer_optimizer.lr": 1.0,
+    "algorithm.outer_optimizer.momentum": 0.0,
+    "rounds.sites": 1,
+    "rounds.total": 1,
+}
 
 
 class One(nn.Module):
@@ -38,7 +44,7 @@ class One(nn.Module):
 def test_carries_a_change_that_the_models_dtype_cannot_hold(tmp_path: Path, dtype: str, codec: str) -> None:
     """From x to −x, and so by −2x. Each codec writes the largest value of a tile to 1 part in 256."""
     kind, value = DTYPES[dtype]
-    with serve(tmp_path, One(kind, value), **FEDAVG, codec=codec) as server:
+    with serve(tmp_path, One(kind, value), **FEDAVG, **{"aggregation.upload_codec.name": codec}) as server:
         with atoll.join(server.url, site="a", folder=tmp_path / "workers") as worker:
             for fl_round in worker:
                 model = fl_round.load_into(One(kind, 0.0))
@@ -57,7 +63,12 @@ def test_carries_a_change_that_the_models_dtype_cannot_hold(tmp_path: Path, dtyp
 def test_carries_such_a_change_down_to_the_next_round(tmp_path: Path, down: str) -> None:
     """The second round begins from −x, which goes down as the difference from x."""
     seen = []
-    with serve(tmp_path, One(torch.float16, 40_000.0), **FEDAVG | {"rounds": 2}, downlink_codec=down) as server:
+    with serve(
+        tmp_path,
+        One(torch.float16, 40_000.0),
+        **FEDAVG | {"rounds.total": 2},
+        **{"aggregation.download_codec.name": down},
+    ) as server:
         with atoll.join(server.url, site="a", folder=tmp_path / "workers") as worker:
             for fl_round in worker:
                 model = fl_round.load_into(One(torch.float16, 0.0))

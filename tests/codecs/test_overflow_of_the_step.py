@@ -16,7 +16,12 @@ from torch import nn
 import atoll
 from atoll.errors import RunFailed
 
-ONE_STEP: dict[str, Any] = {"algorithm": "fedavg", "outer_momentum": 0.0, "num_workers": 1, "rounds": 3}
+ONE_STEP: dict[str, Any] = {
+    "algorithm.name": "fedavg",
+    "algorithm.outer_optimizer.momentum": 0.0,
+    "rounds.sites": 1,
+    "rounds.total": 3,
+}
 
 
 @pytest.fixture(autouse=True)
@@ -63,26 +68,64 @@ def adafactor(parameters: Any) -> torch.optim.Optimizer:
 
 
 CASES: dict[str, tuple[torch.dtype, float, float, str, dict[str, Any]]] = {
-    "fp16": (torch.float16, 40_000.0, 60_000.0, "F16", {"outer_lr": 2.0}),
-    "fp16 with a state": (torch.float16, 40_000.0, 60_000.0, "F16", {"outer_lr": 2.0, "outer_momentum": 0.5}),
-    "fp8 e5m2": (torch.float8_e5m2, 32_768.0, 57_344.0, "F8_E5M2", {"outer_lr": 2.0}),
-    "bf16": (torch.bfloat16, 2e38, 3e38, "BF16", {"outer_lr": 1.9, "max_update_norm": 1e39}),
-    "fp32": (torch.float32, 2e38, 3e38, "F32", {"outer_lr": 2.0, "max_update_norm": 1e39}),
+    "fp16": (torch.float16, 40_000.0, 60_000.0, "F16", {"algorithm.outer_optimizer.lr": 2.0}),
+    "fp16 with a state": (
+        torch.float16,
+        40_000.0,
+        60_000.0,
+        "F16",
+        {"algorithm.outer_optimizer.lr": 2.0, "algorithm.outer_optimizer.momentum": 0.5},
+    ),
+    "fp8 e5m2": (torch.float8_e5m2, 32_768.0, 57_344.0, "F8_E5M2", {"algorithm.outer_optimizer.lr": 2.0}),
+    "bf16": (
+        torch.bfloat16,
+        2e38,
+        3e38,
+        "BF16",
+        {"algorithm.outer_optimizer.lr": 1.9, "aggregation.max_update_norm": 1e39},
+    ),
+    "fp32": (
+        torch.float32,
+        2e38,
+        3e38,
+        "F32",
+        {"algorithm.outer_optimizer.lr": 2.0, "aggregation.max_update_norm": 1e39},
+    ),
     "whole tensors": (
         torch.float16,
         60_000.0,
         61_000.0,
         "F16",
-        {"outer_optimizer": adafactor, "outer_lr": None, "outer_momentum": None},
+        {
+            "algorithm.outer_optimizer.name": adafactor,
+            "algorithm.outer_optimizer.lr": None,
+            "algorithm.outer_optimizer.momentum": None,
+        },
     ),
-    "down by bf16": (torch.float16, 40_000.0, 60_000.0, "F16", {"outer_lr": 2.0, "downlink_codec": "bf16"}),
-    "down by int8": (torch.float16, 40_000.0, 60_000.0, "F16", {"outer_lr": 2.0, "downlink_codec": "int8"}),
+    "down by bf16": (
+        torch.float16,
+        40_000.0,
+        60_000.0,
+        "F16",
+        {"algorithm.outer_optimizer.lr": 2.0, "aggregation.download_codec.name": "bf16"},
+    ),
+    "down by int8": (
+        torch.float16,
+        40_000.0,
+        60_000.0,
+        "F16",
+        {"algorithm.outer_optimizer.lr": 2.0, "aggregation.download_codec.name": "int8"},
+    ),
     "a difference down": (
         torch.float32,
         -2e38,
         1e38,
         "F32",
-        {"outer_lr": 1.6, "downlink_codec": "bf16", "max_update_norm": 1e39},
+        {
+            "algorithm.outer_optimizer.lr": 1.6,
+            "aggregation.download_codec.name": "bf16",
+            "aggregation.max_update_norm": 1e39,
+        },
     ),
 }
 
@@ -101,7 +144,7 @@ def test_ends_before_a_version_that_the_dtype_cannot_hold(tmp_path: Path, case: 
 
 def test_a_restarted_server_says_it_again_and_keeps_the_last_good_version(tmp_path: Path) -> None:
     """The first round moves by 20,000 to 60,000. In the second the momentum alone moves by 18,000 more."""
-    settings = ONE_STEP | {"outer_lr": 1.0, "outer_momentum": 0.9}
+    settings = ONE_STEP | {"algorithm.outer_optimizer.lr": 1.0, "algorithm.outer_optimizer.momentum": 0.9}
     with serve(tmp_path, Model(), **settings) as server:
         train_to(server, tmp_path, 60_000.0)
         with pytest.raises(RunFailed) as first:
@@ -110,14 +153,14 @@ def test_a_restarted_server_says_it_again_and_keeps_the_last_good_version(tmp_pa
         server.run()
     assert names_the_overflow(first.value, "F16")
     assert str(again.value) == str(first.value)
-    command = [sys.executable, "-m", "atoll.cli.main", "export", "good.safetensors", "--state-dir", "state"]
+    command = [sys.executable, "-m", "atoll.cli.main", "export", "good.safetensors", "--dir", "state"]
     subprocess.run(command, cwd=tmp_path, check=True, timeout=60)
     assert load_file(tmp_path / "good.safetensors")["moved"].tolist() == [60_000.0] * 3
 
 
 def test_a_swarm_ends_when_its_sites_find_the_overflow(tmp_path: Path) -> None:
     """Both sites reduce the round, the second after the first could not; then there is none left to ask."""
-    settings = ONE_STEP | {"outer_lr": 2.0, "num_workers": 2, "placement": "swarm"}
+    settings = ONE_STEP | {"algorithm.outer_optimizer.lr": 2.0, "rounds.sites": 2, "swarm.enabled": True}
     with serve(tmp_path, Model(), **settings) as server:
         for site in ("a", "b"):
             train_to(server, tmp_path, 60_000.0, site=site)
@@ -128,7 +171,7 @@ def test_a_swarm_ends_when_its_sites_find_the_overflow(tmp_path: Path) -> None:
 
 def test_publishes_the_largest_value_that_the_dtype_can_hold(tmp_path: Path) -> None:
     """65,504 is the largest fp16, and 65,519 still rounds to it."""
-    with serve(tmp_path, Model(), **ONE_STEP | {"rounds": 1}, outer_lr=1.0) as server:
+    with serve(tmp_path, Model(), **ONE_STEP | {"rounds.total": 1}, **{"algorithm.outer_optimizer.lr": 1.0}) as server:
         train_to(server, tmp_path, 65_504.0)
         server.run()
     found = load_file(tmp_path / "state" / "exports" / "model.safetensors")

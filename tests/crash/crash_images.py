@@ -74,7 +74,7 @@ class Scenario:
 
     @property
     def all_settings(self) -> dict[str, Any]:
-        return {"model": "crash_models:build", "num_workers": len(self.sites), **self.settings}
+        return {"model.source": "crash_models:build", "rounds.sites": len(self.sites), **self.settings}
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ def recovered(scenario: Scenario, folder: Path) -> tuple[str, Counter[str]]:
         except ServerLost:  # the run was over in the image, and its server did not wait for sites that had left
             assert server.finished
 
-    settings = atoll.Settings.read(run_file, {"port": 0})
+    settings = atoll.Settings.read(run_file, {"network.port": 0})
     with pytest.MonkeyPatch.context() as patch, atoll.Server(build(), settings) as server:
         patch.setenv("ATOLL_GIVE_UP_S", "10")
         together(*(partial(take_part, site) for site in scenario.sites))

@@ -30,42 +30,46 @@ RECEIVING = ("part.received", "spool.write", "part.recorded", "accept.before", "
 CLOSING = ("pass.chunk", "pass.write", "head.before", "head.after")
 SCENARIOS = {
     "beginning and receiving": Scenario(server=twice("slot.create", "journal.commit", *RECEIVING)),
-    "closing a round": Scenario(server=twice(*CLOSING, "export.write", "fsync"), settings={"save_every": 1}),
+    "closing a round": Scenario(server=twice(*CLOSING, "export.write", "fsync"), settings={"disk.export_every": 1}),
     "at a site": Scenario(
         site=twice("worker.write", "outbox.seal", "outbox.sealed", "pull.part", "pull.done", "push.part")
         | twice("worker.acknowledged"),
-        settings={"codec": "int8"},
+        settings={"aggregation.upload_codec.name": "int8"},
     ),
     "compressed both ways, through a filter": Scenario(
         server=twice("pass.delta", "filters.write"),
         site=twice("delta.part"),
         settings={
-            "codec": "topk",
-            "codec_options": {"density": 0.1},
-            "downlink_codec": "int8",
-            "task_result_filters": [{"path": "norm_clip", "args": {"max_norm": 5.0}}],
+            "aggregation.upload_codec.name": "topk",
+            "aggregation.upload_codec.density": 0.1,
+            "aggregation.download_codec.name": "int8",
+            "workflow.result_filters": [{"path": "norm_clip", "args": {"max_norm": 5.0}}],
         },
     ),
     "swarm": Scenario(
         server=twice("swarm.asked"),
         site=twice("swarm.held", "swarm.collected", "swarm.closed", "swarm.told"),
-        settings={"placement": "swarm"},
+        settings={"swarm.enabled": True},
     ),
     "steps": Scenario(
         server=twice("accept.after", "head.after"),
         site=twice("outbox.seal", "outbox.sealed", "worker.acknowledged", "pull.done"),
-        settings={"algorithm": "diloco", "sync_every": 3, "codec": "int8"},
+        settings={"algorithm.name": "diloco", "diloco.sync_every": 3, "aggregation.upload_codec.name": "int8"},
         part=take_steps,
     ),
     "controls": Scenario(
         server=twice("accept.after", "head.after"),
         site=twice("outbox.seal", "outbox.sealed", "worker.acknowledged", "pull.done"),
-        settings={"algorithm": "scaffold", "outer_momentum": 0.0, "codec": "int8"},
+        settings={
+            "algorithm.name": "scaffold",
+            "algorithm.outer_optimizer.momentum": 0.0,
+            "aggregation.upload_codec.name": "int8",
+        },
         part=take_corrected_rounds,
     ),
     "workflows": Scenario(
         server=twice("workflow.ended"),
-        settings={"workflows": [{"kind": "train"}, {"path": "flow.py:after", "name": "after"}]},
+        settings={"workflow.steps": [{"kind": "train"}, {"path": "flow.py:after", "name": "after"}]},
         files={"flow.py": AFTER},
     ),
 }
@@ -83,7 +87,7 @@ def problems_of(scenario: Scenario, image: Image, right: str) -> list[str]:
     if again := before & trained.keys():
         problems.append(f"{where}{sorted(again)} were ready, and are trained again")
     sealed = max([hit for name, hit in image.places if name in SEALED], default=0)
-    if trained.total() > len(scenario.sites) * SETTINGS["rounds"] - sealed:
+    if trained.total() > len(scenario.sites) * SETTINGS["rounds.total"] - sealed:
         problems.append(f"{where}{sealed} updates were ready, and {trained.total()} are trained afterwards")
     return problems
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from far_device import FarDevice
 from harness.proxy import BEFORE_HEADER, Fault, Proxy
+from kit.servers import new_server
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -93,8 +94,8 @@ def everywhere(train: Callable[[str], Tensors]) -> Tensors:
 
 def diloco(device: str, folder: Path, sites: int = 2, **settings: Any) -> Tensors:
     """What the sites have at the end, and with one of them what the server has."""
-    options = {"sync_every": 8, "num_workers": sites, "port": 0, "min_free_bytes": 0} | settings
-    server = atoll.Server(build(), algorithm="diloco", state_dir=folder / "state", **options).start()
+    options = {"diloco.sync_every": 8, "rounds.sites": sites, "network.port": 0, "disk.min_free_bytes": 0} | settings
+    server = new_server(build(), **{"algorithm.name": "diloco", "disk.state_dir": folder / "state"}, **options).start()
 
     def train(site: str) -> Tensors:
         model = build(device)
@@ -116,8 +117,8 @@ def diloco(device: str, folder: Path, sites: int = 2, **settings: Any) -> Tensor
 
 
 def federated(device: str, folder: Path, *, clip: bool = False, **settings: Any) -> Tensors:
-    options = {"rounds": 3, "num_workers": len(SITES), "port": 0, "min_free_bytes": 0} | settings
-    server = atoll.Server(build(device), state_dir=folder / "state", **options).start()
+    options = {"rounds.total": 3, "rounds.sites": len(SITES), "network.port": 0, "disk.min_free_bytes": 0} | settings
+    server = new_server(build(device), **{"disk.state_dir": folder / "state"}, **options).start()
 
     def train(site: str) -> Tensors:
         model = build(device)
@@ -139,8 +140,8 @@ def federated(device: str, folder: Path, *, clip: bool = False, **settings: Any)
 
 def by_hand(device: str, folder: Path) -> Tensors:
     """SCAFFOLD with the corrections as values, of one site."""
-    options: dict[str, Any] = {"rounds": 3, "num_workers": 1, "port": 0, "min_free_bytes": 0}
-    with atoll.Server(build(), algorithm="scaffold", state_dir=folder / "state", **options) as server:
+    options: dict[str, Any] = {"rounds.total": 3, "rounds.sites": 1, "network.port": 0, "disk.min_free_bytes": 0}
+    with new_server(build(), **{"algorithm.name": "scaffold", "disk.state_dir": folder / "state"}, **options) as server:
         model = build(device)
         with atoll.join(server.url, site="a", folder=folder / "workers") as worker:
             for fl_round in worker:
@@ -156,9 +157,15 @@ def by_hand(device: str, folder: Path) -> Tensors:
 
 def moved_on(device: str, folder: Path) -> Tensors:
     """A site that is not told that its first update counts: it carries its next steps over to the version after it."""
-    options: dict[str, Any] = {"rounds": 3, "num_workers": 1, "sync_every": 2, "port": 0, "min_free_bytes": 0}
+    options: dict[str, Any] = {
+        "rounds.total": 3,
+        "rounds.sites": 1,
+        "diloco.sync_every": 2,
+        "network.port": 0,
+        "disk.min_free_bytes": 0,
+    }
     with (
-        atoll.Server(build(), algorithm="diloco", state_dir=folder / "state", **options) as server,
+        new_server(build(), **{"algorithm.name": "diloco", "disk.state_dir": folder / "state"}, **options) as server,
         Proxy(server.port) as proxy,
     ):
         model = build(device)
@@ -181,7 +188,9 @@ def tasks(device: str, folder: Path) -> Tensors:
         payload = {name: tensor.to(device) for name, tensor in state_of(build()).items()}
         answers.append(controller.send("a", "add", payload, timeout_s=60).payload)
 
-    with atoll.Server(workflow=workflow, port=0, state_dir=folder / "state", min_free_bytes=0) as server:
+    with atoll.Server(
+        workflow=workflow, settings={"network.port": 0, "disk.state_dir": folder / "state", "disk.min_free_bytes": 0}
+    ) as server:
         with atoll.tasks(server.url, "a") as worker:
             for task in worker.tasks():
                 task.answer({name: tensor.to(device) + 1 for name, tensor in task.payload.items()})
@@ -203,21 +212,31 @@ def objects(device: str, folder: Path) -> Tensors:
     return found | {f"lazy.{name}": atoll.resolve(tensor).clone() for name, tensor in lazy.items()}
 
 
-STREAMING = {"num_fragments": 4, "tau": 1, "alpha": 0.5}
-INT4 = {"codec": "int4", "downlink_codec": "int4"}
-INT8 = {"codec": "int8", "downlink_codec": "int8"}
+STREAMING = {"diloco.num_fragments": 4, "diloco.fragment_sync_delay": 1, "diloco.fragment_update_alpha": 0.5}
+INT4 = {"aggregation.upload_codec.name": "int4", "aggregation.download_codec.name": "int4"}
+INT8 = {"aggregation.upload_codec.name": "int8", "aggregation.download_codec.name": "int8"}
 WAYS: dict[str, Callable[[str, Path], Tensors]] = {
-    "diloco": lambda device, folder: diloco(device, folder, rounds=3),
-    "bf16": lambda device, folder: diloco(device, folder, rounds=3, codec="bf16", downlink_codec="bf16"),
-    "top-k": lambda device, folder: diloco(device, folder, rounds=3, codec="topk", downlink_codec="topk"),
-    "streaming": lambda device, folder: diloco(device, folder, rounds=3, **STREAMING),
-    "streaming int4": lambda device, folder: diloco(device, folder, rounds=3, **STREAMING, **INT4),
-    "swarm": lambda device, folder: diloco(device, folder, rounds=3, placement="swarm"),
-    "async": lambda device, folder: diloco(device, folder, 1, mode="async", dn_buffer_size=2, **INT8),
-    "fedavg": lambda device, folder: federated(device, folder, algorithm="fedavg", clip=True),
-    "fedprox": lambda device, folder: federated(device, folder, algorithm="fedprox", **INT8),
-    "scaffold": lambda device, folder: federated(device, folder, algorithm="scaffold"),
-    "fednova": lambda device, folder: federated(device, folder, algorithm="fednova"),
+    "diloco": lambda device, folder: diloco(device, folder, **{"rounds.total": 3}),
+    "bf16": lambda device, folder: diloco(
+        device,
+        folder,
+        **{"rounds.total": 3, "aggregation.upload_codec.name": "bf16", "aggregation.download_codec.name": "bf16"},
+    ),
+    "top-k": lambda device, folder: diloco(
+        device,
+        folder,
+        **{"rounds.total": 3, "aggregation.upload_codec.name": "topk", "aggregation.download_codec.name": "topk"},
+    ),
+    "streaming": lambda device, folder: diloco(device, folder, **{"rounds.total": 3}, **STREAMING),
+    "streaming int4": lambda device, folder: diloco(device, folder, **{"rounds.total": 3}, **STREAMING, **INT4),
+    "swarm": lambda device, folder: diloco(device, folder, **{"rounds.total": 3, "swarm.enabled": True}),
+    "async": lambda device, folder: diloco(
+        device, folder, 1, **{"async.enabled": True, "async.momentum_every": 2}, **INT8
+    ),
+    "fedavg": lambda device, folder: federated(device, folder, **{"algorithm.name": "fedavg"}, clip=True),
+    "fedprox": lambda device, folder: federated(device, folder, **{"algorithm.name": "fedprox"}, **INT8),
+    "scaffold": lambda device, folder: federated(device, folder, **{"algorithm.name": "scaffold"}),
+    "fednova": lambda device, folder: federated(device, folder, **{"algorithm.name": "fednova"}),
     "by hand": by_hand,
     "moved on": moved_on,
     "tasks": tasks,

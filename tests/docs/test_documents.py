@@ -18,7 +18,7 @@ from torch import nn
 
 import atoll
 from atoll.cli.main import app
-from atoll.config import ENV_PREFIX, NOT_SETTINGS, OTHER_NAMES, Settings
+from atoll.config import FIELDS, NOT_SETTINGS, OTHER_NAMES, variable_of
 
 sys.path.insert(0, str(Path(__file__).parent))
 from pages import PAGES, ROOT, anchors, command_lines, inline_code, links, prose, table_rows
@@ -118,12 +118,14 @@ def test_every_make_target_exists(page: Path) -> None:
 
 @by_page
 def test_every_variable_exists(page: Path) -> None:
-    known = NOT_SETTINGS | OTHER_NAMES.keys() | {ENV_PREFIX + key.upper() for key in Settings.model_fields}
+    known = NOT_SETTINGS | OTHER_NAMES.keys() | {variable_of(key) for key in FIELDS}
     written = set(re.findall(r"\bATOLL_[A-Z][A-Z_]*[A-Z]\b", page.read_text(encoding="utf-8")))
     if page.parent.name != "reference" and page.name != "behaviours.md":
         assert written <= known, written - known
 
 
+OPTIONS = ("algorithm.mu", "algorithm.outer_optimizer.lr", "algorithm.outer_optimizer.momentum", "on_missed")
+"""Options of a choice, and a field of an algorithm."""
 ARGUMENTS = ("max_sync_retries", "min_clients", "min_responses", "num_clients", "num_rounds", "round_s")
 """Names that look like settings, and are arguments, or a field of a bench's result."""
 
@@ -133,10 +135,10 @@ def test_every_setting_in_the_pages_exists() -> None:
     for page in [ROOT / "README.md", *DOCS.glob("*.md")]:
         others = page.name == "behaviours.md" or page.name.startswith("from-")  # whose names are not ours alone
         for code in [] if others else inline_code(page):
-            if found := re.fullmatch(r"([a-z_]+) = .+", code):
-                assert found.group(1) in {*Settings.model_fields, "on_missed"}, f"{page.name}: {code}"
+            if found := re.fullmatch(r"([a-z_.]+) = .+", code):
+                assert found.group(1) in {*FIELDS, *OPTIONS}, f"{page.name}: {code}"
             if re.fullmatch(r"(heartbeat|idle|round|min|max|keep|num)_[a-z_]+", code):
-                assert code in {*Settings.model_fields, *ARGUMENTS}, f"{page.name}: {code}"
+                assert code in {*FIELDS, *ARGUMENTS}, f"{page.name}: {code}"
 
 
 @by_page
@@ -212,7 +214,7 @@ def test_the_warning_of_staleness_names_its_part_of_troubleshooting(texts: str) 
 
 def test_the_metrics_in_operations_are_those_of_the_server(tmp_path: Path) -> None:
     written = set(re.findall(r"`(atoll_\w+)", prose(DOCS / "operations.md")))
-    with atoll.Server(nn.Linear(2, 2), port=0, state_dir=tmp_path / "state") as server:
+    with atoll.Server(nn.Linear(2, 2), settings={"network.port": 0, "disk.state_dir": tmp_path / "state"}) as server:
         with urllib.request.urlopen(f"{server.url}/metrics", timeout=30) as response:
             served = set(re.findall(r"^# TYPE (\w+)", response.read().decode(), re.MULTILINE))
     assert written == served

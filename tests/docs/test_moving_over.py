@@ -15,7 +15,7 @@ import pytest
 import atoll
 from atoll import registry
 from atoll.aggregation.user_aggregator import Update
-from atoll.config import NOT_SETTINGS, Settings
+from atoll.config import FIELDS, GROUPS, NOT_SETTINGS, Settings
 from atoll.protocol.openapi import OPERATIONS
 from atoll.recipes import Recipe, RunResult
 from atoll.server.tasks.workflow_controller import Controller
@@ -56,12 +56,12 @@ ARGUMENTS = {
 
 def exists(name: str) -> bool:
     """Whether a name of ours is a public one, a setting, a value of one, a command, a variable, a route or a file."""
-    if name in FILES or name in Settings.model_fields or name in NOT_SETTINGS:
+    if name in FILES or name in FIELDS or name in GROUPS or name.startswith("algorithm.") or name in NOT_SETTINGS:
         return True
     if name in ARGUMENTS:
         return name in inspect.signature(ARGUMENTS[name]).parameters
-    if found := re.fullmatch(r"(\w+) = (\S.*)", name):
-        Settings.build({"num_workers": 2, found[1]: value_of(found[2])})
+    if found := re.fullmatch(r"([\w.]+) = (\S.*)", name):
+        Settings.build({"rounds.sites": 2, found[1]: value_of(found[2])})
         return True
     if found := re.fullmatch(r"(GET|POST|PUT|DELETE) (/\S+)", name):
         return any((each.method, each.path) == found.groups() for each in OPERATIONS)

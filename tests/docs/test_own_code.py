@@ -44,7 +44,7 @@ def play(server: atoll.Server, folder: Path, rounds: int, adds: dict[str, float]
 
 
 def server_of(run_file: Path, **flags: object) -> atoll.Server:
-    settings = atoll.Settings.read(run_file, {"port": 0, "min_free_bytes": 0} | flags, environ={})
+    settings = atoll.Settings.read(run_file, {"network.port": 0, "disk.min_free_bytes": 0} | flags, environ={})
     return atoll.Server({"w": torch.zeros(2, 2), "v": torch.zeros(3)}, settings=settings)
 
 
@@ -64,7 +64,8 @@ def test_krum_takes_the_update_in_the_middle_of_the_honest_ones(folder: Path) ->
 @pytest.mark.covers("D13", "X1")
 def test_the_running_mean_is_the_mean(folder: Path) -> None:
     with server_of(
-        folder / "run.toml", aggregator=f"{folder / 'running_mean.py'}:RunningMean", aggregator_options={}
+        folder / "run.toml",
+        **{"aggregation.aggregator.path": f"{folder / 'running_mean.py'}:RunningMean", "aggregation.aggregator": {}},
     ) as s:
         result = play(s, folder, 1, SITES)
     assert torch.allclose(result["w"], torch.full((2, 2), sum(SITES.values()) / 5), atol=1e-5)
@@ -77,7 +78,9 @@ def test_the_folder_gives_a_next_run_what_the_last_one_left(folder: Path, monkey
         play(server, folder, 2, {"a": 1.0})
     saved = {path.name: load_file(path)["v"][0].item() for path in (folder / "shelf").iterdir()}
     assert saved == {f"round-{n:04d}.safetensors": float(n) for n in (0, 1, 2)}
-    settings = atoll.Settings.read(folder / "store.toml", {"port": 0, "state_dir": folder / "next"}, environ={})
+    settings = atoll.Settings.read(
+        folder / "store.toml", {"network.port": 0, "disk.state_dir": folder / "next"}, environ={}
+    )
     with atoll.Server(settings=settings) as server:
         begin = load_file(server.save_state(folder / "begin.safetensors"))
     assert begin["v"][0].item() == 2.0

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from harness.processes import Nursery, Process
+from kit.servers import new_server
 from torch import nn
 
 import atoll
@@ -35,17 +36,17 @@ def zero() -> nn.Module:
 
 def serve(folder: Path, **options: Any) -> atoll.Server:
     settings: dict[str, Any] = {
-        "algorithm": "fedavg",
-        "rounds": 1,
-        "num_workers": 3,
-        "port": 0,
-        "min_free_bytes": 0,
-        "threads": 1,
-        "workflows": AFTER,
+        "algorithm.name": "fedavg",
+        "rounds.total": 1,
+        "rounds.sites": 3,
+        "network.port": 0,
+        "disk.min_free_bytes": 0,
+        "run.threads": 1,
+        "workflow.steps": AFTER,
     }
-    settings |= {"state_dir": folder / "state"} | options
+    settings |= {"disk.state_dir": folder / "state"} | options
     model = zero() if settings.pop("has_model", True) else None
-    return atoll.Server(model, **settings)
+    return new_server(model, **settings)
 
 
 def start_site(nursery: Nursery, folder: Path, url: str, name: str, *words: str, **more: Any) -> Process:

@@ -16,7 +16,7 @@ from torch import nn
 import atoll
 from atoll.errors import UsageError
 
-ALONE: dict[str, Any] = {"workflows": ({"kind": "cross_site_evaluation"},), "rounds": 0, "num_workers": 1}
+ALONE: dict[str, Any] = {"workflow.steps": ({"kind": "cross_site_evaluation"},), "rounds.total": 0, "rounds.sites": 1}
 
 
 def play(folder: Path, register: Callable[[Any], None], **settings: Any) -> dict[str, Any]:
@@ -44,7 +44,7 @@ def test_the_module_that_others_models_go_into_is_not_given_as_its_own(tmp_path:
 
     found = play(tmp_path, register)
     assert losses(found) == {"version 0": {"a": 0.0}}
-    assert "model=copy.deepcopy(model)" in errors(found)["a", "a"]
+    assert "model.source=copy.deepcopy(model)" in errors(found)["a", "a"]
 
 
 @pytest.mark.covers("P9", "X3")
@@ -117,7 +117,7 @@ def test_only_the_sites_that_are_named_evaluate(tmp_path: Path) -> None:
             worker.run()
 
     workflows = ({"kind": "cross_site_evaluation", "sites": ["b"]},)
-    with serve(tmp_path, workflows=workflows, rounds=0, num_workers=2) as server:
+    with serve(tmp_path, **{"workflow.steps": workflows, "rounds.total": 0, "rounds.sites": 2}) as server:
         running = Threads(partial(site, "a"), partial(site, "b"))
         server.run()
         running.join()
@@ -131,7 +131,9 @@ def test_a_handler_may_answer_with_a_reference_to_a_model_elsewhere(tmp_path: Pa
     with atoll.objects.Publisher() as publisher:
 
         def register(worker: Any) -> None:
-            worker.task("submit_model")(lambda payload: {"model": publisher.publish({"weight": torch.full((2,), 3.0)})})
+            worker.task("submit_model")(
+                lambda payload: {"model.source": publisher.publish({"weight": torch.full((2,), 3.0)})}
+            )
             worker.evaluates(lambda state: {"loss": state["weight"][-1]})
 
         assert losses(play(tmp_path, register, has_model=False)) == {"a": {"a": 3.0}}
@@ -141,8 +143,11 @@ def test_a_handler_may_answer_with_a_reference_to_a_model_elsewhere(tmp_path: Pa
 @pytest.mark.parametrize(
     ("answer", "words"),
     [
-        ({"model": "here"}, "something else than a reference to a model"),
-        ({"model": {"object": "0" * 32, "secret": "0" * 32, "digest": "0" * 64, "expires_at": 1}}, "is not kept here"),
+        ({"model.source": "here"}, "something else than a reference to a model"),
+        (
+            {"model.source": {"object": "0" * 32, "secret": "0" * 32, "digest": "0" * 64, "expires_at": 1}},
+            "is not kept here",
+        ),
     ],
     ids=["no reference", "no object"],
 )

@@ -48,7 +48,7 @@ def test_after_training_each_model_is_evaluated_at_each_site(nursery: Nursery, t
 def test_an_evaluation_of_its_own_needs_no_model_and_no_training(nursery: Nursery, tmp_path: Path) -> None:
     """Sites that only answer tasks give a model of their own; the run has none."""
     only = ({"kind": "cross_site_evaluation", "name": "who knows"},)
-    with serve(tmp_path, workflows=only, rounds=0, has_model=False) as server:
+    with serve(tmp_path, **{"workflow.steps": only, "rounds.total": 0}, has_model=False) as server:
         sites = [start_site(nursery, tmp_path, server.url, name, "tasks") for name in "abc"]
         assert server.wait(60)
         server.run()
@@ -88,7 +88,7 @@ def test_sites_that_fail_refuse_or_measure_no_number_leave_a_cell_and_a_reason(
 @pytest.mark.covers("P9", "P12")
 def test_an_evaluation_that_has_not_one_value_has_failed(nursery: Nursery, tmp_path: Path) -> None:
     only = ({"kind": "cross_site_evaluation"},)
-    with serve(tmp_path, workflows=only, rounds=0, num_workers=1) as server:
+    with serve(tmp_path, **{"workflow.steps": only, "rounds.total": 0, "rounds.sites": 1}) as server:
         start_site(nursery, tmp_path, server.url, "a", "tasks", "refuses", "raises")
         with pytest.raises(RunFailed, match="evaluated nothing: every model on a: ValueError: no data here"):
             server.run()
@@ -97,7 +97,7 @@ def test_an_evaluation_that_has_not_one_value_has_failed(nursery: Nursery, tmp_p
 
 @pytest.mark.covers("P9")
 def test_a_site_that_is_killed_leaves_its_cells_empty_and_the_others_go_on(nursery: Nursery, tmp_path: Path) -> None:
-    with serve(tmp_path, heartbeat_interval_s=0.5, heartbeat_timeout_s=2.0) as server:
+    with serve(tmp_path, **{"network.heartbeat_interval_s": 0.5, "network.heartbeat_timeout_s": 2.0}) as server:
         sites = {name: start_site(nursery, tmp_path, server.url, name) for name in "ab"}
         dying = start_site(nursery, tmp_path, server.url, "c", "hangs")
         wait_until((tmp_path / "c.hangs").exists, "an evaluation at c")
@@ -117,7 +117,7 @@ def test_a_site_that_is_killed_leaves_its_cells_empty_and_the_others_go_on(nurse
 @pytest.mark.covers("P9", "P12")
 def test_a_site_that_stands_still_is_given_up_after_its_time(nursery: Nursery, tmp_path: Path) -> None:
     workflows = ({"kind": "train"}, {"kind": "cross_site_evaluation", "evaluation_timeout_s": 1.5})
-    with serve(tmp_path, workflows=workflows) as server:
+    with serve(tmp_path, **{"workflow.steps": workflows}) as server:
         sites = [start_site(nursery, tmp_path, server.url, name) for name in "ab"]
         hanging = start_site(nursery, tmp_path, server.url, "c", "hangs")
         assert server.wait(60)

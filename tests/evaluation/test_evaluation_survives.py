@@ -22,8 +22,10 @@ def start_server(nursery: Nursery, folder: Path, *flags: str, port: int) -> Proc
 def run_file(folder: Path) -> None:
     save_file({"weight": torch.zeros(1, 1)}, folder / "zero.safetensors")
     (folder / "run.toml").write_text(
-        'algorithm = "fedavg"\nmodel = "zero.safetensors"\nrounds = 1\nnum_workers = 3\nstate_dir = "state"\n'
-        'min_free_bytes = 0\n[[workflows]]\nkind = "train"\n[[workflows]]\nkind = "cross_site_evaluation"\n'
+        'algorithm.name = "fedavg"\nmodel.source = "zero.safetensors"\nrounds.total = 1\nrounds.sites = '
+        '3\ndisk.state_dir = "state"\n'
+        'disk.min_free_bytes = 0\n[[workflow.steps]]\nkind = "train"\n[[workflow.steps]]\nkind = '
+        '"cross_site_evaluation"\n'
     )
 
 
@@ -75,7 +77,7 @@ def test_sends_each_model_to_the_server_once(nursery: Nursery, tmp_path: Path) -
     """
     nbytes = 8_000_000
     only = ({"kind": "cross_site_evaluation"},)
-    with serve(tmp_path, workflows=only, rounds=0, has_model=False) as server:
+    with serve(tmp_path, **{"workflow.steps": only, "rounds.total": 0}, has_model=False) as server:
         sites = [nursery.start(BIG, server.url, name, str(TARGETS[name]), str(nbytes), cwd=tmp_path) for name in "abc"]
         assert server.wait(90)
         server.run()
@@ -106,7 +108,7 @@ def peaks_mb(nursery: Nursery, folder: Path, megabytes: int) -> list[float]:
     nbytes, port = megabytes * 2**20, free_port()
     save_file({"weight": torch.ones(1, nbytes // 4)}, folder / "global.safetensors")
     (folder / "run.toml").write_text(
-        f'num_workers = 2\nport = {port}\nstate_dir = "state"\n[[workflows]]\n'
+        f'rounds.sites = 2\nnetwork.port = {port}\ndisk.state_dir = "state"\n[[workflow.steps]]\n'
         'kind = "cross_site_evaluation"\nversions = ["global.safetensors"]\n'
     )
     server = nursery.start("atoll", "server", "run.toml", cwd=folder)

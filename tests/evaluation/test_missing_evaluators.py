@@ -16,7 +16,7 @@ from atoll.errors import UsageError
 @pytest.mark.covers("P9")
 def test_refuses_a_site_without_an_evaluator_before_it_trains(tmp_path: Path) -> None:
     trained: list[int] = []
-    with serve(tmp_path, num_workers=1) as server:
+    with serve(tmp_path, **{"rounds.sites": 1}) as server:
         with pytest.raises(UsageError) as refused, atoll.join(server.url, "a", folder=tmp_path / "w") as worker:
             trained.extend(fl_round.number for fl_round in worker)
         (site,) = server.status().workers
@@ -30,7 +30,7 @@ def test_refuses_a_site_without_an_evaluator_before_it_trains(tmp_path: Path) ->
 @pytest.mark.covers("P9")
 def test_refuses_a_site_of_tasks_without_an_evaluator(tmp_path: Path) -> None:
     workflows = [{"kind": "cross_site_evaluation"}]
-    with serve(tmp_path, num_workers=1, workflows=workflows, rounds=0) as server:
+    with serve(tmp_path, **{"rounds.sites": 1, "workflow.steps": workflows, "rounds.total": 0}) as server:
         with atoll.tasks(server.url, "a") as worker:
             worker.task("train")(lambda payload: payload)
             with pytest.raises(UsageError) as refused:
@@ -54,7 +54,7 @@ def test_a_site_trains_that_is_not_evaluated_or_has_a_handler_of_its_own(tmp_pat
             for fl_round in worker:
                 fl_round.submit(fl_round.load_into(zero()))
 
-    with serve(tmp_path, num_workers=2, workflows=workflows) as server:
+    with serve(tmp_path, **{"rounds.sites": 2, "workflow.steps": workflows}) as server:
         together(lambda: train(server.url, "a"), lambda: train(server.url, "b"))
         server.run()
         evaluation_found = server.evaluation

@@ -10,7 +10,12 @@ import pytest
 from evaluation_world import serve, zero
 from kit import DiLoCoSites
 
-DILOCO: dict[str, Any] = {"algorithm": "diloco", "sync_every": 2, "codec": "none", "num_workers": 2}
+DILOCO: dict[str, Any] = {
+    "algorithm.name": "diloco",
+    "diloco.sync_every": 2,
+    "aggregation.upload_codec.name": "none",
+    "rounds.sites": 2,
+}
 
 
 @pytest.mark.covers("P9")
@@ -30,6 +35,6 @@ def test_tells_a_site_before_its_first_step_that_it_will_be_asked(
             told_before.add(site)
 
     workflows = [{"kind": "train"}, {"kind": "cross_site_evaluation", "sites": sites, "site_models": False}]
-    with serve(tmp_path, workflows=workflows, **DILOCO) as server:
+    with serve(tmp_path, **{"workflow.steps": workflows}, **DILOCO) as server:
         DiLoCoSites(server.url, tmp_path, 4, build=zero, during=during).join()
     assert told_before == told("atoll") == set(sites)

@@ -16,16 +16,16 @@ from atoll.cli import evaluate
 from atoll.protocol.task_messages import Cell, EvaluatedModel, Evaluation, markdown, plain
 
 RUN = """
-algorithm = "fedavg"
-model = "zero.safetensors"
-rounds = {rounds}
-num_workers = 2
-min_free_bytes = 0
-state_dir = "state"
-save_every = 1
-keep_versions = 2
-best_metric = "loss"
-best_mode = "min"
+algorithm.name = "fedavg"
+model.source = "zero.safetensors"
+rounds.total = {rounds}
+rounds.sites = 2
+disk.min_free_bytes = 0
+disk.state_dir = "state"
+disk.export_every = 1
+disk.keep_versions = 2
+rounds.best_metric = "loss"
+rounds.best_mode = "min"
 """
 
 TRAINER = """
@@ -121,7 +121,7 @@ def test_a_run_that_is_not_finished_goes_on_after_an_evaluation(nursery: Nursery
     assert losses(json.loads(text[text.index("\n{\n") :])) == {"version 2": {"b": 2.0}}
     assert "| version 2 | 2 |" in (tmp_path / "found.md").read_text()
     trained(nursery, tmp_path, 4)
-    exported = nursery.start("atoll", "export", "out.safetensors", "--state-dir", "state", cwd=tmp_path)
+    exported = nursery.start("atoll", "export", "out.safetensors", "--dir", "state", cwd=tmp_path)
     assert exported.wait() == 0
     assert "version 4" in exported.output()
 
@@ -148,7 +148,7 @@ def test_a_server_that_runs_is_asked_for_its_matrix(nursery: Nursery, tmp_path: 
 
 @pytest.mark.covers("P9", "X3")
 def test_what_cannot_be_evaluated_is_named(nursery: Nursery, tmp_path: Path) -> None:
-    (tmp_path / "run.toml").write_text('state_dir = "state"\n')
+    (tmp_path / "run.toml").write_text('disk.state_dir = "state"\n')
     for arguments, code, words in (
         ([], 2, "Give one of a run file and --server."),
         (["run.toml"], 2, "holds no run"),

@@ -21,6 +21,7 @@ from typing import Any, Protocol
 
 from harness.processes import Kept, Nursery, Process, free_port, wait_until
 from kit.processes import toml
+from kit.servers import new_server
 from site_threads import Threads
 from small_run import SITES, build, train_
 from torch import nn
@@ -32,17 +33,17 @@ ROUNDS = 3
 PART_BYTES = 2**16
 
 SETTINGS: dict[str, Any] = {
-    "algorithm": "fedavg",
-    "outer_optimizer": "sgd",
-    "outer_lr": 0.7,
-    "outer_momentum": 0.9,
-    "num_workers": len(SITES),
-    "rounds": ROUNDS,
-    "part_bytes": PART_BYTES,
-    "min_free_bytes": 0,
-    "heartbeat_interval_s": 0.5,
-    "heartbeat_timeout_s": 60.0,
-    "threads": 1,
+    "algorithm.name": "fedavg",
+    "algorithm.outer_optimizer.name": "sgd",
+    "algorithm.outer_optimizer.lr": 0.7,
+    "algorithm.outer_optimizer.momentum": 0.9,
+    "rounds.sites": len(SITES),
+    "rounds.total": ROUNDS,
+    "network.part_bytes": PART_BYTES,
+    "disk.min_free_bytes": 0,
+    "network.heartbeat_interval_s": 0.5,
+    "network.heartbeat_timeout_s": 60.0,
+    "run.threads": 1,
 }
 
 
@@ -78,8 +79,8 @@ class Sites(Threads):
 @contextlib.contextmanager
 def serving(folder: Path, model: nn.Module | None = None, **settings: Any) -> Iterator[atoll.Server]:
     """The run, served by this process; of another model where one is given."""
-    server = atoll.Server(
-        model or build(), **(SETTINGS | {"port": 0, "state_dir": folder / "state"} | settings)
+    server = new_server(
+        model or build(), **(SETTINGS | {"network.port": 0, "disk.state_dir": folder / "state"} | settings)
     ).start()
     try:
         yield server
@@ -97,7 +98,7 @@ class ServerProcess:
         self.port = port or free_port()
         self.log = folder / "server.log"
         self._nursery = nursery
-        write_run_file(folder, port=self.port, **settings)
+        write_run_file(folder, **{"network.port": self.port}, **settings)
         self.kept = Kept(self._start, lives)
 
     def _start(self, failpoints: str) -> Process:
@@ -119,7 +120,7 @@ def write_run_file(folder: Path, **settings: Any) -> Path:
     (folder / "fault_model.py").write_text(
         f"import sys\nsys.path.insert(0, {str(Path(__file__).parent)!r})\nfrom small_run import build\n"
     )
-    values = SETTINGS | {"model": "fault_model:build", "state_dir": "state"} | settings
+    values = SETTINGS | {"model.source": "fault_model:build", "disk.state_dir": "state"} | settings
     path = folder / "run.toml"
     path.write_text("".join(f"{key} = {toml(value)}\n" for key, value in values.items()))
     return path

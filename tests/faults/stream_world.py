@@ -18,16 +18,16 @@ from torch import nn
 ROUNDS = 2
 FRAGMENTS = 3
 SETTINGS: dict[str, Any] = {
-    "algorithm": "diloco",
-    "codec": "int8",
-    "outer_lr": 0.7,
-    "outer_momentum": 0.9,
-    "rounds": ROUNDS,
-    "num_fragments": FRAGMENTS,
-    "sync_every": 6,
-    "tau": 1,
-    "alpha": 0.25,
-    "part_bytes": PART_BYTES,
+    "algorithm.name": "diloco",
+    "aggregation.upload_codec.name": "int8",
+    "algorithm.outer_optimizer.lr": 0.7,
+    "algorithm.outer_optimizer.momentum": 0.9,
+    "rounds.total": ROUNDS,
+    "diloco.num_fragments": FRAGMENTS,
+    "diloco.sync_every": 6,
+    "diloco.fragment_sync_delay": 1,
+    "diloco.fragment_update_alpha": 0.25,
+    "network.part_bytes": PART_BYTES,
 }
 """Over those of `fault_world`."""
 STEPS = ROUNDS * 6 + 1

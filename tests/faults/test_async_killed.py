@@ -21,12 +21,12 @@ import atoll
 
 VERSIONS = 10
 SETTINGS = {
-    "mode": "async",
-    "rounds": VERSIONS,
-    "num_workers": 3,
-    "outer_lr": 1.0,
-    "outer_momentum": 0.0,
-    "staleness_weight": "constant",
+    "async.enabled": True,
+    "rounds.total": VERSIONS,
+    "rounds.sites": 3,
+    "algorithm.outer_optimizer.lr": 1.0,
+    "algorithm.outer_optimizer.momentum": 0.0,
+    "async.staleness_weight": "constant",
 }
 
 

@@ -6,7 +6,7 @@ import pytest
 from fault_world import Result, ServerProcess, Sites, build
 from safetensors import safe_open
 
-TRACKED = {"best_metric": "loss", "best_mode": "min"}
+TRACKED = {"rounds.best_metric": "loss", "rounds.best_mode": "min"}
 """The sites report 1 / round: every round is better than the one before, so the best is what round 3 pulled."""
 
 
@@ -36,7 +36,7 @@ def test_killed_while_the_best_version_is_written(nursery, tmp_path, failpoints)
 def test_killed_between_the_last_commit_and_the_word_that_the_run_is_over(nursery, tmp_path):
     # the largest is best: 1 of version 0, then 1/2 of version 1 is worse, and one round of patience is over.
     # head.after is reached for versions 0, 1 and 2: killed when version 2 is the head and nobody knows of the end
-    settings = TRACKED | {"best_mode": "max", "early_stop_rounds": 1, "rounds": 0}
+    settings = TRACKED | {"rounds.best_mode": "max", "rounds.early_stop_after": 1, "rounds.total": 0}
     with ServerProcess(nursery, tmp_path, ("head.after=kill@3",), **settings) as server:
         sites = Sites(server.url, tmp_path)
         sites.join()

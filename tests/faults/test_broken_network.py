@@ -48,14 +48,16 @@ def one_round(folder: Path, server: atoll.Server, url: str) -> tuple[int, int]:
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Result:
     folder = tmp_path_factory.mktemp("undisturbed")
-    with serving(folder, num_workers=1, rounds=1) as server:
+    with serving(folder, **{"rounds.sites": 1, "rounds.total": 1}) as server:
         assert one_round(folder, server, server.url) == (UPDATE.nbytes, VERSION.nbytes)
     return Result(folder)
 
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[atoll.Server]:
-    with serving(tmp_path, num_workers=1, rounds=1, connections=1, idle_timeout_s=1.0) as server:
+    with serving(
+        tmp_path, **{"rounds.sites": 1, "rounds.total": 1, "network.connections": 1, "network.idle_timeout_s": 1.0}
+    ) as server:
         yield server
 
 
@@ -200,7 +202,7 @@ def test_the_newer_of_two_processes_of_a_site_wins_and_the_other_is_told(tmp_pat
     first_trains, second_trains = threading.Event(), threading.Event()
     ends: list[BaseException | None] = []
 
-    with serving(tmp_path, num_workers=1, rounds=1) as server:
+    with serving(tmp_path, **{"rounds.sites": 1, "rounds.total": 1}) as server:
 
         def older() -> None:
             try:
@@ -248,7 +250,14 @@ def test_half_open_connections_are_given_up_before_the_worker_is_declared_dead(
             assert go_on.wait(60)
 
     with serving(
-        tmp_path, num_workers=1, rounds=1, heartbeat_interval_s=0.5, heartbeat_timeout_s=8.0, idle_timeout_s=1.0
+        tmp_path,
+        **{
+            "rounds.sites": 1,
+            "rounds.total": 1,
+            "network.heartbeat_interval_s": 0.5,
+            "network.heartbeat_timeout_s": 8.0,
+            "network.idle_timeout_s": 1.0,
+        },
     ) as server:
         with Proxy(server.port) as proxy:
             sites = Sites(proxy.url, tmp_path, during, names=["a"])
@@ -281,7 +290,7 @@ def test_after_a_partition_a_stale_update_is_refused_and_the_worker_goes_on_with
         if number == 2:
             assert healed.wait(60)
 
-    with serving(tmp_path, quorum=1, round_deadline_s=0.3) as server, Proxy(server.port) as proxy:
+    with serving(tmp_path, **{"rounds.quorum": 1, "rounds.deadline_s": 0.3}) as server, Proxy(server.port) as proxy:
         behind = Sites(proxy.url, tmp_path, far, names=["a"])
         beside = Sites(server.url, tmp_path, near, names=["b"])
         assert cut.wait(30)

@@ -110,9 +110,9 @@ def left(through: dict[str, Proxy]) -> dict[str, list[str]]:
 def test_a_response_cut_in_its_headers_is_asked_for_again(
     tmp_path: Path, proxies: Callable[[int], Proxy], placement: str, action: str
 ) -> None:
-    settings: dict[str, Any] = {"num_workers": len(PLACES), "placement": placement}
+    settings: dict[str, Any] = {"rounds.sites": len(PLACES), "swarm.enabled": (placement) == "swarm"}
     if placement == "server":
-        settings["downlink_codec"] = "int8"  # so that differences go down, too
+        settings["aggregation.download_codec.name"] = "int8"  # so that differences go down, too
     with serve(tmp_path / "undisturbed", **settings) as server:
         run = FederatedSites(server.url, tmp_path / "undisturbed", PLACES)
         run.join()
@@ -155,7 +155,10 @@ def test_answers_a_task_once_though_response_headers_are_cut(tmp_path: Path, pro
 
             worker.run()
 
-    with atoll.Server(workflow=main, state_dir=tmp_path / "state", port=0, stream_tasks=["double"]) as server:
+    with atoll.Server(
+        workflow=main,
+        settings={"disk.state_dir": tmp_path / "state", "network.port": 0, "workflow.streamed_tasks": ["double"]},
+    ) as server:
         through = {site: proxies(server.port) for site in PLACES}
         for site, place in PLACES.items():
             through[site].faults += broken(TASKS, place, "close")

@@ -54,7 +54,7 @@ def halfway(tmp_path_factory: pytest.TempPathFactory) -> Halfway:
 
 @pytest.fixture(scope="module")
 def powered(tmp_path_factory: pytest.TempPathFactory) -> Halfway:
-    return halfway_run(tmp_path_factory.mktemp("powered"), durability="power")
+    return halfway_run(tmp_path_factory.mktemp("powered"), **{"disk.durability": "power"})
 
 
 @pytest.fixture
@@ -119,7 +119,7 @@ def test_refuses_a_changed_bit_of_an_accepted_weight(halfway: Halfway, settled: 
 @pytest.mark.covers("F41")
 def test_refuses_a_forged_weight_of_every_accepted_update(tmp_path: Path) -> None:
     """Not of the newest alone: a start compares all that it is going to use."""
-    over, settings = threading.Event(), {"num_workers": 4, "rounds": 1}
+    over, settings = threading.Event(), {"rounds.sites": 4, "rounds.total": 1}
 
     def during(site: str, number: int) -> None:
         if site == "d":
@@ -262,7 +262,7 @@ def test_says_that_a_power_loss_took_the_journals_end_and_goes_on_in_a_later_epo
 ) -> None:
     folder = without_end(halfway, tmp_path / "run")
     rewrite_note(folder / "state" / HEAD, boot="of the start before the power loss", epoch=7)
-    with caplog.at_level(logging.WARNING, "atoll.server"), serve(folder, port=halfway.port) as server:
+    with caplog.at_level(logging.WARNING, "atoll.server"), serve(folder, **{"network.port": halfway.port}) as server:
         assert any("lost its last 1 audited" in line for line in caplog.messages)
         assert server.status().epoch == 8
         FederatedSites(server.url, folder).join()
@@ -295,7 +295,7 @@ def test_no_power_loss_explains_a_lost_end_under_power_durability(powered: Halfw
     folder = without_end(powered, tmp_path / "run")
     rewrite_note(folder / "state" / HEAD, boot="of the start before the power loss")
     for durability in ("power", "process"):
-        with pytest.raises(StateCorrupt, match="lost its end"), serve(folder, durability=durability):
+        with pytest.raises(StateCorrupt, match="lost its end"), serve(folder, **{"disk.durability": durability}):
             pass
 
 

@@ -34,7 +34,7 @@ def swarm_digest(folder: Path, change: Callable[[Path], None] | None) -> set[str
         if site == "a" and number == 2 and change is not None:
             raise Ends
 
-    with serve(folder, placement="swarm", rounds=3) as server:
+    with serve(folder, **{"swarm.enabled": True, "rounds.total": 3}) as server:
         b = FederatedSites(server.url, folder, ["b"])
         a = FederatedSites(server.url, folder, ["a"], during=during)
         if change is not None:

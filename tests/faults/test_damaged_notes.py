@@ -62,7 +62,10 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Halfway:
 
 @pytest.fixture(scope="module")
 def compressed(tmp_path_factory: pytest.TempPathFactory) -> Halfway:
-    return halfway_run(tmp_path_factory.mktemp("compressed"), codec="int8", downlink_codec="int8")
+    return halfway_run(
+        tmp_path_factory.mktemp("compressed"),
+        **{"aggregation.upload_codec.name": "int8", "aggregation.download_codec.name": "int8"},
+    )
 
 
 def served_from_its_outbox(image: Halfway, folder: Path) -> Path:
@@ -159,7 +162,12 @@ def control_step(server: atoll.Server, folder: Path, rounds: int) -> None:
 def test_a_damaged_note_of_a_control_is_said_and_the_site_refused(
     tmp_path: Path, damage: Callable[[Path], None], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings = {"algorithm": "scaffold", "num_workers": 1, "outer_momentum": 0.0, "rounds": 9}
+    settings = {
+        "algorithm.name": "scaffold",
+        "rounds.sites": 1,
+        "algorithm.outer_optimizer.momentum": 0.0,
+        "rounds.total": 9,
+    }
     with serve(tmp_path, torch.nn.Linear(2, 1), **settings) as server:
         control_step(server, tmp_path / "workers", 2)
         damage(note(tmp_path, "algorithm.json"))
@@ -181,7 +189,7 @@ def test_a_damaged_note_of_an_object_is_said_and_the_object_gone(
         kept, lost = (atoll.objects.publish({"w": torch.ones(3)}, server=url) for _ in range(2))
     damage(tmp_path / "state" / "objects" / f"{lost.object}.json")
     caplog.set_level(logging.WARNING, "atoll")
-    with serve(tmp_path, port=int(url.rpartition(":")[2])):
+    with serve(tmp_path, **{"network.port": int(url.rpartition(":")[2])}):
         assert said(caplog, f"{lost.object}.json") == 1
         assert [path.stem for path in (tmp_path / "state" / "objects").glob("*.json")] == [kept.object]
         assert torch.equal(atoll.objects.fetch(kept)["w"], torch.ones(3))
@@ -193,14 +201,14 @@ def test_a_damaged_note_of_the_best_version_is_said_and_made_again(
     tmp_path: Path, damage: Callable[[Path], None], caplog: pytest.LogCaptureFixture
 ) -> None:
     """Also where the version itself is not kept any more: the model's own header says which it is."""
-    with serve(tmp_path, best_metric="loss", best_mode="max") as server:
+    with serve(tmp_path, **{"rounds.best_metric": "loss", "rounds.best_mode": "max"}) as server:
         FederatedSites(server.url, tmp_path).join()
     path = tmp_path / "state" / "exports" / "best.json"
     before = json.loads(path.read_text())
     assert before["version"] == 0
     damage(path)
     caplog.set_level(logging.WARNING, "atoll")
-    with serve(tmp_path, best_metric="loss", best_mode="max"):
+    with serve(tmp_path, **{"rounds.best_metric": "loss", "rounds.best_mode": "max"}):
         pass
     assert said(caplog, "best.json") == 1
     assert json.loads(path.read_text()) == before

@@ -129,7 +129,7 @@ def test_what_is_removed_of_a_state_directory_is_named(
             else:
                 remove_folder(tmp_path / "state" / "slots")
 
-    with serving(tmp_path, save_every=1) as server:
+    with serving(tmp_path, **{"disk.export_every": 1}) as server:
         Sites(server.url, tmp_path, during)
         with pytest.raises(StoreError, match=f"{what} was removed while the server ran"):
             server.run()
@@ -139,7 +139,7 @@ def test_what_is_removed_of_a_state_directory_is_named(
 @pytest.mark.covers("F25")
 def test_a_journal_that_fails_while_parts_arrive_ends_the_server(tmp_path: Path) -> None:
     """Guards against a server that answers every part with 500, says nothing and never ends."""
-    with serving(tmp_path, num_workers=1) as server:
+    with serving(tmp_path, **{"rounds.sites": 1}) as server:
 
         def during(site: str, at: int) -> None:
             server._require_run().store.journal.value("PRAGMA query_only = ON")  # every change fails from here on
@@ -153,7 +153,7 @@ def test_a_journal_that_fails_while_parts_arrive_ends_the_server(tmp_path: Path)
 def test_less_space_than_min_free_bytes_is_507_before_a_byte_is_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, undisturbed: Result
 ) -> None:
-    with serving(tmp_path, min_free_bytes=10**6) as server:
+    with serving(tmp_path, **{"disk.min_free_bytes": 10**6}) as server:
         store = server._require_run().store
         asked: list[int] = []
 
@@ -225,13 +225,13 @@ def test_a_failed_fsync_ends_the_server_with_the_reason(
     nursery: Nursery, tmp_path: Path, undisturbed: Result, durability: str, nth: int
 ) -> None:
     """Nobody is told of success; the next start goes on, and the workers with it."""
-    with ServerProcess(nursery, tmp_path, (f"fsync=eio@{nth}",), durability=durability) as server:
+    with ServerProcess(nursery, tmp_path, (f"fsync=eio@{nth}",), **{"disk.durability": durability}) as server:
         sites = Sites(server.url, tmp_path)
         assert server.kept.wait() == 7
         last = server.kept.now.output().splitlines()[-1]
     assert last.startswith("atoll: fsync of ")
     assert "what was written last may be lost. Look at the disk, then start the server again" in last
-    with ServerProcess(nursery, tmp_path, durability=durability, port=server.port) as again:
+    with ServerProcess(nursery, tmp_path, **{"disk.durability": durability}, port=server.port) as again:
         sites.join()
         assert again.kept.wait() == 0
     Result(tmp_path).require_same(undisturbed, sites)
@@ -350,7 +350,7 @@ def test_a_damaged_journal_is_refused(nursery: Nursery, tmp_path: Path) -> None:
 
 @pytest.mark.covers("F43")
 def test_releases_and_names_a_worker_with_a_failing_disk(nursery: Nursery, tmp_path: Path) -> None:
-    with serving(tmp_path, min_workers=1) as server:
+    with serving(tmp_path, **{"rounds.min_sites": 1}) as server:
         other = Sites(server.url, tmp_path, names=["b"])
         site = SiteProcess(nursery, tmp_path, server.url, "a").start("worker.write=enospc@3")
         assert site.wait() == 1

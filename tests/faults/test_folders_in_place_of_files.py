@@ -15,7 +15,7 @@ from atoll.errors import StoreError
     "name", ["audit.head", "exports/best.json", "exports/best.safetensors"], ids=["audit", "note", "best"]
 )
 def test_names_the_folder_and_goes_on_once_it_is_away(tmp_path: Path, name: str) -> None:
-    settings = {"best_metric": "loss", "best_mode": "min", "rounds": 2}
+    settings = {"rounds.best_metric": "loss", "rounds.best_mode": "min", "rounds.total": 2}
     with serve(tmp_path, **settings):
         pass
     path = tmp_path / "state" / name
@@ -36,7 +36,7 @@ def test_names_the_folder_and_goes_on_once_it_is_away(tmp_path: Path, name: str)
 
 def test_the_command_ends_with_the_code_of_a_store_that_cannot_be_used(nursery: Nursery, tmp_path: Path) -> None:
     (tmp_path / "state" / "audit.head").mkdir(parents=True)
-    write_run_file(tmp_path, port=0)
+    write_run_file(tmp_path, **{"network.port": 0})
     process = nursery.start("atoll", "server", "run.toml", cwd=tmp_path, log=tmp_path / "log")
     assert process.wait(60) == StoreError.exit_code
     assert "Traceback" not in process.output()

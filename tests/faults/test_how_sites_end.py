@@ -55,7 +55,9 @@ ENDS = [
 def test_a_script_that_exits_with_an_error_code_has_failed(
     nursery: Nursery, tmp_path: Path, script: str, algorithm: str
 ) -> None:
-    with serve(tmp_path, algorithm=algorithm, num_workers=len(ENDS), codec="none") as server:
+    with serve(
+        tmp_path, **{"algorithm.name": algorithm, "rounds.sites": len(ENDS), "aggregation.upload_codec.name": "none"}
+    ) as server:
         for number, (end, code, _, _) in enumerate(ENDS):
             site = ForkedSite(nursery, tmp_path, server.url, f"s{number}", script.replace("{end}", end))
             process = site.start()
@@ -166,12 +168,12 @@ def test_a_script_that_exits_without_leaving_has_failed_by_its_exit_code(tmp_pat
     expected = UNCLOSED_ENDS[:-1] if way == "trainer" else UNCLOSED_ENDS  # a Trainer that goes on waits for the others
     ends = [(f"s{number}", end) for number, (end, *_) in enumerate(expected)]
     settings: dict[str, Any] = (
-        {"algorithm": "diloco", "sync_every": 100} if way == "started" else {"algorithm": "fedavg"}
+        {"algorithm.name": "diloco", "diloco.sync_every": 100} if way == "started" else {"algorithm.name": "fedavg"}
     )
     script = tmp_path / "script.py"
     tests = str(Path(__file__).parents[1])
     script.write_text(FORKS.format(tests=tests, imports=imports, ends=ends, loop=loop))
-    with serve(tmp_path, num_workers=len(ends), codec="none", **settings) as server:
+    with serve(tmp_path, **{"rounds.sites": len(ends), "aggregation.upload_codec.name": "none"}, **settings) as server:
         environment = os.environ | {"ATOLL_SERVER": server.url, "ATOLL_DIR": str(tmp_path / "workers")}
         codes = _exit_codes(script, environment)
         wait_until(lambda: all(worker.state != "alive" for worker in server.status().workers), "their ends")
@@ -184,7 +186,7 @@ def test_a_script_that_exits_without_leaving_has_failed_by_its_exit_code(tmp_pat
 
 @pytest.mark.covers("F43")
 def test_the_summary_names_a_site_that_failed_and_never_contributed(nursery: Nursery, tmp_path: Path) -> None:
-    with ForkedServer(nursery, tmp_path, min_workers=1) as server:
+    with ForkedServer(nursery, tmp_path, **{"rounds.min_sites": 1}) as server:
         site = ForkedSite(nursery, tmp_path, server.url, "b", FEDERATED.replace("{end}", "SystemExit(3)"))
         failing = site.start()
         FederatedSites(server.url, tmp_path, ["a"]).join()

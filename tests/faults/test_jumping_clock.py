@@ -22,11 +22,11 @@ DAY = timedelta(days=1)
 JUMPS = {2: "+1d", 3: "-1d", 4: "+0"}
 """Round → what the clocks show from its middle on, against the real time."""
 SETTINGS = {
-    "rounds": 4,
-    "quorum": 1,
-    "round_deadline_s": 3600.0,
-    "heartbeat_interval_s": 0.2,
-    "heartbeat_timeout_s": 60.0,
+    "rounds.total": 4,
+    "rounds.quorum": 1,
+    "rounds.deadline_s": 3600.0,
+    "network.heartbeat_interval_s": 0.2,
+    "network.heartbeat_timeout_s": 60.0,
 }
 """With a clock that counts, a round would close with one site, and the other would be declared dead."""
 SCRIPT = """

@@ -56,7 +56,9 @@ def mean(updates):
 def test_what_an_aggregator_forks_ends_with_the_server(nursery: Nursery, tmp_path: Path) -> None:
     """Else it keeps spools open that were removed, and their space."""
     (tmp_path / "forking.py").write_text(FORKING)
-    with ServerProcess(nursery, tmp_path, aggregator="forking.py:mean", rounds=1) as server:
+    with ServerProcess(
+        nursery, tmp_path, **{"aggregation.aggregator.path": "forking.py:mean", "rounds.total": 1}
+    ) as server:
         Sites(server.url, tmp_path).join()
         assert server.kept.wait() == 0
     child = int((tmp_path / "child").read_text())
@@ -73,7 +75,7 @@ def test_killed_while_the_aggregator_works(nursery: Nursery, tmp_path: Path) -> 
     own = tmp_path / "own"
     own.mkdir()
     (own / "slow.py").write_text(SLOW_MEAN)
-    with ServerProcess(nursery, own, aggregator="slow.py:mean") as server:
+    with ServerProcess(nursery, own, **{"aggregation.aggregator.path": "slow.py:mean"}) as server:
         sites = Sites(server.url, own)
         wait_until((own / "entered").exists, "the aggregation of round 2")
         aggregator = int((own / "entered").read_text())

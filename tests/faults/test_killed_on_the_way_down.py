@@ -25,7 +25,7 @@ from atoll.codecs.version_difference import Downlink
 from atoll.tensors.layout import version_layout
 from atoll.tensors.module_tensors import schema_of
 
-CODECS = {"codec": "int8", "downlink_codec": "int8"}
+CODECS = {"aggregation.upload_codec.name": "int8", "aggregation.download_codec.name": "int8"}
 WHOLE = version_layout(schema_of(build()), PART_BYTES)
 
 
@@ -61,7 +61,7 @@ def test_the_server_is_killed(nursery: Nursery, tmp_path: Path, undisturbed: Res
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[atoll.Server]:
-    with serving(tmp_path, connections=1, **CODECS) as server:
+    with serving(tmp_path, **{"network.connections": 1}, **CODECS) as server:
         yield server
 
 

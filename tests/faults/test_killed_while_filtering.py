@@ -18,7 +18,7 @@ FILTERS: list[dict[str, Any]] = [
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Result:
     folder = tmp_path_factory.mktemp("undisturbed")
-    with serving(folder, task_result_filters=FILTERS) as server:
+    with serving(folder, **{"workflow.result_filters": FILTERS}) as server:
         Sites(server.url, folder).join()
         assert server.wait(60)
     return Result(folder)
@@ -37,7 +37,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Result:
 def test_killed_around_the_filters(
     nursery: Nursery, tmp_path: Path, undisturbed: Result, lives: str, deaths: int
 ) -> None:
-    with ServerProcess(nursery, tmp_path, (lives,), task_result_filters=FILTERS) as server:
+    with ServerProcess(nursery, tmp_path, (lives,), **{"workflow.result_filters": FILTERS}) as server:
         sites = Sites(server.url, tmp_path)
         sites.join()
         assert server.kept.wait() == 0

@@ -53,7 +53,7 @@ def test_a_site_late_for_its_pull_takes_the_newest_round(tmp_path: Path) -> None
         if number == 5:
             assert resumed.wait(60)
 
-    with serve(tmp_path, quorum=1, round_deadline_s=0.3, rounds=6) as server:
+    with serve(tmp_path, **{"rounds.quorum": 1, "rounds.deadline_s": 0.3, "rounds.total": 6}) as server:
         late = LateSite(server.url, tmp_path, "a", late_in=1)
         other = FederatedSites(server.url, tmp_path, ["b"], during=during)
         wait_until(lambda: server.status().fragments[0].version == 4, "four rounds without the late site")
@@ -76,18 +76,18 @@ def test_a_site_between_ticket_and_pull_goes_on_with_a_server_restored_from_an_o
         assert number != 2 or backed_up.wait(60)
         assert number != 4 or restored.wait(60)
 
-    with serve(tmp_path, port=port, rounds=4) as server:
+    with serve(tmp_path, **{"network.port": port, "rounds.total": 4}) as server:
         late = LateSite(server.url, tmp_path, "a", late_in=4)
         other = FederatedSites(server.url, tmp_path, ["b"], during=during)
         wait_until(lambda: server.status().fragments[0].version == 1, "the first version")
     copy_folder(state, backup)
-    with serve(tmp_path, port=port, rounds=4) as server:
+    with serve(tmp_path, **{"network.port": port, "rounds.total": 4}) as server:
         backed_up.set()
         assert late.has_round.wait(60)
         wait_until(lambda: other.trained["b", 4], "the last round at the other site")
     state.rename(tmp_path / "newer")
     backup.rename(state)
-    with serve(tmp_path, port=port, rounds=4) as server:
+    with serve(tmp_path, **{"network.port": port, "rounds.total": 4}) as server:
         assert server.status().fragments[0].version == 1
         late.go_on.set()
         restored.set()

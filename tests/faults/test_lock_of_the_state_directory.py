@@ -34,7 +34,7 @@ def test_a_second_process_without_the_lock_file_ends_with_its_exit_code(tmp_path
     with ForkedServer(nursery, tmp_path) as server:
         wait_until(lambda: "listening on" in server.log.read_text(), "the server")
         (tmp_path / "state" / "lock").unlink()
-        write_run_file(tmp_path, port=0)
+        write_run_file(tmp_path, **{"network.port": 0})
         second = nursery.start("atoll", "server", "run.toml", cwd=tmp_path, log=tmp_path / "second.log")
         assert second.wait(60) == 4
         sites = FederatedSites(server.url, tmp_path)

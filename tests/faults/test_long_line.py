@@ -24,12 +24,14 @@ def test_parallel_parts_make_up_for_a_slow_connection_and_no_site_is_lost(tmp_pa
         serving(
             tmp_path,
             model,
-            num_workers=1,
-            rounds=1,
-            connections=CONNECTIONS,
-            heartbeat_interval_s=0.5,
-            heartbeat_timeout_s=TIMEOUT_S,
-            idle_timeout_s=30.0,
+            **{
+                "rounds.sites": 1,
+                "rounds.total": 1,
+                "network.connections": CONNECTIONS,
+                "network.heartbeat_interval_s": 0.5,
+                "network.heartbeat_timeout_s": TIMEOUT_S,
+                "network.idle_timeout_s": 30.0,
+            },
         ) as server,
         Proxy(server.port, PACE) as proxy,
     ):

@@ -9,6 +9,7 @@ import pytest
 import torch
 from fault_world import build
 from harness.proxy import BEFORE_HEADER, Fault, Proxy
+from kit.servers import new_server
 from safetensors.torch import load_file
 from stream_world import local_step
 from torch import nn
@@ -20,13 +21,13 @@ LAST_VERSION = "GET .*/versions/1[ /]"
 
 def serve(folder: Path, **settings: Any) -> atoll.Server:
     options: dict[str, Any] = {
-        "codec": "none",
-        "sync_every": 4,
-        "rounds": 1,
-        "port": 0,
-        "heartbeat_interval_s": 1.0,
+        "aggregation.upload_codec.name": "none",
+        "diloco.sync_every": 4,
+        "rounds.total": 1,
+        "network.port": 0,
+        "network.heartbeat_interval_s": 1.0,
     } | settings
-    return atoll.Server(build(), algorithm="diloco", state_dir=folder / "state", **options)
+    return new_server(build(), **{"algorithm.name": "diloco", "disk.state_dir": folder / "state"}, **options)
 
 
 def is_result(model: nn.Module, server: atoll.Server) -> bool:
@@ -47,7 +48,10 @@ def test_a_fragment_without_its_last_version_is_not_finished(tmp_path: Path) -> 
     """Twice: where the result is fetched, and at the next turn, when the server says that all is over."""
     model = build()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with serve(tmp_path, num_workers=1, num_fragments=2, tau=1) as server, Proxy(server.port) as proxy:
+    with (
+        serve(tmp_path, **{"rounds.sites": 1, "diloco.num_fragments": 2, "diloco.fragment_sync_delay": 1}) as server,
+        Proxy(server.port) as proxy,
+    ):
         with atoll.DiLoCo(
             model, optimizer, server=proxy.url, site="a", folder=tmp_path / "w", max_sync_retries=0
         ) as diloco:
@@ -69,7 +73,12 @@ def test_an_asynchronous_run_that_ends_without_us_does_not_end_our_loop_where_it
 ) -> None:
     model, other = build(), build()
     mine, others = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, other))
-    settings = {"num_workers": 2, "mode": "async", "num_fragments": fragments, "sync_every": 2 * fragments}
+    settings = {
+        "rounds.sites": 2,
+        "async.enabled": True,
+        "diloco.num_fragments": fragments,
+        "diloco.sync_every": 2 * fragments,
+    }
     with serve(tmp_path, **settings) as server, Proxy(server.port) as proxy:
         a = atoll.DiLoCo(model, mine, server=proxy.url, site="a", folder=tmp_path / "a", max_sync_retries=0)
         b = atoll.DiLoCo(other, others, server=server.url, site="b", folder=tmp_path / "b")

@@ -46,7 +46,7 @@ def test_many_workers_that_lose_their_server_at_once_come_back(nursery: Nursery,
         except BaseException as error:
             errors.append(error)
 
-    with ServerProcess(nursery, tmp_path, num_workers=many, rounds=1) as server:
+    with ServerProcess(nursery, tmp_path, **{"rounds.sites": many, "rounds.total": 1}) as server:
         wait_until(lambda: "listening" in server.log.read_text(), "the server")
         before_mb = anonymous_mb(server.kept.now.pid)
         sites = [f"site-{number:03d}" for number in range(many)]

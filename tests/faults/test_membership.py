@@ -11,6 +11,7 @@ import pytest
 import torch
 from fault_world import EVERY_SITE_AND_ROUND, Result, SiteProcess, Sites, build, said, serving, train_
 from harness.processes import Nursery, free_port, wait_until
+from kit.servers import new_server
 from torch import nn
 
 import atoll
@@ -27,7 +28,7 @@ def test_a_late_joiner_counts_from_the_next_round_on(tmp_path: Path) -> None:
             begun.set()
             assert late.wait(30)
 
-    with serving(tmp_path, num_workers=1) as server:
+    with serving(tmp_path, **{"rounds.sites": 1}) as server:
         first = Sites(server.url, tmp_path, early, names=["a"])
         assert begun.wait(30)
         second = Sites(server.url, tmp_path, names=["b"])
@@ -45,7 +46,7 @@ def test_all_workers_die_the_run_waits_says_why_and_goes_on_when_they_are_back(
     nursery: Nursery, tmp_path: Path
 ) -> None:
     never = f"2:{tmp_path}/never"
-    with serving(tmp_path, heartbeat_interval_s=0.2, heartbeat_timeout_s=2.0) as server:
+    with serving(tmp_path, **{"network.heartbeat_interval_s": 0.2, "network.heartbeat_timeout_s": 2.0}) as server:
         sites = [SiteProcess(nursery, tmp_path, server.url, site) for site in "ab"]
         processes = [site.start(hold=never) for site in sites]
         for process in processes:
@@ -55,7 +56,7 @@ def test_all_workers_die_the_run_waits_says_why_and_goes_on_when_they_are_back(
         wait_until(lambda: server.status().deaths == 2, "their leases to end")
         told = server.status().fragments[0]
         assert told.version == 1
-        assert "waits for another site: 0 of min_workers 2 alive" in told.reason
+        assert "waits for another site: 0 of rounds.min_sites 2 alive" in told.reason
         back = [site.start(hold=f"2:{tmp_path}/go") for site in sites]
         for process in back:
             wait_until(lambda process=process: said(process, "trains", 2), "their return")
@@ -68,7 +69,9 @@ def test_all_workers_die_the_run_waits_says_why_and_goes_on_when_they_are_back(
 
 @pytest.mark.covers("F35")
 def test_below_min_workers_a_round_never_closes(tmp_path: Path) -> None:
-    with serving(tmp_path, min_workers=2, quorum=2, round_deadline_s=0.2, rounds=1) as server:
+    with serving(
+        tmp_path, **{"rounds.min_sites": 2, "rounds.quorum": 2, "rounds.deadline_s": 0.2, "rounds.total": 1}
+    ) as server:
         silent = take_part(server.url, "b", folder=tmp_path / "workers")
         alone = Sites(server.url, tmp_path, names=["a"])
         wait_until(
@@ -98,7 +101,7 @@ def test_a_command_that_fails_again_and_again_is_started_ever_more_slowly(monkey
 
 def test_a_worker_that_comes_and_goes_disturbs_no_other(tmp_path: Path) -> None:
     """It gets its open ticket again each time; every lease that it gave back is refused."""
-    with serving(tmp_path, rounds=1, min_workers=1) as server:
+    with serving(tmp_path, **{"rounds.total": 1, "rounds.min_sites": 1}) as server:
         steady, done = threading.Event(), threading.Event()
 
         def during(site: str, number: int) -> None:
@@ -132,7 +135,13 @@ def test_a_clock_that_jumps_by_a_day_changes_nothing(
         monkeypatch.setattr(time, "time", lambda: real() + number * jump_s)
 
     with serving(
-        tmp_path, heartbeat_interval_s=0.1, heartbeat_timeout_s=20.0, quorum=2, round_deadline_s=30.0
+        tmp_path,
+        **{
+            "network.heartbeat_interval_s": 0.1,
+            "network.heartbeat_timeout_s": 20.0,
+            "rounds.quorum": 2,
+            "rounds.deadline_s": 30.0,
+        },
     ) as server:
         sites = Sites(server.url, tmp_path, during)
         sites.join()
@@ -160,12 +169,20 @@ def test_diloco_trains_on_without_its_server_and_brings_everything_in_when_it_is
     8 brings in all of 3 … 8. So after two rounds the global weight is 8 − 2 − 6 = 0: no step is lost, none doubled.
     """
     settings = {
-        "algorithm": "diloco", "num_workers": 1, "rounds": 2, "sync_every": 2, "codec": "none", "outer_lr": 1.0,
-        "outer_momentum": 0.0, "port": free_port(), "state_dir": tmp_path / "state", "heartbeat_interval_s": 0.5,
-        "heartbeat_timeout_s": 60.0,
-    }  # fmt: skip
+        "algorithm.name": "diloco",
+        "rounds.sites": 1,
+        "rounds.total": 2,
+        "diloco.sync_every": 2,
+        "aggregation.upload_codec.name": "none",
+        "algorithm.outer_optimizer.lr": 1.0,
+        "algorithm.outer_optimizer.momentum": 0.0,
+        "network.port": free_port(),
+        "disk.state_dir": tmp_path / "state",
+        "network.heartbeat_interval_s": 0.5,
+        "network.heartbeat_timeout_s": 60.0,
+    }
     caplog.set_level("INFO", "atoll")
-    server = atoll.Server(linear(), **settings).start()
+    server = new_server(linear(), **settings).start()
     model = linear()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
 
@@ -186,7 +203,7 @@ def test_diloco_trains_on_without_its_server_and_brings_everything_in_when_it_is
             assert diloco.skipped == 2
             assert model.weight.item() == 2.0
             assert "synchronisation at step 4 skipped; training goes on" in caplog.text
-            server = atoll.Server(linear(), **settings).start()
+            server = new_server(linear(), **settings).start()
             step(), step()
             assert (diloco.rounds, diloco.finished) == (2, True)
             assert model.weight.item() == 0.0
@@ -205,10 +222,18 @@ def test_diloco_advances_by_what_was_counted_while_the_answer_was_lost(tmp_path:
     from harness.proxy import BEFORE_HEADER, Fault, Proxy
 
     settings = {
-        "algorithm": "diloco", "num_workers": 1, "rounds": 2, "sync_every": 2, "codec": "none", "outer_lr": 1.0,
-        "outer_momentum": 0.0, "port": 0, "state_dir": tmp_path / "state", "heartbeat_interval_s": 0.5,
-    }  # fmt: skip
-    with atoll.Server(linear(), **settings) as server, Proxy(server.port) as proxy:
+        "algorithm.name": "diloco",
+        "rounds.sites": 1,
+        "rounds.total": 2,
+        "diloco.sync_every": 2,
+        "aggregation.upload_codec.name": "none",
+        "algorithm.outer_optimizer.lr": 1.0,
+        "algorithm.outer_optimizer.momentum": 0.0,
+        "network.port": 0,
+        "disk.state_dir": tmp_path / "state",
+        "network.heartbeat_interval_s": 0.5,
+    }
+    with new_server(linear(), **settings) as server, Proxy(server.port) as proxy:
         model = linear()
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         with atoll.DiLoCo(
@@ -230,7 +255,7 @@ def test_an_update_that_an_earlier_process_left_is_sent_by_the_next_one(tmp_path
     """A process that formed its update and could send nothing: its successor does, without training."""
     from atoll.tensors.module_tensors import named_tensors
 
-    with serving(tmp_path, num_workers=1, rounds=1) as server:
+    with serving(tmp_path, **{"rounds.sites": 1, "rounds.total": 1}) as server:
         first = take_part(server.url, "a", folder=tmp_path / "workers")
         reply = first.exchange.ask()
         assert reply.ticket is not None

@@ -16,7 +16,7 @@ from kit import DiLoCoSites, FederatedSites, ForkedSite, serve
 from atoll import Server
 
 HOSPITALS = ("a", "b", "c")
-QUICK = {"num_workers": 3, "heartbeat_interval_s": 0.2, "heartbeat_timeout_s": 2.0}
+QUICK = {"rounds.sites": 3, "network.heartbeat_interval_s": 0.2, "network.heartbeat_timeout_s": 2.0}
 
 SITE = """
 import os, time
@@ -61,8 +61,8 @@ def test_a_federated_run_waits_for_a_dead_site_and_names_both_remedies(
             (told,) = status.warnings
             assert "c is dead" in told
             assert "Start c again" in told
-            assert "min_workers = 2" in told
-            assert [record.message for record in caplog.records if "min_workers = 2" in record.message]
+            assert "rounds.min_sites = 2" in told
+            assert [record.message for record in caplog.records if "rounds.min_sites = 2" in record.message]
             back: Process = site.start()
         others.join()
         assert back.wait() == 0
@@ -76,11 +76,11 @@ def test_a_federated_run_waits_for_a_dead_site_and_names_both_remedies(
     ("settings", "floor"),
     [
         ({}, 3),
-        ({"algorithm": "scaffold"}, 3),
-        ({"sample_fraction": 0.4}, 2),
-        ({"sample_fraction": 0.1, "sample_min": 2}, 2),
-        ({"quorum": 2, "round_deadline_s": 600.0}, 2),
-        ({"min_workers": 1}, 1),
+        ({"algorithm.name": "scaffold"}, 3),
+        ({"rounds.sample_fraction": 0.4}, 2),
+        ({"rounds.sample_fraction": 0.1, "rounds.sample_min": 2}, 2),
+        ({"rounds.quorum": 2, "rounds.deadline_s": 600.0}, 2),
+        ({"rounds.min_sites": 1}, 1),
     ],
 )
 def test_the_fewest_updates_of_a_federated_round_follow_from_the_settings(
@@ -89,7 +89,11 @@ def test_the_fewest_updates_of_a_federated_round_follow_from_the_settings(
     """All three sites join and leave again in the first round: the status tells how many a round needs."""
     import atoll
 
-    with serve(tmp_path, num_workers=3, **{"outer_optimizer": None, "outer_momentum": None, **settings}) as server:
+    with serve(
+        tmp_path,
+        **{"rounds.sites": 3},
+        **{"algorithm.outer_optimizer.name": None, "algorithm.outer_optimizer.momentum": None, **settings},
+    ) as server:
         for worker in [atoll.join(server.url, site=site, folder=tmp_path / "workers") for site in HOSPITALS]:
             with worker:
                 pass
@@ -102,7 +106,7 @@ def test_a_round_without_one_of_the_sites_is_reported_with_its_name(
     nursery: Nursery, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING, "atoll.server")
-    with serve(tmp_path, **QUICK, min_workers=2) as server:
+    with serve(tmp_path, **QUICK, **{"rounds.min_sites": 2}) as server:
         others = FederatedSites(server.url, tmp_path, "ab")
         with killed(nursery, tmp_path, server, in_round=2):
             others.join()
@@ -149,7 +153,13 @@ def test_a_site_that_was_not_drawn_is_not_missed(tmp_path: Path, caplog: pytest.
         if site in held:
             over.wait()
 
-    settings = {"num_workers": 6, "sample_fraction": 0.5, "quorum": 2, "round_deadline_s": 0.5, "rounds": 4}
+    settings = {
+        "rounds.sites": 6,
+        "rounds.sample_fraction": 0.5,
+        "rounds.quorum": 2,
+        "rounds.deadline_s": 0.5,
+        "rounds.total": 4,
+    }
     with serve(tmp_path, **{**QUICK, **settings}) as server:
         FederatedSites(server.url, tmp_path, "abcdef", during=during)
         server.run()
@@ -167,7 +177,12 @@ def test_a_site_that_was_not_drawn_is_not_missed(tmp_path: Path, caplog: pytest.
 
 @pytest.mark.covers("L9")
 def test_a_diloco_run_goes_on_without_a_dead_worker_and_reports_it(nursery: Nursery, tmp_path: Path) -> None:
-    diloco = {"algorithm": "diloco", "num_workers": 2, "sync_every": 2, "codec": "none"}
+    diloco = {
+        "algorithm.name": "diloco",
+        "rounds.sites": 2,
+        "diloco.sync_every": 2,
+        "aggregation.upload_codec.name": "none",
+    }
     with serve(tmp_path, **{**QUICK, **diloco}) as server:
         other = DiLoCoSites(server.url, tmp_path, steps=6, names=["a"])
         with killed(nursery, tmp_path, server, in_round=1):

@@ -21,7 +21,7 @@ def memory_bytes(pid: int) -> int:
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("undisturbed")
-    with serve(folder, rounds=ROUNDS) as server:
+    with serve(folder, **{"rounds.total": ROUNDS}) as server:
         FederatedSites(server.url, folder).join()
     return tensors_digest(exported(folder))
 
@@ -34,7 +34,7 @@ def test_a_server_without_memory_ends_and_its_next_start_has_lost_nothing(
     """Its address space is limited while both sites train in round 2, and they train until it has ended."""
     limited, ended = threading.Event(), threading.Event()
     sites_train = threading.Barrier(2)
-    with ForkedServer(nursery, tmp_path, rounds=ROUNDS) as server:
+    with ForkedServer(nursery, tmp_path, **{"rounds.total": ROUNDS}) as server:
 
         def during(site: str, number: int) -> None:
             if number == 2:
@@ -49,7 +49,7 @@ def test_a_server_without_memory_ends_and_its_next_start_has_lost_nothing(
         assert limited.wait(60)
         assert server.kept.wait(60) not in (0, None), "it ends by itself, and as one that failed"
         ended.set()
-        with ForkedServer(nursery, tmp_path, port=server.port, rounds=ROUNDS) as again:
+        with ForkedServer(nursery, tmp_path, port=server.port, **{"rounds.total": ROUNDS}) as again:
             sites.join()
             assert again.kept.wait(60) == 0  # it has exported the model
     assert tensors_digest(exported(tmp_path)) == undisturbed

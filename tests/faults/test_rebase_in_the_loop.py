@@ -8,6 +8,7 @@ import torch
 from harness.processes import wait_until
 from harness.proxy import BEFORE_HEADER, Fault, Proxy
 from kit import Threads
+from kit.servers import new_server
 from torch import nn
 
 import atoll
@@ -24,9 +25,24 @@ def test_local_progress_is_carried_over_to_the_head_before_the_next_update(tmp_p
     """
     start = nn.Linear(1, 1, bias=False)
     nn.init.constant_(start.weight, 8.0)
-    options = {"algorithm": "diloco", "num_workers": 1, "rounds": 2, "sync_every": 2, "codec": "none", "port": 0}
+    options = {
+        "algorithm.name": "diloco",
+        "rounds.sites": 1,
+        "rounds.total": 2,
+        "diloco.sync_every": 2,
+        "aggregation.upload_codec.name": "none",
+        "network.port": 0,
+    }
     with (
-        atoll.Server(start, **options, outer_lr=0.5, outer_momentum=0.0, state_dir=tmp_path / "s") as server,
+        new_server(
+            start,
+            **options,
+            **{
+                "algorithm.outer_optimizer.lr": 0.5,
+                "algorithm.outer_optimizer.momentum": 0.0,
+                "disk.state_dir": tmp_path / "s",
+            },
+        ) as server,
         Proxy(server.port) as proxy,
     ):
         model = nn.Linear(1, 1, bias=False)
@@ -60,9 +76,11 @@ def test_where_the_algorithm_says_reset_local_progress_is_lost_and_named(
     """As above, under FedAvg: steps 3 and 4 are lost, w ← θ1 = 7; after two more w = 5, θ2 = 7 − ½·2 = 6."""
     start = nn.Linear(1, 1, bias=False)
     nn.init.constant_(start.weight, 8.0)
-    options = {"algorithm": "fedavg", "num_workers": 1, "rounds": 2, "port": 0}
+    options = {"algorithm.name": "fedavg", "rounds.sites": 1, "rounds.total": 2, "network.port": 0}
     with (
-        atoll.Server(start, **options, outer_lr=0.5, state_dir=tmp_path / "s") as server,
+        new_server(
+            start, **options, **{"algorithm.outer_optimizer.lr": 0.5, "disk.state_dir": tmp_path / "s"}
+        ) as server,
         Proxy(server.port) as proxy,
     ):
         model = nn.Linear(1, 1, bias=False)
@@ -107,8 +125,23 @@ def test_a_site_restarted_after_its_acknowledgement_waits_for_the_round(tmp_path
     """
     start = nn.Linear(1, 1, bias=False)
     nn.init.constant_(start.weight, 8.0)
-    options = {"algorithm": "diloco", "num_workers": 2, "rounds": 2, "sync_every": 2, "codec": "none", "port": 0}
-    with atoll.Server(start, **options, outer_lr=1.0, outer_momentum=0.0, state_dir=tmp_path / "s") as server:
+    options = {
+        "algorithm.name": "diloco",
+        "rounds.sites": 2,
+        "rounds.total": 2,
+        "diloco.sync_every": 2,
+        "aggregation.upload_codec.name": "none",
+        "network.port": 0,
+    }
+    with new_server(
+        start,
+        **options,
+        **{
+            "algorithm.outer_optimizer.lr": 1.0,
+            "algorithm.outer_optimizer.momentum": 0.0,
+            "disk.state_dir": tmp_path / "s",
+        },
+    ) as server:
         b = take_part(server.url, "b", folder=tmp_path / "w")
         submit_two_steps(take_part(server.url, "a", folder=tmp_path / "w"))
 

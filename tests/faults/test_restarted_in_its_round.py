@@ -37,7 +37,12 @@ with atoll.DiLoCo(model, optimizer, weight=SITES[site], labels={"start": os.envi
         optimizer.step()
 """
 
-DILOCO: dict[str, Any] = {"algorithm": "diloco", "sync_every": 4, "codec": "none", "rounds": 3}
+DILOCO: dict[str, Any] = {
+    "algorithm.name": "diloco",
+    "diloco.sync_every": 4,
+    "aggregation.upload_codec.name": "none",
+    "rounds.total": 3,
+}
 
 
 class Sites:
@@ -95,14 +100,16 @@ def test_a_restarted_worker_goes_on_from_the_round_that_its_update_is_in(tmp_pat
 
 
 @pytest.mark.parametrize(
-    "overlap", [{}, {"tau": 1, "max_inflight": 2, "alpha": 0.5}], ids=["one at a time", "two under way"]
+    "overlap",
+    [{}, {"diloco.fragment_sync_delay": 1, "diloco.max_inflight": 2, "diloco.fragment_update_alpha": 0.5}],
+    ids=["one at a time", "two under way"],
 )
 @pytest.mark.covers("F4")
 def test_a_restarted_worker_waits_for_the_round_of_a_fragment_that_its_update_is_in(
     tmp_path: Path, nursery: Nursery, overlap: dict[str, Any]
 ) -> None:
     """Its local steps on the other fragment are lost, and with them the bits; none is trained from the old version."""
-    with serve(tmp_path, **DILOCO, num_fragments=2, **overlap) as server:
+    with serve(tmp_path, **DILOCO, **{"diloco.num_fragments": 2}, **overlap) as server:
         sites = Sites(nursery, tmp_path, server.url)
         assert not sites.killed_in_its_round(server)
         server.run()

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 from harness.processes import wait_until
+from kit.servers import new_server
 from small_run import build
 
-import atoll
 from atoll.errors import ConfigError, ServerLost
 from atoll.worker.session.session import OutageTimer, give_up_s
 
@@ -45,16 +45,18 @@ def said(folder: Path, name: str) -> list[dict[str, Any]]:
 @pytest.mark.covers("L10")
 @pytest.mark.parametrize("loop", ["federated", pytest.param("diloco", marks=pytest.mark.long)])
 def test_a_site_that_was_stopped_meanwhile_ends_in_bounded_time(tmp_path: Path, loop: str) -> None:
-    options: dict[str, Any] = {"algorithm": "fedavg" if loop == "federated" else "diloco", "sync_every": 2}
+    options: dict[str, Any] = {"algorithm.name": "fedavg" if loop == "federated" else "diloco", "diloco.sync_every": 2}
     options |= {
-        "num_workers": 2,
-        "min_workers": 1,
-        "rounds": 40,
-        "heartbeat_interval_s": 0.2,
-        "heartbeat_timeout_s": 1.0,
+        "rounds.sites": 2,
+        "rounds.min_sites": 1,
+        "rounds.total": 40,
+        "network.heartbeat_interval_s": 0.2,
+        "network.heartbeat_timeout_s": 1.0,
     }
     with ExitStack() as stack:
-        server = stack.enter_context(atoll.Server(build(), port=0, state_dir=tmp_path / "state", **options))
+        server = stack.enter_context(
+            new_server(build(), **{"network.port": 0, "disk.state_dir": tmp_path / "state"}, **options)
+        )
         a, b = (stack.enter_context(site(tmp_path, name, server.url, loop)) for name in ("a", "b"))
         wait_until(lambda: len(said(tmp_path, "a")) > 2, "that a trains", 60)
         a.send_signal(signal.SIGSTOP)

@@ -94,7 +94,7 @@ def test_goes_on_after_a_kill_while_all_sites_train(nursery: Nursery, tmp_path: 
 def test_killed_in_the_middle_of_a_part(nursery: Nursery, tmp_path: Path, undisturbed: Result) -> None:
     """Half a part is on its way when the server dies; what it had before is not sent again."""
     parts = len(version_layout(schema_of(build()), PART_BYTES).parts)
-    with ServerProcess(nursery, tmp_path, connections=1) as server, Proxy(server.port) as proxy:
+    with ServerProcess(nursery, tmp_path, **{"network.connections": 1}) as server, Proxy(server.port) as proxy:
         stall = Fault("PUT .*/parts/3 ", "up", at=PART_BYTES // 2, action="stall")
         proxy.faults.append(stall)
         sites = Sites(proxy.url, tmp_path)
@@ -137,7 +137,7 @@ def test_a_finished_run_that_is_started_again_stays_as_it_is(
     with ServerProcess(nursery, tmp_path) as server:
         Sites(server.url, tmp_path).join()
         assert server.kept.wait() == 0
-    with ServerProcess(nursery, tmp_path, rounds=3) as server:
+    with ServerProcess(nursery, tmp_path, **{"rounds.total": 3}) as server:
         assert server.kept.wait() == 0
     assert Result(tmp_path).bits == undisturbed.bits
 

@@ -11,14 +11,14 @@ from harness.proxy import BEFORE_HEADER, Fault, Proxy
 from kit import DiLoCoSites, FederatedSites, serve
 
 SETTINGS: dict[str, Any] = {
-    "num_workers": 1,
-    "rounds": 3,
-    "codec": "none",
-    "heartbeat_interval_s": 2.0,
-    "heartbeat_timeout_s": 0,
-    "waiting_heartbeat_s": 1.0,
+    "rounds.sites": 1,
+    "rounds.total": 3,
+    "aggregation.upload_codec.name": "none",
+    "network.heartbeat_interval_s": 2.0,
+    "network.heartbeat_timeout_s": 0,
+    "network.waiting_heartbeat_s": 1.0,
 }
-DILOCO = {"algorithm": "diloco", "sync_every": 4}
+DILOCO = {"algorithm.name": "diloco", "diloco.sync_every": 4}
 CALLS = {
     "pull": "GET /v1/fragments/0/versions/[0-9]+/.*",
     "part": "PUT .*/parts/",

@@ -18,13 +18,22 @@ from torch import nn
 import atoll
 
 CALLS = "(GET|PUT|POST) /v1/(?!heartbeat)"
-STREAMED = {"num_fragments": 2, "tau": 1, "alpha": 0.5}
+STREAMED = {"diloco.num_fragments": 2, "diloco.fragment_sync_delay": 1, "diloco.fragment_update_alpha": 0.5}
 
 
 @pytest.fixture
 def server(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[atoll.Server]:
-    settings: dict[str, Any] = {"algorithm": "diloco", "sync_every": 4, "rounds": 4, "codec": "none"}
-    settings |= {"heartbeat_interval_s": 2.0, "heartbeat_timeout_s": 0, "waiting_heartbeat_s": 0.5}
+    settings: dict[str, Any] = {
+        "algorithm.name": "diloco",
+        "diloco.sync_every": 4,
+        "rounds.total": 4,
+        "aggregation.upload_codec.name": "none",
+    }
+    settings |= {
+        "network.heartbeat_interval_s": 2.0,
+        "network.heartbeat_timeout_s": 0,
+        "network.waiting_heartbeat_s": 0.5,
+    }
     with serve(tmp_path, **settings | request.param) as server:
         yield server
 
@@ -49,7 +58,7 @@ class Outage:
         return self._proxy.count(CALLS)
 
 
-@pytest.mark.parametrize("server", [{"num_workers": 1}, {"num_workers": 1, **STREAMED}], indirect=True)
+@pytest.mark.parametrize("server", [{"rounds.sites": 1}, {"rounds.sites": 1, **STREAMED}], indirect=True)
 @pytest.mark.covers("F22", "L10")
 def test_training_goes_on_when_the_network_falls_silent_and_every_later_turn_tries_once(
     tmp_path: Path, server: atoll.Server, proxy: Proxy
@@ -141,10 +150,20 @@ def test_training_goes_on_from_a_model_that_is_the_new_version_in_part(tmp_path:
             proxy.heal()
 
     began_from: list[set[float]] = []
-    settings: dict[str, Any] = {"sync_every": 2, "rounds": 2, "num_workers": 2, "codec": "none", "part_bytes": 65_536}
-    settings |= {"outer_lr": 1.0, "outer_momentum": 0.0}
-    settings |= {"heartbeat_interval_s": 2.0, "heartbeat_timeout_s": 0, "waiting_heartbeat_s": 0.5}
-    with serve(tmp_path, Line(), algorithm="diloco", **settings) as server, Proxy(server.port) as proxy:
+    settings: dict[str, Any] = {
+        "diloco.sync_every": 2,
+        "rounds.total": 2,
+        "rounds.sites": 2,
+        "aggregation.upload_codec.name": "none",
+        "network.part_bytes": 65_536,
+    }
+    settings |= {"algorithm.outer_optimizer.lr": 1.0, "algorithm.outer_optimizer.momentum": 0.0}
+    settings |= {
+        "network.heartbeat_interval_s": 2.0,
+        "network.heartbeat_timeout_s": 0,
+        "network.waiting_heartbeat_s": 0.5,
+    }
+    with serve(tmp_path, Line(), **{"algorithm.name": "diloco"}, **settings) as server, Proxy(server.port) as proxy:
         proxy.faults.append(Fault("GET .*/versions/1/", "down", at=BEFORE_HEADER, action="stall", wait=stand_still))
         sites = DiLoCoSites(proxy.url, tmp_path, 10**6, ["a"], during=during, max_sync_retries=2, **CLIMBS)
         near = DiLoCoSites(server.url, tmp_path, 10**6, ["b"], **CLIMBS)
@@ -178,7 +197,9 @@ def test_a_wait_for_another_site_is_no_silent_network(tmp_path: Path, server: at
 
 
 @pytest.mark.parametrize(
-    "server", [{"algorithm": "fedavg", "sync_every": None, "num_workers": 1, "rounds": 2}], indirect=True
+    "server",
+    [{"algorithm.name": "fedavg", "diloco.sync_every": None, "rounds.sites": 1, "rounds.total": 2}],
+    indirect=True,
 )
 @pytest.mark.covers("F22")
 def test_a_federated_site_waits_through_a_silent_network(tmp_path: Path, server: atoll.Server, proxy: Proxy) -> None:

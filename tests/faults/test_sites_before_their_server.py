@@ -56,7 +56,7 @@ def test_a_site_gives_up_when_the_setting_says(
 def test_a_site_waits_for_its_server_by_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session_module, "FIRST_BACKOFF_S", 0.01)
     monkeypatch.setattr(session_module, "LONGEST_BACKOFF_S", 0.01)
-    with serve(tmp_path, num_workers=1, rounds=1) as server, Proxy(server.port) as proxy:
+    with serve(tmp_path, **{"rounds.sites": 1, "rounds.total": 1}) as server, Proxy(server.port) as proxy:
         proxy.cut()
         sites = FederatedSites(proxy.url, tmp_path, ["a"])
         wait_until(lambda: len(proxy.moved_bytes) > 3 * AFTER_15_S, "further attempts")

@@ -47,7 +47,7 @@ def end_of(workers: Sequence[Kept]) -> list[int]:
 @pytest.fixture(scope="module")
 def undisturbed(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Result:
     folder = tmp_path_factory.mktemp("undisturbed")
-    with ServerProcess(nursery, folder, rounds=ROUNDS) as server:
+    with ServerProcess(nursery, folder, **{"rounds.total": ROUNDS}) as server:
         Sites(server.url, folder).join()
         assert server.kept.wait() == 0
     return Result(folder)
@@ -60,7 +60,7 @@ def test_whatever_is_killed_no_acknowledged_update_is_lost(
     nursery: Nursery, tmp_path: Path, undisturbed: Result, seed: int
 ) -> None:
     chance = random.Random(seed)
-    with ServerProcess(nursery, tmp_path, lives(chance, SERVER_PLACES, 5), rounds=ROUNDS) as server:
+    with ServerProcess(nursery, tmp_path, lives(chance, SERVER_PLACES, 5), **{"rounds.total": ROUNDS}) as server:
         sites = [SiteProcess(nursery, tmp_path, server.url, site) for site in SITES]
         workers = [Kept(site.start, lives(chance, WORKER_PLACES, 3)) for site in sites]
         try:

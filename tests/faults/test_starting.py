@@ -33,7 +33,7 @@ def start(nursery: Nursery, folder: Path, *flags: str, **settings: object) -> tu
 def test_a_port_in_use_is_exit_code_3(nursery: Nursery, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-        code, output = start(nursery, tmp_path, port=port)
+        code, output = start(nursery, tmp_path, **{"network.port": port})
     assert code == 3
     assert output == (
         f"atoll: Port {port} on 127.0.0.1 is in use. End what uses it, or choose another with --port; "
@@ -47,11 +47,11 @@ def test_a_second_server_on_one_state_directory_is_exit_code_4_and_the_first_goe
 ) -> None:
     with ServerProcess(nursery, tmp_path) as server:
         wait_until(lambda: "listening" in server.log.read_text(), "the first")
-        code, output = start(nursery, tmp_path, port=0)
+        code, output = start(nursery, tmp_path, **{"network.port": 0})
         assert code == 4
         assert len(output.splitlines()) == 1
         assert output.startswith(f"atoll: The state directory state is in use by process {server.kept.now.pid} on ")
-        assert output.endswith("Stop that server, or give this one another state_dir.")
+        assert output.endswith("Stop that server, or give this one another disk.state_dir.")
         Sites(server.url, tmp_path).join()
         assert server.kept.wait() == 0
     assert Result(tmp_path).counted() == EVERY_SITE_AND_ROUND
@@ -59,7 +59,7 @@ def test_a_second_server_on_one_state_directory_is_exit_code_4_and_the_first_goe
 
 def test_an_unknown_key_in_the_run_file_is_exit_code_2_with_the_nearest_valid_one(tmp_path: Path) -> None:
     """As a user starts it."""
-    write_run_file(tmp_path, num_worker=3)
+    write_run_file(tmp_path, **{"rounds.site": 3})
     done = subprocess.run(
         [sys.executable, "-m", "atoll.cli.main", "server", "run.toml"],
         cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False, env=dict(os.environ),
@@ -67,24 +67,24 @@ def test_an_unknown_key_in_the_run_file_is_exit_code_2_with_the_nearest_valid_on
     assert done.returncode == 2
     assert len(done.stderr.splitlines()) == 1
     assert "run.toml" in done.stderr
-    assert "num_worker" in done.stderr
-    assert "Did you mean 'num_workers'?" in done.stderr
+    assert "rounds.site" in done.stderr
+    assert "Did you mean rounds.sites?" in done.stderr
     assert not (tmp_path / "state").exists()
 
 
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"model": "no_such_module:build"}, ["no_such_module"]),
-        ({"model": "fault_model:missing"}, ["missing"]),
-        ({"outer_optimizer": "sdg"}, ["sdg", "Did you mean 'sgd'?"]),
-        ({"algorithm": "fedavgg"}, ["fedavgg", "fedavg"]),
+        ({"model.source": "no_such_module:build"}, ["no_such_module"]),
+        ({"model.source": "fault_model:missing"}, ["missing"]),
+        ({"algorithm.outer_optimizer.name": "sdg"}, ["sdg", "Did you mean 'sgd'?"]),
+        ({"algorithm.name": "fedavgg"}, ["fedavgg", "fedavg"]),
     ],
 )
 def test_what_cannot_be_built_is_one_line_and_exit_code_2(
     nursery: Nursery, tmp_path: Path, settings: dict[str, str], words: list[str]
 ) -> None:
-    code, output = start(nursery, tmp_path, port=0, **settings)
+    code, output = start(nursery, tmp_path, **{"network.port": 0}, **settings)
     assert code == 2, output
     assert len(output.splitlines()) == 1
     assert [word for word in words if word not in output] == []
@@ -95,9 +95,9 @@ def test_what_cannot_be_built_is_one_line_and_exit_code_2(
 def test_beyond_loopback_without_tls_and_token_is_refused(
     nursery: Nursery, tmp_path: Path, flags: tuple[str, ...]
 ) -> None:
-    code, output = start(nursery, tmp_path, *flags, port=0, host="0.0.0.0")
+    code, output = start(nursery, tmp_path, *flags, **{"network.port": 0, "network.host": "0.0.0.0"})
     assert code == 2
-    assert "which others can reach, without TLS (tls_cert, tls_key) and without a token" in output
+    assert "which others can reach, without TLS (network.tls_cert, network.tls_key) and without a token" in output
     assert "--insecure" in output
     assert not (tmp_path / "state").exists()
 
@@ -122,7 +122,7 @@ class Secured:
 
     @property
     def settings(self) -> dict[str, Path]:
-        return {"tls_cert": self.cert, "tls_key": self.key, "token_file": self.token_file}
+        return {"network.tls_cert": self.cert, "network.tls_key": self.key, "network.token_file": self.token_file}
 
 
 @pytest.fixture
@@ -179,7 +179,7 @@ def test_a_certificate_of_another_authority_is_refused_before_the_token_is_sent(
 @pytest.mark.covers("X2")
 def test_a_secret_that_others_can_read_is_refused(nursery: Nursery, tmp_path: Path, secured: Secured) -> None:
     secured.token_file.chmod(0o644)
-    code, output = start(nursery, tmp_path, port=0, **secured.settings)
+    code, output = start(nursery, tmp_path, **{"network.port": 0}, **secured.settings)
     assert code == 2
     assert "has mode 0644: others can read it" in output
     assert secured.token not in output

@@ -11,6 +11,7 @@ import torch
 from fault_world import ServerProcess, build, serving
 from harness.processes import Nursery
 from harness.proxy import BEFORE_HEADER, Fault, Proxy
+from kit.servers import new_server
 from stream_world import EVERY_UPDATE, FRAGMENTS, SETTINGS, Left, StreamingSites, local_step, same
 from torch import nn
 
@@ -69,7 +70,7 @@ def test_a_server_killed_in_the_middle_of_a_cycle(
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[atoll.Server]:
-    with serving(tmp_path, **SETTINGS, connections=1) as server:
+    with serving(tmp_path, **SETTINGS, **{"network.connections": 1}) as server:
         yield server
 
 
@@ -80,7 +81,8 @@ def test_a_broken_transfer_of_a_fragment_resumes_at_the_part(
     """The connection breaks within the second part of a fragment's update: the first is not sent again."""
     codecs = codecs_of("int8", {})
     layouts = [
-        encoded_layout(part, "int8", codecs, SETTINGS["part_bytes"]) for part in split(schema_of(build()), 3).schemas
+        encoded_layout(part, "int8", codecs, SETTINGS["network.part_bytes"])
+        for part in split(schema_of(build()), 3).schemas
     ]
     fragment = max(range(FRAGMENTS), key=lambda index: len(layouts[index].parts))
     assert len(layouts[fragment].parts) >= 2
@@ -126,9 +128,19 @@ def test_local_progress_of_a_fragment_is_carried_over_to_its_head(tmp_path: Path
             super().__init__()
             self.x, self.y = (nn.Parameter(torch.tensor([value])) for value in (8.0, 20.0))
 
-    options: dict[str, Any] = {"algorithm": "diloco", "rounds": 2, "sync_every": 2, "num_fragments": 2}
-    options |= {"codec": "none", "port": 0, "outer_lr": 0.5, "outer_momentum": 0.0}
-    with atoll.Server(Two(), **options, state_dir=tmp_path / "s") as server, Proxy(server.port) as proxy:
+    options: dict[str, Any] = {
+        "algorithm.name": "diloco",
+        "rounds.total": 2,
+        "diloco.sync_every": 2,
+        "diloco.num_fragments": 2,
+    }
+    options |= {
+        "aggregation.upload_codec.name": "none",
+        "network.port": 0,
+        "algorithm.outer_optimizer.lr": 0.5,
+        "algorithm.outer_optimizer.momentum": 0.0,
+    }
+    with new_server(Two(), **options, **{"disk.state_dir": tmp_path / "s"}) as server, Proxy(server.port) as proxy:
         model = Two()
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         seen: list[tuple[float, float]] = []
@@ -154,7 +166,13 @@ def test_training_goes_on_without_the_server_and_nothing_is_lost(
 ) -> None:
     """The server is away for a while: turns are skipped, and what was trained meanwhile counts afterwards."""
     caplog.set_level("INFO", "atoll")
-    settings = SETTINGS | {"num_workers": 1, "rounds": 3, "outer_lr": 1.0, "outer_momentum": 0.0, "codec": "none"}
+    settings = SETTINGS | {
+        "rounds.sites": 1,
+        "rounds.total": 3,
+        "algorithm.outer_optimizer.lr": 1.0,
+        "algorithm.outer_optimizer.momentum": 0.0,
+        "aggregation.upload_codec.name": "none",
+    }
     with ServerProcess(nursery, tmp_path, **settings) as server, Proxy(server.port) as proxy:
         model = build()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -229,7 +247,12 @@ def test_submits_a_broken_off_update_while_it_waits_for_a_result(
 
     monkeypatch.setattr(Exchange, "deliver", breaking_off)
     monkeypatch.setattr(synchroniser, "LOOK_S", 0.2)
-    settings = SETTINGS | {"num_fragments": 2, "sync_every": 4, "tau": 3, "max_inflight": 2}
+    settings = SETTINGS | {
+        "diloco.num_fragments": 2,
+        "diloco.sync_every": 4,
+        "diloco.fragment_sync_delay": 3,
+        "diloco.max_inflight": 2,
+    }
     with serving(tmp_path, **settings) as server:
         sites = StreamingSites(server.url, tmp_path, steps=200)
         sites.join(40)

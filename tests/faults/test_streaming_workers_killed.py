@@ -22,7 +22,7 @@ from atoll.worker.exchange.participation import take_part
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[atoll.Server]:
-    with serving(tmp_path, **SETTINGS, connections=1) as server:
+    with serving(tmp_path, **SETTINGS, **{"network.connections": 1}) as server:
         yield server
 
 
@@ -69,7 +69,7 @@ def test_a_joiner_falls_in_with_the_cycle(tmp_path: Path) -> None:
             at_step.wait(30)
             assert joined.wait(30)
 
-    with serving(tmp_path, **SETTINGS | {"rounds": 4}, connections=1) as server:
+    with serving(tmp_path, **SETTINGS | {"rounds.total": 4}, **{"network.connections": 1}) as server:
         old = StreamingSites(server.url, tmp_path, during=during, steps=60)
         at_step.wait(30)
 
@@ -114,7 +114,8 @@ def test_killed_while_a_fragment_comes_down_it_resumes_at_the_part(
 ) -> None:
     """Of the first result of fragment 0 three parts had come when it was killed; the bases of the others are whole."""
     parts = [
-        version_layout(each, SETTINGS["part_bytes"]).parts for each in split(schema_of(build()), FRAGMENTS).schemas
+        version_layout(each, SETTINGS["network.part_bytes"]).parts
+        for each in split(schema_of(build()), FRAGMENTS).schemas
     ]
     assert len(parts[0]) > 3
     with beside(server, StreamingSites(server.url, tmp_path, names=["b"], steps=100)):

@@ -48,7 +48,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Result:
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[atoll.Server]:
-    with serving(tmp_path, connections=1, min_workers=1) as server:
+    with serving(tmp_path, **{"network.connections": 1, "rounds.min_sites": 1}) as server:
         yield server
 
 
@@ -152,7 +152,9 @@ def test_the_others_finish_without_it_once_its_lease_is_over(nursery: Nursery, t
         if number == 2:
             assert back.wait(60)
 
-    with serving(tmp_path, min_workers=1, heartbeat_interval_s=0.2, heartbeat_timeout_s=2.0) as server:
+    with serving(
+        tmp_path, **{"rounds.min_sites": 1, "network.heartbeat_interval_s": 0.2, "network.heartbeat_timeout_s": 2.0}
+    ) as server:
         other = Sites(server.url, tmp_path, during, names=["b"])
         site = SiteProcess(nursery, tmp_path, server.url, "a")
         assert site.start(failpoints).wait() == KILLED
@@ -180,7 +182,9 @@ def test_stopped_past_its_lease_it_joins_again_and_goes_on(nursery: Nursery, tmp
         if number == 2:
             assert back.wait(60)
 
-    with serving(tmp_path, min_workers=1, heartbeat_interval_s=0.2, heartbeat_timeout_s=2.0) as server:
+    with serving(
+        tmp_path, **{"rounds.min_sites": 1, "network.heartbeat_interval_s": 0.2, "network.heartbeat_timeout_s": 2.0}
+    ) as server:
         other = Sites(server.url, tmp_path, during, names=["b"])
         site = SiteProcess(nursery, tmp_path, server.url, "a").start(hold=f"1:{tmp_path}/go")
         wait_until(lambda: said(site, "trains", 1), "its training")
@@ -203,7 +207,7 @@ def test_stopped_past_its_lease_it_joins_again_and_goes_on(nursery: Nursery, tmp
 def test_an_exception_has_its_traceback_at_the_worker_and_one_line_at_the_server(
     nursery: Nursery, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with serving(tmp_path, min_workers=1) as server:
+    with serving(tmp_path, **{"rounds.min_sites": 1}) as server:
         other = Sites(server.url, tmp_path, names=["b"])
         site = SiteProcess(nursery, tmp_path, server.url, "a").start(FAIL_IN="2")
         assert site.wait() == 1

@@ -36,21 +36,28 @@ CLIPPED = "clipped_mean"
 PARTS: list[Row] = [{"parts": each} for each in WAY["parts"]]
 DEFAULTS = {axis: values[0] for axis, values in AXES.items()}
 
+STREAMING = {
+    "algorithm.name": "diloco",
+    "diloco.sync_every": 6,
+    "diloco.num_fragments": 3,
+    "diloco.fragment_update_alpha": 0.5,
+}
+
 SETTINGS: dict[tuple[str, str], dict[str, Any]] = {
-    ("algorithm", "fedprox"): {"local_options": {"mu": 0.1}},
-    ("algorithm", "fedadam"): {"outer_lr": 0.01, "outer_momentum": None},
-    ("algorithm", "diloco"): {"sync_every": 2},
-    ("algorithm", "streaming"): {"algorithm": "diloco", "sync_every": 6, "num_fragments": 3, "alpha": 0.5},
-    ("algorithm", "overlapped"): {"algorithm": "diloco", "sync_every": 6, "num_fragments": 3, "alpha": 0.5, "tau": 1},
-    ("codec", "topk"): {"codec_options": {"density": 0.1}},
-    ("outer", "plain"): {"outer_momentum": None},
-    ("outer", "momentum"): {"outer_momentum": 0.9},
-    ("outer", "delayed"): {"outer_momentum": 0.9, "dn_buffer_size": 2},
-    ("place", "swarm"): {"placement": "swarm"},
-    ("place", "fsdp"): {"ranks": 2},
-    ("mode", "async"): {"mode": "async", "async_grace_s": float("inf")},
-    ("storage", "memory"): {"download_to_disk": False},
-    ("parts", "several"): {"part_bytes": 2**16},
+    ("algorithm", "fedprox"): {"algorithm.mu": 0.1},
+    ("algorithm", "fedadam"): {"algorithm.outer_optimizer.lr": 0.01, "algorithm.outer_optimizer.momentum": None},
+    ("algorithm", "diloco"): {"diloco.sync_every": 2},
+    ("algorithm", "streaming"): STREAMING,
+    ("algorithm", "overlapped"): {**STREAMING, "diloco.fragment_sync_delay": 1},
+    ("codec", "topk"): {"aggregation.upload_codec.density": 0.1},
+    ("outer", "plain"): {"algorithm.outer_optimizer.momentum": None},
+    ("outer", "momentum"): {"algorithm.outer_optimizer.momentum": 0.9},
+    ("outer", "delayed"): {"algorithm.outer_optimizer.momentum": 0.9, "async.momentum_every": 2},
+    ("place", "swarm"): {"swarm.enabled": True},
+    ("place", "fsdp"): {"model.ranks": 2},
+    ("mode", "async"): {"async.enabled": True, "async.grace_s": float("inf")},
+    ("storage", "memory"): {"disk.in_files": False},
+    ("parts", "several"): {"network.part_bytes": 2**16},
 }
 """What a value of an axis sets."""
 
@@ -85,20 +92,38 @@ ROUNDS = tuple(each for each in SETUP["algorithm"] if each not in STEPS)
 UNCONTROLLED = tuple(each for each in ROUNDS if each != "scaffold")
 
 EXCLUSIONS = (
-    Exclusion({"algorithm": ("scaffold",), "mode": ("async",)}, ("algorithm", "mode"), "controls are means of a round"),
+    Exclusion(
+        {"algorithm": ("scaffold",), "mode": ("async",)},
+        ("algorithm", "async.enabled"),
+        "controls are means of a round",
+    ),
     Exclusion(
         {"algorithm": ("fednova",), "reducer": ("median", "clipped_mean")}, ("reducer",), "its mean is what makes it"
     ),
-    Exclusion({"algorithm": ("fedadam",), "outer": ("momentum",)}, ("outer_momentum",), "Adam has moments of its own"),
-    Exclusion({"algorithm": ("fedadam",), "outer": ("delayed",)}, ("dn_buffer_size",), "it divides steps of SGD"),
-    Exclusion({"place": ("swarm",), "downlink": ("int8",)}, ("downlink_codec", "placement"), "versions travel whole"),
-    Exclusion({"place": ("simulation",), "mode": ("async",)}, ("mode", "simulation"), "rounds wait there"),
-    Exclusion({"place": ("simulation",), "algorithm": STREAMS}, ("num_fragments", "simulation"), "whole models there"),
+    Exclusion(
+        {"algorithm": ("fedadam",), "outer": ("momentum",)},
+        ("algorithm.outer_optimizer.momentum",),
+        "Adam has moments of its own",
+    ),
+    Exclusion({"algorithm": ("fedadam",), "outer": ("delayed",)}, ("async.momentum_every",), "it divides steps of SGD"),
+    Exclusion(
+        {"place": ("swarm",), "downlink": ("int8",)},
+        ("aggregation.download_codec", "swarm.enabled"),
+        "versions travel whole",
+    ),
+    Exclusion({"place": ("simulation",), "mode": ("async",)}, ("async.enabled", "simulation"), "rounds wait there"),
+    Exclusion(
+        {"place": ("simulation",), "algorithm": STREAMS}, ("diloco.num_fragments", "simulation"), "whole models there"
+    ),
     Exclusion(
         {"place": ("simulation",), "algorithm": ("diloco",)}, ("DiLoCo", "simulation"), "it counts its own steps"
     ),
-    Exclusion({"place": ("fsdp",), "algorithm": STREAMS}, ("num_fragments", "ranks"), "fragments are not sharded"),
-    Exclusion({"place": ("fsdp",), "algorithm": ("scaffold",)}, ("algorithm", "ranks"), "controls are not sharded"),
+    Exclusion(
+        {"place": ("fsdp",), "algorithm": STREAMS}, ("diloco.num_fragments", "model.ranks"), "fragments are not sharded"
+    ),
+    Exclusion(
+        {"place": ("fsdp",), "algorithm": ("scaffold",)}, ("algorithm", "model.ranks"), "controls are not sharded"
+    ),
     Exclusion({"place": ("fsdp",), "algorithm": UNCONTROLLED}, ("DTensor", "DiLoCo"), "join has no ranks"),
     Exclusion(
         {"place": ("ddp",), "algorithm": ROUNDS}, ("StateLocked",), "join has no ranks: each would be the same site"
@@ -143,14 +168,20 @@ def name_of(row: Row) -> str:
 
 def settings_of(row: Row) -> dict[str, Any]:
     """Of a run."""
-    settings: dict[str, Any] = {"algorithm": row["algorithm"], "codec": row["codec"], "outer_lr": 0.7}
-    settings |= {"downlink_codec": row["downlink"], "part_bytes": 2**24, "outer_optimizer": None}
+    settings: dict[str, Any] = {
+        "algorithm.name": row["algorithm"],
+        "algorithm.outer_optimizer.name": None,
+        "algorithm.outer_optimizer.lr": 0.7,
+        "aggregation.upload_codec.name": row["codec"],
+        "aggregation.download_codec.name": row["downlink"],
+        "network.part_bytes": 2**24,
+    }
     if row["reducer"] != "own":
-        settings["reducer"] = row["reducer"]
+        settings["aggregation.reducer.name"] = row["reducer"]
     for chosen in row.items():
         settings |= SETTINGS.get(chosen, {})
     if row["algorithm"] == "fedadam" and row["outer"] == "delayed":  # refused for itself, not for its momentum
-        settings["outer_momentum"] = None
+        settings["algorithm.outer_optimizer.momentum"] = None
     return settings
 
 

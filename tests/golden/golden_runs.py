@@ -14,6 +14,7 @@ from golden_axes import STEPS, Row, name_of, settings_of
 from golden_model import WEIGHTS, build, inner, state_of, take_rounds, train_steps
 from harness.processes import Nursery, free_port
 from kit import SITES, exported, serve, tensors_digest, together
+from kit.servers import new_simulation
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -126,15 +127,12 @@ def _simulated(row: Row, folder: Path) -> dict[str, State]:
 def simulation(row: Row, folder: Path, client: str = "train") -> atoll.Simulation:
     """One process trains both sites."""
     settings: dict[str, Any] = {key: value for key, value in settings_of(row).items() if value is not None}
-    return atoll.Simulation(
+    return new_simulation(
         build(row["dtype"]),
         client=f"{HERE / 'golden_client.py'}:{client}",
         arguments=[json.dumps({"out": str(folder), **row})],
         workers=list(SITES),
         processes=1,
-        rounds=3,
-        state_dir=folder / "state",
-        min_free_bytes=0,
-        threads=1,
+        **{"rounds.total": 3, "disk.state_dir": folder / "state", "disk.min_free_bytes": 0, "run.threads": 1},
         **settings,
     )

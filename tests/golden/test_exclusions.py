@@ -83,7 +83,7 @@ with atoll.join() as worker:
 def test_join_refuses_a_sharded_model(tmp_path: Path, nursery: Nursery) -> None:
     script = tmp_path / "sharded.py"
     script.write_text(SHARDED.format(golden=str(Path(__file__).parent)))
-    with serve(tmp_path, build(), num_workers=1) as server:
+    with serve(tmp_path, build(), **{"rounds.sites": 1}) as server:
         env = {"ATOLL_SERVER": server.url, "ATOLL_SITE": "a", "ATOLL_DIR": str(tmp_path / "workers")}
         process = nursery.start(str(script), cwd=tmp_path, env=env)
         assert process.wait() != 0
@@ -92,7 +92,7 @@ def test_join_refuses_a_sharded_model(tmp_path: Path, nursery: Nursery) -> None:
 
 
 def test_join_refuses_a_second_rank_of_a_site(tmp_path: Path) -> None:
-    with serve(tmp_path, build(), num_workers=1) as server:
+    with serve(tmp_path, build(), **{"rounds.sites": 1}) as server:
         with atoll.join(server.url, site="a", folder=tmp_path / "workers"):
             with pytest.raises(StateLocked):
                 atoll.join(server.url, site="a", folder=tmp_path / "workers")

@@ -186,20 +186,20 @@ class _Conductor:
     def _server(self) -> tuple[_Child, str]:
         bench = self.bench
         settings = {
-            "name": "bench",
-            "model": str(self.folder / "initial.safetensors"),
-            "algorithm": "fedavg",
-            "rounds": 0,
-            "num_workers": bench.workers,
-            "min_workers": bench.workers,
-            "codec": bench.codec,
-            "downlink_codec": bench.downlink_codec,
-            "durability": bench.durability,
-            "port": 0,
-            "state_dir": str(self.folder / "state"),
-            "min_free_bytes": 0,
-            "download_to_disk": bench.download_to_disk,
-            "placement": bench.placement,
+            "run.name": "bench",
+            "model.source": str(self.folder / "initial.safetensors"),
+            "algorithm.name": "fedavg",
+            "rounds.total": 0,
+            "rounds.sites": bench.workers,
+            "rounds.min_sites": bench.workers,
+            "aggregation.upload_codec.name": bench.codec,
+            "aggregation.download_codec.name": bench.downlink_codec,
+            "disk.durability": bench.durability,
+            "network.port": 0,
+            "disk.state_dir": str(self.folder / "state"),
+            "disk.min_free_bytes": 0,
+            "disk.in_files": bench.download_to_disk,
+            "swarm.enabled": bench.placement == "swarm",
         }
         if bench.tls:
             settings |= {name: str(path) for name, path in write_certificate(self.folder).items()}

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from kit.servers import new_server
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -112,13 +113,16 @@ def trainer_of(name: str | None = None, **options: Any) -> Any:
 
 def serve(folder: Path, algorithm: str = "fedavg", *, norm: bool = False, **options: Any) -> atoll.Server:
     """Not started yet; use it with `with`."""
-    settings: dict[str, Any] = {"rounds": 2, "min_free_bytes": 0, "heartbeat_interval_s": 0, "heartbeat_timeout_s": 0}
-    settings["port"] = 0
-    return atoll.Server(
+    settings: dict[str, Any] = {
+        "rounds.total": 2,
+        "disk.min_free_bytes": 0,
+        "network.heartbeat_interval_s": 0,
+        "network.heartbeat_timeout_s": 0,
+    }
+    settings["network.port"] = 0
+    return new_server(
         One(norm),
-        algorithm=algorithm,
-        state_dir=folder / "state",
-        name=f"tiny-{algorithm}",
+        **{"algorithm.name": algorithm, "disk.state_dir": folder / "state", "run.name": f"tiny-{algorithm}"},
         **settings | options,
     )
 

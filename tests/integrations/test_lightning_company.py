@@ -14,7 +14,12 @@ import atoll.integrations.lightning
 from atoll.errors import UsageError
 
 pytestmark = pytest.mark.usefixtures("each_package")
-DILOCO = {"sync_every": 3, "outer_lr": 1.0, "outer_momentum": 0.0, "codec": "none"}
+DILOCO = {
+    "diloco.sync_every": 3,
+    "algorithm.outer_optimizer.lr": 1.0,
+    "algorithm.outer_optimizer.momentum": 0.0,
+    "aggregation.upload_codec.name": "none",
+}
 
 
 def callbacks(name: str | None = None) -> Any:
@@ -26,7 +31,7 @@ def callbacks(name: str | None = None) -> Any:
 @pytest.mark.parametrize("workers", [1, 2])
 def test_two_sites_on_one_trainer_are_refused_before_either_joins(tmp_path: Path, name: str, workers: int) -> None:
     """Guards against the first waiting in its hook for the update of the second, for ever."""
-    with serve(tmp_path, num_workers=workers) as server:
+    with serve(tmp_path, **{"rounds.sites": workers}) as server:
         both = [
             atoll.integrations.lightning.AtollCallback(server.url, site, folder=tmp_path / site) for site in ("a", "b")
         ]
@@ -58,7 +63,7 @@ class LBFGS(Tiny):
 @pytest.mark.covers("S1", "S5")
 def test_a_line_search_in_a_fit_goes_by_the_loss_of_fedprox(tmp_path: Path) -> None:
     """(w − 1)²/2 + w²/4 is least at 2/3, then (w − 1)²/2 + (w − 2/3)²/4 at (1 + 1/3)/(3/2) = 8/9."""
-    with serve(tmp_path, "fedprox", local_options={"mu": 0.5}) as server:
+    with serve(tmp_path, "fedprox", **{"algorithm.mu": 0.5}) as server:
         trainer, module = trainer_of(), LBFGS()
         atoll.integrations.lightning.patch(trainer, server.url, "a", folder=tmp_path)
         for number in atoll.integrations.lightning.rounds(trainer):
@@ -74,7 +79,7 @@ def test_an_average_of_weights_is_what_a_round_submits(tmp_path: Path, algorithm
 
     0.25·0.9 + 0.25·0.81 + 0.5·0.729 = 0.792. FedProx with μ = 0 is the same. Validation measures the mean, too.
     """
-    local = {"local_options": {"mu": 0.0}} if algorithm == "fedprox" else {}
+    local = {"algorithm.mu": 0.0} if algorithm == "fedprox" else {}
     with serve(tmp_path, algorithm, **local) as server:
         trainer, module = trainer_of(callbacks=[callbacks().EMAWeightAveraging(decay=0.5)]), Tiny()
         atoll.integrations.lightning.patch(trainer, server.url, "a", folder=tmp_path)
@@ -89,7 +94,7 @@ def test_an_average_of_weights_is_what_a_round_submits(tmp_path: Path, algorithm
 @pytest.mark.covers("S8")
 def test_a_fit_before_its_first_average_submits_nothing(tmp_path: Path) -> None:
     """Guards against the weights from before the round, 7 here, which that callback puts back at the end of a fit."""
-    with serve(tmp_path, rounds=1) as server:
+    with serve(tmp_path, **{"rounds.total": 1}) as server:
         trainer = trainer_of(callbacks=[callbacks().EMAWeightAveraging(decay=0.5, update_starting_at_step=100)])
         module = Tiny()
         module.w.data.fill_(7.0)
@@ -117,7 +122,7 @@ REFUSED = [
 def test_what_would_submit_another_models_weights_is_refused(
     tmp_path: Path, name: str, algorithm: str, kind: str, given: dict[str, Any], words: str
 ) -> None:
-    with serve(tmp_path, algorithm, rounds=1, **DILOCO if algorithm == "diloco" else {}) as server:
+    with serve(tmp_path, algorithm, **{"rounds.total": 1}, **DILOCO if algorithm == "diloco" else {}) as server:
         trainer, module = trainer_of(name, callbacks=[getattr(callbacks(name), kind)(**given)]), module_class(name)()
         callback = atoll.integrations.lightning.patch(trainer, server.url, "a", folder=tmp_path)
         with pytest.raises(UsageError, match=words):
@@ -132,7 +137,7 @@ def test_what_would_submit_another_models_weights_is_refused(
 @pytest.mark.covers("S1")
 def test_early_stopping_shortens_a_fit_and_its_patience_goes_on_in_the_next(tmp_path: Path) -> None:
     """w grows, and the monitor wants it small: two epochs of three steps in the first fit, one in each further one."""
-    with serve(tmp_path, rounds=3) as server:
+    with serve(tmp_path, **{"rounds.total": 3}) as server:
         stopping = callbacks().EarlyStopping("val_w", patience=1, mode="min")
         trainer, module = trainer_of(max_epochs=4, callbacks=[stopping]), Tiny()
         atoll.integrations.lightning.patch(trainer, server.url, "a", folder=tmp_path)

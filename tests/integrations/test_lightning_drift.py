@@ -41,7 +41,7 @@ def train(url: str, site: str, folder: Path) -> None:
 
 def end(folder: Path, algorithm: str) -> float:
     """Where two sites end."""
-    options: dict[str, Any] = {"rounds": ROUNDS, "num_workers": 2, "min_workers": 2}
+    options: dict[str, Any] = {"rounds.total": ROUNDS, "rounds.sites": 2, "rounds.min_sites": 2}
     with ThreadPoolExecutor(2) as pool, serve(folder, algorithm, **options) as server:
         for site in [pool.submit(train, server.url, name, folder / name) for name in CURVES]:
             site.result(100)

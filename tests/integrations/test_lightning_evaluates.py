@@ -18,7 +18,7 @@ WORKFLOWS = ({"kind": "train"}, {"kind": "cross_site_evaluation", "versions": ["
 @pytest.mark.parametrize("name", PACKAGES)
 def test_models_are_validated_when_training_is_over(tmp_path: Path, name: str) -> None:
     """w ← w − 0.1·(w − 1), three steps: 1 − 0.9³; version 0 is w = 0. `val_w` is w itself."""
-    with serve(tmp_path, rounds=1, workflows=WORKFLOWS) as server:
+    with serve(tmp_path, **{"rounds.total": 1, "workflow.steps": WORKFLOWS}) as server:
         trainer, module = trainer_of(name), module_class(name)()
         atoll.integrations.lightning.patch(trainer, server.url, "a", folder=tmp_path)
         atoll.integrations.lightning.evaluates(trainer, module, data())

@@ -19,7 +19,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "lightning_sites.py"
 def test_the_example_names_its_run_after_the_algorithm(tmp_path: Path, algorithm: str) -> None:
     """Two sites, two rounds, batch normalisation."""
     done = subprocess.run(
-        [sys.executable, EXAMPLE, "--algorithm", algorithm, "--rounds", "2"],
+        [sys.executable, EXAMPLE, "--set", f"algorithm.name={algorithm}", "--rounds", "2"],
         cwd=tmp_path,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         capture_output=True,

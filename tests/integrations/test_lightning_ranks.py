@@ -51,7 +51,7 @@ def reference(rounds: int, eta: float = 0.1) -> tuple[list[float], float]:
 @pytest.mark.parametrize("name", ["pytorch_lightning", pytest.param("lightning.pytorch", marks=pytest.mark.long)])
 def test_two_ranks_are_one_site(tmp_path: Path, name: str) -> None:
     rounds = 3
-    with serve(tmp_path, "scaffold", rounds=rounds, num_workers=2, min_workers=2) as server:
+    with serve(tmp_path, "scaffold", **{"rounds.total": rounds, "rounds.sites": 2, "rounds.min_sites": 2}) as server:
         ranks = start(name, server.url, tmp_path)
         try:
             trainer, module = trainer_of(), Tiny(target=-3.0)
@@ -80,7 +80,7 @@ def test_two_ranks_are_one_site(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize("name", ["lightning.pytorch", "pytorch_lightning"])
 def test_an_error_at_rank_0_ends_all_of_them(tmp_path: Path, name: str) -> None:
     """The update is refused at rank 0 alone: its learning rates sum up to 0. Rank 1 must not wait for it for ever."""
-    with serve(tmp_path, "scaffold", rounds=1) as server:
+    with serve(tmp_path, "scaffold", **{"rounds.total": 1}) as server:
         ranks = start(name, server.url, tmp_path, lr=0.0)
         try:
             output, _ = ranks.communicate(timeout=100)

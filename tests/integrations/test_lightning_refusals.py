@@ -113,7 +113,7 @@ REFUSED = [
 def test_scaffold_refuses_it_and_a_better_fit_takes_its_place(
     tmp_path: Path, kind: Any, words: str, remedy: str
 ) -> None:
-    with serve(tmp_path, "scaffold", rounds=1) as server:
+    with serve(tmp_path, "scaffold", **{"rounds.total": 1}) as server:
         trainer = trainer_of()
         atoll.integrations.lightning.patch(trainer, server.url, "a", folder=tmp_path)
         with pytest.raises(UsageError, match=words) as caught:
@@ -138,7 +138,7 @@ def retry(server: atoll.Server, folder: Path) -> None:
 @pytest.mark.parametrize("algorithm", ["scaffold", "fedprox"])
 def test_a_gradient_scaler_is_refused(tmp_path: Path, name: str, algorithm: str) -> None:
     plugin = package(name).plugins.MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu"))
-    with serve(tmp_path, algorithm, rounds=1) as server:
+    with serve(tmp_path, algorithm, **{"rounds.total": 1}) as server:
         trainer = trainer_of(name, plugins=[plugin])
         atoll.integrations.lightning.patch(trainer, server.url, "a", folder=tmp_path)
         with pytest.raises(UsageError, match=rf"precision 16-mixed.*{algorithm}.*Use precision='bf16-mixed'"):
@@ -148,7 +148,7 @@ def test_a_gradient_scaler_is_refused(tmp_path: Path, name: str, algorithm: str)
 
 @pytest.mark.covers("S8")
 def test_several_optimizers_are_refused(tmp_path: Path) -> None:
-    with serve(tmp_path, "scaffold", rounds=1) as server:
+    with serve(tmp_path, "scaffold", **{"rounds.total": 1}) as server:
         trainer, module = trainer_of(), OneOfTwo()
         atoll.integrations.lightning.patch(trainer, server.url, "a", folder=tmp_path)
         with pytest.raises(UsageError, match=r"OneOfTwo has 2 optimizers, and scaffold follows one\. Put all"):
@@ -160,7 +160,7 @@ def test_several_optimizers_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", [Manual, TwoOptimizers], ids=lambda kind: kind.__name__)
 @pytest.mark.covers("S1")
 def test_fedavg_takes_what_it_need_not_correct(tmp_path: Path, kind: Any) -> None:
-    with serve(tmp_path, rounds=1) as server:
+    with serve(tmp_path, **{"rounds.total": 1}) as server:
         trainer, module = trainer_of(), kind()
         atoll.integrations.lightning.patch(trainer, server.url, "a", folder=tmp_path)
         for _ in atoll.integrations.lightning.rounds(trainer):
@@ -176,7 +176,7 @@ def test_warm_up_steps_without_a_rate_do_no_harm(tmp_path: Path) -> None:
     class WarmUp(Rate):
         rates = (0.0, 0.1, 0.2)
 
-    with serve(tmp_path, "scaffold", rounds=2) as server:
+    with serve(tmp_path, "scaffold", **{"rounds.total": 2}) as server:
         trainer, module = trainer_of(), WarmUp()
         callback = atoll.integrations.lightning.patch(trainer, server.url, "a", folder=tmp_path)
         trainer.fit(module, data())
@@ -190,7 +190,7 @@ def test_warm_up_steps_without_a_rate_do_no_harm(tmp_path: Path) -> None:
 @pytest.mark.covers("S8", "S2")
 @pytest.mark.parametrize("spoil", ["not-finite", "missing"])
 def test_controls_that_are_malformed_in_a_later_round_are_refused(tmp_path: Path, spoil: str) -> None:
-    with serve(tmp_path, "scaffold", rounds=3) as server:
+    with serve(tmp_path, "scaffold", **{"rounds.total": 3}) as server:
         trainer, module = trainer_of(), Tiny()
         callback = atoll.integrations.lightning.patch(trainer, server.url, "a", folder=tmp_path)
         trainer.fit(module, data())
@@ -229,7 +229,7 @@ def test_a_step_without_the_end_of_its_batch_is_an_error(tmp_path: Path, algorit
             if self.steps == 2:
                 raise StopIteration
 
-    with serve(tmp_path, algorithm, rounds=1) as server:
+    with serve(tmp_path, algorithm, **{"rounds.total": 1}) as server:
         trainer = trainer_of()
         atoll.integrations.lightning.patch(trainer, server.url, "a", folder=tmp_path)
         with pytest.raises(UsageError, match=r"step 2 was not followed by on_train_batch_end.*should_stop = True"):
@@ -248,7 +248,7 @@ def test_a_fit_that_failed_is_begun_anew(tmp_path: Path) -> None:
             if self.fails:
                 raise RuntimeError("the data are broken")
 
-    with serve(tmp_path, "scaffold", rounds=1) as server:
+    with serve(tmp_path, "scaffold", **{"rounds.total": 1}) as server:
         trainer, module = trainer_of(), Fails()
         callback = atoll.integrations.lightning.patch(trainer, server.url, "a", folder=tmp_path)
         with pytest.raises(RuntimeError, match="the data are broken"):
@@ -283,7 +283,7 @@ def test_a_parameter_that_is_unfrozen_later_is_corrected_from_then_on(tmp_path: 
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             return super().training_step(batch, batch_idx) + self.frozen.sum()
 
-    with serve(tmp_path, "scaffold", rounds=3) as server:
+    with serve(tmp_path, "scaffold", **{"rounds.total": 3}) as server:
         trainer, module = trainer_of(), Thaws()
         callback = atoll.integrations.lightning.patch(trainer, server.url, "a", folder=tmp_path)
         kept = {name: value.data_ptr() for name, value in module.named_parameters()}
@@ -349,7 +349,7 @@ def test_processes_that_the_trainer_forks_are_refused(tmp_path: Path, monkeypatc
 
 def test_a_batch_without_tensors_needs_a_weight(tmp_path: Path) -> None:
     words = torch.utils.data.DataLoader(["a", "b", "c"], batch_size=2)
-    with serve(tmp_path, rounds=1) as server:
+    with serve(tmp_path, **{"rounds.total": 1}) as server:
         trainer = trainer_of()
         atoll.integrations.lightning.patch(trainer, server.url, "a", folder=tmp_path)
         with pytest.raises(UsageError, match=r"batch of list.*patch\(trainer, weight="):
@@ -370,7 +370,7 @@ def test_a_fit_from_a_checkpoint_is_refused_and_a_validation_of_one_stays_here(t
     alone = trainer_of(name)
     alone.fit(kind(), data())
     alone.save_checkpoint(file)
-    with serve(tmp_path, rounds=1) as server:
+    with serve(tmp_path, **{"rounds.total": 1}) as server:
         trainer, module = trainer_of(name), kind()
         atoll.integrations.lightning.patch(trainer, server.url, "a", folder=tmp_path)
         assert trainer.validate(module, data(), ckpt_path=file)[0]["val_w"] == pytest.approx(0.271)

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("each_package")
 
 def accepted(server: atoll.Server, what: str) -> list[float]:
     """A column of the journal's tickets."""
-    with closing(sqlite3.connect(server.settings.state_dir / "journal.sqlite")) as journal:
+    with closing(sqlite3.connect(server.settings.disk.state_dir / "journal.sqlite")) as journal:
         return [value for (value,) in journal.execute(f"SELECT {what} FROM tickets ORDER BY ticket")]
 
 
@@ -64,7 +64,9 @@ def test_the_same_script_runs_what_the_server_chose(tmp_path: Path, algorithm: s
 
     SCAFFOLD of one site: c = c_1, so it is plain SGD. FedAdam's first step is η·g/(|g| + τ), with the sign of −w.
     """
-    with serve(tmp_path, algorithm, rounds=1, local_options={"mu": 0.1} if algorithm == "fedprox" else {}) as server:
+    with serve(
+        tmp_path, algorithm, **{"rounds.total": 1, "algorithm": {"mu": 0.1} if algorithm == "fedprox" else {}}
+    ) as server:
         trainer = trainer_of()
         atoll.integrations.lightning.patch(trainer, server.url, "a", folder=tmp_path)
         module = Tiny()
@@ -106,7 +108,7 @@ def test_scaffold_of_two_sites_is_that_of_the_paper(tmp_path: Path, accumulate: 
             own[name] += deltas[-1]
             ends.append(y)
         x, c = sum(ends) / 2, c + sum(deltas) / 2
-    with serve(tmp_path, "scaffold", rounds=rounds, num_workers=2, min_workers=2) as server:
+    with serve(tmp_path, "scaffold", **{"rounds.total": rounds, "rounds.sites": 2, "rounds.min_sites": 2}) as server:
         with ThreadPoolExecutor(2) as pool:
             sites = [
                 pool.submit(site, server, name, tmp_path / name, target, Tiny(), accumulate_grad_batches=accumulate)
@@ -138,7 +140,7 @@ def test_two_workers_two_rounds_with_batchnorm(tmp_path: Path) -> None:
             trainer.fit(module, data(offset=offset))
         return module
 
-    with serve(tmp_path, "scaffold", norm=True, num_workers=2, min_workers=2) as server:
+    with serve(tmp_path, "scaffold", norm=True, **{"rounds.sites": 2, "rounds.min_sites": 2}) as server:
         with ThreadPoolExecutor(2) as pool:
             modules = [
                 site.result(100) for site in [pool.submit(take_part, "a", 0.0), pool.submit(take_part, "b", 10.0)]
@@ -158,7 +160,7 @@ def test_validation_inside_fit_receives_nothing(tmp_path: Path, name: str, monke
     from atoll.worker.training.federated_loop import FederatedRound
 
     received = spy(monkeypatch, FederatedRound, "load_into")
-    with serve(tmp_path, rounds=2) as server:
+    with serve(tmp_path, **{"rounds.total": 2}) as server:
         trainer = trainer_of(name, max_epochs=2, num_sanity_val_steps=1)
         atoll.integrations.lightning.patch(trainer, server.url, "a", folder=tmp_path)
         module = module_class(name)()
@@ -178,7 +180,7 @@ def test_a_validation_before_fit_receives_for_it(
     from atoll.worker.exchange.exchange import Exchange
 
     pulled = spy(monkeypatch, Exchange, "next")
-    with serve(tmp_path, rounds=2) as server:
+    with serve(tmp_path, **{"rounds.total": 2}) as server:
         trainer = trainer_of(name)
         callback = atoll.integrations.lightning.patch(trainer, server.url, "a", folder=tmp_path)
         module = module_class(name)()
@@ -224,7 +226,7 @@ def test_what_validation_measures_decides_which_version_is_best(
 ) -> None:
     """A round is credited to the version that it began with, the first to version 0. w of version v is 1 − 0.9³ᵛ."""
     before, inside = [0.5, 0.1, 0.4, 0.3], [0.6, 0.7, 0.2, 0.5]
-    with serve(tmp_path, rounds=4, best_metric=metric, best_mode="min") as server:
+    with serve(tmp_path, **{"rounds.total": 4, "rounds.best_metric": metric, "rounds.best_mode": "min"}) as server:
         trainer = trainer_of()
         atoll.integrations.lightning.patch(trainer, server.url, "a", folder=tmp_path)
         module = Measured([loss for both in zip(before, inside, strict=True) for loss in both])
@@ -257,7 +259,7 @@ def spy(monkeypatch: pytest.MonkeyPatch, kind: type, name: str) -> list[str]:
 
 @pytest.mark.covers("S7")
 def test_weight_and_steps_of_the_user_win(tmp_path: Path) -> None:
-    with serve(tmp_path, "scaffold", rounds=1) as server:
+    with serve(tmp_path, "scaffold", **{"rounds.total": 1}) as server:
         trainer = trainer_of()
         atoll.integrations.lightning.patch(trainer, server.url, "a", weight=lambda: 5.0, steps=7, folder=tmp_path)
         trainer.fit(Tiny(), data())
@@ -284,8 +286,12 @@ def test_a_metric_that_takes_our_name_is_an_error(tmp_path: Path) -> None:
 @pytest.mark.parametrize("sync_every", [2, 4])
 def test_a_run_of_diloco_synchronises_inside_of_fits_and_across_them(tmp_path: Path, sync_every: int) -> None:
     """Two rounds of H steps, three steps an epoch: training ends in the fit that has the last of them, at that step."""
-    options = {"outer_lr": 1.0, "outer_momentum": 0.0, "codec": "none"}
-    with serve(tmp_path, "diloco", sync_every=sync_every, **options) as server:
+    options = {
+        "algorithm.outer_optimizer.lr": 1.0,
+        "algorithm.outer_optimizer.momentum": 0.0,
+        "aggregation.upload_codec.name": "none",
+    }
+    with serve(tmp_path, "diloco", **{"diloco.sync_every": sync_every}, **options) as server:
         trainer = trainer_of()
         atoll.integrations.lightning.patch(trainer, server.url, "a", folder=tmp_path)
         module, fits = Tiny(), 0
@@ -315,7 +321,7 @@ def test_without_a_server_the_script_trains_alone(tmp_path: Path, name: str) -> 
 
 
 def test_a_fit_after_the_last_round_trains_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with serve(tmp_path, rounds=1) as server:
+    with serve(tmp_path, **{"rounds.total": 1}) as server:
         trainer = trainer_of()
         atoll.integrations.lightning.patch(trainer, server.url, "a", folder=tmp_path)
         module = Tiny()

@@ -35,7 +35,7 @@ class ByRound(Restarting):
 def rates_of(folder: Path, module: Any, rounds: int = 3) -> list[float]:
     """The rate at the end of each round's fit, and the numbers that the module was given are right."""
     rates = []
-    with serve(folder, rounds=rounds) as server:
+    with serve(folder, **{"rounds.total": rounds}) as server:
         trainer = trainer_of()
         atoll.integrations.lightning.patch(trainer, server.url, "a", folder=folder)
         while atoll.integrations.lightning.is_running(trainer):

@@ -25,7 +25,7 @@ def test_the_snapshot_of_the_global_model_cannot_be_changed_from_outside(tmp_pat
             for value in pl_module.state_dict().values():
                 value.fill_(3.0)
 
-    with serve(tmp_path, rounds=1) as server:
+    with serve(tmp_path, **{"rounds.total": 1}) as server:
         trainer, module = trainer_of(callbacks=[Meddles()]), Tiny()
         callback = atoll.integrations.lightning.patch(trainer, server.url, "a", folder=tmp_path)
         trainer.fit(module, data())
@@ -60,7 +60,7 @@ def test_nothing_of_a_module_is_deep_copied_in_its_rounds(
         def on_train_start(self) -> None:
             taken.append(callback.driver.round.state_dict())
 
-    with serve(tmp_path, algorithm, norm=True, local_options={"mu": 0.0} if algorithm == "fedprox" else {}) as server:
+    with serve(tmp_path, algorithm, norm=True, algorithm={"mu": 0.0} if algorithm == "fedprox" else {}) as server:
         trainer, module = trainer_of(), Uncopied(norm=True)
         callback = atoll.integrations.lightning.patch(trainer, server.url, "a", folder=tmp_path)
         own = {value.data_ptr() for value in module.state_dict().values()}

@@ -39,13 +39,13 @@ def test_a_fit_behind_an_error_asks_what_the_server_runs_now(tmp_path: Path) -> 
     """Guards against the earlier run's algorithm in another run at the same address: its rounds went uncorrected."""
     trainer, module, port = trainer_of(), Tiny(), free_port()
     atoll.integrations.lightning.patch(trainer, f"http://127.0.0.1:{port}", "a", folder=tmp_path)
-    with serve(tmp_path / "first", port=port):
+    with serve(tmp_path / "first", **{"network.port": port}):
         trainer.fit(module, data())
         module.target = "one"  # a mistake of the script
         with pytest.raises(TypeError):
             trainer.fit(module, data())
         module.target = 1.0
-    with serve(tmp_path / "second", "scaffold", rounds=1, port=port) as server:
+    with serve(tmp_path / "second", "scaffold", **{"rounds.total": 1, "network.port": port}) as server:
         trainer.fit(module, data())
         assert module.w.item() == pytest.approx(1 - 0.9**3)
         assert len(lines(server)) == 1
@@ -67,7 +67,7 @@ class Fails(Tiny):
 @pytest.mark.parametrize("algorithm", ["scaffold", "fedprox"])
 def test_a_fit_that_failed_lets_go_of_its_optimizer(tmp_path: Path, algorithm: str) -> None:
     """Who goes on with that optimizer by hand trains plainly."""
-    with serve(tmp_path, algorithm, local_options={"mu": 0.1} if algorithm == "fedprox" else {}) as server:
+    with serve(tmp_path, algorithm, algorithm={"mu": 0.1} if algorithm == "fedprox" else {}) as server:
         trainer, module = trainer_of(), Fails()
         atoll.integrations.lightning.patch(trainer, server.url, "a", folder=tmp_path)
         with pytest.raises(RuntimeError, match="the data are broken"):
@@ -80,7 +80,12 @@ def test_a_fit_that_failed_lets_go_of_its_optimizer(tmp_path: Path, algorithm: s
 @pytest.mark.covers("S1")
 def test_a_fit_of_diloco_that_failed_leaves_and_the_next_begins_at_the_head(tmp_path: Path) -> None:
     """H = 2: the first round counts, and the error behind it ends in the second: w = 1 − 0.9², twice."""
-    options = {"sync_every": 2, "outer_lr": 1.0, "outer_momentum": 0.0, "codec": "none"}
+    options = {
+        "diloco.sync_every": 2,
+        "algorithm.outer_optimizer.lr": 1.0,
+        "algorithm.outer_optimizer.momentum": 0.0,
+        "aggregation.upload_codec.name": "none",
+    }
     with serve(tmp_path, "diloco", **options) as server:
         trainer, module = trainer_of(), Fails()
         atoll.integrations.lightning.patch(trainer, server.url, "a", folder=tmp_path)
@@ -96,7 +101,12 @@ def test_a_fit_of_diloco_that_failed_leaves_and_the_next_begins_at_the_head(tmp_
 @pytest.mark.covers("S1")
 def test_a_fit_of_diloco_with_another_module_begins_at_the_head(tmp_path: Path) -> None:
     """H = 3, a fit each: what the first module came to is where the second begins, whatever it holds."""
-    options = {"sync_every": 3, "outer_lr": 1.0, "outer_momentum": 0.0, "codec": "none"}
+    options = {
+        "diloco.sync_every": 3,
+        "algorithm.outer_optimizer.lr": 1.0,
+        "algorithm.outer_optimizer.momentum": 0.0,
+        "aggregation.upload_codec.name": "none",
+    }
     with serve(tmp_path, "diloco", **options) as server:
         trainer = trainer_of()
         atoll.integrations.lightning.patch(trainer, server.url, "a", folder=tmp_path)

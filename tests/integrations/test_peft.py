@@ -15,6 +15,7 @@ import peft
 import pytest
 import torch
 import transformers
+from kit.servers import new_server
 from safetensors import safe_open
 from site_threads import together
 from torch import nn
@@ -61,16 +62,17 @@ def test_what_the_server_saves_opens_with_peft(tmp_path: Path) -> None:
     """One site, which adds 1 in each of three rounds and says that the second version is the best."""
     with_adapter().peft_config["default"].save_pretrained(str(tmp_path))
     options: dict[str, Any] = {
-        "algorithm": "fedavg",
-        "rounds": 3,
-        "save_every": 1,
-        "best_metric": "score",
-        "persistor": "atoll.integrations.peft:AdapterFolder",
-        "persistor_options": {"config": str(tmp_path / "adapter_config.json"), "folder": str(tmp_path / "opens")},
+        "algorithm.name": "fedavg",
+        "rounds.total": 3,
+        "disk.export_every": 1,
+        "rounds.best_metric": "score",
+        "model.persistor.path": "atoll.integrations.peft:AdapterFolder",
+        "model.persistor.config": str(tmp_path / "adapter_config.json"),
+        "model.persistor.folder": str(tmp_path / "opens"),
     }
     start, travels = adapter(with_adapter()), adapter(with_adapter(seed=5))
     before = {name: value.clone() for name, value in start.state_dict().items()}
-    with atoll.Server(start, port=0, state_dir=tmp_path / "state", **options) as server:
+    with new_server(start, **{"network.port": 0, "disk.state_dir": tmp_path / "state"}, **options) as server:
         with atoll.join(server.url, site="a", folder=tmp_path / "a") as worker:
             for fl_round in worker:
                 fl_round.load_into(travels)
@@ -127,11 +129,13 @@ def test_a_persistor_of_adapters_wants_its_config(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"no adapter_config\.json at '.*nowhere\.json'.*save_pretrained"):
         atoll.Server(
             adapter(with_adapter()),
-            algorithm="fedavg",
-            port=0,
-            state_dir=tmp_path / "state",
-            persistor="atoll.integrations.peft:AdapterFolder",
-            persistor_options=options,
+            settings={
+                "algorithm.name": "fedavg",
+                "network.port": 0,
+                "disk.state_dir": tmp_path / "state",
+                "model.persistor.path": "atoll.integrations.peft:AdapterFolder",
+                "model.persistor": options,
+            },
         ).start()
 
 
@@ -141,7 +145,12 @@ def test_two_workers_move_the_adapter_and_the_result_opens_with_peft(tmp_path: P
     start = adapter(with_adapter())
     before = {name: value.clone() for name, value in start.state_dict().items()}
     models = {"a": with_adapter(seed=7), "b": with_adapter(seed=8)}
-    options: dict[str, Any] = {"algorithm": "fedavg", "num_workers": 2, "rounds": 2, "min_free_bytes": 0}
+    options: dict[str, Any] = {
+        "algorithm.name": "fedavg",
+        "rounds.sites": 2,
+        "rounds.total": 2,
+        "disk.min_free_bytes": 0,
+    }
 
     def site(url: str, name: str) -> None:
         travels = adapter(models[name])
@@ -155,7 +164,7 @@ def test_two_workers_move_the_adapter_and_the_result_opens_with_peft(tmp_path: P
                 fl_round.submit(travels)
             worker.load_into(travels)
 
-    with atoll.Server(start, port=0, state_dir=tmp_path / "state", **options) as server:
+    with new_server(start, **{"network.port": 0, "disk.state_dir": tmp_path / "state"}, **options) as server:
         both(server, site)
         assert server.status().model_bytes == 4 * (HALF_RANK * 4 + 6 * HALF_RANK)  # fp32: A is r × 4, B is 6 × r
     with safe_open(server.exports / "model.safetensors", framework="pt") as file:
@@ -204,7 +213,10 @@ def test_what_has_no_adapter_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_whole_model_is_refused_by_a_run_of_adapters(tmp_path: Path) -> None:
-    with atoll.Server(adapter(with_adapter()), port=0, state_dir=tmp_path / "state", algorithm="fedavg") as server:
+    with atoll.Server(
+        adapter(with_adapter()),
+        settings={"network.port": 0, "disk.state_dir": tmp_path / "state", "algorithm.name": "fedavg"},
+    ) as server:
         with atoll.join(server.url, site="a", folder=tmp_path / "a") as worker:
             fl_round = next(iter(worker))
             with pytest.raises(SchemaMismatch):
@@ -265,9 +277,16 @@ def test_the_trainer_callback_sends_the_adapter_alone(tmp_path: Path, algorithm:
         callback = AtollCallback(url, name, sync_every=2, module=adapter(models[name]), folder=tmp_path / name)
         return transformers.Trainer(model=models[name], args=args, train_dataset=records, callbacks=[callback])
 
-    options: dict[str, Any] = {"algorithm": algorithm, "num_workers": 2, "rounds": 3, "sync_every": 2}
+    options: dict[str, Any] = {
+        "algorithm.name": algorithm,
+        "rounds.sites": 2,
+        "rounds.total": 3,
+        "diloco.sync_every": 2,
+    }
     start = adapter(with_adapter())
-    with atoll.Server(start, port=0, state_dir=tmp_path / "state", min_free_bytes=0, **options) as server:
+    with new_server(
+        start, **{"network.port": 0, "disk.state_dir": tmp_path / "state", "disk.min_free_bytes": 0}, **options
+    ) as server:
         # both are built before one trains: TrainingArguments clears the state that all Accelerators of a process share
         trainers = {name: trainer(server.url, name) for name in models}
         both(server, lambda _, name: trainers[name].train())

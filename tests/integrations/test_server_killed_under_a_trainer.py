@@ -37,7 +37,10 @@ class One(nn.Module):
         if {frozen}:
             self.frozen = nn.Parameter(torch.ones(2), requires_grad=False)
 """
-DILOCO = f"sync_every = {STEPS}\nouter_lr = 1.0\nouter_momentum = 0.0\ncodec = 'none'\n"
+DILOCO = (
+    f"diloco.sync_every = {STEPS}\nalgorithm.outer_optimizer.lr = 1.0\nalgorithm.outer_optimizer.momentum = "
+    "0.0\naggregation.upload_codec.name = 'none'\n"
+)
 
 IN_TRAINING = ""
 LIVES = {
@@ -59,9 +62,10 @@ class World:
         self.in_training = life == IN_TRAINING
         (folder / "one_weight.py").write_text(MODEL.format(frozen=frozen))
         (folder / "run.toml").write_text(
-            f"model = 'one_weight:One'\nalgorithm = '{algorithm}'\nport = {port}\nrounds = {ROUNDS}\n"
-            f"num_workers = {len(self.names)}\nmin_workers = {len(self.names)}\nstate_dir = 'state'\n"
-            "min_free_bytes = 0\nheartbeat_interval_s = 0.5\nheartbeat_timeout_s = 60.0\n"
+            f"model.source = 'one_weight:One'\nalgorithm.name = '{algorithm}'\nnetwork.port = {port}\nrounds.total = "
+            f"{ROUNDS}\n"
+            f"rounds.sites = {len(self.names)}\nrounds.min_sites = {len(self.names)}\ndisk.state_dir = 'state'\n"
+            "disk.min_free_bytes = 0\nnetwork.heartbeat_interval_s = 0.5\nnetwork.heartbeat_timeout_s = 60.0\n"
             + (DILOCO if algorithm == "diloco" else "")
         )
 

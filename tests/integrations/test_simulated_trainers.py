@@ -49,7 +49,10 @@ def test_each_round_is_a_fit_of_the_virtual_worker(
 ) -> None:
     simulate_here(monkeypatch)
     run = atoll.Simulation(
-        model(), client=client, workers=[*TARGETS], rounds=ROUNDS, algorithm="fedavg", state_dir=tmp_path / "state"
+        model(),
+        client=client,
+        workers=[*TARGETS],
+        settings={"rounds.total": ROUNDS, "algorithm.name": "fedavg", "disk.state_dir": tmp_path / "state"},
     )
     done = run.run()
     expected = 0.0

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from kit.servers import new_server
 from safetensors.torch import load_file
 from site_threads import together
 from transformers_world import MOMENTUM, MU, ROUNDS, STEPS, TARGETS, One, rate, serving, trainer_for
@@ -51,12 +52,12 @@ def reference(algorithm: str) -> float:
 @pytest.mark.slow
 @pytest.mark.covers("S10", "S16")
 @pytest.mark.parametrize(
-    ("algorithm", "options"), [("fedavg", {}), ("fedprox", {"local_options": {"mu": MU}}), ("scaffold", {})]
+    ("algorithm", "options"), [("fedavg", {}), ("fedprox", {"algorithm.mu": MU}), ("scaffold", {})]
 )
 def test_one_train_spans_the_run_and_keeps_momentum_and_schedule(
     serve: Any, tmp_path: Path, algorithm: str, options: dict[str, Any]
 ) -> None:
-    server = serve(algorithm, num_workers=2, **options)
+    server = serve(algorithm, **{"rounds.sites": 2}, **options)
     models, trainers = {site: One() for site in TARGETS}, {}
     for site, target in TARGETS.items():
         callback = AtollCallback(server.url, site, sync_every=STEPS, folder=tmp_path / site)
@@ -72,7 +73,7 @@ def test_one_train_spans_the_run_and_keeps_momentum_and_schedule(
 @pytest.mark.covers("S16")
 def test_a_diloco_run_is_joined_as_one(serve: Any, tmp_path: Path) -> None:
     """Outer SGD, lr 0.7, Nesterov 0.9: m ← 0.9·m + Δ, θ ← θ − 0.7·(Δ + 0.9·m); inner momentum and schedule go on."""
-    server = serve("diloco", sync_every=STEPS, codec="none", rounds=2)
+    server = serve("diloco", **{"diloco.sync_every": STEPS, "aggregation.upload_codec.name": "none", "rounds.total": 2})
     model = One()
     callback = AtollCallback(server.url, "a", folder=tmp_path / "a")
     trainer = trainer_for(model, TARGETS["a"], callback, tmp_path / "out")
@@ -117,8 +118,14 @@ def evaluated_every(
     steps: int, serve: Any, folder: Path, *, rounds: int = ROUNDS, **arguments: Any
 ) -> tuple[list[dict[str, float]], Any]:
     """Metrics of each round of a DiLoCo run whose Trainer evaluates so often, and the status at its end."""
-    options = {"outer_lr": 1.0, "outer_momentum": 0.0, "codec": "none", "best_metric": "eval_loss", "best_mode": "min"}
-    server = serve("diloco", sync_every=STEPS, rounds=rounds, **options)
+    options = {
+        "algorithm.outer_optimizer.lr": 1.0,
+        "algorithm.outer_optimizer.momentum": 0.0,
+        "aggregation.upload_codec.name": "none",
+        "rounds.best_metric": "eval_loss",
+        "rounds.best_mode": "min",
+    }
+    server = serve("diloco", **{"diloco.sync_every": STEPS, "rounds.total": rounds}, **options)
     arguments |= {"eval_strategy": "steps", "eval_steps": steps}
     trainer_for(One(), 1.0, AtollCallback(server.url, "a", folder=folder / "a"), folder / "out", **arguments).train()
     assert server.wait(30)
@@ -154,7 +161,7 @@ def test_diloco_does_not_send_the_evaluation_of_a_local_model(
 def test_an_evaluation_behind_the_training_is_the_scripts_own(
     serve: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    server = serve("diloco", sync_every=STEPS)
+    server = serve("diloco", **{"diloco.sync_every": STEPS})
     trainer = trainer_for(
         One(), 1.0, AtollCallback(server.url, "a", folder=tmp_path / "a"), tmp_path / "out", max_steps=1
     )
@@ -200,8 +207,13 @@ def test_a_language_model_with_tied_weights_takes_part(tmp_path: Path, algorithm
     )
     start, model = build(config), build(config)
     rows = [{"input_ids": torch.arange(8), "labels": torch.arange(8)}] * 16
-    options: dict[str, Any] = {"algorithm": algorithm, "rounds": 2, "sync_every": 2, "min_free_bytes": 0}
-    with atoll.Server(start, port=0, state_dir=tmp_path / "state", **options) as server:
+    options: dict[str, Any] = {
+        "algorithm.name": algorithm,
+        "rounds.total": 2,
+        "diloco.sync_every": 2,
+        "disk.min_free_bytes": 0,
+    }
+    with new_server(start, **{"network.port": 0, "disk.state_dir": tmp_path / "state"}, **options) as server:
         args = transformers.TrainingArguments(
             output_dir=str(tmp_path / "out"),
             per_device_train_batch_size=4,
@@ -237,7 +249,12 @@ def test_a_weight_may_be_given(serve: Any, tmp_path: Path, weight: Any, shown: f
 @pytest.mark.parametrize("algorithm", ["fedavg", "diloco"])
 def test_what_the_trainer_sends_passes_the_sites_filters(serve: Any, tmp_path: Path, algorithm: str) -> None:
     """Towards 1 the three rounds move w by more than 0.05 each (the last one by 0.067): by 0.05 behind the filter."""
-    diloco = {"sync_every": STEPS, "outer_lr": 1.0, "outer_momentum": 0.0, "codec": "none"}
+    diloco = {
+        "diloco.sync_every": STEPS,
+        "algorithm.outer_optimizer.lr": 1.0,
+        "algorithm.outer_optimizer.momentum": 0.0,
+        "aggregation.upload_codec.name": "none",
+    }
     server = serve(algorithm, **diloco if algorithm == "diloco" else {})
     model = One()
     filters = [NormClip(0.05)]

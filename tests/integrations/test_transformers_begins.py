@@ -17,7 +17,12 @@ import atoll
 from atoll.errors import UsageError
 from atoll.integrations.transformers import AtollCallback
 
-DILOCO = {"sync_every": STEPS, "outer_lr": 1.0, "outer_momentum": 0.0, "codec": "none"}
+DILOCO = {
+    "diloco.sync_every": STEPS,
+    "algorithm.outer_optimizer.lr": 1.0,
+    "algorithm.outer_optimizer.momentum": 0.0,
+    "aggregation.upload_codec.name": "none",
+}
 
 
 @pytest.fixture
@@ -33,7 +38,7 @@ def test_two_sites_on_one_trainer_are_refused_before_either_joins(
     serve: Any, tmp_path: Path, added: bool, workers: int
 ) -> None:
     """With two workers the first waited for the second for ever, with one the second put it out of the run."""
-    server = serve("fedavg", num_workers=workers)
+    server = serve("fedavg", **{"rounds.sites": workers})
     first, second = (AtollCallback(server.url, site, sync_every=1, folder=tmp_path / site) for site in ("a", "b"))
     trainer = trainer_for(One(), 1.0, first, tmp_path / "out")
     trainer.add_callback(second)
@@ -67,7 +72,7 @@ class OutOfMemory(One):
 @pytest.mark.covers("S10")
 def test_a_site_that_tries_smaller_batches_keeps_its_place_in_the_round(serve: Any, tmp_path: Path) -> None:
     """Another site has submitted: had this one left to join anew, the round would have closed without it."""
-    server = serve("fedavg", num_workers=2)
+    server = serve("fedavg", **{"rounds.sites": 2})
     submitted = threading.Event()
 
     def other() -> None:
@@ -95,7 +100,7 @@ def test_smaller_batches_begin_the_round_anew(serve: Any, tmp_path: Path, algori
 
     Momentum and schedule are the Trainer's: given by hand they go on from where the first step left them.
     """
-    local = {"local_options": {"mu": 0.0}} if algorithm == "fedprox" else {}
+    local = {"algorithm.mu": 0.0} if algorithm == "fedprox" else {}
     server = serve(algorithm, rounds=1, **DILOCO if algorithm == "diloco" else local)
     callback = AtollCallback(server.url, "a", sync_every=STEPS, folder=tmp_path / "a")
     model = OutOfMemory(2)

@@ -42,7 +42,7 @@ def test_without_a_server_the_trainer_trains_as_it_would(tmp_path: Path) -> None
 
 def test_after_the_training_steps_are_plain_again(serve: Any, tmp_path: Path) -> None:
     """Training ends in the middle of a round: the correction lets go of the optimizer, and the worker has left."""
-    server = serve("fedprox", local_options={"mu": 100.0})
+    server = serve("fedprox", **{"algorithm.mu": 100.0})
     model = One()
     trainer = trainer_for(
         model, 1.0, AtollCallback(server.url, "a", sync_every=3, folder=tmp_path / "a"), tmp_path / "out", max_steps=2
@@ -165,7 +165,7 @@ def test_a_trainer_takes_the_place_of_one_that_failed(serve: Any, tmp_path: Path
         def forward(self, target: torch.Tensor) -> dict[str, torch.Tensor]:
             raise ValueError("no more records")
 
-    server = serve(algorithm, rounds=1, **({"sync_every": STEPS} if algorithm == "diloco" else {}))
+    server = serve(algorithm, rounds=1, **({"diloco.sync_every": STEPS} if algorithm == "diloco" else {}))
     failed = trainer_for(
         Failing(), 1.0, AtollCallback(server.url, "a", folder=tmp_path / "a"), tmp_path / "out", max_steps=3
     )

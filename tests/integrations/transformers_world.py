@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import transformers
+from kit.servers import new_server
 from torch import nn
 
 import atoll
@@ -69,8 +70,12 @@ def serving(folder: Path) -> Iterator[Callable[..., atoll.Server]]:
     with ExitStack() as stack:
 
         def start(algorithm: str, **options: Any) -> atoll.Server:
-            common: dict[str, Any] = {"num_workers": 1, "rounds": ROUNDS, "min_free_bytes": 0}
-            server = atoll.Server(One(), port=0, state_dir=folder / "state", algorithm=algorithm, **common | options)
+            common: dict[str, Any] = {"rounds.sites": 1, "rounds.total": ROUNDS, "disk.min_free_bytes": 0}
+            server = new_server(
+                One(),
+                **{"network.port": 0, "disk.state_dir": folder / "state", "algorithm.name": algorithm},
+                **common | options,
+            )
             stack.callback(server.stop)
             return server.start()
 

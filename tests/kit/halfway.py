@@ -37,7 +37,7 @@ class Halfway:
 
     def go_on(self, folder: Path, **changed: Any) -> FederatedSites:
         """Start server and sites on a copy, and let them come to the end."""
-        with serve(folder, port=self.port, **(self.settings | changed)) as server:
+        with serve(folder, **{"network.port": self.port}, **(self.settings | changed)) as server:
             sites = FederatedSites(server.url, folder)
             sites.join()
             server.run()  # to its own end: exports are written behind the rounds
@@ -55,7 +55,7 @@ def halfway_run(home: Path, **settings: Any) -> Halfway:
             trains[site].set()
             assert goes_on[site].wait(60)
 
-    with serve(folder, port=port, **settings) as server:
+    with serve(folder, **{"network.port": port}, **settings) as server:
         sites = FederatedSites(server.url, folder, during=during)
         for event in trains.values():
             assert event.wait(60)

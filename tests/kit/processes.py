@@ -20,7 +20,7 @@ _KIT_ON_PATH = f"import sys\nsys.path.insert(0, {str(Path(__file__).parents[1])!
 def write_run_file(folder: Path, **settings: Any) -> Path:
     """`run.toml` of the small run in `folder`; the initial model is `build_model`. None takes a key out."""
     (folder / "kit_model.py").write_text(_KIT_ON_PATH + "from kit.models import build_model\n")
-    values = SETTINGS | {"model": "kit_model:build_model", "state_dir": "state"} | settings
+    values = SETTINGS | {"model.source": "kit_model:build_model", "disk.state_dir": "state"} | settings
     path = folder / "run.toml"
     path.write_text("".join(f"{key} = {toml(value)}\n" for key, value in values.items() if value is not None))
     return path
@@ -49,7 +49,7 @@ class ForkedServer:
         """`lives`: failpoints of the first start, the second, …; later starts have none."""
         self.folder, self.port, self.log = folder, port or free_port(), folder / "server.log"
         self._nursery = nursery
-        write_run_file(folder, port=self.port, **settings)
+        write_run_file(folder, **{"network.port": self.port}, **settings)
         self.kept = Kept(self._start, lives)
 
     def _start(self, failpoints: str) -> Process:

@@ -14,19 +14,33 @@ from atoll.testing import run
 from kit.models import SITES, build_model
 
 SETTINGS: dict[str, Any] = {
-    "algorithm": "fedavg",
-    "outer_optimizer": "sgd",
-    "outer_lr": 0.7,
-    "outer_momentum": 0.9,
-    "num_workers": len(SITES),
-    "rounds": 3,
-    "part_bytes": 2**16,
-    "min_free_bytes": 0,
-    "heartbeat_interval_s": 0.5,
-    "heartbeat_timeout_s": 60.0,
-    "threads": 1,
+    "algorithm.name": "fedavg",
+    "algorithm.outer_optimizer.name": "sgd",
+    "algorithm.outer_optimizer.lr": 0.7,
+    "algorithm.outer_optimizer.momentum": 0.9,
+    "rounds.sites": len(SITES),
+    "rounds.total": 3,
+    "network.part_bytes": 2**16,
+    "disk.min_free_bytes": 0,
+    "network.heartbeat_interval_s": 0.5,
+    "network.heartbeat_timeout_s": 60.0,
+    "run.threads": 1,
 }
 """With outer momentum and unequal weights, a lost, doubled or reordered update changes the result."""
+
+
+def new_server(*given: Any, **options: Any) -> atoll.Server:
+    """An `atoll.Server` whose settings stand among its other arguments: `**{"rounds.total": 3}`."""
+    settings = {key: value for key, value in options.items() if "." in key}
+    others = {key: value for key, value in options.items() if key not in settings}
+    return atoll.Server(*given, settings=settings, **others)
+
+
+def new_simulation(*given: Any, **options: Any) -> atoll.Simulation:
+    """An `atoll.Simulation` whose settings stand among its other arguments."""
+    settings = {key: value for key, value in options.items() if "." in key}
+    others = {key: value for key, value in options.items() if key not in settings}
+    return atoll.Simulation(*given, settings=settings, **others)
 
 
 @contextmanager
@@ -37,9 +51,11 @@ def serve(folder: Path, model: nn.Module | str | None = None, **settings: Any) -
 
     Args:
         model: the initial model or its name, by default `build_model()`.
-        settings: any settings of a run; they replace those of SETTINGS. None takes a key out.
+        settings: any settings of a run; they replace those of SETTINGS. None takes a key out. Other arguments go to
+            `atoll.Server`.
     """
     given = {key: value for key, value in (SETTINGS | settings).items() if value is not None}
-    state_dir = given.pop("state_dir", folder / "state")
-    with run.serve(model or build_model(), state_dir, **given) as server:
+    chosen = {key: value for key, value in given.items() if "." in key}
+    others = {key: value for key, value in given.items() if key not in chosen}
+    with run.serve(model or build_model(), folder / "state", chosen, **others) as server:
         yield server

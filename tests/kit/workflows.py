@@ -9,14 +9,15 @@ from typing import Any
 
 import atoll
 from atoll.testing.run import Threads
+from kit.servers import new_server
 
 Handler = Callable[[Any], Any]
 
 
 def workflow_server(folder: Path, workflow: Callable[[Any], None], **settings: Any) -> atoll.Server:
     """A server that is not started yet, on any free port, with its state in `folder`/state."""
-    given: dict[str, Any] = {"state_dir": folder / "state", "port": 0, "min_free_bytes": 0} | settings
-    return atoll.Server(workflow=workflow, **given)
+    given: dict[str, Any] = {"disk.state_dir": folder / "state", "network.port": 0, "disk.min_free_bytes": 0} | settings
+    return new_server(workflow=workflow, **given)
 
 
 class AnsweringSites(Threads):

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from kit.servers import new_server
 from object_world import PART, differences
 
 import atoll
@@ -25,6 +26,7 @@ from atoll import Settings
 from atoll.blobs.manifest import Cuts
 from atoll.blobs.object_file import pack_object, write_object
 from atoll.blobs.payload_cut import MOST_INLINE_BYTES, ChunkSizes, Cut, cut_of
+from atoll.config import variable_of
 from atoll.errors import ConfigError, TransferStalled, UsageError
 from atoll.protocol import messages, routes
 from atoll.protocol import task_messages as tm
@@ -34,7 +36,7 @@ from atoll.transport.object_server import nameless
 
 EIGHT = 8 * 2**20
 TORCH, NUMPY = 6 * PART, 3 * PART
-KEYS = ("tensor_download_chunk_size", "np_download_chunk_size")
+KEYS = ("workflow.tensor_part_bytes", "workflow.array_part_bytes")
 
 CASES = {
     "default": (None, None, (EIGHT, TORCH + NUMPY, False)),
@@ -67,7 +69,7 @@ def echoing(folder: Path, settings: Settings, came: dict[str, Any]) -> Iterator[
     def main(controller: Any) -> None:
         came["back"] = controller.send("a", "train", tree(), timeout_s=30).payload
 
-    settings = settings.model_copy(update={"port": 0, "state_dir": folder / "state"})
+    settings = settings.changed({"network.port": 0, "disk.state_dir": folder / "state"})
     with atoll.Server(workflow=main, settings=settings) as server:
         yield server
 
@@ -117,12 +119,12 @@ def test_a_task_and_its_answer_travel_as_is_set_and_the_bits_are_the_same(
 @pytest.mark.covers("P13")
 @pytest.mark.parametrize("source", ["file", "variable", "flag", "keyword"])
 def test_every_source_has_the_same_effect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str) -> None:
-    given = {**options(0, PART), "idle_timeout_s": 7.5}
+    given = {**options(0, PART), "network.idle_timeout_s": 7.5}
     path = tmp_path / "run.toml"
     path.write_text("".join(f"{key} = {value}\n" for key, value in given.items()) if source == "file" else "")
-    environ = {f"ATOLL_{key.upper()}": str(value) for key, value in given.items()} if source == "variable" else {}
+    environ = {variable_of(key): str(value) for key, value in given.items()} if source == "variable" else {}
     flags = {key: str(value) for key, value in given.items()} if source == "flag" else {}
-    settings = atoll.Server(**given).settings if source == "keyword" else Settings.read(path, flags, environ)
+    settings = new_server(**given).settings if source == "keyword" else Settings.read(path, flags, environ)
     seen: list[float] = []
     monkeypatch.setattr("atoll.worker.tasks.answer_tasks.fetch", _noting(seen, atoll.objects.fetch))
     assert both_ways(tmp_path, settings, monkeypatch) == [CASES["torch inline"][2]] * 2
@@ -139,8 +141,8 @@ def _noting(seen: list[float], fetch: Any) -> Any:
 
 @pytest.mark.covers("P13")
 def test_a_workers_own_environment_decides_for_its_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ATOLL_TENSOR_DOWNLOAD_CHUNK_SIZE", "0")
-    monkeypatch.setenv("ATOLL_NP_DOWNLOAD_CHUNK_SIZE", str(PART))
+    monkeypatch.setenv("ATOLL_WORKFLOW__TENSOR_PART_BYTES", "0")
+    monkeypatch.setenv("ATOLL_WORKFLOW__ARRAY_PART_BYTES", str(PART))
     sent, answered = both_ways(tmp_path, Settings.build({}), monkeypatch)
     assert sent == CASES["default"][2]
     assert answered == CASES["torch inline"][2]
@@ -207,7 +209,7 @@ def test_what_is_too_large_to_go_inline_is_streamed_and_said(
     assert cut_of(packed, ChunkSizes(0, 0)) == Cut(EIGHT, too_large=MOST_INLINE_BYTES + 16)
     fits = pack_object({"w": large["w"][:-1000], "a": large["a"]})
     assert cut_of(fits, ChunkSizes(0, PART)) == Cut(PART, in_head=frozenset({0}))
-    monkeypatch.setenv("ATOLL_TENSOR_DOWNLOAD_CHUNK_SIZE", "0")
+    monkeypatch.setenv("ATOLL_WORKFLOW__TENSOR_PART_BYTES", "0")
     with caplog.at_level(logging.WARNING, "atoll"):
         ref = atoll.objects.publish(large)
     assert f"{MOST_INLINE_BYTES} bytes of tensors are too many to travel inline: they are streamed" in caplog.text
@@ -241,7 +243,7 @@ def test_a_size_that_cannot_be_is_refused_by_its_source(
         atoll.objects.publish({})
     path = tmp_path / "run.toml"
     path.write_text(f"{key} = 65600\n")  # a multiple of 64, and no less than 64 KiB
-    assert getattr(Settings.read(path, {}, {}), key) == 65_600
+    assert Settings.read(path, {}, {}).at(key) == 65_600
 
 
 @pytest.mark.covers("P13", "X3")
@@ -252,15 +254,15 @@ def test_the_idle_timeout_comes_from_the_environment_and_a_wrong_one_is_refused(
     for wrong in (0, -1.0, float("nan"), "5", True):
         with pytest.raises(UsageError, match="idle_timeout_s is"):
             atoll.objects.fetch(ref, idle_timeout_s=wrong)
-    monkeypatch.setenv("ATOLL_IDLE_TIMEOUT_S", "never")
+    monkeypatch.setenv("ATOLL_NETWORK__IDLE_TIMEOUT_S", "never")
     for call in (
         lambda: atoll.objects.fetch(ref),
         atoll.objects.Publisher,
         lambda: atoll.objects.publish({}, server="http://127.0.0.1:1"),
     ):
-        with pytest.raises(ConfigError, match="ATOLL_IDLE_TIMEOUT_S: idle_timeout_s = 'never'"):
+        with pytest.raises(ConfigError, match="ATOLL_NETWORK__IDLE_TIMEOUT_S: idle_timeout_s = 'never'"):
             call()
-    monkeypatch.setenv("ATOLL_IDLE_TIMEOUT_S", "0.2")
+    monkeypatch.setenv("ATOLL_NETWORK__IDLE_TIMEOUT_S", "0.2")
     with socket.create_server(("127.0.0.1", 0)) as silent:  # takes connections, and says nothing
         gone = dataclasses.replace(ref, port=silent.getsockname()[1])
         with pytest.raises(TransferStalled, match=r"moved no byte for 0\.2 s"):

@@ -117,11 +117,13 @@ def test_tasks_and_answers_carry_empty_tensors(tmp_path: Path, sizes: str, strea
 
     with atoll.Server(
         workflow=main,
-        state_dir=tmp_path / "state",
-        port=0,
-        stream_tasks=("echo",) if streamed else (),
-        tensor_download_chunk_size=torch_size,
-        np_download_chunk_size=numpy_size,
+        settings={
+            "disk.state_dir": tmp_path / "state",
+            "network.port": 0,
+            "workflow.streamed_tasks": ("echo",) if streamed else (),
+            "workflow.tensor_part_bytes": torch_size,
+            "workflow.array_part_bytes": numpy_size,
+        },
     ) as server:
         site = Threads(partial(echo, server.url))
         server.run()
@@ -177,10 +179,12 @@ def test_filters_pass_empty_tensors_on(tmp_path: Path) -> None:
 
     with atoll.Server(
         workflow=main,
-        state_dir=tmp_path / "state",
-        port=0,
-        stream_tasks=("echo",),
-        tensor_download_chunk_size=0,
+        settings={
+            "disk.state_dir": tmp_path / "state",
+            "network.port": 0,
+            "workflow.streamed_tasks": ("echo",),
+            "workflow.tensor_part_bytes": 0,
+        },
         data_filters=chain(),
         filters=chain(),
     ) as server:
@@ -217,20 +221,30 @@ class Sparse(nn.Module):
 @pytest.mark.parametrize(
     "settings",
     [
-        {"codec": "none"},
-        {"codec": "bf16", "downlink_codec": "int8", "algorithm": "fedadam"},
-        {"codec": "int8", "reducer": "median"},
-        {"codec": "topk", "algorithm": "scaffold"},
-        {"codec": "int4", "aggregator": "first.py:first"},
+        {"aggregation.upload_codec.name": "none"},
+        {
+            "aggregation.upload_codec.name": "bf16",
+            "aggregation.download_codec.name": "int8",
+            "algorithm.name": "fedadam",
+        },
+        {"aggregation.upload_codec.name": "int8", "aggregation.reducer.name": "median"},
+        {"aggregation.upload_codec.name": "topk", "algorithm.name": "scaffold"},
+        {"aggregation.upload_codec.name": "int4", "aggregation.aggregator.path": "first.py:first"},
     ],
     ids=["none", "way down", "median", "scaffold", "aggregator"],
 )
 def test_models_with_empty_tensors_train(tmp_path: Path, settings: dict[str, Any]) -> None:
-    defaults = {"outer_optimizer": None, "outer_lr": None, "outer_momentum": None, "num_workers": 1, "rounds": 2}
+    defaults = {
+        "algorithm.outer_optimizer.name": None,
+        "algorithm.outer_optimizer.lr": None,
+        "algorithm.outer_optimizer.momentum": None,
+        "rounds.sites": 1,
+        "rounds.total": 2,
+    }
     options = defaults | settings
-    if "aggregator" in settings:
+    if "aggregation.aggregator.path" in settings:
         (tmp_path / "first.py").write_text("def first(updates):\n    return updates[0].tensors\n")
-        options["aggregator"] = f"{tmp_path}/first.py:first"
+        options["aggregation.aggregator.path"] = f"{tmp_path}/first.py:first"
     else:
         options["filters"] = {"a": [NormClip(1e9)]}
     with serve(tmp_path, Sparse(), **options) as server:

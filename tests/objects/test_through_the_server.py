@@ -20,6 +20,7 @@ import torch
 from blake3 import blake3
 from harness.processes import Nursery, free_port, wait_until
 from harness.proxy import Fault, Proxy
+from kit.servers import new_server
 from object_world import PART, SCRIPT, differences, fetching, flat, said
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -48,7 +49,11 @@ PUT = "PUT .*/parts/5 "
 
 def serve(folder: Path, **options: Any) -> atoll.Server:
     """A server whose only work is to keep objects."""
-    return atoll.Server(nn.Linear(2, 2), algorithm="fedavg", **{"port": 0, "state_dir": folder / "state", **options})
+    return new_server(
+        nn.Linear(2, 2),
+        **{"algorithm.name": "fedavg"},
+        **{"network.port": 0, "disk.state_dir": folder / "state", **options},
+    )
 
 
 def files(folder: Path) -> list[str]:
@@ -59,13 +64,13 @@ def files(folder: Path) -> list[str]:
 @pytest.mark.covers("P1", "P4")
 def test_what_a_process_left_at_the_server_another_one_gets_after_a_restart(nursery: Nursery, tmp_path: Path) -> None:
     port = free_port()
-    with serve(tmp_path, port=port) as server:
+    with serve(tmp_path, **{"network.port": port}) as server:
         told = json.dumps({"what": "flat", "server": server.url, "chunk_bytes": PART})
         publisher = nursery.start(str(SCRIPT), "publish", told, cwd=tmp_path)
         ref = TensorRef.parse(said(publisher))  # it has ended
         assert (ref.host, ref.port) == ("127.0.0.1", port)
         assert said(fetching(nursery, tmp_path, ref)) == "same"
-    with serve(tmp_path, port=port):
+    with serve(tmp_path, **{"network.port": port}):
         assert said(fetching(nursery, tmp_path, ref, how="disk")) == "same"
         assert files(tmp_path) == [".json", ".safetensors"]
         assert atoll.objects.withdraw(ref)
@@ -102,7 +107,7 @@ def test_what_expires_is_removed_and_the_reference_says_so(tmp_path: Path) -> No
 
 @pytest.mark.covers("P14", "D4")
 def test_the_server_keeps_nothing_longer_than_it_declares(tmp_path: Path) -> None:
-    with serve(tmp_path, objects_expire_s=100.0) as server:
+    with serve(tmp_path, **{"disk.objects_expire_s": 100.0}) as server:
         begin = time.time()
         ref = atoll.objects.publish(flat(), server=server.url, expires_s=1e6)
         assert begin + 98 <= ref.expires_at <= time.time() + 100
@@ -111,14 +116,14 @@ def test_the_server_keeps_nothing_longer_than_it_declares(tmp_path: Path) -> Non
 @pytest.mark.covers("D4", "P14")
 def test_a_start_removes_what_expired_meanwhile_and_what_a_killed_server_left(tmp_path: Path) -> None:
     folder, port = tmp_path / "state" / "objects", free_port()
-    with serve(tmp_path, port=port) as server:
+    with serve(tmp_path, **{"network.port": port}) as server:
         ref = atoll.objects.publish(flat(), server=server.url)
         brief = atoll.objects.publish(flat(), server=server.url, expires_s=3600)
     note = folder / f"{brief.object}.json"
     note.write_text(json.dumps({**json.loads(note.read_text()), "expires_at": time.time() - 1}))
     for name in ("1" * 32 + ".part", "2" * 32 + ".safetensors", "3" * 32 + ".note", "4" * 32 + ".json"):
         (folder / name).write_text("[]")
-    with serve(tmp_path, port=port):
+    with serve(tmp_path, **{"network.port": port}):
         assert sorted(path.name for path in folder.iterdir()) == [f"{ref.object}.json", f"{ref.object}.safetensors"]
         assert differences(flat(), atoll.objects.fetch(ref)) == []
 
@@ -127,7 +132,7 @@ def test_a_start_removes_what_expired_meanwhile_and_what_a_killed_server_left(tm
 def test_a_server_killed_within_an_upload_leaves_nothing_at_its_next_start(nursery: Nursery, tmp_path: Path) -> None:
     save_file({"w": torch.zeros(2)}, tmp_path / "model.safetensors")
     (tmp_path / "run.toml").write_text(
-        'model = "model.safetensors"\nalgorithm = "fedavg"\nport = 0\nstate_dir = "state"\n'
+        'model.source = "model.safetensors"\nalgorithm.name = "fedavg"\nnetwork.port = 0\ndisk.state_dir = "state"\n'
     )
     server = nursery.start("atoll", "server", "run.toml", cwd=tmp_path)
     listens = wait_until(lambda: re.search(r"listening on http://127\.0\.0\.1:(\d+)", server.output()), "the server")
@@ -161,7 +166,7 @@ def test_an_upload_that_was_told_to_stop_leaves_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.covers("D4", "P3")
 def test_an_upload_of_which_nothing_comes_any_more_is_removed(tmp_path: Path) -> None:
-    with serve(tmp_path, idle_timeout_s=0.3) as server:
+    with serve(tmp_path, **{"network.idle_timeout_s": 0.3}) as server:
         http = Http(server.url)
         opening = messages.ObjectOpen(head_bytes=64, nbytes=128, part_bytes=PART, expires_s=1000.0)
         http.post(routes.OBJECTS, opening, messages.ObjectOpened)
@@ -185,7 +190,7 @@ def test_a_part_that_broke_on_its_way_up_is_sent_again_alone(tmp_path: Path, act
 
 @pytest.mark.covers("X3", "P14")
 def test_quotas_are_declared_and_withdrawing_makes_room(tmp_path: Path) -> None:
-    with serve(tmp_path, objects_max_bytes=2**20) as server:
+    with serve(tmp_path, **{"disk.objects_max_bytes": 2**20}) as server:
         with pytest.raises(BadRequest, match=r"keeps at most 1048576 of objects.*objects_max_bytes"):
             atoll.objects.publish(flat(), server=server.url)
         half = {"w": torch.zeros(2**17)}  # 512 KiB and a head: two do not fit
@@ -194,7 +199,7 @@ def test_quotas_are_declared_and_withdrawing_makes_room(tmp_path: Path) -> None:
             atoll.objects.publish(half, server=server.url)
         atoll.objects.withdraw(ref)
         atoll.objects.publish(half, server=server.url)
-    with serve(tmp_path, min_free_bytes=2**60) as server:
+    with serve(tmp_path, **{"disk.min_free_bytes": 2**60}) as server:
         with pytest.raises(DiskFull):
             atoll.objects.publish(half, server=server.url)
 

@@ -69,11 +69,18 @@ def test_groups_have_their_own_rates():
 
 
 def test_settings_make_it_of_sgd():
-    settings = Settings.build({"mode": "async", "dn_buffer_size": 4, "sync_rounds_first": 3, "outer_lr": 0.5})
+    settings = Settings.build(
+        {
+            "async.enabled": True,
+            "async.momentum_every": 4,
+            "async.sync_rounds_first": 3,
+            "algorithm.outer_optimizer.lr": 0.5,
+        }
+    )
     resolved = resolve(settings)
     assert resolved.outer == "delayed_nesterov"
     assert resolved.outer_options == {"lr": 0.5, "momentum": 0.9, "delay": 4, "undelayed": 3}
-    sync = resolve(Settings.build({"dn_buffer_size": 4}))
+    sync = resolve(Settings.build({"async.momentum_every": 4}))
     assert sync.outer_options == {"lr": 0.7, "momentum": 0.9, "delay": 4, "undelayed": 0}
 
 
@@ -81,11 +88,11 @@ def test_settings_make_it_of_sgd():
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"outer_optimizer": "adam"}, "the outer optimizer is 'adam'"),
-        ({"algorithm": "fedyogi"}, "the outer optimizer is 'yogi'"),
-        ({"outer_options": {"weight_decay": 0.1}}, "weight_decay = 0.1, which delayed Nesterov"),
+        ({"algorithm.outer_optimizer.name": "adam"}, "the outer optimizer is 'adam'"),
+        ({"algorithm.name": "fedyogi"}, "the outer optimizer is 'yogi'"),
+        ({"algorithm.outer_optimizer.weight_decay": 0.1}, "weight_decay = 0.1, which delayed Nesterov"),
     ],
 )
 def test_other_optimizers_are_refused_by_name(settings, says):
     with pytest.raises(ConfigError, match=says):
-        resolve(Settings.build({"dn_buffer_size": 2, **settings}))
+        resolve(Settings.build({"async.momentum_every": 2, **settings}))

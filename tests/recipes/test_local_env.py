@@ -83,7 +83,9 @@ def test_execute_and_the_written_file_and_a_simulation_have_the_same_bits(
 ) -> None:
     is_diloco = kind is DiLoCoRecipe
     project(tmp_path, monkeypatch, {DiLoCoRecipe: DILOCO, ScaffoldRecipe: train(CORRECTED)}.get(kind, PLAIN))
-    made = recipe(kind, model=module(), train_args="--epochs 3", **({"sync_every": 5} if is_diloco else {}))
+    made = recipe(
+        kind, **{"model.source": module()}, train_args="--epochs 3", **({"diloco.sync_every": 5} if is_diloco else {})
+    )
     result = made.execute(LocalEnv(num_clients=2, folder="here"))
     assert result.finished
     assert result.status is not None
@@ -159,7 +161,9 @@ def test_one_client_more_than_needed_may_die(
         monkeypatch,
         train(more='if (worker.site, fl_round.number) == ("site-3", 2): import os; os.kill(os.getpid(), 9)'),
     )
-    made = recipe(num_rounds=3).add_server_config({"heartbeat_interval_s": 0.2, "heartbeat_timeout_s": 2})
+    made = recipe(num_rounds=3).add_server_config(
+        {"network.heartbeat_interval_s": 0.2, "network.heartbeat_timeout_s": 2}
+    )
     result = made.execute(LocalEnv(num_clients=3))
     assert [row.workers for row in result.history][::2] == [["site-1", "site-2", "site-3"], ["site-1", "site-2"]]
     assert "site-3 was killed (SIGKILL)" in capfd.readouterr().out
@@ -181,7 +185,7 @@ def test_a_server_that_cannot_start_says_why(tmp_path: Path, monkeypatch: pytest
 def test_a_server_that_fails_in_the_middle_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     project(tmp_path, monkeypatch)
     Path("mine.py").write_text("def mean(updates):\n    raise ValueError('no quorum of ours')\n")
-    made = recipe(min_clients=1).add_server_config({"aggregator": "mine.py:mean"})
+    made = recipe(min_clients=1).add_server_config({"aggregation.aggregator.path": "mine.py:mean"})
     with pytest.raises(RunFailed, match=r"The server ended with 9: .*no quorum of ours.* here/server\.log has more"):
         made.execute(LocalEnv(num_clients=1, folder="here", quiet=True))
     assert running(tmp_path) == []
@@ -202,7 +206,7 @@ def test_a_token_and_a_certificate_of_the_settings_are_the_clients_too(
     for name in ("key.pem", "token"):
         Path(name).chmod(0o600)
     made = recipe(min_clients=1).add_server_config(
-        {"tls_cert": "chain.pem", "tls_key": "key.pem", "token_file": "token"}
+        {"network.tls_cert": "chain.pem", "network.tls_key": "key.pem", "network.token_file": "token"}
     )
     result = made.execute(LocalEnv(num_clients=1, folder="here", quiet=True))
     assert len(result.history) == 2

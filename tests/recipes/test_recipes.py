@@ -40,18 +40,22 @@ def _project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 KINDS: dict[str, tuple[type[Recipe], dict[str, object], dict[str, object]]] = {
     "fedavg": (FedAvgRecipe, {}, {}),
-    "fedprox": (FedProxRecipe, {"mu": 0.5}, {"local_options": {"mu": 0.5}}),
+    "fedprox": (FedProxRecipe, {"mu": 0.5}, {"algorithm.mu": 0.5}),
     "fedadam": (FedOptRecipe, {}, {}),
-    "fedyogi": (FedOptRecipe, {"server_optimizer": "yogi", "server_lr": 0.1}, {"outer_lr": 0.1}),
+    "fedyogi": (FedOptRecipe, {"server_optimizer": "yogi", "server_lr": 0.1}, {"algorithm.outer_optimizer.lr": 0.1}),
     "fedavgm": (FedOptRecipe, {"server_optimizer": "sgd"}, {}),
     "fedadagrad": (FedOptRecipe, {"server_optimizer": "adagrad"}, {}),
-    "scaffold": (ScaffoldRecipe, {"server_lr": 0.5}, {"outer_lr": 0.5}),
+    "scaffold": (ScaffoldRecipe, {"server_lr": 0.5}, {"algorithm.outer_optimizer.lr": 0.5}),
     "fednova": (
         SwarmRecipe,
-        {"algorithm": "fednova", "aggregators": ("site-2",)},
-        {"placement": "swarm", "aggregators": ("site-2",)},
+        {"algorithm.name": "fednova", "swarm.aggregators": ("site-2",)},
+        {"swarm.enabled": True, "swarm.aggregators": ("site-2",)},
     ),
-    "diloco": (DiLoCoRecipe, {"sync_every": 7, "outer_momentum": 0.8}, {"sync_every": 7, "outer_momentum": 0.8}),
+    "diloco": (
+        DiLoCoRecipe,
+        {"diloco.sync_every": 7, "algorithm.outer_optimizer.momentum": 0.8},
+        {"diloco.sync_every": 7, "algorithm.outer_optimizer.momentum": 0.8},
+    ),
 }
 
 
@@ -59,18 +63,20 @@ KINDS: dict[str, tuple[type[Recipe], dict[str, object], dict[str, object]]] = {
 @pytest.mark.parametrize("algorithm", KINDS)
 def test_a_written_run_file_has_the_recipe_s_settings(algorithm: str, tmp_path: Path) -> None:
     kind, given, chosen = KINDS[algorithm]
-    made = recipe(kind, **given).add_server_config({"codec": "int8", "heartbeat_timeout_s": 300})
+    made = recipe(kind, **given).add_server_config(
+        {"aggregation.upload_codec.name": "int8", "network.heartbeat_timeout_s": 300}
+    )
     path = made.write("run.toml")
     expected = {
-        "name": "small",
-        "model": "my_model:build",
-        "algorithm": algorithm,
-        "rounds": 2,
-        "num_workers": 2,
-        "min_workers": 2,
-        "client": "train.py",
-        "codec": "int8",
-        "heartbeat_timeout_s": 300.0,
+        "run.name": "small",
+        "model.source": "my_model:build",
+        "algorithm.name": algorithm,
+        "rounds.total": 2,
+        "rounds.sites": 2,
+        "rounds.min_sites": 2,
+        "run.script": "train.py",
+        "aggregation.upload_codec.name": "int8",
+        "network.heartbeat_timeout_s": 300.0,
     }
     assert Settings.read(path, environ={}) == Settings.build(expected | chosen) == made.settings()
     assert tomllib.loads(path.read_text()).keys() == expected.keys() | chosen.keys()  # and no other line
@@ -117,10 +123,11 @@ def test_a_missing_argument_is_refused_with_those_that_are_needed() -> None:
 
 @pytest.mark.covers("P11")
 def test_aggregators_are_names_of_clients() -> None:
-    assert recipe(SwarmRecipe, aggregators="site-2").settings().aggregators == ("site-2",)  # not its letters
+    assert recipe(SwarmRecipe, aggregators="site-2").settings().swarm.aggregators == ("site-2",)  # not its letters
     for kind in (SimEnv, LocalEnv):
         with pytest.raises(
-            UsageError, match=r"aggregators of small has 'site-3', which is none of the 2 clients\. Did you mean 'site-"
+            UsageError,
+            match=r"swarm.aggregators of small has 'site-3', which is none of the 2 clients\. Did you mean 'site-",
         ):
             recipe(SwarmRecipe, aggregators=["site-1", "site-3"]).execute(kind(num_clients=2))
 
@@ -130,7 +137,10 @@ def test_aggregators_are_names_of_clients() -> None:
     ("given", "said"),
     [
         ({"num_rounds": "two"}, r"FedAvgRecipe, num_rounds: rounds = 'two': input should be a valid integer"),
-        ({"min_clients": 0}, r"FedAvgRecipe, min_clients: num_workers = 0: input should be greater than or equal to 1"),
+        (
+            {"min_clients": 0},
+            r"FedAvgRecipe, min_clients: rounds.sites = 0: input should be greater than or equal to 1",
+        ),
         ({"name": 3}, r"FedAvgRecipe, name: name = 3: input should be a valid string"),
         ({"num_rounds": 0}, r"num_rounds is 0\. A recipe ends by itself"),
         ({"num_rounds": -3}, r"num_rounds is -3\. A recipe ends by itself"),
@@ -138,7 +148,7 @@ def test_aggregators_are_names_of_clients() -> None:
         ({"model": None}, r"no initial model"),
         ({"model": torch.nn.Linear}, r"model is the class Linear, not a model\. Make one: Linear\(\)"),
         ({"model": 3}, r"model is a int\. Give an nn.Module"),
-        ({"model": {"class": "x"}}, r"model = \{'class': 'x'\} is not understood"),
+        ({"model": {"class": "x"}}, r"model.source = \{'class': 'x'\} is not understood"),
         ({"model": "__main__:Net"}, r"the server is another program"),
         ({"num_rounds": "3"}, r"FedAvgRecipe: num_rounds is '3'\. Give a whole number"),
         ({"num_rounds": True}, r"FedAvgRecipe: num_rounds is True\. Give a whole number"),
@@ -205,7 +215,7 @@ def test_a_folder_that_cannot_be_one_is_refused(kind: Any, tmp_path: Path) -> No
 
 @pytest.mark.covers("P11", "X3")
 def test_what_the_algorithm_does_not_take_is_refused_before_anything_is_made() -> None:
-    with pytest.raises(ConfigError, match=r"FedProxRecipe: local_options: mu = -1\. It is a number, at least 0"):
+    with pytest.raises(ConfigError, match=r"FedProxRecipe: algorithm: mu = -1\. It is a number, at least 0"):
         recipe(FedProxRecipe, mu=-1)
 
 
@@ -230,16 +240,19 @@ def test_a_wrong_server_config_is_refused_and_changes_nothing() -> None:
     before = made.settings()
     for config, said in [
         ({"quorm": 2}, r"add_server_config: there is no setting 'quorm'\. Did you mean 'quorum'\?"),
-        ({"outer_optimizer": "adam"}, r"DiLoCoRecipe: outer_momentum is 0\.8, but adam has no momentum\. Leave it out"),
-        ({"port": "http"}, r"add_server_config: port = 'http': input should be a valid integer"),
-        ({"quorum": 2}, r"round_deadline_s is 0, so it never takes effect"),
-        ({"num_fragments": 4}, r"sync_every is 6, and num_fragments is 4"),
         (
-            {"rounds": 4},
+            {"algorithm.outer_optimizer.name": "adam"},
+            r"DiLoCoRecipe: algorithm.outer_optimizer.momentum is 0\.8, but adam has no momentum\. Leave it out",
+        ),
+        ({"network.port": "http"}, r"add_server_config: port = 'http': input should be a valid integer"),
+        ({"rounds.quorum": 2}, r"rounds.deadline_s is 0, so it never takes effect"),
+        ({"diloco.num_fragments": 4}, r"diloco.sync_every is 6, and diloco.num_fragments is 4"),
+        (
+            {"rounds.total": 4},
             r"add_server_config got 'rounds', which DiLoCoRecipe decides\. It is its argument 'num_rounds'",
         ),
-        ({"sync_every": 4}, r"'sync_every', which DiLoCoRecipe decides"),
-        ({"algorithm": "fedavg"}, r"'algorithm', which DiLoCoRecipe decides\. .* take another one"),
+        ({"diloco.sync_every": 4}, r"'sync_every', which DiLoCoRecipe decides"),
+        ({"algorithm.name": "fedavg"}, r"'algorithm', which DiLoCoRecipe decides\. .* take another one"),
     ]:
         with pytest.raises(AtollError, match=said):
             made.add_server_config(config)
@@ -249,20 +262,20 @@ def test_a_wrong_server_config_is_refused_and_changes_nothing() -> None:
     assert made.settings() == before
     as_one = r"one mapping, and got {}\.\s.*recipe\.add_server_config\({}\)"
     for given, keywords, got, shown in [
-        ((), {"codec": "int8"}, "codec=…", r"\{'codec': 'int8'\}"),
+        ((), {"aggregation.upload_codec.name": "int8"}, "aggregation.upload_codec.name=…", r"\{'codec': 'int8'\}"),
         ((), {}, "nothing", r"\{'codec': 'int8'\}"),
         (("int8",), {}, "'int8'", r"\{'codec': 'int8'\}"),
     ]:
         with pytest.raises(UsageError, match=as_one.format(got, shown)):
             made.add_server_config(*given, **keywords)  # type: ignore[arg-type]
         assert made.settings() == before
-    made.add_server_config({"quorum": 2, "round_deadline_s": 5}).add_server_config({"quorum": 3})
+    made.add_server_config({"rounds.quorum": 2, "rounds.deadline_s": 5}).add_server_config({"rounds.quorum": 3})
     assert (made.settings().quorum, made.settings().round_deadline_s) == (3, 5.0)
 
 
 @pytest.mark.covers("P13")
 def test_a_recipe_sets_what_a_run_file_and_a_variable_set() -> None:
-    config = {"tensor_download_chunk_size": 65536, "np_download_chunk_size": 0, "idle_timeout_s": 7.5}
+    config = {"workflow.tensor_part_bytes": 65536, "workflow.array_part_bytes": 0, "network.idle_timeout_s": 7.5}
     written = Settings.read(recipe().add_server_config(config).write("run.toml"), environ={})
     variables = {f"ATOLL_{key.upper()}": str(value) for key, value in config.items()}
     plain = Settings.read(recipe().write("other.toml"), environ=variables)
@@ -271,7 +284,7 @@ def test_a_recipe_sets_what_a_run_file_and_a_variable_set() -> None:
 
 
 def test_an_asynchronous_run_waits_for_no_site() -> None:
-    settings = recipe(DiLoCoRecipe).add_server_config({"mode": "async"}).settings()
+    settings = recipe(DiLoCoRecipe).add_server_config({"async.enabled": True}).settings()
     assert Rules.from_settings(settings, needs_all=resolve(settings).needs_all).floor == 1
 
 
@@ -280,8 +293,8 @@ def test_a_module_is_written_as_the_initial_model_with_its_buffers_and_ties(tmp_
     net = module()
     path = recipe(model=net).write(tmp_path / "deep" / "run.toml")
     settings = Settings.read(path, environ={})
-    assert settings.model == str(tmp_path / "deep" / "initial.safetensors")
-    loaded = load_file(settings.model)
+    assert settings.model.source == str(tmp_path / "deep" / "initial.safetensors")
+    loaded = load_file(settings.model.source)
     state = net.state_dict()
     assert loaded.keys() == state.keys()
     assert all(torch.equal(loaded[name], state[name]) for name in state)
@@ -301,8 +314,8 @@ def test_weights_of_a_checkpoint_in_a_model(kind: str, tmp_path: Path) -> None:
     ]
     path = recipe(model=model, initial_ckpt="ckpt.safetensors").write("run.toml")
     settings = Settings.read(path, environ={})
-    assert settings.model is not None
-    written = load_file(settings.model)
+    assert settings.model.source is not None
+    written = load_file(settings.model.source)
     assert all(torch.equal(written[name], state[name]) for name in state)
     assert schema_for(settings, initial_model(settings, None)) == schema_for(settings, net)
 
@@ -322,40 +335,43 @@ def test_a_checkpoint_of_another_model_or_a_pickle_is_refused(tmp_path: Path) ->
 def test_a_class_path_and_its_arguments_and_a_file_alone() -> None:
     path = recipe(model={"class_path": "my_model.Net", "args": {"hidden": 7}}).write("run.toml")
     settings = Settings.read(path, environ={})
-    assert (settings.model, settings.model_args) == ("my_model:Net", {"hidden": 7})
+    assert (settings.model.source, settings.model.args) == ("my_model:Net", {"hidden": 7})
     recipe(model=module()).write("first.toml")
     path = recipe(model=Path("initial.safetensors")).write("runs/second.toml")
-    assert 'model = "../initial.safetensors"' in path.read_text()
-    assert recipe(model=None, initial_ckpt="initial.safetensors").settings().model == "initial.safetensors"
+    assert 'model.source = "../initial.safetensors"' in path.read_text()
+    assert recipe(model=None, initial_ckpt="initial.safetensors").settings().model.source == "initial.safetensors"
 
 
 def test_paths_are_those_of_the_current_folder_and_written_from_the_run_file(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def mean(updates): ...")
     made = recipe().add_server_config(
         {
-            "aggregator": "mine.py:mean",
-            "save_dir": "out",
-            "outer_lrs": {"head.*": 0.5},
-            "task_result_filters": [{"path": "mine.py:mean", "args": {}}, {"path": "drop", "args": {"names": ["a\n"]}}],
+            "aggregation.aggregator.path": "mine.py:mean",
+            "disk.export_dir": "out",
+            "algorithm.outer_lr_of": {"head.*": 0.5},
+            "workflow.result_filters": [
+                {"path": "mine.py:mean", "args": {}},
+                {"path": "drop", "args": {"names": ["a\n"]}},
+            ],
         }
     )
     settings = Settings.read(made.write("deep/run.toml"), environ={})
-    assert settings.aggregator is not None
-    assert Path(settings.aggregator.removesuffix(":mean")).resolve() == tmp_path / "mine.py"
-    assert settings.save_dir is not None
-    assert settings.save_dir.resolve() == tmp_path / "out"
-    assert settings.outer_lrs == {"head.*": 0.5}
-    assert settings.task_result_filters[0]["path"] == "deep/../mine.py:mean"
-    assert settings.task_result_filters[1] == {"path": "drop", "args": {"names": ["a\n"]}}
+    assert settings.aggregation.aggregator.path is not None
+    assert Path(settings.aggregation.aggregator.path.removesuffix(":mean")).resolve() == tmp_path / "mine.py"
+    assert settings.disk.export_dir is not None
+    assert settings.disk.export_dir.resolve() == tmp_path / "out"
+    assert settings.algorithm.outer_lr_of == {"head.*": 0.5}
+    assert settings.workflow.result_filters[0]["path"] == "deep/../mine.py:mean"
+    assert settings.workflow.result_filters[1] == {"path": "drop", "args": {"names": ["a\n"]}}
 
 
 def test_a_file_that_no_recipe_wrote_is_left_alone(tmp_path: Path) -> None:
-    (tmp_path / "run.toml").write_text("rounds = 3\n")
+    (tmp_path / "run.toml").write_text("rounds.total = 3\n")
     with pytest.raises(UsageError, match=r"'run.toml' was not written by a recipe"):
         recipe().write("run.toml")
     with pytest.raises(UsageError, match=r"is a folder\. Name the run file"):
         recipe().write(tmp_path)
-    assert (tmp_path / "run.toml").read_text() == "rounds = 3\n"
+    assert (tmp_path / "run.toml").read_text() == "rounds.total = 3\n"
     recipe().write("mine.toml")
     recipe(num_rounds=5).write("mine.toml")
     assert Settings.read(tmp_path / "mine.toml", environ={}).rounds == 5

@@ -28,7 +28,7 @@ def _project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def serving(made: Any) -> atoll.Server:
     """A server on the run file that a recipe writes, in this process."""
     settings = Settings.read(made.write("served/run.toml"), environ={})
-    return atoll.Server(settings=settings.model_copy(update={"port": 0}))
+    return atoll.Server(settings=settings.changed({"network.port": 0}))
 
 
 @pytest.mark.slow
@@ -63,7 +63,10 @@ def test_two_sites_take_part_by_recipe(capfd: pytest.CaptureFixture[str], monkey
 def test_another_run_is_refused_with_every_difference() -> None:
     with serving(recipe(FedAvgRecipe, model=module())) as server:
         other = recipe(
-            DiLoCoRecipe, model={"class_path": "my_model.Net", "args": {"hidden": 9}}, num_rounds=7, sync_every=30
+            DiLoCoRecipe,
+            **{"model.source": {"class_path": "my_model.Net", "args": {"hidden": 9}}},
+            num_rounds=7,
+            **{"diloco.sync_every": 30},
         )
         with pytest.raises(ConfigError) as refused:
             other.execute(ServerEnv(server.url, site="a"))
@@ -72,7 +75,7 @@ def test_another_run_is_refused_with_every_difference() -> None:
     for expected in (
         "algorithm is 'fedavg' there, 'diloco' here",
         "rounds is 2 there, 7 here",
-        "sync_every is 0 there, 30 here",
+        "diloco.sync_every is 0 there, 30 here",
         "codec is 'none' there, 'bf16' here",
         "model is of schema ",
         "outer optimizer is 'sgd(lr=1.0, momentum=0.0)' there, 'sgd(lr=0.7, momentum=0.9, nesterov=True)' here",
@@ -85,7 +88,7 @@ def test_another_run_is_refused_with_every_difference() -> None:
 
 @pytest.mark.covers("P11")
 def test_the_same_recipe_with_another_deadline_or_filter_of_the_algorithm_is_another_run() -> None:
-    with serving(recipe().add_server_config({"quorum": 2, "round_deadline_s": 60})) as server:
+    with serving(recipe().add_server_config({"rounds.quorum": 2, "rounds.deadline_s": 60})) as server:
         with pytest.raises(ConfigError, match=r"policy is 'quorum 2 .*' there, 'barrier' here\. "):
             recipe().execute(ServerEnv(server.url))
 
@@ -112,14 +115,18 @@ def test_a_script_has_what_a_worker_finds_in_the_environment(monkeypatch: pytest
     Path("token").write_text("secret-of-the-run")
     Path("token").chmod(0o600)
     monkeypatch.setenv("ATOLL_TOKEN_FILE", "token")
-    monkeypatch.setenv("ATOLL_IDLE_TIMEOUT_S", "7.5")
+    monkeypatch.setenv("ATOLL_NETWORK__IDLE_TIMEOUT_S", "7.5")
     Path("train.py").write_text(train(more='import json, os; json.dump(dict(os.environ), open("found.json", "w"))'))
-    made = recipe(min_clients=1).add_server_config({"token_file": "token"})
+    made = recipe(min_clients=1).add_server_config({"network.token_file": "token"})
     with serving(made) as server:
         made.execute(ServerEnv(server.url, site="a", threads=2, quiet=True))
         assert server.wait(30)
     found = json.loads(Path("found.json").read_text())
-    expected = {"ATOLL_TOKEN_FILE": str(Path("token").resolve()), "ATOLL_IDLE_TIMEOUT_S": "7.5", "ATOLL_SITE": "a"}
+    expected = {
+        "ATOLL_TOKEN_FILE": str(Path("token").resolve()),
+        "ATOLL_NETWORK__IDLE_TIMEOUT_S": "7.5",
+        "ATOLL_SITE": "a",
+    }
     assert expected | {"OMP_NUM_THREADS": "2"} == {key: found[key] for key in (*expected, "OMP_NUM_THREADS")}
 
 

@@ -33,7 +33,7 @@ def test_simulated_and_real_clients_have_the_same_bits(
     kind: type[Recipe], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     project(tmp_path, monkeypatch, train(CORRECTED if kind in CORRECTING else BY_HAND))
-    made = recipe(kind, model=module(), train_args=["--epochs", "3"])
+    made = recipe(kind, **{"model.source": module()}, train_args=["--epochs", "3"])
     simulated = made.execute(SimEnv(num_clients=3, processes=2, folder="simulated"))
     said = capfd.readouterr().out
     assert "round 2 of 2, 3 updates: loss" in said
@@ -90,8 +90,8 @@ def test_all_that_is_asked_for_reaches_the_simulation(tmp_path: Path, monkeypatc
 @pytest.mark.covers("P11")
 def test_what_has_no_meaning_in_a_simulation_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     project(tmp_path, monkeypatch, DILOCO)
-    made = recipe(DiLoCoRecipe, sync_every=4).add_server_config({"num_fragments": 2})
-    with pytest.raises(AtollError, match="num_fragments is 2: a simulation has rounds of whole models"):
+    made = recipe(DiLoCoRecipe, sync_every=4).add_server_config({"diloco.num_fragments": 2})
+    with pytest.raises(AtollError, match=r"diloco\.num_fragments is 2: a simulation has rounds of whole models"):
         made.execute(SimEnv(num_clients=2))
     with pytest.raises(AtollError, match=r"atoll\.DiLoCo counts steps of a loop of its own"):  # it would train alone
         recipe(DiLoCoRecipe, sync_every=4).execute(SimEnv(num_clients=2, processes=1))

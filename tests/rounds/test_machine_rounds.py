@@ -88,7 +88,7 @@ def test_a_late_joiner_is_expected_at_once_where_the_round_could_not_close_witho
     run = story(num_workers=2, min_workers=2)
     run.join("a", "b")
     run.leave("b")
-    assert run.why() == "waits for another site: 1 of min_workers 2 alive"
+    assert run.why() == "waits for another site: 1 of rounds.min_sites 2 alive"
     assert ExpectedChanged(0, 0, ("a", "c")) in run.join("c")
     assert closed(run.submit("a", "c")) == [(1, 2)]
 
@@ -110,7 +110,7 @@ def test_min_workers_are_never_undercut(story):
     run.leave("b")
     run.leave("c")
     assert run.phase() == "open"
-    assert run.why() == "waits for another site: 1 of min_workers 2 alive"
+    assert run.why() == "waits for another site: 1 of rounds.min_sites 2 alive"
     run.join("b")
     assert closed(run.submit("b")) == [(1, 2)]
 
@@ -122,7 +122,7 @@ def test_when_all_die_the_round_waits_and_says_why(story):
     run.wait(120)
     assert run.expected() == ()
     assert run.phase() == "open"
-    assert run.why() == "waits for another site: 0 of min_workers 1 alive"
+    assert run.why() == "waits for another site: 0 of rounds.min_sites 1 alive"
     run.join("b")
     assert closed(run.submit("b")) == [(1,)]
 

@@ -23,8 +23,8 @@ def view(expected: str, accepted: str, floor: int = 1) -> RoundView:
     [
         (view("abc", "abc"), Close((1, 2, 3))),
         (view("abc", "b"), Wait("waits for a and c")),
-        (view("", ""), Wait("waits for another site: 0 of min_workers 1 alive")),
-        (view("ab", "ab", floor=3), Wait("waits for another site: 2 of min_workers 3 alive")),
+        (view("", ""), Wait("waits for another site: 0 of rounds.min_sites 1 alive")),
+        (view("ab", "ab", floor=3), Wait("waits for another site: 2 of rounds.min_sites 3 alive")),
     ],
 )
 def test_barrier(seen, decision):
@@ -63,10 +63,12 @@ def test_names_are_listed_as_people_do(names, text):
 
 
 def test_the_rules_of_settings():
-    plain = Rules.from_settings(Settings.build({"num_workers": 3, "min_workers": 2, "rounds": 4}))
+    plain = Rules.from_settings(Settings.build({"rounds.sites": 3, "rounds.min_sites": 2, "rounds.total": 4}))
     assert plain == Rules(num_workers=3, min_workers=2, rounds=4, policy=Barrier())
     assert plain.floor == 2
-    quorum = Rules.from_settings(Settings.build({"num_workers": 3, "quorum": 2, "round_deadline_s": 9}), fragments=4)
+    quorum = Rules.from_settings(
+        Settings.build({"rounds.sites": 3, "rounds.quorum": 2, "rounds.deadline_s": 9}), fragments=4
+    )
     assert quorum == Rules(num_workers=3, policy=QuorumDeadline(2, 9), fragments=4)
     assert (quorum.floor, quorum.floor_name) == (2, "quorum")
 

@@ -98,6 +98,6 @@ def test_a_restarted_server_draws_the_same(story) -> None:
 
 
 def test_the_settings() -> None:
-    settings = Settings(sample_fraction=0.25, sample_min=2, sample_seed=7)
+    settings = Settings.build({"rounds.sample_fraction": 0.25, "rounds.sample_min": 2, "rounds.sample_seed": 7})
     assert Rules.from_settings(settings).sampling == Sampling(0.25, 2, 7)
     assert Rules.from_settings(Settings()).sampling == Sampling()

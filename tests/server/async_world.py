@@ -9,6 +9,7 @@ from typing import Any
 import safetensors.torch
 import torch
 from harness.processes import free_port, wait_until
+from kit.servers import new_server
 from torch import Tensor, nn
 
 import atoll
@@ -27,17 +28,17 @@ class Clients:
         with torch.no_grad():
             self.model.weight.copy_(START)
         self.options: dict[str, Any] = {
-            "algorithm": "diloco",
-            "codec": "none",
-            "mode": "async",
-            "num_workers": 3,
-            "outer_lr": LR,
-            "outer_momentum": MOMENTUM,
-            "port": free_port(),
-            "state_dir": folder / "state",
+            "algorithm.name": "diloco",
+            "aggregation.upload_codec.name": "none",
+            "async.enabled": True,
+            "rounds.sites": 3,
+            "algorithm.outer_optimizer.lr": LR,
+            "algorithm.outer_optimizer.momentum": MOMENTUM,
+            "network.port": free_port(),
+            "disk.state_dir": folder / "state",
             **settings,
         }
-        self.server = atoll.Server(self.model, **self.options).start()
+        self.server = new_server(self.model, **self.options).start()
         stack.callback(lambda: self.server.stop())
         self.clients = {
             site: stack.enter_context(atoll.functional.Client(self.server.url, site=site, folder=folder / "w"))

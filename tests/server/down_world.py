@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from kit.servers import new_server
 from torch import Tensor
 
 import atoll
@@ -42,9 +43,20 @@ def mixed() -> dict[str, Tensor]:
 
 
 def serve(folder: Path, model: dict[str, Tensor] | None = None, **options: Any) -> atoll.Server:
-    settings: dict[str, Any] = {"algorithm": "fedavg", "num_workers": 2, "rounds": 4, "port": 0, "min_free_bytes": 0}
-    settings |= {"part_bytes": 2**16, "state_dir": folder / "state", "buffers": BUFFERS, "downlink_codec": "int8"}
-    return atoll.Server(model or start(), **(settings | options))
+    settings: dict[str, Any] = {
+        "algorithm.name": "fedavg",
+        "rounds.sites": 2,
+        "rounds.total": 4,
+        "network.port": 0,
+        "disk.min_free_bytes": 0,
+    }
+    settings |= {
+        "network.part_bytes": 2**16,
+        "disk.state_dir": folder / "state",
+        "model.buffers": BUFFERS,
+        "aggregation.download_codec.name": "int8",
+    }
+    return new_server(model or start(), **(settings | options))
 
 
 def trained(state: dict[str, Tensor], site: str, number: int) -> dict[str, Tensor]:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from kit.servers import new_server
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -26,9 +27,9 @@ def become(w: list[float], head: float, mean: float = 0.0, n: int = 7) -> State:
 
 
 def serving(folder: Path, start: State = START, **options: Any) -> atoll.Server:
-    settings: dict[str, Any] = {"algorithm": "fedavg", "rounds": 1, "num_workers": 2, "threads": 1}
-    where = {"port": 0, "min_free_bytes": 0, "state_dir": folder / "state"}
-    return atoll.Server(start, **(where | settings | options))
+    settings: dict[str, Any] = {"algorithm.name": "fedavg", "rounds.total": 1, "rounds.sites": 2, "run.threads": 1}
+    where = {"network.port": 0, "disk.min_free_bytes": 0, "disk.state_dir": folder / "state"}
+    return new_server(start, **(where | settings | options))
 
 
 def join(server: atoll.Server, folder: Path, sites: str) -> dict[str, atoll.functional.Client]:

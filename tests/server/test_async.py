@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from async_world import LR, MOMENTUM, SITES, START, Clients, gradient, nesterov
+from kit.servers import new_server
 from site_threads import together
 from torch import nn
 
@@ -32,7 +33,7 @@ def test_updates_are_applied_one_by_one_to_whatever_is_the_head(world: Callable[
 
 @pytest.mark.covers("L3", "L6")
 def test_delayed_nesterov(world: Callable[..., Clients]) -> None:
-    run = world(dn_buffer_size=2)
+    run = world(**{"async.momentum_every": 2})
     run.one_by_one()
     theta, m, g = START.clone(), torch.zeros_like(START), [gradient(n) for n in range(4)]
     for first, second in ((g[0], g[1]), (g[2], g[3])):
@@ -44,7 +45,7 @@ def test_delayed_nesterov(world: Callable[..., Clients]) -> None:
 
 @pytest.mark.covers("L5")
 def test_staleness_may_be_a_weight(world: Callable[..., Clients]) -> None:
-    run = world(staleness_weight="inverse_sqrt")
+    run = world(**{"async.staleness_weight": "inverse_sqrt"})
     run.one_by_one()
     scales = (1.0, 1 / math.sqrt(2), 1 / math.sqrt(3), 1 / math.sqrt(3))
     expected = nesterov([scale * gradient(n) for n, scale in enumerate(scales)])
@@ -57,7 +58,7 @@ def by_the_user(s: int) -> float:
 
 @pytest.mark.covers("L5")
 def test_a_user_s_own_weight_of_staleness(world: Callable[..., Clients]) -> None:
-    run = world(staleness_weight=f"{__name__}:by_the_user")
+    run = world(**{"async.staleness_weight": f"{__name__}:by_the_user"})
     run.one_by_one()
     expected = nesterov([scale * gradient(n) for n, scale in enumerate((1.0, 0.5, 0.25, 0.25))])
     assert torch.allclose(run.weight(), expected, rtol=0, atol=1e-12)
@@ -77,14 +78,14 @@ def test_a_weight_of_staleness_that_is_none_is_refused() -> None:
 
 @pytest.mark.covers("L5")
 def test_an_update_too_far_behind_does_not_count(world: Callable[..., Clients], caplog: Any) -> None:
-    run = world(max_staleness=1)
+    run = world(**{"async.max_staleness": 1})
     run.pull("a", "b", "c")
     run.submit("b", gradient(0))
     run.wait(1)
     run.submit("c", gradient(1))
     run.wait(2)
     run.submit("a", gradient(2))  # 2 behind: the site is told, and goes on from the head
-    assert " is over: its base is more than max_staleness 1 versions behind version 2." in caplog.text
+    assert " is over: its base is more than async.max_staleness 1 versions behind version 2." in caplog.text
     assert "has replaced it" not in caplog.text
     run.pull("a")
     run.submit("a", gradient(3))
@@ -94,7 +95,7 @@ def test_an_update_too_far_behind_does_not_count(world: Callable[..., Clients], 
 
 
 def test_a_buffer_takes_the_mean_of_so_many(world: Callable[..., Clients]) -> None:
-    run = world(async_buffer=2)
+    run = world(**{"async.buffer_size": 2})
     run.pull("a", "b", "c")
     run.submit("c", gradient(0), weight=3.0)
     assert run.server.status().fragments[0].version == 0
@@ -115,16 +116,19 @@ def test_an_update_more_than_five_behind_is_told_of(world: Callable[..., Clients
     run.submit("a", gradient(7))
     run.wait(7)
     assert "an update of a was 6 versions behind" in caplog.text
-    assert "dylu = true" in run.server.status().warnings[-1]
+    assert "diloco.dynamic_local_steps = true" in run.server.status().warnings[-1]
 
 
 @pytest.mark.covers("L3")
 @pytest.mark.parametrize("delayed", [0, 2])
 def test_an_infinite_grace_has_the_bits_of_a_synchronous_run(tmp_path: Path, delayed: int) -> None:
     weights = []
-    for name, mode in (("sync", {"mode": "sync"}), ("async", {"mode": "async", "async_grace_s": math.inf})):
+    for name, mode in (
+        ("sync", {"async.enabled": False}),
+        ("async", {"async.enabled": True, "async.grace_s": math.inf}),
+    ):
         with ExitStack() as stack:
-            run = Clients(tmp_path / name, stack, dn_buffer_size=delayed, **mode)
+            run = Clients(tmp_path / name, stack, **{"async.momentum_every": delayed}, **mode)
             for number in range(3):
                 run.pull("a", "b", "c")
                 for index, site in enumerate(("c", "a", "b")):
@@ -137,7 +141,7 @@ def test_an_infinite_grace_has_the_bits_of_a_synchronous_run(tmp_path: Path, del
 @pytest.mark.covers("L6")
 def test_synchronous_rounds_first(world: Callable[..., Clients], caplog: Any) -> None:
     caplog.set_level("INFO", "atoll")
-    run = world(sync_rounds_first=1, dn_buffer_size=2)
+    run = world(**{"async.sync_rounds_first": 1, "async.momentum_every": 2})
     run.pull("a", "b", "c")
     for number, site in enumerate(SITES):
         assert run.server.status().fragments[0].version == 0
@@ -159,17 +163,30 @@ def test_the_first_rounds_cannot_be_changed_at_the_next_start(tmp_path: Path) ->
     with ExitStack() as stack:
         run = Clients(tmp_path, stack)
         run.server.stop()
-        with pytest.raises(ConfigError, match="sync_rounds_first = 0, this start says 9"):
-            atoll.Server(run.model, **run.options | {"sync_rounds_first": 9}).start()
+        with pytest.raises(ConfigError, match=r"async\.sync_rounds_first = 0, this start says 9"):
+            new_server(run.model, **run.options | {"async.sync_rounds_first": 9}).start()
 
 
 @pytest.mark.covers("L2", "L3", "L6")
 def test_diloco_loops_with_a_slow_site_and_dylu(tmp_path: Path) -> None:
     """The slow site makes a step whenever the fast one has made four: it is asked for about a quarter of the steps."""
     model = nn.Linear(1, 1, bias=False)
-    options = {"mode": "async", "dylu": True, "sync_every": 16, "num_workers": 2, "codec": "none"}
-    server = atoll.Server(
-        model, algorithm="diloco", port=0, state_dir=tmp_path / "state", heartbeat_interval_s=0.2, **options
+    options = {
+        "async.enabled": True,
+        "diloco.dynamic_local_steps": True,
+        "diloco.sync_every": 16,
+        "rounds.sites": 2,
+        "aggregation.upload_codec.name": "none",
+    }
+    server = new_server(
+        model,
+        **{
+            "algorithm.name": "diloco",
+            "network.port": 0,
+            "disk.state_dir": tmp_path / "state",
+            "network.heartbeat_interval_s": 0.2,
+        },
+        **options,
     ).start()
     asked: dict[str, list[int]] = {"fast": [], "slow": []}
 
@@ -201,12 +218,27 @@ def test_diloco_loops_with_a_slow_site_and_dylu(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"mode": "async"}, "this may diverge. Set dn_buffer_size = 3 (delayed Nesterov)"),
-        ({"mode": "async", "dn_buffer_size": 3, "rounds": 5, "sync_rounds_first": 5}, "none is asynchronous"),
-        ({"codec": "topk"}, "both together overshoot. Set outer_momentum = 0 and outer_lr = 1"),
-        ({"num_fragments": 2, "sync_every": 4, "alpha": 1.0}, "never take over what the others have trained"),
-        ({"mode": "async", "dn_buffer_size": 3, "downlink_codec": "int4"}, "Set keep_versions = 3"),
-        ({"mode": "async", "dn_buffer_size": 3, "downlink_codec": "bf16"}, "it saves next to nothing"),
+        ({"async.enabled": True}, "this may diverge. Set async.momentum_every = 3 (delayed Nesterov)"),
+        (
+            {"async.enabled": True, "async.momentum_every": 3, "rounds.total": 5, "async.sync_rounds_first": 5},
+            "none is asynchronous",
+        ),
+        (
+            {"aggregation.upload_codec.name": "topk"},
+            "both together overshoot. Set algorithm.outer_optimizer.momentum = 0 and algorithm.outer_optimizer.lr = 1",
+        ),
+        (
+            {"diloco.num_fragments": 2, "diloco.sync_every": 4, "diloco.fragment_update_alpha": 1.0},
+            "never take over what the others have trained",
+        ),
+        (
+            {"async.enabled": True, "async.momentum_every": 3, "aggregation.download_codec.name": "int4"},
+            "Set disk.keep_versions = 3",
+        ),
+        (
+            {"async.enabled": True, "async.momentum_every": 3, "aggregation.download_codec.name": "bf16"},
+            "it saves next to nothing",
+        ),
     ],
     ids=["momentum", "never-async", "topk", "alpha-1", "keep", "too-many-differences"],
 )
@@ -214,7 +246,9 @@ def test_settings_that_defeat_each_other_are_told_of_at_the_start_and_in_status(
     tmp_path: Path, settings: dict[str, Any], says: str, caplog: Any
 ) -> None:
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
-    with atoll.Server(model, num_workers=3, port=0, state_dir=tmp_path / "state", **settings) as server:
+    with new_server(
+        model, **{"rounds.sites": 3, "network.port": 0, "disk.state_dir": tmp_path / "state"}, **settings
+    ) as server:
         (told,) = server.status().warnings
     assert says in told
     assert told in caplog.text
@@ -223,20 +257,36 @@ def test_settings_that_defeat_each_other_are_told_of_at_the_start_and_in_status(
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"downlink_codec_options": {"density": 0.1}, "mode": "sync"}, "but no downlink_codec is set"),
-        ({"downlink_codec": "itn8"}, "downlink_codec = 'itn8' is not one of none, bf16"),
-        ({"quorum": 1}, "quorum is 1, but mode is 'async'"),
-        ({"algorithm": "scaffold"}, "the tensors that it keeps change by rounds"),
-        ({"best_metric": "loss"}, "best_metric is 'loss', but mode is 'async'"),
-        ({"min_workers": 2, "num_workers": 2}, "min_workers is 2, but async_buffer is 1"),
-        ({"quorum": 1, "round_deadline_s": 3}, "quorum is 1, but mode is 'async'"),
-        ({"algorithm": "fedavg", "dylu": True}, "dylu is set, but in 'fedavg'"),
-        ({"staleness_weight": "inverse"}, "staleness_weight = 'inverse' is not one of constant, inverse_sqrt"),
-        ({"staleness_weight": "inverse_sqrt", "reducer": "median"}, "the reducer 'median' has no weights"),
+        (
+            {"aggregation.download_codec.density": 0.1, "async.enabled": False},
+            "but names no codec",
+        ),
+        (
+            {"aggregation.download_codec.name": "itn8"},
+            "aggregation.download_codec = 'itn8' is not one of none, bf16",
+        ),
+        ({"rounds.quorum": 1}, "quorum is 1, but async.enabled is true"),
+        ({"algorithm.name": "scaffold"}, "the tensors that it keeps change by rounds"),
+        ({"rounds.best_metric": "loss"}, "rounds.best_metric is 'loss', and async.enabled is true"),
+        ({"rounds.min_sites": 2, "rounds.sites": 2}, "rounds.min_sites is 2, but async.buffer_size is 1"),
+        ({"rounds.quorum": 1, "rounds.deadline_s": 3}, "quorum is 1, but async.enabled is true"),
+        (
+            {"algorithm.name": "fedavg", "diloco.dynamic_local_steps": True},
+            "diloco.dynamic_local_steps is set, but in 'fedavg'",
+        ),
+        (
+            {"async.staleness_weight": "inverse"},
+            "async.staleness_weight = 'inverse' is not one of constant, inverse_sqrt",
+        ),
+        (
+            {"async.staleness_weight": "inverse_sqrt", "aggregation.reducer.name": "median"},
+            "the reducer 'median' has no weights",
+        ),
     ],
 )
 def test_what_an_asynchronous_run_does_not_have_is_refused(tmp_path: Path, settings: Any, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
-        atoll.Server(
-            nn.Linear(1, 1), **{"mode": "async", "port": 0, "state_dir": tmp_path / "state"} | settings
+        new_server(
+            nn.Linear(1, 1),
+            **{"async.enabled": True, "network.port": 0, "disk.state_dir": tmp_path / "state"} | settings,
         ).start()

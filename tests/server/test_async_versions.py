@@ -13,6 +13,7 @@ import pytest
 import torch
 from async_world import START, Clients, gradient, nesterov
 from harness.processes import wait_until
+from kit.servers import new_server
 from test_fall_back import damage_head, slow_disk, wait_until_durable
 from torch import nn
 
@@ -39,10 +40,17 @@ def test_keeps_a_version_that_a_worker_is_to_pull(world: Callable[..., Clients])
 def test_a_version_that_its_site_trains_from_is_kept_no_longer(tmp_path: Path) -> None:
     """a has pulled version 1 and says so; when b has brought the run on, nobody is to pull it any more."""
     model = nn.Linear(3, 2, bias=False, dtype=torch.float64)
-    options: dict[str, Any] = {"algorithm": "fedavg", "mode": "async", "num_workers": 2, "heartbeat_interval_s": 0.1}
+    options: dict[str, Any] = {
+        "algorithm.name": "fedavg",
+        "async.enabled": True,
+        "rounds.sites": 2,
+        "network.heartbeat_interval_s": 0.1,
+    }
     with ExitStack() as stack:
         server = stack.enter_context(
-            atoll.Server(model, port=0, state_dir=tmp_path / "state", keep_versions=1, **options)
+            new_server(
+                model, **{"network.port": 0, "disk.state_dir": tmp_path / "state", "disk.keep_versions": 1}, **options
+            )
         )
         workers = {s: stack.enter_context(atoll.join(server.url, site=s, folder=tmp_path / "w")) for s in ("a", "b")}
         a, b = (iter(workers[site]) for site in ("a", "b"))
@@ -67,7 +75,7 @@ def test_a_version_that_its_site_trains_from_is_kept_no_longer(tmp_path: Path) -
 
 
 def test_a_worker_too_late_for_a_version_gets_a_newer_one(world: Callable[..., Clients]) -> None:
-    run = world(max_pins=1, keep_versions=1)
+    run = world(**{"disk.max_pinned_versions": 1, "disk.keep_versions": 1})
     assert run.clients["a"].next_round() == 1
     assert run.clients["c"].next_round() == 1
     run.pull("b")
@@ -84,7 +92,7 @@ def test_a_worker_too_late_for_a_version_gets_a_newer_one(world: Callable[..., C
 @pytest.mark.covers("L3")
 def test_a_version_that_the_end_of_the_run_took_away_is_no_error(world: Callable[..., Clients]) -> None:
     """a was promised version 0; before it pulls, the run ends with b's update, and keeps its result alone."""
-    run = world(rounds=1, keep_versions=1)
+    run = world(**{"rounds.total": 1, "disk.keep_versions": 1})
     assert run.clients["a"].next_round() is not None
     run.pull("b")
     run.submit("b", gradient(0))
@@ -103,12 +111,14 @@ def test_a_look_at_the_newest_model_leaves_the_round_as_it_is(tmp_path: Path) ->
     with ExitStack() as stack:
         server = atoll.Server(
             nn.Linear(3, 2, bias=False, dtype=torch.float64),
-            algorithm="fedavg",
-            mode="async",
-            codec="none",
-            num_workers=2,
-            port=0,
-            state_dir=tmp_path / "state",
+            settings={
+                "algorithm.name": "fedavg",
+                "async.enabled": True,
+                "aggregation.upload_codec.name": "none",
+                "rounds.sites": 2,
+                "network.port": 0,
+                "disk.state_dir": tmp_path / "state",
+            },
         ).start()
         stack.callback(server.stop)
         workers = {s: stack.enter_context(atoll.join(server.url, site=s, folder=tmp_path / "w")) for s in ("a", "b")}
@@ -162,7 +172,7 @@ def test_an_export_that_is_overtaken_does_not_keep_a_version_from_becoming_durab
         raise Gone("Version 1 is not kept.")
 
     monkeypatch.setattr(Exports, "save", overtaken)
-    run = world(save_every=1)
+    run = world(**{"disk.export_every": 1})
     run.pull("a")
     run.submit("a", gradient(0))
     wait_until_durable(run.server, 1)
@@ -172,7 +182,9 @@ def test_an_export_that_is_overtaken_does_not_keep_a_version_from_becoming_durab
 def test_a_lost_version_loses_no_update(tmp_path: Path) -> None:
     """a is at version 1 when version 2, of b's update, is lost; b has gone on from it, and sends it again."""
     with slow_disk(newest=1), ExitStack() as stack:
-        run = Clients(tmp_path, stack, outer_lr=1.0, outer_momentum=0.0)
+        run = Clients(
+            tmp_path, stack, **{"algorithm.outer_optimizer.lr": 1.0, "algorithm.outer_optimizer.momentum": 0.0}
+        )
         run.pull("a", "b")
         run.submit("a", gradient(0))
         wait_until_durable(run.server, 1)
@@ -181,7 +193,7 @@ def test_a_lost_version_loses_no_update(tmp_path: Path) -> None:
         run.pull("b")
         run.server.stop()
         damage_head(tmp_path / "state")
-        run.server = atoll.Server(run.model, **run.options).start()
+        run.server = new_server(run.model, **run.options).start()
         assert run.server.status().fragments[0].version == 1
         run.pull("b")  # sends again first
         run.pull("a")  # its ticket was of a version that may have been lost, too

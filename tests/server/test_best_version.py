@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from harness.processes import wait_until
+from kit.servers import new_server
 from safetensors import safe_open
 
 import atoll
@@ -20,16 +21,16 @@ from atoll.errors import ConfigError, Gone, UsageError
 from atoll.store.journal import Journal
 
 SETTINGS: dict[str, Any] = {
-    "algorithm": "fedavg",
-    "num_workers": 1,
-    "port": 0,
-    "min_free_bytes": 0,
-    "best_metric": "acc",
+    "algorithm.name": "fedavg",
+    "rounds.sites": 1,
+    "network.port": 0,
+    "disk.min_free_bytes": 0,
+    "rounds.best_metric": "acc",
 }
 
 
 def serve(folder: Path, **settings: Any) -> atoll.Server:
-    return atoll.Server({"w": torch.zeros(2)}, **(SETTINGS | {"state_dir": folder / "state"} | settings))
+    return new_server({"w": torch.zeros(2)}, **(SETTINGS | {"disk.state_dir": folder / "state"} | settings))
 
 
 def work(server: atoll.Server, folder: Path, measured: list[dict[str, float]]) -> int:
@@ -66,7 +67,7 @@ def saved(server: atoll.Server) -> int:
 @pytest.mark.covers("X41")
 def test_the_best_version_is_the_one_that_was_measured_and_survives_a_restart(tmp_path: Path) -> None:
     exports = tmp_path / "saved"
-    with serve(tmp_path, save_dir=exports) as server:
+    with serve(tmp_path, **{"disk.export_dir": exports}) as server:
         # round 1 measures version 0, round 2 version 1, …: the best is version 2
         work(server, tmp_path, [{"acc": 0.1}, {"acc": 0.3}, {"acc": 0.8}, {"acc": 0.5}])
         assert saved(server) == 2
@@ -75,7 +76,7 @@ def test_the_best_version_is_the_one_that_was_measured_and_survives_a_restart(tm
         note, values = best_of(exports)
         assert note == {"version": 2, "round": 3, "metric": "acc", "mode": "max", "value": 0.8}
         assert values == [2.0, 2.0]
-    with serve(tmp_path, save_dir=exports) as server:
+    with serve(tmp_path, **{"disk.export_dir": exports}) as server:
         best = server.status().best
         assert best is not None
         assert (best.version, best.value, best.stale) == (2, 0.8, 1)
@@ -117,7 +118,7 @@ def test_a_version_that_is_no_longer_kept_is_told_of_and_the_run_goes_on(
 def test_a_run_that_does_not_improve_ends_and_says_why(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "atoll")
     why = "stopped early: acc has not improved for 2 rounds; the best is 0.6, version 1"
-    with serve(tmp_path, early_stop_rounds=2) as server:
+    with serve(tmp_path, **{"rounds.early_stop_after": 2}) as server:
         losses = [{"acc": value} for value in (0.5, 0.6, 0.6, 0.4, 0.9)]
         assert work(server, tmp_path, losses) == 4  # nobody is asked for a fifth round
         assert server.wait(30)
@@ -127,7 +128,7 @@ def test_a_run_that_does_not_improve_ends_and_says_why(tmp_path: Path, caplog: p
         with safe_open(server.exports / "model.safetensors", framework="pt") as file:
             assert file.get_tensor("w").tolist() == [4.0, 4.0]
     assert f"the run is finished at version 4, {why}" in caplog.text
-    with serve(tmp_path, early_stop_rounds=2) as server:  # it stays finished, and says so again
+    with serve(tmp_path, **{"rounds.early_stop_after": 2}) as server:  # it stays finished, and says so again
         assert server.wait(30)
         assert server.status().stopped == why
     with serve(tmp_path) as server:  # without patience it goes on
@@ -139,7 +140,7 @@ def test_a_federated_worker_is_told_why_the_run_is_over(tmp_path: Path, caplog: 
     caplog.set_level(logging.INFO, "atoll")
     rounds = 0
     with (
-        serve(tmp_path, early_stop_rounds=1) as server,
+        serve(tmp_path, **{"rounds.early_stop_after": 1}) as server,
         atoll.join(server.url, site="a", folder=tmp_path / "w") as worker,
     ):
         for fl_round in worker:
@@ -150,7 +151,7 @@ def test_a_federated_worker_is_told_why_the_run_is_over(tmp_path: Path, caplog: 
 
 
 def test_warns_once_of_a_metric_that_no_site_reports(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with serve(tmp_path, early_stop_rounds=1) as server:
+    with serve(tmp_path, **{"rounds.early_stop_after": 1}) as server:
         work(server, tmp_path, [{"loss": 1.0}, {}, {"acc": float("nan")}, {"acc": 0.5}])
         assert saved(server) == 3
     said = [record.message for record in caplog.records if "no finite 'acc'" in record.message]
@@ -160,7 +161,7 @@ def test_warns_once_of_a_metric_that_no_site_reports(tmp_path: Path, caplog: pyt
 
 def test_the_mean_over_the_workers_decides(tmp_path: Path) -> None:
     # weights 1 and 3: round 1 (0.9 + 3·0.1) / 4 = 0.3, round 2 (0.2 + 3·0.6) / 4 = 0.5
-    with serve(tmp_path, num_workers=2) as server:
+    with serve(tmp_path, **{"rounds.sites": 2}) as server:
         clients = [atoll.functional.Client(server.url, site=site, folder=tmp_path / "w").register() for site in "ab"]
         for metrics in ((0.9, 0.1), (0.2, 0.6)):
             for client in clients:
@@ -200,13 +201,19 @@ def test_export_of_the_best(tmp_path: Path) -> None:
         (tmp_path / "elsewhere").rename(server.exports / "best.safetensors")
         assert export.best_of_directory(tmp_path / "state", out) == 0
         assert out.read_bytes() == original
-    with serve(tmp_path / "other", best_metric=None) as server, pytest.raises(UsageError, match="tracks no metric"):
+    with (
+        serve(tmp_path / "other", **{"rounds.best_metric": None}) as server,
+        pytest.raises(UsageError, match="tracks no metric"),
+    ):
         export.best_of_server(server.url, out)
 
 
 @pytest.mark.parametrize(
     ("settings", "words"),
-    [({"best_metric": None, "early_stop_rounds": 1}, "best_metric"), ({"keep_versions": 1}, "keep_versions")],
+    [
+        ({"rounds.best_metric": None, "rounds.early_stop_after": 1}, "best_metric"),
+        ({"disk.keep_versions": 1}, "keep_versions"),
+    ],
     ids=["nothing to stop by", "nothing to keep"],
 )
 def test_settings_that_mean_nothing_are_refused(tmp_path: Path, settings: dict[str, Any], words: str) -> None:
@@ -229,7 +236,7 @@ def test_what_best_json_says_is_on_the_disk_before_it_has_its_name_and_the_name_
         replace(source, target)
         done.append(("name", Path(target).name))
 
-    with serve(tmp_path, rounds=9, save_every=0) as server:
+    with serve(tmp_path, **{"rounds.total": 9, "disk.export_every": 0}) as server:
         monkeypatch.setattr(Journal, "sync", synced)
         monkeypatch.setattr(os, "replace", replaced)
         work(server, tmp_path, [{"acc": 0.5}])

@@ -12,46 +12,73 @@ from typing import Any
 import pytest
 import torch
 from harness.processes import free_port, wait_until
+from kit.servers import new_server
 from torch import nn
 
 import atoll
 from atoll.errors import ConfigError
 
-STREAMING: dict[str, Any] = {"sync_every": 40, "num_fragments": 2, "tau": 4, "alpha": 0.5, "max_inflight": 1}
+STREAMING: dict[str, Any] = {
+    "diloco.sync_every": 40,
+    "diloco.num_fragments": 2,
+    "diloco.fragment_sync_delay": 4,
+    "diloco.fragment_update_alpha": 0.5,
+    "diloco.max_inflight": 1,
+}
 
 
 def serve(folder: Path, **settings: Any) -> atoll.Server:
     """A server that is not started."""
-    options: dict[str, Any] = {"port": 0, "state_dir": folder / "state", "min_free_bytes": 0}
-    return atoll.Server(nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)), **(options | settings))
+    options: dict[str, Any] = {"network.port": 0, "disk.state_dir": folder / "state", "disk.min_free_bytes": 0}
+    return new_server(nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)), **(options | settings))
 
 
 @pytest.mark.covers("L11")
 @pytest.mark.parametrize(
     ("first", "other", "told"),
     [
-        (STREAMING, {"sync_every": 80}, "sync_every = 40, this start says 80"),
-        (STREAMING, {"num_fragments": 1, "tau": 0, "alpha": 0.0}, "num_fragments = 2, this start says 1"),
-        (STREAMING, {"tau": 8}, "tau = 4, this start says 8"),
-        (STREAMING, {"alpha": 0.0}, "alpha = 0.5, this start says 0.0"),
-        (STREAMING, {"max_inflight": 2}, "max_inflight = 1, this start says 2"),
-        ({}, {"mode": "async"}, "mode = 'sync', this start says 'async'"),
-        ({}, {"algorithm": "fedavg"}, "algorithm = 'diloco', this start says 'fedavg'"),
-        ({}, {"codec": "int8"}, "codec = 'bf16', this start says 'int8'"),
+        (STREAMING, {"diloco.sync_every": 80}, "diloco.sync_every = 40, this start says 80"),
         (
-            {"codec": "topk"},
-            {"codec_options": {"density": 0.5}},
-            "codec_options = {}, this start says {'density': 0.5}",
+            STREAMING,
+            {"diloco.num_fragments": 1, "diloco.fragment_sync_delay": 0, "diloco.fragment_update_alpha": 0.0},
+            "diloco.num_fragments = 2, this start says 1",
         ),
-        ({}, {"downlink_codec": "int8"}, "downlink_codec = 'none', this start says 'int8'"),
-        ({}, {"part_bytes": 2**17}, "part_bytes = 16777216, this start says 131072"),
-        ({}, {"ranks": 2}, "ranks = 1, this start says 2"),
-        ({}, {"outer_lr": 0.3}, "outer_optimizer = {'lr': 0.7}, this start says {'lr': 0.3}"),
-        ({}, {"outer_lrs": {"0.*": 0.3}}, "outer_optimizer = {}, this start says {'lrs': {'0.*': 0.3}}"),
+        (STREAMING, {"diloco.fragment_sync_delay": 8}, "diloco.fragment_sync_delay = 4, this start says 8"),
+        (STREAMING, {"diloco.fragment_update_alpha": 0.0}, "diloco.fragment_update_alpha = 0.5, this start says 0.0"),
+        (STREAMING, {"diloco.max_inflight": 2}, "diloco.max_inflight = 1, this start says 2"),
+        ({}, {"async.enabled": True}, "async.enabled = False, this start says True"),
+        ({}, {"algorithm.name": "fedavg"}, "algorithm.name = 'diloco', this start says 'fedavg'"),
         (
-            {"algorithm": "fedprox", "local_options": {"mu": 0.1}},
-            {"local_options": {"mu": 0.2}},
-            "local_options = {'mu': 0.1}, this start says {'mu': 0.2}",
+            {},
+            {"aggregation.upload_codec.name": "int8"},
+            "aggregation.upload_codec.name = 'bf16', this start says 'int8'",
+        ),
+        (
+            {"aggregation.upload_codec.name": "topk"},
+            {"aggregation.upload_codec.density": 0.5},
+            "aggregation.upload_codec.density = None, this start says 0.5",
+        ),
+        (
+            {},
+            {"aggregation.download_codec.name": "int8"},
+            "aggregation.download_codec.name = 'none', this start says 'int8'",
+        ),
+        ({}, {"network.part_bytes": 2**17}, "network.part_bytes = 16777216, this start says 131072"),
+        ({}, {"model.ranks": 2}, "model.ranks = 1, this start says 2"),
+        (
+            {},
+            {"algorithm.outer_optimizer.lr": 0.3},
+            "algorithm.outer_optimizer = {'lr': 0.7}, this start says {'lr': 0.3}",
+        ),
+        (
+            {},
+            {"algorithm.outer_lr_of": {"0.*": 0.3}},
+            "algorithm.outer_optimizer = {}, this start says {'lrs': {'0.*': 0.3}}",
+        ),
+        (
+            {"algorithm.name": "fedprox", "algorithm.mu": 0.1},
+            {"algorithm.mu": 0.2},
+            "algorithm.mu = 0.1, this start says 0.2",
         ),
     ],
     ids=lambda value: "" if isinstance(value, str) else "-".join(value) or "defaults",
@@ -66,7 +93,7 @@ def test_what_a_run_lives_by_is_refused_by_name(
         serve(tmp_path, **(first | other)),
     ):
         pass
-    assert "Start it with the old value, or begin a new run in another state_dir" in caught.value.remedy
+    assert "Start it with the old value, or begin a new run in another disk.state_dir" in caught.value.remedy
     with serve(tmp_path, **first) as again:  # as it was begun, it goes on
         assert again.status().epoch >= 2
 
@@ -85,9 +112,9 @@ def test_another_build_of_torch_is_told_of_and_not_refused(tmp_path: Path, caplo
 
 def test_what_sites_were_told_holds_for_them_until_they_start_again(tmp_path: Path) -> None:
     """a was there before, b comes later; both take part."""
-    told = {"connections": 1, "heartbeat_interval_s": 0.2, "idle_timeout_s": 7.0}
-    later = {"connections": 3, "heartbeat_interval_s": 40.0, "idle_timeout_s": 9.0}
-    run: dict[str, Any] = {"algorithm": "fedavg", "port": free_port(), "rounds": 3}
+    told = {"network.connections": 1, "network.heartbeat_interval_s": 0.2, "network.idle_timeout_s": 7.0}
+    later = {"network.connections": 3, "network.heartbeat_interval_s": 40.0, "network.idle_timeout_s": 9.0}
+    run: dict[str, Any] = {"algorithm.name": "fedavg", "network.port": free_port(), "rounds.total": 3}
     with serve(tmp_path, **run, **told) as server:
         a = atoll.functional.Client(server.url, site="a", folder=tmp_path / "w").register()
         one_round(a)
@@ -97,7 +124,7 @@ def test_what_sites_were_told_holds_for_them_until_they_start_again(tmp_path: Pa
         for client, expected in ((a, told), (b, later)):
             place = client._place
             assert place is not None
-            assert {key: getattr(place.session.info, key) for key in told} == expected
+            assert {key: getattr(place.session.info, key.partition(".")[2]) for key in told} == expected
         wait_until(lambda: heard_s(server, "a") < 0.15, "a heartbeat of a, as often as before")
         assert a.next_round() == 3
         a.submit(a.pull())
@@ -108,15 +135,24 @@ def test_what_sites_were_told_holds_for_them_until_they_start_again(tmp_path: Pa
 @pytest.mark.covers("L11")
 def test_settings_of_the_server_alone_hold_from_its_next_start_for_running_workers(tmp_path: Path) -> None:
     """The run gets a round more, of fewer workers, by a median, and refuses what is too large."""
-    run: dict[str, Any] = {"algorithm": "fedavg", "port": free_port(), "num_workers": 2}
-    with serve(tmp_path, **run, rounds=1, min_workers=2) as server:
+    run: dict[str, Any] = {"algorithm.name": "fedavg", "network.port": free_port(), "rounds.sites": 2}
+    with serve(tmp_path, **run, **{"rounds.total": 1, "rounds.min_sites": 2}) as server:
         sites = [
             atoll.functional.Client(server.url, site=site, folder=tmp_path / "w").register() for site in ("a", "b")
         ]
         for client in sites:
             one_round(client)
         wait_until(lambda: server.finished, "the end of its one round")
-    with serve(tmp_path, **run, rounds=2, min_workers=1, reducer="median", max_update_norm=0.5) as server:
+    with serve(
+        tmp_path,
+        **run,
+        **{
+            "rounds.total": 2,
+            "rounds.min_sites": 1,
+            "aggregation.reducer.name": "median",
+            "aggregation.max_update_norm": 0.5,
+        },
+    ) as server:
         a, b = sites
         for client in sites:
             assert client.next_round() == 2

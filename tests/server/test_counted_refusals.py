@@ -14,11 +14,11 @@ from atoll.tensors.module_tensors import named_tensors
 from atoll.worker.exchange.participation import take_part
 
 SETTINGS: dict[str, Any] = {
-    "num_workers": 1,
-    "max_weight": 10.0,
-    "rounds": 0,
-    "heartbeat_interval_s": 0,
-    "heartbeat_timeout_s": 0,
+    "rounds.sites": 1,
+    "aggregation.max_weight": 10.0,
+    "rounds.total": 0,
+    "network.heartbeat_interval_s": 0,
+    "network.heartbeat_timeout_s": 0,
 }
 
 

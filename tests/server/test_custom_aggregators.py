@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from harness.processes import free_port, wait_until
+from kit.servers import new_server
 from own_world import MEAN, write
 from safetensors.torch import load_file
 
@@ -22,16 +23,16 @@ SITES = {"a": 1.0, "b": 3.0}
 
 def serve(folder: Path, name: str, start: dict[str, torch.Tensor] = START, **options: Any) -> atoll.Server:
     settings: dict[str, Any] = {
-        "algorithm": "fedavg",
-        "num_workers": len(SITES),
-        "rounds": 1,
-        "port": 0,
-        "min_free_bytes": 0,
-        "threads": 1,
-        "aggregator": f"{folder / 'mine.py'}:{name}",
-        "state_dir": folder / "state",
+        "algorithm.name": "fedavg",
+        "rounds.sites": len(SITES),
+        "rounds.total": 1,
+        "network.port": 0,
+        "disk.min_free_bytes": 0,
+        "run.threads": 1,
+        "aggregation.aggregator.path": f"{folder / 'mine.py'}:{name}",
+        "disk.state_dir": folder / "state",
     }
-    return atoll.Server(start, **(settings | options))
+    return new_server(start, **(settings | options))
 
 
 def clients_of(server: atoll.Server, folder: Path) -> dict[str, atoll.functional.Client]:
@@ -73,8 +74,12 @@ def test_the_weighted_mean_written_by_hand_gives_the_bits_of_the_built_in_one(
     write(tmp_path, MEAN)
     start = {name: tensor.to(getattr(torch, dtype)) for name, tensor in START.items()}
     results = []
-    for folder, extra in ((tmp_path / "own", {}), (tmp_path / "built-in", {"aggregator": None})):
-        options: dict[str, Any] = {"codec": codec, "rounds": 2, "state_dir": folder / "state"}
+    for folder, extra in ((tmp_path / "own", {}), (tmp_path / "built-in", {"aggregation.aggregator.path": None})):
+        options: dict[str, Any] = {
+            "aggregation.upload_codec.name": codec,
+            "rounds.total": 2,
+            "disk.state_dir": folder / "state",
+        }
         with serve(tmp_path, "mean", start=start, **(options | extra)) as server:
             play(server, folder, 2)
             results.append((load_file(server.exports / "model.safetensors"), server.status().history[-1].grad_norm))
@@ -106,7 +111,7 @@ class Keeper:
         return {name: -self.factor * torch.ones(updates[0].tensors.ref(name).shape) for name in updates[0].tensors}
 """,
     )
-    with serve(tmp_path, "Keeper", aggregator_options={"factor": 2.0}, rounds=2) as server:
+    with serve(tmp_path, "Keeper", **{"aggregation.aggregator.factor": 2.0, "rounds.total": 2}) as server:
         play(server, tmp_path, 2, "ba", holds_at_the_end=4)
         model = load_file(server.exports / "model.safetensors")
     assert holds(server, "aggregator") == 0  # the pins went with the process
@@ -173,7 +178,7 @@ class AsTheyArrive:
         path = tmp_path / "said.json"
         return json.loads(path.read_text()) if path.exists() else []
 
-    with serve(tmp_path, "AsTheyArrive", rounds=2, max_kept_updates=1) as server:
+    with serve(tmp_path, "AsTheyArrive", **{"rounds.total": 2, "aggregation.max_kept_updates": 1}) as server:
         clients = clients_of(server, tmp_path)
         for number in (1, 2):
             for site in "ba":
@@ -200,7 +205,7 @@ class AsTheyArrive:
 def test_one_that_raises_ends_the_run_by_name_and_a_mended_one_goes_on_with_the_same_updates(tmp_path: Path) -> None:
     write(tmp_path, MEAN.replace("yield name, result", 'raise ValueError("no such luck")'))
     port = free_port()
-    server = serve(tmp_path, "mean", port=port).start()
+    server = serve(tmp_path, "mean", **{"network.port": port}).start()
     clients = clients_of(server, tmp_path)
     for site, client in clients.items():
         assert client.next_round() == 1
@@ -217,7 +222,7 @@ def test_one_that_raises_ends_the_run_by_name_and_a_mended_one_goes_on_with_the_
         server.run()
     assert server.status().fragments[0].version == 0
     write(tmp_path, MEAN)
-    with serve(tmp_path, "mean", port=port) as server:
+    with serve(tmp_path, "mean", **{"network.port": port}) as server:
         assert server.wait(60)  # nobody submits again
         model = load_file(server.exports / "model.safetensors")
         for client in clients.values():
@@ -243,7 +248,7 @@ FAILURES = [
 @pytest.mark.parametrize(("body", "words"), FAILURES)
 def test_one_that_cannot_give_a_result_ends_the_run_with_the_reason(tmp_path: Path, body: str, words: str) -> None:
     write(tmp_path, f"def bad(updates):\n    {body}\n")
-    server = serve(tmp_path, "bad", num_workers=1, aggregator_timeout_s=1.0).start()
+    server = serve(tmp_path, "bad", **{"rounds.sites": 1, "aggregation.aggregator_timeout_s": 1.0}).start()
     client = atoll.functional.Client(server.url, site="a", folder=tmp_path / "w").register()
     assert client.next_round() == 1
     submit(client, "a", 1)
@@ -271,7 +276,7 @@ def waits(updates):
 """,
     )
     port = free_port()
-    server = serve(tmp_path, "waits", num_workers=1, port=port).start()
+    server = serve(tmp_path, "waits", **{"rounds.sites": 1, "network.port": port}).start()
     client = atoll.functional.Client(server.url, site="a", folder=tmp_path / "w").register()
     assert client.next_round() == 1
     submit(client, "a", 1)
@@ -281,7 +286,7 @@ def waits(updates):
     assert not Path(f"/proc/{pid.read_text()}").exists()
     assert server.status().fragments[0].version == 0
     (tmp_path / "go").write_text("")
-    with serve(tmp_path, "waits", num_workers=1, port=port) as server:
+    with serve(tmp_path, "waits", **{"rounds.sites": 1, "network.port": port}) as server:
         assert client.next_round() is None
         client.close()
         assert server.wait(60)
@@ -290,14 +295,16 @@ def waits(updates):
 
 def test_one_that_cannot_be_made_ends_the_start(tmp_path: Path) -> None:
     write(tmp_path, "class Needs:\n    def __init__(self, n): ...\n    def aggregate(self, updates): ...\n")
-    with pytest.raises(ConfigError, match=r"mine.py:Needs' cannot be made: .* 'n'. Set aggregator_options"):
+    with pytest.raises(ConfigError, match=r"mine.py:Needs' cannot be made: .* 'n'. beside the path"):
         serve(tmp_path, "Needs").start()
     with pytest.raises(ConfigError, match="Set one of them"):
-        serve(tmp_path, "Needs", reducer="median")
+        serve(tmp_path, "Needs", **{"aggregation.reducer.name": "median"})
 
 
 def test_a_path_in_a_run_file_is_relative_to_it(tmp_path: Path) -> None:
-    (tmp_path / "run.toml").write_text('aggregator = "mine.py:mean"\npersistor = "store.py:Store"\n')
+    (tmp_path / "run.toml").write_text(
+        'aggregation.aggregator.path = "mine.py:mean"\nmodel.persistor.path = "store.py:Store"\n'
+    )
     settings = atoll.Settings.read(tmp_path / "run.toml", environ={})
-    assert settings.aggregator == f"{tmp_path / 'mine.py'}:mean"
-    assert settings.persistor == f"{tmp_path / 'store.py'}:Store"
+    assert settings.aggregation.aggregator.path == f"{tmp_path / 'mine.py'}:mean"
+    assert settings.model.persistor.path == f"{tmp_path / 'store.py'}:Store"

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import trustme
 from harness.processes import wait_until
+from kit.servers import new_server
 from torch import nn
 
 import atoll
@@ -28,7 +29,9 @@ SILENT = 30
 def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[atoll.Server]:
     """It takes 20 connections."""
     monkeypatch.setattr(serve, "raise_files_limit", lambda: listener.RESERVED_FILES + 20 * listener.FILES_OF_ONE)
-    with atoll.Server(nn.Linear(2, 2), port=0, state_dir=tmp_path / "state", algorithm="fedavg") as server:
+    with atoll.Server(
+        nn.Linear(2, 2), settings={"network.port": 0, "disk.state_dir": tmp_path / "state", "algorithm.name": "fedavg"}
+    ) as server:
         yield server
 
 
@@ -43,7 +46,7 @@ def certificate(folder: Path) -> dict[str, Any]:
     chain.write_bytes(b"".join(blob.bytes() for blob in cert.cert_chain_pems))
     key.touch(mode=0o600)
     key.write_bytes(cert.private_key_pem.bytes())
-    return {"tls_cert": chain, "tls_key": key}
+    return {"network.tls_cert": chain, "network.tls_key": key}
 
 
 def trusting() -> ssl.SSLContext:
@@ -97,9 +100,9 @@ def ask_for_ever(talk: socket.socket) -> None:
 
 @pytest.mark.parametrize("tls", [False, True])
 def test_ends_a_client_that_never_reads_its_answers(tmp_path: Path, tls: bool) -> None:
-    options: dict[str, Any] = {"idle_timeout_s": 0.2, "algorithm": "fedavg"}
+    options: dict[str, Any] = {"network.idle_timeout_s": 0.2, "algorithm.name": "fedavg"}
     options |= certificate(tmp_path) if tls else {}
-    with atoll.Server(nn.Linear(2, 2), port=0, state_dir=tmp_path / "state", **options) as server:
+    with new_server(nn.Linear(2, 2), **{"network.port": 0, "disk.state_dir": tmp_path / "state"}, **options) as server:
         raw = socket.socket()
         raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         raw.settimeout(30)
@@ -111,8 +114,8 @@ def test_ends_a_client_that_never_reads_its_answers(tmp_path: Path, tls: bool) -
 
 def test_an_unfinished_handshake_takes_no_place_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serve, "raise_files_limit", lambda: listener.RESERVED_FILES + 20 * listener.FILES_OF_ONE)
-    options, context = certificate(tmp_path) | {"algorithm": "fedavg"}, trusting()
-    with atoll.Server(nn.Linear(2, 2), port=0, state_dir=tmp_path / "state", **options) as server:
+    options, context = certificate(tmp_path) | {"algorithm.name": "fedavg"}, trusting()
+    with new_server(nn.Linear(2, 2), **{"network.port": 0, "disk.state_dir": tmp_path / "state"}, **options) as server:
         for word in (b"", b"GET / HTTP/1.1\r\n\r\n"):
             silent = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(20)]
             for one in silent:

@@ -57,7 +57,14 @@ def test_every_site_holds_what_the_formula_says_bit_for_bit(
 ) -> None:
     """θ ← step, b ← b + dec(D(θ − b)), written down for whole tensors; and what comes down is counted."""
     reference = Reference(start(), up, down, options)
-    with serve(tmp_path, codec=up, downlink_codec=down, downlink_codec_options=options) as server:
+    with serve(
+        tmp_path,
+        **{
+            "aggregation.upload_codec.name": up,
+            "aggregation.download_codec.name": down,
+            "aggregation.download_codec": options,
+        },
+    ) as server:
         sites = clients(server, tmp_path)
         for number in (1, 2, 3, 4):
             play(sites, number, reference)
@@ -72,7 +79,7 @@ def test_every_site_holds_what_the_formula_says_bit_for_bit(
 
 def test_int8_both_ways_is_a_quarter_of_the_bytes_each_way(tmp_path: Path) -> None:
     model = {"w": torch.randn(300_000, generator=torch.Generator().manual_seed(0))}
-    with serve(tmp_path, model, codec="int8", rounds=3) as server:
+    with serve(tmp_path, model, **{"aggregation.upload_codec.name": "int8", "rounds.total": 3}) as server:
         sites = clients(server, tmp_path)
         reference = Reference(model, "int8")
         for number in (1, 2, 3):
@@ -101,9 +108,14 @@ def test_all_dtypes_under_other_outer_optimizers(
     model = mixed()
     if optimizer is torch.optim.Adafactor:  # takes its default eps of the first parameter's dtype
         model = {key: value for key, value in model.items() if value.dtype != torch.float64}
-    more = {key: value for key, value in options.items() if key != "lr"}
     with serve(
-        tmp_path, model, downlink_codec=down, outer_optimizer=name, outer_lr=options["lr"], outer_options=more, rounds=3
+        tmp_path,
+        model,
+        **{
+            "aggregation.download_codec.name": down,
+            "algorithm.outer_optimizer": {"path" if ":" in name else "name": name, **options},
+            "rounds.total": 3,
+        },
     ) as server:
         sites = clients(server, tmp_path)
         reference = Reference(model, down=down).outer(optimizer, **options)
@@ -115,7 +127,9 @@ def test_all_dtypes_under_other_outer_optimizers(
 def test_what_the_way_down_lost_arrives_once_the_updates_are_zero(tmp_path: Path) -> None:
     """θ stands still, and b comes as near to it as numbers can: what a difference lost is part of the next one."""
     model = {"w": torch.randn(5000, generator=torch.Generator().manual_seed(0))}
-    with serve(tmp_path, model, downlink_codec="int4", num_workers=1, rounds=0) as server:
+    with serve(
+        tmp_path, model, **{"aggregation.download_codec.name": "int4", "rounds.sites": 1, "rounds.total": 0}
+    ) as server:
         (client,) = clients(server, tmp_path, "a").values()
         apart = []
         for number in range(1, 12):
@@ -133,7 +147,7 @@ def test_what_the_way_down_lost_arrives_once_the_updates_are_zero(tmp_path: Path
 @pytest.mark.covers("L16")
 def test_a_late_joiner_pulls_it_whole_and_holds_the_same(tmp_path: Path) -> None:
     reference = Reference(start(), "int8")
-    with serve(tmp_path, codec="int8", min_workers=1) as server:
+    with serve(tmp_path, **{"aggregation.upload_codec.name": "int8", "rounds.min_sites": 1}) as server:
         sites = clients(server, tmp_path)
         for number in (1, 2):
             play(sites, number, reference)
@@ -148,7 +162,7 @@ def test_a_late_joiner_pulls_it_whole_and_holds_the_same(tmp_path: Path) -> None
 def test_a_late_worker_applies_the_kept_differences_in_between(tmp_path: Path) -> None:
     """With keep_versions = 2 that is two differences; who is further behind pulls whole."""
     reference = Reference(start())
-    with serve(tmp_path, min_workers=1, rounds=0) as server:
+    with serve(tmp_path, **{"rounds.min_sites": 1, "rounds.total": 0}) as server:
         sites = clients(server, tmp_path)
         play(sites, 1, reference)
         sites.pop("b").close()  # its base file has version 0
@@ -264,7 +278,7 @@ def test_a_delta_that_is_damaged_at_a_start_is_dropped(tmp_path: Path) -> None:
 
 def test_it_works_without_a_disk_with_the_same_bits(tmp_path: Path) -> None:
     reference = Reference(start(), "int8")
-    with serve(tmp_path, codec="int8", download_to_disk=False) as server:
+    with serve(tmp_path, **{"aggregation.upload_codec.name": "int8", "disk.in_files": False}) as server:
         sites = clients(server, tmp_path)
         for number in (1, 2, 3, 4):
             play(sites, number, reference)
@@ -288,8 +302,13 @@ def test_whatever_is_for_people_is_the_master(tmp_path: Path) -> None:
     """Numbered exports, the best version and a persistor get θ, version by version."""
     reference, theta = Reference(mixed()), [mixed()]
     Kept.saved.clear()
-    best: dict[str, Any] = {"best_metric": "loss", "best_mode": "min"}
-    with serve(tmp_path, mixed(), save_every=1, persistor="test_downlink:Kept", rounds=3, **best) as server:
+    best: dict[str, Any] = {"rounds.best_metric": "loss", "rounds.best_mode": "min"}
+    with serve(
+        tmp_path,
+        mixed(),
+        **{"disk.export_every": 1, "model.persistor.path": "test_downlink:Kept", "rounds.total": 3},
+        **best,
+    ) as server:
         sites = clients(server, tmp_path)
         for number in (1, 2, 3):
             for client in sites.values():
@@ -316,7 +335,7 @@ def test_what_saves_nothing_is_told_and_versions_are_pulled_whole(
 ) -> None:
     """A block of 256 values takes 260 bytes, one of 3 as many; the three are 12."""
     model = {f"layer.{index}": torch.full((3,), float(index)) for index in range(100)}
-    with serve(tmp_path, model, rounds=3) as server:
+    with serve(tmp_path, model, **{"rounds.total": 3}) as server:
         sites = clients(server, tmp_path)
         reference = Reference(model)
         for number in (1, 2, 3):
@@ -324,7 +343,9 @@ def test_what_saves_nothing_is_told_and_versions_are_pulled_whole(
         whole = version_layout(schema_of(model), 2**16).nbytes
         assert [down_bytes(client) for client in sites.values()] == 2 * [3 * whole]
         finish(server, sites, reference)
-    assert "downlink_codec 'int8' saves nothing: a difference would take 32.0 kB, a version has" in caplog.text
+    assert (
+        "aggregation.download_codec 'int8' saves nothing: a difference would take 32.0 kB, a version has" in caplog.text
+    )
 
 
 def test_files_of_the_way_down_go_with_those_of_an_earlier_run(tmp_path: Path) -> None:
@@ -337,7 +358,7 @@ def test_files_of_the_way_down_go_with_those_of_an_earlier_run(tmp_path: Path) -
             client.close()
     (earlier,) = (tmp_path / "w" / "a").iterdir()
     assert {"delta.bin", "delta.json"} < {path.name for path in earlier.iterdir()}
-    with serve(tmp_path, state_dir=tmp_path / "another") as server:
+    with serve(tmp_path, **{"disk.state_dir": tmp_path / "another"}) as server:
         for client in clients(server, tmp_path).values():
             client.close()
     assert not earlier.exists()
@@ -353,22 +374,23 @@ def begun(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("other", ["int4", None], ids=["another", "none"])
 def test_another_codec_at_the_next_start_is_refused(begun: Path, other: str | None) -> None:
     with pytest.raises(
-        ConfigError, match=f"has a run with downlink_codec = 'int8', this start says '{other or 'none'}'"
+        ConfigError,
+        match=f"has a run with aggregation.download_codec.name = 'int8', this start says '{other or 'none'}'",
     ):
-        serve(begun, downlink_codec=other).start()
+        serve(begun, **{"aggregation.download_codec.name": other}).start()
 
 
 def test_a_codec_that_does_not_exist_is_refused_at_the_start(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="int9"):
-        serve(tmp_path, downlink_codec="int9").start()
-    with pytest.raises(ConfigError, match="downlink_codec_options"):
-        serve(tmp_path, downlink_codec_options={"width": 3}).start()
+        serve(tmp_path, **{"aggregation.download_codec.name": "int9"}).start()
+    with pytest.raises(ConfigError, match=r"aggregation\.download_codec"):
+        serve(tmp_path, **{"aggregation.download_codec.width": 3}).start()
 
 
 def test_after_a_fall_back_no_worker_trains_from_a_lost_version(tmp_path: Path) -> None:
     """Version 2 is damaged while the server is down: sites that have it pull version 1 whole, and go on from there."""
     reference = Reference(start())
-    with serve(tmp_path, min_workers=2) as server:
+    with serve(tmp_path, **{"rounds.min_sites": 2}) as server:
         sites = clients(server, tmp_path)
         play(sites, 1, reference)
         held, theta = dict(reference.held), {name: p.detach().clone() for name, p in reference.theta.items()}
@@ -388,7 +410,7 @@ def test_after_a_fall_back_no_worker_trains_from_a_lost_version(tmp_path: Path) 
     reference.held = held
     for name, parameter in reference.theta.items():
         parameter.data.copy_(theta[name])
-    with serve(tmp_path, min_workers=2) as server:
+    with serve(tmp_path, **{"rounds.min_sites": 2}) as server:
         sites = clients(server, tmp_path)
         for number in (2, 3, 4):
             play(sites, number, reference)

@@ -35,14 +35,14 @@ def whole_pull(server: atoll.Server, folder: Path) -> tuple[dict[str, Tensor], i
 @pytest.mark.parametrize(
     "options",
     [
-        {"reducer": "median", "codec": "int4"},
-        {"reducer": "clipped_mean", "codec": "int8"},
-        {"filters": [NormClip(1.0)], "codec": "int8"},
+        {"aggregation.reducer.name": "median", "aggregation.upload_codec.name": "int4"},
+        {"aggregation.reducer.name": "clipped_mean", "aggregation.upload_codec.name": "int8"},
+        {"filters": [NormClip(1.0)], "aggregation.upload_codec.name": "int8"},
     ],
     ids=["median", "clipped-mean", "server-filter"],
 )
 def test_differences_and_whole_pulls_lead_to_the_same_model(tmp_path: Path, options: dict[str, Any]) -> None:
-    with serve(tmp_path, min_workers=1, **options) as server:
+    with serve(tmp_path, **{"rounds.min_sites": 1}, **options) as server:
         sites = clients(server, tmp_path)
         for number in (1, 2, 3):
             for client in sites.values():
@@ -59,7 +59,9 @@ def test_differences_and_whole_pulls_lead_to_the_same_model(tmp_path: Path, opti
 
 
 def test_what_an_aggregator_of_ones_own_makes_steps_the_master(tmp_path: Path) -> None:
-    with serve(tmp_path, aggregator=f"{write(tmp_path, MEAN)}:mean", rounds=3) as server:
+    with serve(
+        tmp_path, **{"aggregation.aggregator.path": f"{write(tmp_path, MEAN)}:mean", "rounds.total": 3}
+    ) as server:
         sites = clients(server, tmp_path)
         reference = Reference(start())
         for number in (1, 2, 3):
@@ -75,9 +77,18 @@ def test_controls_travel_as_they_are_beside_the_differences(tmp_path: Path) -> N
     torch.manual_seed(0)
     model = nn.Linear(90, 60)
     with atoll.Server(
-        model, algorithm="scaffold", num_workers=2, min_workers=1, rounds=4, port=0, min_free_bytes=0,
-        state_dir=tmp_path / "state", downlink_codec="int8",
-    ) as server:  # fmt: skip
+        model,
+        settings={
+            "algorithm.name": "scaffold",
+            "rounds.sites": 2,
+            "rounds.min_sites": 1,
+            "rounds.total": 4,
+            "network.port": 0,
+            "disk.min_free_bytes": 0,
+            "disk.state_dir": tmp_path / "state",
+            "aggregation.download_codec.name": "int8",
+        },
+    ) as server:
         sites = clients(server, tmp_path)
         for number in (1, 2, 3):
             for client in sites.values():
@@ -112,9 +123,19 @@ def test_diloco_trains_from_what_went_down_and_submits_against_it(tmp_path: Path
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     scale = torch.linspace(0.1, 1.0, 9000)
     with atoll.Server(
-        start, algorithm="diloco", rounds=3, sync_every=1, port=0, min_free_bytes=0, outer_lr=0.5, outer_momentum=0.0,
-        downlink_codec="int4", state_dir=tmp_path / "state",
-    ) as server:  # fmt: skip
+        start,
+        settings={
+            "algorithm.name": "diloco",
+            "rounds.total": 3,
+            "diloco.sync_every": 1,
+            "network.port": 0,
+            "disk.min_free_bytes": 0,
+            "algorithm.outer_optimizer.lr": 0.5,
+            "algorithm.outer_optimizer.momentum": 0.0,
+            "aggregation.download_codec.name": "int4",
+            "disk.state_dir": tmp_path / "state",
+        },
+    ) as server:
         with atoll.DiLoCo(model, optimizer, server=server.url, site="a", folder=tmp_path / "w"):
             for _ in range(3):
                 assert torch.equal(model.weight.data, held)
@@ -132,12 +153,17 @@ def test_diloco_trains_from_what_went_down_and_submits_against_it(tmp_path: Path
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"outer_momentum": 0.9}, {"outer_optimizer": "adam"}, {"outer_optimizer": "torch.optim:Adafactor"}],
+    [
+        {},
+        {"algorithm.outer_optimizer.momentum": 0.9},
+        {"algorithm.outer_optimizer.name": "adam"},
+        {"algorithm.outer_optimizer.path": "torch.optim:Adafactor"},
+    ],
     ids=["plain", "momentum", "adam", "whole-tensors"],
 )
 def test_masters_that_were_damaged_are_never_exported(tmp_path: Path, options: dict[str, Any]) -> None:
     out = tmp_path / "model.safetensors"
-    with serve(tmp_path, rounds=1, **options) as server:
+    with serve(tmp_path, **{"rounds.total": 1}, **options) as server:
         sites = clients(server, tmp_path)
         for site, client in sites.items():
             assert client.next_round() == 1
@@ -197,8 +223,13 @@ def test_atoll_export_takes_the_masters_from_a_server_and_from_its_directory(tmp
 def test_atoll_export_takes_the_masters_of_every_fragment_from_a_server(tmp_path: Path) -> None:
     model, out = nn.Sequential(nn.Linear(60, 70), nn.Linear(70, 80)), tmp_path / "model.safetensors"
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    options: dict[str, Any] = {"algorithm": "diloco", "num_fragments": 2, "sync_every": 2, "num_workers": 1}
-    with serve(tmp_path, model, buffers=(), rounds=0, **options) as server:
+    options: dict[str, Any] = {
+        "algorithm.name": "diloco",
+        "diloco.num_fragments": 2,
+        "diloco.sync_every": 2,
+        "rounds.sites": 1,
+    }
+    with serve(tmp_path, model, **{"model.buffers": (), "rounds.total": 0}, **options) as server:
         with atoll.DiLoCo(model, optimizer, server=server.url, site="a", folder=tmp_path / "w"):
             for _ in range(6):
                 optimizer.zero_grad()

@@ -12,6 +12,7 @@ import pytest
 import safetensors.torch
 import torch
 from harness.processes import free_port
+from kit.servers import new_server
 from site_threads import together
 from torch import nn
 
@@ -27,12 +28,12 @@ def tiny(seed: int = 0) -> nn.Module:
 
 def serve(folder: Path, model: nn.Module, **settings: Any) -> atoll.Server:
     options: dict[str, Any] = {
-        "algorithm": "fedavg",
-        "port": 0,
-        "state_dir": folder / "state",
-        "heartbeat_interval_s": 1.0,
+        "algorithm.name": "fedavg",
+        "network.port": 0,
+        "disk.state_dir": folder / "state",
+        "network.heartbeat_interval_s": 1.0,
     }
-    return atoll.Server(model, **(options | settings)).start()
+    return new_server(model, **(options | settings)).start()
 
 
 def add(model: nn.Module, amount: float) -> None:
@@ -64,7 +65,7 @@ def federated(server: atoll.Server, folder: Path, site: str, amount: float, weig
 @pytest.mark.covers("D1", "P8", "L15", "L22")
 def test_fedavg_takes_the_weighted_mean_and_the_result_loads_strictly(tmp_path: Path) -> None:
     start = tiny()
-    server = serve(tmp_path, start, num_workers=2, rounds=2)
+    server = serve(tmp_path, start, **{"rounds.sites": 2, "rounds.total": 2})
     together(federated(server, tmp_path, "a", 1.0, 1.0), federated(server, tmp_path, "b", 4.0, 2.0))
     assert server.wait(30)
     server.run()
@@ -94,9 +95,17 @@ def test_fedavg_takes_the_weighted_mean_and_the_result_loads_strictly(tmp_path: 
 @pytest.mark.covers("L2", "L4")
 def test_diloco_synchronises_every_h_steps_around_any_loop(tmp_path: Path) -> None:
     """H = 2, SGD inner lr 1 on a gradient of constant 1 (or 3): a worker's round moves its weight by −2 (−6)."""
-    options = {"algorithm": "diloco", "num_workers": 2, "rounds": 3, "sync_every": 2, "codec": "none"}
+    options = {
+        "algorithm.name": "diloco",
+        "rounds.sites": 2,
+        "rounds.total": 3,
+        "diloco.sync_every": 2,
+        "aggregation.upload_codec.name": "none",
+    }
     model = nn.Linear(1, 1, bias=False)
-    server = serve(tmp_path, model, **options, outer_lr=0.5, outer_momentum=0.0)
+    server = serve(
+        tmp_path, model, **options, **{"algorithm.outer_optimizer.lr": 0.5, "algorithm.outer_optimizer.momentum": 0.0}
+    )
     ends: dict[str, float] = {}
 
     def job(site: str, slope: float) -> Callable[[], None]:
@@ -129,9 +138,14 @@ def test_the_outer_momentum_goes_on_from_round_to_round(tmp_path: Path, restarte
     """Nesterov, lr and μ ½, u = 2 twice: m = 2, θ1 = 8 − ½·(2 + ½·2) = 6.5; m = ½·2 + 2, θ2 = 6.5 − ½·(2 + ½·3)."""
     start = nn.Linear(1, 1, bias=False)
     nn.init.constant_(start.weight, 8.0)
-    options: dict[str, Any] = {"algorithm": "diloco", "codec": "none", "outer_lr": 0.5, "outer_momentum": 0.5}
-    options |= {"port": free_port(), "rounds": 2, "state_dir": tmp_path / "state"}
-    server = atoll.Server(start, **options).start()
+    options: dict[str, Any] = {
+        "algorithm.name": "diloco",
+        "aggregation.upload_codec.name": "none",
+        "algorithm.outer_optimizer.lr": 0.5,
+        "algorithm.outer_optimizer.momentum": 0.5,
+    }
+    options |= {"network.port": free_port(), "rounds.total": 2, "disk.state_dir": tmp_path / "state"}
+    server = new_server(start, **options).start()
     with atoll.functional.Client(server.url, site="a", folder=tmp_path / "workers") as client:
         for theta in (8.0, 6.5):
             assert client.next_round() is not None
@@ -140,7 +154,7 @@ def test_the_outer_momentum_goes_on_from_round_to_round(tmp_path: Path, restarte
             client.submit({"weight": weight - 2.0})
             if restarted:
                 server.stop()
-                server = atoll.Server(None, **options).start()
+                server = new_server(None, **options).start()
         assert client.next_round() is None
     server.run()
     assert safetensors.torch.load_file(server.exports / "model.safetensors")["weight"].item() == 4.75
@@ -148,7 +162,7 @@ def test_the_outer_momentum_goes_on_from_round_to_round(tmp_path: Path, restarte
 
 @pytest.mark.covers("F30", "X3")
 def test_another_architecture_is_refused_with_both_digests_and_the_first_difference(tmp_path: Path) -> None:
-    server = serve(tmp_path, tiny(), num_workers=1)
+    server = serve(tmp_path, tiny(), **{"rounds.sites": 1})
     try:
         with atoll.join(server.url, site="a", folder=tmp_path / "workers") as worker:
             fl_round = next(iter(worker))
@@ -163,7 +177,7 @@ def test_another_architecture_is_refused_with_both_digests_and_the_first_differe
 @pytest.mark.covers("F31")
 def test_nan_is_refused_naming_worker_and_tensor_and_the_round_goes_on(tmp_path: Path) -> None:
     start = tiny()
-    server = serve(tmp_path, start, num_workers=2, min_workers=1, rounds=1)
+    server = serve(tmp_path, start, **{"rounds.sites": 2, "rounds.min_sites": 1, "rounds.total": 1})
 
     def broken() -> None:
         model = tiny()
@@ -188,7 +202,7 @@ def test_nan_is_refused_naming_worker_and_tensor_and_the_round_goes_on(tmp_path:
 
 @pytest.mark.covers("L20")
 def test_the_public_client_registers_pulls_submits_and_asks(tmp_path: Path) -> None:
-    server = serve(tmp_path, tiny(), num_workers=1, rounds=1)
+    server = serve(tmp_path, tiny(), **{"rounds.sites": 1, "rounds.total": 1})
     with atoll.functional.Client(server.url, site="by-hand", folder=tmp_path / "workers") as client:
         assert client.next_round() == 1
         state = client.pull()
@@ -217,7 +231,7 @@ def test_a_run_that_is_finished_has_its_metrics_written(tmp_path: Path, monkeypa
 
     monkeypatch.setattr(Exports, "append_metrics", late)
     monkeypatch.setattr(Exports, "save", save_and_tell)
-    server = serve(tmp_path, tiny(), num_workers=1, rounds=2)
+    server = serve(tmp_path, tiny(), **{"rounds.sites": 1, "rounds.total": 2})
     federated(server, tmp_path, "a", 1.0, 1.0)()
     server.run()
     lines = (server.exports / "metrics.jsonl").read_text().splitlines()
@@ -226,7 +240,7 @@ def test_a_run_that_is_finished_has_its_metrics_written(tmp_path: Path, monkeypa
 
 @pytest.mark.covers("L13")
 def test_status_names_the_sites_that_the_round_waits_for(tmp_path: Path) -> None:
-    server = serve(tmp_path, tiny(), num_workers=2)
+    server = serve(tmp_path, tiny(), **{"rounds.sites": 2})
     try:
         with atoll.functional.Client(server.url, site="first", folder=tmp_path / "workers") as client:
             assert client.next_round(wait_s=0.0) is None
@@ -252,7 +266,7 @@ def forget_to_submit(url: str, folder: Path) -> None:
 
 @pytest.mark.covers("P6")
 def test_a_round_that_was_not_submitted_is_an_error_that_says_what_to_do(tmp_path: Path) -> None:
-    server = serve(tmp_path, tiny(), num_workers=1)
+    server = serve(tmp_path, tiny(), **{"rounds.sites": 1})
     try:
         with pytest.raises(AtollError, match=r"Call fl_round\.submit"):
             forget_to_submit(server.url, tmp_path / "workers")

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from harness.processes import free_port, wait_until
+from kit.servers import new_server
 from torch import nn
 
 import atoll
@@ -40,16 +41,18 @@ def test_staleness_counts_rounds_not_numbers(version: int, rounds: int) -> None:
 @pytest.mark.covers("F41")
 def test_updates_of_a_lost_version_are_submitted_again_from_the_outbox(tmp_path: Path) -> None:
     options: dict[str, Any] = {
-        "algorithm": "fedavg",
-        "port": free_port(),
-        "state_dir": tmp_path / "state",
-        "rounds": 3,
+        "algorithm.name": "fedavg",
+        "network.port": free_port(),
+        "disk.state_dir": tmp_path / "state",
+        "rounds.total": 3,
     }
     torch.manual_seed(0)
     model = nn.Linear(4, 3)
     trained: list[int] = []
-    with atoll.functional.Client(f"http://127.0.0.1:{options['port']}", site="a", folder=tmp_path / "w") as client:
-        server = atoll.Server(model, **options).start()
+    with atoll.functional.Client(
+        f"http://127.0.0.1:{options['network.port']}", site="a", folder=tmp_path / "w"
+    ) as client:
+        server = new_server(model, **options).start()
 
         def train() -> dict[str, torch.Tensor]:
             state = client.pull()
@@ -63,7 +66,7 @@ def test_updates_of_a_lost_version_are_submitted_again_from_the_outbox(tmp_path:
         counted = server.save_state(tmp_path / "two.safetensors").read_bytes()
         server.stop()
         damage_head(tmp_path / "state")
-        server = atoll.Server(None, **options).start()
+        server = new_server(None, **options).start()
         assert server.status().fragments[0].version == 1
         number = client.next_round()  # round 2 is open again; it is served from the outbox
         assert number == 3
@@ -76,13 +79,13 @@ def test_updates_of_a_lost_version_are_submitted_again_from_the_outbox(tmp_path:
     assert trained == [1, 2, 3]
     status = server.status()
     assert [(row.round, row.version) for row in status.history] == [(1, 1), (2, 3), (3, 4)]
-    server = atoll.Server(None, **options).start()  # it still knows that three rounds are done, not four
+    server = new_server(None, **options).start()  # it still knows that three rounds are done, not four
     assert (server.status().finished, server.status().fragments[0].version) == (True, 4)
     assert [(worker.version, worker.staleness) for worker in server.status().workers] == [(3, 1)]
     server.stop()
     with closing(Store.open(tmp_path / "state")) as store:  # a server of a finished run may have closed its own
         assert staleness(4, 0, store.run_log.lost_versions()) == 3  # from 0 on: 1, 3, 4
-    server = atoll.Server(None, **options | {"rounds": 4}).start()
+    server = new_server(None, **options | {"rounds.total": 4}).start()
     assert not server.status().finished
     server.stop()
 
@@ -108,8 +111,8 @@ def wait_until_durable(server: atoll.Server, version: int) -> None:
 def lose_power(server: atoll.Server, model: nn.Module, options: dict[str, Any]) -> atoll.Server:
     """End the server, lose its version 2, and start it again."""
     server.stop()
-    damage_head(options["state_dir"])
-    server = atoll.Server(model, **options).start()
+    damage_head(options["disk.state_dir"])
+    server = new_server(model, **options).start()
     assert server.status().fragments[0].version == 1
     return server
 
@@ -124,21 +127,21 @@ def test_a_diloco_worker_submits_again_what_was_not_durable_and_trains_nothing_a
     H = 2 and steps of −1: 8 → 6 → 4 → 2. The power is lost in the middle of round 3, when version 2 is not durable.
     """
     options: dict[str, Any] = {
-        "algorithm": "diloco",
-        "codec": "none",
-        "outer_lr": 1.0,
-        "outer_momentum": 0.0,
-        "sync_every": 2,
-        "rounds": 3,
-        "port": free_port(),
-        "state_dir": tmp_path / "state",
+        "algorithm.name": "diloco",
+        "aggregation.upload_codec.name": "none",
+        "algorithm.outer_optimizer.lr": 1.0,
+        "algorithm.outer_optimizer.momentum": 0.0,
+        "diloco.sync_every": 2,
+        "rounds.total": 3,
+        "network.port": free_port(),
+        "disk.state_dir": tmp_path / "state",
     }
     model = nn.Linear(1, 1, bias=False)
     nn.init.constant_(model.weight, 8.0)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     seen: list[float] = []
     with slow_disk(newest=1):
-        server = atoll.Server(model, **options).start()
+        server = new_server(model, **options).start()
         with atoll.DiLoCo(model, optimizer, server=server.url, site="a", folder=tmp_path / "w") as diloco:
             for step in range(1, 7):
                 optimizer.zero_grad()
@@ -157,12 +160,17 @@ def test_a_diloco_worker_submits_again_what_was_not_durable_and_trains_nothing_a
 @pytest.mark.covers("F41")
 def test_a_round_from_a_lost_version_leaves_the_outbox_as_it_is(tmp_path: Path) -> None:
     """Guards against an outbox that is rewritten for the ticket of a version that the server has lost."""
-    options: dict[str, Any] = {"algorithm": "fedavg", "rounds": 3, "port": free_port(), "state_dir": tmp_path / "state"}
+    options: dict[str, Any] = {
+        "algorithm.name": "fedavg",
+        "rounds.total": 3,
+        "network.port": free_port(),
+        "disk.state_dir": tmp_path / "state",
+    }
     model = nn.Linear(1, 1, bias=False)
     nn.init.constant_(model.weight, 0.0)
     trained: list[tuple[float, float]] = []
     with slow_disk(newest=1):
-        server = atoll.Server(model, **options).start()
+        server = new_server(model, **options).start()
         with atoll.join(server.url, site="a", folder=tmp_path / "w") as worker:
             for fl_round in worker:
                 fl_round.load_into(model)
@@ -183,10 +191,17 @@ def test_a_round_from_a_lost_version_leaves_the_outbox_as_it_is(tmp_path: Path) 
 @pytest.mark.covers("F42")
 def test_an_update_that_the_journal_has_forgotten_is_sent_again_under_the_same_ticket(tmp_path: Path) -> None:
     """As after a power loss that took the journal's last rows: the ticket is open, and its update was acknowledged."""
-    options: dict[str, Any] = {"algorithm": "fedavg", "rounds": 3, "port": free_port(), "state_dir": tmp_path / "state"}
+    options: dict[str, Any] = {
+        "algorithm.name": "fedavg",
+        "rounds.total": 3,
+        "network.port": free_port(),
+        "disk.state_dir": tmp_path / "state",
+    }
     model, journal, kept = nn.Linear(1, 1), tmp_path / "state" / "journal.sqlite", tmp_path / "kept.sqlite"
-    with atoll.functional.Client(f"http://127.0.0.1:{options['port']}", site="a", folder=tmp_path / "w") as client:
-        server = atoll.Server(model, **options).start()
+    with atoll.functional.Client(
+        f"http://127.0.0.1:{options['network.port']}", site="a", folder=tmp_path / "w"
+    ) as client:
+        server = new_server(model, **options).start()
         for number in (1, 2):
             assert client.next_round() == number
             if number == 2:
@@ -199,7 +214,7 @@ def test_an_update_that_the_journal_has_forgotten_is_sent_again_under_the_same_t
             path.unlink()
         (tmp_path / "state" / "audit.head").unlink()  # on the same boot, a journal that ends before it is refused
         kept.rename(journal)
-        server = atoll.Server(None, **options).start()
+        server = new_server(None, **options).start()
         assert server.status().fragments[0].version == 1
         assert client.next_round() == 3
         client.submit({name: tensor + 1.0 for name, tensor in client.pull().items()})
@@ -210,7 +225,9 @@ def test_an_update_that_the_journal_has_forgotten_is_sent_again_under_the_same_t
 @pytest.mark.covers("F42")
 def test_an_update_trained_from_another_version_than_the_runs_is_not_taken(tmp_path: Path) -> None:
     """As after an old backup: the ticket's number is right, and the base is not what the server has."""
-    with atoll.Server(nn.Linear(2, 2), port=0, state_dir=tmp_path / "state", algorithm="fedavg") as server:
+    with atoll.Server(
+        nn.Linear(2, 2), settings={"network.port": 0, "disk.state_dir": tmp_path / "state", "algorithm.name": "fedavg"}
+    ) as server:
         with atoll.functional.Client(server.url, site="a", folder=tmp_path / "w") as client:
             assert client.next_round() == 1
             client.pull()

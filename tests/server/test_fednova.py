@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from kit.servers import new_server
 from safetensors.torch import load_file
 from torch import nn
 
@@ -24,8 +25,14 @@ class TestNormalisedMean(ReducerContract):
 
 def serve(folder: Path, **settings: Any) -> atoll.Server:
     start = {"w": torch.zeros(1), "bn.running_mean": torch.zeros(1)}
-    options: dict[str, Any] = {"algorithm": "fednova", "num_workers": 2, "rounds": 1, "port": 0, "min_free_bytes": 0}
-    return atoll.Server(start, **(options | {"state_dir": folder / "state"} | settings))
+    options: dict[str, Any] = {
+        "algorithm.name": "fednova",
+        "rounds.sites": 2,
+        "rounds.total": 1,
+        "network.port": 0,
+        "disk.min_free_bytes": 0,
+    }
+    return new_server(start, **(options | {"disk.state_dir": folder / "state"} | settings))
 
 
 def clients(server: atoll.Server, folder: Path) -> list[atoll.functional.Client]:
@@ -72,7 +79,7 @@ def test_an_update_without_steps_is_refused_and_the_round_goes_on(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "atoll")
-    with serve(tmp_path, rounds=2, min_workers=1) as server:
+    with serve(tmp_path, **{"rounds.total": 2, "rounds.min_sites": 1}) as server:
         a, b = clients(server, tmp_path)
         assert a.next_round() == b.next_round() == 1
         submit(b, -100.0)
@@ -93,7 +100,15 @@ def test_an_update_without_steps_is_refused_and_the_round_goes_on(
 def test_correct_counts_the_steps(tmp_path: Path) -> None:
     model = nn.Linear(1, 1, bias=False)
     with (
-        atoll.Server(model, algorithm="fednova", rounds=1, port=0, state_dir=tmp_path / "state") as server,
+        atoll.Server(
+            model,
+            settings={
+                "algorithm.name": "fednova",
+                "rounds.total": 1,
+                "network.port": 0,
+                "disk.state_dir": tmp_path / "state",
+            },
+        ) as server,
         atoll.join(server.url, site="a", folder=tmp_path / "w") as worker,
     ):
         for fl_round in worker:
@@ -109,9 +124,11 @@ def test_correct_counts_the_steps(tmp_path: Path) -> None:
 
 
 def test_another_reducer_is_refused_and_the_normalised_mean_serves_others(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"reducer = 'median'.*fednova"):
-        serve(tmp_path, reducer="median").start()
-    with serve(tmp_path, algorithm="fedavg", reducer="normalised_mean", num_workers=1) as server:
+    with pytest.raises(ConfigError, match=r"aggregation.reducer = 'median'.*fednova"):
+        serve(tmp_path, **{"aggregation.reducer.name": "median"}).start()
+    with serve(
+        tmp_path, **{"algorithm.name": "fedavg", "aggregation.reducer.name": "normalised_mean", "rounds.sites": 1}
+    ) as server:
         with atoll.functional.Client(server.url, site="a", folder=tmp_path / "w") as client:
             client.next_round()
             submit(client, -4.0, steps=5)

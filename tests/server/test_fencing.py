@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from harness.processes import free_port, wait_until
+from kit.servers import new_server
 from torch import nn
 
 import atoll
@@ -24,8 +25,10 @@ from atoll.worker.exchange.participation import Participation, take_part
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[atoll.Server]:
     torch.manual_seed(0)
-    options = {"algorithm": "fedavg", "num_workers": 2, "part_bytes": 2**16, "min_free_bytes": 0}
-    with atoll.Server(nn.Linear(300, 100), port=0, state_dir=tmp_path / "state", **options) as server:
+    options = {"algorithm.name": "fedavg", "rounds.sites": 2, "network.part_bytes": 2**16, "disk.min_free_bytes": 0}
+    with new_server(
+        nn.Linear(300, 100), **{"network.port": 0, "disk.state_dir": tmp_path / "state"}, **options
+    ) as server:
         yield server
 
 
@@ -197,7 +200,15 @@ def test_the_older_of_two_processes_does_not_take_the_place_back_after_a_restart
     port = free_port()
 
     def serve() -> atoll.Server:
-        return atoll.Server(nn.Linear(2, 1), port=port, algorithm="fedavg", num_workers=1, state_dir=tmp_path / "state")
+        return atoll.Server(
+            nn.Linear(2, 1),
+            settings={
+                "network.port": port,
+                "algorithm.name": "fedavg",
+                "rounds.sites": 1,
+                "disk.state_dir": tmp_path / "state",
+            },
+        )
 
     def join(process: str) -> str:
         message = messages.Join(protocol=routes.PROTOCOL, site="a", process=process)

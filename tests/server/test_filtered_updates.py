@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from kit.servers import new_server
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -17,8 +18,10 @@ from atoll.filters import Drop, Filter, NormClip, Outgoing
 
 
 def serving(folder: Path, model: nn.Module, **settings: object) -> atoll.Server:
-    return atoll.Server(
-        model, port=0, min_free_bytes=0, state_dir=folder / "state", **({"algorithm": "fedavg", "rounds": 1} | settings)
+    return new_server(
+        model,
+        **{"network.port": 0, "disk.min_free_bytes": 0, "disk.state_dir": folder / "state"},
+        **({"algorithm.name": "fedavg", "rounds.total": 1} | settings),
     )
 
 
@@ -50,7 +53,7 @@ def test_each_site_has_its_own_filters(tmp_path: Path) -> None:
                 fl_round.load_into(model)
                 fl_round.submit(become_(model, *becomes[site]))
 
-    with serving(tmp_path, zero_linear(), num_workers=2) as server:
+    with serving(tmp_path, zero_linear(), **{"rounds.sites": 2}) as server:
         threads = [threading.Thread(target=take_part, args=(site,)) for site in filters]
         for thread in threads:
             thread.start()
@@ -68,7 +71,7 @@ def test_the_round_goes_on_without_a_site_with_a_failing_filter(tmp_path: Path) 
         def apply(self, name: str, start: int, values: Tensor) -> Tensor:
             raise KeyError("salt")
 
-    with serving(tmp_path, zero_linear(), num_workers=2, min_workers=1) as server:
+    with serving(tmp_path, zero_linear(), **{"rounds.sites": 2, "rounds.min_sites": 1}) as server:
         good = atoll.functional.Client(server.url, site="a", folder=tmp_path / "w").register()
         bad = atoll.functional.Client(server.url, site="b", folder=tmp_path / "w", filters=[Broken()]).register()
         for client in (good, bad):
@@ -93,8 +96,13 @@ def test_diloco_has_filters_too(tmp_path: Path) -> None:
     """
     model = zero_linear()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    settings = {"algorithm": "diloco", "outer_lr": 1.0, "outer_momentum": 0.0, "codec": "none"}
-    with serving(tmp_path, zero_linear(), num_workers=1, sync_every=1, **settings) as server:
+    settings = {
+        "algorithm.name": "diloco",
+        "algorithm.outer_optimizer.lr": 1.0,
+        "algorithm.outer_optimizer.momentum": 0.0,
+        "aggregation.upload_codec.name": "none",
+    }
+    with serving(tmp_path, zero_linear(), **{"rounds.sites": 1, "diloco.sync_every": 1}, **settings) as server:
         with atoll.DiLoCo(
             model,
             optimizer,
@@ -127,7 +135,9 @@ def test_scaffolds_control_follows_from_what_the_filters_left(tmp_path: Path) ->
     Δc = Δ̂/η − c = (1.5, 2), where the gradient is (3, 4); nothing of the bias is told. With one site c is c_i.
     """
     filters = [Drop("bias"), NormClip(1.25)]
-    with serving(tmp_path, zero_linear(), num_workers=1, algorithm="scaffold", rounds=2) as server:
+    with serving(
+        tmp_path, zero_linear(), **{"rounds.sites": 1, "algorithm.name": "scaffold", "rounds.total": 2}
+    ) as server:
         with atoll.join(server.url, "a", folder=tmp_path / "w", filters=filters) as worker:
             rounds = iter(worker)
             fl_round = next(rounds)
@@ -141,7 +151,7 @@ def test_scaffolds_control_follows_from_what_the_filters_left(tmp_path: Path) ->
 
 @pytest.mark.covers("T8", "X3")
 def test_a_control_difference_measured_by_hand_does_not_pass_by_the_filters(tmp_path: Path) -> None:
-    with serving(tmp_path, zero_linear(), num_workers=1, algorithm="scaffold") as server:
+    with serving(tmp_path, zero_linear(), **{"rounds.sites": 1, "algorithm.name": "scaffold"}) as server:
         with atoll.join(server.url, "a", folder=tmp_path / "w", filters=[NormClip(1.0)]) as worker:
             fl_round = next(iter(worker))
             model = fl_round.load_into(zero_linear())
@@ -157,7 +167,7 @@ def test_a_filter_that_fails_at_the_begin_leaves_the_outbox_as_it_was(tmp_path: 
             if update.about.round == 2:
                 raise KeyError("salt")
 
-    with serving(tmp_path, zero_linear(), num_workers=1, rounds=2) as server:
+    with serving(tmp_path, zero_linear(), **{"rounds.sites": 1, "rounds.total": 2}) as server:
         with atoll.functional.Client(server.url, site="a", folder=tmp_path / "w", filters=[Second()]) as client:
             for number in (1, 2):
                 assert client.next_round() == number

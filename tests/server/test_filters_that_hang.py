@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from harness.processes import free_port, wait_until
+from kit.servers import new_server
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -49,8 +50,14 @@ class Hanging(Filter):
 
 
 def serving(folder: Path, **options: Any) -> atoll.Server:
-    settings: dict[str, Any] = {"algorithm": "fedavg", "num_workers": 2, "port": 0, "min_free_bytes": 0, "threads": 1}
-    return atoll.Server(START, state_dir=folder / "state", **(settings | options))
+    settings: dict[str, Any] = {
+        "algorithm.name": "fedavg",
+        "rounds.sites": 2,
+        "network.port": 0,
+        "disk.min_free_bytes": 0,
+        "run.threads": 1,
+    }
+    return new_server(START, **{"disk.state_dir": folder / "state"}, **(settings | options))
 
 
 def client(server: atoll.Server, folder: Path, site: str) -> atoll.functional.Client:
@@ -64,7 +71,7 @@ def test_the_rounds_go_on_without_its_site_and_the_server_ends(
     """Its rounds are closed by their deadline, with b alone."""
     monkeypatch.setattr(user_code, "SAY_S", 0.05)
     hanging, rounds = Hanging(go), 4
-    options = {"rounds": rounds, "quorum": 1, "min_workers": 1, "round_deadline_s": 0.3}
+    options = {"rounds.total": rounds, "rounds.quorum": 1, "rounds.min_sites": 1, "rounds.deadline_s": 0.3}
     with serving(tmp_path, filters={"a": [hanging], "b": [Filter()]}, **options) as server:
         stuck, other = client(server, tmp_path, "a"), client(server, tmp_path, "b")
         assert (stuck.next_round(), other.next_round()) == (1, 1)
@@ -90,14 +97,14 @@ def test_a_server_ends_while_it_hangs_at_what_was_accepted_before_a_restart(
 ) -> None:
     """a's update is in the journal when the server ends; the next one's filter hangs at it when the round closes."""
     port = free_port()
-    with serving(tmp_path, rounds=1, port=port) as server:
+    with serving(tmp_path, **{"rounds.total": 1, "network.port": port}) as server:
         first, second = client(server, tmp_path, "a"), client(server, tmp_path, "b")
         assert (first.next_round(), second.next_round()) == (1, 1)
         first.pull()
         second.pull()
         first.submit({"w": torch.ones(2)})
     hanging = Hanging(go)
-    with serving(tmp_path, rounds=1, filters={"a": [hanging]}, port=port) as server:
+    with serving(tmp_path, **{"rounds.total": 1}, filters={"a": [hanging]}, **{"network.port": port}) as server:
         second.submit({"w": torch.ones(2)})
         assert hanging.begun.wait(30)
     assert not go.is_set()
@@ -125,7 +132,7 @@ def test_what_is_left_of_one_update_is_not_taken_for_another_that_came_in_its_pl
 
     monkeypatch.setattr(Filtering, "refusal", counted)
     hanging = Hanging(go)
-    with serving(tmp_path, num_workers=1, rounds=1, filters={"a": [hanging]}) as server:
+    with serving(tmp_path, **{"rounds.sites": 1, "rounds.total": 1}, filters={"a": [hanging]}) as server:
         before = client(server, tmp_path / "before", "a")
         before.next_round()
         before.pull()
@@ -166,7 +173,7 @@ def test_its_site_is_told_when_the_round_is_over_and_takes_part_in_the_next(
             return super().apply(name, start, values)
 
     hanging = Counting(go)
-    options = {"rounds": 2, "quorum": 1, "min_workers": 1, "round_deadline_s": 0.3}
+    options = {"rounds.total": 2, "rounds.quorum": 1, "rounds.min_sites": 1, "rounds.deadline_s": 0.3}
     with serving(tmp_path, filters={"a": [hanging]}, **options) as server:
         stuck, other = client(server, tmp_path, "a"), client(server, tmp_path, "b")
         assert (stuck.next_round(), other.next_round()) == (1, 1)
@@ -194,7 +201,7 @@ class Failing(Filter):
 @pytest.mark.covers("T8", "X3")
 def test_an_update_that_is_refused_leaves_no_file_behind(tmp_path: Path) -> None:
     """Not until memory is next looked through for cycles either: it is as large as an update."""
-    with serving(tmp_path, num_workers=1, rounds=1, filters=[Failing()]) as server:
+    with serving(tmp_path, **{"rounds.sites": 1, "rounds.total": 1}, filters=[Failing()]) as server:
         site = client(server, tmp_path, "a")
         site.next_round()
         site.pull()

@@ -12,6 +12,7 @@ import safetensors.torch
 import torch
 from harness.processes import free_port, wait_until
 from harness.proxy import Fault, Proxy
+from kit.servers import new_server
 from torch import nn
 
 import atoll
@@ -32,27 +33,27 @@ class World:
         self.model = nn.Linear(SIZE, SIZE, bias=False, dtype=torch.float64)
         self.start, self.moved = self.model.weight.detach().clone(), 0.0
         self.options: dict[str, Any] = {
-            "algorithm": "diloco",
-            "codec": "none",
-            "mode": "async",
-            "num_workers": 2,
-            "outer_lr": 1.0,
-            "outer_momentum": 0.0,
-            "staleness_weight": "constant",
-            "sync_every": 1,
-            "keep_versions": 1,
-            "part_bytes": 2**16,
-            "connections": 1,
-            "port": free_port(),
-            "state_dir": folder / "state",
+            "algorithm.name": "diloco",
+            "aggregation.upload_codec.name": "none",
+            "async.enabled": True,
+            "rounds.sites": 2,
+            "algorithm.outer_optimizer.lr": 1.0,
+            "algorithm.outer_optimizer.momentum": 0.0,
+            "async.staleness_weight": "constant",
+            "diloco.sync_every": 1,
+            "disk.keep_versions": 1,
+            "network.part_bytes": 2**16,
+            "network.connections": 1,
+            "network.port": free_port(),
+            "disk.state_dir": folder / "state",
         }
         self.folder, self._stack = folder, stack
         self._serve()
-        self.line = stack.enter_context(Proxy(self.options["port"]))
+        self.line = stack.enter_context(Proxy(self.options["network.port"]))
         self.b = stack.enter_context(atoll.functional.Client(self.server.url, site="b", folder=folder / "w")).register()
 
     def _serve(self) -> None:
-        self.server = atoll.Server(self.model, **self.options).start()
+        self.server = new_server(self.model, **self.options).start()
         self._stack.callback(self.server.stop)
 
     def break_the_next_pull(self) -> Fault:

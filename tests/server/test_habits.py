@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
+from kit.servers import new_server
 from torch import nn
 
 import atoll
@@ -34,7 +35,13 @@ def test_a_site_that_is_refused_again_and_again_ends_with_the_reason(
 ) -> None:
     trained: list[int] = []
     with atoll.Server(
-        nn.Linear(2, 2), port=0, state_dir=tmp_path / "s", algorithm="fedavg", min_free_bytes=0
+        nn.Linear(2, 2),
+        settings={
+            "network.port": 0,
+            "disk.state_dir": tmp_path / "s",
+            "algorithm.name": "fedavg",
+            "disk.min_free_bytes": 0,
+        },
     ) as server:
         with pytest.raises(UpdateRefused, match="weight holds NaN or Inf"):
             submit_nan(server.url, tmp_path / "w", trained)
@@ -42,7 +49,14 @@ def test_a_site_that_is_refused_again_and_again_ends_with_the_reason(
         assert server.status().refused == MAX_REFUSALS
     said = [record.message for record in caplog.records if record.name == "atoll.server"]
     assert sum("a: update refused: weight holds NaN or Inf" in line for line in said) == MAX_REFUSALS
-    with atoll.Server(port=0, state_dir=tmp_path / "s", algorithm="fedavg", min_free_bytes=0) as server:
+    with atoll.Server(
+        settings={
+            "network.port": 0,
+            "disk.state_dir": tmp_path / "s",
+            "algorithm.name": "fedavg",
+            "disk.min_free_bytes": 0,
+        }
+    ) as server:
         assert server.status().refused == MAX_REFUSALS  # of the run, not since this start
 
 
@@ -52,7 +66,10 @@ def test_refusals_are_counted_anew_after_an_update_that_was_taken(
 ) -> None:
     """Three that are refused, a good one, and the same again: never five in a row."""
     bad = iter([True, True, True, False] * 2)
-    with atoll.Server(nn.Linear(2, 2), port=0, state_dir=tmp_path / "s", algorithm="fedavg", rounds=2) as server:
+    with atoll.Server(
+        nn.Linear(2, 2),
+        settings={"network.port": 0, "disk.state_dir": tmp_path / "s", "algorithm.name": "fedavg", "rounds.total": 2},
+    ) as server:
         with atoll.join(server.url, site="a", folder=tmp_path / "w") as worker:
             for fl_round in worker:
                 model = fl_round.load_into(nn.Linear(2, 2))
@@ -67,9 +84,9 @@ def test_refusals_are_counted_anew_after_an_update_that_was_taken(
 @pytest.mark.covers("L20")
 def test_what_save_state_wrote_begins_another_run(tmp_path: Path) -> None:
     model = nn.Linear(3, 2)
-    with atoll.Server(model, port=0, state_dir=tmp_path / "one") as server:
+    with atoll.Server(model, settings={"network.port": 0, "disk.state_dir": tmp_path / "one"}) as server:
         path = server.save_state(tmp_path / "saved.safetensors")
-    with atoll.Server.load_state(path, port=0, state_dir=tmp_path / "two") as server:
+    with atoll.Server.load_state(path, settings={"network.port": 0, "disk.state_dir": tmp_path / "two"}) as server:
         again = safetensors.torch.load_file(server.save_state(tmp_path / "again.safetensors"))
     assert all(torch.equal(again[name], tensor) for name, tensor in model.state_dict().items())
 
@@ -80,7 +97,9 @@ def interrupted(url: str, folder: Path) -> None:
 
 
 def test_leaving_by_ctrl_c_is_no_failure(tmp_path: Path) -> None:
-    with atoll.Server(nn.Linear(2, 2), port=0, state_dir=tmp_path / "s", algorithm="fedavg") as server:
+    with atoll.Server(
+        nn.Linear(2, 2), settings={"network.port": 0, "disk.state_dir": tmp_path / "s", "algorithm.name": "fedavg"}
+    ) as server:
         with pytest.raises(KeyboardInterrupt):
             interrupted(server.url, tmp_path / "w")
         (worker,) = server.status().workers
@@ -89,10 +108,10 @@ def test_leaving_by_ctrl_c_is_no_failure(tmp_path: Path) -> None:
 
 @pytest.mark.covers("F30")
 def test_a_restart_with_another_model_is_refused_with_both_digests(tmp_path: Path) -> None:
-    atoll.Server(nn.Linear(2, 2), port=0, state_dir=tmp_path / "s").start().stop()
+    atoll.Server(nn.Linear(2, 2), settings={"network.port": 0, "disk.state_dir": tmp_path / "s"}).start().stop()
     with pytest.raises(SchemaMismatch, match=r"this start.*weight F32\[3, 2\].*weight F32\[2, 2\]"):
-        atoll.Server(nn.Linear(2, 3), port=0, state_dir=tmp_path / "s").start()
-    atoll.Server(nn.Linear(2, 2), port=0, state_dir=tmp_path / "s").start().stop()
+        atoll.Server(nn.Linear(2, 3), settings={"network.port": 0, "disk.state_dir": tmp_path / "s"}).start()
+    atoll.Server(nn.Linear(2, 2), settings={"network.port": 0, "disk.state_dir": tmp_path / "s"}).start().stop()
 
 
 built: list[str] = []
@@ -114,37 +133,37 @@ def test_a_restart_compares_the_model_without_making_it_where_that_is_possible(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, counts: bool, devices: list[str]
 ) -> None:
     """A large model is not made anew in memory only to see that it is the run's; another one is found all the same."""
-    options: dict[str, Any] = {"model": f"{__name__}:build", "model_args": {"counts": counts}}
-    options |= {"port": 0, "state_dir": tmp_path / "s"}
-    atoll.Server(**options).start().stop()
+    options: dict[str, Any] = {"model.source": f"{__name__}:build", "model.args": {"counts": counts}}
+    options |= {"network.port": 0, "disk.state_dir": tmp_path / "s"}
+    new_server(**options).start().stop()
     built.clear()
-    atoll.Server(**options).start().stop()
+    new_server(**options).start().stop()
     assert built == devices
     monkeypatch.setattr(sys.modules[__name__], "wide", 4)
     with pytest.raises(SchemaMismatch, match=r"0\.weight F32\[5, 4\].*0\.weight F32\[5, 3\]"):
-        atoll.Server(**options).start()
+        new_server(**options).start()
 
 
 def test_a_restart_reads_only_the_header_of_an_initial_models_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "model.safetensors"
-    options: dict[str, Any] = {"model": str(file), "port": 0, "state_dir": tmp_path / "s"}
+    options: dict[str, Any] = {"model.source": str(file), "network.port": 0, "disk.state_dir": tmp_path / "s"}
     model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
     safetensors.torch.save_file(model.state_dict(), file)
-    atoll.Server(**options).start().stop()
+    new_server(**options).start().stop()
     with monkeypatch.context() as patch:
         patch.setattr(safetensors.torch, "load_file", lambda path: pytest.fail(f"{path} is read"))
-        atoll.Server(**options).start().stop()
+        new_server(**options).start().stop()
     safetensors.torch.save_file(nn.Linear(2, 3).state_dict(), file)
     with pytest.raises(SchemaMismatch, match="this start"):
-        atoll.Server(**options).start()
+        new_server(**options).start()
 
 
 @pytest.mark.covers("L24")
 def test_the_figures_of_a_worker_are_there_after_the_block(tmp_path: Path) -> None:
-    options = {"num_workers": 1, "rounds": 1, "sync_every": 1}
-    with atoll.Server(nn.Linear(2, 2), port=0, state_dir=tmp_path / "s", **options) as server:
+    options = {"rounds.sites": 1, "rounds.total": 1, "diloco.sync_every": 1}
+    with new_server(nn.Linear(2, 2), **{"network.port": 0, "disk.state_dir": tmp_path / "s"}, **options) as server:
         model = nn.Linear(2, 2)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         with atoll.DiLoCo(model, optimizer, server=server.url, site="a", folder=tmp_path / "w") as diloco:
@@ -159,8 +178,8 @@ def test_the_figures_of_a_worker_are_there_after_the_block(tmp_path: Path) -> No
 
 @pytest.mark.covers("L14")
 def test_a_pseudo_gradient_of_zeros_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    options = {"num_workers": 1, "rounds": 1, "sync_every": 1}
-    with atoll.Server(nn.Linear(2, 2), port=0, state_dir=tmp_path / "s", **options) as server:
+    options = {"rounds.sites": 1, "rounds.total": 1, "diloco.sync_every": 1}
+    with new_server(nn.Linear(2, 2), **{"network.port": 0, "disk.state_dir": tmp_path / "s"}, **options) as server:
         model = nn.Linear(2, 2)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
         with atoll.DiLoCo(model, optimizer, server=server.url, site="a", folder=tmp_path / "w"):

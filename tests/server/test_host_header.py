@@ -135,12 +135,12 @@ def has_ipv6() -> bool:
 
 @pytest.mark.skipif(not has_ipv6(), reason="this machine has no IPv6 loopback")
 def test_a_server_on_ipv6_loopback_takes_its_own_address(tmp_path: Path) -> None:
-    with serve(tmp_path, host="::1") as server:
+    with serve(tmp_path, **{"network.host": "::1"}) as server:
         assert asked(server.port, f"[::1]:{server.port}", address="::1")[0] == 200
         assert asked(server.port, "evil.example", address="::1") == (401, "auth")
 
 
 def test_beyond_loopback_any_name_is_taken(tmp_path: Path) -> None:
     """There a token and TLS are needed, or `insecure`, which says that the network is trusted."""
-    with serve(tmp_path, host="0.0.0.0", insecure=True) as server:
+    with serve(tmp_path, **{"network.host": "0.0.0.0", "network.insecure": True}) as server:
         assert asked(server.port, "runs.example")[0] == 200

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from kit.servers import new_server
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -68,8 +69,16 @@ def test_forged_bytes(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, codec: str, change: Callable[[Tensor], Any], refused: str
 ) -> None:
     start = {"w": torch.zeros(300), "v": torch.zeros(5)}
-    settings: dict[str, Any] = {"algorithm": "fedavg", "num_workers": 1, "rounds": 2, "port": 0, "min_free_bytes": 0}
-    with atoll.Server(start, state_dir=tmp_path / "state", codec=codec, **settings) as server:
+    settings: dict[str, Any] = {
+        "algorithm.name": "fedavg",
+        "rounds.sites": 1,
+        "rounds.total": 2,
+        "network.port": 0,
+        "disk.min_free_bytes": 0,
+    }
+    with new_server(
+        start, **{"disk.state_dir": tmp_path / "state", "aggregation.upload_codec.name": codec}, **settings
+    ) as server:
         site = atoll.functional.Client(server.url, site="a", folder=tmp_path / "w").register()
         place, honest = site._place, codecs_of(codec, {})[codec]
         assert place is not None

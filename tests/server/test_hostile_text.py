@@ -115,7 +115,7 @@ def test_what_scripts_report_is_escaped_in_rounds_and_errors(tmp_path: Path, cap
     """Through the library: metrics, labels, notes, and the error that ends a script."""
     caplog.set_level(logging.DEBUG, "atoll")
     model = build_model()
-    with serve(tmp_path, num_workers=1) as server:
+    with serve(tmp_path, **{"rounds.sites": 1}) as server:
         with (
             contextlib.suppress(RuntimeError),
             atoll.join(server.url, site="a", folder=tmp_path / "w", labels={"l": ALL}) as worker,

@@ -24,7 +24,14 @@ def test_two_hundred_workers_take_part_in_every_round_without_an_error(tmp_path:
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 8))
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     server = atoll.Server(
-        model, port=0, algorithm="fedavg", rounds=ROUNDS, num_workers=WORKERS, state_dir=tmp_path / "state"
+        model,
+        settings={
+            "network.port": 0,
+            "algorithm.name": "fedavg",
+            "rounds.total": ROUNDS,
+            "rounds.sites": WORKERS,
+            "disk.state_dir": tmp_path / "state",
+        },
     ).start()
 
     async def all_of_them() -> Crowd:

@@ -1,4 +1,4 @@
-"""download_to_disk = false: updates and versions in memory, by the same code and with the same bits."""
+"""disk.in_files = false: updates and versions in memory, by the same code and with the same bits."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from harness.process_figures import memory_files_bytes
+from kit.servers import new_server
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -25,9 +26,20 @@ def start() -> dict[str, Tensor]:
 
 
 def serve(folder: Path, **options: Any) -> atoll.Server:
-    settings: dict[str, Any] = {"algorithm": "fedavg", "outer_optimizer": "adam", "codec": "bf16", "num_workers": 2}
-    more: dict[str, Any] = {"rounds": 3, "port": 0, "min_free_bytes": 0, "part_bytes": 2**16, "state_dir": folder / "s"}
-    return atoll.Server(start(), **(settings | more | options))
+    settings: dict[str, Any] = {
+        "algorithm.name": "fedavg",
+        "algorithm.outer_optimizer.name": "adam",
+        "aggregation.upload_codec.name": "bf16",
+        "rounds.sites": 2,
+    }
+    more: dict[str, Any] = {
+        "rounds.total": 3,
+        "network.port": 0,
+        "disk.min_free_bytes": 0,
+        "network.part_bytes": 2**16,
+        "disk.state_dir": folder / "s",
+    }
+    return new_server(start(), **(settings | more | options))
 
 
 def play(server: atoll.Server, folder: Path) -> tuple[str, list[str]]:
@@ -59,7 +71,7 @@ def test_both_give_the_same_bits_and_in_memory_no_tensor_is_on_disk(tmp_path: Pa
         assert memory_files_bytes(os.getpid()) == 0
         expected = play(on_disk, tmp_path / "disk")
     assert len(expected[1]) == 4
-    in_memory = serve(tmp_path / "memory", download_to_disk=False)
+    in_memory = serve(tmp_path / "memory", **{"disk.in_files": False})
     with in_memory:
         assert memory_files_bytes(os.getpid()) >= 4 * ELEMENTS  # version 0
         assert play(in_memory, tmp_path / "memory") == expected
@@ -70,8 +82,16 @@ def test_both_give_the_same_bits_and_in_memory_no_tensor_is_on_disk(tmp_path: Pa
 @pytest.mark.covers("D12")
 def test_an_aggregator_reads_updates_that_are_in_memory(tmp_path: Path) -> None:
     (tmp_path / "first.py").write_text("def first(updates):\n    return updates[0].tensors\n")
-    options: dict[str, Any] = {"aggregator": f"{tmp_path / 'first.py'}:first", "num_workers": 1, "rounds": 1}
-    with serve(tmp_path, download_to_disk=False, outer_optimizer="sgd", codec="none", **options) as server:
+    options: dict[str, Any] = {
+        "aggregation.aggregator.path": f"{tmp_path / 'first.py'}:first",
+        "rounds.sites": 1,
+        "rounds.total": 1,
+    }
+    with serve(
+        tmp_path,
+        **{"disk.in_files": False, "algorithm.outer_optimizer.name": "sgd", "aggregation.upload_codec.name": "none"},
+        **options,
+    ) as server:
         with atoll.functional.Client(server.url, site="a", folder=tmp_path / "w") as client:
             assert client.next_round() == 1
             before = client.pull()
@@ -85,23 +105,23 @@ def test_an_aggregator_reads_updates_that_are_in_memory(tmp_path: Path) -> None:
 
 @pytest.mark.covers("D12")
 def test_a_run_in_memory_ends_with_its_server_and_says_so(tmp_path: Path) -> None:
-    with serve(tmp_path, download_to_disk=False):
+    with serve(tmp_path, **{"disk.in_files": False}):
         pass
-    with pytest.raises(ConfigError, match=r"a run ends with its server\. Begin a new one in another state_dir"):
-        serve(tmp_path, download_to_disk=False).start()
-    with pytest.raises(ConfigError, match="download_to_disk = False, this start says True"):
+    with pytest.raises(ConfigError, match=r"a run ends with its server\. Begin a new one in another disk.state_dir"):
+        serve(tmp_path, **{"disk.in_files": False}).start()
+    with pytest.raises(ConfigError, match=r"disk\.in_files = False, this start says True"):
         serve(tmp_path).start()
     with pytest.raises(ConfigError, match="memory survives no power loss"):
-        serve(tmp_path, download_to_disk=False, durability="power")
+        serve(tmp_path, **{"disk.in_files": False, "disk.durability": "power"})
 
 
 @pytest.mark.covers("D12")
-@pytest.mark.parametrize("variable", ["ATOLL_TENSOR_DOWNLOAD_TO_DISK", "ATOLL_DOWNLOAD_TO_DISK"])
-def test_the_variable_takes_the_usual_spellings(variable: str) -> None:
+def test_the_variable_takes_the_usual_spellings() -> None:
+    variable = "ATOLL_DISK__IN_FILES"
     for text in ("false", "False", "FALSE", "0", "no", "off", "n", "f"):
-        assert not atoll.Settings.read(environ={variable: text}).download_to_disk, text
+        assert not atoll.Settings.read(environ={variable: text}).disk.in_files, text
     for text in ("true", "True", "1", "yes", "on", "y", "t"):
-        assert atoll.Settings.read(environ={variable: text}).download_to_disk, text
-    with pytest.raises(ConfigError, match=f"{variable}: download_to_disk = 'perhaps'"):
+        assert atoll.Settings.read(environ={variable: text}).disk.in_files, text
+    with pytest.raises(ConfigError, match=f"{variable}: disk.in_files = 'perhaps'"):
         atoll.Settings.read(environ={variable: "perhaps"})
-    assert atoll.Settings.read(environ={}).download_to_disk
+    assert atoll.Settings.read(environ={}).disk.in_files

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from kit.servers import new_server
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -18,8 +19,8 @@ from atoll.errors import ConfigError
 from atoll.server.initial_model import initial_model, is_known, schema_for
 
 RUN = """\
-algorithm = "fedavg"
-model = {model}
+algorithm.name = "fedavg"
+model.source = {model}
 """
 
 
@@ -44,45 +45,13 @@ def read(folder: Path, model: str) -> Settings:
 
 
 @pytest.mark.covers("P7", "P17")
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"model": f"{__name__}:Scaled", "model_args": {"size": 2, "by": 3.0}},
-        {"model": {"class_path": f"{__name__}.Scaled", "args": {"size": 2, "by": 3.0}}},
-        {"model": {"class_path": f"{__name__}:Scaled", "args": {"size": 2, "by": 3.0}}},
-    ],
-    ids=["name", "class_path", "colon"],
-)
-def test_code_by_name_with_its_arguments(settings: dict[str, Any]) -> None:
-    assert built(**settings) == {"w": [3.0, 3.0]}
+def test_calls_code_by_name_with_its_arguments() -> None:
+    assert built(**{"model.source": f"{__name__}:Scaled", "model.args": {"size": 2, "by": 3.0}}) == {"w": [3.0, 3.0]}
 
 
-@pytest.mark.covers("P17")
-def test_a_class_in_a_run_file(tmp_path: Path) -> None:
-    settings = read(tmp_path, f'{{class_path = "{__name__}.Scaled", args = {{size = 3}}}}')
-    model = initial_model(settings, None)
-    assert isinstance(model, Scaled)
-    assert model.w.tolist() == [1.0, 1.0, 1.0]
-
-
-@pytest.mark.parametrize(
-    ("model", "more", "told"),
-    [
-        ({"args": {"size": 2}}, {}, "not understood"),
-        ({"class_path": "a.B", "kwargs": {}}, {}, "not understood"),
-        ({"class_path": "a.B", "args": 3}, {}, "not understood"),
-        ({"class_path": "a.B", "args": {}}, {"model_args": {"size": 2}}, "given, too"),
-    ],
-    ids=["no class", "unknown key", "no table", "twice"],
-)
-def test_a_class_that_is_not_named_well_is_refused(model: Any, more: dict[str, Any], told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
-        Settings.build({"model": model} | more)
-
-
-def test_names_a_class_with_wrong_arguments() -> None:
-    with pytest.raises(ConfigError, match=r"Scaled' cannot be called.*model_args"):
-        built(model={"class_path": f"{__name__}.Scaled", "args": {"length": 2}})
+def test_names_code_with_wrong_arguments() -> None:
+    with pytest.raises(ConfigError, match=r"Scaled' cannot be called.*model\.args"):
+        built(**{"model.source": f"{__name__}:Scaled", "model.args": {"length": 2}})
 
 
 @pytest.fixture
@@ -97,16 +66,22 @@ def parts(tmp_path: Path) -> Path:
 
 @pytest.mark.covers("P7")
 def test_a_folder_is_all_of_its_files(parts: Path) -> None:
-    assert built(model=str(parts)) == {"a": [1.0, 1.0], "b": [2.0, 2.0, 2.0]}
+    assert built(**{"model.source": str(parts)}) == {"a": [1.0, 1.0], "b": [2.0, 2.0, 2.0]}
     settings = read(parts.parent, '"model"')  # beside the run file
-    assert settings.model == str(parts)
+    assert settings.model.source == str(parts)
     schema = schema_for(settings, initial_model(settings, None))
     assert is_known(settings, None, schema)
 
 
 @pytest.mark.covers("P7", "P8")
 def test_a_run_begins_with_a_folder(parts: Path, tmp_path: Path) -> None:
-    run = {"model": str(parts), "algorithm": "fedavg", "rounds": 1, "port": 0, "state_dir": tmp_path / "s"}
+    run = {
+        "model.source": str(parts),
+        "algorithm.name": "fedavg",
+        "rounds.total": 1,
+        "network.port": 0,
+        "disk.state_dir": tmp_path / "s",
+    }
     with atoll.Server(settings=Settings.build(run)) as server:
         with atoll.functional.Client(server.url, site="a", folder=tmp_path / "w") as client:
             client.next_round()
@@ -117,17 +92,17 @@ def test_a_run_begins_with_a_folder(parts: Path, tmp_path: Path) -> None:
 def test_a_folder_without_a_model_and_one_with_two_are_refused(parts: Path, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(ConfigError, match=r"no \.safetensors file.*save_file"):
-        built(model=str(tmp_path / "empty"))
+        built(**{"model.source": str(tmp_path / "empty")})
     save_file({"b": torch.zeros(1)}, parts / "other.safetensors")
     with pytest.raises(ConfigError, match=r"other\.safetensors.*has the tensor 'b'"):
-        built(model=str(parts))
+        built(**{"model.source": str(parts)})
 
 
 @pytest.mark.covers("P17", "X2")
 @pytest.mark.parametrize("name", ["model.pt", "model.pth", "pytorch_model.bin", "last.ckpt"])
 def test_a_pickle_is_refused_with_what_converts_it(name: str) -> None:
     with pytest.raises(ConfigError, match=r"is a pickle.*save_file\(model\.state_dict\(\), 'model\.safetensors'\)"):
-        built(model=name)
+        built(**{"model.source": name})
 
 
 class Tied(nn.Module):
@@ -143,21 +118,21 @@ class Tied(nn.Module):
 @pytest.mark.covers("P7")
 def test_a_run_begins_with_the_export_of_a_tied_model(tmp_path: Path) -> None:
     """Guards against two tensors where there was one: every worker was refused as another model."""
-    first = {"algorithm": "fedavg", "rounds": 1, "port": 0, "min_free_bytes": 0}
-    with atoll.Server(Tied(), state_dir=tmp_path / "one", **first) as server:
+    first = {"algorithm.name": "fedavg", "rounds.total": 1, "network.port": 0, "disk.min_free_bytes": 0}
+    with new_server(Tied(), **{"disk.state_dir": tmp_path / "one"}, **first) as server:
         with atoll.join(server.url, site="a", folder=tmp_path / "w") as worker:
             for fl_round in worker:
                 fl_round.submit(fl_round.load_into(Tied()))
         assert server.wait(30)
         export = server.exports / "model.safetensors"
-    with atoll.Server(str(export), state_dir=tmp_path / "two", **first) as server:
+    with new_server(str(export), **{"disk.state_dir": tmp_path / "two"}, **first) as server:
         with atoll.join(server.url, site="a", folder=tmp_path / "w") as worker:
             for fl_round in worker:
                 model = fl_round.load_into(Tied())
                 assert torch.equal(model.head.weight, load_file(export)["head.weight"])
                 fl_round.submit(model)
         assert server.wait(30)
-    settings = Settings.build({"model": str(export)})
+    settings = Settings.build({"model.source": str(export)})
     schema = schema_for(settings, initial_model(settings, None))
     assert dict(schema.aliases) == {"head.weight": "table.weight"}
     assert is_known(settings, None, schema)
@@ -167,7 +142,7 @@ def test_a_run_begins_with_the_export_of_a_tied_model(tmp_path: Path) -> None:
 def test_names_that_no_longer_are_one_tensor_stay_two(tmp_path: Path, told: str) -> None:
     file = tmp_path / "changed.safetensors"
     save_file({"table.weight": torch.zeros(5, 2), "head.weight": torch.ones(5, 2)}, file, {"atoll.tied": told})
-    assert sorted(built(model=str(file))["head.weight"][0]) == [1.0, 1.0]
+    assert sorted(built(**{"model.source": str(file)})["head.weight"][0]) == [1.0, 1.0]
 
 
 class Scaling(nn.Module):
@@ -183,8 +158,13 @@ class Scaling(nn.Module):
 
 def begins(model: object, folder: Path, worker: nn.Module) -> None:
     """A run of one round from a model, trained by a worker that has it as a module."""
-    settings: dict[str, Any] = {"algorithm": "fedavg", "rounds": 1, "port": 0, "min_free_bytes": 0}
-    with atoll.Server(model, state_dir=folder / "state", **settings) as server:  # type: ignore[arg-type]
+    settings: dict[str, Any] = {
+        "algorithm.name": "fedavg",
+        "rounds.total": 1,
+        "network.port": 0,
+        "disk.min_free_bytes": 0,
+    }
+    with new_server(model, **{"disk.state_dir": folder / "state"}, **settings) as server:  # type: ignore[arg-type]
         with atoll.join(server.url, site="a", folder=folder / "w") as joined:
             for fl_round in joined:
                 fl_round.submit(fl_round.load_into(worker))
@@ -201,7 +181,7 @@ def test_an_export_says_which_tensors_are_buffers_and_a_run_that_begins_with_it_
     assert json.loads(metadata["atoll.buffers"]) == ["scale", "again.scale"]
     assert metadata["format"] == "pt"  # as `from_pretrained` asks for
     begins(str(export), tmp_path / "two", Scaling())
-    settings = Settings.build({"model": str(export)})
+    settings = Settings.build({"model.source": str(export)})
     schema = schema_for(settings, initial_model(settings, None))
     assert {spec.name: spec.group for spec in schema.tensors} == {"running_mean": "params", "scale": "buffers"}
     assert is_known(settings, None, schema)
@@ -210,7 +190,7 @@ def test_an_export_says_which_tensors_are_buffers_and_a_run_that_begins_with_it_
 def test_the_buffers_setting_adds_to_what_a_file_says(tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
     save_file({"a": torch.ones(1), "b": torch.ones(1), "c": torch.ones(1)}, file, {"atoll.buffers": '["a"]'})
-    settings = Settings.build({"model": str(file), "buffers": ["b"]})
+    settings = Settings.build({"model.source": str(file), "model.buffers": ["b"]})
     schema = schema_for(settings, initial_model(settings, None))
     assert {spec.name: spec.group for spec in schema.tensors} == {"a": "buffers", "b": "buffers", "c": "params"}
 
@@ -221,7 +201,7 @@ def test_a_list_of_buffers_that_is_no_longer_the_files_leaves_the_names_of_batch
 ) -> None:
     file = tmp_path / "model.safetensors"
     save_file({name: torch.ones(1) for name in ("bn.running_mean", "own", "w")}, file, {"atoll.buffers": told})
-    settings = Settings.build({"model": str(file)})
+    settings = Settings.build({"model.source": str(file)})
     schema = schema_for(settings, initial_model(settings, None))
     groups = {spec.name: spec.group for spec in schema.tensors}
     assert groups["w"] == "params"

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import trustme
+from kit.servers import new_server
 from torch import nn
 
 import atoll
@@ -25,11 +26,19 @@ from atoll.transport.tls import client_context, read_token, server_context
 
 @pytest.mark.covers("F30")
 def test_the_server_itself_refuses_a_site_that_does_not_fit(tmp_path: Path) -> None:
-    with atoll.Server(nn.Linear(2, 1), port=0, algorithm="diloco", sync_every=5, state_dir=tmp_path / "s") as server:
+    with atoll.Server(
+        nn.Linear(2, 1),
+        settings={
+            "network.port": 0,
+            "algorithm.name": "diloco",
+            "diloco.sync_every": 5,
+            "disk.state_dir": tmp_path / "s",
+        },
+    ) as server:
         http = Http(server.url)
         join = messages.Join(protocol=routes.PROTOCOL, site="a")
         with pytest.raises(ConfigError, match="every 6 steps, the run every 5"):
-            http.post(routes.WORKERS, join.model_copy(update={"sync_every": 6}), messages.Joined)
+            http.post(routes.WORKERS, join.model_copy(update={"diloco.sync_every": 6}), messages.Joined)
         mine = schema_of(nn.Linear(2, 1)).digest[:12]
         with pytest.raises(
             SchemaMismatch,
@@ -37,7 +46,7 @@ def test_the_server_itself_refuses_a_site_that_does_not_fit(tmp_path: Path) -> N
         ):
             http.post(routes.WORKERS, join.model_copy(update={"schema_digest": "0" * 64}), messages.Joined)
         assert server.status().workers == []
-        http.post(routes.WORKERS, join.model_copy(update={"sync_every": 5}), messages.Joined)
+        http.post(routes.WORKERS, join.model_copy(update={"diloco.sync_every": 5}), messages.Joined)
         http.close()
 
 
@@ -45,7 +54,9 @@ def test_the_server_itself_refuses_a_site_that_does_not_fit(tmp_path: Path) -> N
 def test_a_model_without_controls_fits_a_run_that_has_them(tmp_path: Path) -> None:
     """A worker may name the schema of its own model, or the run's as it has read it."""
     model = nn.Linear(2, 1)
-    with atoll.Server(model, port=0, algorithm="scaffold", state_dir=tmp_path / "s") as server:
+    with atoll.Server(
+        model, settings={"network.port": 0, "algorithm.name": "scaffold", "disk.state_dir": tmp_path / "s"}
+    ) as server:
         http = Http(server.url)
         run = http.get(routes.RUN, messages.RunInfo).schema_digest
         own = schema_of(model).digest
@@ -91,7 +102,9 @@ def test_nothing_but_the_whole_token_opens_the_gate(sent: str | None) -> None:
 @pytest.mark.covers("X2")
 def test_a_token_that_is_no_text_is_refused_like_any_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ATOLL_TOKEN", "secret")
-    with atoll.Server(nn.Linear(2, 1), port=0, algorithm="fedavg", state_dir=tmp_path / "s") as server:
+    with atoll.Server(
+        nn.Linear(2, 1), settings={"network.port": 0, "algorithm.name": "fedavg", "disk.state_dir": tmp_path / "s"}
+    ) as server:
         with socket.create_connection(("127.0.0.1", server.port), timeout=20.0) as raw:
             raw.sendall(
                 f"GET {routes.RUN} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer ".encode() + b"\xff\r\n\r\n"
@@ -127,13 +140,13 @@ def authority() -> trustme.CA:
 @contextlib.contextmanager
 def served(folder: Path, cert: trustme.LeafCert | None) -> Iterator[int]:
     """The port of a server, with TLS where it has a certificate."""
-    options: dict[str, Any] = {"algorithm": "fedavg", "num_workers": 1}
+    options: dict[str, Any] = {"algorithm.name": "fedavg", "rounds.sites": 1}
     if cert is not None:
         cert.private_key_pem.write_to_path(folder / "key.pem")
         (folder / "key.pem").chmod(0o600)
         (folder / "cert.pem").write_bytes(b"".join(blob.bytes() for blob in cert.cert_chain_pems))
-        options |= {"tls_cert": folder / "cert.pem", "tls_key": folder / "key.pem"}
-    with atoll.Server(nn.Linear(2, 1), port=0, state_dir=folder / "s", **options) as server:
+        options |= {"network.tls_cert": folder / "cert.pem", "network.tls_key": folder / "key.pem"}
+    with new_server(nn.Linear(2, 1), **{"network.port": 0, "disk.state_dir": folder / "s"}, **options) as server:
         yield server.port
 
 

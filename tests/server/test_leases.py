@@ -63,9 +63,9 @@ def test_gives_128_secret_bits_with_each_lease(tmp_path: Path) -> None:
 @pytest.mark.covers("F19")
 def test_honours_a_lease_after_the_server_was_started_again(tmp_path: Path) -> None:
     port = free_port()
-    with serve(tmp_path, port=port) as server:
+    with serve(tmp_path, **{"network.port": port}) as server:
         lease = joined(server.url, "a", process="1")
-    with serve(tmp_path, port=port) as server:
+    with serve(tmp_path, **{"network.port": port}) as server:
         for guess in guesses(lease).values():
             assert post(server.url, "/v1/heartbeat", {}, guess)[0] in (400, 409)
         assert post(server.url, "/v1/heartbeat", {}, lease)[0] == 200
@@ -75,12 +75,12 @@ def test_a_site_trains_no_round_twice_when_the_server_is_started_again(tmp_path:
     """Its update arrives under the ticket that it had."""
     port = free_port()
     with ExitStack() as opened:
-        servers = [opened.enter_context(serve(tmp_path, port=port))]
+        servers = [opened.enter_context(serve(tmp_path, **{"network.port": port}))]
 
         def restart(site: str, number: int) -> None:
             if (site, number) == ("a", 2):
                 servers[0].stop()
-                servers.append(opened.enter_context(serve(tmp_path, port=port)))
+                servers.append(opened.enter_context(serve(tmp_path, **{"network.port": port})))
 
         sites = FederatedSites(servers[0].url, tmp_path, during=restart)
         sites.join()
@@ -89,7 +89,7 @@ def test_a_site_trains_no_round_twice_when_the_server_is_started_again(tmp_path:
 
 
 def test_counts_what_a_site_pulls_only_under_its_lease(tmp_path: Path) -> None:
-    with serve(tmp_path, num_workers=1) as server:
+    with serve(tmp_path, **{"rounds.sites": 1}) as server:
         lease = joined(server.url, "a", process="1")
         _, reply = post(server.url, "/v1/tickets", {"wait_s": 5.0}, lease)
         path = f"{server.url}/v1/fragments/0/versions/0/{reply['ticket']['base_digest']}"

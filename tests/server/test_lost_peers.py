@@ -26,7 +26,13 @@ BEGUN = 300_000
 def server(tmp_path: Path) -> Iterator[atoll.Server]:
     torch.manual_seed(0)
     with atoll.Server(
-        nn.Linear(4000, 2000), port=0, state_dir=tmp_path / "state", algorithm="fedavg", min_free_bytes=0
+        nn.Linear(4000, 2000),
+        settings={
+            "network.port": 0,
+            "disk.state_dir": tmp_path / "state",
+            "algorithm.name": "fedavg",
+            "disk.min_free_bytes": 0,
+        },
     ) as server:
         yield server
 

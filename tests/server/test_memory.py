@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from harness.round_run import Bench, measure
+from kit.servers import new_server
 from torch import nn
 
 import atoll
@@ -32,7 +33,13 @@ _spec.loader.exec_module(largest_round)
 @pytest.mark.covers("D1", "P8")
 @pytest.mark.parametrize("codec", ["none", "int8"], ids=["whole", "int8-both-ways"])
 def test_a_model_ten_times_as_large_takes_no_more_memory_on_either_side(codec: str) -> None:
-    how: dict[str, Any] = {"workers": 2, "rounds": 2, "tensors": 20, "codec": codec, "downlink_codec": codec}
+    how: dict[str, Any] = {
+        "workers": 2,
+        "rounds.total": 2,
+        "tensors": 20,
+        "aggregation.upload_codec.name": codec,
+        "aggregation.download_codec.name": codec,
+    }
     small = measure(Bench(gb=0.012, **how), lambda _: None)
     large = measure(Bench(gb=0.12, **how), lambda _: None)
     assert small["exact"]
@@ -125,8 +132,8 @@ def test_receiving_a_part_builds_no_tensor_and_holds_a_few_chunks(
         forbid(name)
     monkeypatch.setattr("atoll.server.http.receive_parts.receive_part", spied)
     model = nn.Linear(4000, 2000, bias=False)  # 32 MB: two parts
-    options: dict[str, Any] = {"algorithm": "fedavg", "rounds": 1, "connections": 1}
-    with atoll.Server(model, port=0, state_dir=tmp_path / "state", **options) as server:
+    options: dict[str, Any] = {"algorithm.name": "fedavg", "rounds.total": 1, "network.connections": 1}
+    with new_server(model, **{"network.port": 0, "disk.state_dir": tmp_path / "state"}, **options) as server:
         with atoll.functional.Client(server.url, site="a", folder=tmp_path / "w") as client:
             assert client.next_round() == 1
             state = client.pull()
@@ -144,7 +151,15 @@ def test_receiving_a_part_builds_no_tensor_and_holds_a_few_chunks(
 def test_five_thousand_tensors_travel_as_one_stream_each_way(tmp_path: Path) -> None:
     """5,000 tensors of 12 bytes: requests are counted in parts, not in tensors."""
     model = {f"layer.{index}": torch.full((3,), float(index)) for index in range(5000)}
-    with atoll.Server(model, port=0, state_dir=tmp_path / "state", algorithm="fedavg", rounds=1) as server:
+    with atoll.Server(
+        model,
+        settings={
+            "network.port": 0,
+            "disk.state_dir": tmp_path / "state",
+            "algorithm.name": "fedavg",
+            "rounds.total": 1,
+        },
+    ) as server:
         with atoll.functional.Client(server.url, site="a", folder=tmp_path / "w") as client:
             assert client.next_round() == 1
             state = client.pull()

@@ -28,7 +28,7 @@ def work(url: str, folder: Path, site: str) -> None:
 
 @pytest.mark.covers("L15")
 def test_the_mean_of_a_metric_is_over_the_sites_that_reported_it(tmp_path: Path) -> None:
-    with serve(tmp_path, num_workers=3, min_workers=3, rounds=1) as server:
+    with serve(tmp_path, **{"rounds.sites": 3, "rounds.min_sites": 3, "rounds.total": 1}) as server:
         together(*(partial(work, server.url, tmp_path, site) for site in REPORTS))
         server.run()
         (round_,) = server.status().history

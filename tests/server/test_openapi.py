@@ -7,10 +7,10 @@ from collections.abc import Iterator
 import pytest
 import schemathesis
 from hypothesis import HealthCheck, settings
+from kit.servers import new_server
 from schemathesis.specs.openapi.checks import positive_data_acceptance
 from torch import nn
 
-import atoll
 from atoll.protocol.openapi import OPERATIONS, STATUS_OF, openapi
 from atoll.server.coordinator.coordinator import Coordinator
 from atoll.server.http.app import RequestHandlers
@@ -21,8 +21,13 @@ from atoll.server.http.receive_parts import PartReceiver
 def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[object]:
     folder = tmp_path_factory.mktemp("openapi")
     # no heartbeat timeout: workers that schemathesis makes up come and go as it likes
-    options = {"heartbeat_interval_s": 0, "heartbeat_timeout_s": 0, "num_workers": 10_000, "algorithm": "fedavg"}
-    with atoll.Server(nn.Linear(2, 2), port=0, state_dir=folder / "state", **options) as server:
+    options = {
+        "network.heartbeat_interval_s": 0,
+        "network.heartbeat_timeout_s": 0,
+        "rounds.sites": 10_000,
+        "algorithm.name": "fedavg",
+    }
+    with new_server(nn.Linear(2, 2), **{"network.port": 0, "disk.state_dir": folder / "state"}, **options) as server:
         yield schemathesis.openapi.from_url(f"{server.url}/openapi.json")
 
 

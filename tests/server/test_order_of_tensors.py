@@ -41,12 +41,18 @@ def scaffold(url: str, folder: Path, site: str) -> None:
 RUNS: dict[str, tuple[dict[str, Any], Callable[[str, Path], Any]]] = {
     "fedavg": ({}, FederatedSites),
     "scaffold": (
-        {"algorithm": "scaffold", "outer_momentum": 0.0},
+        {"algorithm.name": "scaffold", "algorithm.outer_optimizer.momentum": 0.0},
         lambda url, folder: Threads(*(partial(scaffold, url, folder, site) for site in SITES)),
     ),
-    "diloco": ({"algorithm": "diloco", "sync_every": 2}, lambda url, folder: DiLoCoSites(url, folder, 6)),
+    "diloco": ({"algorithm.name": "diloco", "diloco.sync_every": 2}, lambda url, folder: DiLoCoSites(url, folder, 6)),
     "streaming": (
-        {"algorithm": "diloco", "sync_every": 4, "num_fragments": 2, "alpha": 0.5, "tau": 1},
+        {
+            "algorithm.name": "diloco",
+            "diloco.sync_every": 4,
+            "diloco.num_fragments": 2,
+            "diloco.fragment_update_alpha": 0.5,
+            "diloco.fragment_sync_delay": 1,
+        },
         lambda url, folder: DiLoCoSites(url, folder, 12),
     ),
 }
@@ -81,11 +87,11 @@ def test_sites_bring_the_module_where_the_file_is_split_into_fragments(tmp_path:
 
 
 def test_a_run_that_began_with_a_file_goes_on_with_its_module(tmp_path: Path) -> None:
-    with serve(tmp_path, saved(tmp_path), num_workers=1) as server:
+    with serve(tmp_path, saved(tmp_path), **{"rounds.sites": 1}) as server:
         with atoll.join(server.url, site="a", folder=tmp_path / "workers") as worker:
             fl_round = next(iter(worker))
             fl_round.submit(fl_round.load_into(build_model()))
-    with serve(tmp_path, build_model(), num_workers=1) as server:
+    with serve(tmp_path, build_model(), **{"rounds.sites": 1}) as server:
         sites = FederatedSites(server.url, tmp_path, ["a"])
         together(server.run)
         sites.join()

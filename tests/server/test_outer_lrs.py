@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from kit.servers import new_server
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -34,8 +35,14 @@ def changes(number: int) -> dict[str, Tensor]:
 
 def served(folder: Path, **settings: Any) -> dict[str, Tensor]:
     """The model after a run whose site trains `changes`."""
-    options = {"algorithm": "fedavg", "rounds": ROUNDS, "num_workers": 1, "port": 0, "outer_lrs": LRS} | settings
-    with atoll.Server(build(), state_dir=folder / "state", **options) as server:
+    options = {
+        "algorithm.name": "fedavg",
+        "rounds.total": ROUNDS,
+        "rounds.sites": 1,
+        "network.port": 0,
+        "algorithm.outer_lr_of": LRS,
+    } | settings
+    with new_server(build(), **{"disk.state_dir": folder / "state"}, **options) as server:
         with atoll.join(server.url, site="a", folder=folder / "w") as worker:
             for number, round_ in enumerate(worker):
                 model = round_.load_into(build())
@@ -65,15 +72,24 @@ def by_torch(make: Any) -> dict[str, Tensor]:
 
 CASES = {
     "sgd": (
-        {"outer_optimizer": "sgd", "outer_lr": 0.5, "outer_momentum": 0.5},
+        {
+            "algorithm.outer_optimizer.name": "sgd",
+            "algorithm.outer_optimizer.lr": 0.5,
+            "algorithm.outer_optimizer.momentum": 0.5,
+        },
         lambda groups: torch.optim.SGD(groups, lr=0.5, momentum=0.5),
     ),
     "adam": (
-        {"outer_optimizer": "adam", "outer_lr": 0.125},
+        {"algorithm.outer_optimizer.name": "adam", "algorithm.outer_optimizer.lr": 0.125},
         lambda groups: torch.optim.Adam(groups, lr=0.125),
     ),
     "delayed": (
-        {"outer_optimizer": "sgd", "outer_lr": 0.5, "outer_momentum": 0.5, "dn_buffer_size": 2},
+        {
+            "algorithm.outer_optimizer.name": "sgd",
+            "algorithm.outer_optimizer.lr": 0.5,
+            "algorithm.outer_optimizer.momentum": 0.5,
+            "async.momentum_every": 2,
+        },
         lambda groups: DelayedNesterov(groups, lr=0.5, momentum=0.5, delay=2),
     ),
 }
@@ -90,21 +106,26 @@ def test_steps_each_parameter_by_the_first_matching_rate(tmp_path: Path, case: s
 
 def test_what_cannot_be_meant_is_refused_by_name(tmp_path: Path) -> None:
     def begin(**settings: Any) -> None:
-        options = {"algorithm": "fedavg", "port": 0} | settings
-        with atoll.Server(build(), state_dir=tmp_path / "state", **options):
+        options = {"algorithm.name": "fedavg", "network.port": 0} | settings
+        with new_server(build(), **{"disk.state_dir": tmp_path / "state"}, **options):
             pass
 
     with pytest.raises(
-        ConfigError, match=r"outer_lrs has 'haed\.bias', which is the name of no parameter.*'head.bias'"
+        ConfigError, match=r"algorithm.outer_lr_of has 'haed\.bias', which is the name of no parameter.*'head.bias'"
     ):
-        begin(outer_lrs={"haed.bias": 0.5})
-    with pytest.raises(ConfigError, match="outer_lrs"):
-        begin(outer_lrs={"head.*": 0})
+        begin(**{"algorithm.outer_lr_of": {"haed.bias": 0.5}})
+    with pytest.raises(ConfigError, match="outer_lr_of"):
+        begin(**{"algorithm.outer_lr_of": {"head.*": 0}})
 
 
 def test_status_says_them_and_another_start_must_too(tmp_path: Path) -> None:
-    options: dict[str, Any] = {"algorithm": "fedavg", "port": 0, "state_dir": tmp_path / "state", "num_workers": 1}
-    with atoll.Server(build(), outer_lrs=LRS, **options) as server:
+    options: dict[str, Any] = {
+        "algorithm.name": "fedavg",
+        "network.port": 0,
+        "disk.state_dir": tmp_path / "state",
+        "rounds.sites": 1,
+    }
+    with new_server(build(), **{"algorithm.outer_lr_of": LRS}, **options) as server:
         assert "lr of head.bias=2, lr of head.*=0.25" in server.status().outer
     with pytest.raises(ConfigError, match="outer"):
-        atoll.Server(build(), **options).start()
+        new_server(build(), **options).start()

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from kit.servers import new_server
 from safetensors.torch import load_file
 
 import atoll
@@ -75,15 +76,25 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def serving(folder: Path, codec: str, **options: Any) -> atoll.Server:
-    settings: dict[str, Any] = {"algorithm": "fedavg", "num_workers": 1, "rounds": 2, "port": 0, "min_free_bytes": 0}
-    return atoll.Server({"w": torch.zeros(3)}, state_dir=folder / "state", codec=codec, **(settings | options))
+    settings: dict[str, Any] = {
+        "algorithm.name": "fedavg",
+        "rounds.sites": 1,
+        "rounds.total": 2,
+        "network.port": 0,
+        "disk.min_free_bytes": 0,
+    }
+    return new_server(
+        {"w": torch.zeros(3)},
+        **{"disk.state_dir": folder / "state", "aggregation.upload_codec": {"path" if ":" in codec else "name": codec}},
+        **(settings | options),
+    )
 
 
 @pytest.mark.covers("L16")
 @pytest.mark.parametrize("name", ["own_codec:Thousandths", "own_codec.py:Thousandths"])
 def test_a_codec_of_ones_own_encodes_with_its_options_at_both_sides(own: str, name: str, tmp_path: Path) -> None:
     """Moves by 0.26 in quarters: ¼ arrives, 0.01 is kept; by 0.26 + 0.12 with what was left: ½ − ¼ arrives."""
-    with serving(tmp_path, name, codec_options={"per": 4}) as server:
+    with serving(tmp_path, name, **{"aggregation.upload_codec.per": 4}) as server:
         site = atoll.functional.Client(server.url, site="a", folder=tmp_path / "w").register()
         found = []
         for change in (0.26, 0.12):
@@ -126,17 +137,17 @@ def test_a_server_cannot_have_a_site_import_or_call_what_it_names(own: str, tmp_
         ("own_codec:Wide", {}, "calls itself 'wide', as another one does"),
         ("own_codec:a_function", {}, "is no codec"),
         ("own_codec:Thousandth", {}, "Did you mean 'Thousandths'"),
-        ("own_codec:Thousandths", {"per": 0}, r"codec_options = .*per is not above zero"),
-        ("own_codec:Thousandths", {"per": [4]}, "codec_options"),
+        ("own_codec:Thousandths", {"per": 0}, r"aggregation.upload_codec = .*per is not above zero"),
+        ("own_codec:Thousandths", {"per": [4]}, "aggregation.upload_codec"),
         ("own_codec:Thousandths", {"per": True}, "per = True.*a text or a finite number"),
-        ("own_codec:Thousandths", {"bits": 4}, "codec_options = .*bits"),
+        ("own_codec:Thousandths", {"bits": 4}, "aggregation.upload_codec = .*bits"),
     ],
 )
 def test_what_is_no_codec_is_refused_before_anything_moves(
     own: str, tmp_path: Path, name: str, options: dict[str, Any], said: str
 ) -> None:
     with pytest.raises(ConfigError, match=said):
-        serving(tmp_path, name, codec_options=options).start()
+        serving(tmp_path, name, **{"aggregation.upload_codec": options}).start()
 
 
 @pytest.mark.covers("X3")

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from harness.processes import wait_until
+from kit.servers import new_server
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -44,8 +45,13 @@ def serve(folder: Path, outer: str | Callable[..., Any], **options: Any) -> atol
     model = nn.Linear(3, 2, bias=False, dtype=torch.float64)
     with torch.no_grad():
         model.weight.copy_(START)
-    settings: dict[str, Any] = {"algorithm": "fedavg", "rounds": ROUNDS, "port": 0, "state_dir": folder / "state"}
-    return atoll.Server(model, outer_optimizer=outer, **(settings | options))
+    settings: dict[str, Any] = {
+        "algorithm.name": "fedavg",
+        "rounds.total": ROUNDS,
+        "network.port": 0,
+        "disk.state_dir": folder / "state",
+    }
+    return new_server(model, outer_optimizer=outer, **(settings | options))
 
 
 def gradient(number: int) -> Tensor:
@@ -91,7 +97,7 @@ def test_it_is_one_optimizer_for_the_run_and_outlives_a_restart(tmp_path: Path, 
 
 @pytest.mark.covers("L21")
 def test_its_options_are_those_of_the_run(tmp_path: Path) -> None:
-    server = serve(tmp_path, fading, outer_lr=0.25, rounds=1)
+    server = serve(tmp_path, fading, **{"algorithm.outer_optimizer.lr": 0.25, "rounds.total": 1})
     play(server, tmp_path, range(1, 2))
     result = load_file(server.exports / "model.safetensors")["weight"]
     assert torch.allclose(result, START - 0.25 * gradient(1), rtol=0, atol=1e-12)
@@ -101,7 +107,7 @@ def test_its_options_are_those_of_the_run(tmp_path: Path) -> None:
 @pytest.mark.covers("L21", "X3")
 def test_another_one_at_the_next_start_is_refused(tmp_path: Path) -> None:
     play(serve(tmp_path, fading), tmp_path, range(1, 2))
-    with pytest.raises(ConfigError, match=r"has a run with outer_optimizer = .*Fading"):
+    with pytest.raises(ConfigError, match=r"has a run with algorithm.outer_optimizer = .*Fading"):
         serve(tmp_path, torch.optim.Adagrad).start()
 
 
@@ -112,7 +118,7 @@ def test_what_is_no_outer_optimizer_is_refused_by_name(tmp_path: Path) -> None:
 
     with pytest.raises(ConfigError, match=r"no_optimizer' cannot be an outer optimizer: it made a list"):
         serve(tmp_path, no_optimizer).start()
-    with pytest.raises(ConfigError, match=r"dn_buffer_size is 2, but the outer optimizer is 'fading'"):
-        serve(tmp_path, fading, algorithm="diloco", dn_buffer_size=2).start()
+    with pytest.raises(ConfigError, match=r"async.momentum_every is 2, but the outer optimizer is 'fading'"):
+        serve(tmp_path, fading, **{"algorithm.name": "diloco", "async.momentum_every": 2}).start()
     with pytest.raises(UsageError, match="got settings, and beside them outer_optimizer"):
         atoll.Server(None, Settings(), outer_optimizer="adam")

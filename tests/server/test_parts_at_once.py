@@ -12,6 +12,7 @@ import torch
 import trustme
 from aiohttp import web
 from harness.processes import wait_until
+from kit.servers import new_server
 from safetensors import safe_open
 from torch import nn
 
@@ -30,9 +31,16 @@ PART_BYTES, DIGEST_BYTES = 2**16, routes.DIGEST_BYTES
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[atoll.Server]:
     torch.manual_seed(0)
-    options: dict[str, Any] = {"num_workers": 1, "part_bytes": PART_BYTES, "min_free_bytes": 0, "connections": 1}
-    with atoll.Server(
-        nn.Linear(300, 300), port=0, algorithm="fedavg", state_dir=tmp_path / "state", **options
+    options: dict[str, Any] = {
+        "rounds.sites": 1,
+        "network.part_bytes": PART_BYTES,
+        "disk.min_free_bytes": 0,
+        "network.connections": 1,
+    }
+    with new_server(
+        nn.Linear(300, 300),
+        **{"network.port": 0, "algorithm.name": "fedavg", "disk.state_dir": tmp_path / "state"},
+        **options,
     ) as server:
         yield server
 
@@ -155,9 +163,20 @@ def test_under_tls_the_bytes_are_the_same_in_runs_of_any_size(
     monkeypatch.setenv("ATOLL_TLS_CA", str(tmp_path / "ca.pem"))
     torch.manual_seed(0)
     model = nn.Linear(1000, 1000)
-    options: dict[str, Any] = {"rounds": 1, "num_workers": 1, "part_bytes": 2**20 + 2**10, "connections": 1}
-    options |= {"tls_cert": tmp_path / "cert.pem", "tls_key": tmp_path / "key.pem", "outer_lr": 1.0}
-    with atoll.Server(model, port=0, algorithm="fedavg", state_dir=tmp_path / "state", **options) as server:
+    options: dict[str, Any] = {
+        "rounds.total": 1,
+        "rounds.sites": 1,
+        "network.part_bytes": 2**20 + 2**10,
+        "network.connections": 1,
+    }
+    options |= {
+        "network.tls_cert": tmp_path / "cert.pem",
+        "network.tls_key": tmp_path / "key.pem",
+        "algorithm.outer_optimizer.lr": 1.0,
+    }
+    with new_server(
+        model, **{"network.port": 0, "algorithm.name": "fedavg", "disk.state_dir": tmp_path / "state"}, **options
+    ) as server:
         with atoll.join(f"https://localhost:{server.port}", site="a", folder=tmp_path / "w") as worker:
             for fl_round in worker:
                 copy = nn.Linear(1000, 1000)

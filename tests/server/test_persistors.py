@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from harness.processes import wait_until
+from kit.servers import new_server
 from torch import Tensor, nn
 
 import atoll
@@ -57,9 +58,15 @@ def _empty(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def server_of(folder: Path, model: Any = None, **options: Any) -> atoll.Server:
-    settings = {"algorithm": "fedavg", "rounds": 2, "port": 0, "min_free_bytes": 0, "save_every": 1}
-    named = {"persistor": f"{__name__}:Shelf", "state_dir": folder / "state"}
-    return atoll.Server(model, **(settings | named | options))
+    settings = {
+        "algorithm.name": "fedavg",
+        "rounds.total": 2,
+        "network.port": 0,
+        "disk.min_free_bytes": 0,
+        "disk.export_every": 1,
+    }
+    named = {"model.persistor.path": f"{__name__}:Shelf", "disk.state_dir": folder / "state"}
+    return new_server(model, **(settings | named | options))
 
 
 def play(server: atoll.Server, folder: Path, rounds: int) -> None:
@@ -114,7 +121,7 @@ def test_it_gets_real_tensors_also_when_nothing_was_aggregated(tmp_path: Path) -
 def test_tied_tensors_come_under_each_name_and_scaffolds_controls_do_not(tmp_path: Path) -> None:
     model = nn.ModuleDict({"one": nn.Linear(2, 2, bias=False), "two": nn.Linear(2, 2, bias=False)})
     model["two"].weight = model["one"].weight
-    with server_of(tmp_path, model, algorithm="scaffold") as server:
+    with server_of(tmp_path, model, **{"algorithm.name": "scaffold"}) as server:
         run = server._run
         assert run is not None
         assert run.behind.persistor is not None
@@ -148,7 +155,7 @@ def test_a_tied_tensor_may_come_as_two_where_the_runs_model_is_named(tmp_path: P
     mine = Tied()
     Shelf.initial = as_a_file_has_it(mine)
     Shelf.initial.pop(left_out, None)
-    with server_of(tmp_path, model=f"{__name__}:Tied", rounds=1) as server:
+    with server_of(tmp_path, model=f"{__name__}:Tied", **{"rounds.total": 1}) as server:
         with atoll.join(server.url, site="a", folder=tmp_path / "w") as worker:
             for fl_round in worker:
                 model = fl_round.load_into(Tied())
@@ -156,7 +163,7 @@ def test_a_tied_tensor_may_come_as_two_where_the_runs_model_is_named(tmp_path: P
                 assert model.head.weight is model.table.weight
                 fl_round.submit(model)
         assert server.wait(30)
-    with server_of(tmp_path, model=f"{__name__}:Tied", rounds=1) as server:
+    with server_of(tmp_path, model=f"{__name__}:Tied", **{"rounds.total": 1}) as server:
         assert server.wait(30)
     assert Shelf.loads == 1
 
@@ -200,7 +207,7 @@ def test_without_the_runs_model_a_worker_is_told_that_the_names_are_tied(tmp_pat
 def test_an_exception_of_save_is_told_and_the_run_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with (
         caplog.at_level(logging.ERROR, "atoll.server"),
-        server_of(tmp_path, persistor_options={"fails": True}) as server,
+        server_of(tmp_path, **{"model.persistor.fails": True}) as server,
     ):
         play(server, tmp_path, 2)
     assert len(Shelf.handed) == 3
@@ -228,8 +235,8 @@ def test_one_that_exits_ends_its_own_call_and_not_the_server(
         ([1, 2], {}, "gave a list, not name → tensor"),
         ({"w": 1}, {}, "gave a dict, not name → tensor"),
         (None, {}, "The run has no initial model"),
-        (START, {"persistor_options": {"shelves": 3}}, "Set persistor_options to its keyword arguments"),
-        (START, {"persistor": "json:loads"}, "is a function without load, save and save_best"),
+        (START, {"model.persistor.shelves": 3}, "Set model.persistor to its keyword arguments"),
+        (START, {"model.persistor.path": "json:loads"}, "is a function without load, save and save_best"),
     ],
 )
 def test_one_that_cannot_be_used_ends_the_start(
@@ -243,14 +250,16 @@ def test_one_that_cannot_be_used_ends_the_start(
 def test_one_that_only_saves_leaves_the_initial_model_to_the_settings(tmp_path: Path) -> None:
     file = tmp_path / "only_saves.py"
     file.write_text("class Store:\n    def save(self, state, info): ...\n")
-    settings = atoll.Settings.build({"persistor": f"{file}:Store"})
+    settings = atoll.Settings.build({"model.persistor.path": f"{file}:Store"})
     assert Persistor(settings).load() is None
 
 
 @pytest.mark.covers("D14", "X41")
 def test_it_gets_each_version_that_is_the_best_so_far(tmp_path: Path) -> None:
     """Accuracies 0.5, 0.9, 0.7 are of versions 0, 1, 2, which the rounds started from: version 2 is no new best."""
-    with server_of(tmp_path, rounds=3, best_metric="accuracy", best_mode="max") as server:
+    with server_of(
+        tmp_path, **{"rounds.total": 3, "rounds.best_metric": "accuracy", "rounds.best_mode": "max"}
+    ) as server:
         with atoll.functional.Client(server.url, site="a", folder=tmp_path / "w") as client:
             for accuracy in (0.5, 0.9, 0.7):
                 client.next_round()
@@ -285,8 +294,12 @@ class Slow:
 
 
 def slow_server(folder: Path, rounds: int) -> atoll.Server:
-    named: dict[str, Any] = {"persistor": f"{__name__}:Slow", "best_metric": "accuracy", "save_every": 0}
-    return server_of(folder, START, rounds=rounds, **named)
+    named: dict[str, Any] = {
+        "model.persistor.path": f"{__name__}:Slow",
+        "rounds.best_metric": "accuracy",
+        "disk.export_every": 0,
+    }
+    return server_of(folder, START, **{"rounds.total": rounds}, **named)
 
 
 def measure(client: atoll.functional.Client, accuracies: list[float]) -> None:

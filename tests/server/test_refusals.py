@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from harness.processes import wait_until
+from kit.servers import new_server
 from torch import nn
 
 import atoll
@@ -29,8 +30,10 @@ class Tied(nn.Module):
 
 
 def serve(folder: Path, model: nn.Module | None = None, **settings: Any) -> atoll.Server:
-    options: dict[str, Any] = {"algorithm": "fedavg", "num_workers": 2, "min_free_bytes": 0}
-    return atoll.Server(model or nn.Linear(8, 4), port=0, state_dir=folder / "state", **(options | settings))
+    options: dict[str, Any] = {"algorithm.name": "fedavg", "rounds.sites": 2, "disk.min_free_bytes": 0}
+    return new_server(
+        model or nn.Linear(8, 4), **{"network.port": 0, "disk.state_dir": folder / "state"}, **(options | settings)
+    )
 
 
 @pytest.fixture
@@ -101,12 +104,17 @@ def test_a_ticket_is_completed_by_its_own_site_only(pair: tuple[Participation, P
 @pytest.mark.parametrize(
     ("settings", "weight", "by", "told"),
     [
-        ({"max_update_norm": 5.9}, 1.0, 1.0, r"norm is 6, above max_update_norm 5\.9"),  # √(36 · 1²) = 6
-        ({"max_update_norm": 6.1}, 1.0, 1.0, None),
-        ({}, 1.0, 1e12, r"norm is 6e\+12, above max_update_norm 1e\+12"),
-        ({"max_update_norm": 0.0}, 1.0, 1e12, None),
-        ({"max_weight": 10.0}, 11.0, 1.0, "weight is 11, above max_weight 10"),
-        ({"max_weight": 10.0}, 10.0, 1.0, None),
+        (
+            {"aggregation.max_update_norm": 5.9},
+            1.0,
+            1.0,
+            r"norm is 6, above aggregation.max_update_norm 5\.9",
+        ),  # √(36 · 1²) = 6
+        ({"aggregation.max_update_norm": 6.1}, 1.0, 1.0, None),
+        ({}, 1.0, 1e12, r"norm is 6e\+12, above aggregation.max_update_norm 1e\+12"),
+        ({"aggregation.max_update_norm": 0.0}, 1.0, 1e12, None),
+        ({"aggregation.max_weight": 10.0}, 11.0, 1.0, "weight is 11, above aggregation.max_weight 10"),
+        ({"aggregation.max_weight": 10.0}, 10.0, 1.0, None),
     ],
 )
 @pytest.mark.covers("F31")
@@ -114,7 +122,7 @@ def test_an_absurd_norm_or_weight_is_refused(
     tmp_path: Path, settings: dict[str, float], weight: float, by: float, told: str | None
 ) -> None:
     """Guards against `complete` without `_require_plausible`; either comparison turned round."""
-    with serve(tmp_path, num_workers=1, **settings) as server:
+    with serve(tmp_path, **{"rounds.sites": 1}, **settings) as server:
         place = formed(server, tmp_path, weight=weight, by=by)
         delivered = place.exchange.deliver()
         assert isinstance(delivered, Accepted if told is None else Refused)
@@ -160,7 +168,9 @@ def test_a_void_lease_may_not_even_beat(
 @pytest.mark.covers("L9")
 def test_a_heartbeat_is_a_sign_of_life(tmp_path: Path) -> None:
     """Guards against a heartbeat that does not reach the round machine."""
-    with serve(tmp_path, num_workers=1, heartbeat_interval_s=0.2, heartbeat_timeout_s=1.0) as server:
+    with serve(
+        tmp_path, **{"rounds.sites": 1, "network.heartbeat_interval_s": 0.2, "network.heartbeat_timeout_s": 1.0}
+    ) as server:
         place = take_part(server.url, "a", folder=tmp_path / "w")
         lease = place.session.http.lease
         begin_s = server.status().uptime_s
@@ -197,7 +207,7 @@ def test_what_the_server_exports_has_every_name_of_a_tied_tensor(tmp_path: Path)
 
     torch.manual_seed(0)
     model = Tied()
-    with serve(tmp_path, model, num_workers=1, rounds=1) as server:
+    with serve(tmp_path, model, **{"rounds.sites": 1, "rounds.total": 1}) as server:
         path = server.save_state(tmp_path / "model.safetensors")
     Tied().load_state_dict(load_file(path), strict=True)
 
@@ -205,7 +215,7 @@ def test_what_the_server_exports_has_every_name_of_a_tied_tensor(tmp_path: Path)
 @pytest.mark.covers("L15")
 def test_metrics_are_averaged_by_weight(tmp_path: Path) -> None:
     """(1 · 10 + 3 · 2) / 4 = 4, not (10 + 2) / 2."""
-    with serve(tmp_path, rounds=1) as server:
+    with serve(tmp_path, **{"rounds.total": 1}) as server:
         sites = {"a": (1.0, 10.0), "b": (3.0, 2.0)}
         sessions = {site: take_part(server.url, site, folder=tmp_path / "w") for site in sites}
         for site, place in sessions.items():
@@ -227,7 +237,7 @@ def test_whatever_of_a_refused_update_comes_later_is_told_that_it_is_refused(tmp
     """Several parts are on their way at once, and from several ranks: which answer comes first must not decide whether
     the worker goes back to the global model, or trains on from what was refused.
     """
-    with serve(tmp_path, nn.Linear(2000, 20), part_bytes=2**16, num_workers=1) as server:
+    with serve(tmp_path, nn.Linear(2000, 20), **{"network.part_bytes": 2**16, "rounds.sites": 1}) as server:
         place = take_part(server.url, "a", folder=tmp_path / "w")
         ticket = place.exchange.ask(wait_s=10.0).ticket
         assert ticket is not None

@@ -18,7 +18,7 @@ def test_says_that_the_round_waits_where_no_other_update_suffices(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, min_workers: int | None, waits: bool
 ) -> None:
     caplog.set_level("INFO", "atoll")
-    with serve(tmp_path, min_workers=min_workers) as server:
+    with serve(tmp_path, **{"rounds.min_sites": min_workers}) as server:
         with (
             atoll.functional.Client(server.url, site="a", folder=tmp_path / "w").register() as one,
             atoll.functional.Client(server.url, site="b", folder=tmp_path / "w").register(),

@@ -57,7 +57,7 @@ def test_a_site_that_is_started_again_on_its_machine_is_no_second_one(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING, "atoll.server")
-    with serve(tmp_path, num_workers=3) as server:
+    with serve(tmp_path, **{"rounds.sites": 3}) as server:
         with joined(server.url, "ward-1", "one"):
             pass
         with joined(server.url, "ward-1", "two") as http:
@@ -71,7 +71,7 @@ def test_a_site_that_is_started_again_on_its_machine_is_no_second_one(
 
 
 def test_two_processes_of_one_machine_with_folders_of_their_own_are_reported(tmp_path: Path) -> None:
-    with serve(tmp_path, heartbeat_interval_s=0.1) as server:
+    with serve(tmp_path, **{"network.heartbeat_interval_s": 0.1}) as server:
         with atoll.join(server.url, "a", folder=tmp_path / "one") as first:
             with atoll.join(server.url, "a", folder=tmp_path / "two"), pytest.raises(Superseded):
                 next(iter(first))

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from harness.processes import wait_until
+from kit.servers import new_server
 
 import atoll
 from atoll.errors import Busy, RunFailed
@@ -23,8 +24,13 @@ START = {"w": torch.ones(4)}
 
 
 def serve(folder: Path, **options: Any) -> atoll.Server:
-    settings: dict[str, Any] = {"algorithm": "fedavg", "port": 0, "min_free_bytes": 0, "threads": 1}
-    return atoll.Server(START, state_dir=folder / "state", **(settings | options)).start()
+    settings: dict[str, Any] = {
+        "algorithm.name": "fedavg",
+        "network.port": 0,
+        "disk.min_free_bytes": 0,
+        "run.threads": 1,
+    }
+    return new_server(START, **{"disk.state_dir": folder / "state"}, **(settings | options)).start()
 
 
 def waiting_when(
@@ -51,7 +57,7 @@ def ticket_of(place: Participation) -> messages.TicketReply:
 
 
 def test_ends_a_wait_for_a_round(tmp_path: Path) -> None:
-    server = serve(tmp_path, num_workers=2)
+    server = serve(tmp_path, **{"rounds.sites": 2})
     place = take_part(server.url, "a", folder=tmp_path / "w")
     error = waiting_when(server, lambda: ticket_of(place), server.stop)
     assert isinstance(error, Busy)
@@ -60,7 +66,7 @@ def test_ends_a_wait_for_a_round(tmp_path: Path) -> None:
 
 
 def test_a_site_that_has_submitted_learns_once_which_sites_are_awaited(tmp_path: Path) -> None:
-    server = serve(tmp_path, num_workers=2)
+    server = serve(tmp_path, **{"rounds.sites": 2})
     with atoll.functional.Client(server.url, site="a", folder=tmp_path / "w") as client:
         with atoll.functional.Client(server.url, site="b", folder=tmp_path / "w") as other:
             other.register()
@@ -92,7 +98,7 @@ def test_ends_a_wait_for_a_task(tmp_path: Path) -> None:
 
 def test_ends_a_wait_while_an_aggregator_fails(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def bad(updates):\n    raise ValueError('no such luck')\n")
-    server = serve(tmp_path, num_workers=2, aggregator=f"{tmp_path / 'mine.py'}:bad")
+    server = serve(tmp_path, **{"rounds.sites": 2, "aggregation.aggregator.path": f"{tmp_path / 'mine.py'}:bad"})
     first = take_part(server.url, "first", folder=tmp_path / "w")
     client = atoll.functional.Client(server.url, site="last", folder=tmp_path / "w").register()
     assert client.next_round() == 1

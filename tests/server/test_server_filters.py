@@ -28,17 +28,17 @@ def test_filters_of_the_run_file_are_for_all_sites_or_for_a_named_one(
     """
     (tmp_path / "run.toml").write_text(
         """
-        algorithm = "fedavg"
-        task_result_filters = [
+        algorithm.name = "fedavg"
+        workflow.result_filters = [
             {path = "drop", args = ["n"]},
             {path = "drop", args = ["head"], sites = ["a"]},
             {path = "norm_clip", args = {max_norm = 5.0}, sites = ["b"]},
         ]
         """
     )
-    given = Settings.read(tmp_path / "run.toml", environ={}).task_result_filters
+    given = Settings.read(tmp_path / "run.toml", environ={}).workflow.result_filters
     caplog.set_level(logging.INFO, "atoll.server")
-    with serving(tmp_path, task_result_filters=given) as server:
+    with serving(tmp_path, **{"workflow.result_filters": given}) as server:
         found = play(server, tmp_path, {"a": become([1.0, 1.0], 7.0), "b": become([6.0, 8.0], 0.0, n=9)})
     assert (found["w"].tolist(), found["head"].tolist(), found["n"].item()) == ([2.0, 2.5], [0.0], 7)
     assert "Drop('n') of every site, Drop('head') of a, NormClip(5, noise=0) of b" in caplog.text
@@ -81,10 +81,10 @@ def test_reducers_and_aggregators_see_what_the_filters_left(tmp_path: Path, how:
     """Of (2, 4) and (6, 8) half is left: the mean, and the median of two, is (2, 3)."""
     (tmp_path / "mine.py").write_text(MEAN)
     options: dict[str, dict[str, Any]] = {
-        "median": {"reducer": "median"},
-        "own": {"aggregator": f"{tmp_path}/mine.py:mean"},
-        "arriving": {"aggregator": f"{tmp_path}/mine.py:Arriving"},
-        "memory": {"download_to_disk": False},
+        "median": {"aggregation.reducer.name": "median"},
+        "own": {"aggregation.aggregator.path": f"{tmp_path}/mine.py:mean"},
+        "arriving": {"aggregation.aggregator.path": f"{tmp_path}/mine.py:Arriving"},
+        "memory": {"disk.in_files": False},
     }
     with serving(tmp_path, filters=[Halved()], **options.get(how, {})) as server:
         found = play(server, tmp_path, {"a": become([2.0, 4.0], 0.0), "b": become([6.0, 8.0], 0.0)})
@@ -108,7 +108,7 @@ def test_what_filters_leave_is_a_file_without_a_name_or_memory(tmp_path: Path, t
             nameless.add(any(link.startswith(f"{state}/") and link.endswith("(deleted)") for link in links))
             return values
 
-    with serving(tmp_path, num_workers=1, filters=[Looking()], download_to_disk=to_disk) as server:
+    with serving(tmp_path, **{"rounds.sites": 1}, filters=[Looking()], **{"disk.in_files": to_disk}) as server:
         play(server, tmp_path, {"a": become([2.0, 4.0], 0.0)})
     assert nameless == {to_disk}
 
@@ -119,7 +119,7 @@ def test_a_reducer_that_clips_knows_the_norm_behind_the_filters(tmp_path: Path) 
 
     The norm is that of parameters: a's buffer, which moves by 24, does not count.
     """
-    options = {"reducer": "clipped_mean", "reducer_options": {"max_norm": 2.5}}
+    options = {"aggregation.reducer.name": "clipped_mean", "aggregation.reducer.max_norm": 2.5}
     with serving(tmp_path, filters=[Halved()], **options) as server:
         found = play(server, tmp_path, {"a": become([6.0, 8.0], 0.0, 24.0), "b": become([0.0, 4.0], 0.0)})
     assert found["w"].tolist() == [0.75, 2.0]
@@ -152,7 +152,7 @@ def test_a_filter_that_changes_nothing_changes_no_bit(tmp_path: Path, codec: str
     }
     results = []
     for folder, filters in ((tmp_path / "plain", []), (tmp_path / "filtered", [Spy()])):
-        with serving(folder, start, codec=codec, filters=filters) as server:
+        with serving(folder, start, **{"aggregation.upload_codec.name": codec}, filters=filters) as server:
             results.append(play(server, folder, updates))
     assert [name for name in start if not torch.equal(results[0][name], results[1][name])] == []
     assert Spy.seen.count(("large", 0, CHUNK_ELEMENTS)) == 2  # once a site, and never more at a time
@@ -173,7 +173,7 @@ def test_a_filter_may_look_at_the_lazy_whole_and_its_metadata(tmp_path: Path) ->
             )
 
     seen: dict[str, object] = {}
-    with serving(tmp_path, num_workers=1, filters=[Looking()]) as server:
+    with serving(tmp_path, **{"rounds.sites": 1}, filters=[Looking()]) as server:
         client = join(server, tmp_path, "a")["a"]
         client.submit(become([1.0, 2.0], 0.0), weight=3.0, metrics={"loss": 0.5})
         assert client.next_round() is None
@@ -184,7 +184,9 @@ def test_a_filter_may_look_at_the_lazy_whole_and_its_metadata(tmp_path: Path) ->
 @pytest.mark.covers("T8")
 def test_scaffolds_controls_pass_as_they_came(tmp_path: Path) -> None:
     """c is the mean of what sites hold as c_i, and a site does not know what the server does to its update."""
-    with serving(tmp_path, algorithm="scaffold", num_workers=1, rounds=2, filters=[Halved()]) as server:
+    with serving(
+        tmp_path, **{"algorithm.name": "scaffold", "rounds.sites": 1, "rounds.total": 2}, filters=[Halved()]
+    ) as server:
         with atoll.functional.Client(server.url, site="a", folder=tmp_path / "w") as client:
             client.next_round()
             client.pull()

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 from filter_world import START, Halved
+from kit.servers import new_server
 
 import atoll
-from atoll import Settings
+from atoll.config import FIELDS, Settings, set_values
 from atoll.errors import ConfigError, UsageError
 from atoll.filters import NormClip
 
@@ -37,41 +38,46 @@ def test_every_site_has_a_filter_of_its_own(tmp_path: Path) -> None:
 )
 def test_an_entry_that_is_wrong_is_refused_at_the_start(entry: dict[str, Any], told: str) -> None:
     with pytest.raises(ConfigError, match=told):
-        atoll.Server(START, task_result_filters=[entry])
+        atoll.Server(START, settings={"workflow.result_filters": [entry]})
 
 
 def test_what_a_program_gives_wrongly_is_refused() -> None:
     with pytest.raises(UsageError, match="is not a filter"):
         atoll.Server(START, filters=["drop"])  # type: ignore[list-item]
     with pytest.raises(UsageError, match="Give one of them"):
-        atoll.Server(START, filters=[Halved()], task_result_filters=[{"path": "cast", "args": ["bf16"]}])
-    with pytest.raises(UsageError, match="Server got data_filters, and its settings have task_data_filters"):
-        atoll.Server(START, data_filters=[Halved()], task_data_filters=[{"path": "cast", "args": ["bf16"]}])
+        atoll.Server(
+            START, filters=[Halved()], settings={"workflow.result_filters": [{"path": "cast", "args": ["bf16"]}]}
+        )
+    with pytest.raises(UsageError, match=r"Server got data_filters, and its settings have workflow\.payload_filters"):
+        atoll.Server(
+            START, data_filters=[Halved()], settings={"workflow.payload_filters": [{"path": "cast", "args": ["bf16"]}]}
+        )
 
 
 @pytest.mark.covers("T8", "X3")
 def test_rounds_refuse_filters_that_only_tasks_can_have() -> None:
-    for options in ({"data_filters": [Halved()]}, {"task_data_filters": [{"path": "cast", "args": ["bf16"]}]}):
-        told = r"task_data_filters are set \(.* of every site\), and the run has rounds.*one file.*Leave them out"
+    for options in ({"data_filters": [Halved()]}, {"workflow.payload_filters": [{"path": "cast", "args": ["bf16"]}]}):
+        told = (
+            r"workflow.payload_filters are set \(.* of every site\), and the run has rounds.*one file.*Leave them out"
+        )
         with pytest.raises(ConfigError, match=told):
-            atoll.Server(START, **options)  # type: ignore[arg-type]
+            new_server(START, **options)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"name the tasks train, and a run of rounds has none.*Leave tasks out"):
         atoll.Server(START, filters={"a": {"train": [Halved()]}})
 
 
 def test_a_filter_in_a_file_beside_the_run_file_and_in_a_variable(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text("from atoll.filters import Filter\nclass Mine(Filter): ...\n")
-    (tmp_path / "run.toml").write_text('task_result_filters = [{path = "own.py:Mine"}]\n')
+    (tmp_path / "run.toml").write_text('workflow.result_filters = [{path = "own.py:Mine"}]\n')
     (filter_,) = atoll.Server(START, Settings.read(tmp_path / "run.toml", environ={}))._filters.results.of("a")
     assert repr(filter_) == "Mine()"
     text = '[{path = "cast", args = ["bf16"]}]'
-    settings = Settings.read(environ={"ATOLL_TASK_RESULT_FILTERS": text})
-    assert settings.task_result_filters == ({"path": "cast", "args": ["bf16"]},)
+    settings = Settings.read(environ={"ATOLL_WORKFLOW__RESULT_FILTERS": text})
+    assert settings.workflow.result_filters == ({"path": "cast", "args": ["bf16"]},)
 
 
-def test_a_flag_has_tables() -> None:
-    from atoll.cli.server import _parsed
-
-    assert _parsed("task_result_filters", '[{path = "drop", args = ["w"]}]') == [{"path": "drop", "args": ["w"]}]
-    with pytest.raises(ConfigError, match="or a list of such tables"):
-        _parsed("task_result_filters", "drop")
+def test_set_takes_a_list_of_tables() -> None:
+    key, tables = "workflow.result_filters", [{"path": "drop", "args": ["w"]}]
+    assert set_values([f'{key}=[{{path = "drop", args = ["w"]}}]'], FIELDS) == {key: tables}
+    with pytest.raises(ConfigError, match=r"workflow\.result_filters"):
+        Settings.read(None, set_values([f"{key}=drop"], FIELDS), {})

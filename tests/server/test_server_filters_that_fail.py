@@ -28,7 +28,7 @@ def test_a_disk_without_space_for_what_filters_leave_is_told_as_such(
 ) -> None:
     """The site is told to come back, and does."""
     raised: list[type[BaseException]] = []
-    with serving(tmp_path, num_workers=1, filters=[Halved()]) as server:
+    with serving(tmp_path, **{"rounds.sites": 1}, filters=[Halved()]) as server:
         prepare = server._run.filtering.prepare  # type: ignore[union-attr]
 
         async def noted(row: TicketRow, number: int) -> None:
@@ -72,7 +72,7 @@ class Leaving(Filter):
 def test_the_round_goes_on_without_a_site_with_a_failing_filter(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: Any, told: str
 ) -> None:
-    with serving(tmp_path, min_workers=1, filters={"b": [kind()]}) as server:
+    with serving(tmp_path, **{"rounds.min_sites": 1}, filters={"b": [kind()]}) as server:
         good, bad = join(server, tmp_path, "ab").values()
         good.submit(become([1.0, 2.0], 3.0))
         bad.submit(become([9.0, 9.0], 9.0))
@@ -93,10 +93,10 @@ def test_the_round_goes_on_without_a_site_with_a_failing_filter(
 def test_an_accepted_update_is_filtered_anew_behind_a_restart(tmp_path: Path) -> None:
     """What was received is kept as it was: the second server halves it once, not twice."""
     port = free_port()
-    with serving(tmp_path, filters=[Halved()], port=port) as server:
+    with serving(tmp_path, filters=[Halved()], **{"network.port": port}) as server:
         clients = join(server, tmp_path, "ab")
         clients["a"].submit(become([2.0, 4.0], 0.0))
-    with serving(tmp_path, filters=[Halved()], port=port) as server:
+    with serving(tmp_path, filters=[Halved()], **{"network.port": port}) as server:
         clients["b"].submit(become([6.0, 8.0], 0.0))
         for client in clients.values():
             assert client.next_round() is None
@@ -108,14 +108,14 @@ def test_an_accepted_update_is_filtered_anew_behind_a_restart(tmp_path: Path) ->
 @pytest.mark.covers("T8", "X3")
 def test_a_filter_that_fails_at_what_it_took_before_ends_the_server_and_loses_nothing(tmp_path: Path) -> None:
     port = free_port()
-    with serving(tmp_path, filters=[Filter()], port=port) as server:
+    with serving(tmp_path, filters=[Filter()], **{"network.port": port}) as server:
         clients = join(server, tmp_path, "ab")
         clients["a"].submit(become([2.0, 4.0], 0.0))
-    with serving(tmp_path, filters={"a": [Broken()]}, port=port) as server:
+    with serving(tmp_path, filters={"a": [Broken()]}, **{"network.port": port}) as server:
         clients["b"].submit(become([6.0, 8.0], 0.0))
         with pytest.raises(RunFailed, match=r"update of a for round 1 .*Broken\(\) failed at 'head'.*Nothing is lost"):
             server.wait(60)
-    with serving(tmp_path, filters=[Halved()], port=port) as server:  # mended
+    with serving(tmp_path, filters=[Halved()], **{"network.port": port}) as server:  # mended
         for client in clients.values():
             assert client.next_round() is None
             client.close()
@@ -140,7 +140,7 @@ def test_an_update_that_is_completed_twice_at_once_is_accepted_once(
 
     begins: list[str] = []
     begun, go = threading.Event(), threading.Event()
-    with serving(tmp_path, num_workers=1, filters=[Slow()]) as server:
+    with serving(tmp_path, **{"rounds.sites": 1}, filters=[Slow()]) as server:
         refusal, asked = server._run.filtering.refusal, list[int]()  # type: ignore[union-attr]
 
         async def counted(row: TicketRow, *rest: Any) -> str:

@@ -37,7 +37,9 @@ def test_rounds_that_overtake_the_disk_keep_no_more_versions(tmp_path: Path, mon
     monkeypatch.setattr(Journal, "sync", slow)
     waits.set()
     versions = set()
-    with serve(tmp_path, nn.Linear(4, 3), algorithm="fedavg", rounds=7, num_workers=1) as server:
+    with serve(
+        tmp_path, nn.Linear(4, 3), **{"algorithm.name": "fedavg", "rounds.total": 7, "rounds.sites": 1}
+    ) as server:
         with atoll.functional.Client(server.url, site="a", folder=tmp_path / "workers") as client:
             while (number := client.next_round()) is not None:
                 if number == 2:

@@ -24,7 +24,9 @@ def test_a_part_that_has_arrived_is_a_sign_of_life(tmp_path: Path) -> None:
     """The request for it is one, too; the site sends nothing else meanwhile."""
     torch.manual_seed(0)
     model = nn.Linear(4096, 4)  # 4 rows of 4,096 in fp32 are one part of 64 KiB
-    with serve(tmp_path, model, num_workers=1, heartbeat_interval_s=0, heartbeat_timeout_s=0) as server:
+    with serve(
+        tmp_path, model, **{"rounds.sites": 1, "network.heartbeat_interval_s": 0, "network.heartbeat_timeout_s": 0}
+    ) as server:
         place = take_part(server.url, "a", folder=tmp_path / "workers")
         ticket = place.exchange.ask(wait_s=10.0).ticket
         assert ticket is not None

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from harness.processes import wait_until
+from kit.servers import new_server
 from torch import nn
 
 import atoll
@@ -45,11 +46,11 @@ def wait_until_durable(server: atoll.Server, version: int) -> None:
 def test_a_stalled_reader_gets_its_own_version_or_is_cut_off(tmp_path: Path) -> None:
     """Readers stall in versions 0, 1 and 2; two may be pinned beyond those that are kept: the oldest is revoked."""
     torch.manual_seed(0)
-    options: dict[str, Any] = {"algorithm": "fedavg", "keep_versions": 1, "max_pins": 2}
+    options: dict[str, Any] = {"algorithm.name": "fedavg", "disk.keep_versions": 1, "disk.max_pinned_versions": 2}
     model = nn.Linear(3000, 1000, bias=False)  # 12 MB: more than the sockets between the two can hold
     readers: list[tuple[socket.socket, bytes]] = []
     versions: list[bytes] = []
-    with atoll.Server(model, port=0, state_dir=tmp_path / "state", **options) as server:
+    with new_server(model, **{"network.port": 0, "disk.state_dir": tmp_path / "state"}, **options) as server:
         with atoll.functional.Client(server.url, site="a", folder=tmp_path / "w") as client:
             for number in range(8):
                 assert client.next_round() == number + 1

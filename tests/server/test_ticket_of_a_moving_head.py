@@ -28,7 +28,7 @@ def test_a_ticket_names_a_version_by_its_own_digest_though_the_head_moves(
         return row
 
     looks: list[VersionRow] = []
-    with serve(tmp_path, algorithm="diloco", mode="async", num_workers=1) as server:
+    with serve(tmp_path, **{"algorithm.name": "diloco", "async.enabled": True, "rounds.sites": 1}) as server:
         lease = joined(server.url, "a")
         monkeypatch.setattr(Versions, "head", moving)
         status, reply = post(server.url, "/v1/tickets", {"fragment": 0}, lease)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from harness.processes import wait_until
+from kit.servers import new_server
 from torch import nn
 
 import atoll
@@ -43,7 +44,7 @@ def test_the_time_left_is_the_mean_round_times_those_left(
 
 def test_what_was_long_ago_does_not_count(tmp_path: Path) -> None:
     """Rounds of an hour, then as many of a second as are looked at."""
-    with serve(tmp_path, rounds=100) as server:
+    with serve(tmp_path, **{"rounds.total": 100}) as server:
         run = server._run
         assert run is not None
         left = TimeLeft(100, 1)
@@ -56,8 +57,13 @@ def test_what_was_long_ago_does_not_count(tmp_path: Path) -> None:
 
 
 def serve(folder: Path, **options: object) -> atoll.Server:
-    settings = {"algorithm": "fedavg", "port": 0, "state_dir": folder / "state", "min_free_bytes": 0} | options
-    return atoll.Server(nn.Linear(3, 2), **settings)
+    settings = {
+        "algorithm.name": "fedavg",
+        "network.port": 0,
+        "disk.state_dir": folder / "state",
+        "disk.min_free_bytes": 0,
+    } | options
+    return new_server(nn.Linear(3, 2), **settings)
 
 
 @pytest.mark.covers("X4")
@@ -66,7 +72,7 @@ def test_status_and_the_servers_lines_say_how_long_a_run_still_takes(
 ) -> None:
     caplog.set_level(logging.INFO)
     told: list[float | None] = []
-    with serve(tmp_path, rounds=4) as server:
+    with serve(tmp_path, **{"rounds.total": 4}) as server:
         with atoll.join(server.url, site="a", folder=tmp_path / "w") as worker:
             for fl_round in worker:
                 status = server.status()
@@ -88,7 +94,10 @@ def test_a_run_that_goes_on_until_it_is_stopped_has_no_time_left(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    with serve(tmp_path, rounds=0) as server, atoll.join(server.url, site="a", folder=tmp_path / "w") as worker:
+    with (
+        serve(tmp_path, **{"rounds.total": 0}) as server,
+        atoll.join(server.url, site="a", folder=tmp_path / "w") as worker,
+    ):
         for fl_round in worker:
             fl_round.submit(fl_round.state_dict())
             if fl_round.number == 3:
@@ -101,7 +110,7 @@ def test_a_run_that_goes_on_until_it_is_stopped_has_no_time_left(
 
 @pytest.mark.covers("X4")
 def test_the_server_tells_waiting_sites_the_time_left(tmp_path: Path) -> None:
-    with serve(tmp_path, rounds=5, num_workers=2) as server:
+    with serve(tmp_path, **{"rounds.total": 5, "rounds.sites": 2}) as server:
         a, b = (atoll.functional.Client(server.url, site=site, folder=tmp_path / "w").register() for site in "ab")
         for client in (a, b, a):
             assert client.next_round() is not None
@@ -125,7 +134,7 @@ def test_a_worker_that_waits_says_it_too() -> None:
 
 
 def test_no_time_is_named_while_a_run_waits_for_a_site(tmp_path: Path) -> None:
-    with serve(tmp_path, rounds=3, num_workers=2) as server:
+    with serve(tmp_path, **{"rounds.total": 3, "rounds.sites": 2}) as server:
         with atoll.join(server.url, site="a", folder=tmp_path / "w") as a:
             with atoll.join(server.url, site="b", folder=tmp_path / "w") as b:
                 for worker in (a, b):

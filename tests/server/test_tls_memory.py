@@ -43,7 +43,9 @@ def shaken(server: atoll.Server, context: ssl.SSLContext) -> ssl.SSLSocket:
 def test_keeps_a_small_buffer_for_a_tls_connection_that_asked_nothing(tmp_path: Path, authority: trustme.CA) -> None:
     context = ssl.create_default_context(cafile=str(tmp_path / "ca.pem"))
     with (
-        serve(tmp_path, tls_cert=tmp_path / "cert.pem", tls_key=tmp_path / "key.pem") as server,
+        serve(
+            tmp_path, **{"network.tls_cert": tmp_path / "cert.pem", "network.tls_key": tmp_path / "key.pem"}
+        ) as server,
         contextlib.ExitStack() as opened,
     ):
         opened.enter_context(shaken(server, context))
@@ -59,7 +61,14 @@ def test_keeps_a_small_buffer_for_a_tls_connection_that_asked_nothing(tmp_path: 
 
 def test_trains_over_tls_with_that_buffer(tmp_path: Path, authority: trustme.CA) -> None:
     """Parts of several buffers, up and down."""
-    with serve(tmp_path, tls_cert=tmp_path / "cert.pem", tls_key=tmp_path / "key.pem", part_bytes=2**20) as server:
+    with serve(
+        tmp_path,
+        **{
+            "network.tls_cert": tmp_path / "cert.pem",
+            "network.tls_key": tmp_path / "key.pem",
+            "network.part_bytes": 2**20,
+        },
+    ) as server:
         sites = FederatedSites(server.url, tmp_path)
         sites.join()
         assert server.status().finished
@@ -67,7 +76,9 @@ def test_trains_over_tls_with_that_buffer(tmp_path: Path, authority: trustme.CA)
 
 
 def test_a_peer_that_speaks_no_tls_or_leaves_does_not_disturb_the_others(tmp_path: Path, authority: trustme.CA) -> None:
-    with serve(tmp_path, tls_cert=tmp_path / "cert.pem", tls_key=tmp_path / "key.pem") as server:
+    with serve(
+        tmp_path, **{"network.tls_cert": tmp_path / "cert.pem", "network.tls_key": tmp_path / "key.pem"}
+    ) as server:
         with socket.create_connection(("127.0.0.1", server.port), timeout=30) as plain:
             plain.sendall(b"GET /v1/run HTTP/1.1\r\nHost: localhost\r\n\r\n")
             while plain.recv(2**16):

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from harness.processes import free_port, wait_until
+from kit.servers import new_server
 from torch import nn
 
 import atoll
@@ -23,21 +24,21 @@ UNHEARD = "not heard since the server restarted"
 @pytest.mark.covers("L13", "X4")
 def test_a_site_that_is_silent_since_the_restart_is_told_apart(tmp_path: Path) -> None:
     options: dict[str, Any] = {
-        "algorithm": "fedavg",
-        "num_workers": 2,
-        "heartbeat_timeout_s": 0,
-        "heartbeat_interval_s": 0,  # nothing is sent but what this test sends
-        "port": free_port(),
-        "state_dir": tmp_path / "state",
+        "algorithm.name": "fedavg",
+        "rounds.sites": 2,
+        "network.heartbeat_timeout_s": 0,
+        "network.heartbeat_interval_s": 0,  # nothing is sent but what this test sends
+        "network.port": free_port(),
+        "disk.state_dir": tmp_path / "state",
     }
-    server = atoll.Server(nn.Linear(4, 3), **options).start()
+    server = new_server(nn.Linear(4, 3), **options).start()
     sessions = {site: take_part(server.url, site, folder=tmp_path / "w") for site in ("a", "b")}
     for place in sessions.values():
         assert place.exchange.ask(wait_s=5.0).ticket is not None
     assert UNHEARD not in server.status().fragments[0].reason
     server.stop()
 
-    with atoll.Server(None, **options) as server:
+    with new_server(None, **options) as server:
         (fragment,) = server.status().fragments
         assert awaited(fragment).endswith(f"; {UNHEARD}: a, b")
 
@@ -67,9 +68,15 @@ def test_names_a_site_that_misses_heartbeats_and_the_consequence(
 ) -> None:
     """At 2.5 intervals of silence, long before the end; nothing changes in the words from then on."""
     monkeypatch.setattr(Session, "_heartbeats", lambda _: None)  # nothing is sent but what this test sends
-    options: dict[str, Any] = {"num_workers": 3, "heartbeat_interval_s": 0.4, "heartbeat_timeout_s": timeout_s}
+    options: dict[str, Any] = {
+        "rounds.sites": 3,
+        "network.heartbeat_interval_s": 0.4,
+        "network.heartbeat_timeout_s": timeout_s,
+    }
     model = nn.Linear(4, 3)
-    with atoll.Server(model, port=0, algorithm="fedavg", state_dir=tmp_path / "state", **options) as server:
+    with new_server(
+        model, **{"network.port": 0, "algorithm.name": "fedavg", "disk.state_dir": tmp_path / "state"}, **options
+    ) as server:
         sessions = {site: take_part(server.url, site, folder=tmp_path / "w") for site in ("a", "b", "c")}
 
         def reason(*beating: str) -> str:
@@ -92,20 +99,20 @@ def test_names_a_site_that_misses_heartbeats_and_the_consequence(
 def test_a_site_that_is_silent_since_the_restart_is_shown_with_the_version_it_had(tmp_path: Path) -> None:
     """Version 0 and two rounds behind was shown, whatever it had."""
     options: dict[str, Any] = {
-        "algorithm": "fedavg",
-        "num_workers": 1,
-        "rounds": 5,
-        "heartbeat_timeout_s": 0,
-        "heartbeat_interval_s": 0,
-        "port": free_port(),
-        "state_dir": tmp_path / "state",
+        "algorithm.name": "fedavg",
+        "rounds.sites": 1,
+        "rounds.total": 5,
+        "network.heartbeat_timeout_s": 0,
+        "network.heartbeat_interval_s": 0,
+        "network.port": free_port(),
+        "disk.state_dir": tmp_path / "state",
     }
 
     def shown(server: atoll.Server) -> tuple[int, int]:
         (worker,) = server.status().workers
         return worker.version, worker.staleness
 
-    with atoll.Server(nn.Linear(4, 3), **options) as server:
+    with new_server(nn.Linear(4, 3), **options) as server:
         client = atoll.functional.Client(server.url, site="a", folder=tmp_path / "w")
         for number in (1, 2):
             assert client.next_round() == number
@@ -113,7 +120,7 @@ def test_a_site_that_is_silent_since_the_restart_is_shown_with_the_version_it_ha
         assert client.next_round() == 3
         assert shown(server) == (2, 0)
 
-    with atoll.Server(None, **options) as server:
+    with new_server(None, **options) as server:
         assert not server.status().workers[0].heard
         assert shown(server) == (2, 0)
         take_part(server.url, "a", folder=tmp_path / "elsewhere").leave()  # joins, and asks for nothing
@@ -129,7 +136,16 @@ def test_the_end_names_the_sites_it_waits_for_and_those_that_never_came(
     monkeypatch.setattr(serve, "GRACE_SAID_S", 0.0)
     caplog.set_level(logging.INFO, "atoll.server")
     model = nn.Linear(4, 3)
-    with atoll.Server(model, port=0, algorithm="fedavg", rounds=1, num_workers=1, state_dir=tmp_path / "s") as server:
+    with atoll.Server(
+        model,
+        settings={
+            "network.port": 0,
+            "algorithm.name": "fedavg",
+            "rounds.total": 1,
+            "rounds.sites": 1,
+            "disk.state_dir": tmp_path / "s",
+        },
+    ) as server:
         vanished = take_part(server.url, "vanished", folder=tmp_path / "w")
         ticket = vanished.exchange.ask().ticket
         assert ticket is not None

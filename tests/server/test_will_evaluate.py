@@ -10,11 +10,13 @@ from atoll.server.tasks.workflow_schedule import EVALUATES, WorkflowSchedule
 
 
 def test_a_site_is_asked_by_an_evaluation_that_is_still_to_come(tmp_path: Path) -> None:
-    settings = Settings(
-        state_dir=tmp_path,
-        num_workers=2,
-        rounds=1,
-        workflows=[{"kind": "train"}, {"kind": EVALUATES, "args": {"sites": ["a"]}}],
+    settings = Settings.build(
+        {
+            "disk.state_dir": tmp_path,
+            "rounds.sites": 2,
+            "rounds.total": 1,
+            "workflow.steps": [{"kind": "train"}, {"kind": EVALUATES, "args": {"sites": ["a"]}}],
+        }
     )
     schedule = WorkflowSchedule(settings, None, TaskFilters(settings))
     assert [schedule.will_evaluate(site) for site in "ab"] == [True, False]

@@ -106,18 +106,18 @@ def expected(sites: str, *, sync_every: int, rounds: int) -> dict[str, list[dict
 
 
 SETTINGS: dict[str, Any] = {
-    "model": "sharded_model:build",
-    "algorithm": "diloco",
-    "codec": "none",
-    "outer_lr": OUTER_LR,
-    "outer_momentum": MOMENTUM,
-    "state_dir": "state",
-    "heartbeat_interval_s": 0.5,
-    "heartbeat_timeout_s": 60.0,
-    "threads": 1,
-    "ranks": 2,
-    "part_bytes": 2**16,
-    "min_free_bytes": 0,
+    "model.source": "sharded_model:build",
+    "algorithm.name": "diloco",
+    "aggregation.upload_codec.name": "none",
+    "algorithm.outer_optimizer.lr": OUTER_LR,
+    "algorithm.outer_optimizer.momentum": MOMENTUM,
+    "disk.state_dir": "state",
+    "network.heartbeat_interval_s": 0.5,
+    "network.heartbeat_timeout_s": 60.0,
+    "run.threads": 1,
+    "model.ranks": 2,
+    "network.part_bytes": 2**16,
+    "disk.min_free_bytes": 0,
 }
 
 
@@ -159,7 +159,7 @@ class World:
         (folder / "sharded_model.py").write_text(
             f"import sys\nsys.path.insert(0, {str(Path(__file__).parent)!r})\nfrom sharded_world import build\n"
         )
-        values = SETTINGS | {"port": self.port} | settings
+        values = SETTINGS | {"network.port": self.port} | settings
         flat = {key: value for key, value in values.items() if not isinstance(value, dict)}
         for table in values.keys() - flat.keys():
             flat |= {f"{table}.{key}": value for key, value in values[table].items()}

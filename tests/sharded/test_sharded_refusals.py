@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from harness.processes import Nursery
+from kit.servers import new_server
 from sharded_world import World
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
@@ -20,7 +21,11 @@ from atoll.worker.session.ranks import RankGroup
 @pytest.mark.parametrize(
     ("ranks", "how", "what"),
     [
-        (3, {}, "is sharded over 3 ranks, and the run 'atoll' has ranks = 2. Start the server with --ranks 3"),
+        (
+            3,
+            {},
+            "is sharded over 3 ranks, and the run 'atoll' has ranks = 2. Start the server with --set model.ranks=3",
+        ),
         (2, {"sharded": "columns"}, "wide.weight is laid out as ('S(1)',) over a mesh of (2,) ranks"),
         (2, {"sharded": "replicated"}, "wide.weight is laid out as ('R',) over a mesh of (2,) ranks"),
         (2, {"otherwise": "publish"}, "payload['wide.weight'] is a DTensor, which cannot travel."),
@@ -30,7 +35,7 @@ from atoll.worker.session.ranks import RankGroup
     ids=["another-number", "columns", "replicated", "published", "federated", "filters"],
 )
 def test_every_rank_is_told(nursery: Nursery, tmp_path: Path, ranks: int, how: dict[str, Any], what: str) -> None:
-    with World(nursery, tmp_path, sync_every=2, rounds=1, num_workers=1) as world:
+    with World(nursery, tmp_path, **{"diloco.sync_every": 2, "rounds.total": 1, "rounds.sites": 1}) as world:
         for each in world.site("a", ranks=ranks, **how):
             assert each.wait(60) == 1
             assert what in " ".join(each.output().split()), each.output()
@@ -38,7 +43,9 @@ def test_every_rank_is_told(nursery: Nursery, tmp_path: Path, ranks: int, how: d
 
 @pytest.mark.covers("P4")
 def test_hybrid_sharding_is_refused(nursery: Nursery, tmp_path: Path) -> None:
-    with World(nursery, tmp_path, sync_every=2, rounds=1, num_workers=1, ranks=4) as world:
+    with World(
+        nursery, tmp_path, **{"diloco.sync_every": 2, "rounds.total": 1, "rounds.sites": 1, "model.ranks": 4}
+    ) as world:
         for each in world.site("a", ranks=4, sharded="hybrid"):
             assert each.wait(60) == 1
             assert "over a mesh of (2, 2) ranks, and 4 ranks are one worker" in each.output()
@@ -58,30 +65,32 @@ def test_fsdp1_is_refused() -> None:
 @pytest.mark.parametrize(
     ("more", "what"),
     [
-        ({"num_fragments": 2, "sync_every": 4}, "num_fragments is 2, and ranks is 2"),
-        ({"tau": 1}, "tau is 1, and ranks is 2"),
-        ({"alpha": 0.5}, "alpha is 0.5, and ranks is 2"),
-        ({"workflow": "flow.py:main"}, "workflow is 'flow.py:main', and ranks is 2"),
+        ({"diloco.num_fragments": 2, "diloco.sync_every": 4}, "diloco.num_fragments is 2, and model.ranks is 2"),
+        ({"diloco.fragment_sync_delay": 1}, "diloco.fragment_sync_delay is 1, and model.ranks is 2"),
+        ({"diloco.fragment_update_alpha": 0.5}, "diloco.fragment_update_alpha is 0.5, and model.ranks is 2"),
+        ({"workflow.function": "flow.py:main"}, "workflow.function is 'flow.py:main', and model.ranks is 2"),
     ],
 )
 def test_settings_that_do_not_go_with_ranks(more: dict[str, Any], what: str) -> None:
-    with pytest.raises(ConfigError, match=r"Leave .* out, or set ranks = 1") as raised:
-        Settings.build({"ranks": 2} | more)
+    with pytest.raises(ConfigError, match=r"Leave .* out, or set model.ranks = 1") as raised:
+        Settings.build({"model.ranks": 2} | more)
     assert what in str(raised.value)
 
 
 def test_controls_do_not_go_with_ranks(tmp_path: Path) -> None:
     import atoll
 
-    with pytest.raises(ConfigError, match=r"ranks is 2, and algorithm is 'scaffold'.*not sharded so far"):
-        atoll.Server(nn.Linear(2, 2), algorithm="scaffold", ranks=2, port=0, state_dir=tmp_path).start()
+    with pytest.raises(ConfigError, match=r"ranks is 2, and algorithm\.name is 'scaffold'.*not sharded so far"):
+        atoll.Server(
+            nn.Linear(2, 2),
+            settings={"algorithm.name": "scaffold", "model.ranks": 2, "network.port": 0, "disk.state_dir": tmp_path},
+        ).start()
 
 
 def test_a_run_keeps_its_number_of_ranks(tmp_path: Path) -> None:
-    import atoll
 
-    settings: dict[str, Any] = {"port": 0, "state_dir": tmp_path, "min_free_bytes": 0}
-    atoll.Server(nn.Linear(2, 2), ranks=2, **settings).start().stop()
+    settings: dict[str, Any] = {"network.port": 0, "disk.state_dir": tmp_path, "disk.min_free_bytes": 0}
+    new_server(nn.Linear(2, 2), **{"model.ranks": 2}, **settings).start().stop()
     for ranks in (1, 3):
-        with pytest.raises(ConfigError, match=f"a run with ranks = 2, this start says {ranks}"):
-            atoll.Server(nn.Linear(2, 2), ranks=ranks, **settings).start()
+        with pytest.raises(ConfigError, match=f"a run with model.ranks = 2, this start says {ranks}"):
+            new_server(nn.Linear(2, 2), **{"model.ranks": ranks}, **settings).start()

@@ -32,7 +32,7 @@ def test_sharded_workers_train_as_one_that_is_whole(nursery: Nursery, tmp_path: 
     = 1,737, of wide.bias 150, of down.weight 3·301 = 903, of down.bias 3; nothing of the last layer, whose row is rank
     0's. To rank 0 before each of three updates, back to rank 1 after each of four versions; 8 bytes each.
     """
-    with World(nursery, tmp_path, sync_every=3, rounds=3, num_workers=2) as world:
+    with World(nursery, tmp_path, **{"diloco.sync_every": 3, "rounds.total": 3, "rounds.sites": 2}) as world:
         world.ended(world.site("a"), world.site("b"))
     require_close(tmp_path, expected("ab", sync_every=3, rounds=3))
     version, update = raw(2)
@@ -49,7 +49,11 @@ def test_sharded_workers_train_as_one_that_is_whole(nursery: Nursery, tmp_path: 
 
 def test_each_rank_keeps_its_own_share_on_disk(nursery: Nursery, tmp_path: Path) -> None:
     """The base file is as long as the version, and so is what error feedback keeps; most of them are holes."""
-    with World(nursery, tmp_path, sync_every=2, rounds=1, num_workers=1, codec="int8") as world:
+    with World(
+        nursery,
+        tmp_path,
+        **{"diloco.sync_every": 2, "rounds.total": 1, "rounds.sites": 1, "aggregation.upload_codec.name": "int8"},
+    ) as world:
         world.ended(world.site("a"))
     version, _ = raw(2)
     for rank in (0, 1):
@@ -66,8 +70,13 @@ def test_each_rank_keeps_its_own_share_on_disk(nursery: Nursery, tmp_path: Path)
 def test_a_site_that_is_divided_anew_keeps_no_files_of_its_earlier_divisions(nursery: Nursery, tmp_path: Path) -> None:
     home = tmp_path / "workers" / "a"
     for ranks, how in ((1, {"sharded": ""}), (3, {}), (2, {})):
-        run: dict[str, Any] = {"state_dir": f"state-{ranks}", "ranks": ranks, "sync_every": 2, "rounds": 1}
-        with World(nursery, tmp_path, num_workers=1, **run) as world:
+        run: dict[str, Any] = {
+            "disk.state_dir": f"state-{ranks}",
+            "model.ranks": ranks,
+            "diloco.sync_every": 2,
+            "rounds.total": 1,
+        }
+        with World(nursery, tmp_path, **{"rounds.sites": 1}, **run) as world:
             world.ended(world.site("a", ranks=ranks, **how))
         if ranks == 3:
             assert {path.name for path in home.iterdir()} == {f"rank-{rank}-of-3" for rank in range(3)}
@@ -78,14 +87,16 @@ def test_a_rank_may_have_no_rows(nursery: Nursery, tmp_path: Path) -> None:
     """Of three ranks the second has the border of two tiles, and the last no row of two tensors."""
     specs = {spec.name: spec for spec in schema_of(build()).tensors}
     assert [rows_of(specs["last.weight"], rank, 3) for rank in range(3)] == [(0, 7), (7, 7), (7, 7)]
-    with World(nursery, tmp_path, sync_every=2, rounds=2, num_workers=1, ranks=3) as world:
+    with World(
+        nursery, tmp_path, **{"diloco.sync_every": 2, "rounds.total": 2, "rounds.sites": 1, "model.ranks": 3}
+    ) as world:
         world.ended(world.site("a", ranks=3))
     require_close(tmp_path, expected("a", sync_every=2, rounds=2), ranks=3)
 
 
 def test_sharded_and_whole_workers_train_together(nursery: Nursery, tmp_path: Path) -> None:
     right = expected("ab", sync_every=3, rounds=2)
-    with World(nursery, tmp_path, sync_every=3, rounds=2, num_workers=2) as world:
+    with World(nursery, tmp_path, **{"diloco.sync_every": 3, "rounds.total": 2, "rounds.sites": 2}) as world:
         world.ended(world.site("a"), world.site("b", ranks=1, sharded=""))
     require_close(tmp_path, {"a": right["a"]})
     require_close(tmp_path, {"b": right["b"]}, ranks=1)
@@ -95,7 +106,9 @@ def test_sharded_and_whole_workers_train_together(nursery: Nursery, tmp_path: Pa
 
 
 def test_one_rank_has_the_whole_of_a_sharded_model(nursery: Nursery, tmp_path: Path) -> None:
-    with World(nursery, tmp_path, sync_every=2, rounds=1, num_workers=1, ranks=2) as world:
+    with World(
+        nursery, tmp_path, **{"diloco.sync_every": 2, "rounds.total": 1, "rounds.sites": 1, "model.ranks": 2}
+    ) as world:
         world.ended(world.site("a", ranks=1))
     require_close(tmp_path, expected("a", sync_every=2, rounds=1), ranks=1)
 
@@ -106,8 +119,8 @@ def test_every_rank_ends_with_its_rows_of_the_runs_model(
     nursery: Nursery, tmp_path: Path, dtype: str, codec: str
 ) -> None:
     """To the bit, in other dtypes and codecs: the last version has come to where it belongs."""
-    how = {"codec": codec, "model_args": {"dtype": dtype}}
-    with World(nursery, tmp_path, sync_every=2, rounds=2, num_workers=1, **how) as world:
+    how = {"aggregation.upload_codec.name": codec, "model.args": {"dtype": dtype}}
+    with World(nursery, tmp_path, **{"diloco.sync_every": 2, "rounds.total": 2, "rounds.sites": 1}, **how) as world:
         world.ended(world.site("a", dtype=dtype))
     model = safetensors.torch.load_file(tmp_path / "state/exports/model.safetensors")
     for rank in (0, 1):
@@ -126,8 +139,8 @@ def test_codecs_lose_what_they_lose_of_a_whole_model(nursery: Nursery, tmp_path:
     folders = {name: tmp_path / name for name in ("sharded", "whole")}
     for name, folder in folders.items():
         folder.mkdir()
-        how = {"codec": "int8", "downlink_codec": down}
-        with World(nursery, folder, sync_every=2, rounds=3, num_workers=1, **how) as world:
+        how = {"aggregation.upload_codec.name": "int8", "aggregation.download_codec.name": down}
+        with World(nursery, folder, **{"diloco.sync_every": 2, "rounds.total": 3, "rounds.sites": 1}, **how) as world:
             world.ended(world.site("a") if name == "sharded" else world.site("a", ranks=1, sharded=""))
     whole = safetensors.torch.load_file(folders["whole"] / "a-0.safetensors")
     right = [{name: whole[f"{step}/{name}"] for name, _ in build().named_parameters()} for step in range(6)]
@@ -153,7 +166,11 @@ def test_an_aggregator_of_ones_own_and_the_export_know_nothing_of_ranks(nursery:
     (tmp_path / "mine.py").write_text(MEAN)
     right = expected("ab", sync_every=2, rounds=2)
     aggregator = str(tmp_path / "mine.py") + ":mean"
-    with World(nursery, tmp_path, sync_every=2, rounds=2, num_workers=2, aggregator=aggregator) as world:
+    with World(
+        nursery,
+        tmp_path,
+        **{"diloco.sync_every": 2, "rounds.total": 2, "rounds.sites": 2, "aggregation.aggregator.path": aggregator},
+    ) as world:
         world.ended(world.site("a"), world.site("b"))
     require_close(tmp_path, right)
     assert export.from_directory(tmp_path / "state", tmp_path / "out.safetensors") == 2
@@ -165,7 +182,16 @@ def test_an_aggregator_of_ones_own_and_the_export_know_nothing_of_ranks(nursery:
 
 def test_a_running_server_is_exported_from_though_its_versions_are_cut_for_ranks(tmp_path: Path) -> None:
     model = build()
-    with atoll.Server(model, ranks=3, part_bytes=2**16, port=0, state_dir=tmp_path / "s", min_free_bytes=0) as server:
+    with atoll.Server(
+        model,
+        settings={
+            "model.ranks": 3,
+            "network.part_bytes": 2**16,
+            "network.port": 0,
+            "disk.state_dir": tmp_path / "s",
+            "disk.min_free_bytes": 0,
+        },
+    ) as server:
         assert export.from_server(server.url, tmp_path / "out.safetensors") == 0
     found = safetensors.torch.load_file(tmp_path / "out.safetensors")
     assert all(found[name].equal(value) for name, value in model.state_dict().items())

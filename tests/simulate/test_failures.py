@@ -58,14 +58,16 @@ def processes_in(folder: Path) -> list[int]:
 def undisturbed(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> bytes:
     """What SCAFFOLD comes to, of four sites and three rounds."""
     folder = tmp_path_factory.mktemp("undisturbed")
-    simulate(nursery, write(folder, algorithm="scaffold"), *FOUR)
+    simulate(nursery, write(folder, **{"algorithm.name": "scaffold"}), *FOUR)
     return model_of(folder / "atoll-simulation")
 
 
 @pytest.mark.covers("V2")
 @pytest.mark.slow
 def test_the_rounds_go_on_without_a_virtual_worker_that_raises(nursery: Nursery, tmp_path: Path) -> None:
-    run_file = write(tmp_path, raising("worker.site == 'site-0002' and fl_round.number == 2"), min_workers=1)
+    run_file = write(
+        tmp_path, raising("worker.site == 'site-0002' and fl_round.number == 2"), **{"rounds.min_sites": 1}
+    )
     said = simulate(nursery, run_file, *FOUR, "--json")
     assert "ValueError: no data at site-0002" in said
     assert 'client.py", line' in said  # the user's own
@@ -79,10 +81,10 @@ def test_the_rounds_go_on_without_a_virtual_worker_that_raises(nursery: Nursery,
 def test_a_round_that_cannot_close_ends_with_9_and_goes_on_once_mended(
     nursery: Nursery, tmp_path: Path, undisturbed: bytes
 ) -> None:
-    rules = {"min_workers": 3, "algorithm": "scaffold"}
+    rules = {"rounds.min_sites": 3, "algorithm.name": "scaffold"}
     run_file = write(tmp_path, raising("worker.site < 'site-0002' and fl_round.number == 2"), **rules)
     said = simulate(nursery, run_file, *FOUR, code=9)
-    assert "Round 2 cannot close (waits for another site: 2 of min_workers 3 alive)" in said
+    assert "Round 2 cannot close (waits for another site: 2 of rounds.min_sites 3 alive)" in said
     assert "ValueError: no data at site-0001" in said
     assert "Nothing is lost" in said
     write(tmp_path, **rules)
@@ -94,7 +96,7 @@ def test_a_round_that_cannot_close_ends_with_9_and_goes_on_once_mended(
 def test_a_client_that_submits_nothing_takes_part_no_more(nursery: Nursery, tmp_path: Path) -> None:
     returns = "    if worker.site == 'site-0001':\n        return\n"
     client = CLIENT.replace("    model = build()\n", returns + "    model = build()\n")
-    failed = told(simulate(nursery, write(tmp_path, client, min_workers=1), *FOUR, "--json"))["failed"]
+    failed = told(simulate(nursery, write(tmp_path, client, **{"rounds.min_sites": 1}), *FOUR, "--json"))["failed"]
     assert failed == {"site-0001": "it returned without an update"}
     assert workers_of(tmp_path / "atoll-simulation") == [list("023")] * 3
 
@@ -106,7 +108,7 @@ def test_an_update_that_is_not_finite_is_refused_and_the_round_goes_on(nursery: 
             model[0].weight.data[0, 0] = float("nan")
 """
     client = CLIENT.replace("        fl_round.submit(", nan + "        fl_round.submit(")
-    said = simulate(nursery, write(tmp_path, client, min_workers=1), *FOUR, "--json")
+    said = simulate(nursery, write(tmp_path, client, **{"rounds.min_sites": 1}), *FOUR, "--json")
     assert "site-0003: update refused: 0.weight holds NaN or Inf" in said
     assert "; 1 update refused: site-0003; " in said
     assert (told(said)["refused"], told(said)["failed"]) == ({"site-0003": 1}, {})
@@ -143,8 +145,12 @@ def test_a_control_that_the_disk_has_damaged_ends_its_virtual_workers_part(
     """At zero it would train that site away from the rest, and nobody would know."""
     simulate_here(monkeypatch)
     submit = next(line for line in CLIENT.splitlines(keepends=True) if "fl_round.submit(" in line)
-    given = {"state_dir": tmp_path / "state", "model": f"{tmp_path / 'client.py'}:build"}
-    run_file = write(tmp_path, CLIENT.replace(submit, submit + DAMAGES), algorithm="scaffold", rounds=4, min_workers=1)
+    given = {"disk.state_dir": tmp_path / "state", "model.source": f"{tmp_path / 'client.py'}:build"}
+    run_file = write(
+        tmp_path,
+        CLIENT.replace(submit, submit + DAMAGES),
+        **{"algorithm.name": "scaffold", "rounds.total": 4, "rounds.min_sites": 1},
+    )
     settings = atoll.Settings.read(run_file, given)
     done = atoll.Simulation(settings=settings, client=f"{tmp_path / 'client.py'}:train", workers=4).run()
     assert list(done.failed) == ["site-0001"]
@@ -155,10 +161,12 @@ def test_a_control_that_the_disk_has_damaged_ends_its_virtual_workers_part(
 @pytest.mark.covers("S2", "V2")
 def test_a_control_that_is_lost_between_two_starts_is_no_zero(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     simulate_here(monkeypatch)
-    given = {"state_dir": tmp_path / "state", "model": f"{tmp_path / 'client.py'}:build"}
+    given = {"disk.state_dir": tmp_path / "state", "model.source": f"{tmp_path / 'client.py'}:build"}
 
     def simulated(rounds: int) -> Any:
-        settings = atoll.Settings.read(write(tmp_path, algorithm="scaffold", rounds=rounds, min_workers=1), given)
+        settings = atoll.Settings.read(
+            write(tmp_path, **{"algorithm.name": "scaffold", "rounds.total": rounds, "rounds.min_sites": 1}), given
+        )
         monkeypatch.setattr(client, "inside", False)
         return atoll.Simulation(settings=settings, client=f"{tmp_path / 'client.py'}:train", workers=4).run()
 
@@ -181,8 +189,8 @@ def test_a_disk_that_is_full_ends_the_simulation_which_goes_on_when_there_is_spa
 ) -> None:
     """No site is dropped for it: without its control a site would be lost for the rest of the run."""
     simulate_here(monkeypatch)
-    given = {"state_dir": tmp_path / "state", "model": f"{tmp_path / 'client.py'}:build"}
-    settings = atoll.Settings.read(write(tmp_path, algorithm="scaffold"), given)
+    given = {"disk.state_dir": tmp_path / "state", "model.source": f"{tmp_path / 'client.py'}:build"}
+    settings = atoll.Settings.read(write(tmp_path, **{"algorithm.name": "scaffold"}), given)
 
     def simulation() -> atoll.Simulation:
         return atoll.Simulation(settings=settings, client=f"{tmp_path / 'client.py'}:train", workers=4)
@@ -206,7 +214,9 @@ def test_an_exception_that_is_its_own_cause_is_told() -> None:
 @pytest.mark.slow
 def test_a_client_that_does_not_begin_is_ended_and_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local_engine, "START_S", 0.5)
-    settings = atoll.Settings.read(write(tmp_path), {"state_dir": tmp_path / "state", "model": "client:build"})
+    settings = atoll.Settings.read(
+        write(tmp_path), {"disk.state_dir": tmp_path / "state", "model.source": "client:build"}
+    )
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "slow.py").write_text("import time\ntime.sleep(600)\n")
     simulation = atoll.Simulation(settings=settings, client=f"{tmp_path / 'slow.py'}:train", workers=4, processes=1)
@@ -253,7 +263,7 @@ def killed(times: int) -> str:
 def test_a_process_that_is_killed_is_replaced_and_its_virtual_worker_trained_again(
     nursery: Nursery, tmp_path: Path, undisturbed: bytes
 ) -> None:
-    said = simulate(nursery, write(tmp_path, killed(2), algorithm="scaffold"), *TWO, "--json")
+    said = simulate(nursery, write(tmp_path, killed(2), **{"algorithm.name": "scaffold"}), *TWO, "--json")
     assert said.count("ended with signal SIGKILL while it trained site-0001") == 2
     assert told(said)["failed"] == {}
     assert model_of(tmp_path / "atoll-simulation") == undisturbed
@@ -263,7 +273,7 @@ def test_a_process_that_is_killed_is_replaced_and_its_virtual_worker_trained_aga
 @pytest.mark.slow
 @pytest.mark.long
 def test_blames_the_site_that_ends_three_processes(nursery: Nursery, tmp_path: Path) -> None:
-    said = simulate(nursery, write(tmp_path, killed(100), min_workers=1), *FOUR, "--json")
+    said = simulate(nursery, write(tmp_path, killed(100), **{"rounds.min_sites": 1}), *FOUR, "--json")
     assert told(said)["failed"] == {"site-0001": "its process ended with signal SIGKILL, 3 times in a row"}
     assert workers_of(tmp_path / "atoll-simulation") == [list("0123"), list("023"), list("023")]
 
@@ -288,7 +298,7 @@ WAITING = CLIENT.replace("        fl_round.submit(", WAITS + "        fl_round.s
 def test_a_simulation_that_was_ended_leaves_nothing_running_and_goes_on(
     nursery: Nursery, tmp_path: Path, number: signal.Signals, undisturbed: bytes
 ) -> None:
-    run_file = write(tmp_path, WAITING, algorithm="scaffold")
+    run_file = write(tmp_path, WAITING, **{"algorithm.name": "scaffold"})
     process = nursery.start("atoll", "simulate", "run.toml", *FOUR, cwd=tmp_path)
     wait_until((tmp_path / "here").exists, "round 2")
     process.send(number)
@@ -310,7 +320,7 @@ def test_a_deadline_closes_the_round_and_the_late_update_does_not_count(nursery:
             (marks / "go").touch()
 """
     client = CLIENT.replace("        fl_round.submit(", late + "        fl_round.submit(")
-    run_file = write(tmp_path, client, quorum=3, round_deadline_s=1.0)
+    run_file = write(tmp_path, client, **{"rounds.quorum": 3, "rounds.deadline_s": 1.0})
     done = told(simulate(nursery, run_file, *TWO, "--json"))  # the other process takes what waits behind it
     assert (done["late"], done["failed"]) == (1, {})
     first, *others = workers_of(tmp_path / "atoll-simulation")
@@ -322,15 +332,15 @@ def test_a_deadline_closes_the_round_and_the_late_update_does_not_count(nursery:
 @pytest.mark.parametrize(
     ("flags", "settings", "why"),
     [
-        (["--client", "other.py:train"], {}, "there is no file"),
-        (["--client", "client.py:trian"], {}, "Did you mean 'train'?"),
-        (["--client", "train"], {}, "does not name code"),
+        (["--set", "run.script=other.py:train"], {}, "there is no file"),
+        (["--set", "run.script=client.py:trian"], {}, "Did you mean 'train'?"),
+        (["--set", "run.script=train"], {}, "does not name code"),
         (["--workers", "4", "--per-round", "5"], {}, "per_round is 5, of 4 workers"),
         (["--engine", "slurm"], {}, "Take one of local, ray"),
         (["--address", "box:6379"], {}, "the engine is 'local'"),
-        ([], {"rounds": 0}, "would never end"),
-        ([], {"mode": "async"}, "mode is 'async'"),
-        ([], {"num_fragments": 2}, "num_fragments is 2"),
+        ([], {"rounds.total": 0}, "would never end"),
+        ([], {"async.enabled": True}, "async.enabled is True"),
+        ([], {"diloco.num_fragments": 2}, "diloco.num_fragments is 2"),
     ],
     ids=["file", "name", "form", "per-round", "engine", "address", "rounds", "async", "fragments"],
 )
@@ -365,8 +375,8 @@ def test_virtual_workers_that_never_return_do_not_keep_the_processes(
     monkeypatch.setattr(schedule_sites, "LEAST_PATIENCE_S", 1.0)
     sleeps = "        import time\n        if worker.site < 'site-0002':\n            time.sleep(100000)\n"
     client = CLIENT.replace("        fl_round.submit(", sleeps + "        fl_round.submit(")
-    rules = {"quorum": 3, "min_workers": 3, "round_deadline_s": 0.5, "rounds": 6, "num_workers": 5}
-    given = {"state_dir": tmp_path / "state", "model": f"{tmp_path / 'client.py'}:build"}
+    rules = {"rounds.quorum": 3, "rounds.min_sites": 3, "rounds.deadline_s": 0.5, "rounds.total": 6, "rounds.sites": 5}
+    given = {"disk.state_dir": tmp_path / "state", "model.source": f"{tmp_path / 'client.py'}:build"}
     settings = atoll.Settings.read(write(tmp_path, client, **rules), given)
     with atoll.Simulation(settings=settings, client=f"{tmp_path / 'client.py'}:train", workers=5, processes=2) as begun:
         assert begun._over.wait(90)
@@ -413,6 +423,6 @@ def test_a_process_that_is_killed_before_it_began_is_begun_again(monkeypatch: py
 
 @pytest.mark.slow
 def test_a_state_directory_that_is_given_is_the_one_that_is_taken(nursery: Nursery, tmp_path: Path) -> None:
-    simulate(nursery, write(tmp_path, rounds=1), *FOUR, "--state-dir", "atoll-run")
+    simulate(nursery, write(tmp_path, **{"rounds.total": 1}), *FOUR, "--dir", "atoll-run")
     assert (tmp_path / "atoll-run" / "exports" / "model.safetensors").exists()
     assert not (tmp_path / "atoll-simulation").exists()

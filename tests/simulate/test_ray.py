@@ -34,14 +34,14 @@ KILLED = CLIENT.replace(
 )
 
 
-RULES = {"algorithm": "scaffold", "codec": "int8"}
+RULES = {"algorithm.name": "scaffold", "aggregation.upload_codec.name": "int8"}
 """Both kinds of what a site keeps between its rounds: it travels with a job, and back."""
 
 
 def run(folder: Path, engine: str, rounds: int = 3, processes: int = 1, client: str = CLIENT) -> bytes:
     """The result of four sites, of a state directory that may be there already."""
-    given = {"state_dir": folder / "state", "model": f"{folder / 'client.py'}:build"}
-    settings = atoll.Settings.read(write(folder, client, rounds=rounds, **RULES), given)
+    given = {"disk.state_dir": folder / "state", "model.source": f"{folder / 'client.py'}:build"}
+    settings = atoll.Settings.read(write(folder, client, **{"rounds.total": rounds}, **RULES), given)
     done = atoll.Simulation(settings=settings, workers=4, processes=processes, engine=engine).run()
     assert done.failed == {}
     return model_of(folder / "state")

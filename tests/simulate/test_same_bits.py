@@ -12,18 +12,18 @@ from virtual_world import SITES, model_of, write
 import atoll
 
 RUNS: dict[str, dict[str, Any]] = {
-    "fedavg": {"algorithm": "fedavg"},
-    "fedadam": {"algorithm": "fedadam"},
-    "scaffold": {"algorithm": "scaffold", "part_bytes": 65536},  # several parts
-    "int8": {"algorithm": "fedavg", "codec": "int8"},
+    "fedavg": {"algorithm.name": "fedavg"},
+    "fedadam": {"algorithm.name": "fedadam"},
+    "scaffold": {"algorithm.name": "scaffold", "network.part_bytes": 65536},  # several parts
+    "int8": {"algorithm.name": "fedavg", "aggregation.upload_codec.name": "int8"},
 }
-SAMPLED = {"algorithm": "scaffold", "sample_fraction": 0.5, "sample_min": 2}
+SAMPLED = {"algorithm.name": "scaffold", "rounds.sample_fraction": 0.5, "rounds.sample_min": 2}
 
 
 def trained(nursery: Nursery, folder: Path, **settings: Any) -> bytes:
     """By `atoll server` and a process for each site."""
     port = free_port()
-    write(folder, num_workers=len(SITES), port=port, state_dir="state", **settings)
+    write(folder, **{"rounds.sites": len(SITES), "network.port": port, "disk.state_dir": "state"}, **settings)
     server = nursery.start("atoll", "server", "run.toml", cwd=folder)
     url = {"ATOLL_SERVER": f"http://127.0.0.1:{port}", "ATOLL_DIR": str(folder / "workers")}
     workers = [nursery.start("client.py", cwd=folder, env=url | {"ATOLL_SITE": site}) for site in SITES]
@@ -35,7 +35,7 @@ def trained(nursery: Nursery, folder: Path, **settings: Any) -> bytes:
 def simulated(folder: Path, name: str, *, processes: int, client: str = "client.py:train", engine: str = "") -> bytes:
     """By a simulation, in a program."""
     file, colon, function = client.partition(":")
-    given = {"state_dir": folder / name, "model": f"{folder / 'client.py'}:build"}
+    given = {"disk.state_dir": folder / name, "model.source": f"{folder / 'client.py'}:build"}
     done = atoll.Simulation(
         settings=atoll.Settings.read(folder / "run.toml", given),
         client=f"{folder / file}{colon}{function}",

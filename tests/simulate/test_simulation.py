@@ -19,6 +19,7 @@ import pytest
 import safetensors.torch
 import torch
 from engine_here import simulate_here
+from kit.servers import new_simulation
 from torch import nn
 
 import atoll
@@ -88,8 +89,14 @@ def start() -> nn.Module:
 
 
 def run(folder: Path, client: Any, **options: Any) -> Any:
-    given = {"workers": 4, "processes": 1, "rounds": 2, "algorithm": "fedavg", "state_dir": folder / "state"}
-    return atoll.Simulation(start(), client=client, **given | options).run()
+    given = {
+        "workers": 4,
+        "processes": 1,
+        "rounds.total": 2,
+        "algorithm.name": "fedavg",
+        "disk.state_dir": folder / "state",
+    }
+    return new_simulation(start(), client=client, **given | options).run()
 
 
 def moved(done: Any) -> float:
@@ -133,8 +140,10 @@ def test_the_command_takes_arguments_of_the_client_prints_json_alone_and_leaves_
     more = "    import subprocess, sys\n    print('trains', *sys.argv[1:], flush=True)\n"
     more += "    subprocess.Popen(['sleep', '600'], cwd=HERE)\n    model, number ="
     (tmp_path / "client.py").write_text(CLIENT.replace("    model, number =", more, 1))
-    (tmp_path / "run.toml").write_text('model = "client.py:build"\nalgorithm = "fedavg"\nrounds = 2\n')
-    flags = ["--client", "client.py:train", "--workers", "4", "--processes", "2", "--json", "--", "--lr", "0.1"]
+    (tmp_path / "run.toml").write_text(
+        'model.source = "client.py:build"\nalgorithm.name = "fedavg"\nrounds.total = 2\n'
+    )
+    flags = ["--set", "run.script=client.py:train", "--workers", "4", "--processes", "2", "--json", "--", "--lr", "0.1"]
     command = [sys.executable, "-m", "atoll.cli.main", "simulate", "run.toml", *flags]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -174,10 +183,10 @@ def test_what_is_drawn_hangs_on_the_seed_the_site_and_the_round(
             random.seed(rounds)
             torch.manual_seed(rounds)
             simulate_here(monkeypatch)
-            run(tmp_path / name, client, rounds=rounds, **options)
+            run(tmp_path / name, client, **{"rounds.total": rounds}, **options)
         return sorted(line.split() for line in (tmp_path / name / "drawn").read_text().splitlines())
 
-    whole, interrupted, other = drawn("a", 2), drawn("b", 1, 2), drawn("c", 2, seed=1)
+    whole, interrupted, other = drawn("a", 2), drawn("b", 1, 2), drawn("c", 2, **{"run.seed": 1})
     assert whole == interrupted
     for column in range(1, 4):
         assert len({line[column] for line in whole}) == 1
@@ -197,8 +206,10 @@ def test_lines_of_two_processes_do_not_mix(tmp_path: Path, client: str) -> None:
     more += "        wait_for(whole)\n        print('a line')\n"
     more += "    else:\n        wait_for(begun)\n        print('whole')\n        whole.touch()\n    model, number ="
     (tmp_path / "client.py").write_text(CLIENT.replace("    model, number =", more, 1))
-    (tmp_path / "run.toml").write_text('model = "client.py:build"\nalgorithm = "fedavg"\nrounds = 1\n')
-    flags = ["--client", "client.py:train", "--workers", "2", "--processes", "2", "--json"]
+    (tmp_path / "run.toml").write_text(
+        'model.source = "client.py:build"\nalgorithm.name = "fedavg"\nrounds.total = 1\n'
+    )
+    flags = ["--set", "run.script=client.py:train", "--workers", "2", "--processes", "2", "--json"]
     command = [sys.executable, "-m", "atoll.cli.main", "simulate", "run.toml", *flags]
     unbuffered = {**os.environ, "PYTHONUNBUFFERED": "1"}
     done = subprocess.run(command, cwd=tmp_path, env=unbuffered, capture_output=True, text=True, check=False)
@@ -216,13 +227,13 @@ def cwd_of(process: Path) -> str:
 @pytest.mark.slow
 def test_updates_pass_through_the_filters_of_the_run(tmp_path: Path, client: str) -> None:
     clip = {"path": "norm_clip", "args": {"max_norm": 8.0**0.5}}  # of 8 parameters: a change of 1 in each
-    done = run(tmp_path, client, task_result_filters=[clip])
+    done = run(tmp_path, client, **{"workflow.result_filters": [clip]})
     assert moved(done) == pytest.approx(2.0, abs=1e-4)
 
 
 @pytest.mark.slow
 def test_a_run_in_memory_has_no_file_of_a_tensor(tmp_path: Path, client: str) -> None:
-    done = run(tmp_path, client, download_to_disk=False)
+    done = run(tmp_path, client, **{"disk.in_files": False})
     assert moved(done) == pytest.approx(2 * 2.5, abs=1e-5)
     assert list((tmp_path / "state" / "slots").iterdir()) == []
 
@@ -230,7 +241,7 @@ def test_a_run_in_memory_has_no_file_of_a_tensor(tmp_path: Path, client: str) ->
 @pytest.mark.covers("V4")
 @pytest.mark.slow
 def test_memory_does_not_grow_with_the_number_of_virtual_workers(tmp_path: Path, client: str) -> None:
-    run(tmp_path, client.replace(":train", ":remember"), workers=60, rounds=1)
+    run(tmp_path, client.replace(":train", ":remember"), workers=60, **{"rounds.total": 1})
     used = [int(line) for line in (tmp_path / "memory").read_text().split()]
     assert len(used) == 60
     assert max(used[5:]) - used[4] < 16 * 2**20  # 55 more of them, with 32 MB each while they train
@@ -244,15 +255,17 @@ def test_a_simulation_can_be_stopped_and_goes_on(tmp_path: Path, client: str) ->
         if summary.round == 3:
             reached.set()
 
-    options = {"workers": 4, "processes": 1, "algorithm": "fedavg", "state_dir": tmp_path / "state"}
-    with atoll.Simulation(start(), client=client, rounds=100_000, on_round=on_round, **options) as simulation:
+    options = {"workers": 4, "processes": 1, "algorithm.name": "fedavg", "disk.state_dir": tmp_path / "state"}
+    with new_simulation(
+        start(), client=client, **{"rounds.total": 100_000}, on_round=on_round, **options
+    ) as simulation:
         assert reached.wait(60)
         (pid,) = simulation.pids()
     assert not Path(f"/proc/{pid}").exists()
-    journal = atoll.Simulation(client=client, rounds=100_000, **options)
+    journal = new_simulation(client=client, **{"rounds.total": 100_000}, **options)
     with journal:
         pass
-    done = run(tmp_path, client, rounds=3)  # which it has: there is nothing to do
+    done = run(tmp_path, client, **{"rounds.total": 3})  # which it has: there is nothing to do
     assert (done.rounds, done.worker_rounds) == (0, 0)
     assert done.version >= 3
     assert summary(done) == f"was finished before, at version {done.version}: nothing is trained; {done.model}"
@@ -275,7 +288,10 @@ def test_a_simulation_of_very_many_can_be_stopped_while_they_join(
 
     monkeypatch.setattr(Coordinator, "join", counted)
     simulation = atoll.Simulation(
-        start(), client=client, workers=200, rounds=1, algorithm="fedavg", state_dir=tmp_path / "s"
+        start(),
+        client=client,
+        workers=200,
+        settings={"rounds.total": 1, "algorithm.name": "fedavg", "disk.state_dir": tmp_path / "s"},
     )
     with pytest.raises(UsageError, match="The simulation was stopped"):
         simulation.run()
@@ -317,8 +333,8 @@ def test_a_function_that_no_other_process_finds_is_refused(tmp_path: Path) -> No
 @pytest.mark.covers("X3")
 def test_workflows_are_refused_rather_than_left_out(tmp_path: Path, client: str) -> None:
     entries = [{"kind": "train"}, {"kind": "cross_site_evaluation"}]
-    with pytest.raises(ConfigError, match=r"workflows is set: a simulation has rounds of training.*atoll server"):
-        run(tmp_path, client, workflows=entries)
+    with pytest.raises(ConfigError, match=r"workflow.steps is set: a simulation has rounds of training.*atoll server"):
+        run(tmp_path, client, **{"workflow.steps": entries})
 
 
 def test_names_of_virtual_workers_have_to_differ(tmp_path: Path, client: str) -> None:
@@ -334,7 +350,7 @@ def test_hundreds_that_have_the_same_to_say_are_not_all_heard(
 ) -> None:
     (tmp_path / "client.py").write_text(CLIENT.replace("parameter.add_(number + 1.0)", "pass"))
     with caplog.at_level(logging.WARNING):
-        run(tmp_path, f"{tmp_path / 'client.py'}:train", workers=20, rounds=1)
+        run(tmp_path, f"{tmp_path / 'client.py'}:train", workers=20, **{"rounds.total": 1})
     assert capfd.readouterr().err.count("the pseudo-gradient is all zero") == 3
 
 
@@ -356,7 +372,7 @@ def test_versions_and_spools_are_rewritten_round_after_round(tmp_path: Path, cli
         files.append(len(list((tmp_path / "state" / "slots").iterdir())))
         pins.append(len(open_within(tmp_path / "state")))
 
-    run(tmp_path, client.replace(":train", ":opened"), rounds=30, on_round=on_round)
+    run(tmp_path, client.replace(":train", ":opened"), **{"rounds.total": 30}, on_round=on_round)
     assert (
         max(files[5:]) <= 4 + 5
     )  # 4 updates; two versions, the durable one, that on its way to disk, the next, in work
@@ -374,12 +390,20 @@ def test_it_goes_on_with_fewer_virtual_workers_or_with_more(tmp_path: Path, clie
         seen.append([site[-1] for site in summary.workers])
 
     for rounds, workers in ((1, 4), (2, 2), (4, 5)):
-        run(tmp_path, client, rounds=rounds, workers=workers, min_workers=1, on_round=on_round)
+        run(tmp_path, client, **{"rounds.total": rounds}, workers=workers, **{"rounds.min_sites": 1}, on_round=on_round)
     assert seen == [list("0123"), list("01"), list("01"), list("01234")]  # a late joiner counts from the next round on
 
 
 def test_a_run_of_real_workers_is_left_alone(tmp_path: Path, client: str) -> None:
-    server = atoll.Server(start(), algorithm="fedavg", rounds=2, port=0, state_dir=tmp_path / "state").start()
+    server = atoll.Server(
+        start(),
+        settings={
+            "algorithm.name": "fedavg",
+            "rounds.total": 2,
+            "network.port": 0,
+            "disk.state_dir": tmp_path / "state",
+        },
+    ).start()
     with atoll.functional.Client(server.url, site="clinic-a", folder=tmp_path / "workers") as worker:
         worker.register()
     server.stop()

@@ -78,7 +78,12 @@ def write(folder: Path, client: str = CLIENT, **settings: Any) -> Path:
         client = client.replace("        with fl_round.correct(model, optimizer):\n", "        if True:\n")
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "client.py").write_text(client)
-    told = {"model": "client:build", "client": "client.py:train", "algorithm": "fedavg", "rounds": 3} | settings
+    told = {
+        "model.source": "client:build",
+        "run.script": "client.py:train",
+        "algorithm.name": "fedavg",
+        "rounds.total": 3,
+    } | settings
     run_file = folder / "run.toml"
     run_file.write_text("".join(f"{key} = {json.dumps(value)}\n" for key, value in told.items()))
     return run_file

@@ -16,7 +16,7 @@ def test_a_version_is_held_while_it_is_brought_to_disk(tmp_path: Path, monkeypat
     """Guards against `write_durable` without its READER hold. Two commits happen during the fsync;
     keep_versions = 1: without
     the hold, the row of version 1 is dropped and its slot rewritten, and version 1 is then called durable."""
-    store = first(tmp_path, keep_versions=1)
+    store = first(tmp_path, **{"disk.keep_versions": 1})
     play_round(store, 0)
     sync, rounds = Journal.sync, iter((1, 2))
 

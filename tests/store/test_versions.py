@@ -135,7 +135,7 @@ def test_old_versions_are_dropped_and_say_what_to_pull(store: Store) -> None:
 
 def test_a_slow_reader_never_sees_bytes_of_another_version(tmp_path: Path) -> None:
     """It reads a byte a round: every one is of the version it pinned, long after that fell out of what is kept."""
-    store = first(tmp_path, keep_versions=1, max_pins=2)
+    store = first(tmp_path, **{"disk.keep_versions": 1, "disk.max_pinned_versions": 2})
     play_round(store, 0)
     pin = store.versions.pin(0, 1)
     seen = b""
@@ -156,7 +156,7 @@ def test_a_slow_reader_never_sees_bytes_of_another_version(tmp_path: Path) -> No
 
 def test_the_oldest_pull_is_revoked_when_too_many_versions_are_held(tmp_path: Path) -> None:
     """keep 1 + pins 2: with versions 0, 1 and 2 held and 3 the head, version 4 needs the place of version 0."""
-    store = first(tmp_path, keep_versions=1, max_pins=2)
+    store = first(tmp_path, **{"disk.keep_versions": 1, "disk.max_pinned_versions": 2})
     pins = []
     for base in range(3):
         pins.append(store.versions.pin(0, base))
@@ -176,7 +176,7 @@ def test_the_oldest_pull_is_revoked_when_too_many_versions_are_held(tmp_path: Pa
 
 
 def test_a_revoked_slot_is_not_rewritten_before_its_reader_lets_go(tmp_path: Path) -> None:
-    store = first(tmp_path, keep_versions=1, max_pins=1)
+    store = first(tmp_path, **{"disk.keep_versions": 1, "disk.max_pinned_versions": 1})
     pin = store.versions.pin(0, 0)
     other = None
     for base in range(6):
@@ -279,7 +279,7 @@ def test_a_failed_fsync_is_fatal_and_never_tried_again(store: Store, monkeypatch
 def test_with_durability_power_nothing_is_acknowledged_before_it_is_on_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store = first(tmp_path, durability="power")
+    store = first(tmp_path, **{"disk.durability": "power"})
     assert store.journal.value("PRAGMA synchronous") == 2  # FULL
     assert store.versions.durable() == 0
     synced: list[str] = []

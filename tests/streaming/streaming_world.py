@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from kit.servers import new_server
 from site_threads import DiLoCoSites
 from six_layers import LAYERS, WEIGHTS, build, inner, local_step
 from torch import Tensor, nn
@@ -87,21 +88,21 @@ def expected(
 def serving(folder: Path, **settings: Any) -> dict[str, Any]:
     """Settings of a run of this model."""
     options: dict[str, Any] = {
-        "algorithm": "diloco",
-        "codec": "none",
-        "outer_lr": OUTER_LR,
-        "outer_momentum": MOMENTUM,
-        "port": 0,
-        "state_dir": folder / "state",
-        "heartbeat_interval_s": 1.0,
-        "threads": 1,
+        "algorithm.name": "diloco",
+        "aggregation.upload_codec.name": "none",
+        "algorithm.outer_optimizer.lr": OUTER_LR,
+        "algorithm.outer_optimizer.momentum": MOMENTUM,
+        "network.port": 0,
+        "disk.state_dir": folder / "state",
+        "network.heartbeat_interval_s": 1.0,
+        "run.threads": 1,
     }
     return options | settings
 
 
 def serve(folder: Path, model: nn.Module | None = None, **settings: Any) -> atoll.Server:
     """A server that is not started."""
-    return atoll.Server(model or build(), **serving(folder, **settings))
+    return new_server(model or build(), **serving(folder, **settings))
 
 
 class Sites(DiLoCoSites):

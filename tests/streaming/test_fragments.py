@@ -106,7 +106,7 @@ def test_every_fragment_has_something_to_train() -> None:
 
 
 def test_more_fragments_than_parameters_are_refused_with_the_remedy() -> None:
-    with pytest.raises(ConfigError, match="num_fragments is 3, but the model has 2 parameters") as caught:
+    with pytest.raises(ConfigError, match=r"diloco\.num_fragments is 3, but the model has 2 parameters") as caught:
         split(schema_of(nn.Linear(2, 2)), 3)
     assert "at most 2" in caught.value.remedy
 

@@ -18,7 +18,7 @@ import atoll
 from atoll.protocol.values import Accepted, UpdateInfo
 from atoll.worker.exchange.participation import take_part
 
-OPTIONS = {"num_workers": 2, "num_fragments": 2, "sync_every": 4, "rounds": 3}
+OPTIONS = {"rounds.sites": 2, "diloco.num_fragments": 2, "diloco.sync_every": 4, "rounds.total": 3}
 
 
 class Hand:
@@ -56,7 +56,7 @@ def held() -> Iterator[threading.Event]:
 @pytest.mark.covers("L10", "L7")
 def test_a_worker_that_ends_holds_up_no_round_of_the_others(tmp_path: Path) -> None:
     """a ends after 4 steps with fragment 1 under way; b closes round 2 of fragment 0 before it submits fragment 1."""
-    with serve(tmp_path, **OPTIONS, tau=1) as server:
+    with serve(tmp_path, **OPTIONS, **{"diloco.fragment_sync_delay": 1}) as server:
         b = Hand(server.url, tmp_path / "b")
         a = Sites(server.url, tmp_path, ["a"], 4)
         b.submits(0)
@@ -78,7 +78,10 @@ def test_a_failed_update_is_sent_again_before_a_later_round_is_waited_for(
 
     b submits fragment 1 only when round 1 of fragment 0 is over.
     """
-    with serve(tmp_path, **OPTIONS, tau=3, max_inflight=2) as server, Proxy(server.port) as proxy:
+    with (
+        serve(tmp_path, **OPTIONS, **{"diloco.fragment_sync_delay": 3, "diloco.max_inflight": 2}) as server,
+        Proxy(server.port) as proxy,
+    ):
         before = take_part(server.url, "a", folder=tmp_path / "before", streams=True)
         b = Hand(server.url, tmp_path / "b")
         assert before.exchanges[0].next(30.0).ticket is not None
@@ -103,7 +106,9 @@ def test_a_worker_that_waited_submits_to_the_next_round_with_the_others(tmp_path
     Where a submitted to round 2 of fragment 0 at once, it would wait for b there, with two steps in its update, while b
     waits for it in round 1 of fragment 1.
     """
-    with serve(tmp_path, **(OPTIONS | {"num_workers": 1, "rounds": 2}), tau=1) as server:
+    with serve(
+        tmp_path, **(OPTIONS | {"rounds.sites": 1, "rounds.total": 2}), **{"diloco.fragment_sync_delay": 1}
+    ) as server:
         b = Hand(server.url, tmp_path / "b")
         for exchange in b.place.exchanges:
             assert exchange.next(30.0).ticket is not None

@@ -55,8 +55,12 @@ def trace_of(path: Path) -> Trace:
 )
 def test_ranks_together_are_one_worker(tmp_path: Path, how: dict[str, Any]) -> None:
     """Each rank has half of its site's data, so that the mean of the gradients is that of the site."""
-    settings = {"num_fragments": how["fragments"], "tau": how["tau"], "alpha": how["alpha"]}
-    server = serve(tmp_path, sync_every=4, rounds=3, num_workers=2, **settings)
+    settings = {
+        "diloco.num_fragments": how["fragments"],
+        "diloco.fragment_sync_delay": how["tau"],
+        "diloco.fragment_update_alpha": how["alpha"],
+    }
+    server = serve(tmp_path, **{"diloco.sync_every": 4, "rounds.total": 3, "rounds.sites": 2}, **settings)
     with server:
         ranks = [each for site in "ab" for each in start(server.url, site, 40, tmp_path)]
         try:

@@ -42,7 +42,7 @@ def loss_of(state: dict[str, Tensor]) -> float:
 
 
 def train(folder: Path, **settings: Any) -> tuple[atoll.Server, Sites]:
-    server = serve(folder, num_workers=2, **settings)
+    server = serve(folder, **{"rounds.sites": 2}, **settings)
     pacer = threading.Event()  # where nobody waits, a turn is passed over while an exchange is under way
     with server:
         sites = Alike(server.url, folder, ["a", "b"], steps=20_000, during=lambda *_: pacer.wait(0.002) and None)
@@ -60,16 +60,22 @@ def test_every_combination_trains(tmp_path: Path, mode: str, delayed: int, fragm
 
     Where each of two sites' updates makes a whole step of its own, half the rate is as far.
     """
-    streaming = {"num_fragments": fragments, "tau": 1, "alpha": 0.5} if fragments > 1 else {}
+    streaming = (
+        {"diloco.num_fragments": fragments, "diloco.fragment_sync_delay": 1, "diloco.fragment_update_alpha": 0.5}
+        if fragments > 1
+        else {}
+    )
     rounds = 10 if mode == "sync" else 20
     server, sites = train(
         tmp_path,
-        mode=mode,
-        dn_buffer_size=delayed,
-        sync_every=6,
-        rounds=rounds,
-        outer_lr=0.2 if mode == "async" and not delayed else 0.4,
-        outer_momentum=0.3,
+        **{
+            "async.enabled": (mode) == "async",
+            "async.momentum_every": delayed,
+            "diloco.sync_every": 6,
+            "rounds.total": rounds,
+            "algorithm.outer_optimizer.lr": 0.2 if mode == "async" and not delayed else 0.4,
+            "algorithm.outer_optimizer.momentum": 0.3,
+        },
         **streaming,
     )
     result = safetensors.torch.load_file(server.exports / "model.safetensors")
@@ -93,7 +99,10 @@ def test_a_refused_update_of_a_fragment_is_not_sent_again(
     caplog.set_level("INFO", "atoll")
     model = build()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    server = serve(tmp_path, num_fragments=2, sync_every=2, rounds=2, mode=mode)
+    server = serve(
+        tmp_path,
+        **{"diloco.num_fragments": 2, "diloco.sync_every": 2, "rounds.total": 2, "async.enabled": (mode) == "async"},
+    )
     with server, atoll.DiLoCo(model, optimizer, server=server.url, site="a", folder=tmp_path / "w") as diloco:
         for step in range(1, 9):
             if diloco.finished:
@@ -112,8 +121,15 @@ def test_a_refused_update_of_a_fragment_is_not_sent_again(
 @pytest.mark.covers("L3")
 def test_an_infinite_grace_streams_to_the_same_bits_as_a_barrier(tmp_path: Path) -> None:
     results = []
-    for name, mode in (("sync", {"mode": "sync"}), ("async", {"mode": "async", "async_grace_s": math.inf})):
-        server, _ = train(tmp_path / name, num_fragments=2, sync_every=4, rounds=3, dn_buffer_size=2, **mode)
+    for name, mode in (
+        ("sync", {"async.enabled": False}),
+        ("async", {"async.enabled": True, "async.grace_s": math.inf}),
+    ):
+        server, _ = train(
+            tmp_path / name,
+            **{"diloco.num_fragments": 2, "diloco.sync_every": 4, "rounds.total": 3, "async.momentum_every": 2},
+            **mode,
+        )
         results.append(safetensors.torch.load_file(server.exports / "model.safetensors"))
     assert all(torch.equal(value, results[1][name]) for name, value in results[0].items())
 
@@ -125,15 +141,17 @@ def test_fragments_with_codecs_both_ways(tmp_path: Path, mode: str) -> None:
     rounds = 8 if mode == "sync" else 16
     server, sites = train(
         tmp_path,
-        mode=mode,
-        num_fragments=2,
-        sync_every=4,
-        tau=1,
-        rounds=rounds,
-        codec="int4",
-        downlink_codec="int8",
-        outer_momentum=0.0,
-        outer_lr=0.4,
+        **{
+            "async.enabled": (mode) == "async",
+            "diloco.num_fragments": 2,
+            "diloco.sync_every": 4,
+            "diloco.fragment_sync_delay": 1,
+            "rounds.total": rounds,
+            "aggregation.upload_codec.name": "int4",
+            "aggregation.download_codec.name": "int8",
+            "algorithm.outer_optimizer.momentum": 0.0,
+            "algorithm.outer_optimizer.lr": 0.4,
+        },
     )
     ends = [sites.traces[site][-1] for site in "ab"]
     assert all(torch.equal(value, ends[1][name]) for name, value in ends[0].items())
@@ -147,7 +165,17 @@ def test_fragments_with_codecs_both_ways(tmp_path: Path, mode: str) -> None:
 @pytest.mark.covers("L3", "L6")
 def test_a_turn_skipped_in_the_first_synchronous_rounds_is_taken_next(tmp_path: Path) -> None:
     """a is behind by a turn, as after a lost answer. Going on in its cycle, it would wait for b, and b for it."""
-    server = serve(tmp_path, num_workers=2, mode="async", sync_rounds_first=4, num_fragments=2, sync_every=4, rounds=4)
+    server = serve(
+        tmp_path,
+        **{
+            "rounds.sites": 2,
+            "async.enabled": True,
+            "async.sync_rounds_first": 4,
+            "diloco.num_fragments": 2,
+            "diloco.sync_every": 4,
+            "rounds.total": 4,
+        },
+    )
     skipped, pacer = threading.Event(), threading.Event()
 
     def during(site: str, step: int) -> None:
@@ -170,7 +198,15 @@ def test_a_turn_skipped_in_the_first_synchronous_rounds_is_taken_next(tmp_path: 
 def test_a_slow_site_s_steps_under_dylu_are_a_multiple_of_the_fragments(tmp_path: Path) -> None:
     """A third of the speed: of H = 12 with K = 2 it is asked for 2·⌊6/3⌋ = 4 steps, give or take a measurement."""
     server = serve(
-        tmp_path, mode="async", dylu=True, num_fragments=2, sync_every=12, num_workers=2, heartbeat_interval_s=0.1
+        tmp_path,
+        **{
+            "async.enabled": True,
+            "diloco.dynamic_local_steps": True,
+            "diloco.num_fragments": 2,
+            "diloco.sync_every": 12,
+            "rounds.sites": 2,
+            "network.heartbeat_interval_s": 0.1,
+        },
     )
     asked: list[int] = []
     enough, pacer = threading.Event(), threading.Event()

@@ -17,18 +17,38 @@ from atoll.transport.http_client import http_to
 from atoll.worker.session.http_channel import HttpChannel
 from atoll.worker.session.session import Session
 
-THREE: dict[str, Any] = {"num_fragments": 3, "sync_every": 9}
-PLAIN: dict[str, Any] = {"outer_lr": None, "outer_momentum": None}
+THREE: dict[str, Any] = {"diloco.num_fragments": 3, "diloco.sync_every": 9}
+PLAIN: dict[str, Any] = {"algorithm.outer_optimizer.lr": None, "algorithm.outer_optimizer.momentum": None}
 REFUSED: list[tuple[dict[str, Any], str, str]] = [
-    ({"num_fragments": 3, "sync_every": 10}, "sync_every is 10, and num_fragments is 3", "9 or 12"),
-    (THREE | {"best_metric": "loss"}, "best_metric is 'loss', and num_fragments is 3", "to 1"),
-    (THREE | {"aggregator": "a:b"}, "aggregator is 'a:b', and num_fragments is 3", "to 1"),
-    (THREE | {"sample_fraction": 0.5}, "sample_fraction is 0.5, and num_fragments is 3", "to 1"),
-    (THREE | {"workflow": "a:b"}, "workflow is 'a:b', and num_fragments is 3", "to 1"),
-    ({"num_fragments": 2, "sync_every": 8, "tau": 5}, "tau is 5", "at most 4"),
-    ({"num_fragments": 13, "sync_every": 13}, "num_fragments is 13, but the model has 12", "at most 12"),
-    (PLAIN | {"algorithm": "fedavg", "num_fragments": 2}, "num_fragments is 2, but in 'fedavg'", "diloco"),
-    (PLAIN | {"algorithm": "scaffold", "tau": 2}, "tau is 2, but in 'scaffold'", "diloco"),
+    (
+        {"diloco.num_fragments": 3, "diloco.sync_every": 10},
+        "diloco.sync_every is 10, and diloco.num_fragments is 3",
+        "9 or 12",
+    ),
+    (THREE | {"rounds.best_metric": "loss"}, "rounds.best_metric is 'loss', and diloco.num_fragments is 3", "to 1"),
+    (THREE | {"aggregation.aggregator.path": "a:b"}, "aggregator is 'a:b', and diloco.num_fragments is 3", "to 1"),
+    (THREE | {"rounds.sample_fraction": 0.5}, "rounds.sample_fraction is 0.5, and diloco.num_fragments is 3", "to 1"),
+    (THREE | {"workflow.function": "a:b"}, "workflow is 'a:b', and diloco.num_fragments is 3", "to 1"),
+    (
+        {"diloco.num_fragments": 2, "diloco.sync_every": 8, "diloco.fragment_sync_delay": 5},
+        "fragment_sync_delay is 5",
+        "at most 4",
+    ),
+    (
+        {"diloco.num_fragments": 13, "diloco.sync_every": 13},
+        "diloco.num_fragments is 13, but the model has 12",
+        "at most 12",
+    ),
+    (
+        PLAIN | {"algorithm.name": "fedavg", "diloco.num_fragments": 2},
+        "diloco.num_fragments is 2, but in 'fedavg'",
+        "diloco",
+    ),
+    (
+        PLAIN | {"algorithm.name": "scaffold", "diloco.fragment_sync_delay": 2},
+        "fragment_sync_delay is 2, but in 'scaffold'",
+        "diloco",
+    ),
 ]
 
 
@@ -44,7 +64,7 @@ def test_what_does_not_go_with_fragments_is_refused_with_the_remedy(tmp_path: Pa
 
 @pytest.mark.covers("L7")
 def test_refuses_at_the_join_a_worker_that_streams_otherwise(tmp_path: Path) -> None:
-    server = serve(tmp_path, num_fragments=3, sync_every=9)
+    server = serve(tmp_path, **{"diloco.num_fragments": 3, "diloco.sync_every": 9})
     model = build()
 
     def diloco(**options: Any) -> Callable[[], object]:
@@ -54,9 +74,9 @@ def test_refuses_at_the_join_a_worker_that_streams_otherwise(tmp_path: Path) -> 
 
     with server:
         with pytest.raises(ConfigError, match="a has 2 fragments, the run has 3"):
-            diloco(num_fragments=2)()
+            diloco(**{"diloco.num_fragments": 2})()
         with pytest.raises(ConfigError, match="every 6 steps, the run every 9"):
-            diloco(sync_every=6)()
+            diloco(**{"diloco.sync_every": 6})()
         with pytest.raises(ConfigError, match=r"streams .*, and this worker takes whole rounds"):
             atoll.join(server.url, site="a", folder=tmp_path / "w")
         with (
@@ -68,7 +88,16 @@ def test_refuses_at_the_join_a_worker_that_streams_otherwise(tmp_path: Path) -> 
 
 @pytest.mark.covers("L8")
 def test_a_worker_hears_how_the_model_is_cut(tmp_path: Path) -> None:
-    server = serve(tmp_path, num_fragments=3, sync_every=9, tau=2, alpha=0.5, max_inflight=2)
+    server = serve(
+        tmp_path,
+        **{
+            "diloco.num_fragments": 3,
+            "diloco.sync_every": 9,
+            "diloco.fragment_sync_delay": 2,
+            "diloco.fragment_update_alpha": 0.5,
+            "diloco.max_inflight": 2,
+        },
+    )
     with server:
         connection = Session(HttpChannel(http_to(server.url)), "a", max_retries=1)
         assert connection.split == split(schema_of(build()), 3)

@@ -11,6 +11,7 @@ import safetensors.torch
 import torch
 from harness.processes import wait_until
 from harness.proxy import Fault, Proxy
+from kit.servers import new_server
 from streaming_world import (
     Sites,
     build,
@@ -34,7 +35,16 @@ from atoll.testing.run import status
 @pytest.mark.parametrize("tau", [0, 2])
 def test_what_is_not_due_does_not_change_by_a_bit(tmp_path: Path, tau: int) -> None:
     """Looked at within one step: after the optimizer's own work, and after Atoll's hook."""
-    server = serve(tmp_path, num_fragments=3, sync_every=9, tau=tau, alpha=0.5, rounds=2)
+    server = serve(
+        tmp_path,
+        **{
+            "diloco.num_fragments": 3,
+            "diloco.sync_every": 9,
+            "diloco.fragment_sync_delay": tau,
+            "diloco.fragment_update_alpha": 0.5,
+            "rounds.total": 2,
+        },
+    )
     model = build()
     optimizer = inner(model)
     seen: list[tuple[dict[str, torch.Tensor], list[torch.Tensor]]] = []
@@ -64,7 +74,7 @@ def test_what_is_not_due_does_not_change_by_a_bit(tmp_path: Path, tau: int) -> N
 @pytest.mark.covers("L7")
 def test_each_fragment_has_its_turn_once_in_h_steps(tmp_path: Path) -> None:
     """Of H = 60 with K = 3, fragments 0, 1 and 2 are due after 20, 40 and 60 steps, and so on."""
-    server = serve(tmp_path, num_fragments=3, sync_every=60)
+    server = serve(tmp_path, **{"diloco.num_fragments": 3, "diloco.sync_every": 60})
     model = build()
     optimizer = inner(model)
     due: dict[int, list[int]] = {}
@@ -82,7 +92,15 @@ def test_each_fragment_has_its_turn_once_in_h_steps(tmp_path: Path) -> None:
 @pytest.mark.covers("L7", "L2")
 def test_what_is_under_way_at_stop_is_finished_merged_and_counted(tmp_path: Path) -> None:
     """Six steps of H/K = 3 and τ = 3: fragment 1 is under way when the loop ends."""
-    server = serve(tmp_path, num_fragments=2, sync_every=6, tau=3, alpha=0.25)
+    server = serve(
+        tmp_path,
+        **{
+            "diloco.num_fragments": 2,
+            "diloco.sync_every": 6,
+            "diloco.fragment_sync_delay": 3,
+            "diloco.fragment_update_alpha": 0.25,
+        },
+    )
     model = build()
     optimizer = inner(model)
     with server:
@@ -105,7 +123,7 @@ def test_what_is_under_way_at_stop_is_finished_merged_and_counted(tmp_path: Path
 @pytest.mark.covers("L7")
 def test_a_whole_model_starts_no_thread_of_its_own(tmp_path: Path) -> None:
     names: set[str] = set()
-    server = serve(tmp_path, sync_every=2, rounds=2)
+    server = serve(tmp_path, **{"diloco.sync_every": 2, "rounds.total": 2})
     model = build()
     optimizer = inner(model)
     started = threading.Thread.start
@@ -127,7 +145,16 @@ def test_a_whole_model_starts_no_thread_of_its_own(tmp_path: Path) -> None:
 @pytest.mark.covers("L7")
 @pytest.mark.parametrize("alpha", [0.0, 0.5])
 def test_a_whole_model_may_be_merged_later_as_well(tmp_path: Path, alpha: float) -> None:
-    server = serve(tmp_path, num_workers=2, sync_every=3, tau=2, alpha=alpha, rounds=3)
+    server = serve(
+        tmp_path,
+        **{
+            "rounds.sites": 2,
+            "diloco.sync_every": 3,
+            "diloco.fragment_sync_delay": 2,
+            "diloco.fragment_update_alpha": alpha,
+            "rounds.total": 3,
+        },
+    )
     right = expected(["a", "b"], fragments=1, sync_every=3, tau=2, alpha=alpha, rounds=3)
     with server:
         workers = Sites(server.url, tmp_path, ["a", "b"], steps=50)
@@ -138,8 +165,13 @@ def test_a_whole_model_may_be_merged_later_as_well(tmp_path: Path, alpha: float)
 @pytest.mark.covers("L7")
 def test_two_fragments_of_a_worker_may_be_under_way(tmp_path: Path) -> None:
     """τ = 5 is longer than H/K = 3: the next fragment is taken before the last one is merged."""
-    run: dict[str, Any] = {"sync_every": 9, "tau": 5, "alpha": 0.25, "rounds": 2}
-    server = serve(tmp_path, num_workers=2, num_fragments=3, max_inflight=2, **run)
+    run: dict[str, Any] = {
+        "diloco.sync_every": 9,
+        "diloco.fragment_sync_delay": 5,
+        "diloco.fragment_update_alpha": 0.25,
+        "rounds.total": 2,
+    }
+    server = serve(tmp_path, **{"rounds.sites": 2, "diloco.num_fragments": 3, "diloco.max_inflight": 2}, **run)
     right = expected(["a", "b"], fragments=3, **run)
     with server:
         workers = Sites(server.url, tmp_path, ["a", "b"], steps=100)
@@ -151,7 +183,16 @@ def test_two_fragments_of_a_worker_may_be_under_way(tmp_path: Path) -> None:
 def test_that_training_waited_for_a_result_is_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """b makes its third step when a has begun to wait: a trains τ = 2 steps while its update is under way."""
     caplog.set_level("INFO", "atoll")
-    server = serve(tmp_path, num_workers=2, num_fragments=2, sync_every=6, tau=2, rounds=1)
+    server = serve(
+        tmp_path,
+        **{
+            "rounds.sites": 2,
+            "diloco.num_fragments": 2,
+            "diloco.sync_every": 6,
+            "diloco.fragment_sync_delay": 2,
+            "rounds.total": 1,
+        },
+    )
     steps_until_a_waited: list[int] = []
 
     def during(site: str, step: int) -> None:
@@ -171,7 +212,7 @@ def test_that_training_waited_for_a_result_is_counted(tmp_path: Path, caplog: py
 
 
 def test_status_names_the_fragments(tmp_path: Path) -> None:
-    server = serve(tmp_path, num_fragments=3, sync_every=3, rounds=0)
+    server = serve(tmp_path, **{"diloco.num_fragments": 3, "diloco.sync_every": 3, "rounds.total": 0})
     with server:
         Sites(server.url, tmp_path, ["a"], steps=4).join()
         found = status(server.url)
@@ -193,10 +234,10 @@ def test_a_filter_sees_one_fragment_at_a_time_and_drop_knows_the_whole_model(
             seen.append((update.about.fragment, set(update.tensors)))
 
     filters = [Look(), Drop("8.*")]  # the fifth layer, of fragment 2
-    server = atoll.Server(
+    server = new_server(
         build(),
         filters=filters if at_the_server else [],
-        **serving(tmp_path, num_fragments=3, sync_every=3, rounds=1),
+        **serving(tmp_path, **{"diloco.num_fragments": 3, "diloco.sync_every": 3, "rounds.total": 1}),
     )
     with server:
         Sites(server.url, tmp_path, ["a"], steps=10, filters=[] if at_the_server else filters).join()
@@ -209,7 +250,10 @@ def test_a_filter_sees_one_fragment_at_a_time_and_drop_knows_the_whole_model(
 @pytest.mark.covers("L7")
 def test_merges_a_result_when_it_comes_where_no_worker_waits(tmp_path: Path) -> None:
     """τ = 1, and the answer stands still: training goes on, a turn without room is passed over."""
-    server = serve(tmp_path, num_fragments=2, sync_every=4, tau=1, mode="async")
+    server = serve(
+        tmp_path,
+        **{"diloco.num_fragments": 2, "diloco.sync_every": 4, "diloco.fragment_sync_delay": 1, "async.enabled": True},
+    )
     model = build()
     optimizer = inner(model)
     with server, Proxy(server.port) as proxy:

@@ -63,15 +63,32 @@ def life(
 @pytest.mark.parametrize(
     "settings",
     [
-        pytest.param({"tau": 1, "alpha": 0.5}, id="one-under-way", marks=pytest.mark.long),
-        pytest.param({"tau": 3, "max_inflight": 2, "codec": "int8"}, id="two-under-way"),
-        pytest.param({"tau": 0, "quorum": 1, "round_deadline_s": 0.3}, id="quorum", marks=pytest.mark.long),
+        pytest.param(
+            {"diloco.fragment_sync_delay": 1, "diloco.fragment_update_alpha": 0.5},
+            id="one-under-way",
+            marks=pytest.mark.long,
+        ),
+        pytest.param(
+            {"diloco.fragment_sync_delay": 3, "diloco.max_inflight": 2, "aggregation.upload_codec.name": "int8"},
+            id="two-under-way",
+        ),
+        pytest.param(
+            {"diloco.fragment_sync_delay": 0, "rounds.quorum": 1, "rounds.deadline_s": 0.3},
+            id="quorum",
+            marks=pytest.mark.long,
+        ),
     ],
 )
 def test_a_run_comes_to_its_end_whatever_its_workers_do(tmp_path: Path, settings: dict[str, Any]) -> None:
     rounds, ends, errors = 6, dict[str, Any](), list[Exception]()
-    options = {"num_workers": 2, "num_fragments": 3, "sync_every": 6, "rounds": rounds, "heartbeat_interval_s": 0.5}
-    server = serve(tmp_path, **options, heartbeat_timeout_s=5.0, **settings)
+    options = {
+        "rounds.sites": 2,
+        "diloco.num_fragments": 3,
+        "diloco.sync_every": 6,
+        "rounds.total": rounds,
+        "network.heartbeat_interval_s": 0.5,
+    }
+    server = serve(tmp_path, **options, **{"network.heartbeat_timeout_s": 5.0}, **settings)
     chance = random.Random(0)
     with server:
         proxies = [Proxy(server.port).__enter__() for _ in range(4)]

@@ -24,18 +24,18 @@ from atoll.testing.run import Status, status
 KILLED = -signal.SIGKILL
 ROUNDS = 3
 SETTINGS: dict[str, Any] = {
-    "algorithm": "fedavg",
-    "outer_optimizer": "sgd",
-    "outer_lr": 0.7,
-    "outer_momentum": 0.9,
-    "placement": "swarm",
-    "num_workers": len(SITES),
-    "rounds": ROUNDS,
-    "part_bytes": 2**16,
-    "min_free_bytes": 0,
-    "heartbeat_interval_s": 0.2,
-    "heartbeat_timeout_s": 2.0,
-    "threads": 1,
+    "algorithm.name": "fedavg",
+    "algorithm.outer_optimizer.name": "sgd",
+    "algorithm.outer_optimizer.lr": 0.7,
+    "algorithm.outer_optimizer.momentum": 0.9,
+    "swarm.enabled": True,
+    "rounds.sites": len(SITES),
+    "rounds.total": ROUNDS,
+    "network.part_bytes": 2**16,
+    "disk.min_free_bytes": 0,
+    "network.heartbeat_interval_s": 0.2,
+    "network.heartbeat_timeout_s": 2.0,
+    "run.threads": 1,
 }
 
 
@@ -78,7 +78,7 @@ class Sites(Threads):
 @contextlib.contextmanager
 def serve_swarm(folder: Path, **settings: Any) -> Iterator[atoll.Server]:
     """The run, served by this process; its sites are threads, which do not die."""
-    with serve(folder, build(), **(SETTINGS | {"heartbeat_timeout_s": 60.0} | settings)) as server:
+    with serve(folder, build(), **(SETTINGS | {"network.heartbeat_timeout_s": 60.0} | settings)) as server:
         yield server
 
 
@@ -91,7 +91,11 @@ class ServerProcess:
         (folder / "swarm_model.py").write_text(
             f"import sys\nsys.path.insert(0, {str(Path(__file__).parent)!r})\nfrom swarm_run import build\n"
         )
-        values = SETTINGS | {"model": "swarm_model:build", "state_dir": "state", "port": self.port} | settings
+        values = (
+            SETTINGS
+            | {"model.source": "swarm_model:build", "disk.state_dir": "state", "network.port": self.port}
+            | settings
+        )
         lines = [f"{key} = {_toml(value)}\n" for key, value in values.items()]
         (folder / "run.toml").write_text("".join(lines))
         self.kept = Kept(self._start, lives)

@@ -77,7 +77,15 @@ class Offer:
 @contextmanager
 def swarm(folder: Path) -> Iterator[tuple[atoll.Server, Site, Site]]:
     """Two sites that reach each other and hold the initial version; the first aggregates."""
-    with serve(folder, placement="swarm", aggregators=["a"], heartbeat_interval_s=0, heartbeat_timeout_s=0) as server:
+    with serve(
+        folder,
+        **{
+            "swarm.enabled": True,
+            "swarm.aggregators": ["a"],
+            "network.heartbeat_interval_s": 0,
+            "network.heartbeat_timeout_s": 0,
+        },
+    ) as server:
         a, b = Site(server.url, "a"), Site(server.url, "b")
         for _ in range(2):
             a.report(), b.report()

@@ -27,22 +27,26 @@ from atoll.worker.peer import agent
 from atoll.worker.peer.agent import SwarmPeer
 from atoll.worker.peer.peer_transfers import PeerServer
 
-DEFAULT: dict[str, Any] = {"outer_optimizer": None, "outer_lr": None, "outer_momentum": None}
+DEFAULT: dict[str, Any] = {
+    "algorithm.outer_optimizer.name": None,
+    "algorithm.outer_optimizer.lr": None,
+    "algorithm.outer_optimizer.momentum": None,
+}
 RUNS = [
     pytest.param({}, id="fedavg-with-momentum"),
-    pytest.param(DEFAULT | {"algorithm": "fedprox"}, id="fedprox", marks=pytest.mark.long),
-    pytest.param(DEFAULT | {"algorithm": "scaffold"}, id="scaffold"),
-    pytest.param(DEFAULT | {"algorithm": "fednova"}, id="fednova"),
-    pytest.param(DEFAULT | {"algorithm": "fedadam"}, id="fedadam"),
-    pytest.param(DEFAULT | {"algorithm": "fedyogi"}, id="fedyogi", marks=pytest.mark.long),
-    pytest.param({"reducer": "median"}, id="median"),
-    pytest.param({"reducer": "trimmed_mean", "reducer_options": {"trim": 0.34}}, id="trimmed-mean"),
-    pytest.param({"reducer": "clipped_mean", "reducer_options": {"max_norm": 1.0}}, id="clipped-mean"),
-    pytest.param({"codec": "bf16"}, id="bf16", marks=pytest.mark.long),
-    pytest.param({"codec": "int8"}, id="int8"),
-    pytest.param({"codec": "int4"}, id="int4", marks=pytest.mark.long),
-    pytest.param({"codec": "topk"}, id="topk"),
-    pytest.param({"download_to_disk": False}, id="in-memory"),
+    pytest.param(DEFAULT | {"algorithm.name": "fedprox"}, id="fedprox", marks=pytest.mark.long),
+    pytest.param(DEFAULT | {"algorithm.name": "scaffold"}, id="scaffold"),
+    pytest.param(DEFAULT | {"algorithm.name": "fednova"}, id="fednova"),
+    pytest.param(DEFAULT | {"algorithm.name": "fedadam"}, id="fedadam"),
+    pytest.param(DEFAULT | {"algorithm.name": "fedyogi"}, id="fedyogi", marks=pytest.mark.long),
+    pytest.param({"aggregation.reducer.name": "median"}, id="median"),
+    pytest.param({"aggregation.reducer.name": "trimmed_mean", "aggregation.reducer.trim": 0.34}, id="trimmed-mean"),
+    pytest.param({"aggregation.reducer.name": "clipped_mean", "aggregation.reducer.max_norm": 1.0}, id="clipped-mean"),
+    pytest.param({"aggregation.upload_codec.name": "bf16"}, id="bf16", marks=pytest.mark.long),
+    pytest.param({"aggregation.upload_codec.name": "int8"}, id="int8"),
+    pytest.param({"aggregation.upload_codec.name": "int4"}, id="int4", marks=pytest.mark.long),
+    pytest.param({"aggregation.upload_codec.name": "topk"}, id="topk"),
+    pytest.param({"disk.in_files": False}, id="in-memory"),
 ]
 
 
@@ -50,7 +54,7 @@ RUNS = [
 @pytest.mark.parametrize("settings", RUNS)
 def test_the_same_bits_as_a_server_makes(tmp_path: Path, settings: dict[str, Any]) -> None:
     ours, sites = left_by(tmp_path / "swarm", **settings)
-    theirs, _ = left_by(tmp_path / "server", **settings, placement="server")
+    theirs, _ = left_by(tmp_path / "server", **settings, **{"swarm.enabled": False})
     assert ours.bits == theirs.bits
     assert len(ours.versions) == ROUNDS + 1
     assert all(one != other for one, other in pairwise(ours.aggregators))
@@ -74,10 +78,16 @@ def test_the_same_bits_as_a_server_makes_where_more_have_joined_than_trained(
     for placement in ("swarm", "server"):
         folder = tmp_path / placement
         folder.mkdir()
-        settings = DEFAULT | {"algorithm": "scaffold", "placement": placement, "sample_fraction": sample}
+        settings = DEFAULT | {
+            "algorithm.name": "scaffold",
+            "swarm.enabled": (placement) == "swarm",
+            "rounds.sample_fraction": sample,
+        }
         for names, rounds in starts:
             least = 2 if sample < 1 else len(names)
-            with serve_swarm(folder, **settings, rounds=rounds, num_workers=len(names), min_workers=least) as server:
+            with serve_swarm(
+                folder, **settings, **{"rounds.total": rounds, "rounds.sites": len(names), "rounds.min_sites": least}
+            ) as server:
                 Sites(server.url, folder, names).join()
                 server.run()
         found.append(Result(folder))
@@ -99,7 +109,7 @@ def test_drops_versions_that_no_worker_needs(tmp_path: Path, monkeypatch: pytest
         served[self.site] = len(self._peer_server._host._objects)
 
     monkeypatch.setattr(SwarmPeer, "leave", seen)
-    with serve_swarm(tmp_path, rounds=6, keep_versions=2) as server:
+    with serve_swarm(tmp_path, **{"rounds.total": 6, "disk.keep_versions": 2}) as server:
         Sites(server.url, tmp_path).join()
         server.run()
     assert {peer.site for peer in peers} == set(SITES)
@@ -122,8 +132,8 @@ def test_an_aggregator_shows_progress_from_its_first_byte_on(tmp_path: Path, mon
         return close(*arguments, on_bytes=count, **options)
 
     monkeypatch.setattr(agent, "reduced", told)
-    left_by(tmp_path / "swarm", rounds=1)
-    planned = plan_of(Settings.build(SETTINGS | {"state_dir": tmp_path}), build(), None).fragments[0]
+    left_by(tmp_path / "swarm", **{"rounds.total": 1})
+    planned = plan_of(Settings.build(SETTINGS | {"disk.state_dir": tmp_path}), build(), None).fragments[0]
     assert sum(moved) == len(SITES) * planned.update.nbytes + planned.version.nbytes
     assert max(moved) <= 2**16  # part by part
 
@@ -147,10 +157,10 @@ def test_what_a_worker_has_it_does_not_pull(tmp_path: Path) -> None:
     model goes from the server to one of them, and from that one to the other, who pulls it twice if it comes to train
     before it holds it.
     """
-    with serve_swarm(tmp_path, num_workers=2) as server:
+    with serve_swarm(tmp_path, **{"rounds.sites": 2}) as server:
         sites = Sites(server.url, tmp_path, ["a", "b"])
         sites.join()
-    planned = plan_of(Settings.build(SETTINGS | {"state_dir": tmp_path}), build(), None).fragments[0]
+    planned = plan_of(Settings.build(SETTINGS | {"disk.state_dir": tmp_path}), build(), None).fragments[0]
     state = planned.shapes().state
     assert state is not None
     model = planned.version.nbytes
@@ -234,7 +244,7 @@ def test_answers_of_a_server_that_was_started_again_count_from_the_first(
 @pytest.mark.covers("P10")
 @pytest.mark.parametrize(("named", "expected"), [("bc", ["b", "c", "b", "c"]), ("c", ["c", "c", "c", "c"])])
 def test_aggregators_of_the_users_choice_take_turns(tmp_path: Path, named: str, expected: list[str]) -> None:
-    with serve_swarm(tmp_path, aggregators=tuple(named), rounds=4) as server:
+    with serve_swarm(tmp_path, **{"swarm.aggregators": tuple(named), "rounds.total": 4}) as server:
         Sites(server.url, tmp_path).join()
         server.run()
     result = Result(tmp_path)
@@ -248,7 +258,7 @@ def test_the_seed_decides_the_aggregator(tmp_path: Path) -> None:
     for number, seed in enumerate((1, 1, 2)):
         folder = tmp_path / str(number)
         folder.mkdir()
-        with serve_swarm(folder, seed=seed, rounds=6, num_workers=len(SITES)) as server:
+        with serve_swarm(folder, **{"run.seed": seed, "rounds.total": 6, "rounds.sites": len(SITES)}) as server:
             Sites(server.url, folder).join()
             server.run()
         orders.append(Result(folder).aggregators)

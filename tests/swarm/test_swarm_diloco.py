@@ -17,12 +17,12 @@ from torch import nn
 H = 4
 ORDER = "abcaacbba"
 DILOCO: dict[str, Any] = {
-    "algorithm": "diloco",
-    "outer_optimizer": None,
-    "outer_lr": None,
-    "outer_momentum": None,
-    "sync_every": H,
-    "heartbeat_timeout_s": 60.0,
+    "algorithm.name": "diloco",
+    "algorithm.outer_optimizer.name": None,
+    "algorithm.outer_optimizer.lr": None,
+    "algorithm.outer_optimizer.momentum": None,
+    "diloco.sync_every": H,
+    "network.heartbeat_timeout_s": 60.0,
 }
 
 
@@ -74,18 +74,21 @@ def left_by(folder: Path, steps: int = 40, kind: type[Trained] = Trained, **sett
         sites = kind(server.url, folder, SITES, steps)
         sites.join()
         status = server.status()
-    if settings.get("placement", "swarm") == "swarm":
+    if settings.get("swarm.enabled", True):
         assert status.bytes_up == 0
     return Result(folder), sites
 
 
 RUNS = [
     pytest.param({}, id="whole-model"),
-    pytest.param({"codec": "int8"}, id="int8"),
-    pytest.param({"codec": "topk"}, id="topk-with-residuals"),
-    pytest.param({"dn_buffer_size": 2}, id="delayed-nesterov"),
-    pytest.param({"download_to_disk": False}, id="in-memory"),
-    pytest.param({"num_fragments": 2, "tau": 1, "alpha": 0.25}, id="streaming"),
+    pytest.param({"aggregation.upload_codec.name": "int8"}, id="int8"),
+    pytest.param({"aggregation.upload_codec.name": "topk"}, id="topk-with-residuals"),
+    pytest.param({"async.momentum_every": 2}, id="delayed-nesterov"),
+    pytest.param({"disk.in_files": False}, id="in-memory"),
+    pytest.param(
+        {"diloco.num_fragments": 2, "diloco.fragment_sync_delay": 1, "diloco.fragment_update_alpha": 0.25},
+        id="streaming",
+    ),
 ]
 
 
@@ -93,7 +96,7 @@ RUNS = [
 @pytest.mark.parametrize("settings", RUNS)
 def test_the_same_bits_as_a_server_makes(tmp_path: Path, settings: dict[str, Any]) -> None:
     ours, mine = left_by(tmp_path / "swarm", **settings)
-    theirs, others = left_by(tmp_path / "server", **settings, placement="server")
+    theirs, others = left_by(tmp_path / "server", **settings, **{"swarm.enabled": False})
     assert ours.versions == theirs.versions
     assert len(ours.versions) > 3
     for site in SITES:
@@ -103,10 +106,12 @@ def test_the_same_bits_as_a_server_makes(tmp_path: Path, settings: dict[str, Any
 
 @pytest.mark.covers("P10", "D10")
 @pytest.mark.parametrize(
-    "settings", [{}, {"num_fragments": 2}, {"dn_buffer_size": 2}], ids=["whole-model", "fragments", "delayed-nesterov"]
+    "settings",
+    [{}, {"diloco.num_fragments": 2}, {"async.momentum_every": 2}],
+    ids=["whole-model", "fragments", "delayed-nesterov"],
 )
 def test_asynchronous_runs_come_to_their_end(tmp_path: Path, settings: dict[str, Any]) -> None:
-    result, sites = left_by(tmp_path / "swarm", steps=400, mode="async", rounds=9, **settings)
+    result, sites = left_by(tmp_path / "swarm", steps=400, **{"async.enabled": True, "rounds.total": 9}, **settings)
     counted = [state for _, _, state in result.tickets if state == "counted"]
     assert len(counted) == sum(len(summary["workers"]) for summary in result.history)
     assert len({summary["aggregator"] for summary in result.history}) > 1
@@ -116,15 +121,24 @@ def test_asynchronous_runs_come_to_their_end(tmp_path: Path, settings: dict[str,
 @pytest.mark.covers("P10", "D10")
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"staleness_weight": "inverse_sqrt", "codec": "int8"}, {"dn_buffer_size": 2}],
+    [
+        {},
+        {"async.staleness_weight": "inverse_sqrt", "aggregation.upload_codec.name": "int8"},
+        {"async.momentum_every": 2},
+    ],
     ids=["constant", "weighed-by-staleness", "delayed-nesterov"],
 )
 def test_an_asynchronous_run_with_updates_in_the_same_order_has_a_servers_bits(
     tmp_path: Path, settings: dict[str, Any]
 ) -> None:
-    run: dict[str, Any] = {"kind": InTurn, "mode": "async", "sync_rounds_first": 1, "rounds": 1 + len(ORDER)} | settings
+    run: dict[str, Any] = {
+        "kind": InTurn,
+        "async.enabled": True,
+        "async.sync_rounds_first": 1,
+        "rounds.total": 1 + len(ORDER),
+    } | settings
     ours, _ = left_by(tmp_path / "swarm", **run)
-    theirs, _ = left_by(tmp_path / "server", **run, placement="server")
+    theirs, _ = left_by(tmp_path / "server", **run, **{"swarm.enabled": False})
     assert ours.versions == theirs.versions
     first, *one_by_one = ours.history
     assert first["workers"] == ["a", "b", "c"]

@@ -12,13 +12,17 @@ from swarm_run import SITES
 from swarm_world import EVERY_SITE_AND_ROUND, Result, ServerProcess, sites
 
 SETTINGS: dict[str, Any] = {
-    "algorithm": "diloco",
-    "sync_every": 4,
-    "aggregators": ["a", "b", "c"],
-    "heartbeat_timeout_s": 60.0,
-    "idle_timeout_s": 5.0,
+    "algorithm.name": "diloco",
+    "diloco.sync_every": 4,
+    "swarm.aggregators": ["a", "b", "c"],
+    "network.heartbeat_timeout_s": 60.0,
+    "network.idle_timeout_s": 5.0,
 }
-STREAMING: dict[str, Any] = {"num_fragments": 2, "tau": 1, "alpha": 0.25}
+STREAMING: dict[str, Any] = {
+    "diloco.num_fragments": 2,
+    "diloco.fragment_sync_delay": 1,
+    "diloco.fragment_update_alpha": 0.25,
+}
 SITE = {"script": "swarm_diloco_site.py"}
 
 LONG = pytest.mark.long
@@ -90,7 +94,7 @@ def test_streamed_fragments_come_to_the_same_end_everywhere(
 def test_an_asynchronous_swarm_goes_on_without_its_aggregator(nursery: Nursery, tmp_path: Path) -> None:
     """Others' updates are waiting when it is lost, so that rounds are closed one upon the other."""
     lives = {site: ["swarm.closed=kill"] for site in ("a", "b")}
-    changed = {"mode": "async", "rounds": 12, "idle_timeout_s": 3.0, "aggregators": []}
+    changed = {"async.enabled": True, "rounds.total": 12, "network.idle_timeout_s": 3.0, "swarm.aggregators": []}
     with (
         ServerProcess(nursery, tmp_path, **SETTINGS | changed) as server,
         sites(nursery, server, lives, **dict.fromkeys(SITES, SITE)),

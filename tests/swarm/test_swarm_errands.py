@@ -15,6 +15,8 @@ from swarm_run import build
 from atoll import Settings, TensorRef
 from atoll.aggregation.plan import PLACED, Plan, placed_settings
 from atoll.blobs.manifest import Manifest, state_id
+from atoll.config import FIELDS, GROUPS
+from atoll.config.settings import Group
 from atoll.errors import Gone, PartCorrupt, StoreError
 from atoll.posix import write_at
 from atoll.protocol.swarm_messages import Collect, Hold, Source
@@ -27,14 +29,22 @@ from atoll.transport.object_server import LocalBlob, ObjectHost
 from atoll.worker.peer.peer_store import PeerStore, Version
 from atoll.worker.peer.peer_transfers import PeerServer, PeerTransfers, state_cuts
 
-SETTINGS = {"outer_optimizer": "sgd", "outer_lr": 0.7, "outer_momentum": 0.9, "num_workers": 3, "part_bytes": 2**16}
+SETTINGS = {
+    "algorithm.outer_optimizer.name": "sgd",
+    "algorithm.outer_optimizer.lr": 0.7,
+    "algorithm.outer_optimizer.momentum": 0.9,
+    "rounds.sites": 3,
+    "network.part_bytes": 2**16,
+}
 
 
 class Peer:
     """A worker that serves files, and the store of one that pulls them."""
 
     def __init__(self, folder: Path) -> None:
-        settings = Settings.build({"algorithm": "fedavg", "placement": "swarm", "state_dir": folder, **SETTINGS})
+        settings = Settings.build(
+            {"algorithm.name": "fedavg", "swarm.enabled": True, "disk.state_dir": folder, **SETTINGS}
+        )
         self.plan: Plan = plan_of(settings, build(), None)
         self.planned = self.plan.fragments[0]
         self.folder = folder / "store"
@@ -335,20 +345,22 @@ def test_what_comes_after_a_damaged_version_survives_the_next_start(peer: Peer) 
 
 
 @pytest.mark.covers("P10", "D10")
-def test_all_settings_that_a_plan_is_made_of_travel(tmp_path: Path) -> None:
-    asked: set[str] = set()
-
-    class Watched(Settings):
-        def __getattribute__(self, name: str) -> object:
-            asked.add(name)
-            return super().__getattribute__(name)
-
-    given = {"algorithm": "fedavg", "placement": "swarm", "state_dir": tmp_path, **SETTINGS}
+def test_all_settings_that_a_plan_is_made_of_travel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = {"algorithm.name": "fedavg", "swarm.enabled": True, "disk.state_dir": tmp_path, **SETTINGS}
     plan = plan_of(Settings.build(given), build(), None)
-    settings = Watched.build(given | {"mode": "async", "staleness_weight": "inverse_sqrt"})
-    asked.clear()
+    settings = Settings.build(given | {"async.enabled": True, "async.staleness_weight": "inverse_sqrt"})
+    groups, asked = {kind: group for group, kind in GROUPS.items()}, set[str]()
+
+    def noted(self: Group, name: str) -> object:
+        asked.add(f"{groups.get(type(self))}.{name}")
+        return object.__getattribute__(self, name)
+
+    monkeypatch.setattr(Group, "__getattribute__", noted)
     Plan.make(settings, plan.split)
-    of_this_machine = {"threads", "state_dir"}
-    refused_in_a_swarm = {"aggregator", "downlink_codec", "downlink_codec_options", "ranks", "dylu"}
-    assert asked & Settings.model_fields.keys() <= {*PLACED, *of_this_machine, *refused_in_a_swarm}
+    monkeypatch.undo()
+    of_this_machine = {"run.threads", "disk.state_dir"}
+    refused = {"aggregation.aggregator", "aggregation.download_codec", "model.ranks", "diloco.dynamic_local_steps"}
+    algorithm = {key for key in FIELDS if key.startswith("algorithm.")}
+    assert asked & FIELDS.keys() <= {*PLACED, *algorithm, *of_this_machine, *refused}
+    assert asked & {"rounds.sites", "diloco.num_fragments", "aggregation.reducer"}
     assert placed_settings(settings).keys() == set(PLACED)

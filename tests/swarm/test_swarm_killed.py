@@ -15,7 +15,11 @@ from harness.processes import Nursery, wait_until
 from swarm_run import SITES
 from swarm_world import EVERY_SITE_AND_ROUND, Result, ServerProcess, sites
 
-SETTINGS: dict[str, Any] = {"aggregators": ["a", "b", "c"], "heartbeat_timeout_s": 60.0, "idle_timeout_s": 5.0}
+SETTINGS: dict[str, Any] = {
+    "swarm.aggregators": ["a", "b", "c"],
+    "network.heartbeat_timeout_s": 60.0,
+    "network.idle_timeout_s": 5.0,
+}
 
 
 @pytest.fixture(scope="module")

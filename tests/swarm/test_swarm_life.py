@@ -27,7 +27,7 @@ import atoll
 from atoll.cli.export import from_directory
 from atoll.errors import ConfigError, Gone, UsageError
 
-IN_TURN: dict[str, Any] = {"aggregators": ["a", "b", "c"]}
+IN_TURN: dict[str, Any] = {"swarm.aggregators": ["a", "b", "c"]}
 
 
 @pytest.mark.slow
@@ -35,7 +35,7 @@ IN_TURN: dict[str, Any] = {"aggregators": ["a", "b", "c"]}
 def test_a_stopped_aggregator_is_replaced_and_does_no_harm_when_it_goes_on(nursery: Nursery, tmp_path: Path) -> None:
     paused = tmp_path / "reduces"
     lives = {"a": [f"pass.chunk=pause:{paused}"]}
-    settings = IN_TURN | {"idle_timeout_s": 1.5, "heartbeat_timeout_s": 4.0, "min_workers": 1}
+    settings = IN_TURN | {"network.idle_timeout_s": 1.5, "network.heartbeat_timeout_s": 4.0, "rounds.min_sites": 1}
     with ServerProcess(nursery, tmp_path, **settings) as server, sites(nursery, server, lives) as running:
         wait_until(Path(f"{paused}.reached").exists, "the reduction")
         running["a"].kept.now.send(signal.SIGSTOP)
@@ -57,7 +57,7 @@ def test_a_stopped_aggregator_is_replaced_and_does_no_harm_when_it_goes_on(nurse
 def test_a_stopped_checker_is_replaced(nursery: Nursery, tmp_path: Path) -> None:
     reduces = tmp_path / "reduces"
     lives = {"a": [f"pass.chunk=pause:{reduces}"]}
-    settings = IN_TURN | {"idle_timeout_s": 3.0, "heartbeat_timeout_s": 60.0}
+    settings = IN_TURN | {"network.idle_timeout_s": 3.0, "network.heartbeat_timeout_s": 60.0}
     with ServerProcess(nursery, tmp_path, **settings) as server, sites(nursery, server, lives) as running:
         wait_until(Path(f"{reduces}.reached").exists, "the reduction")
         running["b"].kept.now.send(signal.SIGSTOP)
@@ -73,7 +73,7 @@ def test_a_stopped_checker_is_replaced(nursery: Nursery, tmp_path: Path) -> None
 @pytest.mark.slow
 @pytest.mark.covers("P10", "X3")
 def test_the_last_worker_waits_and_says_why(nursery: Nursery, tmp_path: Path) -> None:
-    settings = {"num_workers": 2, "min_workers": 1, "rounds": 2, "aggregators": ["a", "b"]}
+    settings = {"rounds.sites": 2, "rounds.min_sites": 1, "rounds.total": 2, "swarm.aggregators": ["a", "b"]}
     hold = f"2:{tmp_path / 'go'}"
     with ServerProcess(nursery, tmp_path, **settings) as server:
         a = SiteProcess(nursery, tmp_path, server.url, "a", HOLD=hold)
@@ -97,7 +97,7 @@ def test_the_last_worker_waits_and_says_why(nursery: Nursery, tmp_path: Path) ->
 @pytest.mark.slow
 @pytest.mark.covers("P10", "X3")
 def test_an_unreachable_worker_learns_it_before_the_first_round(nursery: Nursery, tmp_path: Path) -> None:
-    with ServerProcess(nursery, tmp_path, min_workers=3) as server:
+    with ServerProcess(nursery, tmp_path, **{"rounds.min_sites": 3}) as server:
         first = [SiteProcess(nursery, tmp_path, server.url, site) for site in ("a", "b")]
         wait_until(lambda: server.log.read_text().count(" joined") == 2, "two workers")
         hidden = SiteProcess(nursery, tmp_path, server.url, "c", ATOLL_PEER_NAME="127.0.0.2", script="hidden_site.py")
@@ -115,7 +115,7 @@ def test_an_unreachable_worker_learns_it_before_the_first_round(nursery: Nursery
 @pytest.mark.covers("P10")
 def test_a_nan_is_refused_by_name_and_the_others_go_on(nursery: Nursery, tmp_path: Path) -> None:
     with (
-        ServerProcess(nursery, tmp_path, min_workers=1) as server,
+        ServerProcess(nursery, tmp_path, **{"rounds.min_sites": 1}) as server,
         sites(nursery, server, b={"NAN_IN": "2"}) as running,
     ):
         assert len({running[site].ended()["digest"] for site in SITES}) == 1
@@ -139,7 +139,7 @@ def test_all_die_and_what_they_hold_is_believed_where_it_is_whole(
     nursery: Nursery, tmp_path: Path, damaged: int
 ) -> None:
     hold = {site: {"HOLD": f"2:{tmp_path / 'go'}"} for site in SITES}
-    with ServerProcess(nursery, tmp_path, **IN_TURN, heartbeat_timeout_s=60.0) as server:
+    with ServerProcess(nursery, tmp_path, **IN_TURN, **{"network.heartbeat_timeout_s": 60.0}) as server:
         with sites(nursery, server, **hold) as running:
             wait_until(lambda: all(each.told("trains", 2) for each in running.values()), "round 2")
         holders = sorted(path.parent for path in (tmp_path / "workers").glob("*/*/held.json"))
@@ -169,7 +169,7 @@ def reason(server: ServerProcess) -> str:
 @pytest.mark.covers("P10")
 def test_late_joiners_and_early_leavers(nursery: Nursery, tmp_path: Path) -> None:
     """Whoever leaves is among those who hold the newest version: it stays until another has it."""
-    settings = {"num_workers": 2, "min_workers": 2, "rounds": 5, "aggregators": ["a"]}
+    settings = {"rounds.sites": 2, "rounds.min_sites": 2, "rounds.total": 5, "swarm.aggregators": ["a"]}
     with ServerProcess(nursery, tmp_path, **settings) as server:
         a = SiteProcess(nursery, tmp_path, server.url, "a", LEAVE_AFTER="3")
         b = SiteProcess(nursery, tmp_path, server.url, "b", HOLD=f"2:{tmp_path / 'go'}")
@@ -187,7 +187,7 @@ def test_late_joiners_and_early_leavers(nursery: Nursery, tmp_path: Path) -> Non
 @pytest.mark.covers("P10")
 def test_the_only_holder_of_the_newest_version_stays_until_another_has_it(nursery: Nursery, tmp_path: Path) -> None:
     """Of the two that have version 1, b is killed for good in round 2, and a leaves with its update to that round."""
-    settings = {"num_workers": 4, "min_workers": 2, "aggregators": ["a", "b"]}
+    settings = {"rounds.sites": 4, "rounds.min_sites": 2, "swarm.aggregators": ["a", "b"]}
     with ServerProcess(nursery, tmp_path, **settings) as server:
         a = SiteProcess(nursery, tmp_path, server.url, "a", HOLD=f"2:{tmp_path / 'go'}", LEAVE_AFTER="2")
         b = SiteProcess(nursery, tmp_path, server.url, "b", HOLD=f"2:{tmp_path / 'never'}")
@@ -207,7 +207,13 @@ def test_the_only_holder_of_the_newest_version_stays_until_another_has_it(nurser
 @pytest.mark.covers("P10")
 def test_each_site_has_the_result_and_nothing_else_is_left(tmp_path: Path) -> None:
     with serve_swarm(
-        tmp_path, algorithm="scaffold", outer_optimizer=None, outer_lr=None, outer_momentum=None
+        tmp_path,
+        **{
+            "algorithm.name": "scaffold",
+            "algorithm.outer_optimizer.name": None,
+            "algorithm.outer_optimizer.lr": None,
+            "algorithm.outer_optimizer.momentum": None,
+        },
     ) as server:
         ran = Sites(server.url, tmp_path)
         ran.join()
@@ -219,7 +225,7 @@ def test_each_site_has_the_result_and_nothing_else_is_left(tmp_path: Path) -> No
         assert found.keys() == expected.keys()
         assert all(torch.equal(found[name], value) for name, value in expected.items())
         assert not list((tmp_path / "workers" / site).glob("*/spool-*"))
-    state = server.settings.state_dir
+    state = server.settings.disk.state_dir
     with pytest.raises(Gone, match=r"version 3 lies at its sites.*Take model\.safetensors from a site's folder"):
         from_directory(state, tmp_path / "out.safetensors")
     with pytest.raises(UsageError, match=r"its server has none to evaluate\. .*versions = "):
@@ -230,24 +236,24 @@ def test_each_site_has_the_result_and_nothing_else_is_left(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("settings", "named"),
     [
-        ({"num_workers": 1}, "num_workers is 1"),
-        ({"save_every": 2}, "save_every"),
-        ({"best_metric": "loss"}, "best_metric"),
-        ({"downlink_codec": "int8"}, "downlink_codec"),
-        ({"ranks": 2}, "ranks"),
-        ({"durability": "power"}, "durability"),
-        ({"aggregator": "mine.py:Mean"}, "aggregator"),
-        ({"reducer": "mine.py:Mean"}, "reducer"),
-        ({"outer_optimizer": "mine.py:Adam"}, "outer_optimizer"),
+        ({"rounds.sites": 1}, "rounds.sites is 1"),
+        ({"disk.export_every": 2}, "disk.export_every"),
+        ({"rounds.best_metric": "loss"}, "best_metric"),
+        ({"aggregation.download_codec.name": "int8"}, "aggregation.download_codec"),
+        ({"model.ranks": 2}, "ranks"),
+        ({"disk.durability": "power"}, "durability"),
+        ({"aggregation.aggregator.path": "mine.py:Mean"}, "aggregator"),
+        ({"aggregation.reducer.path": "mine.py:Mean"}, "reducer"),
+        ({"algorithm.outer_optimizer.path": "mine.py:Adam"}, "algorithm.outer_optimizer"),
         ({"outer_optimizer": torch.optim.Adam}, "Server got outer_optimizer"),
         ({"filters": [atoll.filters.NormClip(1.0)]}, "Server got filters"),
         ({"workflow": print}, "Server got workflow"),
-        ({"workflow": "mine.py:main"}, "workflow"),
-        ({"task_result_filters": [{"filters": [{"path": "mine.py:Clip"}]}]}, "task_result_filters"),
-        ({"persistor": {"path": "mine.py:Keep"}}, "persistor"),
-        ({"codec": "mine.py:Codec"}, "codec"),
-        ({"algorithm": "mine.py:MINE"}, "algorithm"),
-        ({"placement": "server", "aggregators": ("a",)}, "aggregators"),
+        ({"workflow.function": "mine.py:main"}, "workflow"),
+        ({"workflow.result_filters": [{"filters": [{"path": "mine.py:Clip"}]}]}, "workflow.result_filters"),
+        ({"model.persistor": {"path": "mine.py:Keep"}}, "persistor"),
+        ({"aggregation.upload_codec.path": "mine.py:Codec"}, "codec"),
+        ({"algorithm.path": "mine.py:MINE"}, "algorithm"),
+        ({"swarm.enabled": False, "swarm.aggregators": ("a",)}, "aggregators"),
     ],
     ids=[
         "alone",
@@ -278,7 +284,9 @@ def test_what_does_not_go_with_a_swarm_is_refused_by_name(tmp_path: Path, settin
 
 @pytest.mark.covers("P10")
 def test_an_idle_swarm_asks_seldom_and_ends_at_once(tmp_path: Path) -> None:
-    with serve_swarm(tmp_path, num_workers=2, heartbeat_interval_s=30.0, heartbeat_timeout_s=90.0) as server:
+    with serve_swarm(
+        tmp_path, **{"rounds.sites": 2, "network.heartbeat_interval_s": 30.0, "network.heartbeat_timeout_s": 90.0}
+    ) as server:
         with atoll.join(server.url, site="a", folder=tmp_path / "w"):
             swarm = server._require_run().swarm
             time.sleep(0.5)
@@ -291,7 +299,10 @@ def test_an_idle_swarm_asks_seldom_and_ends_at_once(tmp_path: Path) -> None:
 
 def test_the_export_comes_from_the_workers(nursery: Nursery, tmp_path: Path) -> None:
     hold = {site: {"HOLD": f"3:{tmp_path / 'go'}"} for site in SITES}
-    with ServerProcess(nursery, tmp_path, rounds=ROUNDS) as server, sites(nursery, server, **hold) as running:
+    with (
+        ServerProcess(nursery, tmp_path, **{"rounds.total": ROUNDS}) as server,
+        sites(nursery, server, **hold) as running,
+    ):
         wait_until(lambda: all(each.told("trains", 3) for each in running.values()), "round 3")
         done = nursery.start(
             "atoll", "export", "out.safetensors", "--server", server.url, cwd=tmp_path, log=tmp_path / "export.log"

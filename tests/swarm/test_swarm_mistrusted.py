@@ -49,7 +49,7 @@ def reference(place: str) -> str:
 )
 def test_replaces_a_worker_that_cannot_aggregate(nursery: Nursery, tmp_path: Path, script: str, why: str) -> None:
     """No disk for the updates; digests of no version, which must neither end the server nor come into its journal."""
-    with ServerProcess(nursery, tmp_path, aggregators=["a"], idle_timeout_s=1.0) as server:
+    with ServerProcess(nursery, tmp_path, **{"swarm.aggregators": ["a"], "network.idle_timeout_s": 1.0}) as server:
         running = [
             SiteProcess(nursery, tmp_path, server.url, site, script=script if site == "a" else "swarm_site.py")
             for site in SITES
@@ -65,7 +65,7 @@ def test_replaces_a_worker_that_cannot_aggregate(nursery: Nursery, tmp_path: Pat
 @pytest.mark.covers("P10")
 def test_replaces_a_worker_that_aggregates_far_slower(nursery: Nursery, tmp_path: Path) -> None:
     """Its bytes move all the time. Round 1 has shown how long it takes; nobody has told."""
-    with ServerProcess(nursery, tmp_path, aggregators=["b", "a"], idle_timeout_s=1.0) as server:
+    with ServerProcess(nursery, tmp_path, **{"swarm.aggregators": ["b", "a"], "network.idle_timeout_s": 1.0}) as server:
         slow = {"script": "slow_site.py", "ENOUGH": str(tmp_path / "enough")}
         running = [SiteProcess(nursery, tmp_path, server.url, site, **(slow if site == "a" else {})) for site in SITES]
         wait_until(lambda: "a no longer aggregates round 2" in server.log.read_text(), "another one", 90)
@@ -82,7 +82,7 @@ def test_replaces_a_worker_that_aggregates_far_slower(nursery: Nursery, tmp_path
 @pytest.mark.slow
 @pytest.mark.covers("P10", "X3")
 def test_status_says_while_no_worker_can_aggregate(nursery: Nursery, tmp_path: Path) -> None:
-    with ServerProcess(nursery, tmp_path, idle_timeout_s=0.5, rounds=1) as server:
+    with ServerProcess(nursery, tmp_path, **{"network.idle_timeout_s": 0.5, "rounds.total": 1}) as server:
         running = [
             SiteProcess(nursery, tmp_path, server.url, site, script="full_site.py", ROOM=str(tmp_path / "room"))
             for site in SITES
@@ -136,13 +136,15 @@ def test_the_collecting_worker_refuses_an_update_that_is_too_large(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Of so many steps with gradients of norm √82,688: 0.05 · √82,688 · √steps is 14 for c, 20 for a, 25 for b."""
-    with serve_swarm(tmp_path, max_update_norm=22.0, min_workers=2, rounds=2) as server:
+    with serve_swarm(
+        tmp_path, **{"aggregation.max_update_norm": 22.0, "rounds.min_sites": 2, "rounds.total": 2}
+    ) as server:
         Sites(server.url, tmp_path).join()
         server.run()
     result = Result(tmp_path)
     assert [summary["workers"] for summary in result.history] == [["a", "c"]] * 2
     assert {site for site, _, state in result.tickets if state == "refused"} == {"b"}
-    assert "b: update refused: its norm is 24.89, above max_update_norm 22" in caplog.text
+    assert "b: update refused: its norm is 24.89, above aggregation.max_update_norm 22" in caplog.text
 
 
 @pytest.mark.covers("P10")

@@ -45,12 +45,12 @@ squared = swarm_plugin:Squared
 half = swarm_plugin:half
 """
 OURS: dict[str, Any] = {
-    "algorithm": "half",
-    "reducer": "squared",
-    "codec": "fp16",
-    "outer_optimizer": None,
-    "outer_lr": None,
-    "outer_momentum": None,
+    "algorithm.name": "half",
+    "aggregation.reducer.name": "squared",
+    "aggregation.upload_codec.name": "fp16",
+    "algorithm.outer_optimizer.name": None,
+    "algorithm.outer_optimizer.lr": None,
+    "algorithm.outer_optimizer.momentum": None,
 }
 
 
@@ -71,10 +71,14 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.covers("P10", "D10")
 def test_the_same_bits_as_a_server_makes_with_code_of_a_package(tmp_path: Path) -> None:
     ours, _ = left_by(tmp_path / "swarm", **OURS)
-    theirs, _ = left_by(tmp_path / "server", **OURS, placement="server")
+    theirs, _ = left_by(tmp_path / "server", **OURS, **{"swarm.enabled": False})
     assert ours.bits == theirs.bits
-    for name, stock in {"algorithm": "fedavg", "reducer": "mean", "codec": "none"}.items():  # each has a part in them
-        plain, _ = left_by(tmp_path / name, **OURS | {name: stock}, placement="server")
+    for name, stock in {
+        "algorithm.name": "fedavg",
+        "aggregation.reducer.name": "mean",
+        "aggregation.upload_codec.name": "none",
+    }.items():  # each has a part in them
+        plain, _ = left_by(tmp_path / name, **OURS | {name: stock}, **{"swarm.enabled": False})
         assert plain.bits != ours.bits
 
 
@@ -82,7 +86,7 @@ def test_the_same_bits_as_a_server_makes_with_code_of_a_package(tmp_path: Path) 
 @pytest.mark.usefixtures("installed")
 @pytest.mark.covers("P10", "X3")
 def test_a_site_without_the_package_is_refused_when_it_joins(nursery: Nursery, tmp_path: Path) -> None:
-    with serve_swarm(tmp_path, **OURS | {"codec": "none"}) as server:
+    with serve_swarm(tmp_path, **OURS | {"aggregation.upload_codec.name": "none"}) as server:
         site = SiteProcess(nursery, tmp_path, server.url, "c")  # a process has not got what is put on this one's path
         assert site.kept.wait() != 0
         assert server.status().workers == []

@@ -35,7 +35,7 @@ def secured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path
 @pytest.mark.covers("P10", "X2")
 def test_workers_and_server_over_tls(tmp_path: Path, secured: tuple[Path, Path]) -> None:
     chain, key = secured
-    with serve_swarm(tmp_path, tls_cert=chain, tls_key=key) as server:
+    with serve_swarm(tmp_path, **{"network.tls_cert": chain, "network.tls_key": key}) as server:
         sites = Sites(server.url.replace("127.0.0.1", "localhost"), tmp_path)
         sites.join()
         server.run()

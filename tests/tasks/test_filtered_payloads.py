@@ -274,7 +274,7 @@ def test_filtering_takes_a_few_runs_of_memory(tmp_path: Path, filters: list[Filt
 def test_filtering_an_answer_that_has_come_takes_a_few_runs_of_memory(tmp_path: Path) -> None:
     """64 MiB on disk become half of it on disk; the file that came is closed, and the other has no name."""
     objects = ObjectStore(tmp_path / "objects", max_bytes=2**30, max_expires_s=60.0, idle_timeout_s=60.0)
-    filters = TaskFilters(Settings(state_dir=tmp_path), results={"a": [NormClip(2.0**11)]})
+    filters = TaskFilters(Settings.build({"disk.state_dir": tmp_path}), results={"a": [NormClip(2.0**11)]})
     object_id, fd = objects.draft()
     manifest = write_object(pack({"w": torch.ones(2**24)}), fd, Cut(PART_BYTES))  # of the norm 2¹²
     answer = Answer("a", "key", way="streamed", fd=fd)
@@ -304,7 +304,7 @@ def test_two_answers_of_one_site_do_not_meet_in_its_filter(tmp_path: Path, where
             return values.div_(self.by)
 
     objects = ObjectStore(tmp_path / "objects", max_bytes=2**30, max_expires_s=60.0, idle_timeout_s=60.0)
-    at_server = TaskFilters(Settings(state_dir=tmp_path), results={"a": [ByTheFirst()]})
+    at_server = TaskFilters(Settings.build({"disk.state_dir": tmp_path}), results={"a": [ByTheFirst()]})
     at_site = AnswerFilters([ByTheFirst()], "a")
 
     def answered(packed: Packed) -> Answer:

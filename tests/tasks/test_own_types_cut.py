@@ -88,8 +88,8 @@ def test_a_stream_is_cut_as_a_torch_tensor_is(
     draft = written(packed, cut, None)
     assert draft.manifest.cuts.nbytes - draft.manifest.cuts.head_bytes == streamed_bytes
     draft.close()
-    monkeypatch.setenv("ATOLL_TENSOR_DOWNLOAD_CHUNK_SIZE", str(sizes.tensor))
-    monkeypatch.setenv("ATOLL_NP_DOWNLOAD_CHUNK_SIZE", str(sizes.np))
+    monkeypatch.setenv("ATOLL_WORKFLOW__TENSOR_PART_BYTES", str(sizes.tensor))
+    monkeypatch.setenv("ATOLL_WORKFLOW__ARRAY_PART_BYTES", str(sizes.np))
     ref = atoll.objects.publish(tree())
     assert same(atoll.objects.fetch(ref))
     assert same(atoll.objects.fetch(ref, to_disk=True) | {"a": ARRAY, "t": torch.arange(3)})
@@ -141,10 +141,12 @@ def test_tensors_of_a_head_arrive_with_tasks_ahead_of_them_and_with_answers(
     torch_bytes, numpy_bytes = sizes
     with atoll.Server(
         workflow=main,
-        state_dir=tmp_path / "state",
-        port=0,
-        tensor_download_chunk_size=torch_bytes,
-        np_download_chunk_size=numpy_bytes,
+        settings={
+            "disk.state_dir": tmp_path / "state",
+            "network.port": 0,
+            "workflow.tensor_part_bytes": torch_bytes,
+            "workflow.array_part_bytes": numpy_bytes,
+        },
     ) as server:
         with atoll.tasks(server.url, "a", request_task_tensors=request_task_tensors) as worker:
             for number, task in enumerate(worker.tasks()):
@@ -166,8 +168,8 @@ def test_code_of_a_type_finds_the_collector_as_it_was(
     monkeypatch: pytest.MonkeyPatch, enabled: bool, sizes: tuple[int, int]
 ) -> None:
     """It is put off around small objects of Atoll's own; what a user's code leaves may be more."""
-    monkeypatch.setenv("ATOLL_TENSOR_DOWNLOAD_CHUNK_SIZE", str(sizes[0]))
-    monkeypatch.setenv("ATOLL_NP_DOWNLOAD_CHUNK_SIZE", str(sizes[1]))
+    monkeypatch.setenv("ATOLL_WORKFLOW__TENSOR_PART_BYTES", str(sizes[0]))
+    monkeypatch.setenv("ATOLL_WORKFLOW__ARRAY_PART_BYTES", str(sizes[1]))
     collecting.clear()
     if not enabled:
         gc.disable()

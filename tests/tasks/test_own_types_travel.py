@@ -31,7 +31,7 @@ def play(
     nursery: Nursery, folder: Path, main: Callable[[Any], None], stream_tasks: tuple[str, ...] = ("echo",)
 ) -> None:
     """Run a workflow with the site a; nothing of it is left."""
-    with workflow_server(folder, main, stream_tasks=stream_tasks) as server:
+    with workflow_server(folder, main, **{"workflow.streamed_tasks": stream_tasks}) as server:
         worker = nursery.start(str(SCRIPT), server.url, "a", cwd=folder)
         assert server.wait(60)
         server.run()

@@ -29,15 +29,15 @@ def test_the_run_file_says_what_a_site_is_sent_and_what_is_taken_of_its_answer(
     """
     (tmp_path / "run.toml").write_text(
         """
-        task_data_filters = [
+        workflow.payload_filters = [
             {path = "norm_clip", args = {max_norm = 2.5}, sites = ["a"], tasks = ["train"]},
             {path = "drop", args = ["*.head"], sites = ["a"], tasks = ["train"]},
         ]
-        task_result_filters = [{path = "norm_clip", args = {max_norm = 2.5}, sites = ["b"]}]
+        workflow.result_filters = [{path = "norm_clip", args = {max_norm = 2.5}, sites = ["b"]}]
         """
     )
     given = Settings.read(tmp_path / "run.toml", environ={})
-    filters = {key: getattr(given, key) for key in ("task_data_filters", "task_result_filters")}
+    filters = {key: given.at(key) for key in ("workflow.payload_filters", "workflow.result_filters")}
     came: dict[str, Any] = {}
     objects = []
 
@@ -52,7 +52,7 @@ def test_the_run_file_says_what_a_site_is_sent_and_what_is_taken_of_its_answer(
         objects.append(len(list((tmp_path / "state" / "objects").glob("*.safetensors"))))
         return payload
 
-    with serving(tmp_path, main, stream_tasks=stream, **filters) as server:
+    with serving(tmp_path, main, **{"workflow.streamed_tasks": stream}, **filters) as server:
         with sites(server, {"train": answer, "measure": answer}):
             assert server.wait(60)
     whole = {"model": {"w": [3.0, 4.0], "head": [0.0, 0.0]}, "n": 9, "lr": 0.5}
@@ -116,7 +116,7 @@ def test_a_sites_own_filters_come_before_any_byte_leaves(tmp_path: Path, stream:
         return model()
 
     mine = {"a": {"train": [Drop("*.head"), Halved()]}}
-    with serving(tmp_path, main, stream_tasks=stream, filters=[Looking()]) as server:
+    with serving(tmp_path, main, **{"workflow.streamed_tasks": stream}, filters=[Looking()]) as server:
         with sites(server, {"train": answer, "measure": answer}, **mine):
             assert server.wait(60)
     whole = {"w": [3.0, 4.0], "head": [0.0, 0.0]}
@@ -135,7 +135,7 @@ def test_arrays_in_the_head_of_an_object_are_filtered_like_what_is_streamed(tmp_
     def main(controller: Any) -> None:
         came["payload"] = controller.send("a", "train", tree, timeout_s=30).payload
 
-    sizes = {"stream_tasks": ("train",), "np_download_chunk_size": 0}
+    sizes = {"workflow.streamed_tasks": ("train",), "workflow.array_part_bytes": 0}
     with serving(tmp_path, main, data_filters=[Halved()], filters=[Halved()], **sizes) as server:
         with atoll.tasks(server.url, "a", filters=[Halved()]) as worker:
             worker.task("train")(lambda payload: payload)

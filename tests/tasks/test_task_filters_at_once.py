@@ -180,7 +180,7 @@ def test_two_payloads_of_one_site_do_not_meet_in_its_filter(tmp_path: Path) -> N
             done = pool.map(lambda each: controller.send("a", "train", each, timeout_s=60), payloads)
             came.extend(result.payload["w"] for result in done)
 
-    with serving(tmp_path, main, data_filters={"a": [First()]}, stream_tasks=("train",)) as server:
+    with serving(tmp_path, main, data_filters={"a": [First()]}, **{"workflow.streamed_tasks": ("train",)}) as server:
         with atoll.tasks(server.url, "a") as worker:
             worker.task("train")(lambda payload: payload)
             worker.run()

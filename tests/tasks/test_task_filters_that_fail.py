@@ -160,7 +160,7 @@ def test_a_server_without_room_for_a_sites_own_payload_says_so_and_keeps_none(tm
         came.append(left(tmp_path))
         came.append(controller.send("b", "train", payload, timeout_s=30).payload)
 
-    options = {"objects_max_bytes": 100_000, "data_filters": {"a": [Halved()]}}
+    options = {"disk.objects_max_bytes": 100_000, "data_filters": {"a": [Halved()]}}
     with serving(tmp_path, main, **options) as server:
         with sites(server, {"train": lambda payload: payload["w"].sum().item()}):
             assert server.wait(60)
@@ -173,5 +173,5 @@ def test_refuses_what_is_no_filter_before_any_site_is_asked() -> None:
     with pytest.raises(UsageError, match=r"filters is Halved\(\) alone"):
         atoll.tasks("http://127.0.0.1:1", "a", filters=Halved())  # type: ignore[arg-type]
     entry = {"path": "drop", "args": ["w"], "tasks": "train"}
-    with pytest.raises(ConfigError, match=r"task_data_filters has .* not understood"):
-        atoll.Server(workflow=print, task_data_filters=[entry])
+    with pytest.raises(ConfigError, match=r"workflow.payload_filters has .* not understood"):
+        atoll.Server(workflow=print, settings={"workflow.payload_filters": [entry]})

@@ -33,7 +33,7 @@ def test_each_task_says_how_it_and_its_answers_travelled(
         for task, payload in (("train", state), ("validate", state), ("echo", None), ("echo", "words")):
             controller.broadcast(task, payload, timeout_s=30)
 
-    with workflow_server(tmp_path, main, stream_tasks=("train", "echo")) as server:
+    with workflow_server(tmp_path, main, **{"workflow.streamed_tasks": ("train", "echo")}) as server:
         with caplog.at_level(logging.WARNING, "atoll.server"):
             workers = [nursery.start(str(SCRIPT), server.url, name, cwd=tmp_path) for name in "ab"]
             assert server.wait(60)
@@ -49,7 +49,7 @@ def test_each_task_says_how_it_and_its_answers_travelled(
     ]
     assert all(task.sites == ["a", "b"] for task in status.sent)
     assert status.tasks == {"streamed": 1, "inline": 1, "skipped": 2}
-    warning = "task 'echo' is among stream_tasks, but its payload has no tensors: it goes inline"
+    warning = "task 'echo' is among workflow.streamed_tasks, but its payload has no tensors: it goes inline"
     assert status.warnings == [warning]
     assert caplog.messages.count(warning) == 1
     lines = shown.plain(status, server.url)
@@ -82,7 +82,7 @@ def test_an_open_task_names_awaited_sites_and_warns_of_answers_without_tensors(
         assert [task.answers for task in server.status().sent] == [{"skipped": 1}] * 2
     assert answers == [None, None]
     warned = [text for text in caplog.messages if "its answer has no tensors: it goes inline" in text]
-    assert warned == ["a: task 'train' is among stream_tasks, but its answer has no tensors: it goes inline"]
+    assert warned == ["a: task 'train' is among workflow.streamed_tasks, but its answer has no tensors: it goes inline"]
 
 
 @pytest.mark.covers("T14", "X3")
@@ -118,7 +118,7 @@ def test_the_status_shows_the_last_tasks_and_counts_them_all(tmp_path: Path) -> 
             controller.send("a", "echo", number, timeout_s=30)
         controller.broadcast("echo", sites=["gone"], timeout_s=0.01)
 
-    with workflow_server(tmp_path, main, num_workers=2) as server:
+    with workflow_server(tmp_path, main, **{"rounds.sites": 2}) as server:
         with atoll.tasks(server.url, "gone"):
             pass
         with atoll.tasks(server.url, "a") as worker:

@@ -64,7 +64,7 @@ def test_tensors_that_are_asked_for_and_those_pulled_ahead_are_the_same_bits(
             sent = [pool.submit(controller.send, "a", "echo", tree, timeout_s=60) for tree in (FIRST, SECOND)]
             came["results"] = [future.result().payload for future in sent]
 
-    with workflow_server(tmp_path, main, stream_tasks=stream) as server, Proxy(server.port) as proxy:
+    with workflow_server(tmp_path, main, **{"workflow.streamed_tasks": stream}) as server, Proxy(server.port) as proxy:
         with atoll.tasks(proxy.url, "a", request_task_tensors=request_task_tensors) as worker:
             for number, task in enumerate(worker.tasks()):
                 if number == 0:
@@ -96,7 +96,10 @@ def test_what_was_pulled_ahead_for_a_task_that_is_over_is_not_given_to_another(t
             came["third"] = controller.send("a", "echo", {"w": torch.full((3,), 3.0)}, timeout_s=60).payload
             first.result()
 
-    with workflow_server(tmp_path, main, stream_tasks=("echo",)) as server, Proxy(server.port) as proxy:
+    with (
+        workflow_server(tmp_path, main, **{"workflow.streamed_tasks": ("echo",)}) as server,
+        Proxy(server.port) as proxy,
+    ):
         with atoll.tasks(proxy.url, "a", request_task_tensors=False) as worker:
             for task in worker.tasks():
                 if "first" not in came:
@@ -131,7 +134,10 @@ def test_a_pull_ahead_that_stands_still_ends_with_its_task(tmp_path: Path) -> No
             first.result()
             third.result()
 
-    with workflow_server(tmp_path, main, stream_tasks=("echo",)) as server, Proxy(server.port) as proxy:
+    with (
+        workflow_server(tmp_path, main, **{"workflow.streamed_tasks": ("echo",)}) as server,
+        Proxy(server.port) as proxy,
+    ):
         with atoll.tasks(proxy.url, "a", request_task_tensors=False) as worker:
             stall = Fault("GET /v1/objects/", "down", at=60, action="stall")
             for task in worker.tasks():
@@ -166,7 +172,7 @@ def test_a_task_without_its_tensors_ends_in_an_error_that_names_server_and_task(
         came["next"] = controller.send("a", "validate", 7).payload
 
     with (
-        workflow_server(tmp_path, main, stream_tasks=stream, idle_timeout_s=0.3) as server,
+        workflow_server(tmp_path, main, **{"workflow.streamed_tasks": stream, "network.idle_timeout_s": 0.3}) as server,
         Proxy(server.port) as proxy,
     ):
         proxy.faults += [Fault("GET /v1/objects/", "down", at=60, action="stall") for _ in range(60)]
@@ -193,7 +199,7 @@ def test_an_answer_without_its_tensors_ends_in_an_error_that_names_site_and_task
         came["error"] = controller.send("a", "train", {"w": torch.ones(100_000)}).error
         came["next"] = controller.send("a", "validate", 7).payload
 
-    with workflow_server(tmp_path, main, idle_timeout_s=0.3) as server, Proxy(server.port) as proxy:
+    with workflow_server(tmp_path, main, **{"network.idle_timeout_s": 0.3}) as server, Proxy(server.port) as proxy:
         proxy.faults += [Fault("PUT /v1/objects/", "up", at=1000, action="stall") for _ in range(60)]
         with atoll.tasks(proxy.url, "a") as worker:
             worker.task("train")(lambda payload: payload)
@@ -218,7 +224,7 @@ def test_a_stall_that_passes_is_no_error(tmp_path: Path, request_line: str, dire
     def main(controller: Any) -> None:
         came["result"] = controller.send("a", "train", {"w": torch.ones(100_000)}, timeout_s=60).payload
 
-    with workflow_server(tmp_path, main, idle_timeout_s=0.5) as server, Proxy(server.port) as proxy:
+    with workflow_server(tmp_path, main, **{"network.idle_timeout_s": 0.5}) as server, Proxy(server.port) as proxy:
         faults = [Fault(request_line, direction, at=60, action="stall")]  # two transfers in a row would be an error
         proxy.faults += faults
         with atoll.tasks(proxy.url, "a") as worker:

@@ -51,14 +51,16 @@ def refusal(folder: Path, ask: Callable[[Any], object], sites: tuple[str, ...], 
 )
 @pytest.mark.covers("T14")
 def test_refuses_a_task_for_an_unknown_site_and_names_the_nearest(tmp_path: Path, ask: Callable[[Any], object]) -> None:
-    error = refusal(tmp_path, ask, ("clinic-a", "clinic-b"), num_workers=2)
+    error = refusal(tmp_path, ask, ("clinic-a", "clinic-b"), **{"rounds.sites": 2})
     assert isinstance(error, UsageError)
     assert "'clinc-b'" in error.message
     assert "'clinic-b'" in error.remedy
 
 
 def test_waits_for_a_named_site_that_has_not_joined_yet_and_refuses_it_at_the_timeout(tmp_path: Path) -> None:
-    error = refusal(tmp_path, lambda controller: controller.send("late", "echo", timeout_s=0.2), ("a",), num_workers=2)
+    error = refusal(
+        tmp_path, lambda controller: controller.send("late", "echo", timeout_s=0.2), ("a",), **{"rounds.sites": 2}
+    )
     assert isinstance(error, UsageError)
     assert "'late'" in error.message
     assert "a" in error.remedy
@@ -70,7 +72,7 @@ def test_a_named_site_that_joins_late_gets_its_task(tmp_path: Path) -> None:
     def main(controller: Any) -> None:
         came.extend(controller.broadcast("echo", 7, sites=["a", "b"], timeout_s=60))
 
-    with workflow_server(tmp_path, main, num_workers=2) as server:
+    with workflow_server(tmp_path, main, **{"rounds.sites": 2}) as server:
         together(*(lambda site=site: answer(server.url, site) for site in "ab"))
         server.run()
     assert [(each.site, each.payload) for each in came] == [("a", 7), ("b", 7)]
@@ -86,7 +88,13 @@ def test_an_evaluation_names_the_nearest_of_a_site_that_has_never_joined(tmp_pat
 
     workflows = [{"kind": "cross_site_evaluation", "sites": ["clinic-a", "clinc-b"], "site_models": False}]
     with atoll.Server(
-        build_model(), workflows=workflows, state_dir=tmp_path / "state", port=0, num_workers=2
+        build_model(),
+        settings={
+            "workflow.steps": workflows,
+            "disk.state_dir": tmp_path / "state",
+            "network.port": 0,
+            "rounds.sites": 2,
+        },
     ) as server:
         together(*(lambda site=site: take_part(server.url, site) for site in ("clinic-a", "clinic-b")))
         server.run()
@@ -105,7 +113,7 @@ def test_a_wait_for_a_site_that_has_never_joined_is_reported_with_the_nearest_na
         with pytest.raises(UsageError):
             controller.send("clinic_a", "echo", timeout_s=60)
 
-    with workflow_server(tmp_path, main, num_workers=2) as server:
+    with workflow_server(tmp_path, main, **{"rounds.sites": 2}) as server:
 
         def watch() -> None:
             wait_until(lambda: any("clinic_a" in each for each in server.status().warnings), "a warning")

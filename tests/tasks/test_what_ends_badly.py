@@ -101,7 +101,7 @@ def test_a_site_tells_what_its_server_would_not_take_and_goes_on(
         raise FileNotFoundError("scan-\udcff")
 
     handlers = {"named": named, "large": lambda _: torch.zeros(2**20), "small": lambda _: 1}
-    with workflow_server(tmp_path, main, objects_max_bytes=2**20) as server:
+    with workflow_server(tmp_path, main, **{"disk.objects_max_bytes": 2**20}) as server:
         site = AnsweringSites(server.url, ["a"], handlers)
         assert server.wait(60)
         server.run()
@@ -150,7 +150,7 @@ class Noted(Filter):
 def test_a_filter_keeps_nothing_of_one_site_for_another(tmp_path: Path) -> None:
     """Copies do not share a dict; a lock, which nobody can copy, they do, and what holds it."""
     given = Noted()
-    filters = SiteFilters(Settings.build({"state_dir": tmp_path}), [given])
+    filters = SiteFilters(Settings.build({"disk.state_dir": tmp_path}), [given])
     (a,), (b,) = filters.of("a"), filters.of("b")
     assert isinstance(a, Noted)
     assert isinstance(b, Noted)

@@ -54,7 +54,7 @@ def test_sends_no_payload_through_a_filter_that_hangs_and_serves_the_others(tmp_
             go.set()
         wait_until(lambda: kept_objects(tmp_path) == [], "that nothing is left")
 
-    options: dict[str, Any] = {"data_filters": {"a": [Hanging()]}, "stream_tasks": ("train",)}
+    options: dict[str, Any] = {"data_filters": {"a": [Hanging()]}, "workflow.streamed_tasks": ("train",)}
     played(workflow_server(tmp_path, main, **options), "ab")
     assert came == {
         "a": "The server's filters at the payload of task 'train' for a were not done after 1 s: it is not sent. "
@@ -146,7 +146,9 @@ def test_answers_that_hang_in_filters_are_let_go_with_their_task(
         finally:
             go.set()
 
-    server = workflow_server(tmp_path, main, filters={"a": [waiting], "b": [Filter()]}, stream_tasks=("train",))
+    server = workflow_server(
+        tmp_path, main, filters={"a": [waiting], "b": [Filter()]}, **{"workflow.streamed_tasks": ("train",)}
+    )
 
     def a() -> None:
         with atoll.tasks(server.url, "a") as worker:
@@ -182,7 +184,9 @@ def test_a_payload_waits_for_space_and_is_sent(
         came.extend(controller.broadcast("train", TREE, timeout_s=30))
         warned.append(status_of(server._run).warnings)  # type: ignore[arg-type]
 
-    server = workflow_server(tmp_path, main, min_free_bytes=256 * 10**6, stream_tasks=("train",))
+    server = workflow_server(
+        tmp_path, main, **{"disk.min_free_bytes": 256 * 10**6, "workflow.streamed_tasks": ("train",)}
+    )
     played(server, "a")
     assert came[0].payload["w"].tolist() == [1.0] * 3
     told = "The server has 0 MB of disk left, and keeps 256 MB free. It goes on when there is space; nothing is lost."
@@ -208,7 +212,7 @@ def test_a_disk_that_stays_full_is_waited_for_no_longer_than_the_task(
         raised.append(caught.value)
         assert controller.broadcast("train", {"plain": 1}, timeout_s=30)[0].payload == {"plain": 1}  # takes no disk
 
-    server = workflow_server(tmp_path, main, min_free_bytes=1)
+    server = workflow_server(tmp_path, main, **{"disk.min_free_bytes": 1})
     played(server, "a")
     assert "0 MB of disk left" in str(raised[0])
 
@@ -232,7 +236,7 @@ def test_an_answer_that_is_filtered_waits_for_space(tmp_path: Path, monkeypatch:
         monkeypatch.setattr(objects, "open", lambda *a, **k: opened.append(1) or begin(*a, **k))  # type: ignore[func-returns-value]
         came.extend(controller.broadcast("train", None, timeout_s=30))
 
-    server = workflow_server(tmp_path, main, filters=[Drop("b")], stream_tasks=("train",))
+    server = workflow_server(tmp_path, main, filters=[Drop("b")], **{"workflow.streamed_tasks": ("train",)})
     played(server, "a", lambda _: {"w": torch.ones(3), "b": torch.ones(2)})
     assert came[0].payload["w"].tolist() == [1.0] * 3
     assert came[0].payload["b"] is None
@@ -271,7 +275,7 @@ def test_warns_of_filters_for_no_site_with_the_nearest_name(tmp_path: Path, capl
             controller.broadcast("train", TREE, timeout_s=30)
 
     entries = ({"path": "drop", "args": ["b"], "sites": ["clinic-b"], "tasks": ["train"]},)
-    options: dict[str, Any] = {"task_data_filters": entries, "filters": {"clinic-a": {"trian": [Drop("b")]}}}
+    options: dict[str, Any] = {"workflow.payload_filters": entries, "filters": {"clinic-a": {"trian": [Drop("b")]}}}
     server = workflow_server(tmp_path, main, **options)
 
     def site() -> None:
@@ -284,6 +288,6 @@ def test_warns_of_filters_for_no_site_with_the_nearest_name(tmp_path: Path, capl
         assert server.wait(60)
     told = [record for record in caplog.records if (record.name, record.levelno) == ("atoll.server", logging.WARNING)]
     assert [record.getMessage() for record in told] == [
-        "task_data_filters are for site 'clinic-b', which has not taken part. Did you mean 'clinic-a'?",
-        "task_result_filters are for task 'trian', which was not sent. Did you mean 'train'?",
+        "workflow.payload_filters are for site 'clinic-b', which has not taken part. Did you mean 'clinic-a'?",
+        "workflow.result_filters are for task 'trian', which was not sent. Did you mean 'train'?",
     ]

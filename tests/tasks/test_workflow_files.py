@@ -51,7 +51,7 @@ def test_a_run_file_names_the_workflow_and_workers_are_processes_of_their_own(tm
     folder = tmp_path / "run"
     folder.mkdir()
     shutil.copy(EXAMPLE, folder / "flow.py")
-    (folder / "run.toml").write_text('workflow = "flow.py:main"\nport = 0\n')
+    (folder / "run.toml").write_text('workflow.function = "flow.py:main"\nnetwork.port = 0\n')
     server = subprocess.Popen(
         [sys.executable, "-m", "atoll.cli.main", "server", "run/run.toml"],
         cwd=tmp_path,

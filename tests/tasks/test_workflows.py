@@ -83,7 +83,7 @@ def test_a_payload_comes_back_as_it_was_sent_and_leaves_nothing(
         came["long"] = controller.send("b", "echo", long, timeout_s=30).payload
         came["objects"] = kept_objects(tmp_path)
 
-    with workflow_server(tmp_path, main, stream_tasks=stream) as server:
+    with workflow_server(tmp_path, main, **{"workflow.streamed_tasks": stream}) as server:
         workers = [site(nursery, tmp_path, server, name) for name in "ab"]
         assert server.wait(60)
         server.run()
@@ -142,7 +142,7 @@ def test_a_site_that_is_killed_gets_its_open_task_again(
     def main(controller: Any) -> None:
         came["payload"] = controller.send("a", "hang", {"w": torch.arange(3)}, timeout_s=60).payload
 
-    with workflow_server(tmp_path, main, stream_tasks=stream) as server:
+    with workflow_server(tmp_path, main, **{"workflow.streamed_tasks": stream}) as server:
         first = site(nursery, tmp_path, server, "a")
         wait_until((tmp_path / "a.hung").exists, "the task at the site")
         first.kill()
@@ -168,7 +168,9 @@ def test_a_dead_site_is_missing_and_min_responses_decides(nursery: Nursery, tmp_
         results = controller.broadcast("train", {"w": torch.ones(1)}, min_responses=1)
         came["sites"] = [result.site for result in results]
 
-    with workflow_server(tmp_path, main, heartbeat_interval_s=0.5, heartbeat_timeout_s=2.0) as server:
+    with workflow_server(
+        tmp_path, main, **{"network.heartbeat_interval_s": 0.5, "network.heartbeat_timeout_s": 2.0}
+    ) as server:
         alive = site(nursery, tmp_path, server, "a")
         dying = site(nursery, tmp_path, server, "b")
         wait_until((tmp_path / "b.hung").exists, "the task at the site")
@@ -277,9 +279,9 @@ def test_a_workflow_that_raises_ends_the_run_with_its_error(tmp_path: Path) -> N
 @pytest.mark.covers("T14")
 def test_rounds_and_tasks_do_not_mix(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="a run has a workflow or rounds"):
-        workflow_server(tmp_path, print, rounds=2)
+        workflow_server(tmp_path, print, **{"rounds.total": 2})
     with pytest.raises(ConfigError, match="a run has a workflow or rounds"):
-        atoll.Settings.build({"workflow": "flow.py:main", "rounds": 2})
+        atoll.Settings.build({"workflow.function": "flow.py:main", "rounds.total": 2})
     over = threading.Event()
     with workflow_server(tmp_path / "one", lambda _: over.wait(30) or None) as server:
         with (
@@ -288,7 +290,10 @@ def test_rounds_and_tasks_do_not_mix(tmp_path: Path) -> None:
         ):
             client.next_round()
         over.set()
-    rounds = atoll.Server(torch.nn.Linear(1, 1), algorithm="fedavg", port=0, state_dir=tmp_path / "two")
+    rounds = atoll.Server(
+        torch.nn.Linear(1, 1),
+        settings={"algorithm.name": "fedavg", "network.port": 0, "disk.state_dir": tmp_path / "two"},
+    )
     with rounds as server, atoll.tasks(server.url, "a") as worker:
         with pytest.raises(ConfigError, match=r"atoll\.join"):
             next(worker.tasks())
@@ -310,11 +315,11 @@ def test_sites_outlive_a_restart_and_get_the_new_tasks(nursery: Nursery, tmp_pat
         came["after"] = controller.send("a", "train", {"w": torch.ones(2)}, timeout_s=30).payload
 
     port = free_port()
-    server = workflow_server(tmp_path, before, port=port).start()
+    server = workflow_server(tmp_path, before, **{"network.port": port}).start()
     worker = site(nursery, tmp_path, server, "a")
     assert answered.wait(30)
     server.stop()
-    with workflow_server(tmp_path, after, port=port) as again:
+    with workflow_server(tmp_path, after, **{"network.port": port}) as again:
         assert again.wait(60)
         again.run()
     assert worker.wait() == 0

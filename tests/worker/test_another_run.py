@@ -23,9 +23,19 @@ from atoll.transport.http_client import Http
 @pytest.mark.covers("L10")
 @pytest.mark.parametrize("way", ["diloco", "streaming", "federated"])
 def test_a_worker_does_not_go_on_in_another_run_at_the_same_address(tmp_path: Path, way: str) -> None:
-    settings = {"num_workers": 1, "port": free_port(), "rounds": 1000, "heartbeat_interval_s": 0.1, "codec": "none"}
+    settings = {
+        "rounds.sites": 1,
+        "network.port": free_port(),
+        "rounds.total": 1000,
+        "network.heartbeat_interval_s": 0.1,
+        "aggregation.upload_codec.name": "none",
+    }
     if way in ("diloco", "streaming"):
-        settings |= {"algorithm": "diloco", "sync_every": 4, "num_fragments": 2 if way == "streaming" else 1}
+        settings |= {
+            "algorithm.name": "diloco",
+            "diloco.sync_every": 4,
+            "diloco.num_fragments": 2 if way == "streaming" else 1,
+        }
     goes_on = threading.Event()
 
     def step(model: nn.Module, optimizer: torch.optim.Optimizer, site: str, number: int) -> None:
@@ -61,7 +71,9 @@ def test_a_site_of_tasks_answers_none_of_another_run(tmp_path: Path) -> None:
         controller.sites(at_least=2, timeout_s=60)  # the second one never comes
 
     def serve_tasks(name: str) -> atoll.Server:
-        return atoll.Server(workflow=waits, port=port, state_dir=tmp_path / name, min_free_bytes=0)
+        return atoll.Server(
+            workflow=waits, settings={"network.port": port, "disk.state_dir": tmp_path / name, "disk.min_free_bytes": 0}
+        )
 
     with ExitStack() as stack:
         with serve_tasks("old") as old:

@@ -42,7 +42,10 @@ def test_names_the_moments_at_the_first_refusal(
         if server.status().refused and not warned:
             warned.append(wait_until(lambda: [text for text in server.status().warnings if "exp_avg" in text], "it"))
 
-    with serve(tmp_path, algorithm="diloco", sync_every=4, num_workers=1, num_fragments=fragments) as server:
+    with serve(
+        tmp_path,
+        **{"algorithm.name": "diloco", "diloco.sync_every": 4, "rounds.sites": 1, "diloco.num_fragments": fragments},
+    ) as server:
         sites = DiLoCoSites(
             server.url,
             tmp_path,
@@ -77,7 +80,7 @@ def test_takes_the_warning_back_when_the_state_is_cleared_and_an_update_counts(t
         if number == 80:
             wait_until(lambda: not warnings(), "no warning")
 
-    options = {"algorithm": "diloco", "sync_every": 4, "num_workers": 1, "rounds": 30}
+    options = {"algorithm.name": "diloco", "diloco.sync_every": 4, "rounds.sites": 1, "rounds.total": 30}
     with serve(tmp_path, **options) as server:
         DiLoCoSites(
             server.url,
@@ -100,7 +103,7 @@ def test_says_nothing_of_moments_that_are_finite(tmp_path: Path, caplog: pytest.
             with torch.no_grad():
                 next(model.parameters()).fill_(math.nan)
 
-    with serve(tmp_path, algorithm="diloco", sync_every=4, num_workers=1) as server:
+    with serve(tmp_path, **{"algorithm.name": "diloco", "diloco.sync_every": 4, "rounds.sites": 1}) as server:
         sites = DiLoCoSites(server.url, tmp_path, 100, ["a"], step=step)
         sites.join()
         assert server.status().refused == 1
@@ -114,7 +117,7 @@ def test_names_the_moments_of_a_corrected_optimizer(tmp_path: Path, caplog: pyte
     model = build_model()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
 
-    with serve(tmp_path, num_workers=1) as server, contextlib.suppress(UpdateRefused):
+    with serve(tmp_path, **{"rounds.sites": 1}) as server, contextlib.suppress(UpdateRefused):
         with atoll.join(server.url, site="a", folder=tmp_path / "w") as worker:
             for fl_round in worker:
                 fl_round.load_into(model)

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from kit.servers import new_server
 from scaffold_world import ETA, STEPS, TARGETS, one_round, train
 from torch import nn
 
@@ -28,8 +29,15 @@ def serve(tmp_path: Path) -> Iterator[Callable[..., atoll.Server]]:
     started: list[atoll.Server] = []
 
     def start(**options: Any) -> atoll.Server:
-        common: dict[str, Any] = {"algorithm": "scaffold", "num_workers": 1, "rounds": 2, "min_free_bytes": 0}
-        started.append(atoll.Server(One(), port=0, state_dir=tmp_path / "state", **common | options).start())
+        common: dict[str, Any] = {
+            "algorithm.name": "scaffold",
+            "rounds.sites": 1,
+            "rounds.total": 2,
+            "disk.min_free_bytes": 0,
+        }
+        started.append(
+            new_server(One(), **{"network.port": 0, "disk.state_dir": tmp_path / "state"}, **common | options).start()
+        )
         return started[-1]
 
     yield start
@@ -83,7 +91,7 @@ def test_rounds_by_hand_are_those_of_the_paper(serve: Any, tmp_path: Path, part:
 
     Three rounds: the third is the first that begins with a c_i which was made from another one than zero.
     """
-    server = serve(num_workers=2, rounds=3)
+    server = serve(**{"rounds.sites": 2, "rounds.total": 3})
     workers = {site: atoll.join(server.url, site=site, folder=tmp_path / site) for site in TARGETS}
     loops = {site: iter(worker) for site, worker in workers.items()}
     x, c, own = 0.0, 0.0, dict.fromkeys(TARGETS, 0.0)

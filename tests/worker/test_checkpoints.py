@@ -13,7 +13,13 @@ from kit import build_model, serve
 import atoll
 from atoll.errors import UsageError
 
-RUN: dict[str, Any] = {"algorithm": "diloco", "sync_every": 1, "rounds": 4, "num_workers": 1, "min_workers": 1}
+RUN: dict[str, Any] = {
+    "algorithm.name": "diloco",
+    "diloco.sync_every": 1,
+    "rounds.total": 4,
+    "rounds.sites": 1,
+    "rounds.min_sites": 1,
+}
 
 
 def diloco(url: str, folder: Path, site: str = "a") -> atoll.DiLoCo:

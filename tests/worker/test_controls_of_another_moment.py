@@ -15,7 +15,12 @@ from torch import Tensor
 import atoll
 from atoll.errors import ConfigError
 
-SCAFFOLD = {"algorithm": "scaffold", "outer_lr": 1.0, "outer_momentum": 0.0, "rounds": 9}
+SCAFFOLD = {
+    "algorithm.name": "scaffold",
+    "algorithm.outer_optimizer.lr": 1.0,
+    "algorithm.outer_optimizer.momentum": 0.0,
+    "rounds.total": 9,
+}
 
 
 class Run:
@@ -188,7 +193,11 @@ def test_an_update_that_is_in_and_not_counted_yet_is_asked_for_too(run: Run, ser
 
 def test_an_outbox_of_another_site_is_not_sent(run: Run) -> None:
     """a's folder is a copy of b's: b's update must not count once more as a's."""
-    with serve(run.folder, {"w": torch.zeros(1)}, rounds=2, outer_lr=1.0, outer_momentum=0.0) as server:
+    with serve(
+        run.folder,
+        {"w": torch.zeros(1)},
+        **{"rounds.total": 2, "algorithm.outer_optimizer.lr": 1.0, "algorithm.outer_optimizer.momentum": 0.0},
+    ) as server:
         known = {site: atoll.functional.Client(server.url, site=site, folder=run.workers).register() for site in SITES}
         for client in known.values():
             assert client.next_round() == 1
@@ -209,7 +218,7 @@ def test_an_outbox_of_another_site_is_not_sent(run: Run) -> None:
 
 def with_error_feedback(folder: Path, change: Callable[[Path], None]) -> str:
     """The result of a run of four rounds, before whose third the folders of the sites are changed."""
-    settings = {"codec": "topk", "codec_options": {"density": 0.05}, "rounds": 4}
+    settings = {"aggregation.upload_codec.name": "topk", "aggregation.upload_codec.density": 0.05, "rounds.total": 4}
 
     def part(site: str, until: int) -> None:
         model = build_model()

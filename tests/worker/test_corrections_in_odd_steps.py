@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from kit.servers import new_server
 from scaffold_world import ETA, train
 from torch import nn
 
@@ -128,13 +129,15 @@ def test_diloco_counts_such_a_step_once(tmp_path: Path) -> None:
     """H = 2: one synchronisation in three steps. An error inside of one is no step."""
     model = One()
     torch.optim.SGD(model.parameters(), lr=ETA)
-    options = {"sync_every": 2, "rounds": 9, "num_workers": 1, "min_free_bytes": 0}
+    options = {"diloco.sync_every": 2, "rounds.total": 9, "rounds.sites": 1, "disk.min_free_bytes": 0}
     optimizer = Calls(model.parameters(), lr=ETA)
 
     def fails() -> None:
         raise ValueError("no more records")
 
-    with atoll.Server(One(), algorithm="diloco", port=0, state_dir=tmp_path / "state", **options) as server:
+    with new_server(
+        One(), **{"algorithm.name": "diloco", "network.port": 0, "disk.state_dir": tmp_path / "state"}, **options
+    ) as server:
         with atoll.DiLoCo(model, optimizer, server=server.url, site="a", folder=tmp_path) as diloco:
             train(model, optimizer, 1.0, steps=1)
             with pytest.raises(ValueError, match="no more records"):
@@ -197,7 +200,15 @@ def test_an_optimizer_of_another_model_is_refused() -> None:
 def test_training_behind_the_corrections_back_is_refused(tmp_path: Path, algorithm: str) -> None:
     """A second optimizer over the same parameters trains: no step of it was corrected."""
     with atoll.Server(
-        One(), algorithm=algorithm, num_workers=1, rounds=1, port=0, state_dir=tmp_path / "state", min_free_bytes=0
+        One(),
+        settings={
+            "algorithm.name": algorithm,
+            "rounds.sites": 1,
+            "rounds.total": 1,
+            "network.port": 0,
+            "disk.state_dir": tmp_path / "state",
+            "disk.min_free_bytes": 0,
+        },
     ) as server:
         with atoll.join(server.url, site="a", folder=tmp_path) as worker:
             round_ = next(iter(worker))
@@ -211,7 +222,15 @@ def test_training_behind_the_corrections_back_is_refused(tmp_path: Path, algorit
 
 def test_an_update_that_changes_nothing_is_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with atoll.Server(
-        One(), algorithm="fedavg", num_workers=1, rounds=2, port=0, state_dir=tmp_path / "state", min_free_bytes=0
+        One(),
+        settings={
+            "algorithm.name": "fedavg",
+            "rounds.sites": 1,
+            "rounds.total": 2,
+            "network.port": 0,
+            "disk.state_dir": tmp_path / "state",
+            "disk.min_free_bytes": 0,
+        },
     ) as server:
         with atoll.join(server.url, site="a", folder=tmp_path) as worker, caplog.at_level(logging.WARNING):
             rounds = iter(worker)

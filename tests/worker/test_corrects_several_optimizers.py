@@ -29,7 +29,7 @@ def two(model: nn.Module) -> list[Optimizer]:
 def trained(folder: Path, make: Callable[[nn.Module], list[Optimizer]], **settings: Any) -> tuple[str, list[int]]:
     """The digest of the result of two rounds of three steps, and the steps that each round counted."""
     model, counted = build_model(), []
-    with serve(folder, num_workers=1, rounds=2, **settings) as server:
+    with serve(folder, **{"rounds.sites": 1, "rounds.total": 2}, **settings) as server:
         with atoll.join(server.url, site="a", folder=folder / "workers") as worker:
             for fl_round in worker:
                 fl_round.load_into(model)
@@ -48,9 +48,9 @@ def trained(folder: Path, make: Callable[[nn.Module], list[Optimizer]], **settin
 
 @pytest.mark.parametrize("algorithm", ["fedavg", "fedprox"])
 def test_corrects_several_optimizers_as_one_that_holds_all_parameters(tmp_path: Path, algorithm: str) -> None:
-    settings: dict[str, Any] = {"algorithm": algorithm, "codec": "none"}
+    settings: dict[str, Any] = {"algorithm.name": algorithm, "aggregation.upload_codec.name": "none"}
     if algorithm == "fedprox":
-        settings["local_options"] = {"mu": 0.5}
+        settings["algorithm"] = {"mu": 0.5}
     (tmp_path / "one").mkdir()
     (tmp_path / "two").mkdir()
     digest, steps = trained(tmp_path / "one", one, **settings)
@@ -58,11 +58,11 @@ def test_corrects_several_optimizers_as_one_that_holds_all_parameters(tmp_path: 
     assert trained(tmp_path / "two", two, **settings) == (digest, steps)
     if algorithm == "fedprox":  # the term is not nothing
         (tmp_path / "plain").mkdir()
-        assert trained(tmp_path / "plain", two, **settings | {"algorithm": "fedavg", "local_options": {}})[0] != digest
+        assert trained(tmp_path / "plain", two, **settings | {"algorithm.name": "fedavg", "algorithm": {}})[0] != digest
 
 
 def test_refuses_several_optimizers_with_scaffold(tmp_path: Path) -> None:
-    with serve(tmp_path, num_workers=1, algorithm="scaffold") as server:
+    with serve(tmp_path, **{"rounds.sites": 1, "algorithm.name": "scaffold"}) as server:
         with atoll.join(server.url, site="a", folder=tmp_path / "workers") as worker:
             model, fl_round = build_model(), next(iter(worker))
             fl_round.load_into(model)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from kit.servers import new_server
 from torch import nn
 
 import atoll
@@ -26,8 +27,8 @@ def model() -> nn.Linear:
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[atoll.Server]:
-    options = {"algorithm": "fedavg", "part_bytes": 2**16, "min_free_bytes": 0, "num_workers": 1}
-    with atoll.Server(model(), port=0, state_dir=tmp_path / "state", **options) as server:
+    options = {"algorithm.name": "fedavg", "network.part_bytes": 2**16, "disk.min_free_bytes": 0, "rounds.sites": 1}
+    with new_server(model(), **{"network.port": 0, "disk.state_dir": tmp_path / "state"}, **options) as server:
         yield server
 
 

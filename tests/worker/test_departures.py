@@ -14,7 +14,7 @@ from torch import nn, optim
 
 import atoll
 
-AT_ONCE = {"num_workers": 2, "min_workers": 1, "heartbeat_timeout_s": 600.0}
+AT_ONCE = {"rounds.sites": 2, "rounds.min_sites": 1, "network.heartbeat_timeout_s": 600.0}
 """No test lives as long as the lease: what goes on within it was told, not found out."""
 
 JOINS = """
@@ -100,7 +100,7 @@ def test_a_script_that_is_killed_is_taken_out_of_the_run_by_atoll_worker(tmp_pat
 
 @pytest.mark.covers("L9")
 def test_a_loop_that_was_started_and_never_stopped_leaves_when_its_process_gets_sigterm(tmp_path: Path) -> None:
-    settings = AT_ONCE | {"algorithm": "diloco", "sync_every": 100, "num_workers": 1}
+    settings = AT_ONCE | {"algorithm.name": "diloco", "diloco.sync_every": 100, "rounds.sites": 1}
     with serve(tmp_path, **settings) as server:
         with atoll_worker(tmp_path, server.url, STARTS.format(then=WAITS)) as process:
             assert process.stdout is not None
@@ -112,7 +112,7 @@ def test_a_loop_that_was_started_and_never_stopped_leaves_when_its_process_gets_
 
 
 def test_a_script_that_ends_well_without_stopping_its_loop_has_left(tmp_path: Path) -> None:
-    settings = AT_ONCE | {"algorithm": "diloco", "sync_every": 100, "num_workers": 1}
+    settings = AT_ONCE | {"algorithm.name": "diloco", "diloco.sync_every": 100, "rounds.sites": 1}
     with serve(tmp_path, **settings) as server:
         with atoll_worker(tmp_path, server.url, STARTS.format(then="")) as process:
             process.communicate(timeout=60)
@@ -129,7 +129,12 @@ def test_a_training_thread_that_hangs_while_heartbeats_go_on_is_reported(tmp_pat
             assert goes_on.wait(60)
         local_step(model, optimizer, site, step)
 
-    settings = {"algorithm": "diloco", "sync_every": 2, "heartbeat_interval_s": 0.1, "heartbeat_timeout_s": 0.5}
+    settings = {
+        "algorithm.name": "diloco",
+        "diloco.sync_every": 2,
+        "network.heartbeat_interval_s": 0.1,
+        "network.heartbeat_timeout_s": 0.5,
+    }
     with serve(tmp_path, **settings) as server:
         sites = DiLoCoSites(server.url, tmp_path, 20, step=hangs)
         reason = "a answers, but its training has not moved"

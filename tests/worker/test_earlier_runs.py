@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from kit import flip_bit, rewrite_note
+from kit.servers import new_server
 from pydantic import ValidationError
 from torch import nn
 
@@ -21,8 +22,8 @@ from atoll.worker.exchange.base_and_outbox import folder_of, locked, remove_earl
 
 def one_run(folder: Path, name: str) -> Path:
     """Take part as `a` in a run of one round; returns the site's folder of this run."""
-    options = {"port": 0, "algorithm": "fedavg", "rounds": 1, "state_dir": folder / name}
-    with atoll.Server(nn.Linear(8, 4), **options) as server:
+    options = {"network.port": 0, "algorithm.name": "fedavg", "rounds.total": 1, "disk.state_dir": folder / name}
+    with new_server(nn.Linear(8, 4), **options) as server:
         with atoll.join(server.url, site="a", folder=folder / "w") as worker:
             mine: Path = worker._place.folder
             for fl_round in worker:

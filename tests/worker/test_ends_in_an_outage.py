@@ -15,12 +15,12 @@ from atoll.errors import TRANSIENT
 from atoll.worker.training.synchroniser import REPEAT_S, Outage
 
 H = 4
-STREAMS = {"num_fragments": 2, "tau": 1}
+STREAMS = {"diloco.num_fragments": 2, "diloco.fragment_sync_delay": 1}
 
 
 def train(folder: Path, lost_at: int, steps: int, **settings: Any) -> atoll.DiLoCo:
     """Steps of one worker, whose server goes away for good after step `lost_at`."""
-    settings = {"algorithm": "diloco", "sync_every": H, "num_workers": 1, "rounds": 100} | settings
+    settings = {"algorithm.name": "diloco", "diloco.sync_every": H, "rounds.sites": 1, "rounds.total": 100} | settings
     model = build_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     with serve(folder, **settings) as server:

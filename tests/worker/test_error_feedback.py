@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from harness.processes import free_port, wait_until
+from kit.servers import new_server
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -26,9 +27,17 @@ START = {"w": torch.zeros(2)}
 
 
 def serving(folder: Path, codec: str = "int8", **options: Any) -> atoll.Server:
-    settings: dict[str, Any] = {"algorithm": "fedavg", "num_workers": 1, "rounds": 3, "port": 0, "min_free_bytes": 0}
+    settings: dict[str, Any] = {
+        "algorithm.name": "fedavg",
+        "rounds.sites": 1,
+        "rounds.total": 3,
+        "network.port": 0,
+        "disk.min_free_bytes": 0,
+    }
     start = options.pop("start", START)
-    return atoll.Server(start, state_dir=folder / "state", codec=codec, **(settings | options))
+    return new_server(
+        start, **{"disk.state_dir": folder / "state", "aggregation.upload_codec.name": codec}, **(settings | options)
+    )
 
 
 def client(server: atoll.Server, folder: Path) -> atoll.functional.Client:
@@ -85,7 +94,7 @@ def test_what_arrives_and_what_is_left_is_what_was_trained(
     start = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
     start["h"] = torch.randn(300, generator=generator).half()
     moved = {name: torch.zeros(tensor.shape) for name, tensor in start.items()}
-    with serving(tmp_path, codec, start=start, codec_options=options, rounds=4) as server:
+    with serving(tmp_path, codec, start=start, **{"aggregation.upload_codec": options, "rounds.total": 4}) as server:
         site = client(server, tmp_path)
         for number in (1, 2, 3, 4):
             assert site.next_round() == number
@@ -113,7 +122,7 @@ def test_what_arrives_and_what_is_left_is_what_was_trained(
 
 def test_what_a_refused_update_would_have_left_is_forgotten(tmp_path: Path) -> None:
     """The second update is refused: the third still has 0.4 of the first, makes 0.8 of it, and rounds that to 1."""
-    with serving(tmp_path, max_update_norm=1000.0) as server:
+    with serving(tmp_path, **{"aggregation.max_update_norm": 1000.0}) as server:
         site = client(server, tmp_path)
         assert site.next_round() == 1
         site.submit(trained(site, [127.0, 0.4]))
@@ -191,19 +200,19 @@ def test_settles_an_earlier_update_before_it_forms_the_next(tmp_path: Path) -> N
 def test_a_run_does_not_change_its_codec_between_two_starts(
     tmp_path: Path, codec: str, options: dict[str, float]
 ) -> None:
-    with serving(tmp_path, "topk", codec_options={"density": 0.25}) as server:
+    with serving(tmp_path, "topk", **{"aggregation.upload_codec.density": 0.25}) as server:
         site = client(server, tmp_path)
         site.next_round()
         site.submit(trained(site, [1.0, 2.0]))
         site.close()
     with pytest.raises(ConfigError, match=r"has a run with codec.* Start it with the old value, or begin a new run"):
-        serving(tmp_path, codec, codec_options=options).start()
+        serving(tmp_path, codec, **{"aggregation.upload_codec": options}).start()
 
 
 @pytest.mark.parametrize("disturbed", [False, True])
 def test_an_update_of_a_lost_version_is_sent_again_with_what_it_had(tmp_path: Path, disturbed: bool) -> None:
     """The server loses version 2, whose update had counted: the same bytes count again, and what they left stays."""
-    options: dict[str, Any] = {"rounds": 3, "port": free_port()}
+    options: dict[str, Any] = {"rounds.total": 3, "network.port": free_port()}
     server = serving(tmp_path, **options).start()
     site = client(server, tmp_path)
     for number in (1, 2):

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from kit.servers import new_server
 from torch import nn
 
 import atoll
@@ -14,8 +15,23 @@ from atoll.transport.resumable_transfer import HttpTransfer
 def test_the_result_is_pulled_even_if_its_first_pull_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     start = nn.Linear(1, 1, bias=False)
     nn.init.constant_(start.weight, 8.0)
-    options = {"algorithm": "diloco", "num_workers": 1, "rounds": 1, "sync_every": 2, "codec": "none", "port": 0}
-    with atoll.Server(start, **options, outer_lr=0.5, outer_momentum=0.0, state_dir=tmp_path / "s") as server:
+    options = {
+        "algorithm.name": "diloco",
+        "rounds.sites": 1,
+        "rounds.total": 1,
+        "diloco.sync_every": 2,
+        "aggregation.upload_codec.name": "none",
+        "network.port": 0,
+    }
+    with new_server(
+        start,
+        **options,
+        **{
+            "algorithm.outer_optimizer.lr": 0.5,
+            "algorithm.outer_optimizer.momentum": 0.0,
+            "disk.state_dir": tmp_path / "s",
+        },
+    ) as server:
         model = nn.Linear(1, 1, bias=False)
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         with atoll.DiLoCo(model, optimizer, server=server.url, site="a", folder=tmp_path / "w") as diloco:

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from kit.servers import new_server
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -28,8 +29,8 @@ ROUNDS = 2
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[atoll.Server]:
-    options: dict[str, Any] = {"algorithm": "fedavg", "rounds": ROUNDS, "min_free_bytes": 0}
-    with atoll.Server(ones(), port=0, state_dir=tmp_path / "state", **options) as server:
+    options: dict[str, Any] = {"algorithm.name": "fedavg", "rounds.total": ROUNDS, "disk.min_free_bytes": 0}
+    with new_server(ones(), **{"network.port": 0, "disk.state_dir": tmp_path / "state"}, **options) as server:
         yield server
 
 
@@ -248,7 +249,9 @@ def test_a_script_runs_under_atoll_worker(server: atoll.Server, tmp_path: Path) 
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["round", "1", "round", "2"]
     assert server.wait(30)
-    final = atoll.Server.load_state(server.exports / "model.safetensors", port=0, state_dir=tmp_path / "next")
+    final = atoll.Server.load_state(
+        server.exports / "model.safetensors", settings={"network.port": 0, "disk.state_dir": tmp_path / "next"}
+    )
     with final, atoll.functional.Client(final.url, site="x", folder=tmp_path / "x") as client:
         client.next_round()
         assert client.pull()["weight"].unique().tolist() == [3.0]

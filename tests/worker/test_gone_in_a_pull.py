@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from kit.servers import new_server
 from torch import nn
 
 import atoll
@@ -21,9 +22,24 @@ def test_a_pull_that_ends_with_gone_leaves_local_progress_whole(
     torch.manual_seed(0)
     start = nn.Linear(300, 300, bias=False)
     nn.init.constant_(start.weight, 8.0)
-    options = {"algorithm": "diloco", "num_workers": 1, "rounds": 2, "sync_every": 2, "codec": "none", "port": 0}
-    with atoll.Server(
-        start, **options, outer_lr=1.0, outer_momentum=0.0, state_dir=tmp_path / "s", part_bytes=2**16, min_free_bytes=0
+    options = {
+        "algorithm.name": "diloco",
+        "rounds.sites": 1,
+        "rounds.total": 2,
+        "diloco.sync_every": 2,
+        "aggregation.upload_codec.name": "none",
+        "network.port": 0,
+    }
+    with new_server(
+        start,
+        **options,
+        **{
+            "algorithm.outer_optimizer.lr": 1.0,
+            "algorithm.outer_optimizer.momentum": 0.0,
+            "disk.state_dir": tmp_path / "s",
+            "network.part_bytes": 2**16,
+            "disk.min_free_bytes": 0,
+        },
     ) as server:
         model = nn.Linear(300, 300, bias=False)
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)

@@ -11,6 +11,7 @@ from typing import Literal
 import pytest
 from harness.processes import wait_until
 from harness.proxy import BEFORE_HEADER, Fault, Proxy
+from kit.servers import new_server
 from torch import nn
 
 import atoll
@@ -23,8 +24,13 @@ from atoll.worker.session.session import Session
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[atoll.Server]:
     """Its heartbeat interval is far longer than a test."""
-    options = {"port": 0, "algorithm": "fedavg", "heartbeat_interval_s": 600.0, "heartbeat_timeout_s": 0}
-    with atoll.Server(nn.Linear(8, 4), state_dir=tmp_path / "state", **options) as server:
+    options = {
+        "network.port": 0,
+        "algorithm.name": "fedavg",
+        "network.heartbeat_interval_s": 600.0,
+        "network.heartbeat_timeout_s": 0,
+    }
+    with new_server(nn.Linear(8, 4), **{"disk.state_dir": tmp_path / "state"}, **options) as server:
         yield server
 
 

@@ -91,7 +91,7 @@ def require_one_line(process: subprocess.Popen[bytes], log: Path) -> None:
 @pytest.mark.parametrize("text", [WAITING, FUNCTIONS, DILOCO], ids=["rounds", "functions", "diloco"])
 def test_a_script_that_waits_for_others_ends_with_one_line(tmp_path: Path, text: str) -> None:
     with (
-        serve(tmp_path, algorithm="diloco", sync_every=2) as server,
+        serve(tmp_path, **{"algorithm.name": "diloco", "diloco.sync_every": 2}) as server,
         script(tmp_path, text, server.url, KIT) as (process, log),
     ):
         wait_until(
@@ -186,7 +186,10 @@ def test_a_script_with_a_simulation_ends_with_one_line(tmp_path: Path) -> None:
 def test_the_simulate_command_ends_with_130_and_no_traceback(tmp_path: Path) -> None:
     """A terminal interrupts the processes that train, too."""
     (tmp_path / "client.py").write_text(VIRTUAL)
-    run = 'model = "client:Model"\nclient = "client.py:train"\nalgorithm = "fedavg"\nnum_workers = 2\nrounds = 3\n'
+    run = (
+        'model.source = "client:Model"\nrun.script = "client.py:train"\nalgorithm.name = "fedavg"\nrounds.sites = '
+        "2\nrounds.total = 3\n"
+    )
     (tmp_path / "run.toml").write_text(run)
     command = "from atoll.cli.main import main\nmain()\n"
     with script(tmp_path, command, "simulate", "run.toml", "--processes", "1") as (process, log):

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from harness.processes import wait_until
+from kit.servers import new_server
 from torch import nn
 
 import atoll
@@ -25,8 +26,10 @@ from atoll.worker.exchange.participation import Participation, take_part
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[atoll.Server]:
-    options = {"algorithm": "fedavg", "part_bytes": 2**16, "min_free_bytes": 0, "num_workers": 1}
-    with atoll.Server(nn.Linear(300, 100), port=0, state_dir=tmp_path / "state", **options) as server:
+    options = {"algorithm.name": "fedavg", "network.part_bytes": 2**16, "disk.min_free_bytes": 0, "rounds.sites": 1}
+    with new_server(
+        nn.Linear(300, 100), **{"network.port": 0, "disk.state_dir": tmp_path / "state"}, **options
+    ) as server:
         yield server
 
 

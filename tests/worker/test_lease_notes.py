@@ -14,7 +14,7 @@ from kit import ForkedSite, atoll_worker, serve
 
 import atoll
 
-AT_ONCE = {"num_workers": 1, "heartbeat_timeout_s": 600.0}
+AT_ONCE = {"rounds.sites": 1, "network.heartbeat_timeout_s": 600.0}
 """No test lives as long as the lease: what the server knows of an end, it was told."""
 
 DIES = """
@@ -54,7 +54,7 @@ def test_a_site_takes_part_though_its_lease_cannot_be_noted(tmp_path: Path, monk
 def test_heartbeats_go_on_when_a_new_lease_cannot_be_noted(tmp_path: Path, nursery: Nursery) -> None:
     leases = tmp_path / "leases"
     leases.mkdir()
-    quick = {"heartbeat_interval_s": 0.1, "heartbeat_timeout_s": 2.0, "num_workers": 1}
+    quick = {"network.heartbeat_interval_s": 0.1, "network.heartbeat_timeout_s": 2.0, "rounds.sites": 1}
     ages: list[float] = []
 
     def is_heard_again_and_again() -> bool:

@@ -10,7 +10,7 @@ from kit import build_model, serve, together, train_
 
 import atoll
 
-LATE = {"min_workers": 1, "quorum": 1, "round_deadline_s": 0.5, "rounds": 4}
+LATE = {"rounds.min_sites": 1, "rounds.quorum": 1, "rounds.deadline_s": 0.5, "rounds.total": 4}
 
 
 def test_a_late_site_may_look_at_the_newest_model_and_goes_on(tmp_path: Path) -> None:
@@ -59,7 +59,7 @@ def test_a_late_site_may_look_at_the_newest_model_and_goes_on(tmp_path: Path) ->
 
 def test_loading_the_newest_model_serves_as_the_base_of_a_round_that_starts_from_it(tmp_path: Path) -> None:
     model = build_model()
-    with serve(tmp_path, num_workers=1, rounds=2) as server:
+    with serve(tmp_path, **{"rounds.sites": 1, "rounds.total": 2}) as server:
         with atoll.join(server.url, site="a", folder=tmp_path / "workers") as worker:
             for fl_round in worker:
                 worker.load_into(model)

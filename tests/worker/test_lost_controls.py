@@ -12,6 +12,7 @@ import pytest
 import torch
 from harness.processes import wait_until
 from kit import rewrite_note
+from kit.servers import new_server
 
 import atoll
 from atoll.errors import ConfigError
@@ -21,8 +22,14 @@ STEPS_DELTA = {"w": torch.tensor([1.0, 2.0])}
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[atoll.Server]:
-    options = {"algorithm": "scaffold", "num_workers": 1, "rounds": 9, "min_free_bytes": 0, "port": 0}
-    with atoll.Server({"w": torch.zeros(2)}, state_dir=tmp_path / "state", **options) as server:
+    options = {
+        "algorithm.name": "scaffold",
+        "rounds.sites": 1,
+        "rounds.total": 9,
+        "disk.min_free_bytes": 0,
+        "network.port": 0,
+    }
+    with new_server({"w": torch.zeros(2)}, **{"disk.state_dir": tmp_path / "state"}, **options) as server:
         yield server
 
 
@@ -157,8 +164,14 @@ def test_a_site_without_counted_updates_may_come_from_anywhere(server: atoll.Ser
 @pytest.mark.covers("S2")
 def test_an_update_that_is_accepted_and_not_yet_counted_counts(tmp_path: Path) -> None:
     """Two are awaited: a's update lies there, accepted, when a loses its files."""
-    options = {"algorithm": "scaffold", "num_workers": 2, "rounds": 9, "min_free_bytes": 0, "port": 0}
-    with atoll.Server({"w": torch.zeros(2)}, state_dir=tmp_path / "state", **options) as server:
+    options = {
+        "algorithm.name": "scaffold",
+        "rounds.sites": 2,
+        "rounds.total": 9,
+        "disk.min_free_bytes": 0,
+        "network.port": 0,
+    }
+    with new_server({"w": torch.zeros(2)}, **{"disk.state_dir": tmp_path / "state"}, **options) as server:
         with atoll.functional.Client(server.url, site="b", folder=tmp_path / "w").register():
             take_part(server, tmp_path / "w")
             shutil.rmtree(tmp_path / "w" / "a")
@@ -168,9 +181,15 @@ def test_an_update_that_is_accepted_and_not_yet_counted_counts(tmp_path: Path) -
 
 @pytest.mark.covers("S2")
 def test_the_server_remembers_it_over_a_restart(tmp_path: Path) -> None:
-    options = {"algorithm": "scaffold", "num_workers": 1, "rounds": 9, "min_free_bytes": 0, "port": 0}
+    options = {
+        "algorithm.name": "scaffold",
+        "rounds.sites": 1,
+        "rounds.total": 9,
+        "disk.min_free_bytes": 0,
+        "network.port": 0,
+    }
     for attempt in range(2):
-        with atoll.Server({"w": torch.zeros(2)}, state_dir=tmp_path / "state", **options) as server:
+        with new_server({"w": torch.zeros(2)}, **{"disk.state_dir": tmp_path / "state"}, **options) as server:
             if attempt == 0:
                 take_part(server, tmp_path / "w", rounds=2)
                 shutil.rmtree(tmp_path / "w")

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from kit.servers import new_server
 from torch import Tensor
 
 import atoll
@@ -63,10 +64,18 @@ def rounds_of(
     folder: Path, codec: str, start: dict[str, Tensor], changes: list[dict[str, Tensor]], **options: Any
 ) -> list[list[str]]:
     """What the status warns of behind each of some rounds that move the model by so much."""
-    settings: dict[str, Any] = {"algorithm": "fedavg", "num_workers": 1, "rounds": len(changes), "port": 0}
+    settings: dict[str, Any] = {
+        "algorithm.name": "fedavg",
+        "rounds.sites": 1,
+        "rounds.total": len(changes),
+        "network.port": 0,
+    }
     shown = []
-    with atoll.Server(
-        start, state_dir=folder / "state", codec=codec, min_free_bytes=0, **settings, **options
+    with new_server(
+        start,
+        **{"disk.state_dir": folder / "state", "aggregation.upload_codec.name": codec, "disk.min_free_bytes": 0},
+        **settings,
+        **options,
     ) as server:
         site = atoll.functional.Client(server.url, site="a", folder=folder / "w").register()
         for change in changes:
@@ -190,8 +199,14 @@ class Silence(Filter):
 def test_what_filters_have_made_nothing_of_is_said_to_be_theirs(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    settings: dict[str, Any] = {"algorithm": "fedavg", "num_workers": 1, "rounds": 1, "port": 0, "min_free_bytes": 0}
-    with atoll.Server({"w": torch.zeros(3)}, state_dir=tmp_path / "state", **settings) as server:
+    settings: dict[str, Any] = {
+        "algorithm.name": "fedavg",
+        "rounds.sites": 1,
+        "rounds.total": 1,
+        "network.port": 0,
+        "disk.min_free_bytes": 0,
+    }
+    with new_server({"w": torch.zeros(3)}, **{"disk.state_dir": tmp_path / "state"}, **settings) as server:
         with atoll.join(server.url, site="a", folder=tmp_path / "w", filters=[Silence()]) as worker:
             for fl_round in worker:
                 model = fl_round.state_dict()

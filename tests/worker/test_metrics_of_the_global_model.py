@@ -15,7 +15,12 @@ from torch import Tensor, nn
 
 import atoll
 
-DILOCO: dict[str, Any] = {"algorithm": "diloco", "outer_optimizer": None, "sync_every": 3, "rounds": 4}
+DILOCO: dict[str, Any] = {
+    "algorithm.name": "diloco",
+    "algorithm.outer_optimizer.name": None,
+    "diloco.sync_every": 3,
+    "rounds.total": 4,
+}
 
 
 def norm(model: nn.Module) -> float:
@@ -63,13 +68,19 @@ class Run:
 
 @pytest.mark.covers("X41")
 @pytest.mark.parametrize(
-    "settings", [{}, {"tau": 1, "alpha": 0.0}, {"tau": 1, "alpha": 0.5}], ids=["whole", "overlap", "mixed"]
+    "settings",
+    [
+        {},
+        {"diloco.fragment_sync_delay": 1, "diloco.fragment_update_alpha": 0.0},
+        {"diloco.fragment_sync_delay": 1, "diloco.fragment_update_alpha": 0.5},
+    ],
+    ids=["whole", "overlap", "mixed"],
 )
 def test_metrics_are_credited_to_the_version_that_was_measured(tmp_path: Path, settings: dict[str, Any]) -> None:
-    run = Run(tmp_path, best_metric="norm", best_mode="max", **settings)
+    run = Run(tmp_path, **{"rounds.best_metric": "norm", "rounds.best_mode": "max"}, **settings)
     a, b = (list(map(tensors_digest, run.seen[site])) for site in SITES)
     assert a == b  # both saw the same global versions
-    assert len(set(a)) == len(a) == DILOCO["rounds"]
+    assert len(set(a)) == len(a) == DILOCO["rounds.total"]
     assert a[0] == tensors_digest(build_model().state_dict())
     assert tensors_digest(run.result) not in a  # the result of the last round is not trained from
     values = run.values["a"]
@@ -82,7 +93,10 @@ def test_metrics_are_credited_to_the_version_that_was_measured(tmp_path: Path, s
 @pytest.mark.covers("X42")
 def test_ends_early_when_the_global_model_gets_no_better(tmp_path: Path) -> None:
     # the models grow from version to version, so that the smallest is version 0
-    run = Run(tmp_path, rounds=9, best_metric="norm", best_mode="min", early_stop_rounds=2)
+    run = Run(
+        tmp_path,
+        **{"rounds.total": 9, "rounds.best_metric": "norm", "rounds.best_mode": "min", "rounds.early_stop_after": 2},
+    )
     values = run.values["a"]
     assert values == sorted(values)
     assert run.status.best is not None
@@ -92,7 +106,11 @@ def test_ends_early_when_the_global_model_gets_no_better(tmp_path: Path) -> None
 
 def test_fragments_are_measured_as_the_global_model_and_local_progress_stays(tmp_path: Path) -> None:
     """With the hook the run comes to the bits that it has without."""
-    settings: dict[str, Any] = {"num_fragments": 3, "tau": 0, "alpha": 0.5}
+    settings: dict[str, Any] = {
+        "diloco.num_fragments": 3,
+        "diloco.fragment_sync_delay": 0,
+        "diloco.fragment_update_alpha": 0.5,
+    }
     run = Run(tmp_path / "measured", **settings)
     a, b = (list(map(tensors_digest, run.seen[site])) for site in SITES)
     assert a == b
@@ -116,7 +134,7 @@ def test_fragments_are_measured_as_the_global_model_and_local_progress_stays(tmp
 
 def test_no_metric_travels_where_local_progress_was_carried_to_another_version(tmp_path: Path) -> None:
     """A site that missed rounds never had the newer version alone: what it measured before is not of that one."""
-    settings = DILOCO | {"sync_every": 2, "quorum": 1, "round_deadline_s": 0.2}
+    settings = DILOCO | {"diloco.sync_every": 2, "rounds.quorum": 1, "rounds.deadline_s": 0.2}
     with serve(tmp_path, **settings) as server:
 
         def loop(site: str) -> tuple[atoll.DiLoCo, nn.Module, torch.optim.Optimizer]:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from kit.servers import new_server
 from torch import nn
 
 import atoll
@@ -29,8 +30,8 @@ class Mixed(nn.Module):
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[atoll.Server]:
-    options: dict[str, Any] = {"algorithm": "fedavg", "rounds": 2, "min_free_bytes": 0}
-    with atoll.Server(Mixed(), port=0, state_dir=tmp_path / "state", **options) as server:
+    options: dict[str, Any] = {"algorithm.name": "fedavg", "rounds.total": 2, "disk.min_free_bytes": 0}
+    with new_server(Mixed(), **{"network.port": 0, "disk.state_dir": tmp_path / "state"}, **options) as server:
         yield server
 
 

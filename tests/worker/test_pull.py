@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from kit.servers import new_server
 from torch import nn
 
 import atoll
@@ -21,8 +22,10 @@ from atoll.worker.exchange.participation import take_part
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[atoll.Server]:
     torch.manual_seed(0)
-    options = {"algorithm": "fedavg", "part_bytes": 2**16, "min_free_bytes": 0}
-    with atoll.Server(nn.Linear(300, 100), port=0, state_dir=tmp_path / "state", **options) as server:
+    options = {"algorithm.name": "fedavg", "network.part_bytes": 2**16, "disk.min_free_bytes": 0}
+    with new_server(
+        nn.Linear(300, 100), **{"network.port": 0, "disk.state_dir": tmp_path / "state"}, **options
+    ) as server:
         yield server
 
 
@@ -103,8 +106,8 @@ def test_a_part_that_is_as_it_was_comes_into_a_model_that_has_not_got_it(
         really(self, path, digests, parts, *rest, **more)
 
     monkeypatch.setattr(HttpTransfer, "pull", pull)
-    options = {"algorithm": "fedavg", "rounds": 2, "part_bytes": 2**16, "min_free_bytes": 0}
-    with atoll.Server(HalfFrozen(1.0), port=0, state_dir=tmp_path / "state", **options) as server:
+    options = {"algorithm.name": "fedavg", "rounds.total": 2, "network.part_bytes": 2**16, "disk.min_free_bytes": 0}
+    with new_server(HalfFrozen(1.0), **{"network.port": 0, "disk.state_dir": tmp_path / "state"}, **options) as server:
         with atoll.join(server.url, site="a", folder=tmp_path / "w") as worker:
             for fl_round in worker:
                 cut[0] = fl_round.number == 2
@@ -142,8 +145,23 @@ def test_diloco_goes_on_from_the_global_model_when_its_update_is_refused(
     """NaN at the first synchronisation, then −1 twice."""
     start = nn.Linear(1, 1, bias=False)
     nn.init.constant_(start.weight, 8.0)
-    options = {"algorithm": "diloco", "num_workers": 1, "rounds": 1, "sync_every": 2, "codec": "none", "port": 0}
-    with atoll.Server(start, **options, outer_lr=1.0, outer_momentum=0.0, state_dir=tmp_path / "s") as server:
+    options = {
+        "algorithm.name": "diloco",
+        "rounds.sites": 1,
+        "rounds.total": 1,
+        "diloco.sync_every": 2,
+        "aggregation.upload_codec.name": "none",
+        "network.port": 0,
+    }
+    with new_server(
+        start,
+        **options,
+        **{
+            "algorithm.outer_optimizer.lr": 1.0,
+            "algorithm.outer_optimizer.momentum": 0.0,
+            "disk.state_dir": tmp_path / "s",
+        },
+    ) as server:
         model = nn.Linear(1, 1, bias=False)
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         with atoll.DiLoCo(model, optimizer, server=server.url, site="a", folder=tmp_path / "w") as diloco:
@@ -165,8 +183,8 @@ def test_a_pull_fills_large_small_and_turned_tensors_alike(tmp_path: Path) -> No
     """Parts of 1 MiB; `large` (1.2 MB) is received where it is, in runs of at least `ROOM_BYTES`, the others not."""
     torch.manual_seed(3)
     source = {"large": torch.randn(600, 500), "turned": torch.randn(400, 300).t(), "small": torch.randn(7)}
-    options = {"algorithm": "fedavg", "part_bytes": 2**20, "min_free_bytes": 0}
-    with atoll.Server(source, port=0, state_dir=tmp_path / "state", **options) as server:
+    options = {"algorithm.name": "fedavg", "network.part_bytes": 2**20, "disk.min_free_bytes": 0}
+    with new_server(source, **{"network.port": 0, "disk.state_dir": tmp_path / "state"}, **options) as server:
         place = take_part(server.url, "a", folder=tmp_path / "w")
         ticket = place.exchange.ask().ticket
         assert ticket is not None

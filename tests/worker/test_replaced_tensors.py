@@ -15,8 +15,14 @@ from torch.optim import SGD
 import atoll
 from atoll.errors import UsageError
 
-DILOCO: dict[str, Any] = {"algorithm": "diloco", "num_workers": 1, "sync_every": 2, "rounds": 3, "codec": "none"}
-STREAMED = {"num_fragments": 2, "tau": 1, "alpha": 0.5}
+DILOCO: dict[str, Any] = {
+    "algorithm.name": "diloco",
+    "rounds.sites": 1,
+    "diloco.sync_every": 2,
+    "rounds.total": 3,
+    "aggregation.upload_codec.name": "none",
+}
+STREAMED = {"diloco.num_fragments": 2, "diloco.fragment_sync_delay": 1, "diloco.fragment_update_alpha": 0.5}
 
 
 def load_by_assignment(model: nn.Module) -> None:

@@ -15,7 +15,13 @@ from kit import build_model, local_step, serve, together
 import atoll
 
 H = 2
-DILOCO: dict[str, Any] = {"algorithm": "diloco", "sync_every": H, "codec": "none", "num_workers": 1, "rounds": 4}
+DILOCO: dict[str, Any] = {
+    "algorithm.name": "diloco",
+    "diloco.sync_every": H,
+    "aggregation.upload_codec.name": "none",
+    "rounds.sites": 1,
+    "rounds.total": 4,
+}
 
 
 def rounds_of(folder: Path) -> list[tuple[int, int, dict[str, float]]]:
@@ -39,7 +45,7 @@ def train(url: str, folder: Path, *, reports: dict[int, dict[str, float]], site:
 @pytest.mark.parametrize("fragments", [1, 2])
 def test_counts_a_reported_value_in_one_round(tmp_path: Path, fragments: int) -> None:
     """Of two reports before one synchronisation the last counts; what is reported later comes later."""
-    streaming = {"num_fragments": fragments, "tau": 1} if fragments > 1 else {}
+    streaming = {"diloco.num_fragments": fragments, "diloco.fragment_sync_delay": 1} if fragments > 1 else {}
     with serve(tmp_path, **DILOCO, **streaming) as server:
         train(server.url, tmp_path, reports={1: {"loss": 9.0, "acc": 0.5}, 2: {"loss": 5.0}, 3: {"loss": 4.0}})
         server.run()
@@ -74,7 +80,7 @@ def test_counts_a_value_once_where_the_acknowledgement_was_lost(tmp_path: Path) 
 
 
 def test_counts_a_value_with_the_next_update_where_the_first_was_refused(tmp_path: Path) -> None:
-    with serve(tmp_path, **DILOCO | {"rounds": 2}, max_update_norm=1e3) as server:
+    with serve(tmp_path, **DILOCO | {"rounds.total": 2}, **{"aggregation.max_update_norm": 1e3}) as server:
         model = build_model()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
         with atoll.DiLoCo(model, optimizer, server=server.url, site="a", folder=tmp_path / "workers") as diloco:
@@ -92,7 +98,7 @@ def test_counts_a_value_with_the_next_update_where_the_first_was_refused(tmp_pat
 
 def test_averages_a_round_over_the_sites_that_reported_in_it(tmp_path: Path) -> None:
     """Site a reports in the first round alone: from then on the mean is that of b."""
-    with serve(tmp_path, **DILOCO | {"num_workers": 2, "rounds": 2}) as server:
+    with serve(tmp_path, **DILOCO | {"rounds.sites": 2, "rounds.total": 2}) as server:
         together(
             partial(train, server.url, tmp_path, site="a", reports={1: {"loss": 1.0}}),
             partial(train, server.url, tmp_path, site="b", reports={1: {"loss": 3.0}, 3: {"loss": 3.0}}),

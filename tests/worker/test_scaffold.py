@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from kit.servers import new_server
 from safetensors import safe_open
 from scaffold_world import ETA, TARGETS, one_round, train
 from torch import nn
@@ -41,8 +42,14 @@ class One(nn.Module):
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[atoll.Server]:
-    options = {"algorithm": "scaffold", "num_workers": 2, "min_workers": 2, "rounds": ROUNDS, "min_free_bytes": 0}
-    with atoll.Server(One(), port=0, state_dir=tmp_path / "state", **options) as server:
+    options = {
+        "algorithm.name": "scaffold",
+        "rounds.sites": 2,
+        "rounds.min_sites": 2,
+        "rounds.total": ROUNDS,
+        "disk.min_free_bytes": 0,
+    }
+    with new_server(One(), **{"network.port": 0, "disk.state_dir": tmp_path / "state"}, **options) as server:
         yield server
 
 
@@ -104,8 +111,14 @@ def test_a_site_that_sits_out_a_round_keeps_its_weight_in_the_total(tmp_path: Pa
 
     A site d joins later and is never heard: from round 3 on, N is 4, and W = 7·4/3.
     """
-    options = {"algorithm": "scaffold", "num_workers": 3, "min_workers": 2, "rounds": 3, "min_free_bytes": 0}
-    with atoll.Server(One(), port=0, state_dir=tmp_path / "state", **options) as server:
+    options = {
+        "algorithm.name": "scaffold",
+        "rounds.sites": 3,
+        "rounds.min_sites": 2,
+        "rounds.total": 3,
+        "disk.min_free_bytes": 0,
+    }
+    with new_server(One(), **{"network.port": 0, "disk.state_dir": tmp_path / "state"}, **options) as server:
         workers = {site: atoll.join(server.url, site=site, folder=tmp_path / site) for site in "abc"}
         loops = {site: iter(worker) for site, worker in workers.items()}
         for site, weight in {"a": 1.0, "b": 2.0, "c": 4.0}.items():
@@ -156,8 +169,8 @@ def test_controls_outlive_the_worker(server: atoll.Server, tmp_path: Path) -> No
 
 
 def test_a_refused_update_leaves_the_control_as_it_was(tmp_path: Path) -> None:
-    options = {"algorithm": "scaffold", "num_workers": 1, "rounds": 2, "min_free_bytes": 0}
-    with atoll.Server(One(), port=0, state_dir=tmp_path / "state", **options) as server:
+    options = {"algorithm.name": "scaffold", "rounds.sites": 1, "rounds.total": 2, "disk.min_free_bytes": 0}
+    with new_server(One(), **{"network.port": 0, "disk.state_dir": tmp_path / "state"}, **options) as server:
         with atoll.join(server.url, site="a", folder=tmp_path / "a") as worker:
             for number, round_ in enumerate(worker):
                 model = round_.load_into(One())
@@ -294,8 +307,12 @@ def test_one_optimizer_a_round() -> None:
 def test_a_models_own_names_do_not_collide_with_those_of_controls(tmp_path: Path) -> None:
     model = {"w": torch.zeros(2), "atoll.control.v": torch.zeros(2)}
     with pytest.raises(UsageError, match=r"'atoll\.control\.v', and names that begin with 'atoll\.control\.' are"):
-        atoll.Server(model, algorithm="scaffold", port=0, state_dir=tmp_path / "state").start()
-    with atoll.Server(model, algorithm="fedavg", port=0, state_dir=tmp_path / "other"):  # there are none here
+        atoll.Server(
+            model, settings={"algorithm.name": "scaffold", "network.port": 0, "disk.state_dir": tmp_path / "state"}
+        ).start()
+    with atoll.Server(
+        model, settings={"algorithm.name": "fedavg", "network.port": 0, "disk.state_dir": tmp_path / "other"}
+    ):  # there are none here
         pass
 
 

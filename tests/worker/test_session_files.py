@@ -24,7 +24,9 @@ from atoll.worker.exchange.participation import Participation, take_part
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[atoll.Server]:
     torch.manual_seed(0)
-    with atoll.Server(nn.Linear(8, 4), port=0, algorithm="fedavg", state_dir=tmp_path / "state") as server:
+    with atoll.Server(
+        nn.Linear(8, 4), settings={"network.port": 0, "algorithm.name": "fedavg", "disk.state_dir": tmp_path / "state"}
+    ) as server:
         yield server
 
 

@@ -18,7 +18,7 @@ import atoll
 from atoll import errors
 
 Optimizers = list[Optimizer]
-DILOCO = {"algorithm": "diloco", "outer_optimizer": None, "sync_every": 2, "rounds": 2}
+DILOCO = {"algorithm.name": "diloco", "algorithm.outer_optimizer.name": None, "diloco.sync_every": 2, "rounds.total": 2}
 
 
 def two(model: nn.Module) -> Optimizers:
@@ -116,7 +116,7 @@ def test_warns_of_an_optimizer_that_holds_a_part_of_the_parameters(
 
     model = build_model()
     with serve(
-        tmp_path, num_workers=1, **{key: each for key, each in DILOCO.items() if key != "num_workers"}
+        tmp_path, **{"rounds.sites": 1}, **{key: each for key, each in DILOCO.items() if key != "num_workers"}
     ) as server:
         start = partial(atoll.DiLoCo, model, server=server.url, site="a", folder=tmp_path / "workers")
         with start(two(model)[0]):
@@ -144,7 +144,15 @@ def test_warns_of_a_correction_that_misses_a_part_of_the_parameters(
         (optimizer,) = optimizers(model)
         folder = tmp_path / f"{optimizers.__name__}-{frozen}"
         with (
-            serve(folder, algorithm=algorithm, outer_optimizer=None, num_workers=1, rounds=2) as server,
+            serve(
+                folder,
+                **{
+                    "algorithm.name": algorithm,
+                    "algorithm.outer_optimizer.name": None,
+                    "rounds.sites": 1,
+                    "rounds.total": 2,
+                },
+            ) as server,
             atoll.join(server.url, site="a", folder=folder / "workers") as worker,
         ):
             for fl_round in worker:
@@ -243,7 +251,12 @@ def test_corrections_follow_wrapped_and_compiled_steps(tmp_path: Path, wrapper: 
                             step()
                     fl_round.submit(model)
 
-        settings = {"algorithm": "scaffold", "outer_optimizer": None, "outer_lr": 1.0, "outer_momentum": 0.0}
+        settings = {
+            "algorithm.name": "scaffold",
+            "algorithm.outer_optimizer.name": None,
+            "algorithm.outer_optimizer.lr": 1.0,
+            "algorithm.outer_optimizer.momentum": 0.0,
+        }
         with serve(folder, **settings) as server:
             together(*(partial(work, site) for site in SITES))
             server.run()

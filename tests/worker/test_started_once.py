@@ -14,7 +14,12 @@ from torch.optim import SGD
 import atoll
 from atoll.errors import UsageError
 
-DILOCO: dict[str, Any] = {"algorithm": "diloco", "outer_optimizer": None, "sync_every": 2, "rounds": 2}
+DILOCO: dict[str, Any] = {
+    "algorithm.name": "diloco",
+    "algorithm.outer_optimizer.name": None,
+    "diloco.sync_every": 2,
+    "rounds.total": 2,
+}
 
 
 def alive(server: atoll.Server) -> set[str]:
@@ -25,7 +30,7 @@ def alive(server: atoll.Server) -> set[str]:
 @pytest.mark.parametrize("alone", [False, True])
 def test_refuses_to_be_entered_twice(tmp_path: Path, alone: bool) -> None:
     model = build_model()
-    with serve(tmp_path, **(DILOCO | {"num_workers": 1})) as server:
+    with serve(tmp_path, **(DILOCO | {"rounds.sites": 1})) as server:
         url = None if alone else server.url
         loop = atoll.DiLoCo(model, SGD(model.parameters(), lr=0.1), server=url, site="a", folder=tmp_path / "workers")
         with loop:
@@ -50,7 +55,9 @@ class HooksFail(SGD):
         return super().register_step_post_hook(hook)
 
 
-@pytest.mark.parametrize("settings", [{}, {"num_fragments": 2, "tau": 1}], ids=["whole", "streaming"])
+@pytest.mark.parametrize(
+    "settings", [{}, {"diloco.num_fragments": 2, "diloco.fragment_sync_delay": 1}], ids=["whole", "streaming"]
+)
 def test_a_start_that_fails_after_the_join_leaves_the_run(tmp_path: Path, settings: dict[str, Any]) -> None:
     model = build_model()
     optimizer = HooksFail(model.parameters(), lr=0.05)
@@ -92,7 +99,7 @@ def test_refuses_a_second_loop_over_what_an_active_one_trains(tmp_path: Path, sa
     model = build_model()
     optimizer = SGD(model.parameters(), lr=0.05)
     another = optimizer if same == "optimizer" else SGD(model.parameters(), lr=0.05)
-    with serve(tmp_path, **(DILOCO | {"num_workers": 1})) as server:
+    with serve(tmp_path, **(DILOCO | {"rounds.sites": 1})) as server:
 
         def loop(site: str, given: SGD) -> atoll.DiLoCo:
             return atoll.DiLoCo(model, given, server=server.url, site=site, folder=tmp_path / "workers")

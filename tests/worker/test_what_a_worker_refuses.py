@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from kit.servers import new_server
 from torch import nn
 
 import atoll
@@ -22,7 +23,9 @@ from atoll.worker.session.session import split_of
 @pytest.mark.covers("L15")
 def test_a_weight_that_cannot_count_is_refused_before_anything_is_formed(tmp_path: Path, weight: float) -> None:
     """Guards against `positive` that lets it pass."""
-    with atoll.Server(nn.Linear(2, 1), port=0, algorithm="fedavg", state_dir=tmp_path / "s") as server:
+    with atoll.Server(
+        nn.Linear(2, 1), settings={"network.port": 0, "algorithm.name": "fedavg", "disk.state_dir": tmp_path / "s"}
+    ) as server:
         with atoll.join(server.url, site="a", folder=tmp_path / "w") as worker:
             fl_round = next(iter(worker))
             model = fl_round.load_into(nn.Linear(2, 1))
@@ -36,7 +39,10 @@ def test_metrics_that_are_not_finite_are_left_out_with_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Guards against `finite_metrics` that passes them on: the server refused the update for its loss being NaN."""
-    with atoll.Server(nn.Linear(2, 1), port=0, algorithm="fedavg", rounds=1, state_dir=tmp_path / "s") as server:
+    with atoll.Server(
+        nn.Linear(2, 1),
+        settings={"network.port": 0, "algorithm.name": "fedavg", "rounds.total": 1, "disk.state_dir": tmp_path / "s"},
+    ) as server:
         with atoll.join(server.url, site="a", folder=tmp_path / "w") as worker:
             for fl_round in worker:
                 fl_round.submit(fl_round.load_into(nn.Linear(2, 1)), metrics={"loss": math.nan, "accuracy": 0.5})
@@ -65,9 +71,9 @@ def test_a_reported_loss_that_becomes_nan_is_told_once_by_the_site_s_name_and_no
     """Else the last finite loss would stand for an update whose loss was NaN."""
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    options = {"port": 0, "rounds": 2, "sync_every": 2, "state_dir": tmp_path / "s"}
+    options = {"network.port": 0, "rounds.total": 2, "diloco.sync_every": 2, "disk.state_dir": tmp_path / "s"}
     with (
-        atoll.Server(nn.Linear(2, 1), **options) as server,
+        new_server(nn.Linear(2, 1), **options) as server,
         atoll.DiLoCo(model, optimizer, server=server.url, site="box-a", folder=tmp_path / "w") as diloco,
     ):
         for loss in (1.0, 0.5, math.nan, math.nan):
@@ -101,7 +107,10 @@ def test_a_reported_loss_that_becomes_nan_is_told_once_by_the_site_s_name_and_no
 def test_numbers_that_no_update_has_are_named_and_the_round_can_be_submitted_after_all(
     tmp_path: Path, told: dict[str, Any], words: str
 ) -> None:
-    with atoll.Server(nn.Linear(2, 1), port=0, algorithm="fedavg", rounds=1, state_dir=tmp_path / "s") as server:
+    with atoll.Server(
+        nn.Linear(2, 1),
+        settings={"network.port": 0, "algorithm.name": "fedavg", "rounds.total": 1, "disk.state_dir": tmp_path / "s"},
+    ) as server:
         with atoll.join(server.url, site="a", folder=tmp_path / "w") as worker:
             fl_round = next(iter(worker))
             model = fl_round.load_into(nn.Linear(2, 1))
@@ -118,7 +127,9 @@ def test_a_layout_or_schema_that_is_not_the_servers_is_refused_before_a_byte_mov
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Guards against `form` without the comparison of layouts; `_fetch_schema` without that of schemas."""
-    with atoll.Server(nn.Linear(2, 1), port=0, algorithm="fedavg", state_dir=tmp_path / "s") as server:
+    with atoll.Server(
+        nn.Linear(2, 1), settings={"network.port": 0, "algorithm.name": "fedavg", "disk.state_dir": tmp_path / "s"}
+    ) as server:
         place = take_part(server.url, "a", folder=tmp_path / "w")
         ticket = place.exchange.ask().ticket
         assert ticket is not None

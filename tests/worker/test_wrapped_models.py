@@ -23,6 +23,7 @@ from kit import (
     tensors_digest,
     together,
 )
+from kit.servers import new_server
 from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -78,7 +79,12 @@ def process_group(tmp_path: Path) -> Iterator[None]:
 
 def diloco_result(folder: Path, sites: Build, server: Build) -> str:
     """The digest of what a DiLoCo run of two sites exports."""
-    settings = {"algorithm": "diloco", "outer_optimizer": None, "sync_every": 2, "rounds": 2}
+    settings = {
+        "algorithm.name": "diloco",
+        "algorithm.outer_optimizer.name": None,
+        "diloco.sync_every": 2,
+        "rounds.total": 2,
+    }
     with serve(folder, server(), **settings) as served:
         DiLoCoSites(served.url, folder, 10, build=sites).join()
         served.run()
@@ -113,7 +119,12 @@ def corrected_result(folder: Path, algorithm: str, build: Build) -> str:
                         local_step(model, optimizer, site, 10 * fl_round.number + step)
                 fl_round.submit(model)
 
-    settings = {"algorithm": algorithm, "outer_optimizer": None, "outer_lr": 1.0, "outer_momentum": 0.0}
+    settings = {
+        "algorithm.name": algorithm,
+        "algorithm.outer_optimizer.name": None,
+        "algorithm.outer_optimizer.lr": 1.0,
+        "algorithm.outer_optimizer.momentum": 0.0,
+    }
     with serve(folder, build(), **settings) as server:
         together(*(partial(work, site) for site in SITES), server.run)
     return tensors_digest(exported(folder))
@@ -192,18 +203,18 @@ def test_a_server_takes_tensors_that_are_named_by_a_wrapper(
     state, name = STATES[wrapper]
     tensors = state()
     assert any(name in each for each in tensors)
-    settings: dict[str, Any] = {"algorithm": "fedavg", "rounds": 1}
+    settings: dict[str, Any] = {"algorithm.name": "fedavg", "rounds.total": 1}
     model: dict[str, torch.Tensor] | None = tensors if given == "mapping" else None
     if given == "file":
         save_file(tensors, tmp_path / "initial.safetensors")
-        settings["model"] = str(tmp_path / "initial.safetensors")
+        settings["model.source"] = str(tmp_path / "initial.safetensors")
     if given == "function":
         monkeypatch.setattr(sys.modules[__name__], "STATE", staticmethod(state), raising=False)
-        settings["model"] = f"{__name__}:STATE"
+        settings["model.source"] = f"{__name__}:STATE"
     first = () if model is None else (model,)
-    common = SETTINGS | settings | {"port": 0, "state_dir": tmp_path / "state", "num_workers": 1}
+    common = SETTINGS | settings | {"network.port": 0, "disk.state_dir": tmp_path / "state", "rounds.sites": 1}
     with (
-        atoll.Server(*first, **common) as server,
+        new_server(*first, **common) as server,
         atoll.join(server.url, site="a", folder=tmp_path / "workers") as worker,
     ):
         for fl_round in worker:
@@ -218,8 +229,8 @@ def test_a_model_trains_from_the_state_of_a_compiled_one(tmp_path: Path) -> None
         (tmp_path / "plain", dict(build_model().state_dict())),
         (tmp_path / "named", compiled_state()),
     ):
-        settings = SETTINGS | {"port": 0, "state_dir": folder / "state"}
-        with atoll.Server(state, **settings) as server:
+        settings = SETTINGS | {"network.port": 0, "disk.state_dir": folder / "state"}
+        with new_server(state, **settings) as server:
             FederatedSites(server.url, folder).join()
             server.run()
         results.append(tensors_digest(exported(folder)))
@@ -227,7 +238,13 @@ def test_a_model_trains_from_the_state_of_a_compiled_one(tmp_path: Path) -> None
 
 
 def test_a_site_submits_tensors_that_are_named_by_a_wrapper(tmp_path: Path) -> None:
-    settings = {"num_workers": 1, "rounds": 1, "outer_lr": 1.0, "outer_momentum": 0.0, "codec": "none"}
+    settings = {
+        "rounds.sites": 1,
+        "rounds.total": 1,
+        "algorithm.outer_optimizer.lr": 1.0,
+        "algorithm.outer_optimizer.momentum": 0.0,
+        "aggregation.upload_codec.name": "none",
+    }
     with serve(tmp_path, **settings) as server:
         with atoll.join(server.url, site="a", folder=tmp_path / "workers") as worker:
             for fl_round in worker:
@@ -242,5 +259,5 @@ def test_a_site_submits_tensors_that_are_named_by_a_wrapper(tmp_path: Path) -> N
 def test_refuses_tensors_with_one_name_without_the_wrapper(tmp_path: Path) -> None:
     tensors = {"0.weight": torch.zeros(2), "_orig_mod.0.weight": torch.ones(2)}
     with pytest.raises(UsageError) as refused:
-        atoll.Server(tensors, port=0, state_dir=tmp_path / "state").start()
+        atoll.Server(tensors, settings={"network.port": 0, "disk.state_dir": tmp_path / "state"}).start()
     assert "'_orig_mod.0.weight'" in refused.value.message

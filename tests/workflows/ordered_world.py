@@ -65,15 +65,15 @@ def scheduled(controller, schedule, other=None):
 """
 
 ASK_TRAIN_ASK = """
-[[workflows]]
+[[workflow.steps]]
 path = "flow.py:ask"
-name = "before"
+run.name = "before"
 args = {start = 10}
-[[workflows]]
+[[workflow.steps]]
 kind = "train"
-[[workflows]]
+[[workflow.steps]]
 path = "flow.py:ask"
-name = "after"
+run.name = "after"
 """
 
 
@@ -81,8 +81,14 @@ def write_run(folder: Path, workflows: str, **settings: Any) -> None:
     folder.mkdir(exist_ok=True)
     save_file({"weight": torch.zeros(1, 1)}, folder / "zero.safetensors")
     (folder / "flow.py").write_text(FLOW)
-    lines = {"algorithm": '"fedavg"', "model": '"zero.safetensors"', "rounds": 2, "num_workers": 2, "min_free_bytes": 0}
-    lines |= {"state_dir": '"state"', **settings}
+    lines = {
+        "algorithm.name": '"fedavg"',
+        "model.source": '"zero.safetensors"',
+        "rounds.total": 2,
+        "rounds.sites": 2,
+        "disk.min_free_bytes": 0,
+    }
+    lines |= {"disk.state_dir": '"state"', **settings}
     text = "".join(f"{key} = {value}\n" for key, value in lines.items() if value is not None)
     (folder / "run.toml").write_text(text + workflows)
 

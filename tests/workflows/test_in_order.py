@@ -41,7 +41,7 @@ def test_tasks_before_and_behind_the_rounds_reach_the_same_processes(nursery: Nu
 
 @pytest.mark.covers("P12", "T14")
 def test_a_loop_of_ones_own_over_tasks_may_follow_that_over_rounds(nursery: Nursery, tmp_path: Path) -> None:
-    write_run(tmp_path, '[[workflows]]\nkind = "train"\n[[workflows]]\npath = "flow.py:ask"\n')
+    write_run(tmp_path, '[[workflow.steps]]\nkind = "train"\n[[workflow.steps]]\npath = "flow.py:ask"\n')
     port = free_port()
     server = start_server(nursery, tmp_path, port)
     sites = start_sites(nursery, tmp_path, port, "by hand")
@@ -53,7 +53,9 @@ def test_a_loop_of_ones_own_over_tasks_may_follow_that_over_rounds(nursery: Nurs
 @pytest.mark.covers("P12")
 def test_status_shows_which_workflow_runs(nursery: Nursery, tmp_path: Path) -> None:
     """Tasks first: the rounds have not begun, and no site is awaited for them."""
-    write_run(tmp_path, '[[workflows]]\npath = "flow.py:hold"\nname = "first"\n[[workflows]]\nkind = "train"\n')
+    write_run(
+        tmp_path, '[[workflow.steps]]\npath = "flow.py:hold"\nrun.name = "first"\n[[workflow.steps]]\nkind = "train"\n'
+    )
     port = free_port()
     server = start_server(nursery, tmp_path, port)
     sites = start_sites(nursery, tmp_path, port)
@@ -103,7 +105,7 @@ def test_a_server_that_is_killed_goes_on_with_the_workflow_that_it_was_at(
 def test_a_workflow_of_tasks_that_is_interrupted_begins_again_and_those_before_it_do_not(
     nursery: Nursery, tmp_path: Path
 ) -> None:
-    write_run(tmp_path, ASK_TRAIN_ASK.replace('path = "flow.py:ask"\nname = "after"', 'path = "flow.py:hold"'))
+    write_run(tmp_path, ASK_TRAIN_ASK.replace('path = "flow.py:ask"\nrun.name = "after"', 'path = "flow.py:hold"'))
     port = free_port()
     server = start_server(nursery, tmp_path, port)
     sites = start_sites(nursery, tmp_path, port)
@@ -125,7 +127,7 @@ def test_more_rounds_are_trained_and_what_comes_behind_is_done_again(nursery: Nu
     first = start_sites(nursery, tmp_path, port)
     assert server.wait(60) == 0, server.output()
     assert [site.wait() for site in first] == [0, 0]
-    write_run(tmp_path, ASK_TRAIN_ASK, rounds=3)
+    write_run(tmp_path, ASK_TRAIN_ASK, **{"rounds.total": 3})
     killed = start_server(nursery, tmp_path, port, failpoints="workflow.ended=kill")  # behind the third round
     second = start_sites(nursery, tmp_path, port)
     assert killed.wait(60) == -9, killed.output()
@@ -143,9 +145,10 @@ def test_more_rounds_are_trained_and_what_comes_behind_is_done_again(nursery: Nu
 @pytest.mark.covers("P12")
 def test_a_site_without_handlers_trains_and_leaves_and_says_why(nursery: Nursery, tmp_path: Path) -> None:
     """Before the rounds it answers that it has none; an evaluation of another site finds none in its time."""
-    evaluation = '[[workflows]]\nkind = "cross_site_evaluation"\nsites = ["c"]\nstart_timeout_s = 1\n'
+    evaluation = '[[workflow.steps]]\nkind = "cross_site_evaluation"\nsites = ["c"]\nstart_timeout_s = 1\n'
     write_run(
-        tmp_path, ASK_TRAIN_ASK.partition("[[workflows]]\nkind")[0] + '[[workflows]]\nkind = "train"\n' + evaluation
+        tmp_path,
+        ASK_TRAIN_ASK.partition("[[workflow.steps]]\nkind")[0] + '[[workflow.steps]]\nkind = "train"\n' + evaluation,
     )
     flow = tmp_path / "flow.py"
     flow.write_text(flow.read_text().replace("answer.payload for", "answer.error for").replace("min_responses=2, ", ""))

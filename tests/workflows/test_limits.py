@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from harness.processes import wait_until
+from kit.servers import new_server
 from site_threads import Threads
 
 import atoll
@@ -19,7 +20,15 @@ from atoll.errors import RunFailed, UsageError
 @pytest.mark.covers("P12")
 def test_training_in_which_nothing_moves_fails_after_its_limit(tmp_path: Path) -> None:
     workflows = [{"kind": "train", "progress_timeout_s": 1}]
-    server = atoll.Server({"w": torch.ones(2)}, workflows=workflows, rounds=1, port=0, state_dir=tmp_path / "state")
+    server = atoll.Server(
+        {"w": torch.ones(2)},
+        settings={
+            "workflow.steps": workflows,
+            "rounds.total": 1,
+            "network.port": 0,
+            "disk.state_dir": tmp_path / "state",
+        },
+    )
     with server, atoll.functional.Client(server.url, "a", folder=tmp_path) as client:
         assert client.next_round() == 1  # and then it submits nothing
         with pytest.raises(RunFailed, match="The workflow train made no progress for 1 s"):
@@ -33,8 +42,8 @@ def test_training_in_which_nothing_moves_fails_after_its_limit(tmp_path: Path) -
 def test_time_in_which_sites_are_awaited_is_none_in_which_training_stands_still(tmp_path: Path) -> None:
     """How long they are waited for is another limit, and here there is none."""
     workflows = [{"kind": "train", "progress_timeout_s": 2}]
-    settings = {"rounds": 1, "num_workers": 2, "port": 0, "state_dir": tmp_path / "state"}
-    server = atoll.Server({"w": torch.ones(2)}, workflows=workflows, **settings)  # type: ignore[arg-type]
+    settings = {"rounds.total": 1, "rounds.sites": 2, "network.port": 0, "disk.state_dir": tmp_path / "state"}
+    server = new_server({"w": torch.ones(2)}, **{"workflow.steps": workflows}, **settings)  # type: ignore[arg-type]
 
     def train(site: str) -> None:
         with atoll.functional.Client(server.url, site, folder=tmp_path) as client:
@@ -79,7 +88,9 @@ def test_a_site_that_shows_nothing_is_given_up_and_one_that_says_what_it_does_is
 
             worker.run()
 
-    with atoll.Server(workflow=main, port=0, state_dir=tmp_path, heartbeat_interval_s=1.0) as server:
+    with atoll.Server(
+        workflow=main, settings={"network.port": 0, "disk.state_dir": tmp_path, "network.heartbeat_interval_s": 1.0}
+    ) as server:
         sites = [threading.Thread(target=site, args=(name,), daemon=True) for name in "ab"]
         for each in sites:
             each.start()

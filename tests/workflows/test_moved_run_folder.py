@@ -26,7 +26,15 @@ def test_a_moved_run_folder_goes_on_behind_the_workflow_that_has_ended(
     flow = before / target.partition(":")[0]
     flow.parent.mkdir(parents=True)
     flow.write_text(FLOW)
-    write_run_file(before, port=port, rounds=1, num_workers=1, workflows=[{"path": target}, {"kind": "train"}])
+    write_run_file(
+        before,
+        **{
+            "network.port": port,
+            "rounds.total": 1,
+            "rounds.sites": 1,
+            "workflow.steps": [{"path": target}, {"kind": "train"}],
+        },
+    )
     first = nursery.start("atoll", "server", "run.toml", cwd=before, failpoints="workflow.ended=kill")
     assert first.wait(60) == -9
     after.parent.mkdir()

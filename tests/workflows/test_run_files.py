@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from harness.processes import Nursery, free_port
+from kit.servers import new_server
 from ordered_world import start_server, told, write_run
 
 import atoll
@@ -19,29 +20,38 @@ EVALUATION = {"kind": "cross_site_evaluation"}
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"workflows": [{"kind": "trian"}]}, ["Workflow 1 is of the kind 'trian'", "Did you mean 'train'?"]),
-        ({"workflow": [{"kind": "train"}]}, ["workflow is a list of 1", "[[workflows]]"]),
-        ({"workflows": [{}]}, ["Workflow 1 is {}", "one of kind (train, cross_site_evaluation)"]),
-        ({"workflows": [{"kind": "train", "path": "f.py:g"}]}, ["one of kind"]),
-        ({"workflows": [{"path": "f.py:g", "progress_timeout": 3}]}, ["Did you mean 'progress_timeout_s'?"]),
-        ({"workflows": [{**EVALUATION, "version": ["latest"]}]}, ["'version'", "Did you mean 'versions'?"]),
-        ({"workflows": [{"kind": "train", "versions": []}]}, ["Workflow 1, of the kind 'train'", "'versions'"]),
-        ({"workflows": [{"kind": "train", "start_timeout_s": -1}]}, ["start_timeout_s = -1", "0 sets no limit"]),
-        ({"workflows": [{"path": "f.py:g", "args": [1]}]}, ["args = [1]", "Write a table"]),
-        ({"workflows": [{"kind": "train", "args": {"rounds": 3}}]}, ["Workflow 1, of the kind 'train', has args"]),
-        ({"name": "two\nlines"}, ["name is 'two\\nlines'", "Write it in one line"]),
-        ({"workflows": [{"kind": "train"}] * 2, "rounds": 1}, ["Workflows 1 and 2", "a run trains once"]),
-        ({"workflows": [{"kind": "train"}, EVALUATION]}, ["training never ends", "Set rounds"]),
-        ({"workflows": [EVALUATION], "rounds": 3}, ["rounds is 3, and workflows has no training"]),
-        ({"workflows": [EVALUATION], "workflow": "f.py:g"}, ["workflow is 'f.py:g', and workflows has 1"]),
-        ({"workflows": [{"kind": "train"}], "ranks": 2}, ["workflows is", "ranks is 2"]),
-        ({"components": [{"id": "a", "pth": "f:g"}]}, ["Component 1 has the key 'pth'", "Did you mean 'path'?"]),
-        ({"components": [{"id": "a"}]}, ["Component 1 is {'id': 'a'}"]),
-        ({"components": [{"id": "a", "path": "f:g"}] * 2}, ["Two components have the id 'a'"]),
-        ({"aggregator": "@trim"}, ["aggregator refers to the component 'trim', and there are: none"]),
+        ({"workflow.steps": [{"kind": "trian"}]}, ["Workflow 1 is of the kind 'trian'", "Did you mean 'train'?"]),
+        ({"workflow.function": [{"kind": "train"}]}, ["workflow is a list of 1", "[[workflow.steps]]"]),
+        ({"workflow.steps": [{}]}, ["Workflow 1 is {}", "one of kind (train, cross_site_evaluation)"]),
+        ({"workflow.steps": [{"kind": "train", "path": "f.py:g"}]}, ["one of kind"]),
+        ({"workflow.steps": [{"path": "f.py:g", "progress_timeout": 3}]}, ["Did you mean 'progress_timeout_s'?"]),
+        ({"workflow.steps": [{**EVALUATION, "version": ["latest"]}]}, ["'version'", "Did you mean 'versions'?"]),
+        ({"workflow.steps": [{"kind": "train", "versions": []}]}, ["Workflow 1, of the kind 'train'", "'versions'"]),
+        ({"workflow.steps": [{"kind": "train", "start_timeout_s": -1}]}, ["start_timeout_s = -1", "0 sets no limit"]),
+        ({"workflow.steps": [{"path": "f.py:g", "args": [1]}]}, ["args = [1]", "Write a table"]),
+        ({"workflow.steps": [{"kind": "train", "args": {"rounds": 3}}]}, ["Workflow 1, of the kind 'train', has args"]),
+        ({"run.name": "two\nlines"}, ["name is 'two\\nlines'", "Write it in one line"]),
+        ({"workflow.steps": [{"kind": "train"}] * 2, "rounds.total": 1}, ["Workflows 1 and 2", "a run trains once"]),
+        ({"workflow.steps": [{"kind": "train"}, EVALUATION]}, ["training never ends", "Set rounds"]),
+        ({"workflow.steps": [EVALUATION], "rounds.total": 3}, ["rounds is 3, and workflows has no training"]),
         (
-            {"task_data_filters": [{"path": "@clp"}], "components": [{"id": "clip", "path": "norm_clip"}]},
-            ["task_data_filters refers to the component 'clp'", "Did you mean 'clip'?"],
+            {"workflow.steps": [EVALUATION], "workflow.function": "f.py:g"},
+            ["workflow is 'f.py:g', and workflows has 1"],
+        ),
+        ({"workflow.steps": [{"kind": "train"}], "model.ranks": 2}, ["workflows is", "ranks is 2"]),
+        (
+            {"workflow.components": [{"id": "a", "pth": "f:g"}]},
+            ["Component 1 has the key 'pth'", "Did you mean 'path'?"],
+        ),
+        ({"workflow.components": [{"id": "a"}]}, ["Component 1 is {'id': 'a'}"]),
+        ({"workflow.components": [{"id": "a", "path": "f:g"}] * 2}, ["Two components have the id 'a'"]),
+        ({"aggregation.aggregator.path": "@trim"}, ["aggregator refers to the component 'trim', and there are: none"]),
+        (
+            {
+                "workflow.payload_filters": [{"path": "@clp"}],
+                "workflow.components": [{"id": "clip", "path": "norm_clip"}],
+            },
+            ["workflow.payload_filters refers to the component 'clp'", "Did you mean 'clip'?"],
         ),
     ],
     ids=lambda value: "" if isinstance(value, dict) else value[0][:40],
@@ -72,7 +82,8 @@ def test_an_evaluation_that_means_nothing_is_refused_before_training(
     workflows = [{"kind": "train"}, EVALUATION | options]
     with pytest.raises(ConfigError) as caught:
         atoll.Server(
-            {"w": __import__("torch").ones(1)}, workflows=workflows, rounds=1, state_dir=tmp_path, port=0
+            {"w": __import__("torch").ones(1)},
+            settings={"workflow.steps": workflows, "rounds.total": 1, "disk.state_dir": tmp_path, "network.port": 0},
         ).run()
     for word in words:
         assert word in str(caught.value)
@@ -84,28 +95,28 @@ def test_components_are_made_once_and_referred_to_by_id(nursery: Nursery, tmp_pa
     write_run(
         tmp_path,
         """
-[[components]]
+[[workflow.components]]
 id = "short"
 path = "flow.py:Schedule"
 args = {first = 0.1}
-[[components]]
+[[workflow.components]]
 id = "long"
 path = "flow.py:Schedule"
 args = {first = 0.5, more = ["@short"]}
-[[components]]
+[[workflow.components]]
 id = "unused"
 path = "flow.py:Nobody"
-[[components]]
+[[workflow.components]]
 id = "run"
 path = "flow.py:scheduled"
-[[workflows]]
+[[workflow.steps]]
 path = "flow.py:scheduled"
 args = {schedule = "@long", other = "@@me"}
-[[workflows]]
+[[workflow.steps]]
 path = "@run"
 args = {schedule = "@short"}
 """,
-        rounds=None,
+        **{"rounds.total": None},
     )
     server = start_server(nursery, tmp_path, free_port())
     assert server.wait(30) == 0, server.output()
@@ -116,16 +127,19 @@ args = {schedule = "@short"}
 def test_filters_aggregator_and_persistor_take_what_a_component_names() -> None:
     settings = atoll.Settings.build(
         {
-            "components": [
+            "workflow.components": [
                 {"id": "clip", "path": "norm_clip", "args": {"max_norm": 2.0}},
                 {"id": "trim", "path": "mine.py:Trim", "args": {"share": 0.1}},
             ],
-            "task_result_filters": [{"path": "@clip", "sites": ["a"]}],
-            "aggregator": "@trim",
+            "workflow.result_filters": [{"path": "@clip", "sites": ["a"]}],
+            "aggregation.aggregator.path": "@trim",
         }
     )
-    assert settings.task_result_filters == ({"path": "norm_clip", "args": {"max_norm": 2.0}, "sites": ["a"]},)
-    assert (settings.aggregator, settings.aggregator_options) == ("mine.py:Trim", {"share": 0.1})
+    assert settings.workflow.result_filters == ({"path": "norm_clip", "args": {"max_norm": 2.0}, "sites": ["a"]},)
+    assert (settings.aggregation.aggregator.path, settings.aggregation.aggregator.options) == (
+        "mine.py:Trim",
+        {"share": 0.1},
+    )
 
 
 def scheduled(controller: Any, schedule: Any) -> None: ...
@@ -157,20 +171,23 @@ def gives(controller: Any) -> Any:
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"workflows": [{"path": scheduled}]}, ["cannot be called with args []", "'schedule'"]),
-        ({"workflows": [{"path": alone}]}, ["'alone' cannot be called with args []"]),
-        ({"workflows": [{"path": awaited}]}, ["is 'awaited', a coroutine function", "plain function"]),
-        ({"workflows": [{"path": yielding}]}, ["is 'yielding', a coroutine function or a generator"]),
-        ({"workflows": [{"path": both}]}, ["is 'both', a coroutine function or a generator"]),
-        ({"workflows": [{"path": Awaited()}]}, ["a coroutine function or a generator"]),
-        ({"workflows": [{"path": gives}]}, ["gives failed: RunFailed: it gave a generator, which is never run"]),
-        ({"workflows": [{"path": scheduled, "args": {"schedul": 1}}]}, ["'scheduled' cannot be called", "schedul"]),
-        ({"workflows": [{"path": "json:decoder"}]}, ["is a module", "Name a function"]),
-        ({"workflows": [{"path": "json:laods"}]}, ["Did you mean 'loads'?"]),
+        ({"workflow.steps": [{"path": scheduled}]}, ["cannot be called with args []", "'schedule'"]),
+        ({"workflow.steps": [{"path": alone}]}, ["'alone' cannot be called with args []"]),
+        ({"workflow.steps": [{"path": awaited}]}, ["is 'awaited', a coroutine function", "plain function"]),
+        ({"workflow.steps": [{"path": yielding}]}, ["is 'yielding', a coroutine function or a generator"]),
+        ({"workflow.steps": [{"path": both}]}, ["is 'both', a coroutine function or a generator"]),
+        ({"workflow.steps": [{"path": Awaited()}]}, ["a coroutine function or a generator"]),
+        ({"workflow.steps": [{"path": gives}]}, ["gives failed: RunFailed: it gave a generator, which is never run"]),
+        (
+            {"workflow.steps": [{"path": scheduled, "args": {"schedul": 1}}]},
+            ["'scheduled' cannot be called", "schedul"],
+        ),
+        ({"workflow.steps": [{"path": "json:decoder"}]}, ["is a module", "Name a function"]),
+        ({"workflow.steps": [{"path": "json:laods"}]}, ["Did you mean 'loads'?"]),
         (
             {
-                "workflows": [{"path": scheduled, "args": {"schedule": "@a"}}],
-                "components": [
+                "workflow.steps": [{"path": scheduled, "args": {"schedule": "@a"}}],
+                "workflow.components": [
                     {"id": "a", "path": "builtins:dict", "args": {"x": "@b"}},
                     {"id": "b", "path": "builtins:dict", "args": {"x": "@a"}},
                 ],
@@ -179,17 +196,17 @@ def gives(controller: Any) -> Any:
         ),
         (
             {
-                "workflows": [{"path": scheduled, "args": {"schedule": "@a"}}],
-                "components": [{"id": "a", "path": "builtins:len", "args": {"x": 1}}],
+                "workflow.steps": [{"path": scheduled, "args": {"schedule": "@a"}}],
+                "workflow.components": [{"id": "a", "path": "builtins:len", "args": {"x": 1}}],
             },
             ["Component 'a' is 'builtins:len' with args"],
         ),
         (
-            {"workflows": [EVALUATION, EVALUATION]},
+            {"workflow.steps": [EVALUATION, EVALUATION]},
             ["2 evaluations write their results to cross_site_evaluation.json", "Give each a name"],
         ),
         (
-            {"workflows": [EVALUATION | {"name": "a/b"}, EVALUATION | {"name": "a_b"}]},
+            {"workflow.steps": [EVALUATION | {"name": "a/b"}, EVALUATION | {"name": "a_b"}]},
             ["2 evaluations write their results to a_b.json"],
         ),
     ],
@@ -215,11 +232,11 @@ def test_functions_are_looked_at_before_the_server_starts(
 ) -> None:
     """But for what a plain function gives: that shows when it has been called."""
     with pytest.raises(AtollError) as caught:
-        atoll.Server(state_dir=tmp_path, port=0, **settings).run()
+        new_server(**{"disk.state_dir": tmp_path, "network.port": 0}, **settings).run()
     for word in words:
         assert word in str(caught.value)
 
 
 def test_a_function_beside_the_list_is_refused() -> None:
     with pytest.raises(UsageError, match="its settings name another"):
-        atoll.Server(workflow=print, workflows=[EVALUATION])
+        atoll.Server(workflow=print, settings={"workflow.steps": [EVALUATION]})

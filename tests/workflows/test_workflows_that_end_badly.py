@@ -11,12 +11,12 @@ from ordered_world import start_server, start_sites, submitted, told, write_run
 
 from atoll.testing.run import status
 
-TRAIN = '[[workflows]]\nkind = "train"\n'
+TRAIN = '[[workflow.steps]]\nkind = "train"\n'
 
 
 @pytest.mark.covers("P12", "X3")
 def test_a_workflow_that_raises_ends_the_run_and_is_all_that_is_done_again(nursery: Nursery, tmp_path: Path) -> None:
-    write_run(tmp_path, TRAIN + '[[workflows]]\npath = "flow.py:fail"\n')
+    write_run(tmp_path, TRAIN + '[[workflow.steps]]\npath = "flow.py:fail"\n')
     port = free_port()
     server = start_server(nursery, tmp_path, port)
     sites = start_sites(nursery, tmp_path, port)
@@ -38,7 +38,7 @@ def test_a_workflow_that_raises_ends_the_run_and_is_all_that_is_done_again(nurse
 def test_one_that_never_returns_is_seen_and_can_be_stopped(
     nursery: Nursery, tmp_path: Path, asked: signal.Signals, code: int
 ) -> None:
-    write_run(tmp_path, '[[workflows]]\npath = "flow.py:never"\n', rounds=None)
+    write_run(tmp_path, '[[workflow.steps]]\npath = "flow.py:never"\n', **{"rounds.total": None})
     port = free_port()
     server = start_server(nursery, tmp_path, port)
     wait_until(lambda: told(tmp_path), "the workflow")
@@ -53,8 +53,10 @@ def test_one_that_never_returns_is_seen_and_can_be_stopped(
 def test_its_progress_limit_ends_it_and_notes_are_progress(nursery: Nursery, tmp_path: Path) -> None:
     """`noted` takes two seconds, and says something every quarter of one."""
     limits = "progress_timeout_s = 1\n"
-    workflows = f'[[workflows]]\npath = "flow.py:noted"\n{limits}[[workflows]]\npath = "flow.py:never"\n{limits}'
-    write_run(tmp_path, workflows, rounds=None)
+    workflows = (
+        f'[[workflow.steps]]\npath = "flow.py:noted"\n{limits}[[workflow.steps]]\npath = "flow.py:never"\n{limits}'
+    )
+    write_run(tmp_path, workflows, **{"rounds.total": None})
     server = start_server(nursery, tmp_path, free_port())
     assert server.wait(30) == 9
     assert "workflow 2 of 2 begins: flow.py:never" in server.output()
@@ -63,7 +65,7 @@ def test_its_progress_limit_ends_it_and_notes_are_progress(nursery: Nursery, tmp
 
 @pytest.mark.covers("P12")
 def test_training_without_any_site_fails_after_its_start_limit(nursery: Nursery, tmp_path: Path) -> None:
-    write_run(tmp_path, '[[workflows]]\nkind = "train"\nstart_timeout_s = 0.5\n')
+    write_run(tmp_path, '[[workflow.steps]]\nkind = "train"\nstart_timeout_s = 0.5\n')
     port = free_port()
     server = start_server(nursery, tmp_path, port)
     assert server.wait(30) == 9
@@ -72,10 +74,10 @@ def test_training_without_any_site_fails_after_its_start_limit(nursery: Nursery,
 
 @pytest.mark.covers("P12")
 def test_other_workflows_than_those_that_have_ended_are_refused(nursery: Nursery, tmp_path: Path) -> None:
-    write_run(tmp_path, '[[workflows]]\npath = "flow.py:noted"\n', rounds=None)
+    write_run(tmp_path, '[[workflow.steps]]\npath = "flow.py:noted"\n', **{"rounds.total": None})
     port = free_port()
     assert start_server(nursery, tmp_path, port).wait(30) == 0
-    write_run(tmp_path, '[[workflows]]\npath = "flow.py:never"\n', rounds=None)
+    write_run(tmp_path, '[[workflow.steps]]\npath = "flow.py:never"\n', **{"rounds.total": None})
     refused = start_server(nursery, tmp_path, port)
     assert refused.wait(30) == 2
     assert "has a run whose workflow 1 was 'flow.py:noted' and has ended, this start says 'flow.py:never'" in (

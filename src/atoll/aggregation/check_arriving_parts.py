@@ -342,9 +342,11 @@ class Overflow(RunFailed):
     def __init__(self, message: str) -> None:
         super().__init__(
             message,
-            "Begin a new run in another state_dir from that version (atoll export) with a lower outer_lr or "
-            "outer_momentum, smaller updates (the filter norm_clip), or a model in bf16 or fp32. A server that is "
-            "started on this state_dir again comes to the same.",
+            "Begin a new run in another disk.state_dir from that version (atoll export) with a lower "
+            "algorithm.outer_optimizer.lr or "
+            "algorithm.outer_optimizer.momentum, smaller updates (the filter norm_clip), or a model in bf16 or fp32. "
+            "A server that is "
+            "started on this disk.state_dir again comes to the same.",
         )
 
 

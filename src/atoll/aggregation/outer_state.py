@@ -65,7 +65,7 @@ def state_layout(
         return None
     ordered = [spec for column in sorted(columns.values(), key=lambda column: -column[0].item_bytes) for spec in column]
     if len({spec.name for spec in ordered}) != len(ordered) or any("." in key for key, _, _ in columns):
-        raise ConfigError(f"outer_optimizer {rule.label!r} has ambiguous keys in its state.")
+        raise ConfigError(f"algorithm.outer_optimizer {rule.label!r} has ambiguous keys in its state.")
     header = safetensors_header(ordered, {"format": "pt", "atoll.outer": rule.label})
     return header, file_layout(ordered, header, part_bytes)
 

@@ -37,38 +37,30 @@ from atoll.tensors.schema import PARAMS, Schema
 
 PLACED = (
     "algorithm",
-    "outer_optimizer",
-    "outer_lr",
-    "outer_lrs",
-    "outer_momentum",
-    "outer_options",
-    "local_options",
-    "reducer",
-    "reducer_options",
-    "codec",
-    "codec_options",
-    "dn_buffer_size",
-    "mode",
-    "async_buffer",
-    "sync_rounds_first",
-    "staleness_weight",
-    "num_workers",
-    "min_workers",
-    "sync_every",
-    "num_fragments",
-    "tau",
-    "alpha",
-    "max_inflight",
-    "part_bytes",
-    "download_to_disk",
-    "placement",
+    "diloco.sync_every",
+    "diloco.num_fragments",
+    "diloco.fragment_sync_delay",
+    "diloco.fragment_update_alpha",
+    "diloco.max_inflight",
+    "rounds.sites",
+    "rounds.min_sites",
+    "async.enabled",
+    "async.buffer_size",
+    "async.sync_rounds_first",
+    "async.staleness_weight",
+    "async.momentum_every",
+    "swarm.enabled",
+    "aggregation.reducer",
+    "aggregation.upload_codec",
+    "network.part_bytes",
+    "disk.in_files",
 )
 """Settings that decide what a round makes of its updates."""
 
 
 def placed_settings(settings: Settings) -> dict[str, Any]:
     """Of a run, as they travel."""
-    return settings.model_dump(mode="json", include=set(PLACED))
+    return settings.chosen(PLACED)
 
 
 @dataclass(frozen=True)
@@ -165,27 +157,34 @@ class Plan:
         """
         algorithm = resolve(settings, outer)
         codecs = codecs_of(algorithm.codec, algorithm.codec_options)
-        if settings.aggregator:
+        if settings.aggregation.aggregator.path:
             codecs[Accumulated.name] = Accumulated()
-        rule = build_outer(algorithm.outer, algorithm.outer_options, settings.outer_lrs)
+        rule = build_outer(algorithm.outer, algorithm.outer_options, settings.algorithm.outer_lr_of)
         _require_fitting(settings, split)
         reducers = build_reducers(algorithm.algorithm.reduce, algorithm.reducer, algorithm.reducer_options)
-        if settings.staleness_weight != "constant" and reducers[PARAMS].needs_all:
+        if settings.async_.staleness_weight != "constant" and reducers[PARAMS].needs_all:
             raise ConfigError(
-                f"staleness_weight is {settings.staleness_weight!r}, but the reducer {algorithm.reducer!r} has no "
+                f"async.staleness_weight is {settings.async_.staleness_weight!r}, but the reducer "
+                f"{algorithm.reducer!r} has no "
                 "weights.",
-                "Leave staleness_weight out, or choose reducer = 'mean'.",
+                'Leave async.staleness_weight out, or choose aggregation.reducer = {name = "mean"}.',
             )
 
         def fragment(schema: Schema) -> FragmentPlan:
-            version = version_layout(schema, settings.part_bytes, settings.ranks)
-            downlink = Downlink.of(version, settings.downlink_codec or "none", settings.downlink_codec_options)
-            state = state_layout(schema.tensors, rule, settings.part_bytes, masters=downlink is not None)
+            version = version_layout(schema, settings.network.part_bytes, settings.model.ranks)
+            downlink = Downlink.of(
+                version,
+                settings.aggregation.download_codec.target or "none",
+                settings.aggregation.download_codec.options,
+            )
+            state = state_layout(schema.tensors, rule, settings.network.part_bytes, masters=downlink is not None)
             return FragmentPlan(
                 schema=schema,
                 header=version_header(schema),
                 version=version,
-                update=encoded_layout(schema, algorithm.codec, codecs, settings.part_bytes, settings.ranks),
+                update=encoded_layout(
+                    schema, algorithm.codec, codecs, settings.network.part_bytes, settings.model.ranks
+                ),
                 state=state,
                 downlink=downlink,
             )
@@ -198,8 +197,8 @@ class Plan:
             rule=rule,
             reducers=reducers,
             fragments=tuple(map(fragment, split.schemas)),
-            threads=settings.threads or min(os.cpu_count() or 1, 8),
-            staleness_weight=staleness_weight(settings.staleness_weight),
+            threads=settings.run.threads or min(os.cpu_count() or 1, 8),
+            staleness_weight=staleness_weight(settings.async_.staleness_weight),
         )
 
     @property
@@ -220,7 +219,7 @@ class Plan:
     @property
     def is_swarm(self) -> bool:
         """Whether workers aggregate, and hold the versions."""
-        return self.settings.placement == "swarm"
+        return self.settings.swarm.enabled
 
     @property
     def streams(self) -> bool:
@@ -236,8 +235,8 @@ class Plan:
         Raises:
             OSError: no space; nothing of it is left behind.
         """
-        to_disk = self.settings.download_to_disk
-        fd = nameless_file(self.settings.state_dir) if to_disk else os.memfd_create(name, os.MFD_CLOEXEC)
+        to_disk = self.settings.disk.in_files
+        fd = nameless_file(self.settings.disk.state_dir) if to_disk else os.memfd_create(name, os.MFD_CLOEXEC)
         try:
             os.posix_fallocate(fd, 0, max(nbytes, 1))
         except BaseException:
@@ -257,16 +256,16 @@ class Plan:
 
 
 def _require_fitting(settings: Settings, split: Split) -> None:
-    """Every pattern of `outer_lrs` has to name something that is stepped.
+    """Every pattern of `algorithm.outer_lr_of` has to name something that is stepped.
 
     Raises:
         ConfigError: one does not.
     """
     names = [spec.name for spec in split.schema.tensors if spec.group == PARAMS and spec.is_float]
-    for pattern in settings.outer_lrs:
+    for pattern in settings.algorithm.outer_lr_of:
         if not any(fnmatchcase(name, pattern) for name in names):
             raise ConfigError(
-                f"outer_lrs has {pattern!r}, which is the name of no parameter.",
+                f"algorithm.outer_lr_of has {pattern!r}, which is the name of no parameter.",
                 registry.nearest(pattern, names, "Patterns are as those of files: head.*, *.bias."),
             )
 

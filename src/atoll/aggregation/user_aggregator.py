@@ -97,11 +97,12 @@ def load(target: str, options: Mapping[str, Any]) -> Collected | Incremental:
         found = registry.made(
             lambda: kind(**options),
             f"The aggregator {target!r} cannot be made",
-            "Set aggregator_options to its keyword arguments.",
+            "Write its keyword arguments beside the path in aggregation.aggregator.",
         )
     elif options and hasattr(found, "aggregate"):
         raise ConfigError(
-            f"aggregator_options are given, but {target!r} is an object already.", "Name its class, or give none."
+            f"aggregation.aggregator has arguments, but {target!r} is an object already.",
+            "Name its class, or give none.",
         )
     if callable(getattr(found, "accept", None)):
         missing = [name for name in ("aggregate", "reset") if not callable(getattr(found, name, None))]

@@ -12,14 +12,14 @@ from typing import Any
 
 from atoll import registry
 from atoll.algorithms.base import Algorithm, LocalRule
-from atoll.config import Settings
+from atoll.config import Settings, default_of
 from atoll.errors import ConfigError
 
 _INSTEAD_OF_MOMENTUM = {
-    "adam": "set the decay of its averages: outer_options = {betas = [0.9, 0.99]}",
-    "adamw": "set the decay of its averages: outer_options = {betas = [0.9, 0.99]}",
-    "yogi": "set the decay of its averages: outer_options = {betas = [0.9, 0.99]}",
-    "adagrad": "choose outer_optimizer = 'sgd', or 'rmsprop'",
+    "adam": "set the decay of its averages: algorithm.outer_optimizer = {betas = [0.9, 0.99]}",
+    "adamw": "set the decay of its averages: algorithm.outer_optimizer = {betas = [0.9, 0.99]}",
+    "yogi": "set the decay of its averages: algorithm.outer_optimizer = {betas = [0.9, 0.99]}",
+    "adagrad": 'choose algorithm.outer_optimizer = {name = "sgd"}, or "rmsprop"',
 }
 """Outer optimizers without momentum → what to do instead."""
 
@@ -80,93 +80,92 @@ def resolve(settings: Settings, outer_given: Callable[..., Any] | None = None) -
         ConfigError: an unknown algorithm, optimizer or codec (the nearest name is offered), an option given twice, or
             momentum for an optimizer that has none.
     """
-    algorithm = registry.load("algorithms", settings.algorithm)
+    name = settings.algorithm.target or "diloco"
+    algorithm = registry.load("algorithms", name)
     if not isinstance(algorithm, Algorithm):
         raise ConfigError(
-            f"algorithm = {settings.algorithm!r} is a {type(algorithm).__name__}, not an algorithm.",
+            f"algorithm.path = {name!r} is a {type(algorithm).__name__}, not an algorithm.",
             "It has to name a value of atoll.algorithms.base.Algorithm.",
         )
-    if ":" not in settings.algorithm and algorithm.name != settings.algorithm:
+    if ":" not in name and algorithm.name != name:
         raise ConfigError(
-            f"The entry point {settings.algorithm!r} gives an algorithm named {algorithm.name!r}.",
+            f"The entry point {name!r} gives an algorithm named {algorithm.name!r}.",
             "Give both one name: sites load the algorithm by it.",
         )
     has_state = bool(algorithm.beside or algorithm.keeps)
-    if settings.ranks > 1 and has_state:
+    if settings.model.ranks > 1 and has_state:
         raise ConfigError(
-            f"ranks is {settings.ranks}, and algorithm is {settings.algorithm!r}: the tensors that it keeps beside the "
-            "model are not sharded so far.",
-            "Set ranks = 1 and train without sharding, or choose another algorithm.",
+            f"model.ranks is {settings.model.ranks}, and algorithm.name is {name!r}: the tensors that it keeps beside "
+            "the model are not sharded so far.",
+            "Set model.ranks = 1 and train without sharding, or choose another algorithm.",
         )
     if not algorithm.steps_driven:
-        _require_whole(settings)
-        if settings.dylu:
+        _require_whole(settings, name)
+        if settings.diloco.dynamic_local_steps:
             raise ConfigError(
-                f"dylu is set, but in {settings.algorithm!r} the worker's script decides when a round ends.",
-                "Leave dylu out, or choose algorithm = 'diloco', which counts local steps.",
+                f"diloco.dynamic_local_steps is set, but in {name!r} the worker's script decides when a round ends.",
+                "Leave diloco.dynamic_local_steps out, or choose algorithm.name = 'diloco', which counts local steps.",
             )
-    outer = outer_given or settings.outer_optimizer or algorithm.outer
+    outer = outer_given or settings.algorithm.outer_optimizer.target or algorithm.outer
     if isinstance(outer, str):
-        _require_known("outer", "outer_optimizer", outer)
-    reducer = settings.reducer or algorithm.reduce["params"]
-    _require_known("reducers", "reducer", reducer)
+        _require_known("outer", "algorithm.outer_optimizer", outer)
+    reducer = settings.aggregation.reducer.target or algorithm.reduce["params"]
+    _require_known("reducers", "aggregation.reducer", reducer)
     own = algorithm.reduce["params"]
     if algorithm.own_reducer and reducer != own:
         raise ConfigError(
-            f"reducer = {reducer!r} would take the place of {own!r}, which is what makes {algorithm.name}.",
-            "Leave reducer out, or choose it with algorithm = 'fedavg'.",
+            f"aggregation.reducer = {reducer!r} would take the place of {own!r}, which is what makes {algorithm.name}.",
+            "Leave aggregation.reducer out, or choose it with algorithm.name = 'fedavg'.",
         )
-    if settings.mode == "async" and has_state:
+    if settings.async_.enabled and has_state:
         raise ConfigError(
-            f"algorithm is {settings.algorithm!r}, and mode is 'async': the tensors that it keeps change by rounds.",
-            "Set mode = 'sync', or choose another algorithm.",
+            f"algorithm.name is {name!r}, and async.enabled is true: the tensors that it keeps change by rounds.",
+            "Set async.enabled = false, or choose another algorithm.",
         )
-    _require_known("staleness", "staleness_weight", settings.staleness_weight)
+    _require_known("staleness", "async.staleness_weight", settings.async_.staleness_weight)
     outer_options = _outer_options(settings, algorithm, outer)
-    if settings.dn_buffer_size:
+    if settings.async_.momentum_every:
         outer, outer_options = "delayed_nesterov", _delayed(settings, outer, outer_options)
-    codec = settings.codec or algorithm.codec
-    _require_known("codecs", "codec", codec)
-    _require_known("codecs", "downlink_codec", settings.downlink_codec or "none")
+    codec = settings.aggregation.upload_codec.target or algorithm.codec
+    _require_known("codecs", "aggregation.upload_codec", codec)
+    _require_known("codecs", "aggregation.download_codec", settings.aggregation.download_codec.target or "none")
     return ResolvedAlgorithm(
         algorithm=algorithm,
         outer=outer,
         outer_options=outer_options,
         reducer=reducer,
-        reducer_options=dict(settings.reducer_options),
+        reducer_options=settings.aggregation.reducer.options,
         local=_local(settings, algorithm),
         codec=codec,
-        codec_options=dict(settings.codec_options),
-        sync_every=settings.sync_every if algorithm.steps_driven else 0,
+        codec_options=settings.aggregation.upload_codec.options,
+        sync_every=settings.diloco.sync_every if algorithm.steps_driven else 0,
     )
 
 
-def _require_whole(settings: Settings) -> None:
+def _require_whole(settings: Settings, algorithm: str) -> None:
     """Refuse to stream where the site's script decides when a round ends: then no fragment is ever due."""
-    for name in ("num_fragments", "tau", "alpha"):
-        value = getattr(settings, name)
-        if value != type(settings).model_fields[name].default:
+    for key in ("diloco.num_fragments", "diloco.fragment_sync_delay", "diloco.fragment_update_alpha"):
+        if settings.at(key) != default_of(key):
             raise ConfigError(
-                f"{name} is {value}, but in {settings.algorithm!r} the worker's script decides when a round ends.",
-                f"Leave {name} out, or choose algorithm = 'diloco', which counts local steps.",
+                f"{key} is {settings.at(key)}, but in {algorithm!r} the worker's script decides when a round ends.",
+                f"Leave {key} out, or choose algorithm.name = 'diloco', which counts local steps.",
             )
 
 
 def _outer_options(settings: Settings, algorithm: Algorithm, outer: str | Callable[..., Any]) -> dict[str, Any]:
     """Defaults belong to the algorithm's own optimizer; another one starts from its own."""
-    given = dict(settings.outer_options)
-    for option, setting in (("lr", "outer_lr"), ("momentum", "outer_momentum")):
-        value = getattr(settings, setting)
-        if value is None:
-            continue
-        if option in given:
-            raise ConfigError(f"{setting} is {value:g}, and outer_options has {option!r} as well.", "Give one of them.")
-        if option == "momentum" and isinstance(outer, str) and outer in _INSTEAD_OF_MOMENTUM:
+    given = settings.algorithm.outer_optimizer.options
+    lr, momentum = given.get("lr"), given.get("momentum")
+    if lr is not None and not (type(lr) in (int, float) and 0 < lr < math.inf):
+        raise ConfigError(f"algorithm.outer_optimizer.lr is {lr!r}.", "Give a number above 0.")
+    if momentum is not None:
+        if type(momentum) not in (int, float) or not 0 <= momentum < 1:
+            raise ConfigError(f"algorithm.outer_optimizer.momentum is {momentum!r}.", "Give 0 or more, below 1.")
+        if isinstance(outer, str) and outer in _INSTEAD_OF_MOMENTUM:
             raise ConfigError(
-                f"outer_momentum is {value:g}, but {outer} has no momentum.",
+                f"algorithm.outer_optimizer.momentum is {momentum:g}, but {outer} has no momentum.",
                 f"Leave it out, or {_INSTEAD_OF_MOMENTUM[outer]}.",
             )
-        given[option] = value
     defaults = dict(algorithm.outer_options) if outer == algorithm.outer else {}
     if given.get("momentum") == 0:
         defaults.pop("nesterov", None)  # there is nothing left that Nesterov's rule could look ahead along
@@ -178,32 +177,34 @@ def _delayed(settings: Settings, outer: str | Callable[..., Any], options: dict[
     if outer != "sgd":
         name = outer if isinstance(outer, str) else name_of(outer)
         raise ConfigError(
-            f"dn_buffer_size is {settings.dn_buffer_size}, but the outer optimizer is {name!r}: what delayed Nesterov "
+            f"async.momentum_every is {settings.async_.momentum_every}, but the outer optimizer is {name!r}: what "
+            "delayed Nesterov "
             "applies between two steps of momentum is a share of SGD's step, and has no counterpart there.",
-            "Leave dn_buffer_size out, or outer_optimizer.",
+            "Leave async.momentum_every out, or algorithm.outer_optimizer.",
         )
     for key, value in options.items():
         if key not in ("lr", "momentum") and not (key == "nesterov" and value):
             raise ConfigError(
-                f"outer_options has {key} = {value!r}, which delayed Nesterov (dn_buffer_size) does not.",
+                f"algorithm.outer_optimizer has {key} = {value!r}, which delayed Nesterov (async.momentum_every) "
+                "does not.",
                 "It has lr and momentum.",
             )
     lr, momentum = options.get("lr", 1.0), options.get("momentum", 0.0)
-    first = settings.sync_rounds_first if settings.mode == "async" else 0
-    return {"lr": lr, "momentum": momentum, "delay": settings.dn_buffer_size, "undelayed": first}
+    first = settings.async_.sync_rounds_first if settings.async_.enabled else 0
+    return {"lr": lr, "momentum": momentum, "delay": settings.async_.momentum_every, "undelayed": first}
 
 
 def _local(settings: Settings, algorithm: Algorithm) -> dict[str, Any] | None:
     known = algorithm.local_options
-    for key, value in settings.local_options.items():
+    for key, value in settings.algorithm.options.items():
         if key not in known:
-            has = f"It has {', '.join(known)}." if known else "Leave local_options out."
+            has = f"It has {', '.join(known)}." if known else "Leave it out."
             raise ConfigError(
-                f"local_options has {key!r}, which {algorithm.name} does not.", registry.nearest(key, known, has)
+                f"algorithm has {key!r}, which {algorithm.name} does not.", registry.nearest(key, known, has)
             )
         if type(value) not in (int, float) or not (math.isfinite(value) and value >= 0):
-            raise ConfigError(f"local_options: {key} = {value!r}.", "It is a number, at least 0.")
-    return known | settings.local_options if algorithm.local else None
+            raise ConfigError(f"algorithm: {key} = {value!r}.", "It is a number, at least 0.")
+    return known | settings.algorithm.options if algorithm.local else None
 
 
 def local_rule(name: str, options: Mapping[str, Any] | None, package: str) -> LocalRule | None:

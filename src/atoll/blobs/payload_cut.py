@@ -93,14 +93,14 @@ def way_of(name: str, packed: Packed, sizes: ChunkSizes, *, streamed: bool, what
     if not packed.tensors:
         text = json.dumps(packed.skeleton, separators=(",", ":"))
         small = len(text) <= PLAIN_BYTES
-        warning = f"task {name!r} is among stream_tasks, but its {what} has no tensors: it goes inline"
+        warning = f"task {name!r} is among workflow.streamed_tasks, but its {what} has no tensors: it goes inline"
         cut = replace(cut_of(packed, sizes), inline=len(text) <= MOST_INLINE_BYTES)
         return Way(text if small else None, cut, warning if streamed else "")
     cut = cut_of(packed, sizes if streamed else INLINE)
     if not cut.too_large:
         return Way(None, cut)
     warning = f"the {what} of task {name!r} has {cut.too_large} bytes of tensors, too many to go inline: it is streamed"
-    return Way(None, cut, warning if streamed else warning + "; name the task in stream_tasks")
+    return Way(None, cut, warning if streamed else warning + "; name the task in workflow.streamed_tasks")
 
 
 def read_plain(text: str, *, build: bool = True) -> Any:

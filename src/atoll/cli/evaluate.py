@@ -7,7 +7,6 @@ atoll evaluate --server http://host:8512                 shows the matrix of a s
 from __future__ import annotations
 
 import logging
-import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from atoll.child_processes import Terminated, raise_on_sigterm
+from atoll.cli.config import Port, Sets, read_settings
 from atoll.cli.state_directory import journal_of
 from atoll.cli.text import counted, log_lines
 from atoll.config import Settings
@@ -55,10 +55,8 @@ def command(
     evaluation_timeout_s: Annotated[
         float, typer.Option("--evaluation-timeout-s", min=0, help="Give up a site that shows no progress for so long.")
     ] = 3600.0,
-    port: Annotated[int | None, typer.Option(help="In place of the run file's.", show_default=False)] = None,
-    num_workers: Annotated[
-        int | None, typer.Option(help="Sites to wait for, in place of the run file's.", show_default=False)
-    ] = None,
+    sets: Sets = None,
+    port: Port = None,
     out: Annotated[
         Path | None, typer.Option(help="Also write it to a file: .json, or Markdown.", show_default=False)
     ] = None,
@@ -78,13 +76,13 @@ def command(
         found = ask(server_address(server), routes.EVALUATION, Evaluation)
     else:
         assert run_file is not None
-        settings = Settings.read(run_file, {"port": port, "num_workers": num_workers})
+        settings = read_settings(run_file, sets, port=port)
         asked: dict[str, Any] = {"site_models": site_models, "evaluation_timeout_s": evaluation_timeout_s}
         if versions is not None:
             asked["versions"] = [int(each) if each.isdecimal() else each for each in _listed(versions)]
         if sites is not None:
             asked["sites"] = _listed(sites)
-        found = _evaluated(settings, asked, run_file)
+        found = _evaluated(settings, asked)
     if out is not None:
         from atoll.protocol.task_messages import markdown
 
@@ -98,16 +96,13 @@ def _listed(text: str) -> list[str]:
     return [item for item in (each.strip() for each in text.split(",")) if item]
 
 
-def _evaluated(settings: Settings, asked: dict[str, Any], run_file: Path) -> Evaluation:
+def _evaluated(settings: Settings, asked: dict[str, Any]) -> Evaluation:
     """Serve the state directory until the matrix is complete.
 
     Raises:
         UsageError: no run was begun there. AtollError: the server cannot start, or nothing was evaluated.
     """
-    journal_of(settings.state_dir)
-    for folder in (os.getcwd(), str(run_file.parent.resolve())):
-        if folder not in sys.path:
-            sys.path.insert(0, folder)
+    journal_of(settings.disk.state_dir)
     log_lines(sys.stderr)
     raise_on_sigterm()
     from atoll.server.serve import Server
@@ -120,7 +115,7 @@ def _evaluated(settings: Settings, asked: dict[str, Any], run_file: Path) -> Eva
         for name in asked.get("versions", ()):
             if isinstance(name, str) and is_file(name) and not Path(name).is_file():
                 LOG.warning("%s is not in %s: its row stays empty, unless it is there when sites are", name, Path.cwd())
-        LOG.info("waits for %s; --num-workers for another number", counted(settings.num_workers, "site"))
+        LOG.info("waits for %s; --set rounds.sites=N for another number", counted(settings.rounds.sites, "site"))
         server.run()
         assert server.evaluation is not None
         return server.evaluation

@@ -38,20 +38,18 @@ def command(
         str | None, typer.Option(help="Address; by default ATOLL_SERVER, else port 8512 here.", show_default=False)
     ] = None,
     state_dir: Annotated[
-        Path | None, typer.Option(help="State directory of a server that is stopped.", show_default=False)
+        Path | None, typer.Option("--dir", help="State directory of a server that is stopped.", show_default=False)
     ] = None,
     version: Annotated[
         int | None, typer.Option(min=0, help="A version that is still kept; by default the newest.", show_default=False)
     ] = None,
     best: Annotated[
-        bool, typer.Option("--best", help="The best version so far, by the run's best_metric; not the newest.")
+        bool, typer.Option("--best", help="The best version so far, by the run's rounds.best_metric; not the newest.")
     ] = False,
 ) -> None:
     """Write the model to OUT.safetensors, tied tensors under each of their names."""
     if server is not None and state_dir is not None:
-        raise UsageError(
-            "Both --server and --state-dir are given.", "Give one: a running server, or a stopped one's folder."
-        )
+        raise UsageError("Both --server and --dir are given.", "Give one: a running server, or a stopped one's folder.")
     if out.is_dir():
         raise UsageError(f"{str(out)!r} is a folder.", f"Name a file: {out / 'model.safetensors'}.")
     if best and version is not None:
@@ -97,7 +95,7 @@ def from_directory(state_dir: Path, out: Path, version: int | None = None) -> in
             store.versions.head(f) if version is None else store.versions.get(f, version) for f in range(split.count)
         ]
         newest = max(row.version for row in rows)
-        if settings.get("placement") == "swarm" and newest:
+        if settings["swarm.enabled"] and newest:
             raise Gone(
                 f"The run is a swarm: version {newest} lies at its sites, not in {state_dir}.",
                 "Take model.safetensors from a site's folder (ATOLL_DIR, by default .atoll, then its name), which is "
@@ -106,7 +104,7 @@ def from_directory(state_dir: Path, out: Path, version: int | None = None) -> in
         sources: list[Source] = []
         with contextlib.ExitStack() as stack:
             for row, schema in zip(rows, split.schemas, strict=True):
-                layout = version_layout(schema, int(settings["part_bytes"]), int(settings.get("ranks", 1)))
+                layout = version_layout(schema, int(settings["network.part_bytes"]), int(settings["model.ranks"]))
                 shape = FileShape(layout.nbytes, version_header(schema), ())
                 path, state = (
                     SlotPool(store.slots.folder, kind, row.fragment, shape, store.journal.lock).path
@@ -114,13 +112,13 @@ def from_directory(state_dir: Path, out: Path, version: int | None = None) -> in
                 )
                 file = stack.enter_context(path(row.slot).open("rb"))
                 _require_whole(file.fileno(), path(row.slot), layout, row.part_digests)
-                if settings.get("downlink_codec", "none") == "none" or not row.state_digests:
+                if settings["aggregation.download_codec.name"] == "none" or not row.state_digests:
                     sources.append((layout, file.fileno(), None))
                     continue
                 if row.state_slot is None:
                     raise Gone(f"The masters of version {row.version} are not kept.", "Export the newest version.")
                 masters = stack.enter_context(state(row.state_slot).open("rb"))
-                in_chunks = settings["outer_optimizer"]["granularity"] == "chunk"
+                in_chunks = settings["algorithm.outer_optimizer"]["granularity"] == "chunk"
                 if not _is_whole(masters.fileno(), layout, row.state_digests, in_chunks):
                     raise _damaged(state(row.state_slot))
                 sources.append((layout, file.fileno(), masters.fileno()))
@@ -140,7 +138,8 @@ def best_of_directory(state_dir: Path, out: Path) -> int:
     if not path.is_file():
         raise UsageError(
             f"There is no {str(path)!r}.",
-            "A run with best_metric keeps one once the metric was reported; in save_dir, where that is set.",
+            "A run with rounds.best_metric keeps one once the metric was reported; in disk.export_dir, where that is "
+            "set.",
         )
     number = _version_in(path)
     _copy(path, out)
@@ -162,7 +161,7 @@ def best_of_server(server: str, out: Path) -> int:
 
     best = ask(server, routes.STATUS, status_messages.Status).best
     if best is None:
-        raise UsageError("The run tracks no metric.", "Start it with best_metric = the name of one.")
+        raise UsageError("The run tracks no metric.", "Start it with rounds.best_metric = the name of one.")
     if best.version is None:
         raise Gone(f"No round has reported {best.metric!r} yet.", "Ask again when one has, or export the newest.")
     if best.file and Path(best.file).is_file() and _version_in(Path(best.file)) == best.version:

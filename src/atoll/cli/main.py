@@ -7,7 +7,7 @@ from collections.abc import Callable
 import typer
 
 from atoll.child_processes import Terminated
-from atoll.cli import audit, evaluate, export, new, server, simulate, status, worker
+from atoll.cli import audit, config, evaluate, export, new, server, simulate, status, worker
 from atoll.errors import AtollError, print_error
 
 INTERRUPTED, TERMINATED = 130, 143
@@ -29,6 +29,7 @@ app.command("export")(export.command)
 app.command("evaluate")(evaluate.command)
 app.command("audit")(audit.command)
 app.command("new")(new.command)
+app.add_typer(config.app, name="config")
 
 
 def _version(wanted: bool) -> None:

@@ -8,53 +8,56 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from pydantic_core import PydanticUndefined
 
 from atoll import registry
-from atoll.config import DEFAULT_PORT, Settings
-from atoll.config.text import to_toml
+from atoll.config import DEFAULT_PORT, FIELDS, GROUPS, default_of, to_toml
 from atoll.errors import StoreError, UsageError
 
-SECTIONS: dict[str, tuple[str, ...]] = {
-    "The model": ("name", "model", "model_args", "seed"),
-    "The rounds": ("algorithm", "rounds", "num_workers", "min_workers", "quorum", "round_deadline_s", "sync_every"),
-    "What the server does with updates": (
-        "outer_optimizer",
-        "outer_lr",
-        "outer_momentum",
-        "codec",
-        "max_update_norm",
-    ),
-    "The network": (
-        "host",
-        "port",
-        "tls_cert",
-        "tls_key",
-        "token_file",
-        "connections",
-        "heartbeat_interval_s",
-        "heartbeat_timeout_s",
-    ),
-    "The disk": ("state_dir", "save_dir", "save_every", "durability", "keep_versions"),
-}
-"""The settings that most run files choose among; `atoll server --help` lists all."""
+USUAL = (
+    "run.name",
+    "run.seed",
+    "model.source",
+    "model.args",
+    "algorithm.name",
+    "algorithm.outer_optimizer",
+    "rounds.total",
+    "rounds.sites",
+    "rounds.min_sites",
+    "rounds.quorum",
+    "rounds.deadline_s",
+    "aggregation.upload_codec",
+    "aggregation.max_update_norm",
+    "network.host",
+    "network.port",
+    "network.tls_cert",
+    "network.tls_key",
+    "network.token_file",
+    "network.connections",
+    "network.heartbeat_interval_s",
+    "network.heartbeat_timeout_s",
+    "disk.state_dir",
+    "disk.export_dir",
+    "disk.export_every",
+    "disk.durability",
+    "disk.keep_versions",
+)
+"""The settings that a run file usually has an opinion on."""
 
-LOW_COMMUNICATION = {
-    "Fewer bytes, less waiting (docs/low-communication.md)": (
-        "downlink_codec",
-        "num_fragments",
-        "tau",
-        "alpha",
-        "mode",
-        "dn_buffer_size",
-        "sync_rounds_first",
-        "dylu",
-    )
-}
-"""For DiLoCo."""
+LOW_COMMUNICATION = (
+    "diloco.sync_every",
+    "diloco.num_fragments",
+    "diloco.fragment_sync_delay",
+    "diloco.fragment_update_alpha",
+    "diloco.dynamic_local_steps",
+    "async.enabled",
+    "async.momentum_every",
+    "async.sync_rounds_first",
+    "aggregation.download_codec",
+)
+"""Of runs that count local steps: docs/low-communication.md."""
 
-SIMULATED = {"Many sites on this machine: atoll simulate run.toml --workers 20": ("client",)}
-"""For federated runs."""
+SIMULATED = ("run.script",)
+"""Of runs whose sites train by rounds: what `atoll simulate` runs."""
 
 ALGORITHMS = registry.TABLES["algorithms"]
 
@@ -110,32 +113,31 @@ def run_file(algorithm: str, name: str) -> str:
     """Return the text of a run file: chosen settings as they are, every other one as a comment with its default."""
     is_diloco = algorithm == "diloco"
     chosen = {
-        "name": name[:100],
-        "model": "train:build",
-        "num_workers": 2,
-        "state_dir": "atoll-run",
-        "algorithm": algorithm,
-        "rounds": 10,
-        **({"sync_every": 20} if is_diloco else {"client": "train.py"}),
+        "run.name": name[:100],
+        "model.source": "train:build",
+        "algorithm.name": algorithm,
+        "rounds.total": 10,
+        "rounds.sites": 2,
+        "disk.state_dir": "atoll-run",
+        **({"diloco.sync_every": 20} if is_diloco else {"run.script": "train.py"}),
     }
     lines = [
-        "# A run of Atoll: `atoll server run.toml`. Every key is also a flag (--sync-every 100) and an environment",
-        "# variable (ATOLL_SYNC_EVERY=100). A line that is commented out shows the default. These are the usual",
-        "# settings; `atoll server --help` lists all.",
+        "# A run of Atoll: `atoll server run.toml`. A key can also be given as `--set rounds.total=10`, and as a",
+        "# variable of the environment (ATOLL_ROUNDS__TOTAL=10). A line that is commented out shows the default. These",
+        "# are the usual settings; `atoll config show` lists all.",
     ]
-    for title, keys in (SECTIONS | (LOW_COMMUNICATION if is_diloco else SIMULATED)).items():
-        lines += ["", f"# ---- {title} {'-' * (70 - len(title))}"]
+    usual = {*USUAL, *(LOW_COMMUNICATION if is_diloco else SIMULATED)}
+    for group in GROUPS:
+        keys = [key for key in FIELDS if key.startswith(f"{group}.") and key in usual]
+        lines += ["", "", f"[{group}]"] if keys else []
         for key in keys:
             lines += ["", *_setting(key, chosen)]
     return "\n".join(lines) + "\n"
 
 
 def _setting(key: str, chosen: dict[str, Any]) -> list[str]:
-    field = Settings.model_fields[key]
-    comment = [f"# {line}" for line in textwrap.wrap(field.description or "", 98)]
+    comment = [f"# {line}" for line in textwrap.wrap(FIELDS[key].description or "", 98)]
+    name, default = key.partition(".")[2], default_of(key)
     if key in chosen:
-        return [*comment, f"{key} = {to_toml(chosen[key])}"]
-    default = field.get_default(call_default_factory=True)
-    if default is PydanticUndefined or default is None:
-        return [*comment, f"# {key} ="]
-    return [*comment, f"# {key} = {to_toml(default)}"]
+        return [*comment, f"{name} = {to_toml(chosen[key])}"]
+    return [*comment, f"# {name} =" if default is None else f"# {name} = {to_toml(default)}"]

@@ -1,26 +1,19 @@
-"""`atoll server`: one flag for every setting, made from `Settings`, so that there is one list of them."""
+"""`atoll server`: serve a run until it is finished."""
 
 from __future__ import annotations
 
 import gc
-import inspect
 import logging
-import os
 import shlex
 import sys
 import threading
 import time
-import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import UnionType
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin
-
-import typer
-from pydantic.fields import FieldInfo
-from pydantic_core import PydanticUndefined
+from typing import TYPE_CHECKING, Any
 
 from atoll.child_processes import Terminated, raise_on_sigterm
+from atoll.cli.config import Dir, Host, Port, Rounds, RunFile, Sets, TokenFile, read_settings
 from atoll.cli.memory import end_without_memory
 from atoll.cli.status import WATCH_S, live_table
 from atoll.cli.text import (
@@ -49,28 +42,26 @@ LOG = logging.getLogger("atoll.cli")
 
 CONTEXT: dict[str, Any] = {"help_option_names": ["-h", "--help"]}
 
-PANELS = {
-    "name": "The model",
-    "algorithm": "The algorithm",
-    "outer_optimizer": "What the server does with updates",
-    "host": "Network",
-    "state_dir": "Disk",
-}
-"""First setting of a panel of `--help` → its title."""
-
 REMIND_S = 15.0
 """How long somebody is awaited before the server says so; the first pause until it says so again."""
 LONGEST_REMIND_S = 600.0
 
 
-def serve(run_file: Path | None, **flags: Any) -> None:
-    """Coordinate a run: from a run file, from flags, or both (a flag wins)."""
-    for folder in filter(None, [os.getcwd(), str(run_file.parent.resolve()) if run_file else None]):
-        if folder not in sys.path:
-            sys.path.insert(0, folder)
-    given = {key: _parsed(key, value) for key, value in _spelt_out(flags).items() if value is not None}
+def command(
+    run_file: RunFile = None,
+    sets: Sets = None,
+    host: Host = None,
+    port: Port = None,
+    directory: Dir = None,
+    token_file: TokenFile = None,
+    rounds: Rounds = None,
+) -> None:
+    """Coordinate a run: from a run file, from the command line, or both (the command line wins)."""
     try:
-        run_until_finished(Settings.read(run_file, given))
+        settings = read_settings(
+            run_file, sets, host=host, port=port, directory=directory, token_file=token_file, rounds=rounds
+        )
+        run_until_finished(settings)
     except ConfigError as error:
         if run_file is not None or not Path("run.toml").is_file():
             raise
@@ -87,7 +78,7 @@ def run_until_finished(settings: Settings) -> None:
     log_lines()
     raise_on_sigterm()
     threading.Thread(target=end_without_memory, name="memory", daemon=True).start()
-    LOG.info("%s starts; loading PyTorch takes a few seconds", settings.name)
+    LOG.info("%s starts; loading PyTorch takes a few seconds", settings.run.name)
     from atoll.server.serve import Server
 
     server = Server(settings=settings)
@@ -95,9 +86,9 @@ def run_until_finished(settings: Settings) -> None:
     so_far = ""
     try:
         server.start()
-        if settings.model is not None:
-            folder = shlex.quote(str(settings.state_dir))
-            so_far = f"; the model so far: atoll export model.safetensors --state-dir {folder}"
+        if settings.model.source is not None:
+            folder = shlex.quote(str(settings.disk.state_dir))
+            so_far = f"; the model so far: atoll export model.safetensors --dir {folder}"
         gc.freeze()  # a full collection would look at all that torch has imported, and hold everybody up for 0.2 s
         _announce(server, settings)
         _watch(server)
@@ -121,8 +112,8 @@ def _announce(server: Server, settings: Settings) -> None:
     status = server.status()
     LOG.info("listening on %s", server.url)
     if not _has_rounds(settings):
-        LOG.info("run %s (%s): a workflow; files in %s", status.name, status.run[:8], settings.state_dir)
-        name = settings.workflow or " → ".join(each.name for each in status.workflows)
+        LOG.info("run %s (%s): a workflow; files in %s", status.name, status.run[:8], settings.disk.state_dir)
+        name = settings.workflow.function or " → ".join(each.name for each in status.workflows)
         LOG.info("the workflow %s begins; start workers that take part with atoll.tasks", name)
         return
     if status.workflows:
@@ -167,8 +158,8 @@ def _watch(server: Server) -> None:
 
 
 def _has_rounds(settings: Settings) -> bool:
-    trains = any(entry.kind == TRAIN for entry in entries_of(settings.workflows))
-    return settings.workflow is None and (trains or not settings.workflows)
+    trains = any(entry.kind == TRAIN for entry in entries_of(settings.workflow.steps))
+    return settings.workflow.function is None and (trains or not settings.workflow.steps)
 
 
 class Reminder:
@@ -249,115 +240,3 @@ def _troubles(status: status_messages.Status) -> str:
     retries = sum(worker.retries for worker in status.workers)
     joins = sum(worker.reconnections for worker in status.workers)
     return f"{retries} retries, {joins} reconnections" if retries or joins else ""
-
-
-# -- flags
-
-SHORT = {"--async": ("mode", "async"), "--no-bf16": ("codec", "none")}
-"""Flags that stand for a setting with a value."""
-
-
-def _spelt_out(flags: dict[str, Any]) -> dict[str, Any]:
-    """The flags with `SHORT` ones as the settings that they stand for.
-
-    Raises:
-        ConfigError: another flag gives that setting another value.
-    """
-    out = {key: value for key, value in flags.items() if not key.startswith("short_")}
-    for flag, (key, value) in SHORT.items():
-        if flags.get(f"short_{key}"):
-            if out.get(key) not in (None, value):
-                raise ConfigError(f"{flag} says {key} = {value!r}, and --{key} says {out[key]!r}.", "Give one of them.")
-            out[key] = value
-    return out
-
-
-def _parsed(key: str, value: Any) -> Any:
-    """What a flag's text means, where it is more than pydantic reads by itself."""
-    if not isinstance(value, str):
-        return value
-    kind = _kind(Settings.model_fields[key])
-    if kind in ("table", "tables"):
-        try:
-            return tomllib.loads(f"value = {value}")["value"]
-        except tomllib.TOMLDecodeError:
-            flag = f"--{key.replace('_', '-')}"
-            raise ConfigError(
-                f"{flag} is {value!r}.",
-                f"Write TOML: {flag} '{{key = 1}}'{', or a list of such tables' if kind == 'tables' else ''}.",
-            ) from None
-    if kind == "list":
-        return tuple(filter(None, (item.strip() for item in value.split(","))))
-    return value
-
-
-def _kind(field: FieldInfo) -> str:
-    """The word that `--help` shows for a setting's type."""
-    annotation: Any = field.annotation
-    options = [option for option in get_args(annotation) if option is not type(None)]
-    if get_origin(annotation) in (Union, UnionType) and len(options) == 1:
-        annotation = options[0]
-    if any(get_origin(option) is dict for option in options):
-        return "tables"
-    if get_origin(annotation) is Literal:
-        return "|".join(get_args(annotation))
-    names: dict[Any, str] = {
-        bool: "flag",
-        int: "integer",
-        float: "number",
-        str: "text",
-        Path: "path",
-        dict: "table",
-        tuple: "list",
-    }
-    return names[get_origin(annotation) or annotation]
-
-
-def _flag(key: str, field: FieldInfo, panel: str) -> inspect.Parameter:
-    name, kind = f"--{key.replace('_', '-')}", _kind(field)
-    default = field.default if field.default is not PydanticUndefined else None
-    shown = "" if default in (None, (), False) else f" \\[{default}]"
-    option = typer.Option(
-        f"{name}/--no-{name[2:]}" if kind == "flag" else name,
-        *([name.removesuffix("-s")] if name.endswith("-s") else []),  # seconds go without saying, too
-        help=f"{field.description}{shown}",
-        metavar=None if kind == "flag" else kind,
-        show_default=False,
-        rich_help_panel=panel,
-    )
-    accepted: Any = bool | None if kind == "flag" else str | None
-    return inspect.Parameter(key, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[accepted, option])
-
-
-def _short(flag: str, key: str, value: str, panel: str) -> inspect.Parameter:
-    option = typer.Option(flag, help=f"As --{key} {value}.", show_default=False, rich_help_panel=panel)
-    name = f"short_{key}"
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=False, annotation=Annotated[bool, option])
-
-
-def with_setting_flags(function: Callable[..., None]) -> Callable[..., None]:
-    """A command whose parameters are a run file and every setting; typer reads the signature that is made here."""
-
-    def command(**values: Any) -> None:
-        function(**values)
-
-    argument = typer.Argument(help="Run file (TOML); `atoll new` writes one.", show_default=False, metavar="[RUN.TOML]")
-    parameters = [
-        inspect.Parameter(
-            "run_file", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[Path | None, argument]
-        )
-    ]
-    panel = ""
-    for key, field in Settings.model_fields.items():
-        panel = PANELS.get(key, panel)
-        parameters.append(_flag(key, field, panel))
-        for flag, (setting, value) in SHORT.items():
-            if setting == key:
-                parameters.append(_short(flag, setting, value, panel))
-    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    command.__doc__ = function.__doc__
-    return command
-
-
-command = with_setting_flags(serve)

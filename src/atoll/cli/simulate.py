@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import json as jsons
 import logging
-import os
 import sys
 import time
 from collections.abc import Collection
@@ -15,8 +14,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from atoll.child_processes import Terminated, raise_on_sigterm
+from atoll.cli.config import Dir, Rounds, Sets, read_settings
 from atoll.cli.text import counted, duration, log_lines, numbers, size
-from atoll.config import Settings
+from atoll.config import default_of
 from atoll.simulate.seldom import Seldom
 
 if TYPE_CHECKING:
@@ -36,18 +36,11 @@ NAMED = 3
 def command(
     run_file: Annotated[Path, typer.Argument(help="Run file (TOML).", metavar="RUN.TOML")],
     arguments: Annotated[
-        list[str] | None, typer.Argument(help="What the client finds in sys.argv, after `--`.", metavar="-- ARGS")
+        list[str] | None, typer.Argument(help="What the script finds in sys.argv, after `--`.", metavar="-- ARGS")
     ] = None,
-    client: Annotated[
-        str | None,
-        typer.Option(
-            help="What a virtual worker runs: train.py:train, a function of a worker; or a script, train.py. By "
-            "default the run file's `client`.",
-            show_default=False,
-        ),
-    ] = None,
+    sets: Sets = None,
     workers: Annotated[
-        int | None, typer.Option(min=1, help="Virtual workers; by default `num_workers`.", show_default=False)
+        int | None, typer.Option(min=1, help="Virtual workers; by default `rounds.sites`.", show_default=False)
     ] = None,
     per_round: Annotated[
         int | None,
@@ -65,13 +58,8 @@ def command(
         str | None,
         typer.Option(help="Of a Ray cluster, host:6379; by default Ray is started here.", show_default=False),
     ] = None,
-    rounds: Annotated[
-        int | None, typer.Option(min=1, help="Rounds; by default the run file's.", show_default=False)
-    ] = None,
-    state_dir: Annotated[
-        Path | None,
-        typer.Option(help=f"Folder of the simulation; by default {STATE_DIR} beside the run file.", show_default=False),
-    ] = None,
+    rounds: Rounds = None,
+    directory: Dir = None,
     json: Annotated[
         bool, typer.Option("--json", help="Print the summary as JSON; lines go to standard error.")
     ] = False,
@@ -82,14 +70,12 @@ def command(
     server.setLevel(logging.WARNING)  # it has a line for every worker
     server.addFilter(Seldom())
     raise_on_sigterm()
-    for folder in (os.getcwd(), str(run_file.parent.resolve())):
-        if folder not in sys.path:
-            sys.path.insert(0, folder)
-    flags = {"client": client, "num_workers": workers, "rounds": rounds, "state_dir": state_dir}
-    settings = Settings.read(run_file, flags)
-    if state_dir is None and settings.state_dir == run_file.parent / Settings.model_fields["state_dir"].default:
-        settings = settings.model_copy(update={"state_dir": run_file.parent / STATE_DIR})
-    LOG.info("%s starts; loading PyTorch takes a few seconds", settings.name)
+    settings = read_settings(run_file, sets, rounds=rounds, directory=directory)
+    if workers is not None:
+        settings = settings.changed({"rounds.sites": workers})
+    if directory is None and settings.disk.state_dir == run_file.parent / default_of("disk.state_dir"):
+        settings = settings.changed({"disk.state_dir": run_file.parent / STATE_DIR})
+    LOG.info("%s starts; loading PyTorch takes a few seconds", settings.run.name)
     from atoll.simulate.simulation import Simulation
 
     gc.freeze()  # a full collection would look at all that torch has imported
@@ -124,15 +110,15 @@ class Lines:
 
     def begin(self, simulation: Simulation) -> None:
         """Say what begins."""
-        settings, self._rounds = simulation.settings, simulation.settings.rounds
+        settings, self._rounds = simulation.settings, simulation.settings.rounds.total
         LOG.info(
             "%s: %s, %s of %s, %s; files in %s",
-            settings.name,
-            counted(settings.rounds, "round"),
-            settings.algorithm,
+            settings.run.name,
+            counted(settings.rounds.total, "round"),
+            str(settings.algorithm.target),
             counted(len(simulation.sites), "virtual worker"),
             simulation.described,
-            settings.state_dir,
+            settings.disk.state_dir,
         )
 
     def told(self, round_: status_messages.RoundSummary) -> None:

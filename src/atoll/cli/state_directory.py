@@ -32,7 +32,7 @@ def journal_of(state_dir: Path) -> Path:
 
 def no_run(state_dir: Path) -> UsageError:
     """Return the error of a directory in which no run was begun."""
-    return UsageError(f"{str(state_dir)!r} holds no run.", "Name the state_dir of the run file.")
+    return UsageError(f"{str(state_dir)!r} holds no run.", "Name the disk.state_dir of the run file.")
 
 
 def stored_status(state_dir: Path) -> status_messages.Status:

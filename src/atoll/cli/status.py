@@ -56,6 +56,7 @@ def command(
     state_dir: Annotated[
         Path | None,
         typer.Option(
+            "--dir",
             help="Ask the server that runs on this state directory, or read the directory where none does. Without an "
             "address, this is done for atoll-run here where no server answers at port 8512.",
             show_default=False,
@@ -67,9 +68,7 @@ def command(
 
     if state_dir is not None:
         if server is not None or watch:
-            raise UsageError(
-                "--state-dir finds the server by itself, and asks once.", "Leave out --server and --watch."
-            )
+            raise UsageError("--dir finds the server by itself, and asks once.", "Leave out --server and --watch.")
         _show_stored(state_dir, json=json)
         return
     address = server_address(server)
@@ -79,7 +78,7 @@ def command(
         named = server or os.environ.get("ATOLL_SERVER")
         if named or watch or not (HERE / "journal.sqlite").exists():
             raise ServerUnreachable(
-                error.message, f"{error.remedy} Of a run that is over, --state-dir shows the end.".strip()
+                error.message, f"{error.remedy} Of a run that is over, --dir shows the end.".strip()
             ) from error
         print(f"atoll: {error.message} Reading the state directory {HERE} instead.", file=sys.stderr)
         _show_stored(HERE, json=json)

@@ -19,7 +19,7 @@ _METHODS = ("encoded_bytes", "encode_", "decode_")
 
 
 def codecs_of(
-    codec: str, options: Mapping[str, Any], *, setting: str = "codec", sent: bool = False
+    codec: str, options: Mapping[str, Any], *, setting: str = "aggregation.upload_codec", sent: bool = False
 ) -> dict[str, Codec]:
     """Return every codec of an update with `params` that travel as `codec`, by that name and by its own.
 
@@ -42,12 +42,12 @@ def codecs_of(
         )
     made = registry.made(
         lambda: found(**options),
-        f"{setting}_options = {dict(options)!r}",
+        f"{setting} = {dict(options)!r}",
         f"They are the keyword arguments of {codec!r}.",
     )
     for option, value in options.items():
         if type(value) not in (str, int, float) or (isinstance(value, float) and not math.isfinite(value)):
-            raise ConfigError(f"{setting}_options: {option} = {value!r}.", "An option is a text or a finite number.")
+            raise ConfigError(f"{setting}: {option} = {value!r}.", "An option is a text or a finite number.")
     if not isinstance(made, Codec):
         raise ConfigError(
             f"{setting} = {codec!r} lacks a name, or does not say whether it is elementwise or raw, or has feedback.",

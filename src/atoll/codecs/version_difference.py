@@ -62,7 +62,7 @@ class Downlink:
         """
         if codec == "none":
             return None
-        codecs = codecs_of(codec, options, setting="downlink_codec", sent=sent)
+        codecs = codecs_of(codec, options, setting="aggregation.download_codec", sent=sent)
 
         def encoding(spec: TensorSpec) -> Codec:
             return codecs[codec if spec.is_stepped else "none"]

@@ -1,7 +1,7 @@
 """The settings of a run, and where they come from."""
 
-from atoll.config.run_file import ENV_PREFIX, NOT_SETTINGS, OTHER_NAMES
-from atoll.config.settings import DEFAULT_PORT, IDLE_TIMEOUT_S, Settings
+from atoll.config.run_file import NOT_SETTINGS, OTHER_NAMES, require_known, set_values, to_toml, toml_lines, variable_of
+from atoll.config.settings import DEFAULT_PORT, FIELDS, GROUPS, IDLE_TIMEOUT_S, Settings, default_of
 from atoll.config.workflow_settings import (
     TRAIN,
     Component,
@@ -14,7 +14,8 @@ from atoll.config.workflow_settings import (
 
 __all__ = [
     "DEFAULT_PORT",
-    "ENV_PREFIX",
+    "FIELDS",
+    "GROUPS",
     "IDLE_TIMEOUT_S",
     "NOT_SETTINGS",
     "OTHER_NAMES",
@@ -24,6 +25,12 @@ __all__ = [
     "WorkflowEntry",
     "component_at",
     "components_of",
+    "default_of",
     "entries_of",
     "is_reference",
+    "require_known",
+    "set_values",
+    "to_toml",
+    "toml_lines",
+    "variable_of",
 ]

@@ -2,284 +2,300 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from atoll.config.workflow_settings import TRAIN, components_of, entries_of
 from atoll.errors import ConfigError
 
-if TYPE_CHECKING:
-    from atoll.config.settings import Settings
+At = Callable[[str], Any]
+"""`group.key` → its value. This file knows settings by their keys alone, since Settings is made with it."""
+IsDefault = Callable[[str], bool]
+"""`group.key` → whether it has its default."""
 
 
-def require_consistent(settings: Settings) -> None:
+def require_consistent(at: At, is_default: IsDefault) -> None:
     """Raise on the first contradiction.
 
     Raises:
         ConfigError: both values, and the remedy.
     """
-    _require_name(settings)
-    _require_async(settings)
-    _require_rounds(settings)
-    _require_streaming(settings)
-    _require_unsharded(settings)
-    _require_workflows(settings)
-    _require_swarm(settings)
-    _require_the_rest(settings)
+    _require_name(at)
+    _require_async(at, is_default)
+    _require_rounds(at)
+    _require_streaming(at, is_default)
+    if at("model.ranks") > 1:
+        this, instead = f"model.ranks is {at('model.ranks')}", "set model.ranks = 1 and train without sharding"
+        _refuse_beside(at, is_default, this, _NOT_SHARDED, instead)
+    _require_workflows(at)
+    _require_swarm(at, is_default)
+    _require_the_rest(at)
 
 
-def _require_name(settings: Settings) -> None:
-    if not settings.name.isprintable():
-        raise ConfigError(f"name is {settings.name!r}.", "Write it in one line: logs and the status show it so.")
+def _refuse_beside(at: At, is_default: IsDefault, this: str, others: Mapping[str, str], instead: str) -> None:
+    """Refuse settings that are not left at their defaults beside another one.
+
+    Args:
+        others: `group.key` → why they do not go together.
+    """
+    for key, why in others.items():
+        if not is_default(key):
+            raise ConfigError(f"{key} is {shown(at(key))}, and {this}: {why}.", f"Leave {key} out, or {instead}.")
 
 
-def _require_rounds(settings: Settings) -> None:
-    floor = settings.min_workers or 1
-    if floor > settings.num_workers:
+def shown(value: Any) -> str:
+    """A value for a message: of a table with a name or a path these alone."""
+    return repr(getattr(value, "target", None) or value)
+
+
+def _require_name(at: At) -> None:
+    if not at("run.name").isprintable():
+        raise ConfigError(f"run.name is {at('run.name')!r}.", "Write it in one line: logs and the status show it so.")
+
+
+def _require_rounds(at: At) -> None:
+    floor, sites, quorum = at("rounds.min_sites") or 1, at("rounds.sites"), at("rounds.quorum")
+    if floor > sites:
         raise ConfigError(
-            f"min_workers is {floor}, but num_workers is {settings.num_workers}: round one could never close.",
-            f"Set min_workers to at most {settings.num_workers}.",
+            f"rounds.min_sites is {floor}, but rounds.sites is {sites}: round one could never close.",
+            f"Set rounds.min_sites to at most {sites}.",
         )
-    if settings.quorum and settings.quorum < floor:
+    if quorum and quorum < floor:
         raise ConfigError(
-            f"quorum is {settings.quorum}, below min_workers, which is {floor}.",
-            f"Set quorum to at least {floor}, or to 0.",
+            f"rounds.quorum is {quorum}, below rounds.min_sites, which is {floor}.",
+            f"Set rounds.quorum to at least {floor}, or to 0.",
         )
-    if settings.quorum and not settings.round_deadline_s:
+    if quorum and not at("rounds.deadline_s"):
         raise ConfigError(
-            f"quorum is {settings.quorum}, but round_deadline_s is 0, so it never takes effect.",
-            "Set round_deadline_s to the seconds after which the quorum suffices.",
+            f"rounds.quorum is {quorum}, but rounds.deadline_s is 0, so it never takes effect.",
+            "Set rounds.deadline_s to the seconds after which the quorum suffices.",
         )
 
 
-_ASYNC_ONLY = ("async_buffer", "async_grace_s", "max_staleness", "staleness_weight", "sync_rounds_first", "dylu")
-_SYNC_ONLY = ("quorum", "round_deadline_s", "sample_fraction")
+_ASYNC_ONLY = (
+    "async.buffer_size",
+    "async.grace_s",
+    "async.max_staleness",
+    "async.staleness_weight",
+    "async.sync_rounds_first",
+    "diloco.dynamic_local_steps",
+)
+_SYNC_ONLY = ("rounds.quorum", "rounds.deadline_s", "rounds.sample_fraction")
 _SYNC_SO_FAR = {
-    "best_metric": "metrics describe the version that a site pulled, which may be gone when they come",
-    "aggregator": "an aggregator takes the updates of one round, and here the next ones come meanwhile",
-    "task_result_filters": "they need the version that an update started from, which may be gone when it comes",
+    "rounds.best_metric": "metrics describe the version that a site pulled, which may be gone when they come",
+    "aggregation.aggregator": "an aggregator takes the updates of one round, and here the next ones come meanwhile",
+    "workflow.result_filters": "they need the version that an update started from, which may be gone when it comes",
+    "workflow.function": "a workflow has no rounds",
 }
 """What an asynchronous run does not have, and why."""
 
 
-def _require_async(settings: Settings) -> None:
-    """What has a meaning in one of the modes only."""
-    others = {"sync": _ASYNC_ONLY, "async": _SYNC_ONLY}[settings.mode]
-    for name in others:
-        value = getattr(settings, name)
-        if value != type(settings).model_fields[name].default:
-            other = "async" if settings.mode == "sync" else "sync"
+def _require_async(at: At, is_default: IsDefault) -> None:
+    """What has a meaning in one kind of run only."""
+    enabled, floor, fragments = at("async.enabled"), at("rounds.min_sites") or 1, at("diloco.num_fragments")
+    for key in _SYNC_ONLY if enabled else _ASYNC_ONLY:
+        if not is_default(key):
+            now, other = str(enabled).lower(), str(not enabled).lower()
             raise ConfigError(
-                f"{name} is {value!r}, but mode is {settings.mode!r}: it has a meaning in {other} runs only.",
-                f"Leave {name} out, or set mode = {other!r}.",
+                f"{key} is {at(key)!r}, but async.enabled is {now}: it has a meaning in "
+                f"{'synchronous' if enabled else 'asynchronous'} runs only.",
+                f"Leave {key} out, or set async.enabled = {other}.",
             )
-    floor = settings.min_workers or 1
-    if settings.mode == "async" and floor > settings.async_buffer:
+    if not enabled:
+        return
+    if floor > at("async.buffer_size"):
         raise ConfigError(
-            f"mode is 'async', and min_workers is {floor}, but async_buffer is {settings.async_buffer}: "
-            "no step would ever have enough updates.",
-            f"Set async_buffer to at least {floor}, or min_workers to {settings.async_buffer}.",
+            f"async.enabled is true, and rounds.min_sites is {floor}, but async.buffer_size is "
+            f"{at('async.buffer_size')}: no step would ever have enough updates.",
+            f"Set async.buffer_size to at least {floor}, or rounds.min_sites to {at('async.buffer_size')}.",
         )
-    if settings.mode == "async" and floor > 1 and settings.num_fragments > 1:
+    if floor > 1 and fragments > 1:
         raise ConfigError(
-            f"mode is 'async', min_workers is {floor}, and num_fragments is {settings.num_fragments}: a "
+            f"async.enabled is true, rounds.min_sites is {floor}, and diloco.num_fragments is {fragments}: a "
             "step could wait for sites that wait for a step of another fragment.",
-            "Leave min_workers out, or set num_fragments to 1.",
+            "Leave rounds.min_sites out, or set diloco.num_fragments to 1.",
         )
-    for name, why in _SYNC_SO_FAR.items():
-        if settings.mode == "async" and getattr(settings, name):
-            raise ConfigError(
-                f"{name} is {getattr(settings, name)!r}, but mode is 'async': {why}.",
-                f"Leave {name} out, or set mode = 'sync'.",
-            )
-    if settings.workflow and settings.mode == "async":
-        raise ConfigError(
-            f"workflow is {settings.workflow!r}, and mode is 'async': a workflow has no rounds.", "Leave mode out."
-        )
+    _refuse_beside(at, is_default, "async.enabled is true", _SYNC_SO_FAR, "set async.enabled = false")
 
 
 _WHOLE_MODELS = {
-    "workflow": "a workflow has no rounds",
-    "best_metric": "a metric is of a whole model, and no round of a fragment ends with one",
-    "aggregator": "an aggregator of your own gets whole models",
-    "sample_fraction": "who is not drawn for one fragment would be waited for in the next",
+    "workflow.function": "a workflow has no rounds",
+    "rounds.best_metric": "a metric is of a whole model, and no round of a fragment ends with one",
+    "aggregation.aggregator": "an aggregator of your own gets whole models",
+    "rounds.sample_fraction": "a site that is not drawn for one fragment would be waited for in the next",
 }
 """Settings that do not go with several fragments, and why."""
 
 
-def _require_streaming(settings: Settings) -> None:
+def _require_streaming(at: At, is_default: IsDefault) -> None:
     """H, K and τ fit each other (2501.18512, section 2)."""
-    h, k = settings.sync_every, settings.num_fragments
-    if h % k:
-        near = sorted({max(k, h - h % k), h - h % k + k}, key=lambda other: abs(other - h))
-        raise ConfigError(
-            f"sync_every is {h}, and num_fragments is {k}: one fragment is due every sync_every/num_fragments steps, "
-            "which has to be a whole number.",
-            f"Set sync_every to {' or '.join(map(str, near))}.",
+    every, fragments, delay = at("diloco.sync_every"), at("diloco.num_fragments"), at("diloco.fragment_sync_delay")
+    inflight = at("diloco.max_inflight")
+    if every % fragments:
+        near = sorted(
+            {max(fragments, every - every % fragments), every - every % fragments + fragments},
+            key=lambda other: abs(other - every),
         )
-    if settings.max_inflight > k:
         raise ConfigError(
-            f"max_inflight is {settings.max_inflight}, but num_fragments is {k}: each is under way once at a time.",
-            f"Set max_inflight to at most {k}.",
+            f"diloco.sync_every is {every}, and diloco.num_fragments is {fragments}: one fragment is due every "
+            "sync_every/num_fragments steps, which has to be a whole number.",
+            f"Set diloco.sync_every to {' or '.join(map(str, near))}.",
         )
-    longest = settings.max_inflight * h // k
-    if settings.tau > longest:
+    if inflight > fragments:
         raise ConfigError(
-            f"tau is {settings.tau}, but with sync_every {h}, num_fragments {k} and max_inflight "
-            f"{settings.max_inflight} results have to be merged within {longest} steps.",
-            f"Set tau to at most {longest}, or allow more fragments in flight.",
+            f"diloco.max_inflight is {inflight}, but diloco.num_fragments is {fragments}: each is under way once at a "
+            "time.",
+            f"Set diloco.max_inflight to at most {fragments}.",
         )
-    if settings.tau and settings.tau >= h and settings.alpha == 0:
+    longest = inflight * every // fragments
+    if delay > longest:
         raise ConfigError(
-            f"tau is {settings.tau}, sync_every is {h}, and alpha is 0: a merge takes the global parameters in "
-            f"place of the local ones, {settings.tau} steps after the update was taken, so that every local step would "
-            "be lost.",
-            f"Set tau to a small part of sync_every, as {max(1, h // 10)}; or alpha above 0, as 0.5.",
+            f"diloco.fragment_sync_delay is {delay}, but with diloco.sync_every {every}, num_fragments {fragments} and "
+            f"max_inflight {inflight} results have to be merged within {longest} steps.",
+            f"Set diloco.fragment_sync_delay to at most {longest}, or allow more fragments in flight.",
         )
-    if k == 1:
-        return
-    _refuse_beside(settings, f"num_fragments is {k}", _WHOLE_MODELS, "set num_fragments to 1")
-
-
-def _refuse_beside(settings: Settings, this: str, others: Mapping[str, str], instead: str) -> None:
-    """Refuse settings that are not left at their defaults beside another one.
-
-    Args:
-        others: name → why they do not go together.
-    """
-    for name, why in others.items():
-        value = getattr(settings, name)
-        if value != type(settings).model_fields[name].default:
-            raise ConfigError(f"{name} is {value!r}, and {this}: {why}.", f"Leave {name} out, or {instead}.")
+    if delay and delay >= every and at("diloco.fragment_update_alpha") == 0:
+        raise ConfigError(
+            f"diloco.fragment_sync_delay is {delay}, diloco.sync_every is {every}, and diloco.fragment_update_alpha is "
+            f"0: a merge takes the global parameters in place of the local ones, {delay} steps after the update was "
+            "taken, so that every local step would be lost.",
+            f"Set diloco.fragment_sync_delay to a small part of sync_every, as {max(1, every // 10)}; or "
+            "diloco.fragment_update_alpha above 0, as 0.5.",
+        )
+    if fragments > 1:
+        this, instead = f"diloco.num_fragments is {fragments}", "set diloco.num_fragments to 1"
+        _refuse_beside(at, is_default, this, _WHOLE_MODELS, instead)
 
 
 _NOT_SHARDED = {
-    "num_fragments": "a fragment is sent while training goes on, and ranks exchange what tiles have of two of them",
-    "tau": "the same holds for results that are merged later",
-    "alpha": "a merge that keeps a share is of whole tensors",
-    "workflow": "tasks have payloads, and no ranks",
-    "workflows": "the same holds for theirs",
+    "diloco.num_fragments": "a fragment is sent while training goes on, and ranks exchange what tiles have of two",
+    "diloco.fragment_sync_delay": "the same holds for results that are merged later",
+    "diloco.fragment_update_alpha": "a merge that keeps a share is of whole tensors",
+    "workflow.function": "tasks have payloads, and no ranks",
+    "workflow.steps": "the same holds for theirs",
 }
 """Settings that do not go with sharded workers so far, and why."""
 
 
-def _require_unsharded(settings: Settings) -> None:
-    if settings.ranks == 1:
-        return
-    _refuse_beside(settings, f"ranks is {settings.ranks}", _NOT_SHARDED, "set ranks = 1 and train without sharding")
-
-
-def _require_workflows(settings: Settings) -> None:
-    entries = entries_of(settings.workflows)
-    components_of(settings.components)
-    if not entries:
-        return
-    if settings.workflow:
+def _require_workflows(at: At) -> None:
+    entries, function, total = entries_of(at("workflow.steps")), at("workflow.function"), at("rounds.total")
+    components_of(at("workflow.components"))
+    if function and entries:
         raise ConfigError(
-            f"workflow is {settings.workflow!r}, and workflows has {len(entries)}.",
-            f'Give that one among the workflows: {{path = "{settings.workflow}"}}.',
+            f"workflow.function is {function!r}, and workflow.steps has {len(entries)}.",
+            f'Give that one among the steps: {{path = "{function}"}}.',
+        )
+    if function and total:
+        raise ConfigError(
+            f"workflow.function is {function!r}, and rounds.total is {total}: a run has a workflow or rounds.",
+            "Leave rounds.total out; the run is finished when the workflow returns.",
         )
     trains = [entry.kind == TRAIN for entry in entries]
-    if settings.rounds and not any(trains):
+    if entries and total and not any(trains):
         raise ConfigError(
-            f"rounds is {settings.rounds}, and workflows has no training: {', '.join(each.name for each in entries)}.",
-            'Add {kind = "train"} to workflows, or leave rounds out.',
+            f"rounds.total is {total}, and workflow.steps has no training: {', '.join(each.name for each in entries)}.",
+            'Add {kind = "train"} to workflow.steps, or leave rounds.total out.',
         )
-    if any(trains[:-1]) and not settings.rounds and not settings.early_stop_rounds:
+    if any(trains[:-1]) and not total and not at("rounds.early_stop_after"):
         raise ConfigError(
-            f"rounds is 0, so training never ends, and workflow {entries[trains.index(True) + 1].name!r} comes after "
-            "it.",
-            "Set rounds, or early_stop_rounds.",
+            f"rounds.total is 0, so training never ends, and workflow {entries[trains.index(True) + 1].name!r} comes "
+            "after it.",
+            "Set rounds.total, or rounds.early_stop_after.",
         )
 
 
 _NOT_IN_A_SWARM = {
-    "workflow": "a workflow has no rounds to place",
-    "workflows": "an evaluation takes the versions of the server, which has none",
-    "aggregator": "an aggregator of your own runs at the server",
-    "task_result_filters": "they run at the server, which sees no update; filter at the sites",
-    "persistor": "it runs at the server, which has no tensors",
-    "save_every": "the server has no tensors to export; the run's result is at every site",
-    "best_metric": "the server has no tensors of the best version to keep",
-    "downlink_codec": "differences are made where all versions pass",
-    "ranks": "a sharded worker has the whole model nowhere",
-    "durability": "what the server writes through is not where the tensors are",
+    "workflow.function": "a workflow has no rounds to place",
+    "workflow.steps": "an evaluation takes the versions of the server, which has none",
+    "aggregation.aggregator": "an aggregator of your own runs at the server",
+    "workflow.result_filters": "they run at the server, which sees no update; filter at the sites",
+    "model.persistor": "it runs at the server, which has no tensors",
+    "disk.export_every": "the server has no tensors to export; the run's result is at every site",
+    "rounds.best_metric": "the server has no tensors of the best version to keep",
+    "model.ranks": "a sharded worker has the whole model nowhere",
+    "disk.durability": "what the server writes through is not where the tensors are",
 }
 """Settings that do not go with a swarm so far, and why."""
 
-_OF_THEIR_OWN = ("algorithm", "outer_optimizer", "reducer", "staleness_weight", "codec")
+_MADE_BY_WORKERS = ("algorithm.path", "algorithm.outer_optimizer", "aggregation.reducer", "aggregation.upload_codec")
 
 
-def _require_swarm(settings: Settings) -> None:
+def _require_swarm(at: At, is_default: IsDefault) -> None:
     """What a run has to be that is aggregated by its workers."""
-    if settings.placement == "server":
-        _refuse_beside(
-            settings, "placement is 'server'", {"aggregators": "the server aggregates"}, "set placement = 'swarm'"
-        )
+    if not at("swarm.enabled"):
+        others = {"swarm.aggregators": "the server aggregates"}
+        _refuse_beside(at, is_default, "swarm.enabled is false", others, "set swarm.enabled = true")
         return
-    told = dict(_NOT_IN_A_SWARM)
-    if settings.downlink_codec == "none":
-        del told["downlink_codec"]
-    _refuse_beside(settings, "placement is 'swarm'", told, "set placement = 'server'")
-    if settings.num_workers < 2:
+    this, instead = "swarm.enabled is true", "set swarm.enabled = false"
+    _refuse_beside(at, is_default, this, _NOT_IN_A_SWARM, instead)
+    if at("aggregation.download_codec").target not in (None, "none"):
+        others = {"aggregation.download_codec": "differences are made where all versions pass"}
+        _refuse_beside(at, is_default, this, others, instead)
+    if at("rounds.sites") < 2:
         raise ConfigError(
-            f"placement is 'swarm', and num_workers is {settings.num_workers}: who aggregates needs a second worker, "
+            f"{this}, and rounds.sites is {at('rounds.sites')}: the worker that aggregates needs a second one, "
             "which checks each version and holds it, too.",
-            "Set num_workers to 2 or more, or placement = 'server'.",
+            "Set rounds.sites to 2 or more, or swarm.enabled = false.",
         )
-    for name in _OF_THEIR_OWN:
-        if ":" in str(getattr(settings, name) or ""):
+    paths = {key: getattr(at(key), "path", at(key)) for key in _MADE_BY_WORKERS}
+    weight = at("async.staleness_weight")
+    for key, path in (paths | {"async.staleness_weight": weight if ":" in weight else None}).items():
+        if path:
             raise ConfigError(
-                f"{name} is {getattr(settings, name)!r}, and placement is 'swarm': workers run no code that a server "
-                "names.",
-                "Register it by an entry point of a package that every site has installed, or set placement = "
-                "'server'.",
+                f"{key.removesuffix('.path')} is {path!r}, and {this}: workers run no code that a server names.",
+                "Register it by an entry point of a package that every site has installed, or set swarm.enabled = "
+                "false.",
             )
 
 
-def _require_the_rest(settings: Settings) -> None:
-    if settings.downlink_codec_options and settings.downlink_codec in (None, "none"):
+def _require_the_rest(at: At) -> None:
+    interval_s, timeout_s = at("network.heartbeat_interval_s"), at("network.heartbeat_timeout_s")
+    best, download = at("rounds.best_metric"), at("aggregation.download_codec")
+    if download.options and download.target in (None, "none"):
         raise ConfigError(
-            f"downlink_codec_options is {settings.downlink_codec_options!r}, but no downlink_codec is set: versions "
-            "travel as they are.",
-            "Set downlink_codec, or leave its options out.",
+            f"aggregation.download_codec has {download.options!r}, but names no codec: versions travel as they are.",
+            "Add its name, or leave the options out.",
         )
-    if settings.heartbeat_timeout_s and not settings.heartbeat_interval_s:
+    for key in ("aggregation.aggregator", "model.persistor"):
+        if at(key).name or (at(key).options and not at(key).path):
+            raise ConfigError(
+                f"{key} is {at(key).model_dump(exclude_none=True)!r}, which names no code.",
+                f'Write {key} = {{path = "my_file.py:attribute"}}, with its arguments beside the path.',
+            )
+    if timeout_s and not interval_s:
         raise ConfigError(
-            f"heartbeat_interval_s is 0, but heartbeat_timeout_s is {settings.heartbeat_timeout_s:g}: workers without "
+            f"network.heartbeat_interval_s is 0, but network.heartbeat_timeout_s is {timeout_s:g}: workers without "
             "heartbeats would be declared dead while they train.",
             "Set both to 0.",
         )
-    if settings.heartbeat_timeout_s and settings.heartbeat_interval_s >= settings.heartbeat_timeout_s:
+    if timeout_s and interval_s >= timeout_s:
         raise ConfigError(
-            f"heartbeat_interval_s is {settings.heartbeat_interval_s:g}, not below heartbeat_timeout_s, which is "
-            f"{settings.heartbeat_timeout_s:g}: every worker would be declared dead.",
+            f"network.heartbeat_interval_s is {interval_s:g}, not below network.heartbeat_timeout_s, which is "
+            f"{timeout_s:g}: every worker would be declared dead.",
             "Set the timeout to at least three intervals.",
         )
-    if settings.workflow and settings.rounds:
+    if at("aggregation.aggregator").path and at("aggregation.reducer").target:
         raise ConfigError(
-            f"workflow is {settings.workflow!r}, and rounds is {settings.rounds}: a run has a workflow or rounds.",
-            "Leave rounds out; the run is finished when the workflow returns.",
+            f"Both aggregation.aggregator {shown(at('aggregation.aggregator'))} and aggregation.reducer "
+            f"{shown(at('aggregation.reducer'))} are set.",
+            "Set one of them.",
         )
-    if settings.aggregator and settings.reducer:
+    if not at("disk.in_files") and at("disk.durability") == "power":
         raise ConfigError(
-            f"Both aggregator {settings.aggregator!r} and reducer {settings.reducer!r} are set.", "Set one of them."
+            "disk.durability is 'power', but disk.in_files is false: memory survives no power loss.",
+            "Set disk.durability to 'process', or disk.in_files to true.",
         )
-    if not settings.download_to_disk and settings.durability == "power":
+    if at("rounds.early_stop_after") and best is None:
         raise ConfigError(
-            "durability is 'power', but download_to_disk is false: memory survives no power loss.",
-            "Set durability to 'process', or download_to_disk to true.",
+            f"rounds.early_stop_after is {at('rounds.early_stop_after')}, but no rounds.best_metric is set: nothing "
+            "would ever stop.",
+            "Set rounds.best_metric to the name of a metric that workers report.",
         )
-    if settings.early_stop_rounds and settings.best_metric is None:
+    if best is not None and at("disk.keep_versions") < 2:
         raise ConfigError(
-            f"early_stop_rounds is {settings.early_stop_rounds}, but no best_metric is set: nothing would ever stop.",
-            "Set best_metric to the name of a metric that workers report.",
+            f"rounds.best_metric is set, but disk.keep_versions is {at('disk.keep_versions')}: the version that "
+            "workers measured would be gone when its metric is known.",
+            "Set disk.keep_versions to at least 2.",
         )
-    if settings.best_metric is not None and settings.keep_versions < 2:
-        raise ConfigError(
-            f"best_metric is set, but keep_versions is {settings.keep_versions}: the version that workers measured "
-            "would be gone when its metric is known.",
-            "Set keep_versions to at least 2.",
-        )
-    if (settings.tls_cert is None) != (settings.tls_key is None):
-        raise ConfigError("Only one of tls_cert and tls_key is given.", "Give both, or neither.")
+    if (at("network.tls_cert") is None) != (at("network.tls_key") is None):
+        raise ConfigError("Only one of network.tls_cert and network.tls_key is given.", "Give both, or neither.")

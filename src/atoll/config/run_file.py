@@ -1,13 +1,19 @@
-"""Where settings come from: the run file and the environment, each as key → (value, what named it)."""
+"""Where settings come from: the run file, the environment and the command line, each as key → (value, what named it).
+
+A key is `group.key`, or longer where an option of a table is meant: `aggregation.upload_codec.density`.
+"""
 
 from __future__ import annotations
 
 import difflib
+import json
+import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from atoll import registry
@@ -16,7 +22,7 @@ from atoll.errors import ConfigError
 ENV_PREFIX = "ATOLL_"
 
 Fields = Mapping[str, FieldInfo]
-"""The settings that there are, by name."""
+"""The settings that there are, by `group.key`."""
 Layer = dict[str, tuple[Any, str]]
 """Key → its value, and the file or the variable that has it."""
 
@@ -44,13 +50,122 @@ NOT_SETTINGS = frozenset(
 """ATOLL_* variables that are no setting of a run: they belong to a worker, are secret, are for tests, or
 Atoll sets them itself."""
 
-FOLDERS = ("tls_cert", "tls_key", "token_file", "state_dir", "save_dir")
-CODE = ("aggregator", "persistor", "workflow")
-FILTERS = ("task_result_filters", "task_data_filters")
-"""Settings that may be paths: files and folders, code in a file, tables of which each names code."""
+OTHER_NAMES = {"ATOLL_TOKEN_FILE": "network.token_file"}
+"""Variables of a machine that also are settings of a server on it."""
 
-OTHER_NAMES = {"ATOLL_TENSOR_DOWNLOAD_TO_DISK": "download_to_disk"}
-"""Variables that are not named after their setting."""
+FOLDERS = ("network.tls_cert", "network.tls_key", "network.token_file", "disk.state_dir", "disk.export_dir")
+CODE = ("algorithm", "algorithm.outer_optimizer", "aggregation.reducer", "aggregation.aggregator", "model.persistor")
+FILTERS = ("workflow.result_filters", "workflow.payload_filters")
+TABLES = (*FILTERS, "workflow.steps", "workflow.components")
+"""Settings with paths: files and folders; tables whose `path` names code; lists of such tables."""
+
+
+# -- keys and values
+
+
+def merged(values: Mapping[str, Any], onto: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Values by `group.key` as nested tables; `group` alone may have a table or an object of that group.
+
+    Tables merge, except that a table which names something (`name`, `path`) replaces the one in its place.
+
+    Args:
+        onto: nested tables, whose values give way.
+    """
+    tree = dict(onto or {})
+    for key, value in values.items():
+        group, *names = str(key).split(".")
+        _set(tree, ["async" if group == "async_" else group, *names], value, depth=1)
+    return tree
+
+
+def _set(table: dict[str, Any], path: list[str], value: Any, depth: int) -> None:
+    (name, *rest), inner = path, value
+    if isinstance(value, BaseModel):
+        value = inner = value.model_dump(exclude_unset=True)
+    if rest or (isinstance(value, Mapping) and (depth == 1 or value.keys().isdisjoint({"name", "path"}))):
+        old = table.get(name)
+        inner = dict(old) if isinstance(old, Mapping) else {}
+        for key, each in [(rest, value)] if rest else [([key], each) for key, each in value.items()]:
+            _set(inner, key, each, depth + 1)
+    table[name] = inner
+
+
+def flat(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Values by `group.key`, where some are given as whole groups."""
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        table = value.model_dump(exclude_unset=True) if isinstance(value, BaseModel) else value
+        whole = "." not in key and isinstance(table, Mapping)
+        found |= {f"{key}.{name}": each for name, each in table.items()} if whole else {key: value}
+    return found
+
+
+def source_of(key: str, source: Mapping[str, str]) -> str:
+    """What named a key: itself, a table around it, or a key in it; empty for nothing."""
+    parts = key.split(".")
+    around = [".".join(parts[:count]) for count in range(len(parts), 0, -1)]
+    within = [each for each in source if each.startswith(f"{key}.")]
+    return next((source[each] for each in [*around, *within] if each in source), "")
+
+
+def nearest_key(key: str, fields: Fields) -> str:
+    """The remedy for an unknown key: the one that is most like it, and how to see all."""
+    leaf = key.rpartition(".")[2].replace("-", "_")
+    own = [each for each in fields if each.startswith(f"{key}.")] if "." not in key else []
+    same = [each for each in fields if each.rpartition(".")[2] == leaf]
+    alike = difflib.get_close_matches(key, list(fields), n=1)
+    leaves = {each.rpartition(".")[2]: each for each in fields}
+    like = [leaves[each] for each in difflib.get_close_matches(leaf, list(leaves), n=1)]
+    for found in (*own[:1], *same, *alike, *like):
+        return f"Did you mean {found}? `atoll config schema` has all settings."
+    return "`atoll config schema` has all settings."
+
+
+def value_of(key: str, text: str, fields: Fields) -> Any:
+    """What the text of a variable or of `--set` means for a key: TOML for tables, lists and options, else itself.
+
+    Raises:
+        ValueError: a table or a list is not TOML.
+    """
+    field = fields.get(key)
+    if field and not text.lstrip().startswith(("[", "{", '"', "'")):
+        kind = str(field.annotation)
+        if "tuple" in kind:
+            return tuple(filter(None, (each.strip() for each in text.split(","))))
+        if "dict" not in kind and "Choice" not in kind:
+            return text
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        if field:
+            raise ValueError("it is not TOML") from None
+        return text
+
+
+# -- the command line
+
+
+def set_values(texts: Iterable[str], fields: Fields) -> dict[str, Any]:
+    """What `--set group.key=value` says, by key.
+
+    Raises:
+        ConfigError: a text is not of that form.
+    """
+    values = {}
+    for text in texts:
+        key, equals, value = text.partition("=")
+        if not equals or "." not in key:
+            raise ConfigError(
+                f"--set {text!r} is not understood.", "Write --set group.key=value: --set rounds.total=3."
+            )
+        try:
+            values[key.strip()] = value_of(key.strip(), value.strip(), fields)
+        except ValueError:
+            raise ConfigError(f"--set {text!r} is not TOML.", f"Write {key}={{key = 1}}, as in a run file.") from None
+    return values
+
+
+# -- the environment
 
 
 def require_known(environ: Mapping[str, str], fields: Fields) -> None:
@@ -59,9 +174,9 @@ def require_known(environ: Mapping[str, str], fields: Fields) -> None:
     Raises:
         ConfigError: there is one; the nearest name is offered.
     """
-    known = NOT_SETTINGS | OTHER_NAMES.keys() | {ENV_PREFIX + key.upper() for key in fields}
+    known = NOT_SETTINGS | OTHER_NAMES.keys() | {variable_of(key) for key in fields}
     for variable in sorted(environ):
-        if variable.startswith(ENV_PREFIX) and variable not in known:
+        if variable.startswith(ENV_PREFIX) and variable not in known and not _key_of(variable, fields):
             names = [name.removeprefix(ENV_PREFIX) for name in sorted(known)]
             close = difflib.get_close_matches(variable.removeprefix(ENV_PREFIX), names, n=1)
             meant = f"Did you mean {ENV_PREFIX}{close[0]}? Else give yours" if close else "Give yours"
@@ -71,6 +186,44 @@ def require_known(environ: Mapping[str, str], fields: Fields) -> None:
             )
 
 
+def variable_of(key: str) -> str:
+    """The variable of `group.key`."""
+    return ENV_PREFIX + key.upper().replace(".", "__")
+
+
+def _key_of(variable: str, fields: Fields) -> str:
+    """The key of a variable, which may be an option of a table; empty if there is none."""
+    if variable in OTHER_NAMES:
+        return OTHER_NAMES[variable]
+    parts = variable.removeprefix(ENV_PREFIX).lower().split("__")
+    field = fields.get(".".join(parts[:2]))
+    takes_options = "dict[" in str(field and field.annotation) or "Choice" in str(field and field.annotation)
+    known = field is not None and (len(parts) == 2 or takes_options)
+    return ".".join(parts) if known or (parts[0] == "algorithm" and len(parts) > 1) else ""
+
+
+def environment_layer(environ: Mapping[str, str], fields: Fields) -> Layer:
+    """What the variables say that are settings.
+
+    Raises:
+        ConfigError: a table in one is none, or there is no such variable.
+    """
+    require_known(environ, fields)
+    layer: Layer = {}
+    for variable in sorted(environ):
+        if variable.startswith(ENV_PREFIX) and (key := _key_of(variable, fields)):
+            try:
+                layer[key] = (value_of(key, environ[variable], fields), variable)
+            except ValueError:
+                raise ConfigError(
+                    f"{variable} is {environ[variable]!r}.", "Write a TOML table: {key = value}."
+                ) from None
+    return layer
+
+
+# -- the run file
+
+
 def file_layer(path: Path, fields: Fields) -> Layer:
     """What a run file says; paths in it are relative to its folder.
 
@@ -78,72 +231,104 @@ def file_layer(path: Path, fields: Fields) -> Layer:
         ConfigError: it cannot be read.
     """
     try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
+        tables = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError(f"There is no run file {str(path)!r}.", "`atoll new` writes one.") from None
     except IsADirectoryError:
         raise ConfigError(f"{str(path)!r} is a folder.", f"Name the run file in it: {path / 'run.toml'}.") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: {error}.", "A run file is TOML: key = value, one a line.") from None
-    layer = {key: (value, str(path)) for key, value in table.items()}
-    for key in FOLDERS:
-        if isinstance(table.get(key), str):
-            layer[key] = (path.parent / table[key], str(path))
-    layer.setdefault("state_dir", (path.parent / fields["state_dir"].default, str(path)))
-    for key in CODE:
-        if isinstance(table.get(key), str) and registry.is_file(table[key]):
-            layer[key] = (str(path.parent / table[key]), str(path))
-    if isinstance(client := table.get("client"), str) and (client.endswith(".py") or registry.is_file(client)):
-        layer["client"] = (str(path.parent / client), str(path))
-    for key in (*FILTERS, "workflows", "components"):
-        if isinstance(table.get(key), list):
-            layer[key] = ([_beside(key, each, path) for each in table[key]], str(path))
-    model = table.get("model")
-    if isinstance(model, str) and (model.endswith(".safetensors") or (path.parent / model).is_dir()):
-        layer["model"] = (str(path.parent / model), str(path))
-    return layer
+        raise ConfigError(f"{path}: {error}.", "A run file is TOML: tables of key = value, one a line.") from None
+    values: dict[str, Any] = {}
+    for group, table in tables.items():
+        values |= (
+            {f"{group}.{key}": value for key, value in table.items()} if isinstance(table, dict) else {group: table}
+        )
+    values.setdefault("disk.state_dir", str(fields["disk.state_dir"].default))
+    return {key: (moved(key, value, lambda file: path.parent / file), str(path)) for key, value in values.items()}
 
 
-def _beside(key: str, entry: Any, path: Path) -> Any:
-    """A table whose `path` names a file relative to the run file, relative to the current folder.
+Move = Callable[[str], str | Path]
+"""A path that is relative to one folder → the same relative to another."""
 
-    A workflow is called what the run file says, so that it is the same one when the folder has been moved.
-    """
-    target = entry.get("path") if isinstance(entry, dict) else None
+
+def moved(key: str, value: Any, move: Move) -> Any:
+    """The value of a setting in which the paths of files and folders are moved."""
+    if key in FOLDERS:
+        return Path(move(str(value))) if isinstance(value, str | Path) else value
+    if key in CODE and isinstance(value, Mapping) and "path" in value:
+        return {**value, "path": _code(value["path"], move)}
+    if key == "algorithm.path" or (key == "workflow.function"):
+        return _code(value, move)
+    if key in TABLES and isinstance(value, list | tuple):
+        return [_moved_table(key, each, move) for each in value]
+    if isinstance(value, str) and (
+        (key == "run.script" and value.endswith(".py"))
+        or (key == "model.source" and (value.endswith(".safetensors") or Path(move(value)).is_dir()))
+    ):
+        return str(move(value))
+    return _code(value, move) if key == "run.script" else value
+
+
+def _code(target: Any, move: Move) -> Any:
+    if not isinstance(target, str) or not registry.is_file(target):
+        return target
+    file, _, name = target.rpartition(":")
+    return f"{move(file)}:{name}"
+
+
+def _moved_table(key: str, table: Any, move: Move) -> Any:
+    """A workflow is called what the run file says, so that it is the same one when the folder has been moved."""
+    if not isinstance(table, Mapping):
+        return table
+    target, versions = table.get("path"), table.get("versions")
     if isinstance(target, str) and registry.is_file(target):
-        name = {"name": target} if key == "workflows" else {}
-        entry = {**name, **entry, "path": str(path.parent / target)}
-    versions = entry.get("versions") if isinstance(entry, dict) else None
+        name = {"name": target} if key == "workflow.steps" else {}
+        table = {**name, **table, "path": _code(target, move)}
     if isinstance(versions, list):
-        entry = {
-            **entry,
-            "versions": [
-                str(path.parent / each) if isinstance(each, str) and each.endswith(".safetensors") else each
-                for each in versions
-            ],
-        }
-    return entry
+        files = [str(move(each)) if str(each).endswith(".safetensors") else each for each in versions]
+        table = {**table, "versions": files}
+    return table
 
 
-def environment_layer(environ: Mapping[str, str], fields: Fields) -> Layer:
-    """What the variables say that are settings.
+BARE = re.compile(r"[A-Za-z0-9_-]+")
+"""A key that TOML takes without quotes."""
+
+
+def to_toml(value: Any) -> str:
+    """A setting's value as TOML.
 
     Raises:
-        ConfigError: a table in one is none.
+        ConfigError: TOML has no such value.
     """
-    layer: Layer = {}
-    for variable in sorted(environ):
-        if not variable.startswith(ENV_PREFIX) or variable in NOT_SETTINGS:
-            continue
-        key = OTHER_NAMES.get(variable, variable.removeprefix(ENV_PREFIX).lower())
-        value: Any = environ[variable]
-        kind = str(fields[key].annotation) if key in fields else ""
-        if "dict" in kind:
-            try:
-                value = tomllib.loads(f"value = {value}")["value"]
-            except tomllib.TOMLDecodeError:
-                raise ConfigError(f"{variable} is {value!r}.", "Write a TOML table: {key = value}.") from None
-        elif "tuple" in kind:
-            value = tuple(filter(None, value.split(",")))
-        layer[key] = (value, variable)
-    return layer
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, int | float):
+        return str(value)
+    if isinstance(value, BaseModel):
+        value = value.model_dump(exclude_defaults=True)
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{_key(key)} = {to_toml(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, tuple | list):
+        return "[" + ", ".join(map(to_toml, value)) + "]"
+    if isinstance(value, str | Path):
+        # TOML has the escapes of JSON, and forbids one character more
+        return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")
+    raise ConfigError(
+        f"{value!r} is a {type(value).__name__}, which a run file cannot say.",
+        "Use numbers, text, true, false, lists and tables of them.",
+    )
+
+
+def _key(key: Any) -> str:
+    return key if isinstance(key, str) and BARE.fullmatch(key) else to_toml(str(key))
+
+
+def toml_lines(values: Mapping[str, Any]) -> Iterator[str]:
+    """Values by `group.key`, group by group, as the lines of a run file."""
+    last = ""
+    for key, value in values.items():
+        group, _, name = key.partition(".")
+        if group != last:
+            yield from ["", f"[{group}]"] if last else [f"[{group}]"]
+            last = group
+        yield f"{name} = {to_toml(value)}"

@@ -1,7 +1,7 @@
-"""The settings of a run: typed, frozen, validated once.
+"""The settings of a run: eleven typed groups, frozen, validated once.
 
-One flat list. Every setting is a key of the run file (TOML), a flag of `atoll server` (`--sync-every`) and an
-environment variable (`ATOLL_SYNC_EVERY`); a flag wins over the environment, the environment over the file.
+A setting is written `group.key`: a key of a table of the run file (TOML), `--set group.key=value` of a command and the
+variable `ATOLL_<GROUP>__<KEY>`; the command line wins over the environment, the environment over the file.
 """
 
 from __future__ import annotations
@@ -9,118 +9,221 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic.fields import FieldInfo
 
-from atoll import registry
 from atoll.config.consistency import require_consistent
-from atoll.config.run_file import environment_layer, file_layer
+from atoll.config.run_file import Layer, environment_layer, file_layer, merged, nearest_key, source_of
 from atoll.config.workflow_settings import with_components
 from atoll.errors import AtollError, ConfigError, public_api
 from atoll.sizes import CHUNK_BYTES, ChunkBytes
 
-# -- Which settings a run lives by, and from when on a changed one holds: the rest at the server's next start.
-
+# -- What a run lives by, and when a changed value takes effect: the other settings at the server's next start.
 
 FROZEN = (
     "algorithm",
-    "local_options",
-    "placement",
-    "mode",
-    "sync_rounds_first",
-    "num_fragments",
-    "sync_every",
-    "tau",
-    "alpha",
-    "max_inflight",
-    "ranks",
-    "codec",
-    "codec_options",
-    "downlink_codec",
-    "downlink_codec_options",
-    "part_bytes",
-    "download_to_disk",
+    "swarm.enabled",
+    "async.enabled",
+    "async.sync_rounds_first",
+    "diloco.num_fragments",
+    "diloco.sync_every",
+    "diloco.fragment_sync_delay",
+    "diloco.fragment_update_alpha",
+    "diloco.max_inflight",
+    "model.ranks",
+    "aggregation.upload_codec",
+    "aggregation.download_codec",
+    "network.part_bytes",
+    "disk.in_files",
 )
-"""Files on disk hang on them, updates that wait to be applied, or what sites that are running were told, which would go
-on in another way than those that start."""
+"""Fixed once the run has begun: files on disk depend on them, updates that wait to be applied, or what running sites
+were told."""
 
-FROZEN_OUTER = ("outer_optimizer", "outer_lr", "outer_lrs", "outer_momentum", "outer_options", "dn_buffer_size")
-"""Frozen, too, as what they come to together: the rule of the outer optimizer."""
+FROZEN_OUTER = ("algorithm.outer_optimizer", "algorithm.outer_lr_of", "async.momentum_every")
+"""Fixed, too: together they define the outer optimizer."""
 
-AT_THE_BEGINNING = ("model", "model_args", "buffers", "seed")
-"""Of the initial model. It is not read again; where it is named and is another one by its tensors, it is refused."""
+AT_THE_BEGINNING = ("model.source", "model.args", "model.buffers", "run.seed")
+"""They define the initial model, which is read once. A start that names a model with other tensors is refused."""
 
-FOR_SITES = ("connections", "heartbeat_interval_s", "waiting_heartbeat_s", "idle_timeout_s")
-"""Sites have them from the server when they start, and keep them until they are started again."""
-
+FOR_SITES = (
+    "network.connections",
+    "network.heartbeat_interval_s",
+    "network.waiting_heartbeat_s",
+    "network.idle_timeout_s",
+)
+"""A site gets them from the server when it starts, and keeps them until it starts again."""
 
 DEFAULT_PORT = 8512
-
 IDLE_TIMEOUT_S = 60.0
 
 
-class Settings(BaseModel):
-    """Everything that decides what a run does. `Settings.read` builds one from file, environment and flags."""
+class Group(BaseModel):
+    """Settings that belong together."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
-    name: str = Field("atoll", description="A name for people; shown in status and in the summary.", max_length=100)
-    model: str | None = Field(
-        None,
-        description="Initial model: `module:function` that returns an `nn.Module`, `{class_path, args}`, a "
-        "`.safetensors` file, or a folder of them.",
-    )
-    model_args: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments for `module:function`.")
-    buffers: tuple[str, ...] = Field(
-        (),
-        description="Further tensors to be averaged as buffers rather than stepped, as shell patterns; only needed "
-        "where the initial model is a file that does not say.",
-    )
-    seed: int = Field(
-        0, description="Seed set before the initial model is built; in a simulation, of what virtual workers draw, too."
+
+class Choice(Group):
+    """`{name = …}` for what Atoll or an installed package has, `{path = …}` for your own; other keys are options."""
+
+    model_config = ConfigDict(extra="allow")
+
+    name: str | None = Field(None, min_length=1, description="What Atoll or an installed package has by this name.")
+    path: str | None = Field(
+        None, min_length=1, description="Your own, as `my_file.py:attribute` or `module:attribute`."
     )
 
-    algorithm: str = Field(
-        "diloco", description="`diloco`, `fedavg`, `fedprox`, `fednova`, … or `module:attribute` of your own."
+    @model_validator(mode="after")
+    def _one(self) -> Self:
+        if self.name and self.path:
+            raise ConfigError(f"name is {self.name!r}, and path is {self.path!r}.", "Give one of them.")
+        if self.name and ":" in self.name:
+            raise ConfigError(f"name is {self.name!r}, which names code.", f"Write path = {self.name!r}.")
+        return self
+
+    @property
+    def target(self) -> str | None:
+        """The name or the path; None where neither is given."""
+        return self.name or self.path
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The keys beside them."""
+        return dict(self.model_extra or {})
+
+    def __str__(self) -> str:
+        return self.target or ""
+
+
+class Run(Group):
+    """The run."""
+
+    name: str = Field("atoll", description="A name for people; shown in status and in the summary.", max_length=100)
+    script: str | None = Field(
+        None,
+        description="What each site of `atoll simulate` runs: a function of a worker, as `my_file.py:function` or "
+        "`module:function`, or a script, `my_file.py`.",
     )
-    rounds: int = Field(0, ge=0, description="Rounds after which the run is finished; 0: until it is stopped.")
-    num_workers: int = Field(1, ge=1, description="Workers that round one waits for.")
-    min_workers: int | None = Field(
+    seed: int = Field(
+        0, description="Seed set before the initial model is built; in a simulation, also of what its sites draw."
+    )
+    threads: int = Field(0, ge=0, description="Threads of the aggregation; 0: one per core, at most 8.")
+
+
+class Model(Group):
+    """The initial model."""
+
+    source: str | None = Field(
+        None,
+        description="Initial model: `module:function` that returns an `nn.Module`, a `.safetensors` file, or a folder "
+        "of them.",
+    )
+    args: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments for `module:function`.")
+    buffers: tuple[str, ...] = Field(
+        (),
+        description="Further tensors that are averaged as buffers, not stepped, as shell patterns; only needed where "
+        "the initial model is a file that does not say.",
+    )
+    ranks: int = Field(
+        1,
+        ge=1,
+        le=4096,
+        description="Ranks of workers whose model is sharded (FSDP2): no part belongs to two ranks. Workers that are "
+        "not sharded have any number.",
+    )
+    persistor: Choice = Field(
+        default_factory=Choice,
+        description="Your own store of models, `{path = …}` and its keyword arguments: an object with `load` and "
+        "`save`. A path among the arguments is relative to the folder in which the server starts.",
+    )
+
+
+class Algorithm(Choice):
+    """The algorithm, and the options of its local training, such as `mu = 0.1` for FedProx."""
+
+    name: str | None = Field(
+        None, min_length=1, description="`diloco`, `fedavg`, `fedprox`, `fednova`, … or of an installed package."
+    )
+    path: str | None = Field(
+        None, min_length=1, description="In place of `name` your own, as `my_file.py:attribute` or `module:attribute`."
+    )
+    outer_optimizer: Choice = Field(
+        default_factory=Choice,
+        description="`{name = …}` of `torch.optim`, `delayed_nesterov` or `yogi`, or `{path = …}`, and its arguments "
+        "(`lr`, `momentum`, …); what is left out is the algorithm's own.",
+    )
+    outer_lr_of: dict[str, Annotated[float, Field(gt=0)]] = Field(
+        default_factory=dict,
+        description='Outer learning rates of some parameters, by their names: `{"head.*" = 0.3}`; of several patterns '
+        "that fit, the first.",
+    )
+
+
+class DiLoCo(Group):
+    """Algorithms that count local steps: DiLoCo, whole or streaming."""
+
+    sync_every: int = Field(500, ge=1, description="Local optimizer steps between two synchronisations (DiLoCo's H).")
+    num_fragments: int = Field(
+        1,
+        ge=1,
+        description="Parts of the model that are synchronised in turn, one every sync_every/num_fragments steps.",
+    )
+    fragment_sync_delay: int = Field(
+        0, ge=0, description="Local steps between taking a fragment's update and merging its result: overlap (τ)."
+    )
+    fragment_update_alpha: float = Field(
+        0.0, ge=0, le=1, description="Share of the local parameters that a merge keeps: 0 takes the global ones (α)."
+    )
+    max_inflight: int = Field(1, ge=1, description="Fragments of one worker that may be under way at a time.")
+    dynamic_local_steps: bool = Field(
+        False,
+        description="Slower workers of an asynchronous run take fewer local steps: H·(their speed/the fastest) (DyLU).",
+    )
+
+
+class Rounds(Group):
+    """How many rounds, and when one closes."""
+
+    total: int = Field(0, ge=0, description="Rounds after which the run is finished; 0: until it is stopped.")
+    sites: int = Field(1, ge=1, description="Sites that round one waits for.")
+    min_sites: int | None = Field(
         None,
         ge=1,
         description="A round never closes with fewer updates. By default a round of a federated algorithm needs all "
-        "`num_workers` (with `sample_fraction`: as many as are drawn of them); DiLoCo, an asynchronous run and one "
-        "with a quorum need 1.",
+        "`rounds.sites` (with `rounds.sample_fraction`: as many as are drawn of them); DiLoCo, an asynchronous run and "
+        "one with a quorum need 1.",
     )
     quorum: int = Field(0, ge=0, description="Updates that suffice once the deadline has passed; 0: all expected.")
-    round_deadline_s: float = Field(0.0, ge=0, description="Seconds after which a quorum closes a round; 0: never.")
+    deadline_s: float = Field(0.0, ge=0, description="Seconds after which a quorum closes a round; 0: never.")
     sample_fraction: float = Field(
-        1.0, gt=0, le=1, description="Share of the workers that a round asks for, drawn anew each round."
+        1.0, gt=0, le=1, description="Share of the sites that a round asks for, drawn anew each round."
     )
-    sample_min: int = Field(1, ge=1, description="Workers that a round asks for at least.")
+    sample_min: int = Field(1, ge=1, description="Sites that a round asks for at least.")
     sample_seed: int = Field(0, description="Seed of the draws.")
-    sync_every: int = Field(500, ge=1, description="Local optimizer steps between two synchronisations (DiLoCo's H).")
+    best_metric: str | None = Field(
+        None,
+        min_length=1,
+        description="Metric by which the best version is kept as `best.safetensors`; a round's mean is credited to the "
+        "version that its workers pulled.",
+    )
+    best_mode: Literal["max", "min"] = Field("max", description="Whether its largest or its smallest value is best.")
+    early_stop_after: int = Field(
+        0, ge=0, description="End the run after so many rounds without a better value; 0: never."
+    )
+    early_stop_min_delta: float = Field(0.0, ge=0, description="By how much more a value has to be better for that.")
 
-    placement: Literal["server", "swarm"] = Field(
-        "server",
-        description="Where rounds are aggregated: `server`, or `swarm`: on a worker, another one each round; tensors "
-        "then travel between workers alone.",
-    )
-    aggregators: tuple[str, ...] = Field(
-        (),
-        description="Sites that aggregate the rounds of a swarm, in turn; by default all of them, in an order that "
-        "`seed` decides.",
-    )
 
-    mode: Literal["sync", "async"] = Field(
-        "sync",
-        description="`sync`: a round waits for the workers that it expects; `async`: updates are applied as they come, "
-        "nobody waits for anybody. `--async` says the same.",
+class Async(Group):
+    """Rounds that wait for no site."""
+
+    enabled: bool = Field(
+        False, description="Apply updates as they come; false: a round waits for the sites that it expects."
     )
-    async_buffer: int = Field(1, ge=1, description="Updates that one asynchronous step is the mean of (FedBuff's K).")
-    async_grace_s: float = Field(
-        0.0, ge=0, description="Seconds that an asynchronous step waits for further updates; `inf`: for everybody's."
+    buffer_size: int = Field(1, ge=1, description="Updates that one asynchronous step is the mean of (FedBuff's K).")
+    grace_s: float = Field(
+        0.0, ge=0, description="Seconds that an asynchronous step waits for further updates; `inf`: for those of all."
     )
     max_staleness: int | None = Field(
         None, ge=0, description="Refuse an update whose base is more than so many versions behind the head."
@@ -133,61 +236,38 @@ class Settings(BaseModel):
     sync_rounds_first: int = Field(
         0, ge=0, description="Rounds of an asynchronous run that wait for all workers, before the others begin."
     )
-    dn_buffer_size: int = Field(
+    momentum_every: int = Field(
         0, ge=0, description="Updates between two steps of momentum: delayed Nesterov's N; 0: every update has its own."
     )
-    dylu: bool = Field(
-        False, description="Slower workers of an asynchronous run take fewer local steps: H·(their speed/the fastest)."
+
+
+class Swarm(Group):
+    """Rounds that workers aggregate."""
+
+    enabled: bool = Field(
+        False,
+        description="Aggregate each round on a worker, another one each time; tensors then travel between workers "
+        "alone.",
+    )
+    aggregators: tuple[str, ...] = Field(
+        (),
+        description="Sites that aggregate the rounds, in turn; by default all of them, in an order that `run.seed` "
+        "decides.",
     )
 
-    num_fragments: int = Field(
-        1,
-        ge=1,
-        description="Parts of the model that are synchronised in turn, one every sync_every/num_fragments steps.",
-    )
-    tau: int = Field(
-        0, ge=0, description="Local steps between taking a fragment's update and merging its result: overlap (τ)."
-    )
-    alpha: float = Field(
-        0.0, ge=0, le=1, description="Share of the local parameters that a merge keeps: 0 takes the global ones (α)."
-    )
-    max_inflight: int = Field(1, ge=1, description="Fragments of one worker that may be under way at a time.")
-    ranks: int = Field(
-        1,
-        ge=1,
-        le=4096,
-        description="Ranks of workers whose model is sharded (FSDP2): parts are cut so that none is of two ranks. "
-        "Workers that are not sharded have any number.",
-    )
 
-    outer_optimizer: str | None = Field(
-        None, description="`sgd`, `adam`, … or `module:attribute`; by default the algorithm's own."
+class Aggregation(Group):
+    """How updates travel and become one."""
+
+    reducer: Choice = Field(
+        default_factory=Choice,
+        description="How the updates of a round become one, `{name = …}` with its options: `mean`, `clipped_mean`, "
+        "`median`, `trimmed_mean`, `normalised_mean` (FedNova), or `{path = …}`; by default the algorithm's, the mean.",
     )
-    outer_lr: float | None = Field(None, gt=0, description="Outer learning rate; by default the algorithm's own.")
-    outer_lrs: dict[str, Annotated[float, Field(gt=0)]] = Field(
-        default_factory=dict,
-        description='Outer learning rates of some parameters, by their names: `{"head.*" = 0.3}`; of several patterns '
-        "that fit, the first.",
+    aggregator: Choice = Field(
+        default_factory=Choice,
+        description="An aggregator of your own in place of the reducer, `{path = …}` and its keyword arguments.",
     )
-    outer_momentum: float | None = Field(None, ge=0, lt=1, description="Outer momentum; by default the algorithm's.")
-    outer_options: dict[str, Any] = Field(
-        default_factory=dict, description="Further keyword arguments of the outer optimizer."
-    )
-    local_options: dict[str, Any] = Field(
-        default_factory=dict, description="How the algorithm corrects local training: `{mu = 0.1}` for FedProx."
-    )
-    reducer: str | None = Field(
-        None,
-        description="How the updates of a round become one: `mean`, `clipped_mean`, `median`, `trimmed_mean`, "
-        "`normalised_mean` (FedNova), or `module:attribute` of your own; by default the algorithm's, the mean.",
-    )
-    reducer_options: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments of the reducer.")
-    aggregator: str | None = Field(
-        None,
-        description="An aggregator of your own in place of the reducer, as `my_file.py:attribute` or "
-        "`module:attribute`.",
-    )
-    aggregator_options: dict[str, Any] = Field(default_factory=dict, description="Its keyword arguments.")
     aggregator_timeout_s: float = Field(
         600.0,
         ge=0,
@@ -197,45 +277,29 @@ class Settings(BaseModel):
     max_kept_updates: int = Field(
         32, ge=0, description="Updates of earlier rounds, on disk, that the aggregator may keep; then the oldest go."
     )
-    task_result_filters: tuple[dict[str, Any], ...] = Field(
-        (),
-        description="What updates pass through at the server before they are aggregated, and answers to tasks before "
-        "the workflow has them, in this order: tables `{path, args, sites, tasks}`, where `path` is `drop`, "
-        "`norm_clip`, `cast` or `module:attribute` of your own, `args` its arguments, `sites` whose updates or "
-        "answers, by default everybody's, and `tasks` the names of a workflow's tasks, by default all.",
+    upload_codec: Choice = Field(
+        default_factory=Choice,
+        description="How updates travel, `{name = …}` with its options: `none`, `bf16`, `int8`, `int4`, `topk` (with "
+        "`density`), or `{path = …}`; by default bf16 for DiLoCo, else none.",
     )
-    task_data_filters: tuple[dict[str, Any], ...] = Field(
-        (),
-        description="What payloads of tasks pass through at the server before they are sent to a site; tables as those "
-        "of `task_result_filters`. A run with rounds has none.",
+    download_codec: Choice = Field(
+        default_factory=Choice,
+        description="How versions travel to the workers, as differences from what they hold: `{name = …}` with its "
+        "options, `int8`, `int4`, …; by default `none`: whole.",
     )
-    codec: str | None = Field(
-        None,
-        description="`none`, `bf16`, `int8`, `int4`, `topk` or one of your own; by default bf16 for DiLoCo, else none.",
-    )
-    codec_options: dict[str, Any] = Field(
-        default_factory=dict, description="Its keyword arguments; of `topk` the density."
-    )
-    downlink_codec: str | None = Field(
-        None,
-        description="How versions travel to the workers, as differences from what they hold: `int8`, `int4`, …; by "
-        "default `none`: whole.",
-    )
-    downlink_codec_options: dict[str, Any] = Field(default_factory=dict, description="Its keyword arguments.")
     max_update_norm: float = Field(1e12, ge=0, description="Refuse an update whose L2 norm is larger; 0: no limit.")
     max_weight: float = Field(1e12, gt=0, description="Refuse an update with a larger weight.")
 
-    workflow: str | None = Field(
+
+class Workflow(Group):
+    """Tasks that the server sends, and what they pass through."""
+
+    function: str | None = Field(
         None,
         description="A function that sends tasks to the sites and collects results, in place of rounds, as "
         "`my_file.py:attribute` or `module:attribute`; it is called with a `controller`.",
     )
-    client: str | None = Field(
-        None,
-        description="What each virtual worker of `atoll simulate` runs: a function of a worker, as "
-        "`my_file.py:function` or `module:function`, or a script, `my_file.py`.",
-    )
-    workflows: tuple[dict[str, Any], ...] = Field(
+    steps: tuple[dict[str, Any], ...] = Field(
         (),
         description="What the run does, in this order: tables `{kind}` with `train` (the rounds) or "
         "`cross_site_evaluation`, or `{path, args}` with a function of your own, each with `start_timeout_s` and "
@@ -246,30 +310,33 @@ class Settings(BaseModel):
         description="Parts that workflows, filters, the aggregator and the persistor refer to as `@id`: tables "
         "`{id, path, args}`.",
     )
-    stream_tasks: tuple[str, ...] = Field(
+    payload_filters: tuple[dict[str, Any], ...] = Field(
+        (),
+        description="What payloads of tasks pass through at the server before they are sent to a site; tables as those "
+        "of `workflow.result_filters`. A run with rounds has none.",
+    )
+    result_filters: tuple[dict[str, Any], ...] = Field(
+        (),
+        description="What updates pass through at the server before they are aggregated, and answers to tasks before "
+        "the workflow has them, in this order: tables `{path, args, sites, tasks}`, where `path` is `drop`, "
+        "`norm_clip`, `cast` or `module:attribute` of your own, `args` its arguments, `sites` whose updates or "
+        "answers, by default those of all, and `tasks` the names of a workflow's tasks, by default all.",
+    )
+    streamed_tasks: tuple[str, ...] = Field(
         ("train",), description="Tasks whose tensors are streamed in parts; those of others travel inline, in one go."
     )
-
-    tensor_download_chunk_size: ChunkBytes = Field(
+    tensor_part_bytes: ChunkBytes = Field(
         CHUNK_BYTES,
         description="Bytes of a part of what tasks, their answers and `atoll.objects.publish` stream of torch tensors: "
         "65536 to 16777216, a multiple of 64; 0: torch tensors travel inline, in one go.",
     )
-    np_download_chunk_size: ChunkBytes = Field(
+    array_part_bytes: ChunkBytes = Field(
         CHUNK_BYTES, description="The same for NumPy arrays; 0: NumPy arrays travel inline, whatever torch tensors do."
     )
 
-    best_metric: str | None = Field(
-        None,
-        min_length=1,
-        description="Metric by which the best version is kept as `best.safetensors`; a round's mean is credited to the "
-        "version that its workers pulled.",
-    )
-    best_mode: Literal["max", "min"] = Field("max", description="Whether its largest or its smallest value is best.")
-    early_stop_rounds: int = Field(
-        0, ge=0, description="End the run after so many rounds without a better value; 0: never."
-    )
-    early_stop_min_delta: float = Field(0.0, ge=0, description="By how much more a value has to be better for that.")
+
+class Network(Group):
+    """How workers reach the server."""
 
     host: str = Field("127.0.0.1", description="Address to listen on; anything but loopback needs TLS and a token.")
     port: int | None = Field(
@@ -295,30 +362,27 @@ class Settings(BaseModel):
     connections: int = Field(2, ge=1, le=64, description="Parallel connections a worker uses for tensors.")
     part_bytes: int = Field(16 * 2**20, ge=2**16, le=16 * 2**20, description="The most bytes of one part.")
 
+
+class Disk(Group):
+    """What the server keeps, and where."""
+
     state_dir: Path = Field(
         Path("atoll-run"), description="Folder of the journal and the slots; by default beside the run file."
     )
-    save_dir: Path | None = Field(None, description="Folder for what people open; by default `state_dir`/exports.")
-    save_every: int = Field(0, ge=0, description="Export the model every so many rounds; 0: at the end only.")
-    download_to_disk: bool = Field(
-        True,
-        description="Keep updates and versions in files; false: in memory, and the run ends with its server. Also "
-        "ATOLL_TENSOR_DOWNLOAD_TO_DISK.",
+    export_dir: Path | None = Field(
+        None, description="Folder for what people open; by default `exports` in `disk.state_dir`."
+    )
+    export_every: int = Field(0, ge=0, description="Export the model every so many rounds; 0: at the end only.")
+    in_files: bool = Field(
+        True, description="Keep updates and versions in files; false: in memory, and the run ends with its server."
     )
     durability: Literal["process", "power"] = Field(
         "process", description="What an acknowledged update survives: the server being killed, or a power loss."
     )
-    persistor: str | None = Field(
-        None,
-        description="Your own store of models, as `my_file.py:attribute` or `module:attribute`: an object with `load` "
-        "and `save`.",
-    )
-    persistor_options: dict[str, Any] = Field(
-        default_factory=dict,
-        description="Its keyword arguments; a path among them is relative to where the server is started.",
-    )
     keep_versions: int = Field(2, ge=1, description="Versions kept for slow readers.")
-    max_pins: int = Field(4, ge=1, description="Further versions that slow pulls may hold; then the oldest is revoked.")
+    max_pinned_versions: int = Field(
+        4, ge=1, description="Further versions that slow pulls may hold; then the oldest is revoked."
+    )
     objects_max_bytes: int = Field(
         64 * 2**30, ge=0, description="The most bytes of published objects that the server keeps at a time; 0: none."
     )
@@ -328,11 +392,28 @@ class Settings(BaseModel):
     min_free_bytes: int = Field(
         256 * 2**20, ge=0, description="Refuse uploads (507), and send no payload, when less disk than this is free."
     )
-    threads: int = Field(0, ge=0, description="Threads of the aggregation; 0: one per core, at most 8.")
+
+
+class Settings(BaseModel):
+    """Everything that decides what a run does. `Settings.read` builds one from file, environment and command line."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True, protected_namespaces=())
+
+    run: Run = Run()
+    model: Model = Model()
+    algorithm: Algorithm = Algorithm()
+    diloco: DiLoCo = DiLoCo()
+    rounds: Rounds = Rounds()
+    async_: Async = Field(Async(), alias="async")
+    swarm: Swarm = Swarm()
+    aggregation: Aggregation = Aggregation()
+    workflow: Workflow = Workflow()
+    network: Network = Network()
+    disk: Disk = Disk()
 
     @model_validator(mode="after")
     def _consistent(self) -> Settings:
-        require_consistent(self)
+        require_consistent(self.at, lambda key: default_of(key) == self.at(key))
         return self
 
     @classmethod
@@ -340,92 +421,129 @@ class Settings(BaseModel):
     def read(
         cls,
         path: Path | None = None,
-        flags: Mapping[str, Any] | None = None,
+        given: Mapping[str, Any] | None = None,
         environ: Mapping[str, str] | None = None,
     ) -> Settings:
-        """Settings from a run file, the environment and flags (in rising priority).
+        """Settings from a run file, the environment and the command line (in rising priority).
 
         Args:
             path: a TOML run file; relative paths in it, and the state directory, are relative to its folder.
-            flags: values by setting name; None means "not given".
+            given: values by `group.key`, of the command line; None means "not given".
             environ: the environment; by default that of the process.
 
         Raises:
             ConfigError: the file cannot be read, a key is unknown (the nearest valid one is offered), or a value is
-                wrong; the source (file, variable, flag) is named.
+                wrong; the source (file, variable, command line) is named.
         """
-        given = {key: value for key, value in (flags or {}).items() if value is not None}
-        merged: dict[str, Any] = {}
-        source: dict[str, str] = {}
-        layers = [
-            file_layer(path, cls.model_fields) if path else {},
-            environment_layer(os.environ if environ is None else environ, cls.model_fields),
-            {key: (value, f"flag --{key.replace('_', '-')}") for key, value in given.items()},
-        ]
-        for layer in layers:
-            for key, (value, where) in layer.items():
-                merged[key], source[key] = value, where
-        return cls.build(merged, source)
-
-    @property
-    def exports(self) -> Path:
-        """Folder of the run's `model.safetensors` and `metrics.jsonl`."""
-        return self.save_dir or self.state_dir / "exports"
+        return cls.build(*collected(path, given, environ))
 
     @classmethod
     @public_api
-    def build(cls, values: Mapping[str, Any], source: Mapping[str, str] | None = None) -> Settings:
+    def build(
+        cls, values: Settings | Mapping[str, Any] | None = None, source: Mapping[str, str] | None = None
+    ) -> Settings:
         """Settings from a plain mapping.
+
+        Args:
+            values: groups, as mappings or objects, and single values by `group.key`; later ones win.
+            source: `group.key` → what named it, for messages.
 
         Raises:
             ConfigError: as `read`.
         """
-        where = dict(source or {})
-        for key in values:
-            if key not in cls.model_fields:
-                raise ConfigError(
-                    f"{where.get(key, 'settings')}: there is no setting {key!r}.", _nearest(key, values[key])
-                )
+        if isinstance(values, Settings):
+            return values
         try:
-            return cls.model_validate(with_components(_with_class_path(values)))
+            return cls.model_validate(with_components(merged(values or {})))
         except ValidationError as error:
-            raise _readable(error, where) from None
+            raise _readable(error, source or {}) from None
+
+    def changed(self, values: Mapping[str, Any]) -> Settings:
+        """A copy with other values, by `group.key`.
+
+        Raises:
+            ConfigError: as `read`.
+        """
+        return Settings.build(merged(values, self.model_dump(by_alias=True)))
+
+    def at(self, key: str) -> Any:
+        """The value of `group.key`."""
+        group, _, name = key.partition(".")
+        table = getattr(self, attribute(group))
+        return getattr(table, name) if name else table
+
+    def chosen(self, keys: tuple[str, ...]) -> dict[str, Any]:
+        """Some settings by `group.key`, or whole groups, as JSON."""
+        tables = self.model_dump(mode="json", by_alias=True)
+        split = {key: key.partition(".") for key in keys}
+        return {key: tables[group][name] if name else tables[group] for key, (group, _, name) in split.items()}
+
+    def by_key(self) -> dict[str, Any]:
+        """Every setting by `group.key`; the options of the algorithm, too."""
+        found = {key: self.at(key) for key in FIELDS}
+        return found | {f"algorithm.{option}": value for option, value in self.algorithm.options.items()}
+
+    @property
+    def exports(self) -> Path:
+        """Folder of the run's `model.safetensors` and `metrics.jsonl`."""
+        return self.disk.export_dir or self.disk.state_dir / "exports"
 
 
-def _with_class_path(values: Mapping[str, Any]) -> dict[str, Any]:
-    """`model = {class_path = "my_models.Net", args = {…}}` as `model` and `model_args`.
-
-    Raises:
-        ConfigError: it has other keys, or `model_args` is given, too.
-    """
-    given, model = dict(values), values.get("model")
-    if not isinstance(model, Mapping):
-        return given
-    path, args = model.get("class_path"), model.get("args", {})
-    if not isinstance(path, str) or not isinstance(args, Mapping) or not model.keys() <= {"class_path", "args"}:
-        raise ConfigError(
-            f"model = {dict(model)!r} is not understood.", '{class_path = "my_models.Net", args = {size = 3}}'
-        )
-    if given.get("model_args"):
-        raise ConfigError("The model has args, and model_args is given, too.", "Give one of them.")
-    module, _, attribute = path.rpartition("." if ":" not in path else ":")
-    return given | {"model": f"{module}:{attribute}", "model_args": dict(args)}
+def attribute(group: str) -> str:
+    """A group's attribute of `Settings`: `async` is a keyword of Python."""
+    return "async_" if group == "async" else group
 
 
-def _nearest(key: str, value: Any) -> str:
-    if isinstance(value, dict):
-        return "A run file has no sections: put the keys at the top level."
-    return registry.nearest(key.replace("-", "_"), Settings.model_fields, "`atoll server --help` lists them all.")
+GROUPS: dict[str, type[BaseModel]] = {
+    field.alias or name: field.annotation  # type: ignore[misc]  # every field is a group
+    for name, field in Settings.model_fields.items()
+}
+FIELDS: dict[str, FieldInfo] = {
+    f"{group}.{key}": field for group, kind in GROUPS.items() for key, field in kind.model_fields.items()
+}
+"""Every setting, by `group.key`."""
+
+
+def default_of(key: str) -> Any:
+    """The default of `group.key`."""
+    return FIELDS[key].get_default(call_default_factory=True)
+
+
+def collected(
+    path: Path | None, given: Mapping[str, Any] | None = None, environ: Mapping[str, str] | None = None
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """The values that `Settings.read` validates, and `group.key` → what named it."""
+    line: Layer = {key: (value, "command line") for key, value in (given or {}).items() if value is not None}
+    layers = [
+        file_layer(path, FIELDS) if path else {},
+        environment_layer(os.environ if environ is None else environ, FIELDS),
+        line,
+    ]
+    values: dict[str, Any] = {}
+    source: dict[str, str] = {}
+    for layer in layers:
+        for key, (value, where) in layer.items():
+            values = merged({key: value}, values)
+            source[key] = where
+    return values, source
 
 
 def _readable(error: ValidationError, source: Mapping[str, str]) -> AtollError:
     """The first complaint of pydantic in Atoll's words."""
     first = error.errors()[0]
     cause = first.get("ctx", {}).get("error")
+    key = ".".join(map(str, first["loc"])) or "settings"
+    where = source_of(key, source) or "settings"
     if isinstance(cause, AtollError):
-        return cause
-    key = str(first["loc"][0]) if first["loc"] else "settings"
-    field = Settings.model_fields.get(key)
+        return type(cause)(f"{where}: {key}: {cause.message}", cause.remedy) if first["loc"] else cause
+    if first["type"] == "extra_forbidden":
+        return ConfigError(f"{where}: there is no setting {key!r}.", nearest_key(key, FIELDS))
+    if key in GROUPS:
+        return ConfigError(
+            f"{where}: {key} = {first['input']!r}, but {key} is a group of settings.",
+            nearest_key(key, FIELDS),
+        )
+    field = FIELDS.get(key)
     message = first["msg"][0].lower() + first["msg"][1:]
     remedy = f"{key}: {field.description}" if field and field.description else ""
-    return ConfigError(f"{source.get(key, 'settings')}: {key} = {first['input']!r}: {message}.", remedy)
+    return ConfigError(f"{where}: {key} = {first['input']!r}: {message}.", remedy)

@@ -1,14 +1,14 @@
 """The workflows of a run in their order, and components that they are made of: tables of the run file, read strictly.
 
-[[components]]
+[[workflow.components]]
 id = "schedule"
 path = "parts.py:Schedule"
 args = {first = 0.1}
 
-[[workflows]]
+[[workflow.steps]]
 kind = "train"
 
-[[workflows]]
+[[workflow.steps]]
 path = "flow.py:main"
 args = {schedule = "@schedule"}
 progress_timeout_s = 3600
@@ -80,7 +80,7 @@ def kinds() -> list[str]:
 
 
 def entries_of(tables: Sequence[Mapping[str, Any]]) -> tuple[WorkflowEntry, ...]:
-    """The tables `[[workflows]]`.
+    """The tables `[[workflow.steps]]`.
 
     Raises:
         ConfigError: a table is not understood; its place, the key and the nearest one are named.
@@ -145,7 +145,7 @@ def _limit(where: str, key: str, value: Any) -> float:
 
 
 def components_of(tables: Sequence[Mapping[str, Any]]) -> dict[str, Component]:
-    """The tables `[[components]]`, by their ids.
+    """The tables `[[workflow.components]]`, by their ids.
 
     Raises:
         ConfigError: a table is not understood, or two have one id.
@@ -181,7 +181,7 @@ def component_at(reference: str, components: Mapping[str, Component], where: str
         known = ", ".join(components) or "none"
         raise ConfigError(
             f"{where} refers to the component {name!r}, and there are: {known}.",
-            registry.nearest(name, components, f'Add [[components]] with id = "{name}".'),
+            registry.nearest(name, components, f'Add [[workflow.components]] with id = "{name}".'),
         )
     return components[name]
 
@@ -191,32 +191,32 @@ def is_reference(value: Any) -> bool:
     return isinstance(value, str) and value.startswith(REFERS) and len(value) > 1
 
 
-def with_components(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings in which filters, the aggregator and the persistor that refer to a component name what it names.
+def with_components(tables: Mapping[str, Any]) -> dict[str, Any]:
+    """The groups, in which filters, the aggregator and the persistor that refer to a component name what it names.
 
     Raises:
         ConfigError: there is no such component, or its arguments are given twice.
     """
-    given = dict(values)
-    if isinstance(given.get("workflow"), list | tuple):
-        raise ConfigError(f"workflow is a list of {len(given['workflow'])}.", "Write the tables as [[workflows]].")
-    tables = given.get("components") or ()
-    if not isinstance(tables, list | tuple) or not all(isinstance(table, Mapping) for table in tables):
-        return given  # which pydantic refuses
-    components = components_of(tables)
-    for key in ("task_result_filters", "task_data_filters"):
-        if isinstance(given.get(key), list | tuple):
-            given[key] = tuple(_filter(entry, components, key) for entry in given[key])
-    for key in ("aggregator", "persistor"):
-        if is_reference(given.get(key)):
-            found = component_at(given[key], components, key)
-            if given.get(f"{key}_options"):
+    groups = {group: dict(table) if isinstance(table, Mapping) else table for group, table in tables.items()}
+    workflow = groups.get("workflow")
+    listed = workflow.get("components", ()) if isinstance(workflow, dict) else ()
+    if not isinstance(listed, list | tuple) or not all(isinstance(table, Mapping) for table in listed):
+        return groups  # which pydantic refuses
+    components = components_of(listed)
+    for key in ("result_filters", "payload_filters"):
+        if isinstance(workflow, dict) and isinstance(workflow.get(key), list | tuple):
+            workflow[key] = tuple(_filter(entry, components, f"workflow.{key}") for entry in workflow[key])
+    for group, key in (("aggregation", "aggregator"), ("model", "persistor")):
+        table = groups[group].get(key) if isinstance(groups.get(group), dict) else None
+        if isinstance(table, Mapping) and is_reference(table.get("path")):
+            found = component_at(table["path"], components, f"{group}.{key}")
+            if len(table) > 1:
                 raise ConfigError(
-                    f"{key} is {given[key]!r}, a component with args, and {key}_options is given, too.",
+                    f"{group}.{key} is {dict(table)!r}, whose path is a component with args of its own.",
                     "Give the arguments at the component.",
                 )
-            given |= {key: found.path, f"{key}_options": dict(found.args)}
-    return given
+            groups[group][key] = {**found.args, "path": found.path}
+    return groups
 
 
 def _filter(entry: Any, components: Mapping[str, Component], key: str) -> Any:

@@ -36,7 +36,7 @@ def build_outer(
     label = target if isinstance(target, str) else getattr(target, "__qualname__", repr(target))
     factory = registry.load("outer", target) if isinstance(target, str) else target
     if not callable(factory):
-        raise ConfigError(f"outer_optimizer {label!r} is a {type(factory).__name__}, not something to call.")
+        raise ConfigError(f"algorithm.outer_optimizer {label!r} is a {type(factory).__name__}, not something to call.")
     given = {key: tuple(value) if isinstance(value, list) else value for key, value in (options or {}).items()}
     known = _arguments(factory)
     if known is not None:
@@ -45,7 +45,10 @@ def build_outer(
     rule = OuterRule(label, factory, given)
     granularity = granularity_of(rule)
     if lrs and "lr" not in rule.make([torch.nn.Parameter(torch.zeros(1))]).param_groups[0]:
-        raise ConfigError(f"outer_lrs is set, but the outer optimizer {label!r} has no lr.", "Leave outer_lrs out.")
+        raise ConfigError(
+            f"algorithm.outer_lr_of is set, but the outer optimizer {label!r} has no lr.",
+            "Leave algorithm.outer_lr_of out.",
+        )
     return OuterRule(label, factory, given, granularity, lrs)
 
 

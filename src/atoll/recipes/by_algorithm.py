@@ -36,7 +36,7 @@ class FedProxRecipe(Recipe):
 
     def choices(self) -> dict[str, Any]:
         """μ."""
-        return {"local_options": {"mu": self.mu}}
+        return {"algorithm.mu": self.mu}
 
 
 @public_api
@@ -68,7 +68,7 @@ class FedOptRecipe(Recipe):
 
     def choices(self) -> dict[str, Any]:
         """The learning rate, where it is given."""
-        return {} if self.server_lr is None else {"outer_lr": self.server_lr}
+        return {} if self.server_lr is None else {"algorithm.outer_optimizer.lr": self.server_lr}
 
 
 @public_api
@@ -85,7 +85,7 @@ class ScaffoldRecipe(Recipe):
 
     def choices(self) -> dict[str, Any]:
         """η_g, where it is given."""
-        return {} if self.server_lr is None else {"outer_lr": self.server_lr}
+        return {} if self.server_lr is None else {"algorithm.outer_optimizer.lr": self.server_lr}
 
 
 @public_api
@@ -106,8 +106,9 @@ class DiLoCoRecipe(Recipe):
 
     def choices(self) -> dict[str, Any]:
         """H, and what is given of the outer optimizer."""
-        outer = {"outer_lr": self.outer_lr, "outer_momentum": self.outer_momentum}
-        return {"sync_every": self.sync_every} | {key: value for key, value in outer.items() if value is not None}
+        outer = {"lr": self.outer_lr, "momentum": self.outer_momentum}
+        given = {f"algorithm.outer_optimizer.{key}": value for key, value in outer.items() if value is not None}
+        return {"diloco.sync_every": self.sync_every} | given
 
 
 @public_api
@@ -126,5 +127,5 @@ class SwarmRecipe(Recipe):
     def choices(self) -> dict[str, Any]:
         """Where rounds are aggregated, and by whom, where that is given."""
         given = self.aggregators
-        named = {"aggregators": (given,) if isinstance(given, str) else tuple(given)} if given else {}
-        return {"placement": "swarm"} | named
+        named = {"swarm.aggregators": (given,) if isinstance(given, str) else tuple(given)} if given else {}
+        return {"swarm.enabled": True} | named

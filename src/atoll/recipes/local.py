@@ -124,13 +124,13 @@ class _Local:
         self._sites = sites_of(env.num_clients)
         self._floor = Rules.from_settings(settings, needs_all=resolve(settings).needs_all).floor
         self._told = 0
-        files = {"ATOLL_TOKEN_FILE": settings.token_file, "ATOLL_TLS_CA": settings.tls_cert}
+        files = {"ATOLL_TOKEN_FILE": settings.network.token_file, "ATOLL_TLS_CA": settings.network.tls_cert}
         self._keys = {name: str(path.resolve()) for name, path in files.items() if path is not None}
 
     def run(self) -> Status | None:
         """Start everything, watch it, and wait until it has ended; the last status, if there was one."""
         say, settings = self._say, self._settings
-        say(f"{settings.name}: a server and {len(self._sites)} clients start; files and logs in {self._folder}")
+        say(f"{settings.run.name}: a server and {len(self._sites)} clients start; files and logs in {self._folder}")
         server = self._start_server()
         address = self._address(server)
         for site in self._sites:
@@ -148,11 +148,11 @@ class _Local:
         code = server.poll()
         if code:
             raise self._server_failed(code)
-        say(f"{settings.name} is finished: {model_of(settings, self._folder)}")
+        say(f"{settings.run.name} is finished: {model_of(settings, self._folder)}")
         return status
 
     def _start_server(self) -> subprocess.Popen[bytes]:
-        port = [] if self._settings.port is not None else ["--port", "0"]
+        port = [] if self._settings.network.port is not None else ["--port", "0"]
         own, beside = environment(self._env.threads), Path(self._recipe.train_script).resolve().parent
         if beside != Path.cwd():  # a model may lie beside the script; in the current folder the server looks anyway
             own["PYTHONPATH"] = os.pathsep.join([str(beside), *filter(None, [own.get("PYTHONPATH")])])
@@ -213,7 +213,7 @@ class _Local:
             if code or STOPPED.search(log):
                 raise self._server_failed(code)
             if status is None:
-                self._say(f"{self._settings.name} was finished before; nothing is trained")
+                self._say(f"{self._settings.run.name} was finished before; nothing is trained")
             return status and status.model_copy(update={"finished": True})
         raise RunFailed("The server does not answer any more.", f"Look into {self._log('server')}.")
 

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
 from atoll import registry
 from atoll.algorithms.resolve import resolve
-from atoll.config import DEFAULT_PORT, Settings
-from atoll.config.text import settings_lines
+from atoll.config import DEFAULT_PORT, FIELDS, Settings, toml_lines
+from atoll.config.run_file import flat, merged, moved
 from atoll.errors import ConfigError, UsageError, print_interrupt_in_a_line, public_api
 
 if TYPE_CHECKING:
@@ -93,10 +93,10 @@ def script_arguments(who: object, given: object) -> list[str]:
 
 
 def _unknown(who: str, name: str, value: Any, known: Sequence[str]) -> UsageError:
-    if name in Settings.model_fields:
+    if (key := next((each for each in FIELDS if each.endswith(f".{name}")), "")) and name not in known:
         return UsageError(
-            f"{who} has no argument {name!r}, which is a setting of the run file.",
-            f"Choose it with recipe.add_server_config({{{name!r}: {value!r}}}).",
+            f"{who} has no argument {name!r}, which is the setting {key} of the run file.",
+            f"Choose it with recipe.add_server_config({{{key!r}: {value!r}}}).",
         )
     return UsageError(f"{who} has no argument {name!r}.", registry.nearest(name, known, f"It has {', '.join(known)}."))
 
@@ -111,7 +111,7 @@ class InitialModel:
     """The initial model of a run.
 
     Args:
-        model: an `nn.Module`, what the setting `model` may be, or None.
+        model: an `nn.Module`, what the setting `model.source` may be, `{"class_path": …, "args": …}`, or None.
         checkpoint: a safetensors file with its weights, or None.
 
     Raises:
@@ -145,7 +145,9 @@ class InitialModel:
 
     def settings(self, folder: Path) -> dict[str, Any]:
         """What it is in the settings, where the run file lies in `folder`."""
-        return {"model": str(folder / FILE) if self._is_written else self._checkpoint or self._model}
+        if self._is_written or not isinstance(self._model, Mapping):
+            return {"model.source": str(folder / FILE) if self._is_written else self._checkpoint or self._model}
+        return _source(self._model)
 
     def write(self, folder: Path, settings: Settings) -> None:
         """Write the file that the run file names, where it names one that is made.
@@ -164,21 +166,34 @@ class InitialModel:
             module: nn.Module = self._model
             return module
         own = self._model or self._checkpoint
-        args = {} if isinstance(own, Mapping) else {"model_args": settings.model_args}
-        return initial_model(Settings.build({"model": own, "seed": settings.seed, **args}), None)
+        source = _source(own) if isinstance(own, Mapping) else {"model.source": own, "model.args": settings.model.args}
+        return initial_model(Settings.build({**source, "run.seed": settings.run.seed}), None)
 
     def _weights(self) -> Tensors | None:
         if self._checkpoint is None:
             return None
         from atoll.server.initial_model import initial_model
 
-        state = initial_model(Settings.build({"model": self._checkpoint}), None)
+        state = initial_model(Settings.build({"model.source": self._checkpoint}), None)
         if not isinstance(state, Mapping):
             raise ConfigError(
                 f"initial_ckpt is {self._checkpoint!r}, which names code.",
                 "Give a safetensors file; model may be code.",
             )
         return state
+
+
+def _source(model: Mapping[str, Any]) -> dict[str, Any]:
+    """`{"class_path": "my_models.Net", "args": {…}}` as settings.
+
+    Raises:
+        ConfigError: it has other keys.
+    """
+    path, args = model.get("class_path"), model.get("args", {})
+    if not isinstance(path, str) or not isinstance(args, Mapping) or not model.keys() <= {"class_path", "args"}:
+        raise ConfigError(f"model = {dict(model)!r} is not understood.", HOW)
+    module, _, attribute = path.rpartition("." if ":" not in path else ":")
+    return {"model.source": f"{module}:{attribute}", "model.args": dict(args)}
 
 
 def save(path: Path, model: nn.Module | Tensors, weights: Tensors | None = None) -> None:
@@ -216,17 +231,17 @@ HEADER = "# Written by "
 """How a run file begins that may be written anew."""
 
 ARGUMENTS = {
-    "name": "name",
-    "model": "model",
-    "model_args": "model",
-    "rounds": "num_rounds",
-    "num_workers": "min_clients",
-    "min_workers": "min_clients",
-    "client": "train_script",
+    "run.name": "name",
+    "model.source": "model",
+    "model.args": "model",
+    "rounds.total": "num_rounds",
+    "rounds.sites": "min_clients",
+    "rounds.min_sites": "min_clients",
+    "run.script": "train_script",
 }
 """Setting → the argument that it comes from."""
 
-DEFAULTS_ONLY = ("num_workers", "min_workers")
+DEFAULTS_ONLY = ("rounds.sites", "rounds.min_sites")
 """Of those, what may be chosen apart from the argument, too."""
 
 
@@ -308,15 +323,16 @@ class Recipe(Strict):
             got = ", ".join([*([repr(config)] if config is not None else []), *(f"{key}=…" for key in given)])
             raise UsageError(
                 f"add_server_config takes the settings as one mapping, and got {got or 'nothing'}.",
-                f"Write recipe.add_server_config({given or {'codec': 'int8'}!r}).",
+                f"Write recipe.add_server_config({given or {'aggregation.upload_codec': {'name': 'int8'}}!r}).",
             )
-        fixed = {"algorithm", *ARGUMENTS, *self.choices()} - {*DEFAULTS_ONLY}
-        for key in config:
-            if not isinstance(key, str):
-                raise UsageError(
-                    f"add_server_config got the key {key!r}, which is no name of a setting.",
-                    "Names are texts: docs/reference/settings.md has them.",
-                )
+        fixed = {"algorithm.name", *ARGUMENTS, *self.choices()} - {*DEFAULTS_ONLY}
+        if wrong := [key for key in config if not isinstance(key, str)]:
+            raise UsageError(
+                f"add_server_config got the key {wrong[0]!r}, which is no name of a setting.",
+                "Names are texts: docs/reference/settings.md has them.",
+            )
+        settings = flat(config)
+        for key in settings:
             if key in fixed:
                 who = type(self).__name__
                 argument = ARGUMENTS.get(key)
@@ -327,7 +343,7 @@ class Recipe(Strict):
                     else "See its other arguments, or take another one.",
                 )
         before = self._config
-        self._config = before | dict(config)
+        self._config = before | settings
         try:
             self.settings()
         except BaseException:
@@ -356,14 +372,14 @@ class Recipe(Strict):
         return settings
 
     def _values(self, num_clients: int | None, folder: Path) -> dict[str, Any]:
-        floor = {} if self._config.get("mode") == "async" else {"min_workers": self.min_clients}
+        floor = {} if self._config.get("async.enabled") else {"rounds.min_sites": self.min_clients}
         return {
-            "name": self.name,
+            "run.name": self.name,
             **self._initial.settings(folder),
-            "algorithm": self.algorithm,
-            "rounds": self.num_rounds,
-            "num_workers": self.min_clients if num_clients is None else num_clients,
-            "client": str(self.train_script),
+            "algorithm.name": self.algorithm,
+            "rounds.total": self.num_rounds,
+            "rounds.sites": self.min_clients if num_clients is None else num_clients,
+            "run.script": str(self.train_script),
             **floor,  # nobody waits for others in an asynchronous run, so that there it is left at 1
             **self.choices(),
             **self._config,
@@ -408,9 +424,14 @@ class Recipe(Strict):
     def text(self, path: Path, num_clients: int | None = None) -> str:
         """What `write` writes at `path`."""
         settings = self.settings(num_clients, path.parent)
-        chosen = {*self._values(num_clients, path.parent), *(["model_args"] if settings.model_args else [])}
-        shown = min(settings.num_workers, 3)
-        server = f"http://127.0.0.1:{settings.port or DEFAULT_PORT}"
+        chosen = merged(self._values(num_clients, path.parent))
+        written = {
+            key: moved(key, value, lambda file: os.path.relpath(file, path.parent))
+            for key, value in settings.by_key().items()
+            if value is not None and key.partition(".")[2] in chosen.get(key.partition(".")[0], {})
+        }
+        shown = min(settings.rounds.sites, 3)
+        server = f"http://127.0.0.1:{settings.network.port or DEFAULT_PORT}"
         return "\n".join(
             [
                 f"{HEADER}{type(self).__name__}. The same run without it, each line in a terminal of its own, where",
@@ -420,9 +441,9 @@ class Recipe(Strict):
                     f"#   atoll worker --server {server} --site site-{number} -- python {shlex.join(self.argv)}"
                     for number in range(1, shown + 1)
                 ),
-                *([f"#   … and so on, to site-{settings.num_workers}"] if settings.num_workers > shown else []),
+                *([f"#   … and so on, to site-{settings.rounds.sites}"] if settings.rounds.sites > shown else []),
                 "",
-                *settings_lines(settings, chosen, path.parent),
+                *toml_lines(written),
                 "",
             ]
         )

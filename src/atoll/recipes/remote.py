@@ -29,7 +29,22 @@ POLL_S = 1.0
 
 NOT_COMPARED = {"protocol", "run", "schema_bytes", "trains", "sends_tasks", "keeps_local", "local_package"}
 """What a server says of a run that is no setting of it."""
-SETTING_OF = {"schema_digest": "model", "local": "local_options", "fragments": "num_fragments"}
+SETTING_OF = {
+    "name": "run.name",
+    "schema_digest": "model.source",
+    "algorithm": "algorithm.name",
+    "local": "algorithm",
+    "rounds": "rounds.total",
+    "mode": "async.enabled",
+    "placement": "swarm.enabled",
+    "fragments": "diloco.num_fragments",
+    "tau": "diloco.fragment_sync_delay",
+    "alpha": "diloco.fragment_update_alpha",
+    "codec": "aggregation.upload_codec",
+    "codec_options": "aggregation.upload_codec",
+    "downlink_codec": "aggregation.download_codec",
+    "downlink_codec_options": "aggregation.download_codec",
+}
 """What a server says → the setting that decides it, where the names differ."""
 
 
@@ -86,7 +101,7 @@ class ServerEnv(Strict):
             )
         if status.finished:
             raise UsageError(
-                f"The run at {self.url} is finished.", "Start its server in another state_dir for a new one."
+                f"The run at {self.url} is finished.", "Start its server in another disk.state_dir for a new one."
             )
         if not self.quiet:
             print(f"{info.name} at {self.url} is the recipe's run; starting {recipe.train_script}", flush=True)
@@ -139,7 +154,7 @@ def differences(recipe: Recipe, info: RunInfo, status: Status) -> list[str]:
     theirs: dict[str, Any] = info.model_dump(exclude=NOT_COMPARED)
     mine |= {
         "policy": str(Rules.from_settings(settings).policy),
-        "outer optimizer": outer_in_words(plan.algorithm, settings.outer_lrs),
+        "outer optimizer": outer_in_words(plan.algorithm, settings.algorithm.outer_lr_of),
     }
     theirs |= {"policy": status.policy, "outer optimizer": status.outer}
     return [

@@ -72,7 +72,7 @@ def require_clients(recipe: Recipe, num_clients: int) -> None:
             f"Give the environment at least {recipe.min_clients}.",
         )
     sites = sites_of(num_clients)
-    for site in recipe.settings(num_clients).aggregators:
+    for site in recipe.settings(num_clients).swarm.aggregators:
         if site not in sites:
             raise UsageError(
                 f"aggregators of {recipe.name} has {site!r}, which is none of the {num_clients} clients.",
@@ -146,7 +146,7 @@ def result_of(settings: Settings, folder: Path, status: Status | None) -> RunRes
         model=model if model.exists() else None,
         history=[RoundSummary.model_validate(row) for row in rows],
         finished=True,
-        state_dir=settings.state_dir,
+        state_dir=settings.disk.state_dir,
         folder=folder,
         status=status,
     )
@@ -154,7 +154,7 @@ def result_of(settings: Settings, folder: Path, status: Status | None) -> RunRes
 
 def model_of(settings: Settings, folder: Path) -> Path:
     """Where the result of a run with real clients lies; that of a swarm is at each of them."""
-    if settings.placement == "swarm":
+    if settings.swarm.enabled:
         found = sorted((folder / WORKERS).glob("*/model.safetensors"))
         return found[0] if found else folder / WORKERS / "model.safetensors"
     return settings.exports / "model.safetensors"

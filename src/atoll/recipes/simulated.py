@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from atoll.config import Settings
+from atoll.config import Settings, default_of
 from atoll.errors import public_api
 from atoll.recipes.recipe import Strict, require_number, require_path
 from atoll.recipes.result import (
@@ -72,10 +72,10 @@ class SimEnv(Strict):
         require_clients(recipe, self.num_clients)
         folder = prepared(recipe, self.folder, self.num_clients)
         settings = Settings.read(folder / RUN_FILE, environ={})
-        settings = settings.model_copy(update={"placement": "server", "aggregators": ()})  # the bits are the same
-        if settings.state_dir == folder / Settings.model_fields["state_dir"].default:
-            settings = settings.model_copy(update={"state_dir": folder / STATE_DIR})
-        self._say(f"{settings.name}: {self.num_clients} virtual clients; files in {folder}")
+        settings = settings.changed({"swarm.enabled": False, "swarm.aggregators": ()})  # the bits are the same
+        if settings.disk.state_dir == folder / default_of("disk.state_dir"):
+            settings = settings.changed({"disk.state_dir": folder / STATE_DIR})
+        self._say(f"{settings.run.name}: {self.num_clients} virtual clients; files in {folder}")
         with _found(Path.cwd(), Path(recipe.train_script).resolve().parent), ended_by_sigterm():
             from atoll.simulate.simulation import Simulation
 
@@ -86,11 +86,11 @@ class SimEnv(Strict):
                 processes=self.processes,
                 engine=self.engine,
                 address=self.address,
-                on_round=lambda summary: self._tell(summary, settings.rounds),
+                on_round=lambda summary: self._tell(summary, settings.rounds.total),
             ).run()
         for site, why in sorted(done.failed.items()):
             self._say(f"{site} failed: {why}")
-        self._say(f"{settings.name} is finished: {done.model}")
+        self._say(f"{settings.run.name} is finished: {done.model}")
         return result_of(settings, folder, None)
 
     def _tell(self, summary: RoundSummary, rounds: int) -> None:

@@ -33,7 +33,7 @@ def _made(name: str, options: Mapping[str, Any]) -> Reducer:
     kind = registry.load("reducers", name)
     reducer = registry.made(
         lambda: kind(**options),
-        f"reducer_options = {dict(options)!r}",
+        f"aggregation.reducer = {dict(options)!r}",
         f"They are the keyword arguments of {name!r}.",
     )
     if not isinstance(reducer, Reducer):

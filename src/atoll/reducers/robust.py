@@ -125,7 +125,7 @@ class TrimmedMean(Reducer):
     def __post_init__(self) -> None:
         if not 0 <= self.trim < 0.5:
             raise ConfigError(
-                f"reducer_options: trim = {self.trim!r} is no share of the updates to cut off at each end.",
+                f"aggregation.reducer: trim = {self.trim!r} is no share of the updates to cut off at each end.",
                 "Choose it from 0 to below 0.5, at least the share of sites that may be hostile.",
             )
 
@@ -155,7 +155,7 @@ class ClippedMean(WeightedMean):
     def __post_init__(self) -> None:
         if self.max_norm is not None and not (math.isfinite(self.max_norm) and self.max_norm > 0):
             raise ConfigError(
-                f"reducer_options: max_norm = {self.max_norm!r} is no L2 norm.",
+                f"aggregation.reducer: max_norm = {self.max_norm!r} is no L2 norm.",
                 "Choose a number above zero, or leave it out: then it is the median of the round's norms.",
             )
 

@@ -33,18 +33,19 @@ def staleness_weight(name: str) -> StalenessWeight:
     """
     function = registry.load("staleness", name)
     if not callable(function):
-        raise ConfigError(f"staleness_weight = {name!r} is a {type(function).__name__}, not a function.")
+        raise ConfigError(f"async.staleness_weight = {name!r} is a {type(function).__name__}, not a function.")
 
     def checked(s: int) -> float:
         try:
             value = float(function(s))
         except Exception as error:
             raise ConfigError(
-                f"staleness_weight = {name!r} failed for {s}: {type(error).__name__}: {error}."
+                f"async.staleness_weight = {name!r} failed for {s}: {type(error).__name__}: {error}."
             ) from error
         if not 0 < value <= 1:
             raise ConfigError(
-                f"staleness_weight = {name!r} gives {value!r} for {s} versions.", "It has to be above 0, at most 1."
+                f"async.staleness_weight = {name!r} gives {value!r} for {s} versions.",
+                "It has to be above 0, at most 1.",
             )
         return value
 

@@ -137,7 +137,7 @@ def _expire_far_behind(draft: Draft, fragment: int) -> None:
     """End tickets that are too far behind the head: their updates would be refused whenever they came."""
     limit, head = draft.state.rules.max_staleness, draft.round(fragment).head
     if limit is not None:
-        reason = f"its base is more than max_staleness {limit} versions behind version {head}"
+        reason = f"its base is more than async.max_staleness {limit} versions behind version {head}"
         end_open(draft, fragment, "too far behind", reason, lambda ticket: head - ticket.base_version > limit)
 
 

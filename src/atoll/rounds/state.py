@@ -63,24 +63,24 @@ class Rules:
         Args:
             needs_all: whether a round waits for all sites where the settings do not say otherwise.
         """
-        sampling = Sampling(settings.sample_fraction, settings.sample_min, settings.sample_seed)
-        needs_all = needs_all and settings.mode == "sync" and not settings.quorum
+        sampling = Sampling(settings.rounds.sample_fraction, settings.rounds.sample_min, settings.rounds.sample_seed)
+        needs_all = needs_all and not settings.async_.enabled and not settings.rounds.quorum
         return cls(
-            num_workers=settings.num_workers,
-            min_workers=settings.min_workers or (sampling.size(settings.num_workers) if needs_all else 1),
-            heartbeat_timeout_s=settings.heartbeat_timeout_s,
-            rounds=settings.rounds,
+            num_workers=settings.rounds.sites,
+            min_workers=settings.rounds.min_sites or (sampling.size(settings.rounds.sites) if needs_all else 1),
+            heartbeat_timeout_s=settings.network.heartbeat_timeout_s,
+            rounds=settings.rounds.total,
             policy=_policy(settings),
             sampling=sampling,
             fragments=fragments,
             tracking=Tracking(
-                settings.best_metric or "",
-                settings.best_mode,
-                settings.early_stop_rounds,
-                settings.early_stop_min_delta,
+                settings.rounds.best_metric or "",
+                settings.rounds.best_mode,
+                settings.rounds.early_stop_after,
+                settings.rounds.early_stop_min_delta,
             ),
-            max_staleness=settings.max_staleness,
-            max_inflight=settings.max_inflight,
+            max_staleness=settings.async_.max_staleness,
+            max_inflight=settings.diloco.max_inflight,
             held=held,
         )
 
@@ -91,14 +91,14 @@ class Rules:
 
     @property
     def floor_name(self) -> str:
-        return "quorum" if self.policy.quorum > self.min_workers else "min_workers"
+        return "rounds.quorum" if self.policy.quorum > self.min_workers else "rounds.min_sites"
 
 
 def _policy(settings: Settings) -> Policy:
-    if settings.mode == "async":
-        return Async(settings.async_buffer, settings.async_grace_s, settings.sync_rounds_first)
-    if settings.quorum and settings.round_deadline_s:
-        return QuorumDeadline(settings.quorum, settings.round_deadline_s)
+    if settings.async_.enabled:
+        return Async(settings.async_.buffer_size, settings.async_.grace_s, settings.async_.sync_rounds_first)
+    if settings.rounds.quorum and settings.rounds.deadline_s:
+        return QuorumDeadline(settings.rounds.quorum, settings.rounds.deadline_s)
     return Barrier()
 
 

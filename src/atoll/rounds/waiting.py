@@ -53,7 +53,10 @@ def may_submit(state: State, site: str, lease: int, ticket: int) -> LeaseRefused
         return f"Ticket {ticket} is {known.state}{': ' if known.reason else ''}{known.reason}."
     limit = state.rules.max_staleness  # asked for every part: skip the arithmetic if there is none
     if limit is not None and (behind := staleness(state, known)) > limit:
-        return f"Ticket {ticket} is too late: its update would be {behind} versions behind; max_staleness is {limit}."
+        return (
+            f"Ticket {ticket} is too late: its update would be {behind} versions behind; "
+            f"async.max_staleness is {limit}."
+        )
     return None
 
 

@@ -17,9 +17,9 @@ LOG = logging.getLogger("atoll.server")
 Given = Sequence[Filter] | Mapping[str, ByTask]
 """Filters for every site, or by the name of a site: for every task, or by the name of a task."""
 
-Setting = Literal["task_result_filters", "task_data_filters"]
+Setting = Literal["workflow.result_filters", "workflow.payload_filters"]
 
-_ARGUMENT = {"task_result_filters": "filters", "task_data_filters": "data_filters"}
+_ARGUMENT = {"workflow.result_filters": "filters", "workflow.payload_filters": "data_filters"}
 """What a program calls them."""
 
 _Entry = tuple[Filter, frozenset[str], frozenset[str]]
@@ -39,8 +39,8 @@ class SiteFilters:
         ConfigError: an entry is not understood. UsageError: what a program gave is no filter, or both are there.
     """
 
-    def __init__(self, settings: Settings, given: Given = (), setting: Setting = "task_result_filters") -> None:
-        entries: tuple[dict[str, Any], ...] = getattr(settings, setting)
+    def __init__(self, settings: Settings, given: Given = (), setting: Setting = "workflow.result_filters") -> None:
+        entries: tuple[dict[str, Any], ...] = settings.at(setting)
         if given and entries:
             raise UsageError(f"Server got {_ARGUMENT[setting]}, and its settings have {setting}.", "Give one of them.")
         self._setting, self._told = setting, set[str]()

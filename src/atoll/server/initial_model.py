@@ -30,38 +30,38 @@ def initial_model(settings: Settings, given: nn.Module | Tensors | None) -> nn.M
     """Return the model for version 0.
 
     Args:
-        given: by a program that embeds the server; else `settings.model` says.
+        given: by a program that embeds the server; else `settings.model.source` says.
 
     Raises:
         ConfigError: none is named, or what is named is not a model; the remedy says how to name one.
     """
     if given is not None:
         return given if isinstance(given, nn.Module | Told) else unwrapped(given)
-    if settings.model is None:
+    if settings.model.source is None:
         raise ConfigError(
             "The run has no initial model.",
             'Set model = "my_models:build" (a function that returns an nn.Module) or a .safetensors file.',
         )
-    if settings.model.endswith((".pt", ".pth", ".bin", ".ckpt")):
+    if settings.model.source.endswith((".pt", ".pth", ".bin", ".ckpt")):
         raise ConfigError(
-            f"{settings.model!r} is a pickle, which can run any code when it is opened; Atoll never opens one.",
+            f"{settings.model.source!r} is a pickle, which can run any code when it is opened; Atoll never opens one.",
             "Convert it once where you trust it: safetensors.torch.save_file(model.state_dict(), 'model.safetensors').",
         )
-    if files := _files(settings.model):
+    if files := _files(settings.model.source):
         return _from_files(files)
-    torch.manual_seed(settings.seed)
-    build = registry.load_attribute(settings.model)
+    torch.manual_seed(settings.run.seed)
+    build = registry.load_attribute(settings.model.source)
     model: Any = build if isinstance(build, nn.Module) else _call(build, settings)
     if not isinstance(model, (nn.Module, Mapping)):
-        raise ConfigError(f"{settings.model!r} returned a {type(model).__name__}.", "Return an nn.Module.")
+        raise ConfigError(f"{settings.model.source!r} returned a {type(model).__name__}.", "Return an nn.Module.")
     return model if isinstance(model, nn.Module) else unwrapped(model)
 
 
 def _call(build: Any, settings: Settings) -> Any:
     return registry.made(
-        lambda: build(**settings.model_args),
-        f"{settings.model!r} cannot be called",
-        "Set model_args to its keyword arguments.",
+        lambda: build(**settings.model.args),
+        f"{settings.model.source!r} cannot be called",
+        "Set model.args to its keyword arguments.",
     )
 
 
@@ -80,11 +80,11 @@ def _seen(settings: Settings, given: nn.Module | Tensors | None) -> Schema | Non
     time.
     """
     try:
-        if given is None and settings.model is not None and (files := _files(settings.model)):
-            return schema_of(_together(files, _header), settings.buffers)
+        if given is None and settings.model.source is not None and (files := _files(settings.model.source)):
+            return schema_of(_together(files, _header), settings.model.buffers)
         with warnings.catch_warnings(), torch.device("meta"):
             warnings.simplefilter("ignore")  # about loaded weights that are not copied
-            return schema_of(initial_model(settings, given), settings.buffers, values=False)
+            return schema_of(initial_model(settings, given), settings.model.buffers, values=False)
     except Exception:  # a user's function may raise anything
         return None
 
@@ -101,10 +101,10 @@ def loaded_model(settings: Settings, loaded: Tensors, schema: Schema | None = No
         ConfigError: tied names have different values.
         SchemaMismatch: it is another model.
     """
-    if schema is None and settings.model is None:
+    if schema is None and settings.model.source is None:
         return loaded
     schema = schema or _seen(settings, None) or schema_for(settings, initial_model(settings, None))
-    source = f"load() of the persistor {settings.persistor!r}"
+    source = f"load() of the persistor {settings.model.persistor.path!r}"
     found = dict(unwrapped(loaded, {spec.name for spec in schema.tensors} | {name for name, _ in schema.aliases}))
     for name, owner in schema.aliases:
         one, other = found.pop(name, None), found.get(owner)
@@ -226,7 +226,7 @@ def schema_for(settings: Settings, model: nn.Module | Tensors) -> Schema:
     Raises:
         ConfigError: it has no tensor to train.
     """
-    schema = schema_of(model, settings.buffers)
+    schema = schema_of(model, settings.model.buffers)
     if not any(spec.group == "params" and spec.numel for spec in schema.tensors):
         raise ConfigError("The initial model has no float parameters.", "Name a model that can be trained.")
     return schema

@@ -29,7 +29,7 @@ from atoll.server.filter_table import Given
 from atoll.server.http.app import HTTP_LOG, make_app
 from atoll.server.http.auth import open_gate
 from atoll.server.initial_model import NO_MODEL
-from atoll.server.startup import open_run
+from atoll.server.startup import open_run, settings_beside
 from atoll.server.tasks.task_payloads import TaskFilters
 from atoll.server.tasks.user_code import Function
 from atoll.server.tasks.workflow_schedule import WorkflowSchedule
@@ -59,20 +59,20 @@ class Server:
     """Serves one run.
 
     Args:
-        model: the initial model: a module, a mapping name → tensor, or what the setting `model` may be. Read once, when
-            the run begins. None where the settings name it, or the state directory has the run already.
-        workflow: a function of a `controller`, in place of the setting `workflow`.
-        outer_optimizer: a class of `torch.optim`, or a function (parameters, **outer_options) → optimizer; or what the
-            setting may be. A function is called more than once, with parameters of its own making each time: it may
-            not depend on them. What it makes is tried before the run, and refused where a step is not that of each
-            tensor by itself.
+        model: the initial model: a module, a mapping name → tensor, or what the setting `model.source` may be. Read
+            once, when the run begins. None where the settings name it, or the state directory has the run already.
+        workflow: a function of a `controller`, in place of the setting `workflow.function`.
+        outer_optimizer: a class of `torch.optim`, or a function (parameters, **options) → optimizer; or the name of
+            one. A function is called more than once, with parameters of its own making each time: it may not depend on
+            them. What it makes is tried before the run, and refused where a step is not that of each tensor by itself.
         filters: that updates, or answers to tasks, pass through at the server, for all sites or by a site's name; for
-            answers also `{site: {task: filters}}`. In place of the setting `task_result_filters`.
+            answers also `{site: {task: filters}}`. In place of the setting `workflow.result_filters`.
         data_filters: that payloads of tasks pass through before they are sent, in the same forms; in place of the
-            setting `task_data_filters`.
+            setting `workflow.payload_filters`.
         evaluation: arguments of a cross-site evaluation: the server does that alone, over what its state directory has,
             and leaves the run where it is.
-        settings: of the run; or give them as keywords: `Server(model, num_workers=3, rounds=10)`.
+        settings: of the run: an object, or a mapping of them: `{"rounds": {"total": 10, "sites": 3}}`, or shorter
+            `{"rounds.total": 10, "rounds.sites": 3}`.
 
     Raises:
         ConfigError: a setting is unknown or wrong.
@@ -81,28 +81,21 @@ class Server:
     def __init__(
         self,
         model: nn.Module | Tensors | str | None = None,
-        settings: Settings | None = None,
+        settings: Settings | Mapping[str, Any] | None = None,
         *,
-        workflow: Function | None = None,
+        workflow: Function | str | None = None,
         outer_optimizer: Callable[..., Optimizer] | str | None = None,
         filters: Given = (),
         data_filters: Given = (),
         evaluation: Mapping[str, Any] | None = None,
-        **options: Any,
     ) -> None:
-        if isinstance(model, str):
-            options["model"], model = model, None
-        if isinstance(workflow, str):
-            options["workflow"], workflow = workflow, None
-        if isinstance(outer_optimizer, str):
-            options["outer_optimizer"], outer_optimizer = outer_optimizer, None
-        if settings is not None and options:
-            raise UsageError(
-                f"Server got settings, and beside them {', '.join(sorted(options))}.", "Give it among the settings."
-            )
-        self._outer = outer_optimizer
-        self.settings = settings or Settings.build(options)
-        if self.settings.placement == "swarm":
+        self.settings = settings_beside(
+            "Server", settings, model=model, workflow=workflow, outer_optimizer=outer_optimizer
+        )
+        model = None if isinstance(model, str) else model
+        workflow = None if isinstance(workflow, str) else workflow
+        self._outer = outer_optimizer = None if isinstance(outer_optimizer, str) else outer_optimizer
+        if self.settings.swarm.enabled:
             _require_none_of_its_own(workflow=workflow, outer_optimizer=outer_optimizer, filters=filters)
         self._model = model
         self._filters = TaskFilters(self.settings, data_filters, filters)
@@ -113,8 +106,8 @@ class Server:
             self._workflows is not None
             and not self._workflows.trains
             and model is None
-            and self.settings.model is None
-            and not self.settings.persistor
+            and self.settings.model.source is None
+            and not self.settings.model.persistor.path
         ):
             self._model = NO_MODEL
         self._gate = open_gate(self.settings)
@@ -167,8 +160,8 @@ class Server:
     @property
     def url(self) -> str:
         """Address for workers."""
-        host = socket.gethostname() if self.settings.host in ("0.0.0.0", "::") else self.settings.host
-        return address_of(host, self.port, secure=bool(self.settings.tls_cert))
+        host = socket.gethostname() if self.settings.network.host in ("0.0.0.0", "::") else self.settings.network.host
+        return address_of(host, self.port, secure=bool(self.settings.network.tls_cert))
 
     @property
     def exports(self) -> Path:
@@ -246,7 +239,7 @@ class Server:
             schedule = self._workflows
             if schedule is not None:
                 schedule.load()
-            persistor = Persistor(self.settings) if self.settings.persistor else None
+            persistor = Persistor(self.settings) if self.settings.model.persistor.path else None
             opened = open_run(self.settings, self._model, persistor, self._outer)
             run = Coordinator(*opened, persistor, self._filters.results, schedule)
         except BaseException:
@@ -258,15 +251,15 @@ class Server:
         try:
             await runner.setup()
             context = None
-            if self.settings.tls_cert and self.settings.tls_key:
-                context = server_context(self.settings.tls_cert, self.settings.tls_key)
+            if self.settings.network.tls_cert and self.settings.network.tls_key:
+                context = server_context(self.settings.network.tls_cert, self.settings.network.tls_key)
             self.port = listener.getsockname()[1]
             run.start(self.url)
             self._run = run
             if schedule is not None:
                 schedule.start(run)
             accepting = await start_listener(
-                listener, runner, context, files=files, idle_timeout_s=self.settings.idle_timeout_s
+                listener, runner, context, files=files, idle_timeout_s=self.settings.network.idle_timeout_s
             )
             self._thread.ready()
             await self._until_end(run)
@@ -322,12 +315,15 @@ def _listen(settings: Settings) -> socket.socket:
     Raises:
         PortInUse: another program has the port. ConfigError: the address is not this machine's.
     """
-    wanted = range(DEFAULT_PORT, DEFAULT_PORT + PORTS_TO_TRY) if settings.port is None else [settings.port]
+    wanted = (
+        range(DEFAULT_PORT, DEFAULT_PORT + PORTS_TO_TRY) if settings.network.port is None else [settings.network.port]
+    )
     try:
-        family, _, _, _, address = socket.getaddrinfo(settings.host, None, type=socket.SOCK_STREAM)[0]
+        family, _, _, _, address = socket.getaddrinfo(settings.network.host, None, type=socket.SOCK_STREAM)[0]
     except socket.gaierror as error:
         raise ConfigError(
-            f"host {settings.host!r} is not known: {error.strerror}.", "Give an address of this machine."
+            f"network.host {settings.network.host!r} is not known: {error.strerror}.",
+            "Give an address of this machine.",
         ) from error
     for port in wanted:
         listener = socket.socket(family, socket.SOCK_STREAM)
@@ -340,12 +336,13 @@ def _listen(settings: Settings) -> socket.socket:
             listener.close()
             if error.errno == errno.EADDRNOTAVAIL:
                 raise ConfigError(
-                    f"host {settings.host!r} is not an address of this machine.", "Give one that is."
+                    f"network.host {settings.network.host!r} is not an address of this machine.", "Give one that is."
                 ) from error
             if error.errno not in (errno.EADDRINUSE, errno.EACCES):
                 raise
     raise PortInUse(
-        f"Port {f'{wanted[0]} to {wanted[-1]}' if len(wanted) > 1 else wanted[0]} on {settings.host} is in use.",
+        f"Port {f'{wanted[0]} to {wanted[-1]}' if len(wanted) > 1 else wanted[0]} on {settings.network.host} is in "
+        "use.",
         "End what uses it, or choose another with --port; 0 takes any free one.",
     )
 
@@ -359,7 +356,7 @@ def _require_none_of_its_own(**given: Any) -> None:
     for name, value in given.items():
         if value is not None and not (isinstance(value, Sequence) and not value):
             raise ConfigError(
-                f"Server got {name}, and placement is 'swarm': workers run no code that a server has.",
+                f"Server got {name}, and swarm.enabled is true: workers run no code that a server has.",
                 "Set what the run file can name, filter at the sites, or set placement = 'server'.",
             )
 

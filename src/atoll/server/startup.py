@@ -18,7 +18,7 @@ from atoll.aggregation.plan import FragmentPlan, Plan, cpu_capability, torch_bui
 from atoll.algorithms.resolve import resolve
 from atoll.config import Settings
 from atoll.config.settings import FROZEN
-from atoll.errors import ConfigError, StateCorrupt
+from atoll.errors import ConfigError, StateCorrupt, UsageError
 from atoll.format_text import size
 from atoll.server.coordinator.background_writes import require_files
 from atoll.server.coordinator.persistor import Persistor
@@ -37,6 +37,26 @@ Outer = Callable[..., Optimizer] | None
 
 SAME_BITS = ("torch", "cpu_capability")
 """Kept with the outer optimizer: a difference is a warning, not a refusal."""
+
+
+def settings_beside(caller: str, settings: Settings | Mapping[str, Any] | None, **named: object) -> Settings:
+    """The settings of a program, with what it named by text in other arguments.
+
+    Args:
+        named: `model`, `workflow`, `outer_optimizer`; only a text counts.
+
+    Raises:
+        UsageError: `settings` is an object already, which says all.
+        ConfigError: a setting is unknown or wrong.
+    """
+    texts = {name: value for name, value in named.items() if isinstance(value, str)}
+    if not texts:
+        return Settings.build(settings)
+    if isinstance(settings, Settings):
+        raise UsageError(f"{caller} got settings, and beside them {', '.join(sorted(texts))}.", "Give it among them.")
+    optimizer = f"algorithm.outer_optimizer.{'path' if ':' in texts.get('outer_optimizer', '') else 'name'}"
+    keys = {"model": "model.source", "workflow": "workflow.function", "outer_optimizer": optimizer}
+    return Settings.build({**(settings or {}), **{keys[name]: text for name, text in texts.items()}})
 
 
 def open_run(
@@ -59,20 +79,20 @@ def open_run(
         StoreError: a folder lies where the best version is to be.
     """
     store = Store.open(
-        settings.state_dir,
-        durability=settings.durability,
-        keep_versions=settings.keep_versions,
-        max_pins=settings.max_pins,
-        in_memory=not settings.download_to_disk,
+        settings.disk.state_dir,
+        durability=settings.disk.durability,
+        keep_versions=settings.disk.keep_versions,
+        max_pins=settings.disk.max_pinned_versions,
+        in_memory=not settings.disk.in_files,
     )
     try:
-        if settings.best_metric:
+        if settings.rounds.best_metric:
             require_files(settings.exports)
         run = store.run_log.run
         if run and store.slots.in_memory:
             raise ConfigError(
-                f"{settings.state_dir} has a run, and with download_to_disk = false a run ends with its server.",
-                "Begin a new one in another state_dir; model may name an export.",
+                f"{settings.disk.state_dir} has a run, and with disk.in_files = false a run ends with its server.",
+                "Begin a new one in another disk.state_dir; model.source may name an export.",
             )
         if persistor is not None and given is None and not run and (loaded := persistor.load()) is not None:
             given = loaded_model(settings, loaded)
@@ -99,9 +119,10 @@ def _tell_of_the_way_down(plan: Plan) -> None:
     down, whole = sum(each.layout.nbytes for each in downlinks if each), sum(each.nbytes for each in plan.versions)
     if any(downlinks) and down >= whole:
         LOG.warning(
-            "downlink_codec %r saves nothing: a difference would take %s, a version has %s, and is pulled whole. The "
-            "model is of small tensors, or of a narrow dtype; leave downlink_codec out.",
-            plan.settings.downlink_codec,
+            "aggregation.download_codec %r saves nothing: a difference would take %s, a version has %s, and is "
+            "pulled whole. The "
+            "model is of small tensors, or of a narrow dtype; leave aggregation.download_codec out.",
+            plan.settings.aggregation.download_codec.target,
             size(down),
             size(whole),
         )
@@ -118,7 +139,7 @@ def plan_of(settings: Settings, given: nn.Module | Tensors | None = None, outer:
     """
     schema = schema_for(settings, initial_model(settings, given))
     schema = schema.with_groups(resolve(settings).algorithm.beside)
-    return Plan.make(settings, split(schema, settings.num_fragments), outer)
+    return Plan.make(settings, split(schema, settings.diloco.num_fragments), outer)
 
 
 def _create(settings: Settings, given: nn.Module | Tensors | None, outer: Outer, store: Store) -> Plan:
@@ -143,11 +164,11 @@ def _take_up(settings: Settings, given: nn.Module | Tensors | None, outer: Outer
     """Return the plan of the run that is there; refuse settings or a model that it was not begun with."""
     plan = Plan.make(settings, split_of(json.loads(row.schema_json)), outer)
     _require_same(settings, _read_settings(settings, row), json.loads(_frozen(settings, plan)))
-    if given is not None or settings.model is not None:
+    if given is not None or settings.model.source is not None:
         if not is_known(settings, given, plan.schema.model):
             mine = schema_for(settings, initial_model(settings, given))
-            mine.require_equal(plan.schema.model, mine="this start", theirs=f"the run in {settings.state_dir}")
-        LOG.info("going on with the model of %s; the initial model is not read again", settings.state_dir)
+            mine.require_equal(plan.schema.model, mine="this start", theirs=f"the run in {settings.disk.state_dir}")
+        LOG.info("going on with the model of %s; the initial model is not read again", settings.disk.state_dir)
     if (row.torch_build, row.cpu_capability) != (torch_build(), cpu_capability()):
         LOG.warning(
             "the run was begun with torch %s on %s, and goes on with %s on %s: bits may differ from an undisturbed run",
@@ -164,7 +185,9 @@ def _read_settings(settings: Settings, row: RunRow) -> dict[str, Any]:
     try:
         found: dict[str, Any] = json.loads(row.settings_json)
     except ValueError as error:
-        raise StateCorrupt(f"The settings of the run in {settings.state_dir} are damaged: {error}.", NEW_RUN) from None
+        raise StateCorrupt(
+            f"The settings of the run in {settings.disk.state_dir} are damaged: {error}.", NEW_RUN
+        ) from None
     return found
 
 
@@ -174,14 +197,14 @@ def _require_same(settings: Settings, before: Mapping[str, Any], now: Mapping[st
     Raises:
         ConfigError: the first such setting, both values, and the remedy.
     """
-    for key in sorted(before, key=(*FROZEN, *before).index):
-        old, new = before[key], now.get(key)
+    for key in dict.fromkeys([*now, *before]):  # in the order of FROZEN
+        old, new = before.get(key), now.get(key)
         if isinstance(old, dict) and isinstance(new, dict):
             old, new = _differing(old, new)
         if old != new:
             raise ConfigError(
-                f"{settings.state_dir} has a run with {key} = {old!r}, this start says {new!r}.",
-                "Start it with the old value, or begin a new run in another state_dir.",
+                f"{settings.disk.state_dir} has a run with {key} = {old!r}, this start says {new!r}.",
+                "Start it with the old value, or begin a new run in another disk.state_dir.",
             )
 
 
@@ -194,10 +217,19 @@ def _differing(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[dict[str,
 
 def _frozen(settings: Settings, plan: Plan) -> str:
     algorithm = plan.algorithm
-    chosen: dict[str, object] = {key: getattr(settings, key) for key in FROZEN}
-    chosen |= {"codec": algorithm.codec, "downlink_codec": settings.downlink_codec or "none"}
-    chosen |= {"sync_every": algorithm.sync_every, "local_options": algorithm.local}
-    return json.dumps(chosen | {"outer_optimizer": plan.rule.describe()}, sort_keys=True, default=str)
+    chosen: dict[str, object] = settings.chosen(FROZEN)
+    download = settings.aggregation.download_codec
+    chosen |= {
+        "algorithm": {"name": settings.algorithm.target or algorithm.name, **(algorithm.local or {})},
+        "aggregation.upload_codec": {"name": algorithm.codec, **algorithm.codec_options},
+        "aggregation.download_codec": {"name": download.target or "none", **download.options},
+        "diloco.sync_every": algorithm.sync_every,
+    }
+    single = {key: value for key, value in chosen.items() if not isinstance(value, dict)}
+    options = {
+        f"{key}.{name}": value[name] for key, value in chosen.items() if isinstance(value, dict) for name in value
+    }
+    return json.dumps(options | single | {"algorithm.outer_optimizer": plan.rule.describe()}, default=str)
 
 
 def _write_first(plan: Plan, store: Store, model: nn.Module | Tensors, there: Container[int]) -> None:

@@ -197,7 +197,7 @@ class Filtering:
         except (UsageError, ConfigError) as error:  # as shipped filters have it
             raise FilterRefused(f"a filter of the server says: {error.message}") from error
         except OSError as error:
-            raise disk_error(error, self._plan.settings.state_dir / "filters") from error
+            raise disk_error(error, self._plan.settings.disk.state_dir / "filters") from error
         finally:
             spool.pool.drop(spool.slot, HOLDER)
             base.release()

@@ -114,7 +114,7 @@ class Conductor:
         self._bases = Bases(run.store.versions)
         self._done = run.state.rounds[0].done
         self._stuck = Counter[str]()  # site → how often it did not return, since its last update
-        self._patience_s = max(LEAST_PATIENCE_S, PATIENCE * run.settings.round_deadline_s)
+        self._patience_s = max(LEAST_PATIENCE_S, PATIENCE * run.settings.rounds.deadline_s)
         self._engine_failed: Exception | None = None
         self.worker_rounds = self.late = self.bytes_up = self.bytes_down = 0
         self.failed: dict[str, str] = {}
@@ -184,7 +184,7 @@ class Conductor:
 
     async def _free_processes(self) -> None:
         """Where a round has a deadline, no worker keeps for ever a process that others wait for."""
-        while self._run.settings.quorum:
+        while self._run.settings.rounds.quorum:
             await asyncio.sleep(self._patience_s / 4)
             self._engine.free(self._patience_s)
 
@@ -244,7 +244,7 @@ class Conductor:
         real = next((site for site, presence in self._run.roster.items() if presence.host != HOST), None)
         if real is not None:
             raise ConfigError(
-                f"The run in {self._run.settings.state_dir} has real workers, such as {real}.",
+                f"The run in {self._run.settings.disk.state_dir} has real workers, such as {real}.",
                 "Give the simulation a state directory of its own.",
             )
         sites = set(self._sites)
@@ -277,7 +277,7 @@ class Conductor:
             if not (self._folder / site / "algorithm.json").is_file():
                 raise ConfigError(
                     f"What {site} keeps between its rounds is not in {self._folder} any more, and its updates count.",
-                    "Bring its folder back from a backup, or begin a new simulation in another state_dir.",
+                    "Bring its folder back from a backup, or begin a new simulation in another disk.state_dir.",
                 )
 
     # -- jobs
@@ -387,7 +387,8 @@ class Conductor:
             self.late += 1
         if self._stuck[job.site] == ATTEMPTS:
             why = (
-                f"it did not return within {told_s}, {ATTEMPTS} times in a row; a longer round_deadline_s gives it more"
+                f"it did not return within {told_s}, {ATTEMPTS} times in a row; a longer rounds.deadline_s gives "
+                "it more"
             )
             await self._end(lease, Answer(error=why))
 

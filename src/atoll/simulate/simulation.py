@@ -8,7 +8,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -16,14 +16,14 @@ from typing import Any
 
 from torch import nn
 
-from atoll.config import Settings
+from atoll.config import Settings, default_of
 from atoll.errors import ConfigError, UsageError, print_interrupt_in_a_line, public_api
 from atoll.protocol import status_messages
 from atoll.runtime import Latch
 from atoll.server.coordinator.coordinator import Coordinator
 from atoll.server.coordinator.persistor import Persistor
 from atoll.server.filter_table import Given
-from atoll.server.startup import open_run
+from atoll.server.startup import open_run, settings_beside
 from atoll.server.tasks.task_payloads import TaskFilters
 from atoll.simulate.client import name_of, require_outside
 from atoll.simulate.engines import require_engine
@@ -82,12 +82,13 @@ class Simulation:
 
     Args:
         model: the initial model, as for `atoll.Server`.
-        settings: of the run; or give them as keywords: `Simulation(model, client=train, workers=200, rounds=10)`.
+        settings: of the run, as for `atoll.Server`.
         client: what a virtual worker runs: a function of a worker at the top level of a file, or the name of one
-            (`train.py:train`, `my_package.module:train`), or a script (`train.py`); by default the setting `client`.
+            (`train.py:train`, `my_package.module:train`), or a script (`train.py`); by default the setting
+            `run.script`.
         arguments: what it finds in `sys.argv`.
         workers: how many virtual workers, `site-0000` and so on; or their names. By default the setting
-            `num_workers`.
+            `rounds.sites`.
         per_round: how many of them a round asks for, drawn anew each time; by default what the settings say.
         processes: that train them; by default one for each core.
         engine: `local`, processes of this machine; or `ray`.
@@ -103,7 +104,7 @@ class Simulation:
     def __init__(
         self,
         model: nn.Module | Tensors | str | None = None,
-        settings: Settings | None = None,
+        settings: Settings | Mapping[str, Any] | None = None,
         *,
         client: str | Callable[..., Any] | None = None,
         arguments: Sequence[str] = (),
@@ -115,30 +116,21 @@ class Simulation:
         outer_optimizer: Any = None,
         filters: Given = (),
         on_round: Callable[[status_messages.RoundSummary], object] | None = None,
-        **options: Any,
     ) -> None:
         require_outside()
-        if isinstance(model, str):
-            options["model"], model = model, None
-        if isinstance(outer_optimizer, str):
-            options["outer_optimizer"], outer_optimizer = outer_optimizer, None
-        if settings is not None and options:
-            raise UsageError(
-                f"Simulation got settings, and beside them {', '.join(sorted(options))}.", "Give it among the settings."
-            )
-        if workers is not None:
-            self.sites = _sites(workers)
-            options = {"num_workers": len(self.sites), **options} if settings is None else options
-        settings = settings or Settings.build({"state_dir": Path("atoll-simulation"), **options})
-        if workers is None:
-            self.sites = _sites(settings.num_workers)
+        if not isinstance(settings, Settings):
+            sites = {} if workers is None else {"rounds.sites": len(_sites(workers))}
+            settings = {"disk.state_dir": Path("atoll-simulation"), **sites, **(settings or {})}
+        settings = settings_beside("Simulation", settings, model=model, outer_optimizer=outer_optimizer)
+        model, outer_optimizer = (None if isinstance(each, str) else each for each in (model, outer_optimizer))
+        self.sites = _sites(settings.rounds.sites if workers is None else workers)
         self.settings = _simulated(settings, len(self.sites), per_round)
         self._model, self._outer = model, outer_optimizer
-        client = client if client is not None else settings.client
+        client = client if client is not None else settings.run.script
         if client is None:
             raise ConfigError(
                 "The simulation has no client.",
-                "Give client, in the run file or as --client: 'train.py:train', a function of a worker, or 'train.py', "
+                "Set run.script, in the run file or by --set: 'train.py:train', a function of a worker, or 'train.py', "
                 "a script that joins.",
             )
         self._client, self._arguments = name_of(client), tuple(arguments)
@@ -213,7 +205,7 @@ class Simulation:
     def described(self) -> str:
         """How it is run, in a few words."""
         name = "" if self._engine.name == "local" else f" of {self._engine.name}"
-        per_round = f"{self.settings.sample_min} a round, " if self.settings.sample_fraction < 1 else ""
+        per_round = f"{self.settings.rounds.sample_min} a round, " if self.settings.rounds.sample_fraction < 1 else ""
         return f"{per_round}{self._processes} process{'es' * (self._processes != 1)}{name}"
 
     def pids(self) -> list[int]:
@@ -239,7 +231,7 @@ class Simulation:
         self._loop, self._task = asyncio.get_running_loop(), asyncio.current_task()
         if self._stopped:
             return
-        persistor = Persistor(self.settings) if self.settings.persistor else None
+        persistor = Persistor(self.settings) if self.settings.model.persistor.path else None
         plan, store, recovered = open_run(self.settings, self._model, persistor, self._outer)
         run = Coordinator(plan, store, recovered, persistor, self._filters.results)
         self._model = None  # version 0 is on disk
@@ -267,8 +259,8 @@ class Simulation:
             info=now(run.get_run()),
             schema=now(run.get_schema()),
             threads=threads_of(self._processes),
-            seed=self.settings.seed,
-            sites=str((self.settings.state_dir / SITES).resolve()),
+            seed=self.settings.run.seed,
+            sites=str((self.settings.disk.state_dir / SITES).resolve()),
         )
 
     def _simulated(self, run: Coordinator, conductor: Conductor, first: int, seconds: float) -> Simulated:
@@ -322,7 +314,13 @@ def _engine(name: str, processes: int, address: str | None) -> Engine:
     return RayEngine(processes, address)
 
 
-_ONE_WHOLE_MODEL = {"num_fragments": 1, "tau": 0, "ranks": 1, "workflow": None, "mode": "sync"}
+_ONE_WHOLE_MODEL = (
+    "diloco.num_fragments",
+    "diloco.fragment_sync_delay",
+    "model.ranks",
+    "workflow.function",
+    "async.enabled",
+)
 
 
 def _simulated(settings: Settings, workers: int, per_round: int | None) -> Settings:
@@ -331,23 +329,28 @@ def _simulated(settings: Settings, workers: int, per_round: int | None) -> Setti
     Raises:
         ConfigError: something in them has no meaning here.
     """
-    for key, value in _ONE_WHOLE_MODEL.items():
-        if getattr(settings, key) != value:
+    for key in _ONE_WHOLE_MODEL:
+        if settings.at(key) != default_of(key):
             raise ConfigError(
-                f"{key} is {getattr(settings, key)!r}: a simulation has rounds of whole models, which wait.",
+                f"{key} is {settings.at(key)!r}: a simulation has rounds of whole models, which wait.",
                 f"Leave {key} out, or run it with atoll server and real workers.",
             )
-    if settings.workflows:
+    if settings.workflow.steps:
         raise ConfigError(
-            "workflows is set: a simulation has rounds of training, and virtual workers answer no tasks.",
-            "Leave workflows out, or run it with atoll server and real workers.",
+            "workflow.steps is set: a simulation has rounds of training, and virtual workers answer no tasks.",
+            "Leave workflow.steps out, or run it with atoll server and real workers.",
         )
-    if not settings.rounds:
-        raise ConfigError("rounds is 0: the simulation would never end.", "Set rounds.")
-    changed: dict[str, Any] = {"num_workers": workers, "heartbeat_timeout_s": 0.0, "heartbeat_interval_s": 0.0}
-    changed |= {"placement": "server", "aggregators": ()}  # where a round is reduced changes no bit of it
+    if not settings.rounds.total:
+        raise ConfigError("rounds.total is 0: the simulation would never end.", "Set rounds.total.")
+    changed: dict[str, Any] = {
+        "rounds.sites": workers,
+        "network.heartbeat_timeout_s": 0.0,
+        "network.heartbeat_interval_s": 0.0,
+        "swarm.enabled": False,  # where a round is reduced changes no bit of it
+        "swarm.aggregators": (),
+    }
     if per_round is not None:
         if not 1 <= per_round <= workers:
             raise ConfigError(f"per_round is {per_round}, of {workers} workers.", f"Give 1 to {workers}.")
-        changed |= {"sample_fraction": per_round / workers, "sample_min": per_round}
-    return Settings.build(settings.model_dump() | changed)
+        changed |= {"rounds.sample_fraction": per_round / workers, "rounds.sample_min": per_round}
+    return settings.changed(changed)

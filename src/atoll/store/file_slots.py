@@ -330,7 +330,7 @@ class Slots:
                     f"The run in {self.folder.parent} was begun with another model, codec or outer optimizer: its "
                     f"{kind} files of fragment {fragment} have {sizes[0]}, these settings need {sizes[1]}"
                     f"{', with other tensors' if sizes[0] == sizes[1] else ''}.",
-                    "Go on with the settings it was begun with, or give this run another state_dir.",
+                    "Go on with the settings it was begun with, or give this run another disk.state_dir.",
                 )
 
     @property

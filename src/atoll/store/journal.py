@@ -34,7 +34,8 @@ LOG_PAGES = 16_000
 """Of 4 KiB: the most that the write-ahead log grows to without `checkpoint`, which is called after every round."""
 
 NEW_RUN = (
-    "Restore the whole directory from a backup, or begin a new run: another state_dir, and model = an exported file."
+    "Restore the whole directory from a backup, or begin a new run: another disk.state_dir, and model.source = "
+    "an exported file."
 )
 
 

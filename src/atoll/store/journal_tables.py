@@ -85,7 +85,7 @@ def _columns(db: sqlite3.Connection, table: str) -> tuple[list[str], list[str]]:
     return [name for name, key in found if key], [name for name, _ in found if name not in UNCHECKED]
 
 
-SCHEMA_VERSION = 5
+SCHEMA_VERSION = 6
 
 SCHEMA = f"""
 CREATE TABLE meta (

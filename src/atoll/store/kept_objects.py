@@ -117,7 +117,7 @@ class ObjectStore:
         if cuts.nbytes > self._max_bytes:
             raise BadRequest(
                 f"The object has {cuts.nbytes} bytes, this server keeps at most {self._max_bytes} of objects.",
-                "Publish it from your own process, or raise objects_max_bytes at the server.",
+                "Publish it from your own process, or raise disk.objects_max_bytes at the server.",
             )
         taken = self._taken_bytes()
         arriving = sum(kept.fd >= 0 for kept in self._kept.values())
@@ -125,7 +125,7 @@ class ObjectStore:
             busy = Busy(
                 f"The server keeps {len(self._kept)} objects of {taken} bytes ({arriving} of them arrive), and has no "
                 f"room for {cuts.nbytes} more.",
-                "Publish later, withdraw what is not needed, or raise objects_max_bytes at the server.",
+                "Publish later, withdraw what is not needed, or raise disk.objects_max_bytes at the server.",
             )
             busy.retry_after_s = 5.0
             raise busy
@@ -209,7 +209,7 @@ class ObjectStore:
         if taken + manifest.nbytes > self._max_bytes:
             raise Busy(
                 f"The server keeps objects of {taken} bytes, and has no room for a payload of {manifest.nbytes}.",
-                "Raise objects_max_bytes at the server.",
+                "Raise disk.objects_max_bytes at the server.",
             )
         secret = new_id()
         digests = dict(enumerate(manifest.part_digests))

@@ -63,7 +63,7 @@ class RunLog:
         """
         if self.run:
             raise StoreError(
-                f"{self._journal.path.parent} already holds a run.", "Go on with it, or give another state_dir."
+                f"{self._journal.path.parent} already holds a run.", "Go on with it, or give another disk.state_dir."
             )
         with self._journal.transaction():
             self._journal.insert(RUNS, row)

@@ -102,7 +102,9 @@ class Store:
         try:
             (directory / "slots").mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise StoreError(f"{directory}: {error.strerror}.", "Give a state_dir that this user may write.") from error
+            raise StoreError(
+                f"{directory}: {error.strerror}.", "Give a disk.state_dir that this user may write."
+            ) from error
         lock_fd = _lock(directory)
         try:
             begin = not any(is_slot_name(path.name) for path in (directory / "slots").iterdir())
@@ -267,7 +269,7 @@ def _lock(directory: Path) -> int:
     except Held as holder:
         raise StateLocked(
             f"The state directory {directory} is in use by {holder}.",
-            "Stop that server, or give this one another state_dir.",
+            "Stop that server, or give this one another disk.state_dir.",
         ) from None
     except OSError as error:
-        raise StoreError(f"{path}: {error.strerror}.", "Give a state_dir that this user may write.") from error
+        raise StoreError(f"{path}: {error.strerror}.", "Give a disk.state_dir that this user may write.") from error

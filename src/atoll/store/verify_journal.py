@@ -22,7 +22,7 @@ _UPDATE = ("site", "fragment", "base_version", "digest", "weight", "steps", "nor
 _PAGE = 1000
 _REMEDY = (
     "Look at disk and memory of this machine. Restore the whole directory from a backup, or begin a new run: another "
-    "state_dir, and model = an exported file."
+    "disk.state_dir, and model.source = an exported file."
 )
 
 

@@ -61,8 +61,8 @@ def split(schema: Schema, count: int) -> Split:
     params = _in_order([spec for spec in schema.tensors if spec.group == PARAMS and spec.numel])
     if count > len(params):
         raise ConfigError(
-            f"num_fragments is {count}, but the model has {len(params)} parameters that could be fragments.",
-            f"Set num_fragments to at most {max(1, len(params))}.",
+            f"diloco.num_fragments is {count}, but the model has {len(params)} parameters that could be fragments.",
+            f"Set diloco.num_fragments to at most {max(1, len(params))}.",
         )
     neighbours = _Neighbours(params)
     piece_of = {spec.name: index for index, spec in enumerate(params)}

@@ -2,7 +2,8 @@
 
 Threads of the test's process are the quickest:
 
-    with serve(build(), folder / "state", algorithm="fedavg", rounds=3, num_workers=2) as server:
+    settings = {"algorithm": {"name": "fedavg"}, "rounds": {"total": 3, "sites": 2}}
+    with serve(build(), folder / "state", settings) as server:
         together(lambda: train("a", server.url), lambda: train("b", server.url))
         server.run()                                    # until its result is written
     assert [line["version"] for line in history(folder / "state")] == [1, 2, 3]
@@ -89,18 +90,21 @@ _PR_SET_PDEATHSIG = 1
 
 
 @contextmanager
-def serve(model: nn.Module | str | None, state_dir: Path | str, **settings: Any) -> Iterator[Server]:
+def serve(
+    model: nn.Module | str | None, state_dir: Path | str, settings: Mapping[str, Any] | None = None, **more: Any
+) -> Iterator[Server]:
     """Start a server in this process, on a port that no other test uses, and stop it at the end of the block.
 
     Args:
         model: the initial model, or its name; None for a run of tasks alone.
         state_dir: where the run is kept. A second server on it goes on with the same run.
-        settings: settings of the run, as `atoll.Server` takes them.
+        settings: of the run, by `group.key` or group.
+        more: further arguments of `atoll.Server`, such as a workflow or filters.
     """
     from atoll.server.serve import Server
 
-    options: dict[str, Any] = {"port": free_port(), "state_dir": Path(state_dir)} | settings
-    server = Server(model, **options).start()
+    chosen = {"network.port": free_port(), "disk.state_dir": Path(state_dir), **(settings or {})}
+    server = Server(model, chosen, **more).start()
     try:
         yield server
     finally:

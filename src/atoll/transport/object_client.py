@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from atoll.blobs.manifest import Manifest
 from atoll.blobs.object_file import Contents, Stored, pack_object
 from atoll.blobs.payload_cut import ChunkSizes, Cut, cut_of
-from atoll.config import ENV_PREFIX, IDLE_TIMEOUT_S, Settings
+from atoll.config import IDLE_TIMEOUT_S, Settings, variable_of
 from atoll.errors import (
     AtollError,
     AuthError,
@@ -59,35 +59,37 @@ LOOK_S = 0.05
 
 
 def chunk_sizes(default: ChunkSizes | None = None) -> ChunkSizes:
-    """How this process cuts what it publishes: `ATOLL_…_DOWNLOAD_CHUNK_SIZE` of its environment, else as given.
+    """How this process cuts what it publishes: `ATOLL_WORKFLOW__…_PART_BYTES` of its environment, else as given.
 
     Raises:
         ConfigError: a variable has a size that cannot be.
     """
     default = default or ChunkSizes()
     return ChunkSizes(
-        _setting("tensor_download_chunk_size", default.tensor), _setting("np_download_chunk_size", default.np)
+        _setting("workflow.tensor_part_bytes", default.tensor), _setting("workflow.array_part_bytes", default.np)
     )
 
 
 def idle_timeout(given_s: float | None, default_s: float = IDLE_TIMEOUT_S) -> float:
-    """The idle timeout of a transfer: as given, else `ATOLL_IDLE_TIMEOUT_S` of the environment, else the default.
+    """The idle timeout of a transfer: as given, else by ATOLL_NETWORK__IDLE_TIMEOUT_S, else the default.
 
     Raises:
         UsageError, ConfigError: it is none.
     """
     if given_s is None:
-        return float(_setting("idle_timeout_s", default_s))
+        return float(_setting("network.idle_timeout_s", default_s))
     if type(given_s) not in (int, float) or not 0 < given_s < math.inf:
-        raise UsageError(f"idle_timeout_s is {given_s!r}.", "Give the seconds without a byte after which to give up.")
+        raise UsageError(
+            f"network.idle_timeout_s is {given_s!r}.", "Give the seconds without a byte after which to give up."
+        )
     return float(given_s)
 
 
 def _setting(key: str, default: Any) -> Any:
-    variable = ENV_PREFIX + key.upper()
+    variable = variable_of(key)
     if variable not in os.environ:
         return default
-    return getattr(Settings.build({key: os.environ[variable]}, {key: variable}), key)
+    return Settings.build({key: os.environ[variable]}, {key: variable}).at(key)
 
 
 class Abort(Protocol):
@@ -158,8 +160,8 @@ class Publisher:
         name: under which others reach this machine; by default `host`.
         tls_cert, tls_key: PEM files; the key has mode 0600.
         insecure: listen beyond loopback without TLS.
-        idle_timeout_s: a receiver that takes no byte for so long is broken off; by default `ATOLL_IDLE_TIMEOUT_S`,
-            else 60.
+        idle_timeout_s: a receiver that takes no byte for so long is broken off; by default
+            `ATOLL_NETWORK__IDLE_TIMEOUT_S`, else 60.
         folder: where the bytes lie, in files without names; by default that of temporary files.
 
     Raises:
@@ -249,8 +251,8 @@ def publish(
         server: address of an Atoll server that is to keep it, for processes that cannot reach this one. By default
             this process serves it, on loopback; `Publisher` does so on another address.
         abort: an event that ends the upload to a server.
-        idle_timeout_s: an upload that moves no byte for so long is given up; by default `ATOLL_IDLE_TIMEOUT_S`, else
-            60.
+        idle_timeout_s: an upload that moves no byte for so long is given up; by default
+            `ATOLL_NETWORK__IDLE_TIMEOUT_S`, else 60.
 
     Returns:
         The reference. With it a process can fetch the tensors, without it none can.
@@ -412,8 +414,8 @@ def fetch(
 
     Args:
         ref: of `atoll.objects.publish`, or its text.
-        idle_timeout_s: a connection that moves no byte for so long is given up; by default `ATOLL_IDLE_TIMEOUT_S`,
-            else 60.
+        idle_timeout_s: a connection that moves no byte for so long is given up; by default
+            `ATOLL_NETWORK__IDLE_TIMEOUT_S`, else 60.
         optional: whether None is returned where it is not there (no reference, expired, withdrawn, its process ended).
         abort: an event that ends the transfer in its middle.
         to_disk: True, or a folder: the bytes go to a file without a name, which goes with the last value that

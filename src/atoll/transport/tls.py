@@ -43,7 +43,7 @@ def server_context(cert: Path, key: Path) -> ssl.SSLContext:
         context.load_cert_chain(cert, key)
     except (OSError, ssl.SSLError) as error:
         raise ConfigError(
-            f"tls_cert {str(cert)!r} and tls_key {str(key)!r} cannot be used: {error}.",
+            f"network.tls_cert {str(cert)!r} and network.tls_key {str(key)!r} cannot be used: {error}.",
             "Give a PEM certificate chain and the private key that belongs to it.",
         ) from error
     return context

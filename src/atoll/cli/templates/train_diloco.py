@@ -18,7 +18,7 @@ BATCH = 32
 
 
 def build(hidden: int = 64) -> nn.Module:
-    """Build the model: the server makes its first version here, and every worker its own; `model_args` go here."""
+    """Build the model: the server makes its first version here, and every worker its own; `model.args` go here."""
     return nn.Sequential(nn.Flatten(), nn.Linear(64, hidden), nn.BatchNorm1d(hidden), nn.ReLU(), nn.Linear(hidden, 10))
 
 

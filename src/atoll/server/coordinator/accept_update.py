@@ -98,10 +98,18 @@ class UpdateAdmission:
         settings, weight = self._plan.settings, message.weight
         if self._plan.needs_steps and not message.steps:
             self.refuse(site, ticket, "it reports no local steps, by which this run divides", STEPS)
-        if weight > settings.max_weight:
-            self.refuse(site, ticket, f"its weight is {weight:g}, above max_weight {settings.max_weight:g}")
-        if settings.max_update_norm and norm > settings.max_update_norm:
-            self.refuse(site, ticket, f"its norm is {norm:.4g}, above max_update_norm {settings.max_update_norm:g}")
+        if weight > settings.aggregation.max_weight:
+            self.refuse(
+                site,
+                ticket,
+                f"its weight is {weight:g}, above aggregation.max_weight {settings.aggregation.max_weight:g}",
+            )
+        if settings.aggregation.max_update_norm and norm > settings.aggregation.max_update_norm:
+            self.refuse(
+                site,
+                ticket,
+                f"its norm is {norm:.4g}, above aggregation.max_update_norm {settings.aggregation.max_update_norm:g}",
+            )
 
     def refuse(self, site: str, ticket: int, reason: str, remedy: str = LOOK) -> None:
         """Quarantine an update with its reason; the round goes on with the others, or waits for another try.

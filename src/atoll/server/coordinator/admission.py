@@ -21,33 +21,33 @@ def run_info(plan: Plan, run_id: str) -> messages.RunInfo:
     return messages.RunInfo(
         protocol=routes.PROTOCOL,
         run=run_id,
-        name=settings.name,
+        name=settings.run.name,
         algorithm=algorithm.name,
         local=algorithm.local,
         local_package=registry.package_of("algorithms", algorithm.name) if algorithm.local is not None else "",
         on_missed=algorithm.algorithm.on_missed,
-        rounds=settings.rounds,
+        rounds=settings.rounds.total,
         sync_every=algorithm.sync_every,
-        mode=settings.mode,
-        placement=settings.placement,
-        sync_rounds_first=settings.sync_rounds_first,
+        mode="async" if settings.async_.enabled else "sync",
+        placement="swarm" if settings.swarm.enabled else "server",
+        sync_rounds_first=settings.async_.sync_rounds_first,
         schema_digest=plan.schema.digest,
         schema_bytes=plan.schema.nbytes,
         fragments=len(plan.fragments),
-        tau=settings.tau,
-        alpha=settings.alpha,
-        max_inflight=settings.max_inflight,
+        tau=settings.diloco.fragment_sync_delay,
+        alpha=settings.diloco.fragment_update_alpha,
+        max_inflight=settings.diloco.max_inflight,
         codec=algorithm.codec,
         codec_options=algorithm.codec_options,
-        downlink_codec=settings.downlink_codec or "none",
-        downlink_codec_options=settings.downlink_codec_options,
-        part_bytes=settings.part_bytes,
-        ranks=settings.ranks,
-        connections=settings.connections,
-        heartbeat_interval_s=settings.heartbeat_interval_s,
-        heartbeat_timeout_s=settings.heartbeat_timeout_s,
-        waiting_heartbeat_s=settings.waiting_heartbeat_s,
-        idle_timeout_s=settings.idle_timeout_s,
+        downlink_codec=settings.aggregation.download_codec.target or "none",
+        downlink_codec_options=settings.aggregation.download_codec.options,
+        part_bytes=settings.network.part_bytes,
+        ranks=settings.model.ranks,
+        connections=settings.network.connections,
+        heartbeat_interval_s=settings.network.heartbeat_interval_s,
+        heartbeat_timeout_s=settings.network.heartbeat_timeout_s,
+        waiting_heartbeat_s=settings.network.waiting_heartbeat_s,
+        idle_timeout_s=settings.network.idle_timeout_s,
     )
 
 
@@ -71,10 +71,10 @@ def require_fit(message: messages.Join, plan: Plan, store: Store) -> None:
     run = store.run_log.run_id
     if message.run not in ("", run):
         raise ServerLost(
-            f"The server has another run now: {plan.settings.name} ({run}). Worker {message.site} takes part in "
+            f"The server has another run now: {plan.settings.run.name} ({run}). Worker {message.site} takes part in "
             f"{message.run}, which is over, or was begun anew.",
             "Start the script again to take part in the new run. To go on with the old one, start its server with the "
-            "state_dir that it had.",
+            "disk.state_dir that it had.",
         )
     model = plan.schema.model  # a worker's own model has nothing beside it
     if message.schema_digest not in (None, plan.schema.digest, model.digest):

@@ -38,7 +38,7 @@ def frozen_round(
     summary = json.loads(store.versions.get(fragment, base_version).summary_json or "{}")
     total = frozen.total_weight if frozen else 0.0
     settings = plan.settings
-    sampling = Sampling(settings.sample_fraction, settings.sample_min)
+    sampling = Sampling(settings.rounds.sample_fraction, settings.rounds.sample_min)
 
     def update(row: TicketRow) -> FrozenUpdate:
         behind = staleness(base_version, row.base_version, lost)
@@ -61,7 +61,7 @@ def frozen_round(
         base_version=base_version,
         version=store.versions.next_number(fragment),
         updates=[update(store.tickets.get(ticket)) for ticket in tickets],
-        expected=sampling.size(settings.num_workers) if settings.mode == "sync" else 0,
+        expected=sampling.size(settings.rounds.sites) if not settings.async_.enabled else 0,
         population=frozen.population if frozen else 0,
         population_weight=total,
         population_scale=(summary.get("total_weight") or total) / total if total else 1.0,
@@ -106,7 +106,7 @@ class LocalCloser:
         Raises:
             ConfigError, RunFailed: it cannot be started.
         """
-        if self._plan.settings.aggregator:
+        if self._plan.settings.aggregation.aggregator.path:
             loop = asyncio.get_running_loop()
             self._aggregator = Aggregator(
                 self._plan, lambda error: loop.call_soon_threadsafe(fail, error), self._filtering

@@ -49,7 +49,7 @@ class Exports:
         with self._lock:
             self.folder.mkdir(parents=True, exist_ok=True)
             heads = self._store.versions.heads() if heads is None else heads
-            if self._plan.settings.save_every:
+            if self._plan.settings.disk.export_every:
                 export_model(self._plan, self._store, self.folder / f"model-{min(heads):06d}.safetensors", heads)
             return export_model(self._plan, self._store, self.folder / MODEL, heads)
 
@@ -118,7 +118,7 @@ class BestVersion:
 
     def __init__(self, plan: Plan, store: Store, folder: Path) -> None:
         self._plan, self._store, self._folder = plan, store, folder
-        self.metric = plan.settings.best_metric or ""
+        self.metric = plan.settings.rounds.best_metric or ""
         self.saved: Measured | None = self._noted()
 
     @property
@@ -156,7 +156,7 @@ class BestVersion:
             "version": measured.version,
             "round": measured.round,
             "metric": self.metric,
-            "mode": self._plan.settings.best_mode,
+            "mode": self._plan.settings.rounds.best_mode,
             "value": measured.value,
         }
         temporary = self._folder / f".{BEST_NOTE}.tmp"
@@ -240,7 +240,7 @@ def missing(summary: status_messages.RoundSummary, tracking: Tracking) -> str:
     has = ", ".join(sorted(summary.metrics)) or "none"
     return (
         f"round {summary.round} has no finite {tracking.metric!r} (its metrics: {has}); neither the best version nor "
-        f"early_stop_rounds looks at such a round. Report it: submit(model, metrics={{{tracking.metric!r}: …}})"
+        f"rounds.early_stop_after looks at such a round. Report it: submit(model, metrics={{{tracking.metric!r}: …}})"
     )
 
 
@@ -259,7 +259,11 @@ class Behind:
 
     def save_initial(self) -> None:
         """Give a persistor the initial model of a run that has just begun."""
-        if self.persistor is not None and self._settings.save_every and max(heads := self._store.versions.heads()) == 0:
+        if (
+            self.persistor is not None
+            and self._settings.disk.export_every
+            and max(heads := self._store.versions.heads()) == 0
+        ):
             self.persistor.save(self._plan, self._store, heads)
 
     def close(self) -> None:
@@ -283,7 +287,7 @@ class Behind:
             last: whether every other fragment has done this round, too.
         """
         loop = asyncio.get_running_loop()
-        every = self._settings.save_every
+        every = self._settings.disk.export_every
         due = bool(every) and summary.round % every == 0 and last
         if due and self.persistor is not None and not finished:
             self.persistor.save(self._plan, self._store, heads)

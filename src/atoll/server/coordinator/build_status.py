@@ -156,12 +156,12 @@ def status_of(run: Shown) -> status_messages.Status:
     history = [_summary(row.summary_json) for row in run.store.run_log.history(HISTORY) if row.summary_json]
     return status_messages.Status(
         run=run.store.run_log.run_id,
-        name=settings.name,
+        name=settings.run.name,
         algorithm=algorithm.name,
         policy=str(run.state.rules.policy),
         protocol=routes.PROTOCOL,
         epoch=run.store.run_log.epoch,
-        rounds=settings.rounds,
+        rounds=settings.rounds.total,
         finished=run.state.finished if run.workflows is None else run.task_queue.finished,
         stopped=run.state.rules.tracking.why(run.state.progress),
         address=run.address,
@@ -170,11 +170,11 @@ def status_of(run: Shown) -> status_messages.Status:
         left_s=run.left.of(run.state, now_s),
         model_bytes=0 if run.plan.schema.is_nothing else run.plan.schema.model.nbytes,
         codec=algorithm.codec,
-        outer=outer_in_words(algorithm, settings.outer_lrs),
-        tau=settings.tau,
-        alpha=settings.alpha,
-        dylu=settings.dylu,
-        downlink_codec=settings.downlink_codec or "none",
+        outer=outer_in_words(algorithm, settings.algorithm.outer_lr_of),
+        tau=settings.diloco.fragment_sync_delay,
+        alpha=settings.diloco.fragment_update_alpha,
+        dylu=settings.diloco.dynamic_local_steps,
+        downlink_codec=settings.aggregation.download_codec.target or "none",
         sync_every=algorithm.sync_every,
         fragments=[_fragment(run, index, now_s) for index in range(len(run.state.rounds))],
         workers=[_worker(run, presence, now_s, lost) for _, presence in sorted(run.roster.items())],
@@ -187,7 +187,7 @@ def status_of(run: Shown) -> status_messages.Status:
         tasks=run.task_queue.counts if run.task_queue.active else {},
         workflows=run.workflows.status() if run.workflows is not None else [],
         sent=run.task_queue.status(),
-        durability=settings.durability,
+        durability=settings.disk.durability,
         durable_version=min(durable) if (durable := _durable(run)) else None,
         warnings=[
             *run.trouble.values(),
@@ -208,7 +208,7 @@ def status_of(run: Shown) -> status_messages.Status:
 def keep_status(run: Shown) -> status_messages.Status:
     """Return the status of a run, and keep it for `atoll status` when no server runs; a full disk does not fail it."""
     status = status_of(run)
-    path = run.settings.state_dir / status_messages.KEPT
+    path = run.settings.disk.state_dir / status_messages.KEPT
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         temporary.write_text(status.model_dump_json(), encoding="utf-8")
@@ -275,7 +275,7 @@ def why(run: Shown, index: int, now_s: float) -> str:
 
 def _hanging(run: Shown, sites: Sequence[str]) -> str:
     """Return which of these sites train no further although their heartbeats come."""
-    patience_s = 2 * (run.settings.heartbeat_timeout_s or HANGS_S)
+    patience_s = 2 * (run.settings.network.heartbeat_timeout_s or HANGS_S)
     still = {site: run.roster[site].hangs_s(patience_s) for site in sites if site in run.roster}
     return "; ".join(
         f"{site} answers, but its training has not moved for {still_s:.0f} s: look at its process"
@@ -290,7 +290,7 @@ HANGS_S = 120.0
 
 def _quiet(run: Shown, sites: Sequence[str], now_s: float) -> str:
     """Return which of these sites miss heartbeats, and what follows; the same words until it does."""
-    interval_s, timeout_s = run.settings.heartbeat_interval_s, run.settings.heartbeat_timeout_s
+    interval_s, timeout_s = run.settings.network.heartbeat_interval_s, run.settings.network.heartbeat_timeout_s
     seen_s = run.state.seen_s
     quiet = [site for site in sites if interval_s and now_s - seen_s.get(site, now_s) >= QUIET_BEATS * interval_s]
     if not quiet:

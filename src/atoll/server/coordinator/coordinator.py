@@ -102,10 +102,10 @@ class Coordinator:
             max(8, 2 * plan.threads), thread_name_prefix="atoll-io", initializer=stay_single_threaded
         )
         self.objects = ObjectStore(
-            self.settings.state_dir / "objects",
-            max_bytes=self.settings.objects_max_bytes,
-            max_expires_s=self.settings.objects_expire_s,
-            idle_timeout_s=self.settings.idle_timeout_s,
+            self.settings.disk.state_dir / "objects",
+            max_bytes=self.settings.disk.objects_max_bytes,
+            max_expires_s=self.settings.disk.objects_expire_s,
+            idle_timeout_s=self.settings.network.idle_timeout_s,
         )
         self.workflows, self.task_queue = workflows, TaskQueue(self.objects, self.wake, self._alive)
         self.behind, self.user_threads = Behind(plan, store, self.io, persistor), UserThreads()
@@ -119,7 +119,7 @@ class Coordinator:
         asked = {row.fragment: row.expected for row in store.run_log.rounds()}
         self.attendance, self.admission.refused = Attendance(self.roster, totals.deaths, asked), totals.refused
         self.stale, self.advice = Stale(plan), advice(plan)
-        self.left = TimeLeft(self.settings.rounds, len(plan.fragments))
+        self.left = TimeLeft(self.settings.rounds.total, len(plan.fragments))
         self.trouble: dict[int, str] = {}  # fragment → why its round cannot be written
         self.bytes_up = self.bytes_down = 0
         self.started_s, self.address = time.monotonic(), ""
@@ -193,7 +193,7 @@ class Coordinator:
     def fail(self, error: AtollError) -> None:
         """End the server, because the run cannot go on, and say why."""
         if self.failed is None:
-            error = directory_gone(self.settings.state_dir) or error
+            error = directory_gone(self.settings.disk.state_dir) or error
             LOG.error("%s", error)
             self.failed = error
             self.ended.set()
@@ -256,7 +256,7 @@ class Coordinator:
         Raises:
             DiskFull: it can be asked for again later.
         """
-        self.store.require_space(self.settings.min_free_bytes)
+        self.store.require_space(self.settings.disk.min_free_bytes)
 
     # -- what a run is
 
@@ -410,10 +410,10 @@ class Coordinator:
     def local_steps(self, site: str) -> int:
         """Return the local steps between two synchronisations of a site under DyLU; 0: as many as the run's."""
         settings = self.settings
-        if not settings.dylu or not self.plan.algorithm.sync_every:
+        if not settings.diloco.dynamic_local_steps or not self.plan.algorithm.sync_every:
             return 0
         speeds = {site: self.roster[site].beat.steps_per_s for site in self._alive() if site in self.roster}
-        return dylu_steps(speeds, site, settings.sync_every, settings.num_fragments)
+        return dylu_steps(speeds, site, settings.diloco.sync_every, settings.diloco.num_fragments)
 
     def _unpulled(self, fragment: int) -> Collection[int]:
         """Return versions that open tickets name and their holders have not pulled yet, as far as is known."""
@@ -636,7 +636,7 @@ class Coordinator:
         LOG.info("%s", in_words(summary, row, self.left.of(self.state, time.monotonic()), streams=self.plan.streams))
         heads, done = self.store.versions.heads(), min(round_.done for round_ in self.state.rounds)
         last = summary.round == done
-        if last and done == self.settings.sync_rounds_first and not self.state.finished:
+        if last and done == self.settings.async_.sync_rounds_first and not self.state.finished:
             LOG.info("round %d was the last synchronous one: from now on no site waits for another", done)
         behind = self.behind.after_commit(row, summary, heads=heads, last=last, finished=self.state.finished)
         self._behind_last = self._spawn(behind)
@@ -681,7 +681,7 @@ class Coordinator:
 
     def _fail_by(self, error: BaseException, what: str, remedy: str = "") -> None:
         """End the server by an error that need not be one of Atoll's."""
-        error = directory_gone(self.settings.state_dir) or error
+        error = directory_gone(self.settings.disk.state_dir) or error
         if not isinstance(error, AtollError):
             LOG.error("%s failed", what, exc_info=error)
             error = RunFailed(f"{what} failed: {error!r}.", remedy)

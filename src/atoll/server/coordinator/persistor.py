@@ -66,16 +66,16 @@ class Persistor:
     """
 
     def __init__(self, settings: Settings) -> None:
-        self.name = str(settings.persistor)
+        self.name = str(settings.model.persistor.path)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="atoll-persistor")
         self._lock = threading.Lock()
         self._best: Best | None = None  # the newest one that waits for its turn
         found = kind = registry.load_attribute(self.name)
         if isinstance(found, type):
             found = registry.made(
-                lambda: kind(**settings.persistor_options),
+                lambda: kind(**settings.model.persistor.options),
                 f"The persistor {self.name!r} cannot be made",
-                "Set persistor_options to its keyword arguments.",
+                "Write its keyword arguments beside the path in model.persistor.",
             )
         if not any(callable(getattr(found, method, None)) for method in METHODS):
             raise ConfigError(
@@ -157,7 +157,7 @@ class Persistor:
         try:
             state, summary = read()
             info = {
-                "run": plan.settings.name,
+                "run": plan.settings.run.name,
                 "version": version,
                 "round": summary.get("round", 0),
                 "metrics": summary.get("metrics", {}),

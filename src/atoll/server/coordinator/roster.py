@@ -358,7 +358,7 @@ class Attendance:
         remedy = (
             f"Start {listed(absent)} again under the same name, to have it take part"
             if complete
-            else f"Set min_workers = {summary.expected} to have rounds wait for all sites"
+            else f"Set rounds.min_sites = {summary.expected} to have rounds wait for all sites"
         )
         return (
             f"round {summary.round} closed with {len(summary.workers)} of {of} sites, "
@@ -403,7 +403,7 @@ class Stale:
     """
 
     def __init__(self, plan: Plan) -> None:
-        self._is_async = plan.settings.mode == "async"
+        self._is_async = plan.settings.async_.enabled
         self._worst = FAR_BEHIND
         self.warnings: list[str] = []
         self.counts: Counter[int] = Counter()
@@ -419,8 +419,9 @@ class Stale:
         site = summary.workers[summary.staleness.index(worst)]
         told = (
             f"an update of {site} was {worst} versions behind: stale updates slow training down, or undo it. Set "
-            "dylu = true so that slow sites take fewer steps, staleness_weight = 'inverse_sqrt', dn_buffer_size to the "
-            "number of sites, or max_staleness to refuse such updates. "
+            "diloco.dynamic_local_steps = true so that slow sites take fewer steps, async.staleness_weight = "
+            "'inverse_sqrt', async.momentum_every to the "
+            "number of sites, or async.max_staleness to refuse such updates. "
             "More: docs/troubleshooting.md, Updates far behind"
         )
         self.warnings = [told]

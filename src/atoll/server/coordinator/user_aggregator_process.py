@@ -69,8 +69,8 @@ class Aggregator:
         """
         self._filtering = filtering
         self._plan, self._settings, self._on_failed = plan, plan.settings, on_failed
-        self.name = str(plan.settings.aggregator)
-        self._layout = result_layout(plan.schema, plan.settings.part_bytes)
+        self.name = str(plan.settings.aggregation.aggregator.path)
+        self._layout = result_layout(plan.schema, plan.settings.network.part_bytes)
         self._result_fd: int | None = None
         self._busy = threading.Lock()  # held while it gets updates or makes its result
         self._heard = threading.Condition()  # guards the fields below
@@ -114,10 +114,10 @@ class Aggregator:
             "schema": self._plan.schema.to_json(),
             "codec": self._plan.algorithm.codec,
             "codec_options": self._plan.algorithm.codec_options,
-            "part_bytes": self._settings.part_bytes,
+            "part_bytes": self._settings.network.part_bytes,
             "threads": self._plan.threads,
             "aggregator": self.name,
-            "options": self._settings.aggregator_options,
+            "options": self._settings.aggregation.aggregator.options,
         }
         answer = self._ask(begin, 0, threading.Event(), START_S)
         if answer["what"] == "bad":
@@ -185,7 +185,7 @@ class Aggregator:
             for row in rows:
                 if row.ticket not in self._given:
                     self._give(store, row, number)
-            timeout_s = self._settings.aggregator_timeout_s or None
+            timeout_s = self._settings.aggregation.aggregator_timeout_s or None
             self._ask({"what": "aggregate", "round": number}, number, cancelled, timeout_s)
             self._given.clear()
             self._closed = tickets
@@ -222,7 +222,7 @@ class Aggregator:
             for pin in self._pins.values():
                 pin.over = True
             kept = [identity for identity, pin in self._pins.items() if not pin.asked]
-            most = self._settings.max_kept_updates
+            most = self._settings.aggregation.max_kept_updates
             surplus = kept[: max(0, len(kept) - most)]
             for identity in surplus:
                 self._pins[identity].asked = True
@@ -234,7 +234,7 @@ class Aggregator:
             try:
                 self._result_fd = self._plan.new_file("aggregate", self._layout.nbytes)
             except OSError as error:
-                raise disk_error(error, self._settings.state_dir / "aggregate") from error
+                raise disk_error(error, self._settings.disk.state_dir / "aggregate") from error
             self._send({"what": "file"}, self._result_fd)
         return self._result_fd
 

@@ -178,7 +178,7 @@ _READERS: dict[str, Callable[[str, str], Any]] = {
 
 
 def _guard(gate: Gate, coordinator: Coordinator) -> Any:
-    state_dir = coordinator.settings.state_dir
+    state_dir = coordinator.settings.disk.state_dir
     open_names = {operation.name for operation in OPERATIONS if operation.open}
 
     @web.middleware

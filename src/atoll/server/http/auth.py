@@ -106,19 +106,20 @@ def open_gate(settings: Settings) -> Gate:
     Raises:
         ConfigError: the address is not loopback, and TLS or a token is missing, without `insecure`.
     """
-    token = read_token(settings.token_file)
-    if not is_loopback(settings.host) and not settings.insecure:
+    token = read_token(settings.network.token_file)
+    if not is_loopback(settings.network.host) and not settings.network.insecure:
         lacking = [
             name
             for name, there in (
-                ("TLS (tls_cert, tls_key)", settings.tls_cert),
-                ("a token (ATOLL_TOKEN or token_file)", token),
+                ("TLS (network.tls_cert, network.tls_key)", settings.network.tls_cert),
+                ("a token (ATOLL_TOKEN or network.token_file)", token),
             )
             if not there
         ]
         if lacking:
             raise ConfigError(
-                f"host is {settings.host}, which others can reach, without {' and without '.join(lacking)}.",
+                f"network.host is {settings.network.host}, which others can reach, without "
+                f"{' and without '.join(lacking)}.",
                 "Give them, or listen on 127.0.0.1, or say --insecure if the network is your own.",
             )
-    return Gate(token, local=is_loopback(settings.host))
+    return Gate(token, local=is_loopback(settings.network.host))

@@ -87,7 +87,7 @@ class VersionHandlers:
                 self.plan.fragments[fragment].version.nbytes,
                 digest,
                 pool=self.run.io,
-                idle_timeout_s=self.plan.settings.idle_timeout_s,
+                idle_timeout_s=self.plan.settings.network.idle_timeout_s,
                 revoked=lambda: False,
                 on_bytes=lambda count: self._count_down(request, count),
             )
@@ -125,7 +125,9 @@ class VersionHandlers:
         The files are held while a run is made, never while it is sent: a reader that stands still holds nothing.
         """
         hasher, loop = blake3(), asyncio.get_running_loop()
-        with Idle(request, self.plan.settings.idle_timeout_s, lambda count: self._count_down(request, count)) as idle:
+        with Idle(
+            request, self.plan.settings.network.idle_timeout_s, lambda count: self._count_down(request, count)
+        ) as idle:
             while True:
                 try:
                     with hold():
@@ -156,7 +158,7 @@ class VersionHandlers:
                 nbytes,
                 digest,
                 pool=self.run.io,
-                idle_timeout_s=self.plan.settings.idle_timeout_s,
+                idle_timeout_s=self.plan.settings.network.idle_timeout_s,
                 revoked=pinned.revoked.is_set,
                 on_bytes=lambda count: self._count_down(request, count),
             )
@@ -218,7 +220,7 @@ class ObjectHandlers:
                 request,
                 arrival,
                 pool=self.run.io,
-                idle_timeout_s=self.run.settings.idle_timeout_s,
+                idle_timeout_s=self.run.settings.network.idle_timeout_s,
                 on_bytes=lambda count: self._count_up(kept, count),
             )
             if arrival.hasher.digest() != sent:
@@ -270,7 +272,7 @@ class ObjectHandlers:
                 kept.cuts.nbytes,
                 kept.manifest.id,
                 pool=self.run.io,
-                idle_timeout_s=self.run.settings.idle_timeout_s,
+                idle_timeout_s=self.run.settings.network.idle_timeout_s,
                 revoked=kept.gone.is_set,
                 on_bytes=self._count_down_object,
             )

@@ -86,7 +86,7 @@ class PartReceiver:
     def _require_few(self, site: str) -> None:
         count = sum(sender == site for sender, _ in self._under_way.values())
         settings = self._coordinator.settings
-        most = PARTS_PER_CONNECTION * settings.connections * settings.ranks
+        most = PARTS_PER_CONNECTION * settings.network.connections * settings.model.ranks
         if count >= most:
             busy = Busy(f"{site} has {count} parts on their way at once.", f"Send at most {most}.")
             busy.retry_after_s = 1.0
@@ -103,7 +103,7 @@ class PartReceiver:
                 request,
                 inspector,
                 pool=self._coordinator.io,
-                idle_timeout_s=self._coordinator.settings.idle_timeout_s,
+                idle_timeout_s=self._coordinator.settings.network.idle_timeout_s,
                 on_bytes=lambda nbytes: self._count(site, nbytes),
             )
             stats = inspector.stats()

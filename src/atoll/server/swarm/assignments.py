@@ -218,7 +218,11 @@ class SwarmView:
         heard = [site for site in self.peers.alive if self.peers.is_heard(site)]
         staying = [site for site in heard if not self.peers[site].leaving] or heard
         return turn(
-            staying, seed=self._settings.seed, fragment=fragment, version=version, named=self._settings.aggregators
+            staying,
+            seed=self._settings.run.seed,
+            fragment=fragment,
+            version=version,
+            named=self._settings.swarm.aggregators,
         )
 
     def _holders_to_be(self, fragment: int) -> set[str]:
@@ -307,7 +311,7 @@ class Swarm:
         site, view = lease.site, self.view
         peer = view.peers.known(site, message.address, lease.process)
         peer.require_own(site, *(text for held in message.held for text in (held.source.version, held.source.state)))
-        if peer.take(message, self._settings.idle_timeout_s):
+        if peer.take(message, self._settings.network.idle_timeout_s):
             self.look()
         until_s = time.monotonic() + message.wait_s
         while True:
@@ -432,8 +436,8 @@ class Swarm:
             for site in order
             if (lost_at := self._lost_at.get((fragment, site))) is not None and at.version - lost_at <= WARY
         }
-        chosen = appointed(order, holders, at.excluded, {at.before, *wary}, self._settings.aggregators) or ""
-        return "" if chosen in at.excluded and at.pause_s(self._settings.idle_timeout_s) > 0 else chosen
+        chosen = appointed(order, holders, at.excluded, {at.before, *wary}, self._settings.swarm.aggregators) or ""
+        return "" if chosen in at.excluded and at.pause_s(self._settings.network.idle_timeout_s) > 0 else chosen
 
     def _take_in(self, fragment: int, at: Assignment) -> None:
         """Accept or refuse what the aggregating worker has collected."""
@@ -488,7 +492,12 @@ class Swarm:
 
     def _why_lost(self, fragment: int, at: Assignment) -> str:
         """Return why the aggregating worker can no longer do it; empty if it can."""
-        site, peers, now_s, idle_s = at.aggregator, self.view.peers, time.monotonic(), self._settings.idle_timeout_s
+        site, peers, now_s, idle_s = (
+            at.aggregator,
+            self.view.peers,
+            time.monotonic(),
+            self._settings.network.idle_timeout_s,
+        )
         if not peers.is_alive(site):
             return "it has gone"
         peer, others = peers[site], set(self.view.holding(fragment, at.version)) - {site}
@@ -574,7 +583,7 @@ class Swarm:
         order = [site for site in self.view.order(fragment, at.version + 1) if site != at.aggregator]
         if at.checker in order and len(order) > 1:
             still_s = time.monotonic() - max(at.checks_s, self.view.peers[at.checker].bytes_s)
-            if still_s > self._settings.idle_timeout_s:
+            if still_s > self._settings.network.idle_timeout_s:
                 LOG.warning("%s does not come to have version %d; another checks it", at.checker, at.version + 1)
                 at.unable.add(at.checker)
         able = [site for site in order if site not in at.unable]

@@ -73,7 +73,7 @@ def cross_site_evaluation(
     def so_far(*, finished: bool = False) -> Evaluation:
         return Evaluation(
             run=run_id,
-            name=run.settings.name,
+            name=run.settings.run.name,
             finished=finished,
             sites=matrix.sites,
             models=matrix.rows(),

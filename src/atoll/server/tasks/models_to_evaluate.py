@@ -129,11 +129,15 @@ class ModelsToEvaluate:
                 number = int(json.loads((exports / BEST_NOTE).read_text(encoding="utf-8"))["version"])
                 name = f"best (version {number})"
                 return path, row.model_copy(update={"name": name, "version": number}), False
-            raise Gone("There is no best version.", "It is kept where best_metric is set, once that was reported.")
+            raise Gone(
+                "There is no best version.", "It is kept where rounds.best_metric is set, once that was reported."
+            )
         newest = run.store.versions.heads()
         heads = newest if version == "latest" else (int(version),) * len(newest)
         row = row.model_copy(update={"name": f"version {min(heads)}", "version": min(heads)})
-        path = run.settings.state_dir / "objects" / f"evaluated-{os.getpid()}{SUFFIX}"  # a start removes what is left
+        path = (
+            run.settings.disk.state_dir / "objects" / f"evaluated-{os.getpid()}{SUFFIX}"
+        )  # a start removes what is left
         try:
             path.parent.mkdir(mode=0o700, exist_ok=True)
             run.require_space()
@@ -146,7 +150,7 @@ class ModelsToEvaluate:
                 raise Gone(f"There is no version {min(heads)}: the run has come to {min(newest)}.") from None
             raise Gone(
                 f"Version {min(heads)} is no longer kept.",
-                "Set save_every before training; keep_versions counts while the run is not finished.",
+                "Set disk.export_every before training; disk.keep_versions counts while the run is not finished.",
             ) from None
 
     def _written(self, path: Path) -> ObjectKey:
@@ -156,7 +160,7 @@ class ModelsToEvaluate:
         state = LazyState.open(path)
         object_id, fd = run.objects.draft()
         try:
-            manifest = write_object(packed_state(state), fd, Cut(run.settings.tensor_download_chunk_size or 2**23))
+            manifest = write_object(packed_state(state), fd, Cut(run.settings.workflow.tensor_part_bytes or 2**23))
         except OSError as error:
             run.objects.discard(object_id)
             raise disk_error(error, path) from error

@@ -56,8 +56,8 @@ class TaskFilters:
     """
 
     def __init__(self, settings: Settings, data: Given = (), results: Given = ()) -> None:
-        self._folder = settings.state_dir / "objects"
-        self.data = SiteFilters(settings, data, "task_data_filters")
+        self._folder = settings.disk.state_dir / "objects"
+        self.data = SiteFilters(settings, data, "workflow.payload_filters")
         self.results = SiteFilters(settings, results)
 
     def require_rounds(self) -> None:
@@ -68,13 +68,15 @@ class TaskFilters:
         """
         if self.data:
             raise ConfigError(
-                f"task_data_filters are set ({self.data}), and the run has rounds: a version is one file that every "
+                f"workflow.payload_filters are set ({self.data}), and the run has rounds: a version is one file that "
+                "every "
                 "site pulls, and measures its change against.",
                 NO_DATA_FILTERS,
             )
         if self.results.tasks:
             raise ConfigError(
-                f"task_result_filters name the tasks {', '.join(self.results.tasks)}, and a run of rounds has none.",
+                f"workflow.result_filters name the tasks {', '.join(self.results.tasks)}, and a run of rounds has "
+                "none.",
                 "Leave tasks out; sites says whose updates are filtered.",
             )
 
@@ -339,7 +341,7 @@ class PayloadWriter:
 
     def _write(self, task: str, packed: Packed) -> TaskPayload:
         settings, objects = self._run.settings, self._run.objects
-        way = way_of(task, packed, self._sizes, streamed=task in settings.stream_tasks)
+        way = way_of(task, packed, self._sizes, streamed=task in settings.workflow.streamed_tasks)
         if way.warning:
             self._run.task_queue.warn(task, way.warning)
         if way.plain is not None:
@@ -349,7 +351,7 @@ class PayloadWriter:
             return TaskPayload(way, objects, (object_id, write_object(packed, fd, way.cut)))
         except OSError as error:
             objects.discard(object_id)
-            raise disk_error(error, settings.state_dir) from error
+            raise disk_error(error, settings.disk.state_dir) from error
         except BaseException:
             objects.discard(object_id)
             raise

@@ -108,7 +108,7 @@ class Components:
     """
 
     def __init__(self, settings: Settings) -> None:
-        self._components = components_of(settings.components)
+        self._components = components_of(settings.workflow.components)
         self._made: dict[str, Any] = {}
         self._making: list[str] = []
 

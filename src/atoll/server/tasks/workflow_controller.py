@@ -203,7 +203,7 @@ class Controller:
         self._loop, self._note = loop, note
         self._lock, self._stopped = threading.Lock(), False
         self._asked: set[concurrent.futures.Future[Any]] = set()
-        self._sizes = ChunkSizes(run.settings.tensor_download_chunk_size, run.settings.np_download_chunk_size)
+        self._sizes = ChunkSizes(run.settings.workflow.tensor_part_bytes, run.settings.workflow.array_part_bytes)
         self._filters = filters
         self._writer = PayloadWriter(run, filters, self._sizes, self.ask)
 
@@ -377,7 +377,7 @@ class Controller:
         Raises:
             UsageError: one has not; the nearest name is offered.
         """
-        roster, wanted, queue = self.run.roster, self.run.settings.num_workers, self.run.task_queue
+        roster, wanted, queue = self.run.roster, self.run.settings.rounds.sites, self.run.task_queue
         waits = f"{task} waits"
 
         def unknown() -> str:
@@ -417,7 +417,7 @@ class Controller:
         timeout: ProgressTimeout,
     ) -> list[Answer]:
         queue = self.run.task_queue
-        streamed = name in self.run.settings.stream_tasks
+        streamed = name in self.run.settings.workflow.streamed_tasks
         task = queue.open(name, sites, *payloads.hold(), payloads.failed, streamed=streamed, sizes=self._sizes)
 
         def answered() -> bool:

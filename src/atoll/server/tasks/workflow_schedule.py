@@ -95,13 +95,15 @@ class WorkflowSchedule:
         evaluation: Mapping[str, Any] | None = None,
     ) -> None:
         self._settings, self._filters = settings, filters
-        self.recorded = bool(settings.workflows) and given is None and evaluation is None
-        entries = entries_of(settings.workflows)
+        self.recorded = bool(settings.workflow.steps) and given is None and evaluation is None
+        entries = entries_of(settings.workflow.steps)
         if evaluation is not None:
             entries = entries_of([{"kind": EVALUATES, "args": dict(evaluation)}])
         elif not self.recorded:
-            path: Any = given if given is not None else settings.workflow
-            entries = (WorkflowEntry(str(settings.workflow or getattr(given, "__name__", "workflow")), path=path),)
+            path: Any = given if given is not None else settings.workflow.function
+            entries = (
+                WorkflowEntry(str(settings.workflow.function or getattr(given, "__name__", "workflow")), path=path),
+            )
         self.steps = [WorkflowRun(entry) for entry in entries]
         files = Counter(step.entry.file_name for step in self.steps if step.entry.kind == EVALUATES)
         name, times = next(iter(files.most_common(1)), ("", 0))
@@ -128,21 +130,22 @@ class WorkflowSchedule:
             UsageError: two are named, or the models of a swarm are to be evaluated. ConfigError: it has rounds, too.
         """
         if evaluation is not None:
-            if settings.placement == "swarm":
+            if settings.swarm.enabled:
                 raise UsageError(
                     "The run is a swarm: its models lie at its sites, and its server has none to evaluate.",
                     "Evaluate the model.safetensors of a site by a run of its own: [[workflows]] with kind = "
                     '"cross_site_evaluation" and versions = ["model.safetensors"]; see docs/cross-site-evaluation.md.',
                 )
             return cls(settings, None, filters, evaluation)
-        if given is not None and (settings.workflow is not None or settings.workflows):
+        if given is not None and (settings.workflow.function is not None or settings.workflow.steps):
             raise UsageError("Server got a workflow, and its settings name another.", "Give one of them.")
-        if given is not None and settings.rounds:
+        if given is not None and settings.rounds.total:
             raise ConfigError(
-                f"A workflow is given, and rounds is {settings.rounds}: a run has a workflow or rounds.",
-                'Leave rounds out; or give both in order: workflows=[{"kind": "train"}, {"path": function}].',
+                f"A workflow is given, and rounds.total is {settings.rounds.total}: a run has a workflow or rounds.",
+                'Leave rounds.total out; or give both in order: workflow.steps = [{"kind": "train"}, {"path": '
+                "function}].",
             )
-        if given is None and settings.workflow is None and not settings.workflows:
+        if given is None and settings.workflow.function is None and not settings.workflow.steps:
             return None
         return cls(settings, given, filters)
 
@@ -221,9 +224,11 @@ class WorkflowSchedule:
             now = entry.name if entry else "none"
             if entry is None or name not in (now, entry.path):
                 raise ConfigError(
-                    f"{self._settings.state_dir} has a run whose workflow {place + 1} was {name!r} and has ended, this "
+                    f"{self._settings.disk.state_dir} has a run whose workflow {place + 1} was {name!r} and has "
+                    "ended, this "
                     f"start says {now!r}.",
-                    "Start it with the old ones, further ones behind them; or begin a new run in another state_dir.",
+                    "Start it with the old ones, further ones behind them; or begin a new run in another "
+                    "disk.state_dir.",
                 )
         if train is not None and train in ended:
             if self._run.state.finished:
@@ -287,7 +292,7 @@ class WorkflowSchedule:
         """
         if any(round_.phase == "gathering" for round_ in self._run.state.rounds):
             step.moved_s = time.monotonic()  # nothing can move before
-            self._require_in_time(step, self._settings.num_workers, step.entry.start_timeout_s)
+            self._require_in_time(step, self._settings.rounds.sites, step.entry.start_timeout_s)
 
     def _require_in_time(self, step: WorkflowRun, wanted: int, limit_s: float | None) -> None:
         if limit_s and time.monotonic() - step.begun_s >= limit_s:
@@ -334,7 +339,7 @@ class WorkflowSchedule:
         while True:
             members = self._run.state.members.values()
             there, away = len(self._run.task_queue.alive()), sum(each.why in ("left", "failed") for each in members)
-            wanted = max(1, self._settings.num_workers - (away if place else 0))
+            wanted = max(1, self._settings.rounds.sites - (away if place else 0))
             if there >= wanted:
                 step.detail = ""
                 return

@@ -68,7 +68,7 @@ class PeerStore:
     def __init__(self, plan: Plan, folder: Path, run: str) -> None:
         self._plan, self._path, self._run = plan, folder / NOTE, run
         self._lock = threading.RLock()
-        in_memory = not plan.settings.download_to_disk
+        in_memory = not plan.settings.disk.in_files
         self._pools: dict[tuple[str, int], SlotPool] = {}
         for fragment, planned in enumerate(plan.fragments):
             for kind, shape in planned.shapes().by_kind().items():
@@ -159,7 +159,7 @@ class PeerStore:
                 self.give_back(STATE, version.fragment, version.state)
 
     def _write(self) -> None:
-        if self._plan.settings.download_to_disk:
+        if self._plan.settings.disk.in_files:
             rows: list[list[object]] = [
                 [
                     each.fragment,

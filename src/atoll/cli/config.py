@@ -1,0 +1,92 @@
+"""`atoll config`: the settings in effect and their schema; also how every command reads settings."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from atoll.config import FIELDS, Settings, set_values, to_toml
+from atoll.config.run_file import source_of
+from atoll.config.settings import collected
+
+app = typer.Typer(help="Settings of a run.", no_args_is_help=True)
+
+RunFile = Annotated[
+    Path | None,
+    typer.Argument(help="Run file (TOML); `atoll new` writes one.", show_default=False, metavar="[RUN.TOML]"),
+]
+Sets = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        help="One setting, as group.key=value; may be repeated. `atoll config schema` has them all.",
+        metavar="GROUP.KEY=VALUE",
+        show_default=False,
+    ),
+]
+Rounds = Annotated[
+    int | None, typer.Option(help="Rounds after which the run is finished (rounds.total).", show_default=False)
+]
+Dir = Annotated[
+    Path | None, typer.Option("--dir", help="Folder of the run's state (disk.state_dir).", show_default=False)
+]
+Host = Annotated[str | None, typer.Option(help="Address to listen on (network.host).", show_default=False)]
+Port = Annotated[int | None, typer.Option(help="Port to listen on (network.port).", show_default=False)]
+TokenFile = Annotated[
+    Path | None, typer.Option(help="File with the bearer token (network.token_file).", show_default=False)
+]
+
+
+def read_settings(run_file: Path | None, sets: Sequence[str] | None = None, **flags: Any) -> Settings:
+    """The settings of a command; code that they name is found beside the run file and in the current folder.
+
+    Args:
+        sets: texts of `--set`.
+        flags: of their own: `host`, `port`, `directory`, `token_file`, `rounds`.
+
+    Raises:
+        ConfigError: as `Settings.read`.
+    """
+    for folder in filter(None, [os.getcwd(), str(run_file.parent.resolve()) if run_file else None]):
+        if folder not in sys.path:
+            sys.path.insert(0, folder)
+    return Settings.read(run_file, _given(sets, flags))
+
+
+_KEYS = {
+    "host": "network.host",
+    "port": "network.port",
+    "directory": "disk.state_dir",
+    "token_file": "network.token_file",
+    "rounds": "rounds.total",
+}
+"""Flags of their own."""
+
+
+def _given(sets: Sequence[str] | None, flags: dict[str, Any]) -> dict[str, Any]:
+    return set_values(sets or (), FIELDS) | {_KEYS[flag]: value for flag, value in flags.items() if value is not None}
+
+
+@app.command()
+def show(run_file: RunFile = None, sets: Sets = None) -> None:
+    """Print the settings in effect as a run file, each with what named it."""
+    settings = read_settings(run_file, sets)
+    _, source = collected(run_file, _given(sets, {}))
+    group = ""
+    for key, value in settings.by_key().items():
+        if group != (group := key.partition(".")[0]):
+            print(f"[{group}]")
+        name, where = key.partition(".")[2], source_of(key, source) or "default"
+        print(f"{name} = {to_toml(value)}  # {where}" if value is not None else f"# {name} =  # {where}")
+
+
+@app.command()
+def schema() -> None:
+    """Print a JSON Schema of run files, for editors."""
+    print(json.dumps(Settings.model_json_schema(), indent=2))
