@@ -83,7 +83,7 @@ FedAvgRecipe(name="x", model=torch.nn.Linear(2, 2), min_clients=1, num_rounds=1,
 """,
     "server of an unknown algorithm": """
 import torch, atoll
-atoll.Server(torch.nn.Linear(2, 2), algorithm="fedavgg", port=0).start()
+atoll.Server(torch.nn.Linear(2, 2), {"algorithm.name": "fedavgg", "network.port": 0}).start()
 """,
 }
 

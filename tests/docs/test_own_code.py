@@ -65,7 +65,7 @@ def test_krum_takes_the_update_in_the_middle_of_the_honest_ones(folder: Path) ->
 def test_the_running_mean_is_the_mean(folder: Path) -> None:
     with server_of(
         folder / "run.toml",
-        **{"aggregation.aggregator.path": f"{folder / 'running_mean.py'}:RunningMean", "aggregation.aggregator": {}},
+        **{"aggregation.aggregator": {"path": f"{folder / 'running_mean.py'}:RunningMean"}},
     ) as s:
         result = play(s, folder, 1, SITES)
     assert torch.allclose(result["w"], torch.full((2, 2), sum(SITES.values()) / 5), atol=1e-5)

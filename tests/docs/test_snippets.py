@@ -17,7 +17,8 @@ import torch
 from torch import nn
 import atoll
 
-server = atoll.Server(nn.Linear(4, 2), algorithm={algorithm!r}, rounds=2, port=0, state_dir="state").start()
+settings = {{"algorithm.name": {algorithm!r}, "rounds.total": 2, "network.port": 0, "disk.state_dir": "state"}}
+server = atoll.Server(nn.Linear(4, 2), settings).start()
 model, dataset = nn.Linear(4, 2), [torch.randn(4)] * 10
 """
 
@@ -79,7 +80,8 @@ class LitModel(LightningModule):
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 train_data = val_data = torch.utils.data.DataLoader(torch.randn(8, 4), batch_size=4)
-server = atoll.Server(LitModel(), algorithm="scaffold", rounds=2, port=0, state_dir="state").start()
+settings = {"algorithm.name": "scaffold", "rounds.total": 2, "network.port": 0, "disk.state_dir": "state"}
+server = atoll.Server(LitModel(), settings).start()
 os.environ["ATOLL_SERVER"], os.environ["ATOLL_SITE"] = server.url, "clinic-a"
 """
 COSINE_FITS = """
@@ -108,9 +110,8 @@ Path("my_training.py").write_text(
 )
 sys.path.insert(0, ".")
 from my_training import build
-server = atoll.Server(
-    build(), algorithm="diloco", sync_every=3, rounds=2, ranks=2, port=0, state_dir="state"
-).start()
+settings = {"algorithm.name": "diloco", "diloco.sync_every": 3, "rounds.total": 2, "model.ranks": 2}
+server = atoll.Server(build(), settings | {"network.port": 0, "disk.state_dir": "state"}).start()
 Path("train.py").write_text('''\
 """,
     """\

@@ -474,9 +474,12 @@ class Settings(BaseModel):
 
     def chosen(self, keys: tuple[str, ...]) -> dict[str, Any]:
         """Some settings by `group.key`, or whole groups, as JSON."""
-        tables = self.model_dump(mode="json", by_alias=True)
-        split = {key: key.partition(".") for key in keys}
-        return {key: tables[group][name] if name else tables[group] for key, (group, _, name) in split.items()}
+        chosen = {}
+        for key in keys:
+            group, _, name = key.partition(".")
+            table = self.at(group).model_dump(mode="json", by_alias=True, include={name} if name else None)
+            chosen[key] = table[name] if name else table
+        return chosen
 
     def by_key(self) -> dict[str, Any]:
         """Every setting by `group.key`; the options of the algorithm, too."""
