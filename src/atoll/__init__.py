@@ -23,7 +23,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from atoll._version import VERSION as __version__
+    from atoll._version import __version__
     from atoll.algorithms.fedprox import FedProx
     from atoll.algorithms.scaffold import Scaffold
     from atoll.config import Settings
@@ -60,7 +60,7 @@ _HOMES = {
     "Settings": "atoll.config:Settings",
     "Simulation": "atoll.simulate.simulation:Simulation",
     "TensorRef": "atoll.tensors.reference:TensorRef",
-    "__version__": "atoll._version:VERSION",
+    "__version__": "atoll._version:__version__",
     "join": "atoll.worker.training.federated_loop:join",
     "resolve": "atoll.tensors.lazy_tensors:resolve",
     "tasks": "atoll.worker.tasks.task_loop:tasks",

@@ -3,6 +3,6 @@
 from importlib.metadata import PackageNotFoundError, version
 
 try:
-    VERSION = version("atoll")
+    __version__ = version("atoll")
 except PackageNotFoundError:  # run from a source tree that was never installed
-    VERSION = "0"
+    __version__ = "0"

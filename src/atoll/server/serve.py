@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from torch import nn
 from torch.optim import Optimizer
 
-from atoll._version import VERSION
+from atoll._version import __version__
 from atoll.config import DEFAULT_PORT, Settings
 from atoll.errors import AtollError, ConfigError, PortInUse, UsageError, public_api
 from atoll.protocol import status_messages
@@ -246,7 +246,7 @@ class Server:
             listener.close()
             raise
         self._model = None  # version 0 is on disk: free the memory of the model
-        runner = runner_of(make_app(run, self._gate, VERSION), HTTP_LOG, read_bytes=READ_BYTES, linger_s=2.0)
+        runner = runner_of(make_app(run, self._gate, __version__), HTTP_LOG, read_bytes=READ_BYTES, linger_s=2.0)
         accepting: Listener | None = None
         try:
             await runner.setup()
