@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import urllib.error
 import urllib.request
 from typing import Any
@@ -24,3 +25,35 @@ def joined(url: str, site: str, **more: Any) -> str:
     status, reply = post(url, "/v1/workers", {"protocol": 1, "site": site} | more)
     assert status == 200, reply
     return str(reply["lease"])
+
+
+def begin_request(
+    port: int, line: str, body: bytes = b"", *, receive_bytes: int = 0, **headers: object
+) -> socket.socket:
+    """Send the head of a request and what there is of its body; the answer is read from the socket.
+
+    Args:
+        line: method and path.
+        receive_bytes: of the socket's buffer; 0: as large as usual.
+        headers: with `_` for `-`.
+    """
+    raw = socket.socket()
+    if receive_bytes:
+        raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
+    raw.settimeout(30.0)
+    raw.connect(("127.0.0.1", port))
+    fields = {"Host": "localhost"} | {name.replace("_", "-"): value for name, value in headers.items()}
+    head = "".join(f"{name}: {value}\r\n" for name, value in fields.items())
+    raw.sendall(f"{line} HTTP/1.1\r\n{head}\r\n".encode() + body)
+    return raw
+
+
+def answer(raw: socket.socket) -> tuple[int, dict[str, Any]]:
+    """Status and body of the answer; the connection is closed."""
+    with raw, raw.makefile("rb") as reply:
+        status = int(reply.readline().split()[1])
+        nbytes = 0
+        while (line := reply.readline().strip()) and line:
+            name, _, value = line.partition(b":")
+            nbytes = int(value) if name.lower() == b"content-length" else nbytes
+        return status, json.loads(reply.read(nbytes) or b"{}")

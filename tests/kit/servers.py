@@ -29,11 +29,20 @@ SETTINGS: dict[str, Any] = {
 """With outer momentum and unequal weights, a lost, doubled or reordered update changes the result."""
 
 
+PLAIN: dict[str, Any] = {"algorithm.name": "fedavg", "network.port": 0, "disk.min_free_bytes": 0}
+"""With plain averages, numbers are derived by hand."""
+
+
 def new_server(*given: Any, **options: Any) -> atoll.Server:
     """An `atoll.Server` whose settings stand among its other arguments: `**{"rounds.total": 3}`."""
     settings = {key: value for key, value in options.items() if "." in key}
     others = {key: value for key, value in options.items() if key not in settings}
     return atoll.Server(*given, settings=settings, **others)
+
+
+def plain_server(folder: Path, model: Any = None, **options: Any) -> atoll.Server:
+    """A server of PLAIN with its state in `folder`/state, not started; settings stand among its arguments."""
+    return new_server(model, **(PLAIN | {"disk.state_dir": folder / "state"} | options))
 
 
 def new_simulation(*given: Any, **options: Any) -> atoll.Simulation:

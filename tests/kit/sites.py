@@ -4,19 +4,75 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from safetensors.torch import load_file
+from torch import Tensor, nn
 
 import atoll
 from atoll.testing.run import Threads, together
 from kit.models import SITES, build_model, local_step, train_
 
-__all__ = ["DiLoCoSites", "FederatedSites", "Threads", "together"]
+__all__ = [
+    "DiLoCoSites",
+    "FederatedSites",
+    "Threads",
+    "clients",
+    "federated",
+    "finish",
+    "play_round",
+    "together",
+]
+
+
+def clients(
+    server: atoll.Server, folder: Path, sites: Iterable[str] = "ab", **options: Any
+) -> dict[str, atoll.functional.Client]:
+    """Sites that have joined, and that a test moves one by one."""
+    return {
+        site: atoll.functional.Client(server.url, site=site, folder=folder / "w", **options).register()
+        for site in sites
+    }
+
+
+def play_round(
+    sites: Mapping[str, atoll.functional.Client],
+    number: int,
+    train: Callable[[str, dict[str, Tensor]], Mapping[str, Tensor]],
+    weights: Mapping[str, float] | None = None,
+    **about: Any,
+) -> None:
+    """All sites get a ticket of the round; then each submits what `train` makes of what it pulled."""
+    for client in sites.values():
+        assert client.next_round() == number
+    for site, client in sites.items():
+        client.submit(train(site, client.pull()), weight=(weights or {}).get(site, 1.0), **about)
+
+
+def finish(server: atoll.Server, sites: Mapping[str, atoll.functional.Client]) -> dict[str, Tensor]:
+    """The sites hear that the run is over, and leave; the model that the run has exported."""
+    for client in sites.values():
+        assert client.next_round() is None
+        client.close()
+    assert server.wait(60)
+    return load_file(server.exports / "model.safetensors")
+
+
+def federated(
+    server: atoll.Server, folder: Path, train_: Callable[[nn.Module], object], build: Callable[[], nn.Module]
+) -> nn.Module:
+    """The site a trains a module until the run is finished; the module, with what came of the run."""
+    model = build()
+    with atoll.join(server.url, site="a", folder=folder / "w") as worker:
+        for fl_round in worker:
+            train_(fl_round.load_into(model))
+            fl_round.submit(model)
+        worker.load_into(model)
+    return model
 
 
 class FederatedSites(Threads):

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from kit.servers import new_server
+from kit.servers import plain_server
+from kit.sites import finish, play_round
 from torch import Tensor
 
 import atoll
@@ -15,7 +16,6 @@ from atoll.tensors.dtypes import accumulate_dtype, dtype_name
 
 WEIGHTS = {"a": 1.0, "b": 2.5}
 BUFFERS = ("bn.*",)
-NAMES = {torch.float32: "F32", torch.float64: "F64", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 
 def start() -> dict[str, Tensor]:
@@ -43,20 +43,14 @@ def mixed() -> dict[str, Tensor]:
 
 
 def serve(folder: Path, model: dict[str, Tensor] | None = None, **options: Any) -> atoll.Server:
-    settings: dict[str, Any] = {
-        "algorithm.name": "fedavg",
+    settings = {
         "rounds.sites": 2,
         "rounds.total": 4,
-        "network.port": 0,
-        "disk.min_free_bytes": 0,
-    }
-    settings |= {
         "network.part_bytes": 2**16,
-        "disk.state_dir": folder / "state",
         "model.buffers": BUFFERS,
         "aggregation.download_codec.name": "int8",
     }
-    return new_server(model or start(), **(settings | options))
+    return plain_server(folder, model or start(), **(settings | options))
 
 
 def trained(state: dict[str, Tensor], site: str, number: int) -> dict[str, Tensor]:
@@ -162,19 +156,20 @@ def require_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None
         assert torch.equal(found[name], tensor), name
 
 
-def clients(server: atoll.Server, folder: Path, sites: str = "ab") -> dict[str, atoll.functional.Client]:
-    return {site: atoll.functional.Client(server.url, site=site, folder=folder / "w").register() for site in sites}
-
-
 def play(sites: dict[str, atoll.functional.Client], number: int, reference: Reference) -> None:
     """One round, in which every site holds what the reference says."""
-    for client in sites.values():
-        assert client.next_round() == number
-    for site, client in sites.items():
-        state = client.pull()
+
+    def train(site: str, state: dict[str, Tensor]) -> dict[str, Tensor]:
         require_equal(state, reference.held)
-        client.submit(trained(state, site, number), weight=WEIGHTS[site])
+        return trained(state, site, number)
+
+    play_round(sites, number, train, WEIGHTS)
     reference.round(number, "".join(sites))
+
+
+def finish_as(reference: Reference, server: atoll.Server, sites: dict[str, atoll.functional.Client]) -> None:
+    """The run is over, and what it exports is θ."""
+    require_equal(finish(server, sites), reference.exported)
 
 
 def down_bytes(client: atoll.functional.Client) -> int:

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from kit.servers import new_server
-from safetensors.torch import load_file
+from kit.servers import plain_server
+from kit.sites import clients, finish
 from torch import Tensor
 
 import atoll
@@ -27,30 +27,23 @@ def become(w: list[float], head: float, mean: float = 0.0, n: int = 7) -> State:
 
 
 def serving(folder: Path, start: State = START, **options: Any) -> atoll.Server:
-    settings: dict[str, Any] = {"algorithm.name": "fedavg", "rounds.total": 1, "rounds.sites": 2, "run.threads": 1}
-    where = {"network.port": 0, "disk.min_free_bytes": 0, "disk.state_dir": folder / "state"}
-    return new_server(start, **(where | settings | options))
+    return plain_server(folder, start, **({"rounds.total": 1, "rounds.sites": 2, "run.threads": 1} | options))
 
 
 def join(server: atoll.Server, folder: Path, sites: str) -> dict[str, atoll.functional.Client]:
-    clients = {site: atoll.functional.Client(server.url, site=site, folder=folder / "w").register() for site in sites}
-    for client in clients.values():
+    found = clients(server, folder, sites)
+    for client in found.values():
         assert client.next_round() == 1
         client.pull()
-    return clients
+    return found
 
 
 def play(server: atoll.Server, folder: Path, updates: dict[str, State]) -> State:
     """One round of these sites; returns the result."""
-    clients = join(server, folder, "".join(updates))
-    for site, client in clients.items():
+    sites = join(server, folder, "".join(updates))
+    for site, client in sites.items():
         client.submit(updates[site])
-    for client in clients.values():
-        assert client.next_round() is None
-        client.close()
-    assert server.wait(60)
-    server.run()
-    return load_file(server.exports / "model.safetensors")
+    return finish(server, sites)
 
 
 class Halved(Filter):

@@ -13,7 +13,7 @@ import pytest
 import torch
 from async_world import START, Clients, gradient, nesterov
 from harness.processes import wait_until
-from kit.servers import new_server
+from kit.servers import new_server, plain_server
 from test_fall_back import damage_head, slow_disk, wait_until_durable
 from torch import nn
 
@@ -40,18 +40,14 @@ def test_keeps_a_version_that_a_worker_is_to_pull(world: Callable[..., Clients])
 def test_a_version_that_its_site_trains_from_is_kept_no_longer(tmp_path: Path) -> None:
     """a has pulled version 1 and says so; when b has brought the run on, nobody is to pull it any more."""
     model = nn.Linear(3, 2, bias=False, dtype=torch.float64)
-    options: dict[str, Any] = {
-        "algorithm.name": "fedavg",
+    settings = {
         "async.enabled": True,
         "rounds.sites": 2,
+        "disk.keep_versions": 1,
         "network.heartbeat_interval_s": 0.1,
     }
     with ExitStack() as stack:
-        server = stack.enter_context(
-            new_server(
-                model, **{"network.port": 0, "disk.state_dir": tmp_path / "state", "disk.keep_versions": 1}, **options
-            )
-        )
+        server = stack.enter_context(plain_server(tmp_path, model, **settings))
         workers = {s: stack.enter_context(atoll.join(server.url, site=s, folder=tmp_path / "w")) for s in ("a", "b")}
         a, b = (iter(workers[site]) for site in ("a", "b"))
         first, other = next(a), next(b)
@@ -109,18 +105,8 @@ def test_a_look_at_the_newest_model_leaves_the_round_as_it_is(tmp_path: Path) ->
     """a looks while it trains from version 0, when b has brought the run to version 1: its update counts, 1 behind."""
     models = {site: nn.Linear(3, 2, bias=False, dtype=torch.float64) for site in ("a", "b", "newest")}
     with ExitStack() as stack:
-        server = atoll.Server(
-            nn.Linear(3, 2, bias=False, dtype=torch.float64),
-            settings={
-                "algorithm.name": "fedavg",
-                "async.enabled": True,
-                "aggregation.upload_codec.name": "none",
-                "rounds.sites": 2,
-                "network.port": 0,
-                "disk.state_dir": tmp_path / "state",
-            },
-        ).start()
-        stack.callback(server.stop)
+        settings = {"async.enabled": True, "rounds.sites": 2}
+        server = stack.enter_context(plain_server(tmp_path, models["newest"], **settings))
         workers = {s: stack.enter_context(atoll.join(server.url, site=s, folder=tmp_path / "w")) for s in ("a", "b")}
         rounds = {site: next(iter(worker)) for site, worker in workers.items()}
         for site, round_ in rounds.items():

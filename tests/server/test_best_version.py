@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 from harness.processes import wait_until
-from kit.servers import new_server
+from kit.servers import plain_server
+from kit.sites import clients
 from safetensors import safe_open
 
 import atoll
@@ -20,17 +21,9 @@ from atoll.cli.status import headline
 from atoll.errors import ConfigError, Gone, UsageError
 from atoll.store.journal import Journal
 
-SETTINGS: dict[str, Any] = {
-    "algorithm.name": "fedavg",
-    "rounds.sites": 1,
-    "network.port": 0,
-    "disk.min_free_bytes": 0,
-    "rounds.best_metric": "acc",
-}
-
 
 def serve(folder: Path, **settings: Any) -> atoll.Server:
-    return new_server({"w": torch.zeros(2)}, **(SETTINGS | {"disk.state_dir": folder / "state"} | settings))
+    return plain_server(folder, {"w": torch.zeros(2)}, **({"rounds.best_metric": "acc"} | settings))
 
 
 def work(server: atoll.Server, folder: Path, measured: list[dict[str, float]]) -> int:
@@ -162,18 +155,17 @@ def test_warns_once_of_a_metric_that_no_site_reports(tmp_path: Path, caplog: pyt
 def test_the_mean_over_the_workers_decides(tmp_path: Path) -> None:
     # weights 1 and 3: round 1 (0.9 + 3·0.1) / 4 = 0.3, round 2 (0.2 + 3·0.6) / 4 = 0.5
     with serve(tmp_path, **{"rounds.sites": 2}) as server:
-        clients = [atoll.functional.Client(server.url, site=site, folder=tmp_path / "w").register() for site in "ab"]
+        sites = clients(server, tmp_path)
         for metrics in ((0.9, 0.1), (0.2, 0.6)):
-            for client in clients:
+            for client in sites.values():
                 client.next_round()
-                client.pull()
-            for client, value, weight in zip(clients, metrics, (1.0, 3.0), strict=True):
-                client.submit({"w": torch.ones(2)}, weight=weight, metrics={"acc": value})
-        clients[0].next_round()
+            for client, value, weight in zip(sites.values(), metrics, (1.0, 3.0), strict=True):
+                client.submit(client.pull(), weight=weight, metrics={"acc": value})
+        sites["a"].next_round()
         best = server.status().best
         assert best is not None
         assert (best.version, best.value) == (1, pytest.approx(0.5))
-        for client in clients:
+        for client in sites.values():
             client.close()
 
 

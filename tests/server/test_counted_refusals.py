@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kit import build_model, serve
+from kit import serve
+from kit.by_hand import formed
 
 import atoll
-from atoll.protocol.values import Delivered, Refused, UpdateInfo
-from atoll.tensors.module_tensors import named_tensors
+from atoll.protocol.values import Delivered, Refused
 from atoll.worker.exchange.participation import take_part
 
 SETTINGS: dict[str, Any] = {
@@ -29,11 +29,7 @@ class StubbornSite:
         self.server, self.place = server, take_part(server.url, "a", folder=folder / "workers")
 
     def submit(self, weight: float) -> Delivered:
-        ticket = self.place.exchange.ask(wait_s=10.0).ticket
-        assert ticket is not None
-        tensors = named_tensors(build_model())[0]
-        self.place.exchange.pull(ticket.base, tensors)
-        self.place.exchange.form(ticket, tensors, UpdateInfo(weight, 1, {}))
+        formed(self.place, weight=weight)
         return self.place.exchange.deliver()
 
     def states_after_refusals(self, count: int) -> list[str]:

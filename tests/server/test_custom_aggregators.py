@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 from harness.processes import free_port, wait_until
-from kit.servers import new_server
+from kit.servers import plain_server
+from kit.sites import clients, finish
 from own_world import MEAN, write
 from safetensors.torch import load_file
 
@@ -23,20 +24,12 @@ SITES = {"a": 1.0, "b": 3.0}
 
 def serve(folder: Path, name: str, start: dict[str, torch.Tensor] = START, **options: Any) -> atoll.Server:
     settings: dict[str, Any] = {
-        "algorithm.name": "fedavg",
         "rounds.sites": len(SITES),
         "rounds.total": 1,
-        "network.port": 0,
-        "disk.min_free_bytes": 0,
         "run.threads": 1,
         "aggregation.aggregator.path": f"{folder / 'mine.py'}:{name}",
-        "disk.state_dir": folder / "state",
     }
-    return new_server(start, **(settings | options))
-
-
-def clients_of(server: atoll.Server, folder: Path) -> dict[str, atoll.functional.Client]:
-    return {site: atoll.functional.Client(server.url, site=site, folder=folder / "w").register() for site in SITES}
+    return plain_server(folder, start, **(settings | options))
 
 
 def submit(client: atoll.functional.Client, site: str, number: int) -> None:
@@ -50,18 +43,14 @@ def submit(client: atoll.functional.Client, site: str, number: int) -> None:
 
 def play(server: atoll.Server, folder: Path, rounds: int, order: str = "ab", holds_at_the_end: int = 0) -> None:
     """All rounds of a run; sites submit in this order."""
-    clients = clients_of(server, folder)
+    sites = clients(server, folder, order)
     for number in range(1, rounds + 1):
-        for site in order:
-            assert clients[site].next_round() == number
-        for site in order:
-            submit(clients[site], site, number)
-    for client in clients.values():
-        assert client.next_round() is None
+        for client in sites.values():
+            assert client.next_round() == number
+        for site, client in sites.items():
+            submit(client, site, number)
     wait_until(lambda: holds(server, "aggregator") == holds_at_the_end, "that updates are given back")
-    for client in clients.values():
-        client.close()
-    assert server.wait(60)
+    finish(server, sites)
     server.run()
 
 
@@ -179,19 +168,16 @@ class AsTheyArrive:
         return json.loads(path.read_text()) if path.exists() else []
 
     with serve(tmp_path, "AsTheyArrive", **{"rounds.total": 2, "aggregation.max_kept_updates": 1}) as server:
-        clients = clients_of(server, tmp_path)
+        sites = clients(server, tmp_path)
         for number in (1, 2):
             for site in "ba":
-                assert clients[site].next_round() == number
-            submit(clients["b"], "b", number)
+                assert sites[site].next_round() == number
+            submit(sites["b"], "b", number)
             first = ["accept", "b", number]
             wait_until(lambda: first in said(), "the first update, before there is another")  # noqa: B023
             assert ["accept", "a", number] not in said()
-            submit(clients["a"], "a", number)
-        for client in clients.values():
-            assert client.next_round() is None
-            client.close()
-        assert server.wait(60)
+            submit(sites["a"], "a", number)
+        finish(server, sites)
         wait_until(lambda: holds(server, "aggregator") == 1, "that all but one are given back")
     log = said()
     assert [entry[0] for entry in log] == 2 * ["accept", "accept", "aggregate", "reset"]
@@ -206,8 +192,8 @@ def test_one_that_raises_ends_the_run_by_name_and_a_mended_one_goes_on_with_the_
     write(tmp_path, MEAN.replace("yield name, result", 'raise ValueError("no such luck")'))
     port = free_port()
     server = serve(tmp_path, "mean", **{"network.port": port}).start()
-    clients = clients_of(server, tmp_path)
-    for site, client in clients.items():
+    sites = clients(server, tmp_path)
+    for site, client in sites.items():
         assert client.next_round() == 1
         submit(client, site, 1)
     with pytest.raises(RunFailed) as raised:
@@ -224,10 +210,7 @@ def test_one_that_raises_ends_the_run_by_name_and_a_mended_one_goes_on_with_the_
     write(tmp_path, MEAN)
     with serve(tmp_path, "mean", **{"network.port": port}) as server:
         assert server.wait(60)  # nobody submits again
-        model = load_file(server.exports / "model.safetensors")
-        for client in clients.values():
-            assert client.next_round() is None
-            client.close()
+        model = finish(server, sites)
     # (1·1 + 3·3) / 4 = 2.5 times what a site of scale 1 adds
     assert torch.allclose(model["v"], 2.5 * torch.linspace(0.1, 1, 4))
 
@@ -249,7 +232,7 @@ FAILURES = [
 def test_one_that_cannot_give_a_result_ends_the_run_with_the_reason(tmp_path: Path, body: str, words: str) -> None:
     write(tmp_path, f"def bad(updates):\n    {body}\n")
     server = serve(tmp_path, "bad", **{"rounds.sites": 1, "aggregation.aggregator_timeout_s": 1.0}).start()
-    client = atoll.functional.Client(server.url, site="a", folder=tmp_path / "w").register()
+    (client,) = clients(server, tmp_path, "a").values()
     assert client.next_round() == 1
     submit(client, "a", 1)
     with pytest.raises(RunFailed) as raised:
@@ -277,7 +260,7 @@ def waits(updates):
     )
     port = free_port()
     server = serve(tmp_path, "waits", **{"rounds.sites": 1, "network.port": port}).start()
-    client = atoll.functional.Client(server.url, site="a", folder=tmp_path / "w").register()
+    (client,) = clients(server, tmp_path, "a").values()
     assert client.next_round() == 1
     submit(client, "a", 1)
     pid = tmp_path / "pid"
@@ -295,7 +278,9 @@ def waits(updates):
 
 def test_one_that_cannot_be_made_ends_the_start(tmp_path: Path) -> None:
     write(tmp_path, "class Needs:\n    def __init__(self, n): ...\n    def aggregate(self, updates): ...\n")
-    with pytest.raises(ConfigError, match=r"mine.py:Needs' cannot be made: .* 'n'. beside the path"):
+    with pytest.raises(
+        ConfigError, match=r"mine.py:Needs' cannot be made: .* 'n'. Write its keyword arguments beside the path"
+    ):
         serve(tmp_path, "Needs").start()
     with pytest.raises(ConfigError, match="Set one of them"):
         serve(tmp_path, "Needs", **{"aggregation.reducer.name": "median"})

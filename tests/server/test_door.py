@@ -7,17 +7,15 @@ import http.client
 import resource
 import socket
 import ssl
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-import trustme
 from harness.processes import wait_until
-from kit.servers import new_server
+from kit.servers import plain_server
+from kit.tls import write_certificate
 from torch import nn
 
-import atoll
 from atoll.protocol import routes
 from atoll.server import serve
 from atoll.transport import listener
@@ -26,13 +24,9 @@ SILENT = 30
 
 
 @pytest.fixture
-def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[atoll.Server]:
-    """It takes 20 connections."""
+def few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Servers take 20 connections."""
     monkeypatch.setattr(serve, "raise_files_limit", lambda: listener.RESERVED_FILES + 20 * listener.FILES_OF_ONE)
-    with atoll.Server(
-        nn.Linear(2, 2), settings={"network.port": 0, "disk.state_dir": tmp_path / "state", "algorithm.name": "fedavg"}
-    ) as server:
-        yield server
 
 
 def healthy(connection: http.client.HTTPConnection) -> bool:
@@ -40,13 +34,13 @@ def healthy(connection: http.client.HTTPConnection) -> bool:
     return connection.getresponse().read() == b"ok\n"
 
 
-def certificate(folder: Path) -> dict[str, Any]:
-    cert = trustme.CA().issue_cert("127.0.0.1")
-    chain, key = folder / "cert.pem", folder / "key.pem"
-    chain.write_bytes(b"".join(blob.bytes() for blob in cert.cert_chain_pems))
-    key.touch(mode=0o600)
-    key.write_bytes(cert.private_key_pem.bytes())
-    return {"network.tls_cert": chain, "network.tls_key": key}
+def wait_until_let_in(connect: Callable[[], http.client.HTTPConnection]) -> None:
+    def let_in() -> bool:
+        with contextlib.closing(connect()) as late, contextlib.suppress(OSError, http.client.HTTPException):
+            return healthy(late)
+        return False
+
+    wait_until(let_in, "a connection")
 
 
 def trusting() -> ssl.SSLContext:
@@ -56,9 +50,9 @@ def trusting() -> ssl.SSLContext:
 
 
 def test_connected_clients_stay_and_others_come_in_when_there_is_room(
-    server: atoll.Server, caplog: pytest.LogCaptureFixture
+    few: None, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with contextlib.ExitStack() as stack:
+    with plain_server(tmp_path, nn.Linear(2, 2)) as server, contextlib.ExitStack() as stack:
         worker = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
         stack.callback(worker.close)
         assert healthy(worker)
@@ -72,14 +66,7 @@ def test_connected_clients_stay_and_others_come_in_when_there_is_room(
         assert [record.getMessage().partition(",")[0] for record in said] == ["there are 20 connections"]
         for one in silent:
             one.close()
-
-        def let_in() -> bool:
-            late = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
-            with contextlib.closing(late), contextlib.suppress(OSError, http.client.HTTPException):
-                return healthy(late)
-            return False
-
-        wait_until(let_in, "a connection")
+        wait_until_let_in(lambda: http.client.HTTPConnection("127.0.0.1", server.port, timeout=30))
 
 
 def test_as_many_files_as_the_system_allows_may_be_open() -> None:
@@ -100,9 +87,8 @@ def ask_for_ever(talk: socket.socket) -> None:
 
 @pytest.mark.parametrize("tls", [False, True])
 def test_ends_a_client_that_never_reads_its_answers(tmp_path: Path, tls: bool) -> None:
-    options: dict[str, Any] = {"network.idle_timeout_s": 0.2, "algorithm.name": "fedavg"}
-    options |= certificate(tmp_path) if tls else {}
-    with new_server(nn.Linear(2, 2), **{"network.port": 0, "disk.state_dir": tmp_path / "state"}, **options) as server:
+    options = write_certificate(tmp_path) if tls else {}
+    with plain_server(tmp_path, nn.Linear(2, 2), **{"network.idle_timeout_s": 0.2}, **options) as server:
         raw = socket.socket()
         raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         raw.settimeout(30)
@@ -112,20 +98,13 @@ def test_ends_a_client_that_never_reads_its_answers(tmp_path: Path, tls: bool) -
             ask_for_ever(talk)
 
 
-def test_an_unfinished_handshake_takes_no_place_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(serve, "raise_files_limit", lambda: listener.RESERVED_FILES + 20 * listener.FILES_OF_ONE)
-    options, context = certificate(tmp_path) | {"algorithm.name": "fedavg"}, trusting()
-    with new_server(nn.Linear(2, 2), **{"network.port": 0, "disk.state_dir": tmp_path / "state"}, **options) as server:
+def test_an_unfinished_handshake_takes_no_place_for_ever(few: None, tmp_path: Path) -> None:
+    context = trusting()
+    with plain_server(tmp_path, nn.Linear(2, 2), **write_certificate(tmp_path)) as server:
         for word in (b"", b"GET / HTTP/1.1\r\n\r\n"):
             silent = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(20)]
             for one in silent:
                 one.sendall(word)
                 one.close()
-
-        def let_in() -> bool:
-            late = http.client.HTTPSConnection("127.0.0.1", server.port, timeout=30, context=context)
-            with contextlib.closing(late), contextlib.suppress(OSError, http.client.HTTPException):
-                return healthy(late)
-            return False
-
-        wait_until(let_in, "a connection")
+        port = server.port
+        wait_until_let_in(lambda: http.client.HTTPSConnection("127.0.0.1", port, timeout=30, context=context))

@@ -9,7 +9,8 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from down_world import Reference, clients, down_bytes, mixed, play, require_equal, serve, start, trained
+from down_world import WEIGHTS, Reference, down_bytes, finish_as, mixed, play, require_equal, serve, start, trained
+from kit.sites import clients, play_round
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -28,15 +29,6 @@ def delta_bytes(codec: str, options: dict[str, Any] | None = None) -> int:
     downlink = Downlink.of(WHOLE, codec, options or {})
     assert downlink is not None
     return downlink.layout.nbytes
-
-
-def finish(server: atoll.Server, sites: dict[str, atoll.functional.Client], reference: Reference) -> None:
-    """The run is over: everybody has the last b, and the export is θ."""
-    for client in sites.values():
-        assert client.next_round() is None
-        client.close()
-    assert server.wait(60)
-    require_equal(load_file(server.exports / "model.safetensors"), reference.exported)
 
 
 @pytest.mark.covers("L16")
@@ -73,7 +65,7 @@ def test_every_site_holds_what_the_formula_says_bit_for_bit(
         status = server.status()
         assert status.bytes_down == sum(received)
         assert [worker.bytes_down for worker in status.workers] == received
-        finish(server, sites, reference)
+        finish_as(reference, server, sites)
     assert not torch.equal(reference.held["large"], reference.exported["large"])  # something was lost on the way
 
 
@@ -85,7 +77,7 @@ def test_int8_both_ways_is_a_quarter_of_the_bytes_each_way(tmp_path: Path) -> No
         for number in (1, 2, 3):
             play(sites, number, reference)
         up, down = server.status().bytes_up, server.status().bytes_down
-        finish(server, sites, reference)
+        finish_as(reference, server, sites)
     whole = 2 * 4 * 300_000  # to both sites
     assert 3 * whole / 3.95 < up < 3 * whole / 3.92
     assert 2 * whole / 3.95 < down - whole < 2 * whole / 3.90  # two of the three versions as differences
@@ -121,7 +113,7 @@ def test_all_dtypes_under_other_outer_optimizers(
         reference = Reference(model, down=down).outer(optimizer, **options)
         for number in (1, 2, 3):
             play(sites, number, reference)
-        finish(server, sites, reference)
+        finish_as(reference, server, sites)
 
 
 def test_what_the_way_down_lost_arrives_once_the_updates_are_zero(tmp_path: Path) -> None:
@@ -253,7 +245,7 @@ def test_a_delta_that_is_damaged_at_the_server_is_not_needed(tmp_path: Path, cap
             play(sites, number, reference)
             if number == 2:
                 assert down_bytes(sites["a"]) - received >= WHOLE.nbytes
-        finish(server, sites, reference)
+        finish_as(reference, server, sites)
     assert "a: version 1 is pulled whole: Part 0 from" in caplog.text
 
 
@@ -273,7 +265,7 @@ def test_a_delta_that_is_damaged_at_a_start_is_dropped(tmp_path: Path) -> None:
             play(sites, number, reference)
             if number == 2:
                 assert down_bytes(sites["a"]) == WHOLE.nbytes
-        finish(server, sites, reference)
+        finish_as(reference, server, sites)
 
 
 def test_it_works_without_a_disk_with_the_same_bits(tmp_path: Path) -> None:
@@ -282,7 +274,7 @@ def test_it_works_without_a_disk_with_the_same_bits(tmp_path: Path) -> None:
         sites = clients(server, tmp_path)
         for number in (1, 2, 3, 4):
             play(sites, number, reference)
-        finish(server, sites, reference)
+        finish_as(reference, server, sites)
         assert not any((tmp_path / "state" / "slots").iterdir())
 
 
@@ -311,14 +303,11 @@ def test_whatever_is_for_people_is_the_master(tmp_path: Path) -> None:
     ) as server:
         sites = clients(server, tmp_path)
         for number in (1, 2, 3):
-            for client in sites.values():
-                assert client.next_round() == number
-            for site, client in sites.items():
-                loss = {"loss": [3.0, 1.0, 2.0][number - 1]}
-                client.submit(trained(client.pull(), site, number), weight=1.0 if site == "a" else 2.5, metrics=loss)
+            loss = {"loss": [3.0, 1.0, 2.0][number - 1]}
+            play_round(sites, number, lambda site, state: trained(state, site, number), WEIGHTS, metrics=loss)  # noqa: B023
             reference.round(number)
             theta.append(reference.exported)
-        finish(server, sites, reference)
+        finish_as(reference, server, sites)
         exports = server.exports
     for number in (1, 2, 3):
         path = exports / f"model-{number:06d}.safetensors"
@@ -342,7 +331,7 @@ def test_what_saves_nothing_is_told_and_versions_are_pulled_whole(
             play(sites, number, reference)
         whole = version_layout(schema_of(model), 2**16).nbytes
         assert [down_bytes(client) for client in sites.values()] == 2 * [3 * whole]
-        finish(server, sites, reference)
+        finish_as(reference, server, sites)
     assert (
         "aggregation.download_codec 'int8' saves nothing: a difference would take 32.0 kB, a version has" in caplog.text
     )
@@ -416,4 +405,4 @@ def test_after_a_fall_back_no_worker_trains_from_a_lost_version(tmp_path: Path) 
             play(sites, number, reference)
         # version 3 has the bits that version 2 had, and what makes it of version 1 is still there
         assert [down_bytes(client) for client in sites.values()] == 2 * [WHOLE.nbytes + delta_bytes("int8")]
-        finish(server, sites, reference)
+        finish_as(reference, server, sites)

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from down_world import Reference, clients, down_bytes, mixed, play, require_equal, serve, start, through, trained
+from down_world import Reference, down_bytes, finish_as, mixed, play, require_equal, serve, start, through, trained
 from harness.proxy import Fault, Proxy
+from kit.sites import clients, finish, play_round
 from own_world import MEAN, write
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -45,10 +46,7 @@ def test_differences_and_whole_pulls_lead_to_the_same_model(tmp_path: Path, opti
     with serve(tmp_path, **{"rounds.min_sites": 1}, **options) as server:
         sites = clients(server, tmp_path)
         for number in (1, 2, 3):
-            for client in sites.values():
-                assert client.next_round() == number
-            for site, client in sites.items():
-                client.submit(trained(client.pull(), site, number))
+            play_round(sites, number, lambda site, state: trained(state, site, number))  # noqa: B023
         for client in sites.values():
             assert client.next_round() == 4
         held, nbytes = whole_pull(server, tmp_path)
@@ -66,29 +64,14 @@ def test_what_an_aggregator_of_ones_own_makes_steps_the_master(tmp_path: Path) -
         reference = Reference(start())
         for number in (1, 2, 3):
             play(sites, number, reference)
-        for client in sites.values():
-            assert client.next_round() is None
-            client.close()
-        assert server.wait(60)
-        require_equal(load_file(server.exports / "model.safetensors"), reference.exported)
+        finish_as(reference, server, sites)
 
 
 def test_controls_travel_as_they_are_beside_the_differences(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = nn.Linear(90, 60)
-    with atoll.Server(
-        model,
-        settings={
-            "algorithm.name": "scaffold",
-            "rounds.sites": 2,
-            "rounds.min_sites": 1,
-            "rounds.total": 4,
-            "network.port": 0,
-            "disk.min_free_bytes": 0,
-            "disk.state_dir": tmp_path / "state",
-            "aggregation.download_codec.name": "int8",
-        },
-    ) as server:
+    settings = {"algorithm.name": "scaffold", "rounds.min_sites": 1, "model.buffers": ()}
+    with serve(tmp_path, model, **settings) as server:
         sites = clients(server, tmp_path)
         for number in (1, 2, 3):
             for client in sites.values():
@@ -122,20 +105,16 @@ def test_diloco_trains_from_what_went_down_and_submits_against_it(tmp_path: Path
     model = nn.Linear(9000, 1, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     scale = torch.linspace(0.1, 1.0, 9000)
-    with atoll.Server(
-        start,
-        settings={
-            "algorithm.name": "diloco",
-            "rounds.total": 3,
-            "diloco.sync_every": 1,
-            "network.port": 0,
-            "disk.min_free_bytes": 0,
-            "algorithm.outer_optimizer.lr": 0.5,
-            "algorithm.outer_optimizer.momentum": 0.0,
-            "aggregation.download_codec.name": "int4",
-            "disk.state_dir": tmp_path / "state",
-        },
-    ) as server:
+    settings = {
+        "algorithm.name": "diloco",
+        "rounds.sites": 1,
+        "rounds.total": 3,
+        "diloco.sync_every": 1,
+        "algorithm.outer_optimizer.lr": 0.5,
+        "algorithm.outer_optimizer.momentum": 0.0,
+        "aggregation.download_codec.name": "int4",
+    }
+    with serve(tmp_path, start, **settings) as server:
         with atoll.DiLoCo(model, optimizer, server=server.url, site="a", folder=tmp_path / "w"):
             for _ in range(3):
                 assert torch.equal(model.weight.data, held)
@@ -165,14 +144,8 @@ def test_masters_that_were_damaged_are_never_exported(tmp_path: Path, options: d
     out = tmp_path / "model.safetensors"
     with serve(tmp_path, **{"rounds.total": 1}, **options) as server:
         sites = clients(server, tmp_path)
-        for site, client in sites.items():
-            assert client.next_round() == 1
-            client.submit(trained(client.pull(), site, 1))
-        for client in sites.values():
-            assert client.next_round() is None
-            client.close()
-        assert server.wait(60)
-        exported = load_file(server.exports / "model.safetensors")
+        play_round(sites, 1, lambda site, state: trained(state, site, 1))
+        exported = finish(server, sites)
     assert export.from_directory(tmp_path / "state", out) == 1
     require_equal(load_file(out), exported)
     (path,) = (tmp_path / "state" / "slots").glob("state-*")

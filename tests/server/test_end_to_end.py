@@ -12,8 +12,8 @@ import pytest
 import safetensors.torch
 import torch
 from harness.processes import free_port
-from kit.servers import new_server
-from site_threads import together
+from kit.servers import plain_server
+from kit.sites import clients, together
 from torch import nn
 
 import atoll
@@ -26,14 +26,8 @@ def tiny(seed: int = 0) -> nn.Module:
     return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
 
 
-def serve(folder: Path, model: nn.Module, **settings: Any) -> atoll.Server:
-    options: dict[str, Any] = {
-        "algorithm.name": "fedavg",
-        "network.port": 0,
-        "disk.state_dir": folder / "state",
-        "network.heartbeat_interval_s": 1.0,
-    }
-    return new_server(model, **(options | settings)).start()
+def serve(folder: Path, model: nn.Module | None, **settings: Any) -> atoll.Server:
+    return plain_server(folder, model, **settings).start()
 
 
 def add(model: nn.Module, amount: float) -> None:
@@ -95,17 +89,16 @@ def test_fedavg_takes_the_weighted_mean_and_the_result_loads_strictly(tmp_path: 
 @pytest.mark.covers("L2", "L4")
 def test_diloco_synchronises_every_h_steps_around_any_loop(tmp_path: Path) -> None:
     """H = 2, SGD inner lr 1 on a gradient of constant 1 (or 3): a worker's round moves its weight by −2 (−6)."""
-    options = {
+    settings = {
         "algorithm.name": "diloco",
         "rounds.sites": 2,
         "rounds.total": 3,
         "diloco.sync_every": 2,
         "aggregation.upload_codec.name": "none",
+        "algorithm.outer_optimizer.lr": 0.5,
+        "algorithm.outer_optimizer.momentum": 0.0,
     }
-    model = nn.Linear(1, 1, bias=False)
-    server = serve(
-        tmp_path, model, **options, **{"algorithm.outer_optimizer.lr": 0.5, "algorithm.outer_optimizer.momentum": 0.0}
-    )
+    server = serve(tmp_path, nn.Linear(1, 1, bias=False), **settings)
     ends: dict[str, float] = {}
 
     def job(site: str, slope: float) -> Callable[[], None]:
@@ -138,14 +131,15 @@ def test_the_outer_momentum_goes_on_from_round_to_round(tmp_path: Path, restarte
     """Nesterov, lr and μ ½, u = 2 twice: m = 2, θ1 = 8 − ½·(2 + ½·2) = 6.5; m = ½·2 + 2, θ2 = 6.5 − ½·(2 + ½·3)."""
     start = nn.Linear(1, 1, bias=False)
     nn.init.constant_(start.weight, 8.0)
-    options: dict[str, Any] = {
+    settings: dict[str, Any] = {
         "algorithm.name": "diloco",
         "aggregation.upload_codec.name": "none",
         "algorithm.outer_optimizer.lr": 0.5,
         "algorithm.outer_optimizer.momentum": 0.5,
+        "network.port": free_port(),
+        "rounds.total": 2,
     }
-    options |= {"network.port": free_port(), "rounds.total": 2, "disk.state_dir": tmp_path / "state"}
-    server = new_server(start, **options).start()
+    server = serve(tmp_path, start, **settings)
     with atoll.functional.Client(server.url, site="a", folder=tmp_path / "workers") as client:
         for theta in (8.0, 6.5):
             assert client.next_round() is not None
@@ -154,7 +148,7 @@ def test_the_outer_momentum_goes_on_from_round_to_round(tmp_path: Path, restarte
             client.submit({"weight": weight - 2.0})
             if restarted:
                 server.stop()
-                server = new_server(None, **options).start()
+                server = serve(tmp_path, None, **settings)
         assert client.next_round() is None
     server.run()
     assert safetensors.torch.load_file(server.exports / "model.safetensors")["weight"].item() == 4.75
@@ -162,56 +156,13 @@ def test_the_outer_momentum_goes_on_from_round_to_round(tmp_path: Path, restarte
 
 @pytest.mark.covers("F30", "X3")
 def test_another_architecture_is_refused_with_both_digests_and_the_first_difference(tmp_path: Path) -> None:
-    server = serve(tmp_path, tiny(), **{"rounds.sites": 1})
-    try:
+    with plain_server(tmp_path, tiny()) as server:
         with atoll.join(server.url, site="a", folder=tmp_path / "workers") as worker:
             fl_round = next(iter(worker))
             sent = server.status().bytes_down
             with pytest.raises(SchemaMismatch, match=r"0\.weight F32\[5, 3\].*0\.weight F32\[4, 3\]"):
                 fl_round.load_into(nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Linear(5, 2)))
             assert server.status().bytes_down == sent
-    finally:
-        server.stop()
-
-
-@pytest.mark.covers("F31")
-def test_nan_is_refused_naming_worker_and_tensor_and_the_round_goes_on(tmp_path: Path) -> None:
-    start = tiny()
-    server = serve(tmp_path, start, **{"rounds.sites": 2, "rounds.min_sites": 1, "rounds.total": 1})
-
-    def broken() -> None:
-        model = tiny()
-        with atoll.join(server.url, site="bad", folder=tmp_path / "workers") as worker:
-            for fl_round in worker:
-                fl_round.load_into(model)
-                with torch.no_grad():
-                    model[2].weight[0, 0] = float("nan")
-                fl_round.submit(model)
-
-    together(federated(server, tmp_path, "good", 1.0, 1.0), broken)
-    assert server.wait(30)
-    told = server.status()
-    server.run()
-    assert told.refused == 1
-    assert told.history[0].workers == ["good"]
-    result = safetensors.torch.load_file(server.exports / "model.safetensors")
-    assert torch.equal(
-        result["0.bias"], start[0].bias.detach() - (start[0].bias.detach() - (start[0].bias.detach() + 1.0))
-    )
-
-
-@pytest.mark.covers("L20")
-def test_the_public_client_registers_pulls_submits_and_asks(tmp_path: Path) -> None:
-    server = serve(tmp_path, tiny(), **{"rounds.sites": 1, "rounds.total": 1})
-    with atoll.functional.Client(server.url, site="by-hand", folder=tmp_path / "workers") as client:
-        assert client.next_round() == 1
-        state = client.pull()
-        assert torch.equal(state["0.bias"], tiny()[0].bias.detach())
-        state["0.bias"] += 1.0
-        client.submit(state, weight=3.0, metrics={"accuracy": 0.5})
-        assert client.next_round() is None
-        assert client.status().history[0].metrics == {"accuracy": 0.5}
-    server.run()
 
 
 def test_a_run_that_is_finished_has_its_metrics_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,22 +191,18 @@ def test_a_run_that_is_finished_has_its_metrics_written(tmp_path: Path, monkeypa
 
 @pytest.mark.covers("L13")
 def test_status_names_the_sites_that_the_round_waits_for(tmp_path: Path) -> None:
-    server = serve(tmp_path, tiny(), **{"rounds.sites": 2})
-    try:
-        with atoll.functional.Client(server.url, site="first", folder=tmp_path / "workers") as client:
-            assert client.next_round(wait_s=0.0) is None
-            waiting = status(server.url)
-            assert "waits for 2 workers to join, 1 has" in waiting.fragments[0].reason
-            assert waiting.policy == "barrier"
-            with atoll.functional.Client(server.url, site="second", folder=tmp_path / "workers") as other:
-                other.register()
-                assert client.next_round() == 1
-                assert other.next_round() == 1
-                state = client.pull()
-                client.submit(state)
-                assert [missing.site for missing in server.status().fragments[0].waiting_for] == ["second"]
-    finally:
-        server.stop()
+    with plain_server(tmp_path, tiny(), **{"rounds.sites": 2}) as server:
+        (first,) = clients(server, tmp_path, ["first"]).values()
+        assert first.next_round(wait_s=0.0) is None
+        waiting = status(server.url)
+        assert "waits for 2 workers to join, 1 has" in waiting.fragments[0].reason
+        assert waiting.policy == "barrier"
+        (second,) = clients(server, tmp_path, ["second"]).values()
+        assert (first.next_round(), second.next_round()) == (1, 1)
+        first.submit(first.pull())
+        assert [missing.site for missing in server.status().fragments[0].waiting_for] == ["second"]
+        first.close()
+        second.close()
 
 
 def forget_to_submit(url: str, folder: Path) -> None:
@@ -266,14 +213,11 @@ def forget_to_submit(url: str, folder: Path) -> None:
 
 @pytest.mark.covers("P6")
 def test_a_round_that_was_not_submitted_is_an_error_that_says_what_to_do(tmp_path: Path) -> None:
-    server = serve(tmp_path, tiny(), **{"rounds.sites": 1})
-    try:
+    with plain_server(tmp_path, tiny()) as server:
         with pytest.raises(AtollError, match=r"Call fl_round\.submit"):
             forget_to_submit(server.url, tmp_path / "workers")
         assert server.status().workers[0].state == "failed"
         assert "submit" in server.status().workers[0].error
-    finally:
-        server.stop()
 
 
 def test_the_same_scripts_run_without_a_server() -> None:

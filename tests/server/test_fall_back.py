@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 from harness.processes import free_port, wait_until
-from kit.servers import new_server
+from kit import ask_journal, flip_bit
+from kit.servers import new_server, plain_server
 from torch import nn
 
 import atoll
@@ -21,14 +22,17 @@ from atoll.store.versions import Versions
 from atoll.worker.exchange.base_and_outbox import OutboxNote
 
 
+def begun_at(folder: Path) -> dict[str, Any]:
+    """Settings of a run of three rounds whose server is started again at the same port."""
+    where = {"network.port": free_port(), "disk.state_dir": folder / "state"}
+    return {"algorithm.name": "fedavg", "rounds.total": 3} | where
+
+
 def damage_head(state: Path) -> None:
     """Flip a byte of the newest version, as a page that never reached the disk would."""
-    with sqlite3.connect(state / "journal.sqlite") as journal:
-        (slot,) = journal.execute("SELECT slot FROM versions ORDER BY version DESC LIMIT 1").fetchone()
-    (path,) = [path for path in (state / "slots").iterdir() if "version" in path.name and path.stem.endswith(str(slot))]
-    content = bytearray(path.read_bytes())
-    content[-1] ^= 0xFF
-    path.write_bytes(content)
+    ((slot,),) = ask_journal(state.parent, "SELECT slot FROM versions ORDER BY version DESC LIMIT 1")
+    (path,) = (state / "slots").glob(f"version-*-{slot}.safetensors")
+    flip_bit(path, -1)
 
 
 @pytest.mark.covers("L13")
@@ -40,12 +44,7 @@ def test_staleness_counts_rounds_not_numbers(version: int, rounds: int) -> None:
 
 @pytest.mark.covers("F41")
 def test_updates_of_a_lost_version_are_submitted_again_from_the_outbox(tmp_path: Path) -> None:
-    options: dict[str, Any] = {
-        "algorithm.name": "fedavg",
-        "network.port": free_port(),
-        "disk.state_dir": tmp_path / "state",
-        "rounds.total": 3,
-    }
+    options = begun_at(tmp_path)
     torch.manual_seed(0)
     model = nn.Linear(4, 3)
     trained: list[int] = []
@@ -126,15 +125,12 @@ def test_a_diloco_worker_submits_again_what_was_not_durable_and_trains_nothing_a
 
     H = 2 and steps of −1: 8 → 6 → 4 → 2. The power is lost in the middle of round 3, when version 2 is not durable.
     """
-    options: dict[str, Any] = {
+    options = begun_at(tmp_path) | {
         "algorithm.name": "diloco",
         "aggregation.upload_codec.name": "none",
         "algorithm.outer_optimizer.lr": 1.0,
         "algorithm.outer_optimizer.momentum": 0.0,
         "diloco.sync_every": 2,
-        "rounds.total": 3,
-        "network.port": free_port(),
-        "disk.state_dir": tmp_path / "state",
     }
     model = nn.Linear(1, 1, bias=False)
     nn.init.constant_(model.weight, 8.0)
@@ -160,12 +156,7 @@ def test_a_diloco_worker_submits_again_what_was_not_durable_and_trains_nothing_a
 @pytest.mark.covers("F41")
 def test_a_round_from_a_lost_version_leaves_the_outbox_as_it_is(tmp_path: Path) -> None:
     """Guards against an outbox that is rewritten for the ticket of a version that the server has lost."""
-    options: dict[str, Any] = {
-        "algorithm.name": "fedavg",
-        "rounds.total": 3,
-        "network.port": free_port(),
-        "disk.state_dir": tmp_path / "state",
-    }
+    options = begun_at(tmp_path)
     model = nn.Linear(1, 1, bias=False)
     nn.init.constant_(model.weight, 0.0)
     trained: list[tuple[float, float]] = []
@@ -191,12 +182,7 @@ def test_a_round_from_a_lost_version_leaves_the_outbox_as_it_is(tmp_path: Path) 
 @pytest.mark.covers("F42")
 def test_an_update_that_the_journal_has_forgotten_is_sent_again_under_the_same_ticket(tmp_path: Path) -> None:
     """As after a power loss that took the journal's last rows: the ticket is open, and its update was acknowledged."""
-    options: dict[str, Any] = {
-        "algorithm.name": "fedavg",
-        "rounds.total": 3,
-        "network.port": free_port(),
-        "disk.state_dir": tmp_path / "state",
-    }
+    options = begun_at(tmp_path)
     model, journal, kept = nn.Linear(1, 1), tmp_path / "state" / "journal.sqlite", tmp_path / "kept.sqlite"
     with atoll.functional.Client(
         f"http://127.0.0.1:{options['network.port']}", site="a", folder=tmp_path / "w"
@@ -225,9 +211,7 @@ def test_an_update_that_the_journal_has_forgotten_is_sent_again_under_the_same_t
 @pytest.mark.covers("F42")
 def test_an_update_trained_from_another_version_than_the_runs_is_not_taken(tmp_path: Path) -> None:
     """As after an old backup: the ticket's number is right, and the base is not what the server has."""
-    with atoll.Server(
-        nn.Linear(2, 2), settings={"network.port": 0, "disk.state_dir": tmp_path / "state", "algorithm.name": "fedavg"}
-    ) as server:
+    with plain_server(tmp_path, nn.Linear(2, 2)) as server:
         with atoll.functional.Client(server.url, site="a", folder=tmp_path / "w") as client:
             assert client.next_round() == 1
             client.pull()

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from kit.servers import new_server
+from kit.servers import plain_server
+from kit.sites import clients, finish, together
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -17,12 +18,8 @@ from atoll.errors import UsageError
 from atoll.filters import Drop, Filter, NormClip, Outgoing
 
 
-def serving(folder: Path, model: nn.Module, **settings: object) -> atoll.Server:
-    return new_server(
-        model,
-        **{"network.port": 0, "disk.min_free_bytes": 0, "disk.state_dir": folder / "state"},
-        **({"algorithm.name": "fedavg", "rounds.total": 1} | settings),
-    )
+def serving(folder: Path, **settings: object) -> atoll.Server:
+    return plain_server(folder, zero_linear(), **({"rounds.total": 1} | settings))
 
 
 def zero_linear() -> nn.Linear:
@@ -53,13 +50,9 @@ def test_each_site_has_its_own_filters(tmp_path: Path) -> None:
                 fl_round.load_into(model)
                 fl_round.submit(become_(model, *becomes[site]))
 
-    with serving(tmp_path, zero_linear(), **{"rounds.sites": 2}) as server:
-        threads = [threading.Thread(target=take_part, args=(site,)) for site in filters]
-        for thread in threads:
-            thread.start()
+    with serving(tmp_path, **{"rounds.sites": 2}) as server:
+        together(*(partial(take_part, site) for site in filters))
         assert server.wait(60)
-        for thread in threads:
-            thread.join()
         result = load_file(server.exports / "model.safetensors")
     assert result["weight"].tolist() == [[2.0, 2.5]]  # (1 + 3) / 2, (1 + 4) / 2
     assert result["bias"].tolist() == [0.0]
@@ -71,9 +64,9 @@ def test_the_round_goes_on_without_a_site_with_a_failing_filter(tmp_path: Path) 
         def apply(self, name: str, start: int, values: Tensor) -> Tensor:
             raise KeyError("salt")
 
-    with serving(tmp_path, zero_linear(), **{"rounds.sites": 2, "rounds.min_sites": 1}) as server:
-        good = atoll.functional.Client(server.url, site="a", folder=tmp_path / "w").register()
-        bad = atoll.functional.Client(server.url, site="b", folder=tmp_path / "w", filters=[Broken()]).register()
+    with serving(tmp_path, **{"rounds.sites": 2, "rounds.min_sites": 1}) as server:
+        (good,) = clients(server, tmp_path, "a").values()
+        (bad,) = clients(server, tmp_path, "b", filters=[Broken()]).values()
         for client in (good, bad):
             assert client.next_round() == 1
             client.pull()
@@ -81,10 +74,7 @@ def test_the_round_goes_on_without_a_site_with_a_failing_filter(tmp_path: Path) 
         with pytest.raises(UsageError, match=r"Broken\(\) failed at '(weight|bias)': KeyError: 'salt'") as caught:
             bad.submit(become_(nn.Linear(2, 1), [9.0, 9.0], 9.0))
         bad.close(caught.value)
-        assert good.next_round() is None
-        good.close()
-        assert server.wait(60)
-        result = load_file(server.exports / "model.safetensors")
+        result = finish(server, {"a": good})
     assert (result["weight"].tolist(), result["bias"].tolist()) == ([[1.0, 2.0]], [3.0])
 
 
@@ -102,7 +92,7 @@ def test_diloco_has_filters_too(tmp_path: Path) -> None:
         "algorithm.outer_optimizer.momentum": 0.0,
         "aggregation.upload_codec.name": "none",
     }
-    with serving(tmp_path, zero_linear(), **{"rounds.sites": 1, "diloco.sync_every": 1}, **settings) as server:
+    with serving(tmp_path, **{"diloco.sync_every": 1}, **settings) as server:
         with atoll.DiLoCo(
             model,
             optimizer,
@@ -135,9 +125,7 @@ def test_scaffolds_control_follows_from_what_the_filters_left(tmp_path: Path) ->
     Δc = Δ̂/η − c = (1.5, 2), where the gradient is (3, 4); nothing of the bias is told. With one site c is c_i.
     """
     filters = [Drop("bias"), NormClip(1.25)]
-    with serving(
-        tmp_path, zero_linear(), **{"rounds.sites": 1, "algorithm.name": "scaffold", "rounds.total": 2}
-    ) as server:
+    with serving(tmp_path, **{"algorithm.name": "scaffold", "rounds.total": 2}) as server:
         with atoll.join(server.url, "a", folder=tmp_path / "w", filters=filters) as worker:
             rounds = iter(worker)
             fl_round = next(rounds)
@@ -151,7 +139,7 @@ def test_scaffolds_control_follows_from_what_the_filters_left(tmp_path: Path) ->
 
 @pytest.mark.covers("T8", "X3")
 def test_a_control_difference_measured_by_hand_does_not_pass_by_the_filters(tmp_path: Path) -> None:
-    with serving(tmp_path, zero_linear(), **{"rounds.sites": 1, "algorithm.name": "scaffold"}) as server:
+    with serving(tmp_path, **{"algorithm.name": "scaffold"}) as server:
         with atoll.join(server.url, "a", folder=tmp_path / "w", filters=[NormClip(1.0)]) as worker:
             fl_round = next(iter(worker))
             model = fl_round.load_into(zero_linear())
@@ -167,7 +155,7 @@ def test_a_filter_that_fails_at_the_begin_leaves_the_outbox_as_it_was(tmp_path: 
             if update.about.round == 2:
                 raise KeyError("salt")
 
-    with serving(tmp_path, zero_linear(), **{"rounds.sites": 1, "rounds.total": 2}) as server:
+    with serving(tmp_path, **{"rounds.total": 2}) as server:
         with atoll.functional.Client(server.url, site="a", folder=tmp_path / "w", filters=[Second()]) as client:
             for number in (1, 2):
                 assert client.next_round() == number

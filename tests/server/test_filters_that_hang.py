@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import torch
 from harness.processes import free_port, wait_until
-from kit.servers import new_server
-from safetensors.torch import load_file
+from kit.servers import plain_server
+from kit.sites import clients, finish
 from torch import Tensor
 
 import atoll
@@ -50,18 +50,7 @@ class Hanging(Filter):
 
 
 def serving(folder: Path, **options: Any) -> atoll.Server:
-    settings: dict[str, Any] = {
-        "algorithm.name": "fedavg",
-        "rounds.sites": 2,
-        "network.port": 0,
-        "disk.min_free_bytes": 0,
-        "run.threads": 1,
-    }
-    return new_server(START, **{"disk.state_dir": folder / "state"}, **(settings | options))
-
-
-def client(server: atoll.Server, folder: Path, site: str) -> atoll.functional.Client:
-    return atoll.functional.Client(server.url, site=site, folder=folder / "w").register()
+    return plain_server(folder, START, **({"rounds.sites": 2, "run.threads": 1} | options))
 
 
 @pytest.mark.covers("T8")
@@ -73,11 +62,10 @@ def test_the_rounds_go_on_without_its_site_and_the_server_ends(
     hanging, rounds = Hanging(go), 4
     options = {"rounds.total": rounds, "rounds.quorum": 1, "rounds.min_sites": 1, "rounds.deadline_s": 0.3}
     with serving(tmp_path, filters={"a": [hanging], "b": [Filter()]}, **options) as server:
-        stuck, other = client(server, tmp_path, "a"), client(server, tmp_path, "b")
+        stuck, other = clients(server, tmp_path).values()
         assert (stuck.next_round(), other.next_round()) == (1, 1)
         stuck.pull()
-        submitting = threading.Thread(target=lambda: stuck.submit({"w": torch.ones(2)}), daemon=True)
-        submitting.start()
+        in_thread(lambda: stuck.submit({"w": torch.ones(2)}))
         assert hanging.begun.wait(30)
         for number in range(1, rounds + 1):
             other.pull()
@@ -98,7 +86,7 @@ def test_a_server_ends_while_it_hangs_at_what_was_accepted_before_a_restart(
     """a's update is in the journal when the server ends; the next one's filter hangs at it when the round closes."""
     port = free_port()
     with serving(tmp_path, **{"rounds.total": 1, "network.port": port}) as server:
-        first, second = client(server, tmp_path, "a"), client(server, tmp_path, "b")
+        first, second = clients(server, tmp_path).values()
         assert (first.next_round(), second.next_round()) == (1, 1)
         first.pull()
         second.pull()
@@ -133,7 +121,7 @@ def test_what_is_left_of_one_update_is_not_taken_for_another_that_came_in_its_pl
     monkeypatch.setattr(Filtering, "refusal", counted)
     hanging = Hanging(go)
     with serving(tmp_path, **{"rounds.sites": 1, "rounds.total": 1}, filters={"a": [hanging]}) as server:
-        before = client(server, tmp_path / "before", "a")
+        before = clients(server, tmp_path / "before", "a")["a"]
         before.next_round()
         before.pull()
 
@@ -143,7 +131,7 @@ def test_what_is_left_of_one_update_is_not_taken_for_another_that_came_in_its_pl
 
         first = in_thread(superseded)
         assert hanging.begun.wait(30)
-        after = client(server, tmp_path / "after", "a")
+        after = clients(server, tmp_path / "after", "a")["a"]
         after.next_round()
         after.pull()
         second = in_thread(lambda: after.submit({"w": torch.full((2,), 3.0)}))
@@ -151,11 +139,7 @@ def test_what_is_left_of_one_update_is_not_taken_for_another_that_came_in_its_pl
         go.set()
         second.join(30)
         first.join(30)
-        assert after.next_round() is None
-        after.close()
-        assert server.wait(30)
-        server.run()
-    assert load_file(server.exports / "model.safetensors")["w"].tolist() == [3.0, 3.0]
+        assert finish(server, {"a": after})["w"].tolist() == [3.0, 3.0]
 
 
 @pytest.mark.covers("T8")
@@ -175,7 +159,7 @@ def test_its_site_is_told_when_the_round_is_over_and_takes_part_in_the_next(
     hanging = Counting(go)
     options = {"rounds.total": 2, "rounds.quorum": 1, "rounds.min_sites": 1, "rounds.deadline_s": 0.3}
     with serving(tmp_path, filters={"a": [hanging]}, **options) as server:
-        stuck, other = client(server, tmp_path, "a"), client(server, tmp_path, "b")
+        stuck, other = clients(server, tmp_path).values()
         assert (stuck.next_round(), other.next_round()) == (1, 1)
         for number in (1, 2):
             stuck.pull()
@@ -202,7 +186,7 @@ class Failing(Filter):
 def test_an_update_that_is_refused_leaves_no_file_behind(tmp_path: Path) -> None:
     """Not until memory is next looked through for cycles either: it is as large as an update."""
     with serving(tmp_path, **{"rounds.sites": 1, "rounds.total": 1}, filters=[Failing()]) as server:
-        site = client(server, tmp_path, "a")
+        site = clients(server, tmp_path, "a")["a"]
         site.next_round()
         site.pull()
         gc.disable()

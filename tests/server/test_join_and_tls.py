@@ -1,21 +1,18 @@
 """Who may join, and which TLS both ends speak."""
 
-import contextlib
 import os
 import re
 import socket
 import ssl
-from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any
 
 import pytest
 import trustme
-from kit.servers import new_server
+from kit.servers import plain_server
+from kit.tls import write_certificate
 from torch import nn
 
-import atoll
 from atoll.errors import AuthError, ConfigError, SchemaMismatch, ServerUnreachable
 from atoll.protocol import messages, routes
 from atoll.server.http.auth import Gate
@@ -26,19 +23,11 @@ from atoll.transport.tls import client_context, read_token, server_context
 
 @pytest.mark.covers("F30")
 def test_the_server_itself_refuses_a_site_that_does_not_fit(tmp_path: Path) -> None:
-    with atoll.Server(
-        nn.Linear(2, 1),
-        settings={
-            "network.port": 0,
-            "algorithm.name": "diloco",
-            "diloco.sync_every": 5,
-            "disk.state_dir": tmp_path / "s",
-        },
-    ) as server:
+    with plain_server(tmp_path, nn.Linear(2, 1), **{"algorithm.name": "diloco", "diloco.sync_every": 5}) as server:
         http = Http(server.url)
         join = messages.Join(protocol=routes.PROTOCOL, site="a")
         with pytest.raises(ConfigError, match="every 6 steps, the run every 5"):
-            http.post(routes.WORKERS, join.model_copy(update={"diloco.sync_every": 6}), messages.Joined)
+            http.post(routes.WORKERS, join.model_copy(update={"sync_every": 6}), messages.Joined)
         mine = schema_of(nn.Linear(2, 1)).digest[:12]
         with pytest.raises(
             SchemaMismatch,
@@ -46,7 +35,7 @@ def test_the_server_itself_refuses_a_site_that_does_not_fit(tmp_path: Path) -> N
         ):
             http.post(routes.WORKERS, join.model_copy(update={"schema_digest": "0" * 64}), messages.Joined)
         assert server.status().workers == []
-        http.post(routes.WORKERS, join.model_copy(update={"diloco.sync_every": 5}), messages.Joined)
+        http.post(routes.WORKERS, join.model_copy(update={"sync_every": 5}), messages.Joined)
         http.close()
 
 
@@ -54,9 +43,7 @@ def test_the_server_itself_refuses_a_site_that_does_not_fit(tmp_path: Path) -> N
 def test_a_model_without_controls_fits_a_run_that_has_them(tmp_path: Path) -> None:
     """A worker may name the schema of its own model, or the run's as it has read it."""
     model = nn.Linear(2, 1)
-    with atoll.Server(
-        model, settings={"network.port": 0, "algorithm.name": "scaffold", "disk.state_dir": tmp_path / "s"}
-    ) as server:
+    with plain_server(tmp_path, model, **{"algorithm.name": "scaffold"}) as server:
         http = Http(server.url)
         run = http.get(routes.RUN, messages.RunInfo).schema_digest
         own = schema_of(model).digest
@@ -81,12 +68,9 @@ def test_a_secret_that_more_than_its_owner_may_read_or_write_is_refused(tmp_path
 
 @pytest.mark.covers("X2")
 def test_both_ends_speak_tls_1_3_only(tmp_path: Path) -> None:
-    cert = trustme.CA().issue_cert("localhost")
-    chain, key = tmp_path / "cert.pem", tmp_path / "key.pem"
-    chain.write_bytes(b"".join(blob.bytes() for blob in cert.cert_chain_pems))
-    key.touch(mode=0o600)
-    key.write_bytes(cert.private_key_pem.bytes())
-    assert server_context(chain, key).minimum_version == ssl.TLSVersion.TLSv1_3
+    tls = write_certificate(tmp_path)
+    context = server_context(tls["network.tls_cert"], tls["network.tls_key"])
+    assert context.minimum_version == ssl.TLSVersion.TLSv1_3
     assert client_context(None).minimum_version == ssl.TLSVersion.TLSv1_3
 
 
@@ -102,9 +86,7 @@ def test_nothing_but_the_whole_token_opens_the_gate(sent: str | None) -> None:
 @pytest.mark.covers("X2")
 def test_a_token_that_is_no_text_is_refused_like_any_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ATOLL_TOKEN", "secret")
-    with atoll.Server(
-        nn.Linear(2, 1), settings={"network.port": 0, "algorithm.name": "fedavg", "disk.state_dir": tmp_path / "s"}
-    ) as server:
+    with plain_server(tmp_path, nn.Linear(2, 1)) as server:
         with socket.create_connection(("127.0.0.1", server.port), timeout=20.0) as raw:
             raw.sendall(
                 f"GET {routes.RUN} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer ".encode() + b"\xff\r\n\r\n"
@@ -137,19 +119,6 @@ def authority() -> trustme.CA:
     return trustme.CA()
 
 
-@contextlib.contextmanager
-def served(folder: Path, cert: trustme.LeafCert | None) -> Iterator[int]:
-    """The port of a server, with TLS where it has a certificate."""
-    options: dict[str, Any] = {"algorithm.name": "fedavg", "rounds.sites": 1}
-    if cert is not None:
-        cert.private_key_pem.write_to_path(folder / "key.pem")
-        (folder / "key.pem").chmod(0o600)
-        (folder / "cert.pem").write_bytes(b"".join(blob.bytes() for blob in cert.cert_chain_pems))
-        options |= {"network.tls_cert": folder / "cert.pem", "network.tls_key": folder / "key.pem"}
-    with new_server(nn.Linear(2, 1), **{"network.port": 0, "disk.state_dir": folder / "s"}, **options) as server:
-        yield server.port
-
-
 def said_to(address: str, folder: Path, ca: trustme.CA) -> str:
     ca.cert_pem.write_to_path(folder / "ca.pem")
     http = Http(address, ca=str(folder / "ca.pem"))
@@ -170,20 +139,19 @@ def said_to(address: str, folder: Path, ca: trustme.CA) -> str:
 def test_a_certificate_that_is_refused_comes_with_its_own_remedy(
     tmp_path: Path, authority: trustme.CA, name: str, days: int, said: str
 ) -> None:
-    cert = authority.issue_cert(name, not_after=datetime.now(UTC) + timedelta(days=days))
-    with served(tmp_path, cert) as port:
-        assert re.search(said, said_to(f"https://localhost:{port}", tmp_path, authority))
+    tls = write_certificate(tmp_path, name, authority, not_after=datetime.now(UTC) + timedelta(days=days))
+    with plain_server(tmp_path, nn.Linear(2, 1), **tls) as server:
+        assert re.search(said, said_to(f"https://localhost:{server.port}", tmp_path, authority))
 
 
 @pytest.mark.covers("X3", "F38")
 def test_the_wrong_authority_and_the_wrong_scheme_are_told_apart(tmp_path: Path, authority: trustme.CA) -> None:
-    with served(tmp_path, authority.issue_cert("localhost")) as port:
-        assert "Set ATOLL_TLS_CA" in said_to(f"https://localhost:{port}", tmp_path, trustme.CA())
-        assert "needs https://" in said_to(f"http://localhost:{port}", tmp_path, authority)
-    (tmp_path / "plain").mkdir()
-    with served(tmp_path / "plain", None) as port:
+    with plain_server(tmp_path, nn.Linear(2, 1), **write_certificate(tmp_path, authority=authority)) as server:
+        assert "Set ATOLL_TLS_CA" in said_to(f"https://localhost:{server.port}", tmp_path, trustme.CA())
+        assert "needs https://" in said_to(f"http://localhost:{server.port}", tmp_path, authority)
+    with plain_server(tmp_path / "plain", nn.Linear(2, 1)) as server:
         assert "does not speak TLS. Write its address with http://" in said_to(
-            f"https://localhost:{port}", tmp_path, authority
+            f"https://localhost:{server.port}", tmp_path, authority
         )
 
 

@@ -12,12 +12,15 @@ from pathlib import Path
 import pytest
 import torch
 from harness.processes import wait_until
+from kit.by_hand import put_part
+from kit.requests import begin_request
+from kit.servers import plain_server
 from torch import nn
 
 import atoll
 from atoll.protocol import routes
 from atoll.store.file_slots import PULL, WRITER
-from atoll.worker.exchange.participation import take_part
+from atoll.worker.exchange.participation import Participation, take_part
 
 BEGUN = 300_000
 
@@ -25,22 +28,13 @@ BEGUN = 300_000
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[atoll.Server]:
     torch.manual_seed(0)
-    with atoll.Server(
-        nn.Linear(4000, 2000),
-        settings={
-            "network.port": 0,
-            "disk.state_dir": tmp_path / "state",
-            "algorithm.name": "fedavg",
-            "disk.min_free_bytes": 0,
-        },
-    ) as server:
+    with plain_server(tmp_path, nn.Linear(4000, 2000)) as server:
         yield server
 
 
-def send(server: atoll.Server, *lines: str, body: bytes = b"") -> socket.socket:
-    raw = socket.create_connection(("127.0.0.1", server.port))
-    raw.sendall("\r\n".join((*lines, "Host: localhost", "", "")).encode() + body)
-    return raw
+@pytest.fixture
+def place(server: atoll.Server, tmp_path: Path) -> Participation:
+    return take_part(server.url, "a", folder=tmp_path / "w")
 
 
 def reset(raw: socket.socket) -> None:
@@ -55,27 +49,24 @@ def require_quiet(server: atoll.Server, log: pytest.LogCaptureFixture) -> None:
     assert [record for record in log.records if record.levelno >= logging.WARNING or record.exc_info] == []
 
 
-@pytest.mark.parametrize("end", [socket.socket.close, reset])
-@pytest.mark.parametrize("more", [[], ["Connection: keep-alive"]])  # the bypass, and aiohttp's streams
+ENDS = pytest.mark.parametrize("end", [socket.socket.close, reset])
+
+
+@ENDS
+@pytest.mark.parametrize("more", [{}, {"Connection": "keep-alive"}])  # the bypass, and aiohttp's streams
 def test_a_worker_that_goes_away_within_a_part(
     server: atoll.Server,
-    tmp_path: Path,
+    place: Participation,
     caplog: pytest.LogCaptureFixture,
-    more: list[str],
+    more: dict[str, str],
     end: Callable[[socket.socket], None],
 ) -> None:
     caplog.set_level(logging.INFO)
-    place = take_part(server.url, "a", folder=tmp_path / "w")
     ticket = place.exchange.ask().ticket
     assert ticket is not None
-    path = routes.PART.format(ticket=ticket.id, part=0)
-    length = place.exchange.outbox.layout.parts[0].nbytes + routes.DIGEST_BYTES
+    nbytes = place.exchange.outbox.layout.parts[0].nbytes + routes.DIGEST_BYTES
     run = server._require_run()
-    raw = send(
-        server, f"PUT {path} HTTP/1.1", f"{routes.LEASE_HEADER}: {place.session.http.lease}",
-        f"Content-Length: {length}",
-        *more, body=bytes(BEGUN),
-    )  # fmt: skip
+    raw = put_part(server.port, place.session.http.lease, ticket.id, 0, nbytes, bytes(BEGUN), **more)
     wait_until(lambda: run.bytes_up == BEGUN, "the bytes")
     end(raw)
     slot = run.store.tickets.spool(ticket.id).slot
@@ -83,28 +74,25 @@ def test_a_worker_that_goes_away_within_a_part(
     require_quiet(server, caplog)
 
 
-@pytest.mark.parametrize("end", [socket.socket.close, reset])
-@pytest.mark.parametrize("more", [[], ["Range: bytes=0-900000"]])
+@ENDS
+@pytest.mark.parametrize("more", [{}, {"Range": "bytes=0-900000"}])
 def test_a_worker_that_goes_away_within_a_download(
     server: atoll.Server,
-    tmp_path: Path,
+    place: Participation,
     caplog: pytest.LogCaptureFixture,
-    more: list[str],
+    more: dict[str, str],
     end: Callable[[socket.socket], None],
 ) -> None:
     caplog.set_level(logging.INFO)
-    place = take_part(server.url, "a", folder=tmp_path / "w")
     ticket = place.exchange.ask().ticket
     assert ticket is not None
     path = routes.VERSION_DATA.format(fragment=0, version=0, digest=ticket.base.digest)
     for _ in range(3):
-        raw = send(server, f"GET {path} HTTP/1.1", *more)
+        raw = begin_request(server.port, f"GET {path}", **more)
         raw.recv(100)
         end(raw)
-    store = server._require_run().store
-    wait_until(
-        lambda: not any(s.holds[PULL] for p in store.slots._pools.values() for s in p._slots.values()), "the end"
-    )
+    slots = server._require_run().store.slots
+    wait_until(lambda: not any(who[PULL] for who in slots.holds().values() if PULL in who), "the end")
     require_quiet(server, caplog)
 
 

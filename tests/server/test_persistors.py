@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 from harness.processes import wait_until
-from kit.servers import new_server
+from kit.servers import plain_server
+from kit.sites import clients, federated, finish, play_round
 from torch import Tensor, nn
 
 import atoll
@@ -58,26 +59,25 @@ def _empty(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def server_of(folder: Path, model: Any = None, **options: Any) -> atoll.Server:
-    settings = {
-        "algorithm.name": "fedavg",
-        "rounds.total": 2,
-        "network.port": 0,
-        "disk.min_free_bytes": 0,
-        "disk.export_every": 1,
-    }
-    named = {"model.persistor.path": f"{__name__}:Shelf", "disk.state_dir": folder / "state"}
-    return new_server(model, **(settings | named | options))
+    settings = {"rounds.total": 2, "disk.export_every": 1, "model.persistor.path": f"{__name__}:Shelf"}
+    return plain_server(folder, model, **(settings | options))
 
 
 def play(server: atoll.Server, folder: Path, rounds: int) -> None:
     """One site that adds the round's number to every element."""
-    with atoll.functional.Client(server.url, site="a", folder=folder / "w") as client:
-        for number in range(1, rounds + 1):
-            assert client.next_round() == number
-            client.submit({name: tensor + number for name, tensor in client.pull().items()}, metrics={"loss": 0.5})
-        assert client.next_round() is None
-    assert server.wait(30)
+    sites = clients(server, folder, "a")
+    for number in range(1, rounds + 1):
+        added = lambda _, state: {name: tensor + number for name, tensor in state.items()}  # noqa: B023, E731
+        play_round(sites, number, added, metrics={"loss": 0.5})
+    finish(server, sites)
     server.run()
+
+
+def measure(client: atoll.functional.Client, accuracies: list[float]) -> None:
+    """A round for each accuracy; every element grows by 1."""
+    for accuracy in accuracies:
+        assert client.next_round() is not None
+        client.submit({name: tensor + 1 for name, tensor in client.pull().items()}, metrics={"accuracy": accuracy})
 
 
 @pytest.mark.covers("D14", "D11")
@@ -156,12 +156,9 @@ def test_a_tied_tensor_may_come_as_two_where_the_runs_model_is_named(tmp_path: P
     Shelf.initial = as_a_file_has_it(mine)
     Shelf.initial.pop(left_out, None)
     with server_of(tmp_path, model=f"{__name__}:Tied", **{"rounds.total": 1}) as server:
-        with atoll.join(server.url, site="a", folder=tmp_path / "w") as worker:
-            for fl_round in worker:
-                model = fl_round.load_into(Tied())
-                assert torch.equal(model.head.weight, mine.head.weight)
-                assert model.head.weight is model.table.weight
-                fl_round.submit(model)
+        model = federated(server, tmp_path, lambda model: None, Tied)
+        assert torch.equal(model.head.weight, mine.head.weight)
+        assert model.head.weight is model.table.weight
         assert server.wait(30)
     with server_of(tmp_path, model=f"{__name__}:Tied", **{"rounds.total": 1}) as server:
         assert server.wait(30)
@@ -235,7 +232,7 @@ def test_one_that_exits_ends_its_own_call_and_not_the_server(
         ([1, 2], {}, "gave a list, not name → tensor"),
         ({"w": 1}, {}, "gave a dict, not name → tensor"),
         (None, {}, "The run has no initial model"),
-        (START, {"model.persistor.shelves": 3}, "Set model.persistor to its keyword arguments"),
+        (START, {"model.persistor.shelves": 3}, "Write its keyword arguments beside the path in model.persistor"),
         (START, {"model.persistor.path": "json:loads"}, "is a function without load, save and save_best"),
     ],
 )
@@ -260,14 +257,9 @@ def test_it_gets_each_version_that_is_the_best_so_far(tmp_path: Path) -> None:
     with server_of(
         tmp_path, **{"rounds.total": 3, "rounds.best_metric": "accuracy", "rounds.best_mode": "max"}
     ) as server:
-        with atoll.functional.Client(server.url, site="a", folder=tmp_path / "w") as client:
-            for accuracy in (0.5, 0.9, 0.7):
-                client.next_round()
-                client.submit(
-                    {name: tensor + 1 for name, tensor in client.pull().items()}, metrics={"accuracy": accuracy}
-                )
-            assert client.next_round() is None
-        assert server.wait(30)
+        sites = clients(server, tmp_path, "a")
+        measure(sites["a"], [0.5, 0.9, 0.7])
+        finish(server, sites)
         server.run()
     best = [
         (info["version"], info["best"], state["w"].tolist()) for kind, state, info in Shelf.handed if kind == "best"
@@ -302,13 +294,6 @@ def slow_server(folder: Path, rounds: int) -> atoll.Server:
     return server_of(folder, START, **{"rounds.total": rounds}, **named)
 
 
-def measure(client: atoll.functional.Client, accuracies: list[float]) -> None:
-    """A round for each accuracy; every element grows by 1."""
-    for accuracy in accuracies:
-        assert client.next_round() is not None
-        client.submit({name: tensor + 1 for name, tensor in client.pull().items()}, metrics={"accuracy": accuracy})
-
-
 @pytest.mark.covers("D14", "X41")
 def test_rounds_do_not_wait_for_a_slow_save_best_and_the_end_of_the_run_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -320,11 +305,12 @@ def test_rounds_do_not_wait_for_a_slow_save_best_and_the_end_of_the_run_does(
     monkeypatch.setattr(Slow, "handed", [])
     Slow.go.clear()
     with slow_server(tmp_path, rounds=5) as server:
-        with atoll.functional.Client(server.url, site="a", folder=tmp_path / "w") as client:
-            measure(client, [0.5])
-            assert Slow.begun.wait(30)
-            measure(client, [0.7, 0.9, 0.1, 0.1])
-            assert client.next_round() is None
+        (client,) = clients(server, tmp_path, "a").values()
+        measure(client, [0.5])
+        assert Slow.begun.wait(30)
+        measure(client, [0.7, 0.9, 0.1, 0.1])
+        assert client.next_round() is None
+        client.close()
         assert not server.finished
         assert Slow.handed == []
         Slow.go.set()

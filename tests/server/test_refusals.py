@@ -1,22 +1,26 @@
 """What the server says no to: each refusal has a test that fails without it."""
 
+from __future__ import annotations
+
 import re
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from harness.processes import wait_until
-from kit.servers import new_server
+from kit.by_hand import formed, note_of, push
+from kit.requests import post
+from kit.servers import plain_server
+from kit.sites import clients
+from safetensors.torch import load_file
 from torch import nn
 
 import atoll
-from atoll.errors import AtollError, Conflict, Gone, LeaseLost, Superseded, TicketClosed, UpdateRefused
+from atoll.errors import Conflict, Gone, TicketClosed, UpdateRefused
 from atoll.protocol import messages, routes
-from atoll.protocol.values import Accepted, Finished, Refused, UpdateInfo
-from atoll.tensors.module_tensors import named_tensors
+from atoll.protocol.values import Accepted, Refused
 from atoll.transport.resumable_transfer import HttpTransfer
 from atoll.worker.exchange.participation import Participation, take_part
 
@@ -29,101 +33,77 @@ class Tied(nn.Module):
         self.head.weight = self.embed.weight
 
 
-def serve(folder: Path, model: nn.Module | None = None, **settings: Any) -> atoll.Server:
-    options: dict[str, Any] = {"algorithm.name": "fedavg", "rounds.sites": 2, "disk.min_free_bytes": 0}
-    return new_server(
-        model or nn.Linear(8, 4), **{"network.port": 0, "disk.state_dir": folder / "state"}, **(options | settings)
-    )
-
-
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[atoll.Server]:
-    with serve(tmp_path) as server:
+    with plain_server(tmp_path, nn.Linear(8, 4), **{"rounds.sites": 2}) as server:
         yield server
-
-
-def formed(server: atoll.Server, folder: Path, site: str = "a", weight: float = 1.0, by: float = 1.0) -> Participation:
-    """A place whose update lies in its outbox; every one of its 36 elements is −`by`."""
-    place = take_part(server.url, site, folder=folder / "w")
-    ticket = place.exchange.ask(wait_s=10.0).ticket
-    assert ticket is not None
-    tensors = named_tensors(nn.Linear(8, 4))[0]
-    place.exchange.pull(ticket.base, tensors)
-    for tensor in tensors.values():
-        tensor += by
-    place.exchange.form(ticket, tensors, UpdateInfo(weight, 1, {}))
-    return place
-
-
-def push(place: Participation) -> tuple[int, messages.Complete]:
-    note = place.exchange.outbox.note
-    assert note is not None
-    digests = [bytes.fromhex(text) for text in note.part_digests]
-    HttpTransfer(place.session.http, 1, 10.0).push(
-        lambda part: routes.PART.format(ticket=note.ticket, part=part),
-        place.exchange.outbox.fd, place.exchange.outbox.layout.parts, digests,
-    )  # fmt: skip
-    return note.ticket, messages.Complete(digest=note.digest, weight=note.weight, steps=1)
 
 
 @pytest.fixture
 def pair(server: atoll.Server, tmp_path: Path) -> Iterator[tuple[Participation, Participation]]:
-    b = take_part(server.url, "b", folder=tmp_path / "w")
-    a = formed(server, tmp_path)
+    a, b = (take_part(server.url, site, folder=tmp_path / "w") for site in "ab")
+    formed(a, moved(1.0))
     yield a, b
-    a.leave(), b.leave()
+    a.leave()
+    b.leave()
+
+
+def moved(by: float) -> Callable[[dict[str, torch.Tensor]], None]:
+    """Training after which each of the 36 elements of the update is −`by`."""
+
+    def train_(tensors: dict[str, torch.Tensor]) -> None:
+        for tensor in tensors.values():
+            tensor += by
+
+    return train_
+
+
+def complete(place: Participation, ticket: int, message: messages.Complete) -> messages.Receipt:
+    return place.session.http.post(routes.COMPLETE.format(ticket=ticket), message, messages.Receipt)
 
 
 @pytest.mark.covers("F18")
 def test_parts_that_do_not_make_up_the_digest_are_not_accepted(pair: tuple[Participation, Participation]) -> None:
     """Guards against `complete` that accepts whatever digest it is told."""
     a, _ = pair
-    ticket, complete = push(a)
+    message, ticket = push(a), note_of(a).ticket
     with pytest.raises(Conflict, match="do not make up the digest"):
-        a.session.http.post(
-            routes.COMPLETE.format(ticket=ticket), complete.model_copy(update={"digest": "0" * 64}), messages.Receipt
-        )
-    state = a.session.http.get(routes.TICKET.format(ticket=ticket), messages.TicketState)
-    assert state.outcome.state == "open"
-    assert (
-        a.session.http.post(routes.COMPLETE.format(ticket=ticket), complete, messages.Receipt).digest == complete.digest
-    )
+        complete(a, ticket, message.model_copy(update={"digest": "0" * 64}))
+    assert a.session.outcome(ticket).state == "open"
+    assert complete(a, ticket, message).digest == message.digest
 
 
 @pytest.mark.covers("F19")
 def test_a_ticket_is_completed_by_its_own_site_only(pair: tuple[Participation, Participation]) -> None:
     """Guards against `complete` that does not look whose ticket it is, before and after the acceptance."""
     a, b = pair
-    ticket, complete = push(a)
+    message, ticket = push(a), note_of(a).ticket
     for _ in range(2):
         with pytest.raises(TicketClosed, match="not issued to 'b'"):
-            b.session.http.post(routes.COMPLETE.format(ticket=ticket), complete, messages.Receipt)
-        a.session.http.post(routes.COMPLETE.format(ticket=ticket), complete, messages.Receipt)
+            complete(b, ticket, message)
+        complete(a, ticket, message)
 
 
 @pytest.mark.parametrize(
-    ("settings", "weight", "by", "told"),
+    ("limit", "most", "weight", "by", "told"),
     [
-        (
-            {"aggregation.max_update_norm": 5.9},
-            1.0,
-            1.0,
-            r"norm is 6, above aggregation.max_update_norm 5\.9",
-        ),  # √(36 · 1²) = 6
-        ({"aggregation.max_update_norm": 6.1}, 1.0, 1.0, None),
-        ({}, 1.0, 1e12, r"norm is 6e\+12, above aggregation.max_update_norm 1e\+12"),
-        ({"aggregation.max_update_norm": 0.0}, 1.0, 1e12, None),
-        ({"aggregation.max_weight": 10.0}, 11.0, 1.0, "weight is 11, above aggregation.max_weight 10"),
-        ({"aggregation.max_weight": 10.0}, 10.0, 1.0, None),
+        ("max_update_norm", 5.9, 1.0, 1.0, r"norm is 6, above aggregation.max_update_norm 5\.9"),  # √(36 · 1²) = 6
+        ("max_update_norm", 6.1, 1.0, 1.0, None),
+        ("max_update_norm", 1e12, 1.0, 1e12, r"norm is 6e\+12, above aggregation.max_update_norm 1e\+12"),
+        ("max_update_norm", 0.0, 1.0, 1e12, None),
+        ("max_weight", 10.0, 11.0, 1.0, "weight is 11, above aggregation.max_weight 10"),
+        ("max_weight", 10.0, 10.0, 1.0, None),
     ],
 )
 @pytest.mark.covers("F31")
 def test_an_absurd_norm_or_weight_is_refused(
-    tmp_path: Path, settings: dict[str, float], weight: float, by: float, told: str | None
+    tmp_path: Path, limit: str, most: float, weight: float, by: float, told: str | None
 ) -> None:
-    """Guards against `complete` without `_require_plausible`; either comparison turned round."""
-    with serve(tmp_path, **{"rounds.sites": 1}, **settings) as server:
-        place = formed(server, tmp_path, weight=weight, by=by)
+    """Guards against `complete` without `require_plausible`; either comparison turned round."""
+    with plain_server(tmp_path, nn.Linear(8, 4), **{f"aggregation.{limit}": most}) as server:
+        assert atoll.Settings().aggregation.max_update_norm == 1e12
+        place = take_part(server.url, "a", folder=tmp_path / "w")
+        formed(place, moved(by), weight=weight)
         delivered = place.exchange.deliver()
         assert isinstance(delivered, Accepted if told is None else Refused)
         assert told is None or re.search(told, str(delivered.error))
@@ -132,11 +112,8 @@ def test_an_absurd_norm_or_weight_is_refused(
 
 
 @pytest.mark.covers("P3")
-def test_a_version_is_served_under_its_own_digest_only(
-    server: atoll.Server, pair: tuple[Participation, Participation]
-) -> None:
-    """Guards against `get_version` that does not compare the digest: after a fall back, other
-    bytes under an old URL."""
+def test_a_version_is_served_under_its_own_digest_only(pair: tuple[Participation, Participation]) -> None:
+    """Guards against `get_version` without the digest's comparison: after a fall back, other bytes at an old URL."""
     path = routes.VERSION_DATA.format(fragment=0, version=0, digest="0" * 64)
     parts = pair[0].exchange.layouts.version.parts
     with pytest.raises(Gone, match="no longer the one with digest"):
@@ -150,27 +127,21 @@ def test_a_void_lease_may_not_even_beat(
     """Guards against `require_lease` that only reads the header; a route that forgets `lease=True`."""
     a, b = pair
     a.session._closing.set()  # its heartbeat thread ends; the test beats by hand
-    newer = take_part(server.url, "a", folder=tmp_path / "newer")
-    for path, message in ((routes.HEARTBEAT, messages.Heartbeat()), (routes.LEAVE, messages.Leave())):
-        with pytest.raises(Superseded):
-            a.session.http.post(path, message, messages.HeartbeatReply)
-    b.session.http.send(routes.LEAVE, messages.Leave())
-    for path, message in ((routes.HEARTBEAT, messages.Heartbeat()), (routes.TICKETS, messages.TicketRequest())):
-        with pytest.raises(LeaseLost):
-            b.session.http.post(path, message, messages.HeartbeatReply)
-    a.session.http.lease = ""
-    for path in (routes.HEARTBEAT, routes.LEAVE, routes.TICKETS, routes.COMPLETE.format(ticket=1)):
-        with pytest.raises(AtollError, match="Atoll-Lease header"):
-            a.session.http.post(path, messages.Heartbeat(), messages.HeartbeatReply)
+    void, newer = a.session.http.lease, take_part(server.url, "a", folder=tmp_path / "newer")
+    leased = (routes.HEARTBEAT, routes.LEAVE, routes.TICKETS, routes.COMPLETE.format(ticket=1))
+    assert [post(server.url, path, {}, void)[1]["code"] for path in leased[:2]] == ["superseded"] * 2
+    left = b.session.http.lease
+    assert post(server.url, routes.LEAVE, {}, left)[0] == 204
+    assert [post(server.url, path, {}, left)[1]["code"] for path in leased[::2]] == ["lease_lost"] * 2
+    assert all("Atoll-Lease header" in post(server.url, path, {})[1]["message"] for path in leased)
     newer.leave()
 
 
 @pytest.mark.covers("L9")
 def test_a_heartbeat_is_a_sign_of_life(tmp_path: Path) -> None:
     """Guards against a heartbeat that does not reach the round machine."""
-    with serve(
-        tmp_path, **{"rounds.sites": 1, "network.heartbeat_interval_s": 0.2, "network.heartbeat_timeout_s": 1.0}
-    ) as server:
+    settings = {"network.heartbeat_interval_s": 0.2, "network.heartbeat_timeout_s": 1.0}
+    with plain_server(tmp_path, nn.Linear(8, 4), **settings) as server:
         place = take_part(server.url, "a", folder=tmp_path / "w")
         lease = place.session.http.lease
         begin_s = server.status().uptime_s
@@ -188,26 +159,18 @@ def test_ranges_are_of_the_version_that_was_asked_for(
     note = pair[0].exchange.base.note
     assert note is not None
     url = server.url + routes.VERSION_DATA.format(fragment=0, version=0, digest=note.digest)
-
-    def get(**headers: str) -> tuple[int, str]:
-        request = urllib.request.Request(url, headers={key.replace("_", "-"): text for key, text in headers.items()})
-        with urllib.request.urlopen(request) as response:
-            response.read()
-            return response.status, response.headers["ETag"]
-
     etag = f'"{note.digest}"'
-    assert get(Range="bytes=0-9", If_Range=etag) == (206, etag)
-    assert get(Range="bytes=0-9", If_Range='"other"') == (200, etag)
+    for known, status in ((etag, 206), ('"other"', 200)):
+        with urllib.request.urlopen(
+            urllib.request.Request(url, headers={"Range": "bytes=0-9", "If-Range": known})
+        ) as reply:
+            assert (reply.status, reply.headers["ETag"]) == (status, etag)
 
 
 @pytest.mark.covers("P8")
 def test_what_the_server_exports_has_every_name_of_a_tied_tensor(tmp_path: Path) -> None:
-    """Guards against `export_ranges` without the aliases."""
-    from safetensors.torch import load_file
-
-    torch.manual_seed(0)
-    model = Tied()
-    with serve(tmp_path, model, **{"rounds.sites": 1, "rounds.total": 1}) as server:
+    """Guards against an export without the aliases."""
+    with plain_server(tmp_path, Tied()) as server:
         path = server.save_state(tmp_path / "model.safetensors")
     Tied().load_state_dict(load_file(path), strict=True)
 
@@ -215,21 +178,16 @@ def test_what_the_server_exports_has_every_name_of_a_tied_tensor(tmp_path: Path)
 @pytest.mark.covers("L15")
 def test_metrics_are_averaged_by_weight(tmp_path: Path) -> None:
     """(1 · 10 + 3 · 2) / 4 = 4, not (10 + 2) / 2."""
-    with serve(tmp_path, **{"rounds.total": 1}) as server:
-        sites = {"a": (1.0, 10.0), "b": (3.0, 2.0)}
-        sessions = {site: take_part(server.url, site, folder=tmp_path / "w") for site in sites}
-        for site, place in sessions.items():
-            weight, loss = sites[site]
-            ticket = place.exchange.ask(wait_s=10.0).ticket
-            assert ticket is not None
-            tensors = named_tensors(nn.Linear(8, 4))[0]
-            place.exchange.pull(ticket.base, tensors)
-            place.exchange.form(ticket, tensors, UpdateInfo(weight, 1, {"loss": loss}))
-            place.exchange.deliver()
-        assert isinstance(sessions["a"].exchange.ask(wait_s=20.0), Finished)
+    with plain_server(tmp_path, nn.Linear(8, 4), **{"rounds.total": 1, "rounds.sites": 2}) as server:
+        sites = clients(server, tmp_path)
+        for client in sites.values():
+            assert client.next_round() == 1
+        for site, weight, loss in (("a", 1.0, 10.0), ("b", 3.0, 2.0)):
+            sites[site].submit(sites[site].pull(), weight=weight, metrics={"loss": loss})
+        for client in sites.values():
+            assert client.next_round() is None
+            client.close()
         assert server.status().history[0].metrics == {"loss": pytest.approx(4.0)}
-        for place in sessions.values():
-            place.leave()
 
 
 @pytest.mark.covers("X3", "F31")
@@ -237,31 +195,17 @@ def test_whatever_of_a_refused_update_comes_later_is_told_that_it_is_refused(tmp
     """Several parts are on their way at once, and from several ranks: which answer comes first must not decide whether
     the worker goes back to the global model, or trains on from what was refused.
     """
-    with serve(tmp_path, nn.Linear(2000, 20), **{"network.part_bytes": 2**16, "rounds.sites": 1}) as server:
+    with plain_server(tmp_path, nn.Linear(2000, 20), **{"network.part_bytes": 2**16}) as server:
         place = take_part(server.url, "a", folder=tmp_path / "w")
-        ticket = place.exchange.ask(wait_s=10.0).ticket
-        assert ticket is not None
-        tensors = named_tensors(nn.Linear(2000, 20))[0]
-        place.exchange.pull(ticket.base, tensors)
-        tensors["weight"][0, 0] = float("nan")
-        place.exchange.form(ticket, tensors, UpdateInfo(1.0, 1, {}))
-        note, parts = place.exchange.outbox.note, place.exchange.outbox.layout.parts
-        assert note is not None
-        assert len(parts) == 3
-        digests = [bytes.fromhex(text) for text in note.part_digests]
+        ticket = formed(place, lambda tensors: tensors["weight"][0, 0].fill_(float("nan"))).id
+        assert len(place.exchange.outbox.layout.parts) == 3
         said = set()
-        for part in (parts[0], parts[2], parts[1], parts[0]):
+        for part in (0, 2, 1, 0):
             with pytest.raises(UpdateRefused, match="of a is refused: weight holds NaN or Inf") as refused:
-                HttpTransfer(place.session.http, 1, 10.0).push(
-                    lambda part: routes.PART.format(ticket=note.ticket, part=part),
-                    place.exchange.outbox.fd,
-                    [part],
-                    digests,
-                )
+                push(place, part)
             said.add(refused.value.message)
-        complete = messages.Complete(digest=note.digest, weight=1.0, steps=1)
         with pytest.raises(UpdateRefused) as refused:
-            place.session.http.post(routes.COMPLETE.format(ticket=note.ticket), complete, messages.Receipt)
+            complete(place, ticket, messages.Complete(digest=note_of(place).digest, weight=1.0, steps=1))
         assert said == {refused.value.message}
         assert server.status().refused == 1
         place.leave()

@@ -5,32 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from harness.processes import wait_until
-from kit.servers import new_server
+from kit.by_hand import formed
+from kit.requests import joined
+from kit.servers import plain_server
 
 import atoll
 from atoll.errors import Busy, RunFailed
 from atoll.protocol import messages, routes, task_messages
-from atoll.protocol.values import Ticket, UpdateInfo
 from atoll.server.tasks.workflow_controller import Controller
 from atoll.transport.http_client import Http
 from atoll.worker.exchange.participation import Participation, take_part
 
 START = {"w": torch.ones(4)}
-
-
-def serve(folder: Path, **options: Any) -> atoll.Server:
-    settings: dict[str, Any] = {
-        "algorithm.name": "fedavg",
-        "network.port": 0,
-        "disk.min_free_bytes": 0,
-        "run.threads": 1,
-    }
-    return new_server(START, **{"disk.state_dir": folder / "state"}, **(settings | options)).start()
 
 
 def waiting_when(
@@ -57,7 +47,7 @@ def ticket_of(place: Participation) -> messages.TicketReply:
 
 
 def test_ends_a_wait_for_a_round(tmp_path: Path) -> None:
-    server = serve(tmp_path, **{"rounds.sites": 2})
+    server = plain_server(tmp_path, START, **{"rounds.sites": 2}).start()
     place = take_part(server.url, "a", folder=tmp_path / "w")
     error = waiting_when(server, lambda: ticket_of(place), server.stop)
     assert isinstance(error, Busy)
@@ -66,26 +56,22 @@ def test_ends_a_wait_for_a_round(tmp_path: Path) -> None:
 
 
 def test_a_site_that_has_submitted_learns_once_which_sites_are_awaited(tmp_path: Path) -> None:
-    server = serve(tmp_path, **{"rounds.sites": 2})
-    with atoll.functional.Client(server.url, site="a", folder=tmp_path / "w") as client:
-        with atoll.functional.Client(server.url, site="b", folder=tmp_path / "w") as other:
-            other.register()
-            assert client.next_round() == 1
-            client.submit(client.pull())
-            request = messages.TicketRequest(wait_s=0.0)
-            reply = client._place.session.http.post(routes.TICKETS, request, messages.TicketReply, timeout_s=60.0)
-            assert reply.reason == "its update is in; the round waits for b"
-    server.stop()
+    with plain_server(tmp_path, START, **{"rounds.sites": 2}) as server:
+        a, b = (take_part(server.url, site, folder=tmp_path / "w") for site in "ab")
+        formed(a)
+        a.exchange.deliver()
+        assert a.exchange.ask(wait_s=0.0).reason == "its update is in; the round waits for b"
+        a.leave()
+        b.leave()
 
 
 def test_ends_a_wait_for_a_task(tmp_path: Path) -> None:
     def workflow(controller: Controller) -> None:
         controller.sites(at_least=2)
 
-    server = serve(tmp_path, workflow=workflow)
+    server = plain_server(tmp_path, START, workflow=workflow).start()
     http = Http(server.url)
-    join = messages.Join(protocol=routes.PROTOCOL, site="a", process="1")
-    http.lease = http.post(routes.WORKERS, join, messages.Joined).lease
+    http.lease = joined(server.url, "a")
     request = task_messages.TaskRequest(wait_s=routes.LONG_POLL_S)
 
     def ask() -> object:
@@ -98,16 +84,15 @@ def test_ends_a_wait_for_a_task(tmp_path: Path) -> None:
 
 def test_ends_a_wait_while_an_aggregator_fails(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def bad(updates):\n    raise ValueError('no such luck')\n")
-    server = serve(tmp_path, **{"rounds.sites": 2, "aggregation.aggregator.path": f"{tmp_path / 'mine.py'}:bad"})
+    server = plain_server(
+        tmp_path, START, **{"rounds.sites": 2, "aggregation.aggregator.path": f"{tmp_path / 'mine.py'}:bad"}
+    ).start()
     first = take_part(server.url, "first", folder=tmp_path / "w")
     client = atoll.functional.Client(server.url, site="last", folder=tmp_path / "w").register()
     assert client.next_round() == 1
     state = client.pull()
-    message = ticket_of(first).ticket
-    assert message is not None
-    ticket = Ticket.of(message)
-    first.exchange.pull(ticket.base, None)
-    first.exchange.submit(ticket, START, UpdateInfo(1.0, 1, {}))
+    formed(first)
+    first.exchange.deliver()
     error = waiting_when(server, lambda: ticket_of(first), lambda: client.submit(state))
     assert isinstance(error, Busy)
     with pytest.raises(RunFailed, match="no such luck"):

@@ -11,7 +11,7 @@ import pytest
 from bad_filters import Infinite, Shorter, Undecided
 from filter_world import Halved, become, join, play, serving
 from harness.processes import free_port, wait_until
-from safetensors.torch import load_file
+from kit.sites import finish
 from torch import Tensor
 
 from atoll.errors import DiskFull, RunFailed
@@ -78,12 +78,7 @@ def test_the_round_goes_on_without_a_site_with_a_failing_filter(
         bad.submit(become([9.0, 9.0], 9.0))
         assert re.search(told, caplog.text)  # the site is told
         bad.close()
-        assert good.next_round() is None
-        good.close()
-        assert server.wait(60)
-        status = server.status()
-        server.run()
-        found = load_file(server.exports / "model.safetensors")
+        found, status = finish(server, {"a": good}), server.status()
     assert (found["w"].tolist(), found["head"].tolist()) == ([1.0, 2.0], [3.0])
     assert status.refused == 1
     assert status.history[-1].workers == ["a"]
@@ -98,11 +93,7 @@ def test_an_accepted_update_is_filtered_anew_behind_a_restart(tmp_path: Path) ->
         clients["a"].submit(become([2.0, 4.0], 0.0))
     with serving(tmp_path, filters=[Halved()], **{"network.port": port}) as server:
         clients["b"].submit(become([6.0, 8.0], 0.0))
-        for client in clients.values():
-            assert client.next_round() is None
-            client.close()
-        assert server.wait(60)
-        assert load_file(server.exports / "model.safetensors")["w"].tolist() == [2.0, 3.0]
+        assert finish(server, clients)["w"].tolist() == [2.0, 3.0]
 
 
 @pytest.mark.covers("T8", "X3")
@@ -116,11 +107,7 @@ def test_a_filter_that_fails_at_what_it_took_before_ends_the_server_and_loses_no
         with pytest.raises(RunFailed, match=r"update of a for round 1 .*Broken\(\) failed at 'head'.*Nothing is lost"):
             server.wait(60)
     with serving(tmp_path, filters=[Halved()], **{"network.port": port}) as server:  # mended
-        for client in clients.values():
-            assert client.next_round() is None
-            client.close()
-        assert server.wait(60)
-        assert load_file(server.exports / "model.safetensors")["w"].tolist() == [2.0, 3.0]
+        assert finish(server, clients)["w"].tolist() == [2.0, 3.0]
 
 
 @pytest.mark.covers("T8")

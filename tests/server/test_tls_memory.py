@@ -7,10 +7,11 @@ import socket
 import ssl
 import tracemalloc
 from pathlib import Path
+from typing import Any
 
 import pytest
-import trustme
 from kit import FederatedSites, serve
+from kit.tls import write_certificate
 
 import atoll
 
@@ -20,17 +21,11 @@ MOST_BYTES = 105_000
 
 
 @pytest.fixture
-def authority(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> trustme.CA:
-    """A certificate for 127.0.0.1 in `tmp_path`, which sites accept, and a token."""
-    authority = trustme.CA()
-    cert = authority.issue_cert("127.0.0.1")
-    cert.private_key_pem.write_to_path(tmp_path / "key.pem")
-    (tmp_path / "key.pem").chmod(0o600)
-    (tmp_path / "cert.pem").write_bytes(b"".join(blob.bytes() for blob in cert.cert_chain_pems))
-    authority.cert_pem.write_to_path(tmp_path / "ca.pem")
+def tls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Settings of a server with a certificate that sites accept, and a token."""
     monkeypatch.setenv("ATOLL_TLS_CA", str(tmp_path / "ca.pem"))
     monkeypatch.setenv("ATOLL_TOKEN", "t0ken")
-    return authority
+    return write_certificate(tmp_path, "127.0.0.1")
 
 
 def shaken(server: atoll.Server, context: ssl.SSLContext) -> ssl.SSLSocket:
@@ -40,14 +35,9 @@ def shaken(server: atoll.Server, context: ssl.SSLContext) -> ssl.SSLSocket:
     )
 
 
-def test_keeps_a_small_buffer_for_a_tls_connection_that_asked_nothing(tmp_path: Path, authority: trustme.CA) -> None:
+def test_keeps_a_small_buffer_for_a_tls_connection_that_asked_nothing(tmp_path: Path, tls: dict[str, Any]) -> None:
     context = ssl.create_default_context(cafile=str(tmp_path / "ca.pem"))
-    with (
-        serve(
-            tmp_path, **{"network.tls_cert": tmp_path / "cert.pem", "network.tls_key": tmp_path / "key.pem"}
-        ) as server,
-        contextlib.ExitStack() as opened,
-    ):
+    with serve(tmp_path, **tls) as server, contextlib.ExitStack() as opened:
         opened.enter_context(shaken(server, context))
         tracemalloc.start()
         opened.callback(tracemalloc.stop)
@@ -59,26 +49,17 @@ def test_keeps_a_small_buffer_for_a_tls_connection_that_asked_nothing(tmp_path: 
     assert 2**14 < each <= MOST_BYTES, each
 
 
-def test_trains_over_tls_with_that_buffer(tmp_path: Path, authority: trustme.CA) -> None:
+def test_trains_over_tls_with_that_buffer(tmp_path: Path, tls: dict[str, Any]) -> None:
     """Parts of several buffers, up and down."""
-    with serve(
-        tmp_path,
-        **{
-            "network.tls_cert": tmp_path / "cert.pem",
-            "network.tls_key": tmp_path / "key.pem",
-            "network.part_bytes": 2**20,
-        },
-    ) as server:
+    with serve(tmp_path, **tls, **{"network.part_bytes": 2**20}) as server:
         sites = FederatedSites(server.url, tmp_path)
         sites.join()
         assert server.status().finished
         assert set(sites.trained.values()) == {1}
 
 
-def test_a_peer_that_speaks_no_tls_or_leaves_does_not_disturb_the_others(tmp_path: Path, authority: trustme.CA) -> None:
-    with serve(
-        tmp_path, **{"network.tls_cert": tmp_path / "cert.pem", "network.tls_key": tmp_path / "key.pem"}
-    ) as server:
+def test_a_peer_that_speaks_no_tls_or_leaves_does_not_disturb_the_others(tmp_path: Path, tls: dict[str, Any]) -> None:
+    with serve(tmp_path, **tls) as server:
         with socket.create_connection(("127.0.0.1", server.port), timeout=30) as plain:
             plain.sendall(b"GET /v1/run HTTP/1.1\r\nHost: localhost\r\n\r\n")
             while plain.recv(2**16):
