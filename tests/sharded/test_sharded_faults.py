@@ -144,9 +144,9 @@ def test_a_server_that_falls_back_gets_every_ranks_share_again(
         return self.durable(fragment) if self.head(fragment).version > 1 else write_durable(self, fragment)
 
     monkeypatch.setattr(Versions, "write_durable", write_first)
-    options = SETTINGS | {"model.source": build(), "network.port": free_port(), "disk.state_dir": tmp_path / "state"}
+    options = SETTINGS | {"network.port": free_port(), "disk.state_dir": tmp_path / "state"}
     options |= {"diloco.sync_every": 2, "rounds.total": 3, "rounds.sites": 1}
-    server = new_server(**options).start()
+    server = new_server(build(), **options).start()
     ranks = start_site(
         nursery, tmp_path, server.url, "a", held={"3": str(tmp_path / "one"), "5": str(tmp_path / "two")}
     )
@@ -160,7 +160,7 @@ def test_a_server_that_falls_back_gets_every_ranks_share_again(
     held("two")
     server.stop()
     damage_head(tmp_path / "state")
-    server = new_server(**options).start()
+    server = new_server(build(), **options).start()
     assert server.status().fragments[0].version == 1
     (tmp_path / "two").touch()
     for rank in ranks:

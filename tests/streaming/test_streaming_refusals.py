@@ -28,7 +28,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     (THREE | {"rounds.best_metric": "loss"}, "rounds.best_metric is 'loss', and diloco.num_fragments is 3", "to 1"),
     (THREE | {"aggregation.aggregator.path": "a:b"}, "aggregator is 'a:b', and diloco.num_fragments is 3", "to 1"),
     (THREE | {"rounds.sample_fraction": 0.5}, "rounds.sample_fraction is 0.5, and diloco.num_fragments is 3", "to 1"),
-    (THREE | {"workflow.function": "a:b"}, "workflow is 'a:b', and diloco.num_fragments is 3", "to 1"),
+    (THREE | {"workflow.function": "a:b"}, "workflow.function is 'a:b', and diloco.num_fragments is 3", "to 1"),
     (
         {"diloco.num_fragments": 2, "diloco.sync_every": 8, "diloco.fragment_sync_delay": 5},
         "fragment_sync_delay is 5",
@@ -74,9 +74,9 @@ def test_refuses_at_the_join_a_worker_that_streams_otherwise(tmp_path: Path) -> 
 
     with server:
         with pytest.raises(ConfigError, match="a has 2 fragments, the run has 3"):
-            diloco(**{"diloco.num_fragments": 2})()
+            diloco(num_fragments=2)()
         with pytest.raises(ConfigError, match="every 6 steps, the run every 9"):
-            diloco(**{"diloco.sync_every": 6})()
+            diloco(sync_every=6)()
         with pytest.raises(ConfigError, match=r"streams .*, and this worker takes whole rounds"):
             atoll.join(server.url, site="a", folder=tmp_path / "w")
         with (

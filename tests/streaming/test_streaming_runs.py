@@ -165,14 +165,17 @@ def test_a_whole_model_may_be_merged_later_as_well(tmp_path: Path, alpha: float)
 @pytest.mark.covers("L7")
 def test_two_fragments_of_a_worker_may_be_under_way(tmp_path: Path) -> None:
     """τ = 5 is longer than H/K = 3: the next fragment is taken before the last one is merged."""
-    run: dict[str, Any] = {
+    settings = {
+        "rounds.sites": 2,
+        "rounds.total": 2,
+        "diloco.num_fragments": 3,
+        "diloco.max_inflight": 2,
         "diloco.sync_every": 9,
         "diloco.fragment_sync_delay": 5,
         "diloco.fragment_update_alpha": 0.25,
-        "rounds.total": 2,
     }
-    server = serve(tmp_path, **{"rounds.sites": 2, "diloco.num_fragments": 3, "diloco.max_inflight": 2}, **run)
-    right = expected(["a", "b"], fragments=3, **run)
+    server = serve(tmp_path, **settings)
+    right = expected(["a", "b"], fragments=3, sync_every=9, tau=5, alpha=0.25, rounds=2)
     with server:
         workers = Sites(server.url, tmp_path, ["a", "b"], steps=100)
         workers.join()

@@ -110,7 +110,7 @@ def test_rounds_by_hand_are_those_of_the_paper(serve: Any, tmp_path: Path, part:
 
 @pytest.mark.covers("S7", "S12")
 def test_the_update_carries_the_step_count_and_the_scripts_own_wins(serve: Any, tmp_path: Path) -> None:
-    server = serve(rounds=3)
+    server = serve(**{"rounds.total": 3})
     with atoll.join(server.url, site="a", folder=tmp_path / "a") as worker:
         rounds = iter(worker)
         with_the_helper(next(rounds), 1.0)
@@ -147,7 +147,7 @@ GOOD = {"w": torch.zeros(1), "frozen": torch.zeros(2)}
 def test_a_malformed_difference_is_refused_by_name_and_the_round_goes_on(
     serve: Any, tmp_path: Path, given: Any, words: str
 ) -> None:
-    server = serve(rounds=1)
+    server = serve(**{"rounds.total": 1})
     with atoll.join(server.url, site="a", folder=tmp_path / "a") as worker:
         fl_round = next(iter(worker))
         model = fl_round.load_into(One())
@@ -161,7 +161,7 @@ def test_a_malformed_difference_is_refused_by_name_and_the_round_goes_on(
 
 @pytest.mark.covers("S7")
 def test_a_difference_without_steps_or_beside_correct_is_refused(serve: Any, tmp_path: Path) -> None:
-    server = serve(rounds=1)
+    server = serve(**{"rounds.total": 1})
     with atoll.join(server.url, site="a", folder=tmp_path / "a") as worker:
         fl_round = next(iter(worker))
         model = fl_round.load_into(One())
@@ -173,7 +173,7 @@ def test_a_difference_without_steps_or_beside_correct_is_refused(serve: Any, tmp
 
 
 def test_a_run_without_controls_has_none_and_refuses_a_difference(serve: Any, tmp_path: Path) -> None:
-    server = serve(algorithm="fedavg")
+    server = serve(**{"algorithm.name": "fedavg"})
     with atoll.join(server.url, site="a", folder=tmp_path / "a") as worker:
         fl_round = next(iter(worker))
         model = fl_round.load_into(One())
@@ -208,7 +208,7 @@ def test_alone_a_loop_written_for_scaffold_trains_plainly() -> None:
 
 
 def test_a_client_can_do_it_all(serve: Any, tmp_path: Path) -> None:
-    server = serve(rounds=2)
+    server = serve(**{"rounds.total": 2})
     with atoll.functional.Client(server.url, site="a", folder=tmp_path / "a") as client:
         assert client.next_round() == 1
         model = One()

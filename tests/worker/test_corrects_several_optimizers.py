@@ -50,7 +50,7 @@ def trained(folder: Path, make: Callable[[nn.Module], list[Optimizer]], **settin
 def test_corrects_several_optimizers_as_one_that_holds_all_parameters(tmp_path: Path, algorithm: str) -> None:
     settings: dict[str, Any] = {"algorithm.name": algorithm, "aggregation.upload_codec.name": "none"}
     if algorithm == "fedprox":
-        settings["algorithm"] = {"mu": 0.5}
+        settings["algorithm.mu"] = 0.5
     (tmp_path / "one").mkdir()
     (tmp_path / "two").mkdir()
     digest, steps = trained(tmp_path / "one", one, **settings)
@@ -58,7 +58,7 @@ def test_corrects_several_optimizers_as_one_that_holds_all_parameters(tmp_path: 
     assert trained(tmp_path / "two", two, **settings) == (digest, steps)
     if algorithm == "fedprox":  # the term is not nothing
         (tmp_path / "plain").mkdir()
-        assert trained(tmp_path / "plain", two, **settings | {"algorithm.name": "fedavg", "algorithm": {}})[0] != digest
+        assert trained(tmp_path / "plain", two, **{"algorithm.name": "fedavg"})[0] != digest
 
 
 def test_refuses_several_optimizers_with_scaffold(tmp_path: Path) -> None:

@@ -153,7 +153,8 @@ def test_a_script_with_a_local_environment_ends_with_one_line(tmp_path: Path) ->
 
 SIMULATED = """
 import atoll
-atoll.Simulation("client:Model", client="client.py:train", workers=2, processes=1, rounds=3).run()
+settings = {"model.source": "client:Model", "algorithm.name": "fedavg", "rounds.total": 3}
+atoll.Simulation(settings=settings, client="client.py:train", workers=2, processes=1).run()
 """
 
 VIRTUAL = """

@@ -73,7 +73,11 @@ def rounds_of(
     shown = []
     with new_server(
         start,
-        **{"disk.state_dir": folder / "state", "aggregation.upload_codec.name": codec, "disk.min_free_bytes": 0},
+        **{
+            "disk.state_dir": folder / "state",
+            f"aggregation.upload_codec.{'path' if ':' in codec else 'name'}": codec,
+            "disk.min_free_bytes": 0,
+        },
         **settings,
         **options,
     ) as server:

@@ -73,7 +73,7 @@ def test_trains_alone_where_the_variables_are_known(
     monkeypatch: pytest.MonkeyPatch, take_part: Callable[[], None]
 ) -> None:
     """Also settings of the server, and variables that only look alike."""
-    for name in ("ATOLL_SITE", "ATOLL_DILOCO__SYNC_EVERY", "ATOLL_TENSOR_DOWNLOAD_TO_DISK", "ATOLLS", "MY_ATOLL_SERVR"):
+    for name in ("ATOLL_SITE", "ATOLL_DILOCO__SYNC_EVERY", "ATOLL_DISK__IN_FILES", "ATOLLS", "MY_ATOLL_SERVR"):
         monkeypatch.setenv(name, "1")
     take_part()
 

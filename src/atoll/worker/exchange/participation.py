@@ -136,7 +136,8 @@ def _check(session: Session, schema: Schema | None, streams: bool, sharded: bool
         raise ConfigError(
             f"The model of worker {site} is sharded over {size} ranks, and the run {info.name!r} has ranks = "
             f"{info.ranks}.",
-            f"Start the server with --ranks {size}, or this worker with --nproc-per-node {info.ranks} of torchrun.",
+            f"Start the server with --set model.ranks={size}, or this worker with --nproc-per-node {info.ranks} of "
+            "torchrun.",
         )
     if schema is not None:
         schema.require_equal(session.schema.model, mine=f"worker {site}", theirs="the server")
