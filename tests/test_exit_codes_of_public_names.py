@@ -17,11 +17,10 @@ import atoll.recipes
 from atoll.errors import is_public_api
 from atoll.worker.tasks.answer_tasks import Task
 from atoll.worker.tasks.task_loop import TaskWorker
-from atoll.worker.training.alone import LocalRound, LocalWorker
-from atoll.worker.training.federated_loop import FederatedRound, Worker
+from atoll.worker.training.federated_loop import LocalRound, LocalWorker, Round, Worker
 from atoll.worker.training.functional_loop import Received
 
-GIVEN = (FederatedRound, LocalRound, LocalWorker, Received, Task, TaskWorker, Worker)
+GIVEN = (LocalRound, LocalWorker, Received, Round, Task, TaskWorker, Worker)
 """Classes of what public functions return."""
 
 FORWARDED = {

@@ -19,7 +19,7 @@ from atoll.config import FIELDS, GROUPS, NOT_SETTINGS, Settings
 from atoll.protocol.openapi import OPERATIONS
 from atoll.recipes import Recipe, RunResult
 from atoll.server.tasks.workflow_controller import Controller
-from atoll.worker.training.federated_loop import FederatedRound, Worker
+from atoll.worker.training.federated_loop import Round, Worker
 from atoll.worker.training.functional_loop import Received
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -36,7 +36,7 @@ STAND_FOR: dict[str, Any] = {
     "received": Received,
     "recipe": Recipe,
     "result": RunResult,
-    "fl_round": FederatedRound,
+    "fl_round": Round,
     "server": atoll.Server,
     "update": Update,
     "worker": Worker,
@@ -47,9 +47,9 @@ FILES = {"run.toml", "model.safetensors", "metrics.jsonl"}
 ARGUMENTS = {
     "filters": atoll.join,
     "max_sync_retries": atoll.DiLoCo,
-    "metrics": FederatedRound.submit,
+    "metrics": Round.submit,
     "site": Controller.send,
-    "weight": FederatedRound.submit,
+    "weight": Round.submit,
 }
 """Names that are arguments → of what."""
 

@@ -157,9 +157,9 @@ def test_two_workers_two_rounds_with_batchnorm(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", PACKAGES)
 def test_validation_inside_fit_receives_nothing(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sanity validation sees the global model, the validation after each epoch what training made of it."""
-    from atoll.worker.training.federated_loop import FederatedRound
+    from atoll.worker.training.federated_loop import Round
 
-    received = spy(monkeypatch, FederatedRound, "load_into")
+    received = spy(monkeypatch, Round, "load_into")
     with serve(tmp_path, **{"rounds.total": 2}) as server:
         trainer = trainer_of(name, max_epochs=2, num_sanity_val_steps=1)
         atoll.integrations.lightning.patch(trainer, server.url, "a", folder=tmp_path)

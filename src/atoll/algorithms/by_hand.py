@@ -11,7 +11,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -85,8 +86,10 @@ def require_tensors(what: str, given: object, shapes: Shapes) -> dict[str, Tenso
     return tensors
 
 
-class GivenGroups:
-    """What a script hands over for the groups beside the model.
+def given_groups(
+    given: object, shapes: Mapping[str, Shapes], kept: KeptState | None, keeps: tuple[str, ...]
+) -> Callable[[Moved], Mapping[str, Runs]]:
+    """Return what gives the groups beside the model that a script hands over, as `StepHooks.finish` does.
 
     A group that the site also keeps grows at the site by what is given, as the version's grows by its reduction.
 
@@ -99,31 +102,17 @@ class GivenGroups:
     Raises:
         UsageError: a group is missing or unknown, or as `require_tensors`.
     """
+    if not isinstance(given, Mapping) or set(given) != set(shapes):
+        told = f"has {sorted(map(str, given))}" if isinstance(given, Mapping) else f"is a {type(given).__name__}"
+        raise UsageError(f"groups {told}, and the run has {sorted(shapes)}.", "Give a mapping with exactly these.")
+    tensors = {group: require_tensors(f"groups[{group!r}]", given[group], each) for group, each in shapes.items()}
 
-    def __init__(
-        self, given: object, shapes: Mapping[str, Shapes], kept: KeptState | None, keeps: tuple[str, ...]
-    ) -> None:
-        if not isinstance(given, Mapping) or set(given) != set(shapes):
-            told = f"has {sorted(map(str, given))}" if isinstance(given, Mapping) else f"is a {type(given).__name__}"
-            raise UsageError(f"groups {told}, and the run has {sorted(shapes)}.", "Give a mapping with exactly these.")
-        self._tensors = {
-            group: require_tensors(f"groups[{group!r}]", given[group], each) for group, each in shapes.items()
-        }
-        self._kept, self._keeps = kept, keeps
+    def run(group: str, name: str, start: int, stop: int) -> Tensor:
+        delta = run_of(tensors[group][name], start, stop)
+        if kept is not None and group in keeps:
+            own = kept.read(name_beside(group, name), start, stop)
+            delta = delta.to(own.dtype)
+            kept.write(name_beside(group, name), start, own + delta)
+        return delta
 
-    def finish(self, moved: Moved) -> Mapping[str, Runs]:
-        """As `StepHooks.finish`."""
-        return {group: self._runs_of(group, tensors) for group, tensors in self._tensors.items()}
-
-    def _runs_of(self, group: str, tensors: Mapping[str, Tensor]) -> Runs:
-        kept = self._kept if group in self._keeps else None
-
-        def run(name: str, start: int, stop: int) -> Tensor:
-            delta = run_of(tensors[name], start, stop)
-            if kept is not None:
-                own = kept.read(name_beside(group, name), start, stop)
-                delta = delta.to(own.dtype)
-                kept.write(name_beside(group, name), start, own + delta)
-            return delta
-
-        return run
+    return lambda _: {group: partial(run, group) for group in tensors}

@@ -23,9 +23,8 @@ from atoll.errors import UsageError, public_api
 from atoll.integrations import lightning_trainer
 from atoll.integrations.trainer_driver import SiteOptions, TrainerDriver, asked, require_alone
 from atoll.tensors.module_tensors import named_tensors
-from atoll.worker.log_lines import LOG, ensure_lines
+from atoll.worker.log_lines import ALONE, LOG, ensure_lines
 from atoll.worker.session.ranks import RankGroup
-from atoll.worker.training.alone import ALONE
 
 NOTHING_LEFT = "The run is finished: this fit trains nothing."
 

@@ -32,8 +32,7 @@ from atoll.worker.exchange.exchange import Exchange, Layouts
 from atoll.worker.exchange.local_state import Owner, Residuals, Together
 from atoll.worker.exchange.participation import Participation
 from atoll.worker.session.session import Session
-from atoll.worker.training.alone import Model
-from atoll.worker.training.federated_loop import FederatedRound, Worker, matching
+from atoll.worker.training.federated_loop import Model, Round, Worker, matching
 
 
 @dataclass(frozen=True)
@@ -383,10 +382,10 @@ class SimulatedWorker(Worker):
         self._place.exchange.pull(self._part.ticket.base, matching(self._session, model))
         return model
 
-    def _rounds(self) -> Iterator[FederatedRound]:
+    def _rounds(self) -> Iterator[Round]:
         if self._round is not None:
             return
-        round_ = self._round = FederatedRound(self._place, self._part.ticket)
+        round_ = self._round = Round(self._place, self._part.ticket)
         yield round_
         if not round_.done:
             raise UsageError(

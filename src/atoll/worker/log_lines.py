@@ -20,6 +20,8 @@ from atoll.format_text import size as size
 from atoll.protocol import messages
 
 LOG = logging.getLogger("atoll")
+ALONE = "no server is configured (ATOLL_SERVER): training alone"
+ALONE_ENDED = "alone: nothing was sent, and Atoll saved nothing; the script keeps the model, or loses it"
 _EVERY_S = 5.0
 WINDOW_S = 30.0
 _LINES = threading.Lock()

@@ -26,7 +26,7 @@ from atoll.transport.http_client import http_to, server_of
 from atoll.worker.exchange.participation import Participation, take_part
 from atoll.worker.session.leave_at_exit import last_words
 from atoll.worker.site_name import default_site, require_site
-from atoll.worker.training.federated_loop import FederatedRound
+from atoll.worker.training.federated_loop import Round
 
 
 @public_api
@@ -59,7 +59,7 @@ class Client:
         self._labels = labels
         self._filters = filters
         self._place: Participation | None = None
-        self._round: FederatedRound | None = None
+        self._round: Round | None = None
 
     def __enter__(self) -> Client:
         return self
@@ -89,7 +89,7 @@ class Client:
         """Wait for the next round; its number, or None when the run is finished or the time is over."""
         place = self._registered()
         reply = require(place.exchange.next(wait_s))
-        self._round = FederatedRound(place, reply.ticket) if isinstance(reply, Open) else None
+        self._round = Round(place, reply.ticket) if isinstance(reply, Open) else None
         return self._round.number if self._round else None
 
     @public_api
@@ -150,7 +150,7 @@ class Client:
         assert self._place is not None
         return self._place
 
-    def _current(self) -> FederatedRound:
+    def _current(self) -> Round:
         if self._round is None:
             raise UsageError("There is no round.", "Call next_round() first.")
         return self._round

@@ -47,14 +47,13 @@ from atoll.tensors.schema import Schema
 from atoll.transport.http_client import server_of
 from atoll.worker.arguments import finite_metrics, positive, sync_retries
 from atoll.worker.exchange.participation import Participation, take_part
-from atoll.worker.log_lines import LOG, ensure_lines, in_words, size
+from atoll.worker.log_lines import ALONE, ALONE_ENDED, LOG, ensure_lines, in_words, size
 from atoll.worker.metrics import Measured, Metrics, Reports
 from atoll.worker.session.leave_at_exit import last_words
 from atoll.worker.session.ranks import ALONE as ONE_RANK
 from atoll.worker.session.ranks import RankGroup
 from atoll.worker.site_name import default_site, require_site
 from atoll.worker.tasks.answer_tasks import say_evaluation_follows
-from atoll.worker.training.alone import ALONE, ALONE_ENDED
 from atoll.worker.training.checkpoint import checkpoint_of, require_agrees, require_checkpoint
 from atoll.worker.training.federated_loop import require_real
 from atoll.worker.training.fragment_order import SyncRules

@@ -8,19 +8,19 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Protocol, overload
+from typing import Any, Literal, Protocol, TypeVar, overload
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from atoll.algorithms.base import Runs
-from atoll.algorithms.by_hand import GivenGroups, Shapes
+from atoll.algorithms.by_hand import Shapes, given_groups
 from atoll.algorithms.optimizer_hooks import (
     ALL_CORRECTED,
     ALL_IN_ONE,
@@ -35,20 +35,22 @@ from atoll.protocol import messages
 from atoll.protocol.values import Closed, Lost, Open, Refused, Superseded, Ticket, UpdateInfo, VersionRef, Wait, require
 from atoll.tensors.arrays import Arrays, as_tensors, require_framework, to_numpy
 from atoll.tensors.dtypes import torch_dtype
-from atoll.tensors.module_tensors import Tensors, fits, named_tensors, schema_of, unwrapped
+from atoll.tensors.module_tensors import Tensors, fits, named_parameters, named_tensors, schema_of, unwrapped
 from atoll.tensors.schema import PARAMS, name_beside
 from atoll.transport.http_client import http_to, server_of
 from atoll.worker.arguments import counted, finite_metrics, positive, require_joined
 from atoll.worker.exchange.exchange import Finish
 from atoll.worker.exchange.participation import Participation, take_part
 from atoll.worker.exchange.submitted_model import keep_local, local_model
-from atoll.worker.log_lines import LOG, ensure_lines, size
+from atoll.worker.log_lines import ALONE, ALONE_ENDED, LOG, ensure_lines, size
 from atoll.worker.session.http_channel import HttpChannel
 from atoll.worker.session.leave_at_exit import last_words
 from atoll.worker.session.session import Session
 from atoll.worker.site_name import default_site, require_site
 from atoll.worker.tasks.answer_tasks import Answering, Answers
-from atoll.worker.training.alone import ALONE, LocalWorker, Model, Round
+
+H = TypeVar("H")
+Model = TypeVar("Model", bound="nn.Module | dict[str, Tensor]")
 
 
 def matching(session: Session, model: nn.Module | Tensors) -> dict[str, Tensor]:
@@ -78,7 +80,7 @@ def matching(session: Session, model: nn.Module | Tensors) -> dict[str, Tensor]:
 
 
 @public_api
-class FederatedRound:
+class Round:
     """One round of a federated run: the version to train from, and the ticket to submit under."""
 
     def __init__(self, place: Participation, ticket: Ticket) -> None:
@@ -193,11 +195,14 @@ class FederatedRound:
             framework: "torch" for CPU tensors, "numpy" for arrays; bf16 and 8-bit floats are fp32 there.
         """
         require_framework(framework)
+        tensors = self._new_tensors()
+        return to_numpy(tensors) if framework == "numpy" else tensors
+
+    def _new_tensors(self) -> dict[str, Tensor]:
         schema = self._session.schema.model
         owned = {s.name: torch.empty(s.shape, dtype=torch_dtype(s.dtype), device="cpu") for s in schema.tensors}
         self._pull(owned)
-        tensors = owned | {alias: owned[owner] for alias, owner in schema.aliases}
-        return to_numpy(tensors) if framework == "numpy" else tensors
+        return owned | {alias: owned[owner] for alias, owner in schema.aliases}
 
     @public_api
     def submit(
@@ -297,7 +302,7 @@ class FederatedRound:
                 f"Round {self.number} got groups and steps={steps}.",
                 "Say with steps= how many optimizer steps they were measured over.",
             )
-        return GivenGroups(given, shapes, exchange.kept, exchange.rule.keeps if exchange.rule else ()).finish
+        return given_groups(given, shapes, exchange.kept, exchange.rule.keeps if exchange.rule else ())
 
     def _parameter_shapes(self) -> Shapes:
         return {spec.name: spec.shape for spec in self._session.schema.tensors if spec.group == PARAMS}
@@ -335,7 +340,7 @@ class Worker(Answers):
         super().__init__(Answering(self._session, filters, local=lambda: local_model(place), folder=place.folder))
         self._session.answers_tasks = True
         self._left = False
-        self._round: FederatedRound | None = None
+        self._round: Round | None = None
 
     @property
     def site(self) -> str:
@@ -431,7 +436,7 @@ class Worker(Answers):
                 told = f" ({reply.reason})" if reply.reason != "finished" else ""
                 LOG.info("%s: the run is finished at version %d%s", self.site, reply.head.number, told)
                 return
-            round_ = self._round = FederatedRound(self._place, reply.ticket)
+            round_ = self._round = Round(self._place, reply.ticket)
             yield round_
             if not round_.done:
                 raise UsageError(
@@ -445,6 +450,114 @@ class Worker(Answers):
         if previous is None or previous.state != "expired" or note is None or note.ticket != previous.ticket:
             return
         LOG.warning("%s: the update of round %d did not count: %s", self.site, note.round, previous.reason)
+
+
+# -- Without a server: the same script, one round, plain local training; nothing is sent.
+
+
+class LocalRound(Round):
+    """The one round of a script that runs without a server."""
+
+    number = 1
+    version = 0
+
+    def __init__(self) -> None:
+        self._model: nn.Module | Tensors | None = None
+
+    @public_api
+    def load_into(self, model: Model) -> Model:
+        """Return the model as it is."""
+        self._model = model
+        return model
+
+    @public_api
+    def correct(self, model: nn.Module, optimizer: Given) -> StepHooks:
+        """Count the steps; without a server nothing is corrected."""
+        return StepHooks(model).attach(optimizer)
+
+    @public_api
+    def global_state(self, group: str) -> dict[str, Tensor]:
+        """Return zeros after `load_into`, so that a loop written by hand for an algorithm trains plainly."""
+        named = named_parameters(self._model) if isinstance(self._model, nn.Module) else {}
+        return {name: torch.zeros(value.shape) for name, value in named.items() if value.is_floating_point()}
+
+    own_state = global_state
+
+    def _new_tensors(self) -> dict[str, Tensor]:
+        if self._model is None:
+            raise UsageError(
+                "There is no global model without a server.",
+                "Fill a model first: fl_round.load_into(model), or atoll.functional.receive(into=model).",
+            )
+        return {name: tensor.clone() for name, tensor in named_tensors(self._model)[0].items()}
+
+    @public_api
+    def submit(
+        self,
+        model: nn.Module | Arrays,
+        *,
+        weight: float = 1.0,
+        metrics: dict[str, float] | None = None,
+        steps: int = 0,
+        groups: Mapping[str, Arrays] | None = None,
+    ) -> None:
+        """Log what would have been submitted."""
+        positive(weight)
+        told = ", ".join(f"{key} {value:.4g}" for key, value in finite_metrics(metrics or {}, "alone").items())
+        self._model = None
+        LOG.info("alone: trained without a server%s", f" ({told})" if told else "")
+
+
+@public_api
+class LocalWorker:
+    """What `atoll.join` gives without a server: the same loop, one round, nothing sent."""
+
+    site = "alone"
+    bytes_up = bytes_down = 0
+    _left = False
+
+    def __enter__(self) -> LocalWorker:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.leave(error)
+
+    def leave(self, error: BaseException | None = None) -> None:
+        """Nothing to leave: says so, unless an error ended training."""
+        if not self._left and error is None:
+            LOG.info("%s", ALONE_ENDED)
+        self._left = True
+
+    def load_into(self, model: Model) -> Model:
+        """The model as it is."""
+        return model
+
+    def __iter__(self) -> Iterator[Round]:
+        yield LocalRound()
+
+    def task(self, name: str) -> Callable[[H], H]:
+        """No tasks come without a server: the handler is given back."""
+        return lambda handler: handler
+
+    def evaluates(self, function: Any = None, *, model: nn.Module | None = None) -> Any:
+        """No server asks: the function is given back."""
+        return function or (lambda decorated: decorated)
+
+    def submits(self, function: Any) -> Any:
+        """No server asks: the function is given back."""
+        return function
+
+    def note(self, text: str) -> None:
+        """No server is told."""
+
+    def tasks(self) -> Iterator[Any]:
+        """None come without a server."""
+        return iter(())
+
+    def run(self) -> None:
+        """Nothing is to be answered without a server."""
 
 
 # -- Where `join` takes part without a server: the place of a simulated site, in a process of a simulation.

@@ -23,8 +23,7 @@ from atoll.errors import UsageError, public_api
 from atoll.filters.base import Filter
 from atoll.tensors.arrays import Arrays
 from atoll.worker.session.leave_at_exit import what_ends
-from atoll.worker.training.alone import LocalWorker, Model, Round
-from atoll.worker.training.federated_loop import Worker, join
+from atoll.worker.training.federated_loop import LocalWorker, Model, Round, Worker, join
 
 
 @public_api
