@@ -44,7 +44,7 @@ def test_the_module_that_others_models_go_into_is_not_given_as_its_own(tmp_path:
 
     found = play(tmp_path, register)
     assert losses(found) == {"version 0": {"a": 0.0}}
-    assert "model.source=copy.deepcopy(model)" in errors(found)["a", "a"]
+    assert "model=copy.deepcopy(model)" in errors(found)["a", "a"]
 
 
 @pytest.mark.covers("P9", "X3")
@@ -131,9 +131,7 @@ def test_a_handler_may_answer_with_a_reference_to_a_model_elsewhere(tmp_path: Pa
     with atoll.objects.Publisher() as publisher:
 
         def register(worker: Any) -> None:
-            worker.task("submit_model")(
-                lambda payload: {"model.source": publisher.publish({"weight": torch.full((2,), 3.0)})}
-            )
+            worker.task("submit_model")(lambda payload: {"model": publisher.publish({"weight": torch.full((2,), 3.0)})})
             worker.evaluates(lambda state: {"loss": state["weight"][-1]})
 
         assert losses(play(tmp_path, register, has_model=False)) == {"a": {"a": 3.0}}
@@ -143,9 +141,9 @@ def test_a_handler_may_answer_with_a_reference_to_a_model_elsewhere(tmp_path: Pa
 @pytest.mark.parametrize(
     ("answer", "words"),
     [
-        ({"model.source": "here"}, "something else than a reference to a model"),
+        ({"model": "here"}, "something else than a reference to a model"),
         (
-            {"model.source": {"object": "0" * 32, "secret": "0" * 32, "digest": "0" * 64, "expires_at": 1}},
+            {"model": {"object": "0" * 32, "secret": "0" * 32, "digest": "0" * 64, "expires_at": 1}},
             "is not kept here",
         ),
     ],

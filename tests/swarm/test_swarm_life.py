@@ -26,6 +26,7 @@ from swarm_world import (
 import atoll
 from atoll.cli.export import from_directory
 from atoll.errors import ConfigError, Gone, UsageError
+from atoll.filters import NormClip
 
 IN_TURN: dict[str, Any] = {"swarm.aggregators": ["a", "b", "c"]}
 
@@ -244,15 +245,18 @@ def test_each_site_has_the_result_and_nothing_else_is_left(tmp_path: Path) -> No
         ({"disk.durability": "power"}, "durability"),
         ({"aggregation.aggregator.path": "mine.py:Mean"}, "aggregator"),
         ({"aggregation.reducer.path": "mine.py:Mean"}, "reducer"),
-        ({"algorithm.outer_optimizer.path": "mine.py:Adam"}, "algorithm.outer_optimizer"),
+        (
+            {"algorithm.outer_optimizer.name": None, "algorithm.outer_optimizer.path": "mine.py:Adam"},
+            "algorithm.outer_optimizer",
+        ),
         ({"outer_optimizer": torch.optim.Adam}, "Server got outer_optimizer"),
-        ({"filters": [atoll.filters.NormClip(1.0)]}, "Server got filters"),
+        ({"filters": [NormClip(1.0)]}, "Server got filters"),
         ({"workflow": print}, "Server got workflow"),
         ({"workflow.function": "mine.py:main"}, "workflow"),
         ({"workflow.result_filters": [{"filters": [{"path": "mine.py:Clip"}]}]}, "workflow.result_filters"),
         ({"model.persistor": {"path": "mine.py:Keep"}}, "persistor"),
         ({"aggregation.upload_codec.path": "mine.py:Codec"}, "codec"),
-        ({"algorithm.path": "mine.py:MINE"}, "algorithm"),
+        ({"algorithm.name": None, "algorithm.path": "mine.py:MINE"}, "algorithm"),
         ({"swarm.enabled": False, "swarm.aggregators": ("a",)}, "aggregators"),
     ],
     ids=[

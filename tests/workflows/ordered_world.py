@@ -67,13 +67,13 @@ def scheduled(controller, schedule, other=None):
 ASK_TRAIN_ASK = """
 [[workflow.steps]]
 path = "flow.py:ask"
-run.name = "before"
+name = "before"
 args = {start = 10}
 [[workflow.steps]]
 kind = "train"
 [[workflow.steps]]
 path = "flow.py:ask"
-run.name = "after"
+name = "after"
 """
 
 

@@ -54,7 +54,7 @@ def test_a_loop_of_ones_own_over_tasks_may_follow_that_over_rounds(nursery: Nurs
 def test_status_shows_which_workflow_runs(nursery: Nursery, tmp_path: Path) -> None:
     """Tasks first: the rounds have not begun, and no site is awaited for them."""
     write_run(
-        tmp_path, '[[workflow.steps]]\npath = "flow.py:hold"\nrun.name = "first"\n[[workflow.steps]]\nkind = "train"\n'
+        tmp_path, '[[workflow.steps]]\npath = "flow.py:hold"\nname = "first"\n[[workflow.steps]]\nkind = "train"\n'
     )
     port = free_port()
     server = start_server(nursery, tmp_path, port)
@@ -105,7 +105,7 @@ def test_a_server_that_is_killed_goes_on_with_the_workflow_that_it_was_at(
 def test_a_workflow_of_tasks_that_is_interrupted_begins_again_and_those_before_it_do_not(
     nursery: Nursery, tmp_path: Path
 ) -> None:
-    write_run(tmp_path, ASK_TRAIN_ASK.replace('path = "flow.py:ask"\nrun.name = "after"', 'path = "flow.py:hold"'))
+    write_run(tmp_path, ASK_TRAIN_ASK.replace('path = "flow.py:ask"\nname = "after"', 'path = "flow.py:hold"'))
     port = free_port()
     server = start_server(nursery, tmp_path, port)
     sites = start_sites(nursery, tmp_path, port)

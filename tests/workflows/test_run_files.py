@@ -21,7 +21,7 @@ EVALUATION = {"kind": "cross_site_evaluation"}
     ("settings", "words"),
     [
         ({"workflow.steps": [{"kind": "trian"}]}, ["Workflow 1 is of the kind 'trian'", "Did you mean 'train'?"]),
-        ({"workflow.function": [{"kind": "train"}]}, ["workflow is a list of 1", "[[workflow.steps]]"]),
+        ({"workflow.function": [{"kind": "train"}]}, ["workflow.function = [{", "input should be a valid string"]),
         ({"workflow.steps": [{}]}, ["Workflow 1 is {}", "one of kind (train, cross_site_evaluation)"]),
         ({"workflow.steps": [{"kind": "train", "path": "f.py:g"}]}, ["one of kind"]),
         ({"workflow.steps": [{"path": "f.py:g", "progress_timeout": 3}]}, ["Did you mean 'progress_timeout_s'?"]),
@@ -33,12 +33,15 @@ EVALUATION = {"kind": "cross_site_evaluation"}
         ({"run.name": "two\nlines"}, ["name is 'two\\nlines'", "Write it in one line"]),
         ({"workflow.steps": [{"kind": "train"}] * 2, "rounds.total": 1}, ["Workflows 1 and 2", "a run trains once"]),
         ({"workflow.steps": [{"kind": "train"}, EVALUATION]}, ["training never ends", "Set rounds"]),
-        ({"workflow.steps": [EVALUATION], "rounds.total": 3}, ["rounds is 3, and workflows has no training"]),
+        (
+            {"workflow.steps": [EVALUATION], "rounds.total": 3},
+            ["rounds.total is 3, and workflow.steps has no training"],
+        ),
         (
             {"workflow.steps": [EVALUATION], "workflow.function": "f.py:g"},
-            ["workflow is 'f.py:g', and workflows has 1"],
+            ["workflow.function is 'f.py:g', and workflow.steps has 1"],
         ),
-        ({"workflow.steps": [{"kind": "train"}], "model.ranks": 2}, ["workflows is", "ranks is 2"]),
+        ({"workflow.steps": [{"kind": "train"}], "model.ranks": 2}, ["workflow.steps is", "model.ranks is 2"]),
         (
             {"workflow.components": [{"id": "a", "pth": "f:g"}]},
             ["Component 1 has the key 'pth'", "Did you mean 'path'?"],
