@@ -132,7 +132,8 @@ def test_a_disk_that_is_full_is_told_as_such(tmp_path: Path, monkeypatch: pytest
     def main(controller: Any) -> None:
         controller.sites(at_least=1, timeout_s=30)
         with monkeypatch.context() as patched:
-            patched.setattr("atoll.server.tasks.task_payloads.write_object", full)
+            for module in ("task_payloads", "task_queue"):
+                patched.setattr(f"atoll.server.tasks.{module}.write_object", full)
             try:
                 came["told"] = controller.send("a", "train", model(), timeout_s=30).error
             except atoll.AtollError as error:

@@ -231,7 +231,7 @@ def test_an_answer_that_is_filtered_waits_for_space(tmp_path: Path, monkeypatch:
     def main(controller: Any) -> None:
         controller.sites(at_least=1, timeout_s=30)
         objects = server._run.objects  # type: ignore[union-attr]
-        monkeypatch.setattr(server._run.task_queue.answer_filter, "require_space", required)  # type: ignore[union-attr]
+        monkeypatch.setattr(server._run.task_queue, "_require_space", required)  # type: ignore[union-attr]
         begin = objects.open
         monkeypatch.setattr(objects, "open", lambda *a, **k: opened.append(1) or begin(*a, **k))  # type: ignore[func-returns-value]
         came.extend(controller.broadcast("train", None, timeout_s=30))

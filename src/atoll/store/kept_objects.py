@@ -97,7 +97,7 @@ class ObjectStore:
     """
 
     def __init__(self, folder: Path, *, max_bytes: int, max_expires_s: float, idle_timeout_s: float) -> None:
-        self._folder, self._max_bytes, self._max_expires_s = folder, max_bytes, max_expires_s
+        self.folder, self._max_bytes, self._max_expires_s = folder, max_bytes, max_expires_s
         self._idle_timeout_s = idle_timeout_s
         self._kept: dict[str, Kept] = {}
         self._recover()
@@ -188,16 +188,16 @@ class ObjectStore:
             DiskFull, StoreError: the disk's.
         """
         object_id = new_id()
-        path = self._folder / f"{object_id}.part"
+        path = self.folder / f"{object_id}.part"
         try:
-            self._folder.mkdir(mode=0o700, exist_ok=True)
+            self.folder.mkdir(mode=0o700, exist_ok=True)
             return object_id, os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         except OSError as error:
             raise disk_error(error, path) from error
 
     def discard(self, object_id: str) -> None:
         """Remove a draft."""
-        (self._folder / f"{object_id}.part").unlink(missing_ok=True)
+        (self.folder / f"{object_id}.part").unlink(missing_ok=True)
 
     def hold(self, object_id: str, manifest: Manifest, *, inline: bool) -> tuple[Kept, str]:
         """Let a draft that is written be read, until `let_go` or the next start; returns it and its secret.
@@ -328,14 +328,14 @@ class ObjectStore:
     def _recover(self) -> None:
         """Take up objects that are complete and have not expired; remove everything else in the folder."""
         now, wanted = time.time(), set[str]()
-        names = sorted(os.listdir(self._folder)) if self._folder.is_dir() else []
+        names = sorted(os.listdir(self.folder)) if self.folder.is_dir() else []
         for name in names:
-            kept = _read_note(self._folder / name) if name.endswith(".json") else None
+            kept = _read_note(self.folder / name) if name.endswith(".json") else None
             if kept is not None and kept.expires_at > now and self._is_whole(kept):
                 self._kept[kept.object] = kept
                 wanted |= {name, self._path(kept, "safetensors").name}
         for name in set(names) - wanted:
-            (self._folder / name).unlink(missing_ok=True)
+            (self.folder / name).unlink(missing_ok=True)
 
     def _is_whole(self, kept: Kept) -> bool:
         path = self._path(kept, "safetensors")
@@ -345,7 +345,7 @@ class ObjectStore:
         return sum(kept.cuts.nbytes for kept in self._kept.values() if kept.counts)
 
     def _path(self, kept: Kept, kind: str) -> Path:
-        return self._folder / f"{kept.object}.{kind}"
+        return self.folder / f"{kept.object}.{kind}"
 
 
 def _note(kept: Kept) -> dict[str, Any]:

@@ -107,7 +107,10 @@ class Coordinator:
             max_expires_s=self.settings.disk.objects_expire_s,
             idle_timeout_s=self.settings.network.idle_timeout_s,
         )
-        self.workflows, self.task_queue = workflows, TaskQueue(self.objects, self.wake, self._alive)
+        self.workflows = workflows
+        self.task_queue = TaskQueue(
+            self.objects, self.wake, self._alive, self.changed, self.require_lease, self.require_space, self.io
+        )
         self.behind, self.user_threads = Behind(plan, store, self.io, persistor), UserThreads()
         self.filtering = Filtering(filters, plan, store, self.user_threads)
         local = LocalCloser(plan, store, self.filtering, self.io)

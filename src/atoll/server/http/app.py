@@ -21,7 +21,6 @@ from atoll.server.http.auth import IDENTITY, Gate
 from atoll.server.http.byte_routes import ObjectHandlers, VersionHandlers
 from atoll.server.http.prometheus import prometheus
 from atoll.server.http.receive_parts import PartReceiver
-from atoll.server.tasks.task_queue import TaskHandlers
 from atoll.store.journal import journal_failed
 from atoll.store.store import directory_gone
 from atoll.transport.receive_upload import break_off, interceptor_of
@@ -53,7 +52,7 @@ def make_app(coordinator: Coordinator, gate: Gate, version: str) -> web.Applicat
         AttributeError: an operation has no handler.
     """
     app = web.Application(client_max_size=routes.CONTROL_BODY_BYTES, middlewares=[_guard(gate, coordinator)])
-    owners = (RequestHandlers(coordinator), PartReceiver(coordinator), coordinator)
+    owners = (RequestHandlers(coordinator), PartReceiver(coordinator), coordinator, coordinator.task_queue)
     document = openapi(version)
     for operation in OPERATIONS:
         if operation.name == "get_openapi":
@@ -64,14 +63,11 @@ def make_app(coordinator: Coordinator, gate: Gate, version: str) -> web.Applicat
     return app
 
 
-class RequestHandlers(ObjectHandlers, TaskHandlers, VersionHandlers):
+class RequestHandlers(ObjectHandlers, VersionHandlers):
     """The operations that need their HTTP request, or files; the coordinator has the others."""
 
     def __init__(self, coordinator: Coordinator) -> None:
         ObjectHandlers.__init__(self)
-        TaskHandlers.__init__(
-            self, coordinator.task_queue, coordinator.changed, coordinator.require_lease, coordinator.io
-        )
         self.run, self.store, self.plan = coordinator, coordinator.store, coordinator.plan
 
     async def get_metrics(self) -> web.Response:

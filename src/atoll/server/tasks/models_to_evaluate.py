@@ -14,15 +14,12 @@ from typing import Any
 from pydantic import ValidationError
 
 from atoll.blobs.model_file import packed_state
-from atoll.blobs.object_file import write_object
 from atoll.blobs.payload_cut import Cut
 from atoll.errors import AtollError, Gone
 from atoll.protocol.task_messages import EvaluatedModel, ObjectKey
 from atoll.server.coordinator.background_writes import BEST_MODEL, BEST_NOTE, export_model
-from atoll.server.tasks.task_queue import key_to
+from atoll.server.tasks.task_queue import TaskPayload
 from atoll.server.tasks.workflow_controller import Controller
-from atoll.store.file_slots import disk_error
-from atoll.store.kept_objects import Kept
 from atoll.tensors.lazy_tensors import LazyState
 from atoll.tensors.reference import TensorRef
 
@@ -47,7 +44,7 @@ class ModelsToEvaluate:
 
     def __init__(self, controller: Controller) -> None:
         self._controller, self._run = controller, controller.run
-        self._kept: list[Kept] = []
+        self._payloads: list[TaskPayload] = []
 
     def __enter__(self) -> ModelsToEvaluate:
         return self
@@ -56,10 +53,10 @@ class ModelsToEvaluate:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         async def remove() -> None:
-            for kept in self._kept:
-                self._run.objects.let_go(kept)
+            for payload in self._payloads:
+                payload.discard()
 
-        if self._kept:
+        if self._payloads:
             self._controller.ask(remove())  # a server that ends removes them by itself
 
     def of_run(self, versions: Sequence[str | int] | None) -> list[tuple[EvaluatedModel, Place | None]]:
@@ -87,9 +84,9 @@ class ModelsToEvaluate:
             return None, "the site answered submit_model with something else than a reference to a model"
 
         async def own() -> ObjectKey:
-            kept = self._run.objects.make_own(key.object, key.secret)
-            self._kept.append(kept)
-            return key_to(kept, key.secret)
+            payload = TaskPayload.taken_over(self._run.objects, key)
+            self._payloads.append(payload)
+            return payload.key
 
         try:
             return self._controller.ask(own()), ""
@@ -158,26 +155,15 @@ class ModelsToEvaluate:
         run = self._run
         run.require_space()
         state = LazyState.open(path)
-        object_id, fd = run.objects.draft()
         try:
-            manifest = write_object(packed_state(state), fd, Cut(run.settings.workflow.tensor_part_bytes or 2**23))
-        except OSError as error:
-            run.objects.discard(object_id)
-            raise disk_error(error, path) from error
-        except BaseException:
-            run.objects.discard(object_id)
-            raise
+            cut = Cut(run.settings.workflow.tensor_part_bytes or 2**23)
+            payload = TaskPayload.write(run.objects, packed_state(state), cut)
         finally:
-            os.close(fd)
             state.release()
 
         async def hold() -> ObjectKey:
-            try:
-                kept, secret = run.objects.hold(object_id, manifest, inline=False)
-            except BaseException:
-                run.objects.discard(object_id)
-                raise
-            self._kept.append(kept)
-            return key_to(kept, secret)
+            payload.hold()
+            self._payloads.append(payload)
+            return payload.key
 
         return self._controller.ask(hold())

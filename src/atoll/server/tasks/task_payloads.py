@@ -9,16 +9,14 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-import os
 import time
 from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
-from atoll.blobs.manifest import Manifest
 from atoll.blobs.object_file import Contents, Stored, write_object
-from atoll.blobs.payload_cut import ChunkSizes, Cut, Way, way_of
+from atoll.blobs.payload_cut import ChunkSizes, Cut, way_of
 from atoll.config import Settings
 from atoll.errors import RETRY_S, AtollError, ConfigError, DiskFull, PartCorrupt, UsageError
 from atoll.filters.base import About, Filter, filtered, said
@@ -27,10 +25,9 @@ from atoll.protocol import task_messages as tm
 from atoll.runtime import single_thread
 from atoll.server.coordinator.coordinator import Coordinator
 from atoll.server.filter_table import Given, SiteFilters
-from atoll.server.tasks.task_queue import Answer, SentPayload, key_to, read_contents
+from atoll.server.tasks.task_queue import Answer, TaskPayload, TaskPayloads, read_contents
 from atoll.server.tasks.user_code import UserThreads
 from atoll.store.file_slots import disk_error
-from atoll.store.kept_objects import ObjectStore
 from atoll.tensors.custom_types import Stream
 from atoll.tensors.payload import Packed
 
@@ -105,8 +102,13 @@ class TaskFilters:
             what = f"The payload of task {task!r} for site {site} is not sent"
             yield filtered(packed, filters, About(site, task=task), what)
 
+    async def received_beside(self, threads: UserThreads, answer: Answer, task: str) -> Answer:
+        """Filter an answer as `received`, in a thread beside the loop."""
+        what = f"The server's filters at the answer of {answer.site} to task {task!r}"
+        return await threads.run(functools.partial(self.received, answer, task), what, f"from {answer.site}")
+
     def received(self, answer: Answer, task: str) -> Answer:
-        """Filter an answer into a file of its own; in a thread. Its `error` says if a filter fails."""
+        """Filter an answer into a file of its own. Its `error` says if a filter fails."""
         filters = self.results.of(answer.site, task)
         if not filters or answer.contents is None:
             return answer
@@ -144,23 +146,6 @@ class TaskFilters:
         return found
 
 
-class AnswersInThreads:
-    """The filters of answers as the queue uses them: each answer in a thread of its own.
-
-    Args:
-        require_space: raises DiskFull while there is no space for another file.
-    """
-
-    def __init__(self, filters: TaskFilters, threads: UserThreads, require_space: Callable[[], None]) -> None:
-        self._filters, self._threads, self.require_space = filters, threads, require_space
-
-    async def filtered(self, answer: Answer, task: str) -> Answer:
-        """Return the answer behind the filters."""
-        what = f"The server's filters at the answer of {answer.site} to task {task!r}"
-        work = functools.partial(self._filters.received, answer, task)
-        return await self._threads.run(work, what, f"from {answer.site}")
-
-
 def _packed(answer: Answer, contents: Contents, what: str) -> Packed:
     """Take an answer apart; its tensors stay in its file."""
 
@@ -179,74 +164,6 @@ def _packed(answer: Answer, contents: Contents, what: str) -> Packed:
 
 
 # -- Payloads
-
-
-@dataclass(eq=False)
-class TaskPayload:
-    """A payload on disk, or in a message, that no site may read yet."""
-
-    way: Way
-    objects: ObjectStore
-    draft: tuple[str, Manifest] | None = None
-
-    def hold(self) -> SentPayload:
-        """Let sites read it; on the event loop. Errors as `ObjectStore.hold`."""
-        if self.draft is None:
-            return SentPayload(tm.Body(plain=self.way.plain), self.way.kind)
-        kept, secret = self.objects.hold(*self.draft, inline=self.way.cut.inline)
-        self.draft = None
-        return SentPayload(tm.Body(object=key_to(kept, secret)), self.way.kind, kept)
-
-    def discard(self) -> None:
-        """Delete the payload if no site may read it yet. Idempotent."""
-        draft, self.draft = self.draft, None
-        if draft is not None:
-            self.objects.discard(draft[0])
-
-    def __del__(self) -> None:
-        """Delete a payload that was given up while it was written."""
-        self.discard()
-
-
-@dataclass(eq=False)
-class TaskPayloads:
-    """The payloads of one task.
-
-    Attributes:
-        shared: for every site without its own; None if every site has its own.
-        own: by site.
-        failed: site → what its filter failed with; it is sent nothing.
-    """
-
-    shared: TaskPayload | None = None
-    own: dict[str, TaskPayload] = field(default_factory=dict)
-    failed: dict[str, str] = field(default_factory=dict)
-
-    @property
-    def _all(self) -> list[TaskPayload]:
-        return [*([self.shared] if self.shared else []), *self.own.values()]
-
-    def hold(self) -> tuple[SentPayload | None, dict[str, SentPayload]]:
-        """Let sites read all of them, or none; on the event loop.
-
-        Raises:
-            Busy, DiskFull, StoreError: as `ObjectStore.hold`.
-        """
-        held: dict[TaskPayload, SentPayload] = {}
-        try:
-            for payload in self._all:
-                held[payload] = payload.hold()
-        except BaseException:
-            for payload, sent in held.items():
-                if sent.kept is not None:
-                    payload.objects.let_go(sent.kept)
-            raise
-        return held[self.shared] if self.shared else None, {site: held[own] for site, own in self.own.items()}
-
-    def discard(self) -> None:
-        """Delete what no site may read. Idempotent."""
-        for payload in self._all:
-            payload.discard()
 
 
 class PayloadWriter:
@@ -274,23 +191,19 @@ class PayloadWriter:
         payloads = TaskPayloads()
         if packed.tensors:
             self._ask(self._wait_for_space(task, timeout_s))
-        try:
-            filtered_for = [site for site in sites if self._filters.data.of(site, task)]
-            found = self._ask(self._write_own(task, filtered_for, packed, timeout_s)) if filtered_for else []
-            for site, own in zip(filtered_for, found, strict=True):
-                match own:
-                    case TaskPayload():
-                        payloads.own[site] = own
-                    case UsageError():
-                        LOG.error("%s", said(own))
-                        payloads.failed[site] = str(own)
-                    case BaseException():
-                        raise own
-            if len(payloads.own) + len(payloads.failed) < len(sites) or not sites:
-                payloads.shared = self._write(task, packed)
-        except BaseException:
-            payloads.discard()
-            raise
+        filtered_for = [site for site in sites if self._filters.data.of(site, task)]
+        found = self._ask(self._write_own(task, filtered_for, packed, timeout_s)) if filtered_for else []
+        for site, own in zip(filtered_for, found, strict=True):
+            match own:
+                case TaskPayload():
+                    payloads.own[site] = own
+                case UsageError():
+                    LOG.error("%s", said(own))
+                    payloads.failed[site] = str(own)
+                case BaseException():
+                    raise own
+        if len(payloads.own) + len(payloads.failed) < len(sites) or not sites:
+            payloads.shared = self._write(task, packed)
         return payloads
 
     async def _wait_for_space(self, task: str, timeout_s: float | None) -> None:
@@ -340,20 +253,11 @@ class PayloadWriter:
             return None if own is packed else self._write(task, own)
 
     def _write(self, task: str, packed: Packed) -> TaskPayload:
-        settings, objects = self._run.settings, self._run.objects
-        way = way_of(task, packed, self._sizes, streamed=task in settings.workflow.streamed_tasks)
+        objects, queue = self._run.objects, self._run.task_queue
+        streamed = task in self._run.settings.workflow.streamed_tasks
+        way = way_of(task, packed, self._sizes, streamed=streamed)
         if way.warning:
-            self._run.task_queue.warn(task, way.warning)
+            queue.warn(task, way.warning)
         if way.plain is not None:
-            return TaskPayload(way, objects)
-        object_id, fd = objects.draft()
-        try:
-            return TaskPayload(way, objects, (object_id, write_object(packed, fd, way.cut)))
-        except OSError as error:
-            objects.discard(object_id)
-            raise disk_error(error, settings.disk.state_dir) from error
-        except BaseException:
-            objects.discard(object_id)
-            raise
-        finally:
-            os.close(fd)
+            return TaskPayload(objects, way.kind, tm.Body(plain=way.plain))
+        return TaskPayload.write(objects, packed, way.cut)

@@ -1,6 +1,6 @@
-"""The tasks that are open, for which sites, and their answers; and the two operations by which sites take part.
+"""The tasks that are open, their payloads and answers; and the two operations by which sites take part.
 
-All of it runs on the event loop of the server.
+All of it runs on the event loop of the server, except for writing a payload.
 """
 
 from __future__ import annotations
@@ -11,20 +11,22 @@ import logging
 import os
 import time
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal
 
-from atoll.blobs.manifest import Cuts
-from atoll.blobs.object_file import Contents
-from atoll.blobs.payload_cut import ChunkSizes, read_plain
+from atoll.blobs.manifest import Cuts, Manifest
+from atoll.blobs.object_file import Contents, write_object
+from atoll.blobs.payload_cut import ChunkSizes, Cut, read_plain
 from atoll.errors import AtollError, BadRequest, ConfigError, Conflict, DiskFull, PartCorrupt, TicketClosed
 from atoll.posix import OwnedFile
 from atoll.protocol import task_messages as tm
 from atoll.protocol.status_messages import TaskStatus
 from atoll.server.coordinator.roster import Lease
+from atoll.store.file_slots import disk_error
 from atoll.store.kept_objects import Kept, ObjectStore
+from atoll.tensors.payload import Packed
 from atoll.tensors.reference import new_id
 
 LOG = logging.getLogger("atoll.server")
@@ -58,18 +60,97 @@ class Answer(OwnedFile):
     lost: str = ""
 
 
-@dataclass(frozen=True)
-class SentPayload:
-    """A payload that sites may read; `kept` if it is an object."""
+@dataclass(eq=False)
+class TaskPayload:
+    """What sites are sent: text within the message, or an object that is written, then held while sites read it.
 
-    body: tm.Body
+    Attributes:
+        way: how it travels: streamed, inline or skipped.
+        body: as the message has it; an object is in it after `hold`.
+    """
+
+    objects: ObjectStore
     way: str
-    kept: Kept | None = None
+    body: tm.Body = field(default_factory=tm.Body)
+    _draft: tuple[str, Manifest] | None = None
+    _kept: Kept | None = None
+
+    @classmethod
+    def write(cls, objects: ObjectStore, packed: Packed, cut: Cut) -> TaskPayload:
+        """Write an object that no site may read yet; from any thread.
+
+        Raises:
+            UsageError: it cannot travel. DiskFull, StoreError: the disk fails.
+        """
+        object_id, fd = objects.draft()
+        try:
+            manifest = write_object(packed, fd, cut)
+        except BaseException as error:
+            objects.discard(object_id)
+            if isinstance(error, OSError):
+                raise disk_error(error, objects.folder) from error
+            raise
+        finally:
+            os.close(fd)
+        return cls(objects, "inline" if cut.inline else "streamed", _draft=(object_id, manifest))
+
+    @classmethod
+    def taken_over(cls, objects: ObjectStore, key: tm.ObjectKey) -> TaskPayload:
+        """Make an object that a site has sent one that other sites may read. Errors as `ObjectStore.make_own`."""
+        kept = objects.make_own(key.object, key.secret)
+        return cls(objects, "streamed", tm.Body(object=key_to(kept, key.secret)), _kept=kept)
+
+    @property
+    def key(self) -> tm.ObjectKey:
+        """What a site needs to read it, if it is an object that is held."""
+        assert self.body.object is not None
+        return self.body.object
+
+    def hold(self) -> None:
+        """Let sites read it. Errors as `ObjectStore.hold`."""
+        if self._draft is not None:
+            self._kept, secret = self.objects.hold(*self._draft, inline=self.way == "inline")
+            self._draft, self.body = None, tm.Body(object=key_to(self._kept, secret))
+
+    def discard(self) -> None:
+        """Remove it. Idempotent."""
+        if self._kept is not None:
+            self.objects.let_go(self._kept)
+        self.__del__()
+
+    def __del__(self) -> None:
+        """Remove what was given up before sites could read it."""
+        draft, self._draft = self._draft, None
+        if draft is not None:
+            self.objects.discard(draft[0])
+
+
+@dataclass(eq=False)
+class TaskPayloads:
+    """The payloads of one task.
+
+    Attributes:
+        shared: for every site without its own; None if every site has its own.
+        own: by site.
+        failed: site → what its filter failed with; it is sent nothing.
+    """
+
+    shared: TaskPayload | None = None
+    own: dict[str, TaskPayload] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)
+
+    def __iter__(self) -> Iterator[TaskPayload]:
+        return iter([*([self.shared] if self.shared else []), *self.own.values()])
+
+    def discard(self) -> None:
+        """Remove all of them. Idempotent."""
+        for payload in self:
+            payload.discard()
 
 
 @dataclass(eq=False)
 class OpenTask:
-    """A task that sites are to answer. Its payload is `shared`, except for sites with their `own`.
+    """A task that sites are to answer.
 
     Attributes:
         arriving: (site, key) → the work that reads and filters an answer; cancelled when the task is over.
@@ -77,16 +158,11 @@ class OpenTask:
 
     number: int
     message: tm.Task
-    shared: SentPayload | None
-    own: dict[str, SentPayload]
+    payloads: TaskPayloads
     sites: tuple[str, ...]
     begun_s: float
     answers: dict[str, Answer] = field(default_factory=dict)
     arriving: dict[tuple[str, str], asyncio.Future[None]] = field(default_factory=dict)
-
-    @property
-    def payloads(self) -> list[SentPayload]:
-        return [payload for payload in (self.shared, *self.own.values()) if payload]
 
     @property
     def way(self) -> str:
@@ -95,7 +171,7 @@ class OpenTask:
 
     def message_for(self, site: str) -> tm.Task:
         """Return the task with the payload of this site."""
-        own = self.own.get(site)
+        own = self.payloads.own.get(site)
         return self.message if own is None else self.message.model_copy(update={"body": own.body})
 
     @property
@@ -123,20 +199,6 @@ class OpenTask:
         )
 
 
-class AnswerFilter(Protocol):
-    """The server's filters of what sites answer."""
-
-    def require_space(self) -> None:
-        """Refuse to begin while there is no space for a filtered file.
-
-        Raises:
-            DiskFull: too little is free.
-        """
-
-    async def filtered(self, answer: Answer, task: str) -> Answer:
-        """Return the answer to the task of a name behind the filters; with an error if one fails."""
-
-
 class TaskQueue:
     """The tasks of one server.
 
@@ -144,23 +206,37 @@ class TaskQueue:
         objects: keeps payloads and answers.
         wake: wakes everything that waits for a task or for an answer.
         alive: returns the sites that take part.
+        changed: returns when something has changed, or after the seconds given.
+        require_lease: raises unless the lease still speaks for its site.
+        require_space: raises DiskFull while there is no space for another file.
+        io: reads files.
 
     Attributes:
         active: whether the run sends tasks at any time.
         trains: whether the run has rounds at any time; `rounds` says where it is.
         follows: whether tasks come after the rounds.
         moves: number of tasks sent and answers taken.
-        answer_filter: what answers pass before they are taken; None if the run has no such filters.
+        answer_filter: filters the answer to the task of a name; None if the run has no such filters.
         names: names of all tasks that were sent.
     """
 
-    def __init__(self, objects: ObjectStore, wake: Callable[[], None], alive: Callable[[], list[str]]) -> None:
+    def __init__(
+        self,
+        objects: ObjectStore,
+        wake: Callable[[], None],
+        alive: Callable[[], list[str]],
+        changed: Callable[[float], Awaitable[None]],
+        require_lease: Callable[[Lease], object],
+        require_space: Callable[[], None],
+        io: Executor,
+    ) -> None:
         self.objects, self.wake, self.alive = objects, wake, alive
+        self._changed, self._require_lease, self._require_space, self._io = changed, require_lease, require_space, io
         self.active = self.finished = self.follows = False
         self.trains = True
         self.rounds: Literal["to come", "now", "over"] = "now"
         self.moves = 0
-        self.answer_filter: AnswerFilter | None = None
+        self.answer_filter: Callable[[Answer, str], Awaitable[Answer]] | None = None
         self.counts: dict[str, int] = {"streamed": 0, "inline": 0, "skipped": 0}
         self.warnings: dict[str, str] = {}  # by the name of the task
         self.names: set[str] = set()
@@ -189,37 +265,36 @@ class TaskQueue:
     # -- what the workflow does
 
     def open(
-        self,
-        name: str,
-        sites: Sequence[str],
-        shared: SentPayload | None,
-        own: dict[str, SentPayload],
-        failed: Mapping[str, str],
-        *,
-        streamed: bool,
-        sizes: ChunkSizes,
+        self, name: str, sites: Sequence[str], payloads: TaskPayloads, *, streamed: bool, sizes: ChunkSizes
     ) -> OpenTask:
-        """Send a task to these sites.
+        """Send a task to these sites. What failed for a site counts as its answer.
 
         Args:
-            shared, own: the payloads, as `OpenTask` has them.
-            failed: site → why it is not sent the task; that counts as its answer.
             streamed, sizes: how answers are to travel.
+
+        Raises:
+            Busy, DiskFull, StoreError: as `ObjectStore.hold`; then no site may read any of the payloads.
         """
+        try:
+            for payload in payloads:
+                payload.hold()
+        except BaseException:
+            payloads.discard()
+            raise
         message = tm.Task(
             task=new_id(),
             name=name,
             streamed=streamed,
             tensor_chunk_bytes=sizes.tensor,
             np_chunk_bytes=sizes.np,
-            body=shared.body if shared else tm.Body(),
+            body=payloads.shared.body if payloads.shared else tm.Body(),
         )
         number = sum(self.counts.values()) + 1
-        task = OpenTask(number, message, shared, own, tuple(sites), time.monotonic())
+        task = OpenTask(number, message, payloads, tuple(sites), time.monotonic())
         self.counts[task.way] += 1
         self.moves += 1
         self.names.add(name)
-        for site, error in failed.items():
+        for site, error in payloads.failed.items():
             self._set_answer(task, Answer(site, "", error=error))
         self._open[message.task] = task
         self.wake()
@@ -235,8 +310,7 @@ class TaskQueue:
             self._over.append(task.status(is_open=False))
         for arriving in task.arriving.values():
             arriving.cancel()
-        for payload in task.payloads:
-            self._release(payload)
+        task.payloads.discard()
 
     def finish(self) -> None:
         """Tell sites that the last workflow has ended."""
@@ -290,22 +364,18 @@ class TaskQueue:
         return task
 
     def answer(self, task_id: str, answer: Answer) -> None:
-        """Take an answer; close it if it is a repetition or comes too late.
+        """Take an answer; close it if it is a repetition.
 
         Raises:
             Conflict, TicketClosed: as `is_taken`.
         """
-        try:
-            taken = self.is_taken(task_id, answer.site, answer.key)
-        except BaseException:
-            answer.close()
-            raise
-        if taken:
+        if self.is_taken(task_id, answer.site, answer.key):
             answer.close()
             return
         task = self._open[task_id]
         self.moves += 1
-        self._release(task.own.get(answer.site))  # no other site reads it
+        if (own := task.payloads.own.get(answer.site)) is not None:
+            own.discard()  # no other site reads it
         self._set_answer(task, answer)
         while len(self._taken) > REMEMBERED:
             del self._taken[next(iter(self._taken))]
@@ -315,66 +385,41 @@ class TaskQueue:
         task.answers[answer.site] = answer
         self._taken[task.message.task, answer.site] = answer.key
 
-    def _release(self, payload: SentPayload | None) -> None:
-        if payload is not None and payload.kept is not None:
-            self.objects.let_go(payload.kept)
-
-
-# -- The operations: a site asks for its next task, and answers it.
-
-
-class TaskHandlers:
-    """The operations on the tasks of a queue.
-
-    Args:
-        changed: returns when something has changed, or after the seconds given.
-        require_lease: raises unless the lease still speaks for its site.
-        io: reads files.
-    """
-
-    def __init__(
-        self,
-        queue: TaskQueue,
-        changed: Callable[[float], Awaitable[None]],
-        require_lease: Callable[[Lease], object],
-        io: Executor,
-    ) -> None:
-        self._queue, self._task_changed, self._task_lease, self._task_io = queue, changed, require_lease, io
+    # -- the operations: a site asks for its next task, and answers it
 
     async def request_task(self, lease: Lease, message: tm.TaskRequest) -> tm.TaskReply:
-        queue = self._queue
-        queue.require_workflow()
+        self.require_workflow()
         until_s = time.monotonic() + message.wait_s
         while True:
-            task = queue.next_for(lease.site, message.besides)
+            task = self.next_for(lease.site, message.besides)
             if task is not None:
                 return tm.TaskReply(status="task", task=task)
-            if queue.finished:
+            if self.finished:
                 return tm.TaskReply(status="finished")
-            if message.rounds and queue.rounds == "now":
+            if message.rounds and self.rounds == "now":
                 return tm.TaskReply(status="rounds")
             left_s = until_s - time.monotonic()
             if left_s <= 0:
                 return tm.TaskReply(status="wait")
-            await self._task_changed(left_s)
-            self._task_lease(lease)  # it may have been lost meanwhile: then another process gets the task
+            await self._changed(left_s)
+            self._require_lease(lease)  # it may have been lost meanwhile: then another process gets the task
 
     async def answer_task(self, lease: Lease, task: str, message: tm.TaskAnswer) -> None:
-        queue, site, body = self._queue, lease.site, message.body
+        site, body = lease.site, message.body
         given = body.object if body is not None else None
         key = given.object if given is not None else message.model_dump_json()
-        queue.require_workflow()
+        self.require_workflow()
         try:
             if (body is None) == (message.error is None):
                 raise BadRequest("An answer has a payload or an error.", "Use the same Atoll version on both sides.")
-            if queue.is_taken(task, site, key):
+            if self.is_taken(task, site, key):
                 return
             if body is None:
-                queue.answer(task, Answer(site, key, error=message.error or "it gave no reason"))
+                self.answer(task, Answer(site, key, error=message.error or "it gave no reason"))
             elif given is None:
                 text = body.plain or ""
                 read_plain(text, build=False)  # refuse what is no payload
-                queue.answer(task, Answer(site, key, text=text))
+                self.answer(task, Answer(site, key, text=text))
             else:
                 await self._take_once(task, site, key, given)
         except DiskFull:  # the site asks again, and finds it
@@ -382,7 +427,7 @@ class TaskHandlers:
         except AtollError:
             if given is not None:
                 with contextlib.suppress(AtollError):  # it was taken, or never came
-                    queue.objects.remove(given.object, given.secret)
+                    self.objects.remove(given.object, given.secret)
             raise
 
     async def _take_once(self, task_id: str, site: str, key: str, given: tm.ObjectKey) -> None:
@@ -391,7 +436,7 @@ class TaskHandlers:
         Raises:
             TicketClosed: the task ended before the answer was read and filtered.
         """
-        task = self._queue.open_for(task_id, site)
+        task = self.open_for(task_id, site)
         arriving = task.arriving.get((site, key))
         if arriving is None:
             arriving = asyncio.ensure_future(self._take(task, site, key, given))
@@ -401,26 +446,26 @@ class TaskHandlers:
             await asyncio.shield(arriving)
         except asyncio.CancelledError:
             if arriving.cancelled():
-                self._queue.open_for(task_id, site)
+                self.open_for(task_id, site)
             raise
 
     async def _take(self, task: OpenTask, site: str, key: str, given: tm.ObjectKey) -> None:
-        queue, what = self._queue, f"The answer of site {site}"
-        if queue.answer_filter is not None:
-            queue.answer_filter.require_space()
-        kept, fd = queue.objects.take(given.object, given.secret)
+        what = f"The answer of site {site}"
+        if self.answer_filter is not None:
+            self._require_space()
+        kept, fd = self.objects.take(given.object, given.secret)
         answer = Answer(site, key, way="inline" if kept.inline else "streamed", fd=fd)
         try:
             if kept.manifest.id != given.digest:
                 raise Conflict(f"{what} is another object than its digest says.", "Send the answer again.")
             loop = asyncio.get_running_loop()
-            answer.contents = await loop.run_in_executor(self._task_io, read_contents, answer, kept.cuts, what)
-            if queue.answer_filter is not None:
-                answer = await queue.answer_filter.filtered(answer, task.message.name)
+            answer.contents = await loop.run_in_executor(self._io, read_contents, answer, kept.cuts, what)
+            if self.answer_filter is not None:
+                answer = await self.answer_filter(answer, task.message.name)
+            self.answer(task.message.task, answer)
         except Exception:  # when cancelled, a thread may still read the file: it closes with its last reference
             answer.close()
             raise
-        queue.answer(task.message.task, answer)
 
 
 def _forget(task: OpenTask, site: str, key: str, done: asyncio.Future[None]) -> None:

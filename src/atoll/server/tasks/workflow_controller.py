@@ -14,11 +14,12 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import logging
+import math
 import os
 import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
@@ -31,8 +32,8 @@ from atoll.protocol import messages
 from atoll.protocol import task_messages as tm
 from atoll.registry import nearest
 from atoll.server.coordinator.coordinator import Coordinator
-from atoll.server.tasks.task_payloads import PayloadWriter, TaskFilters, TaskPayloads
-from atoll.server.tasks.task_queue import Answer, OpenTask
+from atoll.server.tasks.task_payloads import PayloadWriter, TaskFilters
+from atoll.server.tasks.task_queue import Answer, OpenTask, TaskPayloads
 from atoll.tensors.payload import pack
 
 LOG = logging.getLogger("atoll.server")
@@ -83,17 +84,32 @@ def why_gone(run: Coordinator, site: str) -> str:
 
 
 @dataclass
-class ProgressTimeout:
-    """When the answer of a site is given up.
+class AnswerLimits:
+    """How many answers a workflow needs, and how long it waits for them.
 
-    Args:
-        seconds: without progress of the site; 0: never.
+    Attributes:
+        min_responses, timeout_s, progress_timeout_s: as `Controller.broadcast` has them.
         gone_too: whether a site that has gone is given up at once.
+
+    Raises:
+        UsageError: a value is no number of at least 0.
     """
 
-    seconds: float
+    min_responses: int | None = None
+    timeout_s: float | None = None
+    progress_timeout_s: float = 0.0
     gone_too: bool = False
     _seen: dict[str, tuple[Progress, float]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name, remedy in (
+            ("min_responses", "Give how many answers suffice; None: all."),
+            ("timeout_s", "Give seconds, 0 or more; or None to wait for ever."),
+            ("progress_timeout_s", "Give seconds; 0 sets no limit."),
+        ):
+            value = getattr(self, name)
+            if value is not None and (type(value) not in (int, float) or not value >= 0):  # NaN, too
+                raise UsageError(f"{name} is {value!r}.", remedy)
 
     def over(self, run: Coordinator, site: str) -> tuple[str, str]:
         """Return (`gone` or `stuck`, why) if the site is given up, else two empty texts."""
@@ -103,10 +119,10 @@ class ProgressTimeout:
         before, since_s = self._seen.setdefault(site, (progress, now_s))
         if before != progress:
             self._seen[site] = (progress, now_s)
-        elif self.seconds and now_s - since_s >= self.seconds:
+        elif self.progress_timeout_s and now_s - since_s >= self.progress_timeout_s:
             state = run.roster[site].beat.state if site in run.roster else ""
             reported = f" (it said: {state})" if state else ""
-            return "stuck", f"the site moved nothing for {self.seconds:g} s{reported}"
+            return "stuck", f"the site moved nothing for {self.progress_timeout_s:g} s{reported}"
         return "", ""
 
 
@@ -267,8 +283,7 @@ class Controller:
                 `num_workers` sites have.
             DiskFull: the server's disk was full for `timeout_s`, or became full while the payload was written.
         """
-        timeout = ProgressTimeout(_limit(progress_timeout_s))
-        return self._send(task, payload, sites, min_responses, timeout_s, timeout)
+        return self._send(task, payload, sites, AnswerLimits(min_responses, timeout_s, progress_timeout_s))
 
     def send(
         self,
@@ -293,11 +308,11 @@ class Controller:
 
     def attempt(self, site: str, task: str, payload: Any, progress_timeout_s: float) -> Result:
         """Send a task to one site. If it has gone, or makes no progress, the result says so (`Result.lost`)."""
-        timeout = ProgressTimeout(progress_timeout_s, gone_too=True)
-        return self._send(task, payload, [site], None, None, timeout)[0]
+        limits = AnswerLimits(progress_timeout_s=progress_timeout_s, gone_too=True)
+        return self._send(task, payload, [site], limits)[0]
 
     def ask(self, work: Coroutine[Any, Any, T]) -> T:
-        """Coordinator a coroutine on the server's loop.
+        """Run a coroutine on the server's loop.
 
         Raises:
             ServerStops: the server ends.
@@ -309,8 +324,7 @@ class Controller:
             asked = asyncio.run_coroutine_threadsafe(work, self._loop)
             self._asked.add(asked)
         try:
-            result: T = asked.result()
-            return result
+            return asked.result()
         except concurrent.futures.CancelledError:
             raise ServerStops from None
         finally:
@@ -336,38 +350,25 @@ class Controller:
 
     # -- inside
 
-    def _send(
-        self,
-        task: str,
-        payload: Any,
-        sites: Sequence[str] | None,
-        min_responses: int | None,
-        timeout_s: float | None,
-        timeout: ProgressTimeout,
-    ) -> list[Result]:
+    def _send(self, task: str, payload: Any, sites: Sequence[str] | None, limits: AnswerLimits) -> list[Result]:
         _require_name(task)
-        _deadline(timeout_s)  # refused before anything is written
-        if min_responses is not None and (not _is_number(min_responses) or min_responses < 0):
-            raise UsageError(f"min_responses is {min_responses!r}.", "Give how many answers suffice; None: all.")
+        needed, timeout_s = limits.min_responses or 0, limits.timeout_s
         if sites is None:
-            chosen = self.sites(min_responses or 1, timeout_s=timeout_s)
+            chosen = self.sites(max(1, needed), timeout_s=timeout_s)
         else:
             chosen, begin_s = _named(sites), time.monotonic()
-            if not timeout.gone_too:
+            if not limits.gone_too:
                 self.ask(self._require_joined(task, chosen, timeout_s))
             if timeout_s is not None:
                 timeout_s = max(0.0, timeout_s - (time.monotonic() - begin_s))
-        if min_responses is not None and min_responses > len(chosen):
+        if needed > len(chosen):
             raise UsageError(
-                f"min_responses is {min_responses}, but task {task!r} goes to {len(chosen)} sites.",
+                f"min_responses is {needed}, but task {task!r} goes to {len(chosen)} sites.",
                 "Ask for fewer, or send it to more.",
             )
         payloads = self._writer.write(task, chosen, pack(payload), timeout_s)
         del payload
-        try:
-            answers = self.ask(self._collect(task, chosen, payloads, min_responses, timeout_s, timeout))
-        finally:
-            payloads.discard()
+        answers = self.ask(self._collect(task, chosen, payloads, replace(limits, timeout_s=timeout_s)))
         self._filters.warn_of_strangers(self.run.roster)
         return [Result(task, answer) for answer in sorted(answers, key=lambda answer: answer.site)]
 
@@ -408,28 +409,22 @@ class Controller:
             )
 
     async def _collect(
-        self,
-        name: str,
-        sites: Sequence[str],
-        payloads: TaskPayloads,
-        min_responses: int | None,
-        timeout_s: float | None,
-        timeout: ProgressTimeout,
+        self, name: str, sites: Sequence[str], payloads: TaskPayloads, limits: AnswerLimits
     ) -> list[Answer]:
-        queue = self.run.task_queue
+        queue, min_responses = self.run.task_queue, limits.min_responses
         streamed = name in self.run.settings.workflow.streamed_tasks
-        task = queue.open(name, sites, *payloads.hold(), payloads.failed, streamed=streamed, sizes=self._sizes)
+        task = queue.open(name, sites, payloads, streamed=streamed, sizes=self._sizes)
 
         def answered() -> bool:
             for site in task.missing:
-                lost, why = timeout.over(self.run, site)
+                lost, why = limits.over(self.run, site)
                 if lost:
                     queue.give_up(task, site, lost, why)
             enough = min_responses is not None and task.good >= min_responses
             return not task.missing or (enough and not set(task.missing) & set(queue.alive()))
 
         try:
-            await self._until(answered, timeout_s, lambda: f"task {name!r} waits for {', '.join(task.missing)}")
+            await self._until(answered, limits.timeout_s, lambda: f"task {name!r} waits for {', '.join(task.missing)}")
             if min_responses is not None and task.good < min_responses:
                 raise RunFailed(
                     f"Task {name!r} got {task.good} of {min_responses} answers: {_lacking(task)}.",
@@ -447,7 +442,8 @@ class Controller:
         self, done: Callable[[], bool], timeout_s: float | None, awaited: Callable[[], str] | None = None
     ) -> bool:
         """Wait until `done`; return False after the timeout. The log has what is awaited from time to time."""
-        deadline_s, say_s = _deadline(timeout_s), time.monotonic() + SAY_S
+        begin_s = time.monotonic()
+        deadline_s, say_s = begin_s + (math.inf if timeout_s is None else timeout_s), begin_s + SAY_S
         while not done():
             now_s = time.monotonic()
             if now_s >= deadline_s:
@@ -462,34 +458,6 @@ class Controller:
 def _lacking(task: OpenTask) -> str:
     failed = [f"{site} failed: {answer.error}" for site, answer in sorted(task.answers.items()) if answer.error]
     return "; ".join([*failed, *(f"{site} did not answer" for site in task.missing)])
-
-
-def _deadline(timeout_s: float | None) -> float:
-    """Return the monotonic time after which no more is awaited.
-
-    Raises:
-        UsageError: the timeout is no number of seconds.
-    """
-    if timeout_s is None:
-        return float("inf")
-    if not _is_number(timeout_s) or not timeout_s >= 0:  # NaN, too, with which nothing would ever be late
-        raise UsageError(f"timeout_s is {timeout_s!r}.", "Give seconds, 0 or more; or None to wait for ever.")
-    return time.monotonic() + timeout_s
-
-
-def _limit(progress_timeout_s: float) -> float:
-    """Return the limit.
-
-    Raises:
-        UsageError: it is no number of seconds.
-    """
-    if not _is_number(progress_timeout_s) or not 0 <= progress_timeout_s < float("inf"):
-        raise UsageError(f"progress_timeout_s is {progress_timeout_s!r}.", "Give seconds; 0 sets no limit.")
-    return progress_timeout_s
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _named(sites: Sequence[str]) -> list[str]:

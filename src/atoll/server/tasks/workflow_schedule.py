@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import inspect
 import logging
 import threading
@@ -24,7 +25,7 @@ from atoll.protocol.task_messages import Evaluation
 from atoll.rounds import events as ev
 from atoll.runtime import failpoint
 from atoll.server.coordinator.coordinator import Coordinator
-from atoll.server.tasks.task_payloads import AnswersInThreads, TaskFilters
+from atoll.server.tasks.task_payloads import TaskFilters
 from atoll.server.tasks.user_code import Components, Function
 from atoll.server.tasks.workflow_controller import Controller, ServerStops, progress_of_run
 
@@ -192,7 +193,7 @@ class WorkflowSchedule:
         train = next((place for place, step in enumerate(self.steps) if step.trains), None)
         queue.follows = train is not None and train + 1 < len(self.steps)
         if self._filters.results and self.sends_tasks:  # without them no answer needs a thread
-            queue.answer_filter = AnswersInThreads(self._filters, run.user_threads, run.require_space)
+            queue.answer_filter = functools.partial(self._filters.received_beside, run.user_threads)
         if self._filters.data:
             LOG.info("what is sent to sites passes through filters: %s", self._filters.data)
         if self.recorded:
