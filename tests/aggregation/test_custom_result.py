@@ -134,7 +134,7 @@ def test_a_class_an_object_or_a_function(mine: Path, name: str, options: dict[st
     [
         ("missing", {}, "has no 'missing'"),
         ("Half", {}, "has accept, but no reset"),
-        ("Whole", {"m": 1}, "Set aggregation.aggregator to its keyword arguments"),
+        ("Whole", {"m": 1}, "Write its keyword arguments beside the path in aggregation.aggregator"),
         ("READY", {"n": 1}, "is an object already"),
         ("NUMBER", {}, "is a int, which has no aggregate"),
     ],

@@ -83,7 +83,7 @@ def test_the_bits_are_those_of_whole_tensors(tmp_path, down: str, density: float
     world = DownWorld(tmp_path, target=target, options=options, down=down, density=density)
     reference = DownReference(world)
     for number in range(3):
-        world.round(run_elements=4096, **{"run.threads": 2})
+        world.round(run_elements=4096, threads=2)
         reference.round(number)
         for name, tensor in world.version().items():
             assert raw(tensor) == raw(reference.version[name].to(tensor.dtype)), name

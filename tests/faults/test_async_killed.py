@@ -76,7 +76,7 @@ def test_every_acknowledged_update_counts_once(nursery: Nursery, tmp_path: Path,
         assert server.kept.deaths == len(lives)
     with contextlib.closing(sqlite3.connect(tmp_path / "state/journal.sqlite")) as journal:
         rows = journal.execute(
-            "SELECT site, metrics_json, state, base_version, version FROM tickets "
+            "SELECT site, metrics, state, base_version, version FROM tickets "
             "WHERE state IN ('counted', 'accepted') ORDER BY ticket"
         ).fetchall()
     counted = [(site, int(json.loads(metrics)["k"])) for site, metrics, state, _, _ in rows if state == "counted"]

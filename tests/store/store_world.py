@@ -9,7 +9,8 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,17 +27,18 @@ SHAPES = FragmentShapes(
     update_bytes=24,
     update_parts=((0, 16), (16, 8)),
 )
+WITH_DELTA = replace(SHAPES, delta=FileShape(12, b"", (((0, 8),), ((8, 4),))))
 RUN = RunRow("run-1", "{}", "{}", "00" * 32, "2.6", "AVX2", "2025-01-01T00:00:00+00:00")
 SITES = ("a", "b")
 
 
-def begin(directory: Path, **options: Any) -> tuple[Store, Recovered]:
+def begin(directory: Path, shapes: FragmentShapes = SHAPES, **options: Any) -> tuple[Store, Recovered]:
     """Open, shape and recover, as a server does at its start."""
     store = Store.open(directory, **options)
     try:
         if store.run_log.run is None:
             store.run_log.create_run(RUN)
-        store.slots.shape([SHAPES])
+        store.slots.shape([shapes])
         return store, store.recover()
     except BaseException:
         store.close()
@@ -52,24 +54,32 @@ def state_content(version: int) -> bytes:
     return STATE_HEADER + bytes([97 + version]) * 14
 
 
-def digests(data: bytes, shape: FileShape) -> tuple[bytes, ...]:
+def delta_content(version: int) -> bytes:
+    return bytes([48 + version]) * 12
+
+
+def digests(data: bytes, shape: FileShape | None) -> tuple[bytes, ...]:
+    assert shape is not None
     return tuple(blake3(b"".join(data[at : at + n] for at, n in ranges)).digest() for ranges in shape.regions)
 
 
 def write_version(store: Store, version: int, tickets: Sequence[int] = ()) -> VersionRow:
-    """Write and commit a version; all but version 0 have outer state."""
+    """Write and commit a version; all but version 0 have outer state, and a difference where the run has those."""
     draft = store.versions.begin(0, version)
     try:
         os.pwrite(draft.version_fd, content(version), 0)
         assert draft.state_fd is not None
-        assert SHAPES.state is not None
         if version:
             os.pwrite(draft.state_fd, state_content(version), 0)
+        if draft.delta_fd is not None:
+            os.pwrite(draft.delta_fd, delta_content(version), 0)
         return store.versions.commit(
             draft,
             digest=blake3(content(version)).hexdigest(),
             part_digests=digests(content(version), SHAPES.version),
             state_digests=digests(state_content(version), SHAPES.state) if version else (),
+            delta_digest=blake3(delta_content(version)).hexdigest(),
+            delta_digests=digests(delta_content(version), WITH_DELTA.delta) if draft.delta_fd is not None else (),
             summary_json=f'{{"version": {version}}}',
             tickets=tickets,
         )
@@ -86,29 +96,41 @@ def send_part(store: Store, ticket: int, part: int, update: bytes) -> None:
     offset, nbytes = SHAPES.update_parts[part]
     writer = store.tickets.spool(ticket).begin_part(part)
     writer.write(update[offset : offset + nbytes])
-    writer.close()
     store.tickets.record_part(ticket, part, blake3(update[offset : offset + nbytes]).digest(), 1.0, writer)
+    writer.abandon()
 
 
-def accept(store: Store, ticket: int, update: bytes) -> TicketRow:
+def send_parts(store: Store, ticket: int, site: str, base_version: int) -> None:
+    """Issue a ticket and send both parts of its update."""
+    store.tickets.issue(ticket, site, 0, base_version)
+    for part in (0, 1):
+        send_part(store, ticket, part, update_of(site, base_version))
+
+
+def accept(store: Store, ticket: int, update: bytes = b"") -> TicketRow:
+    """Have an update accepted: by default the one that its site has sent."""
+    row = store.tickets.get(ticket)
+    update = update or update_of(row.site, row.base_version)
     return store.tickets.accept(ticket, blake3(update).hexdigest(), 2.0, 10, {"loss": 0.5}, 3.0)
 
 
 def submit(store: Store, ticket: int, site: str, base_version: int) -> TicketRow:
-    """Issue a ticket, send both parts, and have the update accepted."""
-    store.tickets.issue(ticket, site, 0, base_version)
-    for part in (0, 1):
-        send_part(store, ticket, part, update_of(site, base_version))
-    return accept(store, ticket, update_of(site, base_version))
+    send_parts(store, ticket, site, base_version)
+    return accept(store, ticket)
+
+
+def freeze(store: Store, base_version: int, tickets: Mapping[int, str]) -> None:
+    """Close a round of these tickets, each with its site."""
+    store.run_log.open_round(0, base_version, tuple(tickets.values()))
+    for ticket, site in tickets.items():
+        submit(store, ticket, site, base_version)
+    store.run_log.freeze(0, base_version, tuple(tickets))
 
 
 def play_round(store: Store, base_version: int, *, commit: bool = True) -> tuple[int, int]:
     """A whole round of two sites; tickets are 1 and 2, 3 and 4, …"""
     tickets = (2 * base_version + 1, 2 * base_version + 2)
-    store.run_log.open_round(0, base_version, SITES)
-    for ticket, site in zip(tickets, SITES, strict=True):
-        submit(store, ticket, site, base_version)
-    store.run_log.freeze(0, base_version, tickets)
+    freeze(store, base_version, dict(zip(tickets, SITES, strict=True)))
     if commit:
         write_version(store, base_version + 1, tickets)
     return tickets

@@ -12,7 +12,7 @@ import pytest
 from store_world import accept, first, play_round, send_part, update_of
 
 TICKET = "INSERT INTO tickets (ticket, site, fragment, base_version, state, slot, digest, weight, version) VALUES "
-ROUND = "INSERT INTO rounds (fragment, base_version, state, expected_json, tickets_json, opened_at) VALUES "
+ROUND = "INSERT INTO rounds (fragment, base_version, state, expected, tickets, opened_at) VALUES "
 VERSION = (
     "INSERT INTO versions (fragment, version, slot, state_slot, digest, part_digests, state_digests, summary_json, "
     "created_at) VALUES "

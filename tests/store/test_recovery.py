@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,10 +17,12 @@ from store_world import (
     content,
     first,
     flip,
+    freeze,
     killed,
     play_round,
     read,
     send_part,
+    send_parts,
     slot_files,
     state_content,
     submit,
@@ -28,9 +31,10 @@ from store_world import (
 )
 
 from atoll.errors import ConfigError, StateCorrupt, StoreError
-from atoll.store import audit_log
+from atoll.runtime import times_reached
 from atoll.store.file_slots import verify
 from atoll.store.store import FileShape, Store
+from atoll.store.verify_journal import everything
 
 
 def path_of(store: Store, kind: str, version: int) -> Path:
@@ -64,7 +68,7 @@ def test_everything_is_found_again(tmp_path: Path) -> None:
     assert (recovered.fell_back, recovered.warnings) == ("", ())
     assert list(store.tickets.parts(4)) == [1]  # only part 0 has to be sent
     send_part(store, 4, 0, update_of("b", 1))
-    accept(store, 4, update_of("b", 1))
+    accept(store, 4)
     assert [read(store.tickets.spool(ticket).fd) for ticket in (3, 4)] == [update_of("a", 1), update_of("b", 1)]
     store.run_log.freeze(0, 1, (3, 4))
     assert write_version(store, 2, (3, 4)).version == 2
@@ -74,48 +78,21 @@ def test_everything_is_found_again(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("failpoint", "state"), [("accept.before", "open"), ("journal.commit", "open"), ("accept.after", "accepted")]
 )
-def test_killed_around_the_accept(tmp_path: Path, failpoint: str, state: str) -> None:
+def test_killed_around_the_accept(tmp_path: Path, arm: Callable[[str], object], failpoint: str, state: str) -> None:
     """Unjournalled, the update is accepted when it is completed again; no part of it is sent again."""
-    action = "store = first(directory); store.tickets.issue(1, 'a', 0, 0); store.run_log.open_round(0, 0, ('a',)); "
-    action += "[send_part(store, 1, part, update_of('a', 0)) for part in (0, 1)]; accept(store, 1, update_of('a', 0))"
-    # Commits before the one of accept: epoch, run, shapes, recovery, 2 × 1, … are many; count them by a dry run.
-    nth = 1
-    if failpoint == "journal.commit":
-        nth = commits_before_accept(tmp_path / "dry")
-    killed(tmp_path / "state", f"{failpoint}=kill@{nth}", action)
+    arm("journal.commit=never@999")  # counts the commits of the same story, that of the accept included
+    with first(tmp_path / "dry") as store:
+        submit(store, 1, "a", 0)
+        nth = times_reached(failpoint) if failpoint == "journal.commit" else 1
+    killed(tmp_path / "state", f"{failpoint}=kill@{nth}", "submit(first(directory), 1, 'a', 0)")
     store, recovered = begin(tmp_path / "state")
     assert [row.state for row in recovered.tickets] == [state]
     assert sorted(store.tickets.parts(1)) == [0, 1]
-    row = accept(store, 1, update_of("a", 0))
-    assert row.state == "accepted"
+    assert accept(store, 1).state == "accepted"
     assert [entry.what for entry in audited(store)].count("accepted") == 1
     assert read(store.tickets.spool(1).fd) == update_of("a", 0)
-    audit_log.verify(store.journal)
+    everything(store.journal, store.directory, None)
     store.close()
-
-
-def commits_before_accept(directory: Path) -> int:
-    """How many transactions the story above commits, the one of accept included."""
-    from atoll.store import journal
-
-    count = 0
-    real = journal.failpoint
-
-    def counting(name: str) -> None:
-        nonlocal count
-        count += name == "journal.commit"
-        real(name)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(journal, "failpoint", counting)
-        store = first(directory)
-        store.tickets.issue(1, "a", 0, 0)
-        store.run_log.open_round(0, 0, ("a",))
-        for part in (0, 1):
-            send_part(store, 1, part, update_of("a", 0))
-        accept(store, 1, update_of("a", 0))
-        store.close()
-        return count
 
 
 @pytest.mark.parametrize(("failpoint", "head"), [("head.before=kill@2", 0), ("head.after=kill@2", 1)])
@@ -195,10 +172,7 @@ def test_a_damaged_head_gives_way_to_the_version_before(tmp_path: Path, damage: 
     assert [member.rounds_counted for member in store.run_log.members()] == [1, 1]
     assert audited(store)[-1].what == "fell back"
     assert (read(store.versions.pin(0, 1).fd), read(store.versions.state_file())) == (content(1), state_content(1))
-    store.run_log.open_round(0, 1, ("a", "b"))
-    for ticket, site in ((6, "a"), (7, "b")):
-        submit(store, ticket, site, 1)
-    store.run_log.freeze(0, 1, (6, 7))
+    freeze(store, 1, {6: "a", 7: "b"})
     with pytest.raises(StoreError, match=r"Version 2 cannot follow head 1 of fragment 0; the next is 3\."):
         store.versions.begin(0, 2)
     assert write_version(store, 3, (6, 7)).version == 3
@@ -214,22 +188,15 @@ def test_the_number_of_a_lost_version_is_not_used_again(tmp_path: Path) -> None:
     store = first(tmp_path)
     play_round(store, 0)
     for lost in (2, 3):
-        store.run_log.open_round(0, 1, ("a", "b"))
-        tickets = [10 * lost + at for at in (0, 1)]
-        for ticket, site in zip(tickets, ("a", "b"), strict=True):
-            submit(store, ticket, site, 1)
-        store.run_log.freeze(0, 1, tickets)
-        write_version(store, lost, tickets)
+        freeze(store, 1, {10 * lost: "a", 10 * lost + 1: "b"})
+        write_version(store, lost, (10 * lost, 10 * lost + 1))
         path = path_of(store, "version", lost)
         store.close()
         flip(path, 20)
         store, recovered = begin(tmp_path)
         assert (recovered.heads[0].version, recovered.lost) == (1, {})
     assert (store.versions.next_number(), store.run_log.lost_versions()) == (4, ())  # both are above the head
-    store.run_log.open_round(0, 1, ("a", "b"))
-    submit(store, 41, "a", 1)
-    submit(store, 42, "b", 1)
-    store.run_log.freeze(0, 1, (41, 42))
+    freeze(store, 1, {41: "a", 42: "b"})
     write_version(store, 4, (41, 42))
     assert [(row.version, row.state_slot is not None) for row in store.versions.kept()] == [(1, True), (4, True)]
     store.versions.pin(0, 1).release()
@@ -299,7 +266,7 @@ def test_recovery_killed_in_the_middle_is_done_by_the_next(tmp_path: Path, nth: 
     assert [entry.what for entry in audited(store)].count("fell back") == 1
     assert store.run_log.totals().counted == 2
     assert [name for name in slot_files(tmp_path) if name.startswith("spool")] == []
-    audit_log.verify(store.journal)
+    everything(store.journal, tmp_path, None)
     store.close()
 
 
@@ -319,9 +286,7 @@ def test_recovering_again_changes_nothing(tmp_path: Path) -> None:
 @pytest.mark.covers("F41")
 def test_a_damaged_part_of_an_open_ticket_is_sent_again(tmp_path: Path) -> None:
     store = first(tmp_path)
-    store.tickets.issue(1, "a", 0, 0)
-    for part in (0, 1):
-        send_part(store, 1, part, update_of("a", 0))
+    send_parts(store, 1, "a", 0)
     path = store.tickets.spool(1).slot.path
     store.close()
     flip(path, 18)  # part 1 begins at byte 16
@@ -385,7 +350,7 @@ def test_a_ticket_without_its_file_starts_from_nothing(tmp_path: Path) -> None:
 def test_files_of_another_model_are_refused(tmp_path: Path, shapes: object, complaint: str) -> None:
     first(tmp_path).close()
     store = Store.open(tmp_path)
-    with pytest.raises(ConfigError, match=f"begun with another model.*{complaint}.*another state_dir"):
+    with pytest.raises(ConfigError, match=f"begun with another model.*{complaint}.*another disk.state_dir"):
         store.slots.shape([shapes])  # type: ignore[list-item]
     store.close()
 

@@ -2,72 +2,80 @@
 
 from __future__ import annotations
 
-import os
 import threading
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import pytest
 from blake3 import blake3
 from store_world import (
-    SHAPES,
     accept,
     audited,
-    first,
+    begin,
+    freeze,
     play_round,
     read,
     send_part,
+    send_parts,
     slot_files,
     submit,
     update_of,
     write_version,
 )
 
-from atoll import runtime
 from atoll.errors import BadRequest, Conflict, DiskFull, Gone, StoreError, TicketClosed, UpdateRefused
-from atoll.store import file_slots, update_spool
+from atoll.store import update_spool
 from atoll.store.file_slots import READER
 from atoll.store.journal_tables import TICKETS, TicketRow
 from atoll.store.store import Store
-from atoll.store.update_spool import WriterCancelled
+from atoll.store.update_spool import PartWriter, WriterCancelled
 
 
-@pytest.fixture
-def store(tmp_path: Path) -> Store:
-    return first(tmp_path)
+@contextmanager
+def write_under_way(
+    monkeypatch: pytest.MonkeyPatch, writer: PartWriter, then: Callable[[], object] = lambda: None
+) -> Iterator[None]:
+    """Hold a write of this writer in the middle of its pwrite until the block ends; then it goes on, and is over."""
+    entered, go_on, write_at = threading.Event(), threading.Event(), update_spool.write_at
 
+    def slow(fd: int, data: bytes | memoryview, offset: int) -> None:
+        entered.set()
+        assert go_on.wait(30)
+        write_at(fd, data, offset)
+        then()
 
-def fail(monkeypatch: pytest.MonkeyPatch, name: str, action: str, nth: int = 1) -> None:
-    monkeypatch.setattr(runtime, "_actions", runtime._parse(f"{name}={action}@{nth}"))
-    monkeypatch.setattr(runtime, "_reached", {})
+    with monkeypatch.context() as patch:
+        patch.setattr(update_spool, "write_at", slow)
+        late = threading.Thread(target=writer.write, args=(b"O" * writer.nbytes,))
+        late.start()
+        assert entered.wait(30)
+        yield
+    go_on.set()
+    late.join()
 
 
 @pytest.mark.covers("F17")
 def test_the_same_update_again_gets_the_same_row(store: Store) -> None:
     row = submit(store, 1, "a", 0)
     assert (row.state, row.weight, row.metrics, row.bytes) == ("accepted", 2.0, {"loss": 0.5}, 24)
-    assert accept(store, 1, update_of("a", 0)) == row
+    assert accept(store, 1) == row
     assert [entry.what for entry in audited(store)].count("accepted") == 1
 
 
 @pytest.mark.covers("F17")
 def test_the_same_update_again_after_it_was_counted_gets_its_version(store: Store) -> None:
     play_round(store, 0)
-    row = accept(store, 1, update_of("a", 0))
+    row = accept(store, 1)
     assert (row.state, row.version) == ("counted", 1)
 
 
-@pytest.mark.parametrize("flat", [False, True])
-def test_neither_a_ticket_nor_its_slot_outlives_what_was_undone(store: Store, flat: bool) -> None:
-    def issue_and_fail() -> None:
-        with store.journal.transaction(flat=flat):
-            store.tickets.issue(1, "a", 0, 0)
-            assert store.tickets.get(1).slot is None
-            store.tickets.spool(1)
-            assert store.tickets.get(1).slot is not None
-            raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        issue_and_fail()
+def test_neither_a_ticket_nor_its_slot_outlives_what_was_undone(store: Store) -> None:
+    with pytest.raises(ZeroDivisionError), store.journal.transaction():  # noqa: PT012
+        store.tickets.issue(1, "a", 0, 0)
+        assert store.tickets.get(1).slot is None
+        store.tickets.spool(1)
+        assert store.tickets.get(1).slot is not None
+        raise ZeroDivisionError
     with pytest.raises(Gone):
         store.tickets.get(1)
 
@@ -83,23 +91,16 @@ def test_neither_a_ticket_nor_its_slot_outlives_what_was_undone(store: Store, fl
     assert store.tickets.get(1).slot == spool.slot.number
 
 
-@pytest.mark.parametrize("flat", [False, True])
-def test_a_ticket_is_what_the_journal_has_after_a_change_was_undone(store: Store, flat: bool) -> None:
-    store.tickets.issue(1, "a", 0, 0)
-    for part in (0, 1):
-        send_part(store, 1, part, update_of("a", 0))
+def test_a_ticket_is_what_the_journal_has_after_a_change_was_undone(store: Store) -> None:
+    send_parts(store, 1, "a", 0)
     assert store.tickets.get(1).state == "open"
 
-    def accept_and_fail() -> None:
-        with store.journal.transaction(flat=flat):
-            accept(store, 1, update_of("a", 0))
-            assert store.tickets.get(1).state == "accepted"
-            raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        accept_and_fail()
+    with pytest.raises(ZeroDivisionError), store.journal.transaction():  # noqa: PT012
+        accept(store, 1)
+        assert store.tickets.get(1).state == "accepted"
+        raise ZeroDivisionError
     assert store.tickets.get(1).state == "open"
-    assert accept(store, 1, update_of("a", 0)) == store.tickets.get(1)
+    assert accept(store, 1) == store.tickets.get(1)
     assert store.tickets.get(1).state == "accepted"
 
 
@@ -131,7 +132,7 @@ def test_no_update_is_accepted_without_all_its_parts(store: Store) -> None:
     store.tickets.issue(1, "a", 0, 0)
     send_part(store, 1, 1, update_of("a", 0))
     with pytest.raises(BadRequest, match=r"lacks the parts \[0\]"):
-        accept(store, 1, update_of("a", 0))
+        accept(store, 1)
     assert store.tickets.get(1).state == "open"
 
 
@@ -183,36 +184,19 @@ def test_what_became_of_the_ticket_before(store: Store) -> None:
 def test_a_new_writer_stops_the_old_one_and_waits_for_its_write(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """The old pwrite is held in the middle: begin_part must not return before it is over."""
     store.tickets.issue(1, "a", 0, 0)
-    entered, go_on = threading.Event(), threading.Event()
-    order: list[str] = []
-    write_at = update_spool.write_at
-
-    def slow(fd: int, data: bytes | memoryview, offset: int) -> None:
-        entered.set()
-        assert go_on.wait(30)
-        write_at(fd, data, offset)
-        order.append("old write")
-
-    monkeypatch.setattr(update_spool, "write_at", slow)
-    held = store.tickets.spool(1)
+    held, order, made = store.tickets.spool(1), list[str](), list[PartWriter]()
     old = held.begin_part(0)
-    late = threading.Thread(target=old.write, args=(b"O" * 16,))
-    late.start()
-    assert entered.wait(30)
-    made: list[update_spool.PartWriter] = []
 
     def begin() -> None:
         made.append(held.begin_part(0))
         order.append("new writer")
 
     begins = threading.Thread(target=begin)
-    begins.start()
-    while not old._cancelled:  # the new one has been asked for, and waits
-        pass
-    assert made == []
-    monkeypatch.setattr(update_spool, "write_at", write_at)
-    go_on.set()
-    late.join()
+    with write_under_way(monkeypatch, old, lambda: order.append("old write")):
+        begins.start()
+        while not old._cancelled:  # the new one has been asked for, and waits
+            pass
+        assert made == []
     begins.join()
     assert order == ["old write", "new writer"]
     made[0].write(b"N" * 16)
@@ -229,17 +213,17 @@ def test_a_writer_that_is_superseded_just_before_its_write_writes_nothing(store:
         """Lets a newer writer begin while the older one is about to take the lock."""
 
         def __init__(self) -> None:
-            self.armed = False
-            self.real = threading.Lock()
+            self.armed, real = False, threading.Lock()
+            self.acquire, self.release = real.acquire, real.release
 
         def __enter__(self) -> None:
             if self.armed:
                 self.armed = False
                 held.begin_part(0).write(b"N" * 16)
-            self.real.acquire()
+            self.acquire()
 
         def __exit__(self, *_: object) -> None:
-            self.real.release()
+            self.release()
 
     lock = OvertakenLock()
     held._locks[0] = lock  # type: ignore[assignment]
@@ -311,9 +295,9 @@ def test_a_part_takes_no_more_than_its_bytes_and_stays_in_its_range(store: Store
 
 @pytest.mark.covers("F25")
 @pytest.mark.parametrize("place", ["spool.write", "slot.create"])
-def test_a_full_disk_while_spooling(store: Store, monkeypatch: pytest.MonkeyPatch, place: str) -> None:
+def test_a_full_disk_while_spooling(store: Store, arm: Callable[[str], object], place: str) -> None:
     store.tickets.issue(1, "a", 0, 0)
-    fail(monkeypatch, place, "enospc")
+    arm(f"{place}=enospc")
     before = slot_files(store.directory)
     with pytest.raises(DiskFull, match="Make space"):
         send_part(store, 1, 0, update_of("a", 0))
@@ -321,33 +305,18 @@ def test_a_full_disk_while_spooling(store: Store, monkeypatch: pytest.MonkeyPatc
         assert slot_files(store.directory) == before
     send_part(store, 1, 0, update_of("a", 0))
     send_part(store, 1, 1, update_of("a", 0))
-    assert accept(store, 1, update_of("a", 0)).state == "accepted"
+    assert accept(store, 1).state == "accepted"
 
 
 def test_a_spool_slot_is_not_reused_while_its_last_write_is_under_way(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    entered, go_on = threading.Event(), threading.Event()
-    write_at = update_spool.write_at
-
-    def slow(fd: int, data: bytes | memoryview, offset: int) -> None:
-        entered.set()
-        assert go_on.wait(30)
-        write_at(fd, data, offset)
-
-    monkeypatch.setattr(update_spool, "write_at", slow)
     store.tickets.issue(1, "a", 0, 0)
     first_slot = store.tickets.spool(1).slot
-    writer = store.tickets.spool(1).begin_part(0)
-    late = threading.Thread(target=writer.write, args=(b"O" * 16,))
-    late.start()
-    assert entered.wait(30)
-    store.tickets.expire([1], "the round closed")
-    store.tickets.issue(2, "b", 0, 0)
-    assert store.tickets.spool(2).slot is not first_slot
-    monkeypatch.setattr(update_spool, "write_at", write_at)
-    go_on.set()
-    late.join()
+    with write_under_way(monkeypatch, store.tickets.spool(1).begin_part(0)):
+        store.tickets.expire([1], "the round closed")
+        store.tickets.issue(2, "b", 0, 0)
+        assert store.tickets.spool(2).slot is not first_slot
     store.tickets.issue(3, "c", 0, 0)
     assert store.tickets.spool(3).slot is first_slot  # rewritten, not made anew
 
@@ -372,7 +341,7 @@ def test_spools_that_the_next_round_cannot_need_are_removed(store: Store) -> Non
         send_part(store, ticket, 0, update_of(site, 0))
     for ticket, site in ((1, "a"), (2, "b")):
         send_part(store, ticket, 1, update_of(site, 0))
-        accept(store, ticket, update_of(site, 0))
+        accept(store, ticket)
     store.run_log.freeze(0, 0, (1, 2))
     store.tickets.expire([3, 4], "the round closed")
     write_version(store, 1, (1, 2))
@@ -400,23 +369,20 @@ def test_a_round_freezes_with_accepted_tickets_of_its_own_only(store: Store) -> 
     for tickets in ((1, 2), (), (1, 7)):
         with pytest.raises(StoreError, match="cannot close"):
             store.run_log.freeze(0, 0, tickets)
-    store.run_log.set_expected(0, 0, ("a",))
+    store.run_log.open_round(0, 0, ("a",))
     store.run_log.freeze(0, 0, (1,))
     store.run_log.freeze(0, 0, (1,))
     (row,) = store.run_log.rounds()
     assert (row.state, row.expected, row.tickets) == ("frozen", ("a",), (1,))
     with pytest.raises(StoreError, match="is open"):
-        store.run_log.set_expected(0, 0, ("b",))
+        store.run_log.open_round(0, 0, ("b",))
     with pytest.raises(StoreError, match="made of the tickets"):
         write_version(store, 1, ())
 
 
 def test_a_round_is_frozen_in_the_order_it_was_given(store: Store) -> None:
     """By site, as the machine decides: the order of the numbers may be another, and gives other bits."""
-    store.run_log.open_round(0, 0, ("a", "b"))
-    submit(store, 2, "a", 0)
-    submit(store, 1, "b", 0)
-    store.run_log.freeze(0, 0, (2, 1))
+    freeze(store, 0, {2: "a", 1: "b"})
     assert [row.tickets for row in store.run_log.rounds()] == [(2, 1)]
 
 
@@ -443,8 +409,39 @@ def test_two_threads_that_ask_for_a_spool_get_the_same(store: Store) -> None:
     assert [who for name, who in store.slots.holds().items() if name.startswith("spool") and who] == [{"journal": 1}]
 
 
-def test_slots_have_their_full_size_from_the_start(store: Store) -> None:
-    store.tickets.issue(1, "a", 0, 0)
-    path = store.tickets.spool(1).slot.path
-    assert os.stat(path).st_size == SHAPES.update_bytes
-    assert file_slots.is_slot_name(path.name)
+@pytest.mark.covers("P10")
+def test_a_frozen_round_and_its_tickets_are_open_again(store: Store) -> None:
+    tickets = play_round(store, 0, commit=False)
+    store.tickets.reopen(0, 0, tickets, "it has gone")
+    assert [store.tickets.get(ticket).state for ticket in tickets] == ["open", "open"]
+    assert [store.tickets.get(ticket).digest for ticket in tickets] == [None, None]
+    (row,) = store.run_log.rounds()
+    assert (row.state, row.tickets) == ("open", ())
+    assert audited(store)[-1].what == "reopened"
+    store.close()
+    again, _ = begin(store.directory)  # a restart finds it so
+    assert again.run_log.rounds()[0].state == "open"
+    for ticket, site in zip(tickets, ("a", "b"), strict=True):
+        for part in (0, 1):
+            send_part(again, ticket, part, update_of(site, 0))
+        accept(again, ticket)
+    again.run_log.freeze(0, 0, tickets)
+    assert again.run_log.rounds()[0].state == "frozen"
+    again.close()
+
+
+@pytest.mark.covers("P10")
+def test_another_update_may_come_under_a_ticket_that_is_open_again(store: Store) -> None:
+    store.run_log.open_round(0, 0, ("a", "b"))
+    submit(store, 1, "a", 0)
+    store.tickets.reopen(0, 0, (1,), "it has gone")
+    for part in (0, 1):
+        send_part(store, 1, part, update_of("z", 0))
+    assert accept(store, 1, update_of("z", 0)).state == "accepted"
+
+
+@pytest.mark.covers("P10")
+def test_the_same_again_and_what_has_counted_change_nothing(store: Store) -> None:
+    tickets = play_round(store, 0)
+    store.tickets.reopen(0, 0, tickets, "it has gone")
+    assert [store.tickets.get(ticket).state for ticket in tickets] == ["counted", "counted"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -16,6 +16,8 @@ from store_world import (
     digests,
     export,
     first,
+    flip,
+    freeze,
     killed,
     play_round,
     read,
@@ -25,20 +27,23 @@ from store_world import (
     write_version,
 )
 
-from atoll import runtime
 from atoll.errors import DiskFull, Gone, StoreError, SyncFailed, UsageError
+from atoll.store.file_slots import READER, VERSION
 from atoll.store.journal import Journal
 from atoll.store.store import Files, Store
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Store:
-    return first(tmp_path)
+def synced(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What the system was asked to bring to disk, in order: kinds of slots, and folders."""
+    asked, fsync = list[str](), os.fsync
 
+    def told(fd: int) -> None:
+        fsync(fd)
+        asked.append(Path(os.readlink(f"/proc/self/fd/{fd}")).name.partition("-")[0])
 
-def fail(monkeypatch: pytest.MonkeyPatch, name: str, action: str, nth: int = 1) -> None:
-    monkeypatch.setattr(runtime, "_actions", runtime._parse(f"{name}={action}@{nth}"))
-    monkeypatch.setattr(runtime, "_reached", {})
+    monkeypatch.setattr(os, "fsync", told)
+    return asked
 
 
 def test_a_commit_moves_the_head_counts_the_tickets_and_frees_their_spools(store: Store) -> None:
@@ -83,9 +88,9 @@ def test_the_next_version_is_the_head_and_one(store: Store) -> None:
 
 @pytest.mark.covers("F25")
 @pytest.mark.parametrize("place", ["head.before", "journal.commit"])
-def test_a_full_disk_at_the_commit_changes_nothing(store: Store, monkeypatch: pytest.MonkeyPatch, place: str) -> None:
+def test_a_full_disk_at_the_commit_changes_nothing(store: Store, arm: Callable[[str], object], place: str) -> None:
     tickets = play_round(store, 0, commit=False)
-    fail(monkeypatch, place, "enospc")
+    arm(f"{place}=enospc")
     with pytest.raises(DiskFull):
         write_version(store, 1, tickets)
     assert store.versions.head().version == 0
@@ -96,14 +101,12 @@ def test_a_full_disk_at_the_commit_changes_nothing(store: Store, monkeypatch: py
 
 @pytest.mark.covers("F25")
 @pytest.mark.parametrize("nth", [1, 2])
-def test_a_full_disk_while_a_slot_is_made_leaves_no_file(
-    store: Store, monkeypatch: pytest.MonkeyPatch, nth: int
-) -> None:
+def test_a_full_disk_while_a_slot_is_made_leaves_no_file(store: Store, arm: Callable[[str], object], nth: int) -> None:
     """The first slot made is the version's; the outer state has one from version 0."""
     play_round(store, 0)
     tickets = play_round(store, 1, commit=False)
     before = slot_files(store.directory)
-    fail(monkeypatch, "slot.create", "enospc", nth)
+    arm(f"slot.create=enospc@{nth}")
     with pytest.raises(DiskFull):
         write_version(store, 2, tickets)
     held = [name for name, who in store.slots.holds().items() if "writer" in who]
@@ -135,7 +138,7 @@ def test_old_versions_are_dropped_and_say_what_to_pull(store: Store) -> None:
 
 def test_a_slow_reader_never_sees_bytes_of_another_version(tmp_path: Path) -> None:
     """It reads a byte a round: every one is of the version it pinned, long after that fell out of what is kept."""
-    store = first(tmp_path, **{"disk.keep_versions": 1, "disk.max_pinned_versions": 2})
+    store = first(tmp_path, keep_versions=1, max_pins=2)
     play_round(store, 0)
     pin = store.versions.pin(0, 1)
     seen = b""
@@ -156,7 +159,7 @@ def test_a_slow_reader_never_sees_bytes_of_another_version(tmp_path: Path) -> No
 
 def test_the_oldest_pull_is_revoked_when_too_many_versions_are_held(tmp_path: Path) -> None:
     """keep 1 + pins 2: with versions 0, 1 and 2 held and 3 the head, version 4 needs the place of version 0."""
-    store = first(tmp_path, **{"disk.keep_versions": 1, "disk.max_pinned_versions": 2})
+    store = first(tmp_path, keep_versions=1, max_pins=2)
     pins = []
     for base in range(3):
         pins.append(store.versions.pin(0, base))
@@ -176,7 +179,7 @@ def test_the_oldest_pull_is_revoked_when_too_many_versions_are_held(tmp_path: Pa
 
 
 def test_a_revoked_slot_is_not_rewritten_before_its_reader_lets_go(tmp_path: Path) -> None:
-    store = first(tmp_path, **{"disk.keep_versions": 1, "disk.max_pinned_versions": 1})
+    store = first(tmp_path, keep_versions=1, max_pins=1)
     pin = store.versions.pin(0, 0)
     other = None
     for base in range(6):
@@ -230,25 +233,17 @@ def test_the_durable_version_stays_until_the_next_is_recorded(store: Store) -> N
 
 
 def test_durable_is_said_after_the_files_are_synced_and_with_the_journal_synced(
-    store: Store, monkeypatch: pytest.MonkeyPatch
+    store: Store, synced: list[str]
 ) -> None:
     play_round(store, 0)
-    order: list[str] = []
-    sync = Journal.sync
-
-    def spy(self: Journal, fd: int, what: str) -> None:
-        sync(self, fd, what)
-        order.append(Path(what).name.partition("-")[0])
-
-    monkeypatch.setattr(Journal, "sync", spy)
     store.journal._db.set_trace_callback(
         lambda sql: (
-            order.append(" ".join(sql.split()[:4])) if "synchronous" in sql or "durable_version =" in sql else None
+            synced.append(" ".join(sql.split()[:4])) if "synchronous" in sql or "durable_version =" in sql else None
         )
     )
     store.versions.write_durable()
     store.journal._db.set_trace_callback(None)
-    order = [each for each, before in zip(order, ["", *order], strict=False) if each != before]  # triggers repeat it
+    order = [each for each, before in zip(synced, ["", *synced], strict=False) if each != before]  # triggers repeat it
     assert order == [
         "version",
         "state",
@@ -260,9 +255,9 @@ def test_durable_is_said_after_the_files_are_synced_and_with_the_journal_synced(
 
 
 @pytest.mark.covers("F26")
-def test_a_failed_fsync_is_fatal_and_never_tried_again(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_fsync_is_fatal_and_never_tried_again(store: Store, arm: Callable[[str], object]) -> None:
     play_round(store, 0)
-    fail(monkeypatch, "fsync", "eio")
+    arm("fsync=eio")
     with pytest.raises(SyncFailed, match="fsync of"):
         store.versions.write_durable()
     assert store.versions.durable() is None
@@ -277,33 +272,25 @@ def test_a_failed_fsync_is_fatal_and_never_tried_again(store: Store, monkeypatch
 
 @pytest.mark.covers("F26")
 def test_with_durability_power_nothing_is_acknowledged_before_it_is_on_disk(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, synced: list[str], arm: Callable[[str], object]
 ) -> None:
-    store = first(tmp_path, **{"disk.durability": "power"})
-    assert store.journal.value("PRAGMA synchronous") == 2  # FULL
-    assert store.versions.durable() == 0
-    synced: list[str] = []
-    sync = Journal.sync
-
-    def spy(self: Journal, fd: int, what: str) -> None:
-        synced.append(Path(what).name.partition("-")[0])
-        sync(self, fd, what)
-
-    monkeypatch.setattr(Journal, "sync", spy)
-    store.run_log.open_round(0, 0, ("a",))
-    submit(store, 1, "a", 0)
-    assert synced == ["spool"] * 3 + ["slots"]  # each part, the whole before it is accepted, and its name
-    store.run_log.freeze(0, 0, (1,))
-    synced.clear()
-    write_version(store, 1, (1,))
-    assert synced == ["version", "state", "slots"]
-    assert store.versions.durable() == 1
-    store.run_log.open_round(0, 1, ("a",))
-    fail(monkeypatch, "fsync", "eio", 3)
-    with pytest.raises(SyncFailed):
-        submit(store, 2, "a", 1)
-    assert store.tickets.get(2).state == "open"
-    store.close()
+    with first(tmp_path, durability="power") as store:
+        assert store.journal.value("PRAGMA synchronous") == 2  # FULL
+        assert store.versions.durable() == 0
+        store.run_log.open_round(0, 0, ("a",))
+        synced.clear()
+        submit(store, 1, "a", 0)
+        assert synced == ["spool"] * 3 + ["slots"]  # each part, the whole before it is accepted, and its name
+        store.run_log.freeze(0, 0, (1,))
+        synced.clear()
+        write_version(store, 1, (1,))
+        assert synced == ["version", "state", "slots"]
+        assert store.versions.durable() == 1
+        store.run_log.open_round(0, 1, ("a",))
+        arm("fsync=eio@3")
+        with pytest.raises(SyncFailed):
+            submit(store, 2, "a", 1)
+        assert store.tickets.get(2).state == "open"
 
 
 def test_an_export_is_a_file_of_its_own(store: Store, tmp_path: Path) -> None:
@@ -354,12 +341,12 @@ def test_an_export_is_its_header_and_what_is_made_of_the_files(store: Store, tmp
 
 @pytest.mark.covers("D4", "F25")
 def test_a_failed_export_leaves_the_old_file_and_nothing_else(
-    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    store: Store, tmp_path: Path, arm: Callable[[str], object]
 ) -> None:
     target = tmp_path / "out" / "model.safetensors"
     target.parent.mkdir()
     target.write_bytes(b"before")
-    fail(monkeypatch, "export.write", "enospc")
+    arm("export.write=enospc")
     with pytest.raises(DiskFull):
         export(store, target)
     assert list(target.parent.iterdir()) == [target]
@@ -394,4 +381,106 @@ def test_a_finished_run_leaves_its_journal_its_last_version_and_outer_state(stor
     assert names == ["state", "version"]
     store, recovered = begin(store.directory)
     assert (recovered.finished, recovered.heads[0].version) == (True, 3)
+    store.close()
+
+
+@pytest.mark.covers("F26")
+def test_a_version_is_held_while_it_is_brought_to_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two commits happen during the fsync, and one version is kept: without a hold, the slot would be rewritten."""
+    store = first(tmp_path, keep_versions=1)
+    play_round(store, 0)
+    sync, rounds = Journal.sync, iter((1, 2))
+
+    def slow(self: Journal, fd: int, what: str) -> None:
+        for base in rounds:
+            play_round(store, base)
+        sync(self, fd, what)
+
+    monkeypatch.setattr(Journal, "sync", slow)
+    assert store.versions.write_durable() == 1
+    row = store.versions.get(0, 1)  # still there to fall back to
+    slot = store.slots.pool(VERSION, 0)[row.slot]
+    assert slot.path.read_bytes() == content(1)
+    assert READER not in slot.holds
+    store.close()
+
+
+@pytest.mark.covers("F26")
+def test_the_epoch_of_a_start_survives_a_power_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+    transaction, sync = Journal.transaction, Journal.sync
+
+    def told(self: Journal, *, synced: bool = False):  # type: ignore[no-untyped-def]
+        order.append(f"synced={synced}")
+        return transaction(self, synced=synced)
+
+    monkeypatch.setattr(Journal, "transaction", told)
+    monkeypatch.setattr(Journal, "sync", lambda self, fd, what: (order.append(what), sync(self, fd, what))[1])
+    Store.open(tmp_path / "s").close()
+    assert order[:2] == ["synced=True", str(tmp_path / "s")]
+
+
+@pytest.mark.covers("F27")
+def test_a_finished_run_that_fell_back_is_no_longer_finished(tmp_path: Path) -> None:
+    store = first(tmp_path)
+    play_round(store, 0)
+    play_round(store, 1)
+    store.run_log.finish()
+    path = store.slots.pool(VERSION, 0)[store.versions.head().slot].path
+    store.journal.close()
+    os.close(store._lock_fd)
+    with path.open("r+b") as file:
+        file.seek(20)
+        file.write(b"?")
+    store, recovered = begin(tmp_path)
+    assert recovered.heads[0].version == 1
+    assert recovered.finished is False
+    store.close()
+
+
+def lose(store: Store, *versions: int) -> Store:
+    """Close the store, damage these versions as a power loss would, and start again."""
+    paths = [store.slots.pool(VERSION, 0)[store.versions.get(0, version).slot].path for version in versions]
+    store.close()
+    for path in paths:
+        flip(path, 20)
+    return begin(store.directory)[0]
+
+
+@pytest.mark.covers("F41")
+def test_a_fall_back_lowers_the_durable_version(tmp_path: Path) -> None:
+    store = first(tmp_path)
+    for base in (0, 1):
+        play_round(store, base)
+    assert store.versions.write_durable() == 2
+    store = lose(store, 2)
+    assert store.versions.durable() == 1
+    for base, version in ((1, 3), (3, 4)):
+        freeze(store, base, {10 * version: "a"})
+        write_version(store, version, (10 * version,))
+    assert [row.version for row in store.versions.kept()] == [1, 3, 4]
+    store = lose(store, 3, 4)
+    assert store.versions.head().version == 1
+    store.close()
+
+
+@pytest.mark.covers("F41")
+@pytest.mark.parametrize("durable", [False, True])
+def test_the_durable_version_of_a_finished_run_goes_only_when_the_last_one_is_durable(
+    tmp_path: Path, durable: bool
+) -> None:
+    store = first(tmp_path)
+    play_round(store, 0)
+    store.versions.write_durable()
+    for base in (1, 2):
+        play_round(store, base)
+    if durable:
+        store.versions.write_durable()
+    store.run_log.finish()
+    store.close()
+    store = begin(tmp_path)[0]
+    assert [row.version for row in store.versions.kept()] == ([3] if durable else [1, 2, 3])
+    if not durable:
+        store = lose(store, 2, 3)
+        assert (store.versions.head().version, store.run_log.finished) == (1, False)
     store.close()

@@ -53,7 +53,7 @@ def read(state_dir: Path, last: int) -> tuple[int, str, list[tuple[int, str, str
         StateCorrupt: an entry was changed or removed; or the journal is damaged.
     """
     from atoll.json_files import NoteDamaged
-    from atoll.store import audit_log, journal_tables, verify_journal
+    from atoll.store import journal_tables, verify_journal
     from atoll.store.audit_log import NAME, read_head
 
     path = journal_of(state_dir)
@@ -67,13 +67,12 @@ def read(state_dir: Path, last: int) -> tuple[int, str, list[tuple[int, str, str
         with closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)) as db:
             db.execute("BEGIN")  # one view of it, while the server writes on
             reader = _Reader(db)
-            count, digest = audit_log.verify(reader)
             if (changed := journal_tables.changed_row(db)) is not None:
                 raise StateCorrupt(
                     f"{path} is damaged or was changed: {changed} is not what was written.",
                     "Compare the directory with a backup.",
                 )
-            verify_journal.everything(reader, state_dir, head)
+            count, digest = verify_journal.everything(reader, state_dir, head)
             entries = reader.rows(
                 "SELECT seq, at, what, detail_json FROM audit WHERE seq > ? ORDER BY seq", count - last
             )

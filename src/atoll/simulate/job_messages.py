@@ -9,7 +9,8 @@ from typing import Any, Protocol, TypeVar
 
 from atoll.aggregation.check_arriving_parts import PartStats
 from atoll.protocol import messages
-from atoll.store.versions import PinnedVersion
+from atoll.store.journal_tables import VersionRow
+from atoll.store.versions import Pin
 
 ATTEMPTS = 3
 """Processes that may end under one virtual worker, before it is the one that fails."""
@@ -71,7 +72,7 @@ class Job:
     ticket: messages.Ticket
     outcomes: tuple[messages.Outcome, ...]
     counts: bool
-    base: PinnedVersion
+    base: Pin[VersionRow]
     spool_fd: int
     update_bytes: int
     release: Callable[[], object]

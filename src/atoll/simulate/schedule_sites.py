@@ -29,7 +29,8 @@ from atoll.server.coordinator.roster import Lease
 from atoll.simulate.job_messages import ATTEMPTS, Answer, Engine, Job
 from atoll.simulate.kept_state import pending
 from atoll.store.file_slots import WRITER
-from atoll.store.versions import PinnedVersion, Versions
+from atoll.store.journal_tables import VersionRow
+from atoll.store.versions import Pin, Versions
 from atoll.worker.log_lines import told
 
 
@@ -38,9 +39,9 @@ class Bases:
 
     def __init__(self, versions: Versions) -> None:
         self._versions = versions
-        self._users: dict[PinnedVersion, int] = {}
+        self._users: dict[Pin[VersionRow], int] = {}
 
-    def take(self, version: int) -> PinnedVersion:
+    def take(self, version: int) -> Pin[VersionRow]:
         """The version, for one more worker; others are let go of, unless a worker still trains from them."""
         base = next((pin for pin in self._users if pin.row.version == version), None)
         if base is None:
@@ -52,7 +53,7 @@ class Bases:
         self._users[base] += 1
         return base
 
-    def give_back(self, base: PinnedVersion) -> None:
+    def give_back(self, base: Pin[VersionRow]) -> None:
         """One does not train from it any more."""
         self._users[base] -= 1
 
@@ -192,7 +193,7 @@ class Conductor:
     def _together(self) -> Iterator[None]:
         """What is done within is one transaction: where it fails, the run ends, and goes on from before it."""
         try:
-            with self._run.store.journal.transaction(flat=True):
+            with self._run.store.journal.transaction():
                 yield
         except AtollError as error:
             self._run.fail(error)

@@ -1,7 +1,7 @@
 """The audit log: what each site submitted, what was decided, what version came of it, chained by hashes; and its head.
 
 An entry is written in the transaction of the decision it records. An operator that notes the last hash somewhere else
-(`verify` returns it) can show later that nothing before it was changed.
+(`atoll audit` prints it) can show later that nothing before it was changed.
 
 The journal's end lies in SQLite's write-ahead log, and SQLite drops what follows a damaged frame of it without a word.
 So the head file notes the end of the audit log. It is rewritten in place after each commit that adds an entry; it may
@@ -49,7 +49,7 @@ class AuditLog:
         """Add an entry, inside a transaction."""
         entries, previous = self._known_end()
         seq, at, text = entries + 1, now(), json.dumps(detail, sort_keys=True)
-        digest = _hash(seq, at, what, text, previous)
+        digest = hash_of(seq, at, what, text, previous)
         self._journal.insert(AUDIT, AuditRow(seq, at, what, text, previous, digest))
         self._end = seq, digest
 
@@ -82,32 +82,8 @@ class Rows(Protocol):
     def rows(self, sql: str, *values: Any) -> list[tuple[Any, ...]]: ...
 
 
-def verify(journal: Rows) -> tuple[int, str]:
-    """Return the number of entries and the last hash.
-
-    Raises:
-        StateCorrupt: an entry was changed, removed or added out of turn; the first one is named.
-    """
-    seq, previous = 0, START
-    while page := journal.rows("SELECT * FROM audit WHERE seq > ? ORDER BY seq LIMIT 1000", seq):
-        for values in page:
-            row = AuditRow(*values)
-            expected = _hash(seq + 1, row.at, row.what, row.detail_json, previous)
-            if (row.seq, row.prev_hash, row.hash) != (seq + 1, previous, expected):
-                raise StateCorrupt(
-                    f"The audit log is broken at entry {seq + 1}: it was changed or removed.",
-                    "Compare the directory with a backup.",
-                )
-            seq, previous = row.seq, row.hash
-    return seq, previous
-
-
-def hash_of(row: AuditRow) -> str:
+def hash_of(seq: int, at: str, what: str, detail_json: str, previous: str) -> str:
     """Return the hash that an entry must have."""
-    return _hash(row.seq, row.at, row.what, row.detail_json, row.prev_hash)
-
-
-def _hash(seq: int, at: str, what: str, detail_json: str, previous: str) -> str:
     return blake3(json.dumps([seq, at, what, detail_json, previous]).encode()).hexdigest()
 
 

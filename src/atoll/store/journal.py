@@ -13,7 +13,7 @@ import sqlite3
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, closing, contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -62,7 +62,6 @@ class Journal:
         self.lock = threading.RLock()
         self._level: str = "FULL" if durability == "power" else "NORMAL"
         self._depth = 0
-        self._flat_of: int | None = None  # the thread that has a flat transaction
         self._torn = False
         self._then: list[Callable[[], None]] = []  # once the outermost transaction is committed
         self._undo: list[Callable[[], None]] = []
@@ -104,54 +103,43 @@ class Journal:
             raise StateCorrupt(f"{self.path} is damaged: {changed} is not what was written.", NEW_RUN)
         journal_tables.keep(self._db)
 
-    def transaction(self, *, synced: bool = False, flat: bool = False) -> AbstractContextManager[None]:
-        """Make several changes one: all of them survive a kill, or none. One inside another can fail alone.
+    @contextmanager
+    def transaction(self, *, synced: bool = False) -> Iterator[None]:
+        """Make several changes one: all of them survive a kill, or none. A transaction inside another is a part of it.
+
+        A part that fails before it has changed anything is forgotten, and the others may go on. After one that fails
+        later, the whole is undone, even where the part's error was caught.
 
         Args:
-            flat: a transaction inside it can fail alone only if it has changed nothing by then: cheaper for many.
-                Outermost only.
             synced: on return it survives a power loss, whatever the journal's durability; outermost only.
 
         Raises:
             DiskFull: nothing was changed; try again.
             SyncFailed: what was written may be lost; every later call raises it, too.
         """
-        if self._flat_of == threading.get_ident():
-            return _PartOfFlat(self)
-        return self._whole(synced, flat)
-
-    @contextmanager
-    def _whole(self, synced: bool, flat: bool) -> Iterator[None]:
         with self.lock, self._translated:
             if self._broken:
                 raise self._broken
-            outermost = self._depth == 0
-            assert outermost or not flat
-            self._torn = False
-            lifted = synced and outermost and self._level != "FULL"
-            marks = len(self._then), len(self._undo)
-            if lifted:
-                self._db.execute("PRAGMA synchronous = FULL")
+            outermost, marks = self._depth == 0, (len(self._then), len(self._undo))
+            if not outermost and not self._db.in_transaction:
+                raise StoreError("SQLite has ended the transaction that this is part of.", "Begin it again.")
+            changes = self._db.total_changes
+            self._depth += 1
             try:
-                self._db.execute("BEGIN IMMEDIATE" if outermost else f"SAVEPOINT level{self._depth}")
-                self._depth += 1
-                if flat:
-                    self._flat_of = threading.get_ident()
-                try:
-                    yield
-                    if self._torn:
-                        raise StoreError("A change failed in the middle of others, which are undone with it.")
-                    if outermost:
-                        failpoint("journal.commit")
-                    self._db.execute("COMMIT" if outermost else f"RELEASE level{self._depth - 1}")
-                except BaseException:
-                    self._roll_back(*marks)
-                    raise
-                finally:
-                    self._depth -= 1
-                    self._flat_of = None
+                if outermost:
+                    self._begin(synced)
+                yield
+                if outermost:
+                    self._commit()
+            except BaseException:
+                self._torn = self._torn or self._db.total_changes != changes
+                if outermost:
+                    self._roll_back()
+                self._forget(*marks)
+                raise
             finally:
-                if lifted:
+                self._depth -= 1
+                if synced:
                     self._db.execute(f"PRAGMA synchronous = {self._level}")
             if outermost:
                 done, self._then, self._undo = self._then, [], []
@@ -159,15 +147,22 @@ class Journal:
                     action()
                 self.committed()
 
-    def _roll_back(self, then: int, undo: int) -> None:
+    def _begin(self, synced: bool) -> None:
+        self._torn = False
+        if synced:
+            self._db.execute("PRAGMA synchronous = FULL")
+        self._db.execute("BEGIN IMMEDIATE")
+
+    def _commit(self) -> None:
+        if self._torn:
+            raise StoreError("A change failed in the middle of others, which are undone with it.")
+        failpoint("journal.commit")
+        self._db.execute("COMMIT")
+
+    def _roll_back(self) -> None:
         self.undone += 1
         if self._db.in_transaction:  # SQLite ends it by itself if the disk is full
-            if self._depth == 1:
-                self._db.execute("ROLLBACK")
-            else:
-                self._db.execute(f"ROLLBACK TO level{self._depth - 1}")
-                self._db.execute(f"RELEASE level{self._depth - 1}")
-        self._forget(then, undo)
+            self._db.execute("ROLLBACK")
 
     def _forget(self, then: int, undo: int) -> None:
         """Drop the actions of `after_commit` from a mark on, and run those of `after_rollback`."""
@@ -186,13 +181,13 @@ class Journal:
         assert self._depth
         self._undo.append(action)
 
-    def insert(self, table: Table[Row], row: Row, otherwise: str = "") -> None:
-        """Add a row inside a transaction.
+    def insert(self, table: Table[Row], row: Row, otherwise: str = "") -> int:
+        """Add a row inside a transaction; return how many rows have changed.
 
         Args:
             otherwise: what becomes of a row that is there already: `ON CONFLICT …`.
         """
-        self.execute(f"{table.insert} {otherwise}", *table.write(row))
+        return self.execute(f"{table.insert} {otherwise}", *table.write(row))
 
     def execute(self, sql: str, *values: Any) -> int:
         """Change rows inside a transaction; return how many."""
@@ -318,33 +313,6 @@ class Journal:
                 "Close what writes to it, a sqlite3 shell or a backup, and start the server again: nothing is lost.",
             )
         return StoreError(f"{self.path}: {error}.")
-
-
-class _PartOfFlat:
-    """A transaction inside a flat one. A class, for speed: each update has ten."""
-
-    __slots__ = ("_changes", "_journal", "_marks")
-
-    def __init__(self, journal: Journal) -> None:
-        self._journal = journal
-
-    def __enter__(self) -> None:
-        journal = self._journal
-        if journal._broken:
-            raise journal._broken
-        if not journal._db.in_transaction:
-            raise StoreError("SQLite has ended the transaction that this is part of.", "Begin it again.")
-        self._marks = len(journal._then), len(journal._undo)
-        self._changes = journal._db.total_changes
-        journal._depth += 1
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        journal = self._journal
-        journal._depth -= 1
-        if error is not None:
-            journal._torn = journal._torn or journal._db.total_changes != self._changes
-            journal._forget(*self._marks)
-            journal._translated.__exit__(kind, error, trace)
 
 
 class _Translated:

@@ -16,12 +16,15 @@ import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from datetime import UTC, datetime
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
 from blake3 import blake3
 
 CHECKED = ("meta", "run", "shapes", "members", "rounds", "tickets", "parts", "versions", "deltas", "heads", "history")
 """Tables with a column `row_check`. The audit log has its own hashes, and counters are for people."""
+
+ROW_CHECK = "row_check INTEGER NOT NULL DEFAULT 0"
+"""The column of a row's checksum."""
 
 UNCHECKED = {"row_check", "settings_json", "torch_build", "cpu_capability"}
 """Columns that no checksum covers: a start compares them with its own settings, torch and CPU."""
@@ -83,171 +86,6 @@ def _columns(db: sqlite3.Connection, table: str) -> tuple[list[str], list[str]]:
     """Return the columns of the primary key, and those that the checksum covers."""
     found = [(name, key) for _, name, _, _, _, key in db.execute(f"PRAGMA main.table_info({table})")]
     return [name for name, key in found if key], [name for name, _ in found if name not in UNCHECKED]
-
-
-SCHEMA_VERSION = 6
-
-SCHEMA = f"""
-CREATE TABLE meta (
-    id INTEGER PRIMARY KEY CHECK (id = 1),
-    epoch INTEGER NOT NULL,
-    finished INTEGER NOT NULL,
-    row_check INTEGER NOT NULL DEFAULT 0
-) STRICT;
-INSERT INTO meta VALUES (1, 0, 0, {row_check(1, 0, 0)});
-
-CREATE TABLE run (
-    id INTEGER PRIMARY KEY CHECK (id = 1),
-    run_id TEXT NOT NULL,
-    settings_json TEXT NOT NULL,
-    schema_json TEXT NOT NULL,
-    schema_digest TEXT NOT NULL,
-    torch_build TEXT NOT NULL,
-    cpu_capability TEXT NOT NULL,
-    created_at TEXT NOT NULL,
-    row_check INTEGER NOT NULL DEFAULT 0
-) STRICT;
-
-CREATE TABLE shapes (
-    fragment INTEGER NOT NULL,
-    kind TEXT NOT NULL,
-    nbytes INTEGER NOT NULL,
-    header_digest BLOB NOT NULL,
-    row_check INTEGER NOT NULL DEFAULT 0,
-    PRIMARY KEY (fragment, kind)
-) STRICT;
-
-CREATE TABLE members (
-    site TEXT NOT NULL PRIMARY KEY,
-    lease INTEGER NOT NULL UNIQUE,
-    state TEXT NOT NULL CHECK (state IN ('alive', 'dead', 'left', 'failed')),
-    joined_at TEXT NOT NULL,
-    host TEXT NOT NULL,
-    labels_json TEXT NOT NULL,
-    detail TEXT NOT NULL,
-    rounds_counted INTEGER NOT NULL,
-    process TEXT NOT NULL,
-    weight REAL NOT NULL DEFAULT 0,
-    row_check INTEGER NOT NULL DEFAULT 0
-) STRICT;
-
-CREATE TABLE rounds (
-    fragment INTEGER NOT NULL,
-    base_version INTEGER NOT NULL,
-    state TEXT NOT NULL CHECK (state IN ('open', 'frozen', 'committed')),
-    expected_json TEXT NOT NULL,
-    tickets_json TEXT NOT NULL,
-    opened_at TEXT NOT NULL,
-    population INTEGER NOT NULL DEFAULT 0,
-    total_weight REAL NOT NULL DEFAULT 0,
-    row_check INTEGER NOT NULL DEFAULT 0,
-    PRIMARY KEY (fragment, base_version)
-) STRICT;
-CREATE UNIQUE INDEX one_round ON rounds (fragment) WHERE state IN ('open', 'frozen');
-
-CREATE TABLE tickets (
-    ticket INTEGER PRIMARY KEY,
-    site TEXT NOT NULL,
-    fragment INTEGER NOT NULL,
-    base_version INTEGER NOT NULL,
-    state TEXT NOT NULL CHECK (state IN ('open', 'accepted', 'counted', 'refused', 'expired')),
-    reason TEXT NOT NULL DEFAULT '',
-    slot INTEGER CHECK (slot IS NULL OR state IN ('open', 'accepted')),
-    digest TEXT,
-    weight REAL NOT NULL DEFAULT 0,
-    steps INTEGER NOT NULL DEFAULT 0,
-    metrics_json TEXT NOT NULL DEFAULT '{{}}',
-    norm REAL NOT NULL DEFAULT 0,
-    version INTEGER,
-    bytes INTEGER NOT NULL DEFAULT 0,
-    accepted_order INTEGER NOT NULL DEFAULT 0,
-    row_check INTEGER NOT NULL DEFAULT 0,
-    CHECK (state != 'accepted' OR slot IS NOT NULL),
-    CHECK (state NOT IN ('accepted', 'counted') OR (digest IS NOT NULL AND weight > 0)),
-    CHECK ((state = 'counted') = (version IS NOT NULL))
-) STRICT;
-CREATE UNIQUE INDEX one_ticket ON tickets (site, fragment, base_version)
-    WHERE state IN ('open', 'accepted', 'counted');
-CREATE UNIQUE INDEX one_spool ON tickets (fragment, slot) WHERE slot IS NOT NULL;
-CREATE INDEX live_tickets ON tickets (ticket) WHERE state IN ('open', 'accepted');
-CREATE UNIQUE INDEX tickets_in_order ON tickets (accepted_order) WHERE accepted_order > 0;
-CREATE INDEX tickets_of_site ON tickets (site, fragment, ticket);
-CREATE INDEX tickets_of_round ON tickets (fragment, base_version);
-
-CREATE TABLE parts (
-    ticket INTEGER NOT NULL REFERENCES tickets,
-    part INTEGER NOT NULL,
-    digest BLOB NOT NULL,
-    sumsq REAL NOT NULL,
-    row_check INTEGER NOT NULL DEFAULT 0,
-    PRIMARY KEY (ticket, part)
-) STRICT, WITHOUT ROWID;
-
-CREATE TABLE versions (
-    fragment INTEGER NOT NULL,
-    version INTEGER NOT NULL,
-    slot INTEGER NOT NULL,
-    state_slot INTEGER,
-    digest TEXT NOT NULL,
-    part_digests BLOB NOT NULL,
-    state_digests BLOB NOT NULL,
-    summary_json TEXT NOT NULL,
-    created_at TEXT NOT NULL,
-    row_check INTEGER NOT NULL DEFAULT 0,
-    PRIMARY KEY (fragment, version),
-    UNIQUE (fragment, slot),
-    UNIQUE (fragment, state_slot)
-) STRICT;
-
-CREATE TABLE deltas (
-    fragment INTEGER NOT NULL,
-    version INTEGER NOT NULL,
-    slot INTEGER NOT NULL,
-    base_version INTEGER NOT NULL,
-    base_digest TEXT NOT NULL,
-    digest TEXT NOT NULL,
-    part_digests BLOB NOT NULL,
-    row_check INTEGER NOT NULL DEFAULT 0,
-    PRIMARY KEY (fragment, version),
-    UNIQUE (fragment, slot)
-) STRICT;
-
-CREATE TABLE heads (
-    fragment INTEGER PRIMARY KEY,
-    version INTEGER,
-    durable_version INTEGER,
-    row_check INTEGER NOT NULL DEFAULT 0
-) STRICT;
-
-CREATE TABLE history (
-    seq INTEGER PRIMARY KEY,
-    fragment INTEGER NOT NULL,
-    version INTEGER NOT NULL,
-    digest TEXT NOT NULL,
-    summary_json TEXT NOT NULL,
-    created_at TEXT NOT NULL,
-    lost INTEGER NOT NULL DEFAULT 0,
-    row_check INTEGER NOT NULL DEFAULT 0
-) STRICT;
-
-CREATE TABLE counters (
-    name TEXT NOT NULL PRIMARY KEY,
-    value INTEGER NOT NULL
-) STRICT;
-
-CREATE TABLE audit (
-    seq INTEGER PRIMARY KEY,
-    at TEXT NOT NULL,
-    what TEXT NOT NULL,
-    detail_json TEXT NOT NULL,
-    prev_hash TEXT NOT NULL,
-    hash TEXT NOT NULL
-) STRICT;
-
-CREATE TABLE exports_under_way (
-    path TEXT NOT NULL PRIMARY KEY
-) STRICT;
-"""
 
 
 # -- Rows as values. Times are ISO 8601 in UTC; digests of parts are BLAKE3 bytes, of files hex.
@@ -473,52 +311,140 @@ def now() -> str:
 # -- Tables ↔ rows.
 
 Row = TypeVar("Row")
-Conversion = tuple[str, Callable[[Any], Any], Callable[[Any], Any]]
-"""Of a field that a column holds otherwise: the column, column → field, field → column."""
+_TYPES = {str: "TEXT", int: "INTEGER", float: "REAL", bytes: "BLOB"}
+
+
+class Column(NamedTuple):
+    """How a table holds a field of its rows.
+
+    Attributes:
+        sql: its definition.
+        load: column → field; `save` back; None: the column holds the field as it is.
+    """
+
+    sql: str
+    load: Callable[[Any], Any] | None = None
+    save: Callable[[Any], Any] | None = None
+
+    @classmethod
+    def of(cls, name: str, kind: Any, default: object) -> Column:
+        """Return the column of a field of this type; collections are JSON, digests of parts one after the other."""
+        given = f" DEFAULT {default!r}" if type(default) in (str, int, float) else ""
+        if kind == tuple[bytes, ...]:
+            return cls(f"{name} BLOB NOT NULL", _split_digests, b"".join)
+        if get_origin(kind) is tuple:
+            return cls(f"{name} TEXT NOT NULL", lambda text: tuple(json.loads(text)), json.dumps)
+        if get_origin(kind) is Mapping:
+            return cls(f"{name} TEXT NOT NULL DEFAULT '{{}}'", json.loads, lambda values: json.dumps(dict(values)))
+        if get_origin(kind) is Literal:
+            return cls(f"{name} TEXT NOT NULL CHECK ({name} IN {get_args(kind)})")
+        if kind in _TYPES:
+            return cls(f"{name} {_TYPES[kind]} NOT NULL{given}")
+        return cls(f"{name} {_TYPES[get_args(kind)[0]]}")  # or None
 
 
 class Table(Generic[Row]):
-    """A table with values of a dataclass as its rows: one column for each field, of the same name."""
+    """A table with values of a dataclass as its rows: one column for each field, of the same name.
 
-    def __init__(self, name: str, row: type[Row], **converted: Conversion) -> None:
-        self._row = row
-        names = [each.name for each in fields(row)]  # type: ignore[arg-type]
-        self._converted = [converted.get(field, (field, None, None)) for field in names]
-        columns = [column for column, _, _ in self._converted]
-        self.select = f"SELECT {', '.join(columns)} FROM {name}"
-        self.insert = f"INSERT INTO {name} ({', '.join(columns)}) VALUES ({', '.join('?' for _ in columns)})"
-        self._fields = names
+    Args:
+        more: further columns, then constraints.
+        checked: whether rows have a checksum.
+        ending: of its definition.
+    """
+
+    def __init__(self, name: str, row: type[Row], *more: str, checked: bool = True, ending: str = "STRICT") -> None:
+        self._row, kinds = row, get_type_hints(row)
+        self._columns = {each.name: Column.of(each.name, kinds[each.name], each.default) for each in fields(row)}  # type: ignore[arg-type]
+        check = [ROW_CHECK] if checked else []
+        parts = [*(column.sql for column in self._columns.values()), *check, *more]
+        body = ",\n    ".join(parts)
+        self.sql = f"CREATE TABLE {name} (\n    {body}\n) {ending};\n"
+        names = ", ".join(self._columns)
+        self.select = f"SELECT {names} FROM {name}"
+        self.insert = f"INSERT INTO {name} ({names}) VALUES ({', '.join('?' for _ in self._columns)})"
 
     def read(self, values: tuple[Any, ...]) -> Row:
         """Return the row that `select` gave."""
-        return self._row(
-            *(load(value) if load else value for (_, load, _), value in zip(self._converted, values, strict=True))
-        )
+        columns = self._columns.values()
+        return self._row(*(c.load(value) if c.load else value for c, value in zip(columns, values, strict=True)))
 
     def write(self, row: Row) -> list[Any]:
         """Return the values for `insert`."""
-        values = (getattr(row, name) for name in self._fields)
-        return [save(value) if save else value for (_, _, save), value in zip(self._converted, values, strict=True)]
-
-
-def _digests(name: str) -> Conversion:
-    return name, _split_digests, b"".join
+        values = ((column, getattr(row, name)) for name, column in self._columns.items())
+        return [column.save(value) if column.save else value for column, value in values]
 
 
 def _split_digests(joined: bytes) -> tuple[bytes, ...]:
     return tuple(joined[start : start + blake3.digest_size] for start in range(0, len(joined), blake3.digest_size))
 
 
-def _names(column: str) -> Conversion:
-    return column, lambda text: tuple(json.loads(text)), json.dumps
+RUNS = Table("run", RunRow, "id INTEGER PRIMARY KEY CHECK (id = 1)")
+MEMBERS = Table("members", MemberRow, "PRIMARY KEY (site)", "UNIQUE (lease)")
+ROUNDS = Table("rounds", RoundRow, "PRIMARY KEY (fragment, base_version)")
+TICKETS = Table(
+    "tickets",
+    TicketRow,
+    "PRIMARY KEY (ticket)",
+    "CHECK (slot IS NULL OR state IN ('open', 'accepted'))",
+    "CHECK (state != 'accepted' OR slot IS NOT NULL)",
+    "CHECK (state NOT IN ('accepted', 'counted') OR (digest IS NOT NULL AND weight > 0))",
+    "CHECK ((state = 'counted') = (version IS NOT NULL))",
+)
+PARTS = Table(
+    "parts",
+    PartRow,
+    "PRIMARY KEY (ticket, part)",
+    "FOREIGN KEY (ticket) REFERENCES tickets",
+    ending="STRICT, WITHOUT ROWID",
+)
+VERSIONS = Table(
+    "versions",
+    VersionRow,
+    "PRIMARY KEY (fragment, version)",
+    "UNIQUE (fragment, slot)",
+    "UNIQUE (fragment, state_slot)",
+)
+DELTAS = Table("deltas", DeltaRow, "PRIMARY KEY (fragment, version)", "UNIQUE (fragment, slot)")
+HISTORY = Table("history", HistoryRow, "seq INTEGER PRIMARY KEY", "lost INTEGER NOT NULL DEFAULT 0")
+AUDIT = Table("audit", AuditRow, "PRIMARY KEY (seq)", checked=False)
 
+SCHEMA_VERSION = 7
 
-RUNS = Table("run", RunRow)
-MEMBERS = Table("members", MemberRow)
-ROUNDS = Table("rounds", RoundRow, expected=_names("expected_json"), tickets=_names("tickets_json"))
-TICKETS = Table("tickets", TicketRow, metrics=("metrics_json", json.loads, lambda metrics: json.dumps(dict(metrics))))
-PARTS = Table("parts", PartRow)
-VERSIONS = Table("versions", VersionRow, part_digests=_digests("part_digests"), state_digests=_digests("state_digests"))
-DELTAS = Table("deltas", DeltaRow, part_digests=_digests("part_digests"))
-HISTORY = Table("history", HistoryRow)
-AUDIT = Table("audit", AuditRow)
+SCHEMA = f"""
+CREATE TABLE meta (
+    id INTEGER PRIMARY KEY CHECK (id = 1),
+    epoch INTEGER NOT NULL,
+    finished INTEGER NOT NULL,
+    {ROW_CHECK}
+) STRICT;
+INSERT INTO meta VALUES (1, 0, 0, {row_check(1, 0, 0)});
+
+CREATE TABLE shapes (
+    fragment INTEGER NOT NULL,
+    kind TEXT NOT NULL,
+    nbytes INTEGER NOT NULL,
+    header_digest BLOB NOT NULL,
+    {ROW_CHECK},
+    PRIMARY KEY (fragment, kind)
+) STRICT;
+
+CREATE TABLE heads (
+    fragment INTEGER PRIMARY KEY,
+    version INTEGER,
+    durable_version INTEGER,
+    {ROW_CHECK}
+) STRICT;
+
+CREATE TABLE counters (name TEXT NOT NULL PRIMARY KEY, value INTEGER NOT NULL) STRICT;
+CREATE TABLE exports_under_way (path TEXT NOT NULL PRIMARY KEY) STRICT;
+
+{"".join(table.sql for table in (RUNS, MEMBERS, ROUNDS, TICKETS, PARTS, VERSIONS, DELTAS, HISTORY, AUDIT))}
+CREATE UNIQUE INDEX one_round ON rounds (fragment) WHERE state IN ('open', 'frozen');
+CREATE UNIQUE INDEX one_ticket ON tickets (site, fragment, base_version)
+    WHERE state IN ('open', 'accepted', 'counted');
+CREATE UNIQUE INDEX one_spool ON tickets (fragment, slot) WHERE slot IS NOT NULL;
+CREATE INDEX live_tickets ON tickets (ticket) WHERE state IN ('open', 'accepted');
+CREATE UNIQUE INDEX tickets_in_order ON tickets (accepted_order) WHERE accepted_order > 0;
+CREATE INDEX tickets_of_site ON tickets (site, fragment, ticket);
+CREATE INDEX tickets_of_round ON tickets (fragment, base_version);
+"""

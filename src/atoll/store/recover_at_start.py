@@ -163,8 +163,8 @@ class Recovery:
             reason = "its update was damaged on the server's disk"
             self._expire(ticket, reason)
             self._journal.execute(
-                "UPDATE rounds SET state = 'open', tickets_json = '[]' WHERE fragment = ?1 AND state = 'frozen' "
-                "AND EXISTS (SELECT 1 FROM json_each(tickets_json) WHERE value = ?2)",
+                "UPDATE rounds SET state = 'open', tickets = '[]' WHERE fragment = ?1 AND state = 'frozen' "
+                "AND EXISTS (SELECT 1 FROM json_each(rounds.tickets) WHERE value = ?2)",
                 ticket.fragment,
                 ticket.ticket,
             )

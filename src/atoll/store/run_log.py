@@ -87,19 +87,16 @@ class RunLog:
 
     # -- members
 
-    def put_member(
-        self, site: str, lease: int, *, process: str = "", host: str = "", labels_json: str = "{}", joined_at: str = ""
-    ) -> MemberRow:
-        """Let a site take part under a lease, which ends its earlier ones. `joined_at` is by default this moment."""
+    def put_member(self, site: str, lease: int, *, process: str = "", host: str = "", labels_json: str = "{}") -> None:
+        """Let a site take part under a lease, which ends its earlier ones."""
         with self._journal.transaction():
             self._journal.insert(
                 MEMBERS,
-                MemberRow(site, lease, "alive", joined_at or now(), host, labels_json, "", 0, process),
+                MemberRow(site, lease, "alive", now(), host, labels_json, "", 0, process),
                 "ON CONFLICT (site) DO UPDATE SET lease = excluded.lease, state = 'alive', "
                 "joined_at = excluded.joined_at, host = excluded.host, labels_json = excluded.labels_json, "
                 "detail = '', process = excluded.process",
             )
-        return self.member(site)
 
     def end_member(self, site: str, lease: int, why: str, detail: str = "") -> None:
         """Record that a site no longer takes part; `why` is dead, left or failed.
@@ -140,27 +137,16 @@ class RunLog:
     # -- rounds
 
     def open_round(self, fragment: int, base_version: int, expected: Sequence[str]) -> None:
-        """Open the round from `base_version`; it waits for the sites of `expected`. Again, it changes these."""
-        with self._journal.transaction():
-            self._journal.insert(
-                ROUNDS,
-                RoundRow(fragment, base_version, "open", tuple(expected), (), now()),
-                "ON CONFLICT (fragment, base_version) DO UPDATE SET expected_json = excluded.expected_json "
-                "WHERE state = 'open'",
-            )
-
-    def set_expected(self, fragment: int, base_version: int, expected: Sequence[str]) -> None:
-        """Change the sites that an open round waits for.
+        """Open the round from `base_version`; it waits for the sites of `expected`. Again, it changes these.
 
         Raises:
-            StoreError: that round is not open.
+            StoreError: that round is frozen or over.
         """
         with self._journal.transaction():
-            changed = self._journal.execute(
-                "UPDATE rounds SET expected_json = ? WHERE fragment = ? AND base_version = ? AND state = 'open'",
-                json.dumps(list(expected)),
-                fragment,
-                base_version,
+            changed = self._journal.insert(
+                ROUNDS,
+                RoundRow(fragment, base_version, "open", tuple(expected), (), now()),
+                "ON CONFLICT (fragment, base_version) DO UPDATE SET expected = excluded.expected WHERE state = 'open'",
             )
             if not changed:
                 raise _not_open(fragment, base_version)
@@ -191,7 +177,7 @@ class RunLog:
                     f"{list(tickets)}: {fit} of them are accepted updates of it."
                 )
             changed = self._journal.execute(
-                "UPDATE rounds SET state = 'frozen', tickets_json = ?, population = (SELECT count(*) FROM members) "
+                "UPDATE rounds SET state = 'frozen', tickets = ?, population = (SELECT count(*) FROM members) "
                 "WHERE fragment = ? AND base_version = ? AND state = 'open'",
                 json.dumps(list(tickets)),
                 fragment,

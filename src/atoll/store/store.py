@@ -12,6 +12,7 @@ a server calls `Store.open`, `store.slots.shape` and `store.recover`, then it us
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import logging
 import os
@@ -189,8 +190,8 @@ class Store:
             DiskFull: nothing is left behind.
             SyncFailed: fsync failed; the server must end.
         """
-        hold = self.versions.reading if with_state else self.versions.pinned
         with contextlib.ExitStack() as stack:
+            hold = functools.partial(self.versions.reading, with_state=with_state)
             files = [stack.enter_context(hold(f, version)) for f, version in enumerate(heads)]
             temp = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp").absolute()
             with self.journal.transaction():  # so that a start after a kill can remove it

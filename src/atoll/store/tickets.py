@@ -247,7 +247,7 @@ class Tickets:
             failpoint("accept.before")
             nbytes = self._slots.shapes_of(row.fragment).update_bytes
             self.change(
-                "UPDATE tickets SET state = 'accepted', digest = ?, weight = ?, steps = ?, metrics_json = ?, norm = ?, "
+                "UPDATE tickets SET state = 'accepted', digest = ?, weight = ?, steps = ?, metrics = ?, norm = ?, "
                 "bytes = ?, accepted_order = 1 + (SELECT coalesce(max(accepted_order), 0) FROM tickets "
                 "WHERE accepted_order > 0) WHERE state = 'open' AND ticket = ?",
                 [ticket],
@@ -315,7 +315,7 @@ class Tickets:
             self._journal.count("bytes", -sum(row.bytes for row in rows))
             self._journal.after_commit(lambda: self._drop_spools(rows, "open", "it is collected again"))
             self._journal.execute(
-                "UPDATE rounds SET state = 'open', tickets_json = '[]' WHERE fragment = ? AND base_version = ? "
+                "UPDATE rounds SET state = 'open', tickets = '[]' WHERE fragment = ? AND base_version = ? "
                 "AND state = 'frozen'",
                 fragment,
                 base_version,

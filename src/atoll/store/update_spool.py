@@ -20,17 +20,16 @@ class WriterCancelled(StoreError):
 
 
 class PartWriter:
-    """Writes the bytes of one part in order. Made by `Spool.begin_part`; end it with `close` or `abandon`."""
+    """Writes the bytes of one part in order. Made by `Spool.begin_part`; end it with `abandon`."""
 
     def __init__(self, spool: Spool, part: int, lock: threading.Lock) -> None:
         self.part = part
         self._offset, self.nbytes = spool.ranges[part]
         self.written = 0
         self._spool = spool
-        self._part_lock = lock  # shared by every writer of the part: held during a pwrite
-        self._own_lock = threading.Lock()
-        self._in_flight = self._closed = self._released = False
+        self._lock = lock  # shared by every writer of the part: held during a pwrite
         self._cancelled: AtollError | None = None
+        self._holds = True
         spool.pool.hold(spool.slot, WRITER)
 
     @property
@@ -42,28 +41,19 @@ class PartWriter:
         """Append to the part. With durability `power` the part is on disk when its last bytes are written.
 
         Raises:
-            WriterCancelled: a newer writer has the part.
+            WriterCancelled: a newer writer has the part, or it was given up.
             TicketClosed: the ticket was refused or has expired.
             BadRequest: more bytes than the part has.
             DiskFull: nothing is lost; the part can be sent again.
             SyncFailed: fsync failed; the server must end.
         """
-        with self._own_lock:
-            if self._cancelled:
-                raise self._cancelled
-            if self._closed:
-                raise StoreError(f"Part {self.part} is closed.")
-            self._in_flight = True
         try:
-            with self._part_lock:
+            with self._lock:
                 if self._cancelled:
                     raise self._cancelled
                 self._write(data)
         finally:
-            with self._own_lock:
-                self._in_flight = False
-                cancelled = self._cancelled is not None
-            if cancelled:
+            if self._cancelled:
                 self._release()
 
     def _write(self, data: bytes | memoryview) -> None:
@@ -82,37 +72,27 @@ class PartWriter:
         if self.written == self.nbytes and self._spool.sync:
             self._spool.sync()
 
-    def close(self) -> None:
-        """Write no further byte. Never fails; a part that is not complete cannot be recorded."""
-        with self._own_lock:
-            self._closed = True
-        self._release()
-
     def abandon(self) -> None:
-        """Give up the bytes: the part cannot be recorded. Never fails."""
-        with self._own_lock:
-            if self._cancelled is None:
-                self._cancelled = WriterCancelled(f"Part {self.part} was given up.")
-        self._release()
+        """Write no further byte; a part that was not recorded by now cannot be. Never fails."""
+        self.cancel(WriterCancelled(f"Part {self.part} was given up."))
 
     def cancel(self, reason: AtollError) -> None:
         """Let every later write raise `reason`. A write under way goes on to its end: see `join`."""
-        with self._own_lock:
-            self._cancelled = self._cancelled or reason
-            busy = self._in_flight
-        if not busy:
+        self._cancelled = self._cancelled or reason
+        if self._lock.acquire(blocking=False):  # else a write is under way, and lets go of the slot at its end
+            self._lock.release()
             self._release()
 
     def join(self) -> None:
         """Wait until no write of this part, by this writer or one before it, is under way."""
-        with self._part_lock:
+        with self._lock:
             pass
 
     def _release(self) -> None:
-        with self._own_lock:
-            done, self._released = self._released, True
-        if not done:
-            self._spool.pool.drop(self._spool.slot, WRITER)
+        with self._spool.pool.lock:
+            if self._holds:
+                self._holds = False
+                self._spool.pool.drop(self._spool.slot, WRITER)
 
 
 class Spool:

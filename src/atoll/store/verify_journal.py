@@ -62,11 +62,14 @@ def at_start(journal: Rows, directory: Path) -> Start:
     return start
 
 
-def everything(journal: Rows, directory: Path, head: AuditHead | None) -> None:
+def everything(journal: Rows, directory: Path, head: AuditHead | None) -> tuple[int, str]:
     """Compare every row that the audit log records with its entry.
 
     Args:
         head: read before the journal, which a server may write meanwhile.
+
+    Returns:
+        The number of entries, and the last hash.
 
     Raises:
         StateCorrupt: the first difference is named.
@@ -77,6 +80,7 @@ def everything(journal: Rows, directory: Path, head: AuditHead | None) -> None:
             "Start the server: after a power loss it goes on without them and says so; else it says what to do.",
         )
     _compare(journal, directory, since=0, everything=True)
+    return tip(journal)
 
 
 def _find_lost(start: Start, head: AuditHead, journal: Rows, directory: Path) -> None:
@@ -156,7 +160,7 @@ class _Comparison:
         for values in _paged(self._journal, "SELECT * FROM audit WHERE seq < ? ORDER BY seq DESC"):
             row = AuditRow(*values)
             follows = behind is None or (behind.seq, behind.prev_hash) == (row.seq + 1, row.hash)
-            if not follows or hash_of(row) != row.hash:
+            if not follows or hash_of(*values[:-1]) != row.hash:
                 number = row.seq if follows or behind is None else behind.seq - 1
                 raise StateCorrupt(
                     f"The audit log is broken at entry {number}: it was changed or removed.",

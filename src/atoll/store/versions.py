@@ -15,8 +15,7 @@ import threading
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from types import TracebackType
-from typing import Any, Self
+from typing import Generic, Self, TypeVar
 
 from atoll.errors import DiskFull, Gone, StoreError, UsageError
 from atoll.runtime import failpoint
@@ -27,6 +26,7 @@ from atoll.store.journal_tables import DELTAS, HISTORY, VERSIONS, DeltaRow, Hist
 from atoll.store.run_log import RunLog
 from atoll.store.tickets import Tickets
 
+Row = TypeVar("Row")
 _KEPT = "fragment = ?1 AND version <= (SELECT heads.version FROM heads WHERE heads.fragment = ?1)"
 
 
@@ -60,17 +60,18 @@ class VersionDraft:
             self._drop()
 
 
-class Pin:
-    """A file that is not rewritten before `release`.
+class Pin(Generic[Row]):
+    """A version, or a difference, that is not rewritten before `release`.
 
     Attributes:
+        row: says which.
         fd: for this holder alone.
         revoked: set when the slot is wanted back; the holder stops reading and releases. Until it does, it still
             reads this version and no other.
     """
 
-    def __init__(self, slot: Slot, revoked: threading.Event, drop: Callable[[Any], None]) -> None:
-        self.slot, self.revoked, self._drop = slot, revoked, drop
+    def __init__(self, row: Row, slot: Slot, revoked: threading.Event, drop: Callable[[Pin[Row]], None]) -> None:
+        self.row, self.slot, self.revoked, self._drop = row, slot, revoked, drop
         self.fd = os.dup(slot.fd)
         self._close = weakref.finalize(self, os.close, self.fd)
 
@@ -83,28 +84,8 @@ class Pin:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.release()
-
-
-class PinnedVersion(Pin):
-    """A version that is read; `row` says which."""
-
-    def __init__(self, row: VersionRow, slot: Slot, drop: Callable[[PinnedVersion], None]) -> None:
-        super().__init__(slot, threading.Event(), drop)
-        self.row = row
-
-
-class PinnedDelta(Pin):
-    """A difference that is read, and its version; neither is rewritten. `row` says which."""
-
-    def __init__(
-        self, row: DeltaRow, slot: Slot, revoked: threading.Event, drop: Callable[[PinnedDelta], None]
-    ) -> None:
-        super().__init__(slot, revoked, drop)
-        self.row = row
 
 
 class Versions:
@@ -132,7 +113,7 @@ class Versions:
         self._journal, self._audit, self._slots = journal, audit, slots
         self._run_log, self._tickets = run_log, tickets
         self._keep_versions, self._max_pins = keep_versions, max_pins
-        self._pins: list[PinnedVersion] = []  # oldest first
+        self._pins: list[Pin[VersionRow]] = []  # oldest first
         self.wanted: Callable[[int], Collection[int]] = lambda fragment: ()
 
     # -- write
@@ -330,7 +311,7 @@ class Versions:
 
     # -- read
 
-    def pin(self, fragment: int, version: int) -> PinnedVersion:
+    def pin(self, fragment: int, version: int) -> Pin[VersionRow]:
         """Hold a version for reading, until `release`, or until `revoked` is set.
 
         Raises:
@@ -339,12 +320,12 @@ class Versions:
         with self._journal.lock:
             row = self.get(fragment, version)
             pool = self._slots.pool(VERSION, fragment)
-            pin = PinnedVersion(row, pool[row.slot], self._unpin)
+            pin = Pin(row, pool[row.slot], threading.Event(), self._unpin)
             pool.hold(pin.slot, PULL)
             self._pins.append(pin)
         return pin
 
-    def pin_delta(self, fragment: int, version: int) -> PinnedDelta:
+    def pin_delta(self, fragment: int, version: int) -> Pin[DeltaRow]:
         """Hold what goes down of a version for reading, and with it the version, until `release`.
 
         Raises:
@@ -359,21 +340,15 @@ class Versions:
             slot = pool[row.slot]
             pool.hold(slot, PULL)
 
-        def drop(_: PinnedDelta) -> None:
+        def drop(_: Pin[DeltaRow]) -> None:
             pool.drop(slot, PULL)
             pin.release()
 
-        return PinnedDelta(row, slot, pin.revoked, drop)
+        return Pin(row, slot, pin.revoked, drop)
 
     @contextmanager
-    def pinned(self, fragment: int, version: int) -> Iterator[tuple[int, int | None]]:
-        """As `reading`, of the version alone."""
-        with self.pin(fragment, version) as pin:
-            yield pin.fd, None
-
-    @contextmanager
-    def reading(self, fragment: int, version: int) -> Iterator[tuple[int, int | None]]:
-        """Keep a version and the outer state beside it as they are; give their descriptors.
+    def reading(self, fragment: int, version: int, *, with_state: bool = False) -> Iterator[tuple[int, int | None]]:
+        """Keep a version as it is, and the outer state beside it if that is needed; give the store's descriptors.
 
         Raises:
             Gone: they are not kept; the first version has no outer state.
@@ -381,22 +356,22 @@ class Versions:
         with contextlib.ExitStack() as stack:
             with self._journal.lock:
                 row = self.get(fragment, version)
-                if row.state_digests and row.state_slot is None:
+                if with_state and row.state_digests and row.state_slot is None:
                     raise Gone(f"The outer state of version {version} is not kept.", "Take the newest version.")
-                fds = [slot.fd for slot in self._hold_to_read(row, stack)]
+                fds = [slot.fd for slot in self._hold_to_read(row, stack, with_state=with_state)]
             yield fds[0], fds[1] if len(fds) > 1 else None
 
-    def _hold_to_read(self, row: VersionRow, stack: contextlib.ExitStack) -> list[Slot]:
+    def _hold_to_read(self, row: VersionRow, stack: contextlib.ExitStack, *, with_state: bool) -> list[Slot]:
         """Return the slots of a version and its outer state, held until the stack ends; under the lock."""
         slots = []
         for kind, number in ((VERSION, row.slot), (STATE, row.state_slot)):
-            if number is not None:
+            if number is not None and (kind == VERSION or with_state):
                 pool = self._slots.pool(kind, row.fragment)
                 stack.enter_context(pool.held(pool[number], READER))
                 slots.append(pool[number])
         return slots
 
-    def _unpin(self, pin: PinnedVersion) -> None:
+    def _unpin(self, pin: Pin[VersionRow]) -> None:
         fragment = pin.row.fragment
         with self._journal.lock:
             self._pins.remove(pin)
@@ -505,7 +480,7 @@ class Versions:
                 row = self.head(fragment)
                 if self.durable(fragment) == row.version:
                     return row.version
-                slots = self._hold_to_read(row, stack)
+                slots = self._hold_to_read(row, stack, with_state=True)
             self._sync_slots(*slots)
             with self._journal.transaction(synced=True):
                 self._journal.execute("UPDATE heads SET durable_version = ? WHERE fragment = ?", row.version, fragment)

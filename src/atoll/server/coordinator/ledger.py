@@ -145,10 +145,8 @@ class StoreRows:
                 run_log.put_member(site, lease, process=presence.holder, host=presence.host, labels_json=labels)
             case fx.LeaseEnded(site, lease, why, detail):
                 run_log.end_member(site, lease, why, detail)
-            case fx.RoundOpened(fragment, base_version, expected):
-                run_log.open_round(fragment, base_version, expected)
-            case fx.ExpectedChanged(fragment, base_version, expected):
-                run_log.set_expected(fragment, base_version, expected)
+            case fx.RoundOpened(fragment, base, expected) | fx.ExpectedChanged(fragment, base, expected):
+                run_log.open_round(fragment, base, expected)
             case fx.TicketIssued(site, ticket, fragment, base_version, new):
                 if new:
                     tickets.issue(ticket, site, fragment, base_version)

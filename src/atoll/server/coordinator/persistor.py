@@ -27,9 +27,8 @@ from atoll.aggregation.plan import Plan
 from atoll.blobs.model_file import ModelFile
 from atoll.config import Settings
 from atoll.errors import ConfigError, Gone
-from atoll.posix import read_at
 from atoll.store.store import Store
-from atoll.tensors.lazy_tensors import Handle, LazyState, resolve
+from atoll.tensors.lazy_tensors import resolve
 from atoll.tensors.module_tensors import Tensors
 from atoll.tensors.schema import Schema
 
@@ -195,23 +194,10 @@ def _names(model: Schema) -> list[str]:
 def _fragment(plan: Plan, store: Store, fragment: int, version: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
     planned = plan.fragments[fragment]
     model = planned.schema.model
-    if planned.downlink is not None:
-        with store.versions.reading(fragment, version) as fds:
-            file, row = ModelFile(planned.version, *fds), store.versions.get(fragment, version)
-            found = {spec.name: file.tensor(spec) for spec in model.tensors}
-        return found | {alias: found[owner] for alias, owner in model.aliases}, json.loads(row.summary_json or "{}")
-    pin = store.versions.pin(fragment, version)
-
-    def read(offset: int, memory: memoryview) -> None:
-        read_at(pin.fd, memory, offset)
-
-    handle = Handle(read, pin.release)
-    try:
-        segments = {spec.name: planned.version.by_name[spec.name] for spec in model.tensors}
-        state = resolve(LazyState(handle, segments, aliases=dict(model.aliases)))
-        return state, json.loads(pin.row.summary_json or "{}")
-    finally:
-        handle.release()
+    with store.versions.reading(fragment, version, with_state=planned.downlink is not None) as fds:
+        file, row = ModelFile(planned.version, *fds), store.versions.get(fragment, version)
+        found = {spec.name: file.tensor(spec) for spec in model.tensors}
+    return found | {alias: found[owner] for alias, owner in model.aliases}, json.loads(row.summary_json or "{}")
 
 
 def _exported(plan: Plan, best: Best) -> tuple[dict[str, Tensor], dict[str, Any]]:

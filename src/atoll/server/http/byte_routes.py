@@ -22,9 +22,10 @@ from atoll.protocol import messages, routes
 from atoll.server.coordinator.coordinator import Coordinator
 from atoll.server.coordinator.roster import holder_of
 from atoll.server.startup import initial_file
+from atoll.store.journal_tables import DeltaRow, VersionRow
 from atoll.store.kept_objects import Kept
 from atoll.store.store import Store
-from atoll.store.versions import PinnedDelta, PinnedVersion
+from atoll.store.versions import Pin
 from atoll.tensors.layout import Part
 from atoll.transport.receive_upload import Fill, Idle, break_off, receive_part, require_part_bytes
 from atoll.transport.serve_range import serve_file
@@ -99,9 +100,7 @@ class VersionHandlers:
         return await self._serve(pinned, nbytes, digest, request)
 
     async def get_model_part(self, fragment: int, version: int, part: int, request: web.Request) -> web.StreamResponse:
-        hold = functools.partial(
-            self.store.versions.reading if self.plan.has_masters else self.store.versions.pinned, fragment, version
-        )
+        hold = functools.partial(self.store.versions.reading, fragment, version, with_state=self.plan.has_masters)
         with hold() as files:
             layout = self.plan.fragments[fragment].version
             if part >= len(layout.parts):
@@ -144,7 +143,7 @@ class VersionHandlers:
             await response.write_eof()
 
     async def _serve(
-        self, pinned: PinnedVersion | PinnedDelta, nbytes: int, digest: str, request: web.Request
+        self, pinned: Pin[VersionRow] | Pin[DeltaRow], nbytes: int, digest: str, request: web.Request
     ) -> web.StreamResponse:
         try:
             if pinned.row.digest != digest:

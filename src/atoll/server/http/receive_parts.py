@@ -107,7 +107,6 @@ class PartReceiver:
                 on_bytes=lambda nbytes: self._count(site, nbytes),
             )
             stats = inspector.stats()
-        writer.close()
         if stats.digest != digest:
             raise PartCorrupt(f"Part {part.index} arrived damaged.", "Send this part again.")
         return stats

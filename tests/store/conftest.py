@@ -1,0 +1,33 @@
+"""A run that has begun, its journal, and failpoints in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from store_world import first
+
+from atoll.runtime import switch_failpoints_on
+from atoll.store.journal import Journal
+from atoll.store.store import Store
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    with first(tmp_path) as store:
+        yield store
+
+
+@pytest.fixture
+def journal(tmp_path: Path) -> Iterator[Journal]:
+    journal = Journal(tmp_path / "journal.sqlite", "process")
+    yield journal
+    journal.close()
+
+
+@pytest.fixture
+def arm() -> Iterator[Callable[[str], object]]:
+    before = switch_failpoints_on("")
+    yield switch_failpoints_on
+    switch_failpoints_on(before)
