@@ -97,7 +97,8 @@ CASES: dict[str, tuple[torch.dtype, float, float, str, dict[str, Any]]] = {
         61_000.0,
         "F16",
         {
-            "algorithm.outer_optimizer.name": adafactor,
+            "outer_optimizer": adafactor,
+            "algorithm.outer_optimizer.name": None,
             "algorithm.outer_optimizer.lr": None,
             "algorithm.outer_optimizer.momentum": None,
         },

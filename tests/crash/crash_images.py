@@ -137,7 +137,7 @@ def recovered(scenario: Scenario, folder: Path) -> tuple[str, Counter[str]]:
         together(*(partial(take_part, site) for site in scenario.sites))
         server.run()
     digests = {tensors_digest(dict(model.state_dict())) for model in models.values()}
-    assert scenario.settings.get("downlink_codec") or digests <= {result_of(folder)}
+    assert scenario.settings.get("aggregation.download_codec.name") or digests <= {result_of(folder)}
     trained = Counter(line.removeprefix("trained ") for line in said if line.startswith("trained "))
     return result_of(folder), trained
 

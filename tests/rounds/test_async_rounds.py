@@ -87,7 +87,7 @@ def test_a_worker_that_joins_late_trains_at_once(story):
 
 @pytest.mark.covers("L5")
 def test_what_is_too_far_behind_is_refused_before_it_is_accepted(story):
-    run, tickets = begin(story, "a", "b", "c", **{"async.max_staleness": 1})
+    run, tickets = begin(story, "a", "b", "c", max_staleness=1)
     run.accept(tickets["a"])
     run.commit()
     assert machine.may_submit(run.state, "c", run.lease("c"), tickets["c"]) is None  # 1 behind
@@ -153,7 +153,7 @@ def test_sites_that_wait_in_two_fragments_do_not_wait_for_each_other(story, poli
 
 
 def test_waits_for_a_worker_with_another_fragment_under_way(story):
-    run, tickets = begin(story, "a", "b", policy=Async(buffer=2), fragments=2, **{"diloco.max_inflight": 2})
+    run, tickets = begin(story, "a", "b", policy=Async(buffer=2), fragments=2, max_inflight=2)
     run.accept(tickets["a"])
     assert not closed(run.accept(run.ticket("b", 1)))
     assert closed(run.accept(tickets["b"])) == [(tickets["a"], tickets["b"])]
@@ -176,7 +176,7 @@ def test_what_was_refused_may_be_tried_again_at_once(story):
 
 
 def test_a_run_ends_at_its_number_of_versions_and_keeps_what_was_acknowledged(story):
-    run, tickets = begin(story, "a", "b", "c", **{"rounds.total": 1})
+    run, tickets = begin(story, "a", "b", "c", rounds=1)
     run.accept(tickets["a"])
     run.accept(tickets["b"])
     effects = run.commit()

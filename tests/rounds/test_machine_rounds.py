@@ -178,7 +178,7 @@ def test_a_quorum_is_not_undercut_by_deaths_either(story):
     run.join("a", "b")
     run.submit("a")
     run.leave("b")
-    assert run.why() == "waits for another site: 1 of quorum 2 alive"
+    assert run.why() == "waits for another site: 1 of rounds.quorum 2 alive"
     run.wait(60)
     assert run.phase() == "open"
 

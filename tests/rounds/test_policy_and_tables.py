@@ -15,7 +15,7 @@ from atoll.rounds.transitions import MEMBER, ROUND, TICKET, IllegalTransition, a
 def view(expected: str, accepted: str, floor: int = 1) -> RoundView:
     """A round that opened at 100 s from version 4; ticket n is that of the n-th letter of the alphabet."""
     updates = tuple(AcceptedUpdate(ord(site) - 96, site, 4) for site in accepted)
-    return RoundView(0, 4, 100.0, tuple(expected), updates, floor, "min_workers")
+    return RoundView(0, 4, 100.0, tuple(expected), updates, floor, "rounds.min_sites")
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_the_rules_of_settings():
         Settings.build({"rounds.sites": 3, "rounds.quorum": 2, "rounds.deadline_s": 9}), fragments=4
     )
     assert quorum == Rules(num_workers=3, policy=QuorumDeadline(2, 9), fragments=4)
-    assert (quorum.floor, quorum.floor_name) == (2, "quorum")
+    assert (quorum.floor, quorum.floor_name) == (2, "rounds.quorum")
 
 
 def test_what_a_table_does_not_list_cannot_happen():

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 from harness.processes import free_port, wait_until
-from kit.servers import new_server
+from kit.servers import plain_server
+from kit.sites import clients
 from torch import nn
 
 import atoll
@@ -28,9 +29,9 @@ STREAMING: dict[str, Any] = {
 
 
 def serve(folder: Path, **settings: Any) -> atoll.Server:
-    """A server that is not started."""
-    options: dict[str, Any] = {"network.port": 0, "disk.state_dir": folder / "state", "disk.min_free_bytes": 0}
-    return new_server(nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)), **(options | settings))
+    """A server of DiLoCo that is not started."""
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+    return plain_server(folder, model, **({"algorithm.name": "diloco"} | settings))
 
 
 @pytest.mark.covers("L11")
@@ -116,11 +117,11 @@ def test_what_sites_were_told_holds_for_them_until_they_start_again(tmp_path: Pa
     later = {"network.connections": 3, "network.heartbeat_interval_s": 40.0, "network.idle_timeout_s": 9.0}
     run: dict[str, Any] = {"algorithm.name": "fedavg", "network.port": free_port(), "rounds.total": 3}
     with serve(tmp_path, **run, **told) as server:
-        a = atoll.functional.Client(server.url, site="a", folder=tmp_path / "w").register()
+        (a,) = clients(server, tmp_path, "a").values()
         one_round(a)
     with serve(tmp_path, **run, **later) as server:
         one_round(a)
-        b = atoll.functional.Client(server.url, site="b", folder=tmp_path / "w").register()
+        (b,) = clients(server, tmp_path, "b").values()
         for client, expected in ((a, told), (b, later)):
             place = client._place
             assert place is not None
@@ -137,24 +138,14 @@ def test_settings_of_the_server_alone_hold_from_its_next_start_for_running_worke
     """The run gets a round more, of fewer workers, by a median, and refuses what is too large."""
     run: dict[str, Any] = {"algorithm.name": "fedavg", "network.port": free_port(), "rounds.sites": 2}
     with serve(tmp_path, **run, **{"rounds.total": 1, "rounds.min_sites": 2}) as server:
-        sites = [
-            atoll.functional.Client(server.url, site=site, folder=tmp_path / "w").register() for site in ("a", "b")
-        ]
-        for client in sites:
+        sites = clients(server, tmp_path)
+        for client in sites.values():
             one_round(client)
         wait_until(lambda: server.finished, "the end of its one round")
-    with serve(
-        tmp_path,
-        **run,
-        **{
-            "rounds.total": 2,
-            "rounds.min_sites": 1,
-            "aggregation.reducer.name": "median",
-            "aggregation.max_update_norm": 0.5,
-        },
-    ) as server:
-        a, b = sites
-        for client in sites:
+    changed = {"rounds.min_sites": 1, "aggregation.reducer.name": "median", "aggregation.max_update_norm": 0.5}
+    with serve(tmp_path, **run, **changed, **{"rounds.total": 2}) as server:
+        a, b = sites.values()
+        for client in (a, b):
             assert client.next_round() == 2
         a.submit({name: tensor + 1.0 for name, tensor in a.pull().items()})
         assert server.status().refused == 1

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from kit.servers import new_server
+from kit.servers import plain_server
+from kit.sites import clients
 from safetensors.torch import load_file
 from torch import nn
 
@@ -25,18 +26,8 @@ class TestNormalisedMean(ReducerContract):
 
 def serve(folder: Path, **settings: Any) -> atoll.Server:
     start = {"w": torch.zeros(1), "bn.running_mean": torch.zeros(1)}
-    options: dict[str, Any] = {
-        "algorithm.name": "fednova",
-        "rounds.sites": 2,
-        "rounds.total": 1,
-        "network.port": 0,
-        "disk.min_free_bytes": 0,
-    }
-    return new_server(start, **(options | {"disk.state_dir": folder / "state"} | settings))
-
-
-def clients(server: atoll.Server, folder: Path) -> list[atoll.functional.Client]:
-    return [atoll.functional.Client(server.url, site=site, folder=folder / "w").register() for site in "ab"]
+    fednova = {"algorithm.name": "fednova", "rounds.sites": 2, "rounds.total": 1}
+    return plain_server(folder, start, **(fednova | settings))
 
 
 def submit(client: atoll.functional.Client, value: float, **how: Any) -> None:
@@ -64,7 +55,7 @@ def result(server: atoll.Server) -> tuple[float, float]:
 def test_updates_count_per_step(tmp_path: Path, steps: tuple[int, int], expected: float) -> None:
     with serve(tmp_path) as server:
         for client, value, weight, count in zip(
-            clients(server, tmp_path), (-4.0, -6.0), (1.0, 3.0), steps, strict=True
+            clients(server, tmp_path).values(), (-4.0, -6.0), (1.0, 3.0), steps, strict=True
         ):
             assert client.next_round() == 1
             submit(client, value, weight=weight, steps=count)
@@ -80,7 +71,7 @@ def test_an_update_without_steps_is_refused_and_the_round_goes_on(
 ) -> None:
     caplog.set_level(logging.INFO, "atoll")
     with serve(tmp_path, **{"rounds.total": 2, "rounds.min_sites": 1}) as server:
-        a, b = clients(server, tmp_path)
+        a, b = clients(server, tmp_path).values()
         assert a.next_round() == b.next_round() == 1
         submit(b, -100.0)
         submit(a, -4.0, steps=2)
@@ -100,15 +91,7 @@ def test_an_update_without_steps_is_refused_and_the_round_goes_on(
 def test_correct_counts_the_steps(tmp_path: Path) -> None:
     model = nn.Linear(1, 1, bias=False)
     with (
-        atoll.Server(
-            model,
-            settings={
-                "algorithm.name": "fednova",
-                "rounds.total": 1,
-                "network.port": 0,
-                "disk.state_dir": tmp_path / "state",
-            },
-        ) as server,
+        plain_server(tmp_path, model, **{"algorithm.name": "fednova", "rounds.total": 1}) as server,
         atoll.join(server.url, site="a", folder=tmp_path / "w") as worker,
     ):
         for fl_round in worker:

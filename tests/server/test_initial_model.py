@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from kit.servers import new_server
+from kit.servers import plain_server
+from kit.sites import clients, federated
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import nn
 
-import atoll
 from atoll import Settings
 from atoll.errors import ConfigError
 from atoll.server.initial_model import initial_model, is_known, schema_for
@@ -75,17 +76,11 @@ def test_a_folder_is_all_of_its_files(parts: Path) -> None:
 
 @pytest.mark.covers("P7", "P8")
 def test_a_run_begins_with_a_folder(parts: Path, tmp_path: Path) -> None:
-    run = {
-        "model.source": str(parts),
-        "algorithm.name": "fedavg",
-        "rounds.total": 1,
-        "network.port": 0,
-        "disk.state_dir": tmp_path / "s",
-    }
-    with atoll.Server(settings=Settings.build(run)) as server:
-        with atoll.functional.Client(server.url, site="a", folder=tmp_path / "w") as client:
-            client.next_round()
-            found: dict[str, Tensor] = client.pull()
+    with plain_server(tmp_path, **{"model.source": str(parts), "rounds.total": 1}) as server:
+        (client,) = clients(server, tmp_path, "a").values()
+        client.next_round()
+        found = client.pull()
+        client.close()
     assert {name: tensor.tolist() for name, tensor in found.items()} == {"a": [1.0, 1.0], "b": [2.0, 2.0, 2.0]}
 
 
@@ -105,6 +100,14 @@ def test_a_pickle_is_refused_with_what_converts_it(name: str) -> None:
         built(**{"model.source": name})
 
 
+def begins(model: nn.Module | str, folder: Path, build: Callable[[], nn.Module]) -> Any:
+    """A run of one round from a model, whose worker has it as a module and changes nothing."""
+    with plain_server(folder, model, **{"rounds.total": 1}) as server:
+        trained = federated(server, folder, lambda module: None, build)
+        assert server.wait(30)
+    return trained
+
+
 class Tied(nn.Module):
     """Two names of one weight, as language models have them; the further name comes first in the alphabet."""
 
@@ -118,20 +121,10 @@ class Tied(nn.Module):
 @pytest.mark.covers("P7")
 def test_a_run_begins_with_the_export_of_a_tied_model(tmp_path: Path) -> None:
     """Guards against two tensors where there was one: every worker was refused as another model."""
-    first = {"algorithm.name": "fedavg", "rounds.total": 1, "network.port": 0, "disk.min_free_bytes": 0}
-    with new_server(Tied(), **{"disk.state_dir": tmp_path / "one"}, **first) as server:
-        with atoll.join(server.url, site="a", folder=tmp_path / "w") as worker:
-            for fl_round in worker:
-                fl_round.submit(fl_round.load_into(Tied()))
-        assert server.wait(30)
-        export = server.exports / "model.safetensors"
-    with new_server(str(export), **{"disk.state_dir": tmp_path / "two"}, **first) as server:
-        with atoll.join(server.url, site="a", folder=tmp_path / "w") as worker:
-            for fl_round in worker:
-                model = fl_round.load_into(Tied())
-                assert torch.equal(model.head.weight, load_file(export)["head.weight"])
-                fl_round.submit(model)
-        assert server.wait(30)
+    begins(Tied(), tmp_path / "one", Tied)
+    export = tmp_path / "one" / "state" / "exports" / "model.safetensors"
+    model = begins(str(export), tmp_path / "two", Tied)
+    assert torch.equal(model.head.weight, load_file(export)["head.weight"])
     settings = Settings.build({"model.source": str(export)})
     schema = schema_for(settings, initial_model(settings, None))
     assert dict(schema.aliases) == {"head.weight": "table.weight"}
@@ -156,31 +149,16 @@ class Scaling(nn.Module):
         self.again.register_buffer("scale", self.scale)
 
 
-def begins(model: object, folder: Path, worker: nn.Module) -> None:
-    """A run of one round from a model, trained by a worker that has it as a module."""
-    settings: dict[str, Any] = {
-        "algorithm.name": "fedavg",
-        "rounds.total": 1,
-        "network.port": 0,
-        "disk.min_free_bytes": 0,
-    }
-    with new_server(model, **{"disk.state_dir": folder / "state"}, **settings) as server:  # type: ignore[arg-type]
-        with atoll.join(server.url, site="a", folder=folder / "w") as joined:
-            for fl_round in joined:
-                fl_round.submit(fl_round.load_into(worker))
-        assert server.wait(30)
-
-
 @pytest.mark.covers("P8")
 def test_an_export_says_which_tensors_are_buffers_and_a_run_that_begins_with_it_knows(tmp_path: Path) -> None:
     """Guards against groups guessed by names: every worker with the module was refused."""
-    begins(Scaling(), tmp_path / "one", Scaling())
+    begins(Scaling(), tmp_path / "one", Scaling)
     export = tmp_path / "one" / "state" / "exports" / "model.safetensors"
     with safe_open(export, framework="pt") as file:
         metadata = file.metadata()
     assert json.loads(metadata["atoll.buffers"]) == ["scale", "again.scale"]
     assert metadata["format"] == "pt"  # as `from_pretrained` asks for
-    begins(str(export), tmp_path / "two", Scaling())
+    begins(str(export), tmp_path / "two", Scaling)
     settings = Settings.build({"model.source": str(export)})
     schema = schema_for(settings, initial_model(settings, None))
     assert {spec.name: spec.group for spec in schema.tensors} == {"running_mean": "params", "scale": "buffers"}

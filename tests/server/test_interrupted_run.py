@@ -9,9 +9,9 @@ import threading
 from pathlib import Path
 
 import pytest
+from kit.servers import plain_server
 from torch import nn
 
-import atoll
 from atoll.server.coordinator.coordinator import Coordinator
 
 
@@ -26,7 +26,7 @@ def test_stop_waits_for_the_end_behind_an_interrupt(tmp_path: Path, monkeypatch:
         ended.set()
 
     monkeypatch.setattr(Coordinator, "stop", slowly)
-    server = atoll.Server(nn.Linear(1, 1), settings={"network.port": 0, "disk.state_dir": tmp_path / "state"}).start()
+    server = plain_server(tmp_path, nn.Linear(1, 1)).start()
     timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))
     timer.start()
     with pytest.raises(KeyboardInterrupt):

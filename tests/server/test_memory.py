@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from harness.round_run import Bench, measure
-from kit.servers import new_server
+from kit.servers import plain_server
 from torch import nn
 
 import atoll
@@ -132,8 +132,7 @@ def test_receiving_a_part_builds_no_tensor_and_holds_a_few_chunks(
         forbid(name)
     monkeypatch.setattr("atoll.server.http.receive_parts.receive_part", spied)
     model = nn.Linear(4000, 2000, bias=False)  # 32 MB: two parts
-    options: dict[str, Any] = {"algorithm.name": "fedavg", "rounds.total": 1, "network.connections": 1}
-    with new_server(model, **{"network.port": 0, "disk.state_dir": tmp_path / "state"}, **options) as server:
+    with plain_server(tmp_path, model, **{"rounds.total": 1, "network.connections": 1}) as server:
         with atoll.functional.Client(server.url, site="a", folder=tmp_path / "w") as client:
             assert client.next_round() == 1
             state = client.pull()
@@ -151,15 +150,7 @@ def test_receiving_a_part_builds_no_tensor_and_holds_a_few_chunks(
 def test_five_thousand_tensors_travel_as_one_stream_each_way(tmp_path: Path) -> None:
     """5,000 tensors of 12 bytes: requests are counted in parts, not in tensors."""
     model = {f"layer.{index}": torch.full((3,), float(index)) for index in range(5000)}
-    with atoll.Server(
-        model,
-        settings={
-            "network.port": 0,
-            "disk.state_dir": tmp_path / "state",
-            "algorithm.name": "fedavg",
-            "rounds.total": 1,
-        },
-    ) as server:
+    with plain_server(tmp_path, model, **{"rounds.total": 1}) as server:
         with atoll.functional.Client(server.url, site="a", folder=tmp_path / "w") as client:
             assert client.next_round() == 1
             state = client.pull()

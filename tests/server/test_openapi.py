@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import schemathesis
 from hypothesis import HealthCheck, settings
-from kit.servers import new_server
+from kit.servers import plain_server
 from schemathesis.specs.openapi.checks import positive_data_acceptance
 from torch import nn
 
@@ -21,13 +21,8 @@ from atoll.server.http.receive_parts import PartReceiver
 def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[object]:
     folder = tmp_path_factory.mktemp("openapi")
     # no heartbeat timeout: workers that schemathesis makes up come and go as it likes
-    options = {
-        "network.heartbeat_interval_s": 0,
-        "network.heartbeat_timeout_s": 0,
-        "rounds.sites": 10_000,
-        "algorithm.name": "fedavg",
-    }
-    with new_server(nn.Linear(2, 2), **{"network.port": 0, "disk.state_dir": folder / "state"}, **options) as server:
+    options = {"network.heartbeat_interval_s": 0, "network.heartbeat_timeout_s": 0, "rounds.sites": 10_000}
+    with plain_server(folder, nn.Linear(2, 2), **options) as server:
         yield schemathesis.openapi.from_url(f"{server.url}/openapi.json")
 
 

@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from kit.servers import new_server
-from safetensors.torch import load_file
+from kit.servers import plain_server
+from kit.sites import clients, finish, play_round
 from torch import Tensor, nn
 
-import atoll
 from atoll.errors import ConfigError
 from atoll.outer_optimizers.delayed_nesterov import DelayedNesterov
 
@@ -35,23 +34,13 @@ def changes(number: int) -> dict[str, Tensor]:
 
 def served(folder: Path, **settings: Any) -> dict[str, Tensor]:
     """The model after a run whose site trains `changes`."""
-    options = {
-        "algorithm.name": "fedavg",
-        "rounds.total": ROUNDS,
-        "rounds.sites": 1,
-        "network.port": 0,
-        "algorithm.outer_lr_of": LRS,
-    } | settings
-    with new_server(build(), **{"disk.state_dir": folder / "state"}, **options) as server:
-        with atoll.join(server.url, site="a", folder=folder / "w") as worker:
-            for number, round_ in enumerate(worker):
-                model = round_.load_into(build())
-                with torch.no_grad():
-                    for name, value in model.named_parameters():
-                        value.sub_(changes(number)[name])
-                round_.submit(model, weight=1.0)
-        server.run()
-        return load_file(server.exports / "model.safetensors")
+    options = {"rounds.total": ROUNDS, "algorithm.outer_lr_of": LRS} | settings
+    with plain_server(folder, build(), **options) as server:
+        sites = clients(server, folder, "a")
+        for number in range(ROUNDS):
+            moved = changes(number)
+            play_round(sites, number + 1, lambda _, state: {n: t - moved[n] for n, t in state.items()})  # noqa: B023
+        return finish(server, sites)
 
 
 def by_torch(make: Any) -> dict[str, Tensor]:
@@ -106,8 +95,7 @@ def test_steps_each_parameter_by_the_first_matching_rate(tmp_path: Path, case: s
 
 def test_what_cannot_be_meant_is_refused_by_name(tmp_path: Path) -> None:
     def begin(**settings: Any) -> None:
-        options = {"algorithm.name": "fedavg", "network.port": 0} | settings
-        with new_server(build(), **{"disk.state_dir": tmp_path / "state"}, **options):
+        with plain_server(tmp_path, build(), **settings):
             pass
 
     with pytest.raises(
@@ -119,13 +107,7 @@ def test_what_cannot_be_meant_is_refused_by_name(tmp_path: Path) -> None:
 
 
 def test_status_says_them_and_another_start_must_too(tmp_path: Path) -> None:
-    options: dict[str, Any] = {
-        "algorithm.name": "fedavg",
-        "network.port": 0,
-        "disk.state_dir": tmp_path / "state",
-        "rounds.sites": 1,
-    }
-    with new_server(build(), **{"algorithm.outer_lr_of": LRS}, **options) as server:
+    with plain_server(tmp_path, build(), **{"algorithm.outer_lr_of": LRS}) as server:
         assert "lr of head.bias=2, lr of head.*=0.25" in server.status().outer
     with pytest.raises(ConfigError, match="outer"):
-        new_server(build(), **options).start()
+        plain_server(tmp_path, build()).start()

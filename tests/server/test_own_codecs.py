@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from kit.servers import new_server
-from safetensors.torch import load_file
+from kit.servers import plain_server
+from kit.sites import clients, finish, play_round
 
 import atoll
 from atoll.codecs.encoded_layout import codecs_of
@@ -76,35 +76,25 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def serving(folder: Path, codec: str, **options: Any) -> atoll.Server:
-    settings: dict[str, Any] = {
-        "algorithm.name": "fedavg",
-        "rounds.sites": 1,
-        "rounds.total": 2,
-        "network.port": 0,
-        "disk.min_free_bytes": 0,
-    }
-    return new_server(
-        {"w": torch.zeros(3)},
-        **{"disk.state_dir": folder / "state", "aggregation.upload_codec": {"path" if ":" in codec else "name": codec}},
-        **(settings | options),
-    )
+    settings = {"rounds.total": 2, f"aggregation.upload_codec.{'path' if ':' in codec else 'name'}": codec}
+    settings |= {f"aggregation.upload_codec.{key}": value for key, value in options.items()}
+    return plain_server(folder, {"w": torch.zeros(3)}, **settings)
 
 
 @pytest.mark.covers("L16")
 @pytest.mark.parametrize("name", ["own_codec:Thousandths", "own_codec.py:Thousandths"])
 def test_a_codec_of_ones_own_encodes_with_its_options_at_both_sides(own: str, name: str, tmp_path: Path) -> None:
     """Moves by 0.26 in quarters: ¼ arrives, 0.01 is kept; by 0.26 + 0.12 with what was left: ½ − ¼ arrives."""
-    with serving(tmp_path, name, **{"aggregation.upload_codec.per": 4}) as server:
-        site = atoll.functional.Client(server.url, site="a", folder=tmp_path / "w").register()
-        found = []
-        for change in (0.26, 0.12):
-            site.next_round()
-            found.append(site.pull()["w"].tolist())
-            site.submit({"w": torch.tensor(found[-1]) - change})
-        assert site.next_round() is None
-        site.close()
-        assert server.wait(60)
-        found.append(load_file(server.exports / "model.safetensors")["w"].tolist())
+    with serving(tmp_path, name, per=4) as server:
+        sites, found = clients(server, tmp_path, "a"), []
+
+        def train(_: str, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+            found.append(state["w"].tolist())
+            return {"w": state["w"] - (0.26, 0.12)[len(found) - 1]}
+
+        play_round(sites, 1, train)
+        play_round(sites, 2, train)
+        found.append(finish(server, sites)["w"].tolist())
     assert found == [[0.0] * 3, [-0.25] * 3, [-0.5] * 3]  # 0.12 + 0.01 = 0.13, which rounds to ¼
 
 
@@ -147,22 +137,22 @@ def test_what_is_no_codec_is_refused_before_anything_moves(
     own: str, tmp_path: Path, name: str, options: dict[str, Any], said: str
 ) -> None:
     with pytest.raises(ConfigError, match=said):
-        serving(tmp_path, name, **{"aggregation.upload_codec": options}).start()
+        serving(tmp_path, name, **options).start()
 
 
 @pytest.mark.covers("X3")
 @pytest.mark.parametrize("codec", ["none", "int8"])
 def test_a_site_says_that_its_folder_was_removed(tmp_path: Path, codec: str) -> None:
     with serving(tmp_path, codec) as server:
-        site = atoll.functional.Client(server.url, site="a", folder=tmp_path / "w").register()
+        (site,) = clients(server, tmp_path, "a").values()
         site.next_round()
         model = site.pull()
         shutil.rmtree(tmp_path / "w")
         with pytest.raises(StoreError, match=r"cannot be written.*folder was removed has to be started again"):
             site.submit({"w": model["w"] - 1})
         site.close()
-        with atoll.functional.Client(server.url, site="a", folder=tmp_path / "w").register() as again:
-            again.next_round()
-            again.submit({"w": again.pull()["w"] - 1})
-            assert again.next_round() == 2
-            assert again.pull()["w"].tolist() == [-1.0] * 3
+        again = clients(server, tmp_path, "a")
+        play_round(again, 1, lambda _, state: {"w": state["w"] - 1})
+        assert again["a"].next_round() == 2
+        assert again["a"].pull()["w"].tolist() == [-1.0] * 3
+        again["a"].close()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from harness.processes import wait_until
-from kit.servers import new_server
+from kit.servers import plain_server
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -45,13 +45,7 @@ def serve(folder: Path, outer: str | Callable[..., Any], **options: Any) -> atol
     model = nn.Linear(3, 2, bias=False, dtype=torch.float64)
     with torch.no_grad():
         model.weight.copy_(START)
-    settings: dict[str, Any] = {
-        "algorithm.name": "fedavg",
-        "rounds.total": ROUNDS,
-        "network.port": 0,
-        "disk.state_dir": folder / "state",
-    }
-    return new_server(model, outer_optimizer=outer, **(settings | options))
+    return plain_server(folder, model, outer_optimizer=outer, **({"rounds.total": ROUNDS} | options))
 
 
 def gradient(number: int) -> Tensor:

@@ -13,8 +13,6 @@ from harness.processes import wait_until
 from kit.by_hand import formed, note_of, push
 from kit.requests import post
 from kit.servers import plain_server
-from kit.sites import clients
-from safetensors.torch import load_file
 from torch import nn
 
 import atoll
@@ -23,14 +21,6 @@ from atoll.protocol import messages, routes
 from atoll.protocol.values import Accepted, Refused
 from atoll.transport.resumable_transfer import HttpTransfer
 from atoll.worker.exchange.participation import Participation, take_part
-
-
-class Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(5, 3)
-        self.head = nn.Linear(3, 5, bias=False)
-        self.head.weight = self.embed.weight
 
 
 @pytest.fixture
@@ -165,29 +155,6 @@ def test_ranges_are_of_the_version_that_was_asked_for(
             urllib.request.Request(url, headers={"Range": "bytes=0-9", "If-Range": known})
         ) as reply:
             assert (reply.status, reply.headers["ETag"]) == (status, etag)
-
-
-@pytest.mark.covers("P8")
-def test_what_the_server_exports_has_every_name_of_a_tied_tensor(tmp_path: Path) -> None:
-    """Guards against an export without the aliases."""
-    with plain_server(tmp_path, Tied()) as server:
-        path = server.save_state(tmp_path / "model.safetensors")
-    Tied().load_state_dict(load_file(path), strict=True)
-
-
-@pytest.mark.covers("L15")
-def test_metrics_are_averaged_by_weight(tmp_path: Path) -> None:
-    """(1 · 10 + 3 · 2) / 4 = 4, not (10 + 2) / 2."""
-    with plain_server(tmp_path, nn.Linear(8, 4), **{"rounds.total": 1, "rounds.sites": 2}) as server:
-        sites = clients(server, tmp_path)
-        for client in sites.values():
-            assert client.next_round() == 1
-        for site, weight, loss in (("a", 1.0, 10.0), ("b", 3.0, 2.0)):
-            sites[site].submit(sites[site].pull(), weight=weight, metrics={"loss": loss})
-        for client in sites.values():
-            assert client.next_round() is None
-            client.close()
-        assert server.status().history[0].metrics == {"loss": pytest.approx(4.0)}
 
 
 @pytest.mark.covers("X3", "F31")

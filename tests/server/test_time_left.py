@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 from harness.processes import wait_until
-from kit.servers import new_server
+from kit.servers import plain_server
+from kit.sites import clients
 from torch import nn
 
 import atoll
@@ -56,14 +57,8 @@ def test_what_was_long_ago_does_not_count(tmp_path: Path) -> None:
         assert TimeLeft(0, 1).of(run.state, 0.0) is None
 
 
-def serve(folder: Path, **options: object) -> atoll.Server:
-    settings = {
-        "algorithm.name": "fedavg",
-        "network.port": 0,
-        "disk.state_dir": folder / "state",
-        "disk.min_free_bytes": 0,
-    } | options
-    return new_server(nn.Linear(3, 2), **settings)
+def serve(folder: Path, **settings: object) -> atoll.Server:
+    return plain_server(folder, nn.Linear(3, 2), **settings)
 
 
 @pytest.mark.covers("X4")
@@ -111,7 +106,7 @@ def test_a_run_that_goes_on_until_it_is_stopped_has_no_time_left(
 @pytest.mark.covers("X4")
 def test_the_server_tells_waiting_sites_the_time_left(tmp_path: Path) -> None:
     with serve(tmp_path, **{"rounds.total": 5, "rounds.sites": 2}) as server:
-        a, b = (atoll.functional.Client(server.url, site=site, folder=tmp_path / "w").register() for site in "ab")
+        a, b = clients(server, tmp_path).values()
         for client in (a, b, a):
             assert client.next_round() is not None
             client.submit(client.pull())
