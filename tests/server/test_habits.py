@@ -71,6 +71,18 @@ def test_what_save_state_wrote_begins_another_run(tmp_path: Path) -> None:
     assert all(torch.equal(again[name], tensor) for name, tensor in model.state_dict().items())
 
 
+def test_a_server_does_not_stay_for_its_own_sites_questions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("atoll.server.serve.WATCHED_S", 3600.0)
+    settings = {"network.port": 0, "disk.state_dir": tmp_path / "s", "algorithm.name": "fedavg", "rounds.total": 1}
+    with atoll.Server(nn.Linear(2, 2), settings) as server:
+        with atoll.join(server.url, site="a", folder=tmp_path / "w") as worker:
+            for fl_round in worker:
+                fl_round.submit(fl_round.state_dict(), weight=1)
+            worker.load_into(nn.Linear(2, 2))  # asks which version is the newest
+        server.run()
+        assert server.finished
+
+
 def interrupted(url: str, folder: Path) -> None:
     with atoll.join(url, site="a", folder=folder):
         raise KeyboardInterrupt

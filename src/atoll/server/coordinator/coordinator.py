@@ -126,7 +126,7 @@ class Coordinator:
         self.trouble: dict[int, str] = {}  # fragment → why its round cannot be written
         self.bytes_up = self.bytes_down = 0
         self.started_s, self.address = time.monotonic(), ""
-        self.watched_s: float | None = None  # when a peer last asked for the status
+        self.watched_s: float | None = None  # when the status was last asked for by other than a site
 
         self.failed: AtollError | None = None
         self.finished, self.trained, self.ended = asyncio.Event(), asyncio.Event(), asyncio.Event()
@@ -277,7 +277,6 @@ class Coordinator:
         return messages.SchemaMessage.of(self.plan.split)
 
     async def get_status(self) -> status_messages.Status:
-        self.watched_s = time.monotonic()
         return status_of(self)
 
     async def get_evaluation(self) -> task_messages.Evaluation:

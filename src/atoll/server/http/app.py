@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import re
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
@@ -116,6 +117,8 @@ def _adapt(operation: Operation, method: Callable[..., Awaitable[Any]], coordina
             arguments["message"] = await _read(request, operation.request, operation.body_bytes)  # type: ignore[arg-type]
         if operation.request is bytes or operation.reply is bytes or operation.name == "join":
             arguments["request"] = request
+        if operation.path == routes.STATUS and routes.LEASE_HEADER not in request.headers:
+            coordinator.watched_s = time.monotonic()  # a person's `atoll status --watch`; a site asks with its lease
         result = await method(**arguments)
         if isinstance(result, web.StreamResponse):
             return result
