@@ -81,7 +81,13 @@ def measure(ranks: int, layers: int, rounds: int, folder: Path) -> str:
     parts = encoded_layout(schema_of(model), "none", codecs_of("none", {}), 16 * 2**20, ranks).parts
     told = context.Queue()
     with atoll.Server(
-        model, settings={"network.port": 0, "disk.state_dir": folder / f"state-{ranks}", **settings}
+        model,
+        settings={
+            "algorithm.name": "diloco",
+            "network.port": 0,
+            "disk.state_dir": folder / f"state-{ranks}",
+            **settings,
+        },
     ) as server:
         del model
         port, workers = free_port(), folder / f"workers-{ranks}"

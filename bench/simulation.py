@@ -2,7 +2,7 @@
 
     python bench/simulation.py
 
-A model of 1 MB; a client that loads it, adds to every parameter and submits. All of 200 virtual workers in each round;
+A model of 1 MB; a client that loads it, adds to every parameter and submits. All of 200 simulated sites in each round;
 then 20 a round, of 200 and of 1,000. What else ran on the machine meanwhile is measured and written beside.
 """
 
@@ -47,7 +47,7 @@ _model: list[nn.Module] = []
 
 
 def train(worker: Any) -> None:
-    """The client: one model for all virtual workers of a process."""
+    """The client: one model for all simulated sites of a process."""
     if not _model:
         _model.append(build())
     model = _model[0]
@@ -88,11 +88,15 @@ def measure(workers: int, per_round: int, rounds: int, processes: int, folder: P
 
     simulation = atoll.Simulation(
         build(),
-        client=train,
-        workers=workers,
-        per_round=per_round,
+        script=train,
+        sites=workers,
         processes=processes,
-        settings={"rounds.total": rounds, "algorithm.name": "fedavg", "disk.state_dir": folder},
+        settings={
+            "rounds.total": rounds,
+            "rounds.sample_fraction": per_round / workers,
+            "algorithm.name": "fedavg",
+            "disk.state_dir": folder,
+        },
         on_round=on_round,
     )
     sampler = threading.Thread(target=sample, daemon=True)

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from atoll.simulate import client, simulation, train_sites
+from atoll.simulate import script, simulation, train_sites
 from atoll.simulate.job_messages import Beginning, Heard, Job, job_of
 
 
 class Here:
-    """Trains virtual workers in a thread of this process."""
+    """Trains simulated sites in a thread of this process."""
 
     name = "here"
     capacity = 1
@@ -47,6 +47,6 @@ def simulate_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let `atoll.Simulation` take this engine, and leave the process as it was."""
     monkeypatch.setattr(simulation, "LocalEngine", Here)
     monkeypatch.setattr(train_sites, "_say_little", lambda: None)  # loggers are the tests'
-    monkeypatch.setattr(client, "inside", False)  # a station says it is
+    monkeypatch.setattr(script, "inside", False)  # a station says it is
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.delenv("ATOLL_SITE", raising=False)

@@ -78,7 +78,7 @@ with atoll.join() as worker:
     "recipe without its script": """
 import torch
 from atoll.recipes import FedAvgRecipe
-FedAvgRecipe(name="x", model=torch.nn.Linear(2, 2), min_clients=1, num_rounds=1, train_script="missing.py")
+FedAvgRecipe(name="x", model=torch.nn.Linear(2, 2), min_sites=1, num_rounds=1, train_script="missing.py")
 """,
     "server of an unknown algorithm": """
 import torch, atoll

@@ -135,7 +135,9 @@ def run(folder: Path, reducer: str, attack: str | None, rounds: int, seed: int) 
         "aggregation.reducer": REDUCERS[reducer],
         "aggregation.max_update_norm": 0.0,
     }
-    with atoll.Server(model, settings={**settings, "disk.state_dir": folder / "state"}) as server:
+    with atoll.Server(
+        model, settings={"algorithm.name": "diloco", **settings, "disk.state_dir": folder / "state"}
+    ) as server:
         clients = [
             atoll.functional.Client(server.url, site=f"site-{i}", folder=folder / "w").register() for i in range(count)
         ]

@@ -181,7 +181,9 @@ def run(way: Way, data: Data, seed: int, rate: float) -> dict[str, Any]:
             "network.port": 0,
             "network.heartbeat_interval_s": 1.0,
         }
-        server = atoll.Server(model, settings={"disk.state_dir": Path(folder) / "state", **options}).start()
+        server = atoll.Server(
+            model, settings={"algorithm.name": "diloco", "disk.state_dir": Path(folder) / "state", **options}
+        ).start()
         told: list[dict[str, float]] = [{} for _ in range(WORKERS)]
         step_s = [0.0] * WORKERS
 

@@ -47,6 +47,7 @@ def measure(line: Pace, settings: dict[str, int]) -> dict[str, float]:
         server = atoll.Server(
             build(),
             settings={
+                "algorithm.name": "diloco",
                 "rounds.sites": 2,
                 "rounds.total": ROUNDS,
                 "network.port": 0,

@@ -150,7 +150,7 @@ def run(task: Task, algorithm: str, sites: list[Pictures], test: Pictures, seed:
         # The server ends first: when a site fails, the others do not wait for it.
         with (
             ThreadPoolExecutor(SITES) as pool,
-            atoll.Server(first, settings={"algorithm.name": algorithm, **settings}) as server,
+            atoll.Server(first, settings={"rounds.total": 0, "algorithm.name": algorithm, **settings}) as server,
         ):
             futures = [
                 pool.submit(

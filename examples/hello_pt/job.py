@@ -25,13 +25,13 @@ def main() -> None:
     recipe = FedAvgRecipe(
         name="hello-pt",
         model=SimpleNetwork(),
-        min_clients=given.n_clients,
+        min_sites=given.n_clients,
         num_rounds=given.num_rounds,
         train_script=Path(__file__).with_name("client.py"),
         train_args=given.train_args,
     )
     env = {"local": LocalEnv, "sim": SimEnv}[given.env]
-    result = recipe.execute(env(num_clients=given.n_clients, folder=given.folder))
+    result = recipe.execute(env(sites=given.n_clients, folder=given.folder))
     print(f"model: {result.model}")
     print(f"metrics of the last round: {result.metrics}")
 

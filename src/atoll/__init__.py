@@ -10,7 +10,7 @@
 
     atoll.integrations.lightning.patch(trainer)                # each trainer.fit is a round
 
-    atoll.Simulation(model, client=train, workers=200, rounds=10).run()    # many sites on this machine
+    atoll.Simulation(model, settings, script=train, sites=200).run()     # many sites on this machine
 
 One level down: `atoll.recipes` starts a run in one call; `atoll.objects` passes tensors by reference;
 `atoll.functional` has the rounds as functions; `atoll.testing` is for the tests of plugins and scripts.

@@ -56,7 +56,8 @@ def test_another_optimizer_starts_from_its_own_defaults():
 
 
 def test_no_momentum_leaves_nothing_for_nesterov():
-    assert resolve(Settings.build({"algorithm.outer_optimizer.momentum": 0.0})).outer_options == {
+    settings = {"algorithm.name": "diloco", "algorithm.outer_optimizer.momentum": 0.0}
+    assert resolve(Settings.build(settings)).outer_options == {
         "lr": 0.7,
         "momentum": 0.0,
     }

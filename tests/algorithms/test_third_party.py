@@ -198,7 +198,7 @@ def test_corrects_and_keeps_state_whichever_way_a_site_trains(tmp_path: Path, tr
 def test_corrects_and_keeps_state_in_a_simulation(tmp_path: Path) -> None:
     given = {"algorithm.name": "feddyn_local", "algorithm.alpha": 0.5, "rounds.total": 2}
     done = new_simulation(
-        model(), client="site_code:train", workers=1, **{"disk.state_dir": tmp_path / "state"}, **given
+        model(), script="site_code:train", sites=1, **{"disk.state_dir": tmp_path / "state"}, **given
     ).run()
     assert load_file(done.model)["w"].item() == pytest.approx(RESULT, rel=1e-6)
 

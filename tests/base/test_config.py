@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 from pydantic import ValidationError
+from torch import nn
 
-from atoll import Settings
+from atoll import Server, Settings, Simulation
 from atoll.config import FIELDS, NOT_SETTINGS, set_values, variable_of
 from atoll.config.settings import Async, Choice, Rounds
 from atoll.errors import ConfigError
@@ -64,6 +65,30 @@ def test_an_option_of_a_table_is_given_alone(tmp_path: Path) -> None:
     assert settings.algorithm.options == {"mu": 0.5}
     given = set_values(['aggregation.upload_codec={name = "int8"}'], FIELDS)
     assert Settings.read(path, given, {}).aggregation.upload_codec == Choice(name="int8")
+
+
+def test_a_path_takes_the_place_of_the_name_in_the_file(tmp_path: Path) -> None:
+    path = write(tmp_path, '[algorithm]\nname = "fedavg"\nouter_optimizer = {name = "sgd", lr = 0.5}\n')
+    algorithm = Settings.read(path, set_values(["algorithm.path=mine.py:rule"], FIELDS), {}).algorithm
+    assert (algorithm.name, algorithm.path) == (None, "mine.py:rule")
+    assert algorithm.outer_optimizer == Choice(name="sgd", lr=0.5)
+
+
+@pytest.mark.covers("X3")
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({}, "algorithm.name is not set. Set it to one of "),
+        ({"algorithm.name": "fedavg"}, "rounds.total is not set, and fedavg is a federated algorithm"),
+    ],
+)
+def test_a_run_with_rounds_says_how_it_trains_and_how_long(settings: dict[str, Any], message: str) -> None:
+    for run in (Server, Simulation):
+        with pytest.raises(ConfigError, match=message):
+            run(nn.Linear(1, 1), settings, **({"script": "train.py:train"} if run is Simulation else {}))
+    Server(nn.Linear(1, 1), {"algorithm.name": "diloco"})  # goes on until it is stopped
+    Server(nn.Linear(1, 1), {"algorithm.name": "fedavg", "rounds.total": 0})
+    Server(workflow=print)
 
 
 @pytest.mark.parametrize("text", ["rounds.total", "rounds=3", "model.args={depth"])

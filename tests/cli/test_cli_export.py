@@ -36,7 +36,13 @@ def model() -> Tied:
 @pytest.fixture
 def server(model, tmp_path):
     with Server(
-        model, settings={"network.port": 0, "disk.state_dir": tmp_path / "state", "disk.min_free_bytes": 0}
+        model,
+        settings={
+            "algorithm.name": "diloco",
+            "network.port": 0,
+            "disk.state_dir": tmp_path / "state",
+            "disk.min_free_bytes": 0,
+        },
     ) as running:
         yield running
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 from harness.processes import Nursery, wait_until
@@ -60,11 +61,12 @@ def test_is_simulated_to_the_same_bits_on_any_number_of_processes(
     """Though its script draws random numbers without a seed."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # else one process would have all of them
     outcome = atoll_command("new", "--algorithm", "scaffold", "mine")
-    assert "atoll simulate run.toml --workers 20" in outcome.stdout
+    assert "atoll simulate run.toml --set rounds.sites=20" in outcome.stdout
     results = []
     for processes in ("1", "2"):
         where = str(tmp_path / processes)
-        flags = ["--workers", "5", "--per-round", "3", "--rounds", "2", "--processes", processes, "--dir", where]
+        sites = ["--set", "rounds.sites=5", "--set", "rounds.sample_fraction=0.6"]
+        flags = [*sites, "--rounds", "2", "--processes", processes, "--dir", where]
         done = atoll_command("simulate", str(tmp_path / "mine" / "run.toml"), *flags)
         assert done.returncode == 0, done.stderr
         assert "6 worker-rounds" in done.stderr + done.stdout
@@ -77,16 +79,11 @@ def test_writes_the_real_defaults_as_comments(algorithm: str) -> None:
     """Uncommenting every line that shows a value changes nothing."""
     from atoll.cli import new
 
-    lines = new.run_file(algorithm, "x").splitlines()
-    keys = {key for keys in (new.SECTIONS | new.LOW_COMMUNICATION | new.SIMULATED).values() for key in keys}
-    assert any(line.startswith("# diloco.num_fragments = 1") for line in lines) == (algorithm == "diloco")
-    uncommented = [
-        line.removeprefix("# ") if line.startswith("# ") and line[2:].partition(" = ")[0] in keys else line
-        for line in lines
-        if not line.endswith(" =")
-    ]
-    values = tomllib.loads("\n".join(uncommented))
-    chosen = {
+    text = new.run_file(algorithm, "x")
+    assert ("# num_fragments = 1" in text) == (algorithm == "diloco")
+    setting = re.compile(r"^# (\w+ = .+)$", re.MULTILINE)
+    values = tomllib.loads(setting.sub(r"\1", text))
+    chosen: dict[str, Any] = {
         "run.name": "x",
         "model.source": "train:build",
         "rounds.sites": 2,
@@ -126,4 +123,4 @@ def test_quotes_a_name_that_toml_would_misread() -> None:
     from atoll.cli import new
 
     name = 'a"b\\c'
-    assert tomllib.loads(new.run_file("diloco", name))["name"] == name
+    assert tomllib.loads(new.run_file("diloco", name))["run"]["name"] == name

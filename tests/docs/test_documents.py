@@ -126,7 +126,7 @@ def test_every_variable_exists(page: Path) -> None:
 
 OPTIONS = ("algorithm.mu", "algorithm.outer_optimizer.lr", "algorithm.outer_optimizer.momentum", "on_missed")
 """Options of a choice, and a field of an algorithm."""
-ARGUMENTS = ("max_sync_retries", "min_clients", "min_responses", "num_clients", "num_rounds", "round_s")
+ARGUMENTS = ("max_sync_retries", "min_clients", "min_responses", "min_sites", "num_clients", "num_rounds", "round_s")
 """Names that look like settings, and are arguments, or a field of a bench's result."""
 
 
@@ -214,7 +214,9 @@ def test_the_warning_of_staleness_names_its_part_of_troubleshooting(texts: str) 
 
 def test_the_metrics_in_operations_are_those_of_the_server(tmp_path: Path) -> None:
     written = set(re.findall(r"`(atoll_\w+)", prose(DOCS / "operations.md")))
-    with atoll.Server(nn.Linear(2, 2), settings={"network.port": 0, "disk.state_dir": tmp_path / "state"}) as server:
+    with atoll.Server(
+        nn.Linear(2, 2), settings={"algorithm.name": "diloco", "network.port": 0, "disk.state_dir": tmp_path / "state"}
+    ) as server:
         with urllib.request.urlopen(f"{server.url}/metrics", timeout=30) as response:
             served = set(re.findall(r"^# TYPE (\w+)", response.read().decode(), re.MULTILINE))
     assert written == served

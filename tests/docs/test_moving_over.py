@@ -180,7 +180,18 @@ def test_quickstart_pytorch_learns_on_partitions(tmp_path: Path) -> None:
     shutil.copytree(ROOT / "examples" / "quickstart_pytorch", tmp_path / "here")
     said = run(
         tmp_path / "here",
-        *("-m", "atoll.cli.main", "simulate", "run.toml", "--workers", "2", "--processes", "2", "--rounds", "3"),
+        *(
+            "-m",
+            "atoll.cli.main",
+            "simulate",
+            "run.toml",
+            "--set",
+            "rounds.sites=2",
+            "--processes",
+            "2",
+            "--rounds",
+            "3",
+        ),
         *("--", "--partitions", "2"),
     )
     assert "round 3 of 3" in said

@@ -1,4 +1,4 @@
-"""What a virtual worker of a golden simulation runs; its model goes to a file."""
+"""What a simulated site of a golden simulation runs; its model goes to a file."""
 
 from __future__ import annotations
 

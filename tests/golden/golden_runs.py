@@ -129,9 +129,9 @@ def simulation(row: Row, folder: Path, client: str = "train") -> atoll.Simulatio
     settings: dict[str, Any] = {key: value for key, value in settings_of(row).items() if value is not None}
     return new_simulation(
         build(row["dtype"]),
-        client=f"{HERE / 'golden_client.py'}:{client}",
+        script=f"{HERE / 'golden_client.py'}:{client}",
         arguments=[json.dumps({"out": str(folder), **row})],
-        workers=list(SITES),
+        sites=list(SITES),
         processes=1,
         **{"rounds.total": 3, "disk.state_dir": folder / "state", "disk.min_free_bytes": 0, "run.threads": 1},
         **settings,

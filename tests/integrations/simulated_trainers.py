@@ -1,4 +1,4 @@
-"""What virtual workers run in test_simulated_trainers.py: a Trainer each, of the site that ATOLL_SITE names."""
+"""What simulated sites run in test_simulated_trainers.py: a Trainer each, of the site that ATOLL_SITE names."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from atoll.integrations.transformers import AtollCallback
 
 
 def lightning() -> None:
-    """A loop over the rounds that there are; a virtual worker has one."""
+    """A loop over the rounds that there are; a simulated site has one."""
     trainer = trainer_of()
     assert atoll.integrations.lightning.patch(trainer).site == os.environ["ATOLL_SITE"]
     module = Tiny(TARGETS[os.environ["ATOLL_SITE"]])

@@ -130,6 +130,7 @@ def test_a_persistor_of_adapters_wants_its_config(tmp_path: Path) -> None:
         atoll.Server(
             adapter(with_adapter()),
             settings={
+                "rounds.total": 0,
                 "algorithm.name": "fedavg",
                 "network.port": 0,
                 "disk.state_dir": tmp_path / "state",
@@ -215,7 +216,12 @@ def test_what_has_no_adapter_is_refused(tmp_path: Path) -> None:
 def test_a_whole_model_is_refused_by_a_run_of_adapters(tmp_path: Path) -> None:
     with atoll.Server(
         adapter(with_adapter()),
-        settings={"network.port": 0, "disk.state_dir": tmp_path / "state", "algorithm.name": "fedavg"},
+        settings={
+            "rounds.total": 0,
+            "network.port": 0,
+            "disk.state_dir": tmp_path / "state",
+            "algorithm.name": "fedavg",
+        },
     ) as server:
         with atoll.join(server.url, site="a", folder=tmp_path / "a") as worker:
             fl_round = next(iter(worker))

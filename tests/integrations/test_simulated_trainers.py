@@ -1,4 +1,4 @@
-"""Scripts with a Trainer as virtual workers: their rounds, by hand."""
+"""Scripts with a Trainer as simulated sites: their rounds, by hand."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def momentum(x: float, target: float) -> float:
     [(simulated_trainers.lightning, LightningOne, sgd), (simulated_trainers.hugging_face, One, momentum)],
     ids=["lightning", "hugging_face"],
 )
-def test_each_round_is_a_fit_of_the_virtual_worker(
+def test_each_round_is_a_fit_of_the_simulated_site(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
     client: Callable[[], None],
@@ -50,8 +50,8 @@ def test_each_round_is_a_fit_of_the_virtual_worker(
     simulate_here(monkeypatch)
     run = atoll.Simulation(
         model(),
-        client=client,
-        workers=[*TARGETS],
+        script=client,
+        sites=[*TARGETS],
         settings={"rounds.total": ROUNDS, "algorithm.name": "fedavg", "disk.state_dir": tmp_path / "state"},
     )
     done = run.run()

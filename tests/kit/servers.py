@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 import atoll
+from atoll.config.run_file import merged
 from atoll.testing import run
 from kit.models import SITES, build_model
 
@@ -28,16 +29,18 @@ SETTINGS: dict[str, Any] = {
 }
 """With outer momentum and unequal weights, a lost, doubled or reordered update changes the result."""
 
+ENDLESS: dict[str, Any] = {"algorithm": {"name": "diloco"}, "rounds.total": 0}
+"""DiLoCo, until it is stopped."""
 
 PLAIN: dict[str, Any] = {"algorithm.name": "fedavg", "network.port": 0, "disk.min_free_bytes": 0}
 """With plain averages, numbers are derived by hand."""
 
 
 def new_server(*given: Any, **options: Any) -> atoll.Server:
-    """An `atoll.Server` whose settings stand among its other arguments: `**{"rounds.total": 3}`."""
+    """An `atoll.Server` whose settings stand among its other arguments, and replace those of ENDLESS."""
     settings = {key: value for key, value in options.items() if "." in key}
     others = {key: value for key, value in options.items() if key not in settings}
-    return atoll.Server(*given, settings=settings, **others)
+    return atoll.Server(*given, settings=merged(settings, merged(ENDLESS)), **others)
 
 
 def plain_server(folder: Path, model: Any = None, **options: Any) -> atoll.Server:

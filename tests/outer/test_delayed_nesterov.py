@@ -71,6 +71,7 @@ def test_groups_have_their_own_rates():
 def test_settings_make_it_of_sgd():
     settings = Settings.build(
         {
+            "algorithm.name": "diloco",
             "async.enabled": True,
             "async.momentum_every": 4,
             "async.sync_rounds_first": 3,
@@ -80,7 +81,7 @@ def test_settings_make_it_of_sgd():
     resolved = resolve(settings)
     assert resolved.outer == "delayed_nesterov"
     assert resolved.outer_options == {"lr": 0.5, "momentum": 0.9, "delay": 4, "undelayed": 3}
-    sync = resolve(Settings.build({"async.momentum_every": 4}))
+    sync = resolve(Settings.build({"algorithm.name": "diloco", "async.momentum_every": 4}))
     assert sync.outer_options == {"lr": 0.7, "momentum": 0.9, "delay": 4, "undelayed": 0}
 
 
@@ -95,4 +96,4 @@ def test_settings_make_it_of_sgd():
 )
 def test_other_optimizers_are_refused_by_name(settings, says):
     with pytest.raises(ConfigError, match=says):
-        resolve(Settings.build({"async.momentum_every": 2, **settings}))
+        resolve(Settings.build({"algorithm.name": "diloco", "async.momentum_every": 2, **settings}))

@@ -107,7 +107,7 @@ def project(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str = PLAIN) 
 def recipe(kind: type[Recipe] = FedAvgRecipe, **given: Any) -> Any:
     """A recipe of two clients and two rounds."""
     return kind(
-        **{"name": "small", "model": "my_model:build", "min_clients": 2, "num_rounds": 2, "train_script": "train.py"}
+        **{"name": "small", "model": "my_model:build", "min_sites": 2, "num_rounds": 2, "train_script": "train.py"}
         | given
     )
 

@@ -17,7 +17,16 @@ from recipe_world import CORRECTED, DILOCO, PLAIN, module, project, recipe, trai
 from safetensors.torch import load_file
 
 from atoll.errors import ConfigError, RunFailed, UsageError
-from atoll.recipes import DiLoCoRecipe, FedAvgRecipe, LocalEnv, Recipe, ScaffoldRecipe, SimEnv, SwarmRecipe, local
+from atoll.recipes import (
+    DiLoCoRecipe,
+    FedAvgRecipe,
+    LocalEnv,
+    Recipe,
+    ScaffoldRecipe,
+    SimEnv,
+    SwarmRecipe,
+    environments,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -38,9 +47,11 @@ def running(folder: Path) -> list[str]:
 def test_what_a_server_says_is_told_from_words_of_the_user() -> None:
     """A run's name is in the log, and a model may print."""
     said = "11:59:59 listening on http://name starts\nlistening on http://printed\n12:00:01 listening on http://it:1\n"
-    assert [found.group(1) for found in local.LISTENS.finditer(said)] == ["http://it:1"]
-    assert not local.STOPPED.search("12:00:00 stopping; the same command goes on is its name\n")
-    assert local.STOPPED.search("12:00:01 x\n12:00:02 stopping; the same command goes on from where the run is\n")
+    assert [found.group(1) for found in environments.LISTENS.finditer(said)] == ["http://it:1"]
+    assert not environments.STOPPED.search("12:00:00 stopping; the same command goes on is its name\n")
+    assert environments.STOPPED.search(
+        "12:00:01 x\n12:00:02 stopping; the same command goes on from where the run is\n"
+    )
 
 
 def by_hand(nursery: Nursery, run_file: Path, sites: list[str]) -> Path:
@@ -83,10 +94,8 @@ def test_execute_and_the_written_file_and_a_simulation_have_the_same_bits(
 ) -> None:
     is_diloco = kind is DiLoCoRecipe
     project(tmp_path, monkeypatch, {DiLoCoRecipe: DILOCO, ScaffoldRecipe: train(CORRECTED)}.get(kind, PLAIN))
-    made = recipe(
-        kind, **{"model.source": module()}, train_args="--epochs 3", **({"diloco.sync_every": 5} if is_diloco else {})
-    )
-    result = made.execute(LocalEnv(num_clients=2, folder="here"))
+    made = recipe(kind, model=module(), train_args="--epochs 3", **({"sync_every": 5} if is_diloco else {}))
+    result = made.execute(LocalEnv(sites=2, folder="here"))
     assert result.finished
     assert result.status is not None
     assert result.status.finished
@@ -105,7 +114,7 @@ def test_execute_and_the_written_file_and_a_simulation_have_the_same_bits(
     exports = by_hand(nursery, Path("there/run.toml").resolve(), ["site-1", "site-2"])
     assert result.model.read_bytes() == (exports / "model.safetensors").read_bytes()
     if not is_diloco:
-        simulated = made.execute(SimEnv(num_clients=2, folder="simulated", quiet=True))
+        simulated = made.execute(SimEnv(sites=2, folder="simulated", quiet=True))
         assert simulated.model is not None
         assert result.model.read_bytes() == simulated.model.read_bytes()
         assert result.metrics == simulated.metrics
@@ -125,29 +134,29 @@ def test_a_folder_that_has_the_run_goes_on_and_another_one_is_refused(
             raise SystemExit(3)"""
         ),
     )
-    with pytest.raises(UsageError, match="num_clients is 1, but min_clients of small is 2"):
-        recipe().execute(LocalEnv(num_clients=1, folder="here", quiet=True))
+    with pytest.raises(UsageError, match="sites is 1, but min_sites of small is 2"):
+        recipe().execute(LocalEnv(sites=1, folder="here", quiet=True))
     with pytest.raises(
         RunFailed,
-        match=r"site-2 ended with 3 .* before the run was finished; a round takes 2 clients, and 1 of 2 are left",
+        match=r"site-2 ended with 3 .* before the run was finished; a round takes 2 sites, and 1 of 2 are left",
     ) as failed:
-        recipe().execute(LocalEnv(num_clients=2, folder="here", quiet=True))
+        recipe().execute(LocalEnv(sites=2, folder="here", quiet=True))
     assert "The same call with folder='here' goes on." in str(failed.value)
     assert failed.value.exit_code == 9
     assert running(tmp_path) == []
     Path("marks").write_text("now it works")
-    result = recipe().execute(LocalEnv(num_clients=2, folder="here", quiet=True))
+    result = recipe().execute(LocalEnv(sites=2, folder="here", quiet=True))
     assert [row.round for row in result.history] == [1, 2]
     assert "going on at version 1" in Path("here/server.log").read_text()
-    again = recipe().execute(LocalEnv(num_clients=2, folder="here"))  # it is finished already
+    again = recipe().execute(LocalEnv(sites=2, folder="here"))  # it is finished already
     assert (again.model, again.history, again.finished) == (result.model, result.history, True)
     assert "small was finished before; nothing is trained" in capfd.readouterr().out
     with pytest.raises(UsageError, match=r"folder 'here' has another run"):
-        recipe(num_rounds=3).execute(LocalEnv(num_clients=2, folder="here"))
+        recipe(num_rounds=3).execute(LocalEnv(sites=2, folder="here"))
     Path("full").mkdir()
     Path("full/mine").touch()
     with pytest.raises(UsageError, match=r"folder 'full' is not empty, and has no run.toml"):
-        recipe(min_clients=1).execute(LocalEnv(num_clients=1, folder="full"))
+        recipe(min_sites=1).execute(LocalEnv(sites=1, folder="full"))
 
 
 @pytest.mark.long
@@ -164,7 +173,7 @@ def test_one_client_more_than_needed_may_die(
     made = recipe(num_rounds=3).add_server_config(
         {"network.heartbeat_interval_s": 0.2, "network.heartbeat_timeout_s": 2}
     )
-    result = made.execute(LocalEnv(num_clients=3))
+    result = made.execute(LocalEnv(sites=3))
     assert [row.workers for row in result.history][::2] == [["site-1", "site-2", "site-3"], ["site-1", "site-2"]]
     assert "site-3 was killed (SIGKILL)" in capfd.readouterr().out
     assert result.folder is not None
@@ -176,7 +185,7 @@ def test_one_client_more_than_needed_may_die(
 def test_a_server_that_cannot_start_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     project(tmp_path, monkeypatch)
     with pytest.raises(ConfigError, match=r"The server ended with 2: .*my_modle.* here/server\.log has more") as failed:
-        recipe(model="my_modle:build").execute(LocalEnv(num_clients=2, folder="here", quiet=True))
+        recipe(model="my_modle:build").execute(LocalEnv(sites=2, folder="here", quiet=True))
     assert failed.value.exit_code == 2
     assert running(tmp_path) == []
 
@@ -185,9 +194,9 @@ def test_a_server_that_cannot_start_says_why(tmp_path: Path, monkeypatch: pytest
 def test_a_server_that_fails_in_the_middle_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     project(tmp_path, monkeypatch)
     Path("mine.py").write_text("def mean(updates):\n    raise ValueError('no quorum of ours')\n")
-    made = recipe(min_clients=1).add_server_config({"aggregation.aggregator.path": "mine.py:mean"})
+    made = recipe(min_sites=1).add_server_config({"aggregation.aggregator.path": "mine.py:mean"})
     with pytest.raises(RunFailed, match=r"The server ended with 9: .*no quorum of ours.* here/server\.log has more"):
-        made.execute(LocalEnv(num_clients=1, folder="here", quiet=True))
+        made.execute(LocalEnv(sites=1, folder="here", quiet=True))
     assert running(tmp_path) == []
 
 
@@ -205,10 +214,10 @@ def test_a_token_and_a_certificate_of_the_settings_are_the_clients_too(
     Path("token").write_text("secret-of-the-run")
     for name in ("key.pem", "token"):
         Path(name).chmod(0o600)
-    made = recipe(min_clients=1).add_server_config(
+    made = recipe(min_sites=1).add_server_config(
         {"network.tls_cert": "chain.pem", "network.tls_key": "key.pem", "network.token_file": "token"}
     )
-    result = made.execute(LocalEnv(num_clients=1, folder="here", quiet=True))
+    result = made.execute(LocalEnv(sites=1, folder="here", quiet=True))
     assert len(result.history) == 2
     assert "listening on https://" in Path("here/server.log").read_text()
 
@@ -244,16 +253,16 @@ def test_whatever_ends_the_program_ends_what_it_started(
 @pytest.mark.covers("P11", "P10")
 def test_a_swarm_has_the_bits_of_a_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     project(tmp_path, monkeypatch)
-    swarm = recipe(SwarmRecipe, model=module()).execute(LocalEnv(num_clients=2, folder="swarm"))
+    swarm = recipe(SwarmRecipe, model=module()).execute(LocalEnv(sites=2, folder="swarm"))
     assert swarm.model == Path("swarm/workers/site-1/model.safetensors")
     assert [summary.aggregator for summary in swarm.history] != ["", ""]
-    plain = recipe(FedAvgRecipe, model=module()).execute(LocalEnv(num_clients=2, folder="plain"))
+    plain = recipe(FedAvgRecipe, model=module()).execute(LocalEnv(sites=2, folder="plain"))
     assert swarm.model is not None
     assert plain.model is not None
     one, other = load_file(swarm.model), load_file(plain.model)
     assert one.keys() == other.keys()
     assert all(torch.equal(one[name], other[name]) for name in one)
-    simulated = recipe(SwarmRecipe, model=module()).execute(SimEnv(num_clients=2, folder="simulated"))
+    simulated = recipe(SwarmRecipe, model=module()).execute(SimEnv(sites=2, folder="simulated"))
     assert simulated.model is not None
     other = load_file(simulated.model)
     assert all(torch.equal(one[name], other[name]) for name in one)

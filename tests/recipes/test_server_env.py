@@ -34,7 +34,7 @@ def serving(made: Any) -> atoll.Server:
 @pytest.mark.slow
 @pytest.mark.covers("P11")
 def test_two_sites_take_part_by_recipe(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("atoll.recipes.remote.POLL_S", 60.0)  # it is asked once the script has ended, and may be gone
+    monkeypatch.setattr("atoll.recipes.environments.SCRIPT_POLL_S", 60.0)  # asked once the script has ended
     made = recipe(model=module(), num_rounds=3)
     results: dict[str, RunResult] = {}
     with serving(made) as server:
@@ -64,20 +64,20 @@ def test_another_run_is_refused_with_every_difference() -> None:
     with serving(recipe(FedAvgRecipe, model=module())) as server:
         other = recipe(
             DiLoCoRecipe,
-            **{"model.source": {"class_path": "my_model.Net", "args": {"hidden": 9}}},
+            model={"class_path": "my_model.Net", "args": {"hidden": 9}},
             num_rounds=7,
-            **{"diloco.sync_every": 30},
+            sync_every=30,
         )
         with pytest.raises(ConfigError) as refused:
             other.execute(ServerEnv(server.url, site="a"))
         assert server.status().workers == []
     said = str(refused.value)
     for expected in (
-        "algorithm is 'fedavg' there, 'diloco' here",
-        "rounds is 2 there, 7 here",
-        "diloco.sync_every is 0 there, 30 here",
-        "codec is 'none' there, 'bf16' here",
-        "model is of schema ",
+        "algorithm.name is 'fedavg' there, 'diloco' here",
+        "rounds.total is 2 there, 7 here",
+        "sync_every is 0 there, 30 here",
+        "aggregation.upload_codec is 'none' there, 'bf16' here",
+        "model.source is of schema ",
         "outer optimizer is 'sgd(lr=1.0, momentum=0.0)' there, 'sgd(lr=0.7, momentum=0.9, nesterov=True)' here",
         "Change the recipe, or start a server on the file that recipe.write() writes",
     ):
@@ -96,11 +96,11 @@ def test_the_same_recipe_with_another_deadline_or_filter_of_the_algorithm_is_ano
 @pytest.mark.slow
 @pytest.mark.covers("P11")
 def test_a_script_that_fails_and_a_run_that_is_over(capfd: pytest.CaptureFixture[str]) -> None:
-    made = recipe(min_clients=1, num_rounds=1)
+    made = recipe(min_sites=1, num_rounds=1)
     with serving(made) as server:
         made.execute(ServerEnv(server.url, site="a"))
         assert server.wait(30)
-    again = recipe(min_clients=1, num_rounds=2)
+    again = recipe(min_sites=1, num_rounds=2)
     with serving(again) as server:
         Path("train.py").write_text("raise SystemExit(4)")
         with pytest.raises(RunFailed, match=r"train\.py ended with 4\. What it said is above; the run goes on"):
@@ -117,7 +117,7 @@ def test_a_script_has_what_a_worker_finds_in_the_environment(monkeypatch: pytest
     monkeypatch.setenv("ATOLL_TOKEN_FILE", "token")
     monkeypatch.setenv("ATOLL_NETWORK__IDLE_TIMEOUT_S", "7.5")
     Path("train.py").write_text(train(more='import json, os; json.dump(dict(os.environ), open("found.json", "w"))'))
-    made = recipe(min_clients=1).add_server_config({"network.token_file": "token"})
+    made = recipe(min_sites=1).add_server_config({"network.token_file": "token"})
     with serving(made) as server:
         made.execute(ServerEnv(server.url, site="a", threads=2, quiet=True))
         assert server.wait(30)
@@ -137,7 +137,7 @@ def test_sigterm_ends_the_script_too() -> None:
     slow = "signal.signal(signal.SIGTERM, lambda *_: (time.sleep(1), os._exit(0)))"
     told = 'open("pid.tmp", "w").write(str(os.getpid())); os.rename("pid.tmp", "pid")'
     Path("train.py").write_text(train(more=f"import os, signal, time; {slow}; {told}; time.sleep(600)"))
-    made = recipe(min_clients=1)
+    made = recipe(min_sites=1)
     with serving(made) as server:
         Path("job.py").write_text(
             "from atoll.recipes import FedAvgRecipe, ServerEnv\n"

@@ -1,4 +1,4 @@
-"""SimEnv: the bits of real processes, in virtual clients."""
+"""SimEnv: the bits of real processes, in simulated sites."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ def test_simulated_and_real_clients_have_the_same_bits(
     kind: type[Recipe], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     project(tmp_path, monkeypatch, train(CORRECTED if kind in CORRECTING else BY_HAND))
-    made = recipe(kind, **{"model.source": module()}, train_args=["--epochs", "3"])
-    simulated = made.execute(SimEnv(num_clients=3, processes=2, folder="simulated"))
+    made = recipe(kind, model=module(), train_args=["--epochs", "3"])
+    simulated = made.execute(SimEnv(sites=3, processes=2, folder="simulated"))
     said = capfd.readouterr().out
     assert "round 2 of 2, 3 updates: loss" in said
     assert simulated.model == Path("simulated/atoll-simulation/exports/model.safetensors")
     assert simulated.state_dir == Path("simulated/atoll-simulation")
     assert simulated.finished
     assert [row.workers for row in simulated.history] == [["site-1", "site-2", "site-3"]] * 2
-    real = made.execute(LocalEnv(num_clients=3, folder="real", quiet=True))
+    real = made.execute(LocalEnv(sites=3, folder="real", quiet=True))
     assert real.model is not None
     assert real.model.read_bytes() == simulated.model.read_bytes()
     assert real.metrics == simulated.metrics
@@ -54,7 +54,7 @@ def test_the_written_file_is_simulated_by_the_command_to_the_same_bits(
 ) -> None:
     project(tmp_path, monkeypatch)
     made = recipe(model=module())
-    simulated = made.execute(SimEnv(num_clients=2, processes=2, folder="simulated", quiet=True))
+    simulated = made.execute(SimEnv(sites=2, processes=2, folder="simulated", quiet=True))
     made.write("there/run.toml")
     command = [sys.executable, "-m", "atoll.cli.main", "simulate", "there/run.toml", "--processes", "2"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -62,7 +62,7 @@ def test_the_written_file_is_simulated_by_the_command_to_the_same_bits(
     # its workers have other names, and so other data: what is equal is the run, not the numbers
     assert Path("there/atoll-simulation/exports/model.safetensors").exists()
     assert [row.round for row in simulated.history] == [1, 2]
-    assert made.execute(SimEnv(num_clients=2, folder="simulated", quiet=True)).history == simulated.history
+    assert made.execute(SimEnv(sites=2, folder="simulated", quiet=True)).history == simulated.history
 
 
 @pytest.mark.covers("P11")
@@ -78,13 +78,13 @@ def test_all_that_is_asked_for_reaches_the_simulation(tmp_path: Path, monkeypatc
             raise RunFailed("That is all.")
 
     monkeypatch.setattr("atoll.simulate.simulation.Simulation", Asked)
-    env = SimEnv(num_clients=3, processes=2, engine="ray", address="head:6379", quiet=True)
+    env = SimEnv(sites=3, processes=2, engine="ray", address="head:6379", quiet=True)
     with pytest.raises(RunFailed, match="That is all"):
         recipe(train_args="--epochs 3", num_rounds=4).execute(env)
     (asked,) = given
-    assert (asked["arguments"], asked["workers"]) == (["--epochs", "3"], ["site-1", "site-2", "site-3"])
+    assert (asked["arguments"], asked["sites"]) == (["--epochs", "3"], ["site-1", "site-2", "site-3"])
     assert (asked["processes"], asked["engine"], asked["address"]) == (2, "ray", "head:6379")
-    assert (asked["settings"].rounds, Path(asked["settings"].client).resolve()) == (4, tmp_path / "train.py")
+    assert (asked["settings"].rounds.total, Path(asked["settings"].run.script).resolve()) == (4, tmp_path / "train.py")
 
 
 @pytest.mark.covers("P11")
@@ -92,10 +92,10 @@ def test_what_has_no_meaning_in_a_simulation_says_so(tmp_path: Path, monkeypatch
     project(tmp_path, monkeypatch, DILOCO)
     made = recipe(DiLoCoRecipe, sync_every=4).add_server_config({"diloco.num_fragments": 2})
     with pytest.raises(AtollError, match=r"diloco\.num_fragments is 2: a simulation has rounds of whole models"):
-        made.execute(SimEnv(num_clients=2))
+        made.execute(SimEnv(sites=2))
     with pytest.raises(AtollError, match=r"atoll\.DiLoCo counts steps of a loop of its own"):  # it would train alone
-        recipe(DiLoCoRecipe, sync_every=4).execute(SimEnv(num_clients=2, processes=1))
+        recipe(DiLoCoRecipe, sync_every=4).execute(SimEnv(sites=2, processes=1))
     with pytest.raises(AtollError, match="engine is 'rey'"):
-        recipe().execute(SimEnv(num_clients=2, engine="rey"))
-    with pytest.raises(UsageError, match="num_clients is 1, but min_clients of small is 2"):
-        recipe().execute(SimEnv(num_clients=1))
+        recipe().execute(SimEnv(sites=2, engine="rey"))
+    with pytest.raises(UsageError, match="sites is 1, but min_sites of small is 2"):
+        recipe().execute(SimEnv(sites=1))

@@ -64,7 +64,9 @@ def test_refusals_are_counted_anew_after_an_update_that_was_taken(
 @pytest.mark.covers("L20")
 def test_what_save_state_wrote_begins_another_run(tmp_path: Path) -> None:
     model = nn.Linear(3, 2)
-    with atoll.Server(model, settings={"network.port": 0, "disk.state_dir": tmp_path / "one"}) as server:
+    with atoll.Server(
+        model, settings={"algorithm.name": "diloco", "network.port": 0, "disk.state_dir": tmp_path / "one"}
+    ) as server:
         path = server.save_state(tmp_path / "saved.safetensors")
     with atoll.Server.load_state(path, settings={"network.port": 0, "disk.state_dir": tmp_path / "two"}) as server:
         again = safetensors.torch.load_file(server.save_state(tmp_path / "again.safetensors"))

@@ -38,19 +38,23 @@ def test_every_site_has_a_filter_of_its_own(tmp_path: Path) -> None:
 )
 def test_an_entry_that_is_wrong_is_refused_at_the_start(entry: dict[str, Any], told: str) -> None:
     with pytest.raises(ConfigError, match=told):
-        atoll.Server(START, settings={"workflow.result_filters": [entry]})
+        atoll.Server(START, settings={"algorithm.name": "diloco", "workflow.result_filters": [entry]})
 
 
 def test_what_a_program_gives_wrongly_is_refused() -> None:
     with pytest.raises(UsageError, match="is not a filter"):
-        atoll.Server(START, filters=["drop"])  # type: ignore[list-item]
+        new_server(START, filters=["drop"])  # type: ignore[list-item]
     with pytest.raises(UsageError, match="Give one of them"):
         atoll.Server(
-            START, filters=[Halved()], settings={"workflow.result_filters": [{"path": "cast", "args": ["bf16"]}]}
+            START,
+            filters=[Halved()],
+            settings={"algorithm.name": "diloco", "workflow.result_filters": [{"path": "cast", "args": ["bf16"]}]},
         )
     with pytest.raises(UsageError, match=r"Server got data_filters, and its settings have workflow\.payload_filters"):
         atoll.Server(
-            START, data_filters=[Halved()], settings={"workflow.payload_filters": [{"path": "cast", "args": ["bf16"]}]}
+            START,
+            data_filters=[Halved()],
+            settings={"algorithm.name": "diloco", "workflow.payload_filters": [{"path": "cast", "args": ["bf16"]}]},
         )
 
 
@@ -63,12 +67,14 @@ def test_rounds_refuse_filters_that_only_tasks_can_have() -> None:
         with pytest.raises(ConfigError, match=told):
             new_server(START, **options)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"name the tasks train, and a run of rounds has none.*Leave tasks out"):
-        atoll.Server(START, filters={"a": {"train": [Halved()]}})
+        new_server(START, filters={"a": {"train": [Halved()]}})
 
 
 def test_a_filter_in_a_file_beside_the_run_file_and_in_a_variable(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text("from atoll.filters import Filter\nclass Mine(Filter): ...\n")
-    (tmp_path / "run.toml").write_text('workflow.result_filters = [{path = "own.py:Mine"}]\n')
+    (tmp_path / "run.toml").write_text(
+        'algorithm.name = "diloco"\nworkflow.result_filters = [{path = "own.py:Mine"}]\n'
+    )
     (filter_,) = atoll.Server(START, Settings.read(tmp_path / "run.toml", environ={}))._filters.results.of("a")
     assert repr(filter_) == "Mine()"
     text = '[{path = "cast", args = ["bf16"]}]'

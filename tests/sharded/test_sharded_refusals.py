@@ -83,7 +83,13 @@ def test_controls_do_not_go_with_ranks(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"ranks is 2, and algorithm\.name is 'scaffold'.*not sharded so far"):
         atoll.Server(
             nn.Linear(2, 2),
-            settings={"algorithm.name": "scaffold", "model.ranks": 2, "network.port": 0, "disk.state_dir": tmp_path},
+            settings={
+                "rounds.total": 0,
+                "algorithm.name": "scaffold",
+                "model.ranks": 2,
+                "network.port": 0,
+                "disk.state_dir": tmp_path,
+            },
         ).start()
 
 

@@ -185,6 +185,7 @@ def test_a_running_server_is_exported_from_though_its_versions_are_cut_for_ranks
     with atoll.Server(
         model,
         settings={
+            "algorithm.name": "diloco",
             "model.ranks": 3,
             "network.part_bytes": 2**16,
             "network.port": 0,

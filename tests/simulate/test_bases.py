@@ -1,4 +1,4 @@
-"""Which versions are pinned while virtual workers train from them."""
+"""Which versions are pinned while simulated sites train from them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What goes wrong in a simulation: a virtual worker that raises or ends its process, a client that is none, an end."""
+"""What goes wrong in a simulation: a simulated site that raises or ends its process, a client that is none, an end."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from typing import Any
 import pytest
 from engine_here import simulate_here
 from harness.processes import Nursery, wait_until
-from virtual_world import CLIENT, model_of, simulate, told, write
+from simulated_world import CLIENT, model_of, simulate, told, write
 
 import atoll
 from atoll.errors import ConfigError, RunFailed, StoreError
-from atoll.simulate import client, local_engine, schedule_sites
+from atoll.simulate import local_engine, schedule_sites, script
 from atoll.simulate.job_messages import Answer
 from atoll.simulate.train_sites import answer_to
 from atoll.testing.run import failpoints
 
-FOUR = ("--workers", "4", "--processes", "1")
-TWO = ("--workers", "4", "--processes", "2")
+FOUR = ("--set", "rounds.sites=4", "--processes", "1")
+TWO = ("--set", "rounds.sites=4", "--processes", "2")
 
 RAISES = CLIENT.replace(
     "        fl_round.load_into(model)\n",
@@ -64,7 +64,7 @@ def undisturbed(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> b
 
 @pytest.mark.covers("V2")
 @pytest.mark.slow
-def test_the_rounds_go_on_without_a_virtual_worker_that_raises(nursery: Nursery, tmp_path: Path) -> None:
+def test_the_rounds_go_on_without_a_simulated_site_that_raises(nursery: Nursery, tmp_path: Path) -> None:
     run_file = write(
         tmp_path, raising("worker.site == 'site-0002' and fl_round.number == 2"), **{"rounds.min_sites": 1}
     )
@@ -139,7 +139,7 @@ DAMAGES = """\
 
 
 @pytest.mark.covers("S2", "F41")
-def test_a_control_that_the_disk_has_damaged_ends_its_virtual_workers_part(
+def test_a_control_that_the_disk_has_damaged_ends_its_simulated_sites_part(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """At zero it would train that site away from the rest, and nobody would know."""
@@ -152,7 +152,7 @@ def test_a_control_that_the_disk_has_damaged_ends_its_virtual_workers_part(
         **{"algorithm.name": "scaffold", "rounds.total": 4, "rounds.min_sites": 1},
     )
     settings = atoll.Settings.read(run_file, given)
-    done = atoll.Simulation(settings=settings, client=f"{tmp_path / 'client.py'}:train", workers=4).run()
+    done = atoll.Simulation(settings=settings, script=f"{tmp_path / 'client.py'}:train", sites=4).run()
     assert list(done.failed) == ["site-0001"]
     assert "the state that its algorithm keeps here is lost" in done.failed["site-0001"]
     assert workers_of(tmp_path / "state") == [list("0123"), list("0123"), list("023"), list("023")]
@@ -167,8 +167,8 @@ def test_a_control_that_is_lost_between_two_starts_is_no_zero(monkeypatch: pytes
         settings = atoll.Settings.read(
             write(tmp_path, **{"algorithm.name": "scaffold", "rounds.total": rounds, "rounds.min_sites": 1}), given
         )
-        monkeypatch.setattr(client, "inside", False)
-        return atoll.Simulation(settings=settings, client=f"{tmp_path / 'client.py'}:train", workers=4).run()
+        monkeypatch.setattr(script, "inside", False)
+        return atoll.Simulation(settings=settings, script=f"{tmp_path / 'client.py'}:train", sites=4).run()
 
     kept = tmp_path / "state" / "sites" / "site-0001"
     assert simulated(rounds=2).failed == {}
@@ -193,14 +193,14 @@ def test_a_disk_that_is_full_ends_the_simulation_which_goes_on_when_there_is_spa
     settings = atoll.Settings.read(write(tmp_path, **{"algorithm.name": "scaffold"}), given)
 
     def simulation() -> atoll.Simulation:
-        return atoll.Simulation(settings=settings, client=f"{tmp_path / 'client.py'}:train", workers=4)
+        return atoll.Simulation(settings=settings, script=f"{tmp_path / 'client.py'}:train", sites=4)
 
     full_disk = pytest.raises(StoreError, match=r"While site-000\d was trained, the disk failed: .*no space left")
     with failpoints("worker.write=enospc@50"), full_disk as error:
         simulation().run()
     assert error.value.exit_code == 7
     assert 0 < len(workers_of(tmp_path / "state")) < 3
-    monkeypatch.setattr(client, "inside", False)
+    monkeypatch.setattr(script, "inside", False)
     assert simulation().run().failed == {}
     assert model_of(tmp_path / "state") == undisturbed
 
@@ -219,7 +219,7 @@ def test_a_client_that_does_not_begin_is_ended_and_named(tmp_path: Path, monkeyp
     )
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "slow.py").write_text("import time\ntime.sleep(600)\n")
-    simulation = atoll.Simulation(settings=settings, client=f"{tmp_path / 'slow.py'}:train", workers=4, processes=1)
+    simulation = atoll.Simulation(settings=settings, script=f"{tmp_path / 'slow.py'}:train", sites=4, processes=1)
     with pytest.raises(RunFailed, match=r"has not begun within 0\.5 s, and was ended"):
         simulation.run()
     sys.modules.pop("client", None)
@@ -260,7 +260,7 @@ def killed(times: int) -> str:
 
 @pytest.mark.covers("V2")
 @pytest.mark.slow
-def test_a_process_that_is_killed_is_replaced_and_its_virtual_worker_trained_again(
+def test_a_process_that_is_killed_is_replaced_and_its_simulated_site_trained_again(
     nursery: Nursery, tmp_path: Path, undisturbed: bytes
 ) -> None:
     said = simulate(nursery, write(tmp_path, killed(2), **{"algorithm.name": "scaffold"}), *TWO, "--json")
@@ -335,14 +335,13 @@ def test_a_deadline_closes_the_round_and_the_late_update_does_not_count(nursery:
         (["--set", "run.script=other.py:train"], {}, "there is no file"),
         (["--set", "run.script=client.py:trian"], {}, "Did you mean 'train'?"),
         (["--set", "run.script=train"], {}, "does not name code"),
-        (["--workers", "4", "--per-round", "5"], {}, "per_round is 5, of 4 workers"),
         (["--engine", "slurm"], {}, "Take one of local, ray"),
         (["--address", "box:6379"], {}, "the engine is 'local'"),
         ([], {"rounds.total": 0}, "would never end"),
         ([], {"async.enabled": True}, "async.enabled is True"),
         ([], {"diloco.num_fragments": 2}, "diloco.num_fragments is 2"),
     ],
-    ids=["file", "name", "form", "per-round", "engine", "address", "rounds", "async", "fragments"],
+    ids=["file", "name", "form", "engine", "address", "rounds", "async", "fragments"],
 )
 def test_what_has_no_meaning_is_refused_with_exit_code_2(
     nursery: Nursery, tmp_path: Path, flags: list[str], settings: dict[str, object], why: str
@@ -357,18 +356,18 @@ def test_what_has_no_meaning_is_refused_with_exit_code_2(
 def test_a_client_that_cannot_be_imported_is_said_with_its_traceback(nursery: Nursery, tmp_path: Path) -> None:
     run_file = write(tmp_path)
     (tmp_path / "their.py").write_text("import torch\nraise RuntimeError('no licence')\n")
-    said = simulate(nursery, run_file, *FOUR, "--client", "their.py:train", code=2)
+    said = simulate(nursery, run_file, *FOUR, "--set", "run.script=their.py:train", code=2)
     assert "Traceback" in said
     assert "their.py:train' cannot be imported: RuntimeError: no licence (" in said
     assert "their.py, line 2)" in said
     (tmp_path / "their.py").write_text("import os\nos._exit(3)\n")
-    said = simulate(nursery, run_file, *FOUR, "--client", "their.py:train", code=9)
+    said = simulate(nursery, run_file, *FOUR, "--set", "run.script=their.py:train", code=9)
     assert "ended with code 3 before it began" in said
 
 
 @pytest.mark.covers("V2")
 @pytest.mark.slow
-def test_virtual_workers_that_never_return_do_not_keep_the_processes(
+def test_simulated_sites_that_never_return_do_not_keep_the_processes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As many of them as there are processes: without a third the round cannot close."""
@@ -378,7 +377,7 @@ def test_virtual_workers_that_never_return_do_not_keep_the_processes(
     rules = {"rounds.quorum": 3, "rounds.min_sites": 3, "rounds.deadline_s": 0.5, "rounds.total": 6, "rounds.sites": 5}
     given = {"disk.state_dir": tmp_path / "state", "model.source": f"{tmp_path / 'client.py'}:build"}
     settings = atoll.Settings.read(write(tmp_path, client, **rules), given)
-    with atoll.Simulation(settings=settings, client=f"{tmp_path / 'client.py'}:train", workers=5, processes=2) as begun:
+    with atoll.Simulation(settings=settings, script=f"{tmp_path / 'client.py'}:train", sites=5, processes=2) as begun:
         assert begun._over.wait(90)
     assert workers_of(tmp_path / "state") == [list("234")] * 6
     assert "site-0000 did not return within 1 s" in caplog.text

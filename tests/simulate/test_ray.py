@@ -15,12 +15,12 @@ from typing import Any
 
 import pytest
 from harness.processes import Nursery, free_port, wait_until
-from virtual_world import CLIENT, model_of, simulate, told, write
+from simulated_world import CLIENT, model_of, simulate, told, write
 
 import atoll
 from atoll.errors import ConfigError, RunFailed
 
-FOUR = ("--workers", "4", "--processes", "2", "--engine", "ray")
+FOUR = ("--set", "rounds.sites=4", "--processes", "2", "--engine", "ray")
 
 KILLED = CLIENT.replace(
     "        fl_round.submit(",
@@ -42,7 +42,7 @@ def run(folder: Path, engine: str, rounds: int = 3, processes: int = 1, client: 
     """The result of four sites, of a state directory that may be there already."""
     given = {"disk.state_dir": folder / "state", "model.source": f"{folder / 'client.py'}:build"}
     settings = atoll.Settings.read(write(folder, client, **{"rounds.total": rounds}, **RULES), given)
-    done = atoll.Simulation(settings=settings, workers=4, processes=processes, engine=engine).run()
+    done = atoll.Simulation(settings=settings, sites=4, processes=processes, engine=engine).run()
     assert done.failed == {}
     return model_of(folder / "state")
 
@@ -69,7 +69,7 @@ def test_what_an_actor_had_is_trained_by_another_one_when_it_is_killed(
 
     def asked(ref: Any, timeout: float | None = None) -> Any:
         answer = get(ref, timeout=timeout)
-        if isinstance(answer, tuple) and short:  # what a virtual worker's round came to
+        if isinstance(answer, tuple) and short:  # what a simulated site's round came to
             raise ray.exceptions.OutOfMemoryError(short.pop())
         return answer
 
@@ -89,7 +89,7 @@ def test_what_an_actor_had_is_trained_by_another_one_when_it_is_killed(
     ("error", "said"),
     [
         ("OutOfDiskError", r"Ray cannot go on: OutOfDiskError: .* The same command goes on from the state directory"),
-        ("GetTimeoutError", r"Ray has started no process for a virtual worker in 3 s\. Take fewer processes than 2"),
+        ("GetTimeoutError", r"Ray has started no process for a simulated site in 3 s\. Take fewer processes than 2"),
     ],
 )
 def test_a_ray_that_cannot_go_on_is_said_with_what_goes_on(
@@ -202,7 +202,7 @@ def test_a_ray_that_is_not_installed_is_refused_with_how_to_install_it(
     monkeypatch.setitem(sys.modules, "ray", None)
     settings = atoll.Settings.read(write(tmp_path))
     with pytest.raises(ConfigError, match=r"not installed here\. Install it: pip install 'atoll\[ray\]'") as refused:
-        atoll.Simulation(settings=settings, workers=4, engine="ray")
+        atoll.Simulation(settings=settings, sites=4, engine="ray")
     assert refused.value.exit_code == 2
 
 

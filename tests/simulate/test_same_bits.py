@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from harness.processes import Nursery, free_port
-from virtual_world import SITES, model_of, write
+from simulated_world import SITES, model_of, write
 
 import atoll
 
@@ -38,8 +38,8 @@ def simulated(folder: Path, name: str, *, processes: int, client: str = "client.
     given = {"disk.state_dir": folder / name, "model.source": f"{folder / 'client.py'}:build"}
     done = atoll.Simulation(
         settings=atoll.Settings.read(folder / "run.toml", given),
-        client=f"{folder / file}{colon}{function}",
-        workers=len(SITES),
+        script=f"{folder / file}{colon}{function}",
+        sites=len(SITES),
         processes=processes,
         engine=engine or "local",
     ).run()

@@ -61,7 +61,7 @@ def train(worker) -> None:
 
 def remember(worker) -> None:
     """As `train`, and says how much memory its process has."""
-    held = torch.ones(8 * 2**20)  # 32 MB of a virtual worker's own, past what stays with the process when it is freed
+    held = torch.ones(8 * 2**20)  # 32 MB of a simulated site's own, past what stays with the process when it is freed
     train(worker)
     status = Path("/proc/self/status").read_text().splitlines()
     anonymous = next(line.split()[1] for line in status if line.startswith("RssAnon:"))
@@ -90,13 +90,13 @@ def start() -> nn.Module:
 
 def run(folder: Path, client: Any, **options: Any) -> Any:
     given = {
-        "workers": 4,
+        "sites": 4,
         "processes": 1,
         "rounds.total": 2,
         "algorithm.name": "fedavg",
         "disk.state_dir": folder / "state",
     }
-    return new_simulation(start(), client=client, **given | options).run()
+    return new_simulation(start(), script=client, **given | options).run()
 
 
 def moved(done: Any) -> float:
@@ -111,7 +111,7 @@ def test_a_round_is_of_as_many_as_it_asks_for_and_counts_like_any_other(
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     seen: list[RoundSummary] = []
-    done = run(tmp_path, client, workers=9, per_round=3, processes=2, on_round=seen.append)
+    done = run(tmp_path, client, sites=9, **{"rounds.sample_fraction": 1 / 3}, processes=2, on_round=seen.append)
     assert [len(round_.workers) for round_ in seen] == [3, 3]
     means = [sum(int(site[-4:]) + 1 for site in round_.workers) / 3 for round_ in seen]
     assert moved(done) == pytest.approx(sum(means), abs=1e-5)
@@ -143,7 +143,18 @@ def test_the_command_takes_arguments_of_the_client_prints_json_alone_and_leaves_
     (tmp_path / "run.toml").write_text(
         'model.source = "client.py:build"\nalgorithm.name = "fedavg"\nrounds.total = 2\n'
     )
-    flags = ["--set", "run.script=client.py:train", "--workers", "4", "--processes", "2", "--json", "--", "--lr", "0.1"]
+    flags = [
+        "--set",
+        "run.script=client.py:train",
+        "--set",
+        "rounds.sites=4",
+        "--processes",
+        "2",
+        "--json",
+        "--",
+        "--lr",
+        "0.1",
+    ]
     command = [sys.executable, "-m", "atoll.cli.main", "simulate", "run.toml", *flags]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -209,7 +220,7 @@ def test_lines_of_two_processes_do_not_mix(tmp_path: Path, client: str) -> None:
     (tmp_path / "run.toml").write_text(
         'model.source = "client.py:build"\nalgorithm.name = "fedavg"\nrounds.total = 1\n'
     )
-    flags = ["--set", "run.script=client.py:train", "--workers", "2", "--processes", "2", "--json"]
+    flags = ["--set", "run.script=client.py:train", "--set", "rounds.sites=2", "--processes", "2", "--json"]
     command = [sys.executable, "-m", "atoll.cli.main", "simulate", "run.toml", *flags]
     unbuffered = {**os.environ, "PYTHONUNBUFFERED": "1"}
     done = subprocess.run(command, cwd=tmp_path, env=unbuffered, capture_output=True, text=True, check=False)
@@ -240,8 +251,8 @@ def test_a_run_in_memory_has_no_file_of_a_tensor(tmp_path: Path, client: str) ->
 
 @pytest.mark.covers("V4")
 @pytest.mark.slow
-def test_memory_does_not_grow_with_the_number_of_virtual_workers(tmp_path: Path, client: str) -> None:
-    run(tmp_path, client.replace(":train", ":remember"), workers=60, **{"rounds.total": 1})
+def test_memory_does_not_grow_with_the_number_of_simulated_sites(tmp_path: Path, client: str) -> None:
+    run(tmp_path, client.replace(":train", ":remember"), sites=60, **{"rounds.total": 1})
     used = [int(line) for line in (tmp_path / "memory").read_text().split()]
     assert len(used) == 60
     assert max(used[5:]) - used[4] < 16 * 2**20  # 55 more of them, with 32 MB each while they train
@@ -255,14 +266,14 @@ def test_a_simulation_can_be_stopped_and_goes_on(tmp_path: Path, client: str) ->
         if summary.round == 3:
             reached.set()
 
-    options = {"workers": 4, "processes": 1, "algorithm.name": "fedavg", "disk.state_dir": tmp_path / "state"}
+    options = {"sites": 4, "processes": 1, "algorithm.name": "fedavg", "disk.state_dir": tmp_path / "state"}
     with new_simulation(
-        start(), client=client, **{"rounds.total": 100_000}, on_round=on_round, **options
+        start(), script=client, **{"rounds.total": 100_000}, on_round=on_round, **options
     ) as simulation:
         assert reached.wait(60)
         (pid,) = simulation.pids()
     assert not Path(f"/proc/{pid}").exists()
-    journal = new_simulation(client=client, **{"rounds.total": 100_000}, **options)
+    journal = new_simulation(script=client, **{"rounds.total": 100_000}, **options)
     with journal:
         pass
     done = run(tmp_path, client, **{"rounds.total": 3})  # which it has: there is nothing to do
@@ -289,8 +300,8 @@ def test_a_simulation_of_very_many_can_be_stopped_while_they_join(
     monkeypatch.setattr(Coordinator, "join", counted)
     simulation = atoll.Simulation(
         start(),
-        client=client,
-        workers=200,
+        script=client,
+        sites=200,
         settings={"rounds.total": 1, "algorithm.name": "fedavg", "disk.state_dir": tmp_path / "s"},
     )
     with pytest.raises(UsageError, match="The simulation was stopped"):
@@ -302,7 +313,7 @@ def test_a_simulation_of_very_many_can_be_stopped_while_they_join(
 def test_a_client_that_begins_a_simulation_when_it_is_imported_is_told_how_not_to(tmp_path: Path) -> None:
     (tmp_path / "again.py").write_text(
         "import atoll\nfrom torch import nn\n\ndef train(worker):\n    pass\n\n"
-        "atoll.Simulation(nn.Linear(1, 1), client=train, rounds=1).run()\n"
+        "atoll.Simulation(nn.Linear(1, 1), script=train).run()\n"
     )
     with pytest.raises(ConfigError, match="if __name__ == '__main__'"):
         run(tmp_path, f"{tmp_path / 'again.py'}:train")
@@ -337,11 +348,11 @@ def test_workflows_are_refused_rather_than_left_out(tmp_path: Path, client: str)
         run(tmp_path, client, **{"workflow.steps": entries})
 
 
-def test_names_of_virtual_workers_have_to_differ(tmp_path: Path, client: str) -> None:
-    with pytest.raises(ConfigError, match="not all different"):
-        run(tmp_path, client, workers=["a", "b", "a"])
+def test_names_of_simulated_sites_have_to_differ(tmp_path: Path, client: str) -> None:
+    with pytest.raises(ConfigError, match="a name of its own"):
+        run(tmp_path, client, sites=["a", "b", "a"])
     with pytest.raises(ConfigError, match="not a site name"):
-        run(tmp_path, client, workers=["a b"])
+        run(tmp_path, client, sites=["a b"])
 
 
 @pytest.mark.slow
@@ -350,7 +361,7 @@ def test_hundreds_that_have_the_same_to_say_are_not_all_heard(
 ) -> None:
     (tmp_path / "client.py").write_text(CLIENT.replace("parameter.add_(number + 1.0)", "pass"))
     with caplog.at_level(logging.WARNING):
-        run(tmp_path, f"{tmp_path / 'client.py'}:train", workers=20, **{"rounds.total": 1})
+        run(tmp_path, f"{tmp_path / 'client.py'}:train", sites=20, **{"rounds.total": 1})
     assert capfd.readouterr().err.count("the pseudo-gradient is all zero") == 3
 
 
@@ -383,14 +394,14 @@ def test_versions_and_spools_are_rewritten_round_after_round(tmp_path: Path, cli
 
 
 @pytest.mark.slow
-def test_it_goes_on_with_fewer_virtual_workers_or_with_more(tmp_path: Path, client: str) -> None:
+def test_it_goes_on_with_fewer_simulated_sites_or_with_more(tmp_path: Path, client: str) -> None:
     seen: list[list[str]] = []
 
     def on_round(summary: RoundSummary) -> None:
         seen.append([site[-1] for site in summary.workers])
 
     for rounds, workers in ((1, 4), (2, 2), (4, 5)):
-        run(tmp_path, client, **{"rounds.total": rounds}, workers=workers, **{"rounds.min_sites": 1}, on_round=on_round)
+        run(tmp_path, client, **{"rounds.total": rounds}, sites=workers, **{"rounds.min_sites": 1}, on_round=on_round)
     assert seen == [list("0123"), list("01"), list("01"), list("01234")]  # a late joiner counts from the next round on
 
 

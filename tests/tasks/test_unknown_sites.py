@@ -90,6 +90,7 @@ def test_an_evaluation_names_the_nearest_of_a_site_that_has_never_joined(tmp_pat
     with atoll.Server(
         build_model(),
         settings={
+            "algorithm.name": "diloco",
             "workflow.steps": workflows,
             "disk.state_dir": tmp_path / "state",
             "network.port": 0,

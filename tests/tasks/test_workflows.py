@@ -292,7 +292,7 @@ def test_rounds_and_tasks_do_not_mix(tmp_path: Path) -> None:
         over.set()
     rounds = atoll.Server(
         torch.nn.Linear(1, 1),
-        settings={"algorithm.name": "fedavg", "network.port": 0, "disk.state_dir": tmp_path / "two"},
+        settings={"rounds.total": 0, "algorithm.name": "fedavg", "network.port": 0, "disk.state_dir": tmp_path / "two"},
     )
     with rounds as server, atoll.tasks(server.url, "a") as worker:
         with pytest.raises(ConfigError, match=r"atoll\.join"):

@@ -23,7 +23,13 @@ NOBODY = "http://127.0.0.1:9"
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[atoll.Server]:
     with atoll.Server(
-        nn.Linear(8, 4), settings={"network.port": 0, "algorithm.name": "fedavg", "disk.state_dir": tmp_path / "state"}
+        nn.Linear(8, 4),
+        settings={
+            "rounds.total": 0,
+            "network.port": 0,
+            "algorithm.name": "fedavg",
+            "disk.state_dir": tmp_path / "state",
+        },
     ) as server:
         yield server
 

@@ -130,8 +130,8 @@ sys.path.insert(0, sys.argv[1])
 import atoll
 from atoll.recipes import FedAvgRecipe, LocalEnv
 from kit.models import build_model
-recipe = FedAvgRecipe(name="r", model=build_model(), min_clients=2, num_rounds=2, train_script="client.py")
-recipe.execute(LocalEnv(num_clients=2, folder="out"))
+recipe = FedAvgRecipe(name="r", model=build_model(), min_sites=2, num_rounds=2, train_script="client.py")
+recipe.execute(LocalEnv(sites=2, folder="out"))
 """
 
 CLIENT = """
@@ -154,7 +154,7 @@ def test_a_script_with_a_local_environment_ends_with_one_line(tmp_path: Path) ->
 SIMULATED = """
 import atoll
 settings = {"model.source": "client:Model", "algorithm.name": "fedavg", "rounds.total": 3}
-atoll.Simulation(settings=settings, client="client.py:train", workers=2, processes=1).run()
+atoll.Simulation(settings=settings, script="client.py:train", sites=2, processes=1).run()
 """
 
 VIRTUAL = """

@@ -308,10 +308,22 @@ def test_a_models_own_names_do_not_collide_with_those_of_controls(tmp_path: Path
     model = {"w": torch.zeros(2), "atoll.control.v": torch.zeros(2)}
     with pytest.raises(UsageError, match=r"'atoll\.control\.v', and names that begin with 'atoll\.control\.' are"):
         atoll.Server(
-            model, settings={"algorithm.name": "scaffold", "network.port": 0, "disk.state_dir": tmp_path / "state"}
+            model,
+            settings={
+                "rounds.total": 0,
+                "algorithm.name": "scaffold",
+                "network.port": 0,
+                "disk.state_dir": tmp_path / "state",
+            },
         ).start()
     with atoll.Server(
-        model, settings={"algorithm.name": "fedavg", "network.port": 0, "disk.state_dir": tmp_path / "other"}
+        model,
+        settings={
+            "rounds.total": 0,
+            "algorithm.name": "fedavg",
+            "network.port": 0,
+            "disk.state_dir": tmp_path / "other",
+        },
     ):  # there are none here
         pass
 

@@ -25,7 +25,13 @@ from atoll.worker.exchange.participation import Participation, take_part
 def server(tmp_path: Path) -> Iterator[atoll.Server]:
     torch.manual_seed(0)
     with atoll.Server(
-        nn.Linear(8, 4), settings={"network.port": 0, "algorithm.name": "fedavg", "disk.state_dir": tmp_path / "state"}
+        nn.Linear(8, 4),
+        settings={
+            "rounds.total": 0,
+            "network.port": 0,
+            "algorithm.name": "fedavg",
+            "disk.state_dir": tmp_path / "state",
+        },
     ) as server:
         yield server
 

@@ -24,7 +24,8 @@ from atoll.worker.session.session import split_of
 def test_a_weight_that_cannot_count_is_refused_before_anything_is_formed(tmp_path: Path, weight: float) -> None:
     """Guards against `positive` that lets it pass."""
     with atoll.Server(
-        nn.Linear(2, 1), settings={"network.port": 0, "algorithm.name": "fedavg", "disk.state_dir": tmp_path / "s"}
+        nn.Linear(2, 1),
+        settings={"rounds.total": 0, "network.port": 0, "algorithm.name": "fedavg", "disk.state_dir": tmp_path / "s"},
     ) as server:
         with atoll.join(server.url, site="a", folder=tmp_path / "w") as worker:
             fl_round = next(iter(worker))
@@ -128,7 +129,8 @@ def test_a_layout_or_schema_that_is_not_the_servers_is_refused_before_a_byte_mov
 ) -> None:
     """Guards against `form` without the comparison of layouts; `_fetch_schema` without that of schemas."""
     with atoll.Server(
-        nn.Linear(2, 1), settings={"network.port": 0, "algorithm.name": "fedavg", "disk.state_dir": tmp_path / "s"}
+        nn.Linear(2, 1),
+        settings={"rounds.total": 0, "network.port": 0, "algorithm.name": "fedavg", "disk.state_dir": tmp_path / "s"},
     ) as server:
         place = take_part(server.url, "a", folder=tmp_path / "w")
         ticket = place.exchange.ask().ticket

@@ -259,5 +259,7 @@ def test_a_site_submits_tensors_that_are_named_by_a_wrapper(tmp_path: Path) -> N
 def test_refuses_tensors_with_one_name_without_the_wrapper(tmp_path: Path) -> None:
     tensors = {"0.weight": torch.zeros(2), "_orig_mod.0.weight": torch.ones(2)}
     with pytest.raises(UsageError) as refused:
-        atoll.Server(tensors, settings={"network.port": 0, "disk.state_dir": tmp_path / "state"}).start()
+        atoll.Server(
+            tensors, settings={"algorithm.name": "diloco", "network.port": 0, "disk.state_dir": tmp_path / "state"}
+        ).start()
     assert "'_orig_mod.0.weight'" in refused.value.message

@@ -23,6 +23,7 @@ def test_training_in_which_nothing_moves_fails_after_its_limit(tmp_path: Path) -
     server = atoll.Server(
         {"w": torch.ones(2)},
         settings={
+            "algorithm.name": "diloco",
             "workflow.steps": workflows,
             "rounds.total": 1,
             "network.port": 0,

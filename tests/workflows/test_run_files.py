@@ -86,7 +86,13 @@ def test_an_evaluation_that_means_nothing_is_refused_before_training(
     with pytest.raises(ConfigError) as caught:
         atoll.Server(
             {"w": __import__("torch").ones(1)},
-            settings={"workflow.steps": workflows, "rounds.total": 1, "disk.state_dir": tmp_path, "network.port": 0},
+            settings={
+                "algorithm.name": "diloco",
+                "workflow.steps": workflows,
+                "rounds.total": 1,
+                "disk.state_dir": tmp_path,
+                "network.port": 0,
+            },
         ).run()
     for word in words:
         assert word in str(caught.value)

@@ -70,17 +70,32 @@ class ResolvedAlgorithm:
         return self.outer if isinstance(self.outer, str) else name_of(self.outer)
 
 
-def resolve(settings: Settings, outer_given: Callable[..., Any] | None = None) -> ResolvedAlgorithm:
-    """What a run with these settings does.
+TASKS_ALONE = "fedavg"
+"""The algorithm in the plan of a run without rounds, which may name none: the plainest."""
 
-    Args:
-        outer_given: the outer optimizer, in place of the setting's.
+
+def require_training(settings: Settings) -> None:
+    """Refuse a run of rounds that does not say how it trains, or for how long.
 
     Raises:
-        ConfigError: an unknown algorithm, optimizer or codec (the nearest name is offered), an option given twice, or
-            momentum for an optimizer that has none.
+        ConfigError: it names no algorithm, or is a federated run without a number of rounds.
     """
-    name = settings.algorithm.target or "diloco"
+    if settings.algorithm.target is None:
+        raise ConfigError(
+            "algorithm.name is not set.",
+            f"Set it to one of {', '.join(registry.names('algorithms'))}: fedavg averages the models of the sites, "
+            "diloco synchronises every diloco.sync_every local steps.",
+        )
+    if not _loaded(settings).steps_driven and "total" not in settings.rounds.model_fields_set:
+        raise ConfigError(
+            f"rounds.total is not set, and {settings.algorithm} is a federated algorithm: each round is a round of "
+            "every site's script.",
+            "Set rounds.total to the number of rounds; 0 goes on until the server is stopped.",
+        )
+
+
+def _loaded(settings: Settings) -> Algorithm:
+    name = settings.algorithm.target or TASKS_ALONE
     algorithm = registry.load("algorithms", name)
     if not isinstance(algorithm, Algorithm):
         raise ConfigError(
@@ -92,6 +107,21 @@ def resolve(settings: Settings, outer_given: Callable[..., Any] | None = None) -
             f"The entry point {name!r} gives an algorithm named {algorithm.name!r}.",
             "Give both one name: sites load the algorithm by it.",
         )
+    return algorithm
+
+
+def resolve(settings: Settings, outer_given: Callable[..., Any] | None = None) -> ResolvedAlgorithm:
+    """Return what a run with these settings does.
+
+    Args:
+        outer_given: the outer optimizer, in place of the setting's.
+
+    Raises:
+        ConfigError: an unknown algorithm, optimizer or codec (the nearest name is offered), an option given twice, or
+            momentum for an optimizer that has none.
+    """
+    algorithm = _loaded(settings)
+    name = settings.algorithm.target or algorithm.name
     has_state = bool(algorithm.beside or algorithm.keeps)
     if settings.model.ranks > 1 and has_state:
         raise ConfigError(

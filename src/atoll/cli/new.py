@@ -103,7 +103,7 @@ def next_commands(directory: Path, algorithm: str) -> str:
         *(
             []
             if algorithm == "diloco"
-            else ["  atoll simulate run.toml --workers 20   # or twenty sites on this machine"]
+            else ["  atoll simulate run.toml --set rounds.sites=20   # or twenty sites on this machine"]
         ),
     ]
     return "\n".join(lines)

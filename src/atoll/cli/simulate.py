@@ -39,17 +39,6 @@ def command(
         list[str] | None, typer.Argument(help="What the script finds in sys.argv, after `--`.", metavar="-- ARGS")
     ] = None,
     sets: Sets = None,
-    workers: Annotated[
-        int | None, typer.Option(min=1, help="Virtual workers; by default `rounds.sites`.", show_default=False)
-    ] = None,
-    per_round: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="How many of them a round asks for; by default as the run file says: all of them.",
-            show_default=False,
-        ),
-    ] = None,
     processes: Annotated[
         int | None, typer.Option(min=1, help="Processes that train them; by default one a core.", show_default=False)
     ] = None,
@@ -64,15 +53,13 @@ def command(
         bool, typer.Option("--json", help="Print the summary as JSON; lines go to standard error.")
     ] = False,
 ) -> None:
-    """Run many virtual workers, with no network in between; the same command goes on where it was."""
+    """Run many simulated sites, with no network in between; the same command goes on where it was."""
     log_lines(sys.stderr if json else None)
     server = logging.getLogger("atoll.server")
     server.setLevel(logging.WARNING)  # it has a line for every worker
     server.addFilter(Seldom())
     raise_on_sigterm()
     settings = read_settings(run_file, sets, rounds=rounds, directory=directory)
-    if workers is not None:
-        settings = settings.changed({"rounds.sites": workers})
     if directory is None and settings.disk.state_dir == run_file.parent / default_of("disk.state_dir"):
         settings = settings.changed({"disk.state_dir": run_file.parent / STATE_DIR})
     LOG.info("%s starts; loading PyTorch takes a few seconds", settings.run.name)
@@ -83,8 +70,6 @@ def command(
     simulation = Simulation(
         settings=settings,
         arguments=arguments or (),
-        workers=workers,
-        per_round=per_round,
         processes=processes,
         engine=engine,
         address=address,
@@ -116,7 +101,7 @@ class Lines:
             settings.run.name,
             counted(settings.rounds.total, "round"),
             str(settings.algorithm.target),
-            counted(len(simulation.sites), "virtual worker"),
+            counted(len(simulation.sites), "simulated site"),
             simulation.described,
             settings.disk.state_dir,
         )
@@ -145,7 +130,7 @@ def summary(done: Simulated) -> str:
         f"{size(done.bytes_up)} up and {size(done.bytes_down)} down would have travelled",
         f"{counted(done.late, 'update')} came too late" if done.late else "",
         f"{counted(sum(done.refused.values()), 'update')} refused: {_some(done.refused)}" if done.refused else "",
-        f"{counted(len(done.failed), 'virtual worker')} failed: {_some(done.failed)}" if done.failed else "",
+        f"{counted(len(done.failed), 'simulated site')} failed: {_some(done.failed)}" if done.failed else "",
         numbers(done.metrics),
         str(done.model),
     ]

@@ -64,29 +64,37 @@ TABLES = (*FILTERS, "workflow.steps", "workflow.components")
 
 
 def merged(values: Mapping[str, Any], onto: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Values by `group.key` as nested tables; `group` alone may have a table or an object of that group.
+    """Return values by `group.key` as nested tables; `group` alone may have a table or an object of that group.
 
-    Tables merge, except that a table which names something (`name`, `path`) replaces the one in its place.
+    Tables merge, except that a table which names something (`name`, `path`) replaces the one in its place. A single
+    `path` takes the place of a `name`, and the other way round.
 
     Args:
         onto: nested tables, whose values give way.
     """
     tree = dict(onto or {})
-    for key, value in values.items():
-        group, *names = str(key).split(".")
-        _set(tree, ["async" if group == "async_" else group, *names], value, depth=1)
+    chosen = {tuple(key.split(".")): value for key, value in flat(values).items()}
+    for (group, *names), value in chosen.items():
+        other = _INSTEAD.get(names[-1], "") if names else ""
+        both = (group, *names[:-1], other) in chosen  # which is refused
+        _set(tree, ["async" if group == "async_" else group, *names], value, "" if both else other)
     return tree
 
 
-def _set(table: dict[str, Any], path: list[str], value: Any, depth: int) -> None:
+_INSTEAD = {"name": "path", "path": "name"}
+
+
+def _set(table: dict[str, Any], path: list[str], value: Any, other: str = "") -> None:
     (name, *rest), inner = path, value
     if isinstance(value, BaseModel):
         value = inner = value.model_dump(exclude_unset=True)
-    if rest or (isinstance(value, Mapping) and (depth == 1 or value.keys().isdisjoint({"name", "path"}))):
+    if rest or (isinstance(value, Mapping) and value.keys().isdisjoint(_INSTEAD)):
         old = table.get(name)
         inner = dict(old) if isinstance(old, Mapping) else {}
         for key, each in [(rest, value)] if rest else [([key], each) for key, each in value.items()]:
-            _set(inner, key, each, depth + 1)
+            _set(inner, key, each, other)
+    else:
+        table.pop(other, None)
     table[name] = inner
 
 
@@ -96,7 +104,7 @@ def flat(values: Mapping[str, Any]) -> dict[str, Any]:
     for key, value in values.items():
         table = value.model_dump(exclude_unset=True) if isinstance(value, BaseModel) else value
         whole = "." not in key and isinstance(table, Mapping)
-        found |= {f"{key}.{name}": each for name, each in table.items()} if whole else {key: value}
+        found |= {f"{key}.{name}": each for name, each in table.items()} if whole else {str(key): value}
     return found
 
 
@@ -255,6 +263,8 @@ def moved(key: str, value: Any, move: Move) -> Any:
     """The value of a setting in which the paths of files and folders are moved."""
     if key in FOLDERS:
         return Path(move(str(value))) if isinstance(value, str | Path) else value
+    if isinstance(value, BaseModel):
+        value = value.model_dump(exclude_defaults=True)
     if key in CODE and isinstance(value, Mapping) and "path" in value:
         return {**value, "path": _code(value["path"], move)}
     if key == "algorithm.path" or (key == "workflow.function"):

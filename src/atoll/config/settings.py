@@ -144,7 +144,10 @@ class Algorithm(Choice):
     """The algorithm, and the options of its local training, such as `mu = 0.1` for FedProx."""
 
     name: str | None = Field(
-        None, min_length=1, description="`diloco`, `fedavg`, `fedprox`, `fednova`, … or of an installed package."
+        None,
+        min_length=1,
+        description="`diloco`, `fedavg`, `fedprox`, `fednova`, … or of an installed package. A run "
+        "with rounds has to name one.",
     )
     path: str | None = Field(
         None, min_length=1, description="In place of `name` your own, as `my_file.py:attribute` or `module:attribute`."
@@ -186,7 +189,12 @@ class DiLoCo(Group):
 class Rounds(Group):
     """How many rounds, and when one closes."""
 
-    total: int = Field(0, ge=0, description="Rounds after which the run is finished; 0: until it is stopped.")
+    total: int = Field(
+        0,
+        ge=0,
+        description="Rounds after which the run is finished; 0: until it is stopped. A run of a federated "
+        "algorithm has to set it.",
+    )
     sites: int = Field(1, ge=1, description="Sites that round one waits for.")
     min_sites: int | None = Field(
         None,
@@ -464,7 +472,7 @@ class Settings(BaseModel):
         Raises:
             ConfigError: as `read`.
         """
-        return Settings.build(merged(values, self.model_dump(by_alias=True)))
+        return Settings.build(merged(values, self.model_dump(by_alias=True, exclude_unset=True)))
 
     def at(self, key: str) -> Any:
         """The value of `group.key`."""
@@ -483,8 +491,12 @@ class Settings(BaseModel):
 
     def by_key(self) -> dict[str, Any]:
         """Every setting by `group.key`; the options of the algorithm, too."""
-        found = {key: self.at(key) for key in FIELDS}
-        return found | {f"algorithm.{option}": value for option, value in self.algorithm.options.items()}
+        found: dict[str, Any] = {}
+        for group in GROUPS:
+            found |= {key: self.at(key) for key in FIELDS if key.startswith(f"{group}.")}
+            if group == "algorithm":
+                found |= {f"algorithm.{option}": value for option, value in self.algorithm.options.items()}
+        return found
 
     @property
     def exports(self) -> Path:
@@ -525,9 +537,8 @@ def collected(
     values: dict[str, Any] = {}
     source: dict[str, str] = {}
     for layer in layers:
-        for key, (value, where) in layer.items():
-            values = merged({key: value}, values)
-            source[key] = where
+        values = merged({key: value for key, (value, _) in layer.items()}, values)
+        source |= {key: where for key, (_, where) in layer.items()}
     return values, source
 
 

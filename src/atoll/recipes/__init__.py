@@ -1,9 +1,9 @@
-"""One call per algorithm, for people who come from recipes; each writes a run file and equals it.
+"""A run in one call: a recipe for each algorithm writes a run file and executes it.
 
 recipe = FedAvgRecipe(
-    name="digits", model=Net(), min_clients=2, num_rounds=5, train_script="train.py"
+    name="digits", model=Net(), min_sites=2, num_rounds=5, train_script="train.py"
 )
-result = recipe.execute(SimEnv(num_clients=2))  # or LocalEnv(num_clients=2), ServerEnv("http://host:8512")
+result = recipe.execute(SimEnv(sites=2))  # or LocalEnv(sites=2), ServerEnv("http://host:8512")
 print(result.model, result.metrics)
 """
 
@@ -17,11 +17,9 @@ from atoll.recipes.by_algorithm import (
     ScaffoldRecipe,
     SwarmRecipe,
 )
-from atoll.recipes.local import LocalEnv
+from atoll.recipes.environments import LocalEnv, ServerEnv, SimEnv
 from atoll.recipes.recipe import Recipe
-from atoll.recipes.remote import ServerEnv
 from atoll.recipes.result import RunResult
-from atoll.recipes.simulated import SimEnv
 
 __all__ = [
     "DiLoCoRecipe",

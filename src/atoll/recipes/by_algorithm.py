@@ -17,7 +17,7 @@ OPTIMIZERS = {"sgd": "fedavgm", "adam": "fedadam", "yogi": "fedyogi", "adagrad":
 @public_api
 @dataclass(eq=False)
 class FedAvgRecipe(Recipe):
-    """Federated averaging: the mean of what the clients trained, by weight."""
+    """Federated averaging: the mean of what the sites trained, by weight."""
 
     algorithm: ClassVar[str] = "fedavg"
 
@@ -25,7 +25,7 @@ class FedAvgRecipe(Recipe):
 @public_api
 @dataclass(eq=False)
 class FedProxRecipe(Recipe):
-    """FedAvg whose clients are drawn towards the global model.
+    """FedAvg whose sites are drawn towards the global model.
 
     Args:
         mu: how strongly, μ; the paper's best lie between 0.001 and 1.
@@ -35,7 +35,7 @@ class FedProxRecipe(Recipe):
     mu: float = field(default=0.01, kw_only=True)
 
     def choices(self) -> dict[str, Any]:
-        """μ."""
+        """Return μ."""
         return {"algorithm.mu": self.mu}
 
 
@@ -54,10 +54,10 @@ class FedOptRecipe(Recipe):
 
     @property
     def algorithm(self) -> str:  # type: ignore[override]
-        """Of the run file.
+        """Return the algorithm of the run file.
 
         Raises:
-            UsageError: there is none of that optimizer; the nearest is named.
+            UsageError: there is no such optimizer; the nearest is named.
         """
         if self.server_optimizer not in OPTIMIZERS:
             raise UsageError(
@@ -67,14 +67,14 @@ class FedOptRecipe(Recipe):
         return OPTIMIZERS[self.server_optimizer]
 
     def choices(self) -> dict[str, Any]:
-        """The learning rate, where it is given."""
+        """Return the learning rate, where it is given."""
         return {} if self.server_lr is None else {"algorithm.outer_optimizer.lr": self.server_lr}
 
 
 @public_api
 @dataclass(eq=False)
 class ScaffoldRecipe(Recipe):
-    """SCAFFOLD: clients correct their steps by where all of them go; for sites whose data differ much.
+    """SCAFFOLD: sites correct their steps by where all of them go; for sites whose data differ much.
 
     Args:
         server_lr: η_g; by default 1.
@@ -84,14 +84,14 @@ class ScaffoldRecipe(Recipe):
     server_lr: float | None = field(default=None, kw_only=True)
 
     def choices(self) -> dict[str, Any]:
-        """η_g, where it is given."""
+        """Return η_g, where it is given."""
         return {} if self.server_lr is None else {"algorithm.outer_optimizer.lr": self.server_lr}
 
 
 @public_api
 @dataclass(eq=False)
 class DiLoCoRecipe(Recipe):
-    """Low-communication training: clients synchronise every `sync_every` local steps.
+    """Low-communication training: sites synchronise every `sync_every` local steps.
 
     Args:
         sync_every: H.
@@ -105,7 +105,7 @@ class DiLoCoRecipe(Recipe):
     outer_momentum: float | None = field(default=None, kw_only=True)
 
     def choices(self) -> dict[str, Any]:
-        """H, and what is given of the outer optimizer."""
+        """Return H, and what is given of the outer optimizer."""
         outer = {"lr": self.outer_lr, "momentum": self.outer_momentum}
         given = {f"algorithm.outer_optimizer.{key}": value for key, value in outer.items() if value is not None}
         return {"diloco.sync_every": self.sync_every} | given
@@ -114,18 +114,18 @@ class DiLoCoRecipe(Recipe):
 @public_api
 @dataclass(eq=False)
 class SwarmRecipe(Recipe):
-    """Rounds that clients aggregate, another one each time: no update goes through the server (docs/swarm.md).
+    """Rounds that sites aggregate, another one each time: no update goes through the server (docs/swarm.md).
 
     Args:
         algorithm: of the rounds; any that needs no code of your own.
-        aggregators: clients that aggregate, in turn; by default all of them, in an order that the seed draws.
+        aggregators: sites that aggregate, in turn; by default all of them, in an order that the seed draws.
     """
 
     algorithm: str = field(default="fedavg", kw_only=True)  # type: ignore[misc]
     aggregators: str | Sequence[str] = field(default=(), kw_only=True)
 
     def choices(self) -> dict[str, Any]:
-        """Where rounds are aggregated, and by whom, where that is given."""
+        """Return that sites aggregate, and which ones where that is given."""
         given = self.aggregators
         named = {"swarm.aggregators": (given,) if isinstance(given, str) else tuple(given)} if given else {}
         return {"swarm.enabled": True} | named

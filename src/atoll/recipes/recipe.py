@@ -1,9 +1,4 @@
-"""What recipes and environments say of an argument that they do not have, or whose value is of a wrong type.
-
-What a recipe's `model` and `initial_ckpt` may be, and the initial model as the file that a run file names.
-
-What every recipe is: a few names that people know, and the settings of a run that they stand for.
-"""
+"""What every recipe is: a few arguments, the settings of a run that they stand for, and its initial model."""
 
 from __future__ import annotations
 
@@ -33,8 +28,8 @@ if TYPE_CHECKING:
 class _Strict(type):
     @public_api
     def __call__(cls, *args: Any, **given: Any) -> Any:
-        """Refuse what `__init__` does not take, before Python would without saying what is meant."""
-        signature = inspect.signature(cls.__init__)  # type: ignore[misc]  # this very class's
+        """Refuse what `__init__` does not take, and name the argument that is meant."""
+        signature = inspect.signature(cls.__init__)  # type: ignore[misc]  # of this very class
         known = [name for name in signature.parameters if name != "self"]
         for name in given:
             if name not in known:
@@ -48,11 +43,11 @@ class _Strict(type):
 
 
 class Strict(metaclass=_Strict):
-    """A class that refuses an unknown argument with the nearest one that it has, and says which are missing."""
+    """A class that refuses an unknown argument with the nearest one that it has, and names those that are missing."""
 
 
 def require_number(who: object, name: str, value: object, least: int) -> None:
-    """Refuse what is no whole number, or a smaller one; a text or a truth value is none.
+    """Refuse a value that is not a whole number of at least `least`.
 
     Raises:
         UsageError: the argument is named.
@@ -62,7 +57,7 @@ def require_number(who: object, name: str, value: object, least: int) -> None:
 
 
 def require_path(who: object, name: str, value: object) -> None:
-    """Refuse what is no path.
+    """Refuse a value that is not a path.
 
     Raises:
         UsageError: the argument is named.
@@ -72,7 +67,7 @@ def require_path(who: object, name: str, value: object) -> None:
 
 
 def script_arguments(who: object, given: object) -> list[str]:
-    """`train_args` as a list.
+    """Return `train_args` as a list.
 
     Raises:
         UsageError: it is neither a text that a shell would take nor a list of texts.
@@ -101,7 +96,7 @@ def _unknown(who: str, name: str, value: Any, known: Sequence[str]) -> UsageErro
     return UsageError(f"{who} has no argument {name!r}.", registry.nearest(name, known, f"It has {', '.join(known)}."))
 
 
-FILE = "initial.safetensors"
+INITIAL_FILE = "initial.safetensors"
 """Beside the run file."""
 
 HOW = 'Give an nn.Module, "my_models:build", {"class_path": "my_models.Net"} or a safetensors file.'
@@ -144,22 +139,22 @@ class InitialModel:
         return self._is_module or (self._checkpoint is not None and self._model is not None)
 
     def settings(self, folder: Path) -> dict[str, Any]:
-        """What it is in the settings, where the run file lies in `folder`."""
+        """Return its settings, where the run file lies in `folder`."""
         if self._is_written or not isinstance(self._model, Mapping):
-            return {"model.source": str(folder / FILE) if self._is_written else self._checkpoint or self._model}
+            return {"model.source": str(folder / INITIAL_FILE) if self._is_written else self._checkpoint or self._model}
         return _source(self._model)
 
     def write(self, folder: Path, settings: Settings) -> None:
-        """Write the file that the run file names, where it names one that is made.
+        """Write the file that the run file names, unless it names one that is there already.
 
         Raises:
             ConfigError: the weights are not those of the model, or the file is none.
         """
         if self._is_written:
-            save(folder / FILE, self.tensors(settings), self._weights())
+            save(folder / INITIAL_FILE, self.tensors(settings), self._weights())
 
     def tensors(self, settings: Settings) -> nn.Module | Tensors:
-        """The model as the server sees it; its values are those of the checkpoint only where there is nothing else."""
+        """Return the model as the server sees it; its values count only where there is no module."""
         from atoll.server.initial_model import initial_model
 
         if self._is_module:
@@ -184,7 +179,7 @@ class InitialModel:
 
 
 def _source(model: Mapping[str, Any]) -> dict[str, Any]:
-    """`{"class_path": "my_models.Net", "args": {…}}` as settings.
+    """Return `{"class_path": "my_models.Net", "args": {…}}` as settings.
 
     Raises:
         ConfigError: it has other keys.
@@ -228,28 +223,28 @@ def save(path: Path, model: nn.Module | Tensors, weights: Tensors | None = None)
 
 
 HEADER = "# Written by "
-"""How a run file begins that may be written anew."""
+"""A run file that begins with this may be written anew."""
 
 ARGUMENTS = {
     "run.name": "name",
     "model.source": "model",
     "model.args": "model",
     "rounds.total": "num_rounds",
-    "rounds.sites": "min_clients",
-    "rounds.min_sites": "min_clients",
+    "rounds.sites": "min_sites",
+    "rounds.min_sites": "min_sites",
     "run.script": "train_script",
 }
-"""Setting → the argument that it comes from."""
+"""Setting → the argument that sets it."""
 
-DEFAULTS_ONLY = ("rounds.sites", "rounds.min_sites")
-"""Of those, what may be chosen apart from the argument, too."""
+ALSO_CHOSEN = ("rounds.sites", "rounds.min_sites")
+"""Of those, the settings that `add_server_config` may choose, too."""
 
 
 class Environment(Protocol):
     """Where a recipe is executed."""
 
     def run(self, recipe: Recipe) -> RunResult:
-        """Execute it, and say what came of it."""
+        """Execute it, and return what came of it."""
         ...
 
 
@@ -262,9 +257,9 @@ class Recipe(Strict):
         name: of the run, for people.
         model: the initial model: an `nn.Module`, `"module:function"`, `{"class_path": …, "args": …}`, or a safetensors
             file; None where `initial_ckpt` is one.
-        min_clients: clients that round one waits for, and below which no round closes.
+        min_sites: sites that round one waits for, and below which no round closes.
         num_rounds: after which the run is finished.
-        train_script: what a client runs, `train.py`: a script that would be a worker under `atoll worker`.
+        train_script: what a site runs, `train.py`: a script that would be a worker under `atoll worker`.
         initial_ckpt: a safetensors file with the weights of `model`.
         train_args: of the script, as one text or a list.
 
@@ -278,7 +273,7 @@ class Recipe(Strict):
 
     name: str
     model: nn.Module | str | Path | Mapping[str, Any] | None
-    min_clients: int
+    min_sites: int
     num_rounds: int
     train_script: str | Path
     initial_ckpt: str | Path | None = None
@@ -296,7 +291,7 @@ class Recipe(Strict):
                 f"{type(self).__name__}: num_rounds is {self.num_rounds}.", "A recipe ends by itself: give at least 1."
             )
         self.settings()
-        require_number(self, "min_clients", self.min_clients, 1)
+        require_number(self, "min_sites", self.min_sites, 1)
         require_number(self, "num_rounds", self.num_rounds, 1)
         if not Path(self.train_script).is_file():
             raise UsageError(
@@ -304,10 +299,10 @@ class Recipe(Strict):
                 f"A relative path is looked for in {str(Path.cwd())!r}.",
             )
 
-    # -- the settings it stands for
+    # -- settings
 
     def choices(self) -> dict[str, Any]:
-        """What the algorithm's own arguments say, as settings of the run file."""
+        """Return the settings that the algorithm's own arguments stand for."""
         return {}
 
     def add_server_config(self, config: Mapping[str, Any] | None = None, **given: Any) -> Self:
@@ -325,7 +320,7 @@ class Recipe(Strict):
                 f"add_server_config takes the settings as one mapping, and got {got or 'nothing'}.",
                 f"Write recipe.add_server_config({given or {'aggregation.upload_codec': {'name': 'int8'}}!r}).",
             )
-        fixed = {"algorithm.name", *ARGUMENTS, *self.choices()} - {*DEFAULTS_ONLY}
+        fixed = {"algorithm.name", *ARGUMENTS, *self.choices()} - {*ALSO_CHOSEN}
         if wrong := [key for key in config if not isinstance(key, str)]:
             raise UsageError(
                 f"add_server_config got the key {wrong[0]!r}, which is no name of a setting.",
@@ -351,11 +346,11 @@ class Recipe(Strict):
             raise
         return self
 
-    def settings(self, num_clients: int | None = None, folder: Path = Path()) -> Settings:
-        """The run's settings; paths in them are relative to the current folder.
+    def settings(self, sites: int | None = None, folder: Path = Path()) -> Settings:
+        """Return the run's settings; paths in them are relative to the current folder.
 
         Args:
-            num_clients: that round one waits for; by default `min_clients`.
+            sites: that round one waits for; by default `min_sites`.
             folder: where an initial model lies that `write` makes.
 
         Raises:
@@ -364,29 +359,29 @@ class Recipe(Strict):
         who = type(self).__name__
         source = {key: f"{who}, {argument}" for key, argument in ARGUMENTS.items()}
         source |= dict.fromkeys(self.choices(), who) | dict.fromkeys(self._config, "add_server_config")
-        settings = Settings.build(self._values(num_clients, folder), source)
+        settings = Settings.build(self._values(sites, folder), source)
         try:
             resolve(settings)
         except ConfigError as error:
             raise ConfigError(f"{who}: {error.message}", error.remedy, error.trace) from error
         return settings
 
-    def _values(self, num_clients: int | None, folder: Path) -> dict[str, Any]:
-        floor = {} if self._config.get("async.enabled") else {"rounds.min_sites": self.min_clients}
+    def _values(self, sites: int | None, folder: Path) -> dict[str, Any]:
+        floor = {} if self._config.get("async.enabled") else {"rounds.min_sites": self.min_sites}
         return {
             "run.name": self.name,
             **self._initial.settings(folder),
             "algorithm.name": self.algorithm,
             "rounds.total": self.num_rounds,
-            "rounds.sites": self.min_clients if num_clients is None else num_clients,
+            "rounds.sites": self.min_sites if sites is None else sites,
             "run.script": str(self.train_script),
-            **floor,  # nobody waits for others in an asynchronous run, so that there it is left at 1
+            **floor,  # in an asynchronous run no site waits for another, so it is left at 1 there
             **self.choices(),
             **self._config,
         }
 
     def initial_tensors(self, settings: Settings) -> nn.Module | Mapping[str, Tensor]:
-        """The initial model, as the server of this recipe would have it."""
+        """Return the initial model, as the server of this recipe would have it."""
         return self._initial.tensors(settings)
 
     @property
@@ -394,15 +389,15 @@ class Recipe(Strict):
         """The script and its arguments."""
         return [str(self.train_script), *script_arguments(self, self.train_args)]
 
-    # -- what it does
+    # -- run file and execution
 
-    def write(self, path: str | Path, num_clients: int | None = None) -> Path:
+    def write(self, path: str | Path, sites: int | None = None) -> Path:
         """Write the run file, and the initial model beside it where `model` is a module or has weights of its own.
 
         `atoll server` on that file and `atoll worker` with the script are the same run as `execute`, to the bit.
 
         Args:
-            num_clients: that round one waits for; by default `min_clients`.
+            sites: that round one waits for; by default `min_sites`.
 
         Raises:
             UsageError: there is a file that no recipe wrote.
@@ -414,17 +409,17 @@ class Recipe(Strict):
         if path.exists() and not path.read_text(encoding="utf-8", errors="replace").startswith(HEADER):
             raise UsageError(f"{str(path)!r} was not written by a recipe.", "Name another file, or remove that one.")
         path.parent.mkdir(parents=True, exist_ok=True)
-        settings = self.settings(num_clients, path.parent)
+        settings = self.settings(sites, path.parent)
         self._initial.write(path.parent, settings)
         temporary = path.with_name(f".{path.name}.tmp")
-        temporary.write_text(self.text(path, num_clients), encoding="utf-8")
+        temporary.write_text(self.text(path, sites), encoding="utf-8")
         os.replace(temporary, path)
         return path
 
-    def text(self, path: Path, num_clients: int | None = None) -> str:
-        """What `write` writes at `path`."""
-        settings = self.settings(num_clients, path.parent)
-        chosen = merged(self._values(num_clients, path.parent))
+    def text(self, path: Path, sites: int | None = None) -> str:
+        """Return what `write` writes at `path`."""
+        settings = self.settings(sites, path.parent)
+        chosen = merged(self._values(sites, path.parent))
         written = {
             key: moved(key, value, lambda file: os.path.relpath(file, path.parent))
             for key, value in settings.by_key().items()
@@ -452,7 +447,7 @@ class Recipe(Strict):
         """Run it, and return when it is finished.
 
         Args:
-            env: `SimEnv(num_clients=2)`, `LocalEnv(num_clients=2)` or `ServerEnv("http://host:8512")`.
+            env: `SimEnv(sites=2)`, `LocalEnv(sites=2)` or `ServerEnv("http://host:8512")`.
 
         Raises:
             AtollError: it could not begin or failed; the message says how to go on.
@@ -460,7 +455,7 @@ class Recipe(Strict):
         if isinstance(env, type) or not callable(getattr(env, "run", None)):
             raise UsageError(
                 f"execute got {env!r}, which is no environment.",
-                'Give LocalEnv(num_clients=2), SimEnv(num_clients=2) or ServerEnv("http://host:8512").',
+                'Give LocalEnv(sites=2), SimEnv(sites=2) or ServerEnv("http://host:8512").',
             )
         try:
             return env.run(self)
@@ -470,5 +465,5 @@ class Recipe(Strict):
 
 
 def slug(name: str) -> str:
-    """A run's name as that of a folder."""
+    """Return a run's name as the name of a folder."""
     return re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.") or "run"

@@ -16,6 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from atoll._version import __version__
+from atoll.algorithms.resolve import require_training
 from atoll.config import DEFAULT_PORT, Settings
 from atoll.errors import AtollError, ConfigError, PortInUse, UsageError, public_api
 from atoll.protocol import status_messages
@@ -100,6 +101,8 @@ class Server:
         self._model = model
         self._filters = TaskFilters(self.settings, data_filters, filters)
         self._workflows = WorkflowSchedule.of(self.settings, workflow, self._filters, evaluation)
+        if self._workflows is None or self._workflows.trains:
+            require_training(self.settings)
         if self._workflows is None or not self._workflows.sends_tasks:
             self._filters.require_rounds()
         if (

@@ -13,9 +13,9 @@ from atoll.store.journal_tables import VersionRow
 from atoll.store.versions import Pin
 
 ATTEMPTS = 3
-"""Processes that may end under one virtual worker, before it is the one that fails."""
+"""Processes that may end under one simulated site, before it is the one that fails."""
 START_S = 120.0
-"""Until a process has loaded the client."""
+"""Until a process has loaded the script."""
 
 
 @dataclass(frozen=True)
@@ -23,16 +23,16 @@ class Beginning:
     """What a process must know before it trains a worker.
 
     Attributes:
-        client: the user's code, as `client.name_of` gives it.
+        script: the user's code, as `name_of` gives it.
         arguments: what it finds in `sys.argv`.
         path: where it may import from.
         info, schema: of the run, as its server tells every worker.
         threads: of torch, in each process.
-        seed: of the random numbers that virtual workers draw.
+        seed: of the random numbers that simulated sites draw.
         sites: folder of what sites keep between their rounds.
     """
 
-    client: str
+    script: str
     arguments: tuple[str, ...]
     path: tuple[str, ...]
     info: messages.RunInfo
@@ -56,7 +56,7 @@ class Beginning:
 
 @dataclass(eq=False)
 class Job:
-    """One virtual worker's round.
+    """One simulated site's round.
 
     Attributes:
         outcomes: of updates that its files may speak of.
@@ -105,7 +105,7 @@ class Answer:
         trace: all of it.
         bytes_down: of tensors that it has loaded.
         stuck: whether it did not return, and its process was ended for those that wait.
-        disk: whether `error` is of a disk that is full or fails: no fault of this virtual worker's.
+        disk: whether `error` is of a disk that is full or fails: no fault of this simulated site's.
     """
 
     update: messages.Complete | None = None
@@ -131,7 +131,7 @@ class Answer:
 
 
 class Busy(Protocol):
-    """A process that trains virtual workers; `since_s` is when it began with the one that it has."""
+    """A process that trains simulated sites; `since_s` is when it began with the one that it has."""
 
     since_s: float
 
@@ -158,7 +158,7 @@ class Heard(Protocol):
 
 
 class Engine(Protocol):
-    """Processes that train virtual workers, each one at a time."""
+    """Processes that train simulated sites, each one at a time."""
 
     name: str
 
@@ -168,10 +168,10 @@ class Engine(Protocol):
         ...
 
     def start(self, beginning: Beginning, heard: Heard) -> None:
-        """Start the processes and let them load the client.
+        """Start the processes and let them load the script.
 
         Raises:
-            ConfigError: the client cannot be loaded, or the engine cannot be used here.
+            ConfigError: the script cannot be loaded, or the engine cannot be used here.
             RunFailed: a process ended before it began.
         """
         ...
@@ -181,7 +181,7 @@ class Engine(Protocol):
         ...
 
     def free(self, longer_s: float) -> None:
-        """End the process that has trained one virtual worker for longest, and for longer than this, if others wait.
+        """End the process that has trained one simulated site for longest, and for longer than this, if others wait.
 
         The answer is heard as `stuck`; another process takes its place.
         """

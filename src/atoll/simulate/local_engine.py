@@ -128,8 +128,8 @@ class LocalEngine:
         while True:
             while (told := process.hear()) is not None:
                 job, answer = told
-                if job is None:  # the client has forked, and returned twice
-                    LOG.warning("an answer that nobody awaits is left out: does the client fork, and return twice?")
+                if job is None:  # the script has forked, and returned twice
+                    LOG.warning("an answer that nobody awaits is left out: does the script fork, and return twice?")
                     continue
                 with self._lock:
                     process.jobs.pop(job.ticket.ticket, None)
@@ -181,7 +181,7 @@ class LocalEngine:
         return None
 
     def _begun(self) -> _Process:
-        """Another process that is ready; one that was killed before says nothing about the client.
+        """Another process that is ready; one that was killed before says nothing about the script.
 
         Raises:
             ConfigError, RunFailed: as `_Process.ready`.
@@ -241,7 +241,7 @@ class _Process:
             self._channel.send({"what": "begin", "beginning": beginning.to_json()})
 
     def ready(self) -> None:
-        """Wait until it has loaded the client.
+        """Wait until it has loaded the script.
 
         Raises:
             ConfigError: that cannot be loaded. RunFailed: it has ended.
@@ -261,7 +261,7 @@ class _Process:
             if late.is_set():
                 raise RunFailed(
                     f"A process of the simulation has not begun within {START_S:g} s, and was ended.",
-                    "What it printed says how far it came; most often the client's file does much when it is imported.",
+                    "What it printed says how far it came; most often the script's file does much when it is imported.",
                 ) from None
             if code < 0:
                 raise _Killed(
@@ -270,7 +270,7 @@ class _Process:
                 ) from None
             raise RunFailed(
                 f"A process of the simulation ended with code {code} before it began.",
-                "What it printed says why; most often the client's file ends it when it is imported.",
+                "What it printed says why; most often the script's file ends it when it is imported.",
             ) from None
         finally:
             slow.cancel()

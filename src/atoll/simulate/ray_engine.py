@@ -39,14 +39,14 @@ INSTALL = "Install it: pip install 'atoll[ray]'; or take engine local, which nee
 
 
 class Actor:
-    """A process of Ray that trains virtual workers.
+    """A process of Ray that trains simulated sites.
 
     Args:
         folder: for its files; None: that of temporary files there.
     """
 
     def __init__(self, beginning: dict[str, Any], folder: str | None) -> None:
-        os.dup2(2, 1)  # what the client prints must not mix with a summary
+        os.dup2(2, 1)  # what the script prints must not mix with a summary
         temporary = folder or tempfile.gettempdir()
         _remove_left_behind(temporary, ACTOR)
         self._folder = tempfile.TemporaryDirectory(dir=temporary, prefix=f"{ACTOR}{os.getpid()}-")
@@ -193,7 +193,7 @@ class RayEngine:
             raise ServerUnreachable(f"Ray {at}cannot be reached: {last.rstrip('.')}.", _REMEDY) from error
 
     def actor(self) -> Any:
-        """A new one, which begins to load the client."""
+        """A new one, which begins to load the script."""
         kind = self._ray.remote(num_cpus=1, max_restarts=0)(Actor)
         return kind.remote(self._beginning.to_json(), self._folder)
 
@@ -208,7 +208,7 @@ class RayEngine:
             return self._ray.get(ref, timeout=timeout_s)
         except known.GetTimeoutError:
             raise RunFailed(
-                f"Ray has started no process for a virtual worker in {timeout_s:g} s.",
+                f"Ray has started no process for a simulated site in {timeout_s:g} s.",
                 f"Take fewer processes than {self._count}, or a cluster with as many free CPUs.",
             ) from None
         except known.OutOfMemoryError as error:  # Ray has killed it, before the machine did
@@ -293,7 +293,7 @@ class _Hand:
         self.since_s, self.stuck = 0.0, False
 
     def ready(self) -> None:
-        """Wait until it has loaded the client.
+        """Wait until it has loaded the script.
 
         Raises:
             ConfigError: that cannot be loaded. RunFailed: Ray starts no actor, or it has ended.
@@ -303,7 +303,7 @@ class _Hand:
         except _Lost as error:
             raise RunFailed(
                 "An actor ended before it began.",
-                "Ray's log says why; Atoll and the client's code have to be on every machine of the cluster.",
+                "Ray's log says why; Atoll and the script have to be on every machine of the cluster.",
             ) from error
         if "message" in told:
             raise ConfigError(told["message"], told["remedy"], told["trace"])

@@ -1,8 +1,8 @@
-"""The versions that virtual workers train from, each pinned while one does.
+"""The versions that simulated sites train from, each pinned while one does.
 
 The rounds of a simulation: its sites join, get their tickets and submit as workers do, but for the network.
 
-What decides is the server's: its handlers, its round machine, its journal. Many virtual workers' messages share one
+What decides is the server's: its handlers, its round machine, its journal. Many simulated sites' messages share one
 transaction of the journal; they come and go by the thousand, and a kill in between only means that they train again.
 """
 
@@ -35,7 +35,7 @@ from atoll.worker.log_lines import told
 
 
 class Bases:
-    """Of one run; the newest stays pinned between two virtual workers."""
+    """Of one run; the newest stays pinned between two simulated sites."""
 
     def __init__(self, versions: Versions) -> None:
         self._versions = versions
@@ -68,7 +68,7 @@ LOG = logging.getLogger("atoll.simulate")
 T = TypeVar("T")
 
 TRACES = 3
-"""How many virtual workers' tracebacks are shown in full."""
+"""How many simulated sites' tracebacks are shown in full."""
 PATIENCE = 2
 """Deadlines that one may train for while others wait for its process."""
 LEAST_PATIENCE_S = 10.0
@@ -83,7 +83,7 @@ class Conductor:
     """Runs the rounds of a simulation, on the event loop of its run.
 
     Args:
-        sites: every virtual worker.
+        sites: every simulated site.
         engine: trains them.
         folder: of what sites keep between their rounds; None: this run's keep nothing.
         on_round: told of every round that is committed.
@@ -209,7 +209,7 @@ class Conductor:
         """Refuse to wait for what cannot come.
 
         Raises:
-            RunFailed: no worker trains, and no virtual worker is left that could.
+            RunFailed: no worker trains, and no simulated site is left that could.
         """
         state = self._run.state
         if self._jobs or self._heard or self._run.failed or state.rounds[0].phase not in ("open", "gathering"):
@@ -222,8 +222,8 @@ class Conductor:
         here, name = len(state.active_s), state.rules.floor_name
         lower = f"; or set {name} = {here} to go on without those that failed" if 0 < here < state.rules.floor else ""
         raise RunFailed(
-            f"Round {state.rounds[0].number} cannot close ({why}): no other virtual worker is left{told_last}.",
-            f"Nothing is lost: mend the client and start the same simulation again, which goes on from here{lower}.",
+            f"Round {state.rounds[0].number} cannot close ({why}): no other simulated site is left{told_last}.",
+            f"Nothing is lost: mend the script and start the same simulation again, which goes on from here{lower}.",
         )
 
     def _tell_of_rounds(self) -> None:
@@ -394,7 +394,7 @@ class Conductor:
             await self._end(lease, Answer(error=why))
 
     async def _end(self, lease: Lease, answer: Answer) -> None:
-        """A virtual worker that raised, or returned without an update, takes part no more."""
+        """A simulated site that raised, or returned without an update, takes part no more."""
         site = lease.site
         self.failed[site] = answer.error or "it returned without an update"
         if not answer.trace:

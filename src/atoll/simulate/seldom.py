@@ -1,4 +1,4 @@
-"""What hundreds of virtual workers have to say alike is said a few times."""
+"""What hundreds of simulated sites have to say alike is said a few times."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`atoll.Simulation`: a run with virtual workers, inside a program or by `atoll simulate`."""
+"""`atoll.Simulation`: a run with simulated sites, inside a program or by `atoll simulate`."""
 
 from __future__ import annotations
 
@@ -16,20 +16,22 @@ from typing import Any
 
 from torch import nn
 
+from atoll.algorithms.resolve import require_training
 from atoll.config import Settings, default_of
 from atoll.errors import ConfigError, UsageError, print_interrupt_in_a_line, public_api
 from atoll.protocol import status_messages
+from atoll.rounds.sampling import Sampling
 from atoll.runtime import Latch
 from atoll.server.coordinator.coordinator import Coordinator
 from atoll.server.coordinator.persistor import Persistor
 from atoll.server.filter_table import Given
 from atoll.server.startup import open_run, settings_beside
 from atoll.server.tasks.task_payloads import TaskFilters
-from atoll.simulate.client import name_of, require_outside
 from atoll.simulate.engines import require_engine
 from atoll.simulate.job_messages import Beginning, Engine
 from atoll.simulate.local_engine import LocalEngine
 from atoll.simulate.schedule_sites import Conductor, now
+from atoll.simulate.script import name_of, require_outside
 from atoll.tensors.module_tensors import Tensors
 from atoll.worker.site_name import require_site
 
@@ -48,7 +50,7 @@ class Simulated:
         metrics_file: a line for each round.
         version: that the run is at.
         rounds: of this call; a simulation that went on has had others before.
-        worker_rounds: updates of virtual workers that were accepted, of this call.
+        worker_rounds: updates of simulated sites that were accepted, of this call.
         seconds: from the first join to the result.
         bytes_up, bytes_down: of tensors that would have travelled between the sites and a server.
         metrics: of the last round.
@@ -72,24 +74,22 @@ class Simulated:
 
     @property
     def worker_rounds_per_s(self) -> float:
-        """Virtual workers' rounds in a second."""
+        """Simulated sites' rounds in a second."""
         return self.worker_rounds / self.seconds if self.seconds else 0.0
 
 
 @public_api
 class Simulation:
-    """A run with virtual workers: trained in turn by a few processes, with no network in between.
+    """A run with simulated sites: trained in turn by a few processes, with no network in between.
 
     Args:
         model: the initial model, as for `atoll.Server`.
         settings: of the run, as for `atoll.Server`.
-        client: what a virtual worker runs: a function of a worker at the top level of a file, or the name of one
+        script: what each site runs: a function of a worker at the top level of a file, or the name of one
             (`train.py:train`, `my_package.module:train`), or a script (`train.py`); by default the setting
             `run.script`.
         arguments: what it finds in `sys.argv`.
-        workers: how many virtual workers, `site-0000` and so on; or their names. By default the setting
-            `rounds.sites`.
-        per_round: how many of them a round asks for, drawn anew each time; by default what the settings say.
+        sites: how many, `site-0000` and so on; or their names. By default the setting `rounds.sites`.
         processes: that train them; by default one for each core.
         engine: `local`, processes of this machine; or `ray`.
         address: of a Ray cluster; by default Ray is started on this machine.
@@ -98,7 +98,7 @@ class Simulation:
 
     Raises:
         ConfigError: a setting is unknown or wrong, or has no meaning in a simulation.
-        UsageError: the client cannot be found by another process.
+        UsageError: another process cannot find the script.
     """
 
     def __init__(
@@ -106,10 +106,9 @@ class Simulation:
         model: nn.Module | Tensors | str | None = None,
         settings: Settings | Mapping[str, Any] | None = None,
         *,
-        client: str | Callable[..., Any] | None = None,
+        script: str | Callable[..., Any] | None = None,
         arguments: Sequence[str] = (),
-        workers: int | Sequence[str] | None = None,
-        per_round: int | None = None,
+        sites: int | Sequence[str] | None = None,
         processes: int | None = None,
         engine: str = "local",
         address: str | None = None,
@@ -119,21 +118,21 @@ class Simulation:
     ) -> None:
         require_outside()
         if not isinstance(settings, Settings):
-            sites = {} if workers is None else {"rounds.sites": len(_sites(workers))}
-            settings = {"disk.state_dir": Path("atoll-simulation"), **sites, **(settings or {})}
+            count = {} if sites is None else {"rounds.sites": len(_names(sites))}
+            settings = {"disk.state_dir": Path("atoll-simulation"), **count, **(settings or {})}
         settings = settings_beside("Simulation", settings, model=model, outer_optimizer=outer_optimizer)
         model, outer_optimizer = (None if isinstance(each, str) else each for each in (model, outer_optimizer))
-        self.sites = _sites(settings.rounds.sites if workers is None else workers)
-        self.settings = _simulated(settings, len(self.sites), per_round)
+        self.sites = _names(settings.rounds.sites if sites is None else sites)
+        self.settings = _simulated(settings, len(self.sites))
         self._model, self._outer = model, outer_optimizer
-        client = client if client is not None else settings.run.script
-        if client is None:
+        script = script if script is not None else settings.run.script
+        if script is None:
             raise ConfigError(
-                "The simulation has no client.",
+                "The simulation has no script.",
                 "Set run.script, in the run file or by --set: 'train.py:train', a function of a worker, or 'train.py', "
                 "a script that joins.",
             )
-        self._client, self._arguments = name_of(client), tuple(arguments)
+        self._script, self._arguments = name_of(script), tuple(arguments)
         require_engine(engine, processes, address)
         self._processes = processes or cores()
         self._engine = _engine(engine, self._processes, address)
@@ -205,7 +204,9 @@ class Simulation:
     def described(self) -> str:
         """How it is run, in a few words."""
         name = "" if self._engine.name == "local" else f" of {self._engine.name}"
-        per_round = f"{self.settings.rounds.sample_min} a round, " if self.settings.rounds.sample_fraction < 1 else ""
+        rounds = self.settings.rounds
+        asked = Sampling(rounds.sample_fraction, rounds.sample_min).size(len(self.sites))
+        per_round = f"{asked} a round, " if asked < len(self.sites) else ""
         return f"{per_round}{self._processes} process{'es' * (self._processes != 1)}{name}"
 
     def pids(self) -> list[int]:
@@ -253,7 +254,7 @@ class Simulation:
 
     def _beginning(self, run: Coordinator) -> Beginning:
         return Beginning(
-            client=self._client,
+            script=self._script,
             arguments=self._arguments,
             path=tuple(sys.path),
             info=now(run.get_run()),
@@ -295,15 +296,15 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _sites(workers: int | Sequence[str]) -> list[str]:
-    if not isinstance(workers, int):
-        names = [require_site(site) for site in workers]
+def _names(sites: int | Sequence[str]) -> list[str]:
+    if not isinstance(sites, int):
+        names = [require_site(site) for site in sites]
         if len(set(names)) != len(names) or not names:
-            raise ConfigError("The virtual workers' names are not all different.", "Give each a name of its own.")
+            raise ConfigError(f"sites is {list(sites)!r}.", "Give each site a name of its own.")
         return names
-    if workers < 1:
-        raise ConfigError(f"workers is {workers}.", "Give at least 1.")
-    return [f"site-{number:04}" for number in range(workers)]
+    if sites < 1:
+        raise ConfigError(f"sites is {sites}.", "Give at least 1.")
+    return [f"site-{number:04}" for number in range(sites)]
 
 
 def _engine(name: str, processes: int, address: str | None) -> Engine:
@@ -323,8 +324,8 @@ _ONE_WHOLE_MODEL = (
 )
 
 
-def _simulated(settings: Settings, workers: int, per_round: int | None) -> Settings:
-    """The settings of a run with virtual workers.
+def _simulated(settings: Settings, sites: int) -> Settings:
+    """Return the settings of a run with simulated sites.
 
     Raises:
         ConfigError: something in them has no meaning here.
@@ -337,20 +338,18 @@ def _simulated(settings: Settings, workers: int, per_round: int | None) -> Setti
             )
     if settings.workflow.steps:
         raise ConfigError(
-            "workflow.steps is set: a simulation has rounds of training, and virtual workers answer no tasks.",
+            "workflow.steps is set: a simulation has rounds of training, and simulated sites answer no tasks.",
             "Leave workflow.steps out, or run it with atoll server and real workers.",
         )
+    require_training(settings)
     if not settings.rounds.total:
         raise ConfigError("rounds.total is 0: the simulation would never end.", "Set rounds.total.")
-    changed: dict[str, Any] = {
-        "rounds.sites": workers,
-        "network.heartbeat_timeout_s": 0.0,
-        "network.heartbeat_interval_s": 0.0,
-        "swarm.enabled": False,  # where a round is reduced changes no bit of it
-        "swarm.aggregators": (),
-    }
-    if per_round is not None:
-        if not 1 <= per_round <= workers:
-            raise ConfigError(f"per_round is {per_round}, of {workers} workers.", f"Give 1 to {workers}.")
-        changed |= {"rounds.sample_fraction": per_round / workers, "rounds.sample_min": per_round}
-    return settings.changed(changed)
+    return settings.changed(
+        {
+            "rounds.sites": sites,
+            "network.heartbeat_timeout_s": 0.0,
+            "network.heartbeat_interval_s": 0.0,
+            "swarm.enabled": False,  # where a round is reduced changes no bit of it
+            "swarm.aggregators": (),
+        }
+    )

@@ -92,7 +92,7 @@ class _Child:
             try:
                 answer = station.train(*job_of(told), self._bases[told["ticket"]["base_digest"]], spool_fd)
             finally:
-                if os.getpid() != pid:  # the client has forked, and returns here, too
+                if os.getpid() != pid:  # the script has forked, and returns here, too
                     os._exit(1)
                 os.close(spool_fd)
             self._channel.send({"what": "answer", "job": number, **answer.to_json()})

@@ -59,7 +59,7 @@ class Shared:
 
 
 _path = lru_cache(8)(Path)
-"""Of files that all share: made for every virtual worker, a path would take longer than a tensor is read in."""
+"""Of files that all share: made for every simulated site, a path would take longer than a tensor is read in."""
 
 
 class JobBase(TensorFile):

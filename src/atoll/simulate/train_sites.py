@@ -1,4 +1,4 @@
-"""Where virtual workers are trained: the user's code, loaded once, and one virtual worker at a time."""
+"""Where simulated sites are trained: the user's code, loaded once, and one simulated site at a time."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from atoll.errors import AtollError, StoreError, causes
 from atoll.format_text import VisibleLines
 from atoll.posix import FULL
 from atoll.protocol import messages
-from atoll.simulate.client import Client
 from atoll.simulate.job_messages import Answer, Beginning
+from atoll.simulate.script import Script
 from atoll.simulate.seldom import Seldom
 from atoll.simulate.site_session import Shared, SimulatedSite, SimulatedWorker
 from atoll.worker.training.federated_loop import taken_by
@@ -33,10 +33,10 @@ FOLDERS = 1000
 
 
 class Station:
-    """Trains the virtual workers that one process is given.
+    """Trains the simulated sites that one process is given.
 
     Raises:
-        ConfigError: the client cannot be loaded.
+        ConfigError: the script cannot be loaded.
     """
 
     def __init__(self, beginning: Beginning) -> None:
@@ -50,8 +50,8 @@ class Station:
         is_cpu = not any(built_for) and not torch.backends.mps.is_built()
         self._seed_torch = torch.default_generator.manual_seed if is_cpu else torch.manual_seed  # 100 times as long
         self._begin_random("", 0)  # what it draws when it is loaded is the same in every process
-        self._client = Client(beginning.client, beginning.arguments)
-        gc.freeze()  # a full collection would look at all that torch has imported, at every so many virtual workers
+        self._script = Script(beginning.script, beginning.arguments)
+        gc.freeze()  # a full collection would look at all that torch has imported, at every so many simulated sites
 
     def train(
         self,
@@ -62,7 +62,7 @@ class Station:
         base_fd: int,
         spool_fd: int,
     ) -> Answer:
-        """One virtual worker's round, to its end.
+        """One simulated site's round, to its end.
 
         Args:
             outcomes: of updates that its files may speak of.
@@ -81,7 +81,7 @@ class Station:
             worker = SimulatedWorker(part)
             self._begin_random(site, ticket.round)
             with taken_by(worker):
-                self._client.train(worker)
+                self._script.train(worker)
         except KeyboardInterrupt:
             raise
         except BaseException as error:
@@ -93,7 +93,7 @@ class Station:
         return Answer(part.update, part.stats, bytes_down=part.place.session.counters.bytes_down)
 
     def _begin_random(self, site: str, round_: int) -> None:
-        """What a virtual worker draws depends on its name and the round, not on which worker trained here before."""
+        """What a simulated site draws depends on its name and the round, not on which worker trained here before."""
         drawn = int.from_bytes(blake3(f"{self._seed} {round_} {site}".encode()).digest(8), "little")
         self._seed_torch(drawn)
         random.seed(drawn)
@@ -123,7 +123,7 @@ def _of_the_disk(error: BaseException) -> str:
 
 
 def _say_little() -> None:
-    """Warnings of virtual workers, on standard error; what they do is not shown."""
+    """Warnings of simulated sites, on standard error; what they do is not shown."""
     logger = logging.getLogger("atoll")
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(VisibleLines("atoll: "))

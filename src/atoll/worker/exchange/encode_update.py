@@ -161,7 +161,7 @@ class Losses:
     """Of one site in one run, while one process takes part.
 
     Attributes:
-        site: that the updates are of; virtual workers of one process take turns.
+        site: that the updates are of; simulated sites of one process take turns.
         warnings: what the user should know at this moment; the server shows it.
 
     Args:

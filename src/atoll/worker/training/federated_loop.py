@@ -564,7 +564,7 @@ class LocalWorker:
 
 
 class Seat(Protocol):
-    """A virtual worker, as the scripts of its process find it."""
+    """A simulated site, as the scripts of its process find it."""
 
     @property
     def site(self) -> str:
@@ -586,7 +586,7 @@ _seat: Seat | None = None
 
 @contextmanager
 def taken_by(seat: Seat) -> Iterator[None]:
-    """Within, a join in this process is that of this virtual worker; `ATOLL_SITE` names it, as at a real site."""
+    """Within, a join in this process is that of this simulated site; `ATOLL_SITE` names it, as at a real site."""
     global _seat
     _seat, before = seat, os.environ.get("ATOLL_SITE")
     os.environ["ATOLL_SITE"] = seat.site
@@ -601,7 +601,7 @@ def taken_by(seat: Seat) -> Iterator[None]:
 
 
 def seat_here() -> Seat | None:
-    """The virtual worker that this process trains at this moment; None outside of simulations."""
+    """The simulated site that this process trains at this moment; None outside of simulations."""
     return _seat
 
 
@@ -609,11 +609,11 @@ def require_real(what: str) -> None:
     """Refuse, in a simulation, what does not take part in it by rounds: it would train alone, and never end.
 
     Raises:
-        UsageError: this process trains a virtual worker.
+        UsageError: this process trains a simulated site.
     """
     if _seat is not None:
         raise UsageError(
-            f"{what} counts steps of a loop of its own, and a virtual worker has one round at a time.",
+            f"{what} counts steps of a loop of its own, and a simulated site has one round at a time.",
             "Write the client as a loop over rounds, with atoll.join; or run it with real workers.",
         )
 

@@ -174,7 +174,7 @@ def send(
 
 
 def forget() -> None:
-    """Another virtual worker of this process may begin, however the one before has ended."""
+    """Another simulated site of this process may begin, however the one before has ended."""
     global _part
     _part = None
     atexit.unregister(_leave_at_exit)

@@ -73,7 +73,7 @@ class ByHand:
 
 def write(folder: Path, client: str = CLIENT, **settings: Any) -> Path:
     """A run file and its client; returns the run file."""
-    if settings.get("algorithm") != "scaffold":
+    if settings.get("algorithm.name") != "scaffold":
         client = client.replace("def build()", BY_HAND + "def build()").replace("torch.optim.SGD", "ByHand")
         client = client.replace("        with fl_round.correct(model, optimizer):\n", "        if True:\n")
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""What a virtual worker runs: the user's function or script, by a name that every process can load.
+"""What a simulated site runs: the user's function or script, by a name that every process can load.
 
 train.py:train      a function of a worker, as `atoll.join` gives it
 train.py:main       a function of nothing, which calls `atoll.join` itself
@@ -34,27 +34,27 @@ def require_outside() -> None:
     """
     if inside:
         raise ConfigError(
-            "A process of a simulation begins a simulation, when it imports the client's file.",
+            "A process of a simulation begins a simulation, when it imports the script's file.",
             "Put what begins it behind: if __name__ == '__main__':",
         )
 
 
-def name_of(client: str | Callable[..., Any]) -> str:
-    """The name by which another process finds a client; files are named from the root.
+def name_of(script: str | Callable[..., Any]) -> str:
+    """The name by which another process finds a script; files are named from the root.
 
     Raises:
         ConfigError: there is no such file. UsageError: the function is not at the top of a file.
     """
-    if callable(client):
-        return _name_of_function(client)
-    file, colon, attribute = (client, "", "") if client.endswith(".py") else client.rpartition(":")
-    if not client.endswith(".py") and not file.endswith(".py"):
+    if callable(script):
+        return _name_of_function(script)
+    file, colon, attribute = (script, "", "") if script.endswith(".py") else script.rpartition(":")
+    if not script.endswith(".py") and not file.endswith(".py"):
         if not colon or not file or not attribute:
-            raise ConfigError(f"The client {client!r} does not name code.", FORMS)
-        return client
+            raise ConfigError(f"The script {script!r} does not name code.", FORMS)
+        return script
     path = Path(file).resolve()
     if not path.is_file():
-        raise ConfigError(f"The client {client!r}: there is no file {str(path)!r}.", FORMS)
+        raise ConfigError(f"The script {script!r}: there is no file {str(path)!r}.", FORMS)
     return f"{path}{colon}{attribute}"
 
 
@@ -64,13 +64,13 @@ def _name_of_function(function: Callable[..., Any]) -> str:
     file = getattr(module, "__file__", None)
     if not name.isidentifier() or getattr(module, name, None) is not function or not file or not Path(file).is_file():
         raise UsageError(
-            f"The client {name or function!r} cannot be found by another process.",
+            f"The script {name or function!r} cannot be found by another process.",
             "Give a function at the top level of a file; what differs between runs can be its module's, or a setting.",
         )
     return f"{Path(file).resolve() if module_name == '__main__' else module_name}:{name}"
 
 
-class Client:
+class Script:
     """The user's code in a process of a simulation, loaded once.
 
     Args:
@@ -93,7 +93,7 @@ class Client:
             self._takes_worker = _takes_worker(name, self._function)
 
     def train(self, worker: Worker) -> None:
-        """Let it train one virtual worker: the one that `atoll.join` gives, too, while this goes on."""
+        """Let it train one simulated site: the one that `atoll.join` gives, too, while this goes on."""
         sys.argv = list(self._argv)
         if self._function is None:
             runpy.run_path(self.name, run_name="__main__")
@@ -105,7 +105,7 @@ class Client:
 
 def _takes_worker(name: str, function: Any) -> bool:
     if not callable(function):
-        raise ConfigError(f"The client {name!r} is a {type(function).__name__}.", "Name a function of a worker.")
+        raise ConfigError(f"The script {name!r} is a {type(function).__name__}.", "Name a function of a worker.")
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     try:
         given = inspect.signature(function).parameters.values()
@@ -114,6 +114,6 @@ def _takes_worker(name: str, function: Any) -> bool:
     needed = [each for each in given if each.default is each.empty and each.kind in kinds]
     if len(needed) > 1:
         raise ConfigError(
-            f"The client {name!r} takes {', '.join(each.name for each in needed)}.", "It is called with a worker alone."
+            f"The script {name!r} takes {', '.join(each.name for each in needed)}.", "It is called with a worker alone."
         )
     return bool(needed)

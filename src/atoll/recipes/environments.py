@@ -1,0 +1,554 @@
+"""Where a recipe runs: on this machine, simulated, or at a server that runs already.
+
+LocalEnv    `atoll server`, and a process for each site; all of them end with the call
+SimEnv      the same sites in simulation, trained in turn by a few processes
+ServerEnv   this site's script takes part in the run of a server, if it is the recipe's
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from atoll import registry
+from atoll.algorithms.resolve import resolve
+from atoll.child_processes import Children
+from atoll.config import NOT_SETTINGS, Settings, default_of
+from atoll.errors import (
+    AtollError,
+    AuthError,
+    ConfigError,
+    PortInUse,
+    RunFailed,
+    ServerUnreachable,
+    StateLocked,
+    StoreError,
+    UsageError,
+    public_api,
+)
+from atoll.protocol import routes
+from atoll.protocol.messages import RunInfo
+from atoll.protocol.status_messages import RoundSummary, Status
+from atoll.recipes.recipe import Recipe, Strict, require_number, require_path, slug
+from atoll.recipes.result import RUN_FILE, SITES, RunResult, ended_by_sigterm, model_of, result_of, round_line, sites_of
+from atoll.rounds.state import Rules
+from atoll.simulate.engines import require_engine
+from atoll.transport.http_client import ask
+from atoll.worker.session import last_status
+from atoll.worker.site_name import require_site
+
+POLL_S = 0.2
+SCRIPT_POLL_S = 1.0
+START_S = 120.0
+END_S = 45.0
+"""From the end of the run until its processes have ended by themselves."""
+
+LISTENS = re.compile(r"^\d\d:\d\d:\d\d listening on (\S+)$", re.MULTILINE)
+"""A server says this once workers reach it. It stands in a line of its own, as other lines may hold words of a user."""
+STOPPED = re.compile(r"^\d\d:\d\d:\d\d stopping; the same command goes on from", re.MULTILINE)
+"""A server says this when it is told to end before its run is finished."""
+FAILURES: dict[int, type[AtollError]] = {
+    error.exit_code: error for error in (ConfigError, PortInUse, StateLocked, StoreError, AuthError)
+}
+"""Exit code of a server → the error that it ended with."""
+
+OF_THE_CALL = {"ATOLL_SERVER", "ATOLL_SITE", "ATOLL_DIR"}
+"""Each site gets its own."""
+
+SIMULATION_DIR = "atoll-simulation"
+"""Of a simulation's state, beside the run file, as `atoll simulate` has it: not where the run itself would lie."""
+
+NOT_COMPARED = {"protocol", "run", "schema_bytes", "trains", "sends_tasks", "keeps_local", "local_package"}
+"""What a server says of a run that is no setting of it."""
+SETTING_OF = {
+    "name": "run.name",
+    "schema_digest": "model.source",
+    "algorithm": "algorithm.name",
+    "local": "algorithm",
+    "rounds": "rounds.total",
+    "mode": "async.enabled",
+    "placement": "swarm.enabled",
+    "fragments": "diloco.num_fragments",
+    "tau": "diloco.fragment_sync_delay",
+    "alpha": "diloco.fragment_update_alpha",
+    "codec": "aggregation.upload_codec",
+    "codec_options": "aggregation.upload_codec",
+    "downlink_codec": "aggregation.download_codec",
+    "downlink_codec_options": "aggregation.download_codec",
+}
+"""What a server says → the setting that decides it, where the names differ."""
+
+
+@dataclass(frozen=True)
+class _HereEnv(Strict):
+    """What the environments on this machine share."""
+
+    sites: int
+    folder: str | Path | None = None
+    quiet: bool = False
+
+    def __post_init__(self) -> None:
+        require_number(self, "sites", self.sites, 1)
+        if self.folder is not None:
+            require_path(self, "folder", self.folder)
+
+    def _prepared(self, recipe: Recipe) -> tuple[Path, Settings]:
+        """Return the folder of the run, with its run file in it, and the settings of that file.
+
+        Raises:
+            UsageError: no round could close with so few sites, or the folder cannot be used.
+        """
+        require_sites(recipe, self.sites)
+        folder = prepared(recipe, self.folder, self.sites)
+        return folder, Settings.read(folder / RUN_FILE, environ={})
+
+    def _say(self, line: str) -> None:
+        if not self.quiet:
+            print(line, flush=True)
+
+
+@public_api
+@dataclass(frozen=True)
+class LocalEnv(_HereEnv):
+    """Real processes on this machine: a server, and a process for each site.
+
+    Args:
+        sites: how many; round one waits for all of them.
+        folder: for the run file, logs, state and result; by default a new one in `atoll-recipes`. Where the same run
+            lies there already, it goes on.
+        quiet: print nothing while it runs.
+        threads: of PyTorch in each process; 0: as the environment says.
+
+    Raises:
+        UsageError: a value is of a wrong type.
+    """
+
+    threads: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_number(self, "threads", self.threads, 0)
+
+    def run(self, recipe: Recipe) -> RunResult:
+        """Execute a recipe. All that was started has ended when this returns or raises.
+
+        Raises:
+            AtollError: the server could not start, too few sites are left, or the run failed.
+        """
+        folder, settings = self._prepared(recipe)
+        with ended_by_sigterm(), Children() as children:
+            status = _LocalRun(self, recipe, folder, settings, children).run()
+        return result_of(settings, folder, status)
+
+
+@public_api
+@dataclass(frozen=True)
+class SimEnv(_HereEnv):
+    """Simulated sites on this machine, or on Ray: the same rounds, algorithms and script, and the same bits.
+
+    Args:
+        sites, folder, quiet: as for `LocalEnv`.
+        processes: that train the sites in turn; by default one for each core.
+        engine: `local`, or `ray` (`pip install 'atoll[ray]'`).
+        address: of a Ray cluster; by default Ray is started on this machine.
+
+    Raises:
+        UsageError: a value is of a wrong type.
+        ConfigError: there is no such engine, or not with so many processes.
+    """
+
+    processes: int | None = None
+    engine: str = "local"
+    address: str | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_engine(self.engine, self.processes, self.address)
+
+    def run(self, recipe: Recipe) -> RunResult:
+        """Execute a recipe. All that was started has ended when this returns or raises.
+
+        Raises:
+            AtollError: it could not begin, or failed.
+        """
+        folder, settings = self._prepared(recipe)
+        changed: dict[str, Any] = {"swarm.enabled": False, "swarm.aggregators": ()}  # the bits are the same
+        if settings.disk.state_dir == folder / default_of("disk.state_dir"):
+            changed["disk.state_dir"] = folder / SIMULATION_DIR
+        settings = settings.changed(changed)
+        self._say(f"{settings.run.name}: {self.sites} simulated sites; files in {folder}")
+
+        def on_round(summary: RoundSummary) -> None:
+            if summary.fragment == 0:
+                self._say(round_line(summary, settings.rounds.total))
+
+        with _importable(Path.cwd(), Path(recipe.train_script).resolve().parent), ended_by_sigterm():
+            from atoll.simulate.simulation import Simulation
+
+            done = Simulation(
+                settings=settings,
+                arguments=recipe.argv[1:],
+                sites=sites_of(self.sites),
+                processes=self.processes,
+                engine=self.engine,
+                address=self.address,
+                on_round=on_round,
+            ).run()
+        for site, why in sorted(done.failed.items()):
+            self._say(f"{site} failed: {why}")
+        self._say(f"{settings.run.name} is finished: {done.model}")
+        return result_of(settings, folder, None)
+
+
+@public_api
+@dataclass(frozen=True)
+class ServerEnv(Strict):
+    """A server that runs already. It serves one run: it takes no other model or algorithm.
+
+    So this checks that the run is the recipe's, and takes part in it as one site. The other sites do the same where
+    they are. Start the server on the file that `recipe.write` writes.
+
+    Args:
+        url: the server's address; the script has the ATOLL_* variables of this program (a token, an
+            authority of certificates), as under `atoll worker`.
+        site: this site's name; by default ATOLL_SITE, or one made of host and process.
+        threads: of PyTorch in the script; 0: as the environment says.
+        quiet: print nothing; the script prints as it likes.
+
+    Raises:
+        UsageError: a value is of a wrong type.
+        ConfigError: `site` is no name that a server takes.
+    """
+
+    url: str
+    site: str | None = None
+    threads: int = 0
+    quiet: bool = False
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.url, str):
+            raise UsageError(f"ServerEnv: url is {self.url!r}.", "Write it as http://host:8512.")
+        require_number(self, "threads", self.threads, 0)
+        if self.site is not None:
+            try:
+                require_site(self.site)
+            except ConfigError as error:
+                raise ConfigError(f"ServerEnv, site: {error.message}", error.remedy) from None
+
+    def run(self, recipe: Recipe) -> RunResult:
+        """Take part; return when the script has ended.
+
+        Raises:
+            ConfigError: the server's run is another one; each difference is named.
+            UsageError: the run is finished.
+            ServerUnreachable: no server answers.
+            RunFailed: the script ended with an error.
+        """
+        info, status = ask(self.url, routes.RUN, RunInfo), ask(self.url, routes.STATUS, Status)
+        if found := differences(recipe, info, status):
+            raise ConfigError(
+                f"The run at {self.url} is not that of the recipe: {'; '.join(found)}.",
+                "Change the recipe, or start a server on the file that recipe.write() writes; a server that runs takes "
+                "no other run.",
+            )
+        if status.finished:
+            raise UsageError(
+                f"The run at {self.url} is finished.", "Start its server in another disk.state_dir for a new one."
+            )
+        if not self.quiet:
+            print(f"{info.name} at {self.url} is the recipe's run; starting {recipe.train_script}", flush=True)
+        status = self._take_part(recipe, status)
+        return RunResult(None, status.history, status.finished, state_dir=None, folder=None, status=status)
+
+    def _take_part(self, recipe: Recipe, status: Status) -> Status:
+        own = {key: value for key, value in os.environ.items() if key.startswith("ATOLL_")}  # as `atoll worker` does
+        own |= {"ATOLL_SERVER": self.url} | ({"ATOLL_SITE": self.site} if self.site else {})
+        if path := own.get("ATOLL_TOKEN_FILE"):
+            own["ATOLL_TOKEN_FILE"] = str(Path(path).resolve())
+        with ended_by_sigterm(), Children() as children, tempfile.TemporaryDirectory() as folder:
+            last = Path(folder) / "status.json"
+            own |= {last_status.VARIABLE: str(last)}
+            process = children.spawn("script", recipe.argv, environment=environment(self.threads, **own))
+            while True:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(SCRIPT_POLL_S)
+                with contextlib.suppress(AtollError):  # the server may have ended, which ends nothing here
+                    status = ask(self.url, routes.STATUS, Status)
+                if process.returncode is not None:
+                    break
+            if not status.finished and last.exists():  # what the server said as the script left, if it has ended since
+                status = Status.model_validate_json(last.read_text(encoding="utf-8"))
+        if process.returncode:
+            raise RunFailed(
+                f"{recipe.train_script} ended with {process.returncode}.",
+                "What it said is above; the run goes on at the server, and the same call takes part again.",
+            )
+        return status
+
+
+def differences(recipe: Recipe, info: RunInfo, status: Status) -> list[str]:
+    """Return each difference between a server's run and the recipe, as `name is … there, … here`."""
+    from atoll.server.coordinator.admission import run_info
+    from atoll.server.coordinator.build_status import outer_in_words
+    from atoll.server.startup import plan_of
+
+    settings = recipe.settings()
+    plan = plan_of(settings, recipe.initial_tensors(settings))
+    mine: dict[str, Any] = run_info(plan, info.run).model_dump(exclude=NOT_COMPARED)
+    theirs: dict[str, Any] = info.model_dump(exclude=NOT_COMPARED)
+    mine |= {
+        "policy": str(Rules.from_settings(settings).policy),
+        "outer optimizer": outer_in_words(plan.algorithm, settings.algorithm.outer_lr_of),
+    }
+    theirs |= {"policy": status.policy, "outer optimizer": status.outer}
+
+    def shown(key: str, value: Any) -> str:
+        return f"of schema {value[:12]}" if key == "schema_digest" else repr(value)
+
+    return [
+        f"{SETTING_OF.get(key, key)} is {shown(key, theirs[key])} there, {shown(key, mine[key])} here"
+        for key in mine
+        if mine[key] != theirs[key]
+    ]
+
+
+# -- the folder of an execution
+
+
+def require_sites(recipe: Recipe, sites: int) -> None:
+    """Refuse an environment in which no round could close, or not where the recipe says.
+
+    Raises:
+        UsageError: it has fewer sites than the recipe wants, or none of a name that is to aggregate.
+    """
+    if sites < recipe.min_sites:
+        raise UsageError(
+            f"sites is {sites}, but min_sites of {recipe.name} is {recipe.min_sites}: no round would ever close.",
+            f"Give the environment at least {recipe.min_sites}.",
+        )
+    names = sites_of(sites)
+    for site in recipe.settings(sites).swarm.aggregators:
+        if site not in names:
+            raise UsageError(
+                f"aggregators of {recipe.name} has {site!r}, which is none of the {sites} sites.",
+                registry.nearest(site, names, "They are site-1, site-2 and so on."),
+            )
+
+
+def prepared(recipe: Recipe, given: str | Path | None, sites: int) -> Path:
+    """Return the folder of a run, with its run file in it: a new one, or one that has the same run.
+
+    Raises:
+        UsageError: there is something else in it, or it cannot be one.
+    """
+    try:
+        folder = _new_folder(recipe.name) if given is None else Path(given)
+        is_new = _is_new(folder, recipe, sites)
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(
+            f"folder {str(error.filename if given is None else given)!r} cannot be used: {error}.", "Name another one."
+        ) from None
+    if is_new:
+        try:
+            recipe.write(folder / RUN_FILE, sites)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                folder.rmdir()  # if it is empty
+            raise
+    return folder
+
+
+def _is_new(folder: Path, recipe: Recipe, sites: int) -> bool:
+    """Return whether the folder is new and needs a run file; False where it has this very one."""
+    run_file = folder / RUN_FILE
+    if run_file.exists():
+        if run_file.read_text(encoding="utf-8", errors="replace") != recipe.text(run_file, sites):
+            raise UsageError(
+                f"folder {str(folder)!r} has another run: {run_file} is not what this recipe writes.",
+                "Name another folder, or leave folder out for a new one.",
+            )
+        return False
+    if folder.exists() and any(folder.iterdir()):
+        raise UsageError(f"folder {str(folder)!r} is not empty, and has no {RUN_FILE}.", "Name another one.")
+    return True
+
+
+def _new_folder(name: str) -> Path:
+    stem = Path("atoll-recipes") / f"{slug(name)}-{time.strftime('%Y%m%d-%H%M%S')}"
+    folder, number = stem, 1
+    while True:
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir(parents=True)
+            return folder
+        number += 1
+        folder = stem.with_name(f"{stem.name}-{number}")
+
+
+# -- processes
+
+
+def environment(threads: int, **more: str) -> dict[str, str]:
+    """Return the environment of a process: this one's, without the ATOLL_* that are settings of a run."""
+    kept = NOT_SETTINGS - OF_THE_CALL
+    own = {key: value for key, value in os.environ.items() if not key.startswith("ATOLL_") or key in kept}
+    if threads:
+        own |= {name: str(threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
+    return own | {"PYTHONUNBUFFERED": "1"} | more
+
+
+class _LocalRun:
+    """One execution by real processes, from the first to the last."""
+
+    def __init__(self, env: LocalEnv, recipe: Recipe, folder: Path, settings: Settings, children: Children) -> None:
+        self._env, self._recipe, self._folder = env, recipe, folder
+        self._settings, self._children, self._say = settings, children, env._say
+        self._sites = sites_of(env.sites)
+        self._floor = Rules.from_settings(settings, needs_all=resolve(settings).needs_all).floor
+        self._last_round = 0
+        files = {"ATOLL_TOKEN_FILE": settings.network.token_file, "ATOLL_TLS_CA": settings.network.tls_cert}
+        self._keys = {name: str(path.resolve()) for name, path in files.items() if path is not None}
+
+    def run(self) -> Status | None:
+        """Start everything, watch it, and wait until it has ended; return the last status, if there was one."""
+        say, settings = self._say, self._settings
+        say(f"{settings.run.name}: a server and {len(self._sites)} sites start; files and logs in {self._folder}")
+        server = self._start_server()
+        address = self._address(server)
+        for site in self._sites:
+            own = {"ATOLL_SERVER": address, "ATOLL_SITE": site, "ATOLL_DIR": str(self._folder.resolve() / SITES)}
+            self._spawn(site, self._recipe.argv, environment(self._env.threads, **own, **self._keys))
+        status = self._watch(address)
+        if status is None:  # the run was finished before: the sites find no server, and would wait for it
+            return None
+        self._wait_for_ends()
+        if code := server.poll():
+            raise self._server_failed(code)
+        say(f"{settings.run.name} is finished: {model_of(settings, self._folder)}")
+        return status
+
+    def _spawn(self, name: str, argv: list[str], variables: Mapping[str, str]) -> subprocess.Popen[bytes]:
+        return self._children.spawn(name, argv, environment=dict(variables), log=self._log(name))
+
+    def _start_server(self) -> subprocess.Popen[bytes]:
+        port = [] if self._settings.network.port is not None else ["--port", "0"]
+        own, beside = environment(self._env.threads), Path(self._recipe.train_script).resolve().parent
+        if beside != Path.cwd():  # a model may lie beside the script; in the current folder the server looks anyway
+            own["PYTHONPATH"] = os.pathsep.join([str(beside), *filter(None, [own.get("PYTHONPATH")])])
+        return self._spawn("server", ["-m", "atoll.cli.main", "server", str(self._folder / RUN_FILE), *port], own)
+
+    def _address(self, server: subprocess.Popen[bytes]) -> str:
+        """Return where the server listens, as its log says."""
+        end_s = time.monotonic() + START_S
+        while time.monotonic() < end_s:
+            if found := LISTENS.search(self._said("server")):
+                return found.group(1)
+            if (code := server.poll()) is not None:
+                raise self._server_failed(code)
+            time.sleep(0.05)
+        raise RunFailed(f"The server said no address within {START_S:g} s.", f"Look into {self._log('server')}.")
+
+    def _watch(self, address: str) -> Status | None:
+        """Watch until the run is finished.
+
+        Raises:
+            RunFailed: fewer sites are left than a round takes.
+        """
+        status: Status | None = None
+        gone: dict[str, int] = {}
+        while True:
+            ended = {site: code for site in self._sites if (code := self._children.processes[site].poll()) is not None}
+            try:
+                status = ask(address, routes.STATUS, Status, environ=os.environ | self._keys)
+            except ServerUnreachable:
+                return self._last(status)
+            self._report(status)
+            if status.finished:
+                return status
+            for site in ended.keys() - gone.keys():  # before the run was finished: that was asked after
+                self._say(f"{site} {self._end_of(site, ended[site])}")
+            gone = ended
+            if len(self._sites) - len(gone) < self._floor:
+                site, code = next(reversed(gone.items()))
+                left = f"{len(self._sites) - len(gone)} of {len(self._sites)}"
+                raise RunFailed(
+                    f"{site} {self._end_of(site, code)} before the run was finished; a round takes "
+                    f"{self._floor} sites, and {left} are left.",
+                    f"Look into {self._log(site)}. The same call with folder={str(self._folder)!r} goes on.",
+                )
+            time.sleep(POLL_S)
+
+    def _last(self, status: Status | None) -> Status | None:
+        """Return the status once the server is gone.
+
+        Raises:
+            AtollError: the server did not end well.
+        """
+        try:
+            code = self._children.processes["server"].wait(END_S)
+        except subprocess.TimeoutExpired:
+            raise RunFailed("The server answers no more.", f"Look into {self._log('server')}.") from None
+        if code or STOPPED.search(self._said("server")):
+            raise self._server_failed(code)
+        if status is None:
+            self._say(f"{self._settings.run.name} was finished before; nothing is trained")
+        return status and status.model_copy(update={"finished": True})
+
+    def _wait_for_ends(self) -> None:
+        """Wait until every process has ended by itself."""
+        end_s = time.monotonic() + END_S
+        while time.monotonic() < end_s and any(each.poll() is None for each in self._children.processes.values()):
+            time.sleep(0.05)
+        for site in self._sites:
+            code = self._children.processes[site].poll()
+            if code is None:
+                self._say(f"{site} still runs {END_S:g} s after the run, and is ended now")
+            elif code:
+                self._say(f"{site} {self._end_of(site, code)} after the run was finished")
+
+    def _report(self, status: Status) -> None:
+        for summary in status.history:
+            if summary.fragment == 0 and summary.round > self._last_round:
+                self._last_round = summary.round
+                self._say(round_line(summary, status.rounds))
+
+    def _log(self, name: str) -> Path:
+        return self._folder / f"{name}.log"
+
+    def _said(self, name: str) -> str:
+        return self._log(name).read_text(encoding="utf-8", errors="replace")
+
+    def _last_line(self, name: str) -> str:
+        lines = self._said(name).strip().splitlines()
+        return lines[-1] if lines else "it said nothing"
+
+    def _end_of(self, site: str, code: int) -> str:
+        if code < 0:
+            return f"was killed ({signal.Signals(-code).name})"
+        return f"ended with {code} ({self._last_line(site)})"
+
+    def _server_failed(self, code: int) -> AtollError:
+        kind = FAILURES.get(code, RunFailed)
+        said = self._last_line("server").removeprefix("atoll: ")
+        return kind(f"The server ended with {code}: {said}", f"{self._log('server')} has more.")
+
+
+@contextlib.contextmanager
+def _importable(*folders: Path) -> Iterator[None]:
+    """Find modules in these folders within the block: the recipe's model lies there."""
+    before = list(sys.path)
+    sys.path[:0] = [str(folder) for folder in folders if str(folder) not in sys.path]
+    try:
+        yield
+    finally:
+        sys.path[:] = before
