@@ -186,7 +186,7 @@ def test_the_same_submission_again_gets_the_same_receipt_and_other_bytes_get_a_c
             place.session.http.post(path, again.model_copy(update={"digest": "0" * 64}), messages.Receipt)
         # nor can its bytes be written over
         with pytest.raises(TicketClosed):
-            place.exchange._transfer.push(
+            place.exchange.transfer.push(
                 lambda part: routes.PART.format(ticket=note.ticket, part=part),
                 place.exchange.outbox.fd,
                 UPDATE.parts[:1],

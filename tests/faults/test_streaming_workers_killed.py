@@ -17,7 +17,7 @@ from atoll.protocol.values import UpdateInfo
 from atoll.tensors.fragments import split
 from atoll.tensors.layout import version_layout
 from atoll.tensors.module_tensors import schema_of
-from atoll.worker.exchange.participation import take_part
+from atoll.worker.exchange.participation import LoopTerms, take_part
 
 
 @pytest.fixture
@@ -90,8 +90,8 @@ def test_a_joiner_falls_in_with_the_cycle(tmp_path: Path) -> None:
 
 def test_an_earlier_process_left_updates_of_two_fragments(tmp_path: Path, server: atoll.Server) -> None:
     """Both outboxes are sent by the next process; of fragment 2, whose ticket it never had, its second round counts."""
-    place = take_part(server.url, "a", folder=tmp_path / "workers", streams=True)
-    take_part(server.url, "b", folder=tmp_path / "elsewhere", streams=True)  # until the next process of b comes
+    place = take_part(server.url, "a", folder=tmp_path / "workers", loop=LoopTerms())
+    take_part(server.url, "b", folder=tmp_path / "elsewhere", loop=LoopTerms())  # until the next process of b comes
     for fragment in (0, 1):
         exchange = place.exchanges[fragment]
         ticket = exchange.next(10.0).ticket

@@ -16,7 +16,7 @@ from streaming_world import Sites, build, serve
 
 import atoll
 from atoll.protocol.values import Accepted, UpdateInfo
-from atoll.worker.exchange.participation import take_part
+from atoll.worker.exchange.participation import LoopTerms, take_part
 
 OPTIONS = {"rounds.sites": 2, "diloco.num_fragments": 2, "diloco.sync_every": 4, "rounds.total": 3}
 
@@ -25,7 +25,7 @@ class Hand:
     """A site that takes part in the rounds of a fragment when it is told to."""
 
     def __init__(self, url: str, folder: Path, site: str = "b") -> None:
-        self.place = take_part(url, site, folder=folder, streams=True)
+        self.place = take_part(url, site, folder=folder, loop=LoopTerms())
 
     def submits(self, fragment: int, change: float = 0.0) -> None:
         """To the round that is open, or opens next."""
@@ -82,7 +82,7 @@ def test_a_failed_update_is_sent_again_before_a_later_round_is_waited_for(
         serve(tmp_path, **OPTIONS, **{"diloco.fragment_sync_delay": 3, "diloco.max_inflight": 2}) as server,
         Proxy(server.port) as proxy,
     ):
-        before = take_part(server.url, "a", folder=tmp_path / "before", streams=True)
+        before = take_part(server.url, "a", folder=tmp_path / "before", loop=LoopTerms())
         b = Hand(server.url, tmp_path / "b")
         assert before.exchanges[0].next(30.0).ticket is not None
         before.leave()

@@ -99,7 +99,7 @@ def test_a_worker_hears_how_the_model_is_cut(tmp_path: Path) -> None:
         },
     )
     with server:
-        connection = Session(HttpChannel(http_to(server.url)), "a", max_retries=1)
+        connection = Session(HttpChannel(http_to(server.url)), "a")
         assert connection.split == split(schema_of(build()), 3)
         assert [[spec.name for spec in part.tensors] for part in connection.split.schemas] == names_of(3)
         info = connection.info

@@ -210,8 +210,8 @@ def test_a_process_that_another_has_replaced_is_given_no_task(tmp_path: Path, mo
         controller.send("a", "train", timeout_s=30)
 
     with workflow_server(tmp_path, main) as server, ThreadPoolExecutor() as pool:
-        first, second = (Session(HttpChannel(http_to(server.url)), "a", max_retries=3) for _ in range(2))
-        first.join(3)
+        first, second = (Session(HttpChannel(http_to(server.url)), "a") for _ in range(2))
+        first.join()
         queue = server._run.task_queue  # type: ignore[union-attr]
         next_for = queue.next_for
 
@@ -222,7 +222,7 @@ def test_a_process_that_another_has_replaced_is_given_no_task(tmp_path: Path, mo
         monkeypatch.setattr(queue, "next_for", noted)
         waiting = pool.submit(first.http.post, routes.TASKS, tm.TaskRequest(wait_s=20.0), tm.TaskReply)
         assert looked.wait(30)
-        second.join(3)
+        second.join()
         go.set()
         with pytest.raises(Superseded):
             waiting.result(30)

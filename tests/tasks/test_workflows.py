@@ -43,8 +43,8 @@ def site(nursery: Nursery, folder: Path, server: atoll.Server, name: str) -> Pro
 @contextmanager
 def connected(url: str, name: str) -> Iterator[Http]:
     """The requests of a site, by hand."""
-    connection = Session(HttpChannel(http_to(url)), name, max_retries=3)
-    connection.join(3)
+    connection = Session(HttpChannel(http_to(url)), name)
+    connection.join()
     try:
         yield connection.http
     finally:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from blake3 import blake3
-from test_update import CODECS, base_with, raw_layout, read
+from test_update import base_with, form_update, raw_layout, read
 from torch import Tensor
 
 from atoll.errors import UsageError
@@ -16,7 +16,7 @@ from atoll.filters import CHUNK_ELEMENTS, About, Cast, Drop, Filter, NormClip, O
 from atoll.filters.base import require_filters
 from atoll.tensors.schema import BUFFERS, TensorSpec
 from atoll.worker.exchange.base_and_outbox import BaseFile, Outbox
-from atoll.worker.exchange.encode_update import Filtered, form_update
+from atoll.worker.exchange.encode_update import Filtered
 
 START = {"w": torch.zeros(2), "head": torch.ones(2), "bn.running_mean": torch.tensor([0.0]), "n": torch.tensor(7)}
 LOCAL = {
@@ -41,7 +41,7 @@ def sent(
     layout = raw_layout(start, codec)
     outbox = Outbox(folder, layout)
     filtered = Filtered(filters, base, local, about) if filters else None
-    formed = form_update(outbox, base, local, CODECS, filtered=filtered)
+    formed = form_update(outbox, base, local, filtered=filtered)
     found = {name: read(outbox, layout, name, tensor.dtype) for name, tensor in start.items() if codec == "none"}
     return found | {"digest": torch.frombuffer(bytearray(bytes.fromhex(formed.digest)), dtype=torch.uint8)}
 

@@ -68,8 +68,8 @@ def test_a_pull_that_breaks_off_goes_on_with_the_parts_that_are_missing(
             raise ServerUnreachable("The network is gone.")
         really(path, digests, parts, *rest, **more)
 
-    really = place.exchange._transfer.pull
-    monkeypatch.setattr(place.exchange._transfer, "pull", pull)
+    really = place.exchange.transfer.pull
+    monkeypatch.setattr(place.exchange.transfer, "pull", pull)
     tensors = named_tensors(nn.Linear(300, 100))[0]
     place.exchange.pull(ticket.base, tensors)
     torch.manual_seed(0)

@@ -55,7 +55,7 @@ def test_while_an_update_is_formed_no_note_names_the_one_before(
     place, ticket, tensors = pulled(server, tmp_path / "w")
     place.exchange.form(ticket, tensors, UpdateInfo(1.0, 1, {}))
     with monkeypatch.context() as patch:
-        patch.setattr(encode_update, "form_update", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(encode_update.UpdateFormer, "form", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             place.exchange.form(ticket, tensors, UpdateInfo(1.0, 1, {}))
     assert Outbox(place.folder, place.exchange.outbox.layout).note is None
@@ -167,7 +167,7 @@ def test_a_part_of_other_bytes_at_the_server_is_not_taken_for_ours(server: atoll
     assert note is not None
     digests = [bytes.fromhex(text) for text in note.part_digests]
     path = routes.PART.format(ticket=ticket.id, part=0)
-    place.exchange._transfer.push(lambda _: path, place.exchange.outbox.fd, place.exchange.outbox.layout.parts, digests)
+    place.exchange.transfer.push(lambda _: path, place.exchange.outbox.fd, place.exchange.outbox.layout.parts, digests)
     assert place.session.parts_at_server(ticket.id, dict(enumerate(digests))) == {0}
     assert place.session.parts_at_server(ticket.id, {0: bytes(32)}) == set()
     place.leave()

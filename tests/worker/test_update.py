@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import pytest
 import torch
 from torch import Tensor
 
+from atoll.codecs.base import Codec
 from atoll.codecs.encoded_layout import codecs_of, encoded_layout
 from atoll.codecs.plain import Bf16Codec, NoneCodec
 from atoll.errors import StateLocked
@@ -21,10 +22,10 @@ from atoll.tensors.layout import Layout, update_layout, version_header, version_
 from atoll.tensors.module_tensors import schema_of
 from atoll.worker.exchange.apply_version import advance_base_, load_, rebase_
 from atoll.worker.exchange.base_and_outbox import BaseFile, BaseNote, Outbox, OutboxNote, locked
-from atoll.worker.exchange.encode_update import form_update
+from atoll.worker.exchange.encode_update import Formed, UpdateFormer
 from atoll.worker.exchange.local_state import Residuals
 
-CODECS = {"none": NoneCodec(), "bf16": Bf16Codec()}
+CODECS: dict[str, Codec] = {"none": NoneCodec(), "bf16": Bf16Codec()}
 
 
 def base_with(folder: Path, tensors: dict[str, Tensor], version: int = 0, name: str = "base") -> BaseFile:
@@ -40,6 +41,12 @@ def base_with(folder: Path, tensors: dict[str, Tensor], version: int = 0, name: 
     base.write(0, memoryview(stream))
     base.finish()
     return base
+
+
+def form_update(
+    outbox: Outbox, base: BaseFile, local: dict[str, Tensor], codecs: dict[str, Codec] = CODECS, **how: Any
+) -> Formed:
+    return UpdateFormer(outbox, base, local, codecs, RunTable(outbox.layout, CHUNK_ELEMENTS), **how).form()
 
 
 def raw_layout(tensors: dict[str, Tensor], codec: str = "none") -> Layout:
@@ -62,7 +69,7 @@ def test_params_travel_as_base_minus_local_and_buffers_as_they_are(tmp_path: Pat
     local = {"w": torch.tensor([0.5, 2.0, 4.0]), "a.running_mean": torch.tensor([6.0]), "n": torch.tensor(9)}
     layout = raw_layout(start)
     outbox = Outbox(tmp_path, layout)
-    formed = form_update(outbox, base, local, CODECS)
+    formed = form_update(outbox, base, local)
     # base − local = [1 − ½, 2 − 2, 3 − 4]
     assert read(outbox, layout, "w", torch.float32).tolist() == [0.5, 0.0, -1.0]
     assert not formed.is_zero
@@ -78,7 +85,7 @@ def test_bytes_between_segments_are_zero_whatever_was_there(tmp_path: Path) -> N
     layout = raw_layout(start)
     outbox = Outbox(tmp_path, layout)
     outbox.write(0, memoryview(b"\xff" * layout.nbytes))
-    form_update(outbox, base, {"a": torch.zeros(3), "b": torch.zeros(3)}, CODECS)
+    form_update(outbox, base, {"a": torch.zeros(3), "b": torch.zeros(3)})
     content = bytearray(layout.nbytes)
     outbox.read_into(0, memoryview(content))
     assert content[12:64] == bytes(52)
@@ -100,7 +107,7 @@ def test_runs_of_every_dtype_follow_each_other_in_one_buffer(tmp_path: Path) -> 
     for codec in ("none", "bf16"):
         layout = raw_layout(start, codec)
         outbox = Outbox(tmp_path, layout)
-        formed = form_update(outbox, base, local, CODECS)
+        formed = form_update(outbox, base, local)
         assert formed.part_digests == [outbox.digest(part) for part in layout.parts]
         for name, tensor in start.items():
             if not tensor.is_floating_point():
@@ -138,7 +145,6 @@ def test_many_small_neighbours_are_formed_as_each_alone(tmp_path: Path, codec: s
     base = base_with(tmp_path, start)
     layout = update_layout(schema_of(start).tensors, lambda spec: codecs[codec])  # type: ignore[arg-type, return-value]
     outbox = Outbox(tmp_path, layout)
-    runs = RunTable(layout, CHUNK_ELEMENTS)
     for factor in (2.0, -3.0):
         local = {name: (tensor.double() * factor).to(tensor.dtype) for name, tensor in start.items()}
         expected = torch.zeros(layout.nbytes, dtype=torch.uint8)
@@ -149,7 +155,7 @@ def test_many_small_neighbours_are_formed_as_each_alone(tmp_path: Path, codec: s
             target = expected[segment.offset : segment.offset + segment.nbytes]
             codecs[codec].encode_(delta, target, segment.spec.dtype)
         outbox.write(0, memoryview(b"\xff" * layout.nbytes))
-        formed = form_update(outbox, base, local, codecs, None, runs)
+        formed = form_update(outbox, base, local, codecs)
         content = bytearray(layout.nbytes)
         outbox.read_into(0, memoryview(content))
         assert content == bytes(bytes_of(expected))
@@ -164,9 +170,9 @@ def test_a_pseudo_gradient_is_zero_only_where_no_parameter_moved(tmp_path: Path)
     base, layout = base_with(tmp_path, start), raw_layout(start)
     outbox = Outbox(tmp_path, layout)
     still = {**start, "x.running_mean": torch.ones(2)}
-    assert form_update(outbox, base, still, CODECS).is_zero
+    assert form_update(outbox, base, still).is_zero
     moved = {**start, "b": torch.tensor([1.0, 1.0, 1.5])}
-    assert not form_update(outbox, base, moved, CODECS).is_zero
+    assert not form_update(outbox, base, moved).is_zero
 
 
 def test_a_version_is_loaded_into_tensors_however_they_lie(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,7 +251,7 @@ def test_an_update_larger_than_the_buffer_and_a_part_is_formed_whole(tmp_path: P
     layout = raw_layout(start)
     assert len(layout.parts) == 2  # 20 MB + 0.84 MB in parts of 16 MiB
     outbox = Outbox(tmp_path, layout)
-    form_update(outbox, base, local, CODECS)
+    form_update(outbox, base, local)
     assert torch.equal(read(outbox, layout, "big", torch.float32), start["big"] - local["big"])
     expected = (start["strided"] - local["strided"]).contiguous().reshape(-1)
     assert torch.equal(read(outbox, layout, "strided", torch.float32), expected)
@@ -282,7 +288,7 @@ def test_what_was_submitted_is_local_progress_only_once(tmp_path: Path) -> None:
     start = {"w": torch.tensor([1.0])}
     base = base_with(tmp_path, start)
     outbox = Outbox(tmp_path, raw_layout(start))
-    form_update(outbox, base, {"w": torch.tensor([1.5])}, CODECS)
+    form_update(outbox, base, {"w": torch.tensor([1.5])})
     advance_base_(base, outbox, CODECS)
     head = base_with(tmp_path, {"w": torch.tensor([9.0])}, 1, "base-next")
     local = {"w": torch.tensor([1.75])}
@@ -335,7 +341,7 @@ def test_a_sealed_outbox_survives_the_process_and_an_unsealed_one_does_not(tmp_p
     start = {"w": torch.ones(4)}
     layout = raw_layout(start)
     outbox = Outbox(tmp_path, layout)
-    formed = form_update(outbox, base_with(tmp_path, start), {"w": torch.zeros(4)}, CODECS)
+    formed = form_update(outbox, base_with(tmp_path, start), {"w": torch.zeros(4)})
     assert Outbox(tmp_path, layout).note is None
     digests = [digest.hex() for digest in formed.part_digests]
     note = OutboxNote("run", 3, 0, 0, "b" * 64, layout.digest, formed.digest, digests, 2.0, 10, {"loss": 1.5})

@@ -10,7 +10,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from atoll.json_files import note_from, read_note, write_note
-from atoll.worker.exchange.local_state import TurnNote
+from atoll.worker.exchange.local_state import TwoPhaseNote
 
 NAMES = ("algorithm", "residual")
 """Of the files: NAME-0.bin and NAME-1.bin take turns, NAME.json says which counts."""
@@ -21,7 +21,7 @@ Kept = dict[str, bytes]
 
 def pending(folder: Path) -> set[int]:
     """Tickets of the updates that these files depend on."""
-    notes = [read_note(folder / f"{name}.json", TurnNote) for name in NAMES]
+    notes = [read_note(folder / f"{name}.json", TwoPhaseNote) for name in NAMES]
     return {note.pending for note in notes if note is not None and note.pending}
 
 
@@ -46,14 +46,14 @@ def write_kept(folder: Path, kept: Kept) -> None:
     for name in NAMES:
         if f"{name}.json" not in kept:
             continue
-        note = note_from(kept[f"{name}.json"], TurnNote)
+        note = note_from(kept[f"{name}.json"], TwoPhaseNote)
         files = [folder / f"{name}-{index}.bin" for index in (0, 1)]
         path = folder / f"{name}.json"
-        if read_note(path, TurnNote) is None:
+        if read_note(path, TwoPhaseNote) is None:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             files[note.current].write_bytes(kept[files[note.current].name])
         else:
             write_note(path, replace(note, pending=0, pending_version=-1))
         other = files[1 - note.current]
         other.write_bytes(kept[other.name])
-        write_note(path, TurnNote(**asdict(note)))
+        write_note(path, TwoPhaseNote(**asdict(note)))

@@ -29,7 +29,7 @@ from atoll.worker.exchange.algorithm_state import AlgorithmState
 from atoll.worker.exchange.base_and_outbox import BaseNote, OutboxNote, TensorFile
 from atoll.worker.exchange.encode_update import Losses
 from atoll.worker.exchange.exchange import Exchange, Layouts
-from atoll.worker.exchange.local_state import Owner, Residuals, Together
+from atoll.worker.exchange.local_state import Owner, Residuals
 from atoll.worker.exchange.participation import Participation
 from atoll.worker.session.session import Session
 from atoll.worker.training.federated_loop import Model, Round, Worker, matching
@@ -297,41 +297,34 @@ class SimulatedSite:
         self._outbox = JobOutbox(layouts.update, spool_fd, shared.inspection)
         session.cleanup.callback(base.close)
         session.cleanup.callback(self._outbox.close)
-        local = Together(session.require_outcome)
-        session.cleanup.callback(local.close)
+        shared.losses.site = site
+        puller, files = JobPuller(base, session.counters), JobFiles(base, self._outbox)
         try:
-            residuals, kept = self._open_what_lasts(shared, local, Owner(site, info.run), folder, counts)
-            local.settle()
+            residuals, kept = self._open_what_lasts(shared, session, folder, counts)
+            exchange = Exchange(
+                session, puller, None, layouts, files, shared.losses, residuals=residuals, kept=kept, rule=shared.rule
+            )
+            exchange.local.settle()
         except BaseException:
             session.cleanup.close()
             raise
-        shared.losses.site = site
-        exchange = Exchange(
-            session,
-            JobPuller(base, session.counters),
-            None,
-            layouts,
-            JobFiles(base, self._outbox),
-            local,
-            residuals=residuals,
-            kept=kept,
-            rule=shared.rule,
-            losses=shared.losses,
-        )
         self.place = Participation(session, (exchange,), folder)
 
     @staticmethod
     def _open_what_lasts(
-        shared: Shared, local: Together, owner: Owner, folder: Path, counts: bool
+        shared: Shared, session: Session, folder: Path, counts: bool
     ) -> tuple[Residuals | None, AlgorithmState | None]:
         schema, feedback, residuals, kept = shared.layouts.schema, shared.layouts.codec.feedback, None, None
+        owner = Owner(session.site, session.info.run)
         keeps = shared.rule.keeps if shared.rule is not None else ()
         if keeps or feedback:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         if feedback:
-            residuals = local.add(Residuals(folder, schema, owner=owner))
+            residuals = Residuals(folder, schema, owner=owner)
+            session.cleanup.callback(residuals.close)
         if keeps:
-            kept = local.add(AlgorithmState(folder, schema, keeps, owner))
+            kept = AlgorithmState(folder, schema, keeps, owner)
+            session.cleanup.callback(kept.close)
             if counts:
                 kept.require_kept()
             kept.begin_at_zero()

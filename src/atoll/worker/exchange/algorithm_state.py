@@ -17,7 +17,7 @@ from atoll.errors import ConfigError
 from atoll.protocol.messages import Counted
 from atoll.tensors.dtypes import torch_dtype
 from atoll.tensors.schema import Schema, specs_beside
-from atoll.worker.exchange.local_state import NOTHING, UNTOLD, Owner, TurnNote, Turns
+from atoll.worker.exchange.local_state import NOTHING, UNTOLD, Owner, TwoPhaseFile, TwoPhaseNote
 from atoll.worker.log_lines import LOG
 
 NEW = "ATOLL_NEW_STATE"
@@ -37,7 +37,7 @@ def wanted_anew() -> bool:
     raise ConfigError(f"{NEW} is {text!r}.", "Set it to 1 to begin at zero where the site's state is lost.")
 
 
-class AlgorithmState(Turns):
+class AlgorithmState(TwoPhaseFile):
     """The tensors that the algorithm keeps at one site in one run; zeros in the beginning.
 
     Attributes:
@@ -48,7 +48,7 @@ class AlgorithmState(Turns):
         folder: of the site in the run; locked by the caller.
         schema: of the run.
         keeps: the groups that the algorithm keeps: one tensor for each parameter.
-        owner: as `Turns` has it.
+        owner: as `TwoPhaseFile` has it.
     """
 
     def __init__(self, folder: Path, schema: Schema, keeps: Iterable[str], owner: Owner = UNTOLD) -> None:
@@ -109,7 +109,9 @@ class AlgorithmState(Turns):
             return
         if self.state != "new":
             self.lose()
-        self._write(TurnNote(version=_version(counted), update=counted.digest))  # zero stands behind it from here on
+        self._write(
+            TwoPhaseNote(version=_version(counted), update=counted.digest)
+        )  # zero stands behind it from here on
 
     def _go_back(self) -> None:
         """The update that counted last is pending again."""
@@ -153,7 +155,7 @@ class AlgorithmState(Turns):
         super().write(name, start, values.to(torch_dtype(self._segments[name].spec.dtype)))
 
     def belongs_to(self, ticket: int, version: int, update: str = "") -> None:
-        """As `Turns` has it; a tensor of which nothing was written stays as it is."""
+        """As `TwoPhaseFile` has it; a tensor of which nothing was written stays as it is."""
         for name, segment in self._segments.items():
             if name not in self._written:
                 super().write(name, 0, self.read(name, 0, segment.spec.numel))

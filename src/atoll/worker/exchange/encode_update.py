@@ -10,7 +10,7 @@ import math
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
@@ -275,78 +275,64 @@ class Formed:
     is_zero: bool
 
 
-def form_update(
-    outbox: UpdateFile,
-    base: VersionFile,
-    tensors: Held,
-    codecs: Mapping[str, Codec],
-    on_part: Callable[[Part, bytes], None] | None = None,
-    runs: RunTable | None = None,
-    beside: Mapping[str, Runs] | None = None,
-    filtered: Filtered | None = None,
-    residuals: Residuals | None = None,
-    losses: Losses | None = None,
-) -> Formed:
-    """Write the update of `tensors` against `base` into the outbox.
+@dataclass
+class UpdateFormer:
+    """Writes one update of `tensors` against `base` into the outbox.
 
-    Args:
+    Attributes:
         outbox: its layout decides order, codec and place of everything.
         base: the version that was trained from.
         tensors: the model's own tensors, by name; not changed.
         codecs: by name, all that the layout uses.
-        on_part: told of each part, with its BLAKE3, as soon as it is in the outbox.
         runs: of the outbox's layout, at most `CHUNK_ELEMENTS` each; kept from one update to the next.
         beside: what the update carries for each group beside the model, by the parameter's name.
         filtered: what leaves in place of `tensors`, where the site has filters.
         residuals: what earlier updates have lost, where the codec has error feedback.
         losses: looks at what encoding leaves.
-
-    Raises:
-        UsageError: the layout has a group beside the model, and nothing is given for it.
+        is_zero: whether the pseudo-gradient was zero everywhere so far.
     """
-    beside = beside or {}
-    lacking = {each.spec.group for each in outbox.layout.segments if each.spec.is_beside} - set(beside)
-    if lacking:
-        raise UsageError(
-            f"The run's algorithm keeps {sorted(lacking)} beside the model, and this update carries none of it.",
-            "Submit it: fl_round.submit(model, groups=..., steps=...), in rounds of atoll.join; atoll.DiLoCo has no "
-            "such groups.",
-        )
-    runs = runs or RunTable(outbox.layout, CHUNK_ELEMENTS)
-    former = _Former(outbox, base, tensors, codecs, runs, beside, filtered, residuals, losses)
-    with torch.no_grad(), single_thread():
-        digests = []
-        for part in outbox.layout.parts:
-            digests.append(former.part(part))
-            if on_part is not None:
-                on_part(part, digests[-1])
-    return Formed(digests, outbox.layout.blob_id(digests), former.is_zero)
 
+    outbox: UpdateFile
+    base: VersionFile
+    tensors: Held
+    codecs: Mapping[str, Codec]
+    runs: RunTable
+    beside: Mapping[str, Runs] = field(default_factory=dict)
+    filtered: Filtered | None = None
+    residuals: Residuals | None = None
+    losses: Losses | None = None
+    is_zero: bool = True
 
-class _Former:
-    """One update on its way into the outbox; the arguments are those of `form_update`."""
+    def form(self, on_part: Callable[[Part, bytes], None] | None = None) -> Formed:
+        """Write all of it.
 
-    def __init__(
-        self,
-        outbox: UpdateFile,
-        base: VersionFile,
-        tensors: Held,
-        codecs: Mapping[str, Codec],
-        runs: RunTable,
-        beside: Mapping[str, Runs],
-        filtered: Filtered | None,
-        residuals: Residuals | None,
-        losses: Losses | None,
-    ) -> None:
-        self.outbox, self.base, self.tensors, self.codecs, self.runs = outbox, base, tensors, codecs, runs
-        self.beside, self.filtered, self.residuals = beside, filtered, residuals
-        room = min(_BUFFER_BYTES, outbox.layout.nbytes) + ALIGN_BYTES
+        Args:
+            on_part: told of each part, with its BLAKE3, as soon as it is in the outbox.
+
+        Raises:
+            UsageError: the layout has a group beside the model, and nothing is given for it.
+        """
+        layout = self.outbox.layout
+        lacking = {each.spec.group for each in layout.segments if each.spec.is_beside} - set(self.beside)
+        if lacking:
+            raise UsageError(
+                f"The run's algorithm keeps {sorted(lacking)} beside the model, and this update carries none of it.",
+                "Submit it: fl_round.submit(model, groups=..., steps=...), in rounds of atoll.join; atoll.DiLoCo has "
+                "no such groups.",
+            )
+        room = min(_BUFFER_BYTES, layout.nbytes) + ALIGN_BYTES
         self.buffer = torch.empty(room, dtype=torch.uint8, device="cpu")
         self.view = bytes_of(self.buffer)
         self.scratch = torch.empty(CHUNK_ELEMENTS * _WIDEST_BYTES, dtype=torch.uint8, device="cpu")
-        self.is_zero, self.losses = True, losses
-        if losses is not None:
-            losses.begin()
+        if self.losses is not None:
+            self.losses.begin()
+        digests = []
+        with torch.no_grad(), single_thread():
+            for part in layout.parts:
+                digests.append(self.part(part))
+                if on_part is not None:
+                    on_part(part, digests[-1])
+        return Formed(digests, layout.blob_id(digests), self.is_zero)
 
     def part(self, part: Part) -> bytes:
         """Encode one part; returns its BLAKE3."""

@@ -18,7 +18,7 @@ from atoll.codecs.base import Codec
 from atoll.codecs.encoded_layout import codecs_of, encoded_layout
 from atoll.codecs.version_difference import Downlink
 from atoll.errors import TRANSIENT, Conflict, Gone, TicketClosed, UpdateRefused
-from atoll.filters.base import About, Filter, require_filters
+from atoll.filters.base import About, Filter
 from atoll.protocol import messages, routes
 from atoll.protocol.values import (
     Accepted,
@@ -48,7 +48,7 @@ from atoll.worker.exchange import apply_version, encode_update
 from atoll.worker.exchange.algorithm_state import AlgorithmState
 from atoll.worker.exchange.base_and_outbox import ExchangeFiles, OutboxNote, UpdateFile, VersionFile
 from atoll.worker.exchange.encode_update import Filtered, Losses
-from atoll.worker.exchange.local_state import Residuals, Together
+from atoll.worker.exchange.local_state import LocalState, Residuals
 from atoll.worker.exchange.optimizer_moments import say_accepted, say_refused
 from atoll.worker.exchange.pull_version import Sources
 from atoll.worker.log_lines import LOG, Progress, progress, size
@@ -128,56 +128,51 @@ class Layouts:
         return cls(schema, version, update, codecs[info.codec], codecs, runs, downlink)
 
 
+@dataclass(eq=False)
 class Exchange:
     """The base, the outbox and the ticket of one fragment at one worker; by one thread at a time.
 
-    Args:
+    Attributes:
         session: the worker's place in the run.
         puller: brings versions into the base.
         transfer: sends the parts of updates; None: what is written into the outbox is at the other side.
         layouts: of the fragment.
         files: of the fragment at this site.
-        local: what the site keeps between rounds.
-        fragment: its number; None: the run has one.
+        number: of the fragment; None: the run has one.
         filters: that its updates pass through before they leave.
         residuals: what encoding has lost of earlier updates, where the codec has error feedback.
         kept: what the algorithm keeps at the site, where it keeps anything.
         rule: how the algorithm corrects local training; None: not at all.
-        losses: looks at what encoding leaves; by default one of its own.
+        losses: looks at what encoding leaves.
         outlet: in a swarm: where updates are pulled from, and versions.
         shards: gives what this rank has of a sharded model.
-
-    Attributes:
+        local: what the site keeps between rounds.
         refusals: updates of this process that were refused in a row.
         resuming: whether the outbox was filled by an earlier process, so that the server may hold parts of it already.
         settled: the ticket of the outbox's update, once nothing of it is local progress any more (`settle`).
     """
 
-    def __init__(
-        self,
-        session: Session,
-        puller: Pulls,
-        transfer: HttpTransfer | None,
-        layouts: Layouts,
-        files: ExchangeFiles,
-        local: Together,
-        *,
-        fragment: int | None = None,
-        filters: Sequence[Filter] = (),
-        residuals: Residuals | None = None,
-        kept: AlgorithmState | None = None,
-        rule: LocalRule | None = None,
-        losses: Losses | None = None,
-        outlet: Outlet | None = None,
-        shards: Callable[[], Shards] | None = None,
-    ) -> None:
-        self.session, self.site, self.layouts, self.files = session, session.site, layouts, files
-        self.fragment, self._named = fragment or 0, "" if fragment is None else f" fragment {fragment}"
-        self.local, self.residuals, self.kept, self.rule = local, residuals, kept, rule
-        self.filters = require_filters(filters)
-        self.refusals, self.resuming, self.settled = 0, False, 0
-        self._puller, self._transfer, self._outlet, self._shards = puller, transfer, outlet, shards
-        self._losses = losses or Losses(self.site, layouts.codec, layouts.schema)
+    session: Session
+    puller: Pulls
+    transfer: HttpTransfer | None
+    layouts: Layouts
+    files: ExchangeFiles
+    losses: Losses
+    number: int | None = None
+    filters: Sequence[Filter] = ()
+    residuals: Residuals | None = None
+    kept: AlgorithmState | None = None
+    rule: LocalRule | None = None
+    outlet: Outlet | None = None
+    shards: Callable[[], Shards] | None = None
+    refusals: int = 0
+    resuming: bool = False
+    settled: int = 0
+
+    def __post_init__(self) -> None:
+        self.site = self.session.site
+        self.fragment, self._named = self.number or 0, "" if self.number is None else f" fragment {self.number}"
+        self.local = LocalState(self.session.require_outcome, self.residuals, self.kept)
 
     @property
     def base(self) -> VersionFile:
@@ -249,7 +244,7 @@ class Exchange:
         if again is None:
             return False
         told = "%s: the server fell back to version %d; submitting again"
-        if self._outlet is not None:
+        if self.outlet is not None:
             told = "%s: the updates from version %d are collected again; submitting again"
         LOG.info(told, self.site, ticket.base.number)
         if not self._takes(again, look=False):
@@ -317,8 +312,8 @@ class Exchange:
             `Superseded`: the tensors may hold a part of it. `Lost`: without `waits`, likewise.
         """
         try:
-            if self._shards is None:
-                self._puller.pull(version, into, beside=beside, max_retries=retries, waits=waits)
+            if self.shards is None:
+                self.puller.pull(version, into, beside=beside, max_retries=retries, waits=waits)
             elif (lost := self._pull_shares(version, beside, into is not None, retries)) is not None:
                 return lost
         except Gone as error:
@@ -334,9 +329,9 @@ class Exchange:
         manifest = session.call(ask, what, retries=retries, kind=messages.Manifest)
         if isinstance(manifest, Lost):
             return manifest
-        lost = session.move(partial(self._puller.pull, version, None, beside=beside), what)
-        if lost is None and load and self._shards is not None:
-            shards = self._shards()
+        lost = session.move(partial(self.puller.pull, version, None, beside=beside), what)
+        if lost is None and load and self.shards is not None:
+            shards = self.shards()
             session.ranks.gather(lambda: apply_version.load_(shards, self.files.beside() if beside else self.base))
             shards.scatter_(session.ranks.swap, session.ranks.from_rank)
         return lost
@@ -388,8 +383,8 @@ class Exchange:
 
     def break_off(self) -> None:
         """Have what is on its way, of any fragment, end without a further byte."""
-        if self._transfer is not None:
-            self._transfer.break_off()
+        if self.transfer is not None:
+            self.transfer.break_off()
 
     def rebase(self, version: VersionRef, tensors: Tensors, *, retries: int | None = None) -> Pulled | Lost:
         """Go on from another version, or from the head where it is gone, with what was trained since the base."""
@@ -397,7 +392,7 @@ class Exchange:
         if isinstance(pull, Lost):
             self.files.drop_beside()
             return pull
-        shards = self._shards() if self._shards is not None else None
+        shards = self.shards() if self.shards is not None else None
         if shards is not None:
             shards.gather_(self.session.ranks.swap)
         held: Held = tensors if shards is None else shards
@@ -419,13 +414,13 @@ class Exchange:
         retries: int | None = None,
     ) -> Delivered:
         """Form the update of this ticket and send it; its parts are on their way while the later ones are formed."""
-        if self._outlet is not None or self._transfer is None or len(self.outbox.layout.all_parts) == 1:
+        if self.outlet is not None or self.transfer is None or len(self.outbox.layout.all_parts) == 1:
             self.form(ticket, tensors, info, finish=finish)
             return self.deliver(retries)
         self._tell_submitting(ticket.round)
         path_of = routes.parts_of(ticket.id)
         with progress(self._submitting, self.outbox.layout.own_nbytes) as bar:
-            with self._transfer.pushing(path_of, self.outbox.fd, on_bytes=bar.add) as pushing:
+            with self.transfer.pushing(path_of, self.outbox.fd, on_bytes=bar.add) as pushing:
                 self.form(ticket, tensors, info, finish=finish, on_part=pushing.add)
             return self._deliver(bar, pushing.sent, pushing.error, retries)
 
@@ -445,12 +440,12 @@ class Exchange:
             about = About(self.site, ticket.round, ticket.base.number, weight, steps, metrics, fragment=self.fragment)
             model = [spec.name for spec in self.session.schema.model.tensors] if self._named else ()
             filtered = Filtered(self.filters, self.base, tensors, about, model)
-        if self._shards is None:
+        if self.shards is None:
             formed = self._write(ticket, tensors, on_part, finish, filtered)
         else:
-            formed = self._form_shares(ticket, self._shards(), on_part)
-        self._losses.end(formed.is_zero, info.steps, bool(self.filters))
-        self.session.warn(self.fragment, self._losses.warnings)
+            formed = self._form_shares(ticket, self.shards(), on_part)
+        self.losses.end(formed.is_zero, info.steps, bool(self.filters))
+        self.session.warn(self.fragment, self.losses.warnings)
         self.outbox.seal(self._note(ticket, formed, info))
         return formed
 
@@ -484,8 +479,8 @@ class Exchange:
         What the site keeps belongs to the update before the outbox is sealed: a kill in between forms it anew, under
         the same ticket.
         """
-        if self._outlet is not None:
-            self._outlet.retract(self.fragment)
+        if self.outlet is not None:
+            self.outlet.retract(self.fragment)
         self.outbox.begin(ticket.layout_digest)
         self.local.begin(ticket.id)
         if self.residuals is not None:
@@ -493,18 +488,11 @@ class Exchange:
         moved = filtered.moved if filtered is not None else partial(encode_update.change_of, self.base, tensors)
         with torch.no_grad():
             beside = finish(moved) if finish is not None else {}
-        formed = encode_update.form_update(
-            self.outbox,
-            self.base,
-            tensors,
-            self.layouts.codecs,
-            on_part,
-            self.layouts.runs,
-            beside,
-            filtered,
-            self.residuals,
-            self._losses,
+        layouts, residuals, losses = self.layouts, self.residuals, self.losses
+        former = encode_update.UpdateFormer(
+            self.outbox, self.base, tensors, layouts.codecs, layouts.runs, beside, filtered, residuals, losses
         )
+        formed = former.form(on_part)
         whole = self.outbox.layout.rank is None
         self.local.belongs_to(ticket.id, ticket.base.number, formed.digest if whole else "")
         return formed
@@ -542,7 +530,7 @@ class Exchange:
             failure: what ended an attempt that has begun already.
         """
         try:
-            answer = self._offer(bar, retries) if self._outlet is not None else self._send(bar, sent, failure, retries)
+            answer = self._offer(bar, retries) if self.outlet is not None else self._send(bar, sent, failure, retries)
         except UpdateRefused as error:
             return Refused(error)
         except (TicketClosed, Gone) as error:
@@ -572,9 +560,9 @@ class Exchange:
             if has is None:
                 has = self.session.parts_at_server(note.ticket, digests)
             bar.resume()
-            if self._transfer is None:
+            if self.transfer is None:
                 return
-            self._transfer.push(
+            self.transfer.push(
                 routes.parts_of(note.ticket),
                 self.outbox.fd,
                 [part for part in layout.parts if part.index not in has],
@@ -602,7 +590,7 @@ class Exchange:
 
     def _offer(self, bar: Progress, retries: int | None) -> messages.Receipt | Lost:
         """In a swarm: say that the update is complete and where it is, until another worker has pulled it."""
-        outlet, note = self._outlet, self._sealed
+        outlet, note = self.outlet, self._sealed
         assert outlet is not None
         message = _complete(note).model_copy(update={"source": str(outlet.offer(self.fragment, self.outbox, bar.add))})
         while True:

@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -23,7 +23,6 @@ from atoll.tensors.schema import PARAMS, Schema, TensorSpec
 from atoll.worker.exchange.base_and_outbox import ScratchFile
 from atoll.worker.log_lines import LOG
 
-T = TypeVar("T", bound="Turns")
 NOTHING = -2
 """In place of a version: the file that does not count holds nothing of value."""
 
@@ -39,7 +38,7 @@ UNTOLD = Owner()
 
 
 @dataclass(frozen=True)
-class TurnNote:
+class TwoPhaseNote:
     """What the two files hold.
 
     Attributes:
@@ -69,9 +68,9 @@ class TurnNote:
     before_version: int = NOTHING
     before_update: str = ""
 
-    def forth(self) -> TurnNote:
+    def forth(self) -> TwoPhaseNote:
         """The pending update has counted: its file is current, and the other one is what was before."""
-        return TurnNote(
+        return TwoPhaseNote(
             1 - self.current,
             counted=self.pending,
             version=self.pending_version,
@@ -81,9 +80,9 @@ class TurnNote:
             digests=self.digests,
         )
 
-    def back(self) -> TurnNote:
+    def back(self) -> TwoPhaseNote:
         """The update that counted last is pending again: what was before it is current."""
-        return TurnNote(
+        return TwoPhaseNote(
             1 - self.current,
             pending=self.counted,
             pending_version=self.version,
@@ -94,7 +93,7 @@ class TurnNote:
         )
 
 
-class Turns:
+class TwoPhaseFile:
     """Runs of some tensors; zeros in the beginning.
 
     Attributes:
@@ -122,17 +121,17 @@ class Turns:
         self._note_path, self._owner = folder / f"{name}.json", owner
         self._sparse, used = sparse, () if sparse else None
         self._files = [ScratchFile(folder / f"{name}-{index}.bin", layout.nbytes, used) for index in (0, 1)]
-        note: TurnNote | None = read_note(self._note_path, TurnNote)
+        note: TwoPhaseNote | None = read_note(self._note_path, TwoPhaseNote)
         if note is not None and not _is_sound(note):
             note = None
         foreign = note is not None and self._is_foreign(note)
         self.found = note is not None and not foreign and self._holds(note, note.current)
         if not self.found and not foreign and (note is None or not note.digests[note.current]):
             self._note_path.unlink(missing_ok=True)  # the files are there from now on, and would be believed
-        self.note = note if note is not None and self.found else TurnNote()
+        self.note = note if note is not None and self.found else TwoPhaseNote()
         self._is_pending_lost = bool(self.note.pending) and not self._holds(self.note, 1 - self.note.current)
 
-    def _is_foreign(self, note: TurnNote) -> bool:
+    def _is_foreign(self, note: TwoPhaseNote) -> bool:
         """Whether the files are of another site or run. They stay until they are written: the folder may go back."""
         if all(theirs in ("", ours) for theirs, ours in zip((note.site, note.run), self._owner, strict=True)):
             return False
@@ -144,7 +143,7 @@ class Turns:
         )
         return True
 
-    def _holds(self, note: TurnNote, index: int) -> bool:
+    def _holds(self, note: TwoPhaseNote, index: int) -> bool:
         """Whether a file is there, and holds what was written."""
         file = self._files[index]
         if not file.is_new and note.digests[index] in ("", file.content_digest()):
@@ -155,7 +154,7 @@ class Turns:
     def zero(self) -> None:
         """Begin at zero, whatever the files hold."""
         self._note_path.unlink(missing_ok=True)
-        self.note, self._is_pending_lost = TurnNote(), False
+        self.note, self._is_pending_lost = TwoPhaseNote(), False
         zeros = memoryview(bytes(CHUNK_BYTES))
         for file in self._files:
             if self._sparse:
@@ -226,52 +225,43 @@ class Turns:
         elif self.note.counted == ticket:
             self._write(replace(self.note, current=1 - self.note.current, counted=0, before_version=NOTHING))
 
-    def _write(self, note: TurnNote) -> None:
+    def _write(self, note: TwoPhaseNote) -> None:
         self.note = replace(note, site=self._owner.site, run=self._owner.run)
         write_note(self._note_path, self.note)
 
 
-def _is_sound(note: TurnNote) -> bool:
+def _is_sound(note: TwoPhaseNote) -> bool:
     return note.current in (0, 1) and isinstance(note.digests, list | tuple) and len(note.digests) == 2
 
 
-class Together:
-    """All of a site's; what is said of an update is said to each of them."""
+class LocalState:
+    """All that a site keeps between rounds; what becomes of an update is passed on to each file."""
 
-    def __init__(self, outcome_of: Callable[[int], messages.Outcome]) -> None:
-        self._outcome_of, self._all = outcome_of, list[Turns]()
-
-    def add(self, turns: T) -> T:
-        """Add one; returns it."""
-        self._all.append(turns)
-        return turns
-
-    def close(self) -> None:
-        for turns in self._all:
-            turns.close()
+    def __init__(self, outcome_of: Callable[[int], messages.Outcome], *files: TwoPhaseFile | None) -> None:
+        self._outcome_of, self._all = outcome_of, [each for each in files if each is not None]
 
     def settle(self) -> None:
-        """As `Turns.settle`."""
-        for turns in self._all:
-            turns.settle(self._outcome_of)
+        """As `TwoPhaseFile.settle`."""
+        for file in self._all:
+            file.settle(self._outcome_of)
 
     def begin(self, ticket: int) -> None:
-        """As `Turns.begin`, for this ticket; what an earlier one left pending is settled before."""
-        for turns in self._all:
-            if turns.note.pending != ticket:  # mostly it is settled by then
-                turns.settle(self._outcome_of)
-            turns.begin()
+        """As `TwoPhaseFile.begin`, for this ticket; what an earlier one left pending is settled before."""
+        for file in self._all:
+            if file.note.pending != ticket:  # mostly it is settled by then
+                file.settle(self._outcome_of)
+            file.begin()
 
     def belongs_to(self, ticket: int, version: int, update: str = "") -> None:
-        """As `Turns.belongs_to`."""
-        for turns in self._all:
-            turns.belongs_to(ticket, version, update)
+        """As `TwoPhaseFile.belongs_to`."""
+        for file in self._all:
+            file.belongs_to(ticket, version, update)
 
     def moves_to(self, ticket: int, version: int, before: int) -> None:
         """What was pending for the ticket `before` is the same update under another one."""
-        for turns in self._all:
-            if turns.note.pending == before:
-                turns.passes_to(ticket, version)
+        for file in self._all:
+            if file.note.pending == before:
+                file.passes_to(ticket, version)
 
 
 # -- Error feedback: what encoding an update has lost stays at the worker and is added to its next update.
@@ -282,14 +272,14 @@ class Together:
 # 1901.09847, algorithm 2). e is kept in the dtype of accumulation, one tensor for each parameter.
 
 
-class Residuals(Turns):
+class Residuals(TwoPhaseFile):
     """e of one site in one run; zero where nothing is kept.
 
     Args:
         folder: of the site in the run; locked by the caller.
         schema: of what is trained together.
         name: of the files.
-        owner: as `Turns` has it.
+        owner: as `TwoPhaseFile` has it.
         sparse: whether only one rank's share is kept here.
     """
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from atoll.algorithms.resolve import local_rule
 from atoll.errors import ConfigError
-from atoll.filters.base import Filter
+from atoll.filters.base import Filter, require_filters
 from atoll.protocol import routes
 from atoll.protocol.swarm_messages import SwarmPlan
 from atoll.tensors.fsdp_shards import Shards
@@ -19,8 +19,9 @@ from atoll.transport.http_client import http_to
 from atoll.transport.resumable_transfer import HttpTransfer
 from atoll.worker.exchange.algorithm_state import AlgorithmState
 from atoll.worker.exchange.base_and_outbox import DiskFiles, folder_of, locked, name_of, remove_earlier
+from atoll.worker.exchange.encode_update import Losses
 from atoll.worker.exchange.exchange import Exchange, Layouts, Outlet
-from atoll.worker.exchange.local_state import Owner, Residuals, Together
+from atoll.worker.exchange.local_state import Owner, Residuals
 from atoll.worker.exchange.pull_version import Puller
 from atoll.worker.session.http_channel import HttpChannel
 from atoll.worker.session.leave_at_exit import last_words
@@ -56,20 +57,33 @@ class Participation:
         self.session.leave(error)
 
 
+@dataclass(frozen=True)
+class LoopTerms:
+    """What a loop that counts local steps brings: it can take part in a run that streams, with a sharded model.
+
+    Attributes:
+        schema: of its model; compared before it joins.
+        sync_every: its own H, where it has one; refused where the run's differs.
+        num_fragments: its own number of fragments, likewise.
+        ranks: where the model is sharded: this rank's files are its own.
+        shards: gives what this rank has of the model.
+    """
+
+    schema: Schema | None = None
+    sync_every: int | None = None
+    num_fragments: int | None = None
+    ranks: RankGroup = ALONE
+    shards: Callable[[], Shards] | None = None
+
+
 def take_part(
     server: str,
     site: str,
     *,
     folder: Path | None = None,
-    schema: Schema | None = None,
-    sync_every: int | None = None,
-    num_fragments: int | None = None,
     labels: dict[str, str] | None = None,
     filters: Sequence[Filter] = (),
-    max_retries: int | None = None,
-    streams: bool = False,
-    ranks: RankGroup = ALONE,
-    shards: Callable[[], Shards] | None = None,
+    loop: LoopTerms | None = None,
 ) -> Participation:
     """Open a site's files, and join the run.
 
@@ -77,38 +91,34 @@ def take_part(
         server: address of the server.
         site: the site's name.
         folder: where its files lie; by default `ATOLL_DIR`, else `.atoll` in the current folder.
-        schema: of its model, where it has one already; compared before it joins.
-        sync_every: its own H, where it has one; refused where the run's differs.
-        num_fragments: its own number of fragments, likewise.
         labels: shown in status.
         filters: that its updates pass through before they leave.
-        max_retries: attempts after which a lost server is given up; None: never.
-        streams: whether it can take part in a run that streams.
-        ranks: where the model is sharded: this rank's files are its own.
-        shards: gives what this rank has of the model.
+        loop: of a worker that counts local steps; None: it takes whole rounds.
 
     Raises:
         ConfigError: the run streams, and this worker cannot; or it is for another number of ranks; or this site does
             not have its algorithm.
     """
-    http = http_to(server)
-    session = Session(HttpChannel(http), site, labels=labels, max_retries=max_retries, ranks=ranks)
+    filters, http, terms = require_filters(filters), http_to(server), loop or LoopTerms()
+    session = Session(HttpChannel(http), site, labels=labels, ranks=terms.ranks)
     info, opened = session.info, session.cleanup
     try:
-        _check(session, schema, streams, shards is not None)
+        _check(session, loop)
         transfer = HttpTransfer(http, info.connections, info.idle_timeout_s)
         opened.callback(transfer.close)
-        share = (ranks.rank, ranks.size) if shards is not None else None
+        share = (terms.ranks.rank, terms.ranks.size) if terms.shards is not None else None
         home = (folder or Path(os.environ.get("ATOLL_DIR", ".atoll"))) / site
         where = folder_of(home, info.run, share)
         opened.enter_context(locked(where, site))
         outlet, start_peer = _open_peer(session, where) if info.placement == "swarm" else (None, None)
         parts = session.split.schemas if session.split.count > 1 else (session.schema,)
         exchanges = tuple(
-            _open(session, transfer, where, index if len(parts) > 1 else None, each, filters, outlet, shards)
+            _open(session, transfer, where, index if len(parts) > 1 else None, each, outlet, terms.shards)
             for index, each in enumerate(parts)
         )
-        session.join(max_retries, sync_every=sync_every, num_fragments=num_fragments)
+        for each in exchanges:
+            each.filters = filters
+        session.join(sync_every=terms.sync_every, num_fragments=terms.num_fragments)
         for each in exchanges:
             if each.kept is not None:
                 each.kept.begin_at_zero()
@@ -124,23 +134,25 @@ def take_part(
         raise
 
 
-def _check(session: Session, schema: Schema | None, streams: bool, sharded: bool) -> None:
+def _check(session: Session, loop: LoopTerms | None) -> None:
     info, site, size = session.info, session.site, session.ranks.size
-    if session.streams and not streams:
+    if session.streams and loop is None:
         raise ConfigError(
             f"The run {info.name!r} streams (num_fragments {info.fragments}, tau {info.tau}, alpha {info.alpha:g}), "
             "and this worker takes whole rounds.",
             "Train with atoll.DiLoCo(model, optimizer), or leave num_fragments, tau and alpha out of the run.",
         )
-    if sharded and size != info.ranks:
+    if loop is None:
+        return
+    if loop.shards is not None and size != info.ranks:
         raise ConfigError(
             f"The model of worker {site} is sharded over {size} ranks, and the run {info.name!r} has ranks = "
             f"{info.ranks}.",
             f"Start the server with --set model.ranks={size}, or this worker with --nproc-per-node {info.ranks} of "
             "torchrun.",
         )
-    if schema is not None:
-        schema.require_equal(session.schema.model, mine=f"worker {site}", theirs="the server")
+    if loop.schema is not None:
+        loop.schema.require_equal(session.schema.model, mine=f"worker {site}", theirs="the server")
 
 
 def _open(
@@ -149,24 +161,22 @@ def _open(
     folder: Path,
     fragment: int | None,
     schema: Schema,
-    filters: Sequence[Filter],
     outlet: Outlet | None,
     shards: Callable[[], Shards] | None,
 ) -> Exchange:
     """Open the files of a fragment; None: the run has one."""
-    info, sharded = session.info, shards is not None
+    info, sharded, opened = session.info, shards is not None, session.cleanup
     layouts = Layouts.of(info, schema, session.ranks.rank if sharded else None)
     files = DiskFiles(folder, layouts.version, layouts.update, fragment, session.site)
-    session.cleanup.callback(files.close)
-    local = Together(session.require_outcome)
-    session.cleanup.callback(local.close)
+    opened.callback(files.close)
     owner, residuals, kept = Owner(session.site, info.run), None, None
     if layouts.codec.feedback:
-        name = name_of("residual", fragment)
-        residuals = local.add(Residuals(folder, schema, name, owner=owner, sparse=sharded))
+        residuals = Residuals(folder, schema, name_of("residual", fragment), owner=owner, sparse=sharded)
+        opened.callback(residuals.close)
     rule = local_rule(info.algorithm, info.local, info.local_package)
     if fragment is None and rule is not None and rule.keeps:
-        kept = local.add(AlgorithmState(folder, schema, rule.keeps, owner))
+        kept = AlgorithmState(folder, schema, rule.keeps, owner)
+        opened.callback(kept.close)
         kept.begin_anew_where_told(session.site)
         session.told_of_state = partial(getattr, kept, "told")
     return Exchange(
@@ -175,9 +185,8 @@ def _open(
         transfer,
         layouts,
         files,
-        local,
-        fragment=fragment,
-        filters=filters,
+        Losses(session.site, layouts.codec, layouts.schema),
+        number=fragment,
         residuals=residuals,
         kept=kept,
         rule=rule,

@@ -132,8 +132,6 @@ class Session:
         channel: its calls.
         site: the site's name.
         labels: shown in status.
-        max_retries: attempts after which a server that never answered is given up; None: it is waited for as
-            ATOLL_GIVE_UP_S says.
         run: what the run and its fragments are, where that is known already.
         ranks: of a sharded worker: rank 0 joins, sends heartbeats and asks, and every rank gets its answers.
 
@@ -150,8 +148,7 @@ class Session:
 
     Raises:
         VersionSkew: the two sides speak different protocols.
-        ServerLost: the server did not answer for too long. ServerUnreachable: not in `max_retries` attempts; or
-            something else answers.
+        ServerLost: the server did not answer for too long. ServerUnreachable: something else answers.
     """
 
     def __init__(
@@ -160,7 +157,6 @@ class Session:
         site: str,
         *,
         labels: dict[str, str] | None = None,
-        max_retries: int | None = None,
         ranks: RankGroup = ALONE,
         run: tuple[messages.RunInfo, Split] | None = None,
     ) -> None:
@@ -183,11 +179,11 @@ class Session:
         self._join_lock = threading.Lock()
         self._beat: threading.Thread | None = None
         self._fatal: AtollError | None = None
-        self.info, self.split = run or self._read_run(max_retries)
+        self.info, self.split = run or self._read_run()
         self.schema = self.split.schema
 
-    def _read_run(self, max_retries: int | None) -> tuple[messages.RunInfo, Split]:
-        info = self.patiently(self.channel.run, max_retries, "join")
+    def _read_run(self) -> tuple[messages.RunInfo, Split]:
+        info = self.patiently(self.channel.run, None, "join")
         require_protocol(info, self.channel.server)
         return info, split_of(self.patiently(self.channel.schema, None, "read the schema"), info)
 
@@ -304,9 +300,7 @@ class Session:
 
     # -- join and leave
 
-    def join(
-        self, max_retries: int | None = None, *, sync_every: int | None = None, num_fragments: int | None = None
-    ) -> None:
+    def join(self, *, sync_every: int | None = None, num_fragments: int | None = None) -> None:
         """Take part; heartbeats begin.
 
         Args:
@@ -319,7 +313,7 @@ class Session:
             self.channel.lease = self.ranks.from_rank0(lambda: "")
             self._watch_calls(partial(self.channel.health, every_s), every_s)
             return
-        self.ranks.from_rank0(partial(self._join, max_retries))
+        self.ranks.from_rank0(self._join)
         watch_exit(self)
         self._watch_calls(partial(self._send_heartbeat, every_s, every_s), every_s)
         if self.info.heartbeat_interval_s:

@@ -46,7 +46,7 @@ from atoll.tensors.module_tensors import (
 from atoll.tensors.schema import Schema
 from atoll.transport.http_client import server_of
 from atoll.worker.arguments import finite_metrics, positive, sync_retries
-from atoll.worker.exchange.participation import Participation, take_part
+from atoll.worker.exchange.participation import LoopTerms, Participation, take_part
 from atoll.worker.log_lines import ALONE, ALONE_ENDED, LOG, ensure_lines, in_words, size
 from atoll.worker.metrics import Measured, Metrics, Reports
 from atoll.worker.session.leave_at_exit import last_words
@@ -304,14 +304,15 @@ class DiLoCo:
             self._server,
             site,
             folder=self._folder,
-            schema=self._schema,
-            sync_every=self._given_sync_every,
-            num_fragments=self._given_fragments,
             labels=self._labels,
             filters=self._filters,
-            streams=True,
-            ranks=self._ranks if sharded else ONE_RANK,
-            shards=self._own_shards if sharded else None,
+            loop=LoopTerms(
+                self._schema,
+                self._given_sync_every,
+                self._given_fragments,
+                self._ranks if sharded else ONE_RANK,
+                self._own_shards if sharded else None,
+            ),
         )
         session, info = place.session, place.session.info
         session.on_wait, session.optimizers = self._ranks.tick, self._optimizers
