@@ -138,20 +138,18 @@ def run(folder: Path, reducer: str, attack: str | None, rounds: int, seed: int) 
     with atoll.Server(
         model, settings={"algorithm.name": "diloco", **settings, "disk.state_dir": folder / "state"}
     ) as server:
-        clients = [
-            atoll.functional.Client(server.url, site=f"site-{i}", folder=folder / "w").register() for i in range(count)
-        ]
+        clients = [atoll.join(server.url, site=f"site-{i}", folder=folder / "w") for i in range(count)]
         try:
             for number, (index, client) in itertools.product(range(rounds), enumerate(clients)):
-                client.next_round()
-                start = client.pull()
+                fl_round = client.next_round()
+                start = fl_round.state_dict()
                 if len(found) == number:
                     found.append(accuracy(model, start, test))
                 becomes = train(model, start, sites[index], generators[index])
                 if index >= SITES - HOSTILE:
                     assert attack is not None
                     becomes = ATTACKS[attack](start, becomes, generators[index])
-                client.submit(becomes, weight=len(sites[index][1]))
+                fl_round.submit(becomes, weight=len(sites[index][1]))
             for client in clients:
                 client.next_round()
             server.wait(60)
@@ -159,7 +157,7 @@ def run(folder: Path, reducer: str, attack: str | None, rounds: int, seed: int) 
         except UpdateRefused:  # NaN or Inf: nothing comes of it any more
             found += [found[-1]] * (rounds + 1 - len(found))
         for client in clients:
-            client.close()
+            client.leave()
     return found
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from atoll.worker.training.client import Client
 from atoll.worker.training.functional_loop import init, is_running, receive, send
 
-__all__ = ["Client", "init", "is_running", "receive", "send"]
+__all__ = ["init", "is_running", "receive", "send"]

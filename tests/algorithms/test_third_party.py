@@ -22,6 +22,7 @@ from typing import Any
 import pytest
 import torch
 from kit import serve
+from kit.client import Client
 from kit.servers import new_simulation
 from safetensors.torch import load_file
 from torch import nn
@@ -117,13 +118,13 @@ def by_the_loop(url: str, folder: Path) -> None:
 def by_requests(url: str, folder: Path) -> None:
     import site_code
 
-    with functional.Client(url, site="a", folder=folder) as client:
+    with Client(url, site="a", folder=folder) as client:
         for _ in range(2):
             client.next_round()
             local = site_code.One()
             client.pull(local)
             optimizer = torch.optim.SGD(local.parameters(), lr=0.1)
-            with client.correct(local, optimizer):
+            with client.round.correct(local, optimizer):
                 site_code.two_steps(local, optimizer)
             client.submit(local)
 

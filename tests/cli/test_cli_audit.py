@@ -8,6 +8,7 @@ from contextlib import closing
 from pathlib import Path
 
 import torch
+from kit.client import Client
 
 import atoll
 
@@ -24,7 +25,7 @@ def one_round(folder: Path) -> atoll.Server:
             "disk.state_dir": folder / "state",
         },
     ).start()
-    with atoll.functional.Client(server.url, site="clinic-a", folder=folder / "w") as client:
+    with Client(server.url, site="clinic-a", folder=folder / "w") as client:
         client.next_round()
         client.pull()
         client.submit({"w": torch.ones(2)}, weight=3)

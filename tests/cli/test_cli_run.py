@@ -15,9 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from kit.client import Client
 from safetensors import safe_open
-
-import atoll
 
 ATOLL = [sys.executable, "-m", "atoll.cli.main"]
 
@@ -173,7 +172,7 @@ def test_a_server_that_is_stopped_behind_the_end_of_its_run_says_so(
     """A worker that has not asked again is waited for; whoever does not want to wait has a finished run."""
     atoll_command("new", "mine")
     served = serve("--rounds", "1", "--set", "rounds.sites=1", "--set", "rounds.min_sites=1")
-    client = atoll.functional.Client(served.url, site="a", folder=tmp_path / "w")
+    client = Client(served.url, site="a", folder=tmp_path / "w")
     client.next_round()
     client.submit(client.pull())
     served.until("finished at version 1")

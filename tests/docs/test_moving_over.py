@@ -30,7 +30,6 @@ PAGES = ["from-nvflare", "from-flower", "from-diloco"]
 
 STAND_FOR: dict[str, Any] = {
     "atoll": atoll,
-    "client": atoll.functional.Client,
     "controller": Controller,
     "diloco": atoll.DiLoCo,
     "received": Received,

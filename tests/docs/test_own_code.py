@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from kit.client import Client
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -29,7 +30,7 @@ def folder(tmp_path: Path) -> Path:
 
 def play(server: atoll.Server, folder: Path, rounds: int, adds: dict[str, float]) -> dict[str, Tensor]:
     """Rounds in which each site adds a number to every element; returns the result."""
-    clients = {site: atoll.functional.Client(server.url, site=site, folder=folder / "w").register() for site in adds}
+    clients = {site: Client(server.url, site=site, folder=folder / "w").register() for site in adds}
     for _ in range(rounds):
         for client in clients.values():
             assert client.next_round() is not None

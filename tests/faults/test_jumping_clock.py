@@ -15,7 +15,7 @@ from harness import processes
 from harness.processes import Nursery, wait_until
 from kit import FederatedSites, ForkedServer, ForkedSite, exported, serve, tensors_digest
 
-import atoll
+from atoll.testing import run
 
 LIBRARY = next((path for lib in ("/usr/lib", "/usr/lib64") for path in Path(lib).glob("**/libfaketimeMT.so.1")), None)
 DAY = timedelta(days=1)
@@ -100,10 +100,10 @@ def test_trains_every_round_once_though_clocks_jump_by_a_day(tmp_path: Path, clo
 
 def _wait_for_heartbeats(url: str) -> None:
     """Until the server has heard from both sites under the new time; both are alive to it."""
-    client, silent = atoll.functional.Client(url, site="a"), {"a": 0.0, "b": 0.0}
+    silent = {"a": 0.0, "b": 0.0}
 
     def heard() -> bool:
-        for worker in client.status().workers:
+        for worker in run.status(url).workers:
             if worker.last_heartbeat_s < silent.get(worker.site, 0.0):
                 del silent[worker.site]  # the silence is shorter than it was, so a heartbeat has come
             elif worker.site in silent:
@@ -111,9 +111,9 @@ def _wait_for_heartbeats(url: str) -> None:
         return not silent
 
     wait_until(heard, "heartbeats after the jump")
-    status = client.status()
-    assert status.deaths == 0
-    assert {each.site: (each.state, each.error) for each in status.workers} == {"a": ("alive", ""), "b": ("alive", "")}
+    found = run.status(url)
+    assert found.deaths == 0
+    assert {each.site: (each.state, each.error) for each in found.workers} == {"a": ("alive", ""), "b": ("alive", "")}
 
 
 def _audited(folder: Path) -> timedelta:

@@ -11,6 +11,7 @@ import torch
 from harness.processes import free_port, wait_until
 from harness.proxy import Proxy
 from kit import FederatedSites, build_model, serve
+from kit.client import Client
 
 import atoll
 from atoll.errors import ServerLost
@@ -34,7 +35,7 @@ def tasks(url: str, folder: Path) -> object:
 
 
 def client(url: str, folder: Path) -> object:
-    return atoll.functional.Client(url, site="a", folder=folder).register()
+    return Client(url, site="a", folder=folder).register()
 
 
 @pytest.mark.parametrize("start", [join, diloco, tasks, client])

@@ -43,9 +43,19 @@ def new_server(*given: Any, **options: Any) -> atoll.Server:
     return atoll.Server(*given, settings=merged(settings, merged(ENDLESS)), **others)
 
 
-def plain_server(folder: Path, model: Any = None, **options: Any) -> atoll.Server:
+def plain_server(
+    folder: Path,
+    model: Any = None,
+    *,
+    algorithm: str = "fedavg",
+    sites: int | None = None,
+    rounds: int | None = None,
+    **options: Any,
+) -> atoll.Server:
     """A server of PLAIN with its state in `folder`/state, not started; settings stand among its arguments."""
-    return new_server(model, **(PLAIN | {"disk.state_dir": folder / "state"} | options))
+    short = {"algorithm.name": algorithm, "rounds.sites": sites, "rounds.total": rounds}
+    given = {key: value for key, value in short.items() if value is not None}
+    return new_server(model, **(PLAIN | {"disk.state_dir": folder / "state"} | given | options))
 
 
 def new_simulation(*given: Any, **options: Any) -> atoll.Simulation:

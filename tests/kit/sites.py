@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import atoll
 from atoll.testing.run import Threads, together
+from kit.client import Client
 from kit.models import SITES, build_model, local_step, train_
 
 __all__ = [
@@ -29,18 +30,13 @@ __all__ = [
 ]
 
 
-def clients(
-    server: atoll.Server, folder: Path, sites: Iterable[str] = "ab", **options: Any
-) -> dict[str, atoll.functional.Client]:
+def clients(server: atoll.Server, folder: Path, sites: Iterable[str] = "ab", **options: Any) -> dict[str, Client]:
     """Sites that have joined, and that a test moves one by one."""
-    return {
-        site: atoll.functional.Client(server.url, site=site, folder=folder / "w", **options).register()
-        for site in sites
-    }
+    return {site: Client(server.url, site=site, folder=folder / "w", **options).register() for site in sites}
 
 
 def play_round(
-    sites: Mapping[str, atoll.functional.Client],
+    sites: Mapping[str, Client],
     number: int,
     train: Callable[[str, dict[str, Tensor]], Mapping[str, Tensor]],
     weights: Mapping[str, float] | None = None,
@@ -53,7 +49,7 @@ def play_round(
         client.submit(train(site, client.pull()), weight=(weights or {}).get(site, 1.0), **about)
 
 
-def finish(server: atoll.Server, sites: Mapping[str, atoll.functional.Client]) -> dict[str, Tensor]:
+def finish(server: atoll.Server, sites: Mapping[str, Client]) -> dict[str, Tensor]:
     """The sites hear that the run is over, and leave; the model that the run has exported."""
     for client in sites.values():
         assert client.next_round() is None

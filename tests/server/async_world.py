@@ -9,10 +9,9 @@ from typing import Any
 import safetensors.torch
 import torch
 from harness.processes import free_port, wait_until
+from kit.client import Client
 from kit.servers import new_server
 from torch import Tensor, nn
-
-import atoll
 
 SITES = ("a", "b", "c")
 START = torch.arange(1.0, 7.0, dtype=torch.float64).reshape(2, 3)
@@ -41,8 +40,7 @@ class Clients:
         self.server = new_server(self.model, **self.options).start()
         stack.callback(lambda: self.server.stop())
         self.clients = {
-            site: stack.enter_context(atoll.functional.Client(self.server.url, site=site, folder=folder / "w"))
-            for site in SITES
+            site: stack.enter_context(Client(self.server.url, site=site, folder=folder / "w")) for site in SITES
         }
         for client in self.clients.values():
             client.register()

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from kit.client import Client
 from kit.servers import plain_server
 from kit.sites import finish, play_round
 from torch import Tensor
@@ -156,7 +157,7 @@ def require_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None
         assert torch.equal(found[name], tensor), name
 
 
-def play(sites: dict[str, atoll.functional.Client], number: int, reference: Reference) -> None:
+def play(sites: dict[str, Client], number: int, reference: Reference) -> None:
     """One round, in which every site holds what the reference says."""
 
     def train(site: str, state: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -167,12 +168,12 @@ def play(sites: dict[str, atoll.functional.Client], number: int, reference: Refe
     reference.round(number, "".join(sites))
 
 
-def finish_as(reference: Reference, server: atoll.Server, sites: dict[str, atoll.functional.Client]) -> None:
+def finish_as(reference: Reference, server: atoll.Server, sites: dict[str, Client]) -> None:
     """The run is over, and what it exports is θ."""
     require_equal(finish(server, sites), reference.exported)
 
 
-def down_bytes(client: atoll.functional.Client) -> int:
+def down_bytes(client: Client) -> int:
     """Of tensors, that this client's process has received so far."""
     assert client._place is not None
     return client._place.session.counters.bytes_down

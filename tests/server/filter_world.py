@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from kit.client import Client
 from kit.servers import plain_server
 from kit.sites import clients, finish
 from torch import Tensor
@@ -30,7 +31,7 @@ def serving(folder: Path, start: State = START, **options: Any) -> atoll.Server:
     return plain_server(folder, start, **({"rounds.total": 1, "rounds.sites": 2, "run.threads": 1} | options))
 
 
-def join(server: atoll.Server, folder: Path, sites: str) -> dict[str, atoll.functional.Client]:
+def join(server: atoll.Server, folder: Path, sites: str) -> dict[str, Client]:
     found = clients(server, folder, sites)
     for client in found.values():
         assert client.next_round() == 1

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from harness.processes import wait_until
+from kit.client import Client
 from kit.servers import plain_server
 from kit.sites import clients
 from safetensors import safe_open
@@ -31,7 +32,7 @@ def work(server: atoll.Server, folder: Path, measured: list[dict[str, float]]) -
 
     In the end all of its rounds are committed, and the next one is open, or the run is finished.
     """
-    with atoll.functional.Client(server.url, site="a", folder=folder / "workers") as client:
+    with Client(server.url, site="a", folder=folder / "workers") as client:
         for done, metrics in enumerate(measured):
             if client.next_round() is None:
                 return done

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from harness.processes import free_port, wait_until
+from kit.client import Client
 from kit.servers import plain_server
 from kit.sites import clients
 from torch import nn
@@ -157,7 +158,7 @@ def test_settings_of_the_server_alone_hold_from_its_next_start_for_running_worke
         assert server.status().history[-1].workers == ["b"]
 
 
-def one_round(client: atoll.functional.Client) -> None:
+def one_round(client: Client) -> None:
     assert client.next_round() is not None
     client.submit(client.pull())
 

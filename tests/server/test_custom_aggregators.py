@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from harness.processes import free_port, wait_until
+from kit.client import Client
 from kit.servers import plain_server
 from kit.sites import clients, finish
 from own_world import MEAN, write
@@ -32,7 +33,7 @@ def serve(folder: Path, name: str, start: dict[str, torch.Tensor] = START, **opt
     return plain_server(folder, start, **(settings | options))
 
 
-def submit(client: atoll.functional.Client, site: str, number: int) -> None:
+def submit(client: Client, site: str, number: int) -> None:
     """What a site's local training in a round comes to: a different number in each tensor."""
     state = client.pull()
     scale = SITES[site] * number

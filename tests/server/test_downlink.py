@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from down_world import WEIGHTS, Reference, down_bytes, finish_as, mixed, play, require_equal, serve, start, trained
+from kit.client import Client
 from kit.sites import clients, play_round
 from safetensors.torch import load_file
 from torch import Tensor
@@ -170,7 +171,7 @@ def test_a_late_worker_applies_the_kept_differences_in_between(tmp_path: Path) -
 
 def pulled_anew(server: atoll.Server, folder: Path, site: str, reference: Reference) -> int:
     """Another process of a site pulls the head; returns how many bytes came."""
-    client = atoll.functional.Client(server.url, site=site, folder=folder / "w").register()
+    client = Client(server.url, site=site, folder=folder / "w").register()
     session, held = client._place, {name: torch.zeros_like(tensor) for name, tensor in reference.held.items()}
     assert session is not None
     reply = session.exchange.ask(wait_s=0.0)

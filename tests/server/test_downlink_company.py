@@ -9,6 +9,7 @@ import pytest
 import torch
 from down_world import Reference, down_bytes, finish_as, mixed, play, require_equal, serve, start, through, trained
 from harness.proxy import Fault, Proxy
+from kit.client import Client
 from kit.sites import clients, finish, play_round
 from own_world import MEAN, write
 from safetensors.torch import load_file
@@ -23,7 +24,7 @@ from atoll.filters import NormClip
 
 def whole_pull(server: atoll.Server, folder: Path) -> tuple[dict[str, Tensor], int]:
     """What somebody gets who has nothing yet, and its bytes."""
-    client = atoll.functional.Client(server.url, site="joiner", folder=folder / "joiner").register()
+    client = Client(server.url, site="joiner", folder=folder / "joiner").register()
     session = client._place
     assert session is not None
     reply = session.exchange.ask(wait_s=0.0)
@@ -79,7 +80,7 @@ def test_controls_travel_as_they_are_beside_the_differences(tmp_path: Path) -> N
             for index, client in enumerate(sites.values()):
                 client.pull(into=model)
                 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-                with client.correct(model, optimizer):
+                with client.round.correct(model, optimizer):
                     for _ in range(2):
                         optimizer.zero_grad()
                         ((model(torch.eye(90)) - index) ** 2).mean().backward()
@@ -90,7 +91,7 @@ def test_controls_travel_as_they_are_beside_the_differences(tmp_path: Path) -> N
         held, nbytes = whole_pull(server, tmp_path)
         for client in sites.values():
             require_equal(client.pull(), {name: held[name] for name in ("weight", "bias")})
-            controls = client.global_state("control")
+            controls = client.round.global_state("control")
             require_equal(controls, {name: held[f"atoll.control.{name}"] for name in controls})
             assert nbytes < down_bytes(client) < nbytes * (1 + 3 * 0.65)  # controls whole, parameters a quarter
             client.close()

@@ -12,6 +12,7 @@ import pytest
 import safetensors.torch
 import torch
 from harness.processes import free_port
+from kit.client import Client
 from kit.servers import plain_server
 from kit.sites import clients, together
 from torch import nn
@@ -140,7 +141,7 @@ def test_the_outer_momentum_goes_on_from_round_to_round(tmp_path: Path, restarte
         "rounds.total": 2,
     }
     server = serve(tmp_path, start, **settings)
-    with atoll.functional.Client(server.url, site="a", folder=tmp_path / "workers") as client:
+    with Client(server.url, site="a", folder=tmp_path / "workers") as client:
         for theta in (8.0, 6.5):
             assert client.next_round() is not None
             weight = client.pull()["weight"]

@@ -12,6 +12,7 @@ import pytest
 import torch
 from harness.processes import free_port, wait_until
 from kit import ask_journal, flip_bit
+from kit.client import Client
 from kit.servers import new_server, plain_server
 from torch import nn
 
@@ -48,9 +49,7 @@ def test_updates_of_a_lost_version_are_submitted_again_from_the_outbox(tmp_path:
     torch.manual_seed(0)
     model = nn.Linear(4, 3)
     trained: list[int] = []
-    with atoll.functional.Client(
-        f"http://127.0.0.1:{options['network.port']}", site="a", folder=tmp_path / "w"
-    ) as client:
+    with Client(f"http://127.0.0.1:{options['network.port']}", site="a", folder=tmp_path / "w") as client:
         server = new_server(model, **options).start()
 
         def train() -> dict[str, torch.Tensor]:
@@ -184,9 +183,7 @@ def test_an_update_that_the_journal_has_forgotten_is_sent_again_under_the_same_t
     """As after a power loss that took the journal's last rows: the ticket is open, and its update was acknowledged."""
     options = begun_at(tmp_path)
     model, journal, kept = nn.Linear(1, 1), tmp_path / "state" / "journal.sqlite", tmp_path / "kept.sqlite"
-    with atoll.functional.Client(
-        f"http://127.0.0.1:{options['network.port']}", site="a", folder=tmp_path / "w"
-    ) as client:
+    with Client(f"http://127.0.0.1:{options['network.port']}", site="a", folder=tmp_path / "w") as client:
         server = new_server(model, **options).start()
         for number in (1, 2):
             assert client.next_round() == number
@@ -212,7 +209,7 @@ def test_an_update_that_the_journal_has_forgotten_is_sent_again_under_the_same_t
 def test_an_update_trained_from_another_version_than_the_runs_is_not_taken(tmp_path: Path) -> None:
     """As after an old backup: the ticket's number is right, and the base is not what the server has."""
     with plain_server(tmp_path, nn.Linear(2, 2)) as server:
-        with atoll.functional.Client(server.url, site="a", folder=tmp_path / "w") as client:
+        with Client(server.url, site="a", folder=tmp_path / "w") as client:
             assert client.next_round() == 1
             client.pull()
             place = client.register()._place

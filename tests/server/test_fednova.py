@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from kit.client import Client
 from kit.servers import plain_server
 from kit.sites import clients
 from safetensors.torch import load_file
@@ -30,7 +31,7 @@ def serve(folder: Path, **settings: Any) -> atoll.Server:
     return plain_server(folder, start, **(fednova | settings))
 
 
-def submit(client: atoll.functional.Client, value: float, **how: Any) -> None:
+def submit(client: Client, value: float, **how: Any) -> None:
     client.pull()
     client.submit({"w": torch.tensor([value]), "bn.running_mean": torch.tensor([value])}, **how)
 
@@ -112,7 +113,7 @@ def test_another_reducer_is_refused_and_the_normalised_mean_serves_others(tmp_pa
     with serve(
         tmp_path, **{"algorithm.name": "fedavg", "aggregation.reducer.name": "normalised_mean", "rounds.sites": 1}
     ) as server:
-        with atoll.functional.Client(server.url, site="a", folder=tmp_path / "w") as client:
+        with Client(server.url, site="a", folder=tmp_path / "w") as client:
             client.next_round()
             submit(client, -4.0, steps=5)
         assert result(server)[0] == -4.0

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from kit.client import Client
 from kit.servers import plain_server
 from kit.sites import clients, finish, together
 from safetensors.torch import load_file
@@ -156,7 +157,7 @@ def test_a_filter_that_fails_at_the_begin_leaves_the_outbox_as_it_was(tmp_path: 
                 raise KeyError("salt")
 
     with serving(tmp_path, **{"rounds.total": 2}) as server:
-        with atoll.functional.Client(server.url, site="a", folder=tmp_path / "w", filters=[Second()]) as client:
+        with Client(server.url, site="a", folder=tmp_path / "w", filters=[Second()]) as client:
             for number in (1, 2):
                 assert client.next_round() == number
                 client.pull()

@@ -12,6 +12,7 @@ import safetensors.torch
 import torch
 from harness.processes import free_port, wait_until
 from harness.proxy import Fault, Proxy
+from kit.client import Client
 from kit.servers import plain_server
 from kit.sites import clients
 from torch import nn
@@ -72,7 +73,7 @@ class World:
         self.server.stop()
         self._serve()
 
-    def submit(self, client: atoll.functional.Client, state: dict[str, torch.Tensor], by: float) -> None:
+    def submit(self, client: Client, state: dict[str, torch.Tensor], by: float) -> None:
         client.submit({"weight": state["weight"] - by})
         self.moved += by
 
@@ -95,7 +96,7 @@ def world(tmp_path: Path) -> Iterator[World]:
 @pytest.mark.covers("L3", "L10")
 def test_a_federated_site_pulls_the_head_instead(world: World) -> None:
     broken = world.break_the_next_pull()
-    with atoll.functional.Client(world.line.url, site="a", folder=world.folder / "w") as a:
+    with Client(world.line.url, site="a", folder=world.folder / "w") as a:
         a.register()
         assert a.next_round() is not None
         state = a.pull()

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import torch
 from harness.round_run import Bench, measure
+from kit.client import Client
 from kit.servers import plain_server
 from torch import nn
 
-import atoll
 from atoll.transport import receive_upload
 
 BENCH = Path(__file__).resolve().parents[2] / "bench" / "largest_round.py"
@@ -133,7 +133,7 @@ def test_receiving_a_part_builds_no_tensor_and_holds_a_few_chunks(
     monkeypatch.setattr("atoll.server.http.receive_parts.receive_part", spied)
     model = nn.Linear(4000, 2000, bias=False)  # 32 MB: two parts
     with plain_server(tmp_path, model, **{"rounds.total": 1, "network.connections": 1}) as server:
-        with atoll.functional.Client(server.url, site="a", folder=tmp_path / "w") as client:
+        with Client(server.url, site="a", folder=tmp_path / "w") as client:
             assert client.next_round() == 1
             state = client.pull()
             tracemalloc.start()
@@ -151,12 +151,12 @@ def test_five_thousand_tensors_travel_as_one_stream_each_way(tmp_path: Path) -> 
     """5,000 tensors of 12 bytes: requests are counted in parts, not in tensors."""
     model = {f"layer.{index}": torch.full((3,), float(index)) for index in range(5000)}
     with plain_server(tmp_path, model, **{"rounds.total": 1}) as server:
-        with atoll.functional.Client(server.url, site="a", folder=tmp_path / "w") as client:
+        with Client(server.url, site="a", folder=tmp_path / "w") as client:
             assert client.next_round() == 1
             state = client.pull()
             assert torch.equal(state["layer.4999"], torch.full((3,), 4999.0))
             client.submit({name: tensor + 1.0 for name, tensor in state.items()})
             assert client.next_round() is None
-            final = client.status()
+            final = server.status()
     # one part: 5,000 segments of 64 bytes (12 and padding), and 32 bytes of BLAKE3
     assert final.bytes_up == 5000 * 64 + 32

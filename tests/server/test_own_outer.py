@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from harness.processes import wait_until
+from kit.client import Client
 from kit.servers import plain_server
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -53,7 +54,7 @@ def gradient(number: int) -> Tensor:
 
 
 def play(server: atoll.Server, folder: Path, numbers: range) -> None:
-    with server, atoll.functional.Client(server.url, site="a", folder=folder / "w") as client:
+    with server, Client(server.url, site="a", folder=folder / "w") as client:
         for number in numbers:
             assert client.next_round() == number
             client.submit({"weight": client.pull()["weight"] - gradient(number)})

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from harness.processes import wait_until
+from kit.client import Client
 from kit.servers import plain_server
 from kit.sites import clients, federated, finish, play_round
 from torch import Tensor, nn
@@ -73,7 +74,7 @@ def play(server: atoll.Server, folder: Path, rounds: int) -> None:
     server.run()
 
 
-def measure(client: atoll.functional.Client, accuracies: list[float]) -> None:
+def measure(client: Client, accuracies: list[float]) -> None:
     """A round for each accuracy; every element grows by 1."""
     for accuracy in accuracies:
         assert client.next_round() is not None
@@ -337,7 +338,7 @@ def test_the_next_server_hands_over_a_best_version_that_was_due(
     monkeypatch.setattr(Slow, "handed", [])
     Slow.go.clear()
     with slow_server(tmp_path, rounds=9) as server:
-        with atoll.functional.Client(server.url, site="a", folder=tmp_path / "w") as client:
+        with Client(server.url, site="a", folder=tmp_path / "w") as client:
             measure(client, [0.5])
             assert Slow.begun.wait(30)
             measure(client, [0.9, 0.1, 0.1, 0.1])

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 from kit import build_model, serve
+from kit.client import Client
 
-import atoll
 from atoll.errors import UpdateRefused
 
 
@@ -20,8 +20,8 @@ def test_says_that_the_round_waits_where_no_other_update_suffices(
     caplog.set_level("INFO", "atoll")
     with serve(tmp_path, **{"rounds.min_sites": min_workers}) as server:
         with (
-            atoll.functional.Client(server.url, site="a", folder=tmp_path / "w").register() as one,
-            atoll.functional.Client(server.url, site="b", folder=tmp_path / "w").register(),
+            Client(server.url, site="a", folder=tmp_path / "w").register() as one,
+            Client(server.url, site="b", folder=tmp_path / "w").register(),
         ):
             one.next_round()
             model = build_model()

@@ -10,6 +10,7 @@ import pytest
 import torch
 from harness.processes import wait_until
 from kit.by_hand import formed
+from kit.client import Client
 from kit.requests import joined
 from kit.servers import plain_server
 
@@ -88,7 +89,7 @@ def test_ends_a_wait_while_an_aggregator_fails(tmp_path: Path) -> None:
         tmp_path, START, **{"rounds.sites": 2, "aggregation.aggregator.path": f"{tmp_path / 'mine.py'}:bad"}
     ).start()
     first = take_part(server.url, "first", folder=tmp_path / "w")
-    client = atoll.functional.Client(server.url, site="last", folder=tmp_path / "w").register()
+    client = Client(server.url, site="last", folder=tmp_path / "w").register()
     assert client.next_round() == 1
     state = client.pull()
     formed(first)

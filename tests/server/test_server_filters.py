@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 from filter_world import START, Halved, State, become, join, play, serving
+from kit.client import Client
 from torch import Tensor
 
-import atoll
 from atoll import Settings
 from atoll.filters import CHUNK_ELEMENTS, Drop, Filter, NormClip, Outgoing
 
@@ -187,7 +187,7 @@ def test_scaffolds_controls_pass_as_they_came(tmp_path: Path) -> None:
     with serving(
         tmp_path, **{"algorithm.name": "scaffold", "rounds.sites": 1, "rounds.total": 2}, filters=[Halved()]
     ) as server:
-        with atoll.functional.Client(server.url, site="a", folder=tmp_path / "w") as client:
+        with Client(server.url, site="a", folder=tmp_path / "w") as client:
             client.next_round()
             client.pull()
             client.submit(
@@ -197,8 +197,8 @@ def test_scaffolds_controls_pass_as_they_came(tmp_path: Path) -> None:
             )
             client.next_round()
             assert client.pull()["w"].tolist() == [1.0, 2.0]
-            assert client.global_state("control")["w"].tolist() == [1.0, 2.0]
-            assert client.own_state("control")["w"].tolist() == [1.0, 2.0]
+            assert client.round.global_state("control")["w"].tolist() == [1.0, 2.0]
+            assert client.round.own_state("control")["w"].tolist() == [1.0, 2.0]
 
 
 @pytest.mark.covers("T8")

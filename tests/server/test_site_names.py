@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from kit import serve
+from kit.client import Client
 from torch import nn
 
 import atoll
@@ -81,7 +82,7 @@ def test_a_site_of_a_hostile_name_does_not_start(tmp_path: Path, site: str, monk
     starts: list[Callable[[], object]] = [
         lambda: atoll.join(nowhere, site=site, folder=folder),
         lambda: atoll.DiLoCo(model, optimizer, server=nowhere, site=site, folder=folder).start(),
-        lambda: atoll.functional.Client(nowhere, site=site, folder=folder).register(),
+        lambda: Client(nowhere, site=site, folder=folder).register(),
         lambda: atoll.tasks(nowhere, site),
     ]
     if "\x00" not in site:  # no environment can hold it

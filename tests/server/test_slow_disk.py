@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from harness.processes import wait_until
 from kit import serve
+from kit.client import Client
 from torch import nn
 
-import atoll
 from atoll.store.journal import Journal
 
 
@@ -40,7 +40,7 @@ def test_rounds_that_overtake_the_disk_keep_no_more_versions(tmp_path: Path, mon
     with serve(
         tmp_path, nn.Linear(4, 3), **{"algorithm.name": "fedavg", "rounds.total": 7, "rounds.sites": 1}
     ) as server:
-        with atoll.functional.Client(server.url, site="a", folder=tmp_path / "workers") as client:
+        with Client(server.url, site="a", folder=tmp_path / "workers") as client:
             while (number := client.next_round()) is not None:
                 if number == 2:
                     wait_until(lambda: server.status().durable_version == 1, "version 1 to be durable")

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 from harness.processes import wait_until
+from kit.client import Client
 from kit.requests import begin_request
 from kit.servers import plain_server
 from torch import nn
 
-import atoll
 from atoll.protocol import routes
 
 
@@ -31,7 +31,7 @@ def test_a_stalled_reader_gets_its_own_version_or_is_cut_off(tmp_path: Path) -> 
     readers: list[tuple[socket.socket, bytes]] = []
     versions: list[bytes] = []
     with plain_server(tmp_path, model, **{"disk.keep_versions": 1, "disk.max_pinned_versions": 2}) as server:
-        with atoll.functional.Client(server.url, site="a", folder=tmp_path / "w") as client:
+        with Client(server.url, site="a", folder=tmp_path / "w") as client:
             for number in range(8):
                 assert client.next_round() == number + 1
                 state = client.pull()

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from harness.processes import free_port, wait_until
 from kit.by_hand import formed
+from kit.client import Client
 from kit.servers import plain_server
 from torch import nn
 
@@ -92,7 +93,7 @@ def test_a_site_that_is_silent_since_the_restart_is_shown_with_the_version_it_ha
         return worker.version, worker.staleness
 
     with plain_server(tmp_path, nn.Linear(4, 3), **settings) as server:
-        client = atoll.functional.Client(server.url, site="a", folder=tmp_path / "w")
+        client = Client(server.url, site="a", folder=tmp_path / "w")
         for number in (1, 2):
             assert client.next_round() == number
             client.submit(client.pull())

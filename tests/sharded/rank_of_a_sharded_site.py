@@ -9,6 +9,7 @@ import json
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -70,35 +71,38 @@ def hold(until: str | None) -> None:
         time.sleep(0.01)
 
 
-def main(
-    site: str,
-    out: Path,
-    sharded: str = "rows",
-    steps: int = 100,
-    poison: int = -1,
-    held: dict[str, str] | None = None,
-    filters: bool = False,
-    otherwise: str = "",
-    dtype: str = "float64",
-    patience_s: float = 60.0,
-    **more: Any,
-) -> None:
-    """Args:
-    sharded: how; "" trains the whole model on every rank, as it is.
-    poison: the step in which the last rank's rows of a tensor become NaN.
-    held: step → file that has to be there before it.
-    patience_s: of the ranks with each other in training; a request of rank 0 to the server takes a tenth of it.
-    otherwise: what is done with the model in place of training it with DiLoCo.
+@dataclass
+class How:
+    """How the ranks train.
+
+    Attributes:
+        sharded: how; "" trains the whole model on every rank, as it is.
+        poison: the step in which the last rank's rows of a tensor become NaN.
+        held: step → file that has to be there before it.
+        otherwise: what is done with the model in place of training it with DiLoCo.
+        patience_s: of the ranks with each other in training; a request of rank 0 to the server takes a tenth of it.
     """
+
+    sharded: str = "rows"
+    steps: int = 100
+    poison: int = -1
+    held: dict[str, str] = field(default_factory=dict)
+    filters: bool = False
+    otherwise: str = ""
+    dtype: str = "float64"
+    patience_s: float = 60.0
+
+
+def main(site: str, out: Path, how: How, **more: Any) -> None:
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    routes.LONG_POLL_S = min(routes.LONG_POLL_S, patience_s / 10)
+    routes.LONG_POLL_S = min(routes.LONG_POLL_S, how.patience_s / 10)
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    model = build(dtype)
-    trained = shard(model, sharded)
+    model = build(how.dtype)
+    trained = shard(model, how.sharded)
     dist.barrier()  # a rank that is refused ends, and with rank 0 the store by which others make their groups
-    if otherwise == "publish":
+    if how.otherwise == "publish":
         atoll.objects.publish(model)
-    elif otherwise == "join":
+    elif how.otherwise == "join":
         with atoll.join(site=site, folder=out / "workers") as worker:
             next(iter(worker)).load_into(model)
     optimizer = inner(trained)
@@ -109,12 +113,12 @@ def main(
     trace: dict[str, Tensor] = {}
     diloco_module.RankGroup = Counted  # type: ignore[misc]
     more |= {"site": site, "weight": WEIGHTS[site], "folder": out / "workers"}
-    with atoll.DiLoCo(trained, optimizer, filters=[NormClip(1.0)] if filters else (), **more) as diloco:
-        distributed_c10d._set_pg_timeout(timedelta(seconds=patience_s))
-        for step in range(steps):
+    with atoll.DiLoCo(trained, optimizer, filters=[NormClip(1.0)] if how.filters else (), **more) as diloco:
+        distributed_c10d._set_pg_timeout(timedelta(seconds=how.patience_s))
+        for step in range(how.steps):
             if diloco.finished:
                 break
-            hold((held or {}).get(str(step)))
+            hold(how.held.get(str(step)))
             optimizer.zero_grad()
             ((model(inputs) - targets).square().mean() * share).backward()
             grad = model.gain.grad
@@ -122,7 +126,7 @@ def main(
             if ranks > 1:  # FSDP leaves what it ignores to the script
                 dist.all_reduce(grad)
                 grad /= ranks
-            if step == poison and rank == ranks - 1:
+            if step == how.poison and rank == ranks - 1:
                 with torch.no_grad():
                     local(model.wide.weight).fill_(float("nan"))
             optimizer.step()
@@ -137,4 +141,5 @@ def main(
 
 if __name__ == "__main__":
     given = json.loads(sys.argv[1])
-    main(**given | {"out": Path(given["out"])})
+    how = How(**{each.name: given.pop(each.name) for each in fields(How) if each.name in given})
+    main(**given | {"out": Path(given["out"])}, how=how)

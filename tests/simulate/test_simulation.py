@@ -19,6 +19,7 @@ import pytest
 import safetensors.torch
 import torch
 from engine_here import simulate_here
+from kit.client import Client
 from kit.servers import new_simulation
 from torch import nn
 
@@ -415,7 +416,7 @@ def test_a_run_of_real_workers_is_left_alone(tmp_path: Path, client: str) -> Non
             "disk.state_dir": tmp_path / "state",
         },
     ).start()
-    with atoll.functional.Client(server.url, site="clinic-a", folder=tmp_path / "workers") as worker:
+    with Client(server.url, site="clinic-a", folder=tmp_path / "workers") as worker:
         worker.register()
     server.stop()
     with pytest.raises(ConfigError, match="has real workers, such as clinic-a"):

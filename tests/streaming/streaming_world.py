@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -57,29 +58,26 @@ def expected(
         with torch.no_grad():
             arrivals = [results.pop(step)] if step in results else []
             if step % every == 0 and taken < rounds * fragments:
-                for name in names_of(fragments)[taken % fragments]:
-                    before = arrivals[0].get(name) if arrivals else None
-                    assert before is None, "a fragment is not taken in the step in which it is merged, but for K = 1"
-                    gradient = torch.zeros_like(theta[name])
-                    for site in sites:
-                        gradient += (theta[name] - parameters[site][name]) * (WEIGHTS[site] / total)
+                names = names_of(fragments)[taken % fragments]
+                arrived = set(arrivals[0]) if arrivals else set()
+                assert arrived.isdisjoint(names), "a fragment is not taken in the step in which it is merged"
+                for name in names:
+                    gradient = sum((theta[name] - parameters[s][name]) * (WEIGHTS[s] / total) for s in sites)
                     momentum[name] = MOMENTUM * momentum[name] + gradient
                     theta[name] = theta[name] - OUTER_LR * (gradient + MOMENTUM * momentum[name])
-                now = {name: theta[name].clone() for name in names_of(fragments)[taken % fragments]}
+                now = {name: theta[name].clone() for name in names}
                 taken += 1
                 if tau:
                     results[step + tau] = now
                 else:
                     arrivals.append(now)
-            for arrival in arrivals:
-                merged += 1
-                for site in sites:
-                    for name, value in arrival.items():
-                        parameters[site][name].copy_((1 - alpha) * value + alpha * parameters[site][name])
-            if merged == rounds * fragments:  # the run is finished: everybody has its model
-                for site in sites:
-                    for name, value in theta.items():
-                        parameters[site][name].copy_(value)
+            merged += len(arrivals)
+            for arrival, site in itertools.product(arrivals, sites):
+                for name, value in arrival.items():
+                    parameters[site][name].copy_((1 - alpha) * value + alpha * parameters[site][name])
+            if merged == rounds * fragments:  # the run is finished: every site has its model
+                for site, name in itertools.product(sites, theta):
+                    parameters[site][name].copy_(theta[name])
         for site in sites:
             traces[site].append({name: value.detach().clone() for name, value in parameters[site].items()})
     return traces

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kit.client import Client
 from streaming_world import build, inner, names_of, serve
 
 import atoll
@@ -81,7 +82,7 @@ def test_refuses_at_the_join_a_worker_that_streams_otherwise(tmp_path: Path) -> 
             atoll.join(server.url, site="a", folder=tmp_path / "w")
         with (
             pytest.raises(ConfigError, match="takes whole rounds"),
-            atoll.functional.Client(server.url, site="a") as client,
+            Client(server.url, site="a") as client,
         ):
             client.next_round()
 

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from harness.processes import Nursery, Process, free_port, wait_until
+from kit.client import Client
 from kit.workflows import kept_objects, workflow_server
 
 import atoll
@@ -285,7 +286,7 @@ def test_rounds_and_tasks_do_not_mix(tmp_path: Path) -> None:
     over = threading.Event()
     with workflow_server(tmp_path / "one", lambda _: over.wait(30) or None) as server:
         with (
-            atoll.functional.Client(server.url, "a", folder=tmp_path) as client,
+            Client(server.url, "a", folder=tmp_path) as client,
             pytest.raises(ConfigError, match=r"atoll\.tasks"),
         ):
             client.next_round()

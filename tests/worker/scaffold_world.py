@@ -2,12 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
+from kit.servers import plain_server
+from torch import nn
+
+import atoll
+from atoll.worker.training.federated_loop import Round
 
 ETA, STEPS = 0.1, 3
 TARGETS = {"a": 1.0, "b": -3.0}  # each site's loss is (w − target)²/2, so its gradient is w − target
+
+
+class One(nn.Module):
+    """One weight that is trained, one that is frozen, a buffer."""
+
+    def __init__(self, w: float = 0.0) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.full((1,), w))
+        self.frozen = nn.Parameter(torch.ones(2), requires_grad=False)
+        self.register_buffer("count", torch.zeros(1))
+
+
+@contextmanager
+def first_round(folder: Path, algorithm: str = "scaffold", model: nn.Module | None = None) -> Iterator[Round]:
+    """The first of two rounds of a run of one site."""
+    with plain_server(folder, model or One(), algorithm=algorithm, sites=1, rounds=2) as server:
+        with atoll.join(server.url, site="a", folder=folder / "w") as worker:
+            yield next(iter(worker))
 
 
 def train(model: Any, optimizer: torch.optim.Optimizer, target: float, steps: int = STEPS) -> None:

@@ -1,48 +1,26 @@
 """Loops written by hand: SCAFFOLD's control metadata read and given back by their names, over a real server."""
 
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from kit.servers import new_server
-from scaffold_world import ETA, STEPS, TARGETS, one_round, train
-from torch import nn
+from kit.client import Client
+from kit.servers import plain_server
+from scaffold_world import ETA, STEPS, TARGETS, One, one_round, train
 
 import atoll
 from atoll.errors import UsageError
 
 
-class One(nn.Module):
-    """One weight that is trained, and one that is frozen."""
-
-    def __init__(self, w: float = 0.0) -> None:
-        super().__init__()
-        self.w = nn.Parameter(torch.full((1,), w))
-        self.frozen = nn.Parameter(torch.ones(2), requires_grad=False)
-
-
 @pytest.fixture
 def serve(tmp_path: Path) -> Iterator[Callable[..., atoll.Server]]:
-    started: list[atoll.Server] = []
-
-    def start(**options: Any) -> atoll.Server:
-        common: dict[str, Any] = {
-            "algorithm.name": "scaffold",
-            "rounds.sites": 1,
-            "rounds.total": 2,
-            "disk.min_free_bytes": 0,
-        }
-        started.append(
-            new_server(One(), **{"network.port": 0, "disk.state_dir": tmp_path / "state"}, **common | options).start()
-        )
-        return started[-1]
-
-    yield start
-    for server in started:
-        server.stop()
+    with ExitStack() as stack:
+        common = {"algorithm": "scaffold", "sites": 1, "rounds": 2}
+        yield lambda **options: stack.enter_context(plain_server(tmp_path, One(), **common | options))
 
 
 def plainly(fl_round: Any, target: float) -> One:
@@ -91,7 +69,7 @@ def test_rounds_by_hand_are_those_of_the_paper(serve: Any, tmp_path: Path, part:
 
     Three rounds: the third is the first that begins with a c_i which was made from another one than zero.
     """
-    server = serve(**{"rounds.sites": 2, "rounds.total": 3})
+    server = serve(sites=2, rounds=3)
     workers = {site: atoll.join(server.url, site=site, folder=tmp_path / site) for site in TARGETS}
     loops = {site: iter(worker) for site, worker in workers.items()}
     x, c, own = 0.0, 0.0, dict.fromkeys(TARGETS, 0.0)
@@ -110,7 +88,7 @@ def test_rounds_by_hand_are_those_of_the_paper(serve: Any, tmp_path: Path, part:
 
 @pytest.mark.covers("S7", "S12")
 def test_the_update_carries_the_step_count_and_the_scripts_own_wins(serve: Any, tmp_path: Path) -> None:
-    server = serve(**{"rounds.total": 3})
+    server = serve(rounds=3)
     with atoll.join(server.url, site="a", folder=tmp_path / "a") as worker:
         rounds = iter(worker)
         with_the_helper(next(rounds), 1.0)
@@ -147,7 +125,7 @@ GOOD = {"w": torch.zeros(1), "frozen": torch.zeros(2)}
 def test_a_malformed_difference_is_refused_by_name_and_the_round_goes_on(
     serve: Any, tmp_path: Path, given: Any, words: str
 ) -> None:
-    server = serve(**{"rounds.total": 1})
+    server = serve(rounds=1)
     with atoll.join(server.url, site="a", folder=tmp_path / "a") as worker:
         fl_round = next(iter(worker))
         model = fl_round.load_into(One())
@@ -161,7 +139,7 @@ def test_a_malformed_difference_is_refused_by_name_and_the_round_goes_on(
 
 @pytest.mark.covers("S7")
 def test_a_difference_without_steps_or_beside_correct_is_refused(serve: Any, tmp_path: Path) -> None:
-    server = serve(**{"rounds.total": 1})
+    server = serve(rounds=1)
     with atoll.join(server.url, site="a", folder=tmp_path / "a") as worker:
         fl_round = next(iter(worker))
         model = fl_round.load_into(One())
@@ -173,7 +151,7 @@ def test_a_difference_without_steps_or_beside_correct_is_refused(serve: Any, tmp
 
 
 def test_a_run_without_controls_has_none_and_refuses_a_difference(serve: Any, tmp_path: Path) -> None:
-    server = serve(**{"algorithm.name": "fedavg"})
+    server = serve(algorithm="fedavg")
     with atoll.join(server.url, site="a", folder=tmp_path / "a") as worker:
         fl_round = next(iter(worker))
         model = fl_round.load_into(One())
@@ -208,19 +186,19 @@ def test_alone_a_loop_written_for_scaffold_trains_plainly() -> None:
 
 
 def test_a_client_can_do_it_all(serve: Any, tmp_path: Path) -> None:
-    server = serve(**{"rounds.total": 2})
-    with atoll.functional.Client(server.url, site="a", folder=tmp_path / "a") as client:
+    server = serve(rounds=2)
+    with Client(server.url, site="a", folder=tmp_path / "a") as client:
         assert client.next_round() == 1
         model = One()
         client.pull(model)
         optimizer = torch.optim.SGD([model.w], lr=ETA)
-        with client.correct(model, optimizer):
+        with client.round.correct(model, optimizer):
             train(model, optimizer, 1.0)
         client.submit(model)
         assert client.next_round() == 2
         client.pull(model)
-        assert client.global_state("control")["w"].item() == pytest.approx(-0.271 / 0.3)
-        assert client.own_state("control")["w"].item() == pytest.approx(-0.271 / 0.3)
+        assert client.round.global_state("control")["w"].item() == pytest.approx(-0.271 / 0.3)
+        assert client.round.own_state("control")["w"].item() == pytest.approx(-0.271 / 0.3)
         client.submit(model, groups={"control": GOOD}, steps=1)
     assert server.wait(30)
 

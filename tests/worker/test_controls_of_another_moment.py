@@ -10,6 +10,7 @@ import pytest
 import torch
 from harness.processes import wait_until
 from kit import SITES, build_model, copy_folder, exported, serve, tensors_digest, together, train_
+from kit.client import Client
 from torch import Tensor
 
 import atoll
@@ -32,10 +33,13 @@ class Run:
 
     def part(self, url: str, site: str, until: int) -> None:
         """Rounds up to this one; each Δc_i depends on site and round."""
-        with atoll.functional.Client(url, site=site, folder=self.workers) as client:
+        with Client(url, site=site, folder=self.workers) as client:
             while (number := client.next_round()) is not None:
                 model = client.pull()
-                self.seen[site, number] = client.global_state("control")["w"], client.own_state("control")["w"]
+                self.seen[site, number] = (
+                    client.round.global_state("control")["w"],
+                    client.round.own_state("control")["w"],
+                )
                 difference = torch.tensor([ord(site[0]) - 96.0, 1.0]) * number
                 client.submit({"w": model["w"] - difference}, steps=1, groups={"control": {"w": difference}})
                 if number == until:
@@ -149,7 +153,7 @@ def test_a_server_restored_to_before_the_last_round_finds_the_control_before_it(
     with served(run.folder) as server:
         run.both(server, 3)
         for site in SITES if knows else ():
-            with atoll.functional.Client(server.url, site=site, folder=run.workers) as client:
+            with Client(server.url, site=site, folder=run.workers) as client:
                 assert client.next_round() == 4
     shutil.rmtree(run.folder / "state")
     copy_folder(run.folder / "backup", run.folder / "state")
@@ -178,7 +182,7 @@ def test_a_server_restored_to_its_begin_begins_with_controls_of_zero(run: Run) -
 def test_an_update_that_is_in_and_not_counted_yet_is_asked_for_too(run: Run, server: atoll.Server) -> None:
     """The copy has the control of the last update that counts, and nothing of the one that is going to."""
     run.both(server, 2)
-    with atoll.functional.Client(server.url, site="a", folder=run.workers) as client:
+    with Client(server.url, site="a", folder=run.workers) as client:
         assert client.next_round() == 3  # settles what was pending
     copy_folder(run.workers / "a", run.folder / "older")
     run.part(server.url, "a", 3)  # b's is still awaited
@@ -198,7 +202,7 @@ def test_an_outbox_of_another_site_is_not_sent(run: Run) -> None:
         {"w": torch.zeros(1)},
         **{"rounds.total": 2, "algorithm.outer_optimizer.lr": 1.0, "algorithm.outer_optimizer.momentum": 0.0},
     ) as server:
-        known = {site: atoll.functional.Client(server.url, site=site, folder=run.workers).register() for site in SITES}
+        known = {site: Client(server.url, site=site, folder=run.workers).register() for site in SITES}
         for client in known.values():
             assert client.next_round() == 1
             client.pull()
@@ -206,7 +210,7 @@ def test_an_outbox_of_another_site_is_not_sent(run: Run) -> None:
         known["a"].close()
         shutil.rmtree(run.workers / "a")
         copy_folder(run.workers / "b", run.workers / "a")
-        with atoll.functional.Client(server.url, site="a", folder=run.workers) as again:
+        with Client(server.url, site="a", folder=run.workers) as again:
             assert again.next_round() == 1  # it is not served from b's outbox
             again.pull()
             again.submit({"w": torch.tensor([4.0])})

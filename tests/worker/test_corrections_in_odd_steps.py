@@ -9,19 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from kit.servers import new_server
-from scaffold_world import ETA, train
+from kit.servers import plain_server
+from scaffold_world import ETA, One, first_round, train
 from torch import nn
 
 import atoll
 from atoll.algorithms.optimizer_hooks import StepHooks
 from atoll.errors import UsageError
-
-
-class One(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.w = nn.Parameter(torch.zeros(1))
 
 
 class TwoSteps(torch.optim.Optimizer):
@@ -64,7 +58,7 @@ class NoRate(torch.optim.SGD):
 
 
 def controls(value: float) -> dict[str, torch.Tensor]:
-    return {"w": torch.full((1,), value)}
+    return {"w": torch.full((1,), value), "frozen": torch.zeros(2)}
 
 
 class Calls(torch.optim.SGD):
@@ -78,9 +72,7 @@ class Calls(torch.optim.SGD):
 @pytest.mark.parametrize("by_closure", [False, True], ids=["plain", "closure"])
 def test_a_step_that_calls_its_parents_is_one_step(by_closure: bool) -> None:
     """FedProx from w = 2, μ = 0.5: 2 → 1.9 → 1.9 − 0.1·(0.9 + 0.5·(1.9 − 2)) = 1.815; and an error is no step."""
-    model = One()
-    with torch.no_grad():
-        model.w.fill_(2.0)
+    model = One(2.0)
     torch.optim.SGD(model.parameters(), lr=ETA)  # from here on torch's hooks are in the parent's step, too
     optimizer = Calls(model.parameters(), lr=ETA)
     prox = atoll.FedProx(model, mu=0.5)
@@ -129,15 +121,12 @@ def test_diloco_counts_such_a_step_once(tmp_path: Path) -> None:
     """H = 2: one synchronisation in three steps. An error inside of one is no step."""
     model = One()
     torch.optim.SGD(model.parameters(), lr=ETA)
-    options = {"diloco.sync_every": 2, "rounds.total": 9, "rounds.sites": 1, "disk.min_free_bytes": 0}
     optimizer = Calls(model.parameters(), lr=ETA)
 
     def fails() -> None:
         raise ValueError("no more records")
 
-    with new_server(
-        One(), **{"algorithm.name": "diloco", "network.port": 0, "disk.state_dir": tmp_path / "state"}, **options
-    ) as server:
+    with plain_server(tmp_path, One(), algorithm="diloco", sites=1, rounds=9, **{"diloco.sync_every": 2}) as server:
         with atoll.DiLoCo(model, optimizer, server=server.url, site="a", folder=tmp_path) as diloco:
             train(model, optimizer, 1.0, steps=1)
             with pytest.raises(ValueError, match="no more records"):
@@ -151,7 +140,7 @@ def test_diloco_counts_such_a_step_once(tmp_path: Path) -> None:
 def test_a_step_that_clears_its_gradients_inside_is_a_step() -> None:
     """At w + 0.5 = 0.5 towards 1 the gradient is −0.5: y = 0.1·0.5 − 0.1·(0.5 − 0.2); Δc = (0 − 0.02)/0.1 − 0.5."""
     model = One()
-    optimizer = TwoSteps(model.parameters(), lr=ETA)
+    optimizer = TwoSteps([model.w], lr=ETA)
     scaffold = atoll.Scaffold(model, controls(0.5), controls(0.2))
 
     def closure() -> torch.Tensor:
@@ -168,13 +157,13 @@ def test_a_step_that_clears_its_gradients_inside_is_a_step() -> None:
 
 def test_an_optimizer_without_a_rate_is_followed_where_no_rate_is_needed() -> None:
     model = One()
-    with StepHooks(model).attach(optimizer := NoRate(model.parameters())) as plain:
+    with StepHooks(model).attach(optimizer := NoRate([model.w])) as plain:
         train(model, optimizer, 1.0, steps=2)
     assert plain.steps == 2
     assert model.w.item() == pytest.approx(0.19)
     model = One()
     scaffold = atoll.Scaffold(model, controls(0.0), controls(0.0))
-    with scaffold.correct(optimizer := NoRate(model.parameters())):
+    with scaffold.correct(optimizer := NoRate([model.w])):
         with pytest.raises(UsageError, match=r"NoRate has no learning rate.*give lr="):
             train(model, optimizer, 1.0, steps=1)
     assert model.w.item() == 0.0
@@ -199,39 +188,17 @@ def test_an_optimizer_of_another_model_is_refused() -> None:
 @pytest.mark.parametrize("algorithm", ["fedprox", "scaffold"])
 def test_training_behind_the_corrections_back_is_refused(tmp_path: Path, algorithm: str) -> None:
     """A second optimizer over the same parameters trains: no step of it was corrected."""
-    with atoll.Server(
-        One(),
-        settings={
-            "algorithm.name": algorithm,
-            "rounds.sites": 1,
-            "rounds.total": 1,
-            "network.port": 0,
-            "disk.state_dir": tmp_path / "state",
-            "disk.min_free_bytes": 0,
-        },
-    ) as server:
-        with atoll.join(server.url, site="a", folder=tmp_path) as worker:
-            round_ = next(iter(worker))
-            model = round_.load_into(One())
-            with round_.correct(model, torch.optim.SGD(model.parameters(), lr=ETA)):
-                train(model, torch.optim.SGD(model.parameters(), lr=ETA), 1.0)
-            with pytest.raises(UsageError, match=r"(fedprox|scaffold) saw no optimizer step.*that trains the model"):
-                round_.submit(model)
-            assert not round_.done
+    with first_round(tmp_path, algorithm) as round_:
+        model = round_.load_into(One())
+        with round_.correct(model, torch.optim.SGD([model.w], lr=ETA)):
+            train(model, torch.optim.SGD([model.w], lr=ETA), 1.0)
+        with pytest.raises(UsageError, match=r"(fedprox|scaffold) saw no optimizer step.*that trains the model"):
+            round_.submit(model)
+        assert not round_.done
 
 
 def test_an_update_that_changes_nothing_is_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with atoll.Server(
-        One(),
-        settings={
-            "algorithm.name": "fedavg",
-            "rounds.sites": 1,
-            "rounds.total": 2,
-            "network.port": 0,
-            "disk.state_dir": tmp_path / "state",
-            "disk.min_free_bytes": 0,
-        },
-    ) as server:
+    with plain_server(tmp_path, One(), sites=1, rounds=2) as server:
         with atoll.join(server.url, site="a", folder=tmp_path) as worker, caplog.at_level(logging.WARNING):
             rounds = iter(worker)
             for lost in (True, False):

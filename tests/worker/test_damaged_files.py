@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from kit.servers import new_server
+from kit.servers import plain_server
 from torch import nn
 
 import atoll
@@ -27,8 +27,7 @@ def model() -> nn.Linear:
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[atoll.Server]:
-    options = {"algorithm.name": "fedavg", "network.part_bytes": 2**16, "disk.min_free_bytes": 0, "rounds.sites": 1}
-    with new_server(model(), **{"network.port": 0, "disk.state_dir": tmp_path / "state"}, **options) as server:
+    with plain_server(tmp_path, model(), sites=1, **{"network.part_bytes": 2**16}) as server:
         yield server
 
 

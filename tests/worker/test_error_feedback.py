@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 from harness.processes import free_port, wait_until
-from kit.servers import new_server
+from kit.client import Client
+from kit.servers import plain_server
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -35,28 +36,26 @@ def serving(folder: Path, codec: str = "int8", **options: Any) -> atoll.Server:
         "disk.min_free_bytes": 0,
     }
     start = options.pop("start", START)
-    return new_server(
-        start, **{"disk.state_dir": folder / "state", "aggregation.upload_codec.name": codec}, **(settings | options)
-    )
+    return plain_server(folder, start, **{"aggregation.upload_codec.name": codec}, **settings | options)
 
 
-def client(server: atoll.Server, folder: Path) -> atoll.functional.Client:
-    return atoll.functional.Client(server.url, site="a", folder=folder / "w").register()
+def client(server: atoll.Server, folder: Path) -> Client:
+    return Client(server.url, site="a", folder=folder / "w").register()
 
 
-def residual(client: atoll.functional.Client) -> list[float]:
+def residual(client: Client) -> list[float]:
     session = client._place
     assert session is not None
     assert session.exchange.residuals is not None
     return session.exchange.residuals.read("w", 0, 2).tolist()
 
 
-def trained(client: atoll.functional.Client, change: list[float]) -> dict[str, Tensor]:
+def trained(client: Client, change: list[float]) -> dict[str, Tensor]:
     """The model that a site has behind a round in which it moved by `change` along −g."""
     return {"w": client.pull()["w"] - torch.tensor(change)}
 
 
-def goes_on_with_what_was_left(site: atoll.functional.Client) -> None:
+def goes_on_with_what_was_left(site: Client) -> None:
     """The second of two rounds that move by (127, 0.4): what the first has left is there, and makes 0.8 of it, so 1."""
     assert residual(site) == [0.0, pytest.approx(0.4)]
     site.submit(trained(site, [127.0, 0.4]))

@@ -11,26 +11,19 @@ from pathlib import Path
 
 import pytest
 import torch
+from kit.servers import plain_server
 from torch import nn
 
 import atoll
 from atoll import errors
-from atoll.errors import AtollError, SchemaMismatch, ServerLost, ServerUnreachable, StateLocked, UsageError
+from atoll.errors import AtollError, SchemaMismatch, ServerLost, StateLocked, UsageError
 
 NOBODY = "http://127.0.0.1:9"
 
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[atoll.Server]:
-    with atoll.Server(
-        nn.Linear(8, 4),
-        settings={
-            "rounds.total": 0,
-            "network.port": 0,
-            "algorithm.name": "fedavg",
-            "disk.state_dir": tmp_path / "state",
-        },
-    ) as server:
+    with plain_server(tmp_path, nn.Linear(8, 4)) as server:
         yield server
 
 
@@ -68,7 +61,6 @@ def no_update(server: atoll.Server, folder: Path) -> None:
 CASES: list[tuple[Callable[[atoll.Server, Path], object], type[AtollError]]] = [
     (lambda _, folder: atoll.join(NOBODY, site="a", folder=folder), ServerLost),
     (lambda _, folder: atoll.join("box:8512", site="a", folder=folder), UsageError),
-    (lambda _, folder: atoll.functional.Client(NOBODY, site="a", folder=folder).status(), ServerUnreachable),
     (other_model, SchemaMismatch),
     (other_model_in_a_round, SchemaMismatch),
     (twice_the_same_site, StateLocked),
@@ -141,8 +133,8 @@ def test_calls_an_earlier_hook_for_all_errors(
     seen: list[BaseException] = []
     monkeypatch.setattr(sys, "excepthook", lambda kind, error, trace: seen.append(error))
     for _ in range(2):  # installed once, or it would call itself
-        with pytest.raises(ServerUnreachable):
-            atoll.functional.Client(NOBODY, site="a").status()
+        with pytest.raises(UsageError):
+            atoll.join("box:8512", site="a")
     other, ours = ValueError(), StateLocked("Locked.")
     sys.excepthook(ValueError, other, None)
     with pytest.raises(SystemExit) as ended:
@@ -154,6 +146,6 @@ def test_calls_an_earlier_hook_for_all_errors(
 def test_an_error_ends_no_interactive_session(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
     before = sys.excepthook
-    with pytest.raises(ServerUnreachable):
-        atoll.functional.Client(NOBODY, site="a").status()
+    with pytest.raises(UsageError):
+        atoll.join("box:8512", site="a")
     assert sys.excepthook is before

@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from kit.servers import new_server
+from kit.client import Client
+from kit.servers import plain_server
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -29,8 +30,7 @@ ROUNDS = 2
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[atoll.Server]:
-    options: dict[str, Any] = {"algorithm.name": "fedavg", "rounds.total": ROUNDS, "disk.min_free_bytes": 0}
-    with new_server(ones(), **{"network.port": 0, "disk.state_dir": tmp_path / "state"}, **options) as server:
+    with plain_server(tmp_path, ones(), rounds=ROUNDS) as server:
         yield server
 
 
@@ -252,7 +252,7 @@ def test_a_script_runs_under_atoll_worker(server: atoll.Server, tmp_path: Path) 
     final = atoll.Server.load_state(
         server.exports / "model.safetensors", settings={"network.port": 0, "disk.state_dir": tmp_path / "next"}
     )
-    with final, atoll.functional.Client(final.url, site="x", folder=tmp_path / "x") as client:
+    with final, Client(final.url, site="x", folder=tmp_path / "x") as client:
         client.next_round()
         assert client.pull()["weight"].unique().tolist() == [3.0]
 

@@ -11,7 +11,7 @@ from typing import Literal
 import pytest
 from harness.processes import wait_until
 from harness.proxy import BEFORE_HEADER, Fault, Proxy
-from kit.servers import new_server
+from kit.servers import plain_server
 from torch import nn
 
 import atoll
@@ -24,13 +24,9 @@ from atoll.worker.session.session import Session
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[atoll.Server]:
     """Its heartbeat interval is far longer than a test."""
-    options = {
-        "network.port": 0,
-        "algorithm.name": "fedavg",
-        "network.heartbeat_interval_s": 600.0,
-        "network.heartbeat_timeout_s": 0,
-    }
-    with new_server(nn.Linear(8, 4), **{"disk.state_dir": tmp_path / "state"}, **options) as server:
+    with plain_server(
+        tmp_path, nn.Linear(8, 4), **{"network.heartbeat_interval_s": 600.0, "network.heartbeat_timeout_s": 0}
+    ) as server:
         yield server
 
 

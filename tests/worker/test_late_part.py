@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from harness.processes import wait_until
-from kit.servers import new_server
+from kit.servers import plain_server
 from torch import nn
 
 import atoll
@@ -26,10 +26,7 @@ from atoll.worker.exchange.participation import Participation, take_part
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[atoll.Server]:
-    options = {"algorithm.name": "fedavg", "network.part_bytes": 2**16, "disk.min_free_bytes": 0, "rounds.sites": 1}
-    with new_server(
-        nn.Linear(300, 100), **{"network.port": 0, "disk.state_dir": tmp_path / "state"}, **options
-    ) as server:
+    with plain_server(tmp_path, nn.Linear(300, 100), sites=1, **{"network.part_bytes": 2**16}) as server:
         yield server
 
 

@@ -55,15 +55,3 @@ def test_refuses_every_call_of_a_task_worker_that_has_left(tmp_path: Path, serve
         pass
     with pytest.raises(UsageError):
         LATER[call](worker)
-
-
-@pytest.mark.parametrize("call", ["pull", "submit"])
-def test_a_closed_client_has_no_round_and_can_register_again(tmp_path: Path, server: atoll.Server, call: str) -> None:
-    with atoll.functional.Client(server.url, "a", folder=tmp_path / "workers") as client:
-        assert client.next_round() == 1
-        client.pull()
-    with pytest.raises(UsageError):
-        getattr(client, call)(build_model())
-    with client:
-        assert client.next_round() == 1
-        client.submit(client.pull())

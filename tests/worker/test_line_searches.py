@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from kit.servers import new_server
+from kit.servers import plain_server
 from torch import nn
 
 import atoll
@@ -114,13 +114,7 @@ def test_what_a_closure_returns_beside_a_loss_stays_as_it_is() -> None:
 @pytest.mark.covers("S8")
 def test_scaffold_refuses_an_optimizer_that_chooses_its_own_length(tmp_path: Path) -> None:
     """Before it trains; the round is open still, and another optimizer may take its place."""
-    options: dict[str, Any] = {
-        "algorithm.name": "scaffold",
-        "rounds.sites": 1,
-        "rounds.total": 1,
-        "disk.min_free_bytes": 0,
-    }
-    with new_server(One(), **{"network.port": 0, "disk.state_dir": tmp_path / "state"}, **options) as server:
+    with plain_server(tmp_path, One(), algorithm="scaffold", sites=1, rounds=1) as server:
         with atoll.join(server.url, site="a", folder=tmp_path / "a") as worker:
             round_ = next(iter(worker))
             model = round_.load_into(One())

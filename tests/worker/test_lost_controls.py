@@ -12,7 +12,8 @@ import pytest
 import torch
 from harness.processes import wait_until
 from kit import rewrite_note
-from kit.servers import new_server
+from kit.client import Client
+from kit.servers import plain_server
 
 import atoll
 from atoll.errors import ConfigError
@@ -22,24 +23,17 @@ STEPS_DELTA = {"w": torch.tensor([1.0, 2.0])}
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[atoll.Server]:
-    options = {
-        "algorithm.name": "scaffold",
-        "rounds.sites": 1,
-        "rounds.total": 9,
-        "disk.min_free_bytes": 0,
-        "network.port": 0,
-    }
-    with new_server({"w": torch.zeros(2)}, **{"disk.state_dir": tmp_path / "state"}, **options) as server:
+    with plain_server(tmp_path, {"w": torch.zeros(2)}, algorithm="scaffold", sites=1, rounds=9) as server:
         yield server
 
 
 def take_part(server: atoll.Server, folder: Path, rounds: int = 1, site: str = "a") -> list[float]:
     """So many rounds with Δc = (1, 2) each; returns c_i as the last of them begins."""
-    with atoll.functional.Client(server.url, site=site, folder=folder) as client:
+    with Client(server.url, site=site, folder=folder) as client:
         for _ in range(rounds):
             assert client.next_round() is not None
             model = client.pull()
-            own = client.own_state("control")["w"].tolist()
+            own = client.round.own_state("control")["w"].tolist()
             client.submit(model, steps=1, groups={"control": STEPS_DELTA})
     return own
 
@@ -155,7 +149,7 @@ def test_a_site_that_comes_late_begins_at_zero(server: atoll.Server, tmp_path: P
 
 @pytest.mark.covers("S2")
 def test_a_site_without_counted_updates_may_come_from_anywhere(server: atoll.Server, tmp_path: Path) -> None:
-    with atoll.functional.Client(server.url, site="a", folder=tmp_path / "w") as client:
+    with Client(server.url, site="a", folder=tmp_path / "w") as client:
         client.next_round()
         client.pull()
     assert take_part(server, tmp_path / "other") == [0.0, 0.0]
@@ -164,15 +158,8 @@ def test_a_site_without_counted_updates_may_come_from_anywhere(server: atoll.Ser
 @pytest.mark.covers("S2")
 def test_an_update_that_is_accepted_and_not_yet_counted_counts(tmp_path: Path) -> None:
     """Two are awaited: a's update lies there, accepted, when a loses its files."""
-    options = {
-        "algorithm.name": "scaffold",
-        "rounds.sites": 2,
-        "rounds.total": 9,
-        "disk.min_free_bytes": 0,
-        "network.port": 0,
-    }
-    with new_server({"w": torch.zeros(2)}, **{"disk.state_dir": tmp_path / "state"}, **options) as server:
-        with atoll.functional.Client(server.url, site="b", folder=tmp_path / "w").register():
+    with plain_server(tmp_path, {"w": torch.zeros(2)}, algorithm="scaffold", sites=2, rounds=9) as server:
+        with Client(server.url, site="b", folder=tmp_path / "w").register():
             take_part(server, tmp_path / "w")
             shutil.rmtree(tmp_path / "w" / "a")
             with pytest.raises(ConfigError, match="1 update of a counts"):
@@ -181,15 +168,8 @@ def test_an_update_that_is_accepted_and_not_yet_counted_counts(tmp_path: Path) -
 
 @pytest.mark.covers("S2")
 def test_the_server_remembers_it_over_a_restart(tmp_path: Path) -> None:
-    options = {
-        "algorithm.name": "scaffold",
-        "rounds.sites": 1,
-        "rounds.total": 9,
-        "disk.min_free_bytes": 0,
-        "network.port": 0,
-    }
     for attempt in range(2):
-        with new_server({"w": torch.zeros(2)}, **{"disk.state_dir": tmp_path / "state"}, **options) as server:
+        with plain_server(tmp_path, {"w": torch.zeros(2)}, algorithm="scaffold", sites=1, rounds=9) as server:
             if attempt == 0:
                 take_part(server, tmp_path / "w", rounds=2)
                 shutil.rmtree(tmp_path / "w")

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from kit.servers import new_server
+from kit.client import Client
+from kit.servers import new_server, plain_server
 from torch import Tensor
 
 import atoll
@@ -81,7 +82,7 @@ def rounds_of(
         **settings,
         **options,
     ) as server:
-        site = atoll.functional.Client(server.url, site="a", folder=folder / "w").register()
+        site = Client(server.url, site="a", folder=folder / "w").register()
         for change in changes:
             site.next_round()
             model = site.pull()
@@ -203,14 +204,7 @@ class Silence(Filter):
 def test_what_filters_have_made_nothing_of_is_said_to_be_theirs(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    settings: dict[str, Any] = {
-        "algorithm.name": "fedavg",
-        "rounds.sites": 1,
-        "rounds.total": 1,
-        "network.port": 0,
-        "disk.min_free_bytes": 0,
-    }
-    with new_server({"w": torch.zeros(3)}, **{"disk.state_dir": tmp_path / "state"}, **settings) as server:
+    with plain_server(tmp_path, {"w": torch.zeros(3)}, sites=1, rounds=1) as server:
         with atoll.join(server.url, site="a", folder=tmp_path / "w", filters=[Silence()]) as worker:
             for fl_round in worker:
                 model = fl_round.state_dict()

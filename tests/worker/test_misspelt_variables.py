@@ -39,11 +39,6 @@ def by_diloco(**options: bool) -> None:
         pass
 
 
-def by_client() -> None:
-    with atoll.functional.Client("http://127.0.0.1:9", site="a"):
-        pass
-
-
 def by_tasks() -> None:
     with pytest.raises(UsageError), atoll.tasks(site="a"):
         pass
@@ -53,7 +48,7 @@ ALONE = [by_join, by_functions, by_diloco]
 
 
 @pytest.mark.covers("X3")
-@pytest.mark.parametrize("take_part", [*ALONE, by_client, by_tasks])
+@pytest.mark.parametrize("take_part", [*ALONE, by_tasks])
 @pytest.mark.parametrize(
     ("misspelt", "meant"),
     [("ATOLL_SERVR", "ATOLL_SERVER"), ("ATOLL_SITENAME", "ATOLL_SITE"), ("ATOLL_TOKENFILE", "ATOLL_TOKEN_FILE")],

@@ -14,6 +14,7 @@ from torch import nn
 
 import atoll
 from atoll.errors import PeerError
+from atoll.testing.run import status
 
 ANSWERS = {
     "not found": (404, "text/html", b"<h1>Not Found</h1>"),
@@ -58,7 +59,7 @@ def test_scripts_name_the_address_where_no_atoll_server_is(address: str, tmp_pat
     for take_part in (
         lambda: atoll.join(address, site="a", folder=tmp_path),
         lambda: atoll.DiLoCo(model, torch.optim.SGD(model.parameters(), lr=0.1), server=address, site="a").start(),
-        lambda: atoll.functional.Client(address, site="a").status(),
+        lambda: status(address),
     ):
         with pytest.raises(PeerError) as refused:
             take_part()

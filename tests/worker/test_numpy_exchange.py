@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from kit.servers import new_server
+from kit.client import Client
+from kit.servers import plain_server
 from torch import nn
 
 import atoll
@@ -30,8 +31,7 @@ class Mixed(nn.Module):
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[atoll.Server]:
-    options: dict[str, Any] = {"algorithm.name": "fedavg", "rounds.total": 2, "disk.min_free_bytes": 0}
-    with new_server(Mixed(), **{"network.port": 0, "disk.state_dir": tmp_path / "state"}, **options) as server:
+    with plain_server(tmp_path, Mixed(), rounds=2) as server:
         yield server
 
 
@@ -124,7 +124,7 @@ def test_another_dtype_or_shape_is_refused_with_both_named(server: atoll.Server,
 
 
 def test_a_client_pulls_and_submits_arrays(server: atoll.Server, tmp_path: Path) -> None:
-    with atoll.functional.Client(server.url, site="a", folder=tmp_path / "a") as client:
+    with Client(server.url, site="a", folder=tmp_path / "a") as client:
         client.next_round()
         state = client.pull(framework="numpy")
         state["wide"] += 1

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from kit.servers import new_server
+from kit.servers import new_server, plain_server
 from torch import nn
 
 import atoll
@@ -22,10 +22,7 @@ from atoll.worker.exchange.participation import take_part
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[atoll.Server]:
     torch.manual_seed(0)
-    options = {"algorithm.name": "fedavg", "network.part_bytes": 2**16, "disk.min_free_bytes": 0}
-    with new_server(
-        nn.Linear(300, 100), **{"network.port": 0, "disk.state_dir": tmp_path / "state"}, **options
-    ) as server:
+    with plain_server(tmp_path, nn.Linear(300, 100), **{"network.part_bytes": 2**16}) as server:
         yield server
 
 
@@ -106,8 +103,7 @@ def test_a_part_that_is_as_it_was_comes_into_a_model_that_has_not_got_it(
         really(self, path, digests, parts, *rest, **more)
 
     monkeypatch.setattr(HttpTransfer, "pull", pull)
-    options = {"algorithm.name": "fedavg", "rounds.total": 2, "network.part_bytes": 2**16, "disk.min_free_bytes": 0}
-    with new_server(HalfFrozen(1.0), **{"network.port": 0, "disk.state_dir": tmp_path / "state"}, **options) as server:
+    with plain_server(tmp_path, HalfFrozen(1.0), rounds=2, **{"network.part_bytes": 2**16}) as server:
         with atoll.join(server.url, site="a", folder=tmp_path / "w") as worker:
             for fl_round in worker:
                 cut[0] = fl_round.number == 2
@@ -183,8 +179,7 @@ def test_a_pull_fills_large_small_and_turned_tensors_alike(tmp_path: Path) -> No
     """Parts of 1 MiB; `large` (1.2 MB) is received where it is, in runs of at least `ROOM_BYTES`, the others not."""
     torch.manual_seed(3)
     source = {"large": torch.randn(600, 500), "turned": torch.randn(400, 300).t(), "small": torch.randn(7)}
-    options = {"algorithm.name": "fedavg", "network.part_bytes": 2**20, "disk.min_free_bytes": 0}
-    with new_server(source, **{"network.port": 0, "disk.state_dir": tmp_path / "state"}, **options) as server:
+    with plain_server(tmp_path, source, **{"network.part_bytes": 2**20}) as server:
         place = take_part(server.url, "a", folder=tmp_path / "w")
         ticket = place.exchange.ask().ticket
         assert ticket is not None

@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from kit.servers import new_server
+from kit.servers import plain_server
 from safetensors import safe_open
-from scaffold_world import ETA, TARGETS, one_round, train
-from torch import nn
+from scaffold_world import ETA, TARGETS, One, first_round, one_round, train
 
 import atoll
 from atoll.algorithms.fedprox import ProximalTerm
@@ -17,6 +16,7 @@ from atoll.algorithms.optimizer_hooks import StepHooks
 from atoll.algorithms.scaffold import ControlVariates
 from atoll.errors import UsageError
 from atoll.protocol import messages
+from atoll.tensors.module_tensors import schema_of
 from atoll.worker.exchange.algorithm_state import AlgorithmState
 
 ROUNDS = 3
@@ -30,26 +30,11 @@ def reference(rounds: int, eta_g: float = 1.0) -> tuple[float, float, dict[str, 
     return x, c, own
 
 
-class One(nn.Module):
-    """One weight that is trained, one that is frozen, a buffer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.w = nn.Parameter(torch.zeros(1))
-        self.frozen = nn.Parameter(torch.ones(2), requires_grad=False)
-        self.register_buffer("count", torch.zeros(1))
-
-
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[atoll.Server]:
-    options = {
-        "algorithm.name": "scaffold",
-        "rounds.sites": 2,
-        "rounds.min_sites": 2,
-        "rounds.total": ROUNDS,
-        "disk.min_free_bytes": 0,
-    }
-    with new_server(One(), **{"network.port": 0, "disk.state_dir": tmp_path / "state"}, **options) as server:
+    with plain_server(
+        tmp_path, One(), algorithm="scaffold", sites=2, rounds=ROUNDS, **{"rounds.min_sites": 2}
+    ) as server:
         yield server
 
 
@@ -111,14 +96,7 @@ def test_a_site_that_sits_out_a_round_keeps_its_weight_in_the_total(tmp_path: Pa
 
     A site d joins later and is never heard: from round 3 on, N is 4, and W = 7·4/3.
     """
-    options = {
-        "algorithm.name": "scaffold",
-        "rounds.sites": 3,
-        "rounds.min_sites": 2,
-        "rounds.total": 3,
-        "disk.min_free_bytes": 0,
-    }
-    with new_server(One(), **{"network.port": 0, "disk.state_dir": tmp_path / "state"}, **options) as server:
+    with plain_server(tmp_path, One(), algorithm="scaffold", sites=3, rounds=3, **{"rounds.min_sites": 2}) as server:
         workers = {site: atoll.join(server.url, site=site, folder=tmp_path / site) for site in "abc"}
         loops = {site: iter(worker) for site, worker in workers.items()}
         for site, weight in {"a": 1.0, "b": 2.0, "c": 4.0}.items():
@@ -169,8 +147,7 @@ def test_controls_outlive_the_worker(server: atoll.Server, tmp_path: Path) -> No
 
 
 def test_a_refused_update_leaves_the_control_as_it_was(tmp_path: Path) -> None:
-    options = {"algorithm.name": "scaffold", "rounds.sites": 1, "rounds.total": 2, "disk.min_free_bytes": 0}
-    with new_server(One(), **{"network.port": 0, "disk.state_dir": tmp_path / "state"}, **options) as server:
+    with plain_server(tmp_path, One(), algorithm="scaffold", sites=1, rounds=2) as server:
         with atoll.join(server.url, site="a", folder=tmp_path / "a") as worker:
             for number, round_ in enumerate(worker):
                 model = round_.load_into(One())
@@ -202,22 +179,16 @@ def test_a_refused_update_leaves_the_control_as_it_was(tmp_path: Path) -> None:
         (lambda round_, model: unequal(round_, model), "learning rates 0.1, 0.2"),
     ],
 )
-def test_what_scaffold_cannot_use_is_refused_with_a_remedy(
-    server: atoll.Server, tmp_path: Path, spoil: Any, words: str
-) -> None:
-    worker = atoll.join(server.url, site="a", folder=tmp_path / "a")
-    other = atoll.join(server.url, site="b", folder=tmp_path / "b")
-    round_ = next(iter(worker))
-    model = round_.load_into(One())
+def test_what_scaffold_cannot_use_is_refused_with_a_remedy(tmp_path: Path, spoil: Any, words: str) -> None:
+    with first_round(tmp_path) as round_:
+        model = round_.load_into(One())
 
-    def take_part() -> None:
-        spoil(round_, model)
-        round_.submit(model)
+        def take_part() -> None:
+            spoil(round_, model)
+            round_.submit(model)
 
-    with pytest.raises(UsageError, match=words):
-        take_part()
-    worker.leave()
-    other.leave()
+        with pytest.raises(UsageError, match=words):
+            take_part()
 
 
 def with_rate(round_: Any, model: One, rate: float) -> None:
@@ -233,29 +204,24 @@ def unequal(round_: Any, model: One) -> None:
     train(model, optimizer, 1.0, steps=1)
 
 
-def test_a_schedule_is_followed(server: atoll.Server, tmp_path: Path) -> None:
+def test_a_schedule_is_followed(tmp_path: Path) -> None:
     """Rates 0, 0.1, 0.2: Δc = (x − y)/0.3; the warm-up step without a rate does no harm."""
-    workers = [atoll.join(server.url, site=site, folder=tmp_path / site) for site in TARGETS]
-    round_ = next(iter(workers[0]))
-    model = round_.load_into(One())
-    optimizer = torch.optim.SGD([model.w], lr=0.0)
-    correction = round_.correct(model, optimizer)
-    for rate in (0.0, 0.1, 0.2):
-        optimizer.param_groups[0]["lr"] = rate
-        train(model, optimizer, 1.0, steps=1)
-    assert (correction.steps, correction.rates) == (3, pytest.approx(0.3))
-    y = 1 - 0.9 * 0.8
-    delta = correction.finish(lambda name, start, stop: torch.tensor([-y]))["control"]
-    assert delta("w", 0, 1).item() == pytest.approx(-y / 0.3)
-    for worker in workers:
-        worker.leave()
+    with first_round(tmp_path) as round_:
+        model = round_.load_into(One())
+        optimizer = torch.optim.SGD([model.w], lr=0.0)
+        correction = round_.correct(model, optimizer)
+        for rate in (0.0, 0.1, 0.2):
+            optimizer.param_groups[0]["lr"] = rate
+            train(model, optimizer, 1.0, steps=1)
+        assert (correction.steps, correction.rates) == (3, pytest.approx(0.3))
+        y = 1 - 0.9 * 0.8
+        delta = correction.finish(lambda name, start, stop: torch.tensor([-y]))["control"]
+        assert delta("w", 0, 1).item() == pytest.approx(-y / 0.3)
 
 
 def test_fedprox_pulls_towards_the_global_model() -> None:
     """w_t = 2; g = w − 1, μ = 0.5, η = 0.1: 2 → 2 − 0.1·1 = 1.9 → 1.9 − 0.1·(0.9 + 0.5·(1.9 − 2)) = 1.815."""
-    model = One()
-    with torch.no_grad():
-        model.w.fill_(2.0)
+    model = One(2.0)
     optimizer = torch.optim.SGD([model.w], lr=0.1)
     with StepHooks(model, "fedprox", ProximalTerm(mu=0.5)).attach(optimizer) as correction:
         train(model, optimizer, 1.0, steps=2)
@@ -266,17 +232,14 @@ def test_fedprox_pulls_towards_the_global_model() -> None:
     assert correction.steps == 2
 
 
-def test_a_round_is_corrected_once(server: atoll.Server, tmp_path: Path) -> None:
+def test_a_round_is_corrected_once(tmp_path: Path) -> None:
     """Guards against hooks of an earlier call that go on: each step was corrected twice."""
-    workers = [atoll.join(server.url, site=site, folder=tmp_path / site) for site in TARGETS]
-    round_ = next(iter(workers[0]))
-    model = round_.load_into(One())
-    optimizer = torch.optim.SGD([model.w], lr=ETA)
-    round_.correct(model, optimizer)
-    with pytest.raises(UsageError, match="corrected already"):
+    with first_round(tmp_path) as round_:
+        model = round_.load_into(One())
+        optimizer = torch.optim.SGD([model.w], lr=ETA)
         round_.correct(model, optimizer)
-    for worker in workers:
-        worker.leave()
+        with pytest.raises(UsageError, match="corrected already"):
+            round_.correct(model, optimizer)
 
 
 def test_what_is_pending_is_forgotten_only_when_the_next_update_is_formed(server: atoll.Server, tmp_path: Path) -> None:
@@ -296,42 +259,17 @@ def test_what_is_pending_is_forgotten_only_when_the_next_update_is_formed(server
     leave(known)
 
 
-def test_one_optimizer_a_round() -> None:
-    model = One()
-    correction = StepHooks(model).attach(torch.optim.SGD([model.w], lr=0.1))
-    with pytest.raises(UsageError, match="corrected already"):
-        correction.attach(torch.optim.SGD([model.w], lr=0.1))
-
-
 @pytest.mark.covers("X3")
 def test_a_models_own_names_do_not_collide_with_those_of_controls(tmp_path: Path) -> None:
     model = {"w": torch.zeros(2), "atoll.control.v": torch.zeros(2)}
     with pytest.raises(UsageError, match=r"'atoll\.control\.v', and names that begin with 'atoll\.control\.' are"):
-        atoll.Server(
-            model,
-            settings={
-                "rounds.total": 0,
-                "algorithm.name": "scaffold",
-                "network.port": 0,
-                "disk.state_dir": tmp_path / "state",
-            },
-        ).start()
-    with atoll.Server(
-        model,
-        settings={
-            "rounds.total": 0,
-            "algorithm.name": "fedavg",
-            "network.port": 0,
-            "disk.state_dir": tmp_path / "other",
-        },
-    ):  # there are none here
+        plain_server(tmp_path, model, algorithm="scaffold").start()
+    with plain_server(tmp_path / "other", model):  # there are none here
         pass
 
 
 def test_a_file_that_is_new_holds_no_control(tmp_path: Path) -> None:
     """Guards against a note that outlives its files."""
-    from atoll.tensors.module_tensors import schema_of
-
     schema = schema_of(One()).with_groups(["control"])
     controls = AlgorithmState(tmp_path, schema, ["control"])
     controls.begin()
@@ -352,8 +290,6 @@ def test_a_file_that_is_new_holds_no_control(tmp_path: Path) -> None:
 
 def test_what_a_new_update_is_written_over_no_longer_counts_for_the_old_one(tmp_path: Path) -> None:
     """Killed while the next update is formed: half of it lies where c_i⁺ of ticket 7 was."""
-    from atoll.tensors.module_tensors import schema_of
-
     schema = schema_of(One()).with_groups(["control"])
     controls = AlgorithmState(tmp_path, schema, ["control"])
     controls.begin()
@@ -370,8 +306,6 @@ def test_what_a_new_update_is_written_over_no_longer_counts_for_the_old_one(tmp_
 
 def test_a_tensor_of_which_an_update_sets_nothing_stays_as_it_is(tmp_path: Path) -> None:
     """Two updates that count: the first sets both tensors, the second one of them, where the files take turns."""
-    from atoll.tensors.module_tensors import schema_of
-
     state = AlgorithmState(tmp_path, schema_of(One()), ["momentum"])
     for ticket, tensors in enumerate([{"w": [5.0], "frozen": [1.0, 2.0]}, {"w": [6.0]}], start=1):
         state.begin()

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from kit.servers import plain_server
 from torch import Tensor, nn
 
 import atoll
@@ -24,15 +25,7 @@ from atoll.worker.exchange.participation import Participation, take_part
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[atoll.Server]:
     torch.manual_seed(0)
-    with atoll.Server(
-        nn.Linear(8, 4),
-        settings={
-            "rounds.total": 0,
-            "network.port": 0,
-            "algorithm.name": "fedavg",
-            "disk.state_dir": tmp_path / "state",
-        },
-    ) as server:
+    with plain_server(tmp_path, nn.Linear(8, 4)) as server:
         yield server
 
 

@@ -23,7 +23,7 @@ from kit import (
     tensors_digest,
     together,
 )
-from kit.servers import new_server
+from kit.servers import new_server, plain_server
 from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -144,11 +144,6 @@ def test_names_of_tensors_are_those_of_the_model_that_is_not_compiled(tmp_path: 
         assert set(atoll.objects.fetch(atoll.objects.publish(compiled, server=server.url))) == names
         plain = atoll.objects.fetch(atoll.objects.publish(build_model(), server=server.url), into=compiled)
         assert plain is compiled
-        with atoll.functional.Client(server.url, "a", folder=tmp_path / "workers") as client:
-            other = atoll.functional.Client(server.url, "b", folder=tmp_path / "workers").register()
-            assert client.next_round() == 1
-            assert set(client.pull(compiled)) == names
-            other.close()
 
 
 class Detached(nn.Linear):
@@ -259,7 +254,5 @@ def test_a_site_submits_tensors_that_are_named_by_a_wrapper(tmp_path: Path) -> N
 def test_refuses_tensors_with_one_name_without_the_wrapper(tmp_path: Path) -> None:
     tensors = {"0.weight": torch.zeros(2), "_orig_mod.0.weight": torch.ones(2)}
     with pytest.raises(UsageError) as refused:
-        atoll.Server(
-            tensors, settings={"algorithm.name": "diloco", "network.port": 0, "disk.state_dir": tmp_path / "state"}
-        ).start()
+        plain_server(tmp_path, tensors, algorithm="diloco").start()
     assert "'_orig_mod.0.weight'" in refused.value.message

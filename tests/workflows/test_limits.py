@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from harness.processes import wait_until
+from kit.client import Client
 from kit.servers import new_server
 from site_threads import Threads
 
@@ -30,7 +31,7 @@ def test_training_in_which_nothing_moves_fails_after_its_limit(tmp_path: Path) -
             "disk.state_dir": tmp_path / "state",
         },
     )
-    with server, atoll.functional.Client(server.url, "a", folder=tmp_path) as client:
+    with server, Client(server.url, "a", folder=tmp_path) as client:
         assert client.next_round() == 1  # and then it submits nothing
         with pytest.raises(RunFailed, match="The workflow train made no progress for 1 s"):
             server.run()
@@ -47,7 +48,7 @@ def test_time_in_which_sites_are_awaited_is_none_in_which_training_stands_still(
     server = new_server({"w": torch.ones(2)}, **{"workflow.steps": workflows}, **settings)  # type: ignore[arg-type]
 
     def train(site: str) -> None:
-        with atoll.functional.Client(server.url, site, folder=tmp_path) as client:
+        with Client(server.url, site, folder=tmp_path) as client:
             while client.next_round() is not None:
                 client.submit(client.pull())
 

@@ -36,11 +36,9 @@ class KeptState(Protocol):
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
         """Return elements [start, stop) as the last update that counted left them, in new memory."""
-        ...
 
     def write(self, name: str, start: int, values: Tensor) -> None:
         """Set what the elements from `start` on become, once the update that is being formed counts."""
-        ...
 
 
 @dataclass(frozen=True)

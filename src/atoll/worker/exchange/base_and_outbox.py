@@ -86,31 +86,24 @@ class VersionFile(Protocol):
 
     def holds(self, run: str, digest: str) -> bool:
         """Return whether this version is here, every byte."""
-        ...
 
     def read_into(self, offset: int, target: memoryview) -> None:
         """Fill `target` from the file's byte `offset` on."""
-        ...
 
     def read_pieces(self, moves: Iterable[Move]) -> None:
         """Fill each memory from its byte of the file; neighbours in the file by one call."""
-        ...
 
     def elements(self, piece: Piece, start: int, stop: int, scratch: memoryview, dtype: torch.dtype) -> Tensor:
         """Return elements [start, stop) of a piece's tensor, in `scratch`."""
-        ...
 
     def values_of(self, name: str, start: int, stop: int) -> Tensor:
         """Return elements [start, stop) of a tensor, in new memory."""
-        ...
 
     def begin_local(self) -> None:
         """The file is about to hold something that is no version: no digest names it any more."""
-        ...
 
     def write(self, offset: int, data: memoryview) -> None:
         """Write all of `data`."""
-        ...
 
 
 class UpdateFile(Protocol):
@@ -126,31 +119,24 @@ class UpdateFile(Protocol):
 
     def write(self, offset: int, data: memoryview) -> None:
         """Write all of `data`."""
-        ...
 
     def read_into(self, offset: int, target: memoryview) -> None:
         """Fill `target` from the file's byte `offset` on."""
-        ...
 
     def begin(self, layout_digest: str) -> None:
         """Forget what is there: an update of this layout is about to be formed."""
-        ...
 
     def seal(self, note: OutboxNote) -> None:
         """The update is complete: from here on it survives this process."""
-        ...
 
     def mark_sent(self) -> None:
         """The server has it."""
-        ...
 
     def clear(self) -> None:
         """The update can never count, or not again: the file may be rewritten."""
-        ...
 
     def is_damaged(self) -> bool:
         """Return whether it is not what its note says."""
-        ...
 
 
 class ExchangeFiles(Protocol):
@@ -159,28 +145,22 @@ class ExchangeFiles(Protocol):
     @property
     def base(self) -> VersionFile:
         """The version that is trained from."""
-        ...
 
     @property
     def outbox(self) -> UpdateFile:
         """The update that was formed last."""
-        ...
 
     def beside(self) -> VersionFile:
         """Open the file for a version that is to take the place of the base."""
-        ...
 
     def is_beside(self, run: str, digest: str) -> bool:
         """Return whether a pull of this version into that file has begun, by whichever process."""
-        ...
 
     def drop_beside(self) -> None:
         """Close that file."""
-        ...
 
     def move_up(self) -> None:
         """Let that file, which must be complete, take the place of the base."""
-        ...
 
 
 class TensorFile:

@@ -84,11 +84,9 @@ class Outlet(Sources, Protocol):
 
     def offer(self, fragment: int, outbox: Any, on_bytes: Callable[[int], None]) -> object:
         """Serve what an outbox holds; return a reference to it."""
-        ...
 
     def retract(self, fragment: int) -> None:
         """Serve it no more."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -184,11 +184,9 @@ class Sources(Protocol):
 
     def in_order(self, sources: Sequence[str]) -> Sequence[str]:
         """Return the references in the order in which they are tried."""
-        ...
 
     def connected(self, text: str, idle_timeout_s: float) -> AbstractContextManager[tuple[TensorRef, Ranges]]:
         """Reach the worker that a reference names."""
-        ...
 
 
 class Puller:

@@ -31,23 +31,18 @@ class Channel(Protocol):
 
     def run(self) -> messages.RunInfo:
         """Return what the run is."""
-        ...
 
     def schema(self) -> messages.SchemaMessage:
         """Return the tensors of the run's model."""
-        ...
 
     def join(self, message: messages.Join) -> messages.Joined:
         """Take part."""
-        ...
 
     def heartbeat(self, message: messages.Heartbeat, timeout_s: float) -> messages.HeartbeatReply:
         """Tell that this worker lives, and how far it is."""
-        ...
 
     def health(self, timeout_s: float) -> None:
         """Return once the other side has answered."""
-        ...
 
     def next_ticket(self, fragment: int, wait_s: float, tasks: bool) -> messages.TicketReply:
         """Ask for the ticket of the next round, for at most `wait_s` seconds.
@@ -55,11 +50,9 @@ class Channel(Protocol):
         Args:
             tasks: whether this process answers tasks, too.
         """
-        ...
 
     def ticket(self, ticket: int) -> messages.TicketState:
         """Return what became of a ticket, and which parts of its update arrived; one that is forgotten has expired."""
-        ...
 
     def manifest(self, fragment: int, number: int) -> messages.Manifest:
         """Return the parts of a version.
@@ -67,7 +60,6 @@ class Channel(Protocol):
         Raises:
             Gone: it is no longer kept.
         """
-        ...
 
     def head(self, fragment: int) -> VersionRef:
         """Return the newest version.
@@ -75,7 +67,6 @@ class Channel(Protocol):
         Raises:
             Gone: another one became the head at this moment; ask again.
         """
-        ...
 
     def complete(self, ticket: int, update: messages.Complete, timeout_s: float) -> messages.Receipt:
         """Say that all parts of an update have been sent.
@@ -83,12 +74,9 @@ class Channel(Protocol):
         Raises:
             TicketClosed, Gone: the round went on. UpdateRefused: it cannot count. Conflict: parts are not what it says.
         """
-        ...
 
     def leave(self, error: str | None, timeout_s: float) -> None:
         """Deregister; with the error that ended training."""
-        ...
 
     def close(self) -> None:
         """Close what carries the calls."""
-        ...

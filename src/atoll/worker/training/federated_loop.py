@@ -32,7 +32,19 @@ from atoll.algorithms.optimizer_hooks import (
 from atoll.errors import UsageError, print_interrupt_in_a_line, public_api
 from atoll.filters.base import Filter
 from atoll.protocol import messages
-from atoll.protocol.values import Closed, Lost, Open, Refused, Superseded, Ticket, UpdateInfo, VersionRef, Wait, require
+from atoll.protocol.values import (
+    Closed,
+    Lost,
+    Next,
+    Open,
+    Refused,
+    Superseded,
+    Ticket,
+    UpdateInfo,
+    VersionRef,
+    Wait,
+    require,
+)
 from atoll.tensors.arrays import Arrays, as_tensors, require_framework, to_numpy
 from atoll.tensors.dtypes import torch_dtype
 from atoll.tensors.module_tensors import Tensors, fits, named_parameters, named_tensors, schema_of, unwrapped
@@ -338,8 +350,7 @@ class Worker(Answers):
     def __init__(self, place: Participation) -> None:
         self._place, self._session, filters = place, place.session, place.exchange.filters
         super().__init__(Answering(self._session, filters, local=lambda: local_model(place), folder=place.folder))
-        self._session.answers_tasks = True
-        self._left = False
+        self._left = self._recovered = False
         self._round: Round | None = None
 
     @property
@@ -400,6 +411,28 @@ class Worker(Answers):
             self._session.tell(state="training")
         return model
 
+    @public_api
+    def next_round(self, wait_s: float | None = None) -> Round | None:
+        """Wait for the next round, in programs that are no loop over rounds.
+
+        Args:
+            wait_s: for so long at most; None: as long as the run lasts.
+
+        Returns:
+            The round; None when the run is finished, or the time is over.
+        """
+        require_joined(self._session.has_left, self.site, "atoll.join")
+        reply = self._next(wait_s)
+        self._round = Round(self._place, reply.ticket) if isinstance(reply, Open) else None
+        return self._round
+
+    def _next(self, wait_s: float | None) -> Next:
+        """Ask for the next round; what an earlier process has left is sent before."""
+        if not self._recovered:
+            self._place.exchange.recover()
+            self._recovered = True
+        return require(self._place.exchange.next(wait_s))
+
     def __iter__(self) -> Iterator[Round]:
         rounds = self._rounds()
         while (round_ := self._following(rounds)) is not None:
@@ -412,13 +445,13 @@ class Worker(Answers):
 
     def _rounds(self) -> Iterator[Round]:
         answering, info = self._answering, self._session.info
+        self._session.answers_tasks = True
         answering.require_evaluator()
         if not info.trains and answering.has_handlers:
             answering.serve(rounds=False)
             return
-        self._place.exchange.recover()
         while True:
-            reply = require(self._place.exchange.next())
+            reply = self._next(None)
             if isinstance(reply, Wait):  # tasks come first
                 if not answering.serve(rounds=True):
                     return
@@ -514,7 +547,7 @@ class LocalWorker:
 
     site = "alone"
     bytes_up = bytes_down = 0
-    _left = False
+    _left = _begun = False
 
     def __enter__(self) -> LocalWorker:
         return self
@@ -533,6 +566,11 @@ class LocalWorker:
     def load_into(self, model: Model) -> Model:
         """The model as it is."""
         return model
+
+    def next_round(self, wait_s: float | None = None) -> Round | None:
+        """Return the one round; None afterwards."""
+        begun, self._begun = self._begun, True
+        return None if begun else LocalRound()
 
     def __iter__(self) -> Iterator[Round]:
         yield LocalRound()
@@ -569,16 +607,13 @@ class Seat(Protocol):
     @property
     def site(self) -> str:
         """Its name."""
-        ...
 
     @property
     def info(self) -> messages.RunInfo:
         """Of the run that is simulated."""
-        ...
 
     def with_filters(self, filters: Sequence[Filter]) -> Worker:
         """What `atoll.join` returns, given the filters of the site."""
-        ...
 
 
 _seat: Seat | None = None

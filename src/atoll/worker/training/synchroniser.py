@@ -412,19 +412,10 @@ class Synchroniser:
         Returns:
             Whether the turn goes on, with the fragment that is then due. Else what is local comes in a later one.
         """
-        exchange = fragment.exchange
-        steps = exchange.settle(self._retries)
-        if isinstance(steps, Lost):
-            return steps
-        if steps is not None:
-            fragment.base_step += steps
-            fragment.ticket = None
-        elif fragment.ticket is not None:
-            is_over = exchange.is_over(fragment.ticket, self._retries)
-            if isinstance(is_over, Lost):
-                return is_over
-            fragment.ticket = None if is_over else fragment.ticket
-        waited = False
+        exchange, waited = fragment.exchange, False
+        lost = self._settle(fragment)
+        if lost is not None:
+            return lost
         reply: Next | Lost | None = None
         if fragment.ticket is None:
             reply, waited = self._next_round(exchange)
@@ -448,6 +439,21 @@ class Synchroniser:
         if isinstance(caught_up, Lost):
             return caught_up
         return caught_up and (self._is_whole or not waited)  # while it was waited for, others had turns of theirs
+
+    def _settle(self, fragment: FragmentState) -> Lost | None:
+        """Take from the local steps what turns out to be in, and forget a ticket that is over."""
+        steps = fragment.exchange.settle(self._retries)
+        if isinstance(steps, Lost):
+            return steps
+        if steps is not None:
+            fragment.base_step += steps
+            fragment.ticket = None
+        elif fragment.ticket is not None:
+            is_over = fragment.exchange.is_over(fragment.ticket, self._retries)
+            if isinstance(is_over, Lost):
+                return is_over
+            fragment.ticket = None if is_over else fragment.ticket
+        return None
 
     def _next_round(self, exchange: Exchange) -> tuple[Next | Lost | None, bool]:
         """Wait for the next round of a fragment; None where something else has to be done first.
