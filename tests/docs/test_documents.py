@@ -126,7 +126,16 @@ def test_every_variable_exists(page: Path) -> None:
 
 OPTIONS = ("algorithm.mu", "algorithm.outer_optimizer.lr", "algorithm.outer_optimizer.momentum", "on_missed")
 """Options of a choice, and a field of an algorithm."""
-ARGUMENTS = ("max_sync_retries", "min_clients", "min_responses", "min_sites", "num_clients", "num_rounds", "round_s")
+ARGUMENTS = (
+    "idle_timeout_s",
+    "max_sync_retries",
+    "min_clients",
+    "min_responses",
+    "min_sites",
+    "num_clients",
+    "num_rounds",
+    "round_s",
+)
 """Names that look like settings, and are arguments, or a field of a bench's result."""
 
 
