@@ -20,8 +20,8 @@ import hypothesis
 import hypothesis.strategies as st
 
 from atoll.rounds.closing_policy import Async, Barrier, Policy, QuorumDeadline
-from atoll.rounds.machine import Rules
 from atoll.rounds.sampling import Sampling
+from atoll.rounds.state import Rules
 from harness.sim_checks import Checks, Violation
 from harness.sim_server import MUTANTS, Mutant, Reply, Request, SimServer
 from harness.sim_worker import SimWorker, Site

@@ -11,27 +11,9 @@ from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Protocol
 
-from atoll.rounds import machine
-from atoll.rounds.events import (
-    AggregatorLost,
-    Effect,
-    Event,
-    LeaseGranted,
-    LeaseRefused,
-    RoundClosed,
-    RoundReopened,
-    TicketIssued,
-    TicketRequested,
-    TicketWithheld,
-    TimePassed,
-    UpdateAccepted,
-    UpdateRefused,
-    VersionCommitted,
-    WorkerEnds,
-    WorkerJoined,
-    WorkerLeft,
-    WorkerSeen,
-)
+from atoll.rounds import events as ev
+from atoll.rounds import state_rows, waiting
+from atoll.rounds.state import Rules, State
 from atoll.server.coordinator.ledger import FACTS, Ledger
 from harness.sim_checks import Checks, MadeUpdate
 from harness.sim_journal import SimJournal
@@ -77,8 +59,8 @@ class Rejected:
     reason: str
 
 
-Request = WorkerJoined | WorkerSeen | WorkerEnds | WorkerLeft | TicketRequested | Submit
-Reply = LeaseGranted | LeaseRefused | TicketIssued | TicketWithheld | Receipt | Rejected | None
+Request = ev.WorkerJoined | ev.WorkerSeen | ev.WorkerEnds | ev.WorkerLeft | ev.TicketRequested | Submit
+Reply = ev.LeaseGranted | ev.LeaseRefused | ev.TicketIssued | ev.TicketWithheld | Receipt | Rejected | None
 
 
 class Crash(Exception):
@@ -113,11 +95,11 @@ class RunJournal(SimJournal):
 class SimServer:
     """One server over one journal; `handle` answers a request, or does not, because it crashed."""
 
-    def __init__(self, rules: machine.Rules, world: Surroundings, disk: Disk, checks: Checks, mutant: Mutant) -> None:
+    def __init__(self, rules: Rules, world: Surroundings, disk: Disk, checks: Checks, mutant: Mutant) -> None:
         self.rules, self.world, self.disk, self.checks, self.mutant = rules, world, disk, checks, mutant
-        self._event: Event | None = None
+        self._event: ev.Event | None = None
         self.ledger = self._new_ledger()
-        self.ledger.restore(machine.snapshot(machine.initial(rules)))
+        self.ledger.restore(state_rows.snapshot(state_rows.initial(rules)))
         self.journal = RunJournal(SimJournal.of(self.state).fragments, model=[Fraction(0)] * rules.fragments)
         self._written = False
         self.up = True
@@ -125,26 +107,26 @@ class SimServer:
         self._armed_s: float | None = None
 
     @property
-    def state(self) -> machine.State:
+    def state(self) -> State:
         return self.ledger.state
 
     def _new_ledger(self) -> Ledger:
         ledger = Ledger(self.rules, self, clock=self._clock_s)
-        ledger.on(RoundClosed, lambda effect: self._later(PASS_S, lambda: self._pass(effect.fragment)))
+        ledger.on(ev.RoundClosed, lambda effect: self._later(PASS_S, lambda: self._pass(effect.fragment)))
         return ledger
 
     def transaction(self) -> AbstractContextManager[None]:
         """Each write stands alone here: harder than a transaction of the store, which a crash undoes as a whole."""
         return nullcontext()
 
-    def write(self, effect: Effect) -> None:
+    def write(self, effect: ev.Effect) -> None:
         self._note_end()
         self._write(lambda: self._record(effect))
         self._written = True
 
     def _note_end(self) -> None:
         """Tell the checks of a site that ends, before what follows from it is written."""
-        if isinstance(self._event, WorkerEnds) and self._event.site in self.state.ending:
+        if isinstance(self._event, ev.WorkerEnds) and self._event.site in self.state.ending:
             self.checks.ends(self._event.site)
 
     def handle(self, request: Request) -> list[Reply]:
@@ -161,7 +143,7 @@ class SimServer:
             self._surviving(lambda: self._forget(fragment))
 
     def _forget(self, fragment: int) -> None:
-        self._run(AggregatorLost(fragment, "it has gone"))
+        self._run(ev.AggregatorLost(fragment, "it has gone"))
         self._compare()
 
     def _surviving(self, action: Callable[[], None]) -> None:
@@ -183,14 +165,14 @@ class SimServer:
 
     def _arm(self) -> None:
         """One timer for the machine's next deadline."""
-        due_s = machine.next_deadline_s(self.state)
+        due_s = waiting.next_deadline_s(self.state)
         if due_s is not None and (self._armed_s is None or due_s < self._armed_s):
             self._armed_s = due_s
             self._later(max(0.0, due_s - self._clock_s()), self._tick)
 
     def _tick(self) -> None:
         self._armed_s = None
-        self._run(TimePassed())
+        self._run(ev.TimePassed())
 
     def _write(self, row: Callable[[], None]) -> None:
         fate = self.disk.crashes()
@@ -208,20 +190,20 @@ class SimServer:
         if self.mutant == "lost expected":
             lost = [replace(f, open=f.open and replace(f.open, expected=())) for f in journal.fragments]
             journal = replace(journal, fragments=tuple(lost))
-        restored, undone = machine.restore(self.rules, journal, self._clock_s())
-        twice = machine.restore(self.rules, machine.snapshot(restored), self._clock_s())
+        restored, undone = state_rows.restore(self.rules, journal, self._clock_s())
+        twice = state_rows.restore(self.rules, state_rows.snapshot(restored), self._clock_s())
         self.checks.require(twice == (restored, ()), "restoring what was restored changes it")
         self._armed_s = None
         self.ledger = self._new_ledger()
         self.ledger.restore(journal)
         self.up = True
-        already = {effect.fragment for effect in undone if isinstance(effect, RoundClosed)}
+        already = {effect.fragment for effect in undone if isinstance(effect, ev.RoundClosed)}
         for fragment, round_ in enumerate(restored.rounds):
             if round_.phase == "closing" and fragment not in already:
                 self._later(PASS_S, lambda fragment=fragment: self._pass(fragment))  # type: ignore[misc]
         self._compare()
 
-    def _run(self, event: Event) -> tuple[Effect, ...]:
+    def _run(self, event: ev.Event) -> tuple[ev.Effect, ...]:
         self._event, self._written = event, isinstance(event, FACTS)
         effects = self.ledger.apply(event)
         self._note_end()
@@ -229,41 +211,41 @@ class SimServer:
             self._compare()
         return effects
 
-    def _record(self, effect: Effect) -> None:
+    def _record(self, effect: ev.Effect) -> None:
         self.checks.require(self.journal.apply(effect), f"{effect} is not for the journal")
-        if isinstance(effect, RoundReopened):
+        if isinstance(effect, ev.RoundReopened):
             self.journal.updates = [each for each in self.journal.updates if each[0] not in effect.tickets]
         self.checks.journalled(effect)
 
     def _compare(self) -> None:
         if self.state.ending:  # a restart awaits them until they say it again
             return
-        restored, undone = machine.restore(self.rules, self.journal.snapshot(), self._clock_s())
+        restored, undone = state_rows.restore(self.rules, self.journal.snapshot(), self._clock_s())
         self.checks.require(
-            undone == () and machine.snapshot(restored) == machine.snapshot(self.state),
-            f"the journal makes {machine.snapshot(restored)} of {machine.snapshot(self.state)}; undone: {undone}",
+            undone == () and state_rows.snapshot(restored) == state_rows.snapshot(self.state),
+            f"the journal makes {state_rows.snapshot(restored)} of {state_rows.snapshot(self.state)}; undone: {undone}",
         )
 
     def _serve(self, request: Request, replies: list[Reply]) -> None:
-        if not isinstance(request, WorkerJoined):
+        if not isinstance(request, ev.WorkerJoined):
             self.checks.heard(request.site, request.lease)
         if isinstance(request, Submit):
             self._submit(request, replies)
             return
         effects = self._run(request)
-        answers = (LeaseGranted, LeaseRefused, TicketIssued, TicketWithheld)
+        answers = (ev.LeaseGranted, ev.LeaseRefused, ev.TicketIssued, ev.TicketWithheld)
         replies.extend([effect for effect in effects if isinstance(effect, answers)][:1])
 
     def _submit(self, request: Submit, replies: list[Reply]) -> None:
-        self._run(WorkerSeen(request.site, request.lease))  # its bytes were a sign of life
-        verdict = machine.may_submit(self.state, request.site, request.lease, request.ticket)
+        self._run(ev.WorkerSeen(request.site, request.lease))  # its bytes were a sign of life
+        verdict = waiting.may_submit(self.state, request.site, request.lease, request.ticket)
         ticket = self.journal.tickets[request.ticket]
         again = ticket.state in ("accepted", "counted")
-        if self.mutant == "no fencing" and isinstance(verdict, LeaseRefused) and ticket.state == "open":
+        if self.mutant == "no fencing" and isinstance(verdict, ev.LeaseRefused) and ticket.state == "open":
             verdict = None
-        if self.mutant == "no dedupe" and ticket.state == "accepted" and not isinstance(verdict, LeaseRefused):
+        if self.mutant == "no dedupe" and ticket.state == "accepted" and not isinstance(verdict, ev.LeaseRefused):
             verdict, again = None, False
-        if isinstance(verdict, LeaseRefused):
+        if isinstance(verdict, ev.LeaseRefused):
             replies.append(verdict)
         elif again:
             replies.append(Receipt(request.ticket))
@@ -271,7 +253,7 @@ class SimServer:
             replies.append(Rejected(request.ticket, verdict))
         elif request.update.value is None:
             self._write(lambda: self._refuse(request.ticket))
-            self._run(UpdateRefused(request.ticket, "not finite"))
+            self._run(ev.UpdateRefused(request.ticket, "not finite"))
             replies.append(Rejected(request.ticket, "not finite"))
         elif self.mutant == "acknowledge before journal":
             self._acknowledge(request.ticket, replies)
@@ -293,7 +275,7 @@ class SimServer:
             self.journal.updates.append((request.ticket, request.update))
 
         self._write(row)
-        self._run(UpdateAccepted(request.ticket, order))
+        self._run(ev.UpdateAccepted(request.ticket, order))
 
     def _refuse(self, number: int) -> None:
         ticket = self.journal.tickets[number]
@@ -323,4 +305,4 @@ class SimServer:
 
         for row in (write_model, move_head) if self.mutant == "two-step commit" else (commit,):
             self._write(row)
-        self._run(VersionCommitted(fragment, round_.head + 1))
+        self._run(ev.VersionCommitted(fragment, round_.head + 1))

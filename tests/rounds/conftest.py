@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 from round_story import Story
 
-from atoll.rounds import machine
+from atoll.rounds.state import Rules
 
 
 @pytest.fixture
@@ -13,6 +13,6 @@ def story() -> Callable[..., Story]:
     """`story(num_workers=3, ...)` begins one."""
 
     def begin(num_workers: int = 2, heads: tuple[int, ...] | None = None, **rules: object) -> Story:
-        return Story(machine.Rules(num_workers, **rules), heads)  # type: ignore[arg-type]
+        return Story(Rules(num_workers, **rules), heads)  # type: ignore[arg-type]
 
     return begin

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 from harness.schedules import Schedule, Violation, explore, simulate
 from round_story import closed
 
-from atoll.rounds import machine
+from atoll.rounds import state_rows, waiting
 from atoll.rounds.closing_policy import Async
 from atoll.rounds.events import FINISHED, RunFinished, TicketsExpired
+from atoll.rounds.state import Rules
 
 
 def begin(story, *sites, **rules):
@@ -27,10 +29,10 @@ def test_an_update_is_applied_at_once_and_the_others_keep_their_tickets(story):
     assert closed(run.accept(tickets["b"])) == [(tickets["b"],)]
     run.commit()
     # a's ticket is of version 0; it counts at version 1, and so on: staleness 1, then 2.
-    assert machine.staleness(run.state, run.state.rounds[0].tickets["a"]) == 1
+    assert waiting.staleness(run.state, run.state.rounds[0].tickets["a"]) == 1
     assert closed(run.accept(tickets["a"])) == [(tickets["a"],)]
     run.commit()
-    assert machine.staleness(run.state, run.state.rounds[0].tickets["c"]) == 2
+    assert waiting.staleness(run.state, run.state.rounds[0].tickets["c"]) == 2
     assert closed(run.accept(tickets["c"])) == [(tickets["c"],)]
     run.commit()
     assert run.state.rounds[0].head == 3
@@ -42,7 +44,7 @@ def test_updates_that_come_during_a_pass_are_applied_in_the_order_of_the_journal
     assert not closed(run.accept(tickets["c"]))
     assert not closed(run.accept(tickets["a"]))
     # two are before it, and the pass of d is under way: version 0 + 1 + 2
-    assert machine.staleness(run.state, run.state.rounds[0].tickets["b"]) == 3
+    assert waiting.staleness(run.state, run.state.rounds[0].tickets["b"]) == 3
     assert closed(run.commit()) == [(tickets["c"],)]
     assert closed(run.commit()) == [(tickets["a"],)]
     assert not closed(run.commit())
@@ -64,7 +66,7 @@ def test_a_newer_ticket_replaces_one_of_an_earlier_version(story):
     newer = run.ticket("b")
     assert newer != tickets["b"]
     assert run.state.rounds[0].tickets["b"].base_version == 1
-    assert "is over" in machine.may_submit(run.state, "b", run.lease("b"), tickets["b"])
+    assert "is over" in waiting.may_submit(run.state, "b", run.lease("b"), tickets["b"])
     assert run.journal.tickets[tickets["b"]].state == "expired"
 
 
@@ -90,9 +92,9 @@ def test_what_is_too_far_behind_is_refused_before_it_is_accepted(story):
     run, tickets = begin(story, "a", "b", "c", max_staleness=1)
     run.accept(tickets["a"])
     run.commit()
-    assert machine.may_submit(run.state, "c", run.lease("c"), tickets["c"]) is None  # 1 behind
+    assert waiting.may_submit(run.state, "c", run.lease("c"), tickets["c"]) is None  # 1 behind
     run.accept(tickets["b"])  # version 2 is being made: c would be 2 behind
-    assert "would be 2 versions behind; async.max_staleness is 1" in machine.may_submit(
+    assert "would be 2 versions behind; async.max_staleness is 1" in waiting.may_submit(
         run.state, "c", run.lease("c"), tickets["c"]
     )
     expired = [effect for effect in run.commit() if isinstance(effect, TicketsExpired)]
@@ -129,7 +131,7 @@ def test_a_step_waits_its_grace(story):
     assert not closed(run.wait(4))
     assert not closed(run.accept(tickets["c"]))
     assert run.missing() == ("b",)
-    assert machine.next_deadline_s(run.state) == 15
+    assert waiting.next_deadline_s(run.state) == 15
     assert closed(run.wait(6)) == [(tickets["a"], tickets["c"])]
 
 
@@ -184,8 +186,8 @@ def test_a_run_ends_at_its_number_of_versions_and_keeps_what_was_acknowledged(st
     assert [effect.tickets for effect in effects if isinstance(effect, TicketsExpired)] == [(tickets["c"],)]
     assert run.withheld("b") == FINISHED
     assert run.journal.tickets[tickets["b"]].state == "accepted"
-    more, undone = machine.restore(
-        machine.Rules(3, policy=Async(), rounds=2), run.journal.snapshot(), run.now_s
+    more, undone = state_rows.restore(
+        Rules(3, policy=Async(), rounds=2), run.journal.snapshot(), run.now_s
     )  # a start with more rounds counts it
     assert closed(undone) == [(tickets["b"],)]
     assert more.rounds[0].phase == "closing"
@@ -201,14 +203,14 @@ def test_an_asynchronous_run_without_faults():
 def restarts_forget_older_tickets(monkeypatch):
     def restore(rules, journal, now_s):
         fresh = [t for t in journal.tickets if t.base_version == journal.fragments[t.fragment].head]
-        return original(rules, machine.replace(journal, tickets=tuple(fresh)), now_s)
+        return original(rules, replace(journal, tickets=tuple(fresh)), now_s)
 
-    original = machine.restore
-    monkeypatch.setattr(machine, "restore", restore)
+    original = state_rows.restore
+    monkeypatch.setattr(state_rows, "restore", restore)
 
 
 def stale_updates_are_let_through(monkeypatch):
-    monkeypatch.setattr(machine, "may_submit", lenient)
+    monkeypatch.setattr(waiting, "may_submit", lenient)
 
 
 def lenient(state, site, lease, ticket):
@@ -216,7 +218,7 @@ def lenient(state, site, lease, ticket):
     return None if isinstance(said, str) and "max_staleness" in said else said
 
 
-original_may_submit = machine.may_submit
+original_may_submit = waiting.may_submit
 
 
 @pytest.mark.parametrize("plant", [restarts_forget_older_tickets, stale_updates_are_let_through])

@@ -5,13 +5,14 @@ import math
 import pytest
 from round_story import Story
 
-from atoll.rounds import machine
+from atoll.rounds import state_rows
 from atoll.rounds.early_stopping import Measured, Progress, Tracking
 from atoll.rounds.events import BestFound, RoundOpened, RunFinished, VersionCommitted
+from atoll.rounds.state import Rules
 
 
 def story(**tracking):
-    run = Story(machine.Rules(num_workers=1, tracking=Tracking("acc", **tracking)))
+    run = Story(Rules(num_workers=1, tracking=Tracking("acc", **tracking)))
     run.join("a")
     return run
 
@@ -94,11 +95,11 @@ def test_a_restart_with_other_settings_judges_the_same_metrics_anew():
         round_of(run, value)
     assert run.state.finished
     journal = run.journal.snapshot()
-    patient = machine.Rules(num_workers=1, tracking=Tracking("acc", patience=5))
-    assert not machine.restore(patient, journal, 0.0)[0].finished
-    assert machine.restore(run.rules, journal, 0.0)[0].finished
+    patient = Rules(num_workers=1, tracking=Tracking("acc", patience=5))
+    assert not state_rows.restore(patient, journal, 0.0)[0].finished
+    assert state_rows.restore(run.rules, journal, 0.0)[0].finished
     # killed between the commit and the word that the run is finished: the same again, and said now
     run.journal.finished = False
-    state, effects = machine.restore(run.rules, run.journal.snapshot(), 0.0)
+    state, effects = state_rows.restore(run.rules, run.journal.snapshot(), 0.0)
     assert state.finished
     assert effects == (RunFinished(),)

@@ -5,26 +5,10 @@ from __future__ import annotations
 import pytest
 from round_story import Story, closed
 
-from atoll.rounds import machine
-from atoll.rounds.events import (
-    ENDS,
-    ExpectedChanged,
-    LeaseEnded,
-    LeaseGranted,
-    LeaseRefused,
-    RoundClosed,
-    RoundOpened,
-    TicketIssued,
-    TicketRequested,
-    TimePassed,
-    TrainingBegins,
-    Woken,
-    WorkerEnds,
-    WorkerJoined,
-    WorkerLeft,
-    WorkerSeen,
-)
+from atoll.rounds import events as ev
+from atoll.rounds import machine, state_rows, waiting
 from atoll.rounds.leases import Member
+from atoll.rounds.state import FragmentSnapshot, Rules, Snapshot
 
 
 @pytest.mark.covers("L9")
@@ -34,22 +18,22 @@ def test_a_silent_worker_is_declared_dead_and_the_barrier_is_judged_again(story)
     run.submit("a")
     run.now_s = 119
     run.seen("a")
-    assert machine.next_deadline_s(run.state) == 120
+    assert waiting.next_deadline_s(run.state) == 120
     assert run.wait(0.5) == ()
     assert run.wait(0.5) == (
-        LeaseEnded("b", 2, "dead", "silent for 120 s"),
-        ExpectedChanged(0, 0, ("a",)),
-        RoundClosed(0, 0, (1,)),
-        Woken(0),
+        ev.LeaseEnded("b", 2, "dead", "silent for 120 s"),
+        ev.ExpectedChanged(0, 0, ("a",)),
+        ev.RoundClosed(0, 0, (1,)),
+        ev.Woken(0),
     )
-    assert machine.next_deadline_s(run.state) == 239
+    assert waiting.next_deadline_s(run.state) == 239
 
 
 @pytest.mark.covers("L9")
 def test_a_heartbeat_timeout_of_0_declares_no_worker_dead(story):
     run = story(num_workers=1, heartbeat_timeout_s=0)
     run.join("a")
-    assert machine.next_deadline_s(run.state) is None
+    assert waiting.next_deadline_s(run.state) is None
     assert run.wait(1e9) == ()
     assert run.state.members["a"].alive
 
@@ -60,15 +44,15 @@ def test_leaving_is_the_same_path(story):
     run.join("a", "b")
     run.submit("a")
     effects = run.leave("b")
-    assert effects[0] == LeaseEnded("b", 2, "left", "")
+    assert effects[0] == ev.LeaseEnded("b", 2, "left", "")
     assert closed(effects) == [(1,)]
-    assert Woken(0) in effects
+    assert ev.Woken(0) in effects
 
 
 def test_a_worker_that_fails_says_why(story):
     run = story(num_workers=1)
     run.join("a")
-    assert run.leave("a", "CUDA out of memory")[0] == LeaseEnded("a", 1, "failed", "CUDA out of memory")
+    assert run.leave("a", "CUDA out of memory")[0] == ev.LeaseEnded("a", 1, "failed", "CUDA out of memory")
     assert run.state.members["a"].why == "failed"
 
 
@@ -79,7 +63,7 @@ def test_every_valid_sign_of_life_counts(story, sign):
     ticket = run.ticket("a")
     run.now_s = 100
     {"heartbeat": run.seen, "ticket request": run.ticket}.get(sign, lambda _: run.accept(ticket))("a")
-    ended = [effect.site for effect in run.wait(20) if isinstance(effect, LeaseEnded)]
+    ended = [effect.site for effect in run.wait(20) if isinstance(effect, ev.LeaseEnded)]
     assert ended == ["b"]
 
 
@@ -90,19 +74,19 @@ def test_an_acknowledged_update_stays_when_its_worker_dies(story):
     run.submit("a")
     effects = run.leave("a")
     assert run.expected() == ("a", "b")  # its update is in: nothing to wait for, nothing to take away
-    assert not any(isinstance(effect, ExpectedChanged) for effect in effects)
+    assert not any(isinstance(effect, ev.ExpectedChanged) for effect in effects)
     assert closed(run.submit("b")) == [(1, 2)]
 
 
 @pytest.mark.covers("F19")
 def test_the_newest_process_of_a_site_has_the_lease(story):
     run = story(num_workers=1)
-    assert run.join("a")[0] == LeaseGranted("a", 1)
-    assert run.join("a")[0] == LeaseGranted("a", 2)
-    told = (LeaseRefused("a", "a newer process has joined as 'a'", superseded=True),)
-    for event in (WorkerSeen("a", 1), TicketRequested("a", 1, 0), WorkerLeft("a", 1)):
+    assert run.join("a")[0] == ev.LeaseGranted("a", 1)
+    assert run.join("a")[0] == ev.LeaseGranted("a", 2)
+    told = (ev.LeaseRefused("a", "a newer process has joined as 'a'", superseded=True),)
+    for event in (ev.WorkerSeen("a", 1), ev.TicketRequested("a", 1, 0), ev.WorkerLeft("a", 1)):
         assert run.send(event) == told
-    assert machine.may_submit(run.state, "a", 1, 1) == told[0]
+    assert waiting.may_submit(run.state, "a", 1, 1) == told[0]
     assert run.expected() == ("a",)  # the same member, not a second one
 
 
@@ -110,15 +94,15 @@ def test_a_stale_lease_is_no_sign_of_life(story):
     run = story(num_workers=1)
     run.join("a", "a")
     run.now_s = 100
-    run.send(WorkerSeen("a", 1))
-    assert run.wait(20)[0] == LeaseEnded("a", 2, "dead", "silent for 120 s")
+    run.send(ev.WorkerSeen("a", 1))
+    assert run.wait(20)[0] == ev.LeaseEnded("a", 2, "dead", "silent for 120 s")
 
 
 def test_refuses_a_worker_that_never_joined(story):
     run = story(num_workers=1)
-    assert run.send(WorkerSeen("x", 3)) == (LeaseRefused("x", "'x' has not joined this run"),)
+    assert run.send(ev.WorkerSeen("x", 3)) == (ev.LeaseRefused("x", "'x' has not joined this run"),)
     run.join("a")
-    assert run.send(WorkerSeen("a", 9)) == (LeaseRefused("a", "lease 9 of 'a' is not known here"),)
+    assert run.send(ev.WorkerSeen("a", 9)) == (ev.LeaseRefused("a", "lease 9 of 'a' is not known here"),)
 
 
 @pytest.mark.covers("F5")
@@ -129,10 +113,12 @@ def test_a_worker_that_was_stopped_past_its_lease_rejoins_and_gets_its_ticket_ag
     run.now_s = 60
     run.seen("b")
     run.wait(60)
-    assert run.send(WorkerSeen("a", 1)) == (LeaseRefused("a", "'a' was silent for too long and was declared dead"),)
-    assert ExpectedChanged(0, 0, ("a", "b")) in run.join("a")
-    assert run.ask("a") == TicketIssued("a", ticket, 0, 0, new=False)
-    assert machine.may_submit(run.state, "a", run.lease("a"), ticket) is None
+    assert run.send(ev.WorkerSeen("a", 1)) == (
+        ev.LeaseRefused("a", "'a' was silent for too long and was declared dead"),
+    )
+    assert ev.ExpectedChanged(0, 0, ("a", "b")) in run.join("a")
+    assert run.ask("a") == ev.TicketIssued("a", ticket, 0, 0, new=False)
+    assert waiting.may_submit(run.state, "a", run.lease("a"), ticket) is None
 
 
 @pytest.mark.covers("F2")
@@ -141,7 +127,7 @@ def test_a_restarted_worker_goes_on_under_its_open_ticket(story):
     run.join("a", "b")
     ticket = run.ticket("a")
     run.join("a")
-    assert run.ask("a") == TicketIssued("a", ticket, 0, 0, new=False)
+    assert run.ask("a") == ev.TicketIssued("a", ticket, 0, 0, new=False)
     run.submit("b")
     assert closed(run.accept(ticket)) == [(ticket, 2)]
 
@@ -155,7 +141,7 @@ def test_waits_again_for_a_worker_that_returns_with_an_open_ticket(story):
     assert run.expected() == ("b", "c")
     run.join("a")
     assert run.expected() == ("a", "b", "c")
-    assert run.ask("a") == TicketIssued("a", ticket, 0, 0, new=False)
+    assert run.ask("a") == ev.TicketIssued("a", ticket, 0, 0, new=False)
 
 
 def test_a_worker_that_returns_without_a_ticket_counts_from_the_next_round_on(story):
@@ -186,7 +172,7 @@ def test_a_ticket_of_a_round_that_is_over_is_refused(story):
     run.wait(60)  # b is declared dead, the round closes with a alone
     run.commit()
     run.join("b")
-    refused = machine.may_submit(run.state, "b", run.lease("b"), stale)
+    refused = waiting.may_submit(run.state, "b", run.lease("b"), stale)
     assert refused == "Ticket 1 is over: its round has closed, or a newer ticket has replaced it."
     assert run.withheld("b") == "counts from the next round on"
 
@@ -195,24 +181,24 @@ def test_may_submit_checks_the_owner_of_the_ticket(story):
     run = story(num_workers=2)
     run.join("a", "b")
     ticket = run.ticket("a")
-    assert machine.may_submit(run.state, "a", 1, ticket) is None
-    assert machine.may_submit(run.state, "b", 2, ticket) == "Ticket 1 was not issued to 'b'."
-    assert machine.may_submit(run.state, "b", 2, 7) == "Ticket 7 was never issued."
+    assert waiting.may_submit(run.state, "a", 1, ticket) is None
+    assert waiting.may_submit(run.state, "b", 2, ticket) == "Ticket 1 was not issued to 'b'."
+    assert waiting.may_submit(run.state, "b", 2, 7) == "Ticket 7 was never issued."
     run.accept(ticket)
-    assert machine.may_submit(run.state, "a", 1, ticket) == "Ticket 1 is accepted."
+    assert waiting.may_submit(run.state, "a", 1, ticket) == "Ticket 1 is accepted."
 
 
 def test_a_heartbeat_touches_nothing_but_when_the_worker_was_seen(story):
     run = story(num_workers=500)
-    state, _ = machine.restore(
+    state, _ = state_rows.restore(
         run.rules,
-        machine.Snapshot(
-            (machine.FragmentSnapshot(0),),
+        Snapshot(
+            (FragmentSnapshot(0),),
             tuple(Member(f"w{n:03}", n + 1, alive=True) for n in range(500)),
         ),
         now_s=0.0,
     )
-    after, effects = machine.step(state, WorkerSeen("w007", 8), 5.0)
+    after, effects = machine.step(state, ev.WorkerSeen("w007", 8), 5.0)
     assert effects == ()
     assert after.members is state.members
     assert after.rounds is state.rounds
@@ -224,22 +210,22 @@ def test_500_deaths_at_once_change_the_round_once(story):
     run = story(num_workers=500)
     state = run.state
     for n in range(500):
-        state, _ = machine.step(state, WorkerJoined(f"w{n:03}"), 0.0)
-    state, effects = machine.step(state, TimePassed(), 120.0)
-    assert sum(isinstance(effect, LeaseEnded) for effect in effects) == 500
-    assert sum(isinstance(effect, ExpectedChanged) for effect in effects) == 1
+        state, _ = machine.step(state, ev.WorkerJoined(f"w{n:03}"), 0.0)
+    state, effects = machine.step(state, ev.TimePassed(), 120.0)
+    assert sum(isinstance(effect, ev.LeaseEnded) for effect in effects) == 500
+    assert sum(isinstance(effect, ev.ExpectedChanged) for effect in effects) == 1
 
 
 def test_a_worker_that_begins_learns_the_next_fragment():
     """The first of those with the fewest rounds; but not one whose round has the site's update already."""
-    tell = Story(machine.Rules(num_workers=2, fragments=3))
+    tell = Story(Rules(num_workers=2, fragments=3))
     tell.join("a", "b")
-    assert machine.due(tell.state, "c") == 0
+    assert waiting.due(tell.state, "c") == 0
     tell.submit("a")
-    assert [machine.due(tell.state, site) for site in "abc"] == [1, 0, 0]
+    assert [waiting.due(tell.state, site) for site in "abc"] == [1, 0, 0]
     tell.submit("b")
     tell.commit()
-    assert [machine.due(tell.state, site) for site in "abc"] == [1, 1, 1]
+    assert [waiting.due(tell.state, site) for site in "abc"] == [1, 1, 1]
 
 
 @pytest.mark.covers("L7")
@@ -251,9 +237,9 @@ def test_a_worker_that_submits_nothing_more_is_awaited_in_no_round_and_stays_for
     run.commit()
     run.submit("a", fragment=1)
     run.ticket("a")  # of round 2, which it will not use
-    run.send(WorkerEnds("a", run.lease("a")))
+    run.send(ev.WorkerEnds("a", run.lease("a")))
     assert run.missing() == ("b",)
-    assert run.withheld("a") == ENDS
+    assert run.withheld("a") == ev.ENDS
     assert closed(run.submit("b")) == [(run.state.rounds[0].tickets["b"].id,)]
     run.commit()
     assert run.state.rounds[0].head == 2
@@ -271,10 +257,10 @@ def test_a_worker_that_submits_nothing_more_is_awaited_in_no_round_and_stays_for
 @pytest.mark.covers("P12")
 def test_opens_the_first_round_once_training_begins() -> None:
     """A workflow before the rounds holds them: both sites are there, and no round is open."""
-    state = machine.initial(machine.Rules(num_workers=2, held=True))
+    state = state_rows.initial(Rules(num_workers=2, held=True))
     for site in "ab":
-        state, _ = machine.step(state, WorkerJoined(site), 0.0)
+        state, _ = machine.step(state, ev.WorkerJoined(site), 0.0)
     assert state.rounds[0].phase == "gathering"
-    state, effects = machine.step(state, TrainingBegins(), 1.0)
+    state, effects = machine.step(state, ev.TrainingBegins(), 1.0)
     assert state.rounds[0].phase == "open"
-    assert RoundOpened(0, 0, ("a", "b")) in effects
+    assert ev.RoundOpened(0, 0, ("a", "b")) in effects

@@ -7,37 +7,25 @@ from dataclasses import replace
 import pytest
 from round_story import Story
 
-from atoll.rounds import machine
+from atoll.rounds import events as ev
+from atoll.rounds import machine, state_rows, waiting
 from atoll.rounds.closing_policy import QuorumDeadline
-from atoll.rounds.events import (
-    Effect,
-    ExpectedChanged,
-    RoundClosed,
-    RoundOpened,
-    RunFinished,
-    TicketIssued,
-    TicketRequested,
-    TicketsExpired,
-    UpdateAccepted,
-    VersionCommitted,
-    Woken,
-)
 from atoll.rounds.leases import Member
-from atoll.rounds.machine import ClosingRound, FragmentSnapshot, OpenRound, Rules, Snapshot, Ticket
+from atoll.rounds.state import ClosingRound, FragmentSnapshot, OpenRound, Rules, Snapshot, Ticket
 
 MEMBERS = (Member("a", 1, alive=True), Member("b", 2, alive=True))
 OPEN = FragmentSnapshot(0, OpenRound(0, ("a", "b")), started=True)
 
 
-def restart(run: Story, now_s: float = 0.0) -> tuple[Effect, ...]:
+def restart(run: Story, now_s: float = 0.0) -> tuple[ev.Effect, ...]:
     """Stop the server of `run` and start it again from the journal."""
-    run.state, effects = machine.restore(run.rules, run.journal.snapshot(), now_s)
+    run.state, effects = state_rows.restore(run.rules, run.journal.snapshot(), now_s)
     run.now_s = now_s
     for effect in effects:
         run.journal.apply(effect)
-    again, nothing = machine.restore(run.rules, run.journal.snapshot(), now_s)
+    again, nothing = state_rows.restore(run.rules, run.journal.snapshot(), now_s)
     assert nothing == ()
-    assert machine.snapshot(again) == machine.snapshot(run.state)
+    assert state_rows.snapshot(again) == state_rows.snapshot(run.state)
     return effects
 
 
@@ -49,7 +37,7 @@ def test_an_open_round_expects_the_same_workers_after_a_restart(story):
     assert restart(run) == ()
     assert run.expected() == ("a", "b")
     assert run.withheld("late") == "counts from the next round on"
-    assert run.ask("a") == TicketIssued("a", ticket, 0, 0, new=False)
+    assert run.ask("a") == ev.TicketIssued("a", ticket, 0, 0, new=False)
 
 
 def test_silence_and_deadline_start_anew(story):
@@ -58,10 +46,10 @@ def test_silence_and_deadline_start_anew(story):
     run.submit("a")
     run.now_s = 50
     restart(run, now_s=5.0)  # a new process: its clock has nothing to do with the old one
-    assert machine.next_deadline_s(run.state) == 65
+    assert waiting.next_deadline_s(run.state) == 65
     run.now_s = 64
     assert run.wait(0) == ()
-    assert RoundClosed(0, 0, (1,)) in run.wait(1)
+    assert ev.RoundClosed(0, 0, (1,)) in run.wait(1)
 
 
 def test_the_dead_stay_dead_and_numbers_are_not_given_again(story):
@@ -85,7 +73,7 @@ def test_a_frozen_round_stays_closing_until_its_pass_has_run_again(story):
     assert restart(run) == ()
     assert run.why() == "reduces 1 update of round 1"
     assert run.state.rounds[0].frozen == (1,)
-    assert RoundOpened(0, 1, ("a",)) in run.commit()
+    assert ev.RoundOpened(0, 1, ("a",)) in run.commit()
 
 
 def test_a_server_killed_while_workers_gather_goes_on_gathering(story):
@@ -93,18 +81,18 @@ def test_a_server_killed_while_workers_gather_goes_on_gathering(story):
     run.join("a")
     restart(run)
     assert run.phase() == "gathering"
-    assert RoundOpened(0, 0, ("a", "b")) in run.join("b")
+    assert ev.RoundOpened(0, 0, ("a", "b")) in run.join("b")
 
 
 # What a crash between two journal writes has left undone; each case: the journal → what restoring still has to do.
 UNDONE = {
     "the last worker's lease is in, the opening of round one is not": (
         Snapshot((FragmentSnapshot(0),), MEMBERS),
-        (RoundOpened(0, 0, ("a", "b")), Woken(0)),
+        (ev.RoundOpened(0, 0, ("a", "b")), ev.Woken(0)),
     ),
     "the last accept is in, the closing is not": (
         Snapshot((OPEN,), MEMBERS, (Ticket(1, "b", 0, 0, "accepted"), Ticket(2, "a", 0, 0, "accepted"))),
-        (RoundClosed(0, 0, (2, 1)),),
+        (ev.RoundClosed(0, 0, (2, 1)),),
     ),
     "the closing is in, the expiry of the other tickets is not": (
         Snapshot(
@@ -112,7 +100,7 @@ UNDONE = {
             MEMBERS,
             (Ticket(1, "b", 0, 0, "accepted"), Ticket(2, "a", 0, 0, "open")),
         ),
-        (TicketsExpired((2,), "the round from version 0 closed without it"),),
+        (ev.TicketsExpired((2,), "the round from version 0 closed without it"),),
     ),
     "the head has moved, the next round has not opened": (
         Snapshot(
@@ -120,19 +108,19 @@ UNDONE = {
             MEMBERS,
             (Ticket(1, "a", 0, 0, "counted"),),
         ),
-        (RoundOpened(0, 1, ("a", "b")), Woken(0)),
+        (ev.RoundOpened(0, 1, ("a", "b")), ev.Woken(0)),
     ),
     "a death is in, the round still expects the dead": (
         Snapshot((OPEN,), (MEMBERS[0], Member("b", 2, alive=False, why="dead"))),
-        (ExpectedChanged(0, 0, ("a",)), Woken(0)),
+        (ev.ExpectedChanged(0, 0, ("a",)), ev.Woken(0)),
     ),
     "a refusal is in, the round still expects the refused": (
         Snapshot((OPEN,), MEMBERS, (Ticket(1, "a", 0, 0, "refused", "NaN"),)),
-        (ExpectedChanged(0, 0, ("b",)), Woken(0)),
+        (ev.ExpectedChanged(0, 0, ("b",)), ev.Woken(0)),
     ),
     "a return is in, the round does not expect it yet": (
         Snapshot((FragmentSnapshot(0, OpenRound(0, ("a",))),), MEMBERS, (Ticket(1, "b", 0, 0, "open"),), next_lease=9),
-        (ExpectedChanged(0, 0, ("a", "b")), Woken(0)),
+        (ev.ExpectedChanged(0, 0, ("a", "b")), ev.Woken(0)),
     ),
 }
 
@@ -142,36 +130,36 @@ UNDONE = {
 def test_restoring_does_what_a_crash_has_left_undone(case):
     journal, undone = UNDONE[case]
     rules = Rules(num_workers=2)
-    state, effects = machine.restore(rules, journal, 3.0)
+    state, effects = state_rows.restore(rules, journal, 3.0)
     assert effects == undone
-    assert machine.restore(rules, journal, 3.0) == (state, effects)  # killed again before a write: the same
-    assert machine.restore(rules, machine.snapshot(state), 3.0) == (state, ())  # and after it: nothing is left
+    assert state_rows.restore(rules, journal, 3.0) == (state, effects)  # killed again before a write: the same
+    assert state_rows.restore(rules, state_rows.snapshot(state), 3.0) == (state, ())  # and after it: nothing is left
 
 
 @pytest.mark.covers("F12")
 def test_the_last_commit_is_in_the_end_of_the_run_is_not():
     rules = Rules(num_workers=1, rounds=3)
     journal = Snapshot((FragmentSnapshot(3, frozen=ClosingRound(2, (1,))),), MEMBERS[:1])
-    state, effects = machine.restore(rules, journal, 0.0)
-    assert effects == (RunFinished(),)
+    state, effects = state_rows.restore(rules, journal, 0.0)
+    assert effects == (ev.RunFinished(),)
     assert state.finished
-    assert machine.restore(rules, replace(journal, finished=True), 0.0) == (state, ())
+    assert state_rows.restore(rules, replace(journal, finished=True), 0.0) == (state, ())
 
 
 def test_a_finished_run_goes_on_when_it_is_given_more_rounds():
     journal = Snapshot((FragmentSnapshot(3, started=True),), MEMBERS[:1], finished=True)
-    state, effects = machine.restore(Rules(num_workers=1, rounds=5), journal, 0.0)
-    assert effects == (RoundOpened(0, 3, ("a",)), Woken(0))
+    state, effects = state_rows.restore(Rules(num_workers=1, rounds=5), journal, 0.0)
+    assert effects == (ev.RoundOpened(0, 3, ("a",)), ev.Woken(0))
     assert not state.finished
 
 
 def test_tickets_of_rounds_that_are_over_are_ignored():
     old = (Ticket(1, "a", 0, 0, "counted"), Ticket(2, "b", 0, 0, "expired"))
     journal = Snapshot((FragmentSnapshot(1, OpenRound(1, ("a", "b"))),), MEMBERS, old)
-    state, effects = machine.restore(Rules(num_workers=2), journal, 0.0)
+    state, effects = state_rows.restore(Rules(num_workers=2), journal, 0.0)
     assert effects == ()
-    state, (issued,) = machine.step(state, TicketRequested("a", 1, 0), 0.0)
-    assert issued == TicketIssued("a", 3, 0, 1, new=True)
+    state, (issued,) = machine.step(state, ev.TicketRequested("a", 1, 0), 0.0)
+    assert issued == ev.TicketIssued("a", 3, 0, 1, new=True)
 
 
 def test_an_accept_reported_again_after_a_restart_changes_nothing(story):
@@ -179,9 +167,9 @@ def test_an_accept_reported_again_after_a_restart_changes_nothing(story):
     run.join("a", "b")
     run.submit("a")
     restart(run)
-    assert run.send(UpdateAccepted(1)) == ()
+    assert run.send(ev.UpdateAccepted(1)) == ()
     run.submit("b")
-    assert RoundOpened(0, 1, ("a", "b")) in run.send(VersionCommitted(0, 1))
+    assert ev.RoundOpened(0, 1, ("a", "b")) in run.send(ev.VersionCommitted(0, 1))
 
 
 @pytest.mark.covers("F41")
@@ -189,12 +177,12 @@ def test_rounds_are_counted_where_numbers_of_versions_were_lost() -> None:
     """Guards against a run of three rounds that ends at version 3, though version 2 was lost and did not count."""
     rules = Rules(num_workers=1, rounds=3)
     lost = Snapshot((FragmentSnapshot(1, started=True),), (Member("a", 1, alive=True),))
-    state, _ = machine.restore(rules, lost, 0.0)
+    state, _ = state_rows.restore(rules, lost, 0.0)
     for ticket, version, number in ((1, 3, 2), (2, 4, 3)):
         assert (state.rounds[0].phase, state.rounds[0].number) == ("open", number)
-        for event in (TicketRequested("a", 1, 0), UpdateAccepted(ticket), VersionCommitted(0, version)):
+        for event in (ev.TicketRequested("a", 1, 0), ev.UpdateAccepted(ticket), ev.VersionCommitted(0, version)):
             state, effects = machine.step(state, event, 1.0)
-        again = machine.restore(rules, machine.snapshot(state), 1.0)[0]
+        again = state_rows.restore(rules, state_rows.snapshot(state), 1.0)[0]
         assert (again.rounds[0].done, again.finished) == (number, number == 3)
     assert (state.finished, state.rounds[0].head, state.rounds[0].lost) == (True, 4, 1)
-    assert RunFinished() in effects
+    assert ev.RunFinished() in effects

@@ -79,8 +79,8 @@ def leases_start_again(monkeypatch):
         state, effects = original(rules, journal, now_s)
         return replace(state, next_lease=1), effects
 
-    original = machine.restore
-    monkeypatch.setattr(machine, "restore", restore)
+    original = state_rows.restore
+    monkeypatch.setattr(state_rows, "restore", restore)
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,6 @@ from schemathesis.specs.openapi.checks import positive_data_acceptance
 from torch import nn
 
 from atoll.protocol.openapi import OPERATIONS, STATUS_OF, openapi
-from atoll.server.coordinator.coordinator import Coordinator
-from atoll.server.http.app import RequestHandlers
-from atoll.server.http.receive_parts import PartReceiver
 
 
 @pytest.fixture(scope="module")
@@ -37,12 +34,9 @@ def test_every_answer_is_a_documented_one(case: schemathesis.Case) -> None:
     case.call_and_validate(timeout=30.0, excluded_checks=[positive_data_acceptance])
 
 
-def test_every_operation_has_a_handler_and_every_problem_a_status() -> None:
-    for operation in OPERATIONS:
-        owners = [owner for owner in (RequestHandlers, PartReceiver, Coordinator) if hasattr(owner, operation.name)]
-        assert operation.name == "get_openapi" or owners, operation.name
-        for code in operation.problems:
-            assert code in STATUS_OF, code
+def test_every_problem_has_a_status() -> None:
+    """That every operation has a handler, each start of a server shows."""
+    assert {code for operation in OPERATIONS for code in operation.problems} <= STATUS_OF.keys()
 
 
 def test_the_document_names_every_path_once_and_refers_only_to_what_it_defines() -> None:

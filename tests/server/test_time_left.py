@@ -18,7 +18,7 @@ import atoll
 from atoll.cli import status as cli_status
 from atoll.protocol import messages
 from atoll.protocol.values import Wait
-from atoll.server.coordinator.build_status import ROUNDS, TimeLeft, left_s
+from atoll.server.coordinator.roster import ROUNDS, TimeLeft, left_s
 from atoll.worker.log_lines import in_wait
 
 

@@ -7,9 +7,10 @@ keeps the floor (`min_workers`, quorum, never zero) whatever a policy says.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple, Protocol
+from typing import NamedTuple
 
 
 class AcceptedUpdate(NamedTuple):  # many are made, for every event: a tuple costs a third of a dataclass
@@ -69,51 +70,40 @@ class Wait:
     until_s: float | None = None
 
 
-class Policy(Protocol):
-    """Decides over an open round. Pure: the same view and time give the same answer. `str()` is for people."""
+class Policy(ABC):
+    """Decides over an open round. Pure: the same view and time give the same answer. `str()` is for people.
 
-    @property
-    def quorum(self) -> int:
-        """The fewest updates with which it ever closes a round; 0 leaves that to `min_workers`."""
-        ...
+    Rounds wait for workers, and tickets end with their round, unless a policy says otherwise.
 
-    def is_async(self, number: int) -> bool:
-        """Whether updates against earlier versions count in this round, and tickets outlive it."""
-        ...
-
-    def awaited(self, view: RoundView) -> tuple[str, ...]:
-        """Sites that hold this round up."""
-        ...
-
-    def steps_before(self, waiting: int) -> int:
-        """Rounds that close before the one of the next update, where `waiting` updates are in and not taken."""
-        ...
-
-    def decide(self, view: RoundView, now_s: float) -> Close | Wait:
-        """Close with some of `view.accepted`, at least `view.floor` of them, or wait."""
-        ...
-
-
-class Waiting:
-    """Shared by policies with rounds that wait for workers, and tickets that end with their round."""
+    Attributes:
+        quorum: the fewest updates with which it ever closes a round; 0 leaves that to `min_workers`.
+    """
 
     __slots__ = ()
+    quorum: int
 
     def is_async(self, number: int) -> bool:
+        """Return whether updates against earlier versions count in this round, and tickets outlive it."""
         return False
 
     def awaited(self, view: RoundView) -> tuple[str, ...]:
+        """Return the sites that hold this round up."""
         return view.missing
 
     def steps_before(self, waiting: int) -> int:
+        """Return the rounds that close before that of the next update, where `waiting` updates are in and not taken."""
         return 0
+
+    @abstractmethod
+    def decide(self, view: RoundView, now_s: float) -> Close | Wait:
+        """Close with some of `view.accepted`, at least `view.floor` of them, or wait."""
 
 
 @dataclass(frozen=True, slots=True)
-class Barrier(Waiting):
+class Barrier(Policy):
     """Closes when the update of every expected worker is in."""
 
-    quorum: ClassVar[int] = 0
+    quorum = 0
 
     def __str__(self) -> str:
         return "barrier"
@@ -127,7 +117,7 @@ class Barrier(Waiting):
 
 
 @dataclass(frozen=True, slots=True)
-class QuorumDeadline(Waiting):
+class QuorumDeadline(Policy):
     """A barrier until `deadline_s` seconds after the opening; from then on `quorum` updates suffice."""
 
     quorum: int
@@ -149,7 +139,7 @@ class QuorumDeadline(Waiting):
 
 
 @dataclass(frozen=True, slots=True)
-class Async:
+class Async(Policy):
     """Applies updates in the order in which they were accepted, `buffer` at a time; no site waits for one that trains.
 
     With a buffer: FedBuff (Nguyen et al., arXiv 2106.06639), except that a site waits for the step that its update is
@@ -163,10 +153,10 @@ class Async:
             arXiv 2401.09135, section 6).
     """
 
+    quorum = 0
     buffer: int = 1
     grace_s: float = 0.0
     sync_rounds_first: int = 0
-    quorum: ClassVar[int] = 0
 
     def __str__(self) -> str:
         more = [

@@ -1,7 +1,7 @@
 """The round machine: state, event and time in; state and effects out. No IO, no clock, no randomness.
 
-    state = initial(Rules(num_workers=3))
-    state, effects = step(state, WorkerJoined("clinic-a"), now_s)
+    state = initial(Rules(num_workers=3))   # state_rows, state
+    state, effects = step(state, ev.WorkerJoined("clinic-a"), now_s)
 
 The server, the simulator and the schedule explorer run this same code. One idea carries most of it: after
 anything that may matter, `settle` brings an open round to where it has to be (the sites that it expects follow from
@@ -17,106 +17,49 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import assert_never
 
+from atoll.rounds import events as ev
 from atoll.rounds import leases
 from atoll.rounds.early_stopping import Measured
-from atoll.rounds.events import (
-    ENDS,
-    FINISHED,
-    AggregatorLost,
-    BestFound,
-    Event,
-    ExpectedChanged,
-    LeaseEnded,
-    LeaseGranted,
-    RoundReopened,
-    RunFinished,
-    TicketIssued,
-    TicketRequested,
-    TicketWithheld,
-    TimePassed,
-    TrainingBegins,
-    UpdateAccepted,
-    UpdateRefused,
-    VersionCommitted,
-    WorkerEnds,
-    WorkerJoined,
-    WorkerLeft,
-    WorkerSeen,
-)
 from atoll.rounds.opening import drop_ended, end_open, open_next, settle, still_good
-from atoll.rounds.state import (
-    ClosingRound,
-    Draft,
-    FragmentSnapshot,
-    OpenRound,
-    Result,
-    Rules,
-    Snapshot,
-    State,
-    Ticket,
-    ticket_by_id,
-)
-from atoll.rounds.state_rows import initial, restore, snapshot
+from atoll.rounds.state import Draft, Result, State, Ticket, ticket_by_id
 from atoll.rounds.transitions import ROUND, TICKET, IllegalTransition, advance
-from atoll.rounds.waiting import due, may_submit, missing, next_deadline_s, staleness, why
-
-__all__ = [
-    "ClosingRound",
-    "FragmentSnapshot",
-    "OpenRound",
-    "Rules",
-    "Snapshot",
-    "State",
-    "Ticket",
-    "due",
-    "initial",
-    "may_submit",
-    "missing",
-    "next_deadline_s",
-    "restore",
-    "snapshot",
-    "staleness",
-    "step",
-    "why",
-]
+from atoll.rounds.waiting import why
 
 NEXT_ROUND = "counts from the next round on"
 NOT_DRAWN = "was not drawn for this round; each round draws anew"
 
 
-def step(state: State, event: Event, now_s: float) -> Result:
+def step(state: State, event: ev.Event, now_s: float) -> Result:
     """What `event` at `now_s` changes, and what is to be done about it. `state` itself is left as it is.
 
     Raises:
         IllegalTransition: the event cannot follow this state; the caller has a bug.
     """
     draft = Draft(state, now_s)
+    leased = ev.WorkerSeen | ev.WorkerLeft | ev.WorkerEnds | ev.TicketRequested
+    if isinstance(event, leased) and not draft.hears(event.site, event.lease):
+        return draft.result()
     match event:
-        case WorkerSeen(site, lease):
-            draft.hears(site, lease)
-        case WorkerJoined(site):
+        case ev.WorkerSeen():
+            pass
+        case ev.WorkerJoined(site):
             _join(draft, site)
-        case WorkerLeft(site, lease, error):
-            if draft.hears(site, lease):
-                _end(draft, [site], "fails" if error else "leaves", error)
-        case WorkerEnds(site, lease):
-            if draft.hears(site, lease):
-                _submits_no_more(draft, site)
-        case TicketRequested(site, lease, fragment):
-            if draft.hears(site, lease):
-                _request(draft, site, fragment)
-        case UpdateAccepted(number, order):
-            _update(draft, number, "update accepted", order=order)
-        case UpdateRefused(number, reason):
-            _update(draft, number, "update refused", reason)
-        case VersionCommitted(fragment, version, value):
+        case ev.WorkerLeft(site, _, error):
+            _end(draft, [site], "fails" if error else "leaves", error)
+        case ev.WorkerEnds(site):
+            _submits_no_more(draft, site)
+        case ev.TicketRequested(site, _, fragment):
+            _request(draft, site, fragment)
+        case ev.UpdateAccepted() | ev.UpdateRefused():
+            _update(draft, event)
+        case ev.VersionCommitted(fragment, version, value):
             _commit(draft, fragment, version, value)
-        case AggregatorLost(fragment, reason):
+        case ev.AggregatorLost(fragment, reason):
             _collect_again(draft, fragment, reason)
-        case TrainingBegins():
+        case ev.TrainingBegins():
             draft.change(rules=replace(state.rules, held=False))
             settle(draft)
-        case TimePassed():
+        case ev.TimePassed():
             timeout_s = state.rules.heartbeat_timeout_s
             silent = leases.silent(state.seen_s, timeout_s, now_s)
             _end(draft, silent, "falls silent", f"silent for {timeout_s:g} s")
@@ -130,7 +73,7 @@ def _join(draft: Draft, site: str) -> None:
     members = leases.changed(draft.state.members, site, "joins", lease)
     draft.change(members=members, next_lease=lease + 1, ending=draft.state.ending - {site})
     draft.see(site)
-    draft.emit(LeaseGranted(site, lease))
+    draft.emit(ev.LeaseGranted(site, lease))
     settle(draft)
 
 
@@ -140,7 +83,7 @@ def _end(draft: Draft, sites: Iterable[str], event: str, detail: str) -> None:
         members = leases.changed(draft.state.members, site, event)
         seen_s = {other: last_s for other, last_s in draft.state.seen_s.items() if other != site}
         draft.change(members=members, seen_s=seen_s, ending=draft.state.ending - {site})
-        draft.emit(LeaseEnded(site, members[site].lease, members[site].why, detail))
+        draft.emit(ev.LeaseEnded(site, members[site].lease, members[site].why, detail))
         draft.wake.update(range(len(draft.state.rounds)))
     settle(draft)
 
@@ -149,7 +92,7 @@ def _submits_no_more(draft: Draft, site: str) -> None:
     """No round waits for the site any more; what it has in counts."""
     draft.change(ending=draft.state.ending | {site})
     for fragment in range(len(draft.state.rounds)):
-        end_open(draft, fragment, "its site ends", ENDS, lambda ticket: ticket.site == site)
+        end_open(draft, fragment, "its site ends", ev.ENDS, lambda ticket: ticket.site == site)
         draft.wake.add(fragment)
     settle(draft)
 
@@ -157,7 +100,7 @@ def _submits_no_more(draft: Draft, site: str) -> None:
 def _request(draft: Draft, site: str, fragment: int) -> None:
     round_ = draft.round(fragment)
     if site in draft.state.ending and round_.phase != "finished":
-        draft.emit(TicketWithheld(site, fragment, ENDS))
+        draft.emit(ev.TicketWithheld(site, fragment, ev.ENDS))
         return
     if round_.phase in ("open", "closing") and draft.state.is_async(fragment):
         _request_async(draft, site, fragment)
@@ -166,7 +109,7 @@ def _request(draft: Draft, site: str, fragment: int) -> None:
     cannot_close = len(round_.expected) < draft.state.rules.floor
     reason = ""
     if round_.phase == "finished":
-        reason = FINISHED
+        reason = ev.FINISHED
     elif round_.phase != "open":
         reason = why(draft.state, fragment, draft.now_s)
     elif ticket and ticket.state == "accepted":
@@ -176,9 +119,9 @@ def _request(draft: Draft, site: str, fragment: int) -> None:
     elif ticket is None and site not in round_.expected:
         reason = NEXT_ROUND if draft.state.rules.sampling.fraction == 1 else NOT_DRAWN
     if reason:
-        draft.emit(TicketWithheld(site, fragment, reason))
+        draft.emit(ev.TicketWithheld(site, fragment, reason))
     elif ticket and ticket.state == "open":
-        draft.emit(TicketIssued(site, ticket.id, fragment, ticket.base_version, new=False))
+        draft.emit(ev.TicketIssued(site, ticket.id, fragment, ticket.base_version, new=False))
     else:  # its first, or another try of a refused site without which the round cannot close
         _issue(draft, site, fragment)
 
@@ -188,9 +131,9 @@ def _request_async(draft: Draft, site: str, fragment: int) -> None:
     round_ = draft.round(fragment)
     ticket = round_.tickets.get(site)
     if ticket and ticket.state == "accepted":
-        draft.emit(TicketWithheld(site, fragment, f"its update is in; it {why(draft.state, fragment, draft.now_s)}"))
+        draft.emit(ev.TicketWithheld(site, fragment, f"its update is in; it {why(draft.state, fragment, draft.now_s)}"))
     elif ticket and ticket.state == "open" and ticket.base_version == round_.head:
-        draft.emit(TicketIssued(site, ticket.id, fragment, ticket.base_version, new=False))
+        draft.emit(ev.TicketIssued(site, ticket.id, fragment, ticket.base_version, new=False))
     else:
         reason = f"a newer ticket of {site} has replaced it"
         end_open(draft, fragment, "replaced by a newer one", reason, lambda other: other.site == site)
@@ -201,19 +144,25 @@ def _issue(draft: Draft, site: str, fragment: int) -> None:
     number, head = draft.state.next_ticket, draft.round(fragment).head
     draft.put(Ticket(number, site, fragment, head, "open"))
     draft.change(next_ticket=number + 1)
-    draft.emit(TicketIssued(site, number, fragment, head, new=True))
+    draft.emit(ev.TicketIssued(site, number, fragment, head, new=True))
     if site not in draft.round(fragment).expected:  # else no round hangs on it
         settle(draft)
 
 
-def _update(draft: Draft, number: int, event: str, reason: str = "", order: int = 0) -> None:
-    ticket = ticket_by_id(draft.state, number)
+def _update(draft: Draft, event: ev.UpdateAccepted | ev.UpdateRefused) -> None:
+    ticket = ticket_by_id(draft.state, event.ticket)
+    what = "update accepted" if isinstance(event, ev.UpdateAccepted) else "update refused"
     if ticket is None:
-        raise IllegalTransition(f"Ticket {number} belongs to no round that is not over; {event!r} cannot happen to it.")
-    state = advance(f"Ticket {number}", TICKET, ticket.state, event)
+        raise IllegalTransition(
+            f"Ticket {event.ticket} belongs to no round that is not over; {what!r} cannot happen to it."
+        )
+    state = advance(f"Ticket {event.ticket}", TICKET, ticket.state, what)
     if state == ticket.state:
         return
-    draft.put(replace(ticket, state=state, reason=reason, order=order))
+    if isinstance(event, ev.UpdateAccepted):
+        draft.put(replace(ticket, state=state, reason="", order=event.order))
+    else:
+        draft.put(replace(ticket, state=state, reason=event.reason, order=0))
     drop_ended(draft, ticket.fragment)
     round_ = draft.round(ticket.fragment)
     if state == "accepted" and round_.phase == "open" and round_.first_s is None:
@@ -242,7 +191,7 @@ def _commit(draft: Draft, fragment: int, version: int, value: float | None) -> N
         draft.change_round(fragment, phase=phase, expected={}, tickets=waiting, frozen=(), first_s=None)
         draft.wake.add(fragment)
         if draft.state.finished:
-            draft.emit(RunFinished())
+            draft.emit(ev.RunFinished())
     else:
         open_next(draft, fragment, "version committed")
         settle(draft)
@@ -263,8 +212,8 @@ def _collect_again(draft: Draft, fragment: int, reason: str) -> None:
     alive = draft.state.active_s.keys()
     expected = {ticket.site: draft.now_s for ticket in lost if ticket.site in alive} | dict(round_.expected)
     draft.change_round(fragment, phase=phase, expected=expected, frozen=(), until_s=None, first_s=None)
-    draft.emit(RoundReopened(fragment, round_.head, tuple(sorted(ticket.id for ticket in lost)), reason))
-    draft.emit(ExpectedChanged(fragment, round_.head, tuple(sorted(expected))))  # without sites that have left
+    draft.emit(ev.RoundReopened(fragment, round_.head, tuple(sorted(ticket.id for ticket in lost)), reason))
+    draft.emit(ev.ExpectedChanged(fragment, round_.head, tuple(sorted(expected))))  # without sites that have left
     draft.wake.add(fragment)
     settle(draft)
 
@@ -273,4 +222,4 @@ def _measure(draft: Draft, measured: Measured) -> None:
     progress = draft.state.rules.tracking.follow(draft.state.progress, measured)
     draft.change(progress=progress)
     if progress.best == measured:
-        draft.emit(BestFound(measured))
+        draft.emit(ev.BestFound(measured))

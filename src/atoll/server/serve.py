@@ -258,6 +258,7 @@ class Server:
                 context = server_context(self.settings.network.tls_cert, self.settings.network.tls_key)
             self.port = listener.getsockname()[1]
             run.start(self.url)
+            keep_status(run)
             self._run = run
             if schedule is not None:
                 schedule.start(run)
@@ -285,6 +286,7 @@ class Server:
         waits = [asyncio.ensure_future(event.wait()) for event in (stopping, run.ended, run.finished)]
         await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         if run.finished.is_set() and not stopping.is_set() and run.failed is None:
+            keep_status(run)
             self._finished.set()
             await self._until_left(run)
         for wait in waits:

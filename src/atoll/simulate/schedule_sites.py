@@ -22,7 +22,7 @@ from atoll.errors import AtollError, ConfigError, LeaseLost, RunFailed, StoreErr
 from atoll.protocol import messages, routes, status_messages
 from atoll.rounds import events as ev
 from atoll.rounds import events as fx
-from atoll.rounds import leases, machine
+from atoll.rounds import leases, waiting
 from atoll.server.coordinator.accept_update import outcome_of
 from atoll.server.coordinator.coordinator import Coordinator
 from atoll.server.coordinator.roster import Lease
@@ -214,9 +214,9 @@ class Conductor:
         state = self._run.state
         if self._jobs or self._heard or self._run.failed or state.rounds[0].phase not in ("open", "gathering"):
             return
-        if machine.next_deadline_s(state) is not None:
+        if waiting.next_deadline_s(state) is not None:
             return
-        why = machine.why(state, 0, 0.0)
+        why = waiting.why(state, 0, 0.0)
         last = next(reversed(self.failed.items()), None)
         told_last = f"; the last that failed, {last[0]}: {last[1].rstrip('.')}" if last else ""
         here, name = len(state.active_s), state.rules.floor_name
@@ -289,7 +289,7 @@ class Conductor:
         if state.rounds[0].phase != "open" or len(self._jobs) >= self._engine.capacity:
             return
         self._run.require_space()
-        self._offer(site for site, _ in machine.missing(state, 0))
+        self._offer(site for site, _ in waiting.missing(state, 0))
         if not self._jobs:  # one that was refused may have another try, where the round cannot close without it
             self._offer(member.site for member in leases.alive(state.members))
 
@@ -384,7 +384,7 @@ class Conductor:
         LOG.warning(
             "%s did not return within %s, while others waited for its process, which was ended", job.site, told_s
         )
-        if machine.may_submit(self._run.state, job.site, lease.number, job.ticket.ticket) is not None:
+        if waiting.may_submit(self._run.state, job.site, lease.number, job.ticket.ticket) is not None:
             self.late += 1
         if self._stuck[job.site] == ATTEMPTS:
             why = (

@@ -6,140 +6,19 @@ import functools
 import logging
 import os
 import time
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Mapping, Sequence
 
-from atoll.aggregation.plan import Plan
 from atoll.algorithms.resolve import ResolvedAlgorithm
-from atoll.config import Settings
 from atoll.protocol import routes, status_messages
-from atoll.protocol.task_messages import Evaluation
-from atoll.rounds import machine
-from atoll.rounds.state import State
-from atoll.server.coordinator.accept_update import UpdateAdmission, staleness
-from atoll.server.coordinator.background_writes import Behind
-from atoll.server.coordinator.roster import Attendance, Presence, Stale
-from atoll.server.tasks.task_queue import TaskQueue
-from atoll.store.store import Store
-
-
-class Shown(Protocol):
-    """What the status reads of a run."""
-
-    plan: Plan
-    store: Store
-    settings: Settings
-    roster: dict[str, Presence]
-    task_queue: TaskQueue
-    behind: Behind
-    admission: UpdateAdmission
-    attendance: Attendance
-    stale: Stale
-    left: TimeLeft
-    trouble: dict[int, str]
-    advice: list[str]
-    address: str
-    started_s: float
-    bytes_up: int
-    bytes_down: int
-
-    @property
-    def state(self) -> State: ...
-
-    @property
-    def workflows(self) -> Workflows | None: ...
-
-    @property
-    def swarm(self) -> ShownSwarm | None: ...
-
-    def local_steps(self, site: str) -> int:
-        """Return the local steps of a site; 0: as many as the run's."""
-
-
-class Workflows(Protocol):
-    """The workflows of a run.
-
-    Attributes:
-        evaluated: returns the last matrix of a cross-site evaluation, as far as it is filled; None if there is none.
-    """
-
-    evaluated: Callable[[], Evaluation] | None
-
-    @property
-    def keeps_local(self) -> bool:
-        """Whether sites are asked later for what they have submitted."""
-
-    def will_evaluate(self, site: str) -> bool:
-        """Whether a cross-site evaluation that is still to come asks a site for measurements."""
-
-    def status(self) -> list[status_messages.WorkflowStatus]:
-        """Return all of them, in their order."""
-
-
-class ShownSwarm(Protocol):
-    """Where the fragments of a swarm are aggregated."""
-
-    def status(self, fragment: int) -> status_messages.PlaceStatus:
-        """Return the place of a fragment."""
-
-    def trouble(self, fragment: int) -> str:
-        """Return why no worker aggregates a fragment; empty if one does."""
-
-
-# -- How long a run will still take, judged by its last rounds.
-
-
-ROUNDS = 20
-"""Rounds of each fragment that the estimate uses: older ones say little about the workers of now."""
-
-
-def left_s(commits_s: Sequence[float], commits_left: int, now_s: float) -> float | None:
-    """Return the seconds that further commits take, by the mean distance of those measured; None if none was.
-
-    The time since the last commit counts as spent, up to one distance: a round that takes longer than the others does
-    not make the next ones shorter.
-
-    Args:
-        commits_s: when the first of these rounds was opened, then when versions were committed, in order.
-    """
-    if len(commits_s) < 2:
-        return None
-    each_s = (commits_s[-1] - commits_s[0]) / (len(commits_s) - 1)
-    return max(0.0, commits_left * each_s - min(max(0.0, now_s - commits_s[-1]), each_s))
-
-
-class TimeLeft:
-    """Estimates the time left of a run, from the rounds since this server started.
-
-    Args:
-        rounds: of the run, as it was set; 0: until it is stopped.
-    """
-
-    def __init__(self, rounds: int, fragments: int) -> None:
-        self._rounds = rounds
-        self._commits_s: deque[float] = deque(maxlen=ROUNDS * fragments + 1)
-
-    def committed(self, opened_s: float, now_s: float) -> None:
-        """Note that a version was committed, of a round that was opened at `opened_s`."""
-        if not self._commits_s:
-            self._commits_s.append(opened_s)
-        self._commits_s.append(now_s)
-
-    def of(self, state: State, now_s: float) -> float | None:
-        """Return seconds; None if the run has no end, is over, has had no round yet, or waits for a site."""
-        stands_still = len(state.active_s) < state.rules.floor and any(each.phase == "open" for each in state.rounds)
-        if not self._rounds or state.finished or stands_still:
-            return None
-        return left_s(self._commits_s, sum(max(0, self._rounds - each.done) for each in state.rounds), now_s)
-
+from atoll.rounds import waiting
+from atoll.server.coordinator.accept_update import staleness
+from atoll.server.coordinator.coordinator import Coordinator
+from atoll.server.coordinator.roster import Presence
 
 LOG = logging.getLogger("atoll.server")
 
 HISTORY = 20
 """Rounds that a status shows; `metrics.jsonl` has all of them."""
-QUIET_BEATS = 2.5
-"""Missing heartbeats from which on a site counts as silent."""
 
 
 @functools.lru_cache(maxsize=4 * HISTORY)
@@ -148,7 +27,7 @@ def _summary(text: str) -> status_messages.RoundSummary:
     return status_messages.RoundSummary.model_validate_json(text)
 
 
-def status_of(run: Shown) -> status_messages.Status:
+def status_of(run: Coordinator) -> status_messages.Status:
     """Return the status of a run."""
     now_s = time.monotonic()
     settings, algorithm = run.settings, run.plan.algorithm
@@ -205,7 +84,7 @@ def status_of(run: Shown) -> status_messages.Status:
     )
 
 
-def keep_status(run: Shown) -> status_messages.Status:
+def keep_status(run: Coordinator) -> status_messages.Status:
     """Return the status of a run, and keep it for `atoll status` when no server runs; a full disk does not fail it."""
     status = status_of(run)
     path = run.settings.disk.state_dir / status_messages.KEPT
@@ -228,7 +107,7 @@ def outer_in_words(algorithm: ResolvedAlgorithm, lrs: Mapping[str, float]) -> st
     return f"{algorithm.outer_name}({', '.join(options)})"
 
 
-def _best(run: Shown) -> status_messages.BestStatus | None:
+def _best(run: Coordinator) -> status_messages.BestStatus | None:
     tracking, progress = run.state.rules.tracking, run.state.progress
     if not tracking.metric:
         return None
@@ -246,67 +125,30 @@ def _best(run: Shown) -> status_messages.BestStatus | None:
     )
 
 
-def _fragment(run: Shown, index: int, now_s: float) -> status_messages.FragmentStatus:
+def _fragment(run: Coordinator, index: int, now_s: float) -> status_messages.FragmentStatus:
     round_ = run.state.rounds[index]
-    waiting = [
+    awaited = [
         status_messages.Missing(site=site, for_s=max(0.0, now_s - since))
-        for site, since in machine.missing(run.state, index)
+        for site, since in waiting.missing(run.state, index)
     ]
     return status_messages.FragmentStatus(
         fragment=index,
         version=round_.head,
         phase=round_.phase,
-        waiting_for=waiting,
-        reason=run.trouble.get(index) or why(run, index, now_s),
+        waiting_for=awaited,
+        reason=run.trouble.get(index) or run.why(index, now_s),
         place=run.swarm.status(index) if run.swarm is not None else None,
     )
 
 
-def why(run: Shown, index: int, now_s: float) -> str:
-    """Return what the fragment waits for; also which sites may not know that the server is back, or may be dead."""
-    missing = [site for site, _ in machine.missing(run.state, index)]
-    unheard = [site for site in missing if site in run.roster and not run.roster[site].heard]
-    silent = f"not heard since the server restarted: {', '.join(unheard)}" if unheard else ""
-    place = run.swarm.trouble(index) if run.swarm is not None else ""
-    quiet = _quiet(run, [site for site in missing if site not in unheard], now_s)
-    hangs = _hanging(run, missing)
-    return "; ".join(filter(None, [machine.why(run.state, index, now_s), place, silent, quiet, hangs]))
-
-
-def _hanging(run: Shown, sites: Sequence[str]) -> str:
-    """Return which of these sites train no further although their heartbeats come."""
-    patience_s = 2 * (run.settings.network.heartbeat_timeout_s or HANGS_S)
-    still = {site: run.roster[site].hangs_s(patience_s) for site in sites if site in run.roster}
-    return "; ".join(
-        f"{site} answers, but its training has not moved for {still_s:.0f} s: look at its process"
-        for site, still_s in still.items()
-        if still_s
-    )
-
-
-HANGS_S = 120.0
-"""Twice this time without a step is reported if `heartbeat_timeout_s` is 0."""
-
-
-def _quiet(run: Shown, sites: Sequence[str], now_s: float) -> str:
-    """Return which of these sites miss heartbeats, and what follows; the same words until it does."""
-    interval_s, timeout_s = run.settings.network.heartbeat_interval_s, run.settings.network.heartbeat_timeout_s
-    seen_s = run.state.seen_s
-    quiet = [site for site in sites if interval_s and now_s - seen_s.get(site, now_s) >= QUIET_BEATS * interval_s]
-    if not quiet:
-        return ""
-    then = f" (declared dead after {timeout_s:g} s of silence)" if timeout_s else ""
-    return f"no sign of life from {', '.join(quiet)}{then}"
-
-
-def _durable(run: Shown) -> list[int]:
+def _durable(run: Coordinator) -> list[int]:
     """Return the durable version of each fragment; nothing if one has none yet."""
     found = [run.store.versions.durable(fragment) for fragment in range(len(run.state.rounds))]
     return [version for version in found if version is not None] if None not in found else []
 
 
 def _worker(
-    run: Shown, presence: Presence, now_s: float, lost: Sequence[Sequence[int]]
+    run: Coordinator, presence: Presence, now_s: float, lost: Sequence[Sequence[int]]
 ) -> status_messages.WorkerStatus:
     beat = presence.beat
     bases = [presence.bases.get(fragment, 0) for fragment in range(len(run.state.rounds))]

@@ -11,9 +11,10 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from typing import Protocol
 
 from atoll.aggregation.check_arriving_parts import PartStats
 from atoll.aggregation.plan import Plan, placed_settings
@@ -33,14 +34,14 @@ from atoll.errors import (
 from atoll.protocol import messages, routes, status_messages, swarm_messages, task_messages
 from atoll.rounds import events as ev
 from atoll.rounds import events as fx
-from atoll.rounds import machine
+from atoll.rounds import waiting
 from atoll.rounds.local_steps import local_steps as dylu_steps
+from atoll.rounds.state import Rules, State
 from atoll.runtime import failpoint, stay_single_threaded
 from atoll.server.coordinator.accept_update import UpdateAdmission, outcome_of
 from atoll.server.coordinator.admission import counted_of, require_fit, run_info
 from atoll.server.coordinator.aggregate_round import Closer, LocalCloser, in_words
 from atoll.server.coordinator.background_writes import Behind, measured_of, missing, over, value_of
-from atoll.server.coordinator.build_status import TimeLeft, Workflows, keep_status, status_of, why
 from atoll.server.coordinator.ledger import Ledger, StoreRows, snapshot_of
 from atoll.server.coordinator.long_polls import FairEvent
 from atoll.server.coordinator.persistor import Persistor
@@ -49,10 +50,12 @@ from atoll.server.coordinator.roster import (
     Lease,
     Presence,
     Stale,
+    TimeLeft,
     forged,
     lease_refused,
     replaced,
     roster_of,
+    why_silent,
 )
 from atoll.server.filter_table import SiteFilters
 from atoll.server.settings_advice import advice
@@ -73,6 +76,26 @@ COMMIT_S = 1.0
 """How long a ticket waits for a commit that is under way, whatever its worker has asked for."""
 
 
+class Workflows(Protocol):
+    """The workflows of a run.
+
+    Attributes:
+        evaluated: returns the last matrix of a cross-site evaluation, as far as it is filled; None if there is none.
+    """
+
+    evaluated: Callable[[], task_messages.Evaluation] | None
+
+    @property
+    def keeps_local(self) -> bool:
+        """Whether sites are asked later for what they have submitted."""
+
+    def will_evaluate(self, site: str) -> bool:
+        """Whether a cross-site evaluation that is still to come asks a site for measurements."""
+
+    def status(self) -> list[status_messages.WorkflowStatus]:
+        """Return all of them, in their order."""
+
+
 class Coordinator:
     """One run that is served. Operations have the names of `protocol/openapi.py`; they raise their errors."""
 
@@ -89,7 +112,7 @@ class Coordinator:
         self.roster = roster_of(
             recovered.members, [store.tickets.newest_bases(fragment) for fragment in range(len(plan.fragments))]
         )
-        rules = machine.Rules.from_settings(
+        rules = Rules.from_settings(
             self.settings, len(plan.fragments), held=workflows is not None, needs_all=plan.algorithm.needs_all
         )
         rows = StoreRows(store, self.roster, keep_weights=plan.needs_population)
@@ -168,7 +191,6 @@ class Coordinator:
                 LOG.info("the round from version %d was closed before the restart: reducing it again", round_.head)
                 self._spawn(self._close(fragment, round_.frozen.base_version, round_.frozen.tickets))
         self._spawn(self._tick())
-        keep_status(self)
         self.behind.exports.rewrite_metrics()
         if self.state.finished:
             self._spawn(self._finish())
@@ -208,7 +230,7 @@ class Coordinator:
     # -- events
 
     @property
-    def state(self) -> machine.State:
+    def state(self) -> State:
         """What the ledger has."""
         return self.ledger.state
 
@@ -276,9 +298,6 @@ class Coordinator:
     async def get_schema(self) -> messages.SchemaMessage:
         return messages.SchemaMessage.of(self.plan.split)
 
-    async def get_status(self) -> status_messages.Status:
-        return status_of(self)
-
     async def get_evaluation(self) -> task_messages.Evaluation:
         workflows = self.workflows
         if workflows is None or workflows.evaluated is None:
@@ -303,7 +322,7 @@ class Coordinator:
         LOG.info("%s joined%s", message.site, " again" if previous else "")
         return messages.Joined(
             lease=Lease(message.site, granted[0].lease, message.process, secret).header,
-            due=machine.due(self.state, message.site),
+            due=waiting.due(self.state, message.site),
             evaluates=self.workflows is not None and self.workflows.will_evaluate(message.site),
         )
 
@@ -444,7 +463,7 @@ class Coordinator:
             text = state.rules.tracking.why(state.progress) or reason
         else:
             now_s = time.monotonic()
-            rest, known = why(self, fragment, now_s), machine.why(state, fragment, now_s)
+            rest, known = self.why(fragment, now_s), waiting.why(state, fragment, now_s)
             if reason.endswith(known):  # "its update is in; the round waits for b" has it already
                 text = reason + rest.removeprefix(known)
             else:
@@ -456,11 +475,18 @@ class Coordinator:
             head_digest=head.digest,
             durable_version=self.store.versions.durable(fragment),
             round=state.rounds[fragment].number,
-            waiting_for=[site for site, _ in machine.missing(state, fragment)],
+            waiting_for=[site for site, _ in waiting.missing(state, fragment)],
             reason=text,
             tasks=queue.follows and not queue.finished if reason == fx.FINISHED else queue.rounds == "to come",
             left_s=self.left.of(state, time.monotonic()),
         )
+
+    def why(self, fragment: int, now_s: float) -> str:
+        """Return what a fragment waits for, and what is known of the sites that it waits for."""
+        sites = [site for site, _ in waiting.missing(self.state, fragment)]
+        place = self.swarm.trouble(fragment) if self.swarm is not None else ""
+        silent = why_silent(sites, self.roster, self.state, self.settings.network, now_s)
+        return "; ".join(filter(None, [waiting.why(self.state, fragment, now_s), place, *silent]))
 
     def _previous(self, row: TicketRow | None, ticket: int | None) -> messages.Outcome | None:
         if row is None or row.ticket == ticket:
@@ -484,7 +510,7 @@ class Coordinator:
         Raises:
             LeaseLost, Superseded: of the lease. TicketClosed, UpdateRefused: of the ticket.
         """
-        refusal = machine.may_submit(self.state, lease.site, lease.number, ticket)
+        refusal = waiting.may_submit(self.state, lease.site, lease.number, ticket)
         if isinstance(refusal, fx.LeaseRefused):
             self._refuse_lease(lease, refusal)
         elif refusal is not None:
@@ -647,7 +673,6 @@ class Coordinator:
         path = await self.behind.save_result()
         await over(self._saving_best, self._behind_last)
         await self.behind.handed()
-        keep_status(self)
         why_finished = self.ledger.rules.tracking.why(self.state.progress)
         number = min(self.store.versions.heads())
         what = "the run" if self.workflows is None else "training"
@@ -659,7 +684,7 @@ class Coordinator:
     async def _tick(self) -> None:
         """Tell the machine that time has passed, whenever that may matter."""
         while True:
-            deadline_s = machine.next_deadline_s(self.state)
+            deadline_s = waiting.next_deadline_s(self.state)
             pause_s = 1.0 if deadline_s is None else min(1.0, max(0.01, deadline_s - time.monotonic()))
             await asyncio.sleep(pause_s)
             self.objects.sweep()

@@ -17,10 +17,10 @@ from typing import Any, Protocol, TypeVar
 from atoll.errors import DiskFull, StoreError
 from atoll.rounds import events as ev
 from atoll.rounds import events as fx
-from atoll.rounds import machine
+from atoll.rounds import machine, state_rows
 from atoll.rounds.early_stopping import Progress
 from atoll.rounds.leases import Member
-from atoll.rounds.state import ClosingRound, FragmentSnapshot, OpenRound, Snapshot, Ticket
+from atoll.rounds.state import ClosingRound, FragmentSnapshot, OpenRound, Rules, Snapshot, State, Ticket
 from atoll.server.coordinator.roster import Presence
 from atoll.store.journal_tables import Recovered
 from atoll.store.store import Store
@@ -54,11 +54,11 @@ class Ledger:
         state: what the machine knows, after `restore`. Only this class assigns it.
     """
 
-    state: machine.State
+    state: State
 
     def __init__(
         self,
-        rules: machine.Rules,
+        rules: Rules,
         rows: Rows,
         *,
         clock: Callable[[], float] = time.monotonic,
@@ -75,7 +75,7 @@ class Ledger:
 
     def restore(self, snapshot: Snapshot) -> None:
         """Begin with what the journal has, and do what a crash has left undone."""
-        self.state, effects = machine.restore(self.rules, snapshot, self._clock())
+        self.state, effects = state_rows.restore(self.rules, snapshot, self._clock())
         self._carry_out(effects)
 
     def apply(self, event: ev.Event) -> tuple[fx.Effect, ...]:

@@ -10,26 +10,22 @@ import json
 import logging
 import re
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING
 
 from atoll.aggregation.plan import Plan
+from atoll.config.settings import Network
 from atoll.errors import AtollError, BadRequest, LeaseLost, Superseded
 from atoll.format_text import visible
 from atoll.protocol import messages, status_messages
 from atoll.rounds import events as fx
 from atoll.rounds.closing_policy import listed
+from atoll.rounds.state import State
 from atoll.store.journal_tables import MemberRow
 from atoll.tensors.reference import new_id, seal
-
-if TYPE_CHECKING:
-    from atoll.protocol import status_messages
-    from atoll.rounds.state import State
-
 
 LOG = logging.getLogger("atoll.server")
 
@@ -426,3 +422,78 @@ class Stale:
         )
         self.warnings = [told]
         LOG.warning("%s", told)
+
+
+# -- Why sites are awaited, as far as they themselves say nothing of it.
+
+QUIET_BEATS = 2.5
+"""Missing heartbeats from which on a site counts as silent."""
+HANGS_S = 120.0
+"""Twice this time without a step is reported if `heartbeat_timeout_s` is 0."""
+
+
+def why_silent(
+    sites: Sequence[str], roster: Mapping[str, Presence], state: State, network: Network, now_s: float
+) -> list[str]:
+    """Return which of these sites may not know that the server is back, may be dead, or train no further."""
+    interval_s, timeout_s, seen_s = network.heartbeat_interval_s, network.heartbeat_timeout_s, state.seen_s
+    unheard = [site for site in sites if site in roster and not roster[site].heard]
+    told = [f"not heard since the server restarted: {', '.join(unheard)}"] if unheard else []
+    quiet = [site for site in sites if site not in unheard]
+    quiet = [site for site in quiet if interval_s and now_s - seen_s.get(site, now_s) >= QUIET_BEATS * interval_s]
+    if quiet:
+        then = f" (declared dead after {timeout_s:g} s of silence)" if timeout_s else ""
+        told.append(f"no sign of life from {', '.join(quiet)}{then}")
+    still = {site: roster[site].hangs_s(2 * (timeout_s or HANGS_S)) for site in sites if site in roster}
+    return told + [
+        f"{site} answers, but its training has not moved for {still_s:.0f} s: look at its process"
+        for site, still_s in still.items()
+        if still_s
+    ]
+
+
+# -- How long a run will still take, judged by its last rounds.
+
+
+ROUNDS = 20
+"""Rounds of each fragment that the estimate uses: older ones say little about the workers of now."""
+
+
+def left_s(commits_s: Sequence[float], commits_left: int, now_s: float) -> float | None:
+    """Return the seconds that further commits take, by the mean distance of those measured; None if none was.
+
+    The time since the last commit counts as spent, up to one distance: a round that takes longer than the others does
+    not make the next ones shorter.
+
+    Args:
+        commits_s: when the first of these rounds was opened, then when versions were committed, in order.
+    """
+    if len(commits_s) < 2:
+        return None
+    each_s = (commits_s[-1] - commits_s[0]) / (len(commits_s) - 1)
+    return max(0.0, commits_left * each_s - min(max(0.0, now_s - commits_s[-1]), each_s))
+
+
+class TimeLeft:
+    """Estimates the time left of a run, from the rounds since this server started.
+
+    Args:
+        rounds: of the run, as it was set; 0: until it is stopped.
+    """
+
+    def __init__(self, rounds: int, fragments: int) -> None:
+        self._rounds = rounds
+        self._commits_s: deque[float] = deque(maxlen=ROUNDS * fragments + 1)
+
+    def committed(self, opened_s: float, now_s: float) -> None:
+        """Note that a version was committed, of a round that was opened at `opened_s`."""
+        if not self._commits_s:
+            self._commits_s.append(opened_s)
+        self._commits_s.append(now_s)
+
+    def of(self, state: State, now_s: float) -> float | None:
+        """Return seconds; None if the run has no end, is over, has had no round yet, or waits for a site."""
+        stands_still = len(state.active_s) < state.rules.floor and any(each.phase == "open" for each in state.rounds)
+        if not self._rounds or state.finished or stands_still:
+            return None
+        return left_s(self._commits_s, sum(max(0, self._rounds - each.done) for each in state.rounds), now_s)

@@ -15,11 +15,12 @@ from aiohttp.http_exceptions import HttpProcessingError
 from pydantic import BaseModel, ValidationError
 
 from atoll.errors import AtollError, BadRequest, StoreError, no_more_files, out_of_memory, passing
-from atoll.protocol import messages, routes
+from atoll.protocol import messages, routes, status_messages
 from atoll.protocol.openapi import OPERATIONS, Operation, openapi
+from atoll.server.coordinator.build_status import status_of
 from atoll.server.coordinator.coordinator import Coordinator
-from atoll.server.http.auth import IDENTITY, Gate
-from atoll.server.http.byte_routes import ObjectHandlers, VersionHandlers
+from atoll.server.http.auth import Gate
+from atoll.server.http.byte_routes import ByteRoutes
 from atoll.server.http.prometheus import prometheus
 from atoll.server.http.receive_parts import PartReceiver
 from atoll.store.journal import journal_failed
@@ -53,7 +54,13 @@ def make_app(coordinator: Coordinator, gate: Gate, version: str) -> web.Applicat
         AttributeError: an operation has no handler.
     """
     app = web.Application(client_max_size=routes.CONTROL_BODY_BYTES, middlewares=[_guard(gate, coordinator)])
-    owners = (RequestHandlers(coordinator), PartReceiver(coordinator), coordinator, coordinator.task_queue)
+    owners = (
+        ServerPages(coordinator),
+        ByteRoutes(coordinator),
+        PartReceiver(coordinator),
+        coordinator,
+        coordinator.task_queue,
+    )
     document = openapi(version)
     for operation in OPERATIONS:
         if operation.name == "get_openapi":
@@ -64,24 +71,22 @@ def make_app(coordinator: Coordinator, gate: Gate, version: str) -> web.Applicat
     return app
 
 
-class RequestHandlers(ObjectHandlers, VersionHandlers):
-    """The operations that need their HTTP request, or files; the coordinator has the others."""
+class ServerPages:
+    """What a monitor reads."""
 
     def __init__(self, coordinator: Coordinator) -> None:
-        ObjectHandlers.__init__(self)
-        self.run, self.store, self.plan = coordinator, coordinator.store, coordinator.plan
+        self._run = coordinator
+
+    async def get_status(self) -> status_messages.Status:
+        return status_of(self._run)
 
     async def get_metrics(self) -> web.Response:
         return web.Response(
-            body=prometheus(self.run), headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"}
+            body=prometheus(self._run), headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"}
         )
 
     async def get_health(self) -> str:
         return "ok\n"
-
-    async def join(self, message: messages.Join, request: web.Request) -> messages.Joined:
-        request[IDENTITY].require_site(message.site)
-        return await self.run.join(message)
 
 
 def _method(owners: Sequence[object], name: str) -> Callable[..., Awaitable[Any]]:
@@ -115,7 +120,7 @@ def _adapt(operation: Operation, method: Callable[..., Awaitable[Any]], coordina
             arguments["lease"] = coordinator.require_lease(request.headers.get(routes.LEASE_HEADER))
         if takes_message:
             arguments["message"] = await _read(request, operation.request, operation.body_bytes)  # type: ignore[arg-type]
-        if operation.request is bytes or operation.reply is bytes or operation.name == "join":
+        if operation.request is bytes or operation.reply is bytes:
             arguments["request"] = request
         if operation.path == routes.STATUS and routes.LEASE_HEADER not in request.headers:
             coordinator.watched_s = time.monotonic()  # a person's `atoll status --watch`; a site asks with its lease
@@ -177,7 +182,6 @@ _READERS: dict[str, Callable[[str, str], Any]] = {
 
 
 def _guard(gate: Gate, coordinator: Coordinator) -> Any:
-    state_dir = coordinator.settings.disk.state_dir
     open_names = {operation.name for operation in OPERATIONS if operation.open}
 
     @web.middleware
@@ -185,44 +189,18 @@ def _guard(gate: Gate, coordinator: Coordinator) -> Any:
         try:
             gate.require_host(request.headers.getall("Host", []))
             if request.match_info.route.name not in open_names:
-                request[IDENTITY] = gate.admit(request.headers.get("Authorization"))
+                gate.admit(request.headers.get("Authorization"))
             return await handler(request)
-        except AtollError as error:
-            if no_more_files(error):
-                return _come_back(error)
-            if isinstance(error, StoreError) and (journal_failed(error) or directory_gone(state_dir)):
-                coordinator.fail(error)
-            return problem(error.code, error.message, error.remedy, error.retry_after_s)
-        except web.HTTPNotFound:
-            return problem("not_found", f"There is nothing at {request.path[:100]!r}.", "See /openapi.json.")
-        except web.HTTPMethodNotAllowed as refused:
-            response = problem("method", f"{request.method[:20]} is not possible here.", "See /openapi.json.")
-            response.headers["Allow"] = ", ".join(sorted(refused.allowed_methods))
-            return response
-        except web.HTTPRequestEntityTooLarge as refused:
-            return problem("too_large", f"{refused.text}.", "Send less.")
+        except TimeoutError:
+            raise
         except ConnectionError as error:  # an ordinary lost worker; it joins again or is declared dead
             LOG.debug("%s %r: %s", request.method, request.path, error)
             break_off(request)
             return web.Response()  # the client is gone
-        except (TimeoutError, asyncio.CancelledError):
-            raise
-        except OSError as error:
-            if no_more_files(error):
-                return _come_back(error)
-            if gone := directory_gone(state_dir):
-                coordinator.fail(gone)
-            else:
-                LOG.exception("%s %r", request.method, request.path)
-            return problem("store", f"The server's disk failed: {os.strerror(error.errno or 0)}.")
-        except web.HTTPException:
-            raise
+        except web.HTTPException as refused:
+            return _refused(request, refused)
         except Exception as error:
-            LOG.exception("%s %r", request.method, request.path)
-            if (failed := out_of_memory(error)) is not None:
-                coordinator.fail(failed)
-                return problem("busy", failed.message, "Ask again when it was started again.", 2.0)
-            return problem("error", "The server failed; its log says why.")
+            return _failed(coordinator, request, error)
         finally:
             interceptor = interceptor_of(request)
             if interceptor is not None and request.method == "PUT":
@@ -231,6 +209,39 @@ def _guard(gate: Gate, coordinator: Coordinator) -> Any:
     return guard
 
 
-def _come_back(error: Exception) -> web.Response:
-    LOG.error("%s", passing(error))
-    return problem("busy", "The server has too many files open.", "It takes requests again when there are fewer.", 2.0)
+def _refused(request: web.Request, refused: web.HTTPException) -> web.StreamResponse:
+    """Return the answer to a request that aiohttp refuses."""
+    match refused:
+        case web.HTTPNotFound():
+            return problem("not_found", f"There is nothing at {request.path[:100]!r}.", "See /openapi.json.")
+        case web.HTTPMethodNotAllowed():
+            response = problem("method", f"{request.method[:20]} is not possible here.", "See /openapi.json.")
+            response.headers["Allow"] = ", ".join(sorted(refused.allowed_methods))
+            return response
+        case web.HTTPRequestEntityTooLarge():
+            return problem("too_large", f"{refused.text}.", "Send less.")
+    raise refused
+
+
+def _failed(coordinator: Coordinator, request: web.Request, error: Exception) -> web.StreamResponse:
+    """Return the answer to a request that failed; end the server by an error that it cannot go on after."""
+    if no_more_files(error):
+        LOG.error("%s", passing(error))
+        return problem(
+            "busy", "The server has too many files open.", "It takes requests again when there are fewer.", 2.0
+        )
+    gone = directory_gone(coordinator.settings.disk.state_dir) if isinstance(error, StoreError | OSError) else None
+    if isinstance(error, AtollError):
+        if isinstance(error, StoreError) and (journal_failed(error) or gone):
+            coordinator.fail(error)
+        return problem(error.code, error.message, error.remedy, error.retry_after_s)
+    if gone is not None:
+        coordinator.fail(gone)
+    else:
+        LOG.error("%s %r", request.method, request.path, exc_info=error)
+    if isinstance(error, OSError):
+        return problem("store", f"The server's disk failed: {os.strerror(error.errno or 0)}.")
+    if (failed := out_of_memory(error)) is not None:
+        coordinator.fail(failed)
+        return problem("busy", failed.message, "Ask again when it was started again.", 2.0)
+    return problem("error", "The server failed; its log says why.")

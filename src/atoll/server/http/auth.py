@@ -1,43 +1,14 @@
-"""Which requests the server answers. Identity comes from the credential, never from a body.
-
-Today there is one bearer token for a run, bound to no site. Enrolment (a certificate or token per site) adds
-credentials here; the handlers already ask `Identity.require_site`.
-"""
+"""Which requests the server answers: those with the run's token, or without one those of this machine."""
 
 from __future__ import annotations
 
 import hmac
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
-
-from aiohttp import web
 
 from atoll.config import Settings
 from atoll.errors import AuthError, ConfigError
 from atoll.transport.tls import is_loopback, read_token
-
-
-@dataclass(frozen=True)
-class Identity:
-    """What a credential proves. `site` None: any site may be named."""
-
-    site: str | None = None
-
-    def require_site(self, site: str) -> None:
-        """Refuse a request in another site's name.
-
-        Raises:
-            AuthError: the credential belongs to another site.
-        """
-        if self.site is not None and self.site != site:
-            raise AuthError(
-                f"The credential belongs to {self.site!r}, not to {site!r}.", "Use the site's own credential."
-            )
-
-
-IDENTITY = web.RequestKey("identity", Identity)
-"""Where a request carries its sender."""
 
 
 class Gate:
@@ -72,14 +43,14 @@ class Gate:
             "Ask for 127.0.0.1, [::1] or localhost; or set ATOLL_TOKEN at the server and its workers.",
         )
 
-    def admit(self, authorization: str | None) -> Identity:
-        """The identity behind a request.
+    def admit(self, authorization: str | None) -> None:
+        """Refuse a request without the token.
 
         Raises:
             AuthError: a token is needed and none, or another, was sent.
         """
         if self._token is None:
-            return Identity()
+            return
         scheme, _, sent = (authorization or "").partition(" ")
         # bytes that are no text must not get further than a wrong token
         if scheme.lower() != "bearer" or not hmac.compare_digest(sent.encode(errors="surrogateescape"), self._token):
@@ -87,7 +58,6 @@ class Gate:
                 "The request carries no valid token." if sent else "The server wants a token.",
                 "Set ATOLL_TOKEN, or ATOLL_TOKEN_FILE to a file of mode 0600 that holds it.",
             )
-        return Identity()
 
 
 _HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9.-]+)(:[0-9]{1,5})?")
@@ -95,13 +65,13 @@ _HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9.-]+)(:[0-9]{1,5})?")
 
 
 def _is_local_name(host: str) -> bool:
-    """Whether a Host header names this machine: any port, as another one may be forwarded to this server."""
+    """Return whether a Host header names this machine: any port, as another one may be forwarded to this server."""
     match = _HOST.fullmatch(host.strip())
     return match is not None and is_loopback(match[1].lower().removesuffix("."))
 
 
 def open_gate(settings: Settings) -> Gate:
-    """The gate for these settings.
+    """Return the gate for these settings.
 
     Raises:
         ConfigError: the address is not loopback, and TLS or a token is missing, without `insecure`.

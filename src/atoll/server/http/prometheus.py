@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from atoll.server.coordinator.build_status import status_of
-
-if TYPE_CHECKING:
-    from atoll.server.coordinator.coordinator import Coordinator
+from atoll.server.coordinator.coordinator import Coordinator
 
 
 def prometheus(run: Coordinator) -> bytes:

@@ -1,41 +1,49 @@
-"""Parts of updates on their way in: each is written and checked as it comes, by one request at a time."""
+"""Parts of updates and objects on their way in: each is written and checked as it comes, by one request at a time."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+import threading
+import time
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 from aiohttp import web
+from blake3 import blake3
 
 from atoll.aggregation.check_arriving_parts import Inspection, PartStats
 from atoll.aggregation.decode_updates import read_at
-from atoll.errors import BadRequest, Busy, PartCorrupt
-from atoll.protocol import messages
+from atoll.errors import BadRequest, Busy, Conflict, Gone, PartCorrupt
+from atoll.protocol import messages, routes
 from atoll.rounds.events import WorkerSeen
 from atoll.server.coordinator.coordinator import Coordinator
 from atoll.server.coordinator.roster import Lease
+from atoll.store.kept_objects import Kept, ObjectStore
 from atoll.store.update_spool import PartWriter
 from atoll.tensors.layout import Part
-from atoll.transport.receive_upload import break_off, receive_part, require_part_bytes
+from atoll.transport.receive_upload import Fill, PartSink, break_off, receive_part, require_part_bytes
 
 PARTS_PER_CONNECTION = 4
 """Of one rank of a site, on their way at once, for each connection it is to use: a broken one may still be here."""
+OBJECT_PARTS = 64
+"""Parts of objects that may be on their way in, of all publishers together."""
+SCRATCH_BYTES = 2**18
 
 
 class PartReceiver:
-    """Receives the parts of a run's updates."""
+    """Receives the parts of a run's updates, and of the objects that its server keeps."""
 
     def __init__(self, coordinator: Coordinator) -> None:
-        self._coordinator = coordinator
-        plan = coordinator.plan
+        self._coordinator, plan = coordinator, coordinator.plan
         self._inspections = [Inspection(fragment.update, plan.codecs) for fragment in plan.fragments]
-        self._under_way: dict[tuple[int, int], tuple[str, web.Request]] = {}
+        self._under_way: dict[Hashable, tuple[str, web.Request]] = {}
+        self._writers: dict[tuple[str, int], _ObjectPart] = {}
 
     async def put_part(self, lease: Lease, ticket: int, part: int, request: web.Request) -> messages.PartReceipt:
-        """Take the part that a request brings."""
+        """Take the part of an update that a request brings."""
         coordinator = self._coordinator
-        fragment = coordinator.store.tickets.get(ticket).fragment
+        fragment, settings = coordinator.store.tickets.get(ticket).fragment, coordinator.settings
         layout = coordinator.plan.fragments[fragment].update
         if part >= len(layout.parts):
             raise BadRequest(
@@ -46,72 +54,141 @@ class PartReceiver:
         planned = layout.parts[part]
         require_part_bytes(request, planned.nbytes)
         coordinator.require_space()
-        async with self._received(request, lease.site, ticket, fragment, planned) as (writer, stats):
-            coordinator.record_part(lease, ticket, part, stats, writer)
+        most = PARTS_PER_CONNECTION * settings.network.connections * settings.model.ranks
+        with self._under_way_alone((ticket, part), lease.site, most, request):
+            spool, inspection = coordinator.store.tickets.spool(ticket), self._inspections[fragment]
+            writer = await asyncio.get_running_loop().run_in_executor(coordinator.io, spool.begin_part, part)
+            try:
+                stats = await self._inspected(request, lease.site, inspection, planned, writer, spool.fd)
+                coordinator.record_part(lease, ticket, part, stats, writer)
+            finally:
+                writer.abandon()
         coordinator.apply(WorkerSeen(lease.site, lease.number))
         return messages.PartReceipt(ticket=ticket, part=part, digest=stats.digest.hex())
 
-    @asynccontextmanager
-    async def _received(
-        self, request: web.Request, site: str, ticket: int, fragment: int, part: Part
-    ) -> AsyncIterator[tuple[PartWriter, PartStats]]:
-        """Give a part once all of it is there; on leaving, it is given up unless it was recorded.
+    async def put_object_part(
+        self, object: str, part: int, secret: str, request: web.Request
+    ) -> messages.ObjectPartReceipt:
+        """Take the part of an object that a request brings."""
+        coordinator, loop = self._coordinator, asyncio.get_running_loop()
+        if (request.content_length or 0) <= routes.DIGEST_BYTES:
+            raise BadRequest("The request has no part in it.", "Send its bytes and then their BLAKE3.")
+        kept = coordinator.objects.find(object, secret)
+        if kept.fd < 0:
+            raise Conflict(f"Object {object[:8]} is complete.", "It never changes: publish another.")
+        if part >= kept.cuts.count:
+            raise BadRequest(f"Object {object[:8]} has no part {part}; it has {kept.cuts.count}.")
+        wanted, key = kept.cuts.part(part), (object, part)
+        require_part_bytes(request, wanted.nbytes)
+        coordinator.require_space()
+        with self._under_way_alone(key, "the publishers of objects", OBJECT_PARTS, request):
+            before = self._writers.get(key)
+            kept.digests.pop(part, None)
+            writer = self._writers[key] = _ObjectPart(coordinator.objects, kept, wanted)
+            try:
+                if before is not None:
+                    await loop.run_in_executor(coordinator.io, before.end)
+                sent = await self._receive(request, writer)
+                if writer.hasher.digest() != sent:
+                    raise PartCorrupt(f"Part {part} of object {object[:8]} arrived damaged.", "Send this part again.")
+                if kept.gone.is_set():
+                    raise Gone(f"Object {object[:8]} was withdrawn while it arrived.", "Publish it again.")
+                kept.digests[part] = sent
+            finally:
+                if self._writers.get(key) is writer:
+                    del self._writers[key]
+                await asyncio.shield(loop.run_in_executor(coordinator.io, writer.end))
+        return messages.ObjectPartReceipt(object=object, part=part, digest=sent.hex())
+
+    @contextmanager
+    def _under_way_alone(self, key: Hashable, sender: str, most: int, request: web.Request) -> Iterator[None]:
+        """Keep a part for one request.
 
         A request for the same part that is still under way is broken off: its sender has given it up, and else it would
         keep its connection until it stands still for the idle timeout.
 
         Raises:
-            PartCorrupt: it arrived damaged.
-            Busy: the site sends more at once than it has a reason to; each part takes memory here.
+            Busy: `sender` has `most` parts on their way; each takes memory here.
         """
-        key = (ticket, part.index)
         if key in self._under_way:
             break_off(self._under_way[key][1])
-        else:
-            self._require_few(site)
-        self._under_way[key] = site, request
-        try:
-            spool = self._coordinator.store.tickets.spool(ticket)
-            writer: PartWriter = await asyncio.get_running_loop().run_in_executor(
-                self._coordinator.io, spool.begin_part, part.index
-            )
-            try:
-                yield writer, await self._receive(request, site, self._inspections[fragment], part, writer, spool.fd)
-            finally:
-                writer.abandon()
-        finally:
-            if self._under_way.get(key) == (site, request):
-                del self._under_way[key]
-
-    def _require_few(self, site: str) -> None:
-        count = sum(sender == site for sender, _ in self._under_way.values())
-        settings = self._coordinator.settings
-        most = PARTS_PER_CONNECTION * settings.network.connections * settings.model.ranks
-        if count >= most:
-            busy = Busy(f"{site} has {count} parts on their way at once.", f"Send at most {most}.")
+        elif sum(other == sender for other, _ in self._under_way.values()) >= most:
+            busy = Busy(f"{sender} has {most} parts on their way at once.", f"Send at most {most}.")
             busy.retry_after_s = 1.0
             raise busy
+        mine = self._under_way[key] = sender, request
+        try:
+            yield
+        finally:
+            if self._under_way.get(key) is mine:
+                del self._under_way[key]
 
-    async def _receive(
+    async def _inspected(
         self, request: web.Request, site: str, inspection: Inspection, part: Part, writer: PartWriter, fd: int
     ) -> PartStats:
         def read(room: memoryview, offset: int) -> None:
             read_at(fd, room, offset)
 
         with inspection.begin(part, writer.write, read) as inspector:
-            digest = await receive_part(
-                request,
-                inspector,
-                pool=self._coordinator.io,
-                idle_timeout_s=self._coordinator.settings.network.idle_timeout_s,
-                on_bytes=lambda nbytes: self._count(site, nbytes),
-            )
+            digest = await self._receive(request, inspector, site)
             stats = inspector.stats()
         if stats.digest != digest:
             raise PartCorrupt(f"Part {part.index} arrived damaged.", "Send this part again.")
         return stats
 
-    def _count(self, site: str, nbytes: int) -> None:
-        self._coordinator.bytes_up += nbytes
-        if site in self._coordinator.roster:
-            self._coordinator.roster[site].bytes_up += nbytes
+    async def _receive(self, request: web.Request, sink: PartSink, site: str = "") -> bytes:
+        coordinator = self._coordinator
+
+        def count(nbytes: int) -> None:
+            coordinator.bytes_up += nbytes
+            if site in coordinator.roster:
+                coordinator.roster[site].bytes_up += nbytes
+
+        return await receive_part(
+            request,
+            sink,
+            pool=coordinator.io,
+            idle_timeout_s=coordinator.settings.network.idle_timeout_s,
+            on_bytes=count,
+        )
+
+
+@dataclass(eq=False)
+class _ObjectPart:
+    """A part of an object, written and hashed by a thread of the pool."""
+
+    objects: ObjectStore
+    kept: Kept
+    part: Part
+    written: int = 0
+    ended: bool = False
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def __post_init__(self) -> None:
+        self.hasher = blake3()
+        self.scratch = memoryview(bytearray(min(SCRATCH_BYTES, self.part.nbytes)))
+
+    @property
+    def complete(self) -> bool:
+        """Whether all of it is written."""
+        return self.written == self.part.nbytes
+
+    def take(self, fill: Fill) -> None:
+        """Write what there is."""
+        while not self.complete:
+            with self.lock:
+                count = fill(self.scratch[: self.part.nbytes - self.written])
+                if not count:
+                    return
+                if self.ended or self.kept.gone.is_set():
+                    raise ConnectionAbortedError("the part was given up")
+                self.kept.touched_s = time.monotonic()
+                run = self.scratch[:count]
+                self.objects.write(self.kept, run, self.part.start + self.written)
+                self.hasher.update(run)
+                self.written += count
+
+    def end(self) -> None:
+        """Nothing is written any more once this returns."""
+        with self.lock:
+            self.ended = True
