@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
@@ -23,7 +24,6 @@ from atoll.server.startup import plan_of
 from atoll.tensors.layout import version_layout
 from atoll.tensors.module_tensors import schema_of
 from atoll.transport.http_client import Http
-from atoll.worker.peer import agent
 from atoll.worker.peer.agent import SwarmPeer
 from atoll.worker.peer.peer_transfers import PeerServer
 
@@ -122,16 +122,22 @@ def test_drops_versions_that_no_worker_needs(tmp_path: Path, monkeypatch: pytest
 @pytest.mark.covers("P10")
 def test_an_aggregator_shows_progress_from_its_first_byte_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It looks at all updates once more before it reduces them, which takes its time where they are large."""
-    moved, close = list[int](), agent.reduced
+    moved, reducing, move, reduce = list[int](), threading.Event(), SwarmPeer._move, SwarmPeer._reduce
 
-    def told(*arguments: Any, on_bytes: Any, **options: Any) -> Any:
-        def count(nbytes: int) -> None:
+    def counted(self: SwarmPeer, nbytes: int) -> None:
+        if reducing.is_set():
             moved.append(nbytes)
-            on_bytes(nbytes)
+        move(self, nbytes)
 
-        return close(*arguments, on_bytes=count, **options)
+    def told(self: SwarmPeer, *arguments: Any) -> Any:
+        reducing.set()
+        try:
+            return reduce(self, *arguments)
+        finally:
+            reducing.clear()
 
-    monkeypatch.setattr(agent, "reduced", told)
+    monkeypatch.setattr(SwarmPeer, "_move", counted)
+    monkeypatch.setattr(SwarmPeer, "_reduce", told)
     left_by(tmp_path / "swarm", **{"rounds.total": 1})
     planned = plan_of(Settings.build(SETTINGS | {"disk.state_dir": tmp_path}), build(), None).fragments[0]
     assert sum(moved) == len(SITES) * planned.update.nbytes + planned.version.nbytes
@@ -197,7 +203,7 @@ def test_an_answer_that_a_later_one_has_overtaken_is_not_followed(
     """A worker asks twice at once, as soon as it has news: what it is told of before would have it reduce again."""
     undisturbed, _ = left_by(tmp_path / "undisturbed")
     post, told, reduced = Http.post, defaultdict[int, list[PeerWork]](list), list[int]()
-    close = agent.reduced
+    reduce = SwarmPeer._reduce
 
     def late(self: Http, path: str, *arguments: Any, **options: Any) -> Any:
         """Every third time, what was told two times before."""
@@ -207,12 +213,12 @@ def test_an_answer_that_a_later_one_has_overtaken_is_not_followed(
         told[id(self)].append(answer)
         return answer if len(told[id(self)]) % 3 else told[id(self)][-3]
 
-    def counting(plan: Any, work: FrozenRound, *arguments: Any, **options: Any) -> Any:
+    def counting(self: SwarmPeer, work: FrozenRound, *arguments: Any) -> Any:
         reduced.append(work.version)
-        return close(plan, work, *arguments, **options)
+        return reduce(self, work, *arguments)
 
     monkeypatch.setattr(Http, "post", late)
-    monkeypatch.setattr(agent, "reduced", counting)
+    monkeypatch.setattr(SwarmPeer, "_reduce", counting)
     ours, _ = left_by(tmp_path / "swarm")
     assert ours.bits == undisturbed.bits
     assert reduced == [1, 2, 3]

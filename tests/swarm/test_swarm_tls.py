@@ -53,12 +53,18 @@ def test_workers_and_server_over_tls(tmp_path: Path, secured: tuple[Path, Path])
     ("variables", "said"),
     [
         ({"ATOLL_PEER_PORT": "http"}, "ATOLL_PEER_PORT is 'http'"),
-        ({"ATOLL_PEER_HOST": "0.0.0.0"}, "Worker a would serve .* without TLS.* Set ATOLL_PEER_TLS_CERT and "),
+        (
+            {"ATOLL_PEER_HOST": "0.0.0.0"},
+            "Worker a cannot listen .* without TLS.* Set ATOLL_PEER_HOST .* ATOLL_PEER_TLS_CERT and ",
+        ),
         (
             {"ATOLL_PEER_HOST": "192.0.2.1", "ATOLL_PEER_INSECURE": "1"},
             "Worker a cannot listen for the others: host '192.0.2.1' is not an address of this machine. Set ATOLL_PEER",
         ),
-        ({"ATOLL_PEER_TLS_KEY": "a.key"}, "Only one of ATOLL_PEER_TLS_CERT and ATOLL_PEER_TLS_KEY"),
+        (
+            {"ATOLL_PEER_TLS_KEY": "a.key"},
+            "Only one of tls_cert and tls_key is given.* ATOLL_PEER_TLS_CERT and ATOLL_PEER_TLS_KEY",
+        ),
     ],
     ids=["port", "without-tls", "address", "one-of-two"],
 )

@@ -197,18 +197,17 @@ def _open(
 
 def _open_peer(session: Session, folder: Path) -> tuple[Outlet, Callable[[], None]]:
     """Open this worker's part in a swarm; return where its updates are served, and what starts it."""
-    from atoll.aggregation.plan import Plan
     from atoll.worker.peer.agent import SwarmPeer, plan_of
     from atoll.worker.peer.peer_transfers import PeerServer, open_host
 
     http, info = session.http, session.info
     told = session.patiently(partial(http.get, routes.SWARM_PLAN, SwarmPlan), None, "read the plan")
-    plan = plan_of(told, lambda settings: Plan.make(settings, session.split))
+    plan = plan_of(told, session.split)
     host = open_host(session.site, http.host, info.idle_timeout_s)
     outlet = PeerServer(host, session.counters, os.environ.get("ATOLL_TLS_CA"))
     session.peer_address = outlet.address
     session.cleanup.callback(outlet.close)
-    peer = SwarmPeer(session.site, http, outlet, plan, folder, info.run, info.idle_timeout_s, session.rejoin)
+    peer = SwarmPeer(session, outlet, plan, folder)
     session.cleanup.callback(peer.close)
     session.before_leave = peer.leave
     return outlet, peer.start

@@ -16,7 +16,7 @@ import itertools
 import math
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -45,16 +45,15 @@ from atoll.protocol.swarm_messages import (
 from atoll.protocol.values import FrozenRound, FrozenUpdate
 from atoll.runtime import failpoint, run_jobs
 from atoll.store.file_slots import SPOOL, STATE, VERSION, Slot, disk_error, region_digest
-from atoll.transport.http_client import Http
+from atoll.tensors.fragments import Split
+from atoll.tensors.layout import Part
 from atoll.worker.log_lines import LOG, Troubles, told
-from atoll.worker.peer.peer_store import PeerStore, Spool, Version
-from atoll.worker.peer.peer_transfers import PeerServer, PeerTransfers, ServedVersions
+from atoll.worker.peer.peer_store import PeerStore
+from atoll.worker.peer.peer_transfers import PeerServer, PeerTransfers, Spool, Version
+from atoll.worker.session.session import Session
 
 Key = tuple[object, ...]
 """Identifies a job."""
-
-
-# -- A frozen round, reduced with the same pass as a server's, over the files that the worker holds
 
 
 class UpdateDamaged(StateCorrupt):
@@ -63,96 +62,6 @@ class UpdateDamaged(StateCorrupt):
     def __init__(self, share: FrozenUpdate) -> None:
         super().__init__(f"The update of {share.site} is not what came: the disk has changed it.", "Look at the disk.")
         self.ticket = share.ticket
-
-
-def reduced(
-    plan: Plan,
-    work: FrozenRound,
-    base: Version,
-    spools: Mapping[int, Spool],
-    version: Slot,
-    state: Slot | None,
-    *,
-    cancelled: threading.Event,
-    on_bytes: Callable[[int], None],
-) -> tuple[Version, Closed]:
-    """Write the next version and its outer state into these slots.
-
-    Args:
-        base: the version that the round starts from.
-        spools: ticket → its update.
-        on_bytes: called with numbers of bytes, as updates are checked and as the version is made.
-
-    Returns:
-        The version, and the report of it.
-
-    Raises:
-        CancelledError: (concurrent.futures) `cancelled` was set. OSError: the disk is full, or fails.
-        Overflow: the next version would hold Inf or NaN.
-        UpdateDamaged: the disk has changed an update. StateCorrupt: it has changed the base.
-    """
-    begin, done = time.monotonic(), 0
-    _require_whole(plan, work, spools, cancelled, on_bytes)
-
-    def on_progress(nbytes: int) -> None:
-        nonlocal done
-        on_bytes(nbytes - done)
-        done = nbytes
-
-    result = close(
-        plan,
-        work,
-        RoundFiles(
-            base.slot.fd,
-            base.state.fd if base.state is not None else None,
-            {each.ticket: UpdateFile(spools[each.ticket].slot.fd) for each in work.updates},
-            base.part_digests,
-            base.state_digests,
-        ),
-        NextFiles(version.fd, state.fd if state is not None else None),
-        cancelled,
-        on_progress=on_progress,
-    )
-    made = Version(
-        fragment=work.fragment,
-        version=work.version,
-        digest=result.digest,
-        slot=version,
-        state=state if result.state_digests else None,
-        part_digests=result.part_digests,
-        state_digests=result.state_digests,
-    )
-    closed = Closed(
-        fragment=work.fragment,
-        version=work.version,
-        tickets=work.tickets,
-        digest=result.digest,
-        part_digests=in_text(result.part_digests),
-        state_digests=in_text(result.state_digests),
-        grad_norm=result.grad_norm if math.isfinite(result.grad_norm) else None,
-        seconds=time.monotonic() - begin,
-    )
-    return made, closed
-
-
-def _require_whole(
-    plan: Plan,
-    work: FrozenRound,
-    spools: Mapping[int, Spool],
-    cancelled: threading.Event,
-    on_bytes: Callable[[int], None],
-) -> None:
-    """Read every update once more, and refuse what the disk has changed since it came."""
-    parts = plan.fragments[work.fragment].update.parts
-
-    def look(job: tuple[FrozenUpdate, int]) -> None:
-        share, index = job
-        spool, part = spools[share.ticket], parts[index]
-        if region_digest(spool.slot.fd, ((part.start, part.nbytes),)) != spool.part_digests[index]:
-            raise UpdateDamaged(share)
-        on_bytes(part.nbytes)
-
-    run_jobs([(share, part.index) for share in work.updates for part in parts], plan.threads, lambda: look, cancelled)
 
 
 def failed(work: FrozenRound, why: str, *, overflows: bool = False) -> Closed:
@@ -176,46 +85,37 @@ def failed_by(error: Exception, work: FrozenRound, folder: Path) -> Closed:
 
 
 def keep_result(site: str, plan: Plan, work: PeerWork, store: PeerStore, target: Path) -> None:
-    """Write the result of a finished run, and log where it is, or why it is not there."""
-    try:
-        result, why = result_of(plan, work, store, target), "not all of it has come"
-    except AtollError as error:
-        result, why = None, str(error)
-    if result is not None:
-        LOG.info("%s: the result of the run is in %s", site, result)
-    elif work.finished:
-        LOG.warning("%s: the result of the run is NOT in %s: %s; the other sites have it", site, target, why)
-
-
-def result_of(plan: Plan, work: PeerWork, store: PeerStore, target: Path) -> Path | None:
-    """Write the result of a finished run, as the server would; return None if parts of it are not here."""
+    """Write the result of a finished run, as the server would, and log where it is, or why it is not there."""
+    if not work.finished:
+        return
     newest: dict[int, int] = {}
     for hold in work.hold:
         newest[hold.fragment] = max(hold.version, newest.get(hold.fragment, 0))
     found = [store.get(fragment, newest.get(fragment, -1)) for fragment in range(len(plan.fragments))]
-    versions = [each for each in found if each is not None]
-    if not work.finished or len(versions) < len(plan.fragments):
-        return None
-    with contextlib.ExitStack() as held:
-        for each in versions:
-            held.enter_context(store.reading(VERSION, each.fragment, [each.slot]))
+    versions, why = [each for each in found if each is not None], "not all of it has come"
+    if len(versions) == len(found):
         header, owners = model_header(plan.schema)
         sources = [(layout, each.slot.fd, None) for layout, each in zip(plan.versions, versions, strict=True)]
         try:
-            replace_file(target, itertools.chain([header], model_runs(owners, sources)))
+            with store.reading(*versions):
+                replace_file(target, itertools.chain([header], model_runs(owners, sources)))
+            LOG.info("%s: the result of the run is in %s", site, target)
+            return
         except OSError as error:
-            raise disk_error(error, target) from error
-    return target
+            why = str(disk_error(error, target))
+        except AtollError as error:
+            why = str(error)
+    LOG.warning("%s: the result of the run is NOT in %s: %s; the other sites have it", site, target, why)
 
 
-def plan_of(message: SwarmPlan, split_plan: Callable[[Settings], Plan]) -> Plan:
+def plan_of(message: SwarmPlan, split: Split) -> Plan:
     """Return the plan of the server's settings.
 
     Raises:
         VersionSkew: this Atoll does not know one of them, or something that it names is not installed here.
     """
     try:
-        return split_plan(Settings.build(dict(message.settings)))
+        return Plan.make(Settings.build(dict(message.settings)), split)
     except AtollError as error:
         raise VersionSkew(
             f"This worker cannot aggregate what the server's settings say: {error.message}",
@@ -244,30 +144,18 @@ class SwarmPeer:
     """The part of one worker in a swarm; `start` it once the worker has joined.
 
     Args:
-        http: to the server; sends the worker's lease.
+        session: of the worker; joins again with a lease that is no longer valid.
         peer_server: serves files to others.
         plan: of the run, as the server has it.
         folder: of the worker in the run; locked by the caller.
-        run: its id.
-        rejoin: joins again with a lease that is no longer valid.
     """
 
-    def __init__(
-        self,
-        site: str,
-        http: Http,
-        peer_server: PeerServer,
-        plan: Plan,
-        folder: Path,
-        run: str,
-        idle_timeout_s: float,
-        rejoin: Callable[[str], None],
-    ) -> None:
-        self.site, self._http, self._peer_server, self._plan = site, http, peer_server, plan
-        self._idle_timeout_s, self._rejoin = idle_timeout_s, rejoin
-        self._store, self._result = PeerStore(plan, folder, run), folder.parent / RESULT
-        self._versions = ServedVersions(plan, peer_server)
-        self._transfers = PeerTransfers(plan, http, peer_server, idle_timeout_s, self._move)
+    def __init__(self, session: Session, peer_server: PeerServer, plan: Plan, folder: Path) -> None:
+        self.site, self._http, self._peer_server, self._plan = session.site, session.http, peer_server, plan
+        self._idle_timeout_s, self._rejoin = session.info.idle_timeout_s, session.rejoin
+        self._store = PeerStore(plan, folder, session.info.run, peer_server)
+        self._result = folder.parent / RESULT
+        self._transfers = PeerTransfers(plan, self._http, peer_server, self._idle_timeout_s, self._move)
         self._lock = threading.RLock()  # guards what follows
         self._work = PeerWork(stamp=0)
         self._number = self._moved = 0
@@ -287,8 +175,6 @@ class SwarmPeer:
 
     def start(self) -> None:
         """Serve what is here, and begin to ask for work."""
-        for version in self._store.versions():
-            self._versions.add(version, self._versions.state_parts(version))
         self._thread.start()
 
     def leave(self) -> None:
@@ -375,10 +261,10 @@ class SwarmPeer:
                     version=each.version,
                     digest=each.digest,
                     state_digest=state_id(each.state_digests),
-                    source=source,
+                    source=each.source,
                 )
                 for each in self._store.versions()
-                if (source := self._versions.source_of(each)) is not None
+                if each.source is not None
             ],
             collected=list(self._collected.values()),
             closed=list(self._closed.values()),
@@ -388,21 +274,25 @@ class SwarmPeer:
 
     def _follow(self, work: PeerWork) -> None:
         """Drop what is not wanted any more, and begin what is missing."""
-        if self._stopping.is_set():
-            return
+        if not self._stopping.is_set():
+            self._drop_unwanted(work)
+            self._begin_missing(work)
+
+    def _drop_unwanted(self, work: PeerWork) -> None:
         rounds = {key_of(each) for each in work.close}
         self._closed = {key: closed for key, closed in self._closed.items() if key in rounds}
         wanted = {(hold.fragment, hold.version, hold.digest) for hold in work.hold}
         wanted |= {(closed.fragment, closed.version, closed.digest or "") for closed in self._closed.values()}
         for version in self._store.versions():
             if (version.fragment, version.version, version.digest) not in wanted:
-                self._drop(version)
-        for ticket in self._collected.keys() - {collect.ticket for collect in work.collect}:
-            self._forget(ticket)
-        for each in work.collect:
-            known = self._collected.get(each.ticket)
-            if known is not None and (known.digest != each.digest or (known.failed and known.source != each.source)):
-                self._forget(each.ticket)
+                self._store.drop(version)
+        collect = {each.ticket: each for each in work.collect}
+        for ticket, known in list(self._collected.items()):
+            now = collect.get(ticket)
+            if now is None or known.digest != now.digest or (known.failed and known.source != now.source):
+                self._forget(ticket)
+
+    def _begin_missing(self, work: PeerWork) -> None:
         for address in work.probe:
             self._begin(("probe", address), partial(self._probe, address))
         for hold in work.hold:
@@ -472,112 +362,138 @@ class SwarmPeer:
 
     def _hold(self, hold: Hold) -> None:
         """Get a version and its outer state."""
-        fragment, planned = hold.fragment, self._plan.fragments[hold.fragment]
-        slot, state = self._store.take(VERSION, fragment), None
-        assert slot is not None
-        try:
-            state = self._store.take(STATE, fragment) if hold.state_digest else None
-            version, state_parts = self._transfers.version(hold, slot, state)
+        kinds = (VERSION, STATE) if hold.state_digest else (VERSION,)
+        with self._store.taken(hold.fragment, *kinds) as (slot, *state):
+            assert slot is not None
+            version = self._store.served(self._transfers.version(hold, slot, state[0] if state else None))
             failpoint("swarm.held")
             with self._lock:
-                self._keep(version, state_parts)
-        except BaseException:
-            self._store.give_back(VERSION, fragment, slot)
-            self._store.give_back(STATE, fragment, state)
-            raise
-        LOG.debug("%s: has version %d (%d bytes)", self.site, hold.version, planned.version.nbytes)
+                self._store.put(version)
+        nbytes = self._plan.fragments[hold.fragment].version.nbytes
+        LOG.debug("%s: has version %d (%d bytes)", self.site, hold.version, nbytes)
 
     def _collect(self, collect: Collect) -> None:
         """Get an update into a spool, and look what it holds."""
-        fragment, ticket = collect.fragment, collect.ticket
-        slot = self._store.take(SPOOL, fragment)
-        assert slot is not None
+        spool, ticket = None, collect.ticket
+        found = Collected(ticket=ticket, digest=collect.digest, source=collect.source)
         try:
-            spool, norm, bad = self._transfers.update(collect, slot)
-            failpoint("swarm.collected")
-            found = Collected(ticket=ticket, digest=collect.digest, source=collect.source, norm=norm, bad=bad)
+            with self._store.taken(collect.fragment, SPOOL) as (slot,):
+                assert slot is not None
+                spool, norm, bad = self._transfers.update(collect, slot)
+                failpoint("swarm.collected")
+                found = found.model_copy(update={"norm": norm, "bad": bad})
         except UNPULLED as error:
-            self._store.give_back(SPOOL, fragment, slot)
-            why = told(error, 500)
-            with self._lock:
-                self._collected[ticket] = Collected(
-                    ticket=ticket, digest=collect.digest, source=collect.source, failed=why
-                )
-            return
-        except BaseException:
-            self._store.give_back(SPOOL, fragment, slot)
-            raise
+            found = found.model_copy(update={"failed": told(error, 500)})
         with self._lock:
-            self._spools[ticket], self._collected[ticket] = spool, found
+            self._collected[ticket] = found
+            if spool is not None:
+                self._spools[ticket] = spool
 
     def _close(self, work: FrozenRound) -> None:
         """Make the next version of a frozen round."""
-        key, fragment = key_of(work), work.fragment
-        base = self._store.get(fragment, work.base_version)
+        base = self._store.get(work.fragment, work.base_version)
         with self._lock:
-            spools = dict(self._spools)
-            lacking = [share.site for share in work.updates if share.ticket not in spools]
+            spools = {each.ticket: self._spools[each.ticket] for each in work.updates if each.ticket in self._spools}
+        lacking = [share.site for share in work.updates if share.ticket not in spools]
         if base is None or lacking:
             what = f"version {work.base_version}" if base is None else f"the update of {lacking[0]}"
-            self._ended(key, failed(work, f"it has lost {what}"))
+            self._ended(failed(work, f"it has lost {what}"), work)
             return
-        version: Slot | None = None
-        state: Slot | None = None
         try:
-            version, state = self._store.take(VERSION, fragment), self._store.take(STATE, fragment)
-            assert version is not None
             with (
-                self._store.reading(VERSION, fragment, [base.slot]),
-                self._store.reading(STATE, fragment, [base.state]),
-                self._store.reading(SPOOL, fragment, [spools[share.ticket].slot for share in work.updates]),
+                self._store.taken(work.fragment, VERSION, STATE) as (version, state),
+                self._store.reading(base, *spools.values()),
             ):
-                made, closed = reduced(
-                    self._plan, work, base, spools, version, state, cancelled=self._stopping, on_bytes=self._move
-                )
-            failpoint("swarm.closed")
-            state_parts = self._versions.state_parts(made)
-            with self._lock:
-                if (known := self._store.get(fragment, work.version)) is not None:
-                    self._drop(known)
-                self._keep(made, state_parts)
-                self._ended(key, closed)
-        except BaseException as error:
-            self._store.give_back(VERSION, fragment, version)
-            self._store.give_back(STATE, fragment, state)
-            if isinstance(error, CancelledError) or not isinstance(error, Exception):
-                raise
+                assert version is not None
+                made, closed = self._reduce(work, base, spools, version, state)
+                failpoint("swarm.closed")
+                made = self._store.served(made)
+                with self._lock:
+                    if (known := self._store.get(work.fragment, work.version)) is not None:
+                        self._store.drop(known)
+                    self._store.put(made)
+                    self._ended(closed, work)
+        except CancelledError:
+            raise
+        except Exception as error:
             ended = failed_by(error, work, self._store.folder)
             with self._lock:  # so that one report has both
-                if isinstance(error, StateCorrupt):
-                    self._let_go(base, error)
-                self._ended(key, ended)
+                if isinstance(error, StateCorrupt):  # what the disk has changed is pulled again
+                    LOG.warning("%s: %s", self.site, error)
+                    self._forget(error.ticket) if isinstance(error, UpdateDamaged) else self._store.drop(base)
+                self._ended(ended, work)
 
-    def _let_go(self, base: Version, error: StateCorrupt) -> None:
-        """Drop what the disk has changed: it is pulled again."""
-        LOG.warning("%s: %s", self.site, error)
-        self._forget(error.ticket) if isinstance(error, UpdateDamaged) else self._drop(base)
+    def _reduce(
+        self, work: FrozenRound, base: Version, spools: Mapping[int, Spool], version: Slot, state: Slot | None
+    ) -> tuple[Version, Closed]:
+        """Reduce a frozen round with the same pass as a server's, and write the next version into these slots.
 
-    def _ended(self, key: Key, closed: Closed) -> None:
+        Args:
+            base: the version that the round starts from.
+            spools: ticket → its update.
+
+        Returns:
+            The version, and the report of it.
+
+        Raises:
+            CancelledError: (concurrent.futures) the worker stops. OSError: the disk is full, or fails.
+            Overflow: the next version would hold Inf or NaN.
+            UpdateDamaged: the disk has changed an update. StateCorrupt: it has changed the base.
+        """
+        begin, done = time.monotonic(), 0
+        self._require_whole(work, spools)
+
+        def on_progress(nbytes: int) -> None:
+            nonlocal done
+            self._move(nbytes - done)
+            done = nbytes
+
+        base_state = base.state.fd if base.state is not None else None
+        updates = {ticket: UpdateFile(spool.slot.fd) for ticket, spool in spools.items()}
+        files = RoundFiles(base.slot.fd, base_state, updates, base.part_digests, base.state_digests)
+        out = NextFiles(version.fd, state.fd if state is not None else None)
+        result = close(self._plan, work, files, out, self._stopping, on_progress=on_progress)
+        made = Version(
+            work.fragment,
+            work.version,
+            result.digest,
+            version,
+            state if result.state_digests else None,
+            result.part_digests,
+            result.state_digests,
+        )
+        closed = Closed(
+            fragment=work.fragment,
+            version=work.version,
+            tickets=work.tickets,
+            digest=result.digest,
+            part_digests=in_text(result.part_digests),
+            state_digests=in_text(result.state_digests),
+            grad_norm=result.grad_norm if math.isfinite(result.grad_norm) else None,
+            seconds=time.monotonic() - begin,
+        )
+        return made, closed
+
+    def _require_whole(self, work: FrozenRound, spools: Mapping[int, Spool]) -> None:
+        """Read every update once more, and refuse what the disk has changed since it came."""
+        parts = self._plan.fragments[work.fragment].update.parts
+
+        def look(job: tuple[FrozenUpdate, Part]) -> None:
+            share, part = job
+            spool = spools[share.ticket]
+            if region_digest(spool.slot.fd, ((part.start, part.nbytes),)) != spool.part_digests[part.index]:
+                raise UpdateDamaged(share)
+            self._move(part.nbytes)
+
+        jobs = [(share, part) for share in work.updates for part in parts]
+        run_jobs(jobs, self._plan.threads, lambda: look, self._stopping)
+
+    def _ended(self, closed: Closed, work: FrozenRound) -> None:
         with self._lock:
-            self._closed[key] = closed
-
-    # -- what is here
-
-    def _keep(self, version: Version, state_parts: Sequence[bytes]) -> None:
-        """Keep and serve a version; if that fails, its slots stay the caller's."""
-        self._versions.add(version, state_parts)
-        try:
-            self._store.put(version)
-        except BaseException:
-            self._versions.remove(version)
-            raise
-
-    def _drop(self, version: Version) -> None:
-        self._versions.remove(version)
-        self._store.drop(version)
+            self._closed[key_of(work)] = closed
 
     def _forget(self, ticket: int) -> None:
         self._collected.pop(ticket, None)
         spool = self._spools.pop(ticket, None)
         if spool is not None:
-            self._store.give_back(SPOOL, spool.fragment, spool.slot)
+            self._store.give_back(spool)

@@ -1,52 +1,29 @@
-"""The versions that a worker of a swarm holds, and the updates that it has collected: files that are rewritten.
+"""The versions that a worker of a swarm holds and serves, and the updates that it has collected.
 
-They are the same files as a server's: slots, with the same layouts and digests. A note says which slot holds what, so
-that a worker that is started again still has what it had.
+They are the same files as a server's: slots that are rewritten, with the same layouts and digests. A note says which
+slot holds what, so that a worker that is started again still has what it had.
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from atoll.aggregation.plan import Plan
+from atoll.blobs.manifest import Manifest
 from atoll.errors import StoreError
 from atoll.json_files import read_note, write_note
-from atoll.protocol.swarm_messages import split
-from atoll.store.file_slots import JOURNAL, READER, SPOOL, STATE, VERSION, Slot, SlotPool, verify
+from atoll.protocol.swarm_messages import Source, split
+from atoll.store.file_slots import JOURNAL, READER, SPOOL, STATE, VERSION, Slot, SlotPool, region_digest, verify
+from atoll.tensors.reference import TensorRef
+from atoll.worker.peer.peer_transfers import PeerServer, Spool, Version, state_cuts
 
 NOTE = "held.json"
-
-
-@dataclass(frozen=True)
-class Version:
-    """A complete version, with its outer state.
-
-    Attributes:
-        state: None if there is no outer state yet.
-        state_digests: BLAKE3 of the regions of the outer state.
-    """
-
-    fragment: int
-    version: int
-    digest: str
-    slot: Slot
-    state: Slot | None
-    part_digests: tuple[bytes, ...]
-    state_digests: tuple[bytes, ...]
-
-
-@dataclass(frozen=True)
-class Spool:
-    """An update that was collected: its slot, and BLAKE3 of each of its parts."""
-
-    fragment: int
-    slot: Slot
-    part_digests: tuple[bytes, ...]
 
 
 @dataclass
@@ -54,7 +31,7 @@ class _Note:
     """Of each version: fragment, version, digest, slots, digests of parts and of state regions in hex."""
 
     run: str
-    versions: list[list[object]] = field(default_factory=list)
+    versions: list[list[Any]] = field(default_factory=list)
 
 
 class PeerStore:
@@ -63,10 +40,11 @@ class PeerStore:
     Args:
         folder: of the worker in the run; locked by the caller.
         run: id of the run.
+        peer_server: serves versions to others.
     """
 
-    def __init__(self, plan: Plan, folder: Path, run: str) -> None:
-        self._plan, self._path, self._run = plan, folder / NOTE, run
+    def __init__(self, plan: Plan, folder: Path, run: str, peer_server: PeerServer) -> None:
+        self.folder, self._plan, self._run, self._peer_server = folder, plan, run, peer_server
         self._lock = threading.RLock()
         in_memory = not plan.settings.disk.in_files
         self._pools: dict[tuple[str, int], SlotPool] = {}
@@ -80,47 +58,34 @@ class PeerStore:
 
     def _adopt(self) -> None:
         """Take over the versions of an earlier process that still have their digests; remove the rest."""
-        note: _Note | None = read_note(self._path, _Note)
+        note: _Note | None = read_note(self.folder / NOTE, _Note)
         for row in note.versions if note is not None and note.run == self._run else ():
-            with contextlib.suppress(ValueError, TypeError, KeyError):
+            with contextlib.suppress(ValueError, TypeError, KeyError):  # of another version of Atoll
                 if (found := self._adopted(*row)) is not None:
-                    self._versions[found.fragment, found.version] = found
+                    self._versions[found.fragment, found.version] = self.served(found)
         for (kind, fragment), pool in self._pools.items():
             held = [each for each in self._versions.values() if each.fragment == fragment]
-            slots = [slot for each in held if (slot := each.slot if kind == VERSION else each.state)]
+            slots = [slot for each in held for of, slot in each.slots() if of == kind]
             pool.retain({slot.number for slot in slots})
             pool.trim()  # an incomplete version goes with its slot
-            for path in set(self._path.parent.glob(f"{kind}-{fragment}-*")) - {slot.path for slot in slots}:
+            for path in set(self.folder.glob(f"{kind}-{fragment}-*")) - {slot.path for slot in slots}:
                 path.unlink()
 
     def _adopted(
-        self,
-        fragment: object,
-        version: object,
-        digest: object,
-        slot: object,
-        state: object,
-        parts: object,
-        states: object,
+        self, fragment: int, version: int, digest: str, slot: int, state: int | None, *hexes: str
     ) -> Version | None:
-        """Return the version of a row of the note; None if its bytes changed.
-
-        Raises:
-            ValueError, TypeError, KeyError: the row is damaged.
-        """
-        at, part_digests, state_digests = int(str(fragment)), _bytes(parts), _bytes(states)
-        mine, beside = self._verified(VERSION, at, slot, part_digests), None
-        if mine is None or self._plan.fragments[at].version.blob_id(part_digests) != digest:
+        """Return the version of a row of the note; None if its bytes changed."""
+        parts, states = (split(bytes.fromhex(text)) for text in hexes)
+        mine, beside = self._verified(VERSION, fragment, slot, parts), None
+        if mine is None or self._plan.fragments[fragment].version.blob_id(parts) != digest:
             return None
-        if state_digests:
-            beside = self._verified(STATE, at, state, state_digests)
-            if beside is None:
-                return None
-        return Version(at, int(str(version)), str(digest), mine, beside, part_digests, state_digests)
+        if state is not None and (beside := self._verified(STATE, fragment, state, states)) is None:
+            return None
+        return Version(fragment, version, digest, mine, beside, parts, states)
 
-    def _verified(self, kind: str, fragment: int, number: object, digests: tuple[bytes, ...]) -> Slot | None:
+    def _verified(self, kind: str, fragment: int, number: int, digests: tuple[bytes, ...]) -> Slot | None:
         pool = self._pools[kind, fragment]
-        slot = pool.adopt(int(str(number)))
+        slot = pool.adopt(number)
         return slot if slot is not None and verify(slot.fd, pool.shape, digests) else None
 
     # -- versions
@@ -135,6 +100,23 @@ class PeerStore:
         with self._lock:
             return self._versions.get((fragment, version))
 
+    def served(self, version: Version) -> Version:
+        """Let others pull a version. This may read all of its outer state: call it without a lock."""
+        layout, beside, parts = self._plan.fragments[version.fragment].version, None, version.state_parts
+        at = self._peer_server.serve(version.slot.fd, Manifest.of_layout(layout, version.part_digests))
+        if version.state is not None:
+            fd, cuts = version.state.fd, state_cuts(self._pools[STATE, version.fragment].shape)
+            parts = parts or tuple(region_digest(fd, ((part.start, part.nbytes),)) for part in cuts.parts())
+            beside = str(self._peer_server.serve(fd, Manifest.of_cuts(cuts, parts)))
+        return replace(version, state_parts=parts, source=Source(version=str(at), state=beside))
+
+    def withdraw(self, version: Version) -> None:
+        """Let others pull a version no longer."""
+        source = version.source
+        for text in (source.version, source.state) if source is not None else ():
+            if text is not None:
+                self._peer_server.withdraw(TensorRef.parse(text))
+
     def put(self, version: Version) -> None:
         """Keep a version; its slots, which the caller has taken, belong to the store from now on.
 
@@ -147,65 +129,62 @@ class PeerStore:
                 self._write()
             except BaseException:
                 del self._versions[version.fragment, version.version]
+                self.withdraw(version)
                 raise
 
     def drop(self, version: Version) -> None:
-        """Keep a version no longer; its slots are rewritten once no reader is left."""
+        """Serve and keep a version no longer; its slots are rewritten once no reader is left."""
         with self._lock:
             if self._versions.pop((version.fragment, version.version), None) is not None:
+                self.withdraw(version)
                 with contextlib.suppress(StoreError):  # an old note is checked against the digests
                     self._write()
-                self.give_back(VERSION, version.fragment, version.slot)
-                self.give_back(STATE, version.fragment, version.state)
+                self.give_back(version)
 
     def _write(self) -> None:
-        if self._plan.settings.disk.in_files:
-            rows: list[list[object]] = [
-                [
-                    each.fragment,
-                    each.version,
-                    each.digest,
-                    each.slot.number,
-                    each.state.number if each.state else None,
-                    b"".join(each.part_digests).hex(),
-                    b"".join(each.state_digests).hex(),
-                ]
-                for each in self._versions.values()
-            ]
-            write_note(self._path, _Note(self._run, rows))
+        if not self._plan.settings.disk.in_files:
+            return
+        note = _Note(self._run)
+        for each in self._versions.values():
+            digests = (b"".join(each.part_digests).hex(), b"".join(each.state_digests).hex())
+            slots = (each.slot.number, each.state.number if each.state else None)
+            note.versions.append([each.fragment, each.version, each.digest, *slots, *digests])
+        write_note(self.folder / NOTE, note)
 
     # -- slots
 
-    @property
-    def folder(self) -> Path:
-        """The folder of all files."""
-        return self._path.parent
-
-    def take(self, kind: str, fragment: int) -> Slot | None:
-        """Return a slot to write into; None if the fragment has no files of this kind.
+    @contextmanager
+    def taken(self, fragment: int, *kinds: str) -> Iterator[list[Slot | None]]:
+        """Give slots to write into, and take them back if the block raises; None for a kind that has no files.
 
         Raises:
             DiskFull: no space for another.
         """
-        pool = self._pools.get((kind, fragment))
-        return None if pool is None else pool.take(JOURNAL)
+        slots: list[Slot | None] = []
+        try:
+            for kind in kinds:
+                pool = self._pools.get((kind, fragment))
+                slots.append(pool.take(JOURNAL) if pool is not None else None)
+            yield slots
+        except BaseException:
+            for kind, slot in zip(kinds, slots, strict=False):
+                if slot is not None:
+                    self._pools[kind, fragment].drop(slot, JOURNAL)
+            raise
 
-    def give_back(self, kind: str, fragment: int, slot: Slot | None) -> None:
-        """Let a slot be rewritten."""
-        if slot is not None:
-            self._pools[kind, fragment].drop(slot, JOURNAL)
+    def give_back(self, held: Version | Spool) -> None:
+        """Let the slots of a version or an update be rewritten."""
+        for kind, slot in held.slots():
+            self._pools[kind, held.fragment].drop(slot, JOURNAL)
 
     @contextmanager
-    def reading(self, kind: str, fragment: int, slots: Sequence[Slot | None]) -> Iterator[None]:
-        """Keep these slots unchanged within the block."""
-        held = [(self._pools[kind, fragment], slot) for slot in slots if slot is not None]
-        for pool, slot in held:
-            pool.hold(slot, READER)
-        try:
+    def reading(self, *held: Version | Spool) -> Iterator[None]:
+        """Keep versions and updates unchanged within the block."""
+        with ExitStack() as stack:
+            for each in held:
+                for kind, slot in each.slots():
+                    stack.enter_context(self._pools[kind, each.fragment].held(slot, READER))
             yield
-        finally:
-            for pool, slot in held:
-                pool.drop(slot, READER)
 
     def close(self) -> None:
         """Close the files; the versions stay for the next start."""
@@ -215,7 +194,3 @@ class PeerStore:
                     pool.retain(())
                 pool.trim()
                 pool.close()
-
-
-def _bytes(text: object) -> tuple[bytes, ...]:
-    return split(bytes.fromhex(str(text)))

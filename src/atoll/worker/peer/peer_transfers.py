@@ -13,7 +13,8 @@ import random
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from atoll.aggregation.check_arriving_parts import Inspection
@@ -23,7 +24,7 @@ from atoll.errors import UNPULLED, AtollError, ConfigError, Gone, PartCorrupt, P
 from atoll.posix import read_at, write_at
 from atoll.protocol import messages, routes
 from atoll.protocol.swarm_messages import Collect, Hold, Source
-from atoll.store.file_slots import Slot, disk_error, region_digest
+from atoll.store.file_slots import SPOOL, STATE, VERSION, FileShape, Slot, disk_error, region_digest
 from atoll.tensors.layout import PART_BYTES, Layout, Part
 from atoll.tensors.reference import TensorRef
 from atoll.transport.http_client import Counters, Http
@@ -33,7 +34,6 @@ from atoll.transport.resumable_transfer import HttpTransfer
 from atoll.transport.tls import is_loopback
 from atoll.worker.exchange.base_and_outbox import Outbox
 from atoll.worker.log_lines import told
-from atoll.worker.peer.peer_store import Spool, Version
 
 CONNECTIONS = 2
 
@@ -52,31 +52,22 @@ def open_host(site: str, server_host: str, idle_timeout_s: float) -> ObjectHost:
             "Set ATOLL_PEER_HOST (0.0.0.0 listens everywhere), ATOLL_PEER_PORT, and ATOLL_PEER_TLS_CERT and "
             "ATOLL_PEER_TLS_KEY, or ATOLL_PEER_INSECURE=1 if the network is your own.",
         )
-    host = host or "127.0.0.1"
-    cert, key = _path("ATOLL_PEER_TLS_CERT"), _path("ATOLL_PEER_TLS_KEY")
-    insecure = os.environ.get("ATOLL_PEER_INSECURE", "").lower() in ("1", "true", "yes", "on")
-    if (cert is None) != (key is None):
-        raise ConfigError("Only one of ATOLL_PEER_TLS_CERT and ATOLL_PEER_TLS_KEY is set.", "Set both, or neither.")
-    if cert is None and not is_loopback(host) and not insecure:
-        raise ConfigError(
-            f"Worker {site} would serve models on {host}, which others can reach, without TLS.",
-            "Set ATOLL_PEER_TLS_CERT and ATOLL_PEER_TLS_KEY, or ATOLL_PEER_INSECURE=1 if the network is your own.",
-        )
     try:
         return ObjectHost(
-            host,
+            host or "127.0.0.1",
             _port(),
             name=os.environ.get("ATOLL_PEER_NAME"),
-            tls_cert=cert,
-            tls_key=key,
-            insecure=insecure,
+            tls_cert=_path("ATOLL_PEER_TLS_CERT"),
+            tls_key=_path("ATOLL_PEER_TLS_KEY"),
+            insecure=os.environ.get("ATOLL_PEER_INSECURE", "").lower() in ("1", "true", "yes", "on"),
             idle_timeout_s=idle_timeout_s,
             folder=None,
         )
     except (ConfigError, PortInUse) as error:
         raise type(error)(
             f"Worker {site} cannot listen for the others: {error.message}",
-            "Set ATOLL_PEER_HOST to an address of this machine, or 0.0.0.0, and ATOLL_PEER_PORT to a free port.",
+            "Set ATOLL_PEER_HOST to an address of this machine, or 0.0.0.0, ATOLL_PEER_PORT to a free port, and "
+            "ATOLL_PEER_TLS_CERT and ATOLL_PEER_TLS_KEY, or ATOLL_PEER_INSECURE=1 if the network is your own.",
         ) from error
 
 
@@ -90,39 +81,6 @@ def _port() -> int:
 def _path(variable: str) -> Path | None:
     text = os.environ.get(variable)
     return Path(text) if text else None
-
-
-def state_cuts(nbytes: int) -> Cuts:
-    """Return where an outer state is cut to travel: every 16 MiB."""
-    return Cuts(0, nbytes, PART_BYTES)
-
-
-class Pull:
-    """A blob that a reference names, at the worker that serves it.
-
-    Raises:
-        PartCorrupt: the worker serves another blob than its reference names.
-    """
-
-    def __init__(self, ref: TensorRef, parts: Ranges) -> None:
-        self._ref, self._parts = ref, parts
-        what = f"what {ref.server} serves"
-        body = parts.read(routes.OBJECT.format(object=ref.object), routes.MANIFEST_BYTES)
-        self.manifest = messages.BlobManifest.read(body, what).manifest()
-        self.manifest.require_id(ref.digest, what)
-
-    def parts(
-        self,
-        wanted: Sequence[Part],
-        slot: Slot,
-        *,
-        on_bytes: Callable[[int], None],
-        on_part: Callable[[Part], None] = lambda _: None,
-    ) -> None:
-        """Pull parts; a part that arrives damaged is pulled again."""
-        path = routes.OBJECT_DATA.format(object=self._ref.object)
-        sinks = [SlotWriter(slot)]
-        self._parts.pull(path, self.manifest.part_digests, wanted, sinks, on_bytes=on_bytes, on_part=on_part)
 
 
 class SlotWriter:
@@ -255,21 +213,13 @@ class PeerServer:
         """Sort references to one version: this worker's own first, then the others at random."""
         return sorted(sources, key=lambda text: (TensorRef.parse(text).server != self.address, random.random()))
 
-    def probe(self, address: str) -> None:
-        """Reach another worker.
-
-        Raises:
-            ServerUnreachable, TransferStalled: it cannot be reached. BadRequest: something else answers there.
-        """
-        with contextlib.closing(Http(address, ca=self._ca)) as http:
-            http.reach(routes.HEALTH, timeout_s=PROBE_S)
-
     def why_unreached(self, address: str, wait: Callable[[float], bool]) -> str:
-        """Probe a worker a few times. Return why it was not reached; empty if it was, or if `wait` returns true."""
+        """Try to reach a worker. Return why it was not reached; empty if it was, or if `wait` returns true."""
         why = ""
         for pause_s in (*AGAIN_S, 0.0):
             try:
-                self.probe(address)
+                with contextlib.closing(Http(address, ca=self._ca)) as http:
+                    http.reach(routes.HEALTH, timeout_s=PROBE_S)
                 return ""
             except AtollError as error:
                 why = told(error, 300)
@@ -281,48 +231,51 @@ class PeerServer:
         self._host.close()
 
 
-class ServedVersions:
-    """The versions that others may pull, each with its outer state."""
-
-    def __init__(self, plan: Plan, peer_server: PeerServer) -> None:
-        self._plan, self._peer_server = plan, peer_server
-        self._sources: dict[tuple[int, int], Source] = {}
-
-    def source_of(self, version: Version) -> Source | None:
-        """Return where others pull a version; None if it is not served."""
-        return self._sources.get((version.fragment, version.version))
-
-    def state_parts(self, version: Version) -> list[bytes]:
-        """Return BLAKE3 of the parts of its outer state. This reads all of it: call it without a lock."""
-        if version.state is None:
-            return []
-        parts = self._state_cuts(version).parts()
-        return [region_digest(version.state.fd, ((part.start, part.nbytes),)) for part in parts]
-
-    def add(self, version: Version, state_parts: Sequence[bytes]) -> None:
-        """Let others pull it."""
-        layout, beside = self._plan.fragments[version.fragment].version, None
-        at = self._peer_server.serve(version.slot.fd, Manifest.of_layout(layout, version.part_digests))
-        if version.state is not None:
-            manifest = Manifest.of_cuts(self._state_cuts(version), state_parts)
-            beside = self._peer_server.serve(version.state.fd, manifest)
-        source = Source(version=str(at), state=str(beside) if beside is not None else None)
-        self._sources[version.fragment, version.version] = source
-
-    def remove(self, version: Version) -> None:
-        """Stop serving a version."""
-        source = self._sources.pop((version.fragment, version.version), None)
-        for text in (source.version, source.state) if source is not None else ():
-            if text is not None:
-                self._peer_server.withdraw(TensorRef.parse(text))
-
-    def _state_cuts(self, version: Version) -> Cuts:
-        shape = self._plan.fragments[version.fragment].shapes().state
-        assert shape is not None
-        return state_cuts(shape.nbytes)
-
-
 # -- What a worker pulls from others, and checks: versions with their outer states, and updates.
+
+
+@dataclass(frozen=True)
+class Version:
+    """A complete version, with its outer state.
+
+    Attributes:
+        state: None if there is no outer state yet.
+        state_digests: BLAKE3 of the regions of the outer state.
+        state_parts: BLAKE3 of the parts in which the outer state travels; empty if they are not known.
+        source: where others pull it; None while it is not served.
+    """
+
+    fragment: int
+    version: int
+    digest: str
+    slot: Slot
+    state: Slot | None
+    part_digests: tuple[bytes, ...]
+    state_digests: tuple[bytes, ...]
+    state_parts: tuple[bytes, ...] = ()
+    source: Source | None = None
+
+    def slots(self) -> list[tuple[str, Slot]]:
+        """Return the kinds of its files, and the files."""
+        return [(VERSION, self.slot), *([(STATE, self.state)] if self.state is not None else [])]
+
+
+@dataclass(frozen=True)
+class Spool:
+    """An update that was collected: its slot, and BLAKE3 of each of its parts."""
+
+    fragment: int
+    slot: Slot
+    part_digests: tuple[bytes, ...]
+
+    def slots(self) -> list[tuple[str, Slot]]:
+        """Return the kind of its file, and the file."""
+        return [(SPOOL, self.slot)]
+
+
+def state_cuts(shape: FileShape) -> Cuts:
+    """Return where an outer state is cut to travel: every 16 MiB."""
+    return Cuts(0, shape.nbytes, PART_BYTES)
 
 
 class PeerTransfers:
@@ -341,17 +294,14 @@ class PeerTransfers:
         self._idle_timeout_s = idle_timeout_s
         self._inspections = [Inspection(fragment.update, plan.codecs) for fragment in plan.fragments]
 
-    def version(self, hold: Hold, slot: Slot, state: Slot | None) -> tuple[Version, Sequence[bytes]]:
+    def version(self, hold: Hold, slot: Slot, state: Slot | None) -> Version:
         """Pull a version into these slots, and check every byte; from the server if no worker has it.
-
-        Returns:
-            The version, and BLAKE3 of the parts in which its outer state came.
 
         Raises:
             AtollError: one of `UNPULLED`: no worker could give it.
         """
         if not hold.sources:
-            return self._initial(hold, slot), ()
+            return self._initial(hold, slot)
         last: AtollError | None = None
         for source in hold.sources:
             try:
@@ -361,35 +311,18 @@ class PeerTransfers:
         assert last is not None
         raise last
 
-    def _from(self, source: Source, hold: Hold, slot: Slot, state: Slot | None) -> tuple[Version, Sequence[bytes]]:
+    def _from(self, source: Source, hold: Hold, slot: Slot, state: Slot | None) -> Version:
         """Pull a version and its outer state at the same time."""
         layout = self._plan.fragments[hold.fragment].version
-        if state is None:
-            digests = self._pulled(source.version, hold.digest, layout, slot)
-            return Version(hold.fragment, hold.version, hold.digest, slot, None, digests, ()), ()
-        if source.state is None:
+        if state is not None and source.state is None:
             raise Gone(f"Version {hold.version} has no outer state there.", "Ask another worker.")
         with ThreadPoolExecutor(1, thread_name_prefix="atoll-swarm-state") as beside:
-            coming = beside.submit(
-                self._state_from, source.state, hold, state
-            )  # awaited at the end of the block, also after an error
-            digests = self._pulled(source.version, hold.digest, layout, slot)
-            regions, state_parts = coming.result()
-        return Version(hold.fragment, hold.version, hold.digest, slot, state, digests, regions), state_parts
+            coming = beside.submit(self._state_from, source.state, hold, state) if source.state and state else None
+            digests = self._pulled(source.version, layout, slot, hold.digest)  # the block's end awaits the state, too
+            regions, parts = coming.result() if coming is not None else ((), ())
+        return Version(hold.fragment, hold.version, hold.digest, slot, state, digests, regions, parts)
 
-    def _pulled(
-        self, source: str, digest: str, layout: Layout, slot: Slot, on_part: Callable[[Part], None] = lambda _: None
-    ) -> tuple[bytes, ...]:
-        """Pull a version or an update. Return the digests of its parts, which make up the one that is wanted."""
-        with self._connected(source) as (ref, parts):
-            pull = Pull(ref, parts)
-            digests = pull.manifest.part_digests
-            if layout.blob_id(digests) != digest:
-                raise PartCorrupt(f"{ref.server} serves another file than it said.", "Look at that worker.")
-            pull.parts(layout.parts, slot, on_bytes=self._move, on_part=on_part)
-        return digests
-
-    def _state_from(self, source: str, hold: Hold, slot: Slot) -> tuple[tuple[bytes, ...], Sequence[bytes]]:
+    def _state_from(self, source: str, hold: Hold, slot: Slot) -> tuple[tuple[bytes, ...], tuple[bytes, ...]]:
         """Pull the outer state; the digests of its regions must make up the one that the server knows.
 
         Returns:
@@ -397,16 +330,45 @@ class PeerTransfers:
         """
         shape = self._plan.fragments[hold.fragment].shapes().state
         assert shape is not None
-        with self._connected(source) as (ref, parts):
-            pull = Pull(ref, parts)
-            if pull.manifest != Manifest.of_cuts(cuts := state_cuts(shape.nbytes), pull.manifest.part_digests):
-                raise PartCorrupt(f"{ref.server} serves an outer state in other parts than it has.")
-            pull.parts(cuts.parts(), slot, on_bytes=self._move)
-            digests = tuple(region_digest(slot.fd, region) for region in shape.regions)
-            header = os.pread(slot.fd, len(shape.header), 0)
-            if state_id(digests) != hold.state_digest or header != shape.header:
-                raise PartCorrupt(f"{ref.server} serves another outer state than that of version {hold.version}.")
-        return digests, pull.manifest.part_digests
+        parts = self._pulled(source, state_cuts(shape), slot)
+        regions = tuple(region_digest(slot.fd, region) for region in shape.regions)
+        header = os.pread(slot.fd, len(shape.header), 0)
+        if state_id(regions) != hold.state_digest or header != shape.header:
+            raise PartCorrupt(f"{source} is another outer state than that of version {hold.version}.")
+        return regions, parts
+
+    def _pulled(
+        self,
+        source: str,
+        cut: Layout | Cuts,
+        slot: Slot,
+        digest: str = "",
+        on_part: Callable[[Part], None] = lambda _: None,
+    ) -> tuple[bytes, ...]:
+        """Pull a file at the worker that serves it. Return the digests of its parts.
+
+        Args:
+            cut: where the file has to be cut.
+            digest: that the digests of its parts have to make up; empty if the caller checks what came.
+
+        Raises:
+            PartCorrupt: the worker serves another file.
+        """
+        with self._peer_server.connected(source, self._idle_timeout_s) as (ref, transfer):
+            what = f"what {ref.server} serves"
+            body = transfer.read(routes.OBJECT.format(object=ref.object), routes.MANIFEST_BYTES)
+            manifest = messages.BlobManifest.read(body, what).manifest()
+            manifest.require_id(digest or ref.digest, what)
+            digests = manifest.part_digests
+            if isinstance(cut, Layout):
+                expected, parts = Manifest.of_layout(cut, digests), list(cut.parts)
+            else:
+                expected, parts = Manifest.of_cuts(cut, digests), cut.parts()
+            if manifest != expected:
+                raise PartCorrupt(f"{ref.server} serves a file in other parts than it has.", "Look at that worker.")
+            path = routes.OBJECT_DATA.format(object=ref.object)
+            transfer.pull(path, digests, parts, [SlotWriter(slot)], on_bytes=self._move, on_part=on_part)
+        return digests
 
     def _initial(self, hold: Hold, slot: Slot) -> Version:
         """Pull version 0 from the server."""
@@ -442,8 +404,5 @@ class PeerTransfers:
             if stats.bad is not None:
                 bad.append(stats.bad)
 
-        spool = Spool(collect.fragment, slot, self._pulled(collect.source, collect.digest, layout, slot, look))
+        spool = Spool(collect.fragment, slot, self._pulled(collect.source, layout, slot, collect.digest, look))
         return spool, (math.sqrt(math.fsum(sums)) if not bad else 0.0), (min(bad) if bad else "")
-
-    def _connected(self, text: str) -> AbstractContextManager[tuple[TensorRef, Ranges]]:
-        return self._peer_server.connected(text, self._idle_timeout_s)
