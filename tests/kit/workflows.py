@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+import torch
 
 import atoll
 from atoll.testing.run import Threads
@@ -24,20 +29,74 @@ class AnsweringSites(Threads):
     """Sites that answer tasks until the workflow has ended.
 
     Args:
+        names: one letter each, or a list.
         handlers: name of a task → the function that answers it.
+        options: name of a site → further arguments of its `atoll.tasks`.
     """
 
-    def __init__(self, url: str, names: Iterable[str], handlers: Mapping[str, Handler]) -> None:
-        self._url, self._handlers = url, handlers
+    def __init__(
+        self,
+        url: str,
+        names: Iterable[str],
+        handlers: Mapping[str, Handler],
+        options: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> None:
+        self._url, self._handlers, self._options = url, handlers, options or {}
         super().__init__(*(partial(self._work, name) for name in names))
 
     def _work(self, name: str) -> None:
-        with atoll.tasks(self._url, name) as worker:
+        with atoll.tasks(self._url, name, **self._options.get(name, {})) as worker:
             for task, handler in self._handlers.items():
                 worker.task(task)(handler)
             worker.run()
 
 
+def play(
+    folder: Path,
+    workflow: Callable[[Any], Any],
+    handlers: Mapping[str, Handler],
+    names: Iterable[str] = "a",
+    options: Mapping[str, Mapping[str, Any]] | None = None,
+    **settings: Any,
+) -> Any:
+    """Run a workflow with these sites to its end, and return what it returns; nothing of it is left at the server."""
+    sites, came = list(names), list[Any]()
+
+    def main(controller: Any) -> None:
+        controller.sites(at_least=len(sites), timeout_s=30)
+        came.append(workflow(controller))
+
+    with workflow_server(folder, main, **settings) as server:
+        answering = AnsweringSites(server.url, sites, handlers, options)
+        assert server.wait(60)
+        server.run()
+        answering.join()
+    assert files_of_objects(folder) == []
+    return came[0]
+
+
 def kept_objects(folder: Path) -> list[str]:
     """Names of the files of payloads and answers that the server has in `folder`/state."""
     return sorted(path.name for path in (folder / "state" / "objects").glob("*"))
+
+
+def files_of_objects(folder: Path) -> list[str]:
+    """As `kept_objects`, and files without a name that this process has open."""
+    found = kept_objects(folder)
+    for entry in os.listdir("/proc/self/fd"):
+        with suppress(FileNotFoundError):
+            target = os.readlink(f"/proc/self/fd/{entry}")
+            if target.startswith(str(folder / "state" / "objects")):
+                found.append(target)
+    return found
+
+
+def plain(value: Any) -> Any:
+    """A payload with (kind, dtype, values) in place of tensors and arrays: equal for equal payloads."""
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(plain(item) for item in value)
+    if isinstance(value, torch.Tensor):
+        return ("tensor", value.dtype, value.shape, bytes(value.contiguous().reshape(-1).view(torch.uint8).numpy()))
+    return ("array", value.dtype, value.shape, value.tobytes()) if isinstance(value, np.ndarray) else value

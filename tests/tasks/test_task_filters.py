@@ -1,7 +1,13 @@
-"""Filters of tasks, at the server and at a site: what one site is sent, and what is taken of its answer."""
+"""Filters of tasks, at the server and at a site: what a site is sent, what is taken of its answer, and what fails."""
 
 from __future__ import annotations
 
+import gc
+import re
+import threading
+import weakref
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -9,13 +15,70 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from task_filter_world import Halved, model, plain, serving, sites
+from bad_filters import Infinite, Shorter, Undecided
+from harness.processes import wait_until
+from kit.workflows import AnsweringSites, files_of_objects, kept_objects, play, workflow_server
+from torch import Tensor
 
 import atoll
 from atoll import Settings
-from atoll.filters import Drop, Filter, Outgoing
+from atoll.errors import Busy, ConfigError, RunFailed, UsageError
+from atoll.filters import CHUNK_ELEMENTS, Drop, Filter, NormClip, Outgoing
+from atoll.protocol import task_messages as tm
+from atoll.server.filter_table import SiteFilters
+from atoll.server.tasks import user_code
+from atoll.worker.tasks.answer_tasks import Task
 
 STREAMS = pytest.mark.parametrize("stream", [(), ("train",)], ids=["inline", "streamed"])
+TREE = {"w": torch.ones(3)}
+
+
+def echo(payload: Any) -> Any:
+    return payload
+
+
+def model() -> dict[str, Any]:
+    return {"model": {"w": torch.tensor([3.0, 4.0]), "head": np.zeros(2)}, "n": torch.tensor(9), "lr": 0.5}
+
+
+def numbers(tree: Any) -> Any:
+    """With lists for tensors and arrays."""
+    if isinstance(tree, dict):
+        return {key: numbers(value) for key, value in tree.items()}
+    return tree.tolist() if isinstance(tree, Tensor | np.ndarray) else tree
+
+
+class Halved(Filter):
+    def apply(self, name: str, start: int, values: Tensor) -> Tensor:
+        assert len(values) <= CHUNK_ELEMENTS
+        return values.div_(2)
+
+
+class Broken(Filter):
+    def apply(self, name: str, start: int, values: Tensor) -> Tensor:
+        if name == "model.w":
+            raise KeyError("salt")
+        return values
+
+
+class Leaving(Filter):
+    def apply(self, name: str, start: int, values: Tensor) -> Tensor:
+        raise SystemExit(3)
+
+
+class Waiting(Filter):
+    """Calls `began`, and hangs until the event is set."""
+
+    def __init__(self, go: threading.Event, began: Callable[[], object]) -> None:
+        self.go, self.began = go, began
+
+    def apply(self, name: str, start: int, values: Tensor) -> Tensor:
+        self.began()
+        assert self.go.wait(60)
+        return values
+
+
+# -- what passes them
 
 
 @pytest.mark.covers("T8", "T3", "T7")
@@ -37,32 +100,28 @@ def test_the_run_file_says_what_a_site_is_sent_and_what_is_taken_of_its_answer(
         """
     )
     given = Settings.read(tmp_path / "run.toml", environ={})
-    filters = {key: given.at(key) for key in ("workflow.payload_filters", "workflow.result_filters")}
-    came: dict[str, Any] = {}
+    settings = {key: given.at(key) for key in ("workflow.payload_filters", "workflow.result_filters")}
     objects = []
 
-    def main(controller: Any) -> None:
-        controller.sites(at_least=2, timeout_s=30)
-        for task in ("train", "measure"):
-            results = controller.broadcast(task, model(), min_responses=2, timeout_s=30)
-            came[task] = {result.site: result.payload for result in results}
-        came["text"] = controller.send("b", "measure", "no tensors", timeout_s=30).payload
+    def workflow(controller: Any) -> dict[str, Any]:
+        tasks = {task: controller.broadcast(task, model(), min_responses=2, timeout_s=30) for task in handlers}
+        came: dict[str, Any] = {task: {each.site: each.payload for each in tasks[task]} for task in tasks}
+        return came | {"text": controller.send("b", "measure", "no tensors", timeout_s=30).payload}
 
     def answer(payload: Any) -> Any:
-        objects.append(len(list((tmp_path / "state" / "objects").glob("*.safetensors"))))
+        objects.append(sum(name.endswith(".safetensors") for name in kept_objects(tmp_path)))
         return payload
 
-    with serving(tmp_path, main, **{"workflow.streamed_tasks": stream}, **filters) as server:
-        with sites(server, {"train": answer, "measure": answer}):
-            assert server.wait(60)
+    handlers = {"train": answer, "measure": answer}
+    came = play(tmp_path, workflow, handlers, "ab", **{"workflow.streamed_tasks": stream}, **settings)
     whole = {"model": {"w": [3.0, 4.0], "head": [0.0, 0.0]}, "n": 9, "lr": 0.5}
     half = {"model": {"w": [1.5, 2.0], "head": [0.0, 0.0]}, "n": 9, "lr": 0.5}
-    assert plain(came["train"]) == {"a": half | {"model": {"w": [1.5, 2.0], "head": None}}, "b": half}
-    assert plain(came["measure"]) == {"a": whole, "b": half}
+    assert numbers(came["train"]) == {"a": half | {"model": {"w": [1.5, 2.0], "head": None}}, "b": half}
+    assert numbers(came["measure"]) == {"a": whole, "b": half}
     assert isinstance(came["measure"]["b"]["model"]["head"], np.ndarray)
     assert came["measure"]["b"]["n"].dtype == torch.int64
     assert came["text"] == "no tensors"
-    assert max(objects) <= 2  # one for a, one for everybody else
+    assert max(objects) <= 2  # one for a, one for all others
 
 
 @pytest.mark.covers("T8", "T3")
@@ -72,24 +131,17 @@ def test_sites_without_filters_share_one_object_and_one_with_filters_does_not_ke
     def main(controller: Any) -> None:
         controller.broadcast("train", model(), sites=["a", "b", "c"], timeout_s=30)
 
-    def files() -> int:
-        return len(list((tmp_path / "state" / "objects").glob("*.safetensors")))
-
-    with serving(tmp_path, main, data_filters={"a": [Halved()]}) as server, ExitStack() as stack:
+    with workflow_server(tmp_path, main, data_filters={"a": [Halved()]}) as server, ExitStack() as stack:
         workers = {name: stack.enter_context(atoll.tasks(server.url, name)) for name in "abc"}
         tasks = {name: next(iter(worker.tasks())) for name, worker in workers.items()}
-        assert {name: task.payload["model"]["w"].tolist() for name, task in tasks.items()} == {
-            "a": [1.5, 2.0],
-            "b": [3.0, 4.0],
-            "c": [3.0, 4.0],
-        }
-        assert files() == 2
+        sent = {name: task.payload["model"]["w"].tolist() for name, task in tasks.items()}
+        assert sent == {"a": [1.5, 2.0], "b": [3.0, 4.0], "c": [3.0, 4.0]}
         assert len({task.id for task in tasks.values()}) == 1
-        assert tasks["a"].answer(1)
-        assert files() == 1
-        assert tasks["b"].answer(1)
-        assert files() == 1
-        assert tasks["c"].answer(1)
+        left = [len(kept_objects(tmp_path))]
+        for task in tasks.values():
+            assert task.answer(1)
+            left.append(len(kept_objects(tmp_path)))
+    assert left[:3] == [2, 1, 1]
 
 
 @pytest.mark.covers("T8")
@@ -100,45 +152,442 @@ def test_a_sites_own_filters_come_before_any_byte_leaves(tmp_path: Path, stream:
 
     class Looking(Filter):
         def begin(self, update: Outgoing) -> None:
-            about = update.about
-            seen[about.site, about.task] = {name: update.tensor(name).tolist() for name in list(update.tensors)[:1]}
-            seen["names", about.site, about.task] = sorted(update.tensors)
+            if update.about.site == "a":
+                seen[update.about.task] = {name: update.tensor(name).tolist() for name in list(update.tensors)[:-1]}
 
-    came: dict[str, Any] = {}
+    def workflow(controller: Any) -> Any:
+        tasks = {task: controller.broadcast(task, None, min_responses=2, timeout_s=30) for task in handlers}
+        return {task: {each.site: numbers(each.payload["model"]) for each in tasks[task]} for task in tasks}
 
-    def main(controller: Any) -> None:
-        controller.sites(at_least=2, timeout_s=30)
-        for task in ("train", "measure"):
-            results = controller.broadcast(task, None, min_responses=2, timeout_s=30)
-            came[task] = {result.site: plain(result.payload["model"]) for result in results}
-
-    def answer(_: Any) -> Any:
-        return model()
-
-    mine = {"a": {"train": [Drop("*.head"), Halved()]}}
-    with serving(tmp_path, main, **{"workflow.streamed_tasks": stream}, filters=[Looking()]) as server:
-        with sites(server, {"train": answer, "measure": answer}, **mine):
-            assert server.wait(60)
+    handlers = dict.fromkeys(("train", "measure"), lambda _: model())
+    mine = {"a": {"filters": {"train": [Drop("*.head"), Halved()]}}}
+    settings = {"workflow.streamed_tasks": stream, "filters": [Looking()]}
+    came = play(tmp_path, workflow, handlers, "ab", mine, **settings)
     whole = {"w": [3.0, 4.0], "head": [0.0, 0.0]}
     assert came == {"train": {"a": {"w": [1.5, 2.0], "head": None}, "b": whole}, "measure": {"a": whole, "b": whole}}
-    assert seen["names", "a", "train"] == ["model.w", "n"]
-    assert seen["a", "train"] == {"model.w": [1.5, 2.0]}
-    assert seen["names", "a", "measure"] == ["model.head", "model.w", "n"]
+    assert seen == {"train": {"model.w": [1.5, 2.0]}, "measure": {"model.w": [3.0, 4.0], "model.head": [0.0, 0.0]}}
 
 
 @pytest.mark.covers("T8", "T4")
 def test_arrays_in_the_head_of_an_object_are_filtered_like_what_is_streamed(tmp_path: Path) -> None:
     """On all three ways: sent, answered, taken. 8 and 16 become 1 and 2."""
-    came: dict[str, Any] = {}
     tree = {"w": torch.full((3,), 8.0), "b": np.full(2, 16.0), "n": np.arange(2)}
+    came = play(
+        tmp_path,
+        lambda controller: controller.send("a", "train", tree, timeout_s=30).payload,
+        {"train": echo},
+        options={"a": {"filters": [Halved()]}},
+        data_filters=[Halved()],
+        filters=[Halved()],
+        **{"workflow.streamed_tasks": ("train",), "workflow.array_part_bytes": 0},
+    )
+    assert numbers(came) == {"w": [1.0] * 3, "b": [2.0] * 2, "n": [0, 1]}
+    assert isinstance(came["b"], np.ndarray)
+
+
+@pytest.mark.covers("T8", "T6")
+@pytest.mark.parametrize("broken", [False, True])
+def test_memory_of_what_was_filtered_is_given_back_at_once(tmp_path: Path, broken: bool) -> None:
+    """At the server when the task is over, at the site when the answer is, or when its filter has failed."""
+    answered: list[weakref.ref[Tensor]] = []
+
+    def workflow(controller: Any) -> Any:
+        payload = model()
+        sent = weakref.ref(payload["model"]["w"])
+        results = controller.broadcast("train", payload, timeout_s=30)
+        del payload
+        ok = [result.ok for result in results]
+        del results
+        still = sent()
+        return ok, still, [result.payload for result in controller.broadcast("measure", None, timeout_s=30)]
+
+    def train(_: Any) -> Any:
+        result = {"model": {"w": torch.ones(5)}}
+        answered.append(weakref.ref(result["model"]["w"]))
+        return result
+
+    handlers = {"train": train, "measure": lambda _: all(each() is None for each in answered)}
+    filters = [Broken() if broken else NormClip(1.0)]
+    gc.disable()
+    try:
+        came = play(
+            tmp_path,
+            workflow,
+            handlers,
+            "ab",
+            {"b": {"filters": filters}},
+            data_filters={"a": filters},
+            filters={"b": [Halved()]},
+        )
+    finally:
+        gc.enable()
+    assert came == ([not broken] * 2, None, [True, True])
+    assert len(answered) == (1 if broken else 2)
+
+
+@pytest.mark.covers("T8", "T10")
+def test_what_is_pulled_ahead_is_the_sites_own(tmp_path: Path) -> None:
+    """Several tasks are open for the site: each is behind its filters, whenever its tensors come."""
+
+    def workflow(controller: Any) -> list[float]:
+        with ThreadPoolExecutor(3) as pool:
+            sent = [{"w": torch.full((3,), 2.0 * number)} for number in (1, 2, 3)]
+            done = pool.map(lambda each: controller.send("a", "train", each, timeout_s=30), sent)
+            return [result.payload for result in done]
+
+    handlers = {"train": lambda payload: payload["w"].mean().item()}
+    ahead = {"a": {"request_task_tensors": False}}
+    assert play(tmp_path, workflow, handlers, "a", ahead, data_filters={"a": [Halved()]}) == [1.0, 2.0, 3.0]
+
+
+@pytest.mark.covers("T8")
+def test_two_payloads_of_one_site_do_not_meet_in_its_filter(tmp_path: Path) -> None:
+    """A filter keeps state from the begin of a payload to its end; a workflow may send from several threads."""
+    size, entered = 2 * CHUNK_ELEMENTS, list[float]()
+
+    class First(Filter):
+        """Divides by the first value that it saw."""
+
+        def begin(self, update: Outgoing) -> None:
+            (name,) = update.tensors
+            self.by = update.changes(name, 0, 1).item()
+            entered.append(self.by)
+
+        def apply(self, name: str, start: int, values: Tensor) -> Tensor:
+            return values.div_(self.by)
+
+    def workflow(controller: Any) -> list[Tensor]:
+        with ThreadPoolExecutor(4) as pool:
+            payloads = [{"w": torch.full((size,), float(number))} for number in range(1, 9)]
+            done = pool.map(lambda each: controller.send("a", "train", each, timeout_s=60), payloads)
+            return [result.payload["w"] for result in done]
+
+    settings = {"data_filters": {"a": [First()]}, "workflow.streamed_tasks": ("train",)}
+    came = play(tmp_path, workflow, {"train": echo}, **settings)
+    assert sorted(entered) == [float(number) for number in range(1, 9)]
+    assert all(torch.equal(each, torch.ones(size)) for each in came)
+
+
+class Noted(Filter):
+    """Keeps what it knows of a payload in a dict, beside a lock."""
+
+    def __init__(self) -> None:
+        self.norms: dict[str, float] = {}
+        self.lock = threading.Lock()
+        self.pair = [self.norms, self.lock]  # half of it can be copied
+
+
+@pytest.mark.covers("T8")
+def test_a_filter_keeps_nothing_of_one_site_for_another(tmp_path: Path) -> None:
+    """Each site has a copy of its own; only what cannot be copied is shared."""
+    given = Noted()
+    filters = SiteFilters(Settings.build({"disk.state_dir": tmp_path}), [given])
+    (a,), (b,) = filters.of("a"), filters.of("b")
+    assert isinstance(a, Noted)
+    assert isinstance(b, Noted)
+    a.norms["w"] = 1.0
+    assert (b.norms, given.norms) == ({}, {})
+    assert a.lock is b.lock
+    assert a.pair is b.pair
+    assert filters.of("a") == (a,)
+
+
+# -- what fails: where a filter of site b works × how it fails → what b's result says
+
+FAILURES = {
+    Broken: r"the filter Broken\(\) failed at 'model\.w': KeyError: 'salt'",
+    Undecided: r"the filter Undecided\(\) failed at 'model\.\w+': KeyError: 'model\.\w+'",
+    Shorter: r"the filter Shorter\(\) made torch\.float\d\d \[1\] where 'model\.\w+' had torch\.float\d\d \[2\]",
+    Infinite: r"the filter Infinite\(\) left NaN or Inf in 'model\.\w+'",
+}
+PLACES = {
+    "data": "The payload of task '{task}' for site b is not sent",
+    "result": "The answer of site b to task '{task}' is not used",
+    "site": "The answer of site b to task '{task}' is not sent",
+}
+ROWS: list[tuple[str, type[Filter], str]] = [
+    *((place, kind, f"{begin}: {failure}") for place, begin in PLACES.items() for kind, failure in FAILURES.items()),
+    ("data", Leaving, r"^The server's filters at the payload of task '{task}' for b ended with SystemExit\(3\)\."),
+    ("result", Leaving, r"^The filters of its answer failed at the server: SystemExit: 3$"),
+]
+"""Each row has a task of its own."""
+
+
+def task_of(place: str, kind: type[Filter]) -> str:
+    return f"{place}.{kind.__name__}"
+
+
+@pytest.fixture(scope="module")
+def broadcasts(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Task → its results from a and b, in one run; the last task has no filters."""
+    names = [task_of(place, kind) for place, kind, _ in ROWS]
+
+    def workflow(controller: Any) -> dict[str, list[Any]]:
+        came = {name: controller.broadcast(name, model(), min_responses=1, timeout_s=30) for name in names}
+        for good, _ in came.values():
+            assert good.payload["model"]["w"].tolist() == [3.0, 4.0]
+        with pytest.raises(RunFailed, match=r"got 1 of 2 answers: b failed: .*filter"):
+            controller.broadcast(names[0], model(), min_responses=2, timeout_s=30)
+        return came | {"measure": controller.broadcast("measure", 7, timeout_s=30)}
+
+    def of(place: str) -> dict[str, Any]:
+        return {task_of(where, kind): [kind()] for where, kind, _ in ROWS if where == place}
+
+    handlers: dict[str, Any] = dict.fromkeys(names, echo) | {"measure": lambda payload: payload + 1}
+    filters = {"data_filters": {"b": of("data")}, "filters": {"b": of("result")}}
+    return play(tmp_path_factory.mktemp("rows"), workflow, handlers, "ab", {"b": {"filters": of("site")}}, **filters)
+
+
+@pytest.mark.covers("T8", "T7", "X3")
+@pytest.mark.parametrize(("place", "kind", "error"), ROWS, ids=[task_of(place, kind) for place, kind, _ in ROWS])
+def test_a_filter_that_fails_is_an_error_of_its_site_and_the_others_go_on(
+    broadcasts: dict[str, list[Any]], place: str, kind: type[Filter], error: str
+) -> None:
+    task = task_of(place, kind)
+    good, bad = broadcasts[task]
+    assert (good.site, good.ok, bad.site, bad.ok) == ("a", True, "b", False)
+    assert re.search(error.replace("{task}", re.escape(task)), bad.error), bad.error
+    with pytest.raises(RunFailed, match=f"Site b failed at task '{task}'"):
+        bad.payload  # noqa: B018
+    assert [result.payload for result in broadcasts["measure"]] == [8, 8]
+
+
+@pytest.mark.covers("T8", "X3")
+def test_a_name_that_no_tensor_has_is_told_with_the_nearest(tmp_path: Path) -> None:
+    """What it was to hold back would leave."""
+    error = play(
+        tmp_path,
+        lambda controller: controller.send("a", "train", None, timeout_s=30).error,
+        {"train": lambda _: model()},
+        options={"a": {"filters": [Drop("model.haed")]}},
+    )
+    assert "The answer of site a to task 'train' is not sent" in error
+    assert "no tensor of the payload is called 'model.haed'" in error
+    assert "Did you mean 'model.head'?" in error
+
+
+@pytest.mark.covers("T8", "X3")
+def test_a_task_that_no_site_can_be_sent_has_its_errors_at_once(tmp_path: Path) -> None:
+    """No site is asked, so none is waited for."""
+
+    def workflow(controller: Any) -> Any:
+        failed, sent = controller.send("a", "train", model()), controller.send("a", "measure", 1, timeout_s=30)
+        return failed.error, sent.payload, controller.run.task_queue.status()[0]
+
+    error, sent, row = play(tmp_path, workflow, {"measure": echo}, data_filters=[Broken()])
+    assert "The payload of task 'train' for site a is not sent: the filter Broken()" in error
+    assert sent == 1
+    assert (row.answers, row.missing) == ({"failed": 1}, [])
+
+
+@pytest.mark.covers("T8", "T7")
+@pytest.mark.parametrize("where", ["data_filters", "filters"])
+def test_a_disk_that_is_full_is_told_as_such(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    """What a site is sent ends the workflow's call, as without filters; what it answered is that site's failure."""
+
+    def full(*_: Any) -> Any:
+        raise OSError(28, "No space left on device")
+
+    def workflow(controller: Any) -> tuple[str, bool]:
+        with monkeypatch.context() as patched:
+            for module in ("task_payloads", "task_queue"):
+                patched.setattr(f"atoll.server.tasks.{module}.write_object", full)
+            try:
+                told = controller.send("a", "train", model(), timeout_s=30).error
+            except atoll.AtollError as error:
+                told = str(error)
+        return told, controller.send("a", "train", model(), timeout_s=30).ok
+
+    told, goes_on = play(tmp_path, workflow, {"train": echo}, **{where: [Halved()]})
+    assert "is full" in told
+    assert goes_on
+
+
+@pytest.mark.covers("T8", "T7")
+def test_a_server_without_room_for_a_sites_own_payload_says_so_and_keeps_none(tmp_path: Path) -> None:
+    """There is room for one object of 80 kB, not for that of b and, beside it, that of a."""
+
+    def workflow(controller: Any) -> Any:
+        payload = {"w": torch.ones(20_000)}
+        with pytest.raises(Busy, match="no room for a payload"):
+            controller.broadcast("train", payload, timeout_s=30)
+        return files_of_objects(tmp_path), controller.send("b", "train", payload, timeout_s=30).payload
+
+    handlers = {"train": lambda payload: payload["w"].sum().item()}
+    settings = {"disk.objects_max_bytes": 100_000, "data_filters": {"a": [Halved()]}}
+    assert play(tmp_path, workflow, handlers, "ab", **settings) == ([], 20_000.0)
+
+
+def test_refuses_what_is_no_filter_before_any_site_is_asked() -> None:
+    with pytest.raises(UsageError, match="is not a filter"):
+        atoll.tasks("http://127.0.0.1:1", "a", filters={"train": ["drop"]})  # type: ignore[dict-item]
+    with pytest.raises(UsageError, match=r"filters is Halved\(\) alone"):
+        atoll.tasks("http://127.0.0.1:1", "a", filters=Halved())  # type: ignore[arg-type]
+    entry = {"path": "drop", "args": ["w"], "tasks": "train"}
+    with pytest.raises(ConfigError, match=r"workflow.payload_filters has .* not understood"):
+        atoll.Server(workflow=print, settings={"workflow.payload_filters": [entry]})
+
+
+# -- what hangs, and what comes twice
+
+
+@pytest.mark.covers("T8", "T2")
+def test_an_answer_that_comes_again_while_it_is_filtered_counts_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A site that got no word in time says it again: it waits for the same, and the filter works once."""
+    begun, go, begins = threading.Event(), threading.Event(), list[str]()
+    came: list[Any] = []
+    kept: list[tuple[str, tm.TaskAnswer]] = []
+
+    class Slow(Filter):
+        def begin(self, update: Outgoing) -> None:
+            begins.append(update.about.site)
+            begun.set()
+            assert go.wait(30)
 
     def main(controller: Any) -> None:
-        came["payload"] = controller.send("a", "train", tree, timeout_s=30).payload
+        came.extend(controller.send("a", "train", None, timeout_s=60).payload["w"].tolist())
 
-    sizes = {"workflow.streamed_tasks": ("train",), "workflow.array_part_bytes": 0}
-    with serving(tmp_path, main, data_filters=[Halved()], filters=[Halved()], **sizes) as server:
-        with atoll.tasks(server.url, "a", filters=[Halved()]) as worker:
-            worker.task("train")(lambda payload: payload)
-            worker.run()
-    assert plain(came["payload"]) == {"w": [1.0] * 3, "b": [2.0] * 2, "n": [0, 1]}
-    assert isinstance(came["payload"]["b"], np.ndarray)
+    with (
+        workflow_server(tmp_path, main, filters=[Slow(), Halved()]) as server,
+        atoll.tasks(server.url, "a") as worker,
+    ):
+        task = next(iter(worker.tasks()))
+        queue, http = server._run.task_queue, task._connection.http  # type: ignore[union-attr]
+        send, is_taken, asked = http.send, queue.is_taken, list[str]()
+
+        def counted(*which: str) -> bool:
+            asked.append(which[0])
+            return is_taken(*which)
+
+        def noted(path: str, message: Any, **options: Any) -> None:
+            if isinstance(message, tm.TaskAnswer):
+                kept.append((path, message))
+            send(path, message, **options)
+
+        monkeypatch.setattr(http, "send", noted)
+        monkeypatch.setattr(queue, "is_taken", counted)
+        with ThreadPoolExecutor(2) as pool:
+            first = pool.submit(task.answer, {"w": torch.tensor([2.0, 4.0])})
+            assert begun.wait(30)
+            again = pool.submit(send, *kept[0])
+            wait_until(lambda: len(asked) == 2, "that both wait")
+            go.set()
+            assert first.result(30) is True
+            again.result(30)
+        assert server.wait(30)
+    assert begins == ["a"]
+    assert came == [1.0, 2.0]
+
+
+@pytest.mark.covers("T8", "T3")
+def test_sends_no_payload_through_a_filter_that_hangs_and_serves_the_others(tmp_path: Path) -> None:
+    """When the filter ends after all, what it has left is removed: no site waits for it."""
+    go = threading.Event()
+
+    def workflow(controller: Any) -> Any:
+        try:
+            results = controller.broadcast("train", TREE, timeout_s=1.0)
+            return {each.site: each.payload["w"].tolist() if each.ok else each.error for each in results}
+        finally:
+            go.set()
+            wait_until(lambda: kept_objects(tmp_path) == [], "that nothing is left")
+
+    settings = {"data_filters": {"a": [Waiting(go, bool)]}, "workflow.streamed_tasks": ("train",)}
+    assert play(tmp_path, workflow, {"train": echo}, "ab", **settings) == {
+        "a": "The server's filters at the payload of task 'train' for a were not done after 1 s: it is not sent. "
+        "Look at their code, or give more time.",
+        "b": [1.0] * 3,
+    }
+
+
+@pytest.mark.covers("T8")
+def test_a_filter_that_hangs_at_every_task_leaves_room_for_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There is room for two at a time. a has been sent three tasks in vain before b is sent one; its filter, which is
+    at the first, begins none of the others.
+    """
+    monkeypatch.setattr(user_code, "AT_ONCE", 2)
+    go, begun = threading.Event(), list[int]()
+
+    def workflow(controller: Any) -> Any:
+        try:
+            tried = [controller.send("a", "train", TREE, timeout_s=0.3).ok for _ in range(3)]
+            return tried, len(begun), controller.send("b", "train", TREE, timeout_s=30).payload["w"].tolist()
+        finally:
+            go.set()
+
+    filters = {"a": [Waiting(go, lambda: begun.append(1))], "b": [Filter()]}
+    assert play(tmp_path, workflow, {"train": echo}, "ab", data_filters=filters) == ([False] * 3, 1, [1.0] * 3)
+
+
+@pytest.mark.covers("T8")
+def test_hanging_filters_do_not_wait_for_each_other(tmp_path: Path) -> None:
+    """a's filter ends when c's begins, and c's when a's has begun."""
+    one, other = threading.Event(), threading.Event()
+    filters = {"a": [Waiting(other, one.set)], "c": [Waiting(one, other.set)]}
+    came = play(
+        tmp_path,
+        lambda controller: [each.ok for each in controller.broadcast("train", TREE, timeout_s=60)],
+        {"train": echo},
+        "ac",
+        data_filters=filters,
+    )
+    assert came == [True, True]
+
+
+@pytest.mark.covers("T8", "T7")
+def test_answers_that_hang_in_filters_are_let_go_with_their_task(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There is room for one at a time. a is told that its tasks are over, and b's answer is filtered then."""
+    monkeypatch.setattr(user_code, "AT_ONCE", 1)
+    go, taken, begun, deliver = (
+        threading.Event(),
+        list[bool](),
+        list[int](),
+        Task.deliver,
+    )
+
+    def told(task: Any, answer: Any) -> bool:
+        taken.append(deliver(task, answer))
+        return taken[-1]
+
+    monkeypatch.setattr(Task, "deliver", told)
+
+    def workflow(controller: Any) -> Any:
+        try:
+            for number in (1, 2):
+                assert controller.broadcast("train", TREE, sites=["a"], timeout_s=1.0) == []
+                wait_until(lambda number=number: len(taken) == number, "that a is told")  # type: ignore[misc]
+            assert (taken, begun) == ([False, False], [1])
+            return controller.send("b", "train", TREE, timeout_s=30).payload["w"].tolist()
+        finally:
+            go.set()
+            wait_until(lambda: files_of_objects(tmp_path) == [], "the end of what was being filtered")
+
+    filters = {"a": [Waiting(go, lambda: begun.append(1))], "b": [Filter()]}
+    settings = {"filters": filters, "workflow.streamed_tasks": ("train",)}
+    assert play(tmp_path, workflow, {"train": echo}, "ab", **settings) == [1.0] * 3
+
+
+@pytest.mark.covers("T8", "T3")
+def test_a_filter_that_hangs_does_not_hold_up_the_end_of_the_server(tmp_path: Path) -> None:
+    begun, go = threading.Event(), threading.Event()
+
+    def main(controller: Any) -> None:
+        controller.broadcast("train", sites=["a"])  # for ever
+
+    server = workflow_server(tmp_path, main, filters={"a": [Waiting(go, begun.set)]}).start()
+    try:
+        AnsweringSites(server.url, "a", {"train": lambda _: torch.ones(2)})
+        assert begun.wait(30)
+        stopping = threading.Thread(target=server.stop, daemon=True)
+        stopping.start()
+        stopping.join(30)
+        assert not stopping.is_alive()
+    finally:
+        go.set()
+        server.stop()
