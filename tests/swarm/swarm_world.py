@@ -124,6 +124,11 @@ class ServerProcess:
 
         return wait_until(asked, f"a worker that is {what}", timeout_s)
 
+    def reason(self) -> str:
+        """What the round waits for, according to the status."""
+        now = self.status()
+        return now.fragments[0].reason if now else ""
+
     def said(self, text: str, timeout_s: float = 30.0) -> None:
         """Return once the server has logged this."""
         wait_until(lambda: text in self.log.read_text(), f"{text!r} in {self.log}", timeout_s)

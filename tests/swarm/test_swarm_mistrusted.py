@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from blake3 import blake3
 from harness.processes import Nursery, wait_until
-from swarm_world import SITES, Result, ServerProcess, SiteProcess, Sites, serve_swarm
+from swarm_world import SITES, Result, ServerProcess, Sites, serve_swarm, sites
 
 import atoll
 from atoll.errors import BadRequest
@@ -40,65 +40,50 @@ def reference(place: str) -> str:
     return f"atoll-ref://{place}/{'0' * 32}?expires=1#{'0' * 32}.{'0' * 64}"
 
 
+def faulty(fault: str, **env: str) -> dict[str, str]:
+    return {"script": "faulty_site.py", "FAULT": fault, **env}
+
+
 @pytest.mark.slow
 @pytest.mark.covers("P10", "X3")
 @pytest.mark.parametrize(
-    ("script", "why"),
-    [("full_site.py", "it has moved no byte for "), ("lying_site.py", "its digests make up no version")],
-    ids=["full", "lying"],
+    ("fault", "aggregators", "why"),
+    [
+        ("full", ["a"], "round 1: it has moved no byte for "),
+        ("lying", ["a"], "round 1: its digests make up no version"),
+        ("slow", ["b", "a"], r"round 2: it has been at it for .* s, and no round before took "),
+    ],
+    ids=["full", "lying", "slow"],
 )
-def test_replaces_a_worker_that_cannot_aggregate(nursery: Nursery, tmp_path: Path, script: str, why: str) -> None:
-    """No disk for the updates; digests of no version, which must neither end the server nor come into its journal."""
-    with ServerProcess(nursery, tmp_path, **{"swarm.aggregators": ["a"], "network.idle_timeout_s": 1.0}) as server:
-        running = [
-            SiteProcess(nursery, tmp_path, server.url, site, script=script if site == "a" else "swarm_site.py")
-            for site in SITES
-        ]
-        assert len({each.ended()["digest"] for each in running}) == 1
+def test_replaces_a_worker_that_cannot_aggregate(
+    nursery: Nursery, tmp_path: Path, fault: str, aggregators: list[str], why: str
+) -> None:
+    """No disk for the updates; digests of no version, which must neither end the server nor come into its journal;
+    far slower than round 1 has shown that it takes, though its bytes move all the time.
+    """
+    env = {"a": faulty(fault, ENOUGH=str(tmp_path / "enough"))}
+    settings = {"swarm.aggregators": aggregators, "network.idle_timeout_s": 1.0}
+    with ServerProcess(nursery, tmp_path, **settings) as server, sites(nursery, server, **env) as running:
+        if fault == "slow":
+            server.said("a no longer aggregates round 2", 90)
+            (tmp_path / "enough").touch()
+        assert len({each.ended()["digest"] for each in running.values()}) == 1
         assert server.kept.wait() == 0
-        for each in running:
-            each.kept.close()
-    assert f"a no longer aggregates round 1: {why}" in server.log.read_text()
-
-
-@pytest.mark.slow
-@pytest.mark.covers("P10")
-def test_replaces_a_worker_that_aggregates_far_slower(nursery: Nursery, tmp_path: Path) -> None:
-    """Its bytes move all the time. Round 1 has shown how long it takes; nobody has told."""
-    with ServerProcess(nursery, tmp_path, **{"swarm.aggregators": ["b", "a"], "network.idle_timeout_s": 1.0}) as server:
-        slow = {"script": "slow_site.py", "ENOUGH": str(tmp_path / "enough")}
-        running = [SiteProcess(nursery, tmp_path, server.url, site, **(slow if site == "a" else {})) for site in SITES]
-        wait_until(lambda: "a no longer aggregates round 2" in server.log.read_text(), "another one", 90)
-        (tmp_path / "enough").touch()
-        assert len({each.ended()["digest"] for each in running}) == 1
-        assert server.kept.wait() == 0
-        for each in running:
-            each.kept.close()
-    said = server.log.read_text()
-    assert re.search(r"a no longer aggregates round 2: it has been at it for .* s, and no round before took ", said)
-    assert Result(tmp_path).aggregators[:2] == ["b", "b"]
+    assert re.search(f"a no longer aggregates {why}", server.log.read_text())
 
 
 @pytest.mark.slow
 @pytest.mark.covers("P10", "X3")
 def test_status_says_while_no_worker_can_aggregate(nursery: Nursery, tmp_path: Path) -> None:
-    with ServerProcess(nursery, tmp_path, **{"network.idle_timeout_s": 0.5, "rounds.total": 1}) as server:
-        running = [
-            SiteProcess(nursery, tmp_path, server.url, site, script="full_site.py", ROOM=str(tmp_path / "room"))
-            for site in SITES
-        ]
-
-        def told() -> str:
-            now = server.status()
-            return now.fragments[0].reason if now else ""
-
-        wait_until(lambda: "workers in turn could not aggregate it; the last was " in told(), "the reason")
-        assert "it has moved no byte for " in told()
+    env = dict.fromkeys(SITES, faulty("full", ROOM=str(tmp_path / "room")))
+    settings = {"network.idle_timeout_s": 0.5, "rounds.total": 1}
+    with ServerProcess(nursery, tmp_path, **settings) as server, sites(nursery, server, **env) as running:
+        told = "workers in turn could not aggregate it; the last was "
+        wait_until(lambda: told in server.reason(), "the reason")
+        assert "it has moved no byte for " in server.reason()
         (tmp_path / "room").touch()
-        assert len({each.ended()["digest"] for each in running}) == 1
+        assert len({each.ended()["digest"] for each in running.values()}) == 1
         assert server.kept.wait() == 0
-        for each in running:
-            each.kept.close()
 
 
 @pytest.mark.covers("P10", "X3")

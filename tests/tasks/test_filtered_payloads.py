@@ -227,10 +227,19 @@ class Grown(Filter):
         return values * 1e5
 
 
+MASK = {"mask": torch.tensor([0.0, -torch.inf]), "head": torch.ones(2)}
+
+
+@pytest.mark.covers("T8")
+def test_a_mask_of_infinities_is_no_obstacle_to_a_filter_that_only_drops() -> None:
+    assert torch.equal(arrived(MASK, [Drop("head")])["mask"], MASK["mask"])
+
+
 @pytest.mark.covers("T8", "X3")
 @pytest.mark.parametrize(
     ("tree", "filters", "told"),
     [
+        (MASK, [Drop("head"), Halved()], "'mask' has NaN or Inf"),
         ({"w": torch.ones(3)}, [Broken()], r"It is not sent: the filter Broken\(\) failed at 'w': KeyError: 'salt'"),
         ({"w": torch.ones(3)}, [Narrow()], r"Narrow\(\) made torch.float16 \[3\] where 'w' had torch.float32 \[3\]"),
         ({"w": torch.full((3,), 1e5)}, [Cast("fp16")], r"the filter Cast\('fp16'\) left NaN or Inf in 'w'"),
@@ -242,21 +251,13 @@ class Grown(Filter):
             r"what filter Grown\(\) left of 'h' is beyond what torch.float16 can hold",
         ),
     ],
-    ids=["raises", "dtype", "infinite", "name", "nan", "overflow"],
+    ids=["mask", "raises", "dtype", "infinite", "name", "nan", "overflow"],
 )
 def test_what_a_filter_may_not_do_is_told_with_its_name_and_the_tensor(
     tree: Any, filters: list[Filter], told: str
 ) -> None:
     with pytest.raises(UsageError, match=told):
         arrived(tree, filters)
-
-
-@pytest.mark.covers("T8")
-def test_a_mask_of_infinities_is_no_obstacle_to_a_filter_that_only_drops() -> None:
-    mask = torch.tensor([0.0, -torch.inf])
-    assert torch.equal(arrived({"mask": mask, "head": mask + 1}, [Drop("head")])["mask"], mask)
-    with pytest.raises(UsageError, match="'mask' has NaN or Inf"):
-        arrived({"mask": mask, "head": mask + 1}, [Drop("head"), Halved()])
 
 
 @pytest.mark.covers("T8", "D1")

@@ -125,11 +125,6 @@ def once(blob: Blob) -> dict[str, Any]:
 _ONCE: dict[str, Iterator[bytes]] = {}
 
 
-def numbered(blob: Blob) -> dict[str, Any]:
-    KEPT.append(None)
-    return right(Blob(blob.path, f"{blob.word} {len(KEPT)}"))
-
-
 def whole(blob: Blob) -> dict[str, Any]:
     return stream(blob, lambda: [blob.path.read_bytes()])
 
@@ -163,17 +158,6 @@ def rebuilt_at_once(sent: dict[str, Any]) -> Blob:
 
 def without_word(sent: dict[str, Any]) -> Blob:
     return Blob(rebuilt(sent).path, "")
-
-
-def shortened(sent: dict[str, Any]) -> Blob:
-    blob = rebuilt(sent)
-    with blob.path.open("r+b") as file:
-        file.truncate(max(0, blob.path.stat().st_size - 1))
-    return blob
-
-
-def as_dict(sent: dict[str, Any]) -> Any:
-    return {"blob": rebuilt(sent)}
 
 
 def hoarded(sent: dict[str, Any]) -> Blob:
@@ -219,24 +203,16 @@ def failed(suite: PayloadTypeContract, folder: Path) -> set[str]:
     return found
 
 
-LONG = pytest.mark.long
-
-
 @pytest.mark.covers("T13")
 @pytest.mark.parametrize(
     ("suite", "produce", "consume", "expected"),
     [
         pytest.param(BlobContract, right, rebuilt, "", id="none"),
         pytest.param(BlobContract, right, without_word, "it_arrives_as_it_was_sent", id="something is lost"),
-        pytest.param(BlobContract, right, shortened, "it_arrives_as_it_was_sent", id="a byte is lost", marks=LONG),
-        pytest.param(BlobContract, right, as_dict, "it_arrives_as_it_was_sent", id="another type", marks=LONG),
         pytest.param(BlobContract, once, rebuilt, "it_can_be_sent_again_and_is_the_same_bytes", id="once only"),
-        pytest.param(
-            BlobContract, numbered, rebuilt, "it_can_be_sent_again_and_is_the_same_bytes", id="numbered", marks=LONG
-        ),
         pytest.param(BlobContract, changed, rebuilt, "sending_does_not_change_it", id="changed"),
         pytest.param(BlobContract, whole, rebuilt, "sending_it_takes_a_few_chunks_of_memory", id="read whole"),
-        pytest.param(BlobContract, in_the_text, rebuilt, "what_stands_for_it_is_small", id="in the text", marks=LONG),
+        pytest.param(BlobContract, in_the_text, rebuilt, "what_stands_for_it_is_small", id="in the text"),
         pytest.param(
             BlobContract, right, rebuilt_at_once, "receiving_it_takes_a_few_chunks_beyond_the_value", id="loaded whole"
         ),

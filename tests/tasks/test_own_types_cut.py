@@ -8,15 +8,12 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from harness.processes import wait_until
 
 import atoll
 from atoll.blobs import object_file
@@ -117,48 +114,6 @@ def test_small_chunks_of_a_stream_are_written_in_runs(monkeypatch: pytest.Monkey
     assert writes == [draft.manifest.cuts.nbytes]
     assert os.pread(draft.fd, len(BLOB), draft.manifest.cuts.head_bytes) == BLOB
     draft.close()
-
-
-def pulled_ahead(ahead: Any) -> bool:
-    return ahead._next is not None and ahead._next.stored.done() and ahead._next.stored.result() is not None
-
-
-@pytest.mark.covers("P13", "T13", "T2")
-@pytest.mark.parametrize("request_task_tensors", [True, False], ids=["asked", "ahead"])
-@pytest.mark.parametrize("sizes", [(0, PART), (PART, 0)], ids=["torch inline", "numpy inline"])
-def test_tensors_of_a_head_arrive_with_tasks_ahead_of_them_and_with_answers(
-    tmp_path: Path, request_task_tensors: bool, sizes: tuple[int, int]
-) -> None:
-    """Two tasks are open for the site; told so, it pulls the second while it has the first in hand."""
-    came: list[Any] = []
-
-    def main(controller: Any) -> None:
-        with ThreadPoolExecutor(2) as pool:
-            sent = [pool.submit(controller.send, "a", "train", tree(), timeout_s=60) for _ in range(2)]
-            came.extend(future.result().payload for future in sent)
-
-    kept = tmp_path / "state" / "objects"
-    torch_bytes, numpy_bytes = sizes
-    with atoll.Server(
-        workflow=main,
-        settings={
-            "disk.state_dir": tmp_path / "state",
-            "network.port": 0,
-            "workflow.tensor_part_bytes": torch_bytes,
-            "workflow.array_part_bytes": numpy_bytes,
-        },
-    ) as server:
-        with atoll.tasks(server.url, "a", request_task_tensors=request_task_tensors) as worker:
-            for number, task in enumerate(worker.tasks()):
-                if number == 0:
-                    wait_until(lambda: len(list(kept.glob("*"))) == 2, "both tasks at the server")
-                    if not request_task_tensors:
-                        wait_until(lambda: pulled_ahead(worker._answering._ahead), "the second task's tensors")
-                assert same(task.payload)
-                task.answer(task.payload)
-        server.run()
-    assert len(came) == 2
-    assert all(same(each) for each in came)
 
 
 @pytest.mark.covers("T13")

@@ -13,7 +13,7 @@ import pytest
 import torch
 from harness.processes import wait_until
 from harness.proxy import BEFORE_HEADER, Fault, Proxy
-from kit.workflows import kept_objects, workflow_server
+from kit.workflows import AnsweringSites, kept_objects, plain, workflow_server
 from site_threads import together
 
 import atoll
@@ -34,27 +34,25 @@ SECOND = {
 }
 
 
-def bits(value: Any) -> Any:
-    """A payload with kinds, dtypes, shapes and bytes in place of its tensors and arrays."""
-    if isinstance(value, dict):
-        return {key: bits(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(bits(item) for item in value)
-    if isinstance(value, torch.Tensor):
-        return ("tensor", value.dtype, value.shape, bytes(value.view(torch.uint8).numpy()))
-    return ("array", value.dtype, value.shape, value.tobytes()) if isinstance(value, np.ndarray) else value
-
-
 def pulled(proxy: Proxy) -> list[str]:
     """Ids of the objects whose manifests were asked for, once for each time."""
     return [found[1] for line in list(proxy.requests) if (found := re.match(r"GET /v1/objects/(\w+) ", line))]
 
 
-@pytest.mark.covers("T2", "T10")
-@pytest.mark.parametrize("stream", [(), ("echo",)], ids=["inline", "streamed"])
+@pytest.mark.covers("T2", "T10", "P13")
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"workflow.streamed_tasks": ("echo",)},
+        {"workflow.streamed_tasks": ("echo",), "workflow.tensor_part_bytes": 0},
+        {"workflow.streamed_tasks": ("echo",), "workflow.array_part_bytes": 0},
+    ],
+    ids=["inline", "streamed", "torch inline", "numpy inline"],
+)
 @pytest.mark.parametrize("request_task_tensors", [True, False], ids=["asked", "ahead"])
-def test_tensors_that_are_asked_for_and_those_pulled_ahead_are_the_same_bits(
-    tmp_path: Path, request_task_tensors: bool, stream: tuple[str, ...]
+def test_tensors_that_are_asked_for_and_those_pulled_ahead_are_the_same_plain(
+    tmp_path: Path, request_task_tensors: bool, settings: dict[str, Any]
 ) -> None:
     """Two tasks are open for the site. While the first is in hand, the second's tensors come only if told ahead."""
     came: dict[str, Any] = {}
@@ -64,7 +62,7 @@ def test_tensors_that_are_asked_for_and_those_pulled_ahead_are_the_same_bits(
             sent = [pool.submit(controller.send, "a", "echo", tree, timeout_s=60) for tree in (FIRST, SECOND)]
             came["results"] = [future.result().payload for future in sent]
 
-    with workflow_server(tmp_path, main, **{"workflow.streamed_tasks": stream}) as server, Proxy(server.port) as proxy:
+    with workflow_server(tmp_path, main, **settings) as server, Proxy(server.port) as proxy:
         with atoll.tasks(proxy.url, "a", request_task_tensors=request_task_tensors) as worker:
             for number, task in enumerate(worker.tasks()):
                 if number == 0:
@@ -77,7 +75,7 @@ def test_tensors_that_are_asked_for_and_those_pulled_ahead_are_the_same_bits(
                 task.answer(task.payload)
         server.run()
         assert len(pulled(proxy)) == len(set(pulled(proxy))) == 2  # each once
-    assert bits(came["results"]) == bits([FIRST, SECOND])
+    assert plain(came["results"]) == plain([FIRST, SECOND])
     assert kept_objects(tmp_path) == []
 
 
@@ -159,80 +157,55 @@ def test_a_pull_ahead_that_stands_still_ends_with_its_task(tmp_path: Path) -> No
 
 
 @pytest.mark.covers("T2")
-@pytest.mark.parametrize("request_task_tensors", [True, False], ids=["asked", "ahead"])
-@pytest.mark.parametrize("stream", [(), ("train",)], ids=["inline", "streamed"])
-def test_a_task_without_its_tensors_ends_in_an_error_that_names_server_and_task(
-    tmp_path: Path, request_task_tensors: bool, stream: tuple[str, ...]
-) -> None:
-    """Nobody set a time for the task: it ends as nothing moves. The site goes on, and so does the workflow."""
-    came: dict[str, Any] = {}
-
-    def main(controller: Any) -> None:
-        came["error"] = controller.send("a", "train", {"w": torch.ones(100_000)}).error
-        came["next"] = controller.send("a", "validate", 7).payload
-
-    with (
-        workflow_server(tmp_path, main, **{"workflow.streamed_tasks": stream, "network.idle_timeout_s": 0.3}) as server,
-        Proxy(server.port) as proxy,
-    ):
-        proxy.faults += [Fault("GET /v1/objects/", "down", at=60, action="stall") for _ in range(60)]
-        with atoll.tasks(proxy.url, "a", request_task_tensors=request_task_tensors) as worker:
-            worker.task("train")(lambda payload: payload)
-            worker.task("validate")(lambda payload: payload + 1)
-            worker.run()
-        server.run()
-        assert len(proxy.faults) < 60
-        assert re.match(
-            rf"TransferStalled: The tensors of task 'train' \(\w{{8}}\) do not arrive at site a from {proxy.url}: .*"
-            r"moved no byte for 0\.3 s",
-            came["error"],
-        )
-    assert came["next"] == 8
-    assert kept_objects(tmp_path) == []
-
-
-@pytest.mark.covers("T2")
-def test_an_answer_without_its_tensors_ends_in_an_error_that_names_site_and_task(tmp_path: Path) -> None:
-    came: dict[str, Any] = {}
-
-    def main(controller: Any) -> None:
-        came["error"] = controller.send("a", "train", {"w": torch.ones(100_000)}).error
-        came["next"] = controller.send("a", "validate", 7).payload
-
-    with workflow_server(tmp_path, main, **{"network.idle_timeout_s": 0.3}) as server, Proxy(server.port) as proxy:
-        proxy.faults += [Fault("PUT /v1/objects/", "up", at=1000, action="stall") for _ in range(60)]
-        with atoll.tasks(proxy.url, "a") as worker:
-            worker.task("train")(lambda payload: payload)
-            worker.task("validate")(lambda payload: payload + 1)
-            worker.run()
-        server.run()
-        assert re.match(
-            rf"TransferError: The tensors of site a's answer to task 'train' \(\w{{8}}\) do not arrive at {proxy.url}",
-            came["error"],
-        )
-    assert came["next"] == 8
-    assert kept_objects(tmp_path) == []
-
-
-@pytest.mark.covers("T2")
 @pytest.mark.parametrize(
-    ("request_line", "direction"), [("GET /v1/objects/", "down"), ("PUT /v1/objects/", "up")], ids=["task", "answer"]
+    ("request_line", "direction", "stream", "ahead", "error"),
+    [
+        *(
+            (
+                "GET",
+                "down",
+                stream,
+                ahead,
+                r"TransferStalled: The tensors of task 'train' \(\w{8}\) do not arrive at site a",
+            )
+            for stream, ahead in (((), False), ((), True), (("train",), False), (("train",), True))
+        ),
+        (
+            "PUT",
+            "up",
+            (),
+            False,
+            r"TransferError: The tensors of site a's answer to task 'train' \(\w{8}\) do not arrive",
+        ),
+    ],
+    ids=["inline", "inline ahead", "streamed", "streamed ahead", "answer"],
 )
-def test_a_stall_that_passes_is_no_error(tmp_path: Path, request_line: str, direction: Any) -> None:
-    came: dict[str, Any] = {}
+@pytest.mark.parametrize("stalls", [60, 1], ids=["for good", "once"])
+def test_tensors_that_never_come_are_an_error_that_names_site_task_and_server(
+    tmp_path: Path, request_line: str, direction: Any, stream: tuple[str, ...], ahead: bool, error: str, stalls: int
+) -> None:
+    """The task has no limit of time: it ends as nothing moves, twice. The site goes on, and so does the workflow."""
+    faults = [Fault(f"{request_line} /v1/objects/", direction, at=60, action="stall") for _ in range(stalls)]
+    came: list[Any] = []
 
     def main(controller: Any) -> None:
-        came["result"] = controller.send("a", "train", {"w": torch.ones(100_000)}, timeout_s=60).payload
+        came.extend((controller.send("a", "train", {"w": torch.ones(100_000)}), controller.send("a", "validate", 7)))
 
-    with workflow_server(tmp_path, main, **{"network.idle_timeout_s": 0.5}) as server, Proxy(server.port) as proxy:
-        faults = [Fault(request_line, direction, at=60, action="stall")]  # two transfers in a row would be an error
+    settings: dict[str, Any] = {"workflow.streamed_tasks": stream, "network.idle_timeout_s": 0.3}
+    with workflow_server(tmp_path, main, **settings) as server, Proxy(server.port) as proxy:
         proxy.faults += faults
-        with atoll.tasks(proxy.url, "a") as worker:
-            worker.task("train")(lambda payload: {"w": payload["w"] * 2})
-            worker.run()
+        handlers = {"train": lambda payload: {"w": payload["w"] * 2}, "validate": lambda payload: payload + 1}
+        AnsweringSites(proxy.url, "a", handlers, {"a": {"request_task_tensors": not ahead}}).join()
         server.run()
-    assert all(fault.reached.is_set() for fault in faults)
-    assert torch.equal(came["result"]["w"], torch.full((100_000,), 2.0))
+        first, after = came
+        assert after.payload == 8
+        if stalls == 1:
+            assert faults[0].reached.is_set()
+            assert torch.equal(first.payload["w"], torch.full((100_000,), 2.0))
+        else:
+            assert len(proxy.faults) < stalls
+            assert re.match(rf"{error}.* {proxy.url}: ", first.error), first.error
+    assert kept_objects(tmp_path) == []
 
 
 @pytest.mark.covers("T2")
@@ -276,7 +249,7 @@ def test_tensors_of_answers_come_before_their_messages_and_are_matched_by_task(t
     assert message.reached.is_set()
     assert came["before"] == (1, False)
     assert not came["meanwhile"]
-    assert bits([came["a"], came["b"]]) == bits([FIRST, SECOND])
+    assert plain([came["a"], came["b"]]) == plain([FIRST, SECOND])
     answers = [line for line in lines if line.endswith("/answer")]
     assert answers == [f"/v1/tasks/{came['task of a']}/answer"] * 2  # what was broken is sent again, alone
     assert max(lines.index(line) for line in lines if line.startswith("/v1/objects/")) < lines.index(answers[0])
@@ -305,5 +278,5 @@ def test_an_answer_that_comes_before_its_tensors_is_refused_and_the_task_stays_o
                 assert "payload" not in came
                 assert task.answer(task.payload)
         server.run()
-    assert bits(came["payload"]) == bits(FIRST)
+    assert plain(came["payload"]) == plain(FIRST)
     assert kept_objects(tmp_path) == []

@@ -374,16 +374,17 @@ class SwarmPeer:
 
     def _collect(self, collect: Collect) -> None:
         """Get an update into a spool, and look what it holds."""
-        spool, ticket = None, collect.ticket
-        found = Collected(ticket=ticket, digest=collect.digest, source=collect.source)
-        try:
-            with self._store.taken(collect.fragment, SPOOL) as (slot,):
-                assert slot is not None
+        ticket, found = collect.ticket, Collected(ticket=collect.ticket, digest=collect.digest, source=collect.source)
+        with self._store.taken(collect.fragment, SPOOL) as (slot,):
+            assert slot is not None
+            spool: Spool | None
+            try:
                 spool, norm, bad = self._transfers.update(collect, slot)
                 failpoint("swarm.collected")
                 found = found.model_copy(update={"norm": norm, "bad": bad})
-        except UNPULLED as error:
-            found = found.model_copy(update={"failed": told(error, 500)})
+            except UNPULLED as error:  # the other worker's fault; an error of the own disk is tried again
+                self._store.give_back(Spool(collect.fragment, slot, ()))
+                spool, found = None, found.model_copy(update={"failed": told(error, 500)})
         with self._lock:
             self._collected[ticket] = found
             if spool is not None:
