@@ -58,7 +58,7 @@ def test_a_simulation_refuses_diloco_at_the_site(tmp_path: Path) -> None:
     row = DEFAULTS | {"place": "simulation", "algorithm": "diloco"}
     assert not is_valid(row)
     with pytest.raises(AtollError, match=r"DiLoCo"):
-        simulation(row, tmp_path, script="enter_diloco").run()
+        simulation(row, tmp_path, client="enter_diloco").run()
 
 
 SHARDED = """

@@ -100,7 +100,7 @@ def test_a_version_that_is_no_longer_kept_is_told_of_and_the_run_goes_on(
     with serve(tmp_path) as server:
         work(server, tmp_path, [{"acc": 0.9}, {"acc": 0.3}, {"acc": 0.3}, {"acc": 0.3}])
         assert saved(server) == 0
-    (tmp_path / "state" / "exports" / "best.json").unlink()
+    (tmp_path / "state" / "exports" / "best.safetensors").unlink()
     with serve(tmp_path) as server:
         wait_until(lambda: "no longer kept" in caplog.text, "it is said")
         work(server, tmp_path, [{"acc": 0.95}])

@@ -61,23 +61,29 @@ def _of_lost_steps(plan: Plan) -> list[str]:
 
 
 def _of_the_way_down(plan: Plan) -> list[str]:
-    """Warn of differences that add up: an asynchronous worker pulls those of all steps, and they are kept."""
+    """Warn of differences as large as versions, and of those that add up: asynchronous workers pull each of them."""
     settings = plan.settings
     behind = -(-settings.rounds.sites // settings.async_.buffer_size)  # versions that come while one worker trains
     downlinks = [each.downlink for each in plan.fragments]
+    one, whole = sum(each.layout.nbytes for each in downlinks if each), sum(each.nbytes for each in plan.versions)
+    if any(downlinks) and one >= whole:
+        return [
+            f"aggregation.download_codec {settings.aggregation.download_codec.target!r} saves nothing: a difference "
+            f"would take {size(one)}, a version has {size(whole)}, and is pulled whole. The model is of small tensors, "
+            "or of a narrow dtype; leave aggregation.download_codec out"
+        ]
     if not settings.async_.enabled or settings.async_.grace_s or not all(downlinks) or behind == 1:
         return []
-    one, whole = sum(each.layout.nbytes for each in downlinks if each), sum(each.nbytes for each in plan.versions)
     begin = (
         f"aggregation.download_codec is {settings.aggregation.download_codec.target!r}: while one of "
         f"{settings.rounds.sites} workers trains, "
     )
-    if one < whole <= behind * one:
+    if whole <= behind * one:
         return [
             f"{begin}{behind} versions come, whose differences, {size(behind * one)}, are more than a version, "
             f"{size(whole)}: it saves next to nothing. Choose one with fewer bytes, or leave it out"
         ]
-    if one < whole and settings.disk.keep_versions < behind:
+    if settings.disk.keep_versions < behind:
         return [
             f"{begin}{behind} versions come, but the differences of {settings.disk.keep_versions} are kept: most "
             "versions "

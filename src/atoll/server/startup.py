@@ -19,7 +19,6 @@ from atoll.algorithms.resolve import resolve
 from atoll.config import Settings
 from atoll.config.settings import FROZEN
 from atoll.errors import ConfigError, StateCorrupt, UsageError
-from atoll.format_text import size
 from atoll.server.coordinator.background_writes import require_files
 from atoll.server.coordinator.persistor import Persistor
 from atoll.server.coordinator.roster import now_text
@@ -97,7 +96,6 @@ def open_run(
         if persistor is not None and given is None and not run and (loaded := persistor.load()) is not None:
             given = loaded_model(settings, loaded)
         plan = _take_up(settings, given, outer, run) if run else _create(settings, given, outer, store)
-        _tell_of_the_way_down(plan)
         shapes = [fragment.shapes() for fragment in plan.fragments]
         store.slots.shape([each.elsewhere() for each in shapes] if plan.is_swarm else shapes)
         recovered = store.recover()
@@ -111,21 +109,6 @@ def open_run(
         store.close()
         raise
     return plan, store, recovered
-
-
-def _tell_of_the_way_down(plan: Plan) -> None:
-    """Warn if differences are no smaller than versions: workers then pull versions."""
-    downlinks = [fragment.downlink for fragment in plan.fragments]
-    down, whole = sum(each.layout.nbytes for each in downlinks if each), sum(each.nbytes for each in plan.versions)
-    if any(downlinks) and down >= whole:
-        LOG.warning(
-            "aggregation.download_codec %r saves nothing: a difference would take %s, a version has %s, and is "
-            "pulled whole. The "
-            "model is of small tensors, or of a narrow dtype; leave aggregation.download_codec out.",
-            plan.settings.aggregation.download_codec.target,
-            size(down),
-            size(whole),
-        )
 
 
 def plan_of(settings: Settings, given: nn.Module | Tensors | None = None, outer: Outer = None) -> Plan:

@@ -151,7 +151,7 @@ class BestVersion:
         fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
         return Best(measured.version, {self.metric: measured.value}, json.loads(summary), fd)
 
-    def _write_note(self, measured: Measured) -> None:
+    def _note(self, measured: Measured) -> str:
         note = {
             "version": measured.version,
             "round": measured.round,
@@ -159,33 +159,31 @@ class BestVersion:
             "mode": self._plan.settings.rounds.best_mode,
             "value": measured.value,
         }
+        return json.dumps(note) + "\n"
+
+    def _write_note(self, measured: Measured) -> None:
         temporary = self._folder / f".{BEST_NOTE}.tmp"
         with temporary.open("w", encoding="utf-8") as file:
-            file.write(json.dumps(note) + "\n")
+            file.write(self._note(measured))
             file.flush()
             self._store.journal.sync(file.fileno(), str(temporary))
         os.replace(temporary, self._folder / BEST_NOTE)
         self._store.journal.sync_folder(self._folder)
 
     def _noted(self) -> Measured | None:
-        """Return which version the files hold, by this metric; None if one is missing, or they are by another metric.
+        """Return which version the model's file holds, by this metric; None if there is none, or it is by another one.
 
-        The model's own header says it, too. A note that differs is damaged, or was about to be replaced when the
-        server was killed: it is made again.
+        A note that says something else is damaged, or was about to be replaced when the server was killed: it is made
+        again.
         """
-        path = self._folder / BEST_NOTE
-        if not (path.exists() and self.path.exists()):
+        told, path = self._header(), self._folder / BEST_NOTE
+        if told is None:
             return None
-        told = self._header()
         try:
-            note = json.loads(path.read_text(encoding="utf-8"))
-            noted = Measured(int(note["version"]), int(note["round"]), float(note["value"]))
-            metric = note["metric"]
-        except (OSError, ValueError, KeyError, TypeError):
-            noted, metric = None, self.metric
-        if metric == self.metric and told == noted:
-            return noted
-        if told is not None:
+            agrees = path.read_text(encoding="utf-8") == self._note(told)
+        except (OSError, ValueError):
+            agrees = False
+        if not agrees:
             LOG.warning("%s is damaged, or older than %s: it is made again. Look at the disk.", path, BEST_MODEL)
             self._write_note(told)
         return told
