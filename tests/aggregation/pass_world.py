@@ -123,7 +123,7 @@ class World:
                 CODECS[segment.codec].encode_(submitted[segment.spec.name].reshape(-1), encoded, segment.spec.dtype)
                 os.pwrite(fds[-1], raw(encoded), segment.offset)
             os.ftruncate(fds[-1], self.update_layout.nbytes)
-        base = tuple(region_digest(self.base, region.ranges) for region in version_regions(self.version_layout))
+        base = tuple(region_digest(self.base, region) for region in version_regions(self.version_layout))
         return RoundFiles(
             self.base,
             self.state_fd,

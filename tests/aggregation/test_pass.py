@@ -105,7 +105,7 @@ def test_a_base_that_the_disk_has_changed_is_refused(tmp_path, target):
         regions += [(world.state_fd, region, "outer state") for region in states]
     files = world.files()
     for fd, region, what in regions:
-        at, nbytes = region.ranges[-1]
+        at, nbytes = region[-1]
         (was,) = os.pread(fd, 1, at + nbytes - 1)
         os.pwrite(fd, bytes([was ^ 1]), at + nbytes - 1)
         with pytest.raises(StateCorrupt, match=f"The {what} that the round starts from is not what was written"):
@@ -127,8 +127,8 @@ def test_digests_are_of_the_bytes_on_disk(tmp_path, target):
         content = path.read_bytes()
         covered = []
         for region, digest in zip(regions, digests, strict=True):
-            assert blake3(b"".join(content[at : at + size] for at, size in region.ranges)).digest() == digest
-            covered += region.ranges
+            assert blake3(b"".join(content[at : at + size] for at, size in region)).digest() == digest
+            covered += region
         covered.sort()
         assert covered[0][0] == 0
         assert sum(covered[-1]) == len(content)

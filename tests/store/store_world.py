@@ -18,6 +18,7 @@ from blake3 import blake3
 
 from atoll.store.journal_tables import AUDIT, AuditRow, RunRow, TicketRow, VersionRow
 from atoll.store.store import Files, FileShape, FragmentShapes, Recovered, Store
+from atoll.store.versions import VersionDigests
 
 HEADER = b"version:"
 STATE_HEADER = b"outer:"
@@ -75,11 +76,13 @@ def write_version(store: Store, version: int, tickets: Sequence[int] = ()) -> Ve
             os.pwrite(draft.delta_fd, delta_content(version), 0)
         return store.versions.commit(
             draft,
-            digest=blake3(content(version)).hexdigest(),
-            part_digests=digests(content(version), SHAPES.version),
-            state_digests=digests(state_content(version), SHAPES.state) if version else (),
-            delta_digest=blake3(delta_content(version)).hexdigest(),
-            delta_digests=digests(delta_content(version), WITH_DELTA.delta) if draft.delta_fd is not None else (),
+            VersionDigests(
+                digest=blake3(content(version)).hexdigest(),
+                part_digests=digests(content(version), SHAPES.version),
+                state_digests=digests(state_content(version), SHAPES.state) if version else (),
+                delta_digest=blake3(delta_content(version)).hexdigest(),
+                delta_digests=digests(delta_content(version), WITH_DELTA.delta) if draft.delta_fd is not None else (),
+            ),
             summary_json=f'{{"version": {version}}}',
             tickets=tickets,
         )

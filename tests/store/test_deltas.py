@@ -25,6 +25,7 @@ from store_world import (
 
 from atoll.errors import ConfigError, Gone, UsageError
 from atoll.store.store import Store
+from atoll.store.versions import VersionDigests
 
 
 def played(directory: Path, rounds: int = 0) -> Store:
@@ -103,9 +104,11 @@ def test_its_digests_are_needed_and_the_run_keeps_its_way_down(tmp_path: Path) -
         with pytest.raises(UsageError, match="Version 1 was given the wrong number of digests"):
             store.versions.commit(
                 draft,
-                digest="00" * 32,
-                part_digests=digests(content(1), SHAPES.version),
-                state_digests=digests(state_content(1), SHAPES.state),
+                VersionDigests(
+                    digest="00" * 32,
+                    part_digests=digests(content(1), SHAPES.version),
+                    state_digests=digests(state_content(1), SHAPES.state),
+                ),
             )
         draft.abandon()
     with Store.open(tmp_path) as store, pytest.raises(ConfigError, match="its delta files of fragment 0 have 12 bytes"):

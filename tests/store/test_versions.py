@@ -31,6 +31,7 @@ from atoll.errors import DiskFull, Gone, StoreError, SyncFailed, UsageError
 from atoll.store.file_slots import READER, VERSION
 from atoll.store.journal import Journal
 from atoll.store.store import Files, Store
+from atoll.store.versions import VersionDigests
 
 
 @pytest.fixture
@@ -366,7 +367,7 @@ def test_what_a_killed_export_left_is_removed_at_the_next_start(tmp_path: Path) 
 def test_a_commit_is_refused_the_wrong_number_of_digests(store: Store) -> None:
     draft = store.versions.begin(0, 1)
     with pytest.raises(UsageError, match="number of digests"):
-        store.versions.commit(draft, digest="", part_digests=digests(content(1), SHAPES.version)[:1])
+        store.versions.commit(draft, VersionDigests(digest="", part_digests=digests(content(1), SHAPES.version)[:1]))
     draft.abandon()
 
 

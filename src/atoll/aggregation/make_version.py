@@ -50,6 +50,7 @@ from atoll.reducers.base import RoundFacts
 from atoll.reducers.means import Maximum, WeightedMean
 from atoll.runtime import failpoint, run_jobs
 from atoll.store.file_slots import region_digest
+from atoll.store.versions import VersionDigests
 from atoll.tensors.byte_runs import Run
 from atoll.tensors.chunks import Scratch
 from atoll.tensors.dtypes import torch_dtype
@@ -107,25 +108,17 @@ class NextFiles:
     delta: int | None = None
 
 
-@dataclass(frozen=True)
-class ClosedRound:
-    """What was written.
+@dataclass(frozen=True, kw_only=True)
+class ClosedRound(VersionDigests):
+    """What was written: digests by `outer_state.version_regions`, `outer_state.state_regions`, `Downlink.parts`.
 
     Attributes:
-        part_digests: BLAKE3 of each part of the version, as `outer_state.version_regions`.
-        state_digests: of the state file, as `outer_state.state_regions`; empty where nothing is kept.
-        digest: names the version (`Layout.blob_id`).
         grad_norm: L2 norm of the reduced pseudo-gradient; six digits, to be shown; infinite where it overflows.
         seconds: wall time.
-        delta_digests: of each part of what goes down, as `Downlink.parts`; empty where versions are pulled whole.
     """
 
-    part_digests: tuple[bytes, ...]
-    state_digests: tuple[bytes, ...]
-    digest: str
     grad_norm: float
     seconds: float
-    delta_digests: tuple[bytes, ...] = ()
 
 
 class BaseDamaged(StateCorrupt):
@@ -263,15 +256,16 @@ class _Pass:
             failpoint("pass.write")
             write_at(out.state, memoryview(header), 0)
             self.whole.write(out.state)
-            state_digests += (region_digest(out.state, tail_region(layout).ranges),)
-        part_digests = self._digests("version")
+            state_digests += (region_digest(out.state, tail_region(layout)),)
+        part_digests, delta_digests, downlink = self._digests("version"), self._digests("delta"), self.planned.downlink
         return ClosedRound(
             part_digests=part_digests,
             state_digests=state_digests,
             digest=self.planned.version.blob_id(part_digests),
             grad_norm=math.sqrt(math.fsum(self.squares)) if all(map(math.isfinite, self.squares)) else math.inf,
             seconds=time.monotonic() - began,
-            delta_digests=self._digests("delta"),
+            delta_digest=downlink.digest(delta_digests) if downlink else "",
+            delta_digests=delta_digests,
         )
 
     def _digests(self, file: str) -> tuple[bytes, ...]:
@@ -284,7 +278,7 @@ class _Pass:
         if files.base_digests is not None and self._digests("base") != files.base_digests:
             raise BaseDamaged("version")
         if files.base_state_digests and files.state_fd is not None and state is not None:
-            tail = region_digest(files.state_fd, tail_region(state).ranges)
+            tail = region_digest(files.state_fd, tail_region(state))
             if (*self._digests("base state"), tail) != files.base_state_digests:
                 raise BaseDamaged("outer state")
 

@@ -14,12 +14,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from atoll.blobs.model_file import MASTER
 from atoll.errors import ConfigError
 from atoll.outer_optimizers.torch_optimizer import OuterRule, StateSpec
-from atoll.store.file_slots import region_digest
+from atoll.store.file_slots import Ranges, region_digest
 from atoll.tensors.byte_runs import joined
 from atoll.tensors.dtypes import accumulate_dtype, dtype_name
 from atoll.tensors.layout import PART_BYTES, Layout, Part, Segment, file_layout, safetensors_header
@@ -34,13 +34,6 @@ Column = tuple[str, str]
 
 Entries = Mapping[str, Mapping[str, Segment]]
 """tensor → key → where it lies in the state file"""
-
-
-@dataclass(frozen=True)
-class Region:
-    """Byte ranges (offset, nbytes) of a file; the BLAKE3 of all, one after the other, is one digest."""
-
-    ranges: tuple[tuple[int, int], ...]
 
 
 def state_layout(
@@ -87,19 +80,19 @@ def entries(layout: Layout | None) -> Entries:
     return table
 
 
-def version_regions(version: Layout) -> list[Region]:
-    """One per part, as `PassResult.part_digests`."""
-    return [Region(((part.start, part.nbytes),)) for part in version.parts]
+def version_regions(version: Layout) -> tuple[Ranges, ...]:
+    """Return the ranges of each digest of `ClosedRound.part_digests`: one a part."""
+    return tuple(((part.start, part.nbytes),) for part in version.parts)
 
 
-def state_regions(version: Layout, state: Layout) -> list[Region]:
-    """As `PassResult.state_digests`: for each part of the version its run of each column; then header and wholes.
+def state_regions(version: Layout, state: Layout) -> tuple[Ranges, ...]:
+    """Return those of `ClosedRound.state_digests`: for each part of the version its run of each column; then the tail.
 
     Together they are every byte of the state file.
     """
     table = entries(state)
-    regions = [Region(tuple(joined(ranges))) for part in version.parts for ranges in columns_of(part, table).values()]
-    return [*regions, tail_region(state)]
+    regions = [tuple(joined(ranges)) for part in version.parts for ranges in columns_of(part, table).values()]
+    return (*regions, tail_region(state))
 
 
 def columns_of(part: Part, table: Entries) -> dict[Column, list[tuple[int, int]]]:
@@ -114,10 +107,10 @@ def columns_of(part: Part, table: Entries) -> dict[Column, list[tuple[int, int]]
     return columns
 
 
-def tail_region(state: Layout) -> Region:
-    """Return the header and all wholes."""
+def tail_region(state: Layout) -> Ranges:
+    """Return the ranges of the header and all wholes."""
     wholes = [(segment.offset, segment.nbytes) for segment in state.segments if segment.spec.group == WHOLES]
-    return Region(tuple(joined([(0, state.header_bytes), *wholes])))
+    return tuple(joined([(0, state.header_bytes), *wholes]))
 
 
 def is_whole(fd: int, version: Layout, digests: Sequence[bytes], *, in_chunks: bool) -> bool:
@@ -137,5 +130,5 @@ def is_whole(fd: int, version: Layout, digests: Sequence[bytes], *, in_chunks: b
     layout = file_layout(specs, os.pread(fd, header.nbytes, 0))
     regions = state_regions(version, layout)
     return len(regions) == len(digests) and all(
-        region_digest(fd, region.ranges) == digest for region, digest in zip(regions, digests, strict=True)
+        region_digest(fd, region) == digest for region, digest in zip(regions, digests, strict=True)
     )

@@ -79,13 +79,13 @@ class FragmentPlan:
         state = None
         if self.state:
             header, layout = self.state
-            state = FileShape(layout.nbytes, header, tuple(r.ranges for r in state_regions(self.version, layout)))
+            state = FileShape(layout.nbytes, header, state_regions(self.version, layout))
         delta = None
         if self.downlink is not None:
             ranges = tuple(((part.start, part.nbytes),) for part in self.downlink.parts)
             delta = FileShape(self.downlink.layout.nbytes, b"", ranges)
         return FragmentShapes(
-            version=FileShape(self.version.nbytes, self.header, tuple(r.ranges for r in version_regions(self.version))),
+            version=FileShape(self.version.nbytes, self.header, version_regions(self.version)),
             state=state,
             update_bytes=self.update.nbytes,
             update_parts=tuple((part.start, part.nbytes) for part in self.update.parts),

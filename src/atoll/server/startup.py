@@ -26,6 +26,7 @@ from atoll.server.initial_model import initial_model, is_known, loaded_model, sc
 from atoll.store.journal import NEW_RUN
 from atoll.store.journal_tables import Recovered, RunRow
 from atoll.store.store import Store
+from atoll.store.versions import VersionDigests
 from atoll.tensors.fragments import split, split_of
 from atoll.tensors.module_tensors import Tensors
 
@@ -251,11 +252,5 @@ def _write_fragment(
     except BaseException:
         draft.abandon()
         raise
-    store.versions.commit(
-        draft,
-        digest=plan.version.blob_id(digests),
-        part_digests=tuple(digests),
-        state_digests=(),
-        summary_json="",
-        tickets=(),
-    )
+    written = VersionDigests(digest=plan.version.blob_id(digests), part_digests=tuple(digests))
+    store.versions.commit(draft, written, summary_json="")

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 
-from atoll.aggregation.check_arriving_parts import Inspection, PartInspector, PartStats
+from atoll.aggregation.check_arriving_parts import Inspection, PartStats
 from atoll.algorithms.base import LocalRule
 from atoll.algorithms.resolve import local_rule
 from atoll.errors import UsageError
@@ -21,7 +21,7 @@ from atoll.posix import Descriptor, read_at, write_at
 from atoll.protocol import messages
 from atoll.protocol.values import Ticket, VersionRef
 from atoll.tensors.fragments import Split
-from atoll.tensors.layout import Layout, Part
+from atoll.tensors.layout import Layout
 from atoll.tensors.module_tensors import Tensors
 from atoll.transport.http_client import Counters, Watch
 from atoll.worker.exchange import apply_version
@@ -96,43 +96,14 @@ class JobOutbox:
         self.note: OutboxNote | None = None
         self.stats: list[PartStats] = []
         self.fd, self._inspection = fd, inspection
-        self._inspector: PartInspector | None = None
 
     def write(self, offset: int, data: memoryview) -> None:
-        """Take the bytes that follow; parts are formed one after the other."""
-        done = 0
-
-        def fill(room: memoryview) -> int:
-            nonlocal done
-            count = min(len(room), len(data) - done)
-            room[:count] = data[done : done + count]
-            done += count
-            return count
-
-        while done < len(data):
-            inspector = self._inspector or self._begin(self.layout.parts[len(self.stats)])
-            done += inspector.take_from(data[done:])
-            if not inspector.complete:
-                inspector.take(fill)
-            if inspector.complete:
-                self.stats.append(inspector.stats())
-                self._end()
-
-    def _begin(self, part: Part) -> PartInspector:
-        written = part.start
-
-        def put(data: memoryview) -> None:
-            nonlocal written
-            write_at(self.fd, data, written)
-            written += len(data)
-
-        self._inspector = self._inspection.begin(part, put, hashed=False)
-        return self._inspector
-
-    def _end(self) -> None:
-        if self._inspector is not None:
-            self._inspector.__exit__()
-            self._inspector = None
+        """Take the bytes that follow; parts are formed one after the other, and looked at once they are whole."""
+        write_at(self.fd, data, offset)
+        for part in self.layout.parts[len(self.stats) :]:
+            if part.stop > offset + len(data):
+                break
+            self.stats.append(self._inspection.look(part, self.fd))
 
     def read_into(self, offset: int, target: memoryview) -> None:
         read_at(self.fd, target, offset)
@@ -152,10 +123,9 @@ class JobOutbox:
     def clear(self) -> None:
         self.note = None
         self.stats.clear()
-        self._end()
 
     def close(self) -> None:
-        self._end()
+        """The file is the server's."""
 
 
 class JobFiles:

@@ -15,6 +15,7 @@ import threading
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Generic, Self, TypeVar
 
 from atoll.errors import DiskFull, Gone, StoreError, UsageError
@@ -28,6 +29,24 @@ from atoll.store.tickets import Tickets
 
 Row = TypeVar("Row")
 _KEPT = "fragment = ?1 AND version <= (SELECT heads.version FROM heads WHERE heads.fragment = ?1)"
+
+
+@dataclass(frozen=True, kw_only=True)
+class VersionDigests:
+    """What was written into the files of a version.
+
+    Attributes:
+        digest: names the version, hex.
+        part_digests: BLAKE3 of each region of the version's shape.
+        state_digests: likewise of the outer state; () if none was written.
+        delta_digest, delta_digests: likewise of the difference from the head, and its id; empty if there is none.
+    """
+
+    digest: str
+    part_digests: tuple[bytes, ...]
+    state_digests: tuple[bytes, ...] = ()
+    delta_digest: str = ""
+    delta_digests: tuple[bytes, ...] = ()
 
 
 class VersionDraft:
@@ -142,22 +161,14 @@ class Versions:
     def commit(
         self,
         draft: VersionDraft,
+        written: VersionDigests,
         *,
-        digest: str,
-        part_digests: Sequence[bytes],
-        state_digests: Sequence[bytes] = (),
-        delta_digest: str = "",
-        delta_digests: Sequence[bytes] = (),
         summary_json: str = "{}",
         tickets: Sequence[int] = (),
     ) -> VersionRow:
         """Make a draft the head, and its tickets counted: all of it or nothing.
 
         Args:
-            digest: of the version, hex.
-            part_digests: BLAKE3 of each region of the version's shape.
-            state_digests: likewise of the outer state; () if none was written.
-            delta_digest, delta_digests: likewise of the difference from the head, and its id.
             tickets: exactly those of the frozen round, in its order; none for version 0.
 
         Raises:
@@ -165,19 +176,19 @@ class Versions:
             SyncFailed: fsync failed; the server must end.
             StoreError: the round is not frozen with these tickets, or the head has moved.
         """
-        self._check_digests(draft, part_digests, state_digests, delta_digests)
+        self._check_digests(draft, written)
         power = self._journal.durability == "power"
         if power:
-            self._sync_slots(draft.slot, draft.state if state_digests else None)
+            self._sync_slots(draft.slot, draft.state if written.state_digests else None)
         fragment, version = draft.fragment, draft.version
         row = VersionRow(
             fragment,
             version,
             draft.slot.number,
-            draft.state.number if draft.state and state_digests else None,
-            digest,
-            tuple(part_digests),
-            tuple(state_digests),
+            draft.state.number if draft.state and written.state_digests else None,
+            written.digest,
+            written.part_digests,
+            written.state_digests,
             summary_json,
             now(),
         )
@@ -185,15 +196,14 @@ class Versions:
             previous = self._require_next(fragment, version)
             self._count(fragment, previous, version, tickets)
             self._journal.insert(VERSIONS, row)
-            self._journal.insert(HISTORY, HistoryRow(fragment, version, digest, summary_json, row.created_at))
+            self._journal.insert(HISTORY, HistoryRow(fragment, version, row.digest, summary_json, row.created_at))
             self._journal.count("versions")
             if draft.delta and previous is not None:
-                base = self.get(fragment, previous).digest
-                self._journal.insert(
-                    DELTAS,
-                    DeltaRow(fragment, version, draft.delta.number, previous, base, delta_digest, tuple(delta_digests)),
-                )
-            self._audit.append("committed", fragment=fragment, version=version, digest=digest, tickets=list(tickets))
+                base, delta = self.get(fragment, previous).digest, (written.delta_digest, written.delta_digests)
+                self._journal.insert(DELTAS, DeltaRow(fragment, version, draft.delta.number, previous, base, *delta))
+            self._audit.append(
+                "committed", fragment=fragment, version=version, digest=row.digest, tickets=list(tickets)
+            )
             failpoint("head.before")
             self._journal.execute(
                 "UPDATE heads SET version = ?, durable_version = ? WHERE fragment = ? AND version IS ?",
@@ -208,16 +218,14 @@ class Versions:
             self._journal.after_commit(lambda: self._slots.pool(SPOOL, fragment).trim(len(tickets)))
         return row
 
-    def _check_digests(
-        self, draft: VersionDraft, parts: Sequence[bytes], state: Sequence[bytes], delta: Sequence[bytes]
-    ) -> None:
-        shapes = self._slots.shapes_of(draft.fragment)
+    def _check_digests(self, draft: VersionDraft, written: VersionDigests) -> None:
+        shapes, parts, state = self._slots.shapes_of(draft.fragment), written.part_digests, written.state_digests
         wanted = (
             len(shapes.version.regions),
             len(shapes.state.regions) if shapes.state and state else 0,
             len(shapes.delta.regions) if shapes.delta and draft.delta else 0,
         )
-        if draft.ended or (len(parts), len(state), len(delta)) != wanted:
+        if draft.ended or (len(parts), len(state), len(written.delta_digests)) != wanted:
             raise UsageError(
                 f"Version {draft.version} was {'ended before' if draft.ended else 'given the wrong number of digests'}."
             )

@@ -23,7 +23,6 @@ called by its place in what the producer makes of it. NumPy scalars are numbers,
 from __future__ import annotations
 
 import base64
-import binascii
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -251,6 +250,19 @@ class _Packer:
         return self._index_of[identity]
 
 
+def _bytes(text: str) -> bytes:
+    return base64.b64decode(text, validate=True)
+
+
+_TEXTS: dict[Plain, tuple[str, Callable[[str], Any]]] = {
+    "float": ("value", {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}.__getitem__),
+    "bytes": ("base64", _bytes),
+    "bytearray": ("base64", lambda text: bytearray(_bytes(text))),
+    "ref": ("text", TensorRef.parse),
+}
+"""Kind of what travels as text → the entry with it, and what reads that."""
+
+
 class _Unpacker:
     def __init__(self, at: Callable[[int], Any], streams: Callable[[int], Any], build: bool) -> None:
         self._at, self._streams, self._build = at, streams, build
@@ -268,7 +280,10 @@ class _Unpacker:
             raise BadRequest(f"{path} is a {_name(node)}, which no payload holds.")
         if "$" not in node:
             return {key: self.node(item, f"{path}[{key!r}]", depth + 1) for key, item in node.items()}
-        kind = node["$"]
+        return self._tagged(node, node["$"], path, depth)
+
+    def _tagged(self, node: dict[str, Plain], kind: Plain, path: str, depth: int) -> Any:
+        """Return what a node stands for that says of which kind it is."""
         if kind in ("tensor", "array", "scalar"):
             return self._tensor(kind, _only(node, "index", int, path))
         if kind == "stream" and self._kinds:
@@ -279,19 +294,13 @@ class _Unpacker:
             return tuple(self._items(_only(node, "items", list, path), path, depth))
         if kind == "dict":
             return self._dict(_only(node, "items", list, path), path, depth)
-        if kind == "float" and _only(node, "value", str, path) in ("inf", "-inf", "nan"):
-            return float(node["value"])
-        if kind in ("bytes", "bytearray"):
+        if isinstance(kind, str) and kind in _TEXTS:
+            entry, read = _TEXTS[kind]
+            text = _only(node, entry, str, path)
             try:
-                data = base64.b64decode(_only(node, "base64", str, path), validate=True)
-            except (binascii.Error, ValueError) as error:
-                raise BadRequest(f"{path} is no base64 ({error}).") from None
-            return data if kind == "bytes" else bytearray(data)
-        if kind == "ref":
-            try:
-                return TensorRef.parse(_only(node, "text", str, path))
-            except UsageError as error:
-                raise BadRequest(f"{path} is no reference.", error.remedy) from None
+                return read(text)
+            except (KeyError, UsageError, ValueError) as error:
+                raise BadRequest(f"{path} is not as {kind!r} is written: {error}") from None
         raise BadRequest(
             f"{path} is of the unknown kind {kind!r}.", "The other side may have a newer version of Atoll."
         )

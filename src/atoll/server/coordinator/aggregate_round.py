@@ -160,7 +160,7 @@ def close_round(
         SyncFailed: fsync failed; the server must end.
     """
     begin = time.monotonic()
-    fragment, version, planned = frozen.fragment, frozen.version, plan.fragments[frozen.fragment]
+    fragment, version = frozen.fragment, frozen.version
     rows = [store.tickets.get(ticket) for ticket in frozen.tickets]
     base = store.versions.pin(fragment, frozen.base_version)
     draft = store.versions.begin(fragment, version)
@@ -180,16 +180,7 @@ def close_round(
             cancelled,
         )
         summary = summary_of(frozen, time.monotonic() - begin, result.grad_norm)
-        row = store.versions.commit(
-            draft,
-            digest=result.digest,
-            part_digests=result.part_digests,
-            state_digests=result.state_digests,
-            delta_digest=planned.downlink.digest(result.delta_digests) if planned.downlink else "",
-            delta_digests=result.delta_digests,
-            summary_json=summary.model_dump_json(),
-            tickets=frozen.tickets,
-        )
+        row = store.versions.commit(draft, result, summary_json=summary.model_dump_json(), tickets=frozen.tickets)
     except BaseDamaged as error:
         draft.abandon()
         raise StateCorrupt(

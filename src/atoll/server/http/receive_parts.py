@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 from aiohttp import web
 from blake3 import blake3
 
-from atoll.aggregation.check_arriving_parts import Inspection, PartStats
-from atoll.aggregation.decode_updates import read_at
+from atoll.aggregation.check_arriving_parts import ArrivingPart, Inspection, PartStats
 from atoll.errors import BadRequest, Busy, Conflict, Gone, PartCorrupt
 from atoll.protocol import messages, routes
 from atoll.rounds.events import WorkerSeen
@@ -126,12 +125,10 @@ class PartReceiver:
     async def _inspected(
         self, request: web.Request, site: str, inspection: Inspection, part: Part, writer: PartWriter, fd: int
     ) -> PartStats:
-        def read(room: memoryview, offset: int) -> None:
-            read_at(fd, room, offset)
-
-        with inspection.begin(part, writer.write, read) as inspector:
-            digest = await self._receive(request, inspector, site)
-            stats = inspector.stats()
+        arriving = ArrivingPart(inspection, part, writer.write, fd)
+        digest = await self._receive(request, arriving, site)
+        stats = arriving.stats
+        assert stats is not None
         if stats.digest != digest:
             raise PartCorrupt(f"Part {part.index} arrived damaged.", "Send this part again.")
         return stats

@@ -33,6 +33,7 @@ from atoll.server.coordinator.ledger import Ledger
 from atoll.server.coordinator.roster import Lease
 from atoll.server.swarm.peer_reachability import Peer, Peers
 from atoll.store.store import Store
+from atoll.store.versions import VersionDigests
 
 LOG = logging.getLogger("atoll.server")
 
@@ -600,13 +601,10 @@ class Swarm:
         draft = self._store.versions.begin(closed.fragment, closed.version)
         try:
             assert closed.digest is not None
+            parts, state = digests_in(closed.part_digests), digests_in(closed.state_digests)
+            written = VersionDigests(digest=closed.digest, part_digests=parts, state_digests=state)
             row = self._store.versions.commit(
-                draft,
-                digest=closed.digest,
-                part_digests=digests_in(closed.part_digests),
-                state_digests=digests_in(closed.state_digests),
-                summary_json=summary.model_dump_json(),
-                tickets=frozen.tickets,
+                draft, written, summary_json=summary.model_dump_json(), tickets=frozen.tickets
             )
         except BaseException:
             draft.abandon()

@@ -21,7 +21,7 @@ from atoll.aggregation.check_arriving_parts import Inspection
 from atoll.aggregation.plan import Plan
 from atoll.blobs.manifest import Cuts, Manifest, state_id
 from atoll.errors import UNPULLED, AtollError, ConfigError, Gone, PartCorrupt, PortInUse
-from atoll.posix import read_at, write_at
+from atoll.posix import write_at
 from atoll.protocol import messages, routes
 from atoll.protocol.swarm_messages import Collect, Hold, Source
 from atoll.store.file_slots import SPOOL, STATE, VERSION, FileShape, Slot, disk_error, region_digest
@@ -389,17 +389,7 @@ class PeerTransfers:
         sums, bad = list[float](), list[str]()
 
         def look(part: Part) -> None:
-            at = part.start
-
-            def fill(room: memoryview) -> int:
-                nonlocal at
-                read_at(slot.fd, room, at)
-                at += len(room)
-                return len(room)
-
-            with inspection.begin(part, lambda _: None) as inspector:
-                inspector.take(fill)
-                stats = inspector.stats()
+            stats = inspection.look(part, slot.fd)
             sums.append(stats.sumsq)
             if stats.bad is not None:
                 bad.append(stats.bad)
