@@ -1,6 +1,6 @@
 """The process of a user's aggregator, and its messages with the server.
 
-message  | length (4 bytes, little endian) + the file | JSON |
+A message is JSON, and may come with a file:
 
     from the server                     to the server
     begin      what to load             ready | bad    it is made | it cannot be
@@ -48,24 +48,25 @@ from atoll.tensors.layout import Segment
 from atoll.tensors.lazy_tensors import Handle, LazyState
 from atoll.tensors.schema import BUFFERS, Schema, TensorSpec
 
-LENGTH_BYTES = 4
-AHEAD_BYTES = 2**16
-"""Asked for at a time where no files come."""
+MOST_BYTES = 2**16
+"""Of a message that a socket takes; what is longer travels as a file, and this in its place."""
+LONG = b"+"
 
 
 class Channel:
-    """One end of a Unix socket pair. `send` may be called by any thread, `receive` by one.
+    """One end of a `pair`. `send` may be called by any thread, `receive` by one.
 
     Args:
         end: of the pair; belongs to the channel.
-        files: whether some come to this end; where none do, many short messages are received at once.
     """
 
-    def __init__(self, end: socket.socket, *, files: bool = True) -> None:
+    def __init__(self, end: socket.socket) -> None:
         self._socket = end
-        self._lock = threading.Lock()
-        self._files = files
-        self._ahead = bytearray()  # what was received beyond a message
+
+    @staticmethod
+    def pair() -> tuple[socket.socket, socket.socket]:
+        """Return two sockets between which the kernel keeps messages apart."""
+        return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
     def send(self, message: dict[str, Any], fd: int | None = None) -> None:
         """Send a message; the file is duplicated, and stays the sender's.
@@ -73,13 +74,17 @@ class Channel:
         Raises:
             OSError: the other side is gone.
         """
-        text = json.dumps(message).encode()
-        length = len(text).to_bytes(LENGTH_BYTES, "little")
-        data = length + text  # in one go: the other side wakes up once
-        with self._lock:
-            sent = self._socket.send(data) if fd is None else socket.send_fds(self._socket, [data], [fd])
-            if sent < len(data):
-                self._socket.sendall(data[sent:])
+        data = json.dumps(message).encode()
+        with contextlib.ExitStack() as stack:
+            fds = [] if fd is None else [fd]
+            if len(data) > MOST_BYTES:
+                text = stack.enter_context(open(os.memfd_create("message", os.MFD_CLOEXEC), "wb", buffering=0))
+                text.write(data)
+                data, fds = LONG, [text.fileno(), *fds]
+            if fds:
+                socket.send_fds(self._socket, [data], fds)
+            else:
+                self._socket.send(data)
 
     def receive(self) -> tuple[dict[str, Any], int | None]:
         """Return the next message and its file, which is the receiver's from now on.
@@ -88,37 +93,18 @@ class Channel:
             EOFError: the other side is gone.
         """
         try:
-            fd = self._file() if self._files else None
-            try:
-                length = int.from_bytes(self._exactly(LENGTH_BYTES), "little")
-                return json.loads(self._exactly(length)), fd
-            except BaseException:
-                if fd is not None:
-                    os.close(fd)
-                raise
+            data, fds, _, _ = socket.recv_fds(self._socket, MOST_BYTES, 2)
         except ConnectionError as error:
             raise EOFError from error
-
-    def _file(self) -> int | None:
-        """Return the file of the next message, which comes with its first byte."""
-        self._ahead[:], fds, _, _ = socket.recv_fds(self._socket, LENGTH_BYTES, 1)
-        if not self._ahead:
+        if not data:
             raise EOFError
-        if fds:
-            os.set_inheritable(fds[0], False)
-        return fds[0] if fds else None
-
-    def _exactly(self, nbytes: int) -> bytes:
-        ahead = self._ahead
-        while len(ahead) < nbytes:
-            missing = nbytes - len(ahead)
-            more = self._socket.recv(missing if self._files else max(missing, AHEAD_BYTES))
-            if not more:
-                raise EOFError
-            ahead += more
-        data = bytes(ahead[:nbytes])
-        del ahead[:nbytes]
-        return data
+        for each in fds:
+            os.set_inheritable(each, False)
+        if data == LONG:
+            with open(fds.pop(0), "rb") as text:
+                text.seek(0)
+                data = text.read()
+        return json.loads(data), fds[0] if fds else None
 
     def close(self) -> None:
         """Let the other side see the end; idempotent. A `receive` under way ends, too."""

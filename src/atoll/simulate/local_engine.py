@@ -6,7 +6,6 @@ import contextlib
 import logging
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -216,7 +215,7 @@ class _Process:
         self.stuck: int | None = None
         self._base = ""  # digest of the version that it has
         self._numbers_fd, self._put_fd = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-        mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        mine, theirs = Channel.pair()
         environment = {"PYTHONHASHSEED": "0"} | _MEMORY | dict(os.environ)  # the order of sets is the same in all
         for name in ("ATOLL_SERVER", "ATOLL_SITE", "ATOLL_DIR", "ATOLL_FAILPOINTS"):  # none of these is meant for it
             environment.pop(name, None)
@@ -236,7 +235,7 @@ class _Process:
         finally:
             theirs.close()
         self.pid = self._popen.pid
-        self._channel = Channel(mine, files=False)
+        self._channel = Channel(mine)
         with contextlib.suppress(OSError):  # `ready` tells how it ended
             self._channel.send({"what": "begin", "beginning": beginning.to_json()})
 

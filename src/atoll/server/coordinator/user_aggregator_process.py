@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -94,7 +93,7 @@ class Aggregator:
             ConfigError: it cannot be loaded; the message says why.
             RunFailed: it fails when it is made, or does not begin in two minutes.
         """
-        mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        mine, theirs = Channel.pair()
         environment = {key: value for key, value in os.environ.items() if key != "ATOLL_FAILPOINTS"}
         try:
             self._process = subprocess.Popen(
