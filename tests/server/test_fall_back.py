@@ -81,7 +81,7 @@ def test_updates_of_a_lost_version_are_submitted_again_from_the_outbox(tmp_path:
     assert (server.status().finished, server.status().fragments[0].version) == (True, 4)
     assert [(worker.version, worker.staleness) for worker in server.status().workers] == [(3, 1)]
     server.stop()
-    with closing(Store.open(tmp_path / "state")) as store:  # a server of a finished run may have closed its own
+    with closing(Store(tmp_path / "state")) as store:  # a server of a finished run may have closed its own
         assert staleness(4, 0, store.run_log.lost_versions()) == 3  # from 0 on: 1, 3, 4
     server = new_server(None, **options | {"rounds.total": 4}).start()
     assert not server.status().finished

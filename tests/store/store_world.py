@@ -35,7 +35,7 @@ SITES = ("a", "b")
 
 def begin(directory: Path, shapes: FragmentShapes = SHAPES, **options: Any) -> tuple[Store, Recovered]:
     """Open, shape and recover, as a server does at its start."""
-    store = Store.open(directory, **options)
+    store = Store(directory, **options)
     try:
         if store.run_log.run is None:
             store.run_log.create_run(RUN)

@@ -111,5 +111,5 @@ def test_its_digests_are_needed_and_the_run_keeps_its_way_down(tmp_path: Path) -
                 ),
             )
         draft.abandon()
-    with Store.open(tmp_path) as store, pytest.raises(ConfigError, match="its delta files of fragment 0 have 12 bytes"):
+    with Store(tmp_path) as store, pytest.raises(ConfigError, match="its delta files of fragment 0 have 12 bytes"):
         store.slots.shape([SHAPES])

@@ -245,9 +245,9 @@ def test_a_lost_journal_does_not_begin_a_new_run_over_the_files_of_the_old_one(s
 def test_a_journal_that_cannot_be_opened_is_named(tmp_path: Path) -> None:
     (tmp_path / "journal.sqlite").mkdir()
     with pytest.raises(StoreError, match="unable to open database file"):
-        Store.open(tmp_path)
+        Store(tmp_path)
     (tmp_path / "journal.sqlite").rmdir()
-    Store.open(tmp_path).close()  # the refusal has let go of the directory
+    Store(tmp_path).close()  # the refusal has let go of the directory
 
 
 def test_the_audit_log_lists_each_update_with_its_site_and_outcome(store: Store) -> None:

@@ -349,7 +349,7 @@ def test_a_ticket_without_its_file_starts_from_nothing(tmp_path: Path) -> None:
 )
 def test_files_of_another_model_are_refused(tmp_path: Path, shapes: object, complaint: str) -> None:
     first(tmp_path).close()
-    store = Store.open(tmp_path)
+    store = Store(tmp_path)
     with pytest.raises(ConfigError, match=f"begun with another model.*{complaint}.*another disk.state_dir"):
         store.slots.shape([shapes])  # type: ignore[list-item]
     store.close()

@@ -417,7 +417,7 @@ def test_the_epoch_of_a_start_survives_a_power_loss(tmp_path: Path, monkeypatch:
 
     monkeypatch.setattr(Journal, "transaction", told)
     monkeypatch.setattr(Journal, "sync", lambda self, fd, what: (order.append(what), sync(self, fd, what))[1])
-    Store.open(tmp_path / "s").close()
+    Store(tmp_path / "s").close()
     assert order[:2] == ["synced=True", str(tmp_path / "s")]
 
 

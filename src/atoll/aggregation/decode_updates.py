@@ -10,6 +10,7 @@ from atoll import posix
 from atoll.codecs.base import Codec
 from atoll.errors import StateCorrupt
 from atoll.reducers.base import Reducer, RoundFacts
+from atoll.reducers.means import Maximum
 from atoll.tensors.byte_runs import Run, RunTable
 from atoll.tensors.chunks import Scratch, bytes_of
 from atoll.tensors.dtypes import accumulate_dtype, torch_dtype
@@ -23,8 +24,7 @@ class Updates:
         fds: the updates' files, in the frozen order.
         runs: of their layout.
         codecs: by name.
-        reducers: by group, for floats.
-        integers: the reducer of everything else.
+        reducers: by group, for floats; of everything else the maximum is taken.
         facts: of the round.
         scales: of each update's `params`, on top of its weight.
 
@@ -38,17 +38,16 @@ class Updates:
         runs: RunTable,
         codecs: Mapping[str, Codec],
         reducers: Mapping[str, Reducer],
-        integers: Reducer,
         facts: RoundFacts,
         scales: Sequence[float],
     ) -> None:
         self._fds, self._runs, self._codecs = fds, runs, codecs
-        self._reducers, self._integers = reducers, integers
+        self._reducers, self._integers = reducers, Maximum()
         self._weights = {group: reducer.weigh(facts) for group, reducer in reducers.items()}
         self.carries = {group: reducer.carry(facts) for group, reducer in reducers.items()}
         if any(scale != 1 for scale in scales):
             self._weights[PARAMS] = [w * scale for w, scale in zip(self._weights[PARAMS], scales, strict=True)]
-        self._unweighted = integers.weigh(facts)
+        self._unweighted = self._integers.weigh(facts)
 
     def reduce(self, run: Run, scratch: Scratch) -> tuple[Tensor, Sequence[Tensor]]:
         """Return the reduction of a version's run, in `scratch` until its next call.
@@ -59,7 +58,8 @@ class Updates:
         """
         spec, there = run.spec, self._runs.counterpart(run)
         dtype, n = accumulate_dtype(spec.dtype), there.numel
-        reducer, weights = self._integers, self._unweighted
+        reducer: Reducer = self._integers
+        weights = self._unweighted
         if spec.is_float:
             reducer, weights = self._reducers[spec.group], self._weights[spec.group]
         out = scratch.tensor("reduced", dtype, n)

@@ -47,7 +47,7 @@ from atoll.outer_optimizers.torch_optimizer import State
 from atoll.posix import write_at
 from atoll.protocol.values import FrozenRound
 from atoll.reducers.base import RoundFacts
-from atoll.reducers.means import Maximum, WeightedMean
+from atoll.reducers.means import WeightedMean
 from atoll.runtime import failpoint, run_jobs
 from atoll.store.file_slots import region_digest
 from atoll.store.versions import VersionDigests
@@ -214,14 +214,12 @@ class _Pass:
         )
         scales = [update.scale for update in frozen.updates]
         runs = self.planned.update_runs
-        self.updates = Updates(
-            [file.fd for _, file in accepted], runs, plan.codecs, plan.reducers, Maximum(), facts, scales
-        )
+        self.updates = Updates([file.fd for _, file in accepted], runs, plan.codecs, plan.reducers, facts, scales)
         self.params = self.updates
         if files.reduced_fd is not None:
             one = RoundFacts([1.0], [0.0], [1])
             mean, runs = {PARAMS: WeightedMean()}, self.planned.reduced_runs
-            self.params = Updates([files.reduced_fd], runs, plan.codecs, mean, Maximum(), one, [1.0])
+            self.params = Updates([files.reduced_fd], runs, plan.codecs, mean, one, [1.0])
         state = self.planned.state_layout
         self.whole = WholeState(state if plan.rule.granularity == "chunk" else None, files.state_fd)
         self.is_first = state is not None and files.state_fd is None

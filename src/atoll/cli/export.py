@@ -81,7 +81,7 @@ def from_directory(state_dir: Path, out: Path, version: int | None = None) -> in
     from atoll.tensors.layout import version_header, version_layout
 
     try:
-        store = Store.open(state_dir)
+        store = Store(state_dir)
     except StateLocked as error:
         raise StateLocked(error.message, "Its server runs: ask it with --server.") from None
     with store:

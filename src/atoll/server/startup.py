@@ -78,7 +78,7 @@ def open_run(
         StateCorrupt: no version in it is whole.
         StoreError: a folder lies where the best version is to be.
     """
-    store = Store.open(
+    store = Store(
         settings.disk.state_dir,
         durability=settings.disk.durability,
         keep_versions=settings.disk.keep_versions,

@@ -20,7 +20,10 @@ from typing import Any, Generic, Literal, NamedTuple, TypeVar, get_args, get_ori
 
 from blake3 import blake3
 
-CHECKED = ("meta", "run", "shapes", "members", "rounds", "tickets", "parts", "versions", "deltas", "heads", "history")
+CHECKED = (
+    *("meta", "run", "shapes", "members", "rounds", "tickets", "parts"),
+    *("versions", "deltas", "heads", "history", "workflows"),
+)
 """Tables with a column `row_check`. The audit log has its own hashes, and counters are for people."""
 
 ROW_CHECK = "row_check INTEGER NOT NULL DEFAULT 0"
@@ -432,6 +435,13 @@ CREATE TABLE heads (
     fragment INTEGER PRIMARY KEY,
     version INTEGER,
     durable_version INTEGER,
+    {ROW_CHECK}
+) STRICT;
+
+CREATE TABLE workflows (
+    place INTEGER PRIMARY KEY,
+    name TEXT NOT NULL,
+    ended_at TEXT NOT NULL,
     {ROW_CHECK}
 ) STRICT;
 

@@ -22,15 +22,6 @@ from atoll.store.journal_tables import (
     now,
 )
 
-_WORKFLOWS = """
-CREATE TABLE IF NOT EXISTS workflows (
-    place INTEGER PRIMARY KEY,
-    name TEXT NOT NULL,
-    ended_at TEXT NOT NULL
-) STRICT
-"""
-"""Made when the first workflow ends, so that journals of runs without workflows stay as they are."""
-
 
 class RunLog:
     """What a journal knows of its run beside tickets and versions."""
@@ -247,8 +238,6 @@ class RunLog:
 
     def ended_workflows(self) -> dict[int, str]:
         """Return place in the run's list → name, of the workflows that have ended."""
-        if self._journal.value("SELECT 1 FROM sqlite_master WHERE type = 'table' AND name = 'workflows'") is None:
-            return {}
         return dict(self._journal.rows("SELECT place, name FROM workflows ORDER BY place"))
 
     def end_workflow(self, place: int, name: str) -> None:
@@ -258,15 +247,15 @@ class RunLog:
             DiskFull: nothing was recorded; try again.
         """
         with self._journal.transaction():
-            self._journal.execute(_WORKFLOWS)
-            self._journal.execute("INSERT OR REPLACE INTO workflows VALUES (?, ?, ?)", place, name, now())
+            self._journal.execute(
+                "INSERT OR REPLACE INTO workflows (place, name, ended_at) VALUES (?, ?, ?)", place, name, now()
+            )
             self._audit.append("workflow", place=place, name=name)
 
     def forget_workflows_from(self, place: int) -> None:
         """Run this workflow and those behind it again."""
-        if self.ended_workflows():
-            with self._journal.transaction():
-                self._journal.execute("DELETE FROM workflows WHERE place >= ?", place)
+        with self._journal.transaction():
+            self._journal.execute("DELETE FROM workflows WHERE place >= ?", place)
 
 
 def _not_open(fragment: int, base_version: int) -> StoreError:

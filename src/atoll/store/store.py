@@ -6,7 +6,7 @@
     <directory>/slots/           versions, outer states and spools: preallocated files that are rewritten
 
 Bytes go to slots first, then a row says that they are there; no row exists without its bytes. On every start
-a server calls `Store.open`, `store.slots.shape` and `store.recover`, then it uses the parts of the store.
+a server makes a `Store`, then calls `store.slots.shape` and `store.recover`, then it uses the parts of the store.
 """
 
 from __future__ import annotations
@@ -59,33 +59,14 @@ class Store:
     """
 
     def __init__(
-        self, directory: Path, journal: Journal, lock_fd: int, keep_versions: int, max_pins: int, in_memory: bool
-    ) -> None:
-        self.directory, self.journal, self._lock_fd = directory, journal, lock_fd
-        self.audit = AuditLog(journal)
-        self.slots = Slots(journal, directory / "slots", keep_versions + max_pins, in_memory=in_memory)
-        self.run_log = RunLog(journal, self.audit)
-        self.tickets = Tickets(journal, self.audit, self.slots)
-        self.versions = Versions(
-            journal,
-            self.audit,
-            self.slots,
-            self.run_log,
-            self.tickets,
-            keep_versions=keep_versions,
-            max_pins=max_pins,
-        )
-
-    @classmethod
-    def open(
-        cls,
+        self,
         directory: Path,
         *,
         durability: Durability = "process",
         keep_versions: int = 2,
         max_pins: int = 4,
         in_memory: bool = False,
-    ) -> Self:
+    ) -> None:
         """Lock a state directory, make it if there is none, and raise its epoch.
 
         Args:
@@ -99,29 +80,41 @@ class Store:
             StateLocked: another server uses it.
             StateCorrupt: its journal is damaged, or is missing while slots are there.
         """
-        directory = Path(directory)
+        self.directory = directory = Path(directory)
         try:
             (directory / "slots").mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise StoreError(
                 f"{directory}: {error.strerror}.", "Give a disk.state_dir that this user may write."
             ) from error
-        lock_fd = _lock(directory)
+        self._lock_fd = _lock(directory)
         try:
             begin = not any(is_slot_name(path.name) for path in (directory / "slots").iterdir())
             journal = Journal(directory / "journal.sqlite", durability, begin=begin and not _has_begun(directory))
         except BaseException:
-            os.close(lock_fd)
+            os.close(self._lock_fd)
             raise
-        store = cls(directory, journal, lock_fd, keep_versions, max_pins, in_memory)
+        self.journal = journal
+        self.audit = AuditLog(journal)
+        self.slots = Slots(journal, directory / "slots", keep_versions + max_pins, in_memory=in_memory)
+        self.run_log = RunLog(journal, self.audit)
+        self.tickets = Tickets(journal, self.audit, self.slots)
+        self.versions = Versions(
+            journal,
+            self.audit,
+            self.slots,
+            self.run_log,
+            self.tickets,
+            keep_versions=keep_versions,
+            max_pins=max_pins,
+        )
         try:
-            head = store._begin_epoch(verify_journal.at_start(journal, directory))
+            head = self._begin_epoch(verify_journal.at_start(journal, directory))
             journal.sync_folder(directory)
             journal.sync(head.fd, str(head.path))
         except BaseException:
-            store.close()
+            self.close()
             raise
-        return store
 
     def _begin_epoch(self, start: verify_journal.Start) -> AuditHeadFile:
         """Log what was found, raise the epoch, and note from here on where the audit log ends."""

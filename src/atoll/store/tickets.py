@@ -354,32 +354,29 @@ class Tickets:
             self._journal.count(state, len(tickets))
         self._journal.after_commit(lambda: self._drop_spools(rows, state, reason))
 
-    def _drop_spools(self, rows: Sequence[TicketRow], state: str, reason: str) -> None:
+    def _drop_spools(self, rows: Sequence[TicketRow], state: TicketState, reason: str) -> None:
         for row in rows:
             spool = self._spools.pop(row.ticket, None)
             if spool:
-                spool.close(closed(row.ticket, row.site, state, reason))
+                spool.close(why_closed(replace(row, state=state, reason=reason)))
             if row.slot is not None:
                 pool = self._slots.pool(SPOOL, row.fragment)
                 pool.drop(pool[row.slot], JOURNAL)
 
 
-def closed(ticket: int, site: str, state: str, reason: str) -> AtollError:
+def why_closed(row: TicketRow) -> AtollError:
     """Return why nothing more can be sent under a ticket.
 
     A refused update is refused to every part of it and to the message that completes it: several are on their way at
     once, also from several ranks, and the first answer decides.
     """
-    if state == "refused":
+    if row.state == "refused":
         return UpdateRefused(
-            f"The update of {site} is refused: {reason}.", "Mend what the reason names, and ask for the next ticket."
+            f"The update of {row.site} is refused: {row.reason}.",
+            "Mend what the reason names, and ask for the next ticket.",
         )
-    what = {"accepted": "holds an update already", "counted": "has been counted"}.get(state, f"is {state}")
+    what = {"accepted": "holds an update already", "counted": "has been counted"}.get(row.state, f"is {row.state}")
     return TicketClosed(
-        f"Ticket {ticket} of {site} {what}{': ' + reason if reason else ''}.", "Ask for the next ticket."
+        f"Ticket {row.ticket} of {row.site} {what}{': ' + row.reason if row.reason else ''}.",
+        "Ask for the next ticket.",
     )
-
-
-def why_closed(row: TicketRow) -> AtollError:
-    """As `closed`."""
-    return closed(row.ticket, row.site, row.state, row.reason)
