@@ -162,20 +162,6 @@ def test_tables_that_are_kept_change_nothing(tmp_path, target, codec):
     assert results[0] == results[1]
 
 
-def test_tables_follow_the_number_of_rows_at_once(tmp_path):
-    planned, expected = None, []
-    for kept in (True, False):
-        for sites in (3, 2, 5, 3):
-            folder = tmp_path / f"{kept}-{sites}"
-            folder.mkdir(exist_ok=True)
-            world = World(folder, options={"lr": 1.0}, weights=(1.0,) * sites)
-            planned = planned or world.planned
-            world.planned = planned if kept else world.planned
-            expected.append(world.close(reducers=REDUCERS | {"params": Median()}).digest)
-    assert expected[:4] == expected[4:]
-    assert expected[0] == expected[3]
-
-
 @pytest.mark.parametrize("codec", ["none", "bf16"])
 def test_what_lies_in_the_padding_of_an_update_changes_nothing(tmp_path, codec):
     """NaN there: neither the version nor its state nor the norm has it."""

@@ -90,14 +90,14 @@ def test_pieces_are_whole_tiles_and_lie_where_the_rate_says(specs: list[TensorSp
             assert 0 <= part.stop - end < ALIGN_BYTES
         for segment in layout.segments:
             encoding = layout.encodings[segment.codec]
-            at, offset = segment.start, segment.offset
+            at, offset = 0, segment.offset
             for piece in (piece for piece in pieces if piece.segment is segment):
                 assert (piece.start, piece.offset) == (at, offset)
                 assert piece.start % TILE == 0
-                assert piece.stop % TILE == 0 or piece.stop == segment.stop
+                assert piece.stop % TILE == 0 or piece.stop == segment.numel
                 assert piece.nbytes == encoding.encoded_bytes(piece.numel, segment.spec.dtype)
                 at, offset = piece.stop, piece.offset + piece.nbytes
-            assert (at, offset) == (segment.stop, segment.offset + segment.nbytes)
+            assert (at, offset) == (segment.numel, segment.offset + segment.nbytes)
 
 
 @given(SPECS, PART_BYTES, st.integers(1, 5))

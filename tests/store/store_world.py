@@ -68,12 +68,11 @@ def write_version(store: Store, version: int, tickets: Sequence[int] = ()) -> Ve
     """Write and commit a version; all but version 0 have outer state, and a difference where the run has those."""
     draft = store.versions.begin(0, version)
     try:
-        os.pwrite(draft.version_fd, content(version), 0)
-        assert draft.state_fd is not None
-        if version:
-            os.pwrite(draft.state_fd, state_content(version), 0)
-        if draft.delta_fd is not None:
-            os.pwrite(draft.delta_fd, delta_content(version), 0)
+        os.pwrite(draft.slot.fd, content(version), 0)
+        if draft.state and version:
+            os.pwrite(draft.state.fd, state_content(version), 0)
+        if draft.delta:
+            os.pwrite(draft.delta.fd, delta_content(version), 0)
         return store.versions.commit(
             draft,
             VersionDigests(
@@ -81,7 +80,7 @@ def write_version(store: Store, version: int, tickets: Sequence[int] = ()) -> Ve
                 part_digests=digests(content(version), SHAPES.version),
                 state_digests=digests(state_content(version), SHAPES.state) if version else (),
                 delta_digest=blake3(delta_content(version)).hexdigest(),
-                delta_digests=digests(delta_content(version), WITH_DELTA.delta) if draft.delta_fd is not None else (),
+                delta_digests=digests(delta_content(version), WITH_DELTA.delta) if draft.delta else (),
             ),
             summary_json=f'{{"version": {version}}}',
             tickets=tickets,

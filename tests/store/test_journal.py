@@ -7,11 +7,10 @@ import os
 import resource
 import sqlite3
 import threading
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from store_world import accept, audited, begin, first, killed, play_round, send_parts, submit
+from store_world import audited, begin, first, killed, play_round, submit
 
 from atoll.errors import DiskFull, StateCorrupt, StateLocked, StoreError, SyncFailed
 from atoll.store.journal import Journal
@@ -175,16 +174,6 @@ def test_a_full_disk_loses_nothing_and_goes_on_when_there_is_space(store: Store)
     store.journal.value("PRAGMA max_page_count = 1000000")
     store.run_log.put_member("c", 3, host=big)
     assert store.run_log.member("c").host == big
-
-
-@pytest.mark.covers("F25")
-def test_a_disk_that_is_full_at_the_commit_leaves_the_ticket_open(store: Store, arm: Callable[[str], object]) -> None:
-    send_parts(store, 1, "a", 0)
-    arm("journal.commit=enospc")
-    with pytest.raises(DiskFull):
-        accept(store, 1)
-    assert store.tickets.get(1).state == "open"
-    assert accept(store, 1).state == "accepted"
 
 
 @pytest.mark.covers("F29")

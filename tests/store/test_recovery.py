@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -31,10 +30,8 @@ from store_world import (
 )
 
 from atoll.errors import ConfigError, StateCorrupt, StoreError
-from atoll.runtime import times_reached
 from atoll.store.file_slots import verify
 from atoll.store.store import FileShape, Store
-from atoll.store.verify_journal import everything
 
 
 def path_of(store: Store, kind: str, version: int) -> Path:
@@ -75,47 +72,6 @@ def test_everything_is_found_again(tmp_path: Path) -> None:
     store.close()
 
 
-@pytest.mark.parametrize(
-    ("failpoint", "state"), [("accept.before", "open"), ("journal.commit", "open"), ("accept.after", "accepted")]
-)
-def test_killed_around_the_accept(tmp_path: Path, arm: Callable[[str], object], failpoint: str, state: str) -> None:
-    """Unjournalled, the update is accepted when it is completed again; no part of it is sent again."""
-    arm("journal.commit=never@999")  # counts the commits of the same story, that of the accept included
-    with first(tmp_path / "dry") as store:
-        submit(store, 1, "a", 0)
-        nth = times_reached(failpoint) if failpoint == "journal.commit" else 1
-    killed(tmp_path / "state", f"{failpoint}=kill@{nth}", "submit(first(directory), 1, 'a', 0)")
-    store, recovered = begin(tmp_path / "state")
-    assert [row.state for row in recovered.tickets] == [state]
-    assert sorted(store.tickets.parts(1)) == [0, 1]
-    assert accept(store, 1).state == "accepted"
-    assert [entry.what for entry in audited(store)].count("accepted") == 1
-    assert read(store.tickets.spool(1).fd) == update_of("a", 0)
-    everything(store.journal, store.directory, None)
-    store.close()
-
-
-@pytest.mark.parametrize(("failpoint", "head"), [("head.before=kill@2", 0), ("head.after=kill@2", 1)])
-def test_killed_around_the_head(tmp_path: Path, failpoint: str, head: int) -> None:
-    """Before it, the frozen round is found as it was and runs again; after it, everything is as if nobody had died."""
-    killed(tmp_path, failpoint, "play_round(first(directory), 0)")
-    store, recovered = begin(tmp_path)
-    assert recovered.heads[0].version == head
-    if head == 0:
-        (round_,) = recovered.rounds
-        assert (round_.state, round_.tickets) == ("frozen", (1, 2))
-        assert [read(store.tickets.spool(ticket).fd) for ticket in round_.tickets] == [
-            update_of("a", 0),
-            update_of("b", 0),
-        ]
-        write_version(store, 1, round_.tickets)
-    assert (store.versions.head().version, store.tickets.get(1).version) == (1, 1)
-    assert (read(store.versions.pin(0, 1).fd), read(store.versions.state_file())) == (content(1), state_content(1))
-    assert store.run_log.totals().counted == 2
-    assert [member.rounds_counted for member in store.run_log.members()] == [1, 1]
-    store.close()
-
-
 @pytest.mark.covers("D4")
 def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
     """Killed while it wrote version 1: the draft's slots and the spare ones go, what rows refer to stays."""
@@ -125,18 +81,6 @@ def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
     (tmp_path / "slots" / "notes.txt").write_text("not ours")
     store, _ = begin(tmp_path)
     assert slot_files(tmp_path) == ["notes.txt", "spool-0-0.bin", "spool-0-1.bin", "version-0-0.safetensors"]
-    store.close()
-
-
-def damaged_head(directory: Path) -> None:
-    """Versions 1 and 2, of which 1 is durable; ticket 5 is accepted for version 3; then a bit of version 2 flips."""
-    store = first(directory)
-    play_round(store, 0)
-    store.versions.write_durable()
-    play_round(store, 1)
-    store.run_log.open_round(0, 2, ("a", "b"))
-    submit(store, 5, "a", 2)
-    flip(path_of(store, "version", 2), 20)
     store.close()
 
 
@@ -256,21 +200,6 @@ def test_a_run_of_which_nothing_verifies_is_refused_and_left_alone(tmp_path: Pat
 
 
 @pytest.mark.covers("F13")
-@pytest.mark.parametrize("nth", [1, 2])
-def test_recovery_killed_in_the_middle_is_done_by_the_next(tmp_path: Path, nth: int) -> None:
-    damaged_head(tmp_path)
-    killed(tmp_path, f"recover.midway=kill@{nth}", "begin(directory)")
-    store, recovered = begin(tmp_path)
-    assert recovered.heads[0].version == 1
-    assert [store.tickets.get(ticket).state for ticket in (1, 2, 3, 4, 5)] == ["counted"] * 2 + ["expired"] * 3
-    assert [entry.what for entry in audited(store)].count("fell back") == 1
-    assert store.run_log.totals().counted == 2
-    assert [name for name in slot_files(tmp_path) if name.startswith("spool")] == []
-    everything(store.journal, tmp_path, None)
-    store.close()
-
-
-@pytest.mark.covers("F13")
 def test_recovering_again_changes_nothing(tmp_path: Path) -> None:
     store = first(tmp_path)
     play_round(store, 0, commit=False)
@@ -352,16 +281,4 @@ def test_files_of_another_model_are_refused(tmp_path: Path, shapes: object, comp
     store = Store(tmp_path)
     with pytest.raises(ConfigError, match=f"begun with another model.*{complaint}.*another disk.state_dir"):
         store.slots.shape([shapes])  # type: ignore[list-item]
-    store.close()
-
-
-def test_pins_and_drafts_do_not_survive_the_process(tmp_path: Path) -> None:
-    action = (
-        "store = first(directory); pins = [store.versions.pin(0, 0)]; [play_round(store, base) for base in range(3)]; "
-    )
-    killed(tmp_path, "head.before=kill@5", action + "store.versions.write_durable(); play_round(store, 3)")
-    store, recovered = begin(tmp_path)
-    assert recovered.heads[0].version == 3
-    assert [row.version for row in store.versions.kept()] == [2, 3]
-    assert len([name for name in slot_files(tmp_path) if name.startswith("version")]) == 2
     store.close()

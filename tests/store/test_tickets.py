@@ -23,7 +23,7 @@ from store_world import (
     write_version,
 )
 
-from atoll.errors import BadRequest, Conflict, DiskFull, Gone, StoreError, TicketClosed, UpdateRefused
+from atoll.errors import BadRequest, Conflict, Gone, StoreError, TicketClosed, UpdateRefused
 from atoll.store import update_spool
 from atoll.store.file_slots import READER
 from atoll.store.journal_tables import TICKETS, TicketRow
@@ -234,37 +234,6 @@ def test_a_writer_that_is_superseded_just_before_its_write_writes_nothing(store:
     assert read(held.fd)[:16] == b"N" * 16
 
 
-def test_many_writers_of_one_part_leave_the_bytes_of_the_last(store: Store) -> None:
-    store.tickets.issue(1, "a", 0, 0)
-    held = store.tickets.spool(1)
-    stop = threading.Event()
-
-    def flood(letter: bytes) -> None:
-        while not stop.is_set():
-            writer = held.begin_part(0)
-            try:
-                for _ in range(16):
-                    writer.write(letter)
-            except WriterCancelled:
-                continue
-
-    threads = [threading.Thread(target=flood, args=(letter,)) for letter in (b"x", b"y", b"z")]
-    for thread in threads:
-        thread.start()
-    for _ in range(200):
-        last = held.begin_part(0)
-        try:
-            last.write(b"L" * 16)
-        except WriterCancelled:
-            continue
-    stop.set()
-    for thread in threads:
-        thread.join()
-    last = held.begin_part(0)
-    last.write(b"L" * 16)
-    assert read(held.fd)[:16] == b"L" * 16
-
-
 def test_a_part_that_is_written_again_is_no_longer_recorded(store: Store) -> None:
     store.tickets.issue(1, "a", 0, 0)
     send_part(store, 1, 0, update_of("a", 0))
@@ -291,21 +260,6 @@ def test_a_part_takes_no_more_than_its_bytes_and_stays_in_its_range(store: Store
     assert read(store.tickets.spool(1).fd) == b"0" * 16 + b"11111222"
     with pytest.raises(BadRequest, match="does not exist"):
         store.tickets.spool(1).begin_part(2)
-
-
-@pytest.mark.covers("F25")
-@pytest.mark.parametrize("place", ["spool.write", "slot.create"])
-def test_a_full_disk_while_spooling(store: Store, arm: Callable[[str], object], place: str) -> None:
-    store.tickets.issue(1, "a", 0, 0)
-    arm(f"{place}=enospc")
-    before = slot_files(store.directory)
-    with pytest.raises(DiskFull, match="Make space"):
-        send_part(store, 1, 0, update_of("a", 0))
-    if place == "slot.create":
-        assert slot_files(store.directory) == before
-    send_part(store, 1, 0, update_of("a", 0))
-    send_part(store, 1, 1, update_of("a", 0))
-    assert accept(store, 1).state == "accepted"
 
 
 def test_a_spool_slot_is_not_reused_while_its_last_write_is_under_way(

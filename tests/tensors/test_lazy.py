@@ -148,7 +148,7 @@ def test_encoded_tensors_are_decoded_when_they_are_loaded(path: Path) -> None:
     def read(offset: int, memory: memoryview) -> None:
         memory[:] = raw[offset : offset + len(memory)]
 
-    segment = Segment(TensorSpec("w", "F32", (3, 1)), "bf16", 0, 3, 0, 6)
+    segment = Segment(TensorSpec("w", "F32", (3, 1)), "bf16", 0, 6)
     handle = Handle(read, lambda: None)
     state = LazyState(handle, {"w": segment}, lambda s, t, seg: Bf16Codec().decode_(s, t, seg.spec.dtype), {"v": "w"})
     assert state["w"].tolist() == [[1.5], [-2.0], [0.0]]

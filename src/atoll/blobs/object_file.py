@@ -175,7 +175,7 @@ class Contents:
         if widths != sorted(widths, reverse=True):  # else runs of bytes would not end at borders of elements
             raise BadRequest(f"{what} does not have its tensors in the order of their element sizes.", _REMEDY)
         skeleton, names, inline = _payload(header.metadata.get(_PAYLOAD, ""), what)
-        segments = [Segment(spec, "none", 0, spec.numel, at, spec.nbytes) for spec, at in header.tensors]
+        segments = [Segment(spec, "none", at, spec.nbytes) for spec, at in header.tensors]
         described = [*(segment.spec.name for segment in segments), *inline]
         if sorted(names) != sorted(described) or len(set(names)) != len(names):
             raise BadRequest(f"{what} names other tensors in its payload than in its head.", _REMEDY)
@@ -211,7 +211,7 @@ class Contents:
         segments, at = dict(self.layout.by_name), self.layout.nbytes
         for name, tensor in self.inline.items():
             spec = TensorSpec(name, dtype_name(tensor.dtype), tuple(tensor.shape))
-            segments[name] = Segment(spec, "none", 0, tensor.numel(), at, tensor.nbytes)
+            segments[name] = Segment(spec, "none", at, tensor.nbytes)
             at += tensor.nbytes
         return segments
 

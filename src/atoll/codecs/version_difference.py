@@ -187,4 +187,4 @@ def _along(version: Layout, delta: Layout) -> Iterator[Part]:
 def padded_end(piece: Piece) -> int:
     """Return where the next piece of a delta begins: what is behind a segment belongs to its last piece."""
     end = piece.offset + piece.nbytes
-    return -(-end // ALIGN_BYTES) * ALIGN_BYTES if piece.stop == piece.segment.stop else end
+    return -(-end // ALIGN_BYTES) * ALIGN_BYTES if piece.stop == piece.segment.numel else end

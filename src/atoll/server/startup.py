@@ -248,7 +248,7 @@ def _write_fragment(
                 digests = write_version(fd, plan.version, plan.header, model)
                 os.fsync(fd)
         else:
-            digests = write_version(draft.version_fd, plan.version, plan.header, model)
+            digests = write_version(draft.slot.fd, plan.version, plan.header, model)
     except BaseException:
         draft.abandon()
         raise

@@ -172,7 +172,7 @@ class ObjectStore:
             temporary.write_text(json_files.seal(_note(kept)), encoding="utf-8")
             os.replace(temporary, note)
         except OSError as error:
-            self._drop(kept)  # without its note it is of no use
+            self.drop(kept)  # without its note it is of no use
             raise disk_error(error, note) from error
         kept.close()
 
@@ -200,7 +200,7 @@ class ObjectStore:
         (self.folder / f"{object_id}.part").unlink(missing_ok=True)
 
     def hold(self, object_id: str, manifest: Manifest, *, inline: bool) -> tuple[Kept, str]:
-        """Let a draft that is written be read, until `let_go` or the next start; returns it and its secret.
+        """Let a draft that is written be read, until `drop` or the next start; returns it and its secret.
 
         Raises:
             Busy: there is no room. DiskFull, StoreError: the disk's.
@@ -221,10 +221,6 @@ class ObjectStore:
         self._kept[object_id] = kept
         return kept, secret
 
-    def let_go(self, kept: Kept) -> None:
-        """End an object of the server's own. Idempotent."""
-        self._drop(kept)
-
     def take(self, object_id: str, secret: str) -> tuple[Kept, int]:
         """Hand a complete object over to the caller: it cannot be found any more, its bytes end with the descriptor.
 
@@ -234,11 +230,11 @@ class ObjectStore:
         kept = self.complete_one(object_id, secret)
         self._require_not_held(kept)
         fd = self.reader(kept)
-        self._drop(kept)
+        self.drop(kept)
         return kept, fd
 
     def make_own(self, object_id: str, secret: str) -> Kept:
-        """Make a complete object the server's own: it stays until `let_go`, or until the next start.
+        """Make a complete object the server's own: it stays until `drop`, or until the next start.
 
         It counts no more towards `max_bytes`, so that objects that come after it find room.
 
@@ -265,7 +261,7 @@ class ObjectStore:
         """
         kept = self._kept.get(object_id)
         if kept is not None and kept.expires_at <= time.time():
-            self._drop(kept)
+            self.drop(kept)
             kept = None
         if kept is None:
             raise Gone(
@@ -300,7 +296,7 @@ class ObjectStore:
         """Remove an object."""
         kept = self.find(object_id, secret)
         self._require_not_held(kept)
-        self._drop(kept)
+        self.drop(kept)
 
     # -- time
 
@@ -310,15 +306,16 @@ class ObjectStore:
         for kept in list(self._kept.values()):
             if kept.expires_at <= now or (kept.fd >= 0 and kept.touched_s + self._idle_timeout_s < now_s):
                 LOG.debug("object %s is removed", kept.object[:8])
-                self._drop(kept)
+                self.drop(kept)
 
     def close(self) -> None:
         """Drop incomplete objects and those of the server itself; complete ones stay for the next start."""
         for kept in list(self._kept.values()):
             if kept.fd >= 0 or kept.held:
-                self._drop(kept)
+                self.drop(kept)
 
-    def _drop(self, kept: Kept) -> None:
+    def drop(self, kept: Kept) -> None:
+        """End an object. Idempotent."""
         kept.gone.set()
         self._kept.pop(kept.object, None)
         for kind in ("json", "safetensors", "part", "note"):  # the note first: without it the rest is swept at a start

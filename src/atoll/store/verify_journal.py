@@ -15,6 +15,7 @@ from typing import Any
 from atoll.errors import StateCorrupt
 from atoll.json_files import NoteDamaged
 from atoll.store.audit_log import NAME, START, AuditHead, Rows, boot_id, hash_of, read_head, require_same_log, tip
+from atoll.store.journal import placeholders
 from atoll.store.journal_tables import AuditRow
 
 _UPDATE = ("site", "fragment", "base_version", "digest", "weight", "steps", "norm")
@@ -124,31 +125,42 @@ class _Comparison:
 
     def __init__(self, journal: Rows, since: int, everything: bool) -> None:
         self._journal, self._since, self._everything = journal, since, everything
-        rows = journal.rows
         self._latest: dict[int, tuple[str, int | None]] = {}  # ticket → state and version of its newest decision
         self._seen = set[int]()  # tickets with an accepted entry
-        self._accepted = {ticket for (ticket,) in rows("SELECT ticket FROM tickets WHERE state = 'accepted'")}
-        self._versions = {(f, v): digest for f, v, digest in rows("SELECT fragment, version, digest FROM versions")}
-        self._heads = {f: v for f, v in rows("SELECT fragment, version FROM heads") if v is not None}
-        self._above = {key for key in self._versions if key[1] > self._heads.get(key[0], -1)}
+        states, rows = ("accepted", "counted") if everything else ("accepted",), journal.rows
+        accepted = rows(f"SELECT ticket FROM tickets WHERE state IN ({placeholders(states)}) ORDER BY ticket", *states)
+        versions = rows("SELECT fragment, version, digest FROM versions ORDER BY fragment, version")
+        heads = rows("SELECT fragment, version FROM heads WHERE version IS NOT NULL ORDER BY fragment")
+        # what the log has still to record → what it has to say of it
+        self._left: dict[str, Any] = {f"the accepted ticket {ticket}": None for (ticket,) in accepted}
+        self._left |= {f"version {version} of fragment {fragment}": digest for fragment, version, digest in versions}
+        self._left |= {f"the head of fragment {fragment}": version for fragment, version in heads}
         self._history: Iterator[tuple[Any, ...]] = _paged(
             journal, "SELECT seq, fragment, version, digest FROM history WHERE seq < ? ORDER BY seq DESC"
         )
 
     def problem(self) -> str:
         """Return the first difference; empty if there is none."""
-        if self._above:
-            return f"version {min(self._above)[1]} is above the head of its fragment"
+        ((above,),) = self._journal.rows(
+            "SELECT min(versions.version) FROM versions LEFT JOIN heads USING (fragment) "
+            "WHERE versions.version > coalesce(heads.version, -1)"
+        )
+        if above is not None:
+            return f"version {above} is above the head of its fragment"
         last = None
         for last in self._entries():
             found = self._look_at(last)
             if found:
                 return found
-            if not self._everything and last.seq <= self._since and not self._missing():
+            if not self._everything and last.seq <= self._since and not self._left:
                 return self._of_the_end()
         if last is not None and (last.seq, last.prev_hash) != (1, START):
             return f"the audit log begins at entry {last.seq}"
-        return self._unfounded() or self._of_the_end()
+        for what in self._left:
+            return f"the audit log has no entry for {what}"
+        if next(self._history, None) is not None:
+            return "the history has versions without an entry of the audit log"
+        return self._of_the_end()
 
     def _entries(self) -> Iterator[AuditRow]:
         """Read entries from the last one on, and check each against its hash and the entry behind it.
@@ -168,9 +180,6 @@ class _Comparison:
                 )
             yield row
             behind = row
-
-    def _missing(self) -> bool:
-        return bool(self._accepted or self._versions or self._heads)
 
     def _look_at(self, entry: AuditRow) -> str:
         detail = json.loads(entry.detail_json)
@@ -198,7 +207,7 @@ class _Comparison:
         if ticket in self._seen:  # it was accepted again since
             return ""
         self._seen.add(ticket)
-        self._accepted.discard(ticket)
+        self._left.pop(f"the accepted ticket {ticket}", None)
         state, version = self._latest.pop(ticket, ("accepted", None))
         found = self._journal.rows(f"SELECT state, version, {', '.join(_UPDATE)} FROM tickets WHERE ticket = ?", ticket)
         if not found:
@@ -221,16 +230,18 @@ class _Comparison:
     def _head(self, detail: Mapping[str, Any], seq: int) -> str:
         """Compare a fragment's head with the newest entry about it."""
         fragment, version = detail["fragment"], detail["version"]
-        head = self._heads.pop(fragment, None)
-        if head is None or head == version:
-            return ""
-        return f"fragment {fragment} has the head {head}, entry {seq} of the audit log says {version}"
+        head = self._left.pop(f"the head of fragment {fragment}", version)
+        return (
+            ""
+            if head == version
+            else f"fragment {fragment} has the head {head}, entry {seq} of the audit log says {version}"
+        )
 
     def _committed(self, detail: Mapping[str, Any], seq: int) -> str:
         key = detail["fragment"], detail["version"]
         _, *history = next(self._history, (0, None, None, None))
         for table, digest in (
-            ("version", self._versions.pop(key, detail["digest"])),
+            ("version", self._left.pop(f"version {key[1]} of fragment {key[0]}", detail["digest"])),
             ("row of the history of version", history[2] if (history[0], history[1]) == key else None),
         ):
             if digest != detail["digest"]:
@@ -238,25 +249,6 @@ class _Comparison:
                     f"the {table} {key[1]} of fragment {key[0]} has the digest {digest!r}, "
                     f"entry {seq} of the audit log says {detail['digest']!r}"
                 )
-        return ""
-
-    def _unfounded(self) -> str:
-        """Return the first row that the whole log does not record."""
-        for ticket in sorted(self._accepted):
-            return f"the audit log has no entry for the accepted ticket {ticket}"
-        for fragment, version in sorted(self._versions):
-            return f"the audit log has no entry for version {version} of fragment {fragment}"
-        for fragment in sorted(self._heads):
-            return f"the audit log has no entry for the head of fragment {fragment}"
-        if next(self._history, None) is not None:
-            return "the history has versions without an entry of the audit log"
-        if self._everything:
-            counted = "SELECT ticket FROM tickets WHERE state IN ('accepted', 'counted') AND ticket > ? ORDER BY ticket"
-            last = 0
-            while page := self._journal.rows(f"{counted} LIMIT {_PAGE}", last):
-                for (last,) in page:
-                    if last not in self._seen:
-                        return f"the audit log has no entry for the accepted ticket {last}"
         return ""
 
     def _of_the_end(self) -> str:

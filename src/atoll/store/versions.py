@@ -49,28 +49,22 @@ class VersionDigests:
     delta_digests: tuple[bytes, ...] = ()
 
 
+@dataclass(eq=False)
 class VersionDraft:
     """The files of a version that does not exist yet. Ends with `Versions.commit` or `abandon`."""
 
-    def __init__(
-        self, fragment: int, version: int, slot: Slot, state: Slot | None, delta: Slot | None, drop: Callable[[], None]
-    ) -> None:
-        self.fragment, self.version = fragment, version
-        self.slot, self.state, self.delta = slot, state, delta
-        self._drop = drop
-        self.ended = False
+    fragment: int
+    version: int
+    slot: Slot
+    state: Slot | None
+    delta: Slot | None
+    _drop: Callable[[], None]
+    ended: bool = False
 
     @property
-    def version_fd(self) -> int:
-        return self.slot.fd
-
-    @property
-    def state_fd(self) -> int | None:
-        return self.state.fd if self.state else None
-
-    @property
-    def delta_fd(self) -> int | None:
-        return self.delta.fd if self.delta else None
+    def fds(self) -> tuple[int, int | None, int | None]:
+        """The descriptors of version, outer state and difference; they belong to the store."""
+        return self.slot.fd, self.state.fd if self.state else None, self.delta.fd if self.delta else None
 
     def abandon(self) -> None:
         """Give the slots back; nothing happens after a commit, or the second time."""

@@ -136,9 +136,7 @@ class Kind:
         try:
             return self.produce(value)
         except Exception as error:
-            raise UsageError(
-                f"{where}: the producer of {self.name!r} failed: {type(error).__name__}: {error}.", "Look at its code."
-            ) from error
+            raise UsageError(self._failed("producer", where, error), "Look at its code.") from error
 
     def put_together(self, sent: Any, where: str) -> Any:
         """Return the value again.
@@ -149,10 +147,11 @@ class Kind:
         try:
             return self.consume(sent)
         except Exception as error:
-            raise BadRequest(
-                f"{where}: the consumer of {self.name!r} failed: {type(error).__name__}: {error}.",
-                "Look whether both sides have the same producer and consumer.",
-            ) from error
+            remedy = "Look whether both sides have the same producer and consumer."
+            raise BadRequest(self._failed("consumer", where, error), remedy) from error
+
+    def _failed(self, which: str, where: str, error: Exception) -> str:
+        return f"{where}: the {which} of {self.name!r} failed: {type(error).__name__}: {error}."
 
 
 _BY_TYPE: dict[type, Kind] = {}

@@ -50,18 +50,16 @@ class Encoding(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Elements [start, stop) of one tensor, encoded by one codec, at [offset, offset + nbytes) of the file."""
+    """A tensor, encoded by one codec, at [offset, offset + nbytes) of the file."""
 
     spec: TensorSpec
     codec: str
-    start: int
-    stop: int
     offset: int
     nbytes: int
 
     @property
     def numel(self) -> int:
-        return self.stop - self.start
+        return self.spec.numel
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +118,7 @@ class Layout:
     def digest(self) -> str:
         """BLAKE3 of what decides every offset, in hex; the ticket carries it, so both sides cut alike."""
         table = [
-            [s.spec.name, s.spec.dtype, list(s.spec.shape), s.spec.group, s.codec, s.start, s.stop, s.offset, s.nbytes]
+            [s.spec.name, s.spec.dtype, list(s.spec.shape), s.spec.group, s.codec, 0, s.numel, s.offset, s.nbytes]
             for s in self.segments
         ]
         cut = [self.ranks] if self.ranks > 1 else []
@@ -152,13 +150,13 @@ class Layout:
         return {segment.spec.name: segment for segment in self.segments}
 
     def bytes_before(self, segment: Segment, start: int) -> int:
-        """File offset of element `start` of `segment`; `start - segment.start` is a multiple of `TILE`."""
-        return segment.offset + self.encodings[segment.codec].encoded_bytes(start - segment.start, segment.spec.dtype)
+        """File offset of element `start` of `segment`, a multiple of `TILE`."""
+        return segment.offset + self.encodings[segment.codec].encoded_bytes(start, segment.spec.dtype)
 
     def piece(self, segment: Segment, start: int, stop: int) -> Piece:
         """Return the piece of `segment` with elements [start, stop), both at tile borders or at the segment's end."""
         offset = self.bytes_before(segment, start)
-        end = segment.offset + segment.nbytes if stop == segment.stop else self.bytes_before(segment, stop)
+        end = segment.offset + segment.nbytes if stop == segment.numel else self.bytes_before(segment, stop)
         return Piece(segment, start, stop, offset, end - offset)
 
     def blob_id(self, part_digests: Sequence[bytes]) -> str:
@@ -212,7 +210,7 @@ def update_layout(
         encoding = encoding_of(spec)
         encodings[encoding.name] = encoding
         nbytes = encoding.encoded_bytes(spec.numel, spec.dtype)
-        segments.append(Segment(spec, encoding.name, 0, spec.numel, offset, nbytes))
+        segments.append(Segment(spec, encoding.name, offset, nbytes))
         offset += -(-nbytes // ALIGN_BYTES) * ALIGN_BYTES
     return Layout(tuple(segments), 0, offset, part_bytes, encodings, ranks)
 
@@ -223,7 +221,7 @@ def file_layout(specs: Sequence[TensorSpec], header: bytes, part_bytes: int = PA
     segments: list[Segment] = []
     offset = len(header)
     for spec in specs:
-        segments.append(Segment(spec, raw.name, 0, spec.numel, offset, spec.nbytes))
+        segments.append(Segment(spec, raw.name, offset, spec.nbytes))
         offset += spec.nbytes
     return Layout(tuple(segments), len(header), offset, part_bytes, {raw.name: raw}, ranks)
 
@@ -303,7 +301,7 @@ def _cut(layout: Layout) -> Iterator[Part]:
 def _shares(segment: Segment, ranks: int) -> Iterator[tuple[int, int, int]]:
     """(rank, start, stop) of what each rank has of a segment, in order; an empty one is rank 0's."""
     if ranks == 1 or segment.numel == 0:
-        yield 0, segment.start, segment.stop
+        yield 0, 0, segment.numel
         return
     for rank in range(ranks):
         start, stop = tiles_of(segment.spec, rank, ranks)
@@ -325,6 +323,6 @@ def _largest_piece(layout: Layout, segment: Segment, at: int, stop: int, limit: 
 def _padded_end(layout: Layout, piece: Piece) -> int:
     """Return where the next piece may start: the padding behind a segment belongs to the part of its last piece."""
     end = piece.offset + piece.nbytes
-    if layout.header_bytes == 0 and piece.stop == piece.segment.stop:
+    if layout.header_bytes == 0 and piece.stop == piece.segment.numel:
         return -(-end // ALIGN_BYTES) * ALIGN_BYTES
     return end

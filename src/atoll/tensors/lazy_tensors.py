@@ -195,9 +195,7 @@ class LazyState(Mapping[str, Tensor]):
             if remove:
                 os.unlink(path)
 
-        segments = {
-            spec.name: Segment(spec, "none", 0, spec.numel, offset, spec.nbytes) for spec, offset in header.tensors
-        }
+        segments = {spec.name: Segment(spec, "none", offset, spec.nbytes) for spec, offset in header.tensors}
         return cls(Handle(read, give_back), segments)
 
     def __getitem__(self, name: str) -> Tensor:

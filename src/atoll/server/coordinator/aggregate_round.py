@@ -176,7 +176,7 @@ def close_round(
                 base_state_digests=base.row.state_digests,
                 reduced_fd=aggregator.aggregate(store, rows, frozen.number, cancelled) if aggregator else None,
             ),
-            NextFiles(draft.version_fd, draft.state_fd, draft.delta_fd),
+            NextFiles(*draft.fds),
             cancelled,
         )
         summary = summary_of(frozen, time.monotonic() - begin, result.grad_norm)

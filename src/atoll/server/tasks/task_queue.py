@@ -115,7 +115,7 @@ class TaskPayload:
     def discard(self) -> None:
         """Remove it. Idempotent."""
         if self._kept is not None:
-            self.objects.let_go(self._kept)
+            self.objects.drop(self._kept)
         self.__del__()
 
     def __del__(self) -> None:
