@@ -78,7 +78,7 @@ def test_refuses_a_diloco_loop_without_the_groups_of_the_update(tmp_path: Path) 
 
 
 def test_refuses_a_diloco_loop_in_a_run_that_corrects_local_steps(tmp_path: Path) -> None:
-    with serve(tmp_path, Line(), **{"algorithm.name": "fedprox", "algorithm.mu": 0.1, "rounds.sites": 1}) as server:
+    with serve(tmp_path, Line(), algorithm="fedprox", sites=1, **{"algorithm.mu": 0.1}) as server:
         model = Line()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         loop = atoll.DiLoCo(model, optimizer, server=server.url, site="a", folder=tmp_path / "workers")

@@ -36,26 +36,37 @@ PLAIN: dict[str, Any] = {"algorithm.name": "fedavg", "network.port": 0, "disk.mi
 """With plain averages, numbers are derived by hand."""
 
 
+SHORT = {
+    "algorithm": "algorithm.name",
+    "sites": "rounds.sites",
+    "rounds": "rounds.total",
+    "codec": "aggregation.upload_codec.name",
+    "part_bytes": "network.part_bytes",
+    "K": "diloco.num_fragments",
+    "H": "diloco.sync_every",
+    "tau": "diloco.fragment_sync_delay",
+    "alpha": "diloco.fragment_update_alpha",
+    "inflight": "diloco.max_inflight",
+}
+"""Short names of settings in tests; K, H, tau and alpha are those of the papers."""
+
+
+def long(options: dict[str, Any]) -> dict[str, Any]:
+    """Options with the settings' own names in place of short ones."""
+    return {SHORT.get(key, key): value for key, value in options.items()}
+
+
 def new_server(*given: Any, **options: Any) -> atoll.Server:
     """An `atoll.Server` whose settings stand among its other arguments, and replace those of ENDLESS."""
+    options = long(options)
     settings = {key: value for key, value in options.items() if "." in key}
     others = {key: value for key, value in options.items() if key not in settings}
     return atoll.Server(*given, settings=merged(settings, merged(ENDLESS)), **others)
 
 
-def plain_server(
-    folder: Path,
-    model: Any = None,
-    *,
-    algorithm: str = "fedavg",
-    sites: int | None = None,
-    rounds: int | None = None,
-    **options: Any,
-) -> atoll.Server:
+def plain_server(folder: Path, model: Any = None, **options: Any) -> atoll.Server:
     """A server of PLAIN with its state in `folder`/state, not started; settings stand among its arguments."""
-    short = {"algorithm.name": algorithm, "rounds.sites": sites, "rounds.total": rounds}
-    given = {key: value for key, value in short.items() if value is not None}
-    return new_server(model, **(PLAIN | {"disk.state_dir": folder / "state"} | given | options))
+    return new_server(model, **(PLAIN | {"disk.state_dir": folder / "state"} | long(options)))
 
 
 def new_simulation(*given: Any, **options: Any) -> atoll.Simulation:
@@ -73,10 +84,10 @@ def serve(folder: Path, model: nn.Module | str | None = None, **settings: Any) -
 
     Args:
         model: the initial model or its name, by default `build_model()`.
-        settings: any settings of a run; they replace those of SETTINGS. None takes a key out. Other arguments go to
-            `atoll.Server`.
+        settings: any settings of a run, also by short names; they replace those of SETTINGS. None takes a key out.
+            Other arguments go to `atoll.Server`.
     """
-    given = {key: value for key, value in (SETTINGS | settings).items() if value is not None}
+    given = {key: value for key, value in (SETTINGS | long(settings)).items() if value is not None}
     chosen = {key: value for key, value in given.items() if "." in key}
     others = {key: value for key, value in given.items() if key not in chosen}
     with run.serve(model or build_model(), folder / "state", chosen, **others) as server:

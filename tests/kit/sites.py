@@ -131,20 +131,21 @@ class DiLoCoSites(Threads):
         build: Callable[[], nn.Module] = build_model,
         inner: Callable[[nn.Module], torch.optim.Optimizer] | None = None,
         step: Callable[[nn.Module, torch.optim.Optimizer, str, int], None] = local_step,
+        weights: Mapping[str, float] = SITES,
         **options: Any,
     ) -> None:
         """`during(site, step)` is called before each local step; `options` go to `atoll.DiLoCo`."""
         self.models: dict[str, nn.Module] = {}
         self.loops: dict[str, atoll.DiLoCo] = {}
         self._url, self._folder, self._steps, self._during, self._options = url, folder, steps, during, options
-        self._build, self._step = build, step
+        self._build, self._step, self._weights = build, step, weights
         self._inner = inner or (lambda model: torch.optim.SGD(model.parameters(), lr=0.05))
         super().__init__(*(partial(self._work, site) for site in names))
 
     def _work(self, site: str) -> None:
         model = self.models[site] = self._build()
         optimizer = self._inner(model)
-        options = {"weight": SITES.get(site, 1.0)} | self._options
+        options = {"weight": self._weights.get(site, 1.0)} | self._options
         with atoll.DiLoCo(
             model, optimizer, server=self._url, site=site, folder=self._folder / "workers", **options
         ) as loop:

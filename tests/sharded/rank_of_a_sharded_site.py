@@ -1,4 +1,4 @@
-"""One rank of a site whose model is sharded by FSDP2: trains on its share of the site's data, and writes what it has.
+"""One rank of a site with a model sharded by FSDP2: trains on its share of the site's data, and writes what it has.
 
 python rank_of_a_sharded_site.py '{"site": "a", "out": "folder", …}', with torchrun's variables and ATOLL_SERVER.
 """

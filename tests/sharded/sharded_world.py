@@ -1,4 +1,4 @@
-"""A model in fp64 whose tensors are awkward to share, sites with data of their own, and the numbers of whole rounds.
+"""A model in fp64 with tensors that are awkward to share, sites with data of their own, and the numbers of rounds.
 
 `expected` is DiLoCo by the book in one process with plain tensors; nothing of Atoll's is used, and nothing is sharded.
 """
@@ -12,6 +12,7 @@ from typing import Any
 import safetensors.torch
 import torch
 from harness.processes import Kept, Nursery, Process, free_port
+from kit.servers import long
 from torch import Tensor, nn
 
 SCRIPT = Path(__file__).with_name("rank_of_a_sharded_site.py")
@@ -159,7 +160,7 @@ class World:
         (folder / "sharded_model.py").write_text(
             f"import sys\nsys.path.insert(0, {str(Path(__file__).parent)!r})\nfrom sharded_world import build\n"
         )
-        values = SETTINGS | {"network.port": self.port} | settings
+        values = SETTINGS | {"network.port": self.port} | long(settings)
         flat = {key: value for key, value in values.items() if not isinstance(value, dict)}
         for table in values.keys() - flat.keys():
             flat |= {f"{table}.{key}": value for key, value in values[table].items()}

@@ -38,12 +38,7 @@ def counted(folder: Path) -> list[tuple[str, int, int]]:
 )
 def test_the_server_is_killed(nursery: Nursery, tmp_path: Path, lives: tuple[str, ...]) -> None:
     """Rank 0 joins again, and the others go on under its new lease; every number is what it would have been."""
-    with World(
-        nursery,
-        tmp_path,
-        lives,
-        **{"diloco.sync_every": 2, "rounds.total": 3, "rounds.sites": 2, "aggregation.upload_codec.name": "none"},
-    ) as world:
+    with World(nursery, tmp_path, lives, H=2, rounds=3, sites=2, codec="none") as world:
         world.ended(world.site("a"), world.site("b"))
         assert world.server.deaths == len(lives), "a failpoint did not fire"
     require_close(tmp_path, expected("ab", sync_every=2, rounds=3))
@@ -53,7 +48,7 @@ def test_the_server_is_killed(nursery: Nursery, tmp_path: Path, lives: tuple[str
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_is_killed(nursery: Nursery, tmp_path: Path, rank: int) -> None:
     """The other one ends and says why; started again, the worker goes on, and each update counts once."""
-    with World(nursery, tmp_path, **{"diloco.sync_every": 2, "rounds.total": 3, "rounds.sites": 1}) as world:
+    with World(nursery, tmp_path, H=2, rounds=3, sites=1) as world:
         points = ["", ""]
         points[rank] = "worker.acknowledged=kill@2"
         ranks = world.site("a", failpoints=(points[0], points[1]))
@@ -68,7 +63,7 @@ def test_a_rank_is_killed(nursery: Nursery, tmp_path: Path, rank: int) -> None:
 def test_what_was_formed_before_all_ranks_died_is_sent_by_their_successors(nursery: Nursery, tmp_path: Path) -> None:
     """Rank 1 dies with its share of round two in its outbox, and the word that all is there was not said."""
     right = expected("a", sync_every=2, rounds=2)["a"]
-    with World(nursery, tmp_path, **{"diloco.sync_every": 2, "rounds.total": 2, "rounds.sites": 1}) as world:
+    with World(nursery, tmp_path, H=2, rounds=2, sites=1) as world:
         ranks = world.site("a", failpoints=("", "outbox.sealed=kill@2"))
         assert ranks[1].wait(60) == -signal.SIGKILL
         assert ranks[0].wait(60) == 1
@@ -87,7 +82,7 @@ def test_ranks_have_patience_with_a_round_that_takes_longer_than_the_process_gro
 ) -> None:
     """Site b is held up for twice the 3 s after which a rank gives another one up."""
     go = tmp_path / "go"
-    with World(nursery, tmp_path, **{"diloco.sync_every": 2, "rounds.total": 1, "rounds.sites": 2}) as world:
+    with World(nursery, tmp_path, H=2, rounds=1, sites=2) as world:
         b = world.site("b", ranks=1, sharded="", held={"1": str(go)})
         a = world.site("a", sharded=sharded, patience_s=3.0)
         wait_until(lambda: waits(world.url) > 7.0, "a long wait for b", 60)
@@ -109,7 +104,7 @@ def waits(url: str) -> float:
 @pytest.mark.covers("F5")
 def test_ranks_that_stood_still_past_their_lease_go_on_under_the_new_one(nursery: Nursery, tmp_path: Path) -> None:
     go, ways = tmp_path / "go", {"network.heartbeat_interval_s": 0.2, "network.heartbeat_timeout_s": 1.0}
-    with World(nursery, tmp_path, **{"diloco.sync_every": 2, "rounds.total": 2, "rounds.sites": 1}, **ways) as world:
+    with World(nursery, tmp_path, H=2, rounds=2, sites=1, **ways) as world:
         ranks = world.site("a", held={"1": str(go)})
         wait_until(lambda: all((tmp_path / f"go.awaited-{rank}").exists() for rank in (0, 1)), "round one", 60)
         for rank in ranks:
@@ -172,7 +167,7 @@ def test_a_server_that_falls_back_gets_every_ranks_share_again(
 
 @pytest.mark.covers("X3")
 def test_a_disk_that_is_full_at_one_rank_ends_both(nursery: Nursery, tmp_path: Path) -> None:
-    with World(nursery, tmp_path, **{"diloco.sync_every": 2, "rounds.total": 3, "rounds.sites": 1}) as world:
+    with World(nursery, tmp_path, H=2, rounds=3, sites=1) as world:
         ranks = world.site("a", failpoints=("", "worker.write=enospc@4"))
         for rank in ranks:
             assert rank.wait(60) == 1
@@ -185,7 +180,7 @@ def test_a_disk_that_is_full_at_one_rank_ends_both(nursery: Nursery, tmp_path: P
 @pytest.mark.covers("X3")
 def test_a_refusal_of_one_ranks_part_is_everybodys(nursery: Nursery, tmp_path: Path) -> None:
     """The rows of the last rank become NaN in the second round; both ranks go back to the global model and go on."""
-    with World(nursery, tmp_path, **{"diloco.sync_every": 2, "rounds.total": 3, "rounds.sites": 1}) as world:
+    with World(nursery, tmp_path, H=2, rounds=3, sites=1) as world:
         ranks = world.site("a", poison=3)
         world.ended(ranks)
     assert "wide.weight" in ranks[0].output()
@@ -209,7 +204,7 @@ def test_local_steps_are_carried_over_to_the_version_that_others_moved_on_to(nur
         "rounds.quorum": 1,
         "rounds.deadline_s": 0.2,
     }
-    with World(nursery, tmp_path, **{"diloco.sync_every": 2, "rounds.total": 2, "rounds.sites": 2}, **ways) as world:
+    with World(nursery, tmp_path, H=2, rounds=2, sites=2, **ways) as world:
         first, go, stay = (tmp_path / name for name in ("first", "go", "stay"))
         a = world.site("a", ranks=1, sharded="", held={"1": str(first), "2": str(stay)})
         wait_until(Path(f"{first}.awaited-0").exists, "a in the run, which opens the round when b joins", 60)
@@ -239,13 +234,7 @@ def test_an_update_with_a_lost_acknowledgement_counts_once(nursery: Nursery, tmp
     would show.
     """
     back, ways = tmp_path / "back", {"algorithm.outer_optimizer.lr": 1.0, "algorithm.outer_optimizer.momentum": 0.0}
-    with World(
-        nursery,
-        tmp_path,
-        ("accept.after=kill",),
-        **{"diloco.sync_every": 2, "rounds.total": 2, "rounds.sites": 1},
-        **ways,
-    ) as world:
+    with World(nursery, tmp_path, ("accept.after=kill",), H=2, rounds=2, sites=1, **ways) as world:
         ranks = world.site("a", max_sync_retries=0, held={"3": str(back)})
         wait_until(lambda: world.server.deaths == 1, "the server's death", 60)
         wait_until(lambda: is_at(world.url, 1), "the server's return", 60)

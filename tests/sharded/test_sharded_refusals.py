@@ -35,7 +35,7 @@ from atoll.worker.session.ranks import RankGroup
     ids=["another-number", "columns", "replicated", "published", "federated", "filters"],
 )
 def test_every_rank_is_told(nursery: Nursery, tmp_path: Path, ranks: int, how: dict[str, Any], what: str) -> None:
-    with World(nursery, tmp_path, **{"diloco.sync_every": 2, "rounds.total": 1, "rounds.sites": 1}) as world:
+    with World(nursery, tmp_path, H=2, rounds=1, sites=1) as world:
         for each in world.site("a", ranks=ranks, **how):
             assert each.wait(60) == 1
             assert what in " ".join(each.output().split()), each.output()
@@ -43,9 +43,7 @@ def test_every_rank_is_told(nursery: Nursery, tmp_path: Path, ranks: int, how: d
 
 @pytest.mark.covers("P4")
 def test_hybrid_sharding_is_refused(nursery: Nursery, tmp_path: Path) -> None:
-    with World(
-        nursery, tmp_path, **{"diloco.sync_every": 2, "rounds.total": 1, "rounds.sites": 1, "model.ranks": 4}
-    ) as world:
+    with World(nursery, tmp_path, H=2, rounds=1, sites=1, **{"model.ranks": 4}) as world:
         for each in world.site("a", ranks=4, sharded="hybrid"):
             assert each.wait(60) == 1
             assert "over a mesh of (2, 2) ranks, and 4 ranks are one worker" in each.output()
@@ -57,7 +55,7 @@ def test_fsdp1_is_refused() -> None:
     model = FullyShardedDataParallel.__new__(FullyShardedDataParallel)
     nn.Module.__init__(model)
     with pytest.raises(
-        UsageError, match=r"\(FSDP1\), whose parameters are flat\. Shard it with torch.distributed.fsdp"
+        UsageError, match=r"\(FSDP1\), and its parameters are flat\. Shard it with torch.distributed.fsdp"
     ):
         RankGroup.here(nn.Sequential(model))
 

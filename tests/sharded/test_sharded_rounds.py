@@ -1,4 +1,4 @@
-"""Workers whose model FSDP2 has sharded over their ranks, real processes on Gloo: each rank moves its own share."""
+"""Workers with a model that FSDP2 has sharded over ranks, real processes on Gloo: each rank moves its own share."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import safetensors.torch
 from harness.processes import Nursery
+from kit.servers import plain_server
 from sharded_world import World, build, expected, require_close, rows, told
 
-import atoll
 from atoll.cli import export
 from atoll.tensors.layout import Layout, rows_of, update_layout, version_layout
 from atoll.tensors.module_tensors import schema_of
@@ -29,10 +29,10 @@ def test_sharded_workers_train_as_one_that_is_whole(nursery: Nursery, tmp_path: 
     """Three rounds of two sites of two ranks, to 1e-12; and each rank moves its parts, the two together the model.
 
     Between the ranks go the elements of rank 1's rows in tiles that begin in rank 0's: of wide.weight 4·4096 − 151·97
-    = 1,737, of wide.bias 150, of down.weight 3·301 = 903, of down.bias 3; nothing of the last layer, whose row is rank
+    = 1,737, of wide.bias 150, of down.weight 3·301 = 903, of down.bias 3; nothing of the last layer: its row is rank
     0's. To rank 0 before each of three updates, back to rank 1 after each of four versions; 8 bytes each.
     """
-    with World(nursery, tmp_path, **{"diloco.sync_every": 3, "rounds.total": 3, "rounds.sites": 2}) as world:
+    with World(nursery, tmp_path, H=3, rounds=3, sites=2) as world:
         world.ended(world.site("a"), world.site("b"))
     require_close(tmp_path, expected("ab", sync_every=3, rounds=3))
     version, update = raw(2)
@@ -49,11 +49,7 @@ def test_sharded_workers_train_as_one_that_is_whole(nursery: Nursery, tmp_path: 
 
 def test_each_rank_keeps_its_own_share_on_disk(nursery: Nursery, tmp_path: Path) -> None:
     """The base file is as long as the version, and so is what error feedback keeps; most of them are holes."""
-    with World(
-        nursery,
-        tmp_path,
-        **{"diloco.sync_every": 2, "rounds.total": 1, "rounds.sites": 1, "aggregation.upload_codec.name": "int8"},
-    ) as world:
+    with World(nursery, tmp_path, H=2, rounds=1, sites=1, codec="int8") as world:
         world.ended(world.site("a"))
     version, _ = raw(2)
     for rank in (0, 1):
@@ -76,7 +72,7 @@ def test_a_site_that_is_divided_anew_keeps_no_files_of_its_earlier_divisions(nur
             "diloco.sync_every": 2,
             "rounds.total": 1,
         }
-        with World(nursery, tmp_path, **{"rounds.sites": 1}, **run) as world:
+        with World(nursery, tmp_path, sites=1, **run) as world:
             world.ended(world.site("a", ranks=ranks, **how))
         if ranks == 3:
             assert {path.name for path in home.iterdir()} == {f"rank-{rank}-of-3" for rank in range(3)}
@@ -87,16 +83,14 @@ def test_a_rank_may_have_no_rows(nursery: Nursery, tmp_path: Path) -> None:
     """Of three ranks the second has the border of two tiles, and the last no row of two tensors."""
     specs = {spec.name: spec for spec in schema_of(build()).tensors}
     assert [rows_of(specs["last.weight"], rank, 3) for rank in range(3)] == [(0, 7), (7, 7), (7, 7)]
-    with World(
-        nursery, tmp_path, **{"diloco.sync_every": 2, "rounds.total": 2, "rounds.sites": 1, "model.ranks": 3}
-    ) as world:
+    with World(nursery, tmp_path, H=2, rounds=2, sites=1, **{"model.ranks": 3}) as world:
         world.ended(world.site("a", ranks=3))
     require_close(tmp_path, expected("a", sync_every=2, rounds=2), ranks=3)
 
 
 def test_sharded_and_whole_workers_train_together(nursery: Nursery, tmp_path: Path) -> None:
     right = expected("ab", sync_every=3, rounds=2)
-    with World(nursery, tmp_path, **{"diloco.sync_every": 3, "rounds.total": 2, "rounds.sites": 2}) as world:
+    with World(nursery, tmp_path, H=3, rounds=2, sites=2) as world:
         world.ended(world.site("a"), world.site("b", ranks=1, sharded=""))
     require_close(tmp_path, {"a": right["a"]})
     require_close(tmp_path, {"b": right["b"]}, ranks=1)
@@ -106,9 +100,7 @@ def test_sharded_and_whole_workers_train_together(nursery: Nursery, tmp_path: Pa
 
 
 def test_one_rank_has_the_whole_of_a_sharded_model(nursery: Nursery, tmp_path: Path) -> None:
-    with World(
-        nursery, tmp_path, **{"diloco.sync_every": 2, "rounds.total": 1, "rounds.sites": 1, "model.ranks": 2}
-    ) as world:
+    with World(nursery, tmp_path, H=2, rounds=1, sites=1, **{"model.ranks": 2}) as world:
         world.ended(world.site("a", ranks=1))
     require_close(tmp_path, expected("a", sync_every=2, rounds=1), ranks=1)
 
@@ -120,7 +112,7 @@ def test_every_rank_ends_with_its_rows_of_the_runs_model(
 ) -> None:
     """To the bit, in other dtypes and codecs: the last version has come to where it belongs."""
     how = {"aggregation.upload_codec.name": codec, "model.args": {"dtype": dtype}}
-    with World(nursery, tmp_path, **{"diloco.sync_every": 2, "rounds.total": 2, "rounds.sites": 1}, **how) as world:
+    with World(nursery, tmp_path, H=2, rounds=2, sites=1, **how) as world:
         world.ended(world.site("a", dtype=dtype))
     model = safetensors.torch.load_file(tmp_path / "state/exports/model.safetensors")
     for rank in (0, 1):
@@ -140,7 +132,7 @@ def test_codecs_lose_what_they_lose_of_a_whole_model(nursery: Nursery, tmp_path:
     for name, folder in folders.items():
         folder.mkdir()
         how = {"aggregation.upload_codec.name": "int8", "aggregation.download_codec.name": down}
-        with World(nursery, folder, **{"diloco.sync_every": 2, "rounds.total": 3, "rounds.sites": 1}, **how) as world:
+        with World(nursery, folder, H=2, rounds=3, sites=1, **how) as world:
             world.ended(world.site("a") if name == "sharded" else world.site("a", ranks=1, sharded=""))
     whole = safetensors.torch.load_file(folders["whole"] / "a-0.safetensors")
     right = [{name: whole[f"{step}/{name}"] for name, _ in build().named_parameters()} for step in range(6)]
@@ -166,11 +158,7 @@ def test_an_aggregator_of_ones_own_and_the_export_know_nothing_of_ranks(nursery:
     (tmp_path / "mine.py").write_text(MEAN)
     right = expected("ab", sync_every=2, rounds=2)
     aggregator = str(tmp_path / "mine.py") + ":mean"
-    with World(
-        nursery,
-        tmp_path,
-        **{"diloco.sync_every": 2, "rounds.total": 2, "rounds.sites": 2, "aggregation.aggregator.path": aggregator},
-    ) as world:
+    with World(nursery, tmp_path, H=2, rounds=2, sites=2, **{"aggregation.aggregator.path": aggregator}) as world:
         world.ended(world.site("a"), world.site("b"))
     require_close(tmp_path, right)
     assert export.from_directory(tmp_path / "state", tmp_path / "out.safetensors") == 2
@@ -182,17 +170,7 @@ def test_an_aggregator_of_ones_own_and_the_export_know_nothing_of_ranks(nursery:
 
 def test_a_running_server_is_exported_from_though_its_versions_are_cut_for_ranks(tmp_path: Path) -> None:
     model = build()
-    with atoll.Server(
-        model,
-        settings={
-            "algorithm.name": "diloco",
-            "model.ranks": 3,
-            "network.part_bytes": 2**16,
-            "network.port": 0,
-            "disk.state_dir": tmp_path / "s",
-            "disk.min_free_bytes": 0,
-        },
-    ) as server:
+    with plain_server(tmp_path, model, algorithm="diloco", part_bytes=2**16, **{"model.ranks": 3}) as server:
         assert export.from_server(server.url, tmp_path / "out.safetensors") == 0
     found = safetensors.torch.load_file(tmp_path / "out.safetensors")
     assert all(found[name].equal(value) for name, value in model.state_dict().items())

@@ -6,13 +6,12 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from kit.servers import new_server
-from site_threads import DiLoCoSites
+from kit.servers import long, new_server
+from kit.sites import DiLoCoSites
 from six_layers import LAYERS, WEIGHTS, build, inner, local_step
 from torch import Tensor, nn
 
@@ -84,7 +83,7 @@ def expected(
 
 
 def serving(folder: Path, **settings: Any) -> dict[str, Any]:
-    """Settings of a run of this model."""
+    """Settings of a run of this model, some by their short names."""
     options: dict[str, Any] = {
         "algorithm.name": "diloco",
         "aggregation.upload_codec.name": "none",
@@ -95,7 +94,7 @@ def serving(folder: Path, **settings: Any) -> dict[str, Any]:
         "network.heartbeat_interval_s": 1.0,
         "run.threads": 1,
     }
-    return options | settings
+    return options | long(settings)
 
 
 def serve(folder: Path, model: nn.Module | None = None, **settings: Any) -> atoll.Server:
@@ -110,27 +109,12 @@ class Sites(DiLoCoSites):
         traces: site → its parameters after each local step.
     """
 
-    weights = WEIGHTS
-
-    def __init__(
-        self,
-        url: str,
-        folder: Path,
-        sites: list[str],
-        steps: int,
-        during: Callable[[str, int], None] | None = None,
-        **options: Any,
-    ) -> None:
+    def __init__(self, url: str, folder: Path, sites: list[str], steps: int, **options: Any) -> None:
         self.traces: dict[str, Trace] = {site: [] for site in sites}
-        super().__init__(url, folder, sites, steps, during, **options)
+        how = {"build": build, "inner": inner, "step": self._traced, "weights": WEIGHTS}
+        super().__init__(url, folder, steps, sites, **how | options)
 
-    def build(self) -> nn.Module:
-        return build()
-
-    def inner(self, model: nn.Module) -> torch.optim.Optimizer:
-        return inner(model)
-
-    def local_step(self, model: nn.Module, optimizer: torch.optim.Optimizer, site: str, step: int) -> None:
+    def _traced(self, model: nn.Module, optimizer: torch.optim.Optimizer, site: str, step: int) -> None:
         local_step(model, optimizer, site)
         self.traces[site].append({name: p.detach().clone() for name, p in model.named_parameters()})
 

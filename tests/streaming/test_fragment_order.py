@@ -53,7 +53,7 @@ class Worker:
 
     Attributes:
         rounds: of each fragment, that it takes part in next.
-        under_way: fragments whose update it has submitted, oldest first.
+        under_way: fragments with an update that it has submitted, oldest first.
     """
 
     rounds: list[int]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from kit.servers import new_server
+from kit.servers import plain_server
 from safetensors.torch import load_file
 from torch import nn
 
@@ -39,25 +39,21 @@ def test_the_model_moves_by_so_much_in_each_round(
     tmp_path: Path, alpha: float, tau: int, outer_lr: float, outer_momentum: float, speed: float
 ) -> None:
     """After 30 rounds; what is left of how it began is less than 0.73²⁹ of it."""
-    settings = {
-        "diloco.sync_every": 2,
-        "diloco.num_fragments": 2,
-        "diloco.fragment_sync_delay": tau,
-        "diloco.fragment_update_alpha": alpha,
-        "aggregation.upload_codec.name": "none",
-        "rounds.total": 30,
-    }
-    steps = {
-        "algorithm.outer_optimizer.lr": outer_lr,
-        "algorithm.outer_optimizer.momentum": outer_momentum,
-        "rounds.sites": 1,
-        "network.port": 0,
-    }
     model = Two()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     versions: list[float] = []
-    with new_server(
-        Two(), **{"algorithm.name": "diloco", "disk.state_dir": tmp_path / "s"}, **settings, **steps
+    with plain_server(
+        tmp_path,
+        Two(),
+        algorithm="diloco",
+        sites=1,
+        rounds=30,
+        H=2,
+        K=2,
+        tau=tau,
+        alpha=alpha,
+        codec="none",
+        **{"algorithm.outer_optimizer.lr": outer_lr, "algorithm.outer_optimizer.momentum": outer_momentum},
     ) as server:
         with atoll.DiLoCo(model, optimizer, server=server.url, site="a", folder=tmp_path / "w") as diloco:
             while not diloco.finished:

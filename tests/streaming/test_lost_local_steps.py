@@ -81,5 +81,5 @@ def test_warns_that_slow_workers_may_lose_all_steps(tmp_path: Path) -> None:
     }
     with serve(tmp_path / "zero", **DILOCO, **settings) as server:
         assert [each for each in server.status().warnings if "dynamic_local_steps" in each]
-    with serve(tmp_path / "half", **DILOCO, **settings, **{"diloco.fragment_update_alpha": 0.5}) as server:
+    with serve(tmp_path / "half", **DILOCO, **settings, alpha=0.5) as server:
         assert not [each for each in server.status().warnings if "dynamic_local_steps" in each]

@@ -1,4 +1,4 @@
-"""Fragments have rounds of their own: where a worker waits for one, nobody may need it in another before.
+"""Fragments have rounds of their own: where a worker waits for one, no other may need it in another before.
 
 Site b is a hand that submits what a test says, and when.
 """
@@ -56,7 +56,7 @@ def held() -> Iterator[threading.Event]:
 @pytest.mark.covers("L10", "L7")
 def test_a_worker_that_ends_holds_up_no_round_of_the_others(tmp_path: Path) -> None:
     """a ends after 4 steps with fragment 1 under way; b closes round 2 of fragment 0 before it submits fragment 1."""
-    with serve(tmp_path, **OPTIONS, **{"diloco.fragment_sync_delay": 1}) as server:
+    with serve(tmp_path, **OPTIONS, tau=1) as server:
         b = Hand(server.url, tmp_path / "b")
         a = Sites(server.url, tmp_path, ["a"], 4)
         b.submits(0)
@@ -79,7 +79,7 @@ def test_a_failed_update_is_sent_again_before_a_later_round_is_waited_for(
     b submits fragment 1 only when round 1 of fragment 0 is over.
     """
     with (
-        serve(tmp_path, **OPTIONS, **{"diloco.fragment_sync_delay": 3, "diloco.max_inflight": 2}) as server,
+        serve(tmp_path, **OPTIONS, tau=3, inflight=2) as server,
         Proxy(server.port) as proxy,
     ):
         before = take_part(server.url, "a", folder=tmp_path / "before", loop=LoopTerms())
@@ -106,9 +106,7 @@ def test_a_worker_that_waited_submits_to_the_next_round_with_the_others(tmp_path
     Where a submitted to round 2 of fragment 0 at once, it would wait for b there, with two steps in its update, while b
     waits for it in round 1 of fragment 1.
     """
-    with serve(
-        tmp_path, **(OPTIONS | {"rounds.sites": 1, "rounds.total": 2}), **{"diloco.fragment_sync_delay": 1}
-    ) as server:
+    with serve(tmp_path, **OPTIONS | {"rounds.sites": 1, "rounds.total": 2}, tau=1) as server:
         b = Hand(server.url, tmp_path / "b")
         for exchange in b.place.exchanges:
             assert exchange.next(30.0).ticket is not None

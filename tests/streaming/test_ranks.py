@@ -60,7 +60,7 @@ def test_ranks_together_are_one_worker(tmp_path: Path, how: dict[str, Any]) -> N
         "diloco.fragment_sync_delay": how["tau"],
         "diloco.fragment_update_alpha": how["alpha"],
     }
-    server = serve(tmp_path, **{"diloco.sync_every": 4, "rounds.total": 3, "rounds.sites": 2}, **settings)
+    server = serve(tmp_path, H=4, rounds=3, sites=2, **settings)
     with server:
         ranks = [each for site in "ab" for each in start(server.url, site, 40, tmp_path)]
         try:

@@ -24,18 +24,7 @@ def test_steps_count_from_taking_an_update_not_from_merging_its_result(tmp_path:
 
     What comes between taking and merging, τ later, is part of the next update: it is counted there.
     """
-    with serve(
-        tmp_path,
-        **{
-            "algorithm.name": "diloco",
-            "rounds.sites": 1,
-            "diloco.num_fragments": 2,
-            "diloco.sync_every": 4,
-            "diloco.fragment_sync_delay": tau,
-            "diloco.fragment_update_alpha": 0.5,
-            "rounds.total": 3,
-        },
-    ) as server:
+    with serve(tmp_path, algorithm="diloco", sites=1, K=2, H=4, tau=tau, alpha=0.5, rounds=3) as server:
         DiLoCoSites(server.url, tmp_path, 20, names=["a"]).join()
         server.run()
     assert reported(tmp_path) == {(0, 1): 2, (0, 2): 4, (0, 3): 4, (1, 1): 4, (1, 2): 4, (1, 3): 4}
@@ -44,17 +33,7 @@ def test_steps_count_from_taking_an_update_not_from_merging_its_result(tmp_path:
 @pytest.mark.covers("L7")
 def test_steps_of_a_whole_model_with_tau(tmp_path: Path) -> None:
     """H = 3, K = 1: taken after the steps 3, 6 and 9, merged one later."""
-    with serve(
-        tmp_path,
-        **{
-            "algorithm.name": "diloco",
-            "rounds.sites": 1,
-            "diloco.sync_every": 3,
-            "diloco.fragment_sync_delay": 1,
-            "diloco.fragment_update_alpha": 0.5,
-            "rounds.total": 3,
-        },
-    ) as server:
+    with serve(tmp_path, algorithm="diloco", sites=1, H=3, tau=1, alpha=0.5, rounds=3) as server:
         DiLoCoSites(server.url, tmp_path, 20, names=["a"]).join()
         server.run()
     assert reported(tmp_path) == {(0, 1): 3, (0, 2): 3, (0, 3): 3}

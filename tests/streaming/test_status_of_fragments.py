@@ -19,9 +19,7 @@ def rounds_shown(nursery: Nursery, url: str, folder: Path) -> list[str]:
 
 @pytest.mark.covers("X4")
 def test_names_the_fragment_of_each_round(nursery: Nursery, tmp_path: Path) -> None:
-    with serve(
-        tmp_path, **{"algorithm.name": "diloco", "diloco.sync_every": 4, "diloco.num_fragments": 2, "rounds.total": 50}
-    ) as server:
+    with serve(tmp_path, algorithm="diloco", H=4, K=2, rounds=50) as server:
         DiLoCoSites(server.url, tmp_path, steps=10).join()
         lines = rounds_shown(nursery, server.url, tmp_path)
         history = server.status().history
@@ -33,7 +31,7 @@ def test_names_the_fragment_of_each_round(nursery: Nursery, tmp_path: Path) -> N
 
 
 def test_names_no_fragment_of_a_whole_model(nursery: Nursery, tmp_path: Path) -> None:
-    with serve(tmp_path, **{"algorithm.name": "diloco", "diloco.sync_every": 4, "rounds.total": 50}) as server:
+    with serve(tmp_path, algorithm="diloco", H=4, rounds=50) as server:
         DiLoCoSites(server.url, tmp_path, steps=10).join()
         lines = rounds_shown(nursery, server.url, tmp_path)
     assert len(lines) == 2

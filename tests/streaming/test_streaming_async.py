@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from site_threads import together
+from kit.sites import together
 from six_layers import data
 from streaming_world import Sites, build, copied, inner, local_step, serve
 from torch import Tensor, nn
@@ -22,12 +22,12 @@ import atoll
 class Alike(Sites):
     """Sites with the same data, that of a.
 
-    Where nobody waits, it is chance whose updates are the last and how many local steps lie in one. On random targets,
+    Where no site waits, it is chance which updates are the last and how many local steps lie in one. On random targets,
     a model that one site has trained for long is worse for the other than none; where they learn the same, whatever
     comes last, it is better for both.
     """
 
-    def local_step(self, model: nn.Module, optimizer: torch.optim.Optimizer, site: str, step: int) -> None:
+    def _traced(self, model: nn.Module, optimizer: torch.optim.Optimizer, site: str, step: int) -> None:
         local_step(model, optimizer, "a")
         self.traces[site].append(copied(model))
 
@@ -42,8 +42,8 @@ def loss_of(state: dict[str, Tensor]) -> float:
 
 
 def train(folder: Path, **settings: Any) -> tuple[atoll.Server, Sites]:
-    server = serve(folder, **{"rounds.sites": 2}, **settings)
-    pacer = threading.Event()  # where nobody waits, a turn is passed over while an exchange is under way
+    server = serve(folder, sites=2, **settings)
+    pacer = threading.Event()  # where no site waits, a turn is passed over while an exchange is under way
     with server:
         sites = Alike(server.url, folder, ["a", "b"], steps=20_000, during=lambda *_: pacer.wait(0.002) and None)
         sites.join()
@@ -84,7 +84,7 @@ def test_every_combination_trains(tmp_path: Path, mode: str, delayed: int, fragm
     status = server.status()
     assert [each.version for each in status.fragments] == [rounds] * fragments
     assert all(diloco.finished and diloco.skipped == 0 for diloco in sites.loops.values())
-    for site in "ab":  # everybody ends with the run's bits
+    for site in "ab":  # every site ends with the run's bits
         assert all(torch.equal(sites.traces[site][-1][name], value) for name, value in result.items())
     assert ("async" in status.policy) == (mode == "async")
     assert status.outer.startswith("delayed_nesterov" if delayed else "sgd")
@@ -95,14 +95,11 @@ def test_every_combination_trains(tmp_path: Path, mode: str, delayed: int, fragm
 def test_a_refused_update_of_a_fragment_is_not_sent_again(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, mode: str
 ) -> None:
-    """Nobody else closes the round: the site is asked again at once, for an update of the same version."""
+    """No other site closes the round: the site is asked again at once, for an update of the same version."""
     caplog.set_level("INFO", "atoll")
     model = build()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    server = serve(
-        tmp_path,
-        **{"diloco.num_fragments": 2, "diloco.sync_every": 2, "rounds.total": 2, "async.enabled": (mode) == "async"},
-    )
+    server = serve(tmp_path, K=2, H=2, rounds=2, **{"async.enabled": (mode) == "async"})
     with server, atoll.DiLoCo(model, optimizer, server=server.url, site="a", folder=tmp_path / "w") as diloco:
         for step in range(1, 9):
             if diloco.finished:
@@ -165,17 +162,7 @@ def test_fragments_with_codecs_both_ways(tmp_path: Path, mode: str) -> None:
 @pytest.mark.covers("L3", "L6")
 def test_a_turn_skipped_in_the_first_synchronous_rounds_is_taken_next(tmp_path: Path) -> None:
     """a is behind by a turn, as after a lost answer. Going on in its cycle, it would wait for b, and b for it."""
-    server = serve(
-        tmp_path,
-        **{
-            "rounds.sites": 2,
-            "async.enabled": True,
-            "async.sync_rounds_first": 4,
-            "diloco.num_fragments": 2,
-            "diloco.sync_every": 4,
-            "rounds.total": 4,
-        },
-    )
+    server = serve(tmp_path, sites=2, K=2, H=4, rounds=4, **{"async.enabled": True, "async.sync_rounds_first": 4})
     skipped, pacer = threading.Event(), threading.Event()
 
     def during(site: str, step: int) -> None:
@@ -199,14 +186,10 @@ def test_a_slow_site_s_steps_under_dylu_are_a_multiple_of_the_fragments(tmp_path
     """A third of the speed: of H = 12 with K = 2 it is asked for 2·⌊6/3⌋ = 4 steps, give or take a measurement."""
     server = serve(
         tmp_path,
-        **{
-            "async.enabled": True,
-            "diloco.dynamic_local_steps": True,
-            "diloco.num_fragments": 2,
-            "diloco.sync_every": 12,
-            "rounds.sites": 2,
-            "network.heartbeat_interval_s": 0.1,
-        },
+        K=2,
+        H=12,
+        sites=2,
+        **{"async.enabled": True, "diloco.dynamic_local_steps": True, "network.heartbeat_interval_s": 0.1},
     )
     asked: list[int] = []
     enough, pacer = threading.Event(), threading.Event()

@@ -19,17 +19,7 @@ def test_every_step_of_every_site_is_the_formulas(tmp_path: Path, fragments: int
     sites = SITES[2 if fragments == 3 else 3]
     run = {"fragments": fragments, "sync_every": 3 * fragments, "tau": tau, "alpha": alpha, "rounds": 2}
     right = expected(sites, **run)  # type: ignore[arg-type]
-    server = serve(
-        tmp_path,
-        **{
-            "rounds.sites": len(sites),
-            "diloco.num_fragments": fragments,
-            "diloco.sync_every": 3 * fragments,
-            "diloco.fragment_sync_delay": tau,
-            "diloco.fragment_update_alpha": alpha,
-            "rounds.total": 2,
-        },
-    )
+    server = serve(tmp_path, sites=len(sites), K=fragments, H=3 * fragments, tau=tau, alpha=alpha, rounds=2)
     with server:
         workers = Sites(server.url, tmp_path, sites, steps=100)
         workers.join()

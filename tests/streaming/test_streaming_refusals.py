@@ -65,7 +65,7 @@ def test_what_does_not_go_with_fragments_is_refused_with_the_remedy(tmp_path: Pa
 
 @pytest.mark.covers("L7")
 def test_refuses_at_the_join_a_worker_that_streams_otherwise(tmp_path: Path) -> None:
-    server = serve(tmp_path, **{"diloco.num_fragments": 3, "diloco.sync_every": 9})
+    server = serve(tmp_path, K=3, H=9)
     model = build()
 
     def diloco(**options: Any) -> Callable[[], object]:
@@ -89,16 +89,7 @@ def test_refuses_at_the_join_a_worker_that_streams_otherwise(tmp_path: Path) -> 
 
 @pytest.mark.covers("L8")
 def test_a_worker_hears_how_the_model_is_cut(tmp_path: Path) -> None:
-    server = serve(
-        tmp_path,
-        **{
-            "diloco.num_fragments": 3,
-            "diloco.sync_every": 9,
-            "diloco.fragment_sync_delay": 2,
-            "diloco.fragment_update_alpha": 0.5,
-            "diloco.max_inflight": 2,
-        },
-    )
+    server = serve(tmp_path, K=3, H=9, tau=2, alpha=0.5, inflight=2)
     with server:
         connection = Session(HttpChannel(http_to(server.url)), "a")
         assert connection.split == split(schema_of(build()), 3)

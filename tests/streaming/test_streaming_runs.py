@@ -1,4 +1,4 @@
-"""Streaming runs of real servers and workers: what changes when, who waits, what is counted."""
+"""Streaming runs of real servers and workers: what changes when, what is waited for, what is counted."""
 
 from __future__ import annotations
 
@@ -35,16 +35,7 @@ from atoll.testing.run import status
 @pytest.mark.parametrize("tau", [0, 2])
 def test_what_is_not_due_does_not_change_by_a_bit(tmp_path: Path, tau: int) -> None:
     """Looked at within one step: after the optimizer's own work, and after Atoll's hook."""
-    server = serve(
-        tmp_path,
-        **{
-            "diloco.num_fragments": 3,
-            "diloco.sync_every": 9,
-            "diloco.fragment_sync_delay": tau,
-            "diloco.fragment_update_alpha": 0.5,
-            "rounds.total": 2,
-        },
-    )
+    server = serve(tmp_path, K=3, H=9, tau=tau, alpha=0.5, rounds=2)
     model = build()
     optimizer = inner(model)
     seen: list[tuple[dict[str, torch.Tensor], list[torch.Tensor]]] = []
@@ -74,7 +65,7 @@ def test_what_is_not_due_does_not_change_by_a_bit(tmp_path: Path, tau: int) -> N
 @pytest.mark.covers("L7")
 def test_each_fragment_has_its_turn_once_in_h_steps(tmp_path: Path) -> None:
     """Of H = 60 with K = 3, fragments 0, 1 and 2 are due after 20, 40 and 60 steps, and so on."""
-    server = serve(tmp_path, **{"diloco.num_fragments": 3, "diloco.sync_every": 60})
+    server = serve(tmp_path, K=3, H=60)
     model = build()
     optimizer = inner(model)
     due: dict[int, list[int]] = {}
@@ -92,15 +83,7 @@ def test_each_fragment_has_its_turn_once_in_h_steps(tmp_path: Path) -> None:
 @pytest.mark.covers("L7", "L2")
 def test_what_is_under_way_at_stop_is_finished_merged_and_counted(tmp_path: Path) -> None:
     """Six steps of H/K = 3 and τ = 3: fragment 1 is under way when the loop ends."""
-    server = serve(
-        tmp_path,
-        **{
-            "diloco.num_fragments": 2,
-            "diloco.sync_every": 6,
-            "diloco.fragment_sync_delay": 3,
-            "diloco.fragment_update_alpha": 0.25,
-        },
-    )
+    server = serve(tmp_path, K=2, H=6, tau=3, alpha=0.25)
     model = build()
     optimizer = inner(model)
     with server:
@@ -123,7 +106,7 @@ def test_what_is_under_way_at_stop_is_finished_merged_and_counted(tmp_path: Path
 @pytest.mark.covers("L7")
 def test_a_whole_model_starts_no_thread_of_its_own(tmp_path: Path) -> None:
     names: set[str] = set()
-    server = serve(tmp_path, **{"diloco.sync_every": 2, "rounds.total": 2})
+    server = serve(tmp_path, H=2, rounds=2)
     model = build()
     optimizer = inner(model)
     started = threading.Thread.start
@@ -145,16 +128,7 @@ def test_a_whole_model_starts_no_thread_of_its_own(tmp_path: Path) -> None:
 @pytest.mark.covers("L7")
 @pytest.mark.parametrize("alpha", [0.0, 0.5])
 def test_a_whole_model_may_be_merged_later_as_well(tmp_path: Path, alpha: float) -> None:
-    server = serve(
-        tmp_path,
-        **{
-            "rounds.sites": 2,
-            "diloco.sync_every": 3,
-            "diloco.fragment_sync_delay": 2,
-            "diloco.fragment_update_alpha": alpha,
-            "rounds.total": 3,
-        },
-    )
+    server = serve(tmp_path, sites=2, H=3, tau=2, alpha=alpha, rounds=3)
     right = expected(["a", "b"], fragments=1, sync_every=3, tau=2, alpha=alpha, rounds=3)
     with server:
         workers = Sites(server.url, tmp_path, ["a", "b"], steps=50)
@@ -186,16 +160,7 @@ def test_two_fragments_of_a_worker_may_be_under_way(tmp_path: Path) -> None:
 def test_that_training_waited_for_a_result_is_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """b makes its third step when a has begun to wait: a trains τ = 2 steps while its update is under way."""
     caplog.set_level("INFO", "atoll")
-    server = serve(
-        tmp_path,
-        **{
-            "rounds.sites": 2,
-            "diloco.num_fragments": 2,
-            "diloco.sync_every": 6,
-            "diloco.fragment_sync_delay": 2,
-            "rounds.total": 1,
-        },
-    )
+    server = serve(tmp_path, sites=2, K=2, H=6, tau=2, rounds=1)
     steps_until_a_waited: list[int] = []
 
     def during(site: str, step: int) -> None:
@@ -215,7 +180,7 @@ def test_that_training_waited_for_a_result_is_counted(tmp_path: Path, caplog: py
 
 
 def test_status_names_the_fragments(tmp_path: Path) -> None:
-    server = serve(tmp_path, **{"diloco.num_fragments": 3, "diloco.sync_every": 3, "rounds.total": 0})
+    server = serve(tmp_path, K=3, H=3, rounds=0)
     with server:
         Sites(server.url, tmp_path, ["a"], steps=4).join()
         found = status(server.url)
@@ -240,7 +205,7 @@ def test_a_filter_sees_one_fragment_at_a_time_and_drop_knows_the_whole_model(
     server = new_server(
         build(),
         filters=filters if at_the_server else [],
-        **serving(tmp_path, **{"diloco.num_fragments": 3, "diloco.sync_every": 3, "rounds.total": 1}),
+        **serving(tmp_path, K=3, H=3, rounds=1),
     )
     with server:
         Sites(server.url, tmp_path, ["a"], steps=10, filters=[] if at_the_server else filters).join()
@@ -253,10 +218,7 @@ def test_a_filter_sees_one_fragment_at_a_time_and_drop_knows_the_whole_model(
 @pytest.mark.covers("L7")
 def test_merges_a_result_when_it_comes_where_no_worker_waits(tmp_path: Path) -> None:
     """τ = 1, and the answer stands still: training goes on, a turn without room is passed over."""
-    server = serve(
-        tmp_path,
-        **{"diloco.num_fragments": 2, "diloco.sync_every": 4, "diloco.fragment_sync_delay": 1, "async.enabled": True},
-    )
+    server = serve(tmp_path, K=2, H=4, tau=1, **{"async.enabled": True})
     model = build()
     optimizer = inner(model)
     with server, Proxy(server.port) as proxy:

@@ -1,4 +1,4 @@
-"""Workers that come, go, fail and lose answers at random: nobody waits for somebody who waits for him."""
+"""Workers that come, go, fail and lose answers at random: no two wait for each other."""
 
 from __future__ import annotations
 

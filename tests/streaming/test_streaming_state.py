@@ -31,7 +31,7 @@ def test_the_split_is_saved_and_a_restart_goes_on_in_the_middle_of_a_cycle(tmp_p
     }
     right = expected(["a", "b"], fragments=3, sync_every=9, tau=1, alpha=0.25, rounds=2)
     port = free_port()
-    server = serve(tmp_path, **{"network.port": port, "rounds.total": 2}, **options).start()
+    server = serve(tmp_path, rounds=2, **{"network.port": port}, **options).start()
     restarted = threading.Event()
     at_the_step = threading.Barrier(3)
 
@@ -47,12 +47,13 @@ def test_the_split_is_saved_and_a_restart_goes_on_in_the_middle_of_a_cycle(tmp_p
     with pytest.raises(ConfigError, match=r"diloco\.num_fragments = 3, this start says 2"):
         serve(
             tmp_path,
-            **{"network.port": port, "rounds.total": 2},
+            rounds=2,
+            **{"network.port": port},
             **options | {"diloco.num_fragments": 2, "diloco.sync_every": 8},
         ).start()
     with pytest.raises(ConfigError, match=r"diloco\.num_fragments = 3, this start says 1"):
-        serve(tmp_path, **{"network.port": port, "rounds.total": 2, "diloco.sync_every": 9}).start()
-    server = serve(tmp_path, **{"network.port": port, "rounds.total": 2}, **options)
+        serve(tmp_path, rounds=2, H=9, **{"network.port": port}).start()
+    server = serve(tmp_path, rounds=2, **{"network.port": port}, **options)
     restarted.set()
     with server:
         workers.join()
@@ -77,17 +78,7 @@ def test_what_people_open_is_the_whole_model(tmp_path: Path) -> None:
             return out
 
     start = Tied()
-    server = serve(
-        tmp_path,
-        start,
-        **{
-            "diloco.num_fragments": 3,
-            "diloco.sync_every": 3,
-            "rounds.total": 2,
-            "disk.export_every": 1,
-            "aggregation.upload_codec.name": "bf16",
-        },
-    )
+    server = serve(tmp_path, start, K=3, H=3, rounds=2, codec="bf16", **{"disk.export_every": 1})
     model = Tied()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with server:
@@ -120,15 +111,7 @@ def test_what_people_open_is_the_whole_model(tmp_path: Path) -> None:
 
 @pytest.mark.covers("L16")
 def test_error_feedback_is_kept_for_each_fragment(tmp_path: Path) -> None:
-    server = serve(
-        tmp_path,
-        **{
-            "diloco.num_fragments": 2,
-            "diloco.sync_every": 2,
-            "rounds.total": 2,
-            "aggregation.upload_codec.name": "int8",
-        },
-    )
+    server = serve(tmp_path, K=2, H=2, rounds=2, codec="int8")
     with server:
         workers = Sites(server.url, tmp_path, ["a"], steps=10)
         workers.join()
@@ -147,7 +130,7 @@ def test_error_feedback_is_kept_for_each_fragment(tmp_path: Path) -> None:
                 ("residual", ".json"),
             ]
         } <= names
-    other = serve(tmp_path / "next", **{"diloco.num_fragments": 2, "diloco.sync_every": 2, "rounds.total": 1})
+    other = serve(tmp_path / "next", K=2, H=2, rounds=1)
     with other:
         Sites(other.url, tmp_path, ["a"], steps=10).join()
     assert not (tmp_path / "workers/a" / run).exists(), "the files of an earlier run go, whatever fragments it had"
@@ -166,10 +149,10 @@ def test_a_persistor_gets_the_whole_model(tmp_path: Path) -> None:
     )
     server = serve(
         tmp_path,
+        K=3,
+        H=3,
+        rounds=2,
         **{
-            "diloco.num_fragments": 3,
-            "diloco.sync_every": 3,
-            "rounds.total": 2,
             "disk.export_every": 1,
             "model.persistor.path": f"{tmp_path}/my_store.py:Store",
             "model.persistor.folder": str(tmp_path),
@@ -197,7 +180,7 @@ def test_one_fragment_falls_back_alone_and_is_served_from_the_outboxes(tmp_path:
     }
     right = expected(["a", "b"], fragments=2, sync_every=4, tau=1, alpha=0.5, rounds=3)
     port = free_port()
-    server = serve(tmp_path, **{"network.port": port, "rounds.total": 3}, **options).start()
+    server = serve(tmp_path, rounds=3, **{"network.port": port}, **options).start()
     restarted, at_the_step = threading.Event(), threading.Barrier(3)
 
     def during(site: str, step: int) -> None:
@@ -215,7 +198,7 @@ def test_one_fragment_falls_back_alone_and_is_served_from_the_outboxes(tmp_path:
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)
-    server = serve(tmp_path, **{"network.port": port, "rounds.total": 3}, **options).start()
+    server = serve(tmp_path, rounds=3, **{"network.port": port}, **options).start()
     assert [fragment.version for fragment in server.status().fragments] == [1, 0]
     restarted.set()
     try:

@@ -42,10 +42,7 @@ def test_names_the_moments_at_the_first_refusal(
         if server.status().refused and not warned:
             warned.append(wait_until(lambda: [text for text in server.status().warnings if "exp_avg" in text], "it"))
 
-    with serve(
-        tmp_path,
-        **{"algorithm.name": "diloco", "diloco.sync_every": 4, "rounds.sites": 1, "diloco.num_fragments": fragments},
-    ) as server:
+    with serve(tmp_path, algorithm="diloco", H=4, sites=1, K=fragments) as server:
         sites = DiLoCoSites(
             server.url,
             tmp_path,
@@ -103,7 +100,7 @@ def test_says_nothing_of_moments_that_are_finite(tmp_path: Path, caplog: pytest.
             with torch.no_grad():
                 next(model.parameters()).fill_(math.nan)
 
-    with serve(tmp_path, **{"algorithm.name": "diloco", "diloco.sync_every": 4, "rounds.sites": 1}) as server:
+    with serve(tmp_path, algorithm="diloco", H=4, sites=1) as server:
         sites = DiLoCoSites(server.url, tmp_path, 100, ["a"], step=step)
         sites.join()
         assert server.status().refused == 1
@@ -117,7 +114,7 @@ def test_names_the_moments_of_a_corrected_optimizer(tmp_path: Path, caplog: pyte
     model = build_model()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
 
-    with serve(tmp_path, **{"rounds.sites": 1}) as server, contextlib.suppress(UpdateRefused):
+    with serve(tmp_path, sites=1) as server, contextlib.suppress(UpdateRefused):
         with atoll.join(server.url, site="a", folder=tmp_path / "w") as worker:
             for fl_round in worker:
                 fl_round.load_into(model)

@@ -200,7 +200,8 @@ def test_an_outbox_of_another_site_is_not_sent(run: Run) -> None:
     with serve(
         run.folder,
         {"w": torch.zeros(1)},
-        **{"rounds.total": 2, "algorithm.outer_optimizer.lr": 1.0, "algorithm.outer_optimizer.momentum": 0.0},
+        rounds=2,
+        **{"algorithm.outer_optimizer.lr": 1.0, "algorithm.outer_optimizer.momentum": 0.0},
     ) as server:
         known = {site: Client(server.url, site=site, folder=run.workers).register() for site in SITES}
         for client in known.values():
@@ -221,7 +222,7 @@ def test_an_outbox_of_another_site_is_not_sent(run: Run) -> None:
 
 
 def with_error_feedback(folder: Path, change: Callable[[Path], None]) -> str:
-    """The result of a run of four rounds, before whose third the folders of the sites are changed."""
+    """The result of a run of four rounds, with the sites' folders changed before the third."""
     settings = {"aggregation.upload_codec.name": "topk", "aggregation.upload_codec.density": 0.05, "rounds.total": 4}
 
     def part(site: str, until: int) -> None:

@@ -97,7 +97,7 @@ def test_a_step_that_calls_its_parents_is_one_step(by_closure: bool) -> None:
 
 @pytest.mark.covers("S8")
 def test_a_last_step_that_broke_off_is_refused_and_another_behind_it_is_not() -> None:
-    """The closure of the second step fails: whether weights have moved nobody knows, until a step has ended again."""
+    """The closure of the second step fails: whether weights have moved is not known until a step has ended again."""
     model = One()
     optimizer = torch.optim.SGD(model.parameters(), lr=ETA)
     scaffold = atoll.Scaffold(model, controls(0.0), controls(0.0))
@@ -126,7 +126,7 @@ def test_diloco_counts_such_a_step_once(tmp_path: Path) -> None:
     def fails() -> None:
         raise ValueError("no more records")
 
-    with plain_server(tmp_path, One(), algorithm="diloco", sites=1, rounds=9, **{"diloco.sync_every": 2}) as server:
+    with plain_server(tmp_path, One(), algorithm="diloco", sites=1, rounds=9, H=2) as server:
         with atoll.DiLoCo(model, optimizer, server=server.url, site="a", folder=tmp_path) as diloco:
             train(model, optimizer, 1.0, steps=1)
             with pytest.raises(ValueError, match="no more records"):

@@ -29,7 +29,7 @@ def two(model: nn.Module) -> list[Optimizer]:
 def trained(folder: Path, make: Callable[[nn.Module], list[Optimizer]], **settings: Any) -> tuple[str, list[int]]:
     """The digest of the result of two rounds of three steps, and the steps that each round counted."""
     model, counted = build_model(), []
-    with serve(folder, **{"rounds.sites": 1, "rounds.total": 2}, **settings) as server:
+    with serve(folder, sites=1, rounds=2, **settings) as server:
         with atoll.join(server.url, site="a", folder=folder / "workers") as worker:
             for fl_round in worker:
                 fl_round.load_into(model)
@@ -62,7 +62,7 @@ def test_corrects_several_optimizers_as_one_that_holds_all_parameters(tmp_path: 
 
 
 def test_refuses_several_optimizers_with_scaffold(tmp_path: Path) -> None:
-    with serve(tmp_path, **{"rounds.sites": 1, "algorithm.name": "scaffold"}) as server:
+    with serve(tmp_path, sites=1, algorithm="scaffold") as server:
         with atoll.join(server.url, site="a", folder=tmp_path / "workers") as worker:
             model, fl_round = build_model(), next(iter(worker))
             fl_round.load_into(model)

@@ -27,7 +27,7 @@ def model() -> nn.Linear:
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[atoll.Server]:
-    with plain_server(tmp_path, model(), sites=1, **{"network.part_bytes": 2**16}) as server:
+    with plain_server(tmp_path, model(), sites=1, part_bytes=2**16) as server:
         yield server
 
 
@@ -45,7 +45,7 @@ def shorten(path: Path) -> None:
 
 
 def zero(path: Path) -> None:
-    """What a power loss leaves of a preallocated file whose note was written."""
+    """What a power loss leaves of a preallocated file after its note was written."""
     path.write_bytes(bytes(path.stat().st_size))
 
 
@@ -125,7 +125,7 @@ def test_no_update_is_formed_against_a_damaged_base(server: atoll.Server, tmp_pa
 def test_a_damaged_outbox_is_said_once_and_the_round_is_trained_again(
     server: atoll.Server, tmp_path: Path, damage: Callable[[Path], None], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Guards against an outbox whose parts the server refuses at every start of the worker, for ever."""
+    """Guards against an outbox with parts that the server refuses at every start of the worker, for ever."""
     place = take_part(server.url, "a", folder=tmp_path / "w")
     ticket = place.exchange.ask().ticket
     assert ticket is not None

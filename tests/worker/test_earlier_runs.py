@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from kit import flip_bit, rewrite_note
-from kit.servers import new_server
+from kit.servers import plain_server
 from pydantic import ValidationError
 from torch import nn
 
@@ -22,8 +22,7 @@ from atoll.worker.exchange.base_and_outbox import folder_of, locked, remove_earl
 
 def one_run(folder: Path, name: str) -> Path:
     """Take part as `a` in a run of one round; returns the site's folder of this run."""
-    options = {"network.port": 0, "algorithm.name": "fedavg", "rounds.total": 1, "disk.state_dir": folder / name}
-    with new_server(nn.Linear(8, 4), **options) as server:
+    with plain_server(folder / name, nn.Linear(8, 4), rounds=1) as server:
         with atoll.join(server.url, site="a", folder=folder / "w") as worker:
             mine: Path = worker._place.folder
             for fl_round in worker:
@@ -57,7 +56,7 @@ def damaged_note(folder: Path) -> None:
     flip_bit(folder / "outbox.json", 40)
 
 
-def somebody_elses_file(folder: Path) -> None:
+def a_file_of_the_user(folder: Path) -> None:
     (folder / "model.pt").touch()
 
 
@@ -67,7 +66,7 @@ def not_a_workers_folder(folder: Path) -> None:
 
 @pytest.mark.covers("D4")
 @pytest.mark.parametrize(
-    "change", [unsent, note_of_another_version_of_atoll, damaged_note, somebody_elses_file, not_a_workers_folder]
+    "change", [unsent, note_of_another_version_of_atoll, damaged_note, a_file_of_the_user, not_a_workers_folder]
 )
 def test_what_may_still_be_needed_or_is_not_ours_stays(tmp_path: Path, change: Callable[[Path], None]) -> None:
     first = one_run(tmp_path, "first")
@@ -88,7 +87,7 @@ def moved_away(folder: Path) -> Path:
 @pytest.mark.covers("D4")
 @pytest.mark.parametrize("name", ["", "lock", "base.safetensors", "outbox.json"])
 def test_nothing_is_removed_or_written_by_way_of_a_link(tmp_path: Path, name: str) -> None:
-    """Guards against a link to a folder, or in one, whose target was emptied: it is not in the site's folder."""
+    """Guards against a link to a folder, or in one: its target was emptied: it is not in the site's folder."""
     first = one_run(tmp_path, "first")
     target = moved_away(first / name) if name else moved_away(first)
     files = sorted(target.iterdir()) if target.is_dir() else [target]
@@ -151,7 +150,7 @@ def test_a_folder_in_use_stays(tmp_path: Path) -> None:
 def test_takes_a_lock_anew_when_its_folder_is_removed_at_that_moment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Guards against holding the lock of a file that is no longer there, beside somebody who holds the new one."""
+    """Guards against holding the lock of a file that is no longer there, beside a process that holds the new one."""
     folder = tmp_path / "a" / "run"
     flock, removals = fcntl.flock, iter([True])
 

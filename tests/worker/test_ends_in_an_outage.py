@@ -19,7 +19,7 @@ STREAMS = {"diloco.num_fragments": 2, "diloco.fragment_sync_delay": 1}
 
 
 def train(folder: Path, lost_at: int, steps: int, **settings: Any) -> atoll.DiLoCo:
-    """Steps of one worker, whose server goes away for good after step `lost_at`."""
+    """Steps of one worker; its server goes away for good after step `lost_at`."""
     settings = {"algorithm.name": "diloco", "diloco.sync_every": H, "rounds.sites": 1, "rounds.total": 100} | settings
     model = build_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)

@@ -28,15 +28,9 @@ START = {"w": torch.zeros(2)}
 
 
 def serving(folder: Path, codec: str = "int8", **options: Any) -> atoll.Server:
-    settings: dict[str, Any] = {
-        "algorithm.name": "fedavg",
-        "rounds.sites": 1,
-        "rounds.total": 3,
-        "network.port": 0,
-        "disk.min_free_bytes": 0,
-    }
     start = options.pop("start", START)
-    return plain_server(folder, start, **{"aggregation.upload_codec.name": codec}, **settings | options)
+    settings = {"rounds.sites": 1, "rounds.total": 3}
+    return plain_server(folder, start, codec=codec, **settings | options)
 
 
 def client(server: atoll.Server, folder: Path) -> Client:
@@ -212,7 +206,7 @@ def test_a_run_does_not_change_its_codec_between_two_starts(
 
 @pytest.mark.parametrize("disturbed", [False, True])
 def test_an_update_of_a_lost_version_is_sent_again_with_what_it_had(tmp_path: Path, disturbed: bool) -> None:
-    """The server loses version 2, whose update had counted: the same bytes count again, and what they left stays."""
+    """The server loses version 2 after its update had counted: the same bytes count again, and what they left stays."""
     options: dict[str, Any] = {"rounds.total": 3, "network.port": free_port()}
     server = serving(tmp_path, **options).start()
     site = client(server, tmp_path)

@@ -18,7 +18,7 @@ import atoll
 from atoll import errors
 from atoll.errors import AtollError, SchemaMismatch, ServerLost, StateLocked, UsageError
 
-NOBODY = "http://127.0.0.1:9"
+NO_SERVER = "http://127.0.0.1:9"
 
 
 @pytest.fixture
@@ -59,7 +59,7 @@ def no_update(server: atoll.Server, folder: Path) -> None:
 
 
 CASES: list[tuple[Callable[[atoll.Server, Path], object], type[AtollError]]] = [
-    (lambda _, folder: atoll.join(NOBODY, site="a", folder=folder), ServerLost),
+    (lambda _, folder: atoll.join(NO_SERVER, site="a", folder=folder), ServerLost),
     (lambda _, folder: atoll.join("box:8512", site="a", folder=folder), UsageError),
     (other_model, SchemaMismatch),
     (other_model_in_a_round, SchemaMismatch),

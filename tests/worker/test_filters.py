@@ -245,7 +245,7 @@ def test_what_is_no_filter_is_refused() -> None:
 
 
 def test_filters_that_can_be_read_once_are_not_lost() -> None:
-    """A site whose filters came from a generator would send its update as it is."""
+    """A site with filters from a generator would send its update as it is."""
     filter_ = Drop("w")
     assert require_filters(each for each in [filter_]) == (filter_,)  # type: ignore[arg-type]
 

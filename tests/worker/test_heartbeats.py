@@ -36,7 +36,7 @@ def told(server: atoll.Server) -> status_messages.WorkerStatus:
 
 
 def say(place: Participation, **values: object) -> None:
-    place.session.heartbeat = place.session.heartbeat.model_copy(update=values)
+    place.session.tell(**values)
 
 
 @pytest.mark.covers("L13")

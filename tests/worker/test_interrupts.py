@@ -91,7 +91,7 @@ def require_one_line(process: subprocess.Popen[bytes], log: Path) -> None:
 @pytest.mark.parametrize("text", [WAITING, FUNCTIONS, DILOCO], ids=["rounds", "functions", "diloco"])
 def test_a_script_that_waits_for_others_ends_with_one_line(tmp_path: Path, text: str) -> None:
     with (
-        serve(tmp_path, **{"algorithm.name": "diloco", "diloco.sync_every": 2}) as server,
+        serve(tmp_path, algorithm="diloco", H=2) as server,
         script(tmp_path, text, server.url, KIT) as (process, log),
     ):
         wait_until(

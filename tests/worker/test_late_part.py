@@ -1,6 +1,6 @@
 """An attempt at a part that was given up arrives after its repetition was recorded: the server takes neither for good.
 
-Whoever sends a part last has it, so the server forgets what was recorded. The worker then sends that part once more.
+The last sender of a part has it, so the server forgets what was recorded. The worker then sends that part once more.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from atoll.worker.exchange.participation import Participation, take_part
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[atoll.Server]:
-    with plain_server(tmp_path, nn.Linear(300, 100), sites=1, **{"network.part_bytes": 2**16}) as server:
+    with plain_server(tmp_path, nn.Linear(300, 100), sites=1, part_bytes=2**16) as server:
         yield server
 
 

@@ -15,7 +15,7 @@ from atoll.errors import UsageError
 
 @pytest.fixture
 def server(tmp_path: Path) -> Any:
-    with serve(tmp_path, **{"rounds.sites": 1, "rounds.total": 3}) as server:
+    with serve(tmp_path, sites=1, rounds=3) as server:
         yield server
 
 

@@ -1,6 +1,6 @@
-"""Optimizers whose step evaluates its closure several times, and goes by the loss: FedProx is in it, SCAFFOLD refuses.
+"""Optimizers that evaluate a closure several times in a step, and go by the loss: FedProx is in it, SCAFFOLD refuses.
 
-FedProx around w_t = 2 with μ = 0.5, of a site whose loss is f(w) = (w + 1)²/2: F(w) = f(w) + (w − 2)²/4 is least where
+FedProx around w_t = 2 with μ = 0.5, of a site with the loss f(w) = (w + 1)²/2: F(w) = f(w) + (w − 2)²/4 is least where
 (w + 1) + (w − 2)/2 = 0, which is w = 0. Every step begins at w = −1, where f is least: on the way to 0 f rises, and F
 falls from 0 + 9/4 to 1/2 + 4/4.
 """

@@ -27,7 +27,7 @@ LOG.warning("a warning")
 
 
 def said(before: str = "") -> list[str]:
-    """What a program prints in whose threads eight loops begin at once."""
+    """What a program prints when eight loops begin at once in its threads."""
     done = subprocess.run(
         [sys.executable, "-c", EIGHT_LOOPS.format(before=before)], capture_output=True, text=True, check=True
     )

@@ -1,4 +1,4 @@
-"""A site whose round closes without it, and that looks at the newest model before it submits."""
+"""A site misses a round, and looks at the newest model before it submits."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_a_late_site_may_look_at_the_newest_model_and_goes_on(tmp_path: Path) ->
 
 def test_loading_the_newest_model_serves_as_the_base_of_a_round_that_starts_from_it(tmp_path: Path) -> None:
     model = build_model()
-    with serve(tmp_path, **{"rounds.sites": 1, "rounds.total": 2}) as server:
+    with serve(tmp_path, sites=1, rounds=2) as server:
         with atoll.join(server.url, site="a", folder=tmp_path / "workers") as worker:
             for fl_round in worker:
                 worker.load_into(model)

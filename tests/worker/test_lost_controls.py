@@ -113,7 +113,7 @@ def test_a_site_without_the_control_that_the_run_counts_on_is_refused(
         shutil.rmtree(folder)
     elif lost == "note":
         (folder / "algorithm.json").unlink()
-    else:  # the second update was written beside the first, whose file is 1
+    else:  # the second update was written beside the first, which has file 1
         names = {
             "files": ("algorithm-0.bin", "algorithm-1.bin"),
             "current": ("algorithm-1.bin",),

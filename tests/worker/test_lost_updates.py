@@ -1,4 +1,4 @@
-"""Nobody trains for nothing without hearing of it: what encoding leaves of an update, and what training did."""
+"""No site trains for nothing without hearing of it: what encoding leaves of an update, and what training did."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from kit.client import Client
-from kit.servers import new_server, plain_server
+from kit.servers import plain_server
 from torch import Tensor
 
 import atoll
@@ -65,23 +65,9 @@ def rounds_of(
     folder: Path, codec: str, start: dict[str, Tensor], changes: list[dict[str, Tensor]], **options: Any
 ) -> list[list[str]]:
     """What the status warns of behind each of some rounds that move the model by so much."""
-    settings: dict[str, Any] = {
-        "algorithm.name": "fedavg",
-        "rounds.sites": 1,
-        "rounds.total": len(changes),
-        "network.port": 0,
-    }
+    how = {f"aggregation.upload_codec.{'path' if ':' in codec else 'name'}": codec} | options
     shown = []
-    with new_server(
-        start,
-        **{
-            "disk.state_dir": folder / "state",
-            f"aggregation.upload_codec.{'path' if ':' in codec else 'name'}": codec,
-            "disk.min_free_bytes": 0,
-        },
-        **settings,
-        **options,
-    ) as server:
+    with plain_server(folder, start, sites=1, rounds=len(changes), **how) as server:
         site = Client(server.url, site="a", folder=folder / "w").register()
         for change in changes:
             site.next_round()
@@ -182,7 +168,7 @@ def test_what_codecs_lose_every_day_is_not_told(tmp_path: Path, caplog: pytest.L
 def test_weights_that_steps_do_not_move_are_shown_until_they_move(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """1 − 1/1000 is 1 in bf16, whose next smaller number is 1 − 1/256."""
+    """1 − 1/1000 is 1 in bf16, and the next smaller number there is 1 − 1/256."""
     start = {"w": torch.ones(4, dtype=torch.bfloat16)}
     tiny, enough = {"w": torch.full((4,), 1e-3)}, {"w": torch.full((4,), 0.5)}
     shown = rounds_of(tmp_path, "bf16", start, [tiny, tiny, enough])

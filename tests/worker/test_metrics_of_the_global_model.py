@@ -29,7 +29,7 @@ def norm(model: nn.Module) -> float:
 
 
 class Run:
-    """A DiLoCo run of two sites whose hook measures what it sees.
+    """A DiLoCo run of two sites; a hook measures the model that it sees.
 
     Attributes:
         seen: site → the models that the hook saw, in order.

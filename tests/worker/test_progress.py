@@ -71,7 +71,7 @@ def test_what_a_worker_does_in_a_run_is_said_in_words() -> None:
 
 @pytest.mark.covers("X4")
 def test_a_part_that_stalled_for_long_leaves_no_mark_either(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
-    """Nobody resumes where a single part was sent again: there the window does it."""
+    """Nothing is resumed where a single part was sent again: there the window does it."""
     bar = Progress("a: submitting", 100 * MB, clock=clock)
     move(bar, clock, 5)
     clock.now_s += 60.0

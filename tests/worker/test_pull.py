@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from kit.servers import new_server, plain_server
+from kit.servers import plain_server
 from torch import nn
 
 import atoll
-from atoll.errors import ServerUnreachable, StoreError
+from atoll.errors import Gone, ServerUnreachable, StoreError
 from atoll.tensors.layout import Part
 from atoll.tensors.module_tensors import named_tensors
 from atoll.transport.resumable_transfer import HttpTransfer
@@ -22,7 +22,7 @@ from atoll.worker.exchange.participation import take_part
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[atoll.Server]:
     torch.manual_seed(0)
-    with plain_server(tmp_path, nn.Linear(300, 100), **{"network.part_bytes": 2**16}) as server:
+    with plain_server(tmp_path, nn.Linear(300, 100), part_bytes=2**16) as server:
         yield server
 
 
@@ -103,7 +103,7 @@ def test_a_part_that_is_as_it_was_comes_into_a_model_that_has_not_got_it(
         really(self, path, digests, parts, *rest, **more)
 
     monkeypatch.setattr(HttpTransfer, "pull", pull)
-    with plain_server(tmp_path, HalfFrozen(1.0), rounds=2, **{"network.part_bytes": 2**16}) as server:
+    with plain_server(tmp_path, HalfFrozen(1.0), rounds=2, part_bytes=2**16) as server:
         with atoll.join(server.url, site="a", folder=tmp_path / "w") as worker:
             for fl_round in worker:
                 cut[0] = fl_round.number == 2
@@ -134,39 +134,38 @@ def test_a_note_is_replaced_whole_or_not_at_all(tmp_path: Path, monkeypatch: pyt
     assert base_and_outbox.read_note(path, BaseNote) == note
 
 
-@pytest.mark.covers("F31")
-def test_diloco_goes_on_from_the_global_model_when_its_update_is_refused(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """NaN at the first synchronisation, then −1 twice."""
-    start = nn.Linear(1, 1, bias=False)
-    nn.init.constant_(start.weight, 8.0)
-    options = {
-        "algorithm.name": "diloco",
-        "rounds.sites": 1,
-        "rounds.total": 1,
+def falling(folder: Path, size: int, rounds: int, outer_lr: float) -> atoll.Server:
+    """DiLoCo with H = 2: all weights begin at 8, and each inner step of `fall` takes 1 from them."""
+    settings = {
         "diloco.sync_every": 2,
         "aggregation.upload_codec.name": "none",
-        "network.port": 0,
+        "algorithm.outer_optimizer.lr": outer_lr,
+        "algorithm.outer_optimizer.momentum": 0.0,
+        "network.part_bytes": 2**16,
     }
-    with new_server(
-        start,
-        **options,
-        **{
-            "algorithm.outer_optimizer.lr": 1.0,
-            "algorithm.outer_optimizer.momentum": 0.0,
-            "disk.state_dir": tmp_path / "s",
-        },
-    ) as server:
+    start = nn.Linear(size, size, bias=False)
+    nn.init.constant_(start.weight, 8.0)
+    return plain_server(folder, start, algorithm="diloco", sites=1, rounds=rounds, **settings)
+
+
+def fall(model: nn.Linear, optimizer: torch.optim.Optimizer, poison: bool = False) -> None:
+    optimizer.zero_grad()
+    model.weight.sum().backward()
+    if poison:
+        assert model.weight.grad is not None
+        model.weight.grad.fill_(float("nan"))
+    optimizer.step()
+
+
+@pytest.mark.covers("F31")
+def test_diloco_goes_on_from_the_global_model_when_its_update_is_refused(tmp_path: Path) -> None:
+    """NaN at the first synchronisation, then −1 twice."""
+    with falling(tmp_path, 1, rounds=1, outer_lr=1.0) as server:
         model = nn.Linear(1, 1, bias=False)
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         with atoll.DiLoCo(model, optimizer, server=server.url, site="a", folder=tmp_path / "w") as diloco:
             for number in range(4):
-                optimizer.zero_grad()
-                model.weight.sum().backward()
-                if number == 1:
-                    model.weight.grad.fill_(float("nan"))
-                optimizer.step()
+                fall(model, optimizer, poison=number == 1)
                 if number == 1:
                     assert model.weight.item() == 8.0
             assert diloco.finished
@@ -174,12 +173,46 @@ def test_diloco_goes_on_from_the_global_model_when_its_update_is_refused(
         assert server.status().refused == 1
 
 
+@pytest.mark.parametrize(
+    ("size", "rounds", "outer_lr", "arrived", "left"),
+    [(1, 1, 0.5, 0, 7.0), (300, 2, 1.0, 1, 4.0)],  # 8 − 0.5·2, and 8 − 2 − 2: the second model has six parts
+    ids=["of the result", "in the middle"],
+)
+def test_a_pull_that_ends_with_gone_is_begun_anew_and_no_step_is_lost(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    size: int,
+    rounds: int,
+    outer_lr: float,
+    arrived: int,
+    left: float,
+) -> None:
+    pull, broken = HttpTransfer.pull, [True]
+
+    def once(self: HttpTransfer, path: str, digests: Any, parts: Sequence[Part], sinks: Any, **more: Any) -> None:
+        if broken:
+            broken.clear()
+            pull(self, path, digests, parts[:arrived], sinks, **more)
+            raise Gone("revoked", "pull again")
+        pull(self, path, digests, parts, sinks, **more)
+
+    with falling(tmp_path, size, rounds, outer_lr) as server:
+        model = nn.Linear(size, size, bias=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        with atoll.DiLoCo(model, optimizer, server=server.url, site="a", folder=tmp_path / "w") as diloco:
+            monkeypatch.setattr(HttpTransfer, "pull", once)
+            while not diloco.finished:
+                fall(model, optimizer)
+            assert diloco.step == 2 * rounds
+        assert model.weight.detach().unique().tolist() == [left]
+
+
 @pytest.mark.covers("P8")
 def test_a_pull_fills_large_small_and_turned_tensors_alike(tmp_path: Path) -> None:
     """Parts of 1 MiB; `large` (1.2 MB) is received where it is, in runs of at least `ROOM_BYTES`, the others not."""
     torch.manual_seed(3)
     source = {"large": torch.randn(600, 500), "turned": torch.randn(400, 300).t(), "small": torch.randn(7)}
-    with plain_server(tmp_path, source, **{"network.part_bytes": 2**20}) as server:
+    with plain_server(tmp_path, source, part_bytes=2**20) as server:
         place = take_part(server.url, "a", folder=tmp_path / "w")
         ticket = place.exchange.ask().ticket
         assert ticket is not None

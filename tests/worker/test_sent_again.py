@@ -14,7 +14,7 @@ LOST = messages.Outcome(ticket=8, state="expired", base_version=3)
 
 
 def note(*, sent: bool = True) -> OutboxNote:
-    """An update from version 3, whose bits are A, under ticket 8."""
+    """An update from version 3 with the bits A, under ticket 8."""
     return OutboxNote(
         run="r", ticket=8, fragment=0, base_version=3, base_digest=A, layout_digest=LAYOUT, digest=B,
         part_digests=[], weight=1.0, steps=2, sent=sent,

@@ -115,7 +115,7 @@ def test_a_lost_lease_is_taken_anew_once_however_many_notice(server: atoll.Serve
 
 @pytest.mark.covers("L10", "F19")
 def test_a_late_request_under_its_own_old_lease_ends_no_worker(server: atoll.Server, tmp_path: Path) -> None:
-    """Guards against taking it for that of a process whose place another one has taken: that would end this one."""
+    """Guards against taking it for that of a process that another one has replaced: that would end this one."""
     place = take_part(server.url, "a", folder=tmp_path / "w")
     late = Http(server.url)
     late.lease = place.session.http.lease

@@ -115,9 +115,7 @@ def test_warns_of_an_optimizer_that_holds_a_part_of_the_parameters(
         return [each for each in found if "trainable parameters" in each]
 
     model = build_model()
-    with serve(
-        tmp_path, **{"rounds.sites": 1}, **{key: each for key, each in DILOCO.items() if key != "num_workers"}
-    ) as server:
+    with serve(tmp_path, sites=1, **{key: each for key, each in DILOCO.items() if key != "num_workers"}) as server:
         start = partial(atoll.DiLoCo, model, server=server.url, site="a", folder=tmp_path / "workers")
         with start(two(model)[0]):
             (said,) = warnings()
@@ -144,15 +142,7 @@ def test_warns_of_a_correction_that_misses_a_part_of_the_parameters(
         (optimizer,) = optimizers(model)
         folder = tmp_path / f"{optimizers.__name__}-{frozen}"
         with (
-            serve(
-                folder,
-                **{
-                    "algorithm.name": algorithm,
-                    "algorithm.outer_optimizer.name": None,
-                    "rounds.sites": 1,
-                    "rounds.total": 2,
-                },
-            ) as server,
+            serve(folder, algorithm=algorithm, sites=1, rounds=2, **{"algorithm.outer_optimizer.name": None}) as server,
             atoll.join(server.url, site="a", folder=folder / "workers") as worker,
         ):
             for fl_round in worker:

@@ -260,7 +260,7 @@ def test_signals_and_sys_exit_do_what_they_did_before_once_the_last_worker_has_l
     tmp_path: Path, nursery: Nursery
 ) -> None:
     """In a process of its own: other tests may have workers in this one."""
-    with serve(tmp_path, **{"rounds.sites": 2}) as server:
+    with serve(tmp_path, sites=2) as server:
         script = ForkedSite(nursery, tmp_path, server.url, "a", LEAVES).start()
         assert script.wait(60) == 0, script.output()
 
@@ -271,7 +271,7 @@ def test_a_scripts_own_handler_stays(tmp_path: Path, number: signal.Signals) -> 
 
     before = signal.signal(number, own)
     try:
-        with serve(tmp_path, **{"rounds.sites": 1}) as server:
+        with serve(tmp_path, sites=1) as server:
             with atoll.join(server.url, site="a", folder=tmp_path / "workers"):
                 assert signal.getsignal(number) is own
             assert signal.getsignal(number) is own

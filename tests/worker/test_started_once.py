@@ -73,7 +73,7 @@ def test_a_start_that_fails_after_the_join_leaves_the_run(tmp_path: Path, settin
         optimizer.works = True
         with loop:  # its files are free again, and so is its name
             assert alive(server) == {"c"}
-        DiLoCoSites(server.url, tmp_path, 10).join()  # nobody waits for c
+        DiLoCoSites(server.url, tmp_path, 10).join()  # no round waits for c
         server.run()
 
 

@@ -14,7 +14,7 @@ import atoll
 def test_does_not_warn_about_an_update_that_was_never_formed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "atoll")
     model = build_model()
-    with serve(tmp_path, **{"rounds.sites": 2, "rounds.min_sites": 1, "rounds.total": 3}) as server:
+    with serve(tmp_path, sites=2, rounds=3, **{"rounds.min_sites": 1}) as server:
 
         def join(site: str) -> Any:
             return atoll.join(server.url, site=site, folder=tmp_path / "workers")

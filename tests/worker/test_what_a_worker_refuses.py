@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from kit.servers import new_server
+from kit.servers import plain_server
 from torch import nn
 
 import atoll
@@ -23,10 +23,7 @@ from atoll.worker.session.session import split_of
 @pytest.mark.covers("L15")
 def test_a_weight_that_cannot_count_is_refused_before_anything_is_formed(tmp_path: Path, weight: float) -> None:
     """Guards against `positive` that lets it pass."""
-    with atoll.Server(
-        nn.Linear(2, 1),
-        settings={"rounds.total": 0, "network.port": 0, "algorithm.name": "fedavg", "disk.state_dir": tmp_path / "s"},
-    ) as server:
+    with plain_server(tmp_path, nn.Linear(2, 1), rounds=0) as server:
         with atoll.join(server.url, site="a", folder=tmp_path / "w") as worker:
             fl_round = next(iter(worker))
             model = fl_round.load_into(nn.Linear(2, 1))
@@ -40,10 +37,7 @@ def test_metrics_that_are_not_finite_are_left_out_with_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Guards against `finite_metrics` that passes them on: the server refused the update for its loss being NaN."""
-    with atoll.Server(
-        nn.Linear(2, 1),
-        settings={"network.port": 0, "algorithm.name": "fedavg", "rounds.total": 1, "disk.state_dir": tmp_path / "s"},
-    ) as server:
+    with plain_server(tmp_path, nn.Linear(2, 1), rounds=1) as server:
         with atoll.join(server.url, site="a", folder=tmp_path / "w") as worker:
             for fl_round in worker:
                 fl_round.submit(fl_round.load_into(nn.Linear(2, 1)), metrics={"loss": math.nan, "accuracy": 0.5})
@@ -69,12 +63,11 @@ def test_a_loss_is_a_metric_as_the_script_has_it() -> None:
 def test_a_reported_loss_that_becomes_nan_is_told_once_by_the_site_s_name_and_no_longer_shown(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Else the last finite loss would stand for an update whose loss was NaN."""
+    """Else the last finite loss would stand for an update with a loss of NaN."""
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    options = {"network.port": 0, "rounds.total": 2, "diloco.sync_every": 2, "disk.state_dir": tmp_path / "s"}
     with (
-        new_server(nn.Linear(2, 1), **options) as server,
+        plain_server(tmp_path, nn.Linear(2, 1), algorithm="diloco", rounds=2, H=2) as server,
         atoll.DiLoCo(model, optimizer, server=server.url, site="box-a", folder=tmp_path / "w") as diloco,
     ):
         for loss in (1.0, 0.5, math.nan, math.nan):
@@ -108,10 +101,7 @@ def test_a_reported_loss_that_becomes_nan_is_told_once_by_the_site_s_name_and_no
 def test_numbers_that_no_update_has_are_named_and_the_round_can_be_submitted_after_all(
     tmp_path: Path, told: dict[str, Any], words: str
 ) -> None:
-    with atoll.Server(
-        nn.Linear(2, 1),
-        settings={"network.port": 0, "algorithm.name": "fedavg", "rounds.total": 1, "disk.state_dir": tmp_path / "s"},
-    ) as server:
+    with plain_server(tmp_path, nn.Linear(2, 1), rounds=1) as server:
         with atoll.join(server.url, site="a", folder=tmp_path / "w") as worker:
             fl_round = next(iter(worker))
             model = fl_round.load_into(nn.Linear(2, 1))
@@ -128,10 +118,7 @@ def test_a_layout_or_schema_that_is_not_the_servers_is_refused_before_a_byte_mov
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Guards against `form` without the comparison of layouts; `_fetch_schema` without that of schemas."""
-    with atoll.Server(
-        nn.Linear(2, 1),
-        settings={"rounds.total": 0, "network.port": 0, "algorithm.name": "fedavg", "disk.state_dir": tmp_path / "s"},
-    ) as server:
+    with plain_server(tmp_path, nn.Linear(2, 1), rounds=0) as server:
         place = take_part(server.url, "a", folder=tmp_path / "w")
         ticket = place.exchange.ask().ticket
         assert ticket is not None

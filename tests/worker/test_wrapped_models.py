@@ -106,7 +106,7 @@ def test_compiled_models_of_ddp_train_to_the_same_bits(tmp_path: Path, build: Bu
 
 
 def corrected_result(folder: Path, algorithm: str, build: Build) -> str:
-    """The digest of what a run exports whose algorithm corrects the local steps."""
+    """The digest of what a run exports; its algorithm corrects the local steps."""
 
     def work(site: str) -> None:
         model = build()

@@ -61,7 +61,7 @@ def number(given: Any) -> float:
     return float(given.detach() if hasattr(given, "detach") else given)
 
 
-def finite_metrics(metrics: dict[str, float], site: str, said: set[str] | None = None) -> dict[str, float]:
+def finite_metrics(metrics: Mapping[str, float], site: str, said: set[str] | None = None) -> dict[str, float]:
     """The finite ones as floats; the others are dropped with a warning.
 
     Args:

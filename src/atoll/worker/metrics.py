@@ -65,16 +65,6 @@ class Measured:
         self._metrics: dict[str, float] = {}
         self._not_finite: set[str] = set()  # that was said
 
-    def look(self, digest: str | None) -> None:
-        """Ask; the model is the global one at this moment.
-
-        Args:
-            digest: of the version; None where the model is made of versions of several fragments.
-        """
-        if self._ask is not None:
-            self._metrics = finite_metrics(self._ask(), self._site(), self._not_finite)
-            self._digest = digest
-
     def look_at(self, parts: Sequence[tuple[Tensors, VersionFile]], *, local: bool) -> None:
         """Ask, with the newest versions of all fragments in the model; what is local is copied and put back behind it.
 
@@ -85,15 +75,15 @@ class Measured:
         if self._ask is None:
             return
         single = parts[0][1].note if len(parts) == 1 else None
-        digest = single.digest if single is not None else None
-        if digest is not None and not local:
-            self.look(digest)
+        self._digest = single.digest if single is not None else None  # None: of versions of several fragments
+        if self._digest is not None and not local:
+            self._metrics = finite_metrics(self._ask(), self._site(), self._not_finite)
             return
         kept = [{name: tensor.clone() for name, tensor in tensors.items()} for tensors, _ in parts]
         try:
             for tensors, base in parts:
                 apply_version.load_(tensors, base)
-            self.look(digest)
+            self._metrics = finite_metrics(self._ask(), self._site(), self._not_finite)
         finally:
             for (tensors, _), before in zip(parts, kept, strict=True):
                 for name, tensor in tensors.items():

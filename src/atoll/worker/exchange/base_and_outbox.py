@@ -311,7 +311,7 @@ class PartsFile(ScratchFile):
 
     Args:
         parts: that it holds.
-        count: of all parts, whosever.
+        count: of all parts, those of other ranks included.
     """
 
     def __init__(self, path: Path, nbytes: int, parts: Sequence[Part], count: int) -> None:
@@ -323,7 +323,7 @@ class PartsFile(ScratchFile):
         """The parts with bytes of another digest.
 
         Args:
-            digests: in hex, of every part in order, whosever, whichever are looked at.
+            digests: in hex, of all parts in order, those of other ranks included.
             among: the parts to look at; by default all that are ours.
         """
         looked_at = self._parts if among is None else among

@@ -46,7 +46,7 @@ from atoll.tensors.schema import Schema
 from atoll.transport.resumable_transfer import HttpTransfer
 from atoll.worker.exchange import apply_version, encode_update
 from atoll.worker.exchange.algorithm_state import AlgorithmState
-from atoll.worker.exchange.base_and_outbox import ExchangeFiles, OutboxNote, UpdateFile, VersionFile
+from atoll.worker.exchange.base_and_outbox import ExchangeFiles, OutboxNote
 from atoll.worker.exchange.encode_update import Filtered, Losses
 from atoll.worker.exchange.local_state import LocalState, Residuals
 from atoll.worker.exchange.optimizer_moments import say_accepted, say_refused
@@ -144,6 +144,7 @@ class Exchange:
         losses: looks at what encoding leaves.
         outlet: in a swarm: where updates are pulled from, and versions.
         shards: gives what this rank has of a sharded model.
+        base, outbox: of the files: the version that is trained from, and the update that was formed last.
         local: what the site keeps between rounds.
         refusals: updates of this process that were refused in a row.
         resuming: whether the outbox was filled by an earlier process, so that the server may hold parts of it already.
@@ -170,17 +171,8 @@ class Exchange:
     def __post_init__(self) -> None:
         self.site = self.session.site
         self.fragment, self._named = self.number or 0, "" if self.number is None else f" fragment {self.number}"
+        self.base, self.outbox = self.files.base, self.files.outbox
         self.local = LocalState(self.session.require_outcome, self.residuals, self.kept)
-
-    @property
-    def base(self) -> VersionFile:
-        """The version that is trained from."""
-        return self.files.base
-
-    @property
-    def outbox(self) -> UpdateFile:
-        """The update that was formed last."""
-        return self.files.outbox
 
     @property
     def _sealed(self) -> OutboxNote:

@@ -90,35 +90,34 @@ class _Batch:
         return sum(piece.nbytes for piece, _ in self.pieces)
 
 
-def apply_(file: DeltaFile, source: BaseFile, target: BaseFile, note: BaseNote, into: Tensors | None) -> list[Part]:
-    """Bring `target` from the version in `source` to the next one, and on the way into the tensors.
+class DeltaAdder:
+    """Brings a base file from one version to the next one; with fixed scratch, whatever the model's size.
 
     Args:
         file: has all of the delta.
         source, target: may be the same file.
-        note: of the version that comes of it.
         into: set to the version's values, whatever they have.
-
-    Returns:
-        The parts that are not what their digests say; the tensors have what came of them.
     """
-    target.begin(note)
-    adder, wrong = _Adder(file, source, target, into), list[Part]()
-    with torch.no_grad(), single_thread():
-        for part, down in zip(target.layout.parts, file.downlink.parts, strict=True):
-            if adder.part(part, down).hex() != note.part_digests[part.index]:
-                wrong.append(part)
-            failpoint("delta.part")
-    return wrong
-
-
-class _Adder:
-    """Fixed scratch, whatever the model's size."""
 
     def __init__(self, file: DeltaFile, source: BaseFile, target: BaseFile, into: Tensors | None) -> None:
         self._file, self._source, self._target, self._into = file, source, target, into or {}
         self._held = torch.empty(CHUNK_ELEMENTS * _WIDEST_BYTES, dtype=torch.uint8)
         self._encoded = torch.empty(CHUNK_ELEMENTS * _WIDEST_BYTES, dtype=torch.uint8)
+
+    def apply(self, note: BaseNote) -> list[Part]:
+        """Write the version that the note is of.
+
+        Returns:
+            The parts that are not what their digests say; the tensors have what came of them.
+        """
+        self._target.begin(note)
+        wrong = list[Part]()
+        with torch.no_grad(), single_thread():
+            for part, down in zip(self._target.layout.parts, self._file.downlink.parts, strict=True):
+                if self.part(part, down).hex() != note.part_digests[part.index]:
+                    wrong.append(part)
+                failpoint("delta.part")
+        return wrong
 
     def part(self, part: Part, down: Part) -> bytes:
         """Write one part of the version; returns its BLAKE3."""
@@ -189,30 +188,28 @@ class Sources(Protocol):
         """Reach the worker that a reference names."""
 
 
+@dataclass(eq=False)
 class Puller:
     """Brings versions of one fragment to this process.
 
-    Args:
+    Attributes:
         transfer: over which connections.
         files: of the fragment.
         downlink: how differences come down; None: versions come whole.
-        fragment: its number; None: the run has one.
+        number: of the fragment; None: the run has one.
         sources: in a swarm: where versions are pulled from.
     """
 
-    def __init__(
-        self,
-        session: Session,
-        transfer: HttpTransfer,
-        files: DiskFiles,
-        downlink: Downlink | None,
-        fragment: int | None = None,
-        sources: Sources | None = None,
-    ) -> None:
-        self._session, self._transfer, self._files = session, transfer, files
-        self._fragment, self._delta_name = fragment or 0, name_of("delta", fragment)
-        self._named = "" if fragment is None else f" of fragment {fragment}"
-        self._downlink, self._sources = downlink, sources
+    session: Session
+    transfer: HttpTransfer
+    files: DiskFiles
+    downlink: Downlink | None
+    number: int | None = None
+    sources: Sources | None = None
+
+    def __post_init__(self) -> None:
+        self.fragment, self._delta_name = self.number or 0, name_of("delta", self.number)
+        self._named = "" if self.number is None else f" of fragment {self.number}"
 
     def pull(
         self,
@@ -235,8 +232,8 @@ class Puller:
             Gone: the server no longer keeps it; ask for the head. The tensors may hold a part of it.
             TRANSIENT: the attempts are over; without `waits` the tensors may hold a part of the version.
         """
-        session, source = self._session, self._files.base
-        base = self._files.beside() if beside else source
+        session, source = self.session, self.files.base
+        base = self.files.beside() if beside else source
         if base.holds(session.info.run, version.digest):
             if into is not None:
                 apply_version.load_(into, base)
@@ -265,8 +262,8 @@ class Puller:
             apply_version.load_(into, base)
 
     def _manifest(self, number: int, max_retries: int | None) -> messages.Manifest:
-        ask = partial(self._session.channel.manifest, self._fragment, number)
-        return self._session.patiently(ask, max_retries, f"pull version {number}")
+        ask = partial(self.session.channel.manifest, self.fragment, number)
+        return self.session.patiently(ask, max_retries, f"pull version {number}")
 
     # -- whole
 
@@ -290,7 +287,7 @@ class Puller:
         model: Scatter | None,
         max_retries: int | None,
     ) -> None:
-        path = routes.VERSION_DATA.format(fragment=self._fragment, version=manifest.version, digest=manifest.digest)
+        path = routes.VERSION_DATA.format(fragment=self.fragment, version=manifest.version, digest=manifest.digest)
         self._bring(path, manifest.version, manifest.part_digests, base, wanted, model, max_retries)
 
     def _bring(
@@ -314,7 +311,7 @@ class Puller:
             digests: of all parts of the file.
             model: gets them on the way.
         """
-        session, expected = self._session, [bytes.fromhex(text) for text in digests]
+        session, expected = self.session, [bytes.fromhex(text) for text in digests]
         arrived = set[int]()
 
         def pull(parts: Ranges, at: str) -> None:
@@ -325,10 +322,10 @@ class Puller:
             )
 
         def fetch() -> None:
-            if self._sources is None:
-                pull(self._transfer, path)
+            if self.sources is None:
+                pull(self.transfer, path)
             else:
-                self._from_workers(self._sources, version, pull)
+                self._from_workers(self.sources, version, pull)
 
         of = f"{session.site}: pulling version {version}{self._named}"
         with progress(of, sum(part.nbytes for part in wanted)) as bar:
@@ -340,8 +337,8 @@ class Puller:
         Raises:
             Busy: none of them can give it at this moment. Gone: the server says that it is no longer kept.
         """
-        session, until_s = self._session, time.monotonic() + QUIET_S
-        ask = partial(session.channel.manifest, self._fragment, version)
+        session, until_s = self.session, time.monotonic() + QUIET_S
+        ask = partial(session.channel.manifest, self.fragment, version)
         while not (sources := ask().sources) and time.monotonic() < until_s:
             time.sleep(LOOK_S)
             session.on_wait()
@@ -358,7 +355,7 @@ class Puller:
         )
 
     def _note(self, manifest: messages.Manifest) -> BaseNote:
-        run, fragment = self._session.info.run, self._fragment
+        run, fragment = self.session.info.run, self.fragment
         return BaseNote(run, fragment, manifest.version, manifest.digest, manifest.part_digests, complete=False)
 
     # -- as a difference
@@ -380,11 +377,11 @@ class Puller:
         Returns:
             The parts that did not come out right; None where the version is to be pulled whole.
         """
-        if self._downlink is None or not (steps := self._steps(manifest, source, max_retries)):
+        if self.downlink is None or not (steps := self._steps(manifest, source, max_retries)):
             return None
-        site, wrong = self._session.site, list[Part]()
+        site, wrong = self.session.site, list[Part]()
         try:
-            file = DeltaFile(self._files.folder, self._downlink, self._delta_name)
+            file = DeltaFile(self.files.folder, self.downlink, self._delta_name)
         except DiskFull as error:
             LOG.warning("%s: version %d is pulled whole: %s", site, manifest.version, error)
             return None
@@ -394,7 +391,7 @@ class Puller:
                     base.finish()
                 last = number == len(steps)
                 self._receive(step, file, max_retries if number == 1 else patience)
-                wrong = apply_(file, source, base, self._note(step), into if last else None)
+                wrong = DeltaAdder(file, source, base, into if last else None).apply(self._note(step))
                 if wrong:
                     LOG.warning(
                         "%s: %d of %d parts of version %d did not come of what went down, and are pulled whole",
@@ -415,17 +412,17 @@ class Puller:
 
     def _steps(self, manifest: messages.Manifest, source: BaseFile, max_retries: int | None) -> list[messages.Manifest]:
         """The versions from that in `source` to this one, each with what it is made by; none where whole is less."""
-        assert self._downlink is not None
-        run, note = self._session.info.run, source.note
+        assert self.downlink is not None
+        run, note = self.session.info.run, source.note
         if note is None or note.run != run or not note.complete or not note.digest:
             return []
         steps, nbytes = list[messages.Manifest](), 0
         while True:
             delta = manifest.delta
-            if delta is None or delta.layout_digest != self._downlink.layout.digest:
+            if delta is None or delta.layout_digest != self.downlink.layout.digest:
                 return []
             steps, nbytes = [manifest, *steps], nbytes + delta.nbytes
-            if nbytes >= self._files.base.layout.nbytes:
+            if nbytes >= self.files.base.layout.nbytes:
                 return []
             if delta.base_digest == note.digest:
                 return steps if source.holds(run, note.digest) else []
@@ -446,6 +443,6 @@ class Puller:
         """
         delta = manifest.delta
         assert delta is not None  # `_steps` gives none without
-        path = routes.DELTA_DATA.format(fragment=self._fragment, version=manifest.version, digest=delta.digest)
+        path = routes.DELTA_DATA.format(fragment=self.fragment, version=manifest.version, digest=delta.digest)
         wanted = file.begin(delta, manifest.digest)
         self._bring(path, manifest.version, delta.part_digests, file, wanted, None, max_retries)

@@ -47,7 +47,7 @@ class RankGroup:
         """
         if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
             raise UsageError(
-                "The model is sharded by FullyShardedDataParallel (FSDP1), whose parameters are flat.",
+                "The model is sharded by FullyShardedDataParallel (FSDP1), and its parameters are flat.",
                 "Shard it with torch.distributed.fsdp.fully_shard(model), or train with DistributedDataParallel.",
             )
         if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):

@@ -137,6 +137,7 @@ class Session:
 
     Attributes:
         info, split, schema: of the run.
+        heartbeat: what the next one says; changed by `tell`.
         optimizers: that train here, as far as they are known.
         corrects: whether a round was corrected here already, and what is to be said of that was said.
         on_wait: called every now and then while other workers, or the server, are waited for.
@@ -163,7 +164,7 @@ class Session:
         self.site, self.channel, self.ranks = site, channel, ranks
         self.silence = OutageTimer(channel.server)
         self.reconnections, self.answers_tasks, self.evaluates, self.due = 0, False, False, 0
-        self._heartbeat, self._news, self._telling = messages.Heartbeat(), threading.Event(), threading.RLock()
+        self.heartbeat, self._news, self._telling = messages.Heartbeat(), threading.Event(), threading.RLock()
         self._warnings: dict[int, list[str]] = {}
         self.optimizers: Collection[Any] = ()
         self.finished = self.has_left = self.corrects = False
@@ -219,22 +220,12 @@ class Session:
 
     # -- heartbeats
 
-    @property
-    def heartbeat(self) -> messages.Heartbeat:
-        """What the next heartbeat says. One that changes the state is sent soon, others when they are due."""
-        return self._heartbeat
-
-    @heartbeat.setter
-    def heartbeat(self, message: messages.Heartbeat) -> None:
-        changed = message.state != self._heartbeat.state
-        self._heartbeat = message
-        if changed:
-            self._news.set()
-
     def tell(self, **changes: Any) -> None:
-        """Have the next heartbeat say something else; from any thread."""
+        """Have the next heartbeat say something else; from any thread. One that changes the state is sent soon."""
         with self._telling:
-            self.heartbeat = self._heartbeat.model_copy(update=changes)
+            before, self.heartbeat = self.heartbeat.state, self.heartbeat.model_copy(update=changes)
+        if self.heartbeat.state != before:
+            self._news.set()
 
     def warn(self, fragment: int, warnings: list[str]) -> None:
         """Have the next heartbeat carry these warnings about a fragment, in place of earlier ones."""

@@ -491,7 +491,7 @@ class Answering:
         return error
 
     def _doing(self, state: str) -> None:
-        self._connection.heartbeat = self._connection.heartbeat.model_copy(update={"state": state})
+        self._connection.tell(state=state)
 
     def close(self) -> None:
         """Answer no more tasks. Idempotent."""

@@ -249,16 +249,18 @@ class Round:
             raise UsageError(
                 f"Round {self.number} was submitted already.", "Submit once, then go on to the next round."
             )
+        self._submit(model, UpdateInfo(positive(weight), counted(steps), metrics or {}), groups)
+
+    def _submit(self, model: nn.Module | Arrays, info: UpdateInfo, groups: Mapping[str, Arrays] | None) -> None:
         self._require_joined()
         schema = self._session.schema.model
         tensors = matching(self._session, model if isinstance(model, nn.Module) else as_tensors(model, schema))
         self._require_base()
-        steps = counted(steps)
         if self._hooks is not None:
             self._hooks.close()
-            steps = steps or self._hooks.steps
-        finish = self._finish(groups, steps)
-        info = UpdateInfo(positive(weight), steps, finite_metrics(metrics or {}, self._session.site))
+            info = replace(info, steps=info.steps or self._hooks.steps)
+        finish = self._finish(groups, info.steps)
+        info = replace(info, metrics=finite_metrics(info.metrics, self._session.site))
         if self._session.info.keeps_local and not self._exchange.filters:
             keep_local(self._place, tensors, self.number)
         if require(self._exchange.is_over(self._ticket)):
@@ -493,6 +495,7 @@ class LocalRound(Round):
 
     number = 1
     version = 0
+    done = False
 
     def __init__(self) -> None:
         self._model: nn.Module | Tensors | None = None
@@ -524,19 +527,9 @@ class LocalRound(Round):
             )
         return {name: tensor.clone() for name, tensor in named_tensors(self._model)[0].items()}
 
-    @public_api
-    def submit(
-        self,
-        model: nn.Module | Arrays,
-        *,
-        weight: float = 1.0,
-        metrics: dict[str, float] | None = None,
-        steps: int = 0,
-        groups: Mapping[str, Arrays] | None = None,
-    ) -> None:
+    def _submit(self, model: nn.Module | Arrays, info: UpdateInfo, groups: Mapping[str, Arrays] | None) -> None:
         """Log what would have been submitted."""
-        positive(weight)
-        told = ", ".join(f"{key} {value:.4g}" for key, value in finite_metrics(metrics or {}, "alone").items())
+        told = ", ".join(f"{key} {value:.4g}" for key, value in finite_metrics(info.metrics, "alone").items())
         self._model = None
         LOG.info("alone: trained without a server%s", f" ({told})" if told else "")
 
