@@ -34,39 +34,41 @@ def measure(model: Any) -> dict[str, Any]:
     return {"loss": model.weight.sum()}
 
 
-@pytest.mark.covers("P9")
-def test_the_module_that_others_models_go_into_is_not_given_as_its_own(tmp_path: Path) -> None:
-    net = nn.Linear(1, 1, bias=False)
-
-    def register(worker: Any) -> None:
-        worker.evaluates(measure, model=net)
-        worker.submits(lambda: net)
-
-    found = play(tmp_path, register)
-    assert losses(found) == {"version 0": {"a": 0.0}}
-    assert "model=copy.deepcopy(model)" in errors(found)["a", "a"]
+NET = nn.Linear(1, 1, bias=False)
+KEY = {"object": "0" * 32, "secret": "0" * 32, "digest": "0" * 64, "expires_at": 1}
 
 
 @pytest.mark.covers("P9", "X3")
 @pytest.mark.parametrize(
-    ("shape", "bias", "words"),
+    ("register", "words"),
     [
-        ((1, 1), True, "The model a does not fit the module: only it has 'bias'"),
-        ((1, 2), False, "The model a does not fit: 'weight' is F32[1, 2], in the module F32[1, 1]"),
-        (None, True, "The model a does not fit the module: only the module has 'weight'"),
+        (lambda worker: worker.submits(lambda: NET), "model=copy.deepcopy(model)"),
+        *(
+            (lambda worker, model=model: worker.submits(lambda: model), f"The model a does not fit{words}")
+            for model, words in (
+                ({"weight": torch.ones(1, 1), "bias": torch.ones(1)}, " the module: only it has 'bias'"),
+                ({"weight": torch.ones(1, 2)}, ": 'weight' is F32[1, 2], in the module F32[1, 1]"),
+                ({"bias": torch.ones(1)}, " the module: only the module has 'weight'"),
+            )
+        ),
+        *(
+            (lambda worker, answer=answer: worker.task("submit_model")(lambda _: answer), words)
+            for answer, words in (
+                ({"model": "here"}, "something else than a reference to a model"),
+                ({"model": KEY}, "is not kept here"),
+            )
+        ),
     ],
-    ids=["more", "shape", "less"],
+    ids=["the module that others' go into", "more", "shape", "less", "no reference", "no object"],
 )
-def test_a_model_that_does_not_fit_the_module_is_named(
-    tmp_path: Path, shape: tuple[int, ...] | None, bias: bool, words: str
+def test_a_model_that_cannot_be_evaluated_leaves_its_row_empty_and_says_why(
+    tmp_path: Path, register: Callable[[Any], None], words: str
 ) -> None:
-    model = ({"weight": torch.ones(shape)} if shape else {}) | ({"bias": torch.ones(1)} if bias else {})
+    def both(worker: Any) -> None:
+        worker.evaluates(measure, model=NET)
+        register(worker)
 
-    def register(worker: Any) -> None:
-        worker.evaluates(measure, model=nn.Linear(1, 1, bias=False))
-        worker.submits(lambda: model)
-
-    found = play(tmp_path, register)
+    found = play(tmp_path, both)
     assert losses(found) == {"version 0": {"a": 0.0}}
     assert words in errors(found)["a", "a"]
 
@@ -135,28 +137,6 @@ def test_a_handler_may_answer_with_a_reference_to_a_model_elsewhere(tmp_path: Pa
             worker.evaluates(lambda state: {"loss": state["weight"][-1]})
 
         assert losses(play(tmp_path, register, has_model=False)) == {"a": {"a": 3.0}}
-
-
-@pytest.mark.covers("P9", "X3")
-@pytest.mark.parametrize(
-    ("answer", "words"),
-    [
-        ({"model": "here"}, "something else than a reference to a model"),
-        (
-            {"model": {"object": "0" * 32, "secret": "0" * 32, "digest": "0" * 64, "expires_at": 1}},
-            "is not kept here",
-        ),
-    ],
-    ids=["no reference", "no object"],
-)
-def test_an_answer_that_names_no_model_leaves_the_row_empty(tmp_path: Path, answer: Any, words: str) -> None:
-    def register(worker: Any) -> None:
-        worker.task("submit_model")(lambda payload: answer)
-        worker.evaluates(measure, model=nn.Linear(1, 1, bias=False))
-
-    found = play(tmp_path, register)
-    assert losses(found) == {"version 0": {"a": 0.0}}
-    assert words in errors(found)["a", "a"]
 
 
 @pytest.mark.covers("T9")

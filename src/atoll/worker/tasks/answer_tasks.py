@@ -34,21 +34,13 @@ from atoll.protocol import routes
 from atoll.protocol import task_messages as tm
 from atoll.tensors.payload import Packed, pack
 from atoll.tensors.reference import TensorRef
-from atoll.transport.object_client import (
-    EXPIRES_S,
-    chunk_sizes,
-    fetch,
-    fetch_stored,
-    idle_timeout,
-    send,
-    withdraw,
-)
+from atoll.transport.object_client import chunk_sizes, fetch, fetch_stored, idle_timeout, withdraw
 from atoll.transport.object_server import Draft, written
 from atoll.worker.arguments import require_joined
 from atoll.worker.exchange.encode_update import AnswerFilters
 from atoll.worker.log_lines import LOG, told
 from atoll.worker.session.session import Session
-from atoll.worker.tasks.evaluate_models import Evaluate, Models
+from atoll.worker.tasks.evaluate_models import Evaluate, Models, key_of, uploaded
 
 # -- Tensors of the next task, pulled while a task is still worked on; matched by the id of the task.
 #
@@ -153,10 +145,6 @@ class Ahead:
 # -- One task of a site: its payload, and how it is answered.
 
 
-STALLS = 2
-"""How often the tensors of a task may stand still before they are given up; a single time may pass by itself."""
-
-
 @public_api
 class Task:
     """One task of this site. The server sends it again until it is answered.
@@ -204,9 +192,8 @@ class Task:
     def deliver(self, answer: tm.TaskAnswer | Draft) -> bool:
         if isinstance(answer, tm.TaskAnswer):
             return self._send(answer)
-        ref = self._upload(answer)
-        key = tm.ObjectKey(object=ref.object, secret=ref.secret, digest=ref.digest, expires_at=ref.expires_at)
-        taken = self._send(tm.TaskAnswer(body=tm.Body(object=key)))
+        ref = uploaded(self._connection, answer, f"answer to {self.described}")
+        taken = self._send(tm.TaskAnswer(body=tm.Body(object=key_of(ref))))
         if not taken:
             with contextlib.suppress(AtollError):  # the server removes it by itself
                 withdraw(ref)
@@ -225,30 +212,6 @@ class Task:
     def described(self) -> str:
         """Its name and the beginning of its id, for errors."""
         return f"task {self.name!r} ({self.id[:8]})"
-
-    def _upload(self, draft: Draft) -> TensorRef:
-        connection, stalls = self._connection, 0
-        server = connection.http.server
-        idle_timeout_s = idle_timeout(None, connection.info.idle_timeout_s)
-
-        def upload() -> TensorRef:
-            nonlocal stalls
-            try:
-                return send(draft, server, expires_s=EXPIRES_S, idle_timeout_s=idle_timeout_s)
-            except TransferStalled as error:
-                stalls += 1
-                if stalls < STALLS:
-                    raise
-                raise TransferError(
-                    f"The tensors of site {connection.site}'s answer to {self.described} do not arrive at {server}: "
-                    f"{error.message}",
-                    error.remedy,
-                ) from error
-
-        try:
-            return connection.patiently(upload, None, f"send the answer to task {self.name!r}")
-        finally:
-            draft.close()
 
     def _send(self, answer: tm.TaskAnswer) -> bool:
         connection, path = self._connection, routes.TASK_ANSWER.format(task=self.id)

@@ -16,7 +16,7 @@ from torch import nn
 
 from atoll.blobs.model_file import packed_state
 from atoll.blobs.object_file import pack_object
-from atoll.errors import BadRequest, SchemaMismatch, UsageError
+from atoll.errors import BadRequest, SchemaMismatch, TransferError, TransferStalled, UsageError
 from atoll.protocol import task_messages as tm
 from atoll.tensors.chunks import assign_run_
 from atoll.tensors.dtypes import dtype_name
@@ -25,7 +25,7 @@ from atoll.tensors.module_tensors import named_tensors
 from atoll.tensors.payload import Packed
 from atoll.tensors.reference import TensorRef
 from atoll.transport.object_client import EXPIRES_S, cut_as_told, fetch_lazily, idle_timeout, send
-from atoll.transport.object_server import written
+from atoll.transport.object_server import Draft, written
 from atoll.worker.arguments import number
 from atoll.worker.exchange.encode_update import AnswerFilters
 from atoll.worker.session.session import Session
@@ -93,9 +93,9 @@ class Models:
     def submit(self, payload: Any) -> dict[str, Any]:
         """Answer the task `submit_model`: send the site's model to the server, and say what it is called there."""
         with self._filters.behind(self._packed(), "submit_model") as packed:
-            ref = self._sent(packed)
-        key = tm.ObjectKey(object=ref.object, secret=ref.secret, digest=ref.digest, expires_at=ref.expires_at)
-        return {"model": key.model_dump()}  # no address: other sites may reach the server by another name
+            draft = written(packed, cut_as_told(packed, None), self._folder)
+            ref = uploaded(self._connection, draft, "model")
+        return {"model": key_of(ref).model_dump()}  # no address: other sites may reach the server by another name
 
     def _packed(self) -> Packed:
         if self.give is not None:
@@ -115,18 +115,45 @@ class Models:
             )
         return self._local()
 
-    def _sent(self, packed: Packed) -> TensorRef:
-        connection = self._connection
-        timeout_s = idle_timeout(None, connection.info.idle_timeout_s)
-        draft = written(packed, cut_as_told(packed, None), self._folder)
+
+STALLS = 2
+"""How often tensors may stand still before they are given up; a single time may pass by itself."""
+
+
+def uploaded(connection: Session, draft: Draft, what: str) -> TensorRef:
+    """Send an object to the server, and close it here.
+
+    Args:
+        what: of this site, in errors.
+
+    Raises:
+        TransferError: the server answers, but takes no bytes of it.
+    """
+    stalls, server = 0, connection.http.server
+    timeout_s = idle_timeout(None, connection.info.idle_timeout_s)
+
+    def upload() -> TensorRef:
+        nonlocal stalls
         try:
-            return connection.patiently(
-                lambda: send(draft, connection.http.server, expires_s=EXPIRES_S, idle_timeout_s=timeout_s),
-                None,
-                "send its model",
-            )
-        finally:
-            draft.close()
+            return send(draft, server, expires_s=EXPIRES_S, idle_timeout_s=timeout_s)
+        except TransferStalled as error:
+            stalls += 1
+            if stalls < STALLS:
+                raise
+            raise TransferError(
+                f"The tensors of site {connection.site}'s {what} do not arrive at {server}: {error.message}",
+                error.remedy,
+            ) from error
+
+    try:
+        return connection.patiently(upload, None, f"send its {what}")
+    finally:
+        draft.close()
+
+
+def key_of(ref: TensorRef) -> tm.ObjectKey:
+    """Return what the server needs to find an object that this site has sent."""
+    return tm.ObjectKey(object=ref.object, secret=ref.secret, digest=ref.digest, expires_at=ref.expires_at)
 
 
 def fill_(model: nn.Module, state: LazyState, name: str) -> None:
