@@ -107,7 +107,7 @@ def report(figures: dict[str, Any]) -> list[str]:
         "server memory": f"{figures['server_peak_anon_mb']:.1f} MB anonymous above import, "
         + (
             "updates and versions on disk"
-            if settings["disk.in_files"]
+            if settings["download_to_disk"]
             else f"{figures['memory_files_mb']:.1f} MB of updates and versions where rounds are aggregated"
         ),
         "worker memory": f"{figures['worker_peak_anon_mb']:.1f} MB anonymous above the model",

@@ -91,7 +91,7 @@ def test_what_cannot_be_built_is_one_line_and_exit_code_2(
 
 
 @pytest.mark.covers("X2")
-@pytest.mark.parametrize("flags", [(), ("--no-insecure",)])
+@pytest.mark.parametrize("flags", [(), ("--set", "network.insecure=false")])
 def test_beyond_loopback_without_tls_and_token_is_refused(
     nursery: Nursery, tmp_path: Path, flags: tuple[str, ...]
 ) -> None:

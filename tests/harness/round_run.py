@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import urllib3
+from kit.tls import write_certificate
 
 from atoll.child_processes import Children
 from atoll.cli.text import size
@@ -202,7 +203,7 @@ class _Conductor:
             "swarm.enabled": bench.placement == "swarm",
         }
         if bench.tls:
-            settings |= {name: str(path) for name, path in write_certificate(self.folder).items()}
+            settings |= {name: str(path) for name, path in write_certificate(self.folder, "127.0.0.1").items()}
         self._initial()
         child = self._spawn("server", "serve", {"settings": settings}, threads=None)
         child.expect("imported")
@@ -299,20 +300,6 @@ def _status(url: str, ca: Path | None) -> dict[str, Any]:
     with urllib3.PoolManager(ca_certs=str(ca) if ca else None) as pool:
         answer: dict[str, Any] = pool.request("GET", f"{url}/v1/status").json()
     return answer
-
-
-def write_certificate(folder: Path) -> dict[str, Path]:
-    """Write `ca.pem`, a certificate of 127.0.0.1 and its key; return the settings that name the latter two."""
-    import trustme
-
-    authority = trustme.CA()
-    authority.cert_pem.write_to_path(str(folder / "ca.pem"))
-    cert = authority.issue_cert("127.0.0.1")
-    chain, key = folder / "cert.pem", folder / "key.pem"
-    chain.write_bytes(b"".join(blob.bytes() for blob in cert.cert_chain_pems))
-    key.touch(mode=0o600)
-    key.write_bytes(cert.private_key_pem.bytes())
-    return {"tls_cert": chain, "tls_key": key}
 
 
 def _environment(threads: int | None) -> dict[str, str]:

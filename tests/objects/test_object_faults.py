@@ -203,7 +203,7 @@ def test_withdrawing_ends_the_receiving_too(nursery: Nursery, tmp_path: Path) ->
 @pytest.mark.covers("P5", "X3")
 def test_a_publisher_killed_in_the_middle_is_named(nursery: Nursery, tmp_path: Path) -> None:
     publisher, ref = publishing(nursery, tmp_path, "large")
-    process, go = paused(nursery, tmp_path, ref, **{"network.idle_timeout_s": 0.2})
+    process, go = paused(nursery, tmp_path, ref, idle_timeout_s=0.2)
     publisher.kill()
     go.touch()
     words = rf"ServerUnreachable: Nothing serves reference {ref.object[:8]}.*look whether it runs"

@@ -153,5 +153,5 @@ def test_under_tls_the_bytes_are_the_same_in_runs_of_any_size(
                 fl_round.submit(copy)
         server.run()
         assert load_file(server.exports / "model.safetensors")["weight"].count_nonzero() == 0
-    assert max(written) == serve_range.RUN_BYTES
+    assert max(written) == serve_range.TLS_RUN_BYTES
     assert limits == ({receive_upload.WIDE_BYTES} if wide else {2 * 2**16})

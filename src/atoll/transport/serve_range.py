@@ -19,7 +19,7 @@ from atoll.protocol import messages
 from atoll.protocol.openapi import STATUS_OF
 from atoll.transport.receive_upload import Idle, break_off
 
-RUN_BYTES = 2**17
+RUN_BYTES, TLS_RUN_BYTES = 2**20, 2**17
 """Written to aiohttp at a time. TLS keeps buffers of the largest run for as long as a connection lasts."""
 
 BEYOND_BYTES = 10**18
@@ -95,12 +95,14 @@ async def serve_file(
     response = web.StreamResponse(status=206 if chosen is not None else 200, headers=headers)
     response.content_length = stop - start
     await response.prepare(request)
-    scratch = memoryview(bytearray(min(RUN_BYTES, stop - start)))
+    if not request.secure and request.transport is not None:
+        request.transport.set_write_buffer_limits(0)  # a write returns once nothing of the scratch is queued
+    scratch = memoryview(bytearray(min(TLS_RUN_BYTES if request.secure else RUN_BYTES, stop - start)))
     with Idle(request, idle_timeout_s, on_bytes) as idle:
         while start < stop:
             run = _read_cached(fd, scratch[: stop - start], start)
             if run is None:
-                most = min(RUN_BYTES, stop - start)
+                most = min(len(scratch), stop - start)
                 run = memoryview(await asyncio.get_running_loop().run_in_executor(pool, os.pread, fd, most, start))
             if revoked() or not run:
                 break_off(request)
