@@ -1,4 +1,4 @@
-"""A driver that makes tests of the machine read like a story: who joins, pulls, submits, and what came of it."""
+"""A driver that makes tests of the machine read like a story: sites join, pull, submit, and something comes of it."""
 
 from __future__ import annotations
 

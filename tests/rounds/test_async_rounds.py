@@ -149,7 +149,7 @@ def test_sites_that_wait_in_two_fragments_do_not_wait_for_each_other(story, poli
     run, tickets = begin(story, "a", "b", policy=policy, fragments=2)
     assert not closed(run.accept(tickets["a"]))
     mine = run.ticket("b", 1)
-    # b waits in fragment 1: nobody is left for fragment 0; a then goes on, and may yet submit to fragment 1
+    # b waits in fragment 1: no site is left for fragment 0; a then goes on, and may yet submit to fragment 1
     assert closed(run.accept(mine)) == [(tickets["a"],)]
     assert run.state.rounds[1].phase == "open"
 
@@ -194,7 +194,7 @@ def test_a_run_ends_at_its_number_of_versions_and_keeps_what_was_acknowledged(st
 
 
 def test_an_asynchronous_run_without_faults():
-    # Each site trains 5 to 7 s and polls every 4 s, nobody waits: in 150 s each makes at least 7 updates.
+    # Each site trains 5 to 7 s and polls every 4 s, none waits: in 150 s each makes at least 7 updates.
     counts = simulate(Schedule(3, 3, 1, 0, 30, 1, buffer=1))
     assert counts["RoundClosed"] >= counts["versions"] >= 21
     assert counts["stale"] > 0

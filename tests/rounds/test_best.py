@@ -1,4 +1,4 @@
-"""The best version and the early stop, decided without IO: whose metric it is, what improves, when it is over."""
+"""The best version and the early stop, without IO: which version a metric is of, what improves, when it is over."""
 
 import math
 

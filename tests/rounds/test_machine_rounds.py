@@ -1,4 +1,4 @@
-"""Opening and closing rounds: whom a barrier waits for, quorum and deadline, refusals, fragments, the end."""
+"""Opening and closing rounds: which sites a barrier waits for, quorum and deadline, refusals, fragments, the end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who aggregates, and who holds: by hand."""
+"""Which worker aggregates, and which hold a version: by hand."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def test_otherwise_each_site_draws_a_number_for_each_version() -> None:
     ("order", "holders", "excluded", "before", "expected"),
     [
         ("abc", "abc", "", "", "a"),
-        ("abc", "bc", "", "", "b"),  # who has no version cannot
-        ("abc", "abc", "a", "", "b"),  # who has failed is not asked again
+        ("abc", "bc", "", "", "b"),  # a has no version
+        ("abc", "abc", "a", "", "b"),  # a has failed
         ("abc", "ab", "", "a", "b"),  # another one each round
-        ("abc", "abc", "", "ab", "c"),  # nor who failed not long ago
-        ("abc", "a", "", "a", "a"),  # unless nobody else has it
-        ("abc", "ab", "b", "a", "a"),  # rather who did it before than who has failed
-        ("abc", "ab", "ab", "a", "a"),  # all have failed: who has failed longest ago
+        ("abc", "abc", "", "ab", "c"),  # a and b failed not long ago
+        ("abc", "a", "", "a", "a"),  # a alone has it
+        ("abc", "ab", "b", "a", "a"),  # rather the one before than one that has failed
+        ("abc", "ab", "ab", "a", "a"),  # all have failed: the one that failed first
         ("abc", "ab", "ba", "", "b"),
         ("abc", "", "", "", None),
     ],
@@ -51,9 +51,9 @@ def test_chooses_the_aggregator(order: str, holders: str, excluded: str, before:
         ("abc", "", "c", "c", "c"),  # round after round, where one alone is named
         ("abc", "", "c", "bc", "b"),  # of two that are named, another one each round
         ("ac", "", "c", "bc", "c"),  # and the one that is left of them, where one has left
-        ("ab", "", "a", "c", "b"),  # who is named and has no version cannot: another one, until it has
-        ("abc", "c", "c", "c", "a"),  # nor who has failed at this round
-        ("c", "c", "c", "c", "c"),  # unless nobody else has it
+        ("ab", "", "a", "c", "b"),  # a named one without the version waits for it
+        ("abc", "c", "c", "c", "a"),  # nor one that has failed at this round
+        ("c", "c", "c", "c", "c"),  # unless no other has it
     ],
 )
 def test_others_are_asked_only_where_none_of_the_users_choice_can(

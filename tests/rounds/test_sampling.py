@@ -1,4 +1,4 @@
-"""Client sampling: whom a round asks for."""
+"""Client sampling: which sites a round asks for."""
 
 from collections import Counter
 
@@ -43,7 +43,7 @@ def test_a_draw_depends_on_seed_and_round_and_on_nothing_else() -> None:
     assert sampling.draw(SITES, 1, 5) != first
     stranger = next(site for site in SITES if site not in first)
     without = sampling.draw([site for site in SITES if site != stranger], 0, 5)
-    assert set(without) == set(first)  # who was not drawn anyway is not missed (⌈0.2·29⌉ is 6, too)
+    assert set(without) == set(first)  # a site that was not drawn anyway is not missed (⌈0.2·29⌉ is 6, too)
 
 
 def test_draws_all_workers_equally_often() -> None:

@@ -36,7 +36,7 @@ def test_a_run_without_faults_makes_a_version_every_few_seconds():
 def test_clock_jumps_change_nothing():
     jumps = (Fault(40, "clock forward", 0), Fault(60, "clock back", 0), Fault(90, "clock back", 0))
     assert simulate(replace(PLAIN, faults=jumps)) == simulate(PLAIN) + Counter(fault.kind for fault in jumps)
-    # Everybody joined at 1 s, so somebody looks at the silences at 41 s, a day later by a clock that was set at 40 s.
+    # All joined at 1 s, so the silences are looked at at 41 s, a day later by a clock that was set at 40 s.
     with pytest.raises(Violation, match=r"site-\d was declared dead, but was heard of"):
         simulate(replace(PLAIN, faults=jumps), mutant="wall clock")
 

@@ -203,7 +203,7 @@ def test_diloco_loops_with_a_slow_site_and_dylu(tmp_path: Path) -> None:
     pacer = threading.Event()
     together(job("fast", 0.01), job("slow", 0.04))
     server.stop()
-    assert asked["slow"][0] == 16  # nobody had been measured
+    assert asked["slow"][0] == 16  # no site had been measured
     assert all(1 <= steps < 12 for steps in asked["slow"][2:]), asked
 
 

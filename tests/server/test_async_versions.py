@@ -26,7 +26,7 @@ from atoll.server.coordinator.coordinator import Coordinator
 
 @pytest.mark.covers("L5")
 def test_keeps_a_version_that_a_worker_is_to_pull(world: Callable[..., Clients]) -> None:
-    """Two versions are kept for everybody; a has a ticket of version 0, and pulls it when the head is at 4."""
+    """Two versions are kept in any case; a has a ticket of version 0, and pulls it when the head is at 4."""
     run = world()
     assert run.clients["a"].next_round() == 1
     run.pull("b")
@@ -38,7 +38,7 @@ def test_keeps_a_version_that_a_worker_is_to_pull(world: Callable[..., Clients])
 
 
 def test_a_version_that_its_site_trains_from_is_kept_no_longer(tmp_path: Path) -> None:
-    """a has pulled version 1 and says so; when b has brought the run on, nobody is to pull it any more."""
+    """a has pulled version 1 and says so; when b has brought the run on, no site is to pull it any more."""
     model = nn.Linear(3, 2, bias=False, dtype=torch.float64)
     settings = {
         "async.enabled": True,

@@ -61,7 +61,7 @@ def test_only_sites_that_were_drawn_are_missed(
 def test_a_site_that_the_round_no_longer_waits_for_is_missed(
     state: State, roster: dict[str, Presence], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As one whose update was refused."""
+    """As one with a refused update."""
     attendance = Attendance(roster, 0)
     attendance.asks(fx.RoundOpened(0, 0, ("a", "b", "c")), state)
     attendance.asks(fx.ExpectedChanged(0, 0, ("a", "b")), state)

@@ -114,7 +114,7 @@ def test_a_run_that_does_not_improve_ends_and_says_why(tmp_path: Path, caplog: p
     why = "stopped early: acc has not improved for 2 rounds; the best is 0.6, version 1"
     with serve(tmp_path, **{"rounds.early_stop_after": 2}) as server:
         losses = [{"acc": value} for value in (0.5, 0.6, 0.6, 0.4, 0.9)]
-        assert work(server, tmp_path, losses) == 4  # nobody is asked for a fifth round
+        assert work(server, tmp_path, losses) == 4  # there is no fifth round
         assert server.wait(30)
         status = server.status()
         assert (status.finished, status.stopped) == (True, why)

@@ -210,7 +210,7 @@ def test_one_that_raises_ends_the_run_by_name_and_a_mended_one_goes_on_with_the_
     assert server.status().fragments[0].version == 0
     write(tmp_path, MEAN)
     with serve(tmp_path, "mean", **{"network.port": port}) as server:
-        assert server.wait(60)  # nobody submits again
+        assert server.wait(60)  # no site submits again
         model = finish(server, sites)
     # (1·1 + 3·3) / 4 = 2.5 times what a site of scale 1 adds
     assert torch.allclose(model["v"], 2.5 * torch.linspace(0.1, 1, 4))

@@ -1,4 +1,4 @@
-"""Versions that go down as differences: the bits, the bytes, and who gets what."""
+"""Versions that go down as differences: the bits, the bytes, and which site gets what."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def test_a_late_joiner_pulls_it_whole_and_holds_the_same(tmp_path: Path) -> None
 
 
 def test_a_late_worker_applies_the_kept_differences_in_between(tmp_path: Path) -> None:
-    """With keep_versions = 2 that is two differences; who is further behind pulls whole."""
+    """With keep_versions = 2 that is two differences; a site further behind pulls whole."""
     reference = Reference(start())
     with serve(tmp_path, **{"rounds.min_sites": 1, "rounds.total": 0}) as server:
         sites = clients(server, tmp_path)
@@ -237,7 +237,7 @@ def test_a_delta_that_is_damaged_at_the_server_is_not_needed(tmp_path: Path, cap
         sites = clients(server, tmp_path)
         play(sites, 1, reference)
         for client in sites.values():
-            assert client.next_round() == 2  # the version is there, and nobody has pulled it
+            assert client.next_round() == 2  # the version is there, and no site has pulled it
         with slot_of_delta(tmp_path).open("r+b") as file:
             file.seek(1000)
             file.write(b"\xff\x00\xff")

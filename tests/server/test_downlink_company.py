@@ -23,7 +23,7 @@ from atoll.filters import NormClip
 
 
 def whole_pull(server: atoll.Server, folder: Path) -> tuple[dict[str, Tensor], int]:
-    """What somebody gets who has nothing yet, and its bytes."""
+    """What a new site gets, and its bytes."""
     client = Client(server.url, site="joiner", folder=folder / "joiner").register()
     session = client._place
     assert session is not None

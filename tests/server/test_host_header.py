@@ -6,6 +6,7 @@ from __future__ import annotations
 import http.client
 import json
 import socket
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -66,6 +67,13 @@ def asked(
     return reply.status, json.loads(body)["code"] if is_problem else ""
 
 
+@pytest.fixture(scope="module")
+def port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
+    """Of a server on loopback without a token, in which no site takes part."""
+    with serve(tmp_path_factory.mktemp("host")) as server:
+        yield server.port
+
+
 @pytest.mark.parametrize("host", LOCAL)
 def test_takes_a_request_for_a_loopback_name(host: str) -> None:
     gate = Gate(None, local=True)
@@ -84,20 +92,18 @@ def test_refuses_a_request_for_another_name(host: str | None) -> None:
     Gate("t0ken", local=True).require_host([host or ""])
 
 
-def test_answers_requests_for_a_loopback_name_and_refuses_all_others(tmp_path: Path) -> None:
-    with serve(tmp_path) as server:
-        for host in LOCAL:
-            assert asked(server.port, host)[0] == 200, host
-        for host in FOREIGN:
-            assert asked(server.port, host) in ((401, "auth"), (400, "")), host  # 400: HTTP knows no such host
-        assert asked(server.port, "evil.example") == (401, "auth")
+def test_answers_requests_for_a_loopback_name_and_refuses_all_others(port: int) -> None:
+    for host in LOCAL:
+        assert asked(port, host)[0] == 200, host
+    for host in FOREIGN:
+        assert asked(port, host) in ((401, "auth"), (400, "")), host  # 400: HTTP knows no such host
+    assert asked(port, "evil.example") == (401, "auth")
 
 
 @pytest.mark.parametrize("path", ["/v1/run", "/v1/schema", "/metrics", "/openapi.json", "/healthz", "/nothing"])
-def test_refuses_a_foreign_name_at_every_path(tmp_path: Path, path: str) -> None:
-    with serve(tmp_path) as server:
-        assert asked(server.port, "evil.example", path) == (401, "auth")
-        assert asked(server.port, "evil.example", path, "POST") == (401, "auth")
+def test_refuses_a_foreign_name_at_every_path(port: int, path: str) -> None:
+    assert asked(port, "evil.example", path) == (401, "auth")
+    assert asked(port, "evil.example", path, "POST") == (401, "auth")
 
 
 def test_a_foreign_name_cannot_join_and_sites_still_do(tmp_path: Path) -> None:
@@ -117,8 +123,8 @@ def test_with_a_token_the_token_decides(tmp_path: Path, monkeypatch: pytest.Monk
         assert asked(server.port, "localhost") == (401, "auth")
 
 
-def test_two_host_headers_are_not_taken_for_a_local_one(tmp_path: Path) -> None:
-    with serve(tmp_path) as server, socket.create_connection(("127.0.0.1", server.port), timeout=30) as raw:
+def test_two_host_headers_are_not_taken_for_a_local_one(port: int) -> None:
+    with socket.create_connection(("127.0.0.1", port), timeout=30) as raw:
         raw.sendall(b"GET /v1/status HTTP/1.1\r\nHost: localhost\r\nHost: evil.example\r\nConnection: close\r\n\r\n")
         answer = raw.makefile("rb").readline()
     assert answer.split()[1] in (b"400", b"401")

@@ -17,7 +17,7 @@ from atoll.codecs.encoded_layout import codecs_of
 
 
 class Forged:
-    """A codec whose bytes somebody changes."""
+    """A codec with changed bytes."""
 
     elementwise, raw, feedback = False, False, True
 

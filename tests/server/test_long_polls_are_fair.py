@@ -1,4 +1,4 @@
-"""Those who wait for a change go on one at a time, and the event loop looks at others in between."""
+"""Requests that wait for a change go on one at a time, and the event loop looks at others in between."""
 
 from __future__ import annotations
 

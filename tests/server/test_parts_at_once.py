@@ -1,4 +1,4 @@
-"""What a faulty site can make the server hold: so many parts at once, and little of what nobody asked for."""
+"""What a faulty site can make the server hold: so many parts at once, and little of what no request asked for."""
 
 import contextlib
 import socket

@@ -134,7 +134,7 @@ def test_tied_tensors_come_under_each_name_and_scaffolds_controls_do_not(tmp_pat
 
 
 class Tied(nn.Module):
-    """Two names of one weight, and a buffer that nobody would take for one by its name."""
+    """Two names of one weight, and a buffer with a name that does not say so."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What a site is told whose update is refused: whether the round goes on or waits."""
+"""What a site with a refused update is told: whether the round goes on or waits."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from atoll.filters import CHUNK_ELEMENTS, Drop, Filter, NormClip, Outgoing
 def test_filters_of_the_run_file_are_for_all_sites_or_for_a_named_one(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """a's head is dropped; b moved by (6, 8), of norm 10, and is clipped to 5; everybody's n stays.
+    """a's head is dropped; b moved by (6, 8), of norm 10, and is clipped to 5; n stays at both.
 
     The mean: w = (1 + 3)/2, (1 + 4)/2. Integers are not averaged, so the 9 of b would have won.
     """

@@ -1,4 +1,4 @@
-"""What a TLS connection costs the server before it shows a token: anyone who reaches the port can open many."""
+"""What a TLS connection costs the server before it shows a token: any machine that reaches the port can open many."""
 
 from __future__ import annotations
 

@@ -251,7 +251,7 @@ class Heartbeat(Message):
     ends: bool = Field(False, description="It submits nothing more; it stays for the results of what it has submitted.")
     metrics: Metrics = Field(default_factory=dict)
     warnings: list[Text] = Field(
-        default_factory=list, max_length=8, description="What its user should know, and who asks."
+        default_factory=list, max_length=8, description="What the users of the site and of the server should know."
     )
 
 

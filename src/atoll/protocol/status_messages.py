@@ -73,7 +73,7 @@ class RoundSummary(Message):
 class PlaceStatus(Message):
     """Where a fragment of a swarm is aggregated."""
 
-    aggregator: str = Field(description="The worker that reduces the round; empty where nobody can.")
+    aggregator: str = Field(description="The worker that reduces the round; empty if none can.")
     checker: str = Field(description="The worker that checks the next version.")
     holders: list[str] = Field(description="Who has the newest version and the outer state beside it.")
     collected: list[str] = Field(description="Whose updates the aggregating worker has.")
@@ -85,7 +85,7 @@ class FragmentStatus(Message):
     phase: str
     waiting_for: list[Missing]
     reason: str
-    place: PlaceStatus | None = Field(None, description="In a swarm: who aggregates.")
+    place: PlaceStatus | None = Field(None, description="In a swarm: the worker that aggregates.")
 
 
 class BestStatus(Message):

@@ -132,7 +132,7 @@ def markdown(evaluation: Evaluation) -> str:
     out = [
         f"# Cross-site evaluation of {evaluation.name}",
         "",
-        "Rows are models, columns the sites whose data it is.",
+        "Rows are models, columns the sites with the data.",
         "",
     ]
     if not evaluation.finished:

@@ -80,7 +80,7 @@ def _of_the_way_down(plan: Plan) -> list[str]:
     )
     if whole <= behind * one:
         return [
-            f"{begin}{behind} versions come, whose differences, {size(behind * one)}, are more than a version, "
+            f"{begin}{behind} versions come. Their differences, {size(behind * one)}, are more than a version, "
             f"{size(whole)}: it saves next to nothing. Choose one with fewer bytes, or leave it out"
         ]
     if settings.disk.keep_versions < behind:

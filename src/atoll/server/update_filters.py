@@ -78,7 +78,7 @@ class Filtering:
         return bool(self.filters) and bool(self.filters.of(site))
 
     async def prepare(self, row: TicketRow, number: int) -> None:
-        """Filter an update whose parts are all there, and keep the result; a second call meanwhile waits for it.
+        """Filter an update that is complete, and keep the result; a second call meanwhile waits for it.
 
         Args:
             row: its ticket, with the digest of the update and what the site said of it.

@@ -45,10 +45,10 @@ class UpdateAdmission:
         self._plan, self._store, self._ledger, self._roster = plan, store, ledger, roster
         self._fail, self._on_accepted = fail, on_accepted
         self.refused = 0
-        self._other_weight: set[str] = set()  # sites whose changed weight was reported
+        self._other_weight: set[str] = set()  # sites that were warned of their other weight
 
     def accept(self, site: str, ticket: int, message: messages.Complete, norm: float) -> TicketRow:
-        """Take an update whose bytes are where they belong.
+        """Take an update that is complete in its spool.
 
         Raises:
             UpdateRefused: it is not plausible; that is in the journal, too.
