@@ -91,7 +91,12 @@ def test_watching_ends_with_the_run(canned, atoll_command, known) -> None:
 @pytest.mark.covers("L12")
 def test_watching_waits_for_a_server_that_is_started_again_and_sees_the_end(tmp_path) -> None:
     """The server ends right after the run; who watches it is told first."""
-    options = {"algorithm": "fedavg", "rounds": 1, "state_dir": tmp_path / "state", "port": free_port()}
+    options = {
+        "algorithm.name": "fedavg",
+        "rounds.total": 1,
+        "disk.state_dir": tmp_path / "state",
+        "network.port": free_port(),
+    }
     server = new_server(nn.Linear(2, 2), **options).start()
     watching = subprocess.Popen(
         [sys.executable, "-m", "atoll.cli.main", "status", "--server", server.url, "--watch", "--json"],
@@ -125,7 +130,12 @@ def test_watching_waits_for_a_server_that_is_started_again_and_sees_the_end(tmp_
 def test_the_comparison_is_of_one_start_of_the_server_to_the_byte(tmp_path) -> None:
     """Two workers, H = 4, a weight of 16 bytes: 4 × 16 of gradients in a round, whoever counts steps since when."""
     model = nn.Linear(2, 2, bias=False)
-    options = {"num_workers": 2, "sync_every": 4, "state_dir": tmp_path / "state", "port": free_port()}
+    options = {
+        "rounds.sites": 2,
+        "diloco.sync_every": 4,
+        "disk.state_dir": tmp_path / "state",
+        "network.port": free_port(),
+    }
 
     def train(site: str) -> None:
         mine = nn.Linear(2, 2, bias=False)

@@ -30,7 +30,7 @@ def test_controls_are_imported_when_a_run_has_them(tmp_path: Path, name: str) ->
         "from lightning_world import *\n"
         "for algorithm in ('fedavg', 'scaffold'):\n"
         f"    folder = Path({str(tmp_path)!r}) / algorithm\n"
-        "    with serve(folder, algorithm, rounds=1) as server:\n"
+        "    with serve(folder, algorithm, **{'rounds.total': 1}) as server:\n"
         f"        trainer = trainer_of({name!r})\n"
         "        atoll.integrations.lightning.patch(trainer, server.url, 'a', folder=folder)\n"
         f"        trainer.fit(module_class({name!r})(), data())\n"

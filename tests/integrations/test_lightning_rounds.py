@@ -65,7 +65,7 @@ def test_the_same_script_runs_what_the_server_chose(tmp_path: Path, algorithm: s
     SCAFFOLD of one site: c = c_1, so it is plain SGD. FedAdam's first step is η·g/(|g| + τ), with the sign of −w.
     """
     with serve(
-        tmp_path, algorithm, **{"rounds.total": 1, "algorithm": {"mu": 0.1} if algorithm == "fedprox" else {}}
+        tmp_path, algorithm, **{"rounds.total": 1}, **({"algorithm.mu": 0.1} if algorithm == "fedprox" else {})
     ) as server:
         trainer = trainer_of()
         atoll.integrations.lightning.patch(trainer, server.url, "a", folder=tmp_path)

@@ -60,7 +60,7 @@ def test_nothing_of_a_module_is_deep_copied_in_its_rounds(
         def on_train_start(self) -> None:
             taken.append(callback.driver.round.state_dict())
 
-    with serve(tmp_path, algorithm, norm=True, algorithm={"mu": 0.0} if algorithm == "fedprox" else {}) as server:
+    with serve(tmp_path, algorithm, norm=True, **({"algorithm.mu": 0.0} if algorithm == "fedprox" else {})) as server:
         trainer, module = trainer_of(), Uncopied(norm=True)
         callback = atoll.integrations.lightning.patch(trainer, server.url, "a", folder=tmp_path)
         own = {value.data_ptr() for value in module.state_dict().values()}

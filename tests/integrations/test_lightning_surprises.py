@@ -67,7 +67,7 @@ class Fails(Tiny):
 @pytest.mark.parametrize("algorithm", ["scaffold", "fedprox"])
 def test_a_fit_that_failed_lets_go_of_its_optimizer(tmp_path: Path, algorithm: str) -> None:
     """Who goes on with that optimizer by hand trains plainly."""
-    with serve(tmp_path, algorithm, algorithm={"mu": 0.1} if algorithm == "fedprox" else {}) as server:
+    with serve(tmp_path, algorithm, **({"algorithm.mu": 0.1} if algorithm == "fedprox" else {})) as server:
         trainer, module = trainer_of(), Fails()
         atoll.integrations.lightning.patch(trainer, server.url, "a", folder=tmp_path)
         with pytest.raises(RuntimeError, match="the data are broken"):

@@ -23,7 +23,7 @@ OTHER_RUN = "f" * 32
 def test_a_lightning_fit_resumes_diloco_from_a_checkpoint_that_agrees(tmp_path: Path) -> None:
     """Three steps an epoch, H = 3: an epoch is a round. The second fit trains epoch 2 of 2."""
     file, changed = tmp_path / "one.ckpt", tmp_path / "other.ckpt"
-    with world.serve(tmp_path, "diloco", sync_every=3, rounds=2) as server:
+    with world.serve(tmp_path, "diloco", **{"diloco.sync_every": 3, "rounds.total": 2}) as server:
 
         def trainer(folder: Path, epochs: int) -> Any:
             made = trainer_of(max_epochs=epochs)
@@ -53,7 +53,7 @@ def test_a_lightning_fit_resumes_diloco_from_a_checkpoint_that_agrees(tmp_path: 
 def test_a_transformers_trainer_resumes_diloco_from_a_checkpoint_that_agrees(tmp_path: Path) -> None:
     steps, out = transformers_world.STEPS, tmp_path / "out"
     with transformers_world.serving(tmp_path) as serve:
-        server = serve("diloco", sync_every=steps, rounds=2)
+        server = serve("diloco", **{"diloco.sync_every": steps, "rounds.total": 2})
 
         def trainer(folder: Path, most: int) -> Any:
             callback = AtollCallback(server.url, "a", folder=folder)

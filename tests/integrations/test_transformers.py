@@ -95,7 +95,7 @@ def test_a_round_is_an_epoch_by_default_and_metrics_travel(
     serve: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An epoch is 3 steps. Evaluations at epochs measure the global model, as it was loaded just before."""
-    server = serve("fedavg", rounds=2)
+    server = serve("fedavg", **{"rounds.total": 2})
     monkeypatch.setenv("ATOLL_SERVER", server.url)  # as `atoll worker` starts a script
     monkeypatch.setenv("ATOLL_SITE", "clinic-a")
     monkeypatch.setenv("ATOLL_DIR", str(tmp_path / "files"))
@@ -188,7 +188,7 @@ def test_what_the_trainer_logs_beside_metrics_stays_here() -> None:
 
 def test_accumulated_gradients_are_one_step(serve: Any, tmp_path: Path) -> None:
     """Batches of 2, 2 to a step: 3 steps an epoch, 12 records."""
-    server = serve("scaffold", rounds=1)
+    server = serve("scaffold", **{"rounds.total": 1})
     callback = AtollCallback(server.url, "a", sync_every=3, folder=tmp_path / "a")
     arguments = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}  # 12 records in 3 steps
     trainer = trainer_for(One(), 1.0, callback, tmp_path / "out", **arguments)
@@ -239,7 +239,7 @@ def test_a_language_model_with_tied_weights_takes_part(tmp_path: Path, algorithm
 
 @pytest.mark.parametrize(("weight", "shown"), [(2.5, 2.5), (lambda: 7, 7.0)], ids=["number", "function"])
 def test_a_weight_may_be_given(serve: Any, tmp_path: Path, weight: Any, shown: float) -> None:
-    server = serve("fedavg", rounds=1)
+    server = serve("fedavg", **{"rounds.total": 1})
     callback = AtollCallback(server.url, "a", sync_every=1, weight=weight, folder=tmp_path / "a")
     trainer_for(One(), 1.0, callback, tmp_path / "out").train()
     assert server.status().history[0].weights == [shown]
@@ -281,7 +281,7 @@ def test_an_update_counts_with_the_records_it_saw(
     serve: Any, tmp_path: Path, arguments: dict[str, Any], sync_every: int | None, weights: list[float]
 ) -> None:
     """10 records in batches of 4, or 5 of 2 in steps of two: the last step of an epoch has two of them."""
-    server = serve("fedavg", rounds=2)
+    server = serve("fedavg", **{"rounds.total": 2})
     callback = AtollCallback(server.url, "a", sync_every=sync_every, folder=tmp_path / "a")
     trainer = trainer_for(One(), 1.0, callback, tmp_path / "out", **arguments)
     trainer.train_dataset = trainer.train_dataset[:10]
@@ -291,7 +291,7 @@ def test_an_update_counts_with_the_records_it_saw(
 
 def test_a_metric_travels_once(serve: Any, tmp_path: Path) -> None:
     """An evaluation before the first round is no measure of the second."""
-    server = serve("fedavg", rounds=2)
+    server = serve("fedavg", **{"rounds.total": 2})
     callback = AtollCallback(server.url, "a", sync_every=2, folder=tmp_path / "a")
     trainer_for(One(), 1.0, callback, tmp_path / "out", eval_on_start=True).train()
     assert [set(row.metrics) for row in server.status().history] == [{"loss", "eval_loss"}, {"loss"}]

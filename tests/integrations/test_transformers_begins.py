@@ -101,7 +101,7 @@ def test_smaller_batches_begin_the_round_anew(serve: Any, tmp_path: Path, algori
     Momentum and schedule are the Trainer's: given by hand they go on from where the first step left them.
     """
     local = {"algorithm.mu": 0.0} if algorithm == "fedprox" else {}
-    server = serve(algorithm, rounds=1, **DILOCO if algorithm == "diloco" else local)
+    server = serve(algorithm, **{"rounds.total": 1}, **DILOCO if algorithm == "diloco" else local)
     callback = AtollCallback(server.url, "a", sync_every=STEPS, folder=tmp_path / "a")
     model = OutOfMemory(2)
     trainer = trainer_for(model, 1.0, callback, tmp_path / "out", auto_find_batch_size=True)
@@ -122,7 +122,7 @@ def test_smaller_batches_begin_the_round_anew(serve: Any, tmp_path: Path, algori
 
 def test_from_a_checkpoint_come_momentum_and_schedule_and_from_the_run_the_weights(serve: Any, tmp_path: Path) -> None:
     """Four steps, the last one in round 2, and a checkpoint; another process begins round 2 anew with step 5's rate."""
-    server = serve("fedavg", rounds=2)
+    server = serve("fedavg", **{"rounds.total": 2})
     x, velocity = 0.0, 0.0
     for step in range(STEPS):
         velocity = MOMENTUM * velocity + (x - 1.0)

@@ -55,7 +55,7 @@ def test_after_the_training_steps_are_plain_again(serve: Any, tmp_path: Path) ->
 
 
 def test_a_run_that_is_over_gives_its_result_and_no_training(serve: Any, tmp_path: Path) -> None:
-    server = serve("fedavg", rounds=1)
+    server = serve("fedavg", **{"rounds.total": 1})
     with atoll.join(server.url, site="a", folder=tmp_path / "a") as worker:  # stays: the server waits for it
         round_ = next(iter(worker))
         round_.load_into(One())
@@ -165,7 +165,7 @@ def test_a_trainer_takes_the_place_of_one_that_failed(serve: Any, tmp_path: Path
         def forward(self, target: torch.Tensor) -> dict[str, torch.Tensor]:
             raise ValueError("no more records")
 
-    server = serve(algorithm, rounds=1, **({"diloco.sync_every": STEPS} if algorithm == "diloco" else {}))
+    server = serve(algorithm, **{"rounds.total": 1}, **({"diloco.sync_every": STEPS} if algorithm == "diloco" else {}))
     failed = trainer_for(
         Failing(), 1.0, AtollCallback(server.url, "a", folder=tmp_path / "a"), tmp_path / "out", max_steps=3
     )
