@@ -6,9 +6,8 @@ import contextlib
 import itertools
 import json
 import os
-import secrets
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,6 +15,7 @@ import typer
 
 from atoll.cli.state_directory import journal_of, no_run
 from atoll.errors import Gone, PartCorrupt, StateCorrupt, StateLocked, UsageError
+from atoll.posix import nameless_file, replace_file, write_at
 
 if TYPE_CHECKING:
     from atoll.protocol.messages import Manifest, RunInfo
@@ -75,7 +75,7 @@ def from_directory(state_dir: Path, out: Path, version: int | None = None) -> in
         StateCorrupt: its file was damaged.
     """
     journal_of(state_dir)
-    from atoll.store.file_slots import STATE, VERSION, FileShape, SlotPool
+    from atoll.store.file_slots import STATE, VERSION, FileShape, SlotPool, region_digest
     from atoll.store.store import Store
     from atoll.tensors.fragments import split_of
     from atoll.tensors.layout import version_header, version_layout
@@ -111,7 +111,9 @@ def from_directory(state_dir: Path, out: Path, version: int | None = None) -> in
                     for kind in (VERSION, STATE)
                 )
                 file = stack.enter_context(path(row.slot).open("rb"))
-                _require_whole(file.fileno(), path(row.slot), layout, row.part_digests)
+                parts = [((part.start, part.nbytes),) for part in layout.parts]
+                if [region_digest(file.fileno(), part) for part in parts] != list(row.part_digests):
+                    raise _damaged(path(row.slot))
                 if settings["aggregation.download_codec.name"] == "none" or not row.state_digests:
                     sources.append((layout, file.fileno(), None))
                     continue
@@ -152,7 +154,7 @@ def best_of_server(server: str, out: Path) -> int:
     It is copied where the server is on this machine, else pulled as long as it is kept for that.
 
     Raises:
-        ServerUnreachable: nobody answers.
+        ServerUnreachable: no server answers.
         UsageError: the run tracks no metric.
         Gone: none was measured yet, or it can only be copied on the server's machine.
     """
@@ -183,34 +185,13 @@ def _version_in(path: Path) -> int:
 
 
 def _copy(source: Path, out: Path) -> None:
-    with source.open("rb") as file, _beside(out) as (fd, path):
-        target, at = _File(fd), 0
-        while data := file.read(READ_BYTES):
-            target.write(at, memoryview(data))
-            at += len(data)
-        os.fsync(fd)
-        os.rename(path, out)
+    with source.open("rb") as file:
+        replace_file(out, iter(partial(file.read, READ_BYTES), b""))
 
 
 def _require_model(schema: Schema, where: str) -> None:
     if schema.is_nothing:
         raise UsageError(f"The run at {where} has no model, only workflows.", "Export from one that trains.")
-
-
-def _require_whole(fd: int, path: Path, layout: Layout, digests: Sequence[bytes]) -> None:
-    """Refuse a file that has changed since its version was committed.
-
-    Raises:
-        StateCorrupt: it has changed.
-    """
-    from blake3 import blake3
-
-    for part, digest in zip(layout.parts, digests, strict=True):
-        hasher = blake3()
-        for start in range(part.start, part.stop, READ_BYTES):
-            hasher.update(os.pread(fd, min(READ_BYTES, part.stop - start), start))
-        if hasher.digest() != digest:
-            raise _damaged(path)
 
 
 def _is_whole(fd: int, layout: Layout, digests: Sequence[bytes], in_chunks: bool) -> bool:
@@ -233,7 +214,7 @@ def from_server(server: str, out: Path, version: int | None = None) -> int:
     """Export from a running server, without taking part in its run; returns the version.
 
     Raises:
-        ServerUnreachable: nobody answers.
+        ServerUnreachable: no server answers.
         UsageError: the run has no model.
         Gone: the version is not kept.
     """
@@ -274,7 +255,8 @@ def _pull(http: Http, heads: Sequence[int], out: Path) -> None:
         parts = stack.enter_context(contextlib.closing(HttpTransfer(http, info.connections, info.idle_timeout_s)))
         for fragment, (version, schema) in enumerate(zip(heads, split.schemas, strict=True)):
             layout = version_layout(schema, info.part_bytes, info.ranks)
-            fd, _ = stack.enter_context(_beside(out))
+            fd = nameless_file(out.parent)
+            stack.callback(os.close, fd)
             sources.append((layout, fd, None))
             if info.downlink_codec != "none":  # the version has what workers hold; the server casts its masters
                 for part in layout.parts:
@@ -337,7 +319,6 @@ def _checked(parts: HttpTransfer, path: str, nbytes: int) -> memoryview:
 def _write(sources: Sequence[Source], out: Path, schema: Schema) -> None:
     """Copy versions into the order of an exported file, with tied tensors twice; `out` appears in one step."""
     from atoll.blobs.model_file import model_header, model_runs
-    from atoll.posix import replace_file
 
     header, owners = model_header(schema)
     replace_file(out, itertools.chain([header], model_runs(owners, sources)))
@@ -350,18 +331,4 @@ class _File:
         self._fd = fd
 
     def write(self, offset: int, data: memoryview) -> None:
-        while data:
-            count = os.pwrite(self._fd, data, offset)
-            offset, data = offset + count, data[count:]
-
-
-@contextmanager
-def _beside(out: Path) -> Iterator[tuple[int, Path]]:
-    """Create a file in the folder of `out`; it is removed at the end of the block, unless it was renamed."""
-    path = out.with_name(f".{out.name}.{secrets.token_hex(4)}.tmp")
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-    try:
-        yield fd, path
-    finally:
-        os.close(fd)
-        path.unlink(missing_ok=True)
+        write_at(self._fd, data, offset)

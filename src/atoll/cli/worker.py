@@ -14,15 +14,18 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import typer
 
 from atoll.child_processes import END_WITH_PARENT
-from atoll.errors import ConfigError, ServerUnreachable, UsageError, VersionSkew
+from atoll.errors import ServerUnreachable, UsageError, VersionSkew
 from atoll.worker.session.leave_at_exit import LEASES, leave_for
+from atoll.worker.site_name import require_site
 
 CONTEXT: dict[str, Any] = {"allow_interspersed_args": False, "ignore_unknown_options": False}
 
@@ -64,7 +67,7 @@ def command(
     address = server_address(server)
     environment = os.environ | {"ATOLL_SERVER": address}
     if site is not None:
-        environment["ATOLL_SITE"] = _site(site)
+        environment["ATOLL_SITE"] = require_site(site)
     elif "ATOLL_SITE" not in environment and restarts:
         raise UsageError("--restarts needs a name that stays the same.", "Give --site NAME, or set ATOLL_SITE.")
     if directory is not None:
@@ -75,7 +78,7 @@ def command(
 
 
 def _require_server(address: str, told: list[int]) -> str:
-    """Wait for the server as ATOLL_GIVE_UP_S says; a signal ends the wait. Returns the name of its run.
+    """Wait for the server as ATOLL_GIVE_UP_S says; a signal ends the wait. Return the name of its run.
 
     Print why it does not answer and what to do: at first, when that changes, and every `REPEAT_S`.
 
@@ -115,28 +118,76 @@ def _require_server(address: str, told: list[int]) -> str:
     return info.name
 
 
-def _site(site: str) -> str:
-    import re
-
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", site):
-        raise ConfigError(
-            f"{site!r} is not a site name.", "Use 1 to 64 letters, digits, dots, hyphens and underscores."
-        )
-    return site
-
-
 def _run(script: list[str], environment: dict[str, str], restarts: int) -> int:
-    """Run the command until it ends well, is told to end, or has failed too often; returns its exit code."""
-    told: list[int] = []
-    child: subprocess.Popen[bytes] | None = None
-    ended, killed = "", False  # how the last command ended
+    """Run the command until it ends well, is told to end, or has failed too often; return its exit code."""
+    ended = _End(0, "")  # of the last command
     leases = Path(tempfile.mkdtemp(prefix="atoll-"))
     environment = environment | {LEASES: str(leases)}
+    children: list[subprocess.Popen[bytes]] = []
+    with _forwarded_signals(children) as told:
+        try:
+            for attempt in range(restarts + 1):
+                try:
+                    end = _run_once(script, environment, children, told)
+                    ended, failure = end if end.failure else ended, end.failure
+                    if end.code == 0 or told or attempt == restarts:
+                        return end.code
+                except ServerUnreachable as error:
+                    failure = error.message.rstrip(".")
+                    if attempt == restarts and not told:
+                        raise
+                if not told:
+                    print(f"atoll: {failure}; restart {attempt + 1} of {restarts}", file=sys.stderr, flush=True)
+                    _pause(told, restart_pause_s(attempt))
+                if told:
+                    return 128 + told[-1]
+            raise AssertionError("unreachable")
+        finally:
+            if ended.failure:
+                _leave(leases, ended.failure, killed=ended.killed and not told)
+            shutil.rmtree(leases, ignore_errors=True)
+
+
+class _End(NamedTuple):
+    """How a command ended: its exit code, in words, and whether a signal ended it."""
+
+    code: int
+    failure: str
+    killed: bool = False
+
+
+def _run_once(
+    script: list[str], environment: dict[str, str], children: list[subprocess.Popen[bytes]], told: list[int]
+) -> _End:
+    """Wait for the server, and run the command to its end.
+
+    Raises:
+        ServerUnreachable: the server did not answer in time.
+    """
+    name = _require_server(environment["ATOLL_SERVER"], told)
+    if told:
+        return _End(128 + told[-1], "")
+    # a script prints nothing while it loads PyTorch; its arguments are not repeated: one may be a secret
+    found = f"{environment['ATOLL_SERVER']} answers, run {name}"
+    print(f"atoll: {found}; starting {script[0]}", file=sys.stderr, flush=True)
+    # a session of its own: Ctrl-C reaches it once, from here, not twice
+    children[:] = [_start(script, environment)]
+    code = children[0].wait()
+    if code < 0:
+        return _End(128 - code, f"{signal.Signals(-code).name} ended the command", killed=True)
+    return _End(code, f"the command ended with {code}")
+
+
+@contextmanager
+def _forwarded_signals(children: list[subprocess.Popen[bytes]]) -> Iterator[list[int]]:
+    """Forward signals to the command within the block; yield those that came."""
+    told: list[int] = []
 
     def forward(signum: int, frame: FrameType | None) -> None:
         told.append(signum)
-        if child is not None and child.poll() is None:
-            child.send_signal(signum)
+        for child in children:
+            if child.poll() is None:
+                child.send_signal(signum)
 
     before: dict[int, Any] = {}
     for signum in FORWARDED:
@@ -144,39 +195,8 @@ def _run(script: list[str], environment: dict[str, str], restarts: int) -> int:
         if signum == signal.SIGTERM or not ignored:
             before[signum] = signal.signal(signum, forward)
     try:
-        for attempt in range(restarts + 1):
-            try:
-                name = _require_server(environment["ATOLL_SERVER"], told)
-            except ServerUnreachable as error:
-                if attempt == restarts and not told:
-                    raise
-                failure = error.message.rstrip(".")
-            else:
-                if told:
-                    return 128 + told[-1]
-                # a script says nothing while it loads PyTorch; its arguments are not repeated: one may be a secret
-                found = f"{environment['ATOLL_SERVER']} answers, run {name}"
-                print(f"atoll: {found}; starting {script[0]}", file=sys.stderr, flush=True)
-                # a session of its own: Ctrl-C reaches it once, from here, not twice
-                child = _start(script, environment)
-                code = child.wait()
-                failure, killed = f"the command ended with {code}", code < 0
-                if killed:
-                    failure, code = f"{signal.Signals(-code).name} ended the command", 128 - code
-                ended = failure
-                if code == 0 or told or attempt == restarts:
-                    return code
-            if told:
-                return 128 + told[-1]
-            print(f"atoll: {failure}; restart {attempt + 1} of {restarts}", file=sys.stderr, flush=True)
-            _pause(told, restart_pause_s(attempt))
-            if told:
-                return 128 + told[-1]
-        raise AssertionError("unreachable")
+        yield told
     finally:
-        if ended:
-            _leave(leases, ended, killed=killed and not told)
-        shutil.rmtree(leases, ignore_errors=True)
         for number, handler in before.items():
             signal.signal(number, handler)
 
