@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from atoll.simulate import script, simulation, train_sites
-from atoll.simulate.job_messages import Beginning, Heard, Job, job_of
+from atoll.simulate.job_messages import Beginning, Heard, Job
 
 
 class Here:
@@ -27,7 +27,7 @@ class Here:
 
         def serve() -> None:
             while (job := self._jobs.get()) is not None:
-                heard.answered(job, trains.train(*job_of(job.to_json()), job.base.fd, job.spool_fd))
+                heard.answered(job, trains.train(job.round, job.base.fd, job.spool_fd))
 
         self._thread = threading.Thread(target=serve)
         self._thread.start()

@@ -1,4 +1,4 @@
-"""What a conductor and the processes that train tell each other: plain values, as JSON has them."""
+"""What a simulation and the processes that train its sites tell each other, as JSON."""
 
 from __future__ import annotations
 
@@ -7,26 +7,27 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
+from pydantic import BaseModel
+
 from atoll.aggregation.check_arriving_parts import PartStats
 from atoll.protocol import messages
 from atoll.store.journal_tables import VersionRow
 from atoll.store.versions import Pin
 
 ATTEMPTS = 3
-"""Processes that may end under one simulated site, before it is the one that fails."""
+"""A site fails once so many processes have ended while they trained it."""
 START_S = 120.0
-"""Until a process has loaded the script."""
+"""A process has to load the script within this time."""
 
 
-@dataclass(frozen=True)
-class Beginning:
-    """What a process must know before it trains a worker.
+class Beginning(BaseModel):
+    """What a process must know before it trains a site.
 
     Attributes:
         script: the user's code, as `name_of` gives it.
         arguments: what it finds in `sys.argv`.
         path: where it may import from.
-        info, schema: of the run, as its server tells every worker.
+        info, schema_message: of the run, as its server tells every worker.
         threads: of torch, in each process.
         seed: of the random numbers that simulated sites draw.
         sites: folder of what sites keep between their rounds.
@@ -36,76 +37,78 @@ class Beginning:
     arguments: tuple[str, ...]
     path: tuple[str, ...]
     info: messages.RunInfo
-    schema: messages.SchemaMessage
+    schema_message: messages.SchemaMessage
     threads: int
     seed: int
     sites: str
 
-    def to_json(self) -> dict[str, Any]:
-        """For a process."""
-        info, schema = self.info.model_dump(mode="json"), self.schema.model_dump(mode="json")
-        return {**vars(self), "info": info, "schema": schema}
 
-    @classmethod
-    def from_json(cls, told: dict[str, Any]) -> Beginning:
-        """What `to_json` gave."""
-        info, schema = messages.RunInfo(**told["info"]), messages.SchemaMessage(**told["schema"])
-        lists = {key: tuple(told[key]) for key in ("arguments", "path")}
-        return cls(**{**told, **lists, "info": info, "schema": schema})
-
-
-@dataclass(eq=False)
-class Job:
-    """One simulated site's round.
+@dataclass(frozen=True)
+class SiteRound:
+    """What a site is told of its round.
 
     Attributes:
-        outcomes: of updates that its files may speak of.
+        outcomes: of the updates that its files may speak of.
         counts: whether an update of it counts in the run already.
-        base: the version to train from, pinned while a worker trains from it.
-        spool_fd: where the update goes; belongs to the store.
-        update_bytes: of an update.
-        release: gives the spool back; it is no longer written.
-        attempts: processes that have begun it and have ended.
     """
 
     site: str
     ticket: messages.Ticket
     outcomes: tuple[messages.Outcome, ...]
     counts: bool
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it for a process."""
+        outcomes = [each.model_dump() for each in self.outcomes]
+        return {"site": self.site, "ticket": self.ticket.model_dump(), "outcomes": outcomes, "counts": self.counts}
+
+    @classmethod
+    def from_json(cls, told: dict[str, Any]) -> SiteRound:
+        """Return what `to_json` gave."""
+        outcomes = tuple(messages.Outcome(**each) for each in told["outcomes"])
+        return cls(told["site"], messages.Ticket(**told["ticket"]), outcomes, told["counts"])
+
+
+@dataclass(eq=False)
+class Job:
+    """The round of one simulated site.
+
+    Attributes:
+        base: the version to train from, pinned while a process trains from it.
+        spool_fd: where the update goes; belongs to the store.
+        update_bytes: of an update.
+        release: gives the spool back once no process writes it.
+        attempts: how many processes have begun it and have ended.
+    """
+
+    round: SiteRound
     base: Pin[VersionRow]
     spool_fd: int
     update_bytes: int
     release: Callable[[], object]
     attempts: int = 0
 
-    def to_json(self) -> dict[str, Any]:
-        """For a process, without its files."""
-        return {
-            "site": self.site,
-            "ticket": self.ticket.model_dump(),
-            "outcomes": [each.model_dump() for each in self.outcomes],
-            "counts": self.counts,
-        }
+    @property
+    def site(self) -> str:
+        return self.round.site
 
-
-def job_of(told: dict[str, Any]) -> tuple[str, messages.Ticket, list[messages.Outcome], bool]:
-    """What `Job.to_json` gave."""
-    outcomes = [messages.Outcome(**each) for each in told["outcomes"]]
-    return told["site"], messages.Ticket(**told["ticket"]), outcomes, told["counts"]
+    @property
+    def ticket(self) -> messages.Ticket:
+        return self.round.ticket
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What became of a job.
+    """The result of a job.
 
     Attributes:
         update: what it submitted; None where it raised, or returned without an update.
         stats: of each part of the update, which is in the spool.
-        error: the last line of what it raised; empty where it did not.
-        trace: all of it.
+        error: the last line of what it raised; empty if it raised nothing.
+        trace: the whole traceback.
         bytes_down: of tensors that it has loaded.
-        stuck: whether it did not return, and its process was ended for those that wait.
-        disk: whether `error` is of a disk that is full or fails: no fault of this simulated site's.
+        stuck: it did not return, and its process was ended because other sites wait.
+        disk: `error` is about a disk that is full or fails, not about this site.
     """
 
     update: messages.Complete | None = None
@@ -117,21 +120,21 @@ class Answer:
     disk: bool = False
 
     def to_json(self) -> dict[str, Any]:
-        """From a process."""
+        """Return it for the simulation."""
         update = self.update.model_dump() if self.update is not None else None
         stats = [(each.digest.hex(), each.sumsq.hex(), each.bad) for each in self.stats]
         return {**vars(self), "update": update, "stats": stats}
 
     @classmethod
     def from_json(cls, told: dict[str, Any]) -> Answer:
-        """What `to_json` gave."""
+        """Return what `to_json` gave."""
         update = messages.Complete(**told["update"]) if told["update"] is not None else None
         stats = tuple(PartStats(bytes.fromhex(d), float.fromhex(s), bad) for d, s, bad in told["stats"])
         return cls(**{**told, "update": update, "stats": stats})
 
 
 class Busy(Protocol):
-    """A process that trains simulated sites; `since_s` is when it began with the one that it has."""
+    """A process that trains simulated sites. `since_s`: when it began its present one."""
 
     since_s: float
 
@@ -140,16 +143,16 @@ B = TypeVar("B", bound=Busy)
 
 
 def overdue(busy: Iterable[B], longer_s: float) -> B | None:
-    """The process that has been at one for longest, and for longer than this."""
+    """Return the process that has trained one site for longest, if that is longer than `longer_s`."""
     longest = min(busy, key=lambda each: each.since_s, default=None)
     return longest if longest is not None and time.monotonic() - longest.since_s > longer_s else None
 
 
 class Heard(Protocol):
-    """Told what an engine's processes say, by whichever thread."""
+    """Hears what the processes of an engine answer, in any thread."""
 
     def answered(self, job: Job, answer: Answer) -> None:
-        """A job is over, whatever became of it."""
+        """A job has ended, with this answer."""
         ...
 
     def failed_to_go_on(self, error: Exception) -> None:
@@ -164,7 +167,7 @@ class Engine(Protocol):
 
     @property
     def capacity(self) -> int:
-        """Jobs that it takes at a time: a few more than there are processes, so that none waits for the next."""
+        """Jobs that it takes at a time: more than there are processes, so that none waits for the next job."""
         ...
 
     def start(self, beginning: Beginning, heard: Heard) -> None:
@@ -177,20 +180,20 @@ class Engine(Protocol):
         ...
 
     def put(self, job: Job) -> None:
-        """Train it soon; the answer is heard. When its process ends, another one begins the job again."""
+        """Train it soon, and report the answer. When its process ends, another one begins the job again."""
         ...
 
     def free(self, longer_s: float) -> None:
-        """End the process that has trained one simulated site for longest, and for longer than this, if others wait.
+        """If jobs wait, end the process that has trained one site for longest, and for longer than this.
 
-        The answer is heard as `stuck`; another process takes its place.
+        The answer of that job is `stuck`; another process takes its place.
         """
         ...
 
     def pids(self) -> list[int]:
-        """The processes, those of this machine."""
+        """Return the processes on this machine."""
         ...
 
     def close(self) -> None:
-        """End every process, whatever it does; nothing is heard any more. Idempotent."""
+        """End every process, and report no further answer. Idempotent."""
         ...

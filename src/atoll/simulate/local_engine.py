@@ -237,7 +237,7 @@ class _Process:
         self.pid = self._popen.pid
         self._channel = Channel(mine)
         with contextlib.suppress(OSError):  # `ready` tells how it ended
-            self._channel.send({"what": "begin", "beginning": beginning.to_json()})
+            self._channel.send({"what": "begin", "beginning": beginning.model_dump(mode="json")})
 
     def ready(self) -> None:
         """Wait until it has loaded the script.
@@ -285,7 +285,7 @@ class _Process:
             if self._base != job.ticket.base_digest:
                 self._base = job.ticket.base_digest
                 self._channel.send({"what": "version", "digest": self._base}, job.base.fd)
-            self._channel.send({"what": "train", "job": job.ticket.ticket, **job.to_json()}, job.spool_fd)
+            self._channel.send({"what": "train", "job": job.ticket.ticket, **job.round.to_json()}, job.spool_fd)
             os.write(self._put_fd, job.ticket.ticket.to_bytes(NUMBER_BYTES, "little"))
 
     def take_back(self) -> Job | None:

@@ -22,7 +22,7 @@ import numpy as np
 
 from atoll.errors import AtollError, ConfigError, RunFailed, ServerUnreachable, StoreError
 from atoll.posix import nameless_file, read_at, write_at
-from atoll.simulate.job_messages import ATTEMPTS, START_S, Answer, Beginning, Heard, Job, job_of, overdue
+from atoll.simulate.job_messages import ATTEMPTS, START_S, Answer, Beginning, Heard, Job, SiteRound, overdue
 from atoll.simulate.kept_state import Kept, put_kept, read_kept, write_kept
 from atoll.simulate.train_sites import Station, answer_to
 
@@ -50,7 +50,7 @@ class Actor:
         temporary = folder or tempfile.gettempdir()
         _remove_left_behind(temporary, ACTOR)
         self._folder = tempfile.TemporaryDirectory(dir=temporary, prefix=f"{ACTOR}{os.getpid()}-")
-        begun = Beginning.from_json({**beginning, "sites": self._folder.name})
+        begun = Beginning.model_validate({**beginning, "sites": self._folder.name})
         self._error: AtollError | None = None
         self._base, self._spool = (nameless_file(Path(self._folder.name)) for _ in range(2))
         try:
@@ -81,7 +81,7 @@ class Actor:
         folder = Path(self._folder.name) / job["site"]
         try:
             put_kept(folder, kept)
-            answer = self._station.train(*job_of(job), self._base, self._spool)
+            answer = self._station.train(SiteRound.from_json(job), self._base, self._spool)
             update = np.empty(nbytes if answer.update is not None else 0, np.uint8)
             read_at(self._spool, update.data, 0)
             return answer.to_json(), update, read_kept(folder)
@@ -195,7 +195,7 @@ class RayEngine:
     def actor(self) -> Any:
         """A new one, which begins to load the script."""
         kind = self._ray.remote(num_cpus=1, max_restarts=0)(Actor)
-        return kind.remote(self._beginning.to_json(), self._folder)
+        return kind.remote(self._beginning.model_dump(mode="json"), self._folder)
 
     def got(self, ref: Any, timeout_s: float | None = None) -> Any:
         """What an actor answers.
@@ -320,7 +320,7 @@ class _Hand:
         if self._base != job.ticket.base_digest:
             self._engine.got(self._actor.take.remote(self._engine.version(job)))
             self._base = job.ticket.base_digest
-        return self._engine.got(self._actor.train.remote(job.to_json(), kept, job.update_bytes))
+        return self._engine.got(self._actor.train.remote(job.round.to_json(), kept, job.update_bytes))
 
     def end(self) -> Any:
         """As `Actor.end`."""

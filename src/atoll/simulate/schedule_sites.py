@@ -26,7 +26,7 @@ from atoll.rounds import leases, waiting
 from atoll.server.coordinator.accept_update import outcome_of
 from atoll.server.coordinator.coordinator import Coordinator
 from atoll.server.coordinator.roster import Lease
-from atoll.simulate.job_messages import ATTEMPTS, Answer, Engine, Job
+from atoll.simulate.job_messages import ATTEMPTS, Answer, Engine, Job, SiteRound
 from atoll.simulate.kept_state import pending
 from atoll.store.file_slots import WRITER
 from atoll.store.journal_tables import VersionRow
@@ -311,10 +311,7 @@ class Conductor:
         spool.pool.hold(spool.slot, WRITER)
         nbytes = self._run.plan.fragments[0].update.nbytes
         return Job(
-            site,
-            ticket,
-            self._outcomes(site),
-            site in self._counted,
+            SiteRound(site, ticket, self._outcomes(site), site in self._counted),
             base,
             spool.fd,
             nbytes,

@@ -258,7 +258,7 @@ class Simulation:
             arguments=self._arguments,
             path=tuple(sys.path),
             info=now(run.get_run()),
-            schema=now(run.get_schema()),
+            schema_message=now(run.get_schema()),
             threads=threads_of(self._processes),
             seed=self.settings.run.seed,
             sites=str((self.settings.disk.state_dir / SITES).resolve()),

@@ -23,7 +23,7 @@ from typing import Any
 
 from atoll.aggregation.aggregator_process import Channel
 from atoll.errors import AtollError
-from atoll.simulate.job_messages import Beginning, job_of
+from atoll.simulate.job_messages import Beginning, SiteRound
 from atoll.simulate.train_sites import Station
 
 NUMBER_BYTES = 8
@@ -78,7 +78,7 @@ class _Child:
     def serve(self) -> None:
         told, _ = self._channel.receive()
         try:
-            station = Station(Beginning.from_json(told["beginning"]))
+            station = Station(Beginning.model_validate(told["beginning"]))
         except AtollError as error:
             if error.trace:
                 print(error.trace, file=sys.stderr)
@@ -90,7 +90,7 @@ class _Child:
             number = self._next_number()
             told, spool_fd = self._job(number)
             try:
-                answer = station.train(*job_of(told), self._bases[told["ticket"]["base_digest"]], spool_fd)
+                answer = station.train(SiteRound.from_json(told), self._bases[told["ticket"]["base_digest"]], spool_fd)
             finally:
                 if os.getpid() != pid:  # the script has forked, and returns here, too
                     os._exit(1)

@@ -20,6 +20,7 @@ from atoll.filters.base import Filter, require_filters
 from atoll.posix import Descriptor, read_at, write_at
 from atoll.protocol import messages
 from atoll.protocol.values import Ticket, VersionRef
+from atoll.simulate.job_messages import SiteRound
 from atoll.tensors.fragments import Split
 from atoll.tensors.layout import Layout
 from atoll.tensors.module_tensors import Tensors
@@ -231,46 +232,34 @@ class JobPuller:
             self._counters.add(down=self._base.nbytes)
 
 
-class SimulatedSite:
-    """One site's part in one round.
+class SimulatedWorker(Worker):
+    """What the user's code iterates over: the one round that its site takes part in.
 
     Args:
         shared: of its process.
-        site: its name.
-        ticket: for the round.
+        job: what the site is told of the round.
         base_fd: of the version to train from; belongs to this object from now on.
         spool_fd: of the ticket's spool; stays the caller's.
         folder: where the site keeps what lasts between its rounds; made where that is needed.
-        outcomes: what became of the updates that its files may speak of.
-        counts: whether an update of it counts in the run already.
 
     Raises:
         ConfigError: what it has kept is lost.
     """
 
-    def __init__(
-        self,
-        shared: Shared,
-        site: str,
-        ticket: messages.Ticket,
-        base_fd: int,
-        spool_fd: int,
-        folder: Path,
-        outcomes: Mapping[int, messages.Outcome],
-        counts: bool,
-    ) -> None:
-        info, layouts = shared.info, shared.layouts
-        self.ticket, self._channel = Ticket.of(ticket), JobChannel(shared, ticket, outcomes)
-        session = Session(self._channel, site, run=(info, shared.split))
+    def __init__(self, shared: Shared, job: SiteRound, base_fd: int, spool_fd: int, folder: Path) -> None:
+        info, layouts, ticket = shared.info, shared.layouts, job.ticket
+        self._ticket = Ticket.of(ticket)
+        self._channel = JobChannel(shared, ticket, {outcome.ticket: outcome for outcome in job.outcomes})
+        session = Session(self._channel, job.site, run=(info, shared.split))
         note = BaseNote(info.run, 0, ticket.base_version, ticket.base_digest, [], complete=True)
         base = JobBase(layouts.version, base_fd, note)
         self._outbox = JobOutbox(layouts.update, spool_fd, shared.inspection)
         session.cleanup.callback(base.close)
         session.cleanup.callback(self._outbox.close)
-        shared.losses.site = site
+        shared.losses.site = job.site
         puller, files = JobPuller(base, session.counters), JobFiles(base, self._outbox)
         try:
-            residuals, kept = self._open_what_lasts(shared, session, folder, counts)
+            residuals, kept = _open_what_lasts(shared, session, folder, job.counts)
             exchange = Exchange(
                 session, puller, None, layouts, files, shared.losses, residuals=residuals, kept=kept, rule=shared.rule
             )
@@ -278,27 +267,12 @@ class SimulatedSite:
         except BaseException:
             session.cleanup.close()
             raise
-        self.place = Participation(session, (exchange,), folder)
+        super().__init__(Participation(session, (exchange,), folder))
 
-    @staticmethod
-    def _open_what_lasts(
-        shared: Shared, session: Session, folder: Path, counts: bool
-    ) -> tuple[Residuals | None, AlgorithmState | None]:
-        schema, feedback, residuals, kept = shared.layouts.schema, shared.layouts.codec.feedback, None, None
-        owner = Owner(session.site, session.info.run)
-        keeps = shared.rule.keeps if shared.rule is not None else ()
-        if keeps or feedback:
-            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        if feedback:
-            residuals = Residuals(folder, schema, owner=owner)
-            session.cleanup.callback(residuals.close)
-        if keeps:
-            kept = AlgorithmState(folder, schema, keeps, owner)
-            session.cleanup.callback(kept.close)
-            if counts:
-                kept.require_kept()
-            kept.begin_at_zero()
-        return residuals, kept
+    @property
+    def info(self) -> messages.RunInfo:
+        """Of the run that is simulated."""
+        return self._session.info
 
     @property
     def update(self) -> messages.Complete | None:
@@ -317,20 +291,7 @@ class SimulatedSite:
 
     def close(self) -> None:
         """Give every file back. Idempotent."""
-        self.place.session.cleanup.close()
-
-
-class SimulatedWorker(Worker):
-    """What the user's code iterates over: the one round that its site takes part in."""
-
-    def __init__(self, part: SimulatedSite) -> None:
-        super().__init__(part.place)
-        self._part = part
-
-    @property
-    def info(self) -> messages.RunInfo:
-        """Of the run that is simulated."""
-        return self._session.info
+        self._session.cleanup.close()
 
     def with_filters(self, filters: Sequence[Filter]) -> SimulatedWorker:
         """Return this one, with filters on its updates: what `atoll.join` gives here."""
@@ -342,16 +303,36 @@ class SimulatedWorker(Worker):
 
     def load_into(self, model: Model) -> Model:
         """Load the version that this round starts from: the newest there is while it is trained."""
-        self._place.exchange.pull(self._part.ticket.base, matching(self._session, model))
+        self._place.exchange.pull(self._ticket.base, matching(self._session, model))
         return model
 
     def _rounds(self) -> Iterator[Round]:
         if self._round is not None:
             return
-        round_ = self._round = Round(self._place, self._part.ticket)
+        round_ = self._round = Round(self._place, self._ticket)
         yield round_
         if not round_.done:
             raise UsageError(
                 f"Round {round_.number} ended without an update from {self.site}.",
                 "Call fl_round.submit(model) once in every round.",
             )
+
+
+def _open_what_lasts(
+    shared: Shared, session: Session, folder: Path, counts: bool
+) -> tuple[Residuals | None, AlgorithmState | None]:
+    schema, feedback, residuals, kept = shared.layouts.schema, shared.layouts.codec.feedback, None, None
+    owner = Owner(session.site, session.info.run)
+    keeps = shared.rule.keeps if shared.rule is not None else ()
+    if keeps or feedback:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    if feedback:
+        residuals = Residuals(folder, schema, owner=owner)
+        session.cleanup.callback(residuals.close)
+    if keeps:
+        kept = AlgorithmState(folder, schema, keeps, owner)
+        session.cleanup.callback(kept.close)
+        if counts:
+            kept.require_kept()
+        kept.begin_at_zero()
+    return residuals, kept

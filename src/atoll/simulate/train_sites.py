@@ -1,4 +1,4 @@
-"""Where simulated sites are trained: the user's code, loaded once, and one simulated site at a time."""
+"""Trains simulated sites in a process: loads the user's code once, and trains one site at a time."""
 
 from __future__ import annotations
 
@@ -19,11 +19,10 @@ from blake3 import blake3
 from atoll.errors import AtollError, StoreError, causes
 from atoll.format_text import VisibleLines
 from atoll.posix import FULL
-from atoll.protocol import messages
-from atoll.simulate.job_messages import Answer, Beginning
+from atoll.simulate.job_messages import Answer, Beginning, SiteRound
 from atoll.simulate.script import Script
 from atoll.simulate.seldom import Seldom
-from atoll.simulate.site_session import Shared, SimulatedSite, SimulatedWorker
+from atoll.simulate.site_session import Shared, SimulatedWorker
 from atoll.worker.training.federated_loop import taken_by
 from atoll.worker.training.functional_loop import forget
 
@@ -43,7 +42,7 @@ class Station:
         sys.path[:] = [*beginning.path, *(each for each in sys.path if each not in beginning.path)]
         torch.set_num_threads(beginning.threads)
         _say_little()
-        self._shared = Shared.of(beginning.info, beginning.schema)
+        self._shared = Shared.of(beginning.info, beginning.schema_message)
         self._folder_of = lru_cache(FOLDERS)(Path(beginning.sites).joinpath)
         self._seed = beginning.seed
         built_for = (torch.version.cuda, torch.version.hip, getattr(torch.version, "xpu", None))  # asks no device yet
@@ -53,47 +52,33 @@ class Station:
         self._script = Script(beginning.script, beginning.arguments)
         gc.freeze()  # a full collection would look at all that torch has imported, at every so many simulated sites
 
-    def train(
-        self,
-        site: str,
-        ticket: messages.Ticket,
-        outcomes: list[messages.Outcome],
-        counts: bool,
-        base_fd: int,
-        spool_fd: int,
-    ) -> Answer:
-        """One simulated site's round, to its end.
+    def train(self, job: SiteRound, base_fd: int, spool_fd: int) -> Answer:
+        """Train one simulated site's round to its end.
 
         Args:
-            outcomes: of updates that its files may speak of.
-            counts: whether an update of it counts in the run already.
             base_fd: of the version to train from; stays the caller's.
             spool_fd: where the update goes; stays the caller's.
         """
-        known = {outcome.ticket: outcome for outcome in outcomes}
         try:
-            part = SimulatedSite(
-                self._shared, site, ticket, os.dup(base_fd), spool_fd, self._folder_of(site), known, counts
-            )
-        except (AtollError, OSError) as error:  # of what it has kept
-            return answer_to(error, 0)
+            worker = SimulatedWorker(self._shared, job, os.dup(base_fd), spool_fd, self._folder_of(job.site))
+        except (AtollError, OSError) as error:  # of what the site has kept
+            return answer_to(error)
         try:
-            worker = SimulatedWorker(part)
-            self._begin_random(site, ticket.round)
+            self._begin_random(job.site, job.ticket.round)
             with taken_by(worker):
                 self._script.train(worker)
         except KeyboardInterrupt:
             raise
         except BaseException as error:
             if not (isinstance(error, SystemExit) and not error.code):
-                return answer_to(error, part.place.session.counters.bytes_down)
+                return answer_to(error, worker.bytes_down)
         finally:
-            part.close()
+            worker.close()
             forget()
-        return Answer(part.update, part.stats, bytes_down=part.place.session.counters.bytes_down)
+        return Answer(worker.update, worker.stats, bytes_down=worker.bytes_down)
 
     def _begin_random(self, site: str, round_: int) -> None:
-        """What a simulated site draws depends on its name and the round, not on which worker trained here before."""
+        """Seed what a site draws by its name and the round, not by which site trained here before."""
         drawn = int.from_bytes(blake3(f"{self._seed} {round_} {site}".encode()).digest(8), "little")
         self._seed_torch(drawn)
         random.seed(drawn)
@@ -101,7 +86,7 @@ class Station:
 
 
 def answer_to(error: BaseException, bytes_down: int = 0) -> Answer:
-    """What is told of an exception."""
+    """Return the answer of a site that raised."""
     trace: TracebackType | None = error.__traceback__
     here = os.path.dirname(__file__)
     while trace is not None and trace.tb_next is not None and trace.tb_frame.f_code.co_filename.startswith(here):
@@ -113,7 +98,7 @@ def answer_to(error: BaseException, bytes_down: int = 0) -> Answer:
 
 
 def _of_the_disk(error: BaseException) -> str:
-    """What the disk has to do with it; empty where it has not."""
+    """Return what failed, if it was the disk; else an empty text."""
     for cause in causes(error):
         if isinstance(cause, StoreError):
             return cause.message
@@ -123,7 +108,7 @@ def _of_the_disk(error: BaseException) -> str:
 
 
 def _say_little() -> None:
-    """Warnings of simulated sites, on standard error; what they do is not shown."""
+    """Show warnings of simulated sites on standard error, and nothing of what they do."""
     logger = logging.getLogger("atoll")
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(VisibleLines("atoll: "))
