@@ -1,4 +1,4 @@
-"""Which engines there are, and what can be asked of them: to be refused before anything is made."""
+"""The engines, and which of their options go together; loads no torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ ENGINES = ("local", "ray")
 
 
 def require_engine(engine: str, processes: int | None, address: str | None) -> None:
-    """Refuse what no engine does.
+    """Refuse options that no engine has.
 
     Raises:
         ConfigError: the argument is named.

@@ -1,7 +1,7 @@
-"""What a site keeps between its rounds, on its way to a process that has another disk, and back.
+"""Files that a site keeps between its rounds, as bytes for a process with another disk, and back.
 
-Written back in the order in which `worker/exchange/local_state.py` writes: first the note without what is pending, then
-the file that is pending, then the note. A kill in between leaves a state from which the round can be trained again.
+They are written in the order of `worker/exchange/local_state.py`: the note without the pending update, the pending
+file, the note. A kill in between leaves a state from which the round can be trained again.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ Kept = dict[str, bytes]
 
 
 def pending(folder: Path) -> set[int]:
-    """Tickets of the updates that these files depend on."""
+    """Return the tickets of the updates that these files depend on."""
     notes = [read_note(folder / f"{name}.json", TwoPhaseNote) for name in NAMES]
     return {note.pending for note in notes if note is not None and note.pending}
 
 
 def read_kept(folder: Path) -> Kept:
-    """All that a site keeps; nothing before its first round."""
+    """Return all that a site keeps; nothing before its first round."""
     if not folder.is_dir():
         return {}
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.suffix in (".bin", ".json")}
 
 
 def put_kept(folder: Path, kept: Kept) -> None:
-    """Files as `read_kept` gave them, in a folder that no other process has."""
+    """Write files that `read_kept` returned into a folder that no other process has."""
     if not kept:
         return
     folder.mkdir(parents=True, exist_ok=True)
@@ -42,7 +42,7 @@ def put_kept(folder: Path, kept: Kept) -> None:
 
 
 def write_kept(folder: Path, kept: Kept) -> None:
-    """What a site keeps after a round, in place of what it kept before it."""
+    """Replace what a site kept before a round by what it keeps after it."""
     for name in NAMES:
         if f"{name}.json" not in kept:
             continue

@@ -1,4 +1,4 @@
-"""The engine of one machine: a few processes, each with a socket pair; files go to them as descriptors."""
+"""The engine of one machine: a few processes, each behind a socket pair that also carries file descriptors."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from atoll.simulate.site_process import NUMBER_BYTES, take_number
 LOG = logging.getLogger("atoll.simulate")
 
 AHEAD = 8
-"""Jobs that a process is given beside the one that it trains."""
+"""Jobs that a process is given ahead. With none, processes wait longer for jobs than they train a small model."""
 _MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(16 * 2**20), "MALLOC_TRIM_THRESHOLD_": str(64 * 2**20)}
-"""Scratches of a few MiB stay with a process, instead of being taken from the kernel page by page for every update."""
+"""Let a process keep buffers of a few MiB, instead of asking the kernel for each page again with every update."""
 
 _MAIN = """
 import sys
@@ -98,7 +98,7 @@ class LocalEngine:
             process.close()
 
     def _hand_out(self) -> None:
-        """Give waiting jobs to the process with the fewest; those behind a slow one, to an idle one. Under the lock."""
+        """Give waiting jobs to the process with the fewest; idle ones take jobs behind a slow one. Under the lock."""
         while self._crew:
             process = min(self._crew, key=lambda each: len(each.jobs))
             if self._waiting and len(process.jobs) <= AHEAD:
@@ -109,7 +109,7 @@ class LocalEngine:
             process.give(job)
 
     def _taken_back(self) -> Job | None:
-        """A job that its process has not begun."""
+        """Return a job that its process has not begun."""
         most = max(self._crew, key=lambda each: len(each.jobs))
         return most.take_back() if len(most.jobs) > 1 else None
 
@@ -117,7 +117,7 @@ class LocalEngine:
         threading.Thread(target=self._hear, args=(process,), name="atoll-simulate", daemon=True).start()
 
     def _hear(self, process: _Process) -> None:
-        """Hear a process, and those that take its place: they are killed where the thread ends that started them."""
+        """Hear a process and its replacements, which die with the thread that started them: this one."""
         try:
             self._hear_all(process)
         except Exception as error:
@@ -128,7 +128,7 @@ class LocalEngine:
             while (told := process.hear()) is not None:
                 job, answer = told
                 if job is None:  # the script has forked, and returned twice
-                    LOG.warning("an answer that nobody awaits is left out: does the script fork, and return twice?")
+                    LOG.warning("ignored an answer to no job: does the script fork, and return twice?")
                     continue
                 with self._lock:
                     process.jobs.pop(job.ticket.ticket, None)
@@ -141,7 +141,7 @@ class LocalEngine:
             process = other
 
     def _instead_of(self, process: _Process) -> _Process | None:
-        """A process has ended: another one takes its place, and begins what it had."""
+        """Replace a process that has ended; the new one begins the job that it had."""
         code = process.bury()
         with self._lock:
             if self._closed:
@@ -180,7 +180,7 @@ class LocalEngine:
         return None
 
     def _begun(self) -> _Process:
-        """Another process that is ready; one that was killed before says nothing about the script.
+        """Return a new process that is ready; try again if it is killed before.
 
         Raises:
             ConfigError, RunFailed: as `_Process.ready`.
@@ -198,15 +198,15 @@ class LocalEngine:
 
 
 class _Killed(RunFailed):
-    """A signal ended a process before it began."""
+    """A signal ended a process before it was ready."""
 
 
 class _Process:
-    """One process, and what it was given and has not answered, oldest first.
+    """One process, and the jobs that it was given and has not answered, oldest first.
 
     Attributes:
         since_s: when it was given the first of them, or gave its last answer.
-        stuck: the ticket that it was ended for; None where it was not.
+        stuck: the ticket of the job that took too long; None if the process was not ended for one.
     """
 
     def __init__(self, beginning: Beginning) -> None:
@@ -217,7 +217,7 @@ class _Process:
         self._numbers_fd, self._put_fd = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         mine, theirs = Channel.pair()
         environment = {"PYTHONHASHSEED": "0"} | _MEMORY | dict(os.environ)  # the order of sets is the same in all
-        for name in ("ATOLL_SERVER", "ATOLL_SITE", "ATOLL_DIR", "ATOLL_FAILPOINTS"):  # none of these is meant for it
+        for name in ("ATOLL_SERVER", "ATOLL_SITE", "ATOLL_DIR", "ATOLL_FAILPOINTS"):  # these are for other processes
             environment.pop(name, None)
         try:
             self._popen = subprocess.Popen(
@@ -228,9 +228,9 @@ class _Process:
                 ],
                 pass_fds=[theirs.fileno(), self._numbers_fd],
                 stdin=subprocess.DEVNULL,
-                stdout=2,  # what it prints must not mix with a summary
+                stdout=2,  # keep its output apart from a summary
                 env=environment,
-                start_new_session=True,  # Ctrl-C is the simulation's matter, which ends it
+                start_new_session=True,  # Ctrl-C reaches the simulation alone, which ends this
             )
         finally:
             theirs.close()
@@ -277,7 +277,7 @@ class _Process:
             raise ConfigError(told["message"], told["remedy"])
 
     def give(self, job: Job) -> None:
-        """Have it train a job; one that has ended is heard of elsewhere."""
+        """Have it train a job; `hear` tells if it has ended."""
         if not self.jobs:
             self.since_s = time.monotonic()
         self.jobs[job.ticket.ticket] = job
@@ -289,12 +289,12 @@ class _Process:
             os.write(self._put_fd, job.ticket.ticket.to_bytes(NUMBER_BYTES, "little"))
 
     def take_back(self) -> Job | None:
-        """The oldest job that it has not begun, which is not its own any more."""
+        """Take the oldest job that it has not begun away from it, and return that job."""
         number = take_number(self._numbers_fd)
         return None if number is None else self.jobs.pop(number)
 
     def hear(self) -> tuple[Job | None, Answer] | None:
-        """The next answer, and its job, None where it is not awaited; None once it has ended."""
+        """Return the next answer and its job (None if no job has this number); None once the process has ended."""
         try:
             told, _ = self._channel.receive()
         except (EOFError, OSError):
@@ -307,14 +307,14 @@ class _Process:
         self._popen.kill()
 
     def close(self) -> None:
-        """Give its files back; they are no longer in use. Idempotent."""
+        """Close its files. Idempotent."""
         fds, self._numbers_fd, self._put_fd = (self._numbers_fd, self._put_fd), -1, -1
         for fd in fds:
             if fd >= 0:
                 os.close(fd)
 
     def bury(self) -> int:
-        """Wait for its end, and end what it has started; returns its exit code."""
+        """Wait for its end, end what it has started, and return its exit code."""
         with contextlib.suppress(ChildProcessError):
             os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
             with contextlib.suppress(ProcessLookupError):

@@ -1,7 +1,7 @@
-"""The engine on Ray: actors, on this machine or on a cluster. No disk is shared with them.
+"""The engine on Ray: actors, on this machine or on a cluster, that share no disk with the simulation.
 
-Versions go to them, and updates come back, as Ray's objects; and with a job what its site keeps between its rounds. An
-actor that is lost has left nothing behind: another one is given the same job.
+Versions, updates and what a site keeps between its rounds travel as Ray's objects. An actor that is lost leaves nothing
+behind, so another one gets the same job.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ LOG = logging.getLogger("atoll.simulate")
 
 CONNECT_S = 5.0
 TEMPORARY, FOLDER = "/tmp", "atoll-ray-"
-"""Where a Ray of our own has its files; names of sockets in it have to be short."""
+"""Where Ray has its files, if the simulation starts it; names of sockets in it have to be short."""
 ACTOR = "atoll-actor-"
-"""Likewise of an actor, behind it its process."""
+"""Prefix of an actor's folder, followed by its process."""
 END_S = 2.0
-"""For actors that have nothing to do to let go of their files."""
+"""Time for idle actors to remove their files."""
 INSTALL = "Install it: pip install 'atoll[ray]'; or take engine local, which needs nothing."
 
 
@@ -59,21 +59,21 @@ class Actor:
             self._error = error
 
     def ready(self) -> dict[str, Any]:
-        """Where it runs; or why it cannot train."""
+        """Return where it runs, or why it cannot train."""
         if self._error is not None:
             return {"message": self._error.message, "remedy": self._error.remedy, "trace": self._error.trace}
         return {"pid": os.getpid(), "host": socket.gethostname()}
 
     def end(self) -> None:
-        """It is about to be killed: let go of its files."""
+        """Remove its files before it is killed."""
         self._folder.cleanup()
 
     def take(self, version: np.ndarray[Any, Any]) -> None:
-        """The version to train from, until the next one comes."""
+        """Take the version to train from, until the next one comes."""
         write_at(self._base, version.data, 0)
 
     def train(self, job: dict[str, Any], kept: Kept, nbytes: int) -> tuple[dict[str, Any], Any, Kept]:
-        """A job, with what its site keeps; the answer, the update, and what the site keeps from now on.
+        """Train a job, with what its site keeps; return the answer, the update, and what the site keeps from now on.
 
         Args:
             nbytes: of an update.
@@ -193,12 +193,12 @@ class RayEngine:
             raise ServerUnreachable(f"Ray {at}cannot be reached: {last.rstrip('.')}.", _REMEDY) from error
 
     def actor(self) -> Any:
-        """A new one, which begins to load the script."""
+        """Start an actor, which begins to load the script."""
         kind = self._ray.remote(num_cpus=1, max_restarts=0)(Actor)
         return kind.remote(self._beginning.model_dump(mode="json"), self._folder)
 
     def got(self, ref: Any, timeout_s: float | None = None) -> Any:
-        """What an actor answers.
+        """Return what an actor answers.
 
         Raises:
             _Lost: it has ended, or its machine has. RunFailed: it does not begin, or Ray cannot go on.
@@ -215,7 +215,7 @@ class RayEngine:
             raise _Lost(" (its machine had too little memory)") from error
         except (known.RayActorError, known.WorkerCrashedError, known.NodeDiedError, known.ObjectLostError) as error:
             raise _Lost from error
-        except known.RayTaskError:  # raised in an actor, where only this package's own code is not caught
+        except known.RayTaskError:  # a bug of this package in an actor
             raise
         except known.RayError as error:
             last = (str(error).strip().splitlines() or [""])[0]
@@ -225,7 +225,7 @@ class RayEngine:
             ) from error
 
     def version(self, job: Job) -> Any:
-        """The version of a job, as Ray's object: there once, for all actors."""
+        """Return the version of a job as one object of Ray for all actors."""
         with self._lock:
             if self._version[0] != job.ticket.base_digest:
                 content = np.empty(os.fstat(job.base.fd).st_size, np.uint8)
@@ -282,7 +282,7 @@ class _Lost(Exception):
 
 
 class _Hand:
-    """One actor after the other."""
+    """An actor and its replacements, one after the other."""
 
     def __init__(self, engine: RayEngine) -> None:
         self._engine = engine
@@ -310,20 +310,20 @@ class _Hand:
         self.pid, self.host = told["pid"], told["host"]
 
     def begin_anew(self) -> None:
-        """Another actor takes its place."""
+        """Replace the actor."""
         self.kill()
         self._actor, self._base = self._engine.actor(), ""
         self.ready()
 
     def train(self, job: Job, kept: Kept) -> Any:
-        """As `Actor.train`, with the job's version."""
+        """Train a job as `Actor.train` does, with its version."""
         if self._base != job.ticket.base_digest:
             self._engine.got(self._actor.take.remote(self._engine.version(job)))
             self._base = job.ticket.base_digest
         return self._engine.got(self._actor.train.remote(job.round.to_json(), kept, job.update_bytes))
 
     def end(self) -> Any:
-        """As `Actor.end`."""
+        """Call `Actor.end`."""
         return self._actor.end.remote()
 
     def kill(self) -> None:
@@ -332,7 +332,7 @@ class _Hand:
 
 
 def _remove_left_behind(temporary: str, prefix: str) -> None:
-    """The folders of processes that were killed: Ray's own end with them."""
+    """Remove the folders of processes that were killed."""
     for path in Path(temporary).glob(f"{prefix}*-*"):
         owner = path.name.removeprefix(prefix).partition("-")[0]
         if owner.isdecimal() and not Path(f"/proc/{owner}").exists():
@@ -346,7 +346,7 @@ _REMEDY = (
 
 
 def _require_listening(address: str) -> None:
-    """Ray itself would try for a minute.
+    """Refuse an address where no process listens: Ray itself would try for a minute.
 
     Raises:
         ServerUnreachable: no process listens there.

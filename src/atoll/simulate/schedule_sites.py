@@ -1,9 +1,7 @@
-"""The versions that simulated sites train from, each pinned while one does.
+"""The rounds of a simulation: its sites join, get tickets and submit as workers do, without a network.
 
-The rounds of a simulation: its sites join, get their tickets and submit as workers do, but for the network.
-
-What decides is the server's: its handlers, its round machine, its journal. Many simulated sites' messages share one
-transaction of the journal; they come and go by the thousand, and a kill in between only means that they train again.
+The server's own handlers, round machine and journal decide. Messages of many sites share one transaction of the
+journal, because they come by the thousand; a kill in between only means that these sites train again.
 """
 
 from __future__ import annotations
@@ -35,14 +33,14 @@ from atoll.worker.log_lines import told
 
 
 class Bases:
-    """Of one run; the newest stays pinned between two simulated sites."""
+    """The versions that sites train from, each pinned while one does; the newest stays pinned in between."""
 
     def __init__(self, versions: Versions) -> None:
         self._versions = versions
         self._users: dict[Pin[VersionRow], int] = {}
 
     def take(self, version: int) -> Pin[VersionRow]:
-        """The version, for one more worker; others are let go of, unless a worker still trains from them."""
+        """Pin the version for one more site, and release others that no site trains from."""
         base = next((pin for pin in self._users if pin.row.version == version), None)
         if base is None:
             for idle in [pin for pin, count in self._users.items() if not count]:
@@ -54,11 +52,11 @@ class Bases:
         return base
 
     def give_back(self, base: Pin[VersionRow]) -> None:
-        """One does not train from it any more."""
+        """Note that one site trains from it no more."""
         self._users[base] -= 1
 
     def release(self) -> None:
-        """No worker trains any more."""
+        """Release all: no site trains any more."""
         for base in self._users:
             base.release()
         self._users.clear()
@@ -68,13 +66,13 @@ LOG = logging.getLogger("atoll.simulate")
 T = TypeVar("T")
 
 TRACES = 3
-"""How many simulated sites' tracebacks are shown in full."""
+"""Tracebacks that are shown in full; of further sites the last line alone."""
 PATIENCE = 2
-"""Deadlines that one may train for while others wait for its process."""
+"""Round deadlines that a site may train for while others wait for its process."""
 LEAST_PATIENCE_S = 10.0
 GATHER_S = 0.004
-"""Answers that come within it are taken in one transaction, which costs as much as three of them; meanwhile processes
-train what they have been given ahead."""
+"""Answers within this time share one transaction, which costs as much as three answers. Meanwhile processes train the
+jobs that they were given ahead."""
 JOIN_AT_ONCE = 500
 HOST = "simulated"
 
@@ -86,11 +84,11 @@ class Conductor:
         sites: every simulated site.
         engine: trains them.
         folder: of what sites keep between their rounds; None: this run's keep nothing.
-        on_round: told of every round that is committed.
+        on_round: called with every round that is committed.
 
     Attributes:
         worker_rounds: updates that were accepted.
-        late: updates that their round went on without.
+        late: updates that came after their round had closed.
         refused: site → how many of its updates were refused.
         failed: site → what ended its part.
         bytes_up, bytes_down: of tensors that would have travelled.
@@ -121,7 +119,7 @@ class Conductor:
         self.failed: dict[str, str] = {}
         self.refused = Counter[str]()
 
-    # -- what an engine tells, by threads of its own
+    # -- answers of an engine, in its threads
 
     def answered(self, job: Job, answer: Answer) -> None:
         self._heard.append((job, answer))
@@ -141,7 +139,7 @@ class Conductor:
     # -- the loop
 
     async def conduct(self) -> None:
-        """Until the run is finished.
+        """Run rounds until the run is finished.
 
         Raises:
             RunFailed: no round can close any more. AtollError: the run failed, or the engine.
@@ -173,7 +171,7 @@ class Conductor:
             self._let_go_of_all()
 
     async def _watch(self) -> None:
-        """Ring whenever the run has changed."""
+        """Wake the loop whenever the run has changed."""
         ended = asyncio.ensure_future(self._run.ended.wait())
         ended.add_done_callback(lambda _: self._news.set())
         try:
@@ -184,14 +182,14 @@ class Conductor:
             ended.cancel()
 
     async def _free_processes(self) -> None:
-        """Where a round has a deadline, no worker keeps for ever a process that others wait for."""
+        """End processes that train one site for too long while others wait, if rounds have a deadline."""
         while self._run.settings.rounds.quorum:
             await asyncio.sleep(self._patience_s / 4)
             self._engine.free(self._patience_s)
 
     @contextlib.contextmanager
     def _together(self) -> Iterator[None]:
-        """What is done within is one transaction: where it fails, the run ends, and goes on from before it."""
+        """Make the block one transaction. If it fails, the run ends, and the next start goes on from before it."""
         try:
             with self._run.store.journal.transaction():
                 yield
@@ -206,10 +204,10 @@ class Conductor:
             raise self._engine_failed
 
     def _require_hope(self) -> None:
-        """Refuse to wait for what cannot come.
+        """Refuse to wait for an update that cannot come.
 
         Raises:
-            RunFailed: no worker trains, and no simulated site is left that could.
+            RunFailed: no site trains, and none is left that could.
         """
         state = self._run.state
         if self._jobs or self._heard or self._run.failed or state.rounds[0].phase not in ("open", "gathering"):
@@ -319,7 +317,7 @@ class Conductor:
         )
 
     def _outcomes(self, site: str) -> tuple[messages.Outcome, ...]:
-        """Of the update that the site's files hang on."""
+        """Return the outcomes of the updates that the site's files depend on."""
         if self._folder is None:
             return ()
         tickets = sorted(pending(self._folder / site))
@@ -338,7 +336,7 @@ class Conductor:
         self._bases.release()
 
     async def _take(self, job: Job, answer: Answer) -> None:
-        """What became of a job, told as a worker tells it."""
+        """Handle the answer of a job as the server handles a worker's messages."""
         del self._jobs[job.site]
         self._let_go(job)
         lease = self._leases[job.site]
@@ -375,7 +373,7 @@ class Conductor:
             self._run.bytes_up += nbytes
 
     async def _did_not_return(self, job: Job, lease: Lease) -> None:
-        """It is late where its round is over, and has another try; at last it takes part no more."""
+        """Give a site that did not return another try; after several, end its part in the run."""
         self._stuck[job.site] += 1
         told_s = f"{self._patience_s:g} s"
         LOG.warning(
@@ -391,7 +389,7 @@ class Conductor:
             await self._end(lease, Answer(error=why))
 
     async def _end(self, lease: Lease, answer: Answer) -> None:
-        """A simulated site that raised, or returned without an update, takes part no more."""
+        """End the part of a site that raised, or returned without an update."""
         site = lease.site
         self.failed[site] = answer.error or "it returned without an update"
         if not answer.trace:
@@ -404,7 +402,7 @@ class Conductor:
 
 
 def now(asked: Coroutine[Any, Any, T]) -> T:
-    """What a handler answers at once: nothing that it is asked here has to wait.
+    """Return what a handler answers at once: no handler that is called here has to wait.
 
     Raises:
         RuntimeError: it had to.

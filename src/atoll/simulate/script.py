@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from atoll.worker.training.federated_loop import Worker
 
 inside = False
-"""Whether this process belongs to a simulation: what is imported here may not begin another one."""
+"""Whether this process belongs to a simulation, in which a script may not begin another one."""
 
 FORMS = "Write it as train.py:train, as my_package.module:train, or as the script train.py."
 
@@ -40,7 +40,7 @@ def require_outside() -> None:
 
 
 def name_of(script: str | Callable[..., Any]) -> str:
-    """The name by which another process finds a script; files are named from the root.
+    """Return the name by which another process finds a script; files are named from the root.
 
     Raises:
         ConfigError: there is no such file. UsageError: the function is not at the top of a file.
@@ -93,7 +93,7 @@ class Script:
             self._takes_worker = _takes_worker(name, self._function)
 
     def train(self, worker: Worker) -> None:
-        """Let it train one simulated site: the one that `atoll.join` gives, too, while this goes on."""
+        """Let it train one simulated site, which `atoll.join` gives meanwhile."""
         sys.argv = list(self._argv)
         if self._function is None:
             runpy.run_path(self.name, run_name="__main__")

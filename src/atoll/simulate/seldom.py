@@ -1,4 +1,4 @@
-"""What hundreds of simulated sites have to say alike is said a few times."""
+"""Log what hundreds of simulated sites say alike a few times."""
 
 from __future__ import annotations
 

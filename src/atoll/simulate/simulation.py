@@ -1,4 +1,4 @@
-"""`atoll.Simulation`: a run with simulated sites, inside a program or by `atoll simulate`."""
+"""`atoll.Simulation`: a run with simulated sites, in a program or by `atoll simulate`."""
 
 from __future__ import annotations
 
@@ -43,19 +43,19 @@ SITES = "sites"
 
 @dataclass(frozen=True)
 class Simulated:
-    """What a simulation came to.
+    """The result of a simulation.
 
     Attributes:
         model: the result, a safetensors file.
         metrics_file: a line for each round.
         version: that the run is at.
-        rounds: of this call; a simulation that went on has had others before.
-        worker_rounds: updates of simulated sites that were accepted, of this call.
+        rounds: of this call; a simulation that was continued has had others before.
+        worker_rounds: accepted updates of this call.
         seconds: from the first join to the result.
         bytes_up, bytes_down: of tensors that would have travelled between the sites and a server.
         metrics: of the last round.
         failed: site → what ended its part.
-        late: updates that their round went on without.
+        late: updates that came after their round had closed.
         refused: site → how many of its updates were refused.
     """
 
@@ -74,7 +74,7 @@ class Simulated:
 
     @property
     def worker_rounds_per_s(self) -> float:
-        """Simulated sites' rounds in a second."""
+        """Accepted updates per second."""
         return self.worker_rounds / self.seconds if self.seconds else 0.0
 
 
@@ -88,7 +88,7 @@ class Simulation:
         script: what each site runs: a function of a worker at the top level of a file, or the name of one
             (`train.py:train`, `my_package.module:train`), or a script (`train.py`); by default the setting
             `run.script`.
-        arguments: what it finds in `sys.argv`.
+        arguments: what the script finds in `sys.argv`.
         sites: how many, `site-0000` and so on; or their names. By default the setting `rounds.sites`.
         processes: that train them; by default one for each core.
         engine: `local`, processes of this machine; or `ray`.
@@ -170,7 +170,7 @@ class Simulation:
         return self._result
 
     def start(self) -> Simulation:
-        """Begin, in a thread of its own."""
+        """Begin in a thread, and return at once."""
         if self._thread is not None:
             raise UsageError("The simulation was started already.", "Make a new one for a new start.")
         self._thread = threading.Thread(target=self._main, name="atoll-simulation", daemon=True)
@@ -178,7 +178,7 @@ class Simulation:
         return self
 
     def stop(self) -> None:
-        """End it and every process; a next one on the same state directory goes on where it was. Idempotent."""
+        """End it and every process. A new one on the same state directory goes on. Idempotent."""
         self._stopped = True
         loop, task = self._loop, self._task
         if loop is not None and task is not None and not loop.is_closed():
@@ -202,7 +202,7 @@ class Simulation:
 
     @property
     def described(self) -> str:
-        """How it is run, in a few words."""
+        """How it runs, in a few words."""
         name = "" if self._engine.name == "local" else f" of {self._engine.name}"
         rounds = self.settings.rounds
         asked = Sampling(rounds.sample_fraction, rounds.sample_min).size(len(self.sites))
@@ -284,7 +284,7 @@ class Simulation:
 
 
 def threads_of(processes: int) -> int:
-    """Of torch in each of so many processes: as `OMP_NUM_THREADS` says, else the cores are divided."""
+    """Return torch's threads in each of so many processes: `OMP_NUM_THREADS`, else the cores divided among them."""
     told = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
     if told.isdecimal() and int(told):
         return int(told)
@@ -292,7 +292,7 @@ def threads_of(processes: int) -> int:
 
 
 def cores() -> int:
-    """That this process may use."""
+    """Return how many cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

@@ -1,12 +1,12 @@
-"""A process of a simulation on this machine: started by `local.py`, and gone when that is.
+"""A process of a simulation on this machine. `LocalEngine` starts it; it ends with the simulation.
 
     from the simulation                 to the simulation
     begin      what to load             ready | bad    it is loaded | it cannot be
     version    a version's file
     train      a job, and its spool     answer         what became of it
 
-Jobs come ahead of their time. Behind each, its number goes into a pipe: the process that reads it has the job. So the
-simulation takes back by reading what this process has not begun, while it is busy, and gives it to another one.
+Jobs are given ahead. For each, its number goes into a pipe that both sides read: the side that reads the number has the
+job. So the simulation takes back a job that this process has not begun, and gives it to another one.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def main(channel_fd: int, numbers_fd: int, parent: int) -> None:
 
 
 def take_number(fd: int) -> int | None:
-    """The next number in the pipe; None where there is none at this moment.
+    """Return the next number in the pipe; None if there is none now.
 
     Raises:
         EOFError: the simulation is gone.
@@ -63,7 +63,7 @@ def take_number(fd: int) -> int | None:
 
 
 def _print_whole_lines() -> None:
-    """All share standard error here: PYTHONUNBUFFERED, common in containers, would mix parts of their lines."""
+    """Print whole lines: all processes share standard error, and PYTHONUNBUFFERED would mix parts of their lines."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(line_buffering=True, write_through=False)
@@ -98,19 +98,19 @@ class _Child:
             self._channel.send({"what": "answer", "job": number, **answer.to_json()})
 
     def _next_number(self) -> int:
-        while (number := take_number(self._numbers_fd)) is None:  # none has come, or it was taken back
+        while (number := take_number(self._numbers_fd)) is None:  # no job has come, or it was taken back
             select.select([self._numbers_fd], [], [])
         return number
 
     def _job(self, number: int) -> tuple[dict[str, Any], int]:
-        """The job of this number; those that came before it are another process's by now."""
+        """Return the job of this number; jobs that came before it were taken back."""
         while number not in self._jobs:
             told, fd = self._channel.receive()
             assert fd is not None
             if told["what"] == "version":
                 self._bases[told["digest"]] = fd
                 continue
-            if (before := self._jobs.pop(told["job"], None)) is not None:  # it was taken back, and is here again
+            if (before := self._jobs.pop(told["job"], None)) is not None:  # taken back, and given again
                 os.close(before[1])
             self._jobs[told["job"]] = told, fd
         while (earlier := next(iter(self._jobs))) != number:

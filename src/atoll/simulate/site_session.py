@@ -1,8 +1,7 @@
-"""A worker's session in a simulation: no connection, no files of its own but what lasts between its rounds.
+"""A simulated site's worker: it has no connection, and no files but those that last between its rounds.
 
-Its base is the file of the version that the server has; its outbox is the spool that the server gave it, written and
-looked at in one go, as the server looks at what arrives. Forming an update, error feedback, kept state and filters
-are those of every worker.
+Its base is the server's file of the version. Its outbox is the server's spool, written and inspected in one pass, as
+the server inspects what arrives. Updates, error feedback, kept state and filters are those of every worker.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ class Shared:
 
 
 _path = lru_cache(8)(Path)
-"""Of files that all share: made for every simulated site, a path would take longer than a tensor is read in."""
+"""Paths of files that all sites share: making one for each site takes longer than reading a tensor."""
 
 
 class JobBase(TensorFile):
@@ -116,7 +115,7 @@ class JobOutbox:
         self.note = note
 
     def mark_sent(self) -> None:
-        """The server reads it where it is."""
+        """Do nothing: the server reads it where it is."""
 
     def is_damaged(self) -> bool:
         return False
@@ -143,14 +142,14 @@ class JobFiles:
         return False
 
     def drop_beside(self) -> None:
-        """There is none."""
+        """Do nothing: there is none."""
 
     def move_up(self) -> None:
-        """There is none."""
+        """Do nothing: there is none."""
 
 
 class JobChannel:
-    """The calls of a site that is simulated for one round: its process was told the answers before. A `Channel`.
+    """The calls of a simulated site in one round, whose answers its process knows already. A `Channel`.
 
     Args:
         shared: of its process.
@@ -180,7 +179,7 @@ class JobChannel:
         return messages.HeartbeatReply(durable_versions=[], finished=False)
 
     def health(self, timeout_s: float) -> None:
-        """It is there."""
+        """Do nothing: the run is there."""
 
     def next_ticket(self, fragment: int, wait_s: float, tasks: bool) -> messages.TicketReply:
         head, digest = self._ticket.base_version, self._ticket.base_digest
@@ -205,10 +204,10 @@ class JobChannel:
         return messages.Receipt(ticket=ticket, digest=update.digest, fragment=0, base_version=base)
 
     def leave(self, error: str | None, timeout_s: float) -> None:
-        """The site stays in the run; its round is over."""
+        """Do nothing: the site stays in the run."""
 
     def close(self) -> None:
-        """There is nothing to close."""
+        """Do nothing: there is no connection."""
 
 
 class JobPuller:
@@ -299,7 +298,7 @@ class SimulatedWorker(Worker):
         return self
 
     def leave(self, error: BaseException | None = None) -> None:
-        """The site stays; what is raised beyond here ends its part in the run."""
+        """Do nothing: the site stays, unless its script raises."""
 
     def load_into(self, model: Model) -> Model:
         """Load the version that this round starts from: the newest there is while it is trained."""
