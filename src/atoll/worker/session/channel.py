@@ -15,19 +15,14 @@ class Channel(Protocol):
     Attributes:
         server: the other side, for messages.
         lease: fences every call once the worker has joined.
+        counters: bytes and retries so far.
         watch: ends calls that a silent network would hold up.
     """
 
+    server: str
     lease: str
-
-    @property
-    def server(self) -> str: ...
-
-    @property
-    def counters(self) -> Counters: ...
-
-    @property
-    def watch(self) -> Watch: ...
+    counters: Counters
+    watch: Watch
 
     def run(self) -> messages.RunInfo:
         """Return what the run is."""

@@ -6,7 +6,7 @@ from atoll.errors import Gone
 from atoll.protocol import messages, routes
 from atoll.protocol.status_messages import Status
 from atoll.protocol.values import VersionRef
-from atoll.transport.http_client import Counters, Http, Watch
+from atoll.transport.http_client import Http
 
 POLL_MARGIN_S = 10.0
 """Added to the longest wait of a long poll before its call is given up."""
@@ -21,18 +21,7 @@ class HttpChannel:
 
     def __init__(self, http: Http) -> None:
         self.http = http
-
-    @property
-    def server(self) -> str:
-        return self.http.server
-
-    @property
-    def counters(self) -> Counters:
-        return self.http.counters
-
-    @property
-    def watch(self) -> Watch:
-        return self.http.watch
+        self.server, self.counters, self.watch = http.server, http.counters, http.watch
 
     @property
     def lease(self) -> str:

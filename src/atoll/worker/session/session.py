@@ -36,7 +36,7 @@ from atoll.protocol import messages, routes
 from atoll.protocol.values import Lost, Next, next_of, require
 from atoll.runtime import Latch
 from atoll.tensors.fragments import Split
-from atoll.transport.http_client import Counters, Http, unanswered
+from atoll.transport.http_client import Http, unanswered
 from atoll.worker.log_lines import LOG, in_wait, told
 from atoll.worker.session import last_status
 from atoll.worker.session.channel import Channel
@@ -138,6 +138,7 @@ class Session:
     Attributes:
         info, split, schema: of the run.
         heartbeat: what the next one says; changed by `tell`.
+        counters: bytes and retries so far.
         optimizers: that train here, as far as they are known.
         corrects: whether a round was corrected here already, and what is to be said of that was said.
         on_wait: called every now and then while other workers, or the server, are waited for.
@@ -162,7 +163,7 @@ class Session:
         run: tuple[messages.RunInfo, Split] | None = None,
     ) -> None:
         self.site, self.channel, self.ranks = site, channel, ranks
-        self.silence = OutageTimer(channel.server)
+        self.silence, self.counters = OutageTimer(channel.server), channel.counters
         self.reconnections, self.answers_tasks, self.evaluates, self.due = 0, False, False, 0
         self.heartbeat, self._news, self._telling = messages.Heartbeat(), threading.Event(), threading.RLock()
         self._warnings: dict[int, list[str]] = {}
@@ -198,11 +199,6 @@ class Session:
         if not isinstance(self.channel, HttpChannel):
             raise UsageError(f"Site {self.site} is simulated, and has no server.", "Take part with real workers.")
         return self.channel.http
-
-    @property
-    def counters(self) -> Counters:
-        """Bytes and retries so far."""
-        return self.channel.counters
 
     @property
     def streams(self) -> bool:
