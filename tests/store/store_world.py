@@ -17,7 +17,7 @@ from typing import Any
 from blake3 import blake3
 
 from atoll.store.journal_tables import AUDIT, AuditRow, RunRow, TicketRow, VersionRow
-from atoll.store.store import Files, FileShape, FragmentShapes, Recovered, Store
+from atoll.store.store import Files, FileShape, FragmentShapes, Store
 from atoll.store.versions import VersionDigests
 
 HEADER = b"version:"
@@ -33,7 +33,7 @@ RUN = RunRow("run-1", "{}", "{}", "00" * 32, "2.6", "AVX2", "2025-01-01T00:00:00
 SITES = ("a", "b")
 
 
-def begin(directory: Path, shapes: FragmentShapes = SHAPES, **options: Any) -> tuple[Store, Recovered]:
+def begin(directory: Path, shapes: FragmentShapes = SHAPES, **options: Any) -> tuple[Store, tuple[str, ...]]:
     """Open, shape and recover, as a server does at its start."""
     store = Store(directory, **options)
     try:

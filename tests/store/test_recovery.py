@@ -41,10 +41,11 @@ def path_of(store: Store, kind: str, version: int) -> Path:
 
 
 def test_a_new_directory_has_nothing(tmp_path: Path) -> None:
-    store, recovered = begin(tmp_path / "new" / "state")
-    assert (recovered.heads, recovered.rounds, recovered.tickets, recovered.members) == ({}, (), (), ())
-    assert (recovered.next_ticket, recovered.next_lease, recovered.finished) == (1, 1, False)
-    assert recovered.started == frozenset()
+    store, _ = begin(tmp_path / "new" / "state")
+    assert (store.versions.heads(), store.run_log.rounds(), store.run_log.members()) == ((), (), ())
+    assert store.tickets.to_go_on() == ()
+    assert (store.tickets.next_number(), store.run_log.next_lease(), store.run_log.finished) == (1, 1, False)
+    assert not store.run_log.has_begun(0)
     store.close()
 
 
@@ -56,13 +57,13 @@ def test_everything_is_found_again(tmp_path: Path) -> None:
     store.tickets.issue(4, "b", 0, 1)
     send_part(store, 4, 1, update_of("b", 1))
     store.close()
-    store, recovered = begin(tmp_path)
-    assert recovered.heads[0].version == 1
-    assert [(row.state, row.base_version, row.expected) for row in recovered.rounds] == [("open", 1, ("a", "b"))]
-    assert [(row.ticket, row.state) for row in recovered.tickets] == [(3, "accepted"), (4, "open")]
-    assert (recovered.next_ticket, recovered.next_lease) == (5, 3)
-    assert recovered.started == {0}
-    assert (recovered.fell_back, recovered.warnings) == ("", ())
+    store, lost = begin(tmp_path)
+    assert store.versions.head().version == 1
+    assert [(row.state, row.base_version, row.expected) for row in store.run_log.rounds()] == [("open", 1, ("a", "b"))]
+    assert [(row.ticket, row.state) for row in store.tickets.to_go_on()] == [(3, "accepted"), (4, "open")]
+    assert (store.tickets.next_number(), store.run_log.next_lease()) == (5, 3)
+    assert store.run_log.has_begun(0)
+    assert lost == ()
     assert list(store.tickets.parts(4)) == [1]  # only part 0 has to be sent
     send_part(store, 4, 0, update_of("b", 1))
     accept(store, 4)
@@ -103,14 +104,14 @@ def test_a_damaged_head_gives_way_to_the_version_before(tmp_path: Path, damage: 
             path.unlink()
         case _:
             flip(path, 0 if damage == "header" else 10)
-    store, recovered = begin(tmp_path)
-    assert recovered.heads[0].version == 1
+    store, lost = begin(tmp_path)
+    assert store.versions.head().version == 1
     # Tickets 3 and 4 went into version 2, ticket 5 was based on it.
-    assert recovered.fell_back.startswith("Version 2 of fragment 0 was lost, the run goes on from version 1: 3 updates")
+    assert lost[0].startswith("Version 2 of fragment 0 was lost, the run goes on from version 1: 3 updates")
     assert [store.tickets.get(ticket).state for ticket in (1, 2, 3, 4, 5)] == ["counted"] * 2 + ["expired"] * 3
     assert "was lost" in store.tickets.get(3).reason
-    assert recovered.rounds == ()
-    assert recovered.started == {0}
+    assert store.run_log.rounds() == ()
+    assert store.run_log.has_begun(0)
     assert store.run_log.epoch == epoch + 2  # the start, and the fall back
     assert [row.version for row in store.run_log.history()] == [0, 1]
     assert [member.rounds_counted for member in store.run_log.members()] == [1, 1]
@@ -137,8 +138,8 @@ def test_the_number_of_a_lost_version_is_not_used_again(tmp_path: Path) -> None:
         path = path_of(store, "version", lost)
         store.close()
         flip(path, 20)
-        store, recovered = begin(tmp_path)
-        assert (recovered.heads[0].version, recovered.lost) == (1, {})
+        store, lost = begin(tmp_path)
+        assert (store.versions.head().version, store.run_log.lost_versions()) == (1, ())
     assert (store.versions.next_number(), store.run_log.lost_versions()) == (4, ())  # both are above the head
     freeze(store, 1, {41: "a", 42: "b"})
     write_version(store, 4, (41, 42))
@@ -146,8 +147,8 @@ def test_the_number_of_a_lost_version_is_not_used_again(tmp_path: Path) -> None:
     store.versions.pin(0, 1).release()
     assert [row.version for row in store.versions.kept()] == [1, 4]
     store.close()
-    store, recovered = begin(tmp_path)
-    assert (recovered.heads[0].version, recovered.lost, store.run_log.lost_versions()) == (4, {0: 2}, (2, 3))
+    store, lost = begin(tmp_path)
+    assert (store.versions.head().version, store.run_log.lost_versions()) == (4, (2, 3))
     assert [row.version for row in store.run_log.history()] == [0, 1, 4]
     assert store.versions.next_number() == 5
     store.close()
@@ -177,12 +178,12 @@ def test_the_durable_version_is_there_to_fall_back_to(tmp_path: Path) -> None:
     store.close()
     for path in paths:
         flip(path, 30)
-    store, recovered = begin(tmp_path)
-    assert recovered.heads[0].version == 1
-    assert recovered.rounds == ()
+    store, _ = begin(tmp_path)
+    assert store.versions.head().version == 1
+    assert store.run_log.rounds() == ()
     store.close()
     _, again = begin(tmp_path)
-    assert again.fell_back == ""
+    assert again == ()
 
 
 @pytest.mark.covers("F41")
@@ -219,9 +220,9 @@ def test_a_damaged_part_of_an_open_ticket_is_sent_again(tmp_path: Path) -> None:
     path = store.tickets.spool(1).slot.path
     store.close()
     flip(path, 18)  # part 1 begins at byte 16
-    store, recovered = begin(tmp_path)
+    store, lost = begin(tmp_path)
     assert list(store.tickets.parts(1)) == [0]
-    assert recovered.warnings == ("Parts [1] of ticket 1 of a were damaged; they are sent again.",)
+    assert lost == ("Parts [1] of ticket 1 of a were damaged; they are sent again.",)
     store.close()
 
 
@@ -243,11 +244,11 @@ def test_a_damaged_accepted_update_expires_and_its_round_is_open_again(
         flip(path, 3)
     else:
         path.unlink()
-    store, recovered = begin(tmp_path)
-    (warning,) = recovered.warnings
+    store, lost = begin(tmp_path)
+    (warning,) = lost
     assert warning.startswith("Ticket 2 of b has expired: its update was damaged")
-    assert [(row.ticket, row.state) for row in recovered.tickets] == [(1, "accepted"), (2, "expired")]
-    assert [(row.state, row.expected, row.tickets) for row in recovered.rounds] == [("open", ("a", "b"), ())]
+    assert [(row.ticket, row.state) for row in store.tickets.to_go_on()] == [(1, "accepted"), (2, "expired")]
+    assert [(row.state, row.expected, row.tickets) for row in store.run_log.rounds()] == [("open", ("a", "b"), ())]
     assert not path.exists()
     submit(store, 3, "b", 0)
     store.run_log.freeze(0, 0, (1, 3))
@@ -262,8 +263,8 @@ def test_a_ticket_without_its_file_starts_from_nothing(tmp_path: Path) -> None:
     path = store.tickets.spool(1).slot.path
     store.close()
     path.unlink()
-    store, recovered = begin(tmp_path)
-    assert (recovered.tickets[0].slot, recovered.warnings) == (None, ())
+    store, lost = begin(tmp_path)
+    assert (store.tickets.to_go_on()[0].slot, lost) == (None, ())
     send_part(store, 1, 0, update_of("a", 0))
     store.close()
 

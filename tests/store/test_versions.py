@@ -253,8 +253,8 @@ def test_a_failed_fsync_is_fatal_and_never_tried_again(store: Store, arm: Callab
         with pytest.raises(SyncFailed):
             action()
     store.close()
-    store, recovered = begin(store.directory)
-    assert recovered.heads[0].version == 1  # the bytes were there after all, as their digests say
+    store, _ = begin(store.directory)
+    assert store.versions.head().version == 1  # the bytes were there after all, as their digests say
     store.close()
 
 
@@ -367,8 +367,8 @@ def test_a_finished_run_leaves_its_journal_its_last_version_and_outer_state(stor
     store.close()
     names = [name.partition("-")[0] for name in slot_files(store.directory)]
     assert names == ["state", "version"]
-    store, recovered = begin(store.directory)
-    assert (recovered.finished, recovered.heads[0].version) == (True, 3)
+    store, _ = begin(store.directory)
+    assert (store.run_log.finished, store.versions.head().version) == (True, 3)
     store.close()
 
 
@@ -420,9 +420,9 @@ def test_a_finished_run_that_fell_back_is_no_longer_finished(tmp_path: Path) -> 
     with path.open("r+b") as file:
         file.seek(20)
         file.write(b"?")
-    store, recovered = begin(tmp_path)
-    assert recovered.heads[0].version == 1
-    assert recovered.finished is False
+    store, _ = begin(tmp_path)
+    assert store.versions.head().version == 1
+    assert store.run_log.finished is False
     store.close()
 
 

@@ -77,5 +77,5 @@ def read(state_dir: Path, last: int) -> tuple[int, str, list[tuple[int, str, str
                 "SELECT seq, at, what, detail_json FROM audit WHERE seq > ? ORDER BY seq", count - last
             )
             return count, digest, [(int(seq), str(at), str(what), str(text)) for seq, at, what, text in entries]
-    except sqlite3.Error as error:
+    except (sqlite3.Error, UnicodeDecodeError) as error:  # SQLite's message may quote what is damaged
         raise StateCorrupt(f"{path} cannot be read: {error}.", "Compare the directory with a backup.") from error

@@ -6,7 +6,7 @@ import json
 import logging
 import os
 import uuid
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from atoll.server.coordinator.persistor import Persistor
 from atoll.server.coordinator.roster import now_text
 from atoll.server.initial_model import initial_model, is_known, loaded_model, schema_for, write_version
 from atoll.store.journal import NEW_RUN
-from atoll.store.journal_tables import Recovered, RunRow
+from atoll.store.journal_tables import RunRow
 from atoll.store.store import Store
 from atoll.store.versions import VersionDigests
 from atoll.tensors.fragments import split, split_of
@@ -64,7 +64,7 @@ def open_run(
     given: nn.Module | Tensors | None,
     persistor: Persistor | None = None,
     outer: Outer = None,
-) -> tuple[Plan, Store, Recovered]:
+) -> tuple[Plan, Store, tuple[str, ...]]:
     """Begin a run in its state directory, or take up the one that is there.
 
     Args:
@@ -99,17 +99,17 @@ def open_run(
         plan = _take_up(settings, given, outer, run) if run else _create(settings, given, outer, store)
         shapes = [fragment.shapes() for fragment in plan.fragments]
         store.slots.shape([each.elsewhere() for each in shapes] if plan.is_swarm else shapes)
-        recovered = store.recover()
-        if len(recovered.heads) < len(plan.fragments):
+        lost = store.recover()
+        if len(store.versions.heads()) < len(plan.fragments):
             # the run was begun, but killed before its first version
             if persistor is not None and given is None and (loaded := persistor.load()) is not None:
                 given = loaded_model(settings, loaded, plan.schema.model)
-            _write_first(plan, store, initial_model(settings, given), recovered.heads)
-            recovered = store.recover()
+            _write_first(plan, store, initial_model(settings, given))
+            lost = store.recover()
     except BaseException:
         store.close()
         raise
-    return plan, store, recovered
+    return plan, store, lost
 
 
 def plan_of(settings: Settings, given: nn.Module | Tensors | None = None, outer: Outer = None) -> Plan:
@@ -216,15 +216,11 @@ def _frozen(settings: Settings, plan: Plan) -> str:
     return json.dumps(options | single | {"algorithm.outer_optimizer": plan.rule.describe()}, default=str)
 
 
-def _write_first(plan: Plan, store: Store, model: nn.Module | Tensors, there: Container[int]) -> None:
-    """Write version 0: the initial model, and zeros beside it.
-
-    Args:
-        there: the fragments that have theirs already.
-    """
+def _write_first(plan: Plan, store: Store, model: nn.Module | Tensors) -> None:
+    """Write version 0 of each fragment that lacks it: the initial model, and zeros beside it."""
     schema_for(plan.settings, model).require_equal(plan.schema.model, mine="the initial model", theirs="the run")
     for index, fragment in enumerate(plan.fragments):
-        if index not in there:
+        if not store.versions.kept(index):
             _write_fragment(index, fragment, store, model, is_swarm=plan.is_swarm)
 
 

@@ -233,8 +233,8 @@ class Simulation:
         if self._stopped:
             return
         persistor = Persistor(self.settings) if self.settings.model.persistor.path else None
-        plan, store, recovered = open_run(self.settings, self._model, persistor, self._outer)
-        run = Coordinator(plan, store, recovered, persistor, self._filters.results)
+        plan, store, lost = open_run(self.settings, self._model, persistor, self._outer)
+        run = Coordinator(plan, store, lost, persistor, self._filters.results)
         self._model = None  # version 0 is on disk
         try:
             beginning = self._beginning(run)

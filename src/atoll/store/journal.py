@@ -74,6 +74,9 @@ class Journal:
         try:
             with self._translated:
                 self._prepare(begin)
+        except UnicodeDecodeError as error:  # of SQLite's message, which quotes what is damaged
+            self._db.close()
+            raise StateCorrupt(f"{path} is damaged: {error}.", NEW_RUN) from error
         except BaseException:
             self._db.close()
             raise

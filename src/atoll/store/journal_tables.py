@@ -279,33 +279,6 @@ class Totals:
     bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class Recovered:
-    """Where the run stands after a start.
-
-    Attributes:
-        rounds: open and frozen ones; a frozen one has to be run again.
-        tickets: open and accepted ones, and every ticket of a round from a head.
-        heads: fragment → its head; a fragment without version 0 is missing.
-        lost: fragment → how many numbers below its head belong to lost versions; they are not used again.
-        started: fragments in which a round has ever been opened.
-        fell_back: one sentence if a head did not verify and an earlier version took its place; else empty.
-        warnings: what else was dropped because its file does not match its digest.
-    """
-
-    members: tuple[MemberRow, ...]
-    rounds: tuple[RoundRow, ...]
-    tickets: tuple[TicketRow, ...]
-    heads: Mapping[int, VersionRow]
-    started: frozenset[int]
-    next_ticket: int
-    next_lease: int
-    finished: bool
-    lost: Mapping[int, int] = field(default_factory=dict)
-    fell_back: str = ""
-    warnings: tuple[str, ...] = ()
-
-
 def now() -> str:
     """Return this moment, as rows write it."""
     return datetime.now(UTC).isoformat(timespec="seconds")

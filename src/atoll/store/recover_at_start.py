@@ -13,7 +13,7 @@ from atoll.runtime import failpoint
 from atoll.store.audit_log import AuditLog
 from atoll.store.file_slots import DELTA, SPOOL, STATE, VERSION, Slot, Slots, region_digest, verify
 from atoll.store.journal import NEW_RUN, Journal
-from atoll.store.journal_tables import DELTAS, PartRow, Recovered, TicketRow, VersionRow
+from atoll.store.journal_tables import DELTAS, PartRow, TicketRow, VersionRow
 from atoll.store.run_log import RunLog
 from atoll.store.tickets import Tickets
 from atoll.store.versions import Versions
@@ -28,8 +28,8 @@ class Recovery:
         self._journal, self._audit, self._slots = journal, audit, slots
         self._run_log, self._tickets, self._versions = run_log, tickets, versions
 
-    def run(self) -> Recovered:
-        """Recover everything.
+    def run(self) -> tuple[str, ...]:
+        """Recover everything; return a sentence for each thing that was lost.
 
         Raises:
             StateCorrupt: no version verifies; nothing was changed.
@@ -47,7 +47,7 @@ class Recovery:
                 self._versions.drop_old(fragment)
         self._remove_half_written_exports()
         self._slots.remove_unreferenced()
-        return self._found(" ".join(fell_back), tuple(warnings))
+        return (*fell_back, *warnings)
 
     # -- versions
 
@@ -193,25 +193,3 @@ class Recovery:
             for (path,) in self._journal.rows("SELECT path FROM exports_under_way"):
                 Path(path).unlink(missing_ok=True)
             self._journal.execute("DELETE FROM exports_under_way")
-
-    def _found(self, fell_back: str, warnings: tuple[str, ...]) -> Recovered:
-        at = self._journal.rows("SELECT fragment, version FROM heads WHERE version IS NOT NULL ORDER BY fragment")
-        heads = {fragment: self._versions.get(fragment, version) for fragment, version in at}
-        tickets = {ticket.ticket: ticket for ticket in self._tickets.live()}
-        for head in heads.values():
-            tickets |= {ticket.ticket: ticket for ticket in self._tickets.of_round(head.fragment, head.version)}
-        lost = {fragment: len(numbers) for fragment in heads if (numbers := self._run_log.lost_versions(fragment))}
-        started = self._journal.rows("SELECT fragment FROM rounds UNION SELECT fragment FROM history WHERE version > 0")
-        return Recovered(
-            members=self._run_log.members(),
-            rounds=self._run_log.rounds(),
-            tickets=tuple(ticket for _, ticket in sorted(tickets.items())),
-            heads=heads,
-            started=frozenset(row[0] for row in started),
-            next_ticket=self._journal.value("SELECT coalesce(max(ticket), 0) + 1 FROM tickets"),
-            next_lease=self._journal.value("SELECT coalesce(max(lease), 0) + 1 FROM members"),
-            finished=self._run_log.finished,
-            lost=lost,
-            fell_back=fell_back,
-            warnings=warnings,
-        )

@@ -120,6 +120,10 @@ class RunLog:
         """Return every site that ever joined, by name."""
         return tuple(self._journal.select(MEMBERS, "ORDER BY site"))
 
+    def next_lease(self) -> int:
+        """Return the number of the next lease: above every one that was ever given."""
+        return int(self._journal.value("SELECT coalesce(max(lease), 0) + 1 FROM members"))
+
     def kept_weight(self, site: str) -> float:
         """Return the first weight of a site of which an update counts; 0 if none counts, or weights are not kept."""
         found = self._journal.value("SELECT weight FROM members WHERE site = ? AND rounds_counted > 0", site)
@@ -210,6 +214,11 @@ class RunLog:
     def rounds(self) -> tuple[RoundRow, ...]:
         """Return open and frozen rounds."""
         return tuple(self._journal.select(ROUNDS, "WHERE state IN ('open', 'frozen') ORDER BY fragment"))
+
+    def has_begun(self, fragment: int) -> bool:
+        """Return whether a round was ever opened in a fragment."""
+        sql = "SELECT 1 FROM rounds WHERE fragment = ?1 UNION SELECT 1 FROM history WHERE fragment = ?1 AND version > 0"
+        return self._journal.row(sql, fragment) is not None
 
     # -- history
 

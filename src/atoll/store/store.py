@@ -29,7 +29,6 @@ from atoll.store import verify_journal
 from atoll.store.audit_log import NAME, AuditHeadFile, AuditLog, read_head
 from atoll.store.file_slots import FileShape, FragmentShapes, Slots, disk_error, is_slot_name
 from atoll.store.journal import Durability, Journal
-from atoll.store.journal_tables import Recovered
 from atoll.store.recover_at_start import Recovery
 from atoll.store.run_log import RunLog
 from atoll.store.tickets import Tickets
@@ -37,7 +36,7 @@ from atoll.store.versions import Versions
 
 LOG = logging.getLogger("atoll.server")
 
-__all__ = ["FileShape", "FragmentShapes", "Recovered", "Store"]
+__all__ = ["FileShape", "FragmentShapes", "Store"]
 
 Files = Sequence[tuple[int, int | None]]
 """The descriptors of each fragment: of a version, and of the outer state beside it."""
@@ -131,13 +130,16 @@ class Store:
         self.audit.keep_head(head)
         return head
 
-    def recover(self) -> Recovered:
+    def recover(self) -> tuple[str, ...]:
         """Bring the run to where it can go on; on every start, after `slots.shape`, before anything else.
 
         Heads are verified by their digests. If one does not verify, the newest version that does (at worst the durable
         one) takes its place: later updates expire, later rounds are forgotten, the epoch rises. Damaged parts of open
         tickets are dropped; a damaged accepted update expires, and its round opens again. Files that nothing refers to
-        are removed. A frozen round is returned as it is: its pass has to run again.
+        are removed. A frozen round stays as it is: its pass has to run again.
+
+        Returns:
+            A sentence for each thing that was lost.
 
         Raises:
             StateCorrupt: no version verifies; nothing was changed.

@@ -89,9 +89,15 @@ class Tickets:
         """Return every open and accepted ticket, by number."""
         return self.select("state IN ('open', 'accepted')")
 
-    def of_round(self, fragment: int, base_version: int) -> tuple[TicketRow, ...]:
-        """Return every ticket of a round, by number."""
-        return self.select("fragment = ? AND base_version = ?", fragment, base_version)
+    def to_go_on(self) -> tuple[TicketRow, ...]:
+        """Return open and accepted tickets, and every ticket of a round from a head, by number."""
+        return self.select(
+            "state IN ('open', 'accepted') OR (fragment, base_version) IN (SELECT fragment, version FROM heads)"
+        )
+
+    def next_number(self) -> int:
+        """Return the number of the next ticket: above every one that was ever issued."""
+        return int(self._journal.value("SELECT coalesce(max(ticket), 0) + 1 FROM tickets"))
 
     def newest_bases(self, fragment: int = 0) -> dict[str, int]:
         """Return site → the version that its newest ticket is for."""

@@ -11,7 +11,7 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Protocol
@@ -63,7 +63,7 @@ from atoll.server.swarm.assignments import Swarm
 from atoll.server.tasks.task_queue import TaskQueue
 from atoll.server.tasks.user_code import UserThreads
 from atoll.server.update_filters import Filtering
-from atoll.store.journal_tables import PartRow, Recovered, TicketRow, VersionRow
+from atoll.store.journal_tables import PartRow, TicketRow, VersionRow
 from atoll.store.kept_objects import ObjectStore
 from atoll.store.store import Store, directory_gone
 from atoll.store.tickets import why_closed
@@ -103,14 +103,14 @@ class Coordinator:
         self,
         plan: Plan,
         store: Store,
-        recovered: Recovered,
+        lost: Iterable[str],
         persistor: Persistor | None,
         filters: SiteFilters,
         workflows: Workflows | None = None,
     ) -> None:
         self.plan, self.store, self.settings = plan, store, plan.settings
         self.roster = roster_of(
-            recovered.members, [store.tickets.newest_bases(fragment) for fragment in range(len(plan.fragments))]
+            store.run_log.members(), [store.tickets.newest_bases(fragment) for fragment in range(len(plan.fragments))]
         )
         rules = Rules.from_settings(
             self.settings, len(plan.fragments), held=workflows is not None, needs_all=plan.algorithm.needs_all
@@ -119,7 +119,7 @@ class Coordinator:
         self.ledger = Ledger(rules, rows, on_failure=self._fail_unless_passing)
         history = store.run_log.history(None, 0) if rules.tracking.metric else []
         progress = rules.tracking.follow_all(measured_of(history, rules.tracking.metric))
-        self._snapshot = snapshot_of(recovered, progress)
+        self._snapshot = snapshot_of(store, progress)
 
         self.io = ThreadPoolExecutor(
             max(8, 2 * plan.threads), thread_name_prefix="atoll-io", initializer=stay_single_threaded
@@ -159,10 +159,8 @@ class Coordinator:
         self._saving_best: asyncio.Task[None] | None = None
         self._behind_last: asyncio.Task[None] | None = None  # of the newest version; it ends as the last of them
         self._act_on_decisions()
-        if recovered.fell_back:
-            LOG.warning("%s", recovered.fell_back)
-        for warning in recovered.warnings:
-            LOG.warning("%s", warning)
+        for sentence in lost:
+            LOG.warning("%s", sentence)
 
     # -- beginning and end
 

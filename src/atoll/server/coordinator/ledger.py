@@ -22,7 +22,6 @@ from atoll.rounds.early_stopping import Progress
 from atoll.rounds.leases import Member
 from atoll.rounds.state import ClosingRound, FragmentSnapshot, OpenRound, Rules, Snapshot, State, Ticket
 from atoll.server.coordinator.roster import Presence
-from atoll.store.journal_tables import Recovered
 from atoll.store.store import Store
 
 LOG = logging.getLogger("atoll.server")
@@ -160,30 +159,29 @@ class StoreRows:
                 run_log.finish()
 
 
-def snapshot_of(recovered: Recovered, progress: Progress) -> Snapshot:
+def snapshot_of(store: Store, progress: Progress) -> Snapshot:
     """Return what the machine starts from; it passes over rows of rounds that have ended."""
-    fragments = []
-    for _, head in sorted(recovered.heads.items()):
-        mine = [row for row in recovered.rounds if row.fragment == head.fragment]
-        now = [row for row in mine if row.base_version == head.version]
-        frozen = next((ClosingRound(row.base_version, row.tickets) for row in now if row.state == "frozen"), None)
-        open_ = next((OpenRound(row.base_version, row.expected) for row in now if row.state == "open"), None)
-        started, lost = head.fragment in recovered.started, recovered.lost.get(head.fragment, 0)
-        fragments.append(FragmentSnapshot(head.version, open_, frozen, started=started, lost=lost))
+    run_log, tickets, fragments = store.run_log, store.tickets, []
+    for fragment, head in enumerate(store.versions.heads()):
+        row = run_log.round(fragment, head)
+        frozen = ClosingRound(head, row.tickets) if row is not None and row.state == "frozen" else None
+        open_ = OpenRound(head, row.expected) if row is not None and row.state == "open" else None
+        lost = len(run_log.lost_versions(fragment))
+        fragments.append(FragmentSnapshot(head, open_, frozen, started=run_log.has_begun(fragment), lost=lost))
     return Snapshot(
         fragments=tuple(fragments),
         members=tuple(
             Member(row.site, row.lease, row.state == "alive", "" if row.state == "alive" else row.state)
-            for row in recovered.members
+            for row in run_log.members()
         ),
         tickets=tuple(
             Ticket(
                 row.ticket, row.site, row.fragment, row.base_version, row.state, row.reason or "", row.accepted_order
             )
-            for row in recovered.tickets
+            for row in tickets.to_go_on()
         ),
-        next_ticket=recovered.next_ticket,
-        next_lease=recovered.next_lease,
-        finished=recovered.finished,
+        next_ticket=tickets.next_number(),
+        next_lease=run_log.next_lease(),
+        finished=run_log.finished,
         progress=progress,
     )
