@@ -1,4 +1,4 @@
-"""The server is killed at every place that matters: same bits as without, and nobody trains a round twice."""
+"""The server is killed while sites train, send a part or leave. `test_kill_matrix` kills it at its failpoints."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from fault_world import PART_BYTES, Result, ServerProcess, Sites, build
+from fault_world import PART_BYTES, Result, ServerProcess, Sites, build, left_undisturbed
 from harness.processes import Nursery, wait_until
 from harness.proxy import Fault, Proxy
 
@@ -18,55 +18,8 @@ from atoll.testing.run import status
 
 
 @pytest.fixture(scope="module")
-def undisturbed(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Result:
-    folder = tmp_path_factory.mktemp("undisturbed")
-    with ServerProcess(nursery, folder) as server:
-        sites = Sites(server.url, folder)
-        sites.join()
-        assert server.kept.wait() == 0
-        assert server.kept.deaths == 0
-    return Result(folder)
-
-
-LIVES = [
-    pytest.param(["spool.write=kill@5"], id="F7-while-a-part-is-written", marks=pytest.mark.covers("F7")),
-    pytest.param(["part.received=kill@8"], id="F7-before-a-part-is-recorded", marks=pytest.mark.covers("F7")),
-    pytest.param(["part.recorded=kill@8"], id="F7-after-a-part-is-recorded", marks=pytest.mark.covers("F7")),
-    pytest.param(["accept.before=kill@2"], id="F8-before-the-accept", marks=pytest.mark.covers("F8")),
-    pytest.param(["accept.after=kill"], id="F9-after-the-accept", marks=pytest.mark.covers("F9")),
-    pytest.param(["accept.after=kill@4"], id="F9-after-the-last-accept-of-a-round", marks=pytest.mark.covers("F9")),
-    pytest.param(["pass.chunk=kill@2"], id="F10-mid-aggregation", marks=pytest.mark.covers("F10")),
-    pytest.param(["pass.write=kill@3"], id="F11-mid-write", marks=pytest.mark.covers("F11")),
-    pytest.param(["head.before=kill@3"], id="F12-before-the-head-moves", marks=pytest.mark.covers("F12")),
-    pytest.param(["head.after=kill@3"], id="F12-after-the-head-moves", marks=pytest.mark.covers("F12")),
-    pytest.param(["head.after=kill@4"], id="F12-after-the-last-head-moves", marks=pytest.mark.covers("F12")),
-    pytest.param(
-        [
-            "accept.after=kill@3",
-            "recover.midway=kill",
-            "recover.midway=kill@2",
-            "pass.chunk=kill",
-            "recover.midway=kill",
-        ],
-        id="F13-during-recovery",
-        marks=pytest.mark.covers("F13"),
-    ),
-    pytest.param(
-        ["journal.commit=kill@2", "slot.create=kill", "journal.commit=kill@3"],
-        id="F13-while-it-begins",
-        marks=pytest.mark.covers("F13"),
-    ),
-]
-
-
-@pytest.mark.parametrize("lives", LIVES)
-def test_killed_at_a_failpoint(nursery: Nursery, tmp_path: Path, undisturbed: Result, lives: list[str]) -> None:
-    with ServerProcess(nursery, tmp_path, tuple(lives)) as server:
-        sites = Sites(server.url, tmp_path)
-        sites.join()
-        assert server.kept.wait() == 0
-        assert server.kept.deaths == len(lives), "a failpoint did not fire"
-    Result(tmp_path).require_same(undisturbed, sites)
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Result:
+    return left_undisturbed(tmp_path_factory.mktemp("undisturbed"))
 
 
 @pytest.mark.covers("F6")
@@ -113,13 +66,13 @@ def test_killed_in_the_middle_of_a_part(nursery: Nursery, tmp_path: Path, undist
         assert parts == 6
         # a request a part: 0, 1 and 2 were there before the kill, and are not sent again
         assert [part for part in sent if part != 3] == [0, 1, 2, 4, 5]
-        assert sent.count(3) >= 2  # tried again a few times while nobody answered
+        assert sent.count(3) >= 2  # tried again a few times while nothing answered
     Result(tmp_path).require_same(undisturbed, sites)
 
 
 @pytest.mark.covers("F6")
 def test_killed_while_it_exports(nursery: Nursery, tmp_path: Path, undisturbed: Result) -> None:
-    """The workers have left by then, unheard; nobody waits for the end of their leases here."""
+    """The workers have left by then, unheard; the test does not wait for the end of their leases."""
     with ServerProcess(nursery, tmp_path, ("export.write=kill",)) as server:
         sites = Sites(server.url, tmp_path)
         sites.join()

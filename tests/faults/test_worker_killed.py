@@ -1,4 +1,4 @@
-"""A worker is killed or stopped: the others finish, it goes on where it was, and an update counts once."""
+"""A worker is killed, stopped or interrupted. `test_kill_matrix` kills it at its failpoints."""
 
 from __future__ import annotations
 
@@ -28,12 +28,8 @@ from harness.proxy import BEFORE_HEADER, Fault, Proxy
 
 import atoll
 from atoll.codecs.plain import NoneCodec
-from atoll.tensors.layout import update_layout, version_layout
+from atoll.tensors.layout import update_layout
 from atoll.tensors.module_tensors import schema_of
-
-
-def version_bytes() -> list[int]:
-    return [part.nbytes for part in version_layout(schema_of(build()), PART_BYTES).parts]
 
 
 def update_bytes() -> list[int]:
@@ -56,27 +52,6 @@ def require_same(folder: Path, undisturbed: Result) -> None:
     result = Result(folder)
     result.require_same(undisturbed)
     assert len(result.tickets) == len(EVERY_SITE_AND_ROUND), "an open ticket is given again, not another one"
-
-
-@pytest.mark.covers("F1", "L10")
-def test_killed_while_pulling_it_resumes_at_the_part(
-    nursery: Nursery, tmp_path: Path, server: atoll.Server, undisturbed: Result
-) -> None:
-    with beside(server, Sites(server.url, tmp_path, names=["b"])):
-        again = SiteProcess(nursery, tmp_path, server.url, "a").killed_and_again("pull.part=kill@3")
-    # three of the six parts were there
-    assert told(again, "trains", 1)["down"] == sum(version_bytes()[3:])
-    require_same(tmp_path, undisturbed)
-
-
-@pytest.mark.covers("F2")
-def test_killed_while_training_it_goes_on_under_its_open_ticket(
-    nursery: Nursery, tmp_path: Path, server: atoll.Server, undisturbed: Result
-) -> None:
-    with beside(server, Sites(server.url, tmp_path, names=["b"])):
-        again = SiteProcess(nursery, tmp_path, server.url, "a").killed_in_training_and_again(2)
-    assert told(again, "trains", 2)["down"] == 0  # the base was whole
-    require_same(tmp_path, undisturbed)
 
 
 @pytest.mark.covers("F3", "L10")
@@ -114,28 +89,6 @@ def test_ctrl_c_ends_it_soon_though_the_network_stands_still(
         assert fault.reached.wait(30.0)
         require_ends_soon_by_ctrl_c(site)
     other.join()
-
-
-@pytest.mark.covers("F3")
-def test_killed_before_its_update_is_whole_it_trains_the_round_again(
-    nursery: Nursery, tmp_path: Path, server: atoll.Server, undisturbed: Result
-) -> None:
-    with beside(server, Sites(server.url, tmp_path, names=["b"])):
-        again = SiteProcess(nursery, tmp_path, server.url, "a").killed_and_again("outbox.seal=kill@2")
-    begins = told(again, "begins")
-    assert (begins["round"], begins["up"]) == (2, 0)
-    require_same(tmp_path, undisturbed)
-
-
-@pytest.mark.covers("F4")
-def test_killed_after_the_acknowledgement_its_update_counts_once(
-    nursery: Nursery, tmp_path: Path, server: atoll.Server, undisturbed: Result
-) -> None:
-    with beside(server, Sites(server.url, tmp_path, names=["b"])):
-        again = SiteProcess(nursery, tmp_path, server.url, "a").killed_and_again("worker.acknowledged=kill@2")
-    begins = told(again, "begins")
-    assert (begins["round"], begins["up"]) == (3, 0)
-    require_same(tmp_path, undisturbed)
 
 
 @pytest.mark.parametrize(
