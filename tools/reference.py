@@ -20,45 +20,45 @@ SIGNS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 
 WORKER = {
     "ATOLL_SERVER": "Address of the server, `http://host:8512`; without it a script trains alone.",
-    "ATOLL_SITE": "Name of this worker: letters, digits, `.`, `_`, `-`; by default made of host and process.",
+    "ATOLL_SITE": "Name of the site: letters, digits, `.`, `_`, `-`; by default made from host and process.",
     "ATOLL_TOKEN": "Bearer token, at the server and its workers; or a 0600 file named by `ATOLL_TOKEN_FILE`.",
     "ATOLL_MAX_SYNC_RETRIES": "Attempts before DiLoCo skips a synchronisation with a lost server; by default 6.",
-    "ATOLL_GIVE_UP_S": "Seconds without an answer of the server after which it is not waited for any more; by default "
-    "86400, a day; 0: for ever.",
+    "ATOLL_GIVE_UP_S": "Seconds without an answer of the server after which a worker gives up; by default 86400, "
+    "a day; 0: never.",
     "ATOLL_DIR": "Folder of the base and outbox files, each as large as the model; by default `.atoll`.",
-    "ATOLL_NEW_STATE": "1: a site that has lost what its algorithm keeps there begins at zero, and is not refused.",
+    "ATOLL_NEW_STATE": "1: a site that lost its algorithm's state starts at zero instead of being refused.",
     "ATOLL_TLS_CA": "PEM file with the authority of the server's certificate; by default the system's.",
-    "ATOLL_PEER_HOST": "In a swarm, the address that a worker listens on for the others; by default 127.0.0.1.",
+    "ATOLL_PEER_HOST": "In a swarm, the address on which a worker listens for the others; by default 127.0.0.1.",
     "ATOLL_PEER_PORT": "Its port there; by default any free one.",
-    "ATOLL_PEER_NAME": "The name or address that others reach it under; by default that of `ATOLL_PEER_HOST`.",
-    "ATOLL_PEER_TLS_CERT": "PEM file with the certificate that it shows them.",
+    "ATOLL_PEER_NAME": "The name or address by which the others reach it; by default `ATOLL_PEER_HOST`.",
+    "ATOLL_PEER_TLS_CERT": "PEM file with its certificate for the others.",
     "ATOLL_PEER_TLS_KEY": "PEM file with the key of that certificate.",
-    "ATOLL_PEER_INSECURE": "1: it may listen beyond this machine without TLS.",
+    "ATOLL_PEER_INSECURE": "1: listen beyond this machine without TLS.",
 }
-"""What a worker reads beside its arguments. `config.NOT_SETTINGS` has the same names, and those for tests."""
+"""Variables that a worker reads. `config.NOT_SETTINGS` has the same names, and those for tests."""
 
 EXIT_CODES = {
-    0: "It did what was asked.",
-    1: "Something unforeseen; the traceback belongs into a report.",
+    0: "Success.",
+    1: "An unexpected error; please report the traceback.",
     2: "The command line, the run file, a variable or a call is wrong.",
-    3: "The port is taken.",
+    3: "The port is in use.",
     4: "Another process owns the state directory.",
-    5: "The network: no server answers, or no byte moves.",
-    6: "The two sides do not fit each other: another model, another protocol, a refused update.",
-    7: "This machine's disk: full, damaged, or an fsync failed.",
-    8: "The token or the certificate is not accepted.",
-    9: "The run cannot go on.",
+    5: "A network error: no server answers, or no byte moves.",
+    6: "The two sides do not match: another model or protocol, or a refused update.",
+    7: "A disk error on this machine: full, damaged, or a failed fsync.",
+    8: "A missing or wrong token or certificate.",
+    9: "The run cannot continue.",
     130: "Ended by Ctrl-C.",
-    143: "Ended by SIGTERM; a server that has begun puts everything away and ends with 0.",
+    143: "Ended by SIGTERM; a running server shuts down and ends with 0.",
 }
 
 
 LASTING = {
-    "free": ("yes", "holds from that start on, for sites that are running, too"),
-    "sites": ("sites: later", "every site has the value of its own start"),
-    "beginning": ("not read", "it is of the initial model, and another model is refused"),
-    "frozen": ("no", "it is refused, with both values"),
-    "run": ("another run", "the folder says which run it is"),
+    "free": ("yes", "valid from this start on, also for running sites"),
+    "sites": ("sites: later", "each site uses the value from its own start"),
+    "beginning": ("not read", "it defines the initial model; another model is refused"),
+    "frozen": ("no", "refused, with both values"),
+    "run": ("another run", "the folder identifies the run"),
 }
 """How long a value lasts → what the table says, and what that means."""
 
@@ -75,15 +75,15 @@ def settings_page() -> str:
         "# Settings",
         "",
         "Written by `make reference`. A setting is `group.key`: a key in a table of the run file (TOML),",
-        "`--set group.key=value` of a command, and the variable `ATOLL_<GROUP>__<KEY>`. The command line wins over",
-        "the environment, the environment over the file. A key or an `ATOLL_` variable that does not exist is",
-        "refused. Units: `_s` seconds, `_bytes` bytes. `atoll config show` prints the values in effect with what",
-        "named each, `atoll config schema` a JSON Schema for editors.",
+        "`--set group.key=value` on the command line, or the variable `ATOLL_<GROUP>__<KEY>`. The command line wins",
+        "over the environment, the environment over the file. A key or an `ATOLL_` variable that does not exist is",
+        "refused. Units: `_s` seconds, `_bytes` bytes. `atoll config show` prints the values in effect and their",
+        "sources; `atoll config schema` prints a JSON Schema for editors.",
         "",
-        "A *choice* is one table: `{name = …}` for what Atoll or an installed package has, `{path = …}` for your own",
-        "(`my_file.py:attribute` or `module:attribute`), and its options beside it.",
+        "A *choice* is a table: `{name = …}` for a name known to Atoll or an installed package, or `{path = …}` for",
+        "your own (`my_file.py:attribute` or `module:attribute`). Its options are further keys.",
         "",
-        "What becomes of another value when the server of a run is [started again](../operations.md#what-may-change):",
+        "The column *changed* says what a [restart](../operations.md#what-may-change) with another value does:",
         "",
         *(f"- **{words}**: {what}." for words, what in LASTING.values()),
     ]
@@ -103,10 +103,10 @@ def settings_page() -> str:
                 lines.append(_row([f"`{key}`", _kind(field), _default(key), field.description or "", changed]))
     lines += [
         "",
-        "In a variable, a table is as in TOML (`{weight_decay = 0.1}`), so is a list of tables; a list of text",
-        "has commas (`bn.*,ema.*`). An option of a choice may be given alone:",
+        "In a variable, tables and lists of tables are written as in TOML (`{weight_decay = 0.1}`); a list of text",
+        "uses commas (`bn.*,ema.*`). An option of a choice may be set alone:",
         "`ATOLL_AGGREGATION__UPLOAD_CODEC__DENSITY=0.01`, `--set aggregation.upload_codec.density=0.01`.",
-        "Relative paths in a run file are relative to its folder, others to the current one.",
+        "Relative paths in a run file are relative to its folder, others to the current folder.",
         "",
         "## Variables of a worker",
         "",
@@ -123,7 +123,7 @@ def exit_codes_page() -> str:
         "# Exit codes and errors",
         "",
         "Written by `make reference`. A command that fails prints one line with the cause, the value and the remedy,",
-        "and ends with one of these codes. So does a training script that does not catch such an error: its line",
+        "and ends with one of these codes. So does a training script that does not catch such an error; its line",
         "names the line of the script. The exit code of `atoll worker` is its script's.",
         "",
         "| exit code | meaning | errors |",
@@ -135,9 +135,9 @@ def exit_codes_page() -> str:
         lines.append(_row([str(code), meaning, ", ".join(names)]))
     lines += [
         "",
-        "Errors are classes of `atoll.errors`, all of them `AtollError`; the code travels on the wire.",
+        "Errors are subclasses of `atoll.errors.AtollError`. The code travels on the wire.",
         "",
-        "| code | class | base | exit code | who or what |",
+        "| code | class | base | exit code | meaning |",
         "|---|---|---|---|---|",
     ]
     for kind in kinds[1:]:

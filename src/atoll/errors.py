@@ -1,33 +1,33 @@
 """Every error that Atoll raises, as one tree, and what a public function makes of one.
 
-    AtollError                 1   the exit code of a command or a script that one of them ends
-    ├── ConfigError            2   the person who wrote the run file, a flag or ATOLL_*
-    ├── UsageError             2   the program that called a public function
-    ├── SchemaMismatch         6   two sides hold different models
-    ├── UpdateRefused          6   a worker's update: not finite, too large, a wrong weight
-    ├── PeerError              6   the other side of a connection
-    │   ├── VersionSkew            it speaks another protocol version
-    │   ├── AuthError          8   it does not accept this side's credential
-    │   ├── LeaseLost              it has declared this worker dead, or does not know it: join again
-    │   ├── Superseded             a newer process has joined under the same name
-    │   ├── TicketClosed           the round of this ticket is over
-    │   ├── Conflict               the same ticket was used for other bytes
-    │   ├── PartCorrupt            bytes changed on the way
-    │   ├── Gone                   what was asked for is no longer kept
-    │   ├── Busy               ↻   it asks to come back later
-    │   └── BadRequest             it did not understand the request
-    ├── TransferError          5   the network between the two
-    │   ├── ServerUnreachable  ↻   nothing answers
-    │   ├── ServerLost             nothing has answered for so long that the worker gives up
-    │   ├── TransferStalled    ↻   no byte moved for the idle timeout
-    │   └── TransferAborted        the program that started it told it to stop
-    ├── StoreError             7   this machine's disk
-    │   ├── DiskFull           ↻   it has no space left
+    AtollError                 1   any error of Atoll
+    ├── ConfigError            2   a wrong run file, flag or ATOLL_ variable
+    ├── UsageError             2   a wrong call of a public function
+    ├── SchemaMismatch         6   the two sides have different models
+    ├── UpdateRefused          6   an update that is not finite, too large or wrongly weighted
+    ├── PeerError              6   an error that the other side reports
+    │   ├── VersionSkew            different protocol versions
+    │   ├── AuthError          8   a missing or wrong token or certificate
+    │   ├── LeaseLost              the server declared this worker dead or does not know it: join again
+    │   ├── Superseded             a newer process joined under the same name
+    │   ├── TicketClosed           the round of the ticket is over
+    │   ├── Conflict               the ticket was used for other bytes
+    │   ├── PartCorrupt            bytes changed during a transfer
+    │   ├── Gone                   the requested data is no longer kept
+    │   ├── Busy               ↻   the server asks for a later attempt
+    │   └── BadRequest             the server did not understand the request
+    ├── TransferError          5   a network error
+    │   ├── ServerUnreachable  ↻   no server answers
+    │   ├── ServerLost             no server answered for so long that the worker gives up
+    │   ├── TransferStalled    ↻   no byte moved within the idle timeout
+    │   └── TransferAborted        the calling program aborted the transfer
+    ├── StoreError             7   a disk error on this machine
+    │   ├── DiskFull           ↻   no space left
     │   ├── StateLocked        4   another process owns the directory
-    │   ├── StateCorrupt           a file is not what its digest says
+    │   ├── StateCorrupt           a file does not match its digest
     │   └── SyncFailed             fsync failed: what was written may be lost
     ├── PortInUse              3   another process listens on the port
-    └── RunFailed              9   a run that cannot go on
+    └── RunFailed              9   the run cannot continue
 
 Each names the side that erred, the value and the remedy. `code` is what travels on the wire and into logs. Those with ↻
 may pass by themselves (`is_transient`): the same call is made again after a pause.

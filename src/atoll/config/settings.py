@@ -70,7 +70,7 @@ class Choice(Group):
 
     model_config = ConfigDict(extra="allow")
 
-    name: str | None = Field(None, min_length=1, description="What Atoll or an installed package has by this name.")
+    name: str | None = Field(None, min_length=1, description="A name known to Atoll or an installed package.")
     path: str | None = Field(
         None, min_length=1, description="Your own, as `my_file.py:attribute` or `module:attribute`."
     )
@@ -100,14 +100,14 @@ class Choice(Group):
 class Run(Group):
     """The run."""
 
-    name: str = Field("atoll", description="A name for people; shown in status and in the summary.", max_length=100)
+    name: str = Field("atoll", description="Name of the run, shown in the status and the summary.", max_length=100)
     script: str | None = Field(
         None,
-        description="What each site of `atoll simulate` runs: a function of a worker, as `my_file.py:function` or "
-        "`module:function`, or a script, `my_file.py`.",
+        description="Training function or script of each site in `atoll simulate`: `my_file.py:function`, "
+        "`module:function` or `my_file.py`.",
     )
     seed: int = Field(
-        0, description="Seed set before the initial model is built; in a simulation, also of what its sites draw."
+        0, description="Seed for building the initial model and, in a simulation, for random numbers of its sites."
     )
     threads: int = Field(0, ge=0, description="Threads of the aggregation; 0: one per core, at most 8.")
 
@@ -117,26 +117,26 @@ class Model(Group):
 
     source: str | None = Field(
         None,
-        description="Initial model: `module:function` that returns an `nn.Module`, a `.safetensors` file, or a folder "
-        "of them.",
+        description="Initial model: `module:function` that returns an `nn.Module`, a `.safetensors` file, or a "
+        "folder of them.",
     )
-    args: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments for `module:function`.")
+    args: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments of `module:function`.")
     buffers: tuple[str, ...] = Field(
         (),
-        description="Further tensors that are averaged as buffers, not stepped, as shell patterns; only needed where "
-        "the initial model is a file that does not say.",
+        description="Further tensors to average as buffers instead of stepping, as shell patterns. Needed only if "
+        "the initial model is a file without this information.",
     )
     ranks: int = Field(
         1,
         ge=1,
         le=4096,
-        description="Ranks of workers whose model is sharded (FSDP2): no part belongs to two ranks. Workers that are "
-        "not sharded have any number.",
+        description="Ranks of each sharded worker (FSDP2); no part belongs to two ranks. Other workers may have any "
+        "number of ranks.",
     )
     persistor: Choice = Field(
         default_factory=Choice,
         description="Your own store of models, `{path = …}` and its keyword arguments: an object with `load` and "
-        "`save`. A path among the arguments is relative to the folder in which the server starts.",
+        "`save`. Paths among the arguments are relative to the folder in which the server starts.",
     )
 
 
@@ -150,17 +150,19 @@ class Algorithm(Choice):
         "with rounds has to name one.",
     )
     path: str | None = Field(
-        None, min_length=1, description="In place of `name` your own, as `my_file.py:attribute` or `module:attribute`."
+        None,
+        min_length=1,
+        description="Your own algorithm instead of `name`, as `my_file.py:attribute` or `module:attribute`.",
     )
     outer_optimizer: Choice = Field(
         default_factory=Choice,
-        description="`{name = …}` of `torch.optim`, `delayed_nesterov` or `yogi`, or `{path = …}`, and its arguments "
-        "(`lr`, `momentum`, …); what is left out is the algorithm's own.",
+        description="`{name = …}` of `torch.optim`, `delayed_nesterov` or `yogi`, or `{path = …}`, with its "
+        "arguments (`lr`, `momentum`, …). The algorithm provides the defaults.",
     )
     outer_lr_of: dict[str, Annotated[float, Field(gt=0)]] = Field(
         default_factory=dict,
-        description='Outer learning rates of some parameters, by their names: `{"head.*" = 0.3}`; of several patterns '
-        "that fit, the first.",
+        description='Outer learning rates of some parameters by name: `{"head.*" = 0.3}`. The first matching '
+        "pattern counts.",
     )
 
 
@@ -171,18 +173,19 @@ class DiLoCo(Group):
     num_fragments: int = Field(
         1,
         ge=1,
-        description="Parts of the model that are synchronised in turn, one every sync_every/num_fragments steps.",
+        description="Fragments of the model, synchronised in turn, one every sync_every/num_fragments steps.",
     )
     fragment_sync_delay: int = Field(
-        0, ge=0, description="Local steps between taking a fragment's update and merging its result: overlap (τ)."
+        0, ge=0, description="Local steps between forming a fragment's update and merging its result (τ)."
     )
     fragment_update_alpha: float = Field(
-        0.0, ge=0, le=1, description="Share of the local parameters that a merge keeps: 0 takes the global ones (α)."
+        0.0, ge=0, le=1, description="Share of the local parameters that a merge keeps (α); 0: take the global ones."
     )
-    max_inflight: int = Field(1, ge=1, description="Fragments of one worker that may be under way at a time.")
+    max_inflight: int = Field(1, ge=1, description="Fragments of one worker that may be in flight at once.")
     dynamic_local_steps: bool = Field(
         False,
-        description="Slower workers of an asynchronous run take fewer local steps: H·(their speed/the fastest) (DyLU).",
+        description="Let slower workers of an asynchronous run take fewer local steps: H·(their speed/the fastest) "
+        "(DyLU).",
     )
 
 
@@ -199,53 +202,57 @@ class Rounds(Group):
     min_sites: int | None = Field(
         None,
         ge=1,
-        description="A round never closes with fewer updates. By default a round of a federated algorithm needs all "
-        "`rounds.sites` (with `rounds.sample_fraction`: as many as are drawn of them); DiLoCo, an asynchronous run and "
-        "one with a quorum need 1.",
+        description="Smallest number of updates with which a round closes. Default: all `rounds.sites` (with "
+        "`rounds.sample_fraction`: the drawn ones) for federated algorithms; 1 for DiLoCo, asynchronous "
+        "runs and runs with a quorum.",
     )
-    quorum: int = Field(0, ge=0, description="Updates that suffice once the deadline has passed; 0: all expected.")
+    quorum: int = Field(0, ge=0, description="Updates that are enough after the deadline; 0: all expected.")
     deadline_s: float = Field(0.0, ge=0, description="Seconds after which a quorum closes a round; 0: never.")
     sample_fraction: float = Field(
-        1.0, gt=0, le=1, description="Share of the sites that a round asks for, drawn anew each round."
+        1.0, gt=0, le=1, description="Share of the sites that a round asks for, drawn anew in each round."
     )
-    sample_min: int = Field(1, ge=1, description="Sites that a round asks for at least.")
+    sample_min: int = Field(1, ge=1, description="Smallest number of sites that a round asks for.")
     sample_seed: int = Field(0, description="Seed of the draws.")
     best_metric: str | None = Field(
         None,
         min_length=1,
-        description="Metric by which the best version is kept as `best.safetensors`; a round's mean is credited to the "
+        description="Metric by which the best version is kept as `best.safetensors`. A round's mean belongs to the "
         "version that its workers pulled.",
     )
-    best_mode: Literal["max", "min"] = Field("max", description="Whether its largest or its smallest value is best.")
+    best_mode: Literal["max", "min"] = Field("max", description="Whether the largest or the smallest value is best.")
     early_stop_after: int = Field(
-        0, ge=0, description="End the run after so many rounds without a better value; 0: never."
+        0, ge=0, description="End the run after this many rounds without an improvement; 0: never."
     )
-    early_stop_min_delta: float = Field(0.0, ge=0, description="By how much more a value has to be better for that.")
+    early_stop_min_delta: float = Field(
+        0.0, ge=0, description="Smallest difference that counts as an improvement for early stopping."
+    )
 
 
 class Async(Group):
     """Rounds that wait for no site."""
 
     enabled: bool = Field(
-        False, description="Apply updates as they come; false: a round waits for the sites that it expects."
+        False, description="Apply updates as they arrive; false: a round waits for its expected sites."
     )
-    buffer_size: int = Field(1, ge=1, description="Updates that one asynchronous step is the mean of (FedBuff's K).")
+    buffer_size: int = Field(1, ge=1, description="Updates averaged in one asynchronous step (FedBuff's K).")
     grace_s: float = Field(
-        0.0, ge=0, description="Seconds that an asynchronous step waits for further updates; `inf`: for those of all."
+        0.0,
+        ge=0,
+        description="Seconds that an asynchronous step waits for further updates; `inf`: until all have arrived.",
     )
     max_staleness: int | None = Field(
-        None, ge=0, description="Refuse an update whose base is more than so many versions behind the head."
+        None, ge=0, description="Refuse updates with a base more than this many versions behind the head."
     )
     staleness_weight: str = Field(
         "constant",
-        description="By what an update that is s versions behind is multiplied: `constant` (1), `inverse_sqrt` "
-        "(1/√(1+s)), or `module:function` of your own, from s to a number above 0 and at most 1.",
+        description="Factor of an update that is s versions behind: `constant` (1), `inverse_sqrt` (1/√(1+s)), or "
+        "`module:function` from s to a number above 0 and at most 1.",
     )
-    sync_rounds_first: int = Field(
-        0, ge=0, description="Rounds of an asynchronous run that wait for all workers, before the others begin."
-    )
+    sync_rounds_first: int = Field(0, ge=0, description="Synchronous rounds at the start of an asynchronous run.")
     momentum_every: int = Field(
-        0, ge=0, description="Updates between two steps of momentum: delayed Nesterov's N; 0: every update has its own."
+        0,
+        ge=0,
+        description="Updates between two momentum steps (delayed Nesterov's N); 0: momentum acts on every update.",
     )
 
 
@@ -254,13 +261,11 @@ class Swarm(Group):
 
     enabled: bool = Field(
         False,
-        description="Aggregate each round on a worker, another one each time; tensors then travel between workers "
-        "alone.",
+        description="Aggregate each round on a different worker; tensors then travel only between workers.",
     )
     aggregators: tuple[str, ...] = Field(
         (),
-        description="Sites that aggregate the rounds, in turn; by default all of them, in an order that `run.seed` "
-        "decides.",
+        description="Sites that aggregate in turn. Default: all, in an order that depends on `run.seed`.",
     )
 
 
@@ -269,34 +274,37 @@ class Aggregation(Group):
 
     reducer: Choice = Field(
         default_factory=Choice,
-        description="How the updates of a round become one, `{name = …}` with its options: `mean`, `clipped_mean`, "
-        "`median`, `trimmed_mean`, `normalised_mean` (FedNova), or `{path = …}`; by default the algorithm's, the mean.",
+        description="How updates are combined, `{name = …}` with its options: `mean`, `clipped_mean`, `median`, "
+        "`trimmed_mean`, `normalised_mean` (FedNova), or `{path = …}`. Default: the algorithm's, "
+        "usually the mean.",
     )
     aggregator: Choice = Field(
         default_factory=Choice,
-        description="An aggregator of your own in place of the reducer, `{path = …}` and its keyword arguments.",
+        description="Your own aggregator instead of the reducer, `{path = …}` and its keyword arguments.",
     )
     aggregator_timeout_s: float = Field(
         600.0,
         ge=0,
-        description="Seconds in which the aggregator neither reads nor gives a tensor, after which the server takes "
-        "it to hang: it ends the aggregator, and the run fails; 0: no limit.",
+        description="Seconds without progress after which the server ends the aggregator, and the run fails; 0: no "
+        "limit.",
     )
     max_kept_updates: int = Field(
-        32, ge=0, description="Updates of earlier rounds, on disk, that the aggregator may keep; then the oldest go."
+        32,
+        ge=0,
+        description="Updates of earlier rounds that the aggregator may keep on disk; beyond it the oldest are removed.",
     )
     upload_codec: Choice = Field(
         default_factory=Choice,
-        description="How updates travel, `{name = …}` with its options: `none`, `bf16`, `int8`, `int4`, `topk` (with "
-        "`density`), or `{path = …}`; by default bf16 for DiLoCo, else none.",
+        description="Encoding of updates, `{name = …}` with its options: `none`, `bf16`, `int8`, `int4`, `topk` "
+        "(with `density`), or `{path = …}`. Default: bf16 for DiLoCo, else none.",
     )
     download_codec: Choice = Field(
         default_factory=Choice,
-        description="How versions travel to the workers, as differences from what they hold: `{name = …}` with its "
-        "options, `int8`, `int4`, …; by default `none`: whole.",
+        description="Encoding of versions as differences, `{name = …}` with its options: `int8`, `int4`, …. "
+        "Default: `none`, whole versions.",
     )
-    max_update_norm: float = Field(1e12, ge=0, description="Refuse an update whose L2 norm is larger; 0: no limit.")
-    max_weight: float = Field(1e12, gt=0, description="Refuse an update with a larger weight.")
+    max_update_norm: float = Field(1e12, ge=0, description="Refuse updates with a larger L2 norm; 0: no limit.")
+    max_weight: float = Field(1e12, gt=0, description="Refuse updates with a larger weight.")
 
 
 class Workflow(Group):
@@ -304,101 +312,94 @@ class Workflow(Group):
 
     function: str | None = Field(
         None,
-        description="A function that sends tasks to the sites and collects results, in place of rounds, as "
-        "`my_file.py:attribute` or `module:attribute`; it is called with a `controller`.",
+        description="Function that sends tasks to sites and collects answers, instead of rounds: "
+        "`my_file.py:attribute` or `module:attribute`. It is called with a `controller`.",
     )
     steps: tuple[dict[str, Any], ...] = Field(
         (),
         description="What the run does, in this order: tables `{kind}` with `train` (the rounds) or "
-        "`cross_site_evaluation`, or `{path, args}` with a function of your own, each with `start_timeout_s` and "
-        "`progress_timeout_s`; by default the rounds alone.",
+        "`cross_site_evaluation`, or `{path, args}` for your own function, each with optional "
+        "`start_timeout_s` and `progress_timeout_s`. Default: the rounds.",
     )
     components: tuple[dict[str, Any], ...] = Field(
         (),
-        description="Parts that workflows, filters, the aggregator and the persistor refer to as `@id`: tables "
+        description="Objects that workflows, filters, the aggregator and the persistor refer to as `@id`: tables "
         "`{id, path, args}`.",
     )
     payload_filters: tuple[dict[str, Any], ...] = Field(
         (),
-        description="What payloads of tasks pass through at the server before they are sent to a site; tables as those "
-        "of `workflow.result_filters`. A run with rounds has none.",
+        description="Filters of the server on payloads of tasks; tables like those of `workflow.result_filters`. "
+        "Not for runs that only have rounds.",
     )
     result_filters: tuple[dict[str, Any], ...] = Field(
         (),
-        description="What updates pass through at the server before they are aggregated, and answers to tasks before "
-        "the workflow has them, in this order: tables `{path, args, sites, tasks}`, where `path` is `drop`, "
-        "`norm_clip`, `cast` or `module:attribute` of your own, `args` its arguments, `sites` whose updates or "
-        "answers, by default those of all, and `tasks` the names of a workflow's tasks, by default all.",
+        description="Filters of the server on updates and on answers to tasks, in this order: tables `{path, args, "
+        "sites, tasks}`. `path` is `drop`, `norm_clip`, `cast` or your own `module:attribute`, `args` "
+        "its arguments, `sites` and `tasks` limit it to these names.",
     )
     streamed_tasks: tuple[str, ...] = Field(
-        ("train",), description="Tasks whose tensors are streamed in parts; those of others travel inline, in one go."
+        ("train",), description="Tasks with tensors streamed in parts; tensors of other tasks travel inline."
     )
     tensor_part_bytes: ChunkBytes = Field(
         CHUNK_BYTES,
-        description="Bytes of a part of what tasks, their answers and `atoll.objects.publish` stream of torch tensors: "
-        "65536 to 16777216, a multiple of 64; 0: torch tensors travel inline, in one go.",
+        description="Part size of streamed torch tensors in tasks, answers and `atoll.objects.publish`: 65536 to "
+        "16777216, a multiple of 64; 0: inline.",
     )
-    array_part_bytes: ChunkBytes = Field(
-        CHUNK_BYTES, description="The same for NumPy arrays; 0: NumPy arrays travel inline, whatever torch tensors do."
-    )
+    array_part_bytes: ChunkBytes = Field(CHUNK_BYTES, description="The same for NumPy arrays; 0: inline.")
 
 
 class Network(Group):
     """How workers reach the server."""
 
-    host: str = Field("127.0.0.1", description="Address to listen on; anything but loopback needs TLS and a token.")
+    host: str = Field("127.0.0.1", description="Address to listen on; any other than loopback needs TLS and a token.")
     port: int | None = Field(
-        None, ge=0, le=65535, description="By default 8512, or the first free one after it; 0: any free one."
+        None, ge=0, le=65535, description="Port to listen on; 0: any free one. Default: 8512 or the next free one."
     )
     tls_cert: Path | None = Field(None, description="Certificate chain (PEM).")
-    tls_key: Path | None = Field(None, description="Its private key (PEM, mode 0600).")
-    token_file: Path | None = Field(None, description="File (mode 0600) with the bearer token; or ATOLL_TOKEN.")
+    tls_key: Path | None = Field(None, description="Private key of the certificate (PEM, mode 0600).")
+    token_file: Path | None = Field(None, description="File (mode 0600) with the bearer token; or set ATOLL_TOKEN.")
     insecure: bool = Field(False, description="Listen beyond loopback without TLS or without a token.")
     heartbeat_interval_s: float = Field(30.0, ge=0, description="Seconds between two heartbeats; 0: none.")
     heartbeat_timeout_s: float = Field(
-        120.0, ge=0, description="Silence after which a worker is declared dead; 0: never."
+        120.0, ge=0, description="Seconds of silence after which a worker is declared dead; 0: never."
     )
     waiting_heartbeat_s: float = Field(
         5.0,
         gt=0,
-        description="While a call of a worker is unanswered, it sends a heartbeat every so many seconds; two in a row "
-        "that stay unanswered end the call, and so does an unanswered one that an answered one follows.",
+        description="Seconds between heartbeats during an unanswered call of a worker. Two unanswered heartbeats in "
+        "a row end the call; so does one unanswered heartbeat followed by an answered one.",
     )
     idle_timeout_s: float = Field(
-        IDLE_TIMEOUT_S, gt=0, description="A transfer that moves no byte for so long has failed."
+        IDLE_TIMEOUT_S, gt=0, description="Seconds without a byte after which a transfer has failed."
     )
-    connections: int = Field(2, ge=1, le=64, description="Parallel connections a worker uses for tensors.")
-    part_bytes: int = Field(16 * 2**20, ge=2**16, le=16 * 2**20, description="The most bytes of one part.")
+    connections: int = Field(2, ge=1, le=64, description="Parallel connections of a worker for tensors.")
+    part_bytes: int = Field(16 * 2**20, ge=2**16, le=16 * 2**20, description="Largest size of a part.")
 
 
 class Disk(Group):
     """What the server keeps, and where."""
 
-    state_dir: Path = Field(
-        Path("atoll-run"), description="Folder of the journal and the slots; by default beside the run file."
-    )
-    export_dir: Path | None = Field(
-        None, description="Folder for what people open; by default `exports` in `disk.state_dir`."
-    )
-    export_every: int = Field(0, ge=0, description="Export the model every so many rounds; 0: at the end only.")
+    state_dir: Path = Field(Path("atoll-run"), description="Folder of the run's state. Default: beside the run file.")
+    export_dir: Path | None = Field(None, description="Folder of exports. Default: `exports` in `disk.state_dir`.")
+    export_every: int = Field(0, ge=0, description="Export the model every this many rounds; 0: only at the end.")
     in_files: bool = Field(
         True, description="Keep updates and versions in files; false: in memory, and the run ends with its server."
     )
     durability: Literal["process", "power"] = Field(
-        "process", description="What an acknowledged update survives: the server being killed, or a power loss."
+        "process", description="What an acknowledged update survives: a kill of the server, or a power loss."
     )
     keep_versions: int = Field(2, ge=1, description="Versions kept for slow readers.")
     max_pinned_versions: int = Field(
-        4, ge=1, description="Further versions that slow pulls may hold; then the oldest is revoked."
+        4, ge=1, description="Further versions that slow pulls may hold; beyond it the oldest is removed."
     )
     objects_max_bytes: int = Field(
-        64 * 2**30, ge=0, description="The most bytes of published objects that the server keeps at a time; 0: none."
+        64 * 2**30, ge=0, description="Largest total size of published objects at the server; 0: none."
     )
-    objects_expire_s: float = Field(
-        86400.0, gt=0, description="The longest that the server keeps a published object, whatever its publisher asks."
-    )
+    objects_expire_s: float = Field(86400.0, gt=0, description="Longest time that the server keeps a published object.")
     min_free_bytes: int = Field(
-        256 * 2**20, ge=0, description="Refuse uploads (507), and send no payload, when less disk than this is free."
+        256 * 2**20,
+        ge=0,
+        description="Free disk space below which the server refuses uploads (507) and sends no payload.",
     )
 
 
