@@ -123,7 +123,7 @@ class InitialModel:
         path = model.get("class_path") if isinstance(model, Mapping) else model
         if isinstance(path, str) and path.startswith("__main__"):
             raise UsageError(
-                f"model is {path!r}: the server is another program, whose __main__ is not this script.",
+                f"model is {path!r}: the server is another program with another __main__.",
                 "Put the model into a module of its own, which the train script imports, too.",
             )
         if checkpoint is not None and isinstance(model, str) and ":" not in model:
