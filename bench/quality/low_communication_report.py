@@ -75,9 +75,9 @@ def report(runs: Runs, tuning: Tuning, settings: dict[str, Any], folder: Path) -
     )
 
 
-TEXT = f"""Loss in nats per byte of the global model on text that no worker has, against data-parallel training on the
-same seeds (with Muon where the way has Muon), each way at its own best inner learning rate; ± is the standard error of
-the mean over the seeds. Bytes are
+TEXT = f"""Loss in nats per byte of the global model on text that no worker has. Each method runs at its own best
+inner learning rate and is compared with data-parallel training on the same seeds (with Muon if the method uses
+Muon); ± is the standard error of the mean over the seeds. Bytes are
 those of updates and versions of all four workers together, counted where they are sent and received, without headers
 and messages: about 4 kB for each exchange of a worker, whatever the model, which with int4 and a model so small would
 be an eighth more. "Fewer bytes" counts both
