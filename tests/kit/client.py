@@ -8,7 +8,6 @@ from typing import Any
 from torch import nn
 
 import atoll
-from atoll.worker.training.federated_loop import Round, Worker
 
 
 class Client:
@@ -20,9 +19,10 @@ class Client:
 
     def __init__(self, server: str, site: str | None = None, **options: Any) -> None:
         self._given = {"server": server, "site": site, **options}
+        self.round: Any = None  # what `next_round` gave
 
     @cached_property
-    def worker(self) -> Worker:
+    def worker(self) -> Any:
         """The worker, which has joined."""
         return atoll.join(**self._given)
 
@@ -43,19 +43,13 @@ class Client:
             vars(self).pop("worker").leave(error)
 
     @property
-    def round(self) -> Round:
-        """The round that `next_round` gave."""
-        assert self.worker._round is not None
-        return self.worker._round
-
-    @property
     def _place(self) -> Any:
         return self.worker._place
 
     def next_round(self, wait_s: float | None = None) -> int | None:
         """Wait for a round; its number."""
-        found = self.worker.next_round(wait_s)
-        return found.number if found is not None else None
+        self.round = self.worker.next_round(wait_s)
+        return self.round.number if self.round is not None else None
 
     def pull(self, into: Any = None, framework: Any = "torch") -> dict[str, Any]:
         """The version that the round starts from, in new tensors or in those of `into`."""

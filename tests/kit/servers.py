@@ -10,7 +10,6 @@ from typing import Any
 from torch import nn
 
 import atoll
-from atoll.config.run_file import merged
 from atoll.testing import run
 from kit.models import SITES, build_model
 
@@ -29,7 +28,7 @@ SETTINGS: dict[str, Any] = {
 }
 """With outer momentum and unequal weights, a lost, doubled or reordered update changes the result."""
 
-ENDLESS: dict[str, Any] = {"algorithm": {"name": "diloco"}, "rounds.total": 0}
+ENDLESS: dict[str, Any] = {"algorithm.name": "diloco", "rounds.total": 0}
 """DiLoCo, until it is stopped."""
 
 PLAIN: dict[str, Any] = {"algorithm.name": "fedavg", "network.port": 0, "disk.min_free_bytes": 0}
@@ -61,7 +60,10 @@ def new_server(*given: Any, **options: Any) -> atoll.Server:
     options = long(options)
     settings = {key: value for key, value in options.items() if "." in key}
     others = {key: value for key, value in options.items() if key not in settings}
-    return atoll.Server(*given, settings=merged(settings, merged(ENDLESS)), **others)
+    endless = {
+        key: value for key, value in ENDLESS.items() if "algorithm.path" not in settings or key == "rounds.total"
+    }
+    return atoll.Server(*given, settings=endless | settings, **others)
 
 
 def plain_server(folder: Path, model: Any = None, **options: Any) -> atoll.Server:
