@@ -39,6 +39,7 @@ check: $(VENV)/.test
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/python tools/plain_words.py
 
 bench: $(VENV)/.demo
 	$(BIN)/python bench/round.py --gb $(GB) --workers $(WORKERS) --rounds $(ROUNDS)

@@ -1,4 +1,4 @@
-"""The package's shape, read from its source: what each room imports, what is never called, what is free of torch.
+"""The package's shape, read from its source: imports, sizes, names of files, dangerous calls, imports of torch.
 
 The checks are functions of a folder, so that the tests can also plant what they are there to find.
 """
@@ -8,10 +8,15 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
+
+from size import sizes
 
 PACKAGE = Path(__file__).parents[1] / "src" / "atoll"
 
@@ -73,6 +78,52 @@ LIGHT: dict[str, set[str]] = {
     "atoll.protocol.routes": {"torch", "aiohttp"},
 }
 """Module → what its import must not bring: `atoll status` answers before torch would be imported."""
+
+HTTP_LIBRARIES = {"aiohttp", "http", "ssl", "urllib3"}
+KNOWS_HTTP = ("transport/", "server/http/", "worker/session/http")
+"""Where HTTP libraries may be imported, by the beginning of the path; everything else speaks to a port."""
+
+FORBIDDEN_PAIRS = [
+    ("server/coordinator/", "atoll.server.http"),
+    ("server/", "atoll.worker"),
+    ("worker/", "atoll.server"),
+]
+"""Path → module that it never imports, although LAYERS would let it."""
+
+LINES: dict[str, int] = {
+    ".": 930,
+    "aggregation": 1_150,
+    "algorithms": 830,
+    "blobs": 450,
+    "cli": 1_630,
+    "cli/templates": 80,
+    "codecs": 440,
+    "config": 1_080,
+    "filters": 280,
+    "integrations": 970,
+    "outer_optimizers": 400,
+    "protocol": 1_140,
+    "recipes": 830,
+    "reducers": 230,
+    "rounds": 1_100,
+    "server": 980,
+    "server/coordinator": 2_230,
+    "server/http": 580,
+    "server/swarm": 610,
+    "server/tasks": 1_620,
+    "simulate": 1_690,
+    "store": 2_540,
+    "tensors": 1_890,
+    "testing": 700,
+    "transport": 2_440,
+    "worker": 250,
+    "worker/exchange": 2_120,
+    "worker/peer": 780,
+    "worker/session": 880,
+    "worker/tasks": 550,
+    "worker/training": 1_620,
+}
+"""Folder → code lines that it may have. Raise one only in a commit that says what the reader gets for it."""
 
 
 def sources(package: Path) -> Iterator[tuple[Path, ast.Module]]:
@@ -142,6 +193,29 @@ def dangerous_calls(package: Path) -> list[str]:
             elif isinstance(node, ast.keyword) and node.arg == "allow_pickle":
                 found.append(f"{path}:{node.value.lineno}: allow_pickle")
     return found
+
+
+def forbidden_imports(package: Path) -> list[str]:
+    """Imports of HTTP libraries outside their rooms, of forbidden pairs and of another room's private names."""
+    found = []
+    for path, tree in sources(package):
+        for line, name in imported_modules(path, tree):
+            parts = name.split(".")
+            if parts[0] in HTTP_LIBRARIES and not path.as_posix().startswith(KNOWS_HTTP):
+                found.append(f"{path}:{line}: {name} is for {', '.join(KNOWS_HTTP)}")
+            for start, module in FORBIDDEN_PAIRS:
+                if path.as_posix().startswith(start) and f"{name}.".startswith(f"{module}."):
+                    found.append(f"{path}:{line}: {start} imports {name}")
+            private = parts[-1].startswith("_") and not parts[-1].startswith("__") and parts[-1] != "_version"
+            if parts[0] == "atoll" and private:
+                found.append(f"{path}:{line}: {name} is private")
+    return found
+
+
+def shared_file_names(package: Path) -> list[str]:
+    """File names that two files of the package have; `base` and `__init__` may be shared."""
+    names = Counter(path.name for path, _ in sources(package))
+    return sorted(name for name, count in names.items() if count > 1 and name not in ("base.py", "__init__.py"))
 
 
 def import_edges(package: Path) -> dict[str, set[str]]:
@@ -246,6 +320,42 @@ def test_a_right_import_is_not_complained_of(tmp_path: Path) -> None:
     )
     plant(tmp_path, "cli/main.py", "import atoll\nfrom atoll import Server\nfrom atoll.recipes import fedavg")
     assert wrong_imports(tmp_path) == []
+
+
+def test_no_import_crosses_a_border() -> None:
+    assert forbidden_imports(PACKAGE) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "expected"),
+    [
+        ("store/store.py", "def f():\n    import aiohttp.web", "aiohttp.web is for transport/"),
+        ("worker/session/session.py", "from http.client import HTTPException", "http.client.HTTPException is for"),
+        ("server/coordinator/roster.py", "from atoll.server.http import app", "imports atoll.server.http.app"),
+        ("server/startup.py", "from atoll.worker.session import session", "imports atoll.worker.session.session"),
+        ("store/store.py", "from atoll.tensors.layout import _offset", "atoll.tensors.layout._offset is private"),
+    ],
+)
+def test_an_import_across_a_border_is_found(tmp_path: Path, name: str, text: str, expected: str) -> None:
+    (complaint,) = forbidden_imports(plant(tmp_path, name, text))
+    assert complaint.startswith(f"{name}:")
+    assert expected in complaint
+
+
+def test_no_two_files_share_a_name(tmp_path: Path) -> None:
+    assert shared_file_names(PACKAGE) == []
+    plant(tmp_path, "codecs/base.py", "")
+    plant(tmp_path, "reducers/base.py", "")
+    plant(tmp_path, "worker/client.py", "")
+    assert shared_file_names(plant(tmp_path, "simulate/client.py", "")) == ["client.py"]
+
+
+def test_each_folder_keeps_its_budget_of_lines(tmp_path: Path) -> None:
+    lines, _ = sizes(PACKAGE, depth=2)
+    assert set(LINES) == set(lines)
+    assert [f"{folder}: {lines[folder]} of {most}" for folder, most in LINES.items() if lines[folder] > most] == []
+    plant(tmp_path, "store/a.py", '"""Two lines\nof docstring."""\n\n# a comment\nx = (\n    1,\n)\n')
+    assert sizes(tmp_path)[0] == {"store": 3}
 
 
 def test_no_modules_import_each_other() -> None:

@@ -102,5 +102,5 @@ def write_note(path: Path, note: Any) -> None:
     except OSError as error:
         raise StoreError(
             f"{path} cannot be written ({error.strerror}).",
-            "Look at the disk. A worker whose folder was removed has to be started again: it pulls anew.",
+            "Look at the disk. If a worker's folder was removed, start that worker again: it pulls anew.",
         ) from error

@@ -120,7 +120,7 @@ class DiLoCoSites(Threads):
         loops: site → its `atoll.DiLoCo`.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 (options, by keyword)
         self,
         url: str,
         folder: Path,

@@ -262,5 +262,5 @@ def test_tampering_with_the_audit_log_is_found(store: Store, tampering: str, ent
     play_round(store, 0)
     with store.journal.transaction():
         store.journal.execute(tampering)
-    with pytest.raises(StateCorrupt, match=f"entry {entry}"):
+    with pytest.raises(StateCorrupt, match=f"broken at entry {entry}"):
         everything(store.journal, store.directory, None)

@@ -80,6 +80,6 @@ def test_other_workflows_than_those_that_have_ended_are_refused(nursery: Nursery
     write_run(tmp_path, '[[workflow.steps]]\npath = "flow.py:never"\n', **{"rounds.total": None})
     refused = start_server(nursery, tmp_path, port)
     assert refused.wait(30) == 2
-    assert "has a run whose workflow 1 was 'flow.py:noted' and has ended, this start says 'flow.py:never'" in (
+    assert "has a run with 'flow.py:noted' as workflow 1, which has ended; this start says 'flow.py:never'" in (
         refused.output()
     )

@@ -30,7 +30,9 @@ LOG = logging.getLogger("atoll.cli")
 def command(
     run_file: Annotated[
         Path | None,
-        typer.Argument(help="Run file whose state directory has the models.", show_default=False, metavar="[RUN.TOML]"),
+        typer.Argument(
+            help="Run file of the run; its state directory has the models.", show_default=False, metavar="[RUN.TOML]"
+        ),
     ] = None,
     server: Annotated[
         str | None,

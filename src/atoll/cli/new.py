@@ -57,7 +57,7 @@ LOW_COMMUNICATION = (
 """Of runs that count local steps: docs/low-communication.md."""
 
 SIMULATED = ("run.script",)
-"""Of runs whose sites train by rounds: what `atoll simulate` runs."""
+"""Lines for runs that train by rounds, which `atoll simulate` can run, too."""
 
 ALGORITHMS = registry.TABLES["algorithms"]
 

@@ -43,7 +43,7 @@ LOG = logging.getLogger("atoll.cli")
 CONTEXT: dict[str, Any] = {"help_option_names": ["-h", "--help"]}
 
 REMIND_S = 15.0
-"""How long somebody is awaited before the server says so; the first pause until it says so again."""
+"""Wait this long before the first line about missing sites; also the first pause between two such lines."""
 LONGEST_REMIND_S = 600.0
 
 
@@ -89,17 +89,19 @@ def run_until_finished(settings: Settings) -> None:
         if settings.model.source is not None:
             folder = shlex.quote(str(settings.disk.state_dir))
             so_far = f"; the model so far: atoll export model.safetensors --dir {folder}"
-        gc.freeze()  # a full collection would look at all that torch has imported, and hold everybody up for 0.2 s
+        gc.freeze()  # a full collection looks at all that torch has imported, and stops all requests for 0.2 s
         _announce(server, settings)
         _watch(server)
         seconds = time.monotonic() - begin
-        server.run()  # stays for workers that have not taken the result yet, whose bytes count, too
+        server.run()  # stays until workers have fetched the result; those bytes count, too
         LOG.info("%s", _summary(server, seconds))
     except (KeyboardInterrupt, Terminated) as asked:
         server.stop()
         if server.finished:
             LOG.info("%s", _summary(server, time.monotonic() - begin))
-            LOG.info("stopping; who has not taken the result yet gets it when the same command is started again")
+            LOG.info(
+                "stopping; a site that has not fetched the result yet gets it when the same command is started again"
+            )
             return
         LOG.info("stopping; the same command goes on from where the run is%s", so_far)
         if isinstance(asked, KeyboardInterrupt):
@@ -140,7 +142,7 @@ def _announce(server: Server, settings: Settings) -> None:
 
 
 def _watch(server: Server) -> None:
-    """Until the run is finished: on a terminal what `atoll status --watch` shows, else a line about who is awaited."""
+    """Show progress until the run is finished: on a terminal as `atoll status --watch`, else lines on missing sites."""
     if sys.stdout.isatty():
         with live_table(server.status(), server.url) as show:
             while not server.wait(WATCH_S):
@@ -163,7 +165,7 @@ def _has_rounds(settings: Settings) -> bool:
 
 
 class Reminder:
-    """When to say whom the run waits for: the same again after twice the pause, up to `LONGEST_REMIND_S`."""
+    """When to name the missing sites: the same ones again after twice the pause, up to `LONGEST_REMIND_S`."""
 
     def __init__(self, now_s: float) -> None:
         self._said_s, self._pause_s = now_s, REMIND_S

@@ -1,4 +1,4 @@
-"""`atoll simulate`: a run whose workers are virtual, on this machine or on Ray."""
+"""`atoll simulate`: a run with simulated sites, on this machine or on Ray."""
 
 from __future__ import annotations
 

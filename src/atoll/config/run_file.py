@@ -57,7 +57,7 @@ FOLDERS = ("network.tls_cert", "network.tls_key", "network.token_file", "disk.st
 CODE = ("algorithm", "algorithm.outer_optimizer", "aggregation.reducer", "aggregation.aggregator", "model.persistor")
 FILTERS = ("workflow.result_filters", "workflow.payload_filters")
 TABLES = (*FILTERS, "workflow.steps", "workflow.components")
-"""Settings with paths: files and folders; tables whose `path` names code; lists of such tables."""
+"""Settings with paths: files and folders; tables with a `path` that names code; lists of such tables."""
 
 
 # -- keys and values
@@ -70,7 +70,7 @@ def merged(values: Mapping[str, Any], onto: Mapping[str, Any] | None = None) -> 
     `path` takes the place of a `name`, and the other way round.
 
     Args:
-        onto: nested tables, whose values give way.
+        onto: nested tables; their values give way.
     """
     tree = dict(onto or {})
     chosen = {tuple(key.split(".")): value for key, value in flat(values).items()}

@@ -212,7 +212,7 @@ def with_components(tables: Mapping[str, Any]) -> dict[str, Any]:
             found = component_at(table["path"], components, f"{group}.{key}")
             if len(table) > 1:
                 raise ConfigError(
-                    f"{group}.{key} is {dict(table)!r}, whose path is a component with args of its own.",
+                    f"{group}.{key} is {dict(table)!r}, but its path is a component with args of its own.",
                     "Give the arguments at the component.",
                 )
             groups[group][key] = {**found.args, "path": found.path}
@@ -225,6 +225,6 @@ def _filter(entry: Any, components: Mapping[str, Component], key: str) -> Any:
     found = component_at(entry["path"], components, key)
     if entry.get("args"):
         raise ConfigError(
-            f"{key} has {dict(entry)!r}, whose path is a component with args of its own.", "Leave args out here."
+            f"{key} has {dict(entry)!r}, but its path is a component with args of its own.", "Leave args out here."
         )
     return {**entry, "path": found.path, "args": dict(found.args)}

@@ -59,7 +59,7 @@ def adapter(model: PeftModel, name: str | None = None) -> nn.Module:
         if id(tensor) not in held:
             raise UsageError(
                 f"{path!r} is computed when the adapter is saved, not held by the model.",
-                "Atoll trains adapters whose tensors are parameters: LoRA and its relatives.",
+                "Atoll trains adapters that consist of parameters: LoRA and its relatives.",
             )
         _place(root, path, tensor)
 

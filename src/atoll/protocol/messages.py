@@ -72,7 +72,7 @@ class Problem(BaseModel):
     """What went wrong: the body of every answer that is not 2xx."""
 
     code: str = Field(description="A stable word for the kind of error; see docs/reference.")
-    message: Shown = Field(description="Who erred and with which value.")
+    message: Shown = Field(description="What is wrong, and the value.")
     remedy: Shown = Field("", description="What to do about it.")
     retry_after_s: float | None = Field(None, description="When to ask again, where that helps.")
 
@@ -351,7 +351,7 @@ class Complete(Message):
 class Receipt(Message):
     """The update is in the journal; the same request gets the same receipt."""
 
-    accepted: bool = Field(True, description="False in a swarm whose aggregating worker has not pulled it yet.")
+    accepted: bool = Field(True, description="False in a swarm until the aggregating worker has pulled it.")
     unpulled: bool = Field(False, description="It was tried and did not work out; to be offered anew.")
     ticket: Count
     digest: Hex32

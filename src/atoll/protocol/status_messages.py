@@ -75,8 +75,8 @@ class PlaceStatus(Message):
 
     aggregator: str = Field(description="The worker that reduces the round; empty if none can.")
     checker: str = Field(description="The worker that checks the next version.")
-    holders: list[str] = Field(description="Who has the newest version and the outer state beside it.")
-    collected: list[str] = Field(description="Whose updates the aggregating worker has.")
+    holders: list[str] = Field(description="Workers that have the newest version and the outer state beside it.")
+    collected: list[str] = Field(description="Workers with an update that the aggregating worker has.")
 
 
 class FragmentStatus(Message):
@@ -94,7 +94,7 @@ class BestStatus(Message):
     metric: str
     mode: Literal["max", "min"]
     version: Count | None = Field(None, description="Null: no round has reported the metric yet.")
-    round: Count | None = Field(None, description="Whose workers pulled and measured it.")
+    round: Count | None = Field(None, description="The round of the workers that pulled and measured it.")
     value: float | None = None
     stale: Count = Field(0, description="Measurements since the last improvement, by `early_stop_min_delta`.")
     file: str = Field("", description="Where the server keeps it; empty while it is not written.")

@@ -25,7 +25,7 @@ class FedAvgRecipe(Recipe):
 @public_api
 @dataclass(eq=False)
 class FedProxRecipe(Recipe):
-    """FedAvg whose sites are drawn towards the global model.
+    """FedAvg with a term that draws each site towards the global model.
 
     Args:
         mu: how strongly, μ; the paper's best lie between 0.001 and 1.
@@ -74,7 +74,7 @@ class FedOptRecipe(Recipe):
 @public_api
 @dataclass(eq=False)
 class ScaffoldRecipe(Recipe):
-    """SCAFFOLD: sites correct their steps by where all of them go; for sites whose data differ much.
+    """SCAFFOLD: each site corrects its steps by the mean direction of all; for sites with very different data.
 
     Args:
         server_lr: η_g; by default 1.

@@ -46,27 +46,27 @@ class Strict(metaclass=_Strict):
     """A class that refuses an unknown argument with the nearest one that it has, and names those that are missing."""
 
 
-def require_number(who: object, name: str, value: object, least: int) -> None:
+def require_number(owner: object, name: str, value: object, least: int) -> None:
     """Refuse a value that is not a whole number of at least `least`.
 
     Raises:
         UsageError: the argument is named.
     """
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise UsageError(f"{type(who).__name__}: {name} is {value!r}.", f"Give a whole number, at least {least}.")
+        raise UsageError(f"{type(owner).__name__}: {name} is {value!r}.", f"Give a whole number, at least {least}.")
 
 
-def require_path(who: object, name: str, value: object) -> None:
+def require_path(owner: object, name: str, value: object) -> None:
     """Refuse a value that is not a path.
 
     Raises:
         UsageError: the argument is named.
     """
     if not isinstance(value, str | Path):
-        raise UsageError(f"{type(who).__name__}: {name} is {value!r}.", "Give a path, as text or a pathlib.Path.")
+        raise UsageError(f"{type(owner).__name__}: {name} is {value!r}.", "Give a path, as text or a pathlib.Path.")
 
 
-def script_arguments(who: object, given: object) -> list[str]:
+def script_arguments(owner: object, given: object) -> list[str]:
     """Return `train_args` as a list.
 
     Raises:
@@ -77,23 +77,26 @@ def script_arguments(who: object, given: object) -> list[str]:
             return shlex.split(given)
         except ValueError as error:
             raise UsageError(
-                f"{type(who).__name__}: train_args is {given!r}: {str(error).lower()}.",
+                f"{type(owner).__name__}: train_args is {given!r}: {str(error).lower()}.",
                 "Quote it as for a shell, or give a list.",
             ) from None
     if isinstance(given, Sequence) and not isinstance(given, bytes | bytearray):
         return [str(each) for each in given]
     raise UsageError(
-        f"{type(who).__name__}: train_args is {given!r}.", 'Give one text, "--epochs 2", or a list, ["--epochs", "2"].'
+        f"{type(owner).__name__}: train_args is {given!r}.",
+        'Give one text, "--epochs 2", or a list, ["--epochs", "2"].',
     )
 
 
-def _unknown(who: str, name: str, value: Any, known: Sequence[str]) -> UsageError:
+def _unknown(owner: str, name: str, value: Any, known: Sequence[str]) -> UsageError:
     if (key := next((each for each in FIELDS if each.endswith(f".{name}")), "")) and name not in known:
         return UsageError(
-            f"{who} has no argument {name!r}, which is the setting {key} of the run file.",
+            f"{owner} has no argument {name!r}, which is the setting {key} of the run file.",
             f"Choose it with recipe.add_server_config({{{key!r}: {value!r}}}).",
         )
-    return UsageError(f"{who} has no argument {name!r}.", registry.nearest(name, known, f"It has {', '.join(known)}."))
+    return UsageError(
+        f"{owner} has no argument {name!r}.", registry.nearest(name, known, f"It has {', '.join(known)}.")
+    )
 
 
 INITIAL_FILE = "initial.safetensors"
@@ -329,10 +332,10 @@ class Recipe(Strict):
         settings = flat(config)
         for key in settings:
             if key in fixed:
-                who = type(self).__name__
+                owner = type(self).__name__
                 argument = ARGUMENTS.get(key)
                 raise UsageError(
-                    f"add_server_config got {key!r}, which {who} decides.",
+                    f"add_server_config got {key!r}, which {owner} decides.",
                     f"It is its argument {argument!r}."
                     if argument
                     else "See its other arguments, or take another one.",
@@ -356,14 +359,14 @@ class Recipe(Strict):
         Raises:
             ConfigError: a value is wrong, or contradicts another, or the algorithm does not take it.
         """
-        who = type(self).__name__
-        source = {key: f"{who}, {argument}" for key, argument in ARGUMENTS.items()}
-        source |= dict.fromkeys(self.choices(), who) | dict.fromkeys(self._config, "add_server_config")
+        owner = type(self).__name__
+        source = {key: f"{owner}, {argument}" for key, argument in ARGUMENTS.items()}
+        source |= dict.fromkeys(self.choices(), owner) | dict.fromkeys(self._config, "add_server_config")
         settings = Settings.build(self._values(sites, folder), source)
         try:
             resolve(settings)
         except ConfigError as error:
-            raise ConfigError(f"{who}: {error.message}", error.remedy, error.trace) from error
+            raise ConfigError(f"{owner}: {error.message}", error.remedy, error.trace) from error
         return settings
 
     def _values(self, sites: int | None, folder: Path) -> dict[str, Any]:

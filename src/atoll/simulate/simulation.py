@@ -101,7 +101,7 @@ class Simulation:
         UsageError: another process cannot find the script.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 (options, by keyword)
         self,
         model: nn.Module | Tensors | str | None = None,
         settings: Settings | Mapping[str, Any] | None = None,

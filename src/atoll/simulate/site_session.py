@@ -149,7 +149,7 @@ class JobFiles:
 
 
 class JobChannel:
-    """The calls of a simulated site in one round, whose answers its process knows already. A `Channel`.
+    """The calls of a simulated site in one round; its process knows the answers already. A `Channel`.
 
     Args:
         shared: of its process.

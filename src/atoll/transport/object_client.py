@@ -169,7 +169,7 @@ class Publisher:
     """
 
     @public_api
-    def __init__(
+    def __init__(  # noqa: PLR0913 (options, by keyword)
         self,
         host: str = "127.0.0.1",
         port: int = 0,

@@ -237,7 +237,7 @@ class ObjectHost:
         ConfigError: the address needs TLS, or is not this machine's. PortInUse: the port is taken.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 (options, by keyword)
         self,
         host: str,
         port: int,

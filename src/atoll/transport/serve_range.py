@@ -59,7 +59,7 @@ def _bounded(digits: str) -> int:
     return int(digits) if len(digits) < len(str(BEYOND_BYTES)) else BEYOND_BYTES
 
 
-async def serve_file(
+async def serve_file(  # noqa: PLR0913 (options, by keyword)
     request: web.Request,
     fd: int,
     nbytes: int,

@@ -74,7 +74,7 @@ class TaskFilters:
             raise ConfigError(
                 f"workflow.result_filters name the tasks {', '.join(self.results.tasks)}, and a run of rounds has "
                 "none.",
-                "Leave tasks out; sites says whose updates are filtered.",
+                "Leave tasks out; sites names the sites with filtered updates.",
             )
 
     def warn_of_strangers(self, sites: Collection[str]) -> None:

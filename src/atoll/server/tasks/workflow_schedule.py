@@ -225,9 +225,8 @@ class WorkflowSchedule:
             now = entry.name if entry else "none"
             if entry is None or name not in (now, entry.path):
                 raise ConfigError(
-                    f"{self._settings.disk.state_dir} has a run whose workflow {place + 1} was {name!r} and has "
-                    "ended, this "
-                    f"start says {now!r}.",
+                    f"{self._settings.disk.state_dir} has a run with {name!r} as workflow {place + 1}, which has "
+                    f"ended; this start says {now!r}.",
                     "Start it with the old ones, further ones behind them; or begin a new run in another "
                     "disk.state_dir.",
                 )

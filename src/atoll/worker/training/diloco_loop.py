@@ -197,7 +197,7 @@ class DiLoCo:
     """
 
     @public_api
-    def __init__(
+    def __init__(  # noqa: PLR0913 (options, by keyword)
         self,
         model: nn.Module,
         optimizer: Given,
