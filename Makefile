@@ -6,7 +6,7 @@
 #   make reference   docs from the code   make clean       remove what the targets above made
 #   make mutants     small faults, each of which the tests have to notice; some 15 minutes
 #   make pythons     environments with other Pythons, for the tests of what needs no torch
-#   make golden      write the digests of tests/golden anew, and print old → new
+#   make golden      write the digests of tests/behaviour/golden anew, and print old → new
 # Another interpreter: make test PYTHON=python3.12.
 
 PYTHON ?= python3

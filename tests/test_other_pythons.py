@@ -58,11 +58,18 @@ TORCH_FREE += [
 WITH_TENSORS: set[str] = set()
 """Of those packages: what moves tensors, and imports torch."""
 
-PURE_TESTS = ["tests/rounds", "tests/store", "tests/algorithms/test_resolve.py", "tests/test_architecture.py"]
-PURE_TESTS += [f"tests/base/test_{name}.py" for name in ("config", "errors", "failpoints", "latch", "layout", "schema")]
-PURE_TESTS += ["tests/worker/test_lines.py", "tests/worker/test_progress.py"]
+PURE_TESTS = [
+    "tests/unit/rounds",
+    "tests/unit/store",
+    "tests/behaviour/algorithms/test_resolve.py",
+    "tests/test_architecture.py",
+]
+PURE_TESTS += [
+    f"tests/unit/base/test_{name}.py" for name in ("config", "errors", "failpoints", "latch", "layout", "schema")
+]
+PURE_TESTS += ["tests/behaviour/worker/test_lines.py", "tests/behaviour/worker/test_progress.py"]
 WITH_TORCH = [
-    "tests/base/test_layout.py::test_a_version_is_a_file_that_safetensors_opens",
+    "tests/unit/base/test_layout.py::test_a_version_is_a_file_that_safetensors_opens",
     "tests/test_architecture.py::test_what_a_quick_command_imports_is_light[atoll.integrations.lightning]",
 ]
 

@@ -39,7 +39,7 @@ def test_every_setting_has_its_type_and_default(pages: Path) -> None:
 
 
 def test_every_setting_says_what_becomes_of_it_when_it_is_changed(pages: Path) -> None:
-    """`tests/server/test_changed_settings.py` shows some of each kind."""
+    """`tests/behaviour/server/test_changed_settings.py` shows some of each kind."""
     kinds = (settings.FROZEN, settings.FROZEN_OUTER, settings.AT_THE_BEGINNING, settings.FOR_SITES)
     named = [key for kind in kinds for key in kind]
     assert len(set(named)) == len(named)

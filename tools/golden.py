@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "golden"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "behaviour" / "golden"))
 
 import torch
 from golden_axes import name_of, runs

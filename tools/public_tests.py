@@ -94,7 +94,7 @@ def main() -> None:
     public, all_ = defaultdict[str, int](int), defaultdict[str, int](int)
     for path in sorted(TESTS.rglob("test_*.py")):
         tree = parsed(path)
-        folder = path.relative_to(TESTS).parts[0] if path.parent != TESTS else "tests"
+        folder = "/".join(path.relative_to(TESTS).parts[:-1][:2]) or "tests"
         head = internals(at_head(tree), path, {path})
         for node in ast.walk(tree):
             if is_test(node):

@@ -20,7 +20,7 @@ from torch import nn
 
 from atoll.transport import receive_upload
 
-BENCH = Path(__file__).resolve().parents[2] / "bench" / "largest_round.py"
+BENCH = Path(__file__).resolve().parents[3] / "bench" / "largest_round.py"
 _spec = importlib.util.spec_from_file_location("largest_round", BENCH)
 assert _spec is not None
 assert _spec.loader is not None

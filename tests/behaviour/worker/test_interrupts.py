@@ -56,7 +56,7 @@ import sys, atoll
 atoll.join(sys.argv[1], site="a", folder="w")
 """
 
-KIT = str(Path(__file__).parents[1])
+KIT = str(Path(__file__).parents[2])
 
 
 @contextmanager

@@ -15,7 +15,7 @@ import pytest
 
 from atoll.protocol import messages, routes, status_messages
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 RUN = messages.RunInfo(
     protocol=routes.PROTOCOL,

@@ -14,7 +14,7 @@ import atoll
 from atoll.objects import Stream, register
 from atoll.registry import load_attribute
 
-File = load_attribute(f"{Path(__file__).parents[2] / 'examples' / 'own_types.py'}:File")
+File = load_attribute(f"{Path(__file__).parents[3] / 'examples' / 'own_types.py'}:File")
 
 
 @dataclass(frozen=True)

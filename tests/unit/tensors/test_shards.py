@@ -1,6 +1,6 @@
 """Tails between ranks: for any shapes and any number of ranks, each has what its tiles need, and gets its rows back.
 
-Ranks are threads here, and what they exchange goes through a table; over processes see tests/sharded.
+Ranks are threads here, and what they exchange goes through a table; over processes see tests/behaviour/sharded.
 """
 
 from __future__ import annotations

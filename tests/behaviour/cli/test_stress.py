@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from harness.round_run import Bench
 
-STRESS = Path(__file__).parents[2] / "bench" / "stress.py"
+STRESS = Path(__file__).parents[3] / "bench" / "stress.py"
 
 
 SWARM, BOTH = ("--placement", "swarm"), ("--placement", "both", "--no-disk-streaming")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "scatter_and_gather.py"
+EXAMPLE = Path(__file__).parents[3] / "examples" / "scatter_and_gather.py"
 
 
 def environment() -> dict[str, str]:

@@ -31,7 +31,7 @@ import atoll
 from atoll import functional
 from atoll.errors import ConfigError
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "own_algorithm"
+EXAMPLE = Path(__file__).parents[3] / "examples" / "own_algorithm"
 RESULT = 0.3186625
 
 SITE = """\

@@ -12,7 +12,7 @@ import pytest
 from harness.processes import Nursery, Process, wait_until
 from safetensors.torch import load_file
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "custom_components"
+EXAMPLE = Path(__file__).parents[3] / "examples" / "custom_components"
 
 
 @pytest.fixture

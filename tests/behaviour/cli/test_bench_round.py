@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from atoll.child_processes import Children
 from atoll.errors import RunFailed
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def test_the_model_has_the_bytes_and_tensors_that_were_asked_for(tmp_path) -> None:

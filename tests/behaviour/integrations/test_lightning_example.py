@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "lightning_sites.py"
+EXAMPLE = Path(__file__).parents[3] / "examples" / "lightning_sites.py"
 
 
 @pytest.mark.slow

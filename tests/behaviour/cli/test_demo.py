@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "demo"))
+sys.path.insert(0, str(Path(__file__).parents[3] / "examples" / "demo"))
 
 import demo_data
 import demo_models

@@ -171,7 +171,7 @@ def test_a_script_that_exits_without_leaving_has_failed_by_its_exit_code(tmp_pat
         {"algorithm.name": "diloco", "diloco.sync_every": 100} if way == "started" else {"algorithm.name": "fedavg"}
     )
     script = tmp_path / "script.py"
-    tests = str(Path(__file__).parents[1])
+    tests = str(Path(__file__).parents[2])
     script.write_text(FORKS.format(tests=tests, imports=imports, ends=ends, loop=loop))
     with serve(tmp_path, **{"rounds.sites": len(ends), "aggregation.upload_codec.name": "none"}, **settings) as server:
         environment = os.environ | {"ATOLL_SERVER": server.url, "ATOLL_DIR": str(tmp_path / "workers")}

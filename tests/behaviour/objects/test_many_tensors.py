@@ -27,7 +27,7 @@ from atoll.tensors.chunks import Scatter
 
 MANY, FEW = 5000, 50
 TOTAL = 16_000_000
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def tensors(count: int) -> dict[str, Any]:

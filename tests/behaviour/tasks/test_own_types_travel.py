@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from typed_process import File, Torn, Word
 
 SCRIPT = Path(__file__).with_name("typed_process.py")
-Quantised = load_attribute(f"{Path(__file__).parents[2] / 'examples' / 'own_types.py'}:Quantised")
+Quantised = load_attribute(f"{Path(__file__).parents[3] / 'examples' / 'own_types.py'}:Quantised")
 FORTY_MIB = 40 * 2**20
 
 

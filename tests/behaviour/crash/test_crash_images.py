@@ -11,7 +11,7 @@ from crash_model import take_corrected_rounds, take_steps
 from harness.processes import Nursery
 from kit import SETTINGS
 
-SRC = Path(__file__).parents[2] / "src"
+SRC = Path(__file__).parents[3] / "src"
 AFTER = """
 from pathlib import Path
 

@@ -18,7 +18,7 @@ from atoll.objects import Stream, register
 from atoll.registry import load_attribute
 from atoll.testing.payloads import PayloadTypeContract
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "own_types.py"
+EXAMPLE = Path(__file__).parents[3] / "examples" / "own_types.py"
 File = load_attribute(f"{EXAMPLE}:File")
 Quantised = load_attribute(f"{EXAMPLE}:Quantised")
 
