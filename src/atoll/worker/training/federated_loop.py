@@ -497,6 +497,7 @@ class LocalRound(Round):
     version = 0
     done = False
 
+    @public_api
     def __init__(self) -> None:
         self._model: nn.Module | Tensors | None = None
 
