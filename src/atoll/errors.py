@@ -85,66 +85,98 @@ class AtollError(Exception):
 
 
 class ConfigError(AtollError):
+    """The run file, a flag or an ATOLL_ variable is wrong, or the settings of two sides contradict each other."""
+
     code, exit_code = "config", 2
 
 
 class UsageError(AtollError):
+    """A program calls Atoll wrongly, or user code gives what cannot be used."""
+
     code, exit_code = "usage", 2
 
 
 class SchemaMismatch(AtollError):
+    """Two models that must be the same differ in names, dtypes, shapes or tied tensors."""
+
     code, exit_code = "schema_mismatch", 6
 
 
 class UpdateRefused(AtollError):
+    """The server has quarantined an update; its round goes on with the others, or waits for another try."""
+
     code, exit_code = "update_refused", 6
 
 
 class PeerError(AtollError):
+    """The other side reports an error, or something that is not of Atoll answers at its address."""
+
     code, exit_code = "peer", 6
 
 
 class VersionSkew(PeerError):
+    """The two sides speak different protocols, or one cannot read a message of the other: upgrade one of them."""
+
     code = "version_skew"
 
 
 class AuthError(PeerError):
+    """The server refuses a request without its token, without an object's secret, or for a foreign host name."""
+
     code, exit_code = "auth", 8
 
 
 class LeaseLost(PeerError):
+    """The lease has ended, most often by silence, or the server does not know it: the worker has to join again."""
+
     code = "lease_lost"
 
 
 class Superseded(PeerError):
+    """A newer process has joined under the name of this site; this one takes no further part."""
+
     code = "superseded"
 
 
 class TicketClosed(PeerError):
+    """The round of a ticket or a task is over, or it was another site's: ask for the next one."""
+
     code = "ticket_closed"
 
 
 class Conflict(PeerError):
+    """A request contradicts what the server has: parts are missing, or other bytes came under the same ticket or id."""
+
     code = "conflict"
 
 
 class PartCorrupt(PeerError):
+    """Bytes that arrived do not match their BLAKE3: the part is to be sent or pulled again."""
+
     code = "part_corrupt"
 
 
 class Gone(PeerError):
+    """What was asked for does not exist, or is no longer kept: a version, its outer state, a ticket, an object."""
+
     code = "gone"
 
 
 class Busy(PeerError):
+    """The other side cannot serve the request now; `retry_after_s` says when to ask again, where it is known."""
+
     code = "busy"
 
 
 class BadRequest(PeerError):
+    """A request, a payload or an object is malformed; sent again as it is, it fails again."""
+
     code = "bad_request"
 
 
 class TransferError(AtollError):
+    """Bytes do not get through the network to the other side."""
+
     code, exit_code = "transfer", 5
 
 
@@ -156,42 +188,62 @@ class ServerUnreachable(TransferError):
 
 
 class ServerLost(TransferError):
+    """No server has answered for ATOLL_GIVE_UP_S, or another run is at its address: the worker gives it up."""
+
     code = "server_lost"
 
 
 class TransferStalled(TransferError):
+    """A connection has moved no byte within the idle timeout, or the server answers neither a call nor heartbeats."""
+
     code = "stalled"
 
 
 class TransferAborted(TransferError):
+    """The calling program told a transfer to stop."""
+
     code = "aborted"
 
 
 class StoreError(AtollError):
+    """The disk or a file of this machine fails; a client meets `Busy` in its place, or `DiskFull`."""
+
     code, exit_code = "store", 7
 
 
 class DiskFull(StoreError):
+    """No space or quota is left, or less than `disk.min_free_bytes`; what was acknowledged is not lost."""
+
     code = "disk_full"
 
 
 class StateLocked(StoreError):
+    """Another process holds the lock of a server's state directory or of a site's folder."""
+
     code, exit_code = "state_locked", 4
 
 
 class StateCorrupt(StoreError):
+    """Files on this machine are damaged, cut off, missing or of different moments; they are not used."""
+
     code = "state_corrupt"
 
 
 class SyncFailed(StoreError):
+    """An fsync failed, so what was written last may be lost; it is never tried again, and the server must end."""
+
     code = "sync_failed"
 
 
 class PortInUse(AtollError):
+    """No wanted port can be bound: other processes listen there, or this user may not."""
+
     code, exit_code = "port_in_use", 3
 
 
 class RunFailed(AtollError):
+    """A run, a workflow or a simulation cannot go on."""
+
     code, exit_code = "run_failed", 9
 
 

@@ -34,7 +34,7 @@ def time_left(seconds: float | None) -> str:
 
 
 def visible(text: str, most: int | None = None) -> str:
-    """Return the text with each character that does not print as its escape: `\\x1b`, `\\n`, `\\u202e`.
+    r"""Return the text with each character that does not print as its escape: `\x1b`, `\n`, `\u202e`.
 
     Args:
         most: characters of the result; a longer one is cut, never within an escape.
@@ -60,4 +60,5 @@ class VisibleLines(logging.Formatter):
         super().__init__(f"%(asctime)s {prefix}%(message)s", datefmt="%H:%M:%S")
 
     def format(self, record: logging.LogRecord) -> str:
+        """Return the record with its traceback, line by line, every character that does not print as its escape."""
         return visible_lines(super().format(record))

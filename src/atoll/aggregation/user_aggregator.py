@@ -62,12 +62,15 @@ class Collected:
         self._updates: list[Update] = []
 
     def accept(self, update: Update) -> None:
+        """Keep the update until `reset`; user code does not run yet."""
         self._updates.append(update)
 
     def aggregate(self) -> object:
+        """Return what the user's function makes of all updates since the last `reset`, in the order of `accept`."""
         return self._aggregate(tuple(self._updates))
 
     def reset(self) -> None:
+        """Let go of the updates of this round."""
         self._updates.clear()
 
 
@@ -130,6 +133,7 @@ class Accumulated(Elementwise):
 
     @staticmethod
     def stored(dtype: str) -> str:
+        """Return the safetensors name of the dtype in which elements of `dtype` are accumulated."""
         return dtype_name(accumulate_dtype(dtype))
 
 

@@ -1,0 +1,1 @@
+"""Blobs: immutable files that travel in parts, among them model files and objects."""

@@ -36,14 +36,17 @@ class Elementwise:
         raise NotImplementedError
 
     def encoded_bytes(self, numel: int, dtype: str) -> int:
+        """Return the item size of `stored(dtype)` times `numel`: nothing is written beside the elements."""
         return numel * ITEM_BYTES[self.stored(dtype)]
 
     def encode_(self, source: Tensor, target: Tensor, dtype: str) -> None:
+        """Cast each element to `stored(dtype)`; a source on another device is copied to the CPU."""
         from atoll.tensors.dtypes import torch_dtype  # here, so that offsets can be computed without torch
 
         target.view(torch_dtype(self.stored(dtype))).copy_(source)
 
     def decode_(self, source: Tensor, target: Tensor, dtype: str) -> None:
+        """Cast each element from `stored(dtype)` to the dtype of `target`."""
         from atoll.tensors.dtypes import torch_dtype
 
         target.copy_(source.view(torch_dtype(self.stored(dtype))))
@@ -58,6 +61,7 @@ class NoneCodec(Elementwise):
 
     @staticmethod
     def stored(dtype: str) -> str:
+        """Return `dtype` itself."""
         return dtype
 
 
@@ -69,6 +73,7 @@ class Bf16Codec(Elementwise):
 
     @staticmethod
     def stored(dtype: str) -> str:
+        """Return BF16 for every float, fp64 and fp8 too; integers and booleans keep their dtype."""
         return "BF16" if dtype in FLOATS else dtype
 
 
@@ -80,6 +85,7 @@ class WideCodec(Elementwise):
 
     @staticmethod
     def stored(dtype: str) -> str:
+        """Return F32 for fp16 and fp8; every other dtype is kept."""
         return "F32" if is_of_short_range(dtype) else dtype
 
 
@@ -124,9 +130,11 @@ class Narrowing(ABC):
     feedback: ClassVar[bool] = True
 
     def encoded_bytes(self, numel: int, dtype: str) -> int:
+        """Return the narrowed size of a float tensor, the raw size of every other."""
         return self._nbytes(numel) if narrows(dtype) else _RAW.encoded_bytes(numel, dtype)
 
     def encode_(self, source: Tensor, target: Tensor, dtype: str) -> None:
+        """Narrow floats in runs of `RUN_ELEMENTS`; copy every other dtype as it is."""
         if not narrows(dtype):
             _RAW.encode_(source, target, dtype)
             return
@@ -134,6 +142,7 @@ class Narrowing(ABC):
             self._encode_(source[elements], target[encoded])
 
     def decode_(self, source: Tensor, target: Tensor, dtype: str) -> None:
+        """Restore floats in runs of `RUN_ELEMENTS`; copy every other dtype as it is."""
         if not narrows(dtype):
             _RAW.decode_(source, target, dtype)
             return

@@ -52,6 +52,7 @@ class TopKCodec(Narrowing):
 
     @property
     def tile_bytes(self) -> int:
+        """Bytes of an encoded tile: two magnitudes, and 12 + 2 bits for each of its k elements."""
         return MAGNITUDES_BYTES + self.k * 3 // 2 + self.k // 4
 
     def _nbytes(self, numel: int) -> int:

@@ -58,6 +58,7 @@ class Drop(Filter):
                 )
 
     def keeps(self, spec: TensorSpec) -> bool:
+        """Return False for a name that matches one of the patterns; case matters."""
         return not any(fnmatchcase(spec.name, pattern) for pattern in self.patterns)
 
 
@@ -95,6 +96,7 @@ class NormClip(Filter):
         self._site, self._round = update.about.site, update.about.round
 
     def apply(self, name: str, start: int, values: Tensor) -> Tensor:
+        """Scale the run in place by the factor that `begin` found, then add noise from the key of this update."""
         values = values.mul_(self._scale)
         if self.noise:
             values += torch.randn(len(values), generator=self._generator(name, start), dtype=values.dtype).mul_(
@@ -130,4 +132,5 @@ class Cast(Filter):
         return f"Cast({self.dtype!r})"
 
     def apply(self, name: str, start: int, values: Tensor) -> Tensor:
+        """Round to the narrower dtype and back, so that shape and dtype of `values` stay."""
         return values.to(_DTYPES[self.dtype]).to(values.dtype)

@@ -48,6 +48,7 @@ class StateSpec:
 
     @property
     def elementwise(self) -> bool:
+        """Whether it has one value for each element of the tensor, and is cut as the tensor is."""
         return self.shape is None
 
 

@@ -65,6 +65,8 @@ Count = Annotated[int, Field(ge=0, lt=NUMBER_BELOW)]
 
 
 class Message(BaseModel):
+    """Base of all messages: frozen and strict; unknown fields, NaN and infinity are refused."""
+
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
@@ -127,6 +129,8 @@ class RunInfo(Message):
 
 
 class TensorEntry(Message):
+    """One tensor of the model."""
+
     name: str
     dtype: str = Field(description="As in safetensors: F32, BF16, I64, …")
     shape: list[Count]
@@ -134,6 +138,8 @@ class TensorEntry(Message):
 
 
 class Alias(Message):
+    """A further name of a tied tensor, and the name that the tensor is listed under."""
+
     name: str
     owner: str
 
@@ -256,6 +262,8 @@ class Heartbeat(Message):
 
 
 class HeartbeatReply(Message):
+    """The answer to `Heartbeat`: which versions are durable, and whether the run is finished."""
+
     durable_versions: list[Count | None] = Field(
         description="Of each fragment, the newest version that survives a power loss of the server; null: none yet."
     )
@@ -396,12 +404,16 @@ class ObjectOpen(Message):
 
 
 class ObjectOpened(Message):
+    """The answer to `ObjectOpen`: the server has made room, and takes the parts."""
+
     object: Hex16
     secret: Hex16 = Field(description="To be shown with every request for the object.")
     expires_s: float = Field(description="Seconds that the server keeps it.")
 
 
 class ObjectPartReceipt(Message):
+    """One part of an object is written and has the digest that came with it."""
+
     object: Hex16
     part: Count
     digest: Hex32

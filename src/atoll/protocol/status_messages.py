@@ -13,6 +13,8 @@ KEPT = "status.json"
 
 
 class WorkerStatus(Message):
+    """One site of the run: its newest process, its progress and its traffic."""
+
     site: str
     host: str
     state: str = Field(description="alive, dead, left or failed")
@@ -39,11 +41,15 @@ class WorkerStatus(Message):
 
 
 class Missing(Message):
+    """A site that a round waits for."""
+
     site: str
     for_s: float = Field(description="Seconds that the round has waited for it.")
 
 
 class RoundSummary(Message):
+    """A round that was reduced to a version: its updates, in order of their sites, and their metrics."""
+
     fragment: Count
     round: Count
     version: Count
@@ -80,6 +86,8 @@ class PlaceStatus(Message):
 
 
 class FragmentStatus(Message):
+    """One fragment: the version at its head, and what its round waits for."""
+
     fragment: Count
     version: Count
     phase: str

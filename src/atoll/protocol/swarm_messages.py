@@ -72,6 +72,8 @@ class Closed(Message):
 
 
 class Unreached(Message):
+    """Another worker of the swarm that the reporting one could not reach, and why."""
+
     address: Address
     why: Text
 

@@ -42,6 +42,8 @@ class TaskRequest(Message):
 
 
 class Task(Message):
+    """A task for a site; it is given again until it is answered."""
+
     task: Hex16 = Field(description="Id of the task, one for all its sites.")
     name: TaskName
     streamed: bool = Field(description="Whether tensors of the answer are to be streamed rather than sent inline.")
@@ -51,6 +53,8 @@ class Task(Message):
 
 
 class TaskReply(Message):
+    """The answer to `TaskRequest`: a task, or why there is none."""
+
     status: Literal["task", "wait", "finished", "rounds"] = Field(
         description="finished: the last workflow has ended; rounds: training goes on, for processes that train."
     )

@@ -23,6 +23,7 @@ class WeightedMean(Reducer):
     """Σ ŵ_k·u_k; one row is in memory at a time."""
 
     def reduce_(self, rows: Iterable[Tensor], weights: Sequence[float], out: Tensor) -> None:
+        """Add up weight times row in `out`, in the frozen order; rows are not overwritten."""
         for index, (row, weight) in enumerate(zip(rows, weights, strict=True)):
             if index == 0:
                 torch.mul(row, weight, out=out)
@@ -41,6 +42,11 @@ class NormalisedMean(WeightedMean):
     needs_steps: ClassVar[bool] = True
 
     def weigh(self, facts: RoundFacts) -> list[float]:
+        """Return ŵ_k·τ_eff / τ_k.
+
+        Raises:
+            UsageError: also if an update reports less than one local step.
+        """
         shares, steps = normalised(facts.weights), facts.steps
         if min(steps) < 1:
             raise UsageError(
@@ -53,17 +59,22 @@ class NormalisedMean(WeightedMean):
 
 @dataclass(frozen=True)
 class Share(WeightedMean):
-    """Σ_k (w_k / W)·u_k, where W is the weight of all sites that ever joined: the mean over all of them, if the others
-    report zero. When W changes, what the mean adds up in a version is scaled by W_before / W."""
+    """Σ_k (w_k / W)·u_k, where W is the weight of all sites that ever joined.
+
+    It is the mean over all of them, if the others report zero. When W changes, what the mean adds up in a version is
+    scaled by W_before / W.
+    """
 
     needs_population: ClassVar[bool] = True
 
     def weigh(self, facts: RoundFacts) -> list[float]:
+        """Return w_k / W; where W is not known, the weights of the weighted mean."""
         shares = normalised(facts.weights)  # refuses weights that are not finite and above zero
         total = facts.population_weight
         return [weight / total for weight in facts.weights] if total else shares
 
     def carry(self, facts: RoundFacts) -> float:
+        """Return W_before / W."""
         return facts.population_scale
 
 
@@ -74,6 +85,7 @@ class Maximum(Reducer):
     buffers: ClassVar[str] = ""
 
     def reduce_(self, rows: Iterable[Tensor], weights: Sequence[float], out: Tensor) -> None:
+        """Take the larger of `out` and each row, one row at a time; `weights` are ignored."""
         target = out.numpy()
         for index, row in enumerate(rows):
             if index == 0:

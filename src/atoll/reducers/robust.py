@@ -100,6 +100,7 @@ class Median(Reducer):
     buffers: ClassVar[str] = ""
 
     def reduce_(self, rows: Iterable[Tensor], weights: Sequence[float], out: Tensor) -> None:
+        """Bring the middle ranks to their places and average them; overwrites the rows, ignores `weights`."""
         held = list(rows)
         k = len(held)
         middle = select(held, frozenset({(k - 1) // 2, k // 2}), spare=out)
@@ -130,6 +131,7 @@ class TrimmedMean(Reducer):
             )
 
     def reduce_(self, rows: Iterable[Tensor], weights: Sequence[float], out: Tensor) -> None:
+        """Average the ranks between the ⌊β·k⌋ cut off at each end; overwrites the rows, ignores `weights`."""
         held = list(rows)
         cut = int(self.trim * len(held) + 1e-9)  # 0.29 · 100 is 28.999999999999996
         lowest, *others = select(held, frozenset(range(cut, len(held) - cut)), spare=out)
@@ -160,6 +162,7 @@ class ClippedMean(WeightedMean):
             )
 
     def weigh(self, facts: RoundFacts) -> list[float]:
+        """Return ŵ_k·min(1, C / ‖u_k‖₂); an update of norm 0 keeps ŵ_k."""
         bound = statistics.median(facts.norms) if self.max_norm is None else self.max_norm
         return [
             weight * min(1.0, bound / norm) if norm else weight

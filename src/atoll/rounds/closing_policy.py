@@ -109,6 +109,7 @@ class Barrier(Policy):
         return "barrier"
 
     def decide(self, view: RoundView, now_s: float) -> Close | Wait:
+        """Close with every accepted update once no expected site is missing, and at least `view.floor` are expected."""
         if len(view.expected) < view.floor:
             return Wait(f"waits for another site: {len(view.expected)} of {view.floor_name} {view.floor} alive")
         if missing := view.missing:
@@ -127,6 +128,7 @@ class QuorumDeadline(Policy):
         return f"quorum {self.quorum} after {self.deadline_s:g} s"
 
     def decide(self, view: RoundView, now_s: float) -> Close | Wait:
+        """Decide as a barrier; after the deadline close as soon as `view.floor` updates are in, with all of them."""
         decision = Barrier().decide(view, now_s)
         if isinstance(decision, Close):
             return decision
@@ -167,17 +169,27 @@ class Async(Policy):
         return ", ".join(filter(None, ["async", *more]))
 
     def is_async(self, number: int) -> bool:
+        """Return False for the rounds of `sync_rounds_first`, True for all later ones."""
         return number > self.sync_rounds_first
 
     def awaited(self, view: RoundView) -> tuple[str, ...]:
+        """Return the free sites that a begun step waits for, by its buffer or grace; none where it has neither.
+
+        In a synchronous round these are the missing sites.
+        """
         if not self.is_async(view.number):
             return view.missing
         return _free(view) if view.accepted and (self.buffer > 1 or self.grace_s) else ()
 
     def steps_before(self, waiting: int) -> int:
+        """Return how many full buffers wait; 0 with a grace time, since a step then takes all that wait."""
         return 0 if self.grace_s else waiting // self.buffer
 
     def decide(self, view: RoundView, now_s: float) -> Close | Wait:
+        """Close once the buffer is full and the grace is over, or once no free site is missing.
+
+        A step takes the `buffer` earliest updates; with a grace time all of them. A synchronous round is a barrier.
+        """
         if not self.is_async(view.number):
             return Barrier().decide(view, now_s)
         if len(view.expected) < view.floor:

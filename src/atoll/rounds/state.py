@@ -91,6 +91,7 @@ class Rules:
 
     @property
     def floor_name(self) -> str:
+        """The setting that `floor` comes from, for messages."""
         return "rounds.quorum" if self.policy.quorum > self.min_workers else "rounds.min_sites"
 
 
@@ -187,6 +188,7 @@ class State:
 
     @property
     def finished(self) -> bool:
+        """Whether no fragment has another round."""
         return all(round_.phase == "finished" for round_ in self.rounds)
 
     def is_async(self, fragment: int) -> bool:
@@ -310,31 +312,47 @@ class Draft:
         self.wake: set[int] = set()
 
     def result(self) -> Result:
+        """Return the new state and the effects; last comes a `Woken` for each fragment in `wake`."""
         return self.state, (*self.effects, *(Woken(fragment) for fragment in sorted(self.wake)))
 
     def emit(self, effect: Effect) -> None:
+        """Add an effect behind those so far."""
         self.effects.append(effect)
 
     def change(self, **fields: Any) -> None:
+        """Replace `state` by one with these fields."""
         self.state = replace(self.state, **fields)
 
     def round(self, fragment: int) -> Round:
+        """Return where a fragment is now.
+
+        Raises:
+            IllegalTransition: there is no such fragment.
+        """
         if not 0 <= fragment < len(self.state.rounds):
             raise IllegalTransition(f"There is no fragment {fragment}; there are {len(self.state.rounds)}.")
         return self.state.rounds[fragment]
 
     def set_round(self, fragment: int, round_: Round) -> None:
+        """Replace the round of a fragment as a whole; the fragment must exist."""
         rounds = self.state.rounds
         self.change(rounds=(*rounds[:fragment], round_, *rounds[fragment + 1 :]))
 
     def change_round(self, fragment: int, **fields: Any) -> None:
+        """Replace these fields of a fragment's round.
+
+        Raises:
+            IllegalTransition: there is no such fragment.
+        """
         self.set_round(fragment, replace(self.round(fragment), **fields))
 
     def put(self, ticket: Ticket) -> None:
+        """Enter a ticket into the round of its fragment, in place of an earlier one of its site."""
         tickets = self.round(ticket.fragment).tickets
         self.change_round(ticket.fragment, tickets={**tickets, ticket.site: ticket})
 
     def see(self, site: str) -> None:
+        """Note a sign of life of a site, at the time of this step."""
         self.change(seen_s={**self.state.seen_s, site: self.now_s})
 
     def hears(self, site: str, lease: int) -> bool:

@@ -27,8 +27,9 @@ _Entry = tuple[Filter, frozenset[str], frozenset[str]]
 
 
 class SiteFilters:
-    """Which filters each site's updates or payloads pass through; each site has copies of its own, since filters keep
-    state.
+    """Which filters each site's updates or payloads pass through.
+
+    Each site has copies of its own, since filters keep state.
 
     Args:
         settings: has them by the name `setting`, in their order.

@@ -79,7 +79,9 @@ class AuditLog:
 class Rows(Protocol):
     """What a log is read from: the server's journal, or a reader beside it."""
 
-    def rows(self, sql: str, *values: Any) -> list[tuple[Any, ...]]: ...
+    def rows(self, sql: str, *values: Any) -> list[tuple[Any, ...]]:
+        """Return every row of a query."""
+        ...
 
 
 def hash_of(seq: int, at: str, what: str, detail_json: str, previous: str) -> str:

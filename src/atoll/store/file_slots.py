@@ -62,6 +62,7 @@ class FileShape:
 
     @property
     def header_digest(self) -> bytes:
+        """BLAKE3 of the header; the journal has it, so that a start with other tensors is refused."""
         return blake3(self.header).digest()
 
 
@@ -94,6 +95,7 @@ class FragmentShapes:
         return FragmentShapes(version, empty(self.state), self.update_bytes, (), empty(self.delta))
 
     def by_kind(self) -> dict[str, FileShape]:
+        """Return kind → shape, of the kinds that the fragment has; a spool has a region for each part."""
         nbytes = 0 if self.version.elsewhere else self.update_bytes
         spool = FileShape(nbytes, b"", tuple((part,) for part in self.update_parts))
         shapes = {VERSION: self.version, SPOOL: spool, STATE: self.state, DELTA: self.delta}
@@ -119,11 +121,18 @@ class Slot:
 
     @property
     def free(self) -> bool:
+        """Whether nothing holds it, so that it may be rewritten or removed."""
         return not self.holds
 
 
 class SlotPool:
-    """The slots of one kind and fragment. `lock` is the journal's: rows and holds change together."""
+    """The slots of one kind and fragment.
+
+    Args:
+        lock: the journal's: rows and holds change together.
+        most: a slot that becomes free while there are more is removed; None: free slots stay until `trim`.
+        in_memory: slots are memory files that only this process can open, and that end with it.
+    """
 
     def __init__(
         self,
@@ -135,11 +144,6 @@ class SlotPool:
         most: int | None = None,
         in_memory: bool = False,
     ) -> None:
-        """
-        Args:
-            most: a slot that becomes free while there are more is removed; None: free slots stay until `trim`.
-            in_memory: slots are memory files that only this process can open, and that end with it.
-        """
         self.folder, self.kind, self.fragment, self.shape = folder, kind, fragment, shape
         self.lock, self._most = lock, most
         self._in_memory = in_memory
@@ -148,6 +152,7 @@ class SlotPool:
         self._reserved: set[int] = set()
 
     def path(self, number: int) -> Path:
+        """Return the path of a slot; a memory file has its name alone."""
         suffix = "bin" if self.kind in (SPOOL, DELTA) else "safetensors"
         return self.folder / f"{self.kind}-{self.fragment}-{number}.{suffix}"
 
@@ -216,6 +221,7 @@ class SlotPool:
         return self._slots[number]
 
     def hold(self, slot: Slot, why: str) -> None:
+        """Add one hold, to be ended by `drop`; while there is one, the slot is not rewritten."""
         with self.lock:
             slot.holds[why] += 1
             if self._slots.get(slot.number) is slot:  # else it was removed, and another slot may have its number
@@ -386,6 +392,7 @@ class Slots:
 
 
 def is_slot_name(name: str) -> bool:
+    """Return whether a file name is that of a slot, of whichever kind."""
     return _NAME.fullmatch(name) is not None
 
 

@@ -96,7 +96,13 @@ class PartWriter:
 
 
 class Spool:
-    """The spool of one open or accepted ticket. `Tickets.spool` gives it."""
+    """The spool of one open or accepted ticket. `Tickets.spool` gives it.
+
+    Args:
+        ranges: (offset, nbytes) of each part.
+        forget: called with ticket and part, under the lock, before new bytes of a part are written.
+        sync: fsyncs the slot, once a part is written; None with durability `process`.
+    """
 
     def __init__(
         self,
@@ -108,12 +114,6 @@ class Spool:
         forget: Callable[[int, int], None],
         sync: Callable[[], None] | None,
     ) -> None:
-        """
-        Args:
-            ranges: (offset, nbytes) of each part.
-            forget: called with ticket and part, under the lock, before new bytes of a part are written.
-            sync: fsyncs the slot, once a part is written; None with durability `process`.
-        """
         self.ticket, self.pool, self.slot, self.ranges, self.sync = ticket, pool, slot, ranges, sync
         self._forget = forget
         self._writers: dict[int, PartWriter] = {}

@@ -35,6 +35,7 @@ class Split:
 
     @property
     def count(self) -> int:
+        """Number of fragments; 1 for a model that is not cut."""
         return max(self.places, default=0) + 1
 
     @property

@@ -38,10 +38,14 @@ class Encoding(Protocol):
     """What a layout needs to know about a codec: its name, its fixed rate, and whether its elements stand alone."""
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """The name that a segment has as `codec`, and the key in `Layout.encodings`."""
+        ...
 
     @property
-    def elementwise(self) -> bool: ...
+    def elementwise(self) -> bool:
+        """Whether each element is encoded by itself, without its neighbours."""
+        ...
 
     def encoded_bytes(self, numel: int, dtype: str) -> int:
         """Return bytes of `numel` elements from the start of a segment; additive over multiples of `TILE`."""
@@ -59,6 +63,7 @@ class Segment:
 
     @property
     def numel(self) -> int:
+        """Elements of the tensor."""
         return self.spec.numel
 
 
@@ -74,6 +79,7 @@ class Piece:
 
     @property
     def numel(self) -> int:
+        """Elements of the piece."""
         return self.stop - self.start
 
 
@@ -89,6 +95,7 @@ class Part:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of the file that it covers, padding included."""
         return self.stop - self.start
 
 

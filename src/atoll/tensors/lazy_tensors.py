@@ -86,17 +86,21 @@ class LazyTensor:
 
     @property
     def name(self) -> str:
+        """Name of the tensor; of a tied one, its owner's."""
         return self._segment.spec.name
 
     @property
     def shape(self) -> torch.Size:
+        """Shape of what `resolve` returns; nothing is read for it."""
         return torch.Size(self._segment.spec.shape)
 
     @property
     def dtype(self) -> torch.dtype:
+        """Dtype of what `resolve` returns, however the tensor is encoded on disk."""
         return torch_dtype(self._segment.spec.dtype)
 
     def numel(self) -> int:
+        """Return the number of elements; nothing is read for it."""
         return self._segment.spec.numel
 
     def resolve(self) -> Tensor:

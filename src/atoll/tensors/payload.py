@@ -1,4 +1,4 @@
-"""Payloads: nested dicts and lists with tensors, arrays and plain values ↔ a JSON skeleton and the tensors apart.
+r"""Payloads: nested dicts and lists with tensors, arrays and plain values ↔ a JSON skeleton and the tensors apart.
 
     {"model": {"w": tensor, "b": array}, "lr": 0.1, "tags": ("a", b"\x00")}
       skeleton  {"model": {"w": {"$": "tensor", "index": 0}, "b": {"$": "array", "index": 1}}, "lr": 0.1,

@@ -67,14 +67,17 @@ class TensorSpec:
 
     @property
     def item_bytes(self) -> int:
+        """Bytes of one element."""
         return ITEM_BYTES[self.dtype]
 
     @property
     def nbytes(self) -> int:
+        """Bytes of all elements, as they lie in memory."""
         return self.numel * self.item_bytes
 
     @property
     def is_float(self) -> bool:
+        """Whether its dtype is one of `FLOATS`, fp8 included."""
         return self.dtype in FLOATS
 
     @property
@@ -173,10 +176,12 @@ class Schema:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of all tensors as they lie in memory; a tied one counts once."""
         return sum(spec.nbytes for spec in self.tensors)
 
     @property
     def numel(self) -> int:
+        """Elements of all tensors; a tied one counts once."""
         return sum(spec.numel for spec in self.tensors)
 
     @functools.cached_property
@@ -185,6 +190,7 @@ class Schema:
         return blake3(json.dumps(self.to_json(), separators=(",", ":"), sort_keys=True).encode()).hexdigest()
 
     def to_json(self) -> dict[str, Any]:
+        """Return what `digest` is computed of, and what `from_json` reads."""
         return {
             "tensors": [[spec.name, spec.dtype, list(spec.shape), spec.group] for spec in self.tensors],
             "aliases": [list(pair) for pair in self.aliases],
@@ -192,6 +198,11 @@ class Schema:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Schema:
+        """Return the schema that `to_json` has described.
+
+        Raises:
+            UsageError: a tensor has a dtype that does not travel.
+        """
         return cls(
             tuple(TensorSpec(name, dtype, tuple(shape), group) for name, dtype, shape, group in value["tensors"]),
             tuple((alias, owner) for alias, owner in value["aliases"]),

@@ -119,6 +119,7 @@ class LocalCloser:
             self._aggregator.offer(self._store, ticket, number)
 
     async def close(self, fragment: int, base_version: int, tickets: Sequence[int], number: int) -> Committed:
+        """Run the pass in a thread of `io`; filtered files that a restart has lost are made anew before."""
         await self._filtering.prepare_accepted([self._store.tickets.get(ticket) for ticket in tickets], number)
         return await asyncio.get_running_loop().run_in_executor(
             self._io, self._pass, fragment, base_version, tickets, number

@@ -284,6 +284,7 @@ class Coordinator:
     # -- what a run is
 
     async def get_run(self) -> messages.RunInfo:
+        """Return what a worker must know before it joins; `trains` and `sends_tasks` follow from the workflows."""
         queue, workflows = self.task_queue, self.workflows
         return run_info(self.plan, self.store.run_log.run_id).model_copy(
             update={
@@ -294,9 +295,15 @@ class Coordinator:
         )
 
     async def get_schema(self) -> messages.SchemaMessage:
+        """Return the tensors of the whole model, each with its fragment."""
         return messages.SchemaMessage.of(self.plan.split)
 
     async def get_evaluation(self) -> task_messages.Evaluation:
+        """Return the matrix of the last cross-site evaluation, as far as it is filled.
+
+        Raises:
+            Gone: there is none.
+        """
         workflows = self.workflows
         if workflows is None or workflows.evaluated is None:
             raise Gone(
@@ -308,6 +315,12 @@ class Coordinator:
     # -- which sites take part
 
     async def join(self, message: messages.Join) -> messages.Joined:
+        """Grant a site a new lease; an older process of it loses its own.
+
+        Raises:
+            VersionSkew, ServerLost, SchemaMismatch, ConfigError: as `require_fit`.
+            ConfigError: also if other workers of a swarm cannot reach it.
+        """
         require_fit(message, self.plan, self.store)
         if self.swarm is not None:
             self.swarm.view.peers.joins(message)
@@ -325,9 +338,11 @@ class Coordinator:
         )
 
     async def leave(self, lease: Lease, message: messages.Leave) -> None:
+        """End the lease of a site; with an error, its training has failed."""
         self.apply(ev.WorkerLeft(lease.site, lease.number, message.error or ""))
 
     async def heartbeat(self, lease: Lease, message: messages.Heartbeat) -> messages.HeartbeatReply:
+        """Note how far a worker is, and whether it submits nothing more; `require_lease` took its sign of life."""
         presence = self.roster.get(lease.site)
         if presence is not None:
             presence.note(message)
@@ -361,6 +376,12 @@ class Coordinator:
     # -- tickets
 
     async def request_ticket(self, lease: Lease, message: messages.TicketRequest) -> messages.TicketReply:
+        """Give the ticket of a fragment's open round; wait up to `wait_s` seconds for it to open.
+
+        Raises:
+            LeaseLost, Superseded: of the lease. Gone: there is no such fragment. Busy: the server ends.
+            ConfigError: the run has no rounds.
+        """
         if message.fragment >= len(self.state.rounds):
             raise Gone(
                 f"There is no fragment {message.fragment}.",
@@ -492,6 +513,11 @@ class Coordinator:
         return outcome_of(self.store, self.store.tickets.get(row.ticket))
 
     async def get_ticket(self, ticket: int) -> messages.TicketState:
+        """Return where a ticket stands, with the parts on disk as long as it is open or accepted.
+
+        Raises:
+            Gone: this run has never issued it.
+        """
         row = self.store.tickets.get(ticket)
         parts = self.store.tickets.parts(ticket) if row.is_live else {}
         return messages.TicketState(
@@ -529,6 +555,16 @@ class Coordinator:
         self.store.tickets.record_part(ticket, part, stats.digest, stats.sumsq, writer)
 
     async def complete(self, lease: Lease, ticket: int, message: messages.Complete) -> messages.Receipt:
+        """Accept an update that is there in full; the same digest again gets the same receipt.
+
+        In a swarm wait until another worker has pulled it, for at most `routes.LONG_POLL_S` seconds.
+
+        Raises:
+            LeaseLost, Superseded: of the lease. BadRequest: in a swarm, it has no source.
+            TicketClosed: the ticket is over or another site's, or the update has another base.
+            Conflict: parts are missing, or do not make up the digest.
+            UpdateRefused: its weight, its norm or the server's filter; or the ticket was refused before.
+        """
         row = self.store.tickets.get(ticket)
         if row.site != lease.site:
             raise TicketClosed(f"Ticket {ticket} was not issued to {lease.site!r}.", "Ask for a ticket.")
@@ -609,10 +645,20 @@ class Coordinator:
             await swarm.news(until_s - time.monotonic())
 
     async def get_swarm_plan(self) -> swarm_messages.SwarmPlan:
+        """Return the settings by which a worker reduces and steps rounds.
+
+        Raises:
+            ConfigError: the run is no swarm.
+        """
         self._require_swarm()
         return swarm_messages.SwarmPlan(settings=placed_settings(self.plan.settings))
 
     async def work_in_swarm(self, lease: Lease, message: swarm_messages.PeerReport) -> swarm_messages.PeerWork:
+        """Take a worker's report; answer once its work changes, or after the `wait_s` seconds of the report.
+
+        Raises:
+            ConfigError: the run is no swarm.
+        """
         return await self._require_swarm().report(lease, message)
 
     def _require_swarm(self) -> Swarm:

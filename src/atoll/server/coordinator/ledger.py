@@ -133,9 +133,11 @@ class StoreRows:
         self._store, self._roster, self._keep_weights = store, roster, keep_weights
 
     def transaction(self) -> AbstractContextManager[None]:
+        """Return a transaction of the journal."""
         return self._store.journal.transaction()
 
     def write(self, effect: fx.Effect) -> None:
+        """Write the rows of a decision; a ticket that is given again has its row already."""
         run_log, tickets = self._store.run_log, self._store.tickets
         match effect:
             case fx.LeaseGranted(site, lease):

@@ -59,13 +59,13 @@ class _Pin:
 
 
 class Aggregator:
-    """The process of the run's aggregator; `start` it before anything else."""
+    """The process of the run's aggregator; `start` it before anything else.
+
+    Args:
+        on_failed: called, by any thread, when the aggregator fails while no round waits for it.
+    """
 
     def __init__(self, plan: Plan, on_failed: Callable[[AtollError], object], filtering: Filtering) -> None:
-        """
-        Args:
-            on_failed: called, by any thread, when the aggregator fails while no round waits for it.
-        """
         self._filtering = filtering
         self._plan, self._settings, self._on_failed = plan, plan.settings, on_failed
         self.name = str(plan.settings.aggregation.aggregator.path)

@@ -78,14 +78,17 @@ class ServerPages:
         self._run = coordinator
 
     async def get_status(self) -> status_messages.Status:
+        """Return all there is to know of the run at this moment."""
         return status_of(self._run)
 
     async def get_metrics(self) -> web.Response:
+        """Return metrics in the text format of Prometheus."""
         return web.Response(
             body=prometheus(self._run), headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"}
         )
 
     async def get_health(self) -> str:
+        """Return `ok`; no token is needed."""
         return "ok\n"
 
 

@@ -35,6 +35,11 @@ class ByteRoutes:
         self.run, self.store, self.plan = run, run.store, run.plan
 
     async def get_manifest(self, fragment: int, version: int) -> messages.Manifest:
+        """Return the digests of a version's parts, its delta where there is one, and which workers of a swarm have it.
+
+        Raises:
+            Gone: the version is not kept.
+        """
         row, layout = self.store.versions.get(fragment, version), self.plan.fragments[fragment].version
         return messages.Manifest(
             fragment=fragment,
@@ -61,6 +66,11 @@ class ByteRoutes:
         )
 
     async def get_version(self, fragment: int, version: int, digest: str, request: web.Request) -> web.StreamResponse:
+        """Send the file of a version, or a range of it; a swarm's server has the first version alone.
+
+        Raises:
+            Gone: it is not kept, has another digest, or lies with the workers.
+        """
         if self.run.swarm is None:
             pinned = self.store.versions.pin(fragment, version)
             return await self._serve(pinned, self.plan.fragments[fragment].version.nbytes, digest, request)
@@ -72,12 +82,22 @@ class ByteRoutes:
             return await self._send(request, fd, self.plan.fragments[fragment].version.nbytes, digest)
 
     async def get_delta(self, fragment: int, version: int, digest: str, request: web.Request) -> web.StreamResponse:
+        """Send what makes a version of the one before it, or a range of that.
+
+        Raises:
+            Gone: there is none, or it has another digest.
+        """
         pinned = self.store.versions.pin_delta(fragment, version)
         downlink = self.plan.fragments[fragment].downlink
         nbytes = downlink.layout.nbytes if downlink else 0
         return await self._serve(pinned, nbytes, digest, request)
 
     async def get_model_part(self, fragment: int, version: int, part: int, request: web.Request) -> web.StreamResponse:
+        """Send one part of a version as exports have it, then its BLAKE3 (32 bytes).
+
+        Raises:
+            Gone: the version or its outer state is not kept. BadRequest: there is no such part.
+        """
         hold = functools.partial(self.store.versions.reading, fragment, version, with_state=self.plan.has_masters)
         with hold() as files:
             layout = self.plan.fragments[fragment].version
@@ -156,6 +176,11 @@ class ByteRoutes:
     # -- objects: what one process publishes through the server, and others pull from it
 
     async def open_object(self, message: messages.ObjectOpen) -> messages.ObjectOpened:
+        """Make room for an object; the secret in the answer is kept nowhere else.
+
+        Raises:
+            BadRequest: the object is too large, or is cut wrongly. Busy, DiskFull: there is no room now.
+        """
         cuts = Cuts(message.head_bytes, message.nbytes, message.part_bytes)
         cuts.require_object("The object")
         if message.inline and message.nbytes > routes.INLINE_BYTES:
@@ -170,13 +195,29 @@ class ByteRoutes:
         )
 
     async def complete_object(self, object: str, secret: str, message: messages.ObjectComplete) -> None:
+        """Let an object be pulled from now on; the same request may be repeated.
+
+        Raises:
+            Gone, AuthError: as `ObjectStore.find`. Conflict: parts are missing, or make up another digest.
+            DiskFull, StoreError: its note could not be written.
+        """
         self.run.objects.complete(self.run.objects.find(object, secret), message.digest)
 
     async def get_object(self, object: str, secret: str) -> messages.BlobManifest:
+        """Return the manifest of a complete object, and its bytes where they travel inline.
+
+        Raises:
+            Gone, AuthError, Conflict: as `ObjectStore.complete_one`.
+        """
         kept = self.run.objects.complete_one(object, secret)
         return messages.BlobManifest.of(kept.manifest, self.run.objects.inline_bytes(kept))
 
     async def get_object_data(self, object: str, secret: str, request: web.Request) -> web.StreamResponse:
+        """Send a complete object, or a range of it; a pull ends when the object is removed.
+
+        Raises:
+            Gone, AuthError, Conflict: as `ObjectStore.complete_one`.
+        """
         kept = self.run.objects.complete_one(object, secret)
         fd = self.run.objects.reader(kept)
         try:
@@ -185,4 +226,9 @@ class ByteRoutes:
             os.close(fd)
 
     async def remove_object(self, object: str, secret: str) -> None:
+        """Keep an object no longer; pulls that are under way end.
+
+        Raises:
+            Gone, AuthError: as `ObjectStore.find`. AuthError: also if it is the server's own.
+        """
         self.run.objects.remove(object, secret)

@@ -145,8 +145,9 @@ class SwarmView:
         return work.model_copy(update={"stamp": 1 + zlib.crc32(work.model_dump_json().encode())})
 
     def _holds(self, site: str, fragment: int) -> list[Hold]:
-        """Return the versions of a fragment that a site is to have: the newest if it is to hold it, and older ones
-        that it has.
+        """Return the versions of a fragment that a site is to have.
+
+        These are the newest if it is to hold it, older ones that it has, and the next one if it aggregates or checks.
         """
         at, peer = self.assignments[fragment], self.peers[site]
         wanted = [

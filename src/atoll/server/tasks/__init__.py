@@ -1,0 +1,1 @@
+"""Workflows at the server: tasks, their payloads and answers, and cross-site evaluation."""

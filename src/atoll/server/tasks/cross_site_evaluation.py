@@ -196,8 +196,10 @@ class EvaluationMatrix:
                     self._news.wait(LOOK_S)  # its owner settles it, or leaves
 
     def wait(self, site: str, until: Callable[[], bool]) -> bool:
-        """Wait for a site that has gone or hangs; return False once no other site works and it is away for
-        `RETURN_S`.
+        """Wait for a site that has gone or hangs.
+
+        Returns:
+            False once no other site works and it is away for `RETURN_S`.
         """
         with self._news, self._marked(site):
             end_s = self._away_since_s.setdefault(site, time.monotonic()) + RETURN_S
@@ -293,8 +295,9 @@ class _Column:
         return cell.model_copy(update={"error": _one_line(error)}) if error else _with_metrics(cell, payload)
 
     def _ask(self, task: str, payload: Any) -> tuple[Any, str]:
-        """Return what the site answers, or why it does not. A site that has gone, or hangs, is awaited while others
-        work.
+        """Return what the site answers, or why it does not.
+
+        A site that has gone, or hangs, is awaited while others work.
         """
         matrix, run = self._matrix, self._controller.run
         if self._hung and not matrix.wait(self._site, lambda: progress_of(run, self._site) != self._progress):

@@ -388,6 +388,12 @@ class TaskQueue:
     # -- the operations: a site asks for its next task, and answers it
 
     async def request_task(self, lease: Lease, message: tm.TaskRequest) -> tm.TaskReply:
+        """Give the next open task of a site, or wait up to `wait_s` seconds for one.
+
+        Raises:
+            ConfigError: the run sends no tasks. Busy: the server ends.
+            LeaseLost, Superseded: the lease was lost meanwhile.
+        """
         self.require_workflow()
         until_s = time.monotonic() + message.wait_s
         while True:
@@ -405,6 +411,14 @@ class TaskQueue:
             self._require_lease(lease)  # it may have been lost meanwhile: then another process gets the task
 
     async def answer_task(self, lease: Lease, task: str, message: tm.TaskAnswer) -> None:
+        """Take an answer: an error, a payload as JSON, or an object, which belongs to the server from then on.
+
+        The same answer may be repeated. The object of an answer that is refused is removed, unless the disk is full.
+
+        Raises:
+            ConfigError: the run sends no tasks. BadRequest: it is malformed. Conflict, TicketClosed: as `is_taken`.
+            Gone, AuthError, PartCorrupt: its object is not here, the secret is wrong, or it is cut off.
+        """
         site, body = lease.site, message.body
         given = body.object if body is not None else None
         key = given.object if given is not None else message.model_dump_json()

@@ -43,8 +43,9 @@ class UserThreads:
         self._locks: dict[str, asyncio.Lock] = {}
 
     async def run(self, call: Callable[[], T], what: str, key: str, timeout_s: float | None = None) -> T:
-        """Return or raise what `call` does, in a thread of its own. The thread goes on if the caller is cancelled, and
-        then holds up calls of the same `key` only.
+        """Return or raise what `call` does, in a thread of its own.
+
+        The thread goes on if the caller is cancelled, and then holds up calls of the same `key` only.
 
         Args:
             what: names the code and its work, for the log.

@@ -54,6 +54,7 @@ class WorkflowRun:
 
     @property
     def trains(self) -> bool:
+        """Whether it is the rounds of the run; every other workflow sends tasks."""
         return self.entry.kind == TRAIN
 
     def note(self, text: str) -> None:
