@@ -75,8 +75,8 @@ class Schedule:
     """
 
     workers: int
-    num_workers: int
-    min_workers: int
+    sites: int
+    min_sites: int
     quorum: int
     deadline_s: int
     fragments: int
@@ -91,14 +91,14 @@ class Schedule:
 
     def rules(self, mutant: Mutant = "") -> Rules:
         undercut = mutant == "quorum of one"
-        quorum, min_workers = (1, 1) if undercut else (self.quorum, self.min_workers)
+        quorum, min_sites = (1, 1) if undercut else (self.quorum, self.min_sites)
         policy: Policy = QuorumDeadline(quorum, self.deadline_s) if self.quorum else Barrier()
         if self.buffer:
             policy = Async(1 if undercut else self.buffer, self.grace_s, self.sync_first)
         sampling = Sampling(self.sample_fraction)
         return Rules(
-            self.num_workers,
-            min_workers,
+            self.sites,
+            min_sites,
             HEARTBEAT_TIMEOUT_S,
             0,
             policy,
@@ -117,7 +117,7 @@ class World:
         self.wall_jump_s = 0.0
         self.calm = False
         self.checks = Checks(
-            floor=max(1, schedule.min_workers, schedule.quorum),
+            floor=max(1, schedule.min_sites, schedule.quorum),
             deadline_s=schedule.deadline_s if schedule.quorum else None,
             timeout_s=HEARTBEAT_TIMEOUT_S,
             fragments=schedule.fragments,
@@ -236,24 +236,24 @@ def simulate(schedule: Schedule, mutant: Mutant = "") -> Counter[str]:
 def schedules(draw: st.DrawFn, swarm: bool = False) -> Schedule:
     """Any schedule: up to four workers, two fragments, and a dozen faults; in a swarm, aggregating workers are lost."""
     workers = draw(st.integers(2, 4))
-    num_workers = draw(st.integers(1, workers))
-    min_workers = draw(st.integers(1, num_workers))
+    sites = draw(st.integers(1, workers))
+    min_sites = draw(st.integers(1, sites))
     is_async = draw(st.booleans())
     kinds = FAULTS + ("lose",) * len(FAULTS) * swarm
     fault = st.builds(Fault, st.integers(0, int(FAULTS_END_S)), st.sampled_from(kinds), st.integers(0, workers - 1))
     crash = st.tuples(st.integers(1, 25), st.sampled_from(("before", "after")))
     return Schedule(
         workers=workers,
-        num_workers=num_workers,
-        min_workers=min_workers,
-        quorum=0 if is_async else draw(st.sampled_from((0, *range(min_workers, num_workers + 1)))),
+        sites=sites,
+        min_sites=min_sites,
+        quorum=0 if is_async else draw(st.sampled_from((0, *range(min_sites, sites + 1)))),
         deadline_s=draw(st.integers(5, 60)),
         fragments=draw(st.integers(1, 2)),
         sample_fraction=1.0 if is_async else draw(st.sampled_from((1.0, 1.0, 0.5))),
         fates=tuple(draw(st.lists(st.sampled_from(FATES), min_size=1, max_size=30))),
         crashes=tuple(draw(st.lists(crash, max_size=10))),
         faults=tuple(draw(st.lists(fault, max_size=12))),
-        buffer=draw(st.integers(min_workers, 3)) if is_async and min_workers <= 3 else min_workers * is_async,
+        buffer=draw(st.integers(min_sites, 3)) if is_async and min_sites <= 3 else min_sites * is_async,
         grace_s=draw(st.sampled_from((0, 0, 10))) if is_async else 0,
         sync_first=draw(st.integers(0, 2)) if is_async else 0,
         max_staleness=draw(st.sampled_from((None, 0, 1, 3))) if is_async else None,

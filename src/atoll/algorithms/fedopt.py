@@ -11,7 +11,8 @@ the Effects of Non-Identical Data Distribution for Federated Visual Classificati
     FedYogi      as FedAdam, with Yogi's v_t (`outer_optimizers/yogi.py`)            x_{t+1} = x_t − η·m_t / (√v_t + τ)
 
 τ = 1e-3 throughout. FedAdam is torch's Adam: the hats are its correction of the first steps' bias, which the paper
-leaves out. η depends on the task more than anything else here (the paper's best lie between 1e-3 and 1): outer_lr.
+leaves out. η (`algorithm.outer_optimizer.lr`) depends on the task more than anything else here: the best in the paper
+are between 1e-3 and 1.
 """
 
 from __future__ import annotations

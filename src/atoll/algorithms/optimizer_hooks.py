@@ -321,7 +321,7 @@ class StepHooks:
             )
 
     def finish(self, moved: Moved) -> Mapping[str, Runs]:
-        """Return what the update carries beside the model, and set what the site keeps.
+        """Return the algorithm's extra tensors for the update (SCAFFOLD: Δc), and store the site's own (SCAFFOLD: c_i).
 
         Raises:
             UsageError: as `require_steps`.

@@ -233,7 +233,7 @@ def _local(settings: Settings, algorithm: Algorithm) -> dict[str, Any] | None:
                 f"algorithm has {key!r}, which {algorithm.name} does not.", registry.nearest(key, known, has)
             )
         if type(value) not in (int, float) or not (math.isfinite(value) and value >= 0):
-            raise ConfigError(f"algorithm: {key} = {value!r}.", "It is a number, at least 0.")
+            raise ConfigError(f"algorithm.{key} is {value!r}.", "Give a number of at least 0.")
     return known | settings.algorithm.options if algorithm.local else None
 
 

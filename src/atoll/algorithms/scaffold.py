@@ -6,7 +6,7 @@ for Federated Learning. ICML 2020, arXiv 1910.06378, algorithm 1, option II for 
     site      y_i ← x;   K times:  y_i ← y_i − η_l·(g_i(y_i) − c_i + c)
               c_i⁺ = c_i − c + (x − y_i) / (K·η_l)          with a schedule: Σ η_l in place of K·η_l
               Δc_i = c_i⁺ − c_i = (x − y_i) / Σ η_l − c
-    server    x ← x − η_g · mean_S (x − y_i)                Atoll: by weight;  η_g = outer_lr
+    server    x ← x − η_g · mean_S (x − y_i)                Atoll: by weight;  η_g = outer_optimizer.lr
               c ← c + Σ_S p_i·Δc_i                          the paper: p_i = 1/N;  Atoll: p_i = w_i / W
 
 Weights define the objective, for model and controls alike. W is the weight of all sites that ever joined: the sum of

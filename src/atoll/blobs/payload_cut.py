@@ -88,7 +88,7 @@ def way_of(name: str, packed: Packed, sizes: ChunkSizes, *, streamed: bool, what
 
     Args:
         sizes: of what is streamed.
-        streamed: whether the task is among `stream_tasks`.
+        streamed: whether the task is among `workflow.streamed_tasks`.
     """
     if not packed.tensors:
         text = json.dumps(packed.skeleton, separators=(",", ":"))

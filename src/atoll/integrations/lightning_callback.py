@@ -282,7 +282,7 @@ class AtollCallback(Callback):
             raise UsageError(
                 f"Optimizer step {self._open_step} was not followed by on_train_batch_end: the Trainer's hooks "
                 "were interrupted, by a StopIteration for example, and what its batch did is not complete.",
-                "Let every hook of a batch return; to end early, set trainer.should_stop = True.",
+                "Do not raise from a hook of a batch; to end early, set trainer.should_stop = True.",
             )
         steps = trainer.global_step - self._first_step if self._first_step is not None else 0
         if not steps:

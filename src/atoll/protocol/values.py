@@ -152,7 +152,7 @@ class Closed(NamedTuple):
 
 
 class Lost(NamedTuple):
-    """The network, or the other side's disk, failed for longer than was waited; the files here keep what they have."""
+    """The network or the other side's disk did not recover before the retries ran out. Local files stay valid."""
 
     error: AtollError
 

@@ -1,7 +1,7 @@
 """When a round closes, and with which updates.
 
 A policy is a small frozen value with one pure function over a view of the round. It decides; the machine
-keeps the floor (`min_workers`, quorum, never zero) whatever a policy says.
+keeps the floor (`min_sites`, quorum, never zero) whatever a policy says.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Policy(ABC):
     Rounds wait for workers, and tickets end with their round, unless a policy says otherwise.
 
     Attributes:
-        quorum: the fewest updates with which it ever closes a round; 0 leaves that to `min_workers`.
+        quorum: the fewest updates with which it ever closes a round; 0 leaves that to `min_sites`.
     """
 
     __slots__ = ()

@@ -1,6 +1,6 @@
 """The round machine: state, event and time in; state and effects out. No IO, no clock, no randomness.
 
-    state = initial(Rules(num_workers=3))   # state_rows, state
+    state = initial(Rules(sites=3))   # state_rows, state
     state, effects = step(state, ev.WorkerJoined("clinic-a"), now_s)
 
 The server, the simulator and the schedule explorer run this same code. One idea carries most of it: after

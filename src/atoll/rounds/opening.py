@@ -19,7 +19,7 @@ def settle(draft: Draft) -> None:
     """Bring every round to where members, tickets and time have it, and ask its policy."""
     rules = draft.state.rules
     for fragment, round_ in enumerate(draft.state.rounds):
-        if round_.phase == "gathering" and not rules.held and len(draft.state.seen_s) >= rules.num_workers:
+        if round_.phase == "gathering" and not rules.held and len(draft.state.seen_s) >= rules.sites:
             open_next(draft, fragment, "enough workers joined")
         if draft.round(fragment).phase == "open":
             _expire_far_behind(draft, fragment)

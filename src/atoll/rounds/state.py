@@ -29,8 +29,8 @@ class Rules:
     """What a run's settings mean for its rounds.
 
     Args:
-        num_workers: how many must have joined before round one opens.
-        min_workers: a round never closes with fewer updates.
+        sites: how many must have joined before round one opens.
+        min_sites: a round never closes with fewer updates.
         heartbeat_timeout_s: silence after which a worker is declared dead; 0: never.
         rounds: the run is finished when every fragment has had so many; 0: endless.
         policy: when a round closes.
@@ -42,8 +42,8 @@ class Rules:
         held: training has not begun: no first round opens, whichever sites join.
     """
 
-    num_workers: int
-    min_workers: int = 1
+    sites: int
+    min_sites: int = 1
     heartbeat_timeout_s: float = 120.0
     rounds: int = 0
     policy: Policy = field(default_factory=Barrier)
@@ -66,8 +66,8 @@ class Rules:
         sampling = Sampling(settings.rounds.sample_fraction, settings.rounds.sample_min, settings.rounds.sample_seed)
         needs_all = needs_all and not settings.async_.enabled and not settings.rounds.quorum
         return cls(
-            num_workers=settings.rounds.sites,
-            min_workers=settings.rounds.min_sites or (sampling.size(settings.rounds.sites) if needs_all else 1),
+            sites=settings.rounds.sites,
+            min_sites=settings.rounds.min_sites or (sampling.size(settings.rounds.sites) if needs_all else 1),
             heartbeat_timeout_s=settings.network.heartbeat_timeout_s,
             rounds=settings.rounds.total,
             policy=_policy(settings),
@@ -87,12 +87,12 @@ class Rules:
     @property
     def floor(self) -> int:
         """The fewest updates with which a round may close."""
-        return max(1, self.min_workers, self.policy.quorum)
+        return max(1, self.min_sites, self.policy.quorum)
 
     @property
     def floor_name(self) -> str:
         """The setting that `floor` comes from, for messages."""
-        return "rounds.quorum" if self.policy.quorum > self.min_workers else "rounds.min_sites"
+        return "rounds.quorum" if self.policy.quorum > self.min_sites else "rounds.min_sites"
 
 
 def _policy(settings: Settings) -> Policy:

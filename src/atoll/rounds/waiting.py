@@ -23,7 +23,7 @@ def why(state: State, fragment: int, now_s: float) -> str:
         return "does not train at present: a workflow of tasks has the sites"
     if round_.phase == "gathering":
         here = len(leases.alive(state.members))
-        return f"waits for {state.rules.num_workers} workers to join, {here} {'has' if here == 1 else 'have'}"
+        return f"waits for {state.rules.sites} sites to join, {here} {'has' if here == 1 else 'have'}"
     if round_.phase == "closing":
         count = len(round_.frozen)
         return f"reduces {count} update{'' if count == 1 else 's'} of round {round_.number}"

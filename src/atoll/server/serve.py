@@ -362,7 +362,7 @@ def _require_none_of_its_own(**given: Any) -> None:
         if value is not None and not (isinstance(value, Sequence) and not value):
             raise ConfigError(
                 f"Server got {name}, and swarm.enabled is true: workers run no code that a server has.",
-                "Set what the run file can name, filter at the sites, or set placement = 'server'.",
+                "Set what the run file can name, filter at the sites, or set swarm.enabled = false.",
             )
 
 

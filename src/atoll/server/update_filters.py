@@ -3,8 +3,8 @@
 The spool stays as received. When the last part is in, and before the update is accepted, it is read tensor by tensor,
 and the filtered update is written to a file without a name, laid out and encoded like the update. The
 reducers, or the user's aggregator, read that file in place of the spool. A filter that fails then refuses the update;
-`min_workers` says whether the round goes on without it. A server that was killed has lost the file, and makes it again
-from the spool.
+`rounds.min_sites` says whether the round goes on without it. After a kill the file is lost, and the server makes it
+again from the spool.
 """
 
 from __future__ import annotations

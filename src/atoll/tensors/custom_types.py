@@ -139,7 +139,7 @@ class Kind:
             raise UsageError(self._failed("producer", where, error), "Look at its code.") from error
 
     def put_together(self, sent: Any, where: str) -> Any:
-        """Return the value again.
+        """Rebuild the value from what was received.
 
         Raises:
             BadRequest: the consumer failed; the place in the payload is named.

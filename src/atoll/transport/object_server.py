@@ -110,11 +110,11 @@ class Draft:
 
 
 def written(packed: Packed, cut: Cut, folder: Path | None) -> Draft:
-    """Write a tree to disk.
+    """Write a packed payload to a file without a name.
 
     Raises:
         UsageError: it is too much to be inline, or for one object.
-        DiskFull, StoreError: the disk's.
+        DiskFull, StoreError: the disk is full, or fails.
     """
     fd = nameless(folder)
     try:

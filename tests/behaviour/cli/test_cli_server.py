@@ -119,12 +119,12 @@ def test_names_late_sites_only() -> None:
     reminder = server.Reminder(0.0)
     assert reminder.line([fragment("waits for a and b", a=14.0, b=2.0)], 100.0) == ""
     assert reminder.line([fragment("waits for a and b", a=15.0, b=2.0)], 101.0) == "waiting for a (15 s)"
-    assert server.Reminder(0.0).line([fragment("waits for 2 workers to join")], 20.0) == "waits for 2 workers to join"
+    assert server.Reminder(0.0).line([fragment("waits for 2 sites to join")], 20.0) == "waits for 2 sites to join"
 
 
 def test_what_all_fragments_wait_for_is_said_once_and_those_that_are_finished_wait_for_nothing() -> None:
-    joins = [fragment("waits for 2 workers to join"), fragment("waits for 2 workers to join", number=1)]
-    assert server.Reminder(0.0).line(joins, 20.0) == "waits for 2 workers to join"
+    joins = [fragment("waits for 2 sites to join"), fragment("waits for 2 sites to join", number=1)]
+    assert server.Reminder(0.0).line(joins, 20.0) == "waits for 2 sites to join"
     one = [fragment("waits for a", a=20.0), fragment("waits for b", number=1, b=2.0)]
     assert server.Reminder(0.0).line(one, 20.0) == "fragment 0 waiting for a (20 s)"
     last = [fragment("is finished", phase="finished"), fragment("waits for a", number=1, a=20.0)]

@@ -68,7 +68,7 @@ def test_all_workers_die_the_run_waits_says_why_and_goes_on_when_they_are_back(
 
 
 @pytest.mark.covers("F35")
-def test_below_min_workers_a_round_never_closes(tmp_path: Path) -> None:
+def test_below_min_sites_a_round_never_closes(tmp_path: Path) -> None:
     with serving(
         tmp_path, **{"rounds.min_sites": 2, "rounds.quorum": 2, "rounds.deadline_s": 0.2, "rounds.total": 1}
     ) as server:

@@ -13,12 +13,12 @@ from atoll.errors import UpdateRefused
 
 
 @pytest.mark.covers("X3")
-@pytest.mark.parametrize(("min_workers", "waits"), [(None, True), (1, False)])
+@pytest.mark.parametrize(("min_sites", "waits"), [(None, True), (1, False)])
 def test_says_that_the_round_waits_where_no_other_update_suffices(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, min_workers: int | None, waits: bool
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, min_sites: int | None, waits: bool
 ) -> None:
     caplog.set_level("INFO", "atoll")
-    with serve(tmp_path, **{"rounds.min_sites": min_workers}) as server:
+    with serve(tmp_path, **{"rounds.min_sites": min_sites}) as server:
         with (
             Client(server.url, site="a", folder=tmp_path / "w").register() as one,
             Client(server.url, site="b", folder=tmp_path / "w").register(),

@@ -115,7 +115,7 @@ def test_warns_of_an_optimizer_that_holds_a_part_of_the_parameters(
         return [each for each in found if "trainable parameters" in each]
 
     model = build_model()
-    with serve(tmp_path, sites=1, **{key: each for key, each in DILOCO.items() if key != "num_workers"}) as server:
+    with serve(tmp_path, sites=1, **DILOCO) as server:
         start = partial(atoll.DiLoCo, model, server=server.url, site="a", folder=tmp_path / "workers")
         with start(two(model)[0]):
             (said,) = warnings()

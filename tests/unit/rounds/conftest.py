@@ -10,9 +10,9 @@ from atoll.rounds.state import Rules
 
 @pytest.fixture
 def story() -> Callable[..., Story]:
-    """`story(num_workers=3, ...)` begins one."""
+    """`story(sites=3, ...)` begins one."""
 
-    def begin(num_workers: int = 2, heads: tuple[int, ...] | None = None, **rules: object) -> Story:
-        return Story(Rules(num_workers, **rules), heads)  # type: ignore[arg-type]
+    def begin(sites: int = 2, heads: tuple[int, ...] | None = None, **rules: object) -> Story:
+        return Story(Rules(sites, **rules), heads)  # type: ignore[arg-type]
 
     return begin

@@ -18,7 +18,7 @@ from atoll.rounds.state import Rules
 def begin(story, *sites, **rules):
     """Everybody is in and holds a ticket of version 0; returns the run and the tickets by site."""
     policy = rules.pop("policy", Async())
-    run = story(num_workers=len(sites), policy=policy, **rules)
+    run = story(sites=len(sites), policy=policy, **rules)
     run.join(*sites)
     return run, {site: run.ticket(site) for site in sites}
 

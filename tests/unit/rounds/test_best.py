@@ -12,7 +12,7 @@ from atoll.rounds.state import Rules
 
 
 def story(**tracking):
-    run = Story(Rules(num_workers=1, tracking=Tracking("acc", **tracking)))
+    run = Story(Rules(sites=1, tracking=Tracking("acc", **tracking)))
     run.join("a")
     return run
 
@@ -95,7 +95,7 @@ def test_a_restart_with_other_settings_judges_the_same_metrics_anew():
         round_of(run, value)
     assert run.state.finished
     journal = run.journal.snapshot()
-    patient = Rules(num_workers=1, tracking=Tracking("acc", patience=5))
+    patient = Rules(sites=1, tracking=Tracking("acc", patience=5))
     assert not state_rows.restore(patient, journal, 0.0)[0].finished
     assert state_rows.restore(run.rules, journal, 0.0)[0].finished
     # killed between the commit and the word that the run is finished: the same again, and said now

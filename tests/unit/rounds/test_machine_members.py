@@ -13,7 +13,7 @@ from atoll.rounds.state import FragmentSnapshot, Rules, Snapshot
 
 @pytest.mark.covers("L9")
 def test_a_silent_worker_is_declared_dead_and_the_barrier_is_judged_again(story):
-    run = story(num_workers=2)
+    run = story(sites=2)
     run.join("a", "b")
     run.submit("a")
     run.now_s = 119
@@ -31,7 +31,7 @@ def test_a_silent_worker_is_declared_dead_and_the_barrier_is_judged_again(story)
 
 @pytest.mark.covers("L9")
 def test_a_heartbeat_timeout_of_0_declares_no_worker_dead(story):
-    run = story(num_workers=1, heartbeat_timeout_s=0)
+    run = story(sites=1, heartbeat_timeout_s=0)
     run.join("a")
     assert waiting.next_deadline_s(run.state) is None
     assert run.wait(1e9) == ()
@@ -40,7 +40,7 @@ def test_a_heartbeat_timeout_of_0_declares_no_worker_dead(story):
 
 @pytest.mark.covers("L9")
 def test_leaving_is_the_same_path(story):
-    run = story(num_workers=2)
+    run = story(sites=2)
     run.join("a", "b")
     run.submit("a")
     effects = run.leave("b")
@@ -50,7 +50,7 @@ def test_leaving_is_the_same_path(story):
 
 
 def test_a_worker_that_fails_says_why(story):
-    run = story(num_workers=1)
+    run = story(sites=1)
     run.join("a")
     assert run.leave("a", "CUDA out of memory")[0] == ev.LeaseEnded("a", 1, "failed", "CUDA out of memory")
     assert run.state.members["a"].why == "failed"
@@ -58,7 +58,7 @@ def test_a_worker_that_fails_says_why(story):
 
 @pytest.mark.parametrize("sign", ["heartbeat", "ticket request", "accepted update"])
 def test_every_valid_sign_of_life_counts(story, sign):
-    run = story(num_workers=2)
+    run = story(sites=2)
     run.join("a", "b")
     ticket = run.ticket("a")
     run.now_s = 100
@@ -69,7 +69,7 @@ def test_every_valid_sign_of_life_counts(story, sign):
 
 @pytest.mark.covers("F4")
 def test_an_acknowledged_update_stays_when_its_worker_dies(story):
-    run = story(num_workers=2)
+    run = story(sites=2)
     run.join("a", "b")
     run.submit("a")
     effects = run.leave("a")
@@ -80,7 +80,7 @@ def test_an_acknowledged_update_stays_when_its_worker_dies(story):
 
 @pytest.mark.covers("F19")
 def test_the_newest_process_of_a_site_has_the_lease(story):
-    run = story(num_workers=1)
+    run = story(sites=1)
     assert run.join("a")[0] == ev.LeaseGranted("a", 1)
     assert run.join("a")[0] == ev.LeaseGranted("a", 2)
     told = (ev.LeaseRefused("a", "a newer process has joined as 'a'", superseded=True),)
@@ -91,7 +91,7 @@ def test_the_newest_process_of_a_site_has_the_lease(story):
 
 
 def test_a_stale_lease_is_no_sign_of_life(story):
-    run = story(num_workers=1)
+    run = story(sites=1)
     run.join("a", "a")
     run.now_s = 100
     run.send(ev.WorkerSeen("a", 1))
@@ -99,7 +99,7 @@ def test_a_stale_lease_is_no_sign_of_life(story):
 
 
 def test_refuses_a_worker_that_never_joined(story):
-    run = story(num_workers=1)
+    run = story(sites=1)
     assert run.send(ev.WorkerSeen("x", 3)) == (ev.LeaseRefused("x", "'x' has not joined this run"),)
     run.join("a")
     assert run.send(ev.WorkerSeen("a", 9)) == (ev.LeaseRefused("a", "lease 9 of 'a' is not known here"),)
@@ -107,7 +107,7 @@ def test_refuses_a_worker_that_never_joined(story):
 
 @pytest.mark.covers("F5")
 def test_a_worker_that_was_stopped_past_its_lease_rejoins_and_gets_its_ticket_again(story):
-    run = story(num_workers=2, min_workers=2)
+    run = story(sites=2, min_sites=2)
     run.join("a", "b")
     ticket = run.ticket("a")
     run.now_s = 60
@@ -123,7 +123,7 @@ def test_a_worker_that_was_stopped_past_its_lease_rejoins_and_gets_its_ticket_ag
 
 @pytest.mark.covers("F2")
 def test_a_restarted_worker_goes_on_under_its_open_ticket(story):
-    run = story(num_workers=2)
+    run = story(sites=2)
     run.join("a", "b")
     ticket = run.ticket("a")
     run.join("a")
@@ -134,7 +134,7 @@ def test_a_restarted_worker_goes_on_under_its_open_ticket(story):
 
 @pytest.mark.covers("F2")
 def test_waits_again_for_a_worker_that_returns_with_an_open_ticket(story):
-    run = story(num_workers=3)
+    run = story(sites=3)
     run.join("a", "b", "c")
     ticket = run.ticket("a")
     run.leave("a")
@@ -145,7 +145,7 @@ def test_waits_again_for_a_worker_that_returns_with_an_open_ticket(story):
 
 
 def test_a_worker_that_returns_without_a_ticket_counts_from_the_next_round_on(story):
-    run = story(num_workers=2)
+    run = story(sites=2)
     run.join("a", "b")
     run.leave("a")
     run.join("a")
@@ -154,7 +154,7 @@ def test_a_worker_that_returns_without_a_ticket_counts_from_the_next_round_on(st
 
 @pytest.mark.covers("F4")
 def test_a_worker_restarted_after_its_acknowledgement_does_not_train_again(story):
-    run = story(num_workers=2)
+    run = story(sites=2)
     run.join("a", "b")
     run.submit("a")
     run.join("a")
@@ -163,7 +163,7 @@ def test_a_worker_restarted_after_its_acknowledgement_does_not_train_again(story
 
 @pytest.mark.covers("F23")
 def test_a_ticket_of_a_round_that_is_over_is_refused(story):
-    run = story(num_workers=2, heartbeat_timeout_s=120)
+    run = story(sites=2, heartbeat_timeout_s=120)
     run.join("a", "b")
     stale = run.ticket("b")
     run.submit("a")
@@ -178,7 +178,7 @@ def test_a_ticket_of_a_round_that_is_over_is_refused(story):
 
 
 def test_may_submit_checks_the_owner_of_the_ticket(story):
-    run = story(num_workers=2)
+    run = story(sites=2)
     run.join("a", "b")
     ticket = run.ticket("a")
     assert waiting.may_submit(run.state, "a", 1, ticket) is None
@@ -189,7 +189,7 @@ def test_may_submit_checks_the_owner_of_the_ticket(story):
 
 
 def test_a_heartbeat_touches_nothing_but_when_the_worker_was_seen(story):
-    run = story(num_workers=500)
+    run = story(sites=500)
     state, _ = state_rows.restore(
         run.rules,
         Snapshot(
@@ -207,7 +207,7 @@ def test_a_heartbeat_touches_nothing_but_when_the_worker_was_seen(story):
 
 
 def test_500_deaths_at_once_change_the_round_once(story):
-    run = story(num_workers=500)
+    run = story(sites=500)
     state = run.state
     for n in range(500):
         state, _ = machine.step(state, ev.WorkerJoined(f"w{n:03}"), 0.0)
@@ -218,7 +218,7 @@ def test_500_deaths_at_once_change_the_round_once(story):
 
 def test_a_worker_that_begins_learns_the_next_fragment():
     """The first of those with the fewest rounds; but not one whose round has the site's update already."""
-    tell = Story(Rules(num_workers=2, fragments=3))
+    tell = Story(Rules(sites=2, fragments=3))
     tell.join("a", "b")
     assert waiting.due(tell.state, "c") == 0
     tell.submit("a")
@@ -231,7 +231,7 @@ def test_a_worker_that_begins_learns_the_next_fragment():
 @pytest.mark.covers("L7")
 def test_a_worker_that_submits_nothing_more_is_awaited_in_no_round_and_stays_for_its_results(story):
     """Of two fragments a's update of the second is in; the first goes on with b alone, and the second counts a's."""
-    run = story(num_workers=2, fragments=2)
+    run = story(sites=2, fragments=2)
     run.join("a", "b")
     run.submit("a", "b")
     run.commit()
@@ -257,7 +257,7 @@ def test_a_worker_that_submits_nothing_more_is_awaited_in_no_round_and_stays_for
 @pytest.mark.covers("P12")
 def test_opens_the_first_round_once_training_begins() -> None:
     """A workflow before the rounds holds them: both sites are there, and no round is open."""
-    state = state_rows.initial(Rules(num_workers=2, held=True))
+    state = state_rows.initial(Rules(sites=2, held=True))
     for site in "ab":
         state, _ = machine.step(state, ev.WorkerJoined(site), 0.0)
     assert state.rounds[0].phase == "gathering"

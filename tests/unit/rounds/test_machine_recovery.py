@@ -31,7 +31,7 @@ def restart(run: Story, now_s: float = 0.0) -> tuple[ev.Effect, ...]:
 
 @pytest.mark.covers("F6")
 def test_an_open_round_expects_the_same_workers_after_a_restart(story):
-    run = story(num_workers=2)
+    run = story(sites=2)
     run.join("a", "b", "late")
     ticket = run.ticket("a")
     assert restart(run) == ()
@@ -41,7 +41,7 @@ def test_an_open_round_expects_the_same_workers_after_a_restart(story):
 
 
 def test_silence_and_deadline_start_anew(story):
-    run = story(num_workers=2, policy=QuorumDeadline(1, 60))
+    run = story(sites=2, policy=QuorumDeadline(1, 60))
     run.join("a", "b")
     run.submit("a")
     run.now_s = 50
@@ -53,7 +53,7 @@ def test_silence_and_deadline_start_anew(story):
 
 
 def test_the_dead_stay_dead_and_numbers_are_not_given_again(story):
-    run = story(num_workers=2)
+    run = story(sites=2)
     run.join("a", "b")
     run.ticket("a")
     run.leave("b")
@@ -67,7 +67,7 @@ def test_the_dead_stay_dead_and_numbers_are_not_given_again(story):
 
 @pytest.mark.covers("F10")
 def test_a_frozen_round_stays_closing_until_its_pass_has_run_again(story):
-    run = story(num_workers=1)
+    run = story(sites=1)
     run.join("a")
     run.submit("a")
     assert restart(run) == ()
@@ -77,7 +77,7 @@ def test_a_frozen_round_stays_closing_until_its_pass_has_run_again(story):
 
 
 def test_a_server_killed_while_workers_gather_goes_on_gathering(story):
-    run = story(num_workers=2)
+    run = story(sites=2)
     run.join("a")
     restart(run)
     assert run.phase() == "gathering"
@@ -129,7 +129,7 @@ UNDONE = {
 @pytest.mark.parametrize("case", UNDONE)
 def test_restoring_does_what_a_crash_has_left_undone(case):
     journal, undone = UNDONE[case]
-    rules = Rules(num_workers=2)
+    rules = Rules(sites=2)
     state, effects = state_rows.restore(rules, journal, 3.0)
     assert effects == undone
     assert state_rows.restore(rules, journal, 3.0) == (state, effects)  # killed again before a write: the same
@@ -138,7 +138,7 @@ def test_restoring_does_what_a_crash_has_left_undone(case):
 
 @pytest.mark.covers("F12")
 def test_the_last_commit_is_in_the_end_of_the_run_is_not():
-    rules = Rules(num_workers=1, rounds=3)
+    rules = Rules(sites=1, rounds=3)
     journal = Snapshot((FragmentSnapshot(3, frozen=ClosingRound(2, (1,))),), MEMBERS[:1])
     state, effects = state_rows.restore(rules, journal, 0.0)
     assert effects == (ev.RunFinished(),)
@@ -148,7 +148,7 @@ def test_the_last_commit_is_in_the_end_of_the_run_is_not():
 
 def test_a_finished_run_goes_on_when_it_is_given_more_rounds():
     journal = Snapshot((FragmentSnapshot(3, started=True),), MEMBERS[:1], finished=True)
-    state, effects = state_rows.restore(Rules(num_workers=1, rounds=5), journal, 0.0)
+    state, effects = state_rows.restore(Rules(sites=1, rounds=5), journal, 0.0)
     assert effects == (ev.RoundOpened(0, 3, ("a",)), ev.Woken(0))
     assert not state.finished
 
@@ -156,14 +156,14 @@ def test_a_finished_run_goes_on_when_it_is_given_more_rounds():
 def test_tickets_of_rounds_that_are_over_are_ignored():
     old = (Ticket(1, "a", 0, 0, "counted"), Ticket(2, "b", 0, 0, "expired"))
     journal = Snapshot((FragmentSnapshot(1, OpenRound(1, ("a", "b"))),), MEMBERS, old)
-    state, effects = state_rows.restore(Rules(num_workers=2), journal, 0.0)
+    state, effects = state_rows.restore(Rules(sites=2), journal, 0.0)
     assert effects == ()
     state, (issued,) = machine.step(state, ev.TicketRequested("a", 1, 0), 0.0)
     assert issued == ev.TicketIssued("a", 3, 0, 1, new=True)
 
 
 def test_an_accept_reported_again_after_a_restart_changes_nothing(story):
-    run = story(num_workers=2)
+    run = story(sites=2)
     run.join("a", "b")
     run.submit("a")
     restart(run)
@@ -175,7 +175,7 @@ def test_an_accept_reported_again_after_a_restart_changes_nothing(story):
 @pytest.mark.covers("F41")
 def test_rounds_are_counted_where_numbers_of_versions_were_lost() -> None:
     """Guards against a run of three rounds that ends at version 3, though version 2 was lost and did not count."""
-    rules = Rules(num_workers=1, rounds=3)
+    rules = Rules(sites=1, rounds=3)
     lost = Snapshot((FragmentSnapshot(1, started=True),), (Member("a", 1, alive=True),))
     state, _ = state_rows.restore(rules, lost, 0.0)
     for ticket, version, number in ((1, 3, 2), (2, 4, 3)):

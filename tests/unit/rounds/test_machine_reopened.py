@@ -14,7 +14,7 @@ from atoll.rounds.events import AggregatorLost, RoundReopened
 
 @pytest.mark.covers("P10")
 def test_what_was_collected_of_an_open_round_comes_again_under_the_same_tickets(story):
-    run = story(num_workers=2)
+    run = story(sites=2)
     run.join("a", "b")
     number = run.ticket("a")
     run.accept(number)
@@ -31,7 +31,7 @@ def test_what_was_collected_of_an_open_round_comes_again_under_the_same_tickets(
 
 @pytest.mark.covers("P10")
 def test_a_round_that_was_closed_is_open_again(story):
-    run = story(num_workers=2)
+    run = story(sites=2)
     run.join("a", "b")
     assert closed(run.submit("a", "b")) == [(1, 2)]
     run.send(AggregatorLost(0, "it has gone"))
@@ -41,7 +41,7 @@ def test_a_round_that_was_closed_is_open_again(story):
 
 @pytest.mark.covers("P10")
 def test_a_submitter_that_has_died_meanwhile_is_not_waited_for(story):
-    run = story(num_workers=2)
+    run = story(sites=2)
     run.join("a", "b")
     run.submit("a")
     run.leave("a")  # its update stays in its round, where it is
@@ -52,7 +52,7 @@ def test_a_submitter_that_has_died_meanwhile_is_not_waited_for(story):
 
 @pytest.mark.covers("P10")
 def test_the_lost_aggregator_that_leaves_first_costs_only_its_own_update(story):
-    run = story(num_workers=3)
+    run = story(sites=3)
     run.join("a", "b", "c")
     assert closed(run.submit("a", "b", "c")) == [(1, 2, 3)]
     run.leave("a")
@@ -62,7 +62,7 @@ def test_the_lost_aggregator_that_leaves_first_costs_only_its_own_update(story):
 
 
 def test_nothing_to_lose_changes_nothing(story):
-    run = story(num_workers=2)
+    run = story(sites=2)
     assert run.send(AggregatorLost(0, "the server was started again")) == ()  # gathering
     run.join("a", "b")
     assert run.send(AggregatorLost(0, "it has gone")) == ()
@@ -70,7 +70,7 @@ def test_nothing_to_lose_changes_nothing(story):
 
 
 def test_other_fragments_are_not_concerned(story):
-    run = story(num_workers=1, fragments=2)
+    run = story(sites=1, fragments=2)
     run.join("a")
     run.submit("a", fragment=1)
     assert run.send(AggregatorLost(0, "it has gone")) == ()
@@ -79,7 +79,7 @@ def test_other_fragments_are_not_concerned(story):
 
 @pytest.mark.covers("P10")
 def test_the_grace_begins_with_the_first_update_that_comes_again(story):
-    run = story(num_workers=3, policy=Async(grace_s=10))
+    run = story(sites=3, policy=Async(grace_s=10))
     run.join("a", "b", "c")
     first, second = run.ticket("a"), run.ticket("b")
     run.accept(first)

@@ -12,18 +12,18 @@ from atoll.rounds.transitions import IllegalTransition
 
 
 @pytest.mark.covers("L22")
-def test_round_one_opens_when_num_workers_have_joined(story):
-    run = story(num_workers=3)
+def test_round_one_opens_when_all_sites_have_joined(story):
+    run = story(sites=3)
     run.join("c")
-    assert run.why() == "waits for 3 workers to join, 1 has"
+    assert run.why() == "waits for 3 sites to join, 1 has"
     run.join("a")
-    assert run.withheld("a") == "waits for 3 workers to join, 2 have"
+    assert run.withheld("a") == "waits for 3 sites to join, 2 have"
     assert run.join("b")[1:] == (ev.RoundOpened(0, 0, ("a", "b", "c")), ev.Woken(0))
 
 
 @pytest.mark.covers("L22")
 def test_a_worker_that_left_does_not_count_towards_round_one(story):
-    run = story(num_workers=2)
+    run = story(sites=2)
     run.join("a")
     run.leave("a")
     run.join("b")
@@ -33,14 +33,14 @@ def test_a_worker_that_left_does_not_count_towards_round_one(story):
 
 
 def test_round_one_starts_from_whatever_version_is_the_head(story):
-    run = story(num_workers=1, heads=(7,))
+    run = story(sites=1, heads=(7,))
     assert ev.RoundOpened(0, 7, ("a",)) in run.join("a")
     run.submit("a")
     assert ev.RoundOpened(0, 8, ("a",)) in run.commit()
 
 
 def test_a_barrier_closes_with_all_workers_in_order_of_site_names(story):
-    run = story(num_workers=3)
+    run = story(sites=3)
     run.join("c", "b", "a")
     tickets = {site: run.ticket(site) for site in ("c", "a", "b")}
     assert tickets == {"c": 1, "a": 2, "b": 3}  # issued in this order; reduced in order of names
@@ -52,7 +52,7 @@ def test_a_barrier_closes_with_all_workers_in_order_of_site_names(story):
 
 
 def test_the_next_round_opens_with_the_commit_for_those_alive_then(story):
-    run = story(num_workers=2)
+    run = story(sites=2)
     run.join("a", "b")
     run.submit("a", "b")
     run.join("c")
@@ -62,7 +62,7 @@ def test_the_next_round_opens_with_the_commit_for_those_alive_then(story):
 
 @pytest.mark.covers("F33")
 def test_a_late_joiner_counts_from_the_next_round_on(story):
-    run = story(num_workers=2)
+    run = story(sites=2)
     run.join("a", "b", "c")
     assert run.withheld("c") == "counts from the next round on"
     assert run.missing() == ("a", "b")
@@ -74,7 +74,7 @@ def test_a_late_joiner_counts_from_the_next_round_on(story):
 
 @pytest.mark.covers("F33", "L22")
 def test_a_late_joiner_is_expected_at_once_where_the_round_could_not_close_without_it(story):
-    run = story(num_workers=2, min_workers=2)
+    run = story(sites=2, min_sites=2)
     run.join("a", "b")
     run.leave("b")
     assert run.why() == "waits for another site: 1 of rounds.min_sites 2 alive"
@@ -84,7 +84,7 @@ def test_a_late_joiner_is_expected_at_once_where_the_round_could_not_close_witho
 
 @pytest.mark.covers("L22")
 def test_a_waiting_late_joiner_steps_in_when_a_death_leaves_too_few(story):
-    run = story(num_workers=2, min_workers=2)
+    run = story(sites=2, min_sites=2)
     run.join("a", "b", "z", "c")  # z joined before c, so z is asked first
     effects = run.leave("b")
     assert ev.ExpectedChanged(0, 0, ("a", "z")) in effects
@@ -92,8 +92,8 @@ def test_a_waiting_late_joiner_steps_in_when_a_death_leaves_too_few(story):
     assert run.withheld("c") == "counts from the next round on"
 
 
-def test_min_workers_are_never_undercut(story):
-    run = story(num_workers=3, min_workers=2)
+def test_min_sites_are_never_undercut(story):
+    run = story(sites=3, min_sites=2)
     run.join("a", "b", "c")
     run.submit("a")
     run.leave("b")
@@ -106,7 +106,7 @@ def test_min_workers_are_never_undercut(story):
 
 @pytest.mark.covers("F34")
 def test_when_all_die_the_round_waits_and_says_why(story):
-    run = story(num_workers=2)
+    run = story(sites=2)
     run.join("a", "b")
     run.wait(120)
     assert run.expected() == ()
@@ -117,7 +117,7 @@ def test_when_all_die_the_round_waits_and_says_why(story):
 
 
 def test_a_round_opened_for_no_worker_waits_for_the_first(story):
-    run = story(num_workers=1)
+    run = story(sites=1)
     run.join("a")
     run.submit("a")
     run.leave("a")
@@ -128,7 +128,7 @@ def test_a_round_opened_for_no_worker_waits_for_the_first(story):
 
 
 def test_a_quorum_suffices_once_the_deadline_has_passed(story):
-    run = story(num_workers=3, policy=QuorumDeadline(quorum=2, deadline_s=60), heartbeat_timeout_s=0)
+    run = story(sites=3, policy=QuorumDeadline(quorum=2, deadline_s=60), heartbeat_timeout_s=0)
     run.join("a", "b", "c")
     run.ticket("c")
     run.submit("b", "a")
@@ -144,16 +144,16 @@ def test_a_quorum_suffices_once_the_deadline_has_passed(story):
 
 
 def test_before_the_deadline_a_quorum_policy_is_a_barrier(story):
-    run = story(num_workers=2, policy=QuorumDeadline(quorum=1, deadline_s=60))
+    run = story(sites=2, policy=QuorumDeadline(quorum=1, deadline_s=60))
     run.join("a", "b")
     assert closed(run.submit("a")) == []
     assert closed(run.submit("b")) == [(1, 2)]
 
 
 @pytest.mark.covers("F35")
-@pytest.mark.parametrize(("quorum", "min_workers"), [(1, 2), (2, 1)])
-def test_below_quorum_or_min_workers_the_deadline_closes_nothing(story, quorum, min_workers):
-    run = story(num_workers=2, min_workers=min_workers, policy=QuorumDeadline(quorum, 60), heartbeat_timeout_s=0)
+@pytest.mark.parametrize(("quorum", "min_sites"), [(1, 2), (2, 1)])
+def test_below_quorum_or_min_sites_the_deadline_closes_nothing(story, quorum, min_sites):
+    run = story(sites=2, min_sites=min_sites, policy=QuorumDeadline(quorum, 60), heartbeat_timeout_s=0)
     run.join("a", "b")
     run.submit("a")
     assert closed(run.wait(1000)) == []
@@ -163,7 +163,7 @@ def test_below_quorum_or_min_workers_the_deadline_closes_nothing(story, quorum, 
 
 
 def test_a_quorum_is_not_undercut_by_deaths_either(story):
-    run = story(num_workers=2, policy=QuorumDeadline(2, 60))
+    run = story(sites=2, policy=QuorumDeadline(2, 60))
     run.join("a", "b")
     run.submit("a")
     run.leave("b")
@@ -173,7 +173,7 @@ def test_a_quorum_is_not_undercut_by_deaths_either(story):
 
 
 def test_the_deadline_counts_from_the_opening_of_each_round(story):
-    run = story(num_workers=2, policy=QuorumDeadline(1, 60), heartbeat_timeout_s=0)
+    run = story(sites=2, policy=QuorumDeadline(1, 60), heartbeat_timeout_s=0)
     run.now_s = 100
     run.join("a", "b")
     run.submit("a")
@@ -187,7 +187,7 @@ def test_the_deadline_counts_from_the_opening_of_each_round(story):
 
 @pytest.mark.covers("F31")
 def test_a_refused_update_leaves_the_round_to_the_others(story):
-    run = story(num_workers=2)
+    run = story(sites=2)
     run.join("a", "b")
     bad = run.ticket("a")
     run.submit("b")
@@ -199,7 +199,7 @@ def test_a_refused_update_leaves_the_round_to_the_others(story):
 
 @pytest.mark.covers("F31")
 def test_a_refused_worker_waits_and_is_told_why(story):
-    run = story(num_workers=2)
+    run = story(sites=2)
     run.join("a", "b")
     bad = run.ticket("a")
     run.refuse(bad)
@@ -212,7 +212,7 @@ def test_a_refused_worker_waits_and_is_told_why(story):
 
 
 def test_a_refused_worker_may_try_again_where_the_round_cannot_close_without_it(story):
-    run = story(num_workers=1)
+    run = story(sites=1)
     run.join("a")
     bad = run.ticket("a")
     assert run.refuse(bad) == (ev.ExpectedChanged(0, 0, ()), ev.Woken(0))
@@ -225,7 +225,7 @@ def test_a_refused_worker_may_try_again_where_the_round_cannot_close_without_it(
 
 
 def test_a_round_closes_once(story):
-    run = story(num_workers=1)
+    run = story(sites=1)
     run.join("a")
     number = run.ticket("a")
     assert len(closed(run.accept(number))) == 1
@@ -235,7 +235,7 @@ def test_a_round_closes_once(story):
 
 @pytest.mark.covers("L4")
 def test_fragments_have_rounds_of_their_own(story):
-    run = story(num_workers=2, fragments=2)
+    run = story(sites=2, fragments=2)
     run.join("a", "b")
     assert closed(run.submit("a", "b", fragment=1)) == [(1, 2)]
     assert run.commit(fragment=1) == (ev.RoundOpened(1, 1, ("a", "b")), ev.Woken(1))
@@ -248,7 +248,7 @@ def test_fragments_have_rounds_of_their_own(story):
 
 
 def test_the_run_is_finished_when_every_fragment_has_its_rounds(story):
-    run = story(num_workers=1, rounds=1, fragments=2)
+    run = story(sites=1, rounds=1, fragments=2)
     run.join("a")
     run.submit("a", fragment=0)
     assert run.commit(0) == (ev.Woken(0),)
@@ -262,7 +262,7 @@ def test_the_run_is_finished_when_every_fragment_has_its_rounds(story):
 
 
 def test_missing_says_since_when(story):
-    run = story(num_workers=2, min_workers=2)
+    run = story(sites=2, min_sites=2)
     run.now_s = 10
     run.join("a", "b")
     assert waiting.missing(run.state, 0) == (("a", 10), ("b", 10))
@@ -274,14 +274,14 @@ def test_missing_says_since_when(story):
 
 @pytest.mark.parametrize("event", [ev.VersionCommitted(0, 1), ev.UpdateAccepted(9), ev.TicketRequested("a", 1, 5)])
 def test_what_cannot_be_is_an_error_of_the_caller(story, event):
-    run = story(num_workers=1)
+    run = story(sites=1)
     run.join("a")
     with pytest.raises(IllegalTransition):
         machine.step(run.state, event, 0.0)
 
 
 def test_an_accept_after_the_round_closed_is_an_error_of_the_caller(story):
-    run = story(num_workers=2, policy=QuorumDeadline(1, 60), heartbeat_timeout_s=0)
+    run = story(sites=2, policy=QuorumDeadline(1, 60), heartbeat_timeout_s=0)
     run.join("a", "b")
     late = run.ticket("b")
     run.submit("a")
@@ -293,7 +293,7 @@ def test_an_accept_after_the_round_closed_is_an_error_of_the_caller(story):
 def test_a_barrier_that_waits_is_not_shown_every_update(story, monkeypatch):
     """Which would take the square of the workers; the last update closes the round all the same."""
     sites = [f"site-{number:02d}" for number in range(20)]
-    run = story(num_workers=len(sites))
+    run = story(sites=len(sites))
     run.join(*sites)
     looks: list[int] = []
     view = opening.view
@@ -314,6 +314,6 @@ class Hasty(Barrier):
 
 
 def test_the_machine_holds_the_floor_against_a_wrong_policy(story):
-    run = story(num_workers=1, policy=Hasty())
+    run = story(sites=1, policy=Hasty())
     with pytest.raises(IllegalTransition, match=r"needed 1"):
         run.join("a")  # the round opens, and the policy would close it with nothing

@@ -64,12 +64,12 @@ def test_names_are_listed_as_people_do(names, text):
 
 def test_the_rules_of_settings():
     plain = Rules.from_settings(Settings.build({"rounds.sites": 3, "rounds.min_sites": 2, "rounds.total": 4}))
-    assert plain == Rules(num_workers=3, min_workers=2, rounds=4, policy=Barrier())
+    assert plain == Rules(sites=3, min_sites=2, rounds=4, policy=Barrier())
     assert plain.floor == 2
     quorum = Rules.from_settings(
         Settings.build({"rounds.sites": 3, "rounds.quorum": 2, "rounds.deadline_s": 9}), fragments=4
     )
-    assert quorum == Rules(num_workers=3, policy=QuorumDeadline(2, 9), fragments=4)
+    assert quorum == Rules(sites=3, policy=QuorumDeadline(2, 9), fragments=4)
     assert (quorum.floor, quorum.floor_name) == (2, "rounds.quorum")
 
 

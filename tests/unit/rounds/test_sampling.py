@@ -55,7 +55,7 @@ def test_draws_all_workers_equally_often() -> None:
 
 def test_a_round_asks_the_drawn_workers_and_closes_with_them(story) -> None:
     sampling = Sampling(0.5, seed=3)
-    run = story(num_workers=4, sampling=sampling)
+    run = story(sites=4, sampling=sampling)
     run.join("a", "b", "c", "d")
     for version in range(5):
         drawn = tuple(sampling.draw("abcd", 0, version))
@@ -68,7 +68,7 @@ def test_a_round_asks_the_drawn_workers_and_closes_with_them(story) -> None:
 
 
 def test_draws_a_replacement_for_a_drawn_worker_that_dies(story) -> None:
-    run = story(num_workers=3, sampling=Sampling(0.3, seed=0))
+    run = story(sites=3, sampling=Sampling(0.3, seed=0))
     run.join("a", "b", "c")
     (drawn,) = run.expected()
     run.leave(drawn)
@@ -79,15 +79,15 @@ def test_draws_a_replacement_for_a_drawn_worker_that_dies(story) -> None:
 
 
 def test_never_fewer_than_a_round_needs(story) -> None:
-    run = story(num_workers=4, min_workers=3, sampling=Sampling(0.25))
+    run = story(sites=4, min_sites=3, sampling=Sampling(0.25))
     run.join("a", "b", "c", "d")
     assert len(run.expected()) == 3
 
 
 def test_a_restarted_server_draws_the_same(story) -> None:
     """`Story` restores after every event and compares; here the round opens in the restore itself."""
-    rules = Rules(num_workers=2, sampling=Sampling(0.5, seed=9))
-    run = story(num_workers=2, sampling=rules.sampling)
+    rules = Rules(sites=2, sampling=Sampling(0.5, seed=9))
+    run = story(sites=2, sampling=rules.sampling)
     run.join("a", "b")
     run.submit(*run.expected())
     journal = run.journal

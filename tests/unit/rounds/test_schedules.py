@@ -14,7 +14,7 @@ from harness.schedules import MUTANTS, Fault, Schedule, Violation, explore, simu
 from atoll.rounds import machine, opening, state_rows
 from atoll.rounds.events import AggregatorLost, ExpectedChanged
 
-PLAIN = Schedule(workers=3, num_workers=3, min_workers=2, quorum=0, deadline_s=30, fragments=1)
+PLAIN = Schedule(workers=3, sites=3, min_sites=2, quorum=0, deadline_s=30, fragments=1)
 
 
 @pytest.mark.covers("F5", "F8", "F9", "F12", "F13", "F17", "F19", "F23")

@@ -133,7 +133,7 @@ def _updates(site: str, store: Store) -> int:
 
 
 def counted_of(site: str, store: Store) -> messages.Counted:
-    """Return the update that the state of a site has to stand behind."""
+    """Return the site's last counted update; the state that the site keeps must include it."""
     row = store.tickets.last_counted(site)
     return messages.Counted() if row is None else _named(row)
 

@@ -31,7 +31,7 @@ METRICS = "metrics.jsonl"
 
 
 class Exports:
-    """Writes into `save_dir`. A model appears whole, under its name, or not at all; metrics grow by a line a round."""
+    """Writes into the export folder. A model appears whole or not at all; metrics grow by a line a round."""
 
     def __init__(self, plan: Plan, store: Store) -> None:
         self._plan, self._store = plan, store

@@ -663,7 +663,7 @@ class Coordinator:
 
     def _require_swarm(self) -> Swarm:
         if self.swarm is None:
-            raise ConfigError("The run is no swarm: the server aggregates.", "Set placement = 'swarm' at the server.")
+            raise ConfigError("The run is no swarm: the server aggregates.", "Set swarm.enabled = true at the server.")
         return self.swarm
 
     # -- rounds

@@ -1,7 +1,7 @@
 """A user's store of models: where the initial one comes from, and where versions go beside the exports.
 
     load()                    → name → tensor, or None: the run's `model` is used
-    save(state, info)         name → tensor of a version, every `save_every` rounds and at the end
+    save(state, info)         name → tensor of a version, every `disk.export_every` rounds and at the end
     save_best(state, info)    the same, of the best version so far
 
 At least one of them is there. It is handed real tensors, one copy of the model, which it may keep. `save` and

@@ -1,6 +1,6 @@
 """Cross-site evaluation: every site's model and the run's own on every site's data, and the matrix that it fills.
 
-    [[workflows]]
+    [[workflow.steps]]
     kind = "cross_site_evaluation"
     versions = ["latest", 12, "best", "other.safetensors"]
 
@@ -246,7 +246,7 @@ class EvaluationMatrix:
             return f"{len(self._cells)} of {self.count} evaluations"
 
     def rows(self) -> list[EvaluatedModel]:
-        """Return all rows."""
+        """Return one row for each evaluated model."""
         with self._news:
             return [source.row for source in self.sources]
 

@@ -280,7 +280,7 @@ class Controller:
         Raises:
             RunFailed: fewer than `min_responses` payloads came; sites that failed or are missing are named.
             UsageError: the payload cannot travel, an argument is wrong, or one of `sites` has never joined though
-                `num_workers` sites have.
+                `rounds.sites` sites have.
             DiskFull: the server's disk was full for `timeout_s`, or became full while the payload was written.
         """
         return self._send(task, payload, sites, AnswerLimits(min_responses, timeout_s, progress_timeout_s))
@@ -373,7 +373,7 @@ class Controller:
         return [Result(task, answer) for answer in sorted(answers, key=lambda answer: answer.site)]
 
     async def _require_joined(self, task: str, sites: Sequence[str], timeout_s: float | None) -> None:
-        """Wait until these sites have joined once, while fewer than `num_workers` sites have.
+        """Wait until these sites have joined once, while fewer than `rounds.sites` sites have.
 
         Raises:
             UsageError: one has not; the nearest name is offered.

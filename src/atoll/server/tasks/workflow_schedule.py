@@ -135,7 +135,7 @@ class WorkflowSchedule:
             if settings.swarm.enabled:
                 raise UsageError(
                     "The run is a swarm: its models lie at its sites, and its server has none to evaluate.",
-                    "Evaluate the model.safetensors of a site by a run of its own: [[workflows]] with kind = "
+                    "Evaluate the model.safetensors of a site by a run of its own: [[workflow.steps]] with kind = "
                     '"cross_site_evaluation" and versions = ["model.safetensors"]; see docs/cross-site-evaluation.md.',
                 )
             return cls(settings, None, filters, evaluation)
@@ -286,7 +286,7 @@ class WorkflowSchedule:
             run.wake()
 
     def _require_begun(self, step: WorkflowRun) -> None:
-        """Require that `num_workers` join in time, with which training begins.
+        """Require that `rounds.sites` sites join in time; training begins with them.
 
         Raises:
             RunFailed: they did not.

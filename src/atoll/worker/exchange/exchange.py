@@ -259,7 +259,7 @@ class Exchange:
             held = self.outbox.note
             if held is None or held.digest != note.digest:
                 LOG.warning(
-                    "%s does not hold the update of round %d: it is trained again", self.outbox.path, note.round
+                    "%s does not hold the update of round %d: the round is trained again", self.outbox.path, note.round
                 )
                 return False
             if look and self.outbox.is_damaged():

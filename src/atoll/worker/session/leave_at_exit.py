@@ -247,10 +247,10 @@ def _watch_signals() -> None:
 
 
 def _keep_from_forks(writer: int) -> None:
-    """Hold back signals from forks until they have Python's state of their own.
+    """Block signals around a fork, until the child has a wakeup pipe of its own.
 
-    One that comes before would be written where this process watches, and be taken for one to this process; and Python
-    forgets it as the fork begins, so that a fork that was to end lives on.
+    A signal to the child that came earlier would be written to the parent's pipe, as if it were the parent's, and the
+    child would lose it: a child that was to end would live on.
     """
 
     def hold() -> None:
