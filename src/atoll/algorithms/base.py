@@ -104,8 +104,10 @@ class Correction:
         """Change the gradients of these parameters in place, before a step. Not all of them have one."""
 
     def penalty(self, names: Collection[str]) -> Tensor | None:
-        """Return what `before_step_` adds the gradient of, 0-d; None: nothing. A line search goes by loss and gradient,
-        so this is added to the loss that a closure returns."""
+        """Return what `before_step_` adds the gradient of, 0-d; None: nothing.
+
+        A line search goes by loss and gradient, so this is added to the loss that a closure returns.
+        """
         return None
 
     def after_step_(self, names: Collection[str], rate: float) -> None:

@@ -31,6 +31,7 @@ class ProximalTerm(LocalRule):
     mu: float = 0.01
 
     def start(self, context: LocalContext) -> Correction:
+        """Copy the trainable parameters, w_t; each step then adds μ·(w − w_t) to the gradients."""
         return _Proximal(context.trainable, self.mu)
 
 

@@ -52,6 +52,7 @@ class ResolvedAlgorithm:
 
     @property
     def name(self) -> str:
+        """The algorithm's name, by which sites load it."""
         return self.algorithm.name
 
     @property

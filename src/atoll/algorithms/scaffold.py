@@ -46,6 +46,11 @@ class ControlVariates(LocalRule):
     one_rate: ClassVar[bool] = True
 
     def start(self, context: LocalContext) -> Correction:
+        """Read c and c_i; after each step, −η·(c − c_i) is added to the parameters.
+
+        Raises:
+            UsageError: a control is not finite; its parameter is named.
+        """
         return _Shifted(context)
 
 

@@ -58,9 +58,9 @@ def patch(
 
 
 def is_running(trainer: Any) -> bool:
-    """Return whether the run has another round for this Trainer; wait until it opens. When it has none, the module that
-    was fitted last holds the result.
+    """Return whether the run has another round for this Trainer; wait until it opens.
 
+    When the run has none, the module that was fitted last holds the result.
     Without a server: True before the first fit, then False.
 
     Raises:

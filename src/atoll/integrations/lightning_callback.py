@@ -127,6 +127,7 @@ class AtollCallback(Callback):
 
     @public_api
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Refuse a Trainer that cannot take part; before a fit, set the module's `atoll_round` and `atoll_rounds`."""
         require_alone([callback for callback in trainer.callbacks if isinstance(callback, AtollCallback)])
         if self.driver.takes_part and stage in ("fit", "validate"):
             lightning_trainer.require_whole_model(trainer)
@@ -139,6 +140,7 @@ class AtollCallback(Callback):
 
     @public_api
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        """Await the next round and load its model; or go on with DiLoCo, train alone, or nothing after the last one."""
         self._limits.extend(trainer)
         self._fits, self._module = self._fits + 1, pl_module
         self._in_round = False
@@ -159,15 +161,18 @@ class AtollCallback(Callback):
 
     @public_api
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Hook the optimizer where the algorithm corrects steps, and note where the fit's steps begin."""
         self._first_step = trainer.global_step
         if self._in_round:  # not in on_fit_start: what a LearningRateFinder tries there is no step of the round
             self._correct(trainer, pl_module, _ranks(trainer))
             self._schedule.look_at(trainer)
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        """Note that a step is open until its batch ends; `on_fit_end` refuses a round with an open one."""
         self._open_step = trainer.global_step + 1
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Close the step, count samples where they are the weight, and stop the fit once DiLoCo is over."""
         self._open_step = None
         diloco = self.driver.diloco
         if self.driver.weight is None and (self._in_round or diloco is not None):
@@ -177,6 +182,7 @@ class AtollCallback(Callback):
 
     @public_api
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
+        """Restore the user's limits; rank 0 submits the round's update, with the samples of all ranks."""
         self._limits.restore(trainer)
         if self.driver.diloco is not None and self.driver.diloco.over:
             self.driver.stop_diloco()
@@ -192,6 +198,7 @@ class AtollCallback(Callback):
 
     @public_api
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        """Load the global model, or the run's result, for `trainer.validate`; nothing in a fit or for a checkpoint."""
         self._validations.begin(trainer)
         if lightning_trainer.is_validating(trainer) and self.driver.takes_part and not self.measuring:
             self._module = pl_module
@@ -203,6 +210,7 @@ class AtollCallback(Callback):
                 self._finish(ranks, pl_module)
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        """Credit the metrics to DiLoCo's global version, or keep those of `trainer.validate` for the next update."""
         if self.measuring:
             return
         if self.driver.diloco is not None:

@@ -99,12 +99,14 @@ class AtollCallback(TrainerCallback):
 
     @property
     def rounds(self) -> int:
+        """Rounds that this site has submitted an update to; 0 before training begins."""
         if self.driver is None:
             return 0
         return self.driver.diloco.rounds if self.driver.diloco is not None else self.driver.rounds
 
     @property
     def finished(self) -> bool:
+        """Whether the run is over; False before training begins."""
         if self.driver is None:
             return False
         return self.driver.diloco.over if self.driver.diloco is not None else self.driver.finished

@@ -90,10 +90,12 @@ class Job:
 
     @property
     def site(self) -> str:
+        """Name of the site that is to be trained."""
         return self.round.site
 
     @property
     def ticket(self) -> messages.Ticket:
+        """The ticket of its round, which names the version to train from."""
         return self.round.ticket
 
 

@@ -52,9 +52,11 @@ class LocalEngine:
 
     @property
     def capacity(self) -> int:
+        """For each process, one job under way and `AHEAD` behind it."""
         return self._count * (1 + AHEAD)
 
     def start(self, beginning: Beginning, heard: Heard) -> None:
+        """Start all processes before waiting for any, then a thread for each; on an error, end all of them."""
         self._beginning, self._heard = beginning, heard
         try:
             for _ in range(self._count):  # all of them first: each needs seconds to import torch
@@ -68,6 +70,7 @@ class LocalEngine:
             self._listen(process)
 
     def put(self, job: Job) -> None:
+        """Queue the job, and hand out what processes have room for; drop it after `close`."""
         with self._lock:
             if self._closed:
                 return
@@ -75,6 +78,7 @@ class LocalEngine:
             self._hand_out()
 
     def free(self, longer_s: float) -> None:
+        """Kill the overdue process if a job is queued, or waits behind another one at a process."""
         with self._lock:
             if not self._waiting and all(len(process.jobs) <= 1 for process in self._crew):
                 return
@@ -84,10 +88,12 @@ class LocalEngine:
                 longest.kill()
 
     def pids(self) -> list[int]:
+        """Return the processes that run; one that is being replaced is not among them."""
         with self._lock:
             return [process.pid for process in self._crew]
 
     def close(self) -> None:
+        """Kill all processes before reaping any; jobs under way are not answered."""
         with self._lock:
             self._closed = True
             crew, self._crew = self._crew, []

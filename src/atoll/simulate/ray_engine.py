@@ -122,9 +122,11 @@ class RayEngine:
 
     @property
     def capacity(self) -> int:
+        """Two jobs an actor: one under way, one in the queue."""
         return 2 * self._count
 
     def start(self, beginning: Beginning, heard: Heard) -> None:
+        """Connect to Ray, start all actors before waiting for any, then a thread for each; on an error, close."""
         self._beginning, self._heard = beginning, heard
         try:
             self._connect()
@@ -138,9 +140,11 @@ class RayEngine:
             threading.Thread(target=self._work, args=(hand,), name="atoll-ray", daemon=True).start()
 
     def put(self, job: Job) -> None:
+        """Queue the job for the first actor that is idle."""
         self._jobs.put(job)
 
     def free(self, longer_s: float) -> None:
+        """Kill the overdue actor if the queue is not empty; its thread starts another, and answers `stuck`."""
         if self._jobs.empty():
             return
         with self._lock:
@@ -150,11 +154,17 @@ class RayEngine:
                 longest.kill()
 
     def pids(self) -> list[int]:
+        """Return those of the actors on this host; a cluster's other machines are left out."""
         here = socket.gethostname()
         with self._lock:
             return [hand.pid for hand in self._hands if hand.host == here]
 
     def close(self) -> None:
+        """Kill the actors, and call `ray.shutdown` if this engine has called `ray.init`.
+
+        Files go with Ray's folder where it is this engine's; else idle actors remove their own, and the next actor on a
+        machine those of busy ones.
+        """
         with self._lock:
             closed, self._closed = self._closed, True
             hands, self._hands = self._hands, []

@@ -122,10 +122,12 @@ class Conductor:
     # -- answers of an engine, in its threads
 
     def answered(self, job: Job, answer: Answer) -> None:
+        """Queue the answer for the loop, and wake it; called in an engine's thread."""
         self._heard.append((job, answer))
         self._ring()
 
     def failed_to_go_on(self, error: Exception) -> None:
+        """Keep the error, which `conduct` raises, and wake the loop; called in an engine's thread."""
         self._engine_failed = error
         self._ring()
 

@@ -16,6 +16,7 @@ class Seldom(logging.Filter):
         self._said: Counter[tuple[str, int]] = Counter()
 
     def filter(self, record: logging.LogRecord) -> bool:
+        """Count a record by its file and line; the last one that passes says that more are not shown."""
         place = record.pathname, record.lineno
         self._said[place] += 1
         if self._said[place] == TIMES_SAID:

@@ -75,12 +75,15 @@ class JobBase(TensorFile):
         self.note: BaseNote | None = note
 
     def holds(self, run: str, digest: str) -> bool:
+        """Return False until the site has pulled; then compare the digest alone, as the process has one run."""
         return self.pulled and self.note is not None and self.note.digest == digest
 
     def begin_local(self) -> None:
+        """Fail: the file is the server's, and stays a version."""
         raise AssertionError("the base of a simulated site is a version")
 
     def write(self, offset: int, data: memoryview) -> None:
+        """Fail: the file is the server's, and stays a version."""
         raise AssertionError("the base of a simulated site is a version")
 
 
@@ -106,21 +109,26 @@ class JobOutbox:
             self.stats.append(self._inspection.look(part, self.fd))
 
     def read_into(self, offset: int, target: memoryview) -> None:
+        """Read back from the server's spool."""
         read_at(self.fd, target, offset)
 
     def begin(self, layout_digest: str) -> None:
+        """Forget the note and the stats; the layout is that of every update of the run."""
         self.clear()
 
     def seal(self, note: OutboxNote) -> None:
+        """Keep the note in memory alone: where the process dies, another one trains the round again."""
         self.note = note
 
     def mark_sent(self) -> None:
         """Do nothing: the server reads it where it is."""
 
     def is_damaged(self) -> bool:
+        """Return False: the note never outlives the process that has formed the update."""
         return False
 
     def clear(self) -> None:
+        """Forget the note and the stats; the spool's bytes stay until they are overwritten."""
         self.note = None
         self.stats.clear()
 
@@ -139,6 +147,7 @@ class JobFiles:
         return self.base
 
     def is_beside(self, run: str, digest: str) -> bool:
+        """Return False: nothing is ever pulled beside the base."""
         return False
 
     def drop_beside(self) -> None:
@@ -167,37 +176,46 @@ class JobChannel:
         self.update: messages.Complete | None = None
 
     def run(self) -> messages.RunInfo:
+        """Return what the process was told once, for all of its sites."""
         return self._shared.info
 
     def schema(self) -> messages.SchemaMessage:
+        """Return what the process was told once, for all of its sites."""
         return self._shared.message
 
     def join(self, message: messages.Join) -> messages.Joined:
+        """Return an empty lease: the simulation has joined for the site."""
         return messages.Joined(lease="")
 
     def heartbeat(self, message: messages.Heartbeat, timeout_s: float) -> messages.HeartbeatReply:
+        """Return at once that no version is durable and the run goes on."""
         return messages.HeartbeatReply(durable_versions=[], finished=False)
 
     def health(self, timeout_s: float) -> None:
         """Do nothing: the run is there."""
 
     def next_ticket(self, fragment: int, wait_s: float, tasks: bool) -> messages.TicketReply:
+        """Return the round's ticket at once, whatever the fragment; its base is the head."""
         head, digest = self._ticket.base_version, self._ticket.base_digest
         return messages.TicketReply(status="ticket", ticket=self._ticket, head_version=head, head_digest=digest)
 
     def ticket(self, ticket: int) -> messages.TicketState:
+        """Return the outcome that came with the job; any other ticket counts as expired."""
         outcome = self._outcomes.get(ticket) or messages.Outcome(
             ticket=ticket, state="expired", base_version=0, reason="the run does not know it"
         )
         return messages.TicketState(outcome=outcome, parts=[], part_digests=[])
 
     def manifest(self, fragment: int, number: int) -> messages.Manifest:
+        """Fail: the base is an open file, and nothing is pulled."""
         raise AssertionError("a simulated site has its version already")
 
     def head(self, fragment: int) -> VersionRef:
+        """Return the base of the round's ticket, even where the run has moved on."""
         return VersionRef(fragment, self._ticket.base_version, self._ticket.base_digest)
 
     def complete(self, ticket: int, update: messages.Complete, timeout_s: float) -> messages.Receipt:
+        """Keep the update in `update`, and count the bytes that would have travelled."""
         self.update = update
         self.counters.add(up=self._shared.layouts.update.nbytes)
         base = self._ticket.base_version
@@ -225,6 +243,7 @@ class JobPuller:
         max_retries: int | None = None,
         waits: bool = True,
     ) -> None:
+        """Let the base count as pulled, and load it into the tensors if there are any; ignore all other arguments."""
         self._base.pulled = True
         if into is not None:
             apply_version.load_(into, self._base)

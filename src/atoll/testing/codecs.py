@@ -1,4 +1,4 @@
-"""The contract suite of codecs. A codec's own test is:
+"""The contract suite of codecs: the base of a codec's own test.
 
 class TestMine(CodecContract):
     codec = MyCodec()
@@ -44,11 +44,13 @@ class CodecContract:
         return torch.randn(numel, generator=generator, dtype=torch.float64).to(torch_dtype(dtype))
 
     def test_it_is_a_codec(self) -> None:
+        """Require the protocol's members, and that two codecs with default options are equal."""
         assert isinstance(self.codec, Codec)
         assert self.codec == type(self.codec)()  # a value: no state between calls
 
     @pytest.mark.parametrize("dtype", sorted(ITEM_BYTES))
     def test_the_rate_is_fixed_and_additive_over_whole_tiles(self, dtype: str) -> None:
+        """Check `encoded_bytes` for every dtype: the place of a tile follows from its number alone."""
         size = self.codec.encoded_bytes
         assert size(0, dtype) == 0
         for rest in _SIZES:
@@ -57,6 +59,7 @@ class CodecContract:
     @pytest.mark.parametrize("numel", _SIZES)
     @pytest.mark.parametrize("dtype", _FLOATS)
     def test_a_round_trip_stays_within_the_bound(self, dtype: str, numel: int) -> None:
+        """Decode to fp64; each tile's error is at most `relative_error` times its largest magnitude."""
         values = self._values(numel, dtype)
         back = self._decode(self._encode(values, dtype), numel, dtype, torch.float64)
         for start in range(0, numel, TILE):
@@ -66,6 +69,7 @@ class CodecContract:
 
     @pytest.mark.parametrize("dtype", _FLOATS)
     def test_any_run_of_tiles_decodes_alone_to_the_same_bits(self, dtype: str) -> None:
+        """Decode runs that begin at borders of tiles, each from its own bytes."""
         numel = 3 * TILE + 517
         encoded = self._encode(self._values(numel, dtype), dtype)
         whole = self._decode(encoded, numel, dtype)
@@ -76,12 +80,14 @@ class CodecContract:
 
     @pytest.mark.parametrize("dtype", _FLOATS)
     def test_any_run_of_tiles_encodes_alone_to_the_same_bytes(self, dtype: str) -> None:
+        """Encode tile by tile: an update is formed in runs, which need not be whole tensors."""
         values = self._values(3 * TILE + 517, dtype)
         runs = [self._encode(values[start : start + TILE], dtype) for start in range(0, values.numel(), TILE)]
         assert torch.equal(torch.cat(runs), self._encode(values, dtype))
 
     @pytest.mark.parametrize("dtype", _FLOATS)
     def test_segments_without_padding_decode_as_one_where_it_says_so(self, dtype: str) -> None:
+        """Check `elementwise` with two segments that are no whole tiles; skip a codec without it."""
         if not self.codec.elementwise:
             pytest.skip("its elements are not written by themselves")
         one, two = self._values(63, dtype), self._values(130, dtype)
@@ -91,6 +97,7 @@ class CodecContract:
     @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
     @pytest.mark.parametrize("dtype", _FLOATS)
     def test_what_is_not_finite_stays_so_and_can_be_detected(self, dtype: str, bad: float) -> None:
+        """Put a NaN or an infinity into the second tile; the first one must stay finite."""
         values = self._values(TILE + 5, dtype)
         values[TILE + 3] = bad
         back = self._decode(self._encode(values, dtype), values.numel(), dtype)
@@ -109,6 +116,7 @@ class CodecContract:
     @pytest.mark.parametrize("numel", _SIZES)
     @pytest.mark.parametrize("dtype", _FLOATS)
     def test_what_is_encoded_stays_and_what_is_decoded_overwrites(self, dtype: str, numel: int) -> None:
+        """Use targets that hold other bytes: all of them are set, padding included, and nothing beside them."""
         values = self._values(numel, dtype)
         encoded = self._encode(values, dtype)
         assert torch.equal(values, self._values(numel, dtype))
@@ -124,6 +132,7 @@ class CodecContract:
 
     @pytest.mark.parametrize("dtype", _FLOATS)
     def test_a_program_may_have_another_default_dtype_and_device(self, dtype: str) -> None:
+        """Set the defaults to bf16 and meta: a codec names dtype and device of each tensor that it makes."""
         values = self._values(TILE + 517, dtype)
         encoded = self._encode(values, dtype)
         wide = self._decode(encoded, values.numel(), dtype, torch.float64)
@@ -152,11 +161,13 @@ class CodecContract:
 
     @pytest.mark.parametrize("dtype", sorted(set(ITEM_BYTES) - FLOATS))
     def test_integers_come_back_as_they_were(self, dtype: str) -> None:
+        """Require exact values for every integer dtype and BOOL, however lossy the codec is for floats."""
         values = torch.arange(300).remainder(2 if dtype == "BOOL" else 128).to(torch_dtype(dtype))
         assert torch.equal(self._decode(self._encode(values, dtype), 300, dtype), values)
 
     @pytest.mark.parametrize("dtype", _FLOATS)
     def test_what_it_says_are_raw_elements_are_their_bytes(self, dtype: str) -> None:
+        """Check `raw`, by which readers skip decoding; skip a codec without it."""
         if not self.codec.raw:
             pytest.skip("it writes them in another way")
         values = self._values(300, dtype)

@@ -1,4 +1,4 @@
-"""The contract suite of outer optimizers. An optimizer's own test is:
+"""The contract suite of outer optimizers: the base of an optimizer's own test.
 
 class TestMine(OuterContract):
     target = MyOptimizer                    # or a name, or "module:attribute"
@@ -32,6 +32,7 @@ class OuterContract:
 
     @pytest.fixture
     def rule(self) -> OuterRule:
+        """Build `target` with `options` as a server does, its granularity found by probing."""
         return build_outer(self.target, self.options)
 
     def _numbers(self, dtype: torch.dtype) -> list[Tensor]:
@@ -62,11 +63,13 @@ class OuterContract:
         return flat[0].reshape(self.shape), states
 
     def test_it_runs_as_expected(self, rule: OuterRule) -> None:
+        """Compare the granularity that was found with the one that the suite declares."""
         assert rule.granularity == self.granularity
 
     @pytest.mark.parametrize("size", [7 * 64, 4096, 5 * 4096])
     @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
     def test_chunks_come_to_the_bits_of_the_whole_tensor(self, rule: OuterRule, dtype: torch.dtype, size: int) -> None:
+        """Compare parameter and state after `rounds` rounds; skip a rule of granularity `tensor`."""
         if rule.granularity == "tensor":
             pytest.skip("it runs on whole tensors")
         values = self._numbers(dtype)
@@ -81,6 +84,7 @@ class OuterContract:
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
     def test_state_put_away_between_rounds_changes_nothing(self, rule: OuterRule, dtype: torch.dtype) -> None:
+        """Step every round with a new stepper and a clone of the state, as after a restart."""
         values = self._numbers(dtype)
         parameter, state = values[0].clone(), None
         for gradient in values[1:]:
@@ -90,6 +94,7 @@ class OuterContract:
         assert torch.equal(parameter, self._whole(rule, values)[0])
 
     def test_many_tensors_in_one_step_are_stepped_each_for_itself(self, rule: OuterRule) -> None:
+        """Step two tensors together and alone: the results agree to the bit."""
         values = self._numbers(torch.float32)
         one, two = values[0].clone(), values[1].clone()
         rule.stepper().step_([one, two], [values[2].clone(), values[3].clone()], None)
@@ -99,6 +104,7 @@ class OuterContract:
             assert torch.equal(alone, result)
 
     def test_the_state_is_declared_as_it_is(self, rule: OuterRule) -> None:
+        """Compare `state_specs` with the state after one step: keys, their order, and shapes."""
         (state,) = rule.stepper().step_([torch.ones(6, 8)], [torch.ones(6, 8)], None)
         declared = rule.state_specs(TensorSpec("w", "BF16", (6, 8)))
         assert [spec.key for spec in declared] == list(state)
@@ -106,10 +112,12 @@ class OuterContract:
             assert state[spec.key].shape == torch.Size((6, 8) if spec.shape is None else spec.shape)
 
     def test_buffers_and_integers_have_no_state(self, rule: OuterRule) -> None:
+        """Ask for the state of a float buffer and of an int8 parameter."""
         assert rule.state_specs(TensorSpec("m", "F32", (3,), BUFFERS)) == []
         assert rule.state_specs(TensorSpec("q", "I8", (3,))) == []
 
     def test_what_decides_the_bits_is_said_outright(self, rule: OuterRule) -> None:
+        """Require values of `fused` and `foreach`, where there are such options: None leaves them to torch."""
         described = rule.describe()
         assert described["foreach"] is not None or "foreach" not in described["options"]
         assert described["fused"] is not None or "fused" not in described["options"]

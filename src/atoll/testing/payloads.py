@@ -1,4 +1,4 @@
-"""The contract suite of types that `atoll.objects.register` knows. A pair's own test is:
+"""The contract suite of types that `atoll.objects.register` knows: the base of a pair's own test.
 
 class TestFile(PayloadTypeContract):
     in_memory = False
@@ -58,6 +58,7 @@ class PayloadTypeContract:
 
     @pytest.mark.parametrize("nbytes", [0, 1000, 5_000_001])
     def test_it_arrives_as_it_was_sent(self, tmp_path: Path, nbytes: int) -> None:
+        """Send values of no bytes, of a few, and of more than one part."""
         value = self.make(tmp_path, nbytes)
         arrived = there_and_back(value)
         assert type(arrived) is type(value)
@@ -68,6 +69,7 @@ class PayloadTypeContract:
         assert not self.same(self.make(tmp_path, 1000), self.make(tmp_path, 2000))
 
     def test_sending_does_not_change_it(self, tmp_path: Path) -> None:
+        """Compare a value that was sent with one that was not."""
         value = self.make(tmp_path, 1000)
         there_and_back(value)
         assert self.same(value, self.make(tmp_path, 1000))
@@ -78,6 +80,7 @@ class PayloadTypeContract:
         assert _digest(value) == _digest(value)
 
     def test_it_lies_among_other_things_and_twice(self, tmp_path: Path) -> None:
+        """Nest values in dicts, lists and tuples, the same one at two places."""
         value, other = self.make(tmp_path, 1000), self.make(tmp_path, 70_000)
         tree = {"a": value, "b": [other, {"w": torch.arange(3)}, (value, None)]}
         arrived = there_and_back(tree)
@@ -93,16 +96,19 @@ class PayloadTypeContract:
         assert sum(part.nbytes for part in packed.tensors) >= LARGE_BYTES / 2
 
     def test_sending_it_takes_a_few_chunks_of_memory(self, tmp_path: Path) -> None:
+        """Write a value of `LARGE_BYTES` to a file with a peak of less than `MORE_BYTES` more."""
         value = self.make(tmp_path, LARGE_BYTES)
         with tempfile.TemporaryFile(dir=tmp_path) as file:
             assert peak_growth(lambda: write_object(pack(value), file.fileno(), Cut(PART_BYTES))) < MORE_BYTES
 
     def test_receiving_it_takes_a_few_chunks_beyond_the_value(self, tmp_path: Path) -> None:
+        """Read it back with a peak of less than `MORE_BYTES` more, and the value itself if it is in memory."""
         stored, arrived = written(self.make(tmp_path, LARGE_BYTES)), []
         growth = peak_growth(lambda: arrived.append(stored.tree()))
         assert growth < MORE_BYTES + (LARGE_BYTES if self.in_memory else 0)
 
     def test_the_file_that_it_came_in_goes_with_it(self, tmp_path: Path) -> None:
+        """Check that nothing holds the stored file once the value is let go of."""
         stored = written(self.make(tmp_path, 1000))
         handle, arrived = weakref.ref(stored.handle), stored.tree()
         del stored, arrived
@@ -110,6 +116,7 @@ class PayloadTypeContract:
         assert handle() is None
 
     def test_it_is_registered(self, tmp_path: Path) -> None:
+        """Require a `Kind` for the value's type, as `atoll.objects.register` adds it."""
         assert kind_of(self.make(tmp_path, 1000)) is not None
 
 

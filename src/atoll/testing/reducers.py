@@ -1,4 +1,4 @@
-"""The contract suite of reducers. A reducer's own test is:
+"""The contract suite of reducers: the base of a reducer's own test.
 
 class TestMine(ReducerContract):
     reducer = MyReducer()
@@ -40,31 +40,37 @@ class ReducerContract:
         return [row.to(dtype) for row in rows]
 
     def test_it_is_a_reducer(self) -> None:
+        """Require an instance of the base class."""
         assert isinstance(self.reducer, Reducer)
 
     def test_one_update_is_its_own_reduction(self) -> None:
+        """Reduce one row at weight 1, in each of `dtypes`: its bits come back."""
         for dtype in self.dtypes:
             (row,) = self._rows(dtype, k=1)
             assert torch.equal(self._reduce([row], [1.0]), row)
 
     def test_equal_updates_are_their_own_reduction(self) -> None:
+        """Reduce four equal rows at weights of 1/4, in each of `dtypes`: the bits of one come back."""
         for dtype in self.dtypes:
             (row,) = self._rows(dtype, k=1)
             reduced = self._reduce([row] * 4, [0.25] * 4)  # quarters add without rounding
             assert torch.equal(reduced, row)
 
     def test_it_weighs_every_update_and_none_twice_as_much_as_its_share(self) -> None:
+        """Weigh three updates of equal norms: each gets its own weight divided by the sum."""
         facts = RoundFacts([1.0, 2.0, 1.0], [3.0, 3.0, 3.0], [5, 5, 5])  # equal norms are no reason to clip
         weights = self.reducer.weigh(facts)
         assert weights == [0.25, 0.5, 0.25]
 
     @pytest.mark.parametrize("weight", [0.0, -1.0, math.nan, math.inf])
     def test_it_refuses_a_weight_that_is_none(self, weight: float) -> None:
+        """Expect `UsageError` for a weight that is zero, negative or not finite."""
         with pytest.raises(UsageError, match="above zero"):
             self.reducer.weigh(RoundFacts([1.0, weight], [1.0, 1.0], [1, 1]))
 
     @pytest.mark.parametrize("size", [1, 7, 64, 1000])
     def test_no_cut_changes_a_bit(self, size: int) -> None:
+        """Reduce runs of `size` elements and whole rows: a round's memory decides how rows are cut."""
         for dtype in self.dtypes:
             rows, weights = self._rows(dtype), normalised([1.0, 2.0, 3.5, 0.1])
             cut = [self._reduce(self._cut(rows, at, size), weights) for at in range(0, rows[0].numel(), size)]
@@ -72,6 +78,7 @@ class ReducerContract:
 
     @pytest.mark.parametrize("size", [1, 7, 64, 1000])
     def test_no_cut_changes_the_sign_of_a_zero(self, size: int) -> None:
+        """Try every combination of signs of four rows of zeros, in floating point."""
         for dtype in self.dtypes:
             if not dtype.is_floating_point:
                 continue
@@ -83,6 +90,7 @@ class ReducerContract:
                 assert torch.equal(torch.signbit(torch.cat(cut)), torch.signbit(self._reduce(rows, weights)))
 
     def test_a_row_may_be_overwritten_by_the_next(self) -> None:
+        """Give all rows in one buffer; skip a reducer that is given them at once."""
         if self.reducer.needs_all:
             pytest.skip("it is given the rows at once")
         for dtype in self.dtypes:

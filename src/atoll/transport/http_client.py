@@ -54,6 +54,7 @@ class Response(http.client.HTTPResponse):
     """
 
     def begin(self) -> None:
+        """Read the status line and the headers by whole lines; the body is then read from the stream itself."""
         stream = self.fp
         lines: Any = _HeaderLines(stream)
         self.fp = lines
@@ -239,6 +240,7 @@ class Counters:
         self.retries = 0
 
     def add(self, *, up: int = 0, down: int = 0, retries: int = 0) -> None:
+        """Add bytes sent, bytes received, and attempts that were repeated; safe from any thread."""
         with self._lock:
             self.bytes_up += up
             self.bytes_down += down
@@ -328,6 +330,7 @@ class Http:
         self._pool = self._new_pool()
 
     def close(self) -> None:
+        """End the watch, and close the idle connections; one in use is closed once its call has ended."""
         self.watch.close()
         self._pool.close()
 

@@ -95,7 +95,9 @@ def _setting(key: str, default: Any) -> Any:
 class Abort(Protocol):
     """What a `threading.Event` is: set once, from any thread."""
 
-    def is_set(self) -> bool: ...
+    def is_set(self) -> bool:
+        """Return whether to break the transfer off; asked every `LOOK_S` seconds."""
+        ...
 
 
 def object_http(ref: TensorRef) -> Http:

@@ -72,6 +72,7 @@ class ServedBlob:
     gone: threading.Event = field(default_factory=threading.Event)
 
     def close_if_unread(self) -> None:
+        """Close `fd` once the object is gone and its last reader has ended; on the host's loop. Idempotent."""
         if self.gone.is_set() and not self.readers and self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
@@ -207,6 +208,7 @@ class LocalBlob:
             raise PartCorrupt(f"Part {part.index} of {path}, served here: {error}.", "Look at the disk.") from error
 
     def close(self) -> None:
+        """Close this reader's descriptor; what is served keeps its own."""
         os.close(self.fd)
 
 

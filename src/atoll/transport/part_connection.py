@@ -46,6 +46,7 @@ class PartConnection:
         self.on_move: Callable[[], None] = lambda: None
 
     def close(self) -> None:
+        """Close the socket; the next call of `put` or `get` connects anew, unless the connection was cut."""
         with self._lock:
             self._socket = None
         self._connection.close()

@@ -355,12 +355,14 @@ class BodyInterceptor(asyncio.Protocol):
     # -- between transport and aiohttp
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Give aiohttp a facade of the transport, and the peer `HEAD_S` seconds to send a complete head."""
         assert isinstance(transport, asyncio.Transport)
         self._transport, self.made = transport, True
         self._give_up_after(HEAD_S)
         self._inner.connection_made(cast(asyncio.Transport, _Facade(transport, self._hold)))
 
     def connection_lost(self, exc: Exception | None) -> None:
+        """Stop the timers, tell aiohttp, and call `on_lost`."""
         self._transport = None
         self._stop_timer()
         self._stop_reader_timer()
@@ -368,13 +370,16 @@ class BodyInterceptor(asyncio.Protocol):
         self.on_lost()
 
     def eof_received(self) -> bool | None:
+        """Let aiohttp decide whether the transport stays open for its answer."""
         return self._inner.eof_received()
 
     def pause_writing(self) -> None:
+        """Begin to watch whether the peer takes what is written, and tell aiohttp."""
         self._look_after_reader(left_bytes=None)
         self._inner.pause_writing()
 
     def resume_writing(self) -> None:
+        """End the watch on the peer, which takes bytes again, and tell aiohttp."""
         self._stop_reader_timer()
         self._inner.resume_writing()
 
@@ -395,6 +400,7 @@ class BodyInterceptor(asyncio.Protocol):
             self._reader_timer = None
 
     def data_received(self, data: bytes) -> None:
+        """Pass bytes on, discard them or look for heads; abort the connection if they belong to a thread."""
         if self._passes:
             self._inner.data_received(data)
         elif self._discarding:

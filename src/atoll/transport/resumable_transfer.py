@@ -132,7 +132,9 @@ def transfer_pool(size: int) -> Iterator[TransferPool]:
 class Sink(Protocol):
     """Takes the bytes of a file at their offsets, from several threads."""
 
-    def write(self, offset: int, data: memoryview) -> None: ...
+    def write(self, offset: int, data: memoryview) -> None:
+        """Write all of `data` at the file's byte `offset`; its memory is used again once this has returned."""
+        ...
 
 
 class Memory(Sink, Protocol):
@@ -177,6 +179,7 @@ class ArrivingPart:
 
     @property
     def is_complete(self) -> bool:
+        """Whether all of its bytes were taken; only `finish` checks them."""
         return self.offset == self.part.stop
 
     def room(self, scratch: memoryview) -> memoryview:

@@ -99,6 +99,7 @@ class Progress:
             self._marks = deque([(now, self.done_bytes)])
 
     def add(self, nbytes: int) -> None:
+        """Count bytes that have moved; log a line if `every_s` has passed since the last one. Safe from any thread."""
         with self._lock:  # parts travel in several threads
             self.done_bytes += nbytes
             now = self._moved = self._clock()
@@ -120,6 +121,7 @@ class Progress:
         return f", {size(rate)}/s, {max(self._total - self.done_bytes, 0) / max(rate, 1.0):.0f} s left"
 
     def end(self) -> None:
+        """Log bytes, duration and mean rate, outages left out of it; at level DEBUG if all took less than 1 s."""
         seconds = self._clock() - self._begin
         level = logging.INFO if seconds >= 1.0 else logging.DEBUG
         LOG.log(

@@ -32,6 +32,7 @@ def batches(site: str) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def main() -> None:
+    """Train; Atoll synchronises within `optimizer.step()`."""
     model = build()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     data = batches(os.environ.get("ATOLL_SITE", "alone"))

@@ -49,12 +49,14 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, data: Images) -> f
 
 @torch.no_grad()
 def accuracy(model: nn.Module, data: Images) -> float:
+    """Return the share of images that the model labels correctly, from 0 to 1."""
     images, labels = data
     model.eval()
     return (model(images).argmax(dim=1) == labels).float().mean().item()
 
 
 def main() -> None:
+    """Take part in every round of the run; without a server, train one alone."""
     model = build()
     with atoll.join() as worker:  # the address comes from ATOLL_SERVER; without it, this trains one round alone
         train_data, test_data = load_data(worker.site)

@@ -58,8 +58,9 @@ class AlgorithmState(TwoPhaseFile):
         self.state: Literal["kept", "missing", "new"] = "kept" if self.found else "missing"
 
     def begin_anew_where_told(self, site: str) -> None:
-        """Begin at zero where nothing is kept and `ATOLL_NEW_STATE` asks for it; else a server that has counted updates
-        of this site refuses it.
+        """Begin at zero where nothing is kept and `ATOLL_NEW_STATE` asks for it.
+
+        Otherwise a server that has counted updates of this site refuses it.
 
         Raises:
             ConfigError: the variable is neither true nor false.
@@ -134,6 +135,11 @@ class AlgorithmState(TwoPhaseFile):
             self.lose()
 
     def lose(self) -> None:
+        """Begin at zero if `ATOLL_NEW_STATE` asks for it.
+
+        Raises:
+            ConfigError: it does not, or the variable is neither true nor false.
+        """
         if not wanted_anew():
             raise ConfigError(
                 "Updates of this site count in the run, and the state that its algorithm keeps here is lost: "
@@ -147,10 +153,12 @@ class AlgorithmState(TwoPhaseFile):
         self.state = "new"
 
     def begin(self) -> None:
+        """Forget which tensors were written for an earlier update, too: `belongs_to` carries over all that are not."""
         super().begin()
         self._written.clear()
 
     def write(self, name: str, start: int, values: Tensor) -> None:
+        """Convert values to the dtype in which the tensor is kept, and note that it was written."""
         self._written.add(name)
         super().write(name, start, values.to(torch_dtype(self._segments[name].spec.dtype)))
 

@@ -32,7 +32,7 @@ def _scratch() -> memoryview:
 
 
 def rebase_(tensors: Held, old: VersionFile, new: VersionFile) -> None:
-    """w ← b_head + (w − b_base), in place: local progress is carried over to the version that others moved on to.
+    """Set w ← b_head + (w − b_base) in place: local progress is carried over to the version that others moved on to.
 
     Buffers take the new version's values.
     """
@@ -54,7 +54,7 @@ def rebase_(tensors: Held, old: VersionFile, new: VersionFile) -> None:
 
 
 def merge_(tensors: Tensors, version: VersionFile, alpha: float) -> None:
-    """w ← (1−α)·b + α·w, in place, of what a version has: 0 takes it as it is, 1 leaves what is local as it is.
+    """Set w ← (1−α)·b + α·w in place for what a version has: α = 0 takes it as it is, 1 leaves what is local as it is.
 
     Integers and flags cannot be mixed: they take the version's values.
     """
@@ -75,7 +75,7 @@ def merge_(tensors: Tensors, version: VersionFile, alpha: float) -> None:
 
 
 def advance_base_(base: VersionFile, outbox: UpdateFile, codecs: Mapping[str, Codec]) -> None:
-    """base ← base − dec(update), in the base file: what was submitted, as the server decodes it."""
+    """Set base ← base − dec(update) in the base file: what was submitted, as the server decodes it."""
     scratch = _scratch()
     encoded = _scratch()
     with torch.no_grad(), single_thread():

@@ -115,7 +115,8 @@ class UpdateFile(Protocol):
     nbytes: int
 
     @property
-    def fd(self) -> int: ...
+    def fd(self) -> int:
+        """The open file's descriptor number; not the caller's to close."""
 
     def write(self, offset: int, data: memoryview) -> None:
         """Write all of `data`."""

@@ -71,7 +71,7 @@ class Filtered:
         return self._chain.sends(name)
 
     def change(self, name: str, start: int, stop: int) -> Tensor:
-        """version − local [stop − start] of a float tensor, behind every filter; zeros where one does not keep it.
+        """Return version − local [stop − start] of a float tensor, behind every filter; zeros if one does not keep it.
 
         Raises:
             UsageError: a filter does not keep to its contract; it and the tensor are named.
@@ -180,6 +180,7 @@ class Losses:
 
     @property
     def warnings(self) -> list[str]:
+        """What is said of the latest update if it was zero, and of lost tensors, which stays once it was said."""
         return [told(text) for text in (self._told_zero, self._told_lost) if text]
 
     def begin(self) -> None:

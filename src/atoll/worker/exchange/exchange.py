@@ -76,7 +76,8 @@ class Pulls(Protocol):
         beside: bool = False,
         max_retries: int | None = None,
         waits: bool = True,
-    ) -> None: ...
+    ) -> None:
+        """Bring a version to this process, and into the tensors unless `into` is None; the rest is as `Puller.pull`."""
 
 
 class Outlet(Sources, Protocol):
@@ -183,8 +184,9 @@ class Exchange:
     # -- what comes next
 
     def ask(self, wait_s: float | None = None, *, retries: int | None = None) -> Next | Lost:
-        """Ask for the next ticket, as `Session.next_ticket`; what the algorithm keeps at the
-        site is what it was after its last counted update.
+        """Ask for the next ticket, as `Session.next_ticket`.
+
+        With it, what the algorithm keeps at the site becomes what it was after the site's last counted update.
         """
         reply = self.session.next_ticket(self.fragment, wait_s=wait_s, retries=retries)
         if isinstance(reply, Open) and reply.counted is not None and self.kept is not None:

@@ -165,6 +165,7 @@ class TwoPhaseFile:
                     file.write(offset, zeros[: file.nbytes - offset])
 
     def close(self) -> None:
+        """Close both files; what they hold stays on disk."""
         for file in self._files:
             file.close()
 

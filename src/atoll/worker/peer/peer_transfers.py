@@ -90,6 +90,7 @@ class SlotWriter:
         self._slot = slot
 
     def write(self, offset: int, data: memoryview) -> None:
+        """Write all of `data` at a byte offset of the slot; a failing disk raises `StoreError`."""
         try:
             with self._slot.one_writes:
                 write_at(self._slot.fd, data, offset)
@@ -228,6 +229,7 @@ class PeerServer:
         return why
 
     def close(self) -> None:
+        """Stop listening, and withdraw everything that is served. Idempotent."""
         self._host.close()
 
 

@@ -190,6 +190,7 @@ class Task:
             return written(packed, way.cut, None)
 
     def deliver(self, answer: tm.TaskAnswer | Draft) -> bool:
+        """Send what `written` returned; upload a draft first, and close it. Return as `answer` does."""
         if isinstance(answer, tm.TaskAnswer):
             return self._send(answer)
         ref = uploaded(self._connection, answer, f"answer to {self.described}")
@@ -282,10 +283,12 @@ class Answering:
 
     @property
     def site(self) -> str:
+        """The site's name in the run."""
         return self._connection.site
 
     @property
     def has_handlers(self) -> bool:
+        """Whether any task is answered: by the script's own handlers, or through `evaluates` or `submits`."""
         return bool(self._handlers or self._builtin)
 
     def task(self, name: str) -> Callable[[H], H]:

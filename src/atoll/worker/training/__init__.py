@@ -1,0 +1,1 @@
+"""The loops that scripts train in: federated rounds, also as functions, and DiLoCo."""

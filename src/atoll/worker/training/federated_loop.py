@@ -357,6 +357,7 @@ class Worker(Answers):
 
     @property
     def site(self) -> str:
+        """The site's name in the run."""
         return self._session.site
 
     @property

@@ -1,4 +1,4 @@
-"""The loop over rounds as functions, for scripts that cannot be turned into one:
+"""The loop over rounds as functions, for scripts that cannot be turned into one.
 
     atoll.functional.init()
     while atoll.functional.is_running():
