@@ -1,4 +1,4 @@
-"""What an algorithm is: a small frozen value in one file, one paper a page. This file is free of torch.
+"""What an algorithm is: a small frozen value in one file. This file is free of torch.
 
     site      w ← local training from w_v, corrected by the algorithm's `LocalRule`;  u = w_v − w  (the pseudo-gradient)
     server    g = reduce(u_1 … u_k)           per group of tensors, as `reduce` says
@@ -6,7 +6,7 @@
 
 Groups are `params` (what is trained), `buffers` (averaged as raw values) and any others that the algorithm names. Such
 a group lies beside the model in every version: one tensor for each parameter, of its shape, in fp32 (fp64 for fp64),
-zero at first. Each update carries one tensor for each of them, and the version's grow by the reduction of these.
+zero at first. Each update carries one tensor for each of them; the server adds their reduction to the version's tensor.
 """
 
 from __future__ import annotations

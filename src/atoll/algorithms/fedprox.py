@@ -7,7 +7,8 @@ MLSys 2020, arXiv 1812.06127, equation 2 and algorithm 2.
     g ← ∇F_k(w) + μ·(w − w_t)                        in every local step
     w_{t+1} = Σ_k (n_k / n) · w^k_{t+1}
 
-μ is set by local_options = {mu = 0.1}; with μ = 0 this is FedAvg. The paper's best lie between 0.001 and 1.
+μ is set by algorithm = {name = "fedprox", mu = 0.1}; with μ = 0 this is FedAvg. The best in the paper are between
+0.001 and 1.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The model as a safetensors file: exports, results, kept models and checkpoints are all written here.
 
-Every tensor is under each of its names, so that the file loads strictly, and nothing that a run adds is in it. A file
-appears complete under its name, or not at all.
+Every tensor is under each of its names, so that the file loads strictly. Extra tensors of the algorithm are left out.
+A file appears complete under its name, or not at all.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a state directory says of its run without a server. Nothing here takes a lock or changes a file."""
+"""Read a run's state directory while no server runs. Nothing here takes a lock or changes a file."""
 
 from __future__ import annotations
 

@@ -3,8 +3,6 @@
 One parameter per tensor chunk, never across tensors. The state is assigned to `optimizer.state[p]` directly; in a first
 round torch creates it (it is not zeros in Adagrad, NAdam, Rprop …). State of 0 dimensions (`step`) belongs to the
 tensor: a caller that steps a tensor in chunks gives each chunk a clone, and keeps one of the results.
-
-What outer optimizers of Atoll's own have in common: each tensor is stepped by itself.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Messages between the server of a swarm and its workers. No tensor is among them, only where each is.
 
-Each answer of the server says all that a worker is to have and to do; each report of a worker, all that it has and has
-done. So a message that is lost, late or repeated changes nothing, and a server that was killed learns everything anew.
+Each answer of the server says all that a worker should have and do. Each report of a worker says all that it has and
+has done. So a message that is lost, late or repeated changes nothing, and a server that was killed learns everything
+anew.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What happens to a run (events), and what the round machine wants done (effects). Values only.
 
 An effect marked [journal] must be in the journal before any request is answered and before the next event is
-handled; `machine.restore` starts from those. They may be written one by one, in order: `restore` mends what a
+handled; `state_rows.restore` starts from those. They may be written one by one, in order: `restore` mends what a
 crash left between two.
 """
 
@@ -57,7 +57,7 @@ class TicketRequested:
 class UpdateAccepted:
     """The update of `ticket` is in the journal.
 
-    Between `machine.may_submit` and the insert no other event may be handled: from the insert on, it counts. `order` is
+    Between `waiting.may_submit` and the insert no other event may be handled: from the insert on, it counts. `order` is
     its place in the journal among all that were accepted.
     """
 

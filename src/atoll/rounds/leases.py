@@ -32,7 +32,7 @@ Members = Mapping[str, Member]
 
 
 def alive(members: Members) -> list[Member]:
-    """Return the sites that take part, longest lease first."""
+    """Return the sites that take part, oldest lease first."""
     return sorted((member for member in members.values() if member.alive), key=lambda member: member.lease)
 
 

@@ -3,7 +3,7 @@
 Mappings are replaced, never changed. Times are seconds on one monotonic clock; they are not part of a
 snapshot, since no clock survives a restart.
 
-The state being made in one step, and the effects so far.
+`Draft` is the state that one step is making, with its effects so far.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """What a member, a round and a ticket can become: three small tables, and the one function that reads them.
 
-The machine changes none of these states except through `advance`, so the tables are the rules, and
-`atoll.rounds.transitions` draws them for the documentation.
-
-The transition tables as Mermaid state diagrams, for the documentation.
+The machine changes none of these states except through `advance`, so the tables are the rules. They are also drawn
+as Mermaid state diagrams for the documentation.
 """
 
 from __future__ import annotations

@@ -162,7 +162,8 @@ class JobChannel:
 
     Args:
         shared: of its process.
-        job: what it was told.
+        ticket: the ticket of this round.
+        outcomes: ticket → what became of an earlier update of the site.
 
     Attributes:
         update: what was submitted; None while nothing was.

@@ -1,7 +1,7 @@
 """What a start does: find the newest version that verifies, drop what does not, remove what nothing refers to.
 
-Each step is one transaction that leads from a journal that can be recovered to one that can; files go last. So a kill
-at any instruction leaves something from which the same recovery gives the same run.
+Each step is one transaction, and the journal is recoverable after each; files go last. So after a kill at any
+instruction the same recovery gives the same run.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ too. A `TensorRef` travels as it is: nothing is pulled on the way. A value of a 
 made, and read, in runs. The skeleton is plain JSON: it is read with checks at every step, and builds nothing but what
 is listed here.
 
-Where the tensors of a payload lie, under names that a person would write, and payloads with some of them left out.
+Places in a payload have readable names, such as `model.w`; some tensors of a payload may be left out.
 
     {"model": {"w": t, "layers": [a, {"b": t}]}, "n": 3}      model.w and model.layers.1.b are t, model.layers.0 is a
 

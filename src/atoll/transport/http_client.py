@@ -367,7 +367,7 @@ class Http:
         self._request("POST", path, body=body, timeout_s=timeout_s, headers=_JSON)
 
     def reach(self, path: str, *, timeout_s: float) -> None:
-        """GET a path; any answer is enough."""
+        """GET a path and drop the body; an answer of 400 and above raises its error."""
         self._request("GET", path, timeout_s=timeout_s)
 
     def delete(self, path: str, *, timeout_s: float = 30.0) -> None:

@@ -214,7 +214,7 @@ def test_a_folder_that_cannot_be_one_is_refused(kind: Any, tmp_path: Path) -> No
 
 @pytest.mark.covers("P11", "X3")
 def test_what_the_algorithm_does_not_take_is_refused_before_anything_is_made() -> None:
-    with pytest.raises(ConfigError, match=r"FedProxRecipe: algorithm: mu = -1\. It is a number, at least 0"):
+    with pytest.raises(ConfigError, match=r"FedProxRecipe: algorithm.mu is -1\. Give a number of at least 0"):
         recipe(FedProxRecipe, mu=-1)
 
 

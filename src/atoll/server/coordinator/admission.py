@@ -12,6 +12,8 @@ from atoll.protocol import messages, routes
 from atoll.store.journal_tables import TicketRow
 from atoll.store.store import Store
 
+LOG = logging.getLogger("atoll.server")
+
 # -- What a worker must know of a run before it joins; a recipe compares it with its own settings.
 
 
@@ -49,9 +51,6 @@ def run_info(plan: Plan, run_id: str) -> messages.RunInfo:
         waiting_heartbeat_s=settings.network.waiting_heartbeat_s,
         idle_timeout_s=settings.network.idle_timeout_s,
     )
-
-
-LOG = logging.getLogger("atoll.server")
 
 
 def require_fit(message: messages.Join, plan: Plan, store: Store) -> None:

@@ -146,7 +146,7 @@ class ByteRoutes:
         try:
             if pinned.row.digest != digest:
                 raise Gone(
-                    f"Version {pinned.row.version} is no longer the one with digest {digest[:12]}.",
+                    f"Version {pinned.row.version}, or its difference, is no longer the one with digest {digest[:12]}.",
                     "Ask for the head again.",
                 )
             return await self._send(request, pinned.fd, nbytes, digest, pinned.revoked.is_set)

@@ -11,7 +11,7 @@ one fragment p is due:
 With τ = 0 the update is sent while it is formed, and the new version is pulled into the parameters. With τ > 0 a thread
 sends the update, waits for the result and pulls it to disk, while training goes on. Nothing but the fragment's own
 tensors changes; the inner optimizer keeps its state. What becomes of a synchronisation that breaks off:
-docs/decisions/0005.
+docs/decisions/0005. docs/walkthrough.md follows one update from here to the next version.
 """
 
 from __future__ import annotations
