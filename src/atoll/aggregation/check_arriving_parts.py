@@ -1,7 +1,8 @@
-"""A part of an update, checked when all of it has arrived: digest, finite or not, sum of squares. In fixed memory.
+"""A part of an update, checked as it arrives: digest, finite or not, sum of squares. In fixed memory.
 
-Bytes are hashed and written as they come, so a part that is on its way has no memory of its own. When all of it is
-there, its runs are read back from the page cache, a MiB at a time. One pass does for both numbers: where the sum of
+Bytes are hashed and written as they come, so a part that is on its way has no memory of its own. Each run of elements
+is read back from the file once its last byte is there, while the processor's cache still has it: to look at a part as
+a whole at its end costs a server a tenth more CPU. One pass does for both numbers: where the sum of
 squares is finite, all values are. Norms of short rows are taken in fp32, at half the cost of a sum in fp64, and their
 squares added in fp64: that differs from the exact sum by less than 1e-6 of it. Where fp32 has no room for a square,
 above or below, fp64 looks again.
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -81,14 +82,19 @@ class Inspection:
         Raises:
             StateCorrupt: the file ends before.
         """
-        sumsq, bad = 0.0, list[str]()
-        with single_thread():
-            for run in self._runs.of(part):
-                if run.spec.is_float:
-                    read_at(fd, _scratch().view("source", run.stop - run.start), run.start)
-                    squares = self._run_squares(run, _scratch().raw("source", run.stop - run.start), bad)
-                    sumsq += squares if run.spec.group == PARAMS else 0.0
-        return PartStats(digest, sumsq, bad[0] if bad else None)
+        look = PartLook(self, part, fd)
+        look.up_to(part.stop)
+        return look.stats(digest)
+
+    def runs_of(self, part: Part) -> Iterator[Run]:
+        """Give the runs of a part that hold floating-point numbers, in file order."""
+        return (run for run in self._runs.of(part) if run.spec.is_float)
+
+    def squares_of(self, run: Run, fd: int, bad: list[str]) -> float:
+        """Return Σ x² of a run's `params`, read from an open file; a tensor that is not finite is named in `bad`."""
+        read_at(fd, _scratch().view("source", run.stop - run.start), run.start)
+        squares = self._run_squares(run, _scratch().raw("source", run.stop - run.start), bad)
+        return squares if run.spec.group == PARAMS else 0.0
 
     def _run_squares(self, run: Run, encoded: torch.Tensor, bad: list[str]) -> float:
         """Σ x² of a run; a tensor of it that holds what is not finite is named in `bad`.
@@ -148,6 +154,25 @@ def _values(numel: int, dtype: torch.dtype) -> torch.Tensor:
     return _scratch().tensor("values", dtype, numel)
 
 
+class PartLook:
+    """The look at one part in an open file, which goes on as its bytes come; one thread at a time."""
+
+    def __init__(self, inspection: Inspection, part: Part, fd: int) -> None:
+        self._inspection, self._fd, self._runs = inspection, fd, inspection.runs_of(part)
+        self._next, self._sumsq, self._bad = next(self._runs, None), 0.0, list[str]()
+
+    def up_to(self, offset: int) -> None:
+        """Look at every run that ends at or before a place of the file."""
+        with single_thread():
+            while self._next is not None and self._next.stop <= offset:
+                self._sumsq += self._inspection.squares_of(self._next, self._fd, self._bad)
+                self._next = next(self._runs, None)
+
+    def stats(self, digest: bytes) -> PartStats:
+        """Return what was found, with the digest of the part's bytes."""
+        return PartStats(digest, self._sumsq, self._bad[0] if self._bad else None)
+
+
 class ArrivingPart:
     """Takes the bytes of one part, in order; one thread at a time.
 
@@ -160,7 +185,7 @@ class ArrivingPart:
     """
 
     def __init__(self, inspection: Inspection, part: Part, write: Callable[[memoryview], None], fd: int) -> None:
-        self._inspection, self._part, self._write, self._fd = inspection, part, write, fd
+        self._look, self._stop, self._write = PartLook(inspection, part, fd), part.stop, write
         self._hasher, self._left = blake3(), part.nbytes
         self.stats: PartStats | None = None
 
@@ -185,9 +210,10 @@ class ArrivingPart:
             if filled == RUN_BYTES or not (self._left and count):
                 self._write(memory[:filled])
                 self._hasher.update(memory[:filled])
+                self._look.up_to(self._stop - self._left)
                 filled = 0
         if not (self._left or self.stats):
-            self.stats = self._inspection.look(self._part, self._fd, self._hasher.digest())
+            self.stats = self._look.stats(self._hasher.digest())
 
 
 class Overflow(RunFailed):

@@ -131,9 +131,8 @@ def test_a_start_removes_what_expired_meanwhile_and_what_a_killed_server_left(tm
 @pytest.mark.covers("D4", "X3")
 def test_a_server_killed_within_an_upload_leaves_nothing_at_its_next_start(nursery: Nursery, tmp_path: Path) -> None:
     save_file({"w": torch.zeros(2)}, tmp_path / "model.safetensors")
-    (tmp_path / "run.toml").write_text(
-        'model.source = "model.safetensors"\nalgorithm.name = "fedavg"\nnetwork.port = 0\ndisk.state_dir = "state"\n'
-    )
+    settings = 'model.source = "model.safetensors"\nalgorithm.name = "fedavg"\nrounds.total = 1\n'
+    (tmp_path / "run.toml").write_text(settings + 'network.port = 0\ndisk.state_dir = "state"\n')
     server = nursery.start("atoll", "server", "run.toml", cwd=tmp_path)
     listens = wait_until(lambda: re.search(r"listening on http://127\.0\.0\.1:(\d+)", server.output()), "the server")
     with Proxy(int(listens[1])) as proxy, ThreadPoolExecutor(1) as pool:

@@ -68,7 +68,8 @@ def test_what_save_state_wrote_begins_another_run(tmp_path: Path) -> None:
         model, settings={"algorithm.name": "diloco", "network.port": 0, "disk.state_dir": tmp_path / "one"}
     ) as server:
         path = server.save_state(tmp_path / "saved.safetensors")
-    with atoll.Server.load_state(path, settings={"network.port": 0, "disk.state_dir": tmp_path / "two"}) as server:
+    settings = {"algorithm.name": "diloco", "network.port": 0, "disk.state_dir": tmp_path / "two"}
+    with atoll.Server.load_state(path, settings=settings) as server:
         again = safetensors.torch.load_file(server.save_state(tmp_path / "again.safetensors"))
     assert all(torch.equal(again[name], tensor) for name, tensor in model.state_dict().items())
 

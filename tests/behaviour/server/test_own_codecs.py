@@ -148,7 +148,7 @@ def test_a_site_says_that_its_folder_was_removed(tmp_path: Path, codec: str) -> 
         site.next_round()
         model = site.pull()
         shutil.rmtree(tmp_path / "w")
-        with pytest.raises(StoreError, match=r"cannot be written.*folder was removed has to be started again"):
+        with pytest.raises(StoreError, match=r"cannot be written.*folder was removed, start that worker again"):
             site.submit({"w": model["w"] - 1})
         site.close()
         again = clients(server, tmp_path, "a")
