@@ -40,7 +40,7 @@ def initial_model(settings: Settings, given: nn.Module | Tensors | None) -> nn.M
     if settings.model.source is None:
         raise ConfigError(
             "The run has no initial model.",
-            'Set model = "my_models:build" (a function that returns an nn.Module) or a .safetensors file.',
+            'Set model.source to "my_models:build" (a function that returns an nn.Module) or to a .safetensors file.',
         )
     if settings.model.source.endswith((".pt", ".pth", ".bin", ".ckpt")):
         raise ConfigError(

@@ -104,7 +104,7 @@ def _find_lost(start: Start, head: AuditHead, journal: Rows, directory: Path) ->
         )
     start.lost, start.lost_entries = head, missing
     start.warnings.append(
-        f"the journal has lost its last {missing} audited decisions, as a power loss may do with durability = "
+        f"the journal has lost its last {missing} audited decisions, as a power loss may do with disk.durability = "
         f"'process': the run goes on from entry {entries}, and workers submit again what they formed since"
     )
 

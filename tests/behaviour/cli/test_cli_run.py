@@ -233,4 +233,4 @@ def test_on_a_terminal_the_server_shows_the_table_of_status_below_its_lines(atol
 def test_a_run_without_a_model_says_how_to_name_one(atoll_command) -> None:
     outcome = atoll_command("server", "--port", "0", "--set", "algorithm.name=diloco")
     assert outcome.returncode == 2
-    assert "my_models:build" in outcome.stderr
+    assert 'Set model.source to "my_models:build"' in outcome.stderr

@@ -93,8 +93,8 @@ def test_a_change_too_small_for_its_codec_is_told_at_once_and_once(
     shown = rounds_of(tmp_path, "own_lossy:Thousandths", start, [change] * 3)
     text = (
         "a: as thousandths, 1 of the 2 tensors that training has changed lose 100 % of their change on the way: big. "
-        "It is too small for what the codec can write. Take more local steps, or a larger learning rate; or have the "
-        "run use codec = 'none'."
+        "It is too small for what the codec can write. Take more local steps, or a larger learning rate; or set "
+        "aggregation.upload_codec.name = 'none'."
     )
     assert lines(caplog) == [text]
     assert shown == [[text]] * 3

@@ -257,7 +257,7 @@ class Losses:
         return (
             f"as {self._codec.name}, {len(lost)} of the {changed} tensors that training has changed lose "
             f"{100 * share:.3g} % of their change on the way{rounds}: {names}. It is too small for what the codec can "
-            "write. Take more local steps, or a larger learning rate; or have the run use codec = 'none'."
+            "write. Take more local steps, or a larger learning rate; or set aggregation.upload_codec.name = 'none'."
         )
 
 
