@@ -97,7 +97,7 @@ def test_memory_is_flat_at_the_server_and_at_sites_that_evaluate(nursery: Nurser
 
     Two of the models are the sites', in files of theirs, and one is a file at the server.
     """
-    small, large = (peaks_mb(nursery, tmp_path / str(megabytes), megabytes) for megabytes in (128, 512))
+    small, large = (peaks_mb(nursery, tmp_path / str(megabytes), megabytes) for megabytes in (48, 192))
     assert all(there < here + 16 for here, there in zip(small, large, strict=True)), (small, large)
     assert max(large) < 80, large
 

@@ -43,7 +43,11 @@ def read(ranges: list[tuple[int, int]], reads: Reads, cut: int = 0) -> tuple[lis
     for skipped, nbytes in ranges:
         pieces.append((offset + skipped, nbytes))
         offset += skipped + nbytes
-    content = bytes(torch.randint(0, 256, (offset,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)))
+    content = (
+        torch.randint(0, 256, (offset,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+        .numpy()
+        .tobytes()
+    )
     with tempfile.TemporaryFile() as file, mock.patch("os.preadv", reads):
         os.pwrite(file.fileno(), content[: offset - cut], 0)
         moves: list[Move] = [(at, memoryview(bytearray(nbytes))) for at, nbytes in pieces]
@@ -129,7 +133,7 @@ def test_a_run_decoded_by_one_call_has_the_bits_of_its_pieces(
     schema = Schema.build(specs)
     layout = layout_of(schema, codec, part_bytes)
     generator = torch.Generator().manual_seed(1)
-    data = bytes(torch.randint(0, 120, (layout.nbytes,), dtype=torch.uint8, generator=generator))
+    data = torch.randint(0, 120, (layout.nbytes,), dtype=torch.uint8, generator=generator).numpy().tobytes()
     table = RunTable(layout, 2 * TILE)
     for part in layout.parts:
         runs = list(table.of(part))
