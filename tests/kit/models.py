@@ -1,4 +1,4 @@
-"""A model of about 20 kB and its local training, the same on every machine: scripts of sites import it, too."""
+"""Two small models and their local training, the same on every machine: scripts of sites import them, too."""
 
 from __future__ import annotations
 
@@ -13,6 +13,12 @@ def build_model() -> nn.Module:
     """Matrices, biases, float buffers and an integer buffer; about 20 kB."""
     torch.manual_seed(7)
     return nn.Sequential(nn.Linear(32, 64), nn.BatchNorm1d(64), nn.Linear(64, 40))
+
+
+def wide_model() -> nn.Module:
+    """The same of about 340 kB: six parts of 64 KiB."""
+    torch.manual_seed(7)
+    return nn.Sequential(nn.Linear(128, 512), nn.BatchNorm1d(512), nn.Linear(512, 32))
 
 
 def train_(model: nn.Module, site: str, number: int) -> None:

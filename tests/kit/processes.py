@@ -19,7 +19,7 @@ _KIT_ON_PATH = f"import sys\nsys.path.insert(0, {str(Path(__file__).parents[1])!
 
 def write_run_file(folder: Path, **settings: Any) -> Path:
     """`run.toml` of the small run in `folder`; the initial model is `build_model`. None takes a key out."""
-    (folder / "kit_model.py").write_text(_KIT_ON_PATH + "from kit.models import build_model\n")
+    (folder / "kit_model.py").write_text(_KIT_ON_PATH + "from kit.models import build_model, wide_model\n")
     values = SETTINGS | {"model.source": "kit_model:build_model", "disk.state_dir": "state"} | settings
     path = folder / "run.toml"
     path.write_text("".join(f"{key} = {toml(value)}\n" for key, value in values.items() if value is not None))
@@ -69,10 +69,12 @@ class ForkedServer:
 class ForkedSite:
     """A site that runs a script, which may import `kit`; `start` may be called again after its process has ended."""
 
-    def __init__(self, nursery: Nursery, folder: Path, url: str, site: str, script: str) -> None:
-        """`script`: its source text."""
-        self._nursery, self._folder, self._script = nursery, folder, folder / f"site-{site}.py"
-        self._script.write_text(_KIT_ON_PATH + script)
+    def __init__(self, nursery: Nursery, folder: Path, url: str, site: str, script: str | Path) -> None:
+        """`script`: a file, or source text."""
+        self._nursery, self._folder = nursery, folder
+        self._script = script if isinstance(script, Path) else folder / f"site-{site}.py"
+        if isinstance(script, str):
+            self._script.write_text(_KIT_ON_PATH + script)
         self._env = {
             "ATOLL_SERVER": url,
             "ATOLL_SITE": site,

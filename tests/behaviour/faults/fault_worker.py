@@ -7,7 +7,7 @@ import os
 import time
 from pathlib import Path
 
-from small_run import SITES, build, train_
+from kit.models import SITES, train_, wide_model
 
 import atoll
 
@@ -15,7 +15,7 @@ site = os.environ["ATOLL_SITE"]
 held_round, _, held_until = os.environ.get("HOLD", "").partition(":")
 fail_in = os.environ.get("FAIL_IN")
 
-model = build()
+model = wide_model()
 with atoll.join() as worker:
 
     def say(what: str, number: int = 0) -> None:

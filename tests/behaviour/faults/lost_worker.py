@@ -8,7 +8,7 @@ import time
 from typing import Any
 
 import torch
-from small_run import build, train_
+from kit.models import train_, wide_model
 
 import atoll
 
@@ -17,7 +17,7 @@ def say(**what: Any) -> None:
     print(json.dumps(what), flush=True)
 
 
-model = build()
+model = wide_model()
 if os.environ["LOOP"] == "federated":
     with atoll.join() as worker:
         for fl_round in worker:

@@ -6,14 +6,14 @@ import json
 import os
 
 import torch
-from small_run import SITES, build, local_step
+from kit.models import SITES, local_step, wide_model
 
 import atoll
 
 site = os.environ["ATOLL_SITE"]
 steps = int(os.environ.get("STEPS", "60"))
 
-model = build()
+model = wide_model()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.5)
 with atoll.DiLoCo(model, optimizer, weight=SITES[site]) as diloco:
 

@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from fault_world import PART_BYTES, SITES, Result, Sites, build, serving, train_
+from fault_world import PART_BYTES, Result, Sites, serving
 from harness.processes import wait_until
 from harness.proxy import BEFORE_HEADER, Fault, Proxy
+from kit import SITES, train_
+from kit.models import wide_model
 
 import atoll
 from atoll.codecs.plain import NoneCodec
@@ -23,8 +25,8 @@ from atoll.tensors.layout import update_layout, version_layout
 from atoll.tensors.module_tensors import named_tensors, schema_of
 from atoll.worker.exchange.participation import Participation, take_part
 
-VERSION = version_layout(schema_of(build()), PART_BYTES)
-UPDATE = update_layout(schema_of(build()).tensors, lambda _: NoneCodec(), PART_BYTES)
+VERSION = version_layout(schema_of(wide_model()), PART_BYTES)
+UPDATE = update_layout(schema_of(wide_model()).tensors, lambda _: NoneCodec(), PART_BYTES)
 LENGTH = UPDATE.parts[2].nbytes
 DIGEST_BYTES = 32
 DATA = "GET /v1/fragments/0/versions/0/[0-9a-f]{64} "
@@ -34,7 +36,7 @@ GETS, PUTS = len(VERSION.parts), list(range(len(UPDATE.parts)))
 
 def one_round(folder: Path, server: atoll.Server, url: str) -> tuple[int, int]:
     """One site's round through `url`; tensor bytes that it sent and received."""
-    model = build()
+    model = wide_model()
     with atoll.join(url, site="a", folder=folder / "workers") as worker:
         for fl_round in worker:
             fl_round.load_into(model)
@@ -164,7 +166,7 @@ def submitted(server: atoll.Server, folder: Path) -> tuple[Participation, str]:
     place = take_part(server.url, "a", folder=folder / "workers")
     reply = place.exchange.ask()
     assert reply.ticket is not None
-    model = build()
+    model = wide_model()
     place.exchange.pull(reply.ticket.base, named_tensors(model)[0])
     place.exchange.form(reply.ticket, named_tensors(model)[0], UpdateInfo(1.0, 1, {}))
     delivered = place.exchange.deliver()
@@ -206,7 +208,7 @@ def test_the_newer_of_two_processes_of_a_site_wins_and_the_other_is_told(tmp_pat
 
         def older() -> None:
             try:
-                model = build()
+                model = wide_model()
                 with atoll.join(server.url, site="a", folder=tmp_path / "older") as worker:
                     for fl_round in worker:
                         fl_round.load_into(model)
@@ -220,7 +222,7 @@ def test_the_newer_of_two_processes_of_a_site_wins_and_the_other_is_told(tmp_pat
         thread = threading.Thread(target=older, daemon=True)
         thread.start()
         assert first_trains.wait(30)
-        model = build()
+        model = wide_model()
         with atoll.join(server.url, site="a", folder=tmp_path / "newer") as worker:
             for fl_round in worker:
                 fl_round.load_into(model)
@@ -260,7 +262,7 @@ def test_half_open_connections_are_given_up_before_the_worker_is_declared_dead(
         },
     ) as server:
         with Proxy(server.port) as proxy:
-            sites = Sites(proxy.url, tmp_path, during, names=["a"])
+            sites = Sites(proxy.url, tmp_path, during=during, names=["a"])
             assert trains.wait(30)
             wait_until(lambda: proxy.count("/v1/heartbeat"), "a heartbeat")
             proxy.freeze()
@@ -291,8 +293,8 @@ def test_after_a_partition_a_stale_update_is_refused_and_the_worker_goes_on_with
             assert healed.wait(60)
 
     with serving(tmp_path, **{"rounds.quorum": 1, "rounds.deadline_s": 0.3}) as server, Proxy(server.port) as proxy:
-        behind = Sites(proxy.url, tmp_path, far, names=["a"])
-        beside = Sites(server.url, tmp_path, near, names=["b"])
+        behind = Sites(proxy.url, tmp_path, during=far, names=["a"])
+        beside = Sites(server.url, tmp_path, during=near, names=["b"])
         assert cut.wait(30)
         proxy.cut()
         wait_until(lambda: server.status().fragments[0].version == 1, "the round without the far one")

@@ -6,24 +6,31 @@ import contextlib
 import logging
 import os
 import shutil
-import sqlite3
 import subprocess
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-from fault_world import Result, ServerProcess, SiteProcess, Sites, left_undisturbed, serving
+from fault_world import Result, ServerProcess, SiteProcess, Sites, serving
 from harness.processes import Nursery, wait_until
+from kit import FederatedSites, ForkedServer, ask_journal, flip_bit
+from kit.workflows import workflow_server
+from small_disk_site import Zeros
 
-from atoll import runtime
 from atoll.errors import StoreError
-from atoll.server.coordinator import coordinator
+from atoll.server.coordinator import background_writes, coordinator
+from atoll.testing.run import failpoints
 
 
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Result:
-    return left_undisturbed(tmp_path_factory.mktemp("undisturbed"))
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+    """What is logged of a server that tries again soon."""
+    for module in (coordinator, background_writes):
+        monkeypatch.setattr(module, "RETRY_S", 0.05)
+    caplog.set_level(logging.DEBUG, "atoll")
+    return caplog
 
 
 def remove_folder(path: Path) -> None:
@@ -33,66 +40,38 @@ def remove_folder(path: Path) -> None:
     shutil.rmtree(removed)
 
 
-def arm(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
-    """Switch failpoints on in this process."""
-    monkeypatch.setattr(runtime, "_actions", runtime._parse(text))
-    monkeypatch.setattr(runtime, "_reached", {})
+FULL, FILES = "enospc", "emfile"
 
 
 @pytest.mark.parametrize(
-    ("point", "said"),
+    ("place", "error", "nth", "said"),
     [
-        ("spool.write=enospc@3", "cannot submit"),
-        ("slot.create=enospc", "cannot submit"),
-        ("slot.create=enospc@3", "round 1 cannot be written"),
-        ("pass.write=enospc@2", "round 1 cannot be written"),
-        ("head.before=enospc@2", "round 2 cannot be written"),
-        ("accept.before=enospc@2", "cannot submit"),
-        ("export.write=enospc", "the result could not be saved"),
-        *((f"journal.commit=enospc@{n}", "is full") for n in (1, 2, 3, 4, 5, 6, 16, 17, 18, 19, 20, 21, 22, 23, 24)),
+        ("spool.write", FULL, 3, "cannot submit"),
+        ("slot.create", FULL, 1, "cannot submit"),
+        ("slot.create", FULL, 3, "round 1 cannot be written"),
+        ("pass.write", FULL, 2, "round 1 cannot be written"),
+        ("head.before", FULL, 2, "round 2 cannot be written"),
+        ("accept.before", FULL, 2, "cannot submit"),
+        ("export.write", FULL, 1, "the result could not be saved"),
+        *(("journal.commit", FULL, n, "is full") for n in (1, 2, 3, 4, 5, 6, 16, 17, 18, 19, 20, 21, 22, 23, 24)),
+        ("slot.create", FILES, 1, "The server has too many files open"),
+        ("slot.create", FILES, 3, "round 1 cannot be written: too many files are open"),
+        ("pass.write", FILES, 2, "round 1 cannot be written: too many files are open"),
+        ("export.write", FILES, 1, "the result could not be saved: too many files are open"),
     ],
 )
 @pytest.mark.covers("F25")
-def test_a_full_disk_is_waited_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, undisturbed: Result,
-    point: str, said: str,
+def test_space_and_open_files_that_lack_are_waited_for(
+    tmp_path: Path, quick: pytest.LogCaptureFixture, undisturbed: Result,
+    place: str, error: str, nth: int, said: str,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(coordinator, "RETRY_S", 0.05)
-    caplog.set_level(logging.DEBUG, "atoll")
-    with serving(tmp_path) as server:
-        arm(monkeypatch, point)
+    """Too many connections, which leave no descriptors, do not end a run either."""
+    with serving(tmp_path) as server, failpoints(f"{place}={error}@{nth}") as times_reached:
         sites = Sites(server.url, tmp_path)
         sites.join()
         server.run()
-        name, _, nth = point.partition("=enospc@")
-        assert runtime._reached[name.removesuffix("=enospc")] >= int(nth or 1)
-    assert said in caplog.text
-    Result(tmp_path).require_same(undisturbed, sites)
-
-
-@pytest.mark.parametrize(
-    ("point", "said"),
-    [
-        ("slot.create=emfile", "The server has too many files open"),
-        ("slot.create=emfile@3", "round 1 cannot be written: too many files are open"),
-        ("pass.write=emfile@2", "round 1 cannot be written: too many files are open"),
-        ("export.write=emfile", "the result could not be saved: too many files are open"),
-    ],
-)
-@pytest.mark.covers("F25")
-def test_a_file_that_cannot_be_opened_is_waited_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, undisturbed: Result,
-    point: str, said: str,
-) -> None:  # fmt: skip
-    """Whoever opens connections until there are no descriptors left does not end the run."""
-    monkeypatch.setattr(coordinator, "RETRY_S", 0.05)
-    caplog.set_level(logging.DEBUG, "atoll")
-    with serving(tmp_path) as server:
-        arm(monkeypatch, point)
-        sites = Sites(server.url, tmp_path)
-        sites.join()
-        server.run()
-    assert said in caplog.text
+        assert times_reached(place) >= nth
+    assert said in quick.text
     Result(tmp_path).require_same(undisturbed, sites)
 
 
@@ -107,7 +86,7 @@ def test_a_state_directory_that_is_removed_is_named(
             remove_folder(tmp_path / "state")
 
     with serving(tmp_path) as server:
-        Sites(server.url, tmp_path, during)
+        Sites(server.url, tmp_path, during=during)
         with pytest.raises(StoreError, match=r"state(/slots)? was removed while the server ran"):
             server.run()
     assert not [record for record in caplog.records if record.name == "atoll.server" and record.exc_info]
@@ -117,7 +96,7 @@ def test_a_state_directory_that_is_removed_is_named(
 def test_what_is_removed_of_a_state_directory_is_named(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, what: str
 ) -> None:
-    """Somebody clears the directory and lets it stand."""
+    """The directory is cleared, and stays."""
 
     def during(site: str, at: int) -> None:
         if (site, at) == ("a", 1):
@@ -130,7 +109,7 @@ def test_what_is_removed_of_a_state_directory_is_named(
                 remove_folder(tmp_path / "state" / "slots")
 
     with serving(tmp_path, **{"disk.export_every": 1}) as server:
-        Sites(server.url, tmp_path, during)
+        Sites(server.url, tmp_path, during=during)
         with pytest.raises(StoreError, match=f"{what} was removed while the server ran"):
             server.run()
     assert not [record for record in caplog.records if record.name == "atoll.server" and record.exc_info]
@@ -144,7 +123,7 @@ def test_a_journal_that_fails_while_parts_arrive_ends_the_server(tmp_path: Path)
         def during(site: str, at: int) -> None:
             server._require_run().store.journal.value("PRAGMA query_only = ON")  # every change fails from here on
 
-        Sites(server.url, tmp_path, during, names=["a"])
+        Sites(server.url, tmp_path, during=during, names=["a"])
         with pytest.raises(StoreError, match="attempt to write a readonly database"):
             server.run()
 
@@ -197,10 +176,9 @@ def fill(disk: Path) -> Path:
 @pytest.mark.covers("F25")
 @pytest.mark.parametrize("number", [1, 2])
 def test_a_disk_that_really_is_full(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, undisturbed: Result, number: int
+    tmp_path: Path, quick: pytest.LogCaptureFixture, undisturbed: Result, number: int
 ) -> None:
     """It fills up while the round is trained: in the first there is no room for a spool, in the second for a row."""
-    monkeypatch.setattr(coordinator, "RETRY_S", 0.05)
     full: list[Path] = []
 
     def during(site: str, at: int) -> None:
@@ -208,8 +186,8 @@ def test_a_disk_that_really_is_full(
             full.append(fill(tmp_path / "state"))
 
     with small_disk(tmp_path / "state", 16 * 2**20), serving(tmp_path) as server:
-        sites = Sites(server.url, tmp_path, during)
-        wait_until(lambda: "is full" in caplog.text, "a word about it")
+        sites = Sites(server.url, tmp_path, during=during)
+        wait_until(lambda: "is full" in quick.text, "a word about it")
         assert server.status().fragments[0].version == number - 1
         full[0].unlink()
         sites.join()
@@ -224,7 +202,7 @@ def test_a_disk_that_really_is_full(
 def test_a_failed_fsync_ends_the_server_with_the_reason(
     nursery: Nursery, tmp_path: Path, undisturbed: Result, durability: str, nth: int
 ) -> None:
-    """Nobody is told of success; the next start goes on, and the workers with it."""
+    """No site is told of success; the next start goes on, and the workers with it."""
     with ServerProcess(nursery, tmp_path, (f"fsync=eio@{nth}",), **{"disk.durability": durability}) as server:
         sites = Sites(server.url, tmp_path)
         assert server.kept.wait() == 7
@@ -237,16 +215,7 @@ def test_a_failed_fsync_ends_the_server_with_the_reason(
     Result(tmp_path).require_same(undisturbed, sites)
 
 
-def flip(path: Path, at: int) -> None:
-    fd = os.open(path, os.O_RDWR)
-    try:
-        (byte,) = os.pread(fd, 1, at)
-        os.pwrite(fd, bytes([byte ^ 1]), at)
-    finally:
-        os.close(fd)
-
-
-def waiting_in_round_3(server: ServerProcess, folder: Path) -> tuple[Sites, threading.Event]:
+def waiting_in_round_3(server: ForkedServer, folder: Path) -> tuple[FederatedSites, threading.Event]:
     """Both sites have pulled the third round's version, and wait for the event before they train."""
     go_on = threading.Event()
 
@@ -254,16 +223,15 @@ def waiting_in_round_3(server: ServerProcess, folder: Path) -> tuple[Sites, thre
         if number == 3:
             wait_until(go_on.is_set, "the damage")
 
-    sites = Sites(server.url, folder, during)
+    sites = Sites(server.url, folder, during=during)
     wait_until(lambda: sum(number == 3 for _, number in sites.trained) == 2, "the third round")
     return sites, go_on
 
 
 def slots_of_head(folder: Path) -> tuple[Path, Path]:
     """Files of the newest version and of its outer state."""
-    with contextlib.closing(sqlite3.connect(folder / "state/journal.sqlite")) as journal:
-        row = "SELECT slot, state_slot FROM versions ORDER BY version DESC LIMIT 1"
-        slot, state = journal.execute(row).fetchone()
+    row = "SELECT slot, state_slot FROM versions ORDER BY version DESC LIMIT 1"
+    ((slot, state),) = ask_journal(folder, row)
     slots = folder / "state/slots"
     return slots / f"version-0-{slot}.safetensors", slots / f"state-0-{state}.safetensors"
 
@@ -278,7 +246,7 @@ def test_a_damaged_version_falls_back_to_the_one_before_and_the_run_goes_on(
         server.kept.close()
         victim = slots_of_head(tmp_path)[which]
         if damage == "flip":
-            flip(victim, 2000)
+            flip_bit(victim, 2000)
         elif damage == "truncate":
             os.truncate(victim, 1000)
         else:
@@ -290,9 +258,9 @@ def test_a_damaged_version_falls_back_to_the_one_before_and_the_run_goes_on(
             assert again.kept.wait() == 0
             assert "Version 2 of fragment 0 was lost, the run goes on from version 1" in again.log.read_text()
     result = Result(tmp_path)
-    assert result.model == undisturbed.model
-    assert [version for version, _ in result.versions] == [0, 1, 3, 4]  # no number is used again
-    assert [digest for _, digest in result.versions] == [digest for _, digest in undisturbed.versions]
+    assert result.exports == undisturbed.exports
+    assert [version for _, version, _ in result.versions] == [0, 1, 3, 4]  # no number is used again
+    assert result.digests == undisturbed.digests
     # A site that knew version 2 to be durable had let go of its update, and trained the second round again; perhaps the
     # third too, whose update came before it knew.
     assert all(sites.trained[site, 2] in (1, 2) for site in "ab")
@@ -306,7 +274,7 @@ def test_a_version_that_is_damaged_while_the_server_runs_ends_it_and_the_next_st
     """A bit that the disk has changed does not go into the next version."""
     with ServerProcess(nursery, tmp_path) as server:
         sites, go_on = waiting_in_round_3(server, tmp_path)
-        flip(slots_of_head(tmp_path)[which], 2000)
+        flip_bit(slots_of_head(tmp_path)[which], 2000)
         go_on.set()
         assert server.kept.wait() == 7
         last = server.kept.now.output().splitlines()[-1]
@@ -317,8 +285,8 @@ def test_a_version_that_is_damaged_while_the_server_runs_ends_it_and_the_next_st
             assert again.kept.wait() == 0
             assert "Version 2 of fragment 0 was lost, the run goes on from version 1" in again.log.read_text()
     result = Result(tmp_path)
-    assert result.model == undisturbed.model
-    assert [digest for _, digest in result.versions] == [digest for _, digest in undisturbed.versions]
+    assert result.exports == undisturbed.exports
+    assert result.digests == undisturbed.digests
 
 
 @pytest.mark.covers("F41")
@@ -327,7 +295,7 @@ def test_when_every_version_is_damaged_the_server_refuses_to_start(nursery: Nurs
         Sites(server.url, tmp_path).join()
         assert server.kept.wait() == 0
     for path in (tmp_path / "state/slots").glob("version-*"):
-        flip(path, 2000)
+        flip_bit(path, 2000)
     with ServerProcess(nursery, tmp_path) as server:
         assert server.kept.wait() == 7
         last = server.kept.now.output().splitlines()[-1]
@@ -346,6 +314,25 @@ def test_a_damaged_journal_is_refused(nursery: Nursery, tmp_path: Path) -> None:
         assert server.kept.wait() == 7
         last = server.kept.now.output().splitlines()[-1]
     assert "journal.sqlite is damaged" in last
+
+
+@pytest.mark.covers("T14", "T13", "X3")
+def test_a_site_without_space_for_a_payload_says_so_and_goes_on(nursery: Nursery, tmp_path: Path) -> None:
+    """8 MiB of a payload that belongs on disk; a file of this site has 1 MiB at most."""
+
+    def workflow(controller: Any) -> None:
+        controller.sites(at_least=1, timeout_s=30)
+        came.extend(controller.send("a", "count", payload, timeout_s=30) for payload in (Zeros(), None))
+
+    came: list[Any] = []
+    with workflow_server(tmp_path, workflow) as server:
+        site = SiteProcess(nursery, tmp_path, server.url, "a", "small_disk_site.py").start()
+        assert server.wait(60)
+        server.run()
+        assert site.wait() == 0
+    large, small = came
+    assert "StoreError: A file in the folder of temporary files failed: File too large." in large.error
+    assert small.payload == 1
 
 
 @pytest.mark.covers("F43")

@@ -10,76 +10,20 @@ import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 from harness.processes import Nursery, wait_until
 from kit import FederatedSites, ForkedServer, ForkedSite, serve
 
-FEDERATED = """
-import sys
-import atoll
-from kit.models import build_model
-
-with atoll.join() as worker:
-    for fl_round in worker:
-        fl_round.load_into(build_model())
-        raise {end}
-"""
-
-DILOCO = """
-import sys
-import torch
-import atoll
-from kit.models import build_model
-
-model = build_model()
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-with atoll.DiLoCo(model, optimizer):
-    raise {end}
-"""
-
-ENDS = [
-    ("SystemExit(3)", 3, "failed", "3"),
-    ("SystemExit('no data')", 1, "failed", "no data"),
-    ("SystemExit(0)", 0, "left", ""),
-    ("SystemExit()", 0, "left", ""),
-    ("SystemExit(130)", 130, "left", ""),
-    ("SystemExit(143)", 143, "failed", "SIGTERM"),
-    ("KeyboardInterrupt", 1, "left", ""),
-]
-
-
-@pytest.mark.covers("F43")
-@pytest.mark.parametrize(("script", "algorithm"), [(FEDERATED, "fedavg"), (DILOCO, "diloco")], ids=["fedavg", "diloco"])
-def test_a_script_that_exits_with_an_error_code_has_failed(
-    nursery: Nursery, tmp_path: Path, script: str, algorithm: str
-) -> None:
-    with serve(
-        tmp_path, **{"algorithm.name": algorithm, "rounds.sites": len(ENDS), "aggregation.upload_codec.name": "none"}
-    ) as server:
-        for number, (end, code, _, _) in enumerate(ENDS):
-            site = ForkedSite(nursery, tmp_path, server.url, f"s{number}", script.replace("{end}", end))
-            process = site.start()
-            if algorithm == "diloco":
-                assert process.wait() == code, end
-
-        def ended() -> bool:
-            workers = server.status().workers
-            return len(workers) == len(ENDS) and all(worker.state != "alive" for worker in workers)
-
-        wait_until(ended, "their ends", 120)
-        found = {worker.site: worker for worker in server.status().workers}
-    for number, (end, _, state, error) in enumerate(ENDS):
-        assert (found[f"s{number}"].state, error in found[f"s{number}"].error) == (state, True), end
-
-
 FORKS = """
-import json, os, sys
+import importlib, json, os, sys
 sys.path.insert(0, {tests!r})
 import torch
 import atoll
+from atoll.testing.run import PRELOAD
 from kit.models import build_model
+for module in PRELOAD:
+    importlib.import_module(module)
 {imports}
 names, pids = [], []
 for site, end in {ends!r}:
@@ -95,6 +39,18 @@ model = build_model()
 {loop}
 """
 """Imports once, and forks a process for each end; each of them ends as Python ends a script."""
+
+FEDERATED = """
+with atoll.join() as worker:
+    for fl_round in worker:
+        fl_round.load_into(model)
+        exec(end)
+"""
+
+DILOCO = """
+with atoll.DiLoCo(model, torch.optim.SGD(model.parameters(), lr=0.1)):
+    exec(end)
+"""
 
 FUNCTIONAL = """
 atoll.functional.init()
@@ -132,14 +88,27 @@ TRAINER_IMPORTS = """
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from atoll.integrations.transformers import AtollCallback
 """
-UNCLOSED_ENDS = [
+ENDS = [
     ("sys.exit(3)", 3, "failed", "3"),
     ("sys.exit('no data')", 1, "failed", "no data"),
     ("raise ValueError('bad rows')", 1, "failed", "ValueError: bad rows"),
     ("sys.exit(0)", 0, "left", ""),
     ("sys.exit()", 0, "left", ""),
-    ("pass", 0, "left", ""),
 ]
+SIGNALLED = [
+    ("sys.exit(130)", 130, "left", ""),
+    ("sys.exit(143)", 143, "failed", "SIGTERM"),
+    ("raise KeyboardInterrupt", -signal.SIGINT, "left", ""),
+]
+OPEN = [("pass", 0, "left", "")]
+WAYS = {
+    "federated": (FEDERATED, "fedavg", ENDS + SIGNALLED),
+    "diloco": (DILOCO, "diloco", ENDS + SIGNALLED),
+    "functional": (FUNCTIONAL, "fedavg", ENDS + OPEN),
+    "started": (STARTED, "diloco", ENDS + OPEN),
+    "trainer": (TRAINER, "fedavg", ENDS),
+}
+"""Loop, algorithm, and for each end the exit code, the state of the worker and its error; `OPEN`: nothing leaves."""
 
 
 def _exit_codes(script: Path, environment: Mapping[str, str]) -> list[int]:
@@ -157,23 +126,27 @@ def _exit_codes(script: Path, environment: Mapping[str, str]) -> list[int]:
     return codes
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("interruptible")
 @pytest.mark.timeout(400)  # each way imports torch anew
 @pytest.mark.covers("F43")
-@pytest.mark.parametrize("way", ["functional", "started", "trainer"])
-def test_a_script_that_exits_without_leaving_has_failed_by_its_exit_code(tmp_path: Path, way: str) -> None:
+@pytest.mark.parametrize("way", WAYS)
+def test_a_script_that_exits_with_an_error_code_has_failed(tmp_path: Path, way: str) -> None:
+    """Inside its loop, or in a loop that it has started and does not leave."""
     if way == "trainer":
         pytest.importorskip("transformers")
-    loop = {"functional": FUNCTIONAL, "started": STARTED, "trainer": TRAINER}[way]
-    imports = TRAINER_IMPORTS if way == "trainer" else ""
-    expected = UNCLOSED_ENDS[:-1] if way == "trainer" else UNCLOSED_ENDS  # a Trainer that goes on waits for the others
+    loop, algorithm, expected = WAYS[way]
     ends = [(f"s{number}", end) for number, (end, *_) in enumerate(expected)]
-    settings: dict[str, Any] = (
-        {"algorithm.name": "diloco", "diloco.sync_every": 100} if way == "started" else {"algorithm.name": "fedavg"}
-    )
     script = tmp_path / "script.py"
-    tests = str(Path(__file__).parents[2])
+    tests, imports = str(Path(__file__).parents[2]), TRAINER_IMPORTS if way == "trainer" else ""
     script.write_text(FORKS.format(tests=tests, imports=imports, ends=ends, loop=loop))
-    with serve(tmp_path, **{"rounds.sites": len(ends), "aggregation.upload_codec.name": "none"}, **settings) as server:
+    settings = {
+        "algorithm.name": algorithm,
+        "diloco.sync_every": 100 if algorithm == "diloco" else None,
+        "rounds.sites": len(ends),
+        "aggregation.upload_codec.name": "none",
+    }
+    with serve(tmp_path, **settings) as server:
         environment = os.environ | {"ATOLL_SERVER": server.url, "ATOLL_DIR": str(tmp_path / "workers")}
         codes = _exit_codes(script, environment)
         wait_until(lambda: all(worker.state != "alive" for worker in server.status().workers), "their ends")
@@ -184,10 +157,19 @@ def test_a_script_that_exits_without_leaving_has_failed_by_its_exit_code(tmp_pat
         assert error in found[site].error, end
 
 
+FAILING = """
+import atoll
+
+with atoll.join() as worker:
+    for fl_round in worker:
+        raise SystemExit(3)
+"""
+
+
 @pytest.mark.covers("F43")
 def test_the_summary_names_a_site_that_failed_and_never_contributed(nursery: Nursery, tmp_path: Path) -> None:
     with ForkedServer(nursery, tmp_path, **{"rounds.min_sites": 1}) as server:
-        site = ForkedSite(nursery, tmp_path, server.url, "b", FEDERATED.replace("{end}", "SystemExit(3)"))
+        site = ForkedSite(nursery, tmp_path, server.url, "b", FAILING)
         failing = site.start()
         FederatedSites(server.url, tmp_path, ["a"]).join()
         assert failing.wait() == 3

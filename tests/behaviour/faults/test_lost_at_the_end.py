@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from fault_world import build
 from harness.proxy import BEFORE_HEADER, Fault, Proxy
+from kit import local_step
+from kit.models import wide_model
 from kit.servers import new_server
 from safetensors.torch import load_file
-from stream_world import local_step
 from torch import nn
 
 import atoll
@@ -27,7 +27,7 @@ def serve(folder: Path, **settings: Any) -> atoll.Server:
         "network.port": 0,
         "network.heartbeat_interval_s": 1.0,
     } | settings
-    return new_server(build(), **{"algorithm.name": "diloco", "disk.state_dir": folder / "state"}, **options)
+    return new_server(wide_model(), **{"algorithm.name": "diloco", "disk.state_dir": folder / "state"}, **options)
 
 
 def is_result(model: nn.Module, server: atoll.Server) -> bool:
@@ -46,7 +46,7 @@ def train_on(loop: atoll.DiLoCo, model: nn.Module, optimizer: torch.optim.Optimi
 @pytest.mark.covers("L7", "L10")
 def test_a_fragment_without_its_last_version_is_not_finished(tmp_path: Path) -> None:
     """Twice: where the result is fetched, and at the next turn, when the server says that all is over."""
-    model = build()
+    model = wide_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with (
         serve(tmp_path, **{"rounds.sites": 1, "diloco.num_fragments": 2, "diloco.fragment_sync_delay": 1}) as server,
@@ -71,7 +71,7 @@ def test_a_fragment_without_its_last_version_is_not_finished(tmp_path: Path) -> 
 def test_an_asynchronous_run_that_ends_without_us_does_not_end_our_loop_where_its_model_cannot_be_pulled(
     tmp_path: Path, fragments: int
 ) -> None:
-    model, other = build(), build()
+    model, other = wide_model(), wide_model()
     mine, others = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, other))
     settings = {
         "rounds.sites": 2,

@@ -1,4 +1,4 @@
-"""A run ends, and its server with it, while a site is stopped: the site finds nobody, and ends by itself."""
+"""A run ends, and its server with it, while a site is stopped: the site finds no server, and ends by itself."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 from harness.processes import wait_until
+from kit.models import wide_model
 from kit.servers import new_server
-from small_run import build
 
 from atoll.errors import ConfigError, ServerLost
 from atoll.worker.session.session import OutageTimer, give_up_s
@@ -55,7 +55,7 @@ def test_a_site_that_was_stopped_meanwhile_ends_in_bounded_time(tmp_path: Path, 
     }
     with ExitStack() as stack:
         server = stack.enter_context(
-            new_server(build(), **{"network.port": 0, "disk.state_dir": tmp_path / "state"}, **options)
+            new_server(wide_model(), **{"network.port": 0, "disk.state_dir": tmp_path / "state"}, **options)
         )
         a, b = (stack.enter_context(site(tmp_path, name, server.url, loop)) for name in ("a", "b"))
         wait_until(lambda: len(said(tmp_path, "a")) > 2, "that a trains", 60)

@@ -6,20 +6,13 @@ import threading
 from pathlib import Path
 
 import pytest
-from fault_world import PART_BYTES, Result, ServerProcess, Sites, build, left_undisturbed
+from fault_world import PART_BYTES, Result, ServerProcess, Sites
 from harness.processes import Nursery, wait_until
 from harness.proxy import Fault, Proxy
+from kit.models import wide_model
 
-from atoll.errors import ServerUnreachable
-from atoll.protocol import status_messages
 from atoll.tensors.layout import version_layout
 from atoll.tensors.module_tensors import schema_of
-from atoll.testing.run import status
-
-
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Result:
-    return left_undisturbed(tmp_path_factory.mktemp("undisturbed"))
 
 
 @pytest.mark.covers("F6")
@@ -33,7 +26,7 @@ def test_goes_on_after_a_kill_while_all_sites_train(nursery: Nursery, tmp_path: 
             assert go_on.wait(30)
 
     with ServerProcess(nursery, tmp_path) as server:
-        sites = Sites(server.url, tmp_path, during)
+        sites = Sites(server.url, tmp_path, during=during)
         training.wait(60)
         server.kept.now.kill()
         wait_until(lambda: server.kept.deaths == 1, "a new start")
@@ -46,7 +39,7 @@ def test_goes_on_after_a_kill_while_all_sites_train(nursery: Nursery, tmp_path: 
 @pytest.mark.covers("F7")
 def test_killed_in_the_middle_of_a_part(nursery: Nursery, tmp_path: Path, undisturbed: Result) -> None:
     """Half a part is on its way when the server dies; what it had before is not sent again."""
-    parts = len(version_layout(schema_of(build()), PART_BYTES).parts)
+    parts = len(version_layout(schema_of(wide_model()), PART_BYTES).parts)
     with ServerProcess(nursery, tmp_path, **{"network.connections": 1}) as server, Proxy(server.port) as proxy:
         stall = Fault("PUT .*/parts/3 ", "up", at=PART_BYTES // 2, action="stall")
         proxy.faults.append(stall)
@@ -93,25 +86,3 @@ def test_a_finished_run_that_is_started_again_stays_as_it_is(
     with ServerProcess(nursery, tmp_path, **{"rounds.total": 3}) as server:
         assert server.kept.wait() == 0
     assert Result(tmp_path).bits == undisturbed.bits
-
-
-def test_the_epoch_rises_with_every_start(nursery: Nursery, tmp_path: Path) -> None:
-    with ServerProcess(nursery, tmp_path) as server:
-        seen = []
-        for deaths in range(3):
-            wait_until(
-                lambda deaths=deaths: server.kept.deaths == deaths and "listening" in server.log.read_text(), "it"
-            )
-            seen.append(patient_status(server.url).epoch)
-            server.kept.now.kill()
-    assert seen == [1, 2, 3]
-
-
-def patient_status(url: str) -> status_messages.Status:
-    def ask() -> status_messages.Status | None:
-        try:
-            return status(url)
-        except ServerUnreachable:
-            return None
-
-    return wait_until(ask, "an answer")

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from fault_world import SITES, Result, ServerProcess, SiteProcess, Sites
+from fault_world import Result, ServerProcess, SiteProcess, left_undisturbed
 from harness.processes import Kept, Nursery
+from kit import SITES
 
 ROUNDS = 8
 SERVER_PLACES = {
@@ -45,12 +46,8 @@ def end_of(workers: Sequence[Kept]) -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Result:
-    folder = tmp_path_factory.mktemp("undisturbed")
-    with ServerProcess(nursery, folder, **{"rounds.total": ROUNDS}) as server:
-        Sites(server.url, folder).join()
-        assert server.kept.wait() == 0
-    return Result(folder)
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Result:
+    return left_undisturbed(tmp_path_factory.mktemp("undisturbed"), **{"rounds.total": ROUNDS})
 
 
 @pytest.mark.slow

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 import trustme
-from fault_world import EVERY_SITE_AND_ROUND, Result, ServerProcess, Sites, serving, write_run_file
+from fault_world import EVERY_SITE_AND_ROUND, Result, ServerProcess, Sites, serving
 from harness.processes import Nursery, wait_until
+from kit import write_run_file
 
 import atoll
 from atoll.errors import AuthError, ServerUnreachable
@@ -76,7 +77,7 @@ def test_an_unknown_key_in_the_run_file_is_exit_code_2_with_the_nearest_valid_on
     ("settings", "words"),
     [
         ({"model.source": "no_such_module:build"}, ["no_such_module"]),
-        ({"model.source": "fault_model:missing"}, ["missing"]),
+        ({"model.source": "kit_model:missing"}, ["missing"]),
         ({"algorithm.outer_optimizer.name": "sdg"}, ["sdg", "Did you mean 'sgd'?"]),
         ({"algorithm.name": "fedavgg"}, ["fedavgg", "fedavg"]),
     ],

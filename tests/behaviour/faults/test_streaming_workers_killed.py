@@ -7,10 +7,22 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from fault_world import KILLED, SITES, SiteProcess, beside, build, lines, require_ends_soon_by_ctrl_c, serving
+from fault_world import (
+    KILLED,
+    PART_BYTES,
+    STREAMING,
+    Result,
+    SiteProcess,
+    StreamingSites,
+    beside,
+    lines,
+    require_ends_soon_by_ctrl_c,
+    same,
+    serving,
+)
 from harness.processes import Nursery
 from harness.proxy import Fault, Proxy
-from stream_world import EVERY_UPDATE, FRAGMENTS, SETTINGS, STEPS, Left, StreamingSites, same
+from kit.models import wide_model
 
 import atoll
 from atoll.protocol.values import UpdateInfo
@@ -22,7 +34,7 @@ from atoll.worker.exchange.participation import LoopTerms, take_part
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[atoll.Server]:
-    with serving(tmp_path, **SETTINGS, **{"network.connections": 1}) as server:
+    with serving(tmp_path, **STREAMING | {"network.connections": 1}) as server:
         yield server
 
 
@@ -36,7 +48,7 @@ def test_a_worker_that_begins_anew_in_the_middle_of_a_cycle_is_in_it_at_once(
 ) -> None:
     """a ends after fragment 0 was merged and fragment 1 taken; its next process goes on with fragments 1 or 2.
 
-    b waits for nobody who waits for b: both come to the end, with every round of every fragment counted.
+    b never waits for a site that waits for b: both come to the end, with every round of every fragment counted.
     """
 
     def during(site: str, step: int) -> None:
@@ -51,10 +63,10 @@ def test_a_worker_that_begins_anew_in_the_middle_of_a_cycle_is_in_it_at_once(
     second.join()
     b.join()
     server.run()
-    assert [(fragment, version) for fragment, version, _ in Left(tmp_path).versions] == [
+    assert [(fragment, version) for fragment, version, _ in Result(tmp_path).versions] == [
         (fragment, version) for fragment in range(3) for version in range(3)
     ]
-    assert all(times == 1 for *_, times in Left(tmp_path).counted)
+    Result(tmp_path).require_once()
     assert same(second.models["a"], b.models["b"])
 
 
@@ -69,21 +81,19 @@ def test_a_joiner_falls_in_with_the_cycle(tmp_path: Path) -> None:
             at_step.wait(30)
             assert joined.wait(30)
 
-    with serving(tmp_path, **SETTINGS | {"rounds.total": 4}, **{"network.connections": 1}) as server:
+    with serving(tmp_path, **STREAMING | {"rounds.total": 4, "network.connections": 1}) as server:
         old = StreamingSites(server.url, tmp_path, during=during, steps=60)
         at_step.wait(30)
 
         def begun(site: str, step: int) -> None:
             joined.set()
 
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setitem(SITES, "c", 4.0)
-            new = StreamingSites(server.url, tmp_path, names=["c"], during=begun, steps=60)
-            new.join()
+        new = StreamingSites(server.url, tmp_path, names=["c"], during=begun, steps=60)
+        new.join()
         old.join()
         server.run()
-    counted = {(fragment, base) for site, fragment, base, _ in Left(tmp_path).counted if site == "c"}
-    assert counted == {(1, 1), (2, 1), (0, 2), (1, 2), (2, 2), (0, 3), (1, 3), (2, 3)}
+    counted = {(fragment, number) for site, fragment, number in Result(tmp_path).updates if site == "c"}
+    assert counted == {(1, 2), (2, 2), (0, 3), (1, 3), (2, 3), (0, 4), (1, 4), (2, 4)}
     for loop in new.loops.values():
         assert loop.finished
 
@@ -96,16 +106,17 @@ def test_an_earlier_process_left_updates_of_two_fragments(tmp_path: Path, server
         exchange = place.exchanges[fragment]
         ticket = exchange.next(10.0).ticket
         assert ticket is not None
-        tensors = dict(build().state_dict())
+        tensors = dict(wide_model().state_dict())
         exchange.pull(ticket.base, None)
         exchange.form(ticket, tensors, UpdateInfo(1.0, 2, {}))
     place.leave()
-    again = StreamingSites(server.url, tmp_path, names=["a"], steps=STEPS + 40)
-    b = StreamingSites(server.url, tmp_path, names=["b"], steps=STEPS + 40)
+    again = StreamingSites(server.url, tmp_path, names=["a"], steps=53)
+    b = StreamingSites(server.url, tmp_path, names=["b"], steps=53)
     again.join()
     b.join()
     server.run()
-    assert Left(tmp_path).counted == [each for each in EVERY_UPDATE if each != ("a", 2, 0, 1)]
+    every = [(site, fragment, number) for site in "ab" for fragment in range(3) for number in (1, 2)]
+    assert Result(tmp_path).updates == [each for each in every if each != ("a", 2, 1)]
 
 
 @pytest.mark.covers("L10", "F1")
@@ -113,16 +124,13 @@ def test_killed_while_a_fragment_comes_down_it_resumes_at_the_part(
     nursery: Nursery, tmp_path: Path, server: atoll.Server
 ) -> None:
     """Of the first result of fragment 0 three parts had come when it was killed; the bases of the others are whole."""
-    parts = [
-        version_layout(each, SETTINGS["network.part_bytes"]).parts
-        for each in split(schema_of(build()), FRAGMENTS).schemas
-    ]
+    parts = [version_layout(each, PART_BYTES).parts for each in split(schema_of(wide_model()), 3).schemas]
     assert len(parts[0]) > 3
     with beside(server, StreamingSites(server.url, tmp_path, names=["b"], steps=100)):
         site = SiteProcess(nursery, tmp_path, server.url, "a", "stream_worker.py")
         again = site.killed_and_again(f"pull.part=kill@{sum(map(len, parts)) + 3}")
     assert next(lines(again))["down"] == sum(part.nbytes for part in parts[0][3:])
-    assert all(times == 1 for *_, times in Left(tmp_path).counted)
+    Result(tmp_path).require_once()
 
 
 @pytest.mark.covers("L8", "F3")
@@ -144,7 +152,7 @@ def test_killed_with_an_update_half_sent_its_next_process_sends_the_rest(
         sent = [line.split("/parts/")[1].split()[0] for line in proxy.requests[before:] if line.startswith(ticket)]
     assert "1" in sent
     assert "0" not in sent
-    assert all(times == 1 for *_, times in Left(tmp_path).counted)
+    Result(tmp_path).require_once()
 
 
 @pytest.mark.covers("L7", "F3")

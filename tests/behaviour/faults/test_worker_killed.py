@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fault_world import (
@@ -16,15 +18,14 @@ from fault_world import (
     SiteProcess,
     Sites,
     beside,
-    build,
-    left_undisturbed,
     require_ends_soon_by_ctrl_c,
     said,
     serving,
     told,
 )
-from harness.processes import Nursery, wait_until
+from harness.processes import Nursery, Process, wait_until
 from harness.proxy import BEFORE_HEADER, Fault, Proxy
+from kit.models import wide_model
 
 import atoll
 from atoll.codecs.plain import NoneCodec
@@ -33,25 +34,14 @@ from atoll.tensors.module_tensors import schema_of
 
 
 def update_bytes() -> list[int]:
-    layout = update_layout(schema_of(build()).tensors, lambda _: NoneCodec(), PART_BYTES)
+    layout = update_layout(schema_of(wide_model()).tensors, lambda _: NoneCodec(), PART_BYTES)
     return [part.nbytes for part in layout.parts]
-
-
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Result:
-    return left_undisturbed(tmp_path_factory.mktemp("undisturbed"))
 
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[atoll.Server]:
     with serving(tmp_path, **{"network.connections": 1, "rounds.min_sites": 1}) as server:
         yield server
-
-
-def require_same(folder: Path, undisturbed: Result) -> None:
-    result = Result(folder)
-    result.require_same(undisturbed)
-    assert len(result.tickets) == len(EVERY_SITE_AND_ROUND), "an open ticket is given again, not another one"
 
 
 @pytest.mark.covers("F3", "L10")
@@ -72,7 +62,9 @@ def test_killed_while_submitting_it_resumes_at_the_part(
     # its update was formed: it is not trained again, and the three parts of its first request are not sent again
     assert begins["round"] == 2
     assert begins["up"] == sum(update_bytes()[3:])
-    require_same(tmp_path, undisturbed)
+    result = Result(tmp_path)
+    result.require_same(undisturbed)
+    assert result.tickets == len(EVERY_SITE_AND_ROUND), "an open ticket is given again, not another one"
 
 
 @pytest.mark.covers("F3")
@@ -91,6 +83,41 @@ def test_ctrl_c_ends_it_soon_though_the_network_stands_still(
     other.join()
 
 
+@contextmanager
+def round_1_without_a(folder: Path, begin: Callable[[str], Any], over: Callable[[Any], Any]) -> Iterator[atoll.Server]:
+    """Site a misses round 1, which b closes; b waits in round 2 until a is back.
+
+    Args:
+        begin: starts a, at this address.
+        over: brings it back; its process.
+    """
+    back = threading.Event()
+
+    def during(site: str, number: int) -> None:
+        if number == 2:
+            assert back.wait(60)
+
+    short = {"rounds.min_sites": 1, "network.heartbeat_interval_s": 0.2, "network.heartbeat_timeout_s": 1.5}
+    with serving(folder, **short) as server:
+        other = Sites(server.url, folder, during=during, names=["b"])
+        begun = begin(server.url)
+        wait_until(lambda: server.status().fragments[0].version == 1, "the round without a")
+        assert state_of(server, "a") == "dead"
+        again = over(begun)
+        wait_until(lambda: state_of(server, "a") == "alive", "its return")
+        back.set()
+        assert again.wait(60) == 0
+        other.join()
+        server.run()
+        yield server
+    # round 2 was open for b alone when a came back
+    assert Result(folder).counted() == [("a", 3), ("b", 1), ("b", 2), ("b", 3)]
+
+
+def state_of(server: atoll.Server, site: str) -> str:
+    return next((worker.state for worker in server.status().workers if worker.site == site), "")
+
+
 @pytest.mark.parametrize(
     "failpoints",
     [
@@ -99,61 +126,34 @@ def test_ctrl_c_ends_it_soon_though_the_network_stands_still(
     ],
 )
 def test_the_others_finish_without_it_once_its_lease_is_over(nursery: Nursery, tmp_path: Path, failpoints: str) -> None:
-    back = threading.Event()
-
-    def during(site: str, number: int) -> None:
-        if number == 2:
-            assert back.wait(60)
-
-    with serving(
-        tmp_path, **{"rounds.min_sites": 1, "network.heartbeat_interval_s": 0.2, "network.heartbeat_timeout_s": 2.0}
-    ) as server:
-        other = Sites(server.url, tmp_path, during, names=["b"])
-        site = SiteProcess(nursery, tmp_path, server.url, "a")
+    def killed(url: str) -> SiteProcess:
+        site = SiteProcess(nursery, tmp_path, url, "a")
         assert site.start(failpoints).wait() == KILLED
-        wait_until(lambda: server.status().fragments[0].version == 1, "the round without the dead one")
+        return site
+
+    with round_1_without_a(tmp_path, killed, SiteProcess.start) as server:
         assert server.status().deaths == 1
-        again = site.start()
-        wait_until(lambda: state_of(server, "a") == "alive", "its return")
-        back.set()
-        assert again.wait(60) == 0
-        other.join()
-        server.run()
-    # round 2 was open for "b" alone when "a" came back
-    assert Result(tmp_path).counted() == [("a", 3), ("b", 1), ("b", 2), ("b", 3)]
-
-
-def state_of(server: atoll.Server, site: str) -> str:
-    return next((worker.state for worker in server.status().workers if worker.site == site), "")
 
 
 @pytest.mark.covers("F5")
 def test_stopped_past_its_lease_it_joins_again_and_goes_on(nursery: Nursery, tmp_path: Path) -> None:
-    back = threading.Event()
-
-    def during(site: str, number: int) -> None:
-        if number == 2:
-            assert back.wait(60)
-
-    with serving(
-        tmp_path, **{"rounds.min_sites": 1, "network.heartbeat_interval_s": 0.2, "network.heartbeat_timeout_s": 2.0}
-    ) as server:
-        other = Sites(server.url, tmp_path, during, names=["b"])
-        site = SiteProcess(nursery, tmp_path, server.url, "a").start(hold=f"1:{tmp_path}/go")
+    def stopped(url: str) -> Process:
+        site = SiteProcess(nursery, tmp_path, url, "a").start(HOLD=f"1:{tmp_path}/go")
         wait_until(lambda: said(site, "trains", 1), "its training")
         site.send(signal.SIGSTOP)
-        wait_until(lambda: server.status().fragments[0].version == 1, "the round without it")
-        assert state_of(server, "a") == "dead"
+        return site
+
+    def continued(site: Process) -> Process:
         (tmp_path / "go").touch()
         site.send(signal.SIGCONT)
-        wait_until(lambda: state_of(server, "a") == "alive", "its return")
-        back.set()
-        assert site.wait(60) == 0
-        other.join()
-        server.run()
-    assert "joining again" in site.output()
-    assert "round 1 went on without this update" in site.output()
-    assert Result(tmp_path).counted() == [("a", 3), ("b", 1), ("b", 2), ("b", 3)]
+        output.append(site)
+        return site
+
+    output: list[Process] = []
+    with round_1_without_a(tmp_path, stopped, continued):
+        pass
+    assert "joining again" in output[0].output()
+    assert "round 1 went on without this update" in output[0].output()
 
 
 @pytest.mark.covers("F43", "P6")
