@@ -80,7 +80,7 @@ LIGHT: dict[str, set[str]] = {
 """Module → what its import must not bring: `atoll status` answers before torch would be imported."""
 
 HTTP_LIBRARIES = {"aiohttp", "http", "ssl", "urllib3"}
-KNOWS_HTTP = ("transport/", "server/http/", "worker/session/http")
+KNOWS_HTTP = ("transport/", "server/http/", "worker/session/channel")
 """Where HTTP libraries may be imported, by the beginning of the path; everything else speaks to a port."""
 
 FORBIDDEN_PAIRS = [
@@ -116,11 +116,11 @@ LINES: dict[str, int] = {
     "tensors": 1_890,
     "testing": 700,
     "transport": 2_440,
-    "worker": 250,
-    "worker/exchange": 2_120,
+    "worker": 240,
+    "worker/exchange": 2_050,
     "worker/peer": 780,
     "worker/session": 880,
-    "worker/tasks": 550,
+    "worker/tasks": 590,
     "worker/training": 1_620,
 }
 """Folder → code lines that it may have. Raise one only in a commit that says what the reader gets for it."""

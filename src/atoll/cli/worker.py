@@ -24,8 +24,8 @@ import typer
 
 from atoll.child_processes import END_WITH_PARENT
 from atoll.errors import ServerUnreachable, UsageError, VersionSkew
+from atoll.worker.arguments import require_site
 from atoll.worker.session.leave_at_exit import LEASES, leave_for
-from atoll.worker.site_name import require_site
 
 CONTEXT: dict[str, Any] = {"allow_interspersed_args": False, "ignore_unknown_options": False}
 

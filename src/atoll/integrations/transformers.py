@@ -28,10 +28,9 @@ from atoll.algorithms.optimizer_hooks import StepHooks, innermost
 from atoll.errors import UsageError, public_api
 from atoll.filters.base import require_filters
 from atoll.integrations.trainer_driver import SiteOptions, TrainerDriver, require_alone
-from atoll.worker.arguments import finite_metrics
+from atoll.worker.arguments import default_site, finite_metrics
 from atoll.worker.log_lines import ALONE, ALONE_ENDED, LOG, ensure_lines
 from atoll.worker.session.leave_at_exit import what_ends
-from atoll.worker.site_name import default_site
 from atoll.worker.training.checkpoint import require_checkpoint
 
 try:

@@ -44,8 +44,8 @@ from atoll.recipes.result import RUN_FILE, SITES, RunResult, ended_by_sigterm, m
 from atoll.rounds.state import Rules
 from atoll.simulate.engines import require_engine
 from atoll.transport.http_client import ask
-from atoll.worker.session import last_status
-from atoll.worker.site_name import require_site
+from atoll.worker.arguments import require_site
+from atoll.worker.session.leave_at_exit import LAST_STATUS
 
 POLL_S = 0.2
 SCRIPT_POLL_S = 1.0
@@ -277,7 +277,7 @@ class ServerEnv(Strict):
             own["ATOLL_TOKEN_FILE"] = str(Path(path).resolve())
         with ended_by_sigterm(), Children() as children, tempfile.TemporaryDirectory() as folder:
             last = Path(folder) / "status.json"
-            own |= {last_status.VARIABLE: str(last)}
+            own |= {LAST_STATUS: str(last)}
             process = children.spawn("script", recipe.argv, environment=environment(self.threads, **own))
             while True:
                 with contextlib.suppress(subprocess.TimeoutExpired):

@@ -33,7 +33,7 @@ from atoll.simulate.local_engine import LocalEngine
 from atoll.simulate.schedule_sites import Conductor, now
 from atoll.simulate.script import name_of, require_outside
 from atoll.tensors.module_tensors import Tensors
-from atoll.worker.site_name import require_site
+from atoll.worker.arguments import require_site
 
 LOG = logging.getLogger("atoll.simulate")
 

@@ -25,11 +25,10 @@ from atoll.tensors.layout import Layout
 from atoll.tensors.module_tensors import Tensors
 from atoll.transport.http_client import Counters, Watch
 from atoll.worker.exchange import apply_version
-from atoll.worker.exchange.algorithm_state import AlgorithmState
 from atoll.worker.exchange.base_and_outbox import BaseNote, OutboxNote, TensorFile
 from atoll.worker.exchange.encode_update import Losses
 from atoll.worker.exchange.exchange import Exchange, Layouts
-from atoll.worker.exchange.local_state import Owner, Residuals
+from atoll.worker.exchange.local_state import AlgorithmState, Owner, Residuals
 from atoll.worker.exchange.participation import Participation
 from atoll.worker.session.session import Session
 from atoll.worker.training.federated_loop import Model, Round, Worker, matching

@@ -1,16 +1,42 @@
-"""What a script hands over, checked before it travels: weights, metrics, numbers of steps."""
+"""What a script hands over, checked before it travels: the site's name, weights, metrics, numbers of steps."""
 
 from __future__ import annotations
 
 import math
 import operator
 import os
+import socket
 from collections.abc import Mapping
 from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
 
 from atoll.errors import ConfigError, UsageError
 from atoll.protocol import messages
 from atoll.worker.log_lines import LOG
+
+
+def default_site() -> str:
+    """`ATOLL_SITE`, else a name made of host and process."""
+    given = os.environ.get("ATOLL_SITE")
+    if given:
+        return given
+    host = "".join(char if char.isalnum() or char in "-_" else "-" for char in socket.gethostname())
+    return f"{host.lstrip('-_')[:40] or 'worker'}-{os.getpid()}"
+
+
+def require_site(site: str) -> str:
+    """A site name that every server accepts.
+
+    Raises:
+        ConfigError: it has other characters, or is too long.
+    """
+    try:
+        return TypeAdapter(messages.Site).validate_python(site)
+    except ValidationError:
+        raise ConfigError(
+            f"{site!r} is not a site name.", "Use 1 to 64 letters, digits, dots, hyphens and underscores."
+        ) from None
 
 
 def positive(weight: float) -> float:

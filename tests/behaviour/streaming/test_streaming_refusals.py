@@ -15,7 +15,7 @@ from atoll.errors import ConfigError
 from atoll.tensors.fragments import split
 from atoll.tensors.module_tensors import schema_of
 from atoll.transport.http_client import http_to
-from atoll.worker.session.http_channel import HttpChannel
+from atoll.worker.session.channel import HttpChannel
 from atoll.worker.session.session import Session
 
 THREE: dict[str, Any] = {"diloco.num_fragments": 3, "diloco.sync_every": 9}

@@ -24,7 +24,7 @@ from atoll.protocol import routes
 from atoll.protocol import task_messages as tm
 from atoll.tensors.payload import pack
 from atoll.transport.http_client import Http, http_to
-from atoll.worker.session.http_channel import HttpChannel
+from atoll.worker.session.channel import HttpChannel
 from atoll.worker.session.session import Session
 
 SCRIPT = Path(__file__).with_name("task_process.py")

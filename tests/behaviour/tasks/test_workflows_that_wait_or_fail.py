@@ -29,7 +29,7 @@ from atoll.server.tasks import task_payloads
 from atoll.server.tasks.task_queue import Answer
 from atoll.server.tasks.workflow_controller import Result
 from atoll.transport.http_client import http_to
-from atoll.worker.session.http_channel import HttpChannel
+from atoll.worker.session.channel import HttpChannel
 from atoll.worker.session.session import Session
 
 TREE = {"w": torch.ones(3)}

@@ -17,7 +17,7 @@ from atoll.algorithms.scaffold import ControlVariates
 from atoll.errors import UsageError
 from atoll.protocol import messages
 from atoll.tensors.module_tensors import schema_of
-from atoll.worker.exchange.algorithm_state import AlgorithmState
+from atoll.worker.exchange.local_state import AlgorithmState
 
 ROUNDS = 3
 

@@ -6,12 +6,14 @@ Everything here can be interrupted. What was formed is in the outbox, and is sen
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
+from torch.optim import Optimizer
 
 from atoll.algorithms.base import LocalRule, Moved, Runs
 from atoll.codecs.base import Codec
@@ -45,11 +47,9 @@ from atoll.tensors.module_tensors import Tensors
 from atoll.tensors.schema import Schema
 from atoll.transport.resumable_transfer import HttpTransfer
 from atoll.worker.exchange import apply_version, encode_update
-from atoll.worker.exchange.algorithm_state import AlgorithmState
 from atoll.worker.exchange.base_and_outbox import ExchangeFiles, OutboxNote
 from atoll.worker.exchange.encode_update import Filtered, Losses
-from atoll.worker.exchange.local_state import LocalState, Residuals
-from atoll.worker.exchange.optimizer_moments import say_accepted, say_refused
+from atoll.worker.exchange.local_state import AlgorithmState, LocalState, Residuals
 from atoll.worker.exchange.pull_version import Sources
 from atoll.worker.log_lines import LOG, Progress, progress, size
 from atoll.worker.session.session import Session
@@ -63,6 +63,10 @@ Finish = Callable[[Moved], Mapping[str, Runs]]
 
 MAX_REFUSALS = 5
 """In a row, after which a worker gives up: it would train and be refused for ever."""
+
+OF_THE_OPTIMIZER = -1
+"""Under this number, in place of a fragment's, a worker warns of its optimizer."""
+MOMENTS_NAMED = 3
 
 
 class Pulls(Protocol):
@@ -168,6 +172,7 @@ class Exchange:
     refusals: int = 0
     resuming: bool = False
     settled: int = 0
+    _warned_of_optimizer: bool = False
 
     def __post_init__(self) -> None:
         self.site = self.session.site
@@ -532,7 +537,9 @@ class Exchange:
         self.session.require_here()
         self.outbox.mark_sent()
         self.resuming, self.refusals = False, 0
-        say_accepted(self.session)
+        if self._warned_of_optimizer and not broken_moments(self.session.optimizers):
+            self._warned_of_optimizer = False
+            self.session.warn(OF_THE_OPTIMIZER, [])
         failpoint("worker.acknowledged")
         nbytes = size(self.outbox.layout.own_nbytes)
         LOG.debug("%s: submitted%s, %s for round %d", self.site, self._named, nbytes, self._sealed.round)
@@ -614,7 +621,11 @@ class Exchange:
         """
         self.outbox.clear()  # or the next ticket would have it sent once more
         self.refusals += 1
-        say_refused(self.session, refusal.error, first=self.refusals == 1)
+        LOG.warning("%s: %s", self.site, refusal.error)
+        if self.refusals == 1 and (text := broken_moments(self.session.optimizers)):
+            LOG.warning("%s: %s", self.site, text)
+            self.session.warn(OF_THE_OPTIMIZER, [text])
+            self._warned_of_optimizer = True
         if self.refusals >= MAX_REFUSALS:
             raise refusal.error
 
@@ -748,4 +759,28 @@ def _complete(note: OutboxNote) -> messages.Complete:
         weight=note.weight,
         steps=note.steps,
         metrics=note.metrics,
+    )
+
+
+# -- What the optimizer remembers of a refused update: NaN in its moments makes every later step NaN.
+
+
+def broken_moments(optimizers: Iterable[Optimizer]) -> str:
+    """What to tell of moments that are not finite, and what to do; empty where all are."""
+    broken = sorted(
+        {
+            str(key)
+            for optimizer in optimizers
+            for state in optimizer.state.values()
+            for key, value in (state.items() if isinstance(state, dict) else ())
+            if isinstance(value, Tensor) and value.is_floating_point() and not bool(torch.isfinite(value).all())
+        }
+    )
+    if not broken:
+        return ""
+    names = ", ".join(broken[:MOMENTS_NAMED])
+    return (
+        f"the optimizer's state ({names}) holds NaN or Inf: every further step of it will, too, and so every further "
+        "update be refused. Clear it with optimizer.state.clear(), or start the script again, with a lower learning "
+        "rate or clipped gradients."
     )

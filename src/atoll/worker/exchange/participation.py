@@ -17,13 +17,12 @@ from atoll.tensors.fsdp_shards import Shards
 from atoll.tensors.schema import Schema
 from atoll.transport.http_client import http_to
 from atoll.transport.resumable_transfer import HttpTransfer
-from atoll.worker.exchange.algorithm_state import AlgorithmState
 from atoll.worker.exchange.base_and_outbox import DiskFiles, folder_of, locked, name_of, remove_earlier
 from atoll.worker.exchange.encode_update import Losses
 from atoll.worker.exchange.exchange import Exchange, Layouts, Outlet
-from atoll.worker.exchange.local_state import Owner, Residuals
+from atoll.worker.exchange.local_state import AlgorithmState, Owner, Residuals
 from atoll.worker.exchange.pull_version import Puller
-from atoll.worker.session.http_channel import HttpChannel
+from atoll.worker.session.channel import HttpChannel
 from atoll.worker.session.leave_at_exit import last_words
 from atoll.worker.session.ranks import ALONE, RankGroup
 from atoll.worker.session.session import Session

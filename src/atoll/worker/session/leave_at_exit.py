@@ -25,10 +25,16 @@ import weakref
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+
+if TYPE_CHECKING:
+    from atoll.transport.http_client import Http
 
 LEASES = "ATOLL_LEASES"
 """The folder where a process notes its lease for `atoll worker`, which set this variable."""
+
+LAST_STATUS = "ATOLL_LAST_STATUS"
+"""Set by a recipe's `ServerEnv`: the file that the server's last status goes to, as the server may be gone by then."""
 
 UNNOTED = "the server learns of it only when heartbeat_timeout_s is over."
 
@@ -339,6 +345,22 @@ def forget_lease(site: str, lease: str) -> None:
         path = Path(folder, site)
         if path.exists() and path.read_text().splitlines()[1:] == [lease]:
             path.unlink()
+
+
+def keep_last_status(http: Http) -> None:
+    """Ask the server for its status, where the program that started this site wants to know it.
+
+    Raises:
+        AtollError: the server does not answer.
+    """
+    from atoll.protocol import routes
+    from atoll.protocol.status_messages import Status
+
+    if place := os.environ.get(LAST_STATUS):
+        text = http.get(routes.STATUS, Status).model_dump_json()
+        beside = Path(f"{place}.{os.getpid()}")  # ranks of one site leave at the same time
+        beside.write_text(text, encoding="utf-8")
+        beside.replace(place)
 
 
 def leave_for(folder: Path, why: str) -> list[str]:

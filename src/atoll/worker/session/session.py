@@ -38,10 +38,15 @@ from atoll.runtime import Latch
 from atoll.tensors.fragments import Split
 from atoll.transport.http_client import Http, unanswered
 from atoll.worker.log_lines import LOG, in_wait, told
-from atoll.worker.session import last_status
-from atoll.worker.session.channel import Channel
-from atoll.worker.session.http_channel import HttpChannel
-from atoll.worker.session.leave_at_exit import GOODBYE_S, forget_lease, has_left, note_lease, watch_exit
+from atoll.worker.session.channel import Channel, HttpChannel
+from atoll.worker.session.leave_at_exit import (
+    GOODBYE_S,
+    forget_lease,
+    has_left,
+    keep_last_status,
+    note_lease,
+    watch_exit,
+)
 from atoll.worker.session.ranks import ALONE, RankGroup
 
 T = TypeVar("T")
@@ -375,7 +380,7 @@ class Session:
                     self.tell(state="failed" if error else "left")
                     self._send_heartbeat(GOODBYE_S)
                 if isinstance(self.channel, HttpChannel):
-                    last_status.keep(self.channel.http)
+                    keep_last_status(self.channel.http)
                 self.channel.leave(told(error) if error else None, GOODBYE_S)
             forget_lease(self.site, self.channel.lease)
         except (AtollError, OSError) as problem:

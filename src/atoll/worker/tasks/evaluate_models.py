@@ -5,6 +5,7 @@ A model is pulled to disk, and removed once it is evaluated.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -16,18 +17,22 @@ from torch import nn
 
 from atoll.blobs.model_file import packed_state
 from atoll.blobs.object_file import pack_object
-from atoll.errors import BadRequest, SchemaMismatch, TransferError, TransferStalled, UsageError
+from atoll.errors import AtollError, BadRequest, SchemaMismatch, TransferError, TransferStalled, UsageError
+from atoll.posix import replace_file
 from atoll.protocol import task_messages as tm
-from atoll.tensors.chunks import assign_run_
+from atoll.tensors.chunks import assign_run_, runs_of
 from atoll.tensors.dtypes import dtype_name
+from atoll.tensors.layout import safetensors_header
 from atoll.tensors.lazy_tensors import LazyState, LazyTensor
-from atoll.tensors.module_tensors import named_tensors
+from atoll.tensors.module_tensors import Tensors, named_tensors
 from atoll.tensors.payload import Packed
 from atoll.tensors.reference import TensorRef
 from atoll.transport.object_client import EXPIRES_S, cut_as_told, fetch_lazily, idle_timeout, send
 from atoll.transport.object_server import Draft, written
 from atoll.worker.arguments import number
 from atoll.worker.exchange.encode_update import AnswerFilters
+from atoll.worker.exchange.participation import Participation
+from atoll.worker.log_lines import LOG
 from atoll.worker.session.session import Session
 
 Evaluate = Callable[[Any], Mapping[str, Any]]
@@ -200,3 +205,56 @@ def measured(metrics: Any) -> dict[str, float]:
         except (TypeError, ValueError, RuntimeError, OverflowError):
             raise UsageError(f"The metric {key!r} is {value!r}.", "Give a number.") from None
     return found
+
+
+# -- The model that a site submitted last, as it was before it left: a file for when others want to evaluate it.
+#
+#     local.safetensors     beside base and outbox; replaced with every update, whole or not at all
+#
+# It is written only in runs that say they will ask for it, in runs of some MiB. After a kill it is there again.
+
+
+LOCAL_MODEL = "local.safetensors"
+
+
+def keep_local(place: Participation, tensors: Tensors, round_number: int) -> None:
+    """Write the model of this round; where that fails training goes on, and the site has none."""
+    path, temporary = place.folder / LOCAL_MODEL, place.folder / f".{LOCAL_MODEL}.tmp"
+    specs = place.session.schema.model.tensors
+    header = safetensors_header(specs, {"format": "pt", "round": str(round_number)})
+    runs = itertools.chain.from_iterable(runs_of(tensors[spec.name].detach()) for spec in specs)
+    try:
+        replace_file(path, itertools.chain([header], runs), temporary=temporary, sync=lambda _: None)
+    except OSError as error:
+        path.unlink(missing_ok=True)  # an older one would pass for this round's
+        LOG.warning(
+            "%s: the model of round %d could not be kept for later workflows: %s",
+            place.site,
+            round_number,
+            error.strerror,
+        )
+
+
+def local_model(place: Participation) -> Packed:
+    """The model as it travels, read in runs.
+
+    Raises:
+        UsageError: there is none.
+    """
+    if place.exchange.filters:
+        raise UsageError(
+            f"Site {place.site} has filters for what it submits, and its model as it is would leave without passing "
+            "them.",
+            "Say with worker.submits(function) which model may leave; it passes the filters as an answer does.",
+        )
+    path = place.folder / LOCAL_MODEL
+    try:
+        state = LazyState.open(path)
+    except (OSError, AtollError):
+        raise UsageError(
+            f"Site {place.site} has no model: none of this run is kept there. A site keeps what it submits while the "
+            "run's list has a cross_site_evaluation that asks for it.",
+            "Say with worker.submits(function) which model it has, train with that list, or leave sites' models out "
+            "(site_models = false, --no-site-models).",
+        ) from None
+    return packed_state(state, dict(place.session.schema.model.aliases))

@@ -23,11 +23,11 @@ from types import TracebackType
 from atoll.errors import UsageError, print_interrupt_in_a_line, public_api
 from atoll.filters.base import ByTask, for_tasks
 from atoll.transport.http_client import http_to, server_of
+from atoll.worker.arguments import default_site, require_site
 from atoll.worker.log_lines import LOG, ensure_lines
-from atoll.worker.session.http_channel import HttpChannel
+from atoll.worker.session.channel import HttpChannel
 from atoll.worker.session.leave_at_exit import last_words
 from atoll.worker.session.session import Session
-from atoll.worker.site_name import default_site, require_site
 from atoll.worker.tasks.answer_tasks import Answering, Answers
 
 

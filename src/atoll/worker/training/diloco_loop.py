@@ -45,14 +45,13 @@ from atoll.tensors.module_tensors import (
 )
 from atoll.tensors.schema import Schema
 from atoll.transport.http_client import server_of
-from atoll.worker.arguments import finite_metrics, positive, sync_retries
+from atoll.worker.arguments import default_site, finite_metrics, positive, require_site, sync_retries
 from atoll.worker.exchange.participation import LoopTerms, Participation, take_part
 from atoll.worker.log_lines import ALONE, ALONE_ENDED, LOG, ensure_lines, in_words, size
 from atoll.worker.metrics import Measured, Metrics, Reports
 from atoll.worker.session.leave_at_exit import last_words
 from atoll.worker.session.ranks import ALONE as ONE_RANK
 from atoll.worker.session.ranks import RankGroup
-from atoll.worker.site_name import default_site, require_site
 from atoll.worker.tasks.answer_tasks import say_evaluation_follows
 from atoll.worker.training.checkpoint import checkpoint_of, require_agrees, require_checkpoint
 from atoll.worker.training.federated_loop import require_real

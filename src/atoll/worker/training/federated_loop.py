@@ -50,16 +50,15 @@ from atoll.tensors.dtypes import torch_dtype
 from atoll.tensors.module_tensors import Tensors, fits, named_parameters, named_tensors, schema_of, unwrapped
 from atoll.tensors.schema import PARAMS, name_beside
 from atoll.transport.http_client import http_to, server_of
-from atoll.worker.arguments import counted, finite_metrics, positive, require_joined
+from atoll.worker.arguments import counted, default_site, finite_metrics, positive, require_joined, require_site
 from atoll.worker.exchange.exchange import Finish
 from atoll.worker.exchange.participation import Participation, take_part
-from atoll.worker.exchange.submitted_model import keep_local, local_model
 from atoll.worker.log_lines import ALONE, ALONE_ENDED, LOG, ensure_lines, size
-from atoll.worker.session.http_channel import HttpChannel
+from atoll.worker.session.channel import HttpChannel
 from atoll.worker.session.leave_at_exit import last_words
 from atoll.worker.session.session import Session
-from atoll.worker.site_name import default_site, require_site
 from atoll.worker.tasks.answer_tasks import Answering, Answers
+from atoll.worker.tasks.evaluate_models import keep_local, local_model
 
 H = TypeVar("H")
 Model = TypeVar("Model", bound="nn.Module | dict[str, Tensor]")
