@@ -15,8 +15,7 @@ import pytest
 import atoll
 import atoll.recipes
 from atoll.errors import is_public_api
-from atoll.worker.tasks.answer_tasks import Task
-from atoll.worker.tasks.task_loop import TaskWorker
+from atoll.worker.tasks.answer_tasks import Task, TaskWorker
 from atoll.worker.training.federated_loop import LocalRound, LocalWorker, Round, Worker
 from atoll.worker.training.functional_loop import Received
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from atoll.simulate.simulation import Simulation
     from atoll.tensors.lazy_tensors import resolve
     from atoll.tensors.reference import TensorRef
-    from atoll.worker.tasks.task_loop import tasks
+    from atoll.worker.tasks.answer_tasks import tasks
     from atoll.worker.training.diloco_loop import DiLoCo
     from atoll.worker.training.federated_loop import join
 
@@ -63,7 +63,7 @@ _HOMES = {
     "__version__": "atoll._version:__version__",
     "join": "atoll.worker.training.federated_loop:join",
     "resolve": "atoll.tensors.lazy_tensors:resolve",
-    "tasks": "atoll.worker.tasks.task_loop:tasks",
+    "tasks": "atoll.worker.tasks.answer_tasks:tasks",
 }
 
 

@@ -1,14 +1,32 @@
-"""How a site answers tasks: handlers by the names of tasks, the loop that calls them, and payloads pulled ahead."""
+"""`atoll.tasks`: answer the tasks that a workflow at the server sends.
+
+    with atoll.tasks("http://host:8512", site="clinic-a") as worker:
+
+        @worker.task("train")
+        def train(payload):
+            return {"w": payload["w"] + 1}
+
+        worker.run()                           # until the workflow has ended
+
+        for task in worker.tasks():            # or, in a loop of your own
+            task.answer({"w": task.payload["w"] + 1})
+
+A process that is killed and started again gets its open task again. The worker waits for a server that is gone.
+
+This file has handlers by the names of tasks, the loop that calls them, and payloads that are pulled ahead.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import TracebackType
 from typing import Any, TypeVar
 
 from torch import nn
@@ -27,18 +45,22 @@ from atoll.errors import (
     TransferError,
     TransferStalled,
     UsageError,
+    print_interrupt_in_a_line,
     public_api,
 )
-from atoll.filters.base import ByTask, said
+from atoll.filters.base import ByTask, for_tasks, said
 from atoll.protocol import routes
 from atoll.protocol import task_messages as tm
 from atoll.tensors.payload import Packed, pack
 from atoll.tensors.reference import TensorRef
+from atoll.transport.http_client import http_to, server_of
 from atoll.transport.object_client import chunk_sizes, fetch, fetch_stored, idle_timeout, withdraw
 from atoll.transport.object_server import Draft, written
-from atoll.worker.arguments import require_joined
+from atoll.worker.arguments import default_site, require_joined, require_site
 from atoll.worker.exchange.encode_update import AnswerFilters
-from atoll.worker.log_lines import LOG, told
+from atoll.worker.log_lines import LOG, ensure_lines, told
+from atoll.worker.session.channel import HttpChannel
+from atoll.worker.session.leave_at_exit import last_words
 from atoll.worker.session.session import Session
 from atoll.worker.tasks.evaluate_models import Evaluate, Models, key_of, uploaded
 
@@ -250,49 +272,49 @@ def say_evaluation_follows(connection: Session) -> None:
         connection.warn(OF_EVALUATIONS, [told])
 
 
-class Answering:
-    """The handlers of a site, and the loop that calls them.
+class Answers:
+    """What scripts register at a worker, however it takes part, and how its tasks are answered with it.
 
     Args:
-        connection: of the site.
+        session: of the site.
         filters: that its answers pass through.
         pulls_ahead: whether the tensors of the next task are pulled while one is worked on.
         local: returns the model that the site has trained last, from its file.
         folder: for models that are evaluated; by default that of temporary files.
-        join: the call that takes part again after this is closed.
     """
+
+    _joined_by = "atoll.join"  # the call that takes part again after this worker has left
 
     def __init__(
         self,
-        connection: Session,
+        session: Session,
         filters: ByTask,
         *,
         pulls_ahead: bool = False,
         local: Callable[[], Packed] | None = None,
         folder: Path | None = None,
-        join: str = "atoll.join",
     ) -> None:
-        self._join = join
-        self._connection, self._filters = connection, AnswerFilters(filters, connection.site)
-        self._ahead = Ahead(connection, self._stored) if pulls_ahead else None
-        self._models = Models(connection, self._filters, local, folder, self._ref_to)
+        self._session, self._filters = session, AnswerFilters(filters, session.site)
+        self._ahead = Ahead(session, self._stored) if pulls_ahead else None
+        self._models = Models(session, self._filters, local, folder, self._ref_to)
         self._handlers: dict[str, Handler] = {}
         self._builtin: dict[str, Handler] = {}
         self._warned: set[str] = set()
-        self._rounds_begin = self._closed = False
+        self._rounds_begin = False
 
     @property
     def site(self) -> str:
         """The site's name in the run."""
-        return self._connection.site
+        return self._session.site
 
-    @property
-    def has_handlers(self) -> bool:
-        """Whether any task is answered: by the script's own handlers, or through `evaluates` or `submits`."""
-        return bool(self._handlers or self._builtin)
+    # -- what scripts call
 
+    @public_api
     def task(self, name: str) -> Callable[[H], H]:
-        """As `Answers.task`."""
+        """Decorate the function that answers the tasks of a name: payload in, payload out.
+
+        An error that it raises becomes the answer of the site; the worker goes on to the next task.
+        """
 
         def decorate(handler: H) -> H:
             if name in self._handlers or (name == VALIDATE and name in self._builtin):
@@ -302,52 +324,85 @@ class Answering:
 
         return decorate
 
-    def evaluates(self, function: Evaluate, model: nn.Module | None) -> None:
-        """As `Answers.evaluates`."""
-        if VALIDATE in self._builtin or VALIDATE in self._handlers:
+    @public_api
+    def evaluates(self, function: Evaluate | None = None, *, model: nn.Module | None = None) -> Any:
+        """Register the function by which this site evaluates models, its own and others'; usable as a decorator.
+
+        The site then also sends its own model to be evaluated elsewhere: `submits` says which.
+
+        Args:
+            function: takes the model and returns metrics: name → number.
+            model: a module that each model is loaded into, in place, and that the function takes; not the one that
+                `submits` returns. None: the function takes a `LazyState`, name → tensor on disk.
+
+        Raises:
+            UsageError: there is one already.
+        """
+        if function is None:
+            return lambda decorated: self.evaluates(decorated, model=model)
+        if self._evaluates:
             raise UsageError("Task 'validate' has a handler already.", "Register one function that evaluates.")
         self._models.filled = model
         self._builtin[VALIDATE] = functools.partial(self._models.evaluate, function, model)
         self._builtin.setdefault(SUBMIT, self._models.submit)
+        return function
 
-    def submits(self, function: Callable[[], Any]) -> None:
-        """As `Answers.submits`."""
+    def submits(self, function: Callable[[], Any]) -> Callable[[], Any]:
+        """Say which model this site sends to the server, to be evaluated elsewhere; usable as a decorator.
+
+        Args:
+            function: returns a module, a mapping name → tensor, or a `LazyState`; None refuses. By default the site
+                sends the model that it submitted last, as it was before filters and codec.
+        """
         self._models.give = function
         self._builtin[SUBMIT] = self._models.submit
+        return function
 
     def note(self, text: str) -> None:
-        """As `Answers.note`."""
-        self._doing(text[:64])
+        """Report what this site is doing: the status shows it, and it counts as progress of the site."""
+        self._session.tell(state=text[:64])
 
-    def require_joined(self) -> None:
-        """Refuse to go on after `close`.
+    def tasks(self) -> Iterator[Task]:
+        """Yield the tasks of this site, each with its payload, until the last workflow has ended."""
+        return self._tasks(rounds=False)
 
-        Raises:
-            UsageError: it was closed.
-        """
-        require_joined(self._closed, self.site, self._join)
+    @public_api
+    def run(self) -> None:
+        """Answer tasks with the handlers until the last workflow has ended."""
+        self._require_evaluator()
+        if not self._answers_any:
+            raise UsageError("The worker has no handler.", 'Decorate a function with @worker.task("train") first.')
+        self._serve(rounds=False)
 
-    def require_evaluator(self) -> None:
+    # -- how tasks are answered
+
+    @property
+    def _answers_any(self) -> bool:
+        """Whether any task is answered: by the script's own handlers, or through `evaluates` or `submits`."""
+        return bool(self._handlers or self._builtin)
+
+    @property
+    def _evaluates(self) -> bool:
+        return VALIDATE in self._builtin or VALIDATE in self._handlers
+
+    def _require_joined(self) -> None:
+        """Refuse to go on with a worker that has left its run."""
+        require_joined(self._session.has_left, self.site, self._joined_by)
+
+    def _require_evaluator(self) -> None:
         """Refuse to begin if a cross-site evaluation will ask for a function that is not registered.
 
         Raises:
             UsageError: it is not registered.
         """
-        if self._connection.evaluates and not (VALIDATE in self._builtin or VALIDATE in self._handlers):
+        if self._session.evaluates and not self._evaluates:
             raise UsageError(
                 f"The run ends with a cross-site evaluation, and site {self.site} has no function that evaluates.",
                 "Register one before the loop, with worker.evaluates(function); or leave the site out of the "
                 "evaluation's sites.",
             )
 
-    def run(self) -> None:
-        """Answer tasks with the handlers until the last workflow has ended."""
-        self.require_evaluator()
-        if not self.has_handlers:
-            raise UsageError("The worker has no handler.", 'Decorate a function with @worker.task("train") first.')
-        self.serve(rounds=False)
-
-    def serve(self, *, rounds: bool) -> bool:
+    def _serve(self, *, rounds: bool) -> bool:
         """Answer tasks with the handlers.
 
         Args:
@@ -356,7 +411,7 @@ class Answering:
         Returns:
             Whether rounds begin; else the last workflow has ended.
         """
-        for task in self.tasks(rounds=rounds):
+        for task in self._tasks(rounds=rounds):
             handler = self._handlers.get(task.name) or self._builtin.get(task.name)
             if handler is None:
                 known = ", ".join(sorted({*self._handlers, *self._builtin})) or "none"
@@ -381,18 +436,18 @@ class Answering:
                 task.fail(error)
         return self._rounds_begin
 
-    def tasks(self, *, rounds: bool = False) -> Iterator[Task]:
+    def _tasks(self, *, rounds: bool) -> Iterator[Task]:
         """Yield the tasks of this site, each with its payload, until the last workflow has ended or rounds begin."""
-        self.require_joined()
-        connection, lost, stalled = self._connection, "", ""
+        self._require_joined()
+        session, lost, stalled = self._session, "", ""
         self._rounds_begin = False
         request = tm.TaskRequest(wait_s=routes.LONG_POLL_S, rounds=rounds)
         ask = functools.partial(
-            connection.http.post, routes.TASKS, request, tm.TaskReply, timeout_s=routes.LONG_POLL_S + 10.0
+            session.http.post, routes.TASKS, request, tm.TaskReply, timeout_s=routes.LONG_POLL_S + 10.0
         )
         while True:
-            self._doing("waiting for a task")
-            reply = connection.patiently(ask, None, "ask for the next task")
+            session.tell(state="waiting for a task")
+            reply = session.patiently(ask, None, "ask for the next task")
             if reply.status == "finished":
                 LOG.info("%s: the workflow has ended", self.site)
                 return
@@ -401,7 +456,7 @@ class Answering:
                 return
             if reply.task is None:
                 continue
-            task = Task(connection, reply.task, self._warned, self._filters)
+            task = Task(session, reply.task, self._warned, self._filters)
             try:
                 task.payload = self._payload_of(reply.task)
             except StoreError as error:  # its own disk: the server is told, and does not send it again
@@ -421,7 +476,7 @@ class Answering:
                     continue
                 task.fail(error)
                 continue
-            self._doing(f"task {task.name}"[:64])
+            session.tell(state=f"task {task.name}"[:64])
             if self._ahead is not None:
                 self._ahead.begin()
             yield task
@@ -438,17 +493,17 @@ class Answering:
         return fetch_stored(self._ref_to(key), idle_timeout_s=self._idle_timeout_s(), abort=abort)
 
     def _ref_to(self, key: tm.ObjectKey) -> TensorRef:
-        http = self._connection.http
+        http = self._session.http
         return TensorRef(
             http.host, http.port, http.secure is not None, key.object, key.secret, key.digest, key.expires_at
         )
 
     def _idle_timeout_s(self) -> float:
-        return idle_timeout(None, self._connection.info.idle_timeout_s)
+        return idle_timeout(None, self._session.info.idle_timeout_s)
 
     def _never_came(self, task: Task, why: TransferStalled) -> TransferStalled:
         """Return the error that names the task, the site and the server."""
-        server = self._connection.http.server
+        server = self._session.http.server
         error = TransferStalled(
             f"The tensors of {task.described} do not arrive at site {self.site} from {server}: {why.message}",
             why.remedy,
@@ -456,67 +511,70 @@ class Answering:
         LOG.error("%s: %s", self.site, error)
         return error
 
-    def _doing(self, state: str) -> None:
-        self._connection.tell(state=state)
-
-    def close(self) -> None:
-        """Answer no more tasks. Idempotent."""
-        self._closed = True
+    def _answer_no_more(self) -> None:
+        """Pull nothing ahead any more. Idempotent."""
         if self._ahead is not None:
             self._ahead.close()
 
 
 @public_api
-class Answers:
-    """What scripts register at a worker, however it takes part."""
+class TaskWorker(Answers):
+    """A site that answers tasks; made by `atoll.tasks`. Use it as a context manager."""
 
-    def __init__(self, answering: Answering) -> None:
-        self._answering = answering
-
-    def task(self, name: str) -> Callable[[H], H]:
-        """Decorate the function that answers the tasks of a name: payload in, payload out.
-
-        An error that it raises becomes the answer of the site; the worker goes on to the next task.
-        """
-        return self._answering.task(name)
-
-    def evaluates(self, function: Evaluate | None = None, *, model: nn.Module | None = None) -> Any:
-        """Register the function by which this site evaluates models, its own and others'; usable as a decorator.
-
-        The site then also sends its own model to be evaluated elsewhere: `submits` says which.
-
-        Args:
-            function: takes the model and returns metrics: name → number.
-            model: a module that each model is loaded into, in place, and that the function takes; not the one that
-                `submits` returns. None: the function takes a `LazyState`, name → tensor on disk.
-
-        Raises:
-            UsageError: there is one already.
-        """
-        if function is None:
-            return lambda decorated: self.evaluates(decorated, model=model)
-        self._answering.evaluates(function, model)
-        return function
-
-    def submits(self, function: Callable[[], Any]) -> Callable[[], Any]:
-        """Say which model this site sends to the server, to be evaluated elsewhere; usable as a decorator.
-
-        Args:
-            function: returns a module, a mapping name → tensor, or a `LazyState`; None refuses. By default the site
-                sends the model that it submitted last, as it was before filters and codec.
-        """
-        self._answering.submits(function)
-        return function
-
-    def note(self, text: str) -> None:
-        """Report what this site is doing: the status shows it, and it counts as progress of the site."""
-        self._answering.note(text)
-
-    def tasks(self) -> Iterator[Task]:
-        """Yield the tasks of this site, each with its payload, until the last workflow has ended."""
-        return self._answering.tasks()
+    _joined_by = "atoll.tasks"
 
     @public_api
-    def run(self) -> None:
-        """Answer tasks with the handlers until the last workflow has ended."""
-        self._answering.run()
+    def __enter__(self) -> TaskWorker:
+        self._require_joined()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        print_interrupt_in_a_line(error)
+        self.close(error)
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Deregister. Idempotent."""
+        self._answer_no_more()
+        self._session.leave(last_words(error))
+
+
+@public_api
+def tasks(
+    server: str | None = None,
+    site: str | None = None,
+    *,
+    labels: dict[str, str] | None = None,
+    request_task_tensors: bool = True,
+    filters: ByTask = (),
+) -> TaskWorker:
+    """Take part in a run that has a workflow.
+
+    Args:
+        server: address of the server; by default `ATOLL_SERVER`.
+        site: this worker's name; by default `ATOLL_SITE`, else made of host and process.
+        labels: shown in status.
+        request_task_tensors: whether to pull the tensors of a task after it has arrived. False: pull those of the next
+            task ahead, to disk, while a task is still worked on. Payloads are the same.
+        filters: applied in this order to every answer of this site before it leaves; or by the name of a task.
+
+    Returns:
+        The worker; a context manager that deregisters it.
+
+    Raises:
+        UsageError: no server is named, or something in `filters` is no filter.
+        ServerUnreachable: the server does not answer. VersionSkew: it speaks another protocol.
+    """
+    ensure_lines()
+    server = server_of(server)
+    if not server:
+        raise UsageError("Tasks come from a server, and no server is named.", "Give its address, or set ATOLL_SERVER.")
+    for_tasks(filters)  # refused before anything is asked
+    session = Session(HttpChannel(http_to(server)), require_site(site or default_site()), labels=labels)
+    folder = Path(os.environ.get("ATOLL_DIR", ""))
+    kept_in = folder if os.environ.get("ATOLL_DIR") and folder.is_dir() else None
+    worker = TaskWorker(session, filters, pulls_ahead=not request_task_tensors, folder=kept_in)
+    session.join()
+    LOG.info("%s: takes part in %s at %s", session.site, session.info.name, session.http.server)
+    return worker

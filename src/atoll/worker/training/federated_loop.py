@@ -57,7 +57,7 @@ from atoll.worker.log_lines import ALONE, ALONE_ENDED, LOG, ensure_lines, size
 from atoll.worker.session.channel import HttpChannel
 from atoll.worker.session.leave_at_exit import last_words
 from atoll.worker.session.session import Session
-from atoll.worker.tasks.answer_tasks import Answering, Answers
+from atoll.worker.tasks.answer_tasks import Answers
 from atoll.worker.tasks.evaluate_models import keep_local, local_model
 
 H = TypeVar("H")
@@ -349,15 +349,10 @@ class Worker(Answers):
     """
 
     def __init__(self, place: Participation) -> None:
-        self._place, self._session, filters = place, place.session, place.exchange.filters
-        super().__init__(Answering(self._session, filters, local=lambda: local_model(place), folder=place.folder))
+        self._place = place
+        super().__init__(place.session, place.exchange.filters, local=lambda: local_model(place), folder=place.folder)
         self._left = self._recovered = False
         self._round: Round | None = None
-
-    @property
-    def site(self) -> str:
-        """The site's name in the run."""
-        return self._session.site
 
     @property
     def bytes_up(self) -> int:
@@ -371,7 +366,7 @@ class Worker(Answers):
 
     @public_api
     def __enter__(self) -> Worker:
-        require_joined(self._session.has_left, self.site, "atoll.join")
+        self._require_joined()
         return self
 
     def __exit__(
@@ -386,7 +381,7 @@ class Worker(Answers):
             return
         self._left = True
         said = last_words(error)
-        self._answering.close()
+        self._answer_no_more()
         self._place.leave(said)
         LOG.info(
             "%s: left after sending %s and receiving %s",
@@ -405,7 +400,7 @@ class Worker(Answers):
             SchemaMismatch: it is not the model of the run.
             UsageError: this worker has left its run.
         """
-        require_joined(self._session.has_left, self.site, "atoll.join")
+        self._require_joined()
         tensors = matching(self._session, model)
         keep = self._round.base if self._round is not None and not self._round.done else None
         self._place.exchange.pull_head(tensors, keep=keep)
@@ -423,7 +418,7 @@ class Worker(Answers):
         Returns:
             The round; None when the run is finished, or the time is over.
         """
-        require_joined(self._session.has_left, self.site, "atoll.join")
+        self._require_joined()
         reply = self._next(wait_s)
         self._round = Round(self._place, reply.ticket) if isinstance(reply, Open) else None
         return self._round
@@ -442,32 +437,32 @@ class Worker(Answers):
 
     @public_api
     def _following(self, rounds: Iterator[Round]) -> Round | None:
-        require_joined(self._session.has_left, self.site, "atoll.join")
+        self._require_joined()
         return next(rounds, None)
 
     def _rounds(self) -> Iterator[Round]:
-        answering, info = self._answering, self._session.info
+        info = self._session.info
         self._session.answers_tasks = True
-        answering.require_evaluator()
-        if not info.trains and answering.has_handlers:
-            answering.serve(rounds=False)
+        self._require_evaluator()
+        if not info.trains and self._answers_any:
+            self._serve(rounds=False)
             return
         while True:
             reply = self._next(None)
             if isinstance(reply, Wait):  # tasks come first
-                if not answering.serve(rounds=True):
+                if not self._serve(rounds=True):
                     return
                 continue
             self._tell(reply.previous)
             if not isinstance(reply, Open):
-                if reply.tasks and not answering.has_handlers:
+                if reply.tasks and not self._answers_any:
                     LOG.warning(
                         "%s: training is over, and the run goes on with tasks, for which this site has no handler: "
                         "register them before the loop, with worker.evaluates(function) or worker.task(name)",
                         self.site,
                     )
                 elif reply.tasks:
-                    answering.serve(rounds=False)
+                    self._serve(rounds=False)
                 told = f" ({reply.reason})" if reply.reason != "finished" else ""
                 LOG.info("%s: the run is finished at version %d%s", self.site, reply.head.number, told)
                 return
