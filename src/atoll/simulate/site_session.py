@@ -30,6 +30,7 @@ from atoll.worker.exchange.encode_update import Losses
 from atoll.worker.exchange.exchange import Exchange, Layouts
 from atoll.worker.exchange.local_state import AlgorithmState, Owner, Residuals
 from atoll.worker.exchange.participation import Participation
+from atoll.worker.exchange.pull_version import Patience
 from atoll.worker.session.session import Session
 from atoll.worker.training.federated_loop import Model, Round, Worker, matching
 
@@ -234,15 +235,7 @@ class JobPuller:
     def __init__(self, base: JobBase, counters: Counters) -> None:
         self._base, self._counters = base, counters
 
-    def pull(
-        self,
-        version: VersionRef,
-        into: Tensors | None,
-        *,
-        beside: bool = False,
-        max_retries: int | None = None,
-        waits: bool = True,
-    ) -> None:
+    def pull(self, version: VersionRef, into: Tensors | None, patience: Patience, *, beside: bool = False) -> None:
         """Let the base count as pulled, and load it into the tensors if there are any; ignore all other arguments."""
         self._base.pulled = True
         if into is not None:

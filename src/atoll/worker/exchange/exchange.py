@@ -50,7 +50,7 @@ from atoll.worker.exchange import apply_version, encode_update
 from atoll.worker.exchange.base_and_outbox import ExchangeFiles, OutboxNote
 from atoll.worker.exchange.encode_update import Filtered, Losses
 from atoll.worker.exchange.local_state import AlgorithmState, LocalState, Residuals
-from atoll.worker.exchange.pull_version import Sources
+from atoll.worker.exchange.pull_version import WAITS, Patience, Sources
 from atoll.worker.log_lines import LOG, Progress, progress, size
 from atoll.worker.session.session import Session
 
@@ -72,15 +72,7 @@ MOMENTS_NAMED = 3
 class Pulls(Protocol):
     """Brings versions to this process, as `Puller`."""
 
-    def pull(
-        self,
-        version: VersionRef,
-        into: Tensors | None,
-        *,
-        beside: bool = False,
-        max_retries: int | None = None,
-        waits: bool = True,
-    ) -> None:
+    def pull(self, version: VersionRef, into: Tensors | None, patience: Patience, *, beside: bool = False) -> None:
         """Bring a version to this process, and into the tensors unless `into` is None; the rest is as `Puller.pull`."""
 
 
@@ -290,28 +282,20 @@ class Exchange:
     # -- versions
 
     def pull(
-        self,
-        version: VersionRef,
-        into: Tensors | None,
-        *,
-        beside: bool = False,
-        retries: int | None = None,
-        waits: bool = True,
+        self, version: VersionRef, into: Tensors | None, patience: Patience = WAITS, *, beside: bool = False
     ) -> Pull:
         """Bring a version into the base, and on its way into the tensors.
 
         Args:
             beside: into the file beside the base instead.
-            waits: whether it is waited for, whatever `retries`, once bytes have moved into the tensors: half a version
-                is no model.
 
         Returns:
-            `Superseded`: the tensors may hold a part of it. `Lost`: without `waits`, likewise.
+            `Superseded`, or `Lost` where `patience.within` ends: the tensors may hold a part of it.
         """
         try:
             if self.shards is None:
-                self.puller.pull(version, into, beside=beside, max_retries=retries, waits=waits)
-            elif (lost := self._pull_shares(version, beside, into is not None, retries)) is not None:
+                self.puller.pull(version, into, patience, beside=beside)
+            elif (lost := self._pull_shares(version, beside, into is not None, patience.before)) is not None:
                 return lost
         except Gone as error:
             return Superseded(error)
@@ -326,7 +310,7 @@ class Exchange:
         manifest = session.call(ask, what, retries=retries, kind=messages.Manifest)
         if isinstance(manifest, Lost):
             return manifest
-        lost = session.move(partial(self.puller.pull, version, None, beside=beside), what)
+        lost = session.move(partial(self.puller.pull, version, None, WAITS, beside=beside), what)
         if lost is None and load and self.shards is not None:
             shards = self.shards()
             session.ranks.gather(lambda: apply_version.load_(shards, self.files.beside() if beside else self.base))
@@ -334,22 +318,16 @@ class Exchange:
         return lost
 
     def pull_newest(
-        self,
-        version: VersionRef,
-        into: Tensors | None,
-        *,
-        beside: bool = False,
-        retries: int | None = None,
-        waits: bool = True,
+        self, version: VersionRef, into: Tensors | None, patience: Patience = WAITS, *, beside: bool = False
     ) -> Pulled | Lost:
-        """Pull a version, or the head where it is gone: with `waits`, a pull that has begun ends with a whole one."""
+        """Pull a version, or the head where it is gone."""
         newer: Next | None = None
         while True:
-            pull = self.pull(version, into, beside=beside, retries=retries, waits=waits)
+            pull = self.pull(version, into, patience, beside=beside)
             if not isinstance(pull, Superseded):
                 return pull if isinstance(pull, Lost) else Pulled(version, newer)
-            retries = None if into is not None and waits else retries  # from now on
-            reply = self.ask(0.0, retries=retries)
+            patience = Patience(patience.into(into).within, patience.within)  # from now on
+            reply = self.ask(0.0, retries=patience.before)
             if isinstance(reply, Lost):
                 return reply
             newer, version = reply, reply.head
@@ -385,7 +363,7 @@ class Exchange:
 
     def rebase(self, version: VersionRef, tensors: Tensors, *, retries: int | None = None) -> Pulled | Lost:
         """Go on from another version, or from the head where it is gone, with what was trained since the base."""
-        pull = self.pull_newest(version, None, beside=True, retries=retries)
+        pull = self.pull_newest(version, None, Patience(retries), beside=True)
         if isinstance(pull, Lost):
             self.files.drop_beside()
             return pull

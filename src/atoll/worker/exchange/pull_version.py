@@ -6,16 +6,15 @@ Part by part into its base file, and on the way into its tensors.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from blake3 import blake3
-from torch import Tensor
 
 from atoll.codecs.version_difference import Downlink
 from atoll.errors import UNPULLED, Busy, DiskFull, Gone, PartCorrupt
@@ -25,7 +24,7 @@ from atoll.protocol.values import VersionRef
 from atoll.runtime import failpoint, single_thread
 from atoll.tensors.chunks import CHUNK_ELEMENTS, Scatter, assign_run_, bytes_of
 from atoll.tensors.dtypes import torch_dtype
-from atoll.tensors.layout import ALIGN_BYTES, Part, Piece
+from atoll.tensors.layout import Part, chunks
 from atoll.tensors.module_tensors import Tensors
 from atoll.tensors.reference import TensorRef
 from atoll.transport.object_server import Ranges
@@ -78,18 +77,6 @@ class DeltaFile(PartsFile):
         return parts
 
 
-@dataclass(frozen=True)
-class _Batch:
-    """Runs of tensors that follow one another in the version and in the delta, with what the delta has of each."""
-
-    offset: int
-    pieces: list[tuple[Piece, Piece]]
-
-    @property
-    def nbytes(self) -> int:
-        return sum(piece.nbytes for piece, _ in self.pieces)
-
-
 class DeltaAdder:
     """Brings a base file from one version to the next one; with fixed scratch, whatever the model's size.
 
@@ -101,7 +88,7 @@ class DeltaAdder:
 
     def __init__(self, file: DeltaFile, source: BaseFile, target: BaseFile, into: Tensors | None) -> None:
         self._file, self._source, self._target, self._into = file, source, target, into or {}
-        self._held = torch.empty(CHUNK_ELEMENTS * _WIDEST_BYTES, dtype=torch.uint8)
+        self._memory = torch.empty(CHUNK_ELEMENTS * _WIDEST_BYTES, dtype=torch.uint8)
         self._encoded = torch.empty(CHUNK_ELEMENTS * _WIDEST_BYTES, dtype=torch.uint8)
 
     def apply(self, note: BaseNote) -> list[Part]:
@@ -114,64 +101,36 @@ class DeltaAdder:
         wrong = list[Part]()
         with torch.no_grad(), single_thread():
             for part, down in zip(self._target.layout.parts, self._file.downlink.parts, strict=True):
-                if self.part(part, down).hex() != note.part_digests[part.index]:
+                if self._part(part, down).hex() != note.part_digests[part.index]:
                     wrong.append(part)
                 failpoint("delta.part")
         return wrong
 
-    def part(self, part: Part, down: Part) -> bytes:
-        """Write one part of the version; returns its BLAKE3."""
-        hasher = blake3()
+    def _part(self, part: Part, down: Part) -> bytes:
+        """Write one part of the version, its tensors back to back; return its BLAKE3."""
+        hasher, scratch, downlink = blake3(), bytes_of(self._memory), self._file.downlink
         first = part.pieces[0].offset if part.pieces else part.stop
-        view = bytes_of(self._held)
-        for at in range(part.start, first, len(view)):
-            self._copy(view[: min(len(view), first - at)], at, hasher)
-        for batch in self._batches(part, down):
-            held = self._held[: batch.nbytes]
-            self._source.read_into(batch.offset, bytes_of(held))
-            self._add(batch, held)
-            hasher.update(bytes_of(held))
-            self._target.write(batch.offset, bytes_of(held))
+        for at in range(part.start, first, len(scratch)):  # the file's header
+            view = scratch[: first - at]
+            self._source.read_into(at, view)
+            self._put(at, view, hasher)
+        segments = {piece.segment.spec.name: piece.segment for piece in down.pieces}
+        for piece, start, stop in chunks(part, CHUNK_ELEMENTS):
+            spec, segment = piece.segment.spec, segments[piece.segment.spec.name]
+            below = downlink.layout.piece(segment, start, stop)
+            values = self._source.elements(piece, start, stop, scratch, torch_dtype(spec.dtype))
+            encoded = self._encoded[: below.nbytes]
+            self._file.read_into(below.offset, bytes_of(encoded))
+            downlink.advance_(segment, values, encoded)
+            if spec.name in self._into:
+                assign_run_(self._into[spec.name], start, values)
+            at = self._target.layout.by_name[spec.name].offset + start * spec.item_bytes
+            self._put(at, scratch[: (stop - start) * spec.item_bytes], hasher)
         return hasher.digest()
 
-    def _copy(self, view: memoryview, offset: int, hasher: blake3) -> None:
-        self._source.read_into(offset, view)
-        hasher.update(view)
-        if self._target is not self._source:
-            self._target.write(offset, view)
-
-    def _batches(self, part: Part, down: Part) -> Iterator[_Batch]:
-        layout = self._file.downlink.layout
-        held: list[tuple[Piece, Piece]] = []
-        room = CHUNK_ELEMENTS
-        for piece, below in zip(part.pieces, down.pieces, strict=True):
-            item = piece.segment.spec.item_bytes
-            for start in range(piece.start, piece.stop, CHUNK_ELEMENTS):
-                stop = min(start + CHUNK_ELEMENTS, piece.stop)
-                offset = piece.offset + (start - piece.start) * item
-                run = Piece(piece.segment, start, stop, offset, (stop - start) * item)
-                if held and run.numel > room:
-                    yield _Batch(held[0][0].offset, held)
-                    held, room = [], CHUNK_ELEMENTS
-                held.append((run, layout.piece(below.segment, start, stop)))
-                room -= run.numel
-        if held:
-            yield _Batch(held[0][0].offset, held)
-
-    def _add(self, batch: _Batch, held: Tensor) -> None:
-        low, last = batch.pieces[0][1].offset, batch.pieces[-1][1]
-        shift = low % ALIGN_BYTES  # offsets in memory are as aligned as those in the file
-        nbytes = shift + last.offset + last.nbytes - low
-        if nbytes > len(self._encoded):
-            self._encoded = torch.empty(nbytes, dtype=torch.uint8)
-        self._file.read_into(low, bytes_of(self._encoded)[shift:nbytes])
-        for run, below in batch.pieces:
-            begin, at = run.offset - batch.offset, below.offset - low + shift
-            values = held[begin : begin + run.nbytes].view(torch_dtype(run.segment.spec.dtype))
-            self._file.downlink.advance_(below.segment, values, self._encoded[at : at + below.nbytes])
-            name = run.segment.spec.name
-            if name in self._into:
-                assign_run_(self._into[name], run.start, values)
+    def _put(self, offset: int, data: memoryview, hasher: blake3) -> None:
+        hasher.update(data)
+        self._target.write(offset, data)
 
 
 QUIET_S, LOOK_S = 5.0, 0.1
@@ -186,6 +145,25 @@ class Sources(Protocol):
 
     def connected(self, text: str, idle_timeout_s: float) -> AbstractContextManager[tuple[TensorRef, Ranges]]:
         """Reach the worker that a reference names."""
+
+
+class Patience(NamedTuple):
+    """Attempts at a pull after the first one; None: as long as ATOLL_GIVE_UP_S says.
+
+    Attributes:
+        before: any byte has moved into the model.
+        within: from then on: half a version is no model.
+    """
+
+    before: int | None = None
+    within: int | None = None
+
+    def into(self, model: object) -> Patience:
+        """Return that of a pull that moves nothing into the model, where there is none."""
+        return self if model is not None else Patience(self.before, self.before)
+
+
+WAITS = Patience()
 
 
 @dataclass(eq=False)
@@ -208,37 +186,25 @@ class Puller:
     sources: Sources | None = None
 
     def __post_init__(self) -> None:
-        self.fragment, self._delta_name = self.number or 0, name_of("delta", self.number)
-        self._named = "" if self.number is None else f" of fragment {self.number}"
+        self.fragment = self.number or 0
 
-    def pull(
-        self,
-        version: VersionRef,
-        into: Tensors | None,
-        *,
-        beside: bool = False,
-        max_retries: int | None = None,
-        waits: bool = True,
-    ) -> None:
+    def pull(self, version: VersionRef, into: Tensors | None, patience: Patience, *, beside: bool = False) -> None:
         """Bring a version into the base file, and on its way into the tensors.
 
         Args:
             beside: into the file beside the base instead.
-            max_retries: attempts with a lost server.
-            waits: whether it is waited for, whatever `max_retries`, once bytes have moved into the tensors: half a
-                version is no model.
 
         Raises:
             Gone: the server no longer keeps it; ask for the head. The tensors may hold a part of it.
-            TRANSIENT: the attempts are over; without `waits` the tensors may hold a part of the version.
+            TRANSIENT: the attempts are over; the tensors may hold a part of the version, where `patience.within` ends.
         """
-        session, source = self.session, self.files.base
+        session, source, patience = self.session, self.files.base, patience.into(into)
         base = self.files.beside() if beside else source
         if base.holds(session.info.run, version.digest):
             if into is not None:
                 apply_version.load_(into, base)
             return
-        manifest = self._manifest(version.number, max_retries)
+        manifest = self._manifest(version.number, patience.before)
         if manifest.digest != version.digest:
             raise Gone(f"Version {version.number} is no longer the one that was offered.", "Ask for the head again.")
         held = source.note
@@ -250,45 +216,26 @@ class Puller:
                 version.number,
             )
         session.tell(state=f"pulling version {version.number}")
-        patience = None if into is not None and waits else max_retries
-        wrong = self._go_down(manifest, base, source, into, max_retries, patience)
-        if wrong is None:
-            self._pull_whole(manifest, base, into, patience)
-        elif wrong:
-            self._pull_parts(manifest, base, wrong, None, patience)
+        wanted = self._add_differences(manifest, base, source, into, patience)
+        is_whole, model, resumed = wanted is None, None, base.note is not None and base.note.digest == version.digest
+        if wanted is None:
+            wanted = base.begin(self._note(manifest))
+            model = Scatter(base.layout, into) if into is not None and not resumed else None
+        if wanted:
+            path = routes.VERSION_DATA.format(fragment=self.fragment, version=version.number, digest=version.digest)
+            self._bring(path, manifest.version, manifest.part_digests, base, wanted, model, patience.within)
         failpoint("pull.done")
         base.finish()
-        if wrong and into is not None:
+        if into is not None and model is None and (wanted or is_whole):
             apply_version.load_(into, base)
 
-    def _manifest(self, number: int, max_retries: int | None) -> messages.Manifest:
+    def _manifest(self, number: int, retries: int | None) -> messages.Manifest:
         ask = partial(self.session.channel.manifest, self.fragment, number)
-        return self.session.patiently(ask, max_retries, f"pull version {number}")
+        return self.session.patiently(ask, retries, f"pull version {number}")
 
-    # -- whole
-
-    def _pull_whole(
-        self, manifest: messages.Manifest, base: BaseFile, into: Tensors | None, max_retries: int | None
-    ) -> None:
-        held = base.note
-        resumed = held is not None and held.digest == manifest.digest
-        wanted = base.begin(self._note(manifest))
-        fresh = into is not None and not resumed
-        model = Scatter(base.layout, into) if into is not None and fresh else None
-        self._pull_parts(manifest, base, wanted, model, max_retries)
-        if into is not None and not fresh:
-            apply_version.load_(into, base)
-
-    def _pull_parts(
-        self,
-        manifest: messages.Manifest,
-        base: BaseFile,
-        wanted: Sequence[Part],
-        model: Scatter | None,
-        max_retries: int | None,
-    ) -> None:
-        path = routes.VERSION_DATA.format(fragment=self.fragment, version=manifest.version, digest=manifest.digest)
-        self._bring(path, manifest.version, manifest.part_digests, base, wanted, model, max_retries)
+    def _note(self, manifest: messages.Manifest) -> BaseNote:
+        run, fragment = self.session.info.run, self.fragment
+        return BaseNote(run, fragment, manifest.version, manifest.digest, manifest.part_digests, complete=False)
 
     def _bring(
         self,
@@ -298,7 +245,7 @@ class Puller:
         file: PartsFile,
         wanted: Sequence[Part],
         model: Scatter | None,
-        max_retries: int | None,
+        retries: int | None,
     ) -> None:
         """Pull parts into a file. Where the connection breaks, only what has not arrived yet is asked for again.
 
@@ -327,9 +274,9 @@ class Puller:
             else:
                 self._from_workers(self.sources, version, pull)
 
-        of = f"{session.site}: pulling version {version}{self._named}"
-        with progress(of, sum(part.nbytes for part in wanted)) as bar:
-            session.patiently(fetch, max_retries, f"pull version {version}")
+        of = "" if self.number is None else f" of fragment {self.number}"
+        with progress(f"{session.site}: pulling version {version}{of}", sum(part.nbytes for part in wanted)) as bar:
+            session.patiently(fetch, retries, f"pull version {version}")
 
     def _from_workers(self, peers: Sources, version: int, pull: Callable[[Ranges, str], None]) -> None:
         """In a swarm: pull from one worker after the other that has a version; from this one, where it does.
@@ -354,44 +301,36 @@ class Puller:
             f"No worker can give version {version} at this moment: {why}", "It goes on when one is back that has it."
         )
 
-    def _note(self, manifest: messages.Manifest) -> BaseNote:
-        run, fragment = self.session.info.run, self.fragment
-        return BaseNote(run, fragment, manifest.version, manifest.digest, manifest.part_digests, complete=False)
-
     # -- as a difference
 
-    def _go_down(
+    def _add_differences(
         self,
         manifest: messages.Manifest,
         base: BaseFile,
         source: BaseFile,
         into: Tensors | None,
-        max_retries: int | None,
-        patience: int | None,
+        patience: Patience,
     ) -> list[Part] | None:
         """Make the version of the one that `source` has, over those between.
-
-        Args:
-            patience: attempts once `base` has changed.
 
         Returns:
             The parts that did not come out right; None where the version is to be pulled whole.
         """
-        if self.downlink is None or not (steps := self._steps(manifest, source, max_retries)):
+        if self.downlink is None or not (steps := self._steps(self.downlink, manifest, source, patience.before)):
             return None
-        site, wrong = self.session.site, list[Part]()
+        site, wrong, retries = self.session.site, list[Part](), patience.before
         try:
-            file = DeltaFile(self.files.folder, self.downlink, self._delta_name)
+            file = DeltaFile(self.files.folder, self.downlink, name_of("delta", self.number))
         except DiskFull as error:
             LOG.warning("%s: version %d is pulled whole: %s", site, manifest.version, error)
             return None
         try:
-            for number, step in enumerate(steps, 1):
-                if number > 1:
-                    base.finish()
-                last = number == len(steps)
-                self._receive(step, file, max_retries if number == 1 else patience)
-                wrong = DeltaAdder(file, source, base, into if last else None).apply(self._note(step))
+            for step, delta in steps:
+                path = routes.DELTA_DATA.format(fragment=self.fragment, version=step.version, digest=delta.digest)
+                missing = file.begin(delta, step.digest)
+                self._bring(path, step.version, delta.part_digests, file, missing, None, retries)
+                is_last = step is manifest
+                wrong = DeltaAdder(file, source, base, into if is_last else None).apply(self._note(step))
                 if wrong:
                     LOG.warning(
                         "%s: %d of %d parts of version %d did not come of what went down, and are pulled whole",
@@ -400,9 +339,11 @@ class Puller:
                         len(base.layout.parts),
                         step.version,
                     )
-                    if not last:
+                if not is_last:
+                    if wrong:
                         return None
-                source = base
+                    base.finish()
+                source, retries = base, patience.within
         except (Gone, PartCorrupt) as error:
             LOG.info("%s: version %d is pulled whole: %s", site, manifest.version, error)
             return None
@@ -410,18 +351,19 @@ class Puller:
             file.close()
         return wrong
 
-    def _steps(self, manifest: messages.Manifest, source: BaseFile, max_retries: int | None) -> list[messages.Manifest]:
-        """The versions from that in `source` to this one, each with what it is made by; none where whole is less."""
-        assert self.downlink is not None
-        run, note = self.session.info.run, source.note
+    def _steps(
+        self, downlink: Downlink, manifest: messages.Manifest, source: BaseFile, retries: int | None
+    ) -> list[tuple[messages.Manifest, messages.Delta]]:
+        """Return the versions from that in `source` to this one, each with what makes it; none where whole is less."""
+        run, note, nbytes = self.session.info.run, source.note, 0
+        steps = list[tuple[messages.Manifest, messages.Delta]]()
         if note is None or note.run != run or not note.complete or not note.digest:
             return []
-        steps, nbytes = list[messages.Manifest](), 0
         while True:
             delta = manifest.delta
-            if delta is None or delta.layout_digest != self.downlink.layout.digest:
+            if delta is None or delta.layout_digest != downlink.layout.digest:
                 return []
-            steps, nbytes = [manifest, *steps], nbytes + delta.nbytes
+            steps, nbytes = [(manifest, delta), *steps], nbytes + delta.nbytes
             if nbytes >= self.files.base.layout.nbytes:
                 return []
             if delta.base_digest == note.digest:
@@ -429,20 +371,8 @@ class Puller:
             if delta.base_version <= note.version:
                 return []
             try:
-                manifest = self._manifest(delta.base_version, max_retries)
+                manifest = self._manifest(delta.base_version, retries)
             except Gone:
                 return []
             if manifest.digest != delta.base_digest:
                 return []
-
-    def _receive(self, manifest: messages.Manifest, file: DeltaFile, max_retries: int | None) -> None:
-        """Have all of what a version is made by in the file.
-
-        Raises:
-            Gone: the server no longer keeps it. PartCorrupt: its disk damaged it.
-        """
-        delta = manifest.delta
-        assert delta is not None  # `_steps` gives none without
-        path = routes.DELTA_DATA.format(fragment=self.fragment, version=manifest.version, digest=delta.digest)
-        wanted = file.begin(delta, manifest.digest)
-        self._bring(path, manifest.version, delta.part_digests, file, wanted, None, max_retries)

@@ -39,6 +39,7 @@ from atoll.runtime import Latch
 from atoll.tensors.module_tensors import Tensors
 from atoll.worker.exchange import apply_version
 from atoll.worker.exchange.exchange import Exchange
+from atoll.worker.exchange.pull_version import WAITS, Patience
 from atoll.worker.log_lines import LOG, why_skipped
 from atoll.worker.metrics import Measured
 from atoll.worker.session.session import Session
@@ -183,7 +184,7 @@ class PendingSync:
         if isinstance(reply, Lost):
             self.broke_off = reply
             return
-        pulled = exchange.pull_newest(reply.head, None, beside=True, retries=self._retries)
+        pulled = exchange.pull_newest(reply.head, None, Patience(self._retries), beside=True)
         if isinstance(pulled, Lost):
             self.broke_off = pulled
             exchange.files.drop_beside()
@@ -291,7 +292,7 @@ class Synchroniser:
     def start(self) -> None:
         """Send what an earlier process left, and pull every fragment into the model; the server is waited for."""
         for fragment, reply in zip(self._fragments, self._begin_from(), strict=True):
-            lost = self._load(fragment, reply, 0, retries=None)
+            lost = self._load(fragment, reply, 0, WAITS)
             if lost is not None:
                 raise lost.error
         self._begins_anew()
@@ -535,7 +536,8 @@ class Synchroniser:
         self._counted(reply)
         # where a round begins from the global model, steps from a part of it would be lost
         waits = isinstance(reply, Finished) or self._rules.on_missed == "reset"
-        return self._load(fragment, reply, self._step, alpha=self._rules.alpha, waits=waits)
+        patience = Patience(self._retries, None if waits else self._retries)
+        return self._load(fragment, reply, self._step, patience, alpha=self._rules.alpha)
 
     def _begin_from_head(self, fragment: FragmentState) -> Lost | None:
         reply = fragment.exchange.next(0.0, retries=self._retries)
@@ -592,28 +594,27 @@ class Synchroniser:
         fragment: FragmentState,
         reply: Next,
         step: int,
+        patience: Patience | None = None,
         *,
         alpha: float = 0.0,
-        waits: bool = True,
-        retries: int | None = -1,
     ) -> Lost | None:
         """The fragment becomes the head, or is merged with it.
 
         Args:
             step: after which what is local begins then.
-            waits: for a server that is lost in the middle. If not, training goes on from a model that is the version in
-                part; the next synchronisation carries what it makes of it over to the head.
-            retries: attempts with a lost server; None: it is waited for; −1: those of a synchronisation.
+            patience: with a lost server; None: as in a synchronisation, but a pull that has begun is waited for. Where
+                it ends within a pull, training goes on from a model that is the version in part; the next
+                synchronisation carries what it makes of it over to the head.
         """
         exchange, own, before = fragment.exchange, self._own(fragment), fragment.exchange.base.note
-        retries = self._retries if retries == -1 else retries
+        patience = patience or Patience(self._retries)
         # beside the base, too, where an earlier process was about to merge it
         beside = alpha > 0 or (self._merges and exchange.is_beside(reply.head))
         into = None if beside else own
-        pulled = exchange.pull_newest(reply.head, into, beside=beside, retries=retries, waits=waits)
+        pulled = exchange.pull_newest(reply.head, into, patience, beside=beside)
         if isinstance(pulled, Lost):
             exchange.files.drop_beside()
-            if not beside and not waits and exchange.base.note is not before:
+            if not beside and patience.within is not None and exchange.base.note is not before:
                 self._go_on_from_a_part(fragment, own, reply.head.number)
             return pulled
         reply = pulled.newer or reply
