@@ -19,7 +19,7 @@ FULL = {errno.ENOSPC, errno.EDQUOT}
 """What the system says where no space is left."""
 
 
-class Held(Exception):
+class FolderTaken(Exception):
     """Another process, or another part of this one, has the lock: `str()` names it, as the file does."""
 
 
@@ -127,7 +127,7 @@ def take_lock(path: Path) -> int:
         A descriptor: the lock ends when it is closed, and so with the process, however that ends.
 
     Raises:
-        Held: another process has it.
+        FolderTaken: another process has it.
         FileNotFoundError: its folder is not there; or its holder removed the file at that moment.
         OSError: it is no plain file, or may not be written.
     """
@@ -141,7 +141,7 @@ def take_lock(path: Path) -> int:
     except BlockingIOError:
         holder = os.pread(fd, 512, 0).decode(errors="replace").strip()
         os.close(fd)
-        raise Held(holder or "another process") from None
+        raise FolderTaken(holder or "another process") from None
     except BaseException:
         os.close(fd)
         raise
@@ -167,7 +167,7 @@ def take_folder(folder: Path) -> int:
         os.close(take_lock(folder / "lock"))
     except BlockingIOError:
         os.close(fd)
-        raise Held(_named_in(folder / "lock")) from None
+        raise FolderTaken(_named_in(folder / "lock")) from None
     except OSError as error:
         os.close(fd)
         if error.errno in NO_FOLDER_LOCKS:

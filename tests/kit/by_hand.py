@@ -11,7 +11,7 @@ import torch
 from atoll.protocol import messages, routes
 from atoll.protocol.values import Ticket, UpdateInfo
 from atoll.tensors.dtypes import torch_dtype
-from atoll.transport.resumable_transfer import HttpTransfer
+from atoll.transport.part_transfer import HttpTransfer
 from atoll.worker.exchange.base_and_outbox import OutboxNote
 from atoll.worker.exchange.participation import Participation
 from kit.requests import begin_request

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from atoll.tensors.layout import Layout
     from atoll.tensors.schema import Schema
     from atoll.transport.http_client import Http
-    from atoll.transport.resumable_transfer import HttpTransfer
+    from atoll.transport.part_transfer import HttpTransfer
 
 READ_BYTES = 2**20
 Source = tuple["Layout", int, int | None]
@@ -245,7 +245,7 @@ def _pull(http: Http, heads: Sequence[int], out: Path) -> None:
     """Fetch a version of each fragment beside `out`, then write them in the order of an exported file."""
     from atoll.protocol import messages, routes
     from atoll.tensors.layout import version_layout
-    from atoll.transport.resumable_transfer import HttpTransfer
+    from atoll.transport.part_transfer import HttpTransfer
 
     info = http.get(routes.RUN, messages.RunInfo)
     split = http.get(routes.SCHEMA, messages.SchemaMessage).to_split()
@@ -307,7 +307,7 @@ def _checked(parts: HttpTransfer, path: str, nbytes: int) -> memoryview:
     from blake3 import blake3
 
     from atoll.protocol import routes
-    from atoll.transport.resumable_transfer import PART_ATTEMPTS
+    from atoll.transport.part_transfer import PART_ATTEMPTS
 
     for _ in range(PART_ATTEMPTS):
         body = memoryview(parts.read(path, nbytes + routes.DIGEST_BYTES))

@@ -145,7 +145,7 @@ class Refused(NamedTuple):
     error: UpdateRefused
 
 
-class Closed(NamedTuple):
+class TooLate(NamedTuple):
     """The round of the ticket went on without the update; a server that falls back may still need it."""
 
     error: TicketClosed | Gone
@@ -168,7 +168,7 @@ def require(answer: T | Lost) -> T:
     return answer
 
 
-Delivered = Accepted | Refused | Closed | Lost
+Delivered = Accepted | Refused | TooLate | Lost
 
 
 class Pulled(NamedTuple):
@@ -182,13 +182,13 @@ class Pulled(NamedTuple):
     newer: Next | None = None
 
 
-class Superseded(NamedTuple):
+class VersionGone(NamedTuple):
     """The server no longer keeps the version: ask for the head."""
 
     error: Gone
 
 
-Pull = Pulled | Superseded | Lost
+Pull = Pulled | VersionGone | Lost
 
 
 class FrozenUpdate(Message):

@@ -6,7 +6,7 @@ the server inspects what arrives. Updates, error feedback, kept state and filter
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -15,7 +15,6 @@ from atoll.aggregation.check_arriving_parts import Inspection, PartStats
 from atoll.algorithms.base import LocalRule
 from atoll.algorithms.resolve import local_rule
 from atoll.errors import UsageError
-from atoll.filters.base import Filter, require_filters
 from atoll.posix import Descriptor, read_at, write_at
 from atoll.protocol import messages
 from atoll.protocol.values import Ticket, VersionRef
@@ -88,7 +87,7 @@ class JobBase(TensorFile):
 
 
 class JobOutbox:
-    """The update, in the server's spool. An `UpdateFile`.
+    """The update, in the server's spool. An `OutboxFile`.
 
     Attributes:
         stats: of each part that is there; their digests are those that it was formed with.
@@ -281,11 +280,6 @@ class SimulatedWorker(Worker):
         super().__init__(Participation(session, (exchange,), folder))
 
     @property
-    def info(self) -> messages.RunInfo:
-        """Of the run that is simulated."""
-        return self._session.info
-
-    @property
     def update(self) -> messages.Complete | None:
         """What was submitted; None while nothing was."""
         return self._channel.update
@@ -303,11 +297,6 @@ class SimulatedWorker(Worker):
     def close(self) -> None:
         """Give every file back. Idempotent."""
         self._session.cleanup.close()
-
-    def with_filters(self, filters: Sequence[Filter]) -> SimulatedWorker:
-        """Return this one, with filters on its updates: what `atoll.join` gives here."""
-        self._place.exchange.filters = require_filters(filters)
-        return self
 
     def leave(self, error: BaseException | None = None) -> None:
         """Do nothing: the site stays, unless its script raises."""

@@ -23,7 +23,7 @@ from typing import Self
 
 from atoll.errors import RETRY_S, DiskFull, StateLocked, StoreError
 from atoll.json_files import NoteDamaged
-from atoll.posix import Held, replace_file, take_folder
+from atoll.posix import FolderTaken, replace_file, take_folder
 from atoll.runtime import failpoint
 from atoll.store import verify_journal
 from atoll.store.audit_log import NAME, AuditHeadFile, AuditLog, read_head
@@ -262,7 +262,7 @@ def _lock(directory: Path) -> int:
     path = directory / "lock"
     try:
         return take_folder(directory)
-    except Held as holder:
+    except FolderTaken as holder:
         raise StateLocked(
             f"The state directory {directory} is in use by {holder}.",
             "Stop that server, or give this one another disk.state_dir.",

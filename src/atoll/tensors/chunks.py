@@ -42,7 +42,7 @@ class InPieces(Protocol):
         ...
 
 
-Held = Mapping[str, Tensor | InPieces]
+AnyTensors = Mapping[str, Tensor | InPieces]
 """By name, what a process has of a model's tensors."""
 
 

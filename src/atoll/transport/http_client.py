@@ -1,4 +1,4 @@
-"""The client end of the HTTP interface: typed requests. Parts of tensors travel by `resumable_transfer.py`.
+"""The client end of the HTTP interface: typed requests. Parts of tensors travel by `part_transfer.py`.
 
 An error that the server names is raised here as the same class; a failure of the network becomes `ServerUnreachable`
 or `TransferStalled`. Nothing is retried here: the caller knows what a failure means.

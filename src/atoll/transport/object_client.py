@@ -50,7 +50,7 @@ from atoll.tensors.payload import Packed
 from atoll.tensors.reference import TensorRef
 from atoll.transport.http_client import Counters, Http, http_to
 from atoll.transport.object_server import LONGEST_S, Draft, ObjectHost, disk_error, nameless, written
-from atoll.transport.resumable_transfer import HttpTransfer, Memory, Sink
+from atoll.transport.part_transfer import HttpTransfer, Memory, Sink
 
 LOG = logging.getLogger("atoll")
 

@@ -44,8 +44,8 @@ from atoll.tensors.payload import Packed
 from atoll.tensors.reference import TensorRef, address_of, new_id, require_secret, seal
 from atoll.transport.listener import files_limit, runner_of, start_listener
 from atoll.transport.loop_thread import LoopThread
+from atoll.transport.part_transfer import ArrivingPart, Delivery, HttpTransfer, Memory, Sink
 from atoll.transport.receive_upload import break_off
-from atoll.transport.resumable_transfer import ArrivingPart, Delivery, HttpTransfer, Memory, Sink
 from atoll.transport.serve_range import problem, serve_file
 from atoll.transport.tls import is_loopback, server_context
 

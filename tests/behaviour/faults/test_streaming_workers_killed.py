@@ -104,7 +104,7 @@ def test_an_earlier_process_left_updates_of_two_fragments(tmp_path: Path, server
     take_part(server.url, "b", folder=tmp_path / "elsewhere", loop=LoopTerms())  # until the next process of b comes
     for fragment in (0, 1):
         exchange = place.exchanges[fragment]
-        ticket = exchange.next(10.0).ticket
+        ticket = exchange.ask_and_resend(10.0).ticket
         assert ticket is not None
         tensors = dict(wide_model().state_dict())
         exchange.pull(ticket.base, None)

@@ -16,7 +16,7 @@ from object_world import TREES, differences, model
 
 import atoll
 from atoll import resolve
-from atoll.transport.resumable_transfer import ArrivingPart
+from atoll.transport.part_transfer import ArrivingPart
 
 
 class File:

@@ -37,7 +37,7 @@ from atoll.posix import write_at
 from atoll.protocol import routes
 from atoll.protocol.messages import BlobManifest
 from atoll.tensors.payload import pack
-from atoll.transport import resumable_transfer
+from atoll.transport import part_transfer
 from atoll.transport.object_server import ServedBlob, nameless
 from atoll.transport.part_connection import PartConnection
 
@@ -141,7 +141,7 @@ def test_a_publisher_that_falls_silent_in_the_middle_is_not_asked_again_and_agai
             asked.append(path)
         return get(lane, path, *given)
 
-    monkeypatch.setattr(resumable_transfer, "failpoint", stop)
+    monkeypatch.setattr(part_transfer, "failpoint", stop)
     monkeypatch.setattr(PartConnection, "get", spy)
     with pytest.raises(TransferStalled, match=rf"{ref.object[:8]} .*moved no byte for 0\.5 s"):
         atoll.objects.fetch(ref, idle_timeout_s=0.5, to_disk=tmp_path)

@@ -42,7 +42,7 @@ from atoll.errors import (
 )
 from atoll.protocol import messages, routes
 from atoll.transport.http_client import Http
-from atoll.transport.resumable_transfer import HttpTransfer
+from atoll.transport.part_transfer import HttpTransfer
 
 PUT = "PUT .*/parts/5 "
 

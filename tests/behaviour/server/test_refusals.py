@@ -19,7 +19,7 @@ import atoll
 from atoll.errors import Conflict, Gone, TicketClosed, UpdateRefused
 from atoll.protocol import messages, routes
 from atoll.protocol.values import Accepted, Refused
-from atoll.transport.resumable_transfer import HttpTransfer
+from atoll.transport.part_transfer import HttpTransfer
 from atoll.worker.exchange.participation import Participation, take_part
 
 

@@ -12,14 +12,14 @@ from atoll.json_files import NoteDamaged
 from atoll.protocol.messages import Outcome
 from atoll.simulate import kept_state
 from atoll.tensors.schema import TensorSpec
-from atoll.worker.exchange.local_state import TwoPhaseFile
+from atoll.worker.exchange.local_state import Owner, TwoPhaseFile
 
 SPECS = [TensorSpec("w", "F32", (4,))]
 
 
 def opened(folder: Path) -> TwoPhaseFile:
     folder.mkdir(exist_ok=True)
-    return TwoPhaseFile(folder, "algorithm", SPECS)
+    return TwoPhaseFile(folder, "algorithm", SPECS, owner=Owner("a", "r"))
 
 
 def outcome(ticket: int) -> Outcome:

@@ -30,7 +30,7 @@ class Hand:
     def submits(self, fragment: int, change: float = 0.0) -> None:
         """To the round that is open, or opens next."""
         exchange = self.place.exchanges[fragment]
-        ticket = exchange.next(30.0).ticket
+        ticket = exchange.ask_and_resend(30.0).ticket
         assert ticket is not None
         exchange.pull(ticket.base, None)
         local = {name: value + change for name, value in build().state_dict().items()}
@@ -109,7 +109,7 @@ def test_a_worker_that_waited_submits_to_the_next_round_with_the_others(tmp_path
     with serve(tmp_path, **OPTIONS | {"rounds.sites": 1, "rounds.total": 2}, tau=1) as server:
         b = Hand(server.url, tmp_path / "b")
         for exchange in b.place.exchanges:
-            assert exchange.next(30.0).ticket is not None
+            assert exchange.ask_and_resend(30.0).ticket is not None
         a = Sites(server.url, tmp_path, ["a"], 100)
         wait_until(lambda: doing(server, "a") == ("waiting for the round", 2), "a, which waits for fragment 0")
         b.submits(0, change=0.1)

@@ -21,7 +21,7 @@ from atoll.protocol import messages
 from atoll.protocol.values import UpdateInfo
 from atoll.tensors.schema import Schema, TensorSpec
 from atoll.worker.exchange.base_and_outbox import ScratchFile
-from atoll.worker.exchange.local_state import Residuals
+from atoll.worker.exchange.local_state import Owner, Residuals
 from atoll.worker.exchange.participation import take_part
 
 START = {"w": torch.zeros(2)}
@@ -146,7 +146,7 @@ def test_a_base_that_was_advanced_has_it_in_the_local_progress(tmp_path: Path, s
     """
     with serving(tmp_path) as server:
         place = take_part(server.url, "a", folder=tmp_path / "w")
-        reply = place.exchange.next()
+        reply = place.exchange.ask_and_resend()
         assert reply.ticket is not None
         weights = {"w": torch.zeros(2)}
         place.exchange.pull(reply.ticket.base, weights)
@@ -283,7 +283,7 @@ def outcome(state: str) -> Any:
 
 def residuals(folder: Path) -> Residuals:
     folder.mkdir(exist_ok=True)
-    return Residuals(folder, Schema.build([TensorSpec("w", "F16", (2,))]))
+    return Residuals(folder, Schema.build([TensorSpec("w", "F16", (2,))]), owner=Owner("a", "r"))
 
 
 def test_a_server_that_went_back_takes_it_along(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

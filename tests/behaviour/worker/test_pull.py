@@ -13,7 +13,7 @@ import atoll
 from atoll.errors import Gone, ServerUnreachable, StoreError
 from atoll.tensors.layout import Part
 from atoll.tensors.module_tensors import named_tensors
-from atoll.transport.resumable_transfer import HttpTransfer
+from atoll.transport.part_transfer import HttpTransfer
 from atoll.worker.exchange import base_and_outbox
 from atoll.worker.exchange.base_and_outbox import BaseNote
 from atoll.worker.exchange.participation import take_part

@@ -17,7 +17,7 @@ from atoll.algorithms.scaffold import ControlVariates
 from atoll.errors import UsageError
 from atoll.protocol import messages
 from atoll.tensors.module_tensors import schema_of
-from atoll.worker.exchange.local_state import AlgorithmState
+from atoll.worker.exchange.local_state import AlgorithmState, Owner
 
 ROUNDS = 3
 
@@ -270,35 +270,35 @@ def test_a_models_own_names_do_not_collide_with_those_of_controls(tmp_path: Path
 
 def test_a_file_that_is_new_holds_no_control(tmp_path: Path) -> None:
     """Guards against a note that outlives its files."""
-    schema = schema_of(One()).with_groups(["control"])
-    controls = AlgorithmState(tmp_path, schema, ["control"])
+    schema = schema_of(One()).with_groups(["control"], Owner("a", "r"))
+    controls = AlgorithmState(tmp_path, schema, ["control"], Owner("a", "r"))
     controls.begin()
     controls.write("atoll.control.w", 0, torch.tensor([5.0]))
     controls.belongs_to(7, 0)
     controls.note = type(controls.note)(current=1)
     controls._write(controls.note)
     controls.close()
-    again = AlgorithmState(tmp_path, schema, ["control"])
+    again = AlgorithmState(tmp_path, schema, ["control"], Owner("a", "r"))
     assert again.read("atoll.control.w", 0, 1).item() == 5.0
     again.close()
     for path in tmp_path.glob("algorithm-*.bin"):
         path.unlink()
-    fresh = AlgorithmState(tmp_path, schema, ["control"])
+    fresh = AlgorithmState(tmp_path, schema, ["control"], Owner("a", "r"))
     assert fresh.read("atoll.control.w", 0, 1).item() == 0.0
     fresh.close()
 
 
 def test_what_a_new_update_is_written_over_no_longer_counts_for_the_old_one(tmp_path: Path) -> None:
     """Killed while the next update is formed: half of it lies where c_i⁺ of ticket 7 was."""
-    schema = schema_of(One()).with_groups(["control"])
-    controls = AlgorithmState(tmp_path, schema, ["control"])
+    schema = schema_of(One()).with_groups(["control"], Owner("a", "r"))
+    controls = AlgorithmState(tmp_path, schema, ["control"], Owner("a", "r"))
     controls.begin()
     controls.write("atoll.control.frozen", 0, torch.tensor([5.0, 6.0]))
     controls.belongs_to(7, 0)
     controls.begin()
     controls.write("atoll.control.frozen", 0, torch.tensor([9.0]))
     controls.close()
-    again = AlgorithmState(tmp_path, schema, ["control"])
+    again = AlgorithmState(tmp_path, schema, ["control"], Owner("a", "r"))
     again.settle(lambda ticket: pytest.fail(f"asked for ticket {ticket}"))
     assert again.read("atoll.control.frozen", 0, 2).tolist() == [0.0, 0.0]
     again.close()
@@ -306,7 +306,7 @@ def test_what_a_new_update_is_written_over_no_longer_counts_for_the_old_one(tmp_
 
 def test_a_tensor_of_which_an_update_sets_nothing_stays_as_it_is(tmp_path: Path) -> None:
     """Two updates that count: the first sets both tensors, the second one of them, where the files take turns."""
-    state = AlgorithmState(tmp_path, schema_of(One()), ["momentum"])
+    state = AlgorithmState(tmp_path, schema_of(One()), ["momentum"], Owner("a", "r"))
     for ticket, tensors in enumerate([{"w": [5.0], "frozen": [1.0, 2.0]}, {"w": [6.0]}], start=1):
         state.begin()
         for name, values in tensors.items():

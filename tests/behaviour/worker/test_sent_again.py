@@ -38,7 +38,7 @@ def info(mode: str) -> messages.RunInfo:
 )
 def test_only_what_the_server_has_forgotten(mode: str, version: int, bits: str, fate: str, base: int | None) -> None:
     ticket = Ticket(9, 4, VersionRef(0, version, bits), LAYOUT)
-    again = resend_note(note(), ticket, LOST, info(mode), {8: fate}.__getitem__)
+    again = resend_note(note(), ticket, LOST, info(mode), lambda _: LOST.model_copy(update={"state": fate}))
     assert (again and (again.ticket, again.base_version, again.sent)) == (base and (9, base, False))
 
 
@@ -47,5 +47,5 @@ def test_only_what_the_server_has_forgotten(mode: str, version: int, bits: str, 
 def test_an_asynchronous_run_takes_a_forgotten_update_against_its_head(mode: str, sent: bool) -> None:
     """Where the server had acknowledged it; one that never came is part of what is local."""
     ticket = Ticket(9, 4, VersionRef(0, 2, B), LAYOUT)
-    again = resend_note(note(sent=sent), ticket, LOST, info(mode), lambda number: "expired")
+    again = resend_note(note(sent=sent), ticket, LOST, info(mode), lambda _: LOST)
     assert (again and again.base_version) == (2 if mode == "async" and sent else None)

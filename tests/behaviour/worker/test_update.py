@@ -23,7 +23,7 @@ from atoll.tensors.module_tensors import schema_of
 from atoll.worker.exchange.apply_version import advance_base_, load_, rebase_
 from atoll.worker.exchange.base_and_outbox import BaseFile, BaseNote, Outbox, OutboxNote, locked
 from atoll.worker.exchange.encode_update import Formed, UpdateFormer
-from atoll.worker.exchange.local_state import Residuals
+from atoll.worker.exchange.local_state import Owner, Residuals
 
 CODECS: dict[str, Codec] = {"none": NoneCodec(), "bf16": Bf16Codec()}
 
@@ -390,7 +390,7 @@ def test_odd_tensors_are_encoded_as_if_each_were_alone(
     schema = schema_of(start)
     layout = encoded_layout(schema, codec, codecs, part_bytes)
     outbox, base = Outbox(tmp_path, layout), base_with(tmp_path, start)
-    residuals = Residuals(tmp_path, schema) if codecs[codec].feedback else None
+    residuals = Residuals(tmp_path, schema, owner=Owner("a", "r")) if codecs[codec].feedback else None
     form_update(outbox, base, local, codecs, residuals=residuals)
     for spec in schema.tensors:
         wide = accumulate_dtype(spec.dtype)

@@ -25,7 +25,7 @@ from atoll.tensors.layout import Layout, update_layout
 from atoll.tensors.schema import TensorSpec
 from atoll.transport.http_client import Http
 from atoll.transport.part_connection import PartConnection
-from atoll.transport.resumable_transfer import HttpTransfer
+from atoll.transport.part_transfer import HttpTransfer
 
 PART_BYTES = 8 * 2**20
 LAYOUT: Layout = update_layout([TensorSpec("w", "F32", (PART_BYTES,))], lambda spec: NoneCodec(), PART_BYTES)

@@ -21,7 +21,7 @@ from atoll.protocol import messages
 from atoll.tensors.layout import Layout, Part, update_layout
 from atoll.tensors.schema import TensorSpec
 from atoll.transport.http_client import Http
-from atoll.transport.resumable_transfer import PART_ATTEMPTS, HttpTransfer, Pushing, transfer_pool
+from atoll.transport.part_transfer import PART_ATTEMPTS, HttpTransfer, Pushing, transfer_pool
 
 PARTS = 6
 LAYOUT: Layout = update_layout([TensorSpec("w", "F32", (PARTS * 4096,))], lambda spec: NoneCodec(), 4096 * 4)

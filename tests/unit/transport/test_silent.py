@@ -15,9 +15,9 @@ from blake3 import blake3
 
 from atoll.errors import TransferStalled
 from atoll.tensors.layout import Part
-from atoll.transport import resumable_transfer
+from atoll.transport import part_transfer
 from atoll.transport.http_client import Http
-from atoll.transport.resumable_transfer import HttpTransfer, TransferPool
+from atoll.transport.part_transfer import HttpTransfer, TransferPool
 
 PART, RUN = 2**24, 2**12
 DATA = bytes(range(256)) * (2 * PART // 256)
@@ -126,7 +126,7 @@ def test_what_buffers_take_for_a_silent_peer_does_not_keep_a_transfer_alive(peer
 @pytest.mark.covers("P5")
 def test_silence_is_counted_from_what_moved_last(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
-    monkeypatch.setattr(resumable_transfer.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(part_transfer.time, "monotonic", lambda: now[0])
     hands = TransferPool(1)
     now[0] = 159.0
     assert not hands.is_silent(60.0)

@@ -15,12 +15,12 @@ from torch.autograd.graph import increment_version
 from atoll.codecs.base import Codec
 from atoll.runtime import single_thread
 from atoll.tensors.byte_runs import Move
-from atoll.tensors.chunks import CHUNK_ELEMENTS, Held, assign_run_, bytes_of, run_of, writable_bytes
+from atoll.tensors.chunks import CHUNK_ELEMENTS, AnyTensors, assign_run_, bytes_of, run_of, writable_bytes
 from atoll.tensors.dtypes import accumulate_dtype, torch_dtype
 from atoll.tensors.layout import chunks
 from atoll.tensors.module_tensors import Tensors
 from atoll.tensors.schema import PARAMS
-from atoll.worker.exchange.base_and_outbox import UpdateFile, VersionFile
+from atoll.worker.exchange.base_and_outbox import OutboxFile, VersionFile
 
 _WIDEST_BYTES = 8
 """Of one element, in any dtype."""
@@ -31,7 +31,7 @@ def _scratch() -> memoryview:
     return bytes_of(torch.empty(CHUNK_ELEMENTS * _WIDEST_BYTES, dtype=torch.uint8, device="cpu"))
 
 
-def rebase_(tensors: Held, old: VersionFile, new: VersionFile) -> None:
+def rebase_(tensors: AnyTensors, old: VersionFile, new: VersionFile) -> None:
     """Set w ← b_head + (w − b_base) in place: local progress is carried over to the version that others moved on to.
 
     Buffers take the new version's values.
@@ -74,7 +74,7 @@ def merge_(tensors: Tensors, version: VersionFile, alpha: float) -> None:
                 assign_run_(tensors[spec.name], start, values)
 
 
-def advance_base_(base: VersionFile, outbox: UpdateFile, codecs: Mapping[str, Codec]) -> None:
+def advance_base_(base: VersionFile, outbox: OutboxFile, codecs: Mapping[str, Codec]) -> None:
     """Set base ← base − dec(update) in the base file: what was submitted, as the server decodes it."""
     scratch = _scratch()
     encoded = _scratch()
@@ -96,7 +96,7 @@ def advance_base_(base: VersionFile, outbox: UpdateFile, codecs: Mapping[str, Co
                 base.write(offset, scratch[: (stop - start) * spec.item_bytes])
 
 
-def load_(tensors: Held, base: VersionFile) -> None:
+def load_(tensors: AnyTensors, base: VersionFile) -> None:
     """Copy what the base file has of the tensors into them, in place: straight into those that lie as the file does."""
     scratch = None
 

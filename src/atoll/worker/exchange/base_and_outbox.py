@@ -29,7 +29,7 @@ from torch import Tensor
 
 from atoll.errors import AtollError, DiskFull, StateLocked, StoreError, VersionSkew
 from atoll.json_files import NoteDamaged, peek_note, read_note, write_note
-from atoll.posix import Descriptor, Held, read_at, take_folder, write_at
+from atoll.posix import Descriptor, FolderTaken, read_at, take_folder, write_at
 from atoll.runtime import failpoint
 from atoll.tensors.byte_runs import Move, read_pieces
 from atoll.tensors.chunks import CHUNK_BYTES, bytes_of
@@ -106,7 +106,7 @@ class VersionFile(Protocol):
         """Write all of `data`."""
 
 
-class UpdateFile(Protocol):
+class OutboxFile(Protocol):
     """The update that was formed last; `note` says which, once all of it is there."""
 
     layout: Layout
@@ -148,7 +148,7 @@ class ExchangeFiles(Protocol):
         """The version that is trained from."""
 
     @property
-    def outbox(self) -> UpdateFile:
+    def outbox(self) -> OutboxFile:
         """The update that was formed last."""
 
     def beside(self) -> VersionFile:
@@ -524,7 +524,7 @@ def _lock(folder: Path, site: str) -> int | None:
         return take_folder(folder)
     except FileNotFoundError:
         return None
-    except Held as holder:
+    except FolderTaken as holder:
         raise StateLocked(
             f"The site {site!r} is taken: {holder} takes part as it, with the folder {str(folder)!r}.",
             "Give this one another site name, or end the other.",

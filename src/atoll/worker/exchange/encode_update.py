@@ -24,13 +24,13 @@ from atoll.errors import UsageError
 from atoll.filters.base import About, BadFilter, ByTask, Chain, Filter, filtered, for_tasks
 from atoll.runtime import single_thread
 from atoll.tensors.byte_runs import Run, RunTable
-from atoll.tensors.chunks import CHUNK_ELEMENTS, Held, bytes_of, run_of
+from atoll.tensors.chunks import CHUNK_ELEMENTS, AnyTensors, bytes_of, run_of
 from atoll.tensors.dtypes import accumulate_dtype, torch_dtype
 from atoll.tensors.layout import ALIGN_BYTES, Part, Piece
 from atoll.tensors.module_tensors import Tensors
 from atoll.tensors.payload import Packed
 from atoll.tensors.schema import PARAMS, Schema, name_beside
-from atoll.worker.exchange.base_and_outbox import UpdateFile, VersionFile
+from atoll.worker.exchange.base_and_outbox import OutboxFile, VersionFile
 from atoll.worker.log_lines import LOG, told
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ class Filtered:
         return taken.add_(local)  # its own value, to the bit, where no filter changed it
 
 
-def change_of(base: VersionFile, tensors: Held, name: str, start: int, stop: int) -> Tensor:
+def change_of(base: VersionFile, tensors: AnyTensors, name: str, start: int, stop: int) -> Tensor:
     """Return version − local of a parameter as it was trained, in new memory."""
     wide = accumulate_dtype(base.layout.by_name[name].spec.dtype)
     values = base.values_of(name, start, stop).to(wide)
@@ -293,9 +293,9 @@ class UpdateFormer:
         is_zero: whether the pseudo-gradient was zero everywhere so far.
     """
 
-    outbox: UpdateFile
+    outbox: OutboxFile
     base: VersionFile
-    tensors: Held
+    tensors: AnyTensors
     codecs: Mapping[str, Codec]
     runs: RunTable
     beside: Mapping[str, Runs] = field(default_factory=dict)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
@@ -24,7 +25,6 @@ from atoll.filters.base import About, Filter
 from atoll.protocol import messages, routes
 from atoll.protocol.values import (
     Accepted,
-    Closed,
     Delivered,
     Lost,
     Next,
@@ -32,20 +32,21 @@ from atoll.protocol.values import (
     Pull,
     Pulled,
     Refused,
-    Superseded,
     Ticket,
+    TooLate,
     UpdateInfo,
+    VersionGone,
     VersionRef,
     require,
 )
 from atoll.runtime import failpoint
 from atoll.tensors.byte_runs import RunTable
-from atoll.tensors.chunks import CHUNK_ELEMENTS, Held
+from atoll.tensors.chunks import CHUNK_ELEMENTS, AnyTensors
 from atoll.tensors.fsdp_shards import Shards
 from atoll.tensors.layout import Layout, Part, version_layout
 from atoll.tensors.module_tensors import Tensors
 from atoll.tensors.schema import Schema
-from atoll.transport.resumable_transfer import HttpTransfer
+from atoll.transport.part_transfer import HttpTransfer
 from atoll.worker.exchange import apply_version, encode_update
 from atoll.worker.exchange.base_and_outbox import ExchangeFiles, OutboxNote
 from atoll.worker.exchange.encode_update import Filtered, Losses
@@ -172,12 +173,6 @@ class Exchange:
         self.base, self.outbox = self.files.base, self.files.outbox
         self.local = LocalState(self.session.require_outcome, self.residuals, self.kept)
 
-    @property
-    def _sealed(self) -> OutboxNote:
-        """What the outbox holds, where it was sealed."""
-        assert self.outbox.note is not None
-        return self.outbox.note
-
     # -- what comes next
 
     def ask(self, wait_s: float | None = None, *, retries: int | None = None) -> Next | Lost:
@@ -190,7 +185,7 @@ class Exchange:
             self.kept.follow(reply.counted)
         return reply
 
-    def next(self, wait_s: float | None = None, *, retries: int | None = None) -> Next | Lost:
+    def ask_and_resend(self, wait_s: float | None = None, *, retries: int | None = None) -> Next | Lost:
         """Ask for the next ticket; a round that the outbox can still serve is served from it, and not trained again.
 
         A server that lost power falls back to its durable version: what was acknowledged since has expired there, or is
@@ -229,7 +224,7 @@ class Exchange:
     def _resubmit(self, ticket: Ticket, previous: messages.Outcome | None) -> bool | Lost:
         """Send what was formed from the same base under this ticket; return whether the outbox holds that."""
         note = self._agreed_note()
-        again = resend_note(note, ticket, previous, self.session.info, self._state_of)
+        again = resend_note(note, ticket, previous, self.session.info, self.session.require_outcome)
         if again is None:
             return False
         told = "%s: the server fell back to version %d; submitting again"
@@ -271,9 +266,6 @@ class Exchange:
 
         return all(self.session.ranks.gather(takes))
 
-    def _state_of(self, ticket: int) -> str:
-        return self.session.require_outcome(ticket).state
-
     def _agreed_note(self) -> OutboxNote | None:
         """Return what rank 0's outbox holds."""
         note: OutboxNote | None = self.session.ranks.from_rank0(lambda: self.outbox.note, OutboxNote | None)
@@ -290,7 +282,7 @@ class Exchange:
             beside: into the file beside the base instead.
 
         Returns:
-            `Superseded`, or `Lost` where `patience.within` ends: the tensors may hold a part of it.
+            `VersionGone`, or `Lost` where `patience.within` ends: the tensors may hold a part of it.
         """
         try:
             if self.shards is None:
@@ -298,7 +290,7 @@ class Exchange:
             elif (lost := self._pull_shares(version, beside, into is not None, patience.before)) is not None:
                 return lost
         except Gone as error:
-            return Superseded(error)
+            return VersionGone(error)
         except TRANSIENT as error:
             return Lost(error)
         return Pulled(version)
@@ -324,7 +316,7 @@ class Exchange:
         newer: Next | None = None
         while True:
             pull = self.pull(version, into, patience, beside=beside)
-            if not isinstance(pull, Superseded):
+            if not isinstance(pull, VersionGone):
                 return pull if isinstance(pull, Lost) else Pulled(version, newer)
             patience = Patience(patience.into(into).within, patience.within)  # from now on
             reply = self.ask(0.0, retries=patience.before)
@@ -370,7 +362,7 @@ class Exchange:
         shards = self.shards() if self.shards is not None else None
         if shards is not None:
             shards.gather_(self.session.ranks.swap)
-        held: Held = tensors if shards is None else shards
+        held: AnyTensors = tensors if shards is None else shards
         apply_version.rebase_(held, self.base, self.files.beside())
         self.files.move_up()
         if shards is not None:
@@ -392,9 +384,8 @@ class Exchange:
         if self.outlet is not None or self.transfer is None or len(self.outbox.layout.all_parts) == 1:
             self.form(ticket, tensors, info, finish=finish)
             return self.deliver(retries)
-        self._tell_submitting(ticket.round)
         path_of = routes.parts_of(ticket.id)
-        with progress(self._submitting, self.outbox.layout.own_nbytes) as bar:
+        with self._submitting(ticket.round) as bar:
             with self.transfer.pushing(path_of, self.outbox.fd, on_bytes=bar.add) as pushing:
                 self.form(ticket, tensors, info, finish=finish, on_part=pushing.add)
             return self._deliver(bar, pushing.sent, pushing.error, retries)
@@ -421,7 +412,23 @@ class Exchange:
             formed = self._form_shares(ticket, self.shards(), on_part)
         self.losses.end(formed.is_zero, info.steps, bool(self.filters))
         self.session.warn(self.fragment, self.losses.warnings)
-        self.outbox.seal(self._note(ticket, formed, info))
+        self.outbox.seal(
+            OutboxNote(
+                run=self.session.info.run,
+                ticket=ticket.id,
+                fragment=ticket.fragment,
+                base_version=ticket.base.number,
+                base_digest=ticket.base.digest,
+                layout_digest=ticket.layout_digest,
+                digest=formed.digest,
+                part_digests=[digest.hex() for digest in formed.part_digests],
+                weight=info.weight,
+                steps=info.steps,
+                metrics=dict(info.metrics),
+                round=ticket.round,
+                site=self.site,
+            )
+        )
         return formed
 
     def _form_shares(
@@ -444,7 +451,7 @@ class Exchange:
     def _write(
         self,
         ticket: Ticket,
-        tensors: Held,
+        tensors: AnyTensors,
         on_part: Callable[[Part, bytes], None] | None,
         finish: Finish | None,
         filtered: Filtered | None,
@@ -472,27 +479,10 @@ class Exchange:
         self.local.belongs_to(ticket.id, ticket.base.number, formed.digest if whole else "")
         return formed
 
-    def _note(self, ticket: Ticket, formed: encode_update.Formed, info: UpdateInfo) -> OutboxNote:
-        return OutboxNote(
-            run=self.session.info.run,
-            ticket=ticket.id,
-            fragment=ticket.fragment,
-            base_version=ticket.base.number,
-            base_digest=ticket.base.digest,
-            layout_digest=ticket.layout_digest,
-            digest=formed.digest,
-            part_digests=[digest.hex() for digest in formed.part_digests],
-            weight=info.weight,
-            steps=info.steps,
-            metrics=dict(info.metrics),
-            round=ticket.round,
-            site=self.site,
-        )
-
     def deliver(self, retries: int | None = None) -> Delivered:
         """Send what is in the outbox: the parts that the server lacks, then the word that it is complete."""
-        self._tell_submitting(self._sealed.round)
-        with progress(self._submitting, self.outbox.layout.own_nbytes) as bar:
+        assert self.outbox.note is not None
+        with self._submitting(self.outbox.note.round) as bar:
             return self._deliver(bar, None if self.resuming else set(), None, retries)
 
     def _deliver(
@@ -504,12 +494,17 @@ class Exchange:
             sent: indices of the parts that were sent already; None: the server is asked which it has.
             failure: what ended an attempt that has begun already.
         """
+        note = self.outbox.note
+        assert note is not None
         try:
-            answer = self._offer(bar, retries) if self.outlet is not None else self._send(bar, sent, failure, retries)
+            if self.outlet is not None:
+                answer = self._offer(self.outlet, note, bar, retries)
+            else:
+                answer = self._send(note, bar, sent, failure, retries)
         except UpdateRefused as error:
             return Refused(error)
         except (TicketClosed, Gone) as error:
-            return Closed(error)
+            return TooLate(error)
         if isinstance(answer, Lost):
             return answer
         self.session.require_here()
@@ -520,14 +515,22 @@ class Exchange:
             self.session.warn(OF_THE_OPTIMIZER, [])
         failpoint("worker.acknowledged")
         nbytes = size(self.outbox.layout.own_nbytes)
-        LOG.debug("%s: submitted%s, %s for round %d", self.site, self._named, nbytes, self._sealed.round)
+        LOG.debug("%s: submitted%s, %s for round %d", self.site, self._named, nbytes, note.round)
         return Accepted(answer.digest)
 
     def _send(
-        self, bar: Progress, sent: Collection[int] | None, failure: BaseException | None, retries: int | None
+        self,
+        note: OutboxNote,
+        bar: Progress,
+        sent: Collection[int] | None,
+        failure: BaseException | None,
+        retries: int | None,
     ) -> messages.Receipt | Lost:
-        """Push the parts that the server lacks and say that all is there, until it has them."""
-        note, layout, attempts = self._sealed, self.outbox.layout, [(sent, failure)]
+        """Push the parts that the server lacks and say that all is there, until it has them.
+
+        A resumed upload asks first which parts the server has; the bytes move in `transport/part_transfer`.
+        """
+        attempts = [(sent, failure)]
         digests = {index: bytes.fromhex(text) for index, text in enumerate(note.part_digests)}
 
         def push() -> None:
@@ -542,7 +545,7 @@ class Exchange:
             self.transfer.push(
                 routes.parts_of(note.ticket),
                 self.outbox.fd,
-                [part for part in layout.parts if part.index not in has],
+                [part for part in self.outbox.layout.parts if part.index not in has],
                 digests,
                 on_bytes=bar.add,
             )
@@ -565,10 +568,8 @@ class Exchange:
                 LOG.debug("%s: %s", self.site, error)
         raise AssertionError("the last conflict is raised")
 
-    def _offer(self, bar: Progress, retries: int | None) -> messages.Receipt | Lost:
+    def _offer(self, outlet: Outlet, note: OutboxNote, bar: Progress, retries: int | None) -> messages.Receipt | Lost:
         """In a swarm: say that the update is complete and where it is, until another worker has pulled it."""
-        outlet, note = self.outlet, self._sealed
-        assert outlet is not None
         message = _complete(note).model_copy(update={"source": str(outlet.offer(self.fragment, self.outbox, bar.add))})
         while True:
             timeout_s = routes.LONG_POLL_S + 10.0
@@ -583,13 +584,11 @@ class Exchange:
                 source = str(outlet.offer(self.fragment, self.outbox, bar.add))
                 message = message.model_copy(update={"source": source})
 
-    @property
-    def _submitting(self) -> str:
-        rank = f": rank {self.session.ranks.rank}" if self.session.ranks.together else ""
-        return f"{self.site}{rank}: submitting{self._named}"
-
-    def _tell_submitting(self, number: int) -> None:
+    def _submitting(self, number: int) -> AbstractContextManager[Progress]:
+        """Tell the status that an update to this round is sent; return its progress, for the log."""
         self.session.tell(state=f"submitting to round {number}")
+        rank = f": rank {self.session.ranks.rank}" if self.session.ranks.together else ""
+        return progress(f"{self.site}{rank}: submitting{self._named}", self.outbox.layout.own_nbytes)
 
     def refused(self, refusal: Refused) -> None:
         """Say that an update was refused, and forget it; one that is refused again and again ends this worker.
@@ -625,7 +624,7 @@ class Exchange:
             case Accepted():
                 LOG.info("%s: the update of an earlier process is in: round %d", self.site, note.round)
                 return delivered
-            case Closed(error):  # kept: after a fall back it may count under another ticket
+            case TooLate(error):  # kept: after a fall back it may count under another ticket
                 LOG.info("%s: the update of an earlier process is too late: %s", self.site, error)
             case Refused(error):
                 LOG.info("%s: the update of an earlier process cannot count: %s", self.site, error)
@@ -679,17 +678,17 @@ class Exchange:
 
         What encoding has lost of it is then part of the local progress, and must not be added to it once more.
         """
-        if self.residuals is not None:
-            self.residuals.take_back(self._sealed.ticket)
+        if self.residuals is not None and self.outbox.note is not None:
+            self.residuals.take_back(self.outbox.note.ticket)
         self.base.begin_local()
         apply_version.advance_base_(self.base, self.outbox, self.layouts.codecs)
 
-    def begin_from(self, tensors: Tensors) -> None:
+    def make_base_of(self, tensors: Tensors) -> None:
         """The base becomes the model as it is: from here on what changes of it is local progress, and nothing else."""
         self.base.begin_local()
         apply_version.store_(self.base, tensors)
 
-    def begin_from_base(self) -> None:
+    def forget_outbox_progress(self) -> None:
         """The base is a version that was pulled: whatever the outbox holds, nothing of it is local progress.
 
         It is kept: until a later version is durable the server may fall back, and need it again.
@@ -703,7 +702,7 @@ def resend_note(
     ticket: Ticket,
     previous: messages.Outcome | None,
     info: messages.RunInfo,
-    state_of: Callable[[int], str],
+    outcome_of: Callable[[int], messages.Outcome],
 ) -> OutboxNote | None:
     """Return the note under which what the outbox holds serves this ticket; None where it does not.
 
@@ -713,7 +712,7 @@ def resend_note(
 
     Args:
         previous: what became of the site's ticket before.
-        state_of: what became of a ticket.
+        outcome_of: gives what became of a ticket.
     """
     fell_back = previous is not None and previous.state == "expired"
     if note is None or note.run != info.run or note.layout_digest != ticket.layout_digest:
@@ -723,7 +722,7 @@ def resend_note(
     same = note.base_digest == base.digest
     if same and note.base_version == base.number:
         return again
-    if not fell_back or state_of(note.ticket) != "expired":  # it counts already: the head has its base's bits
+    if not fell_back or outcome_of(note.ticket).state != "expired":  # it counts already: the head has its base's bits
         return None
     if same:
         return replace(again, base_version=note.base_version)

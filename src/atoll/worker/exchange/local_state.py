@@ -30,13 +30,10 @@ NOTHING = -2
 
 
 class Owner(NamedTuple):
-    """The site and the run that files belong to; empty where a note of an earlier Atoll does not tell."""
+    """The site and the run that files belong to."""
 
-    site: str = ""
-    run: str = ""
-
-
-UNTOLD = Owner()
+    site: str
+    run: str
 
 
 @dataclass(frozen=True)
@@ -115,7 +112,7 @@ class TwoPhaseFile:
         name: str,
         specs: Iterable[TensorSpec],
         *,
-        owner: Owner = UNTOLD,
+        owner: Owner,
         sparse: bool = False,
     ) -> None:
         layout = file_layout(list(specs), b"")
@@ -135,7 +132,7 @@ class TwoPhaseFile:
 
     def _is_foreign(self, note: TwoPhaseNote) -> bool:
         """Whether the files are of another site or run. They stay until they are written: the folder may go back."""
-        if all(theirs in ("", ours) for theirs, ours in zip((note.site, note.run), self._owner, strict=True)):
+        if (note.site, note.run) == self._owner:
             return False
         LOG.warning(
             "%s is of site %s in run %s: here it counts as lost. Bring each site its own folder.",
@@ -292,7 +289,7 @@ class Residuals(TwoPhaseFile):
         schema: Schema,
         name: str = "residual",
         *,
-        owner: Owner = UNTOLD,
+        owner: Owner,
         sparse: bool = False,
     ) -> None:
         super().__init__(
@@ -358,7 +355,7 @@ class AlgorithmState(TwoPhaseFile):
         owner: as `TwoPhaseFile` has it.
     """
 
-    def __init__(self, folder: Path, schema: Schema, keeps: Iterable[str], owner: Owner = UNTOLD) -> None:
+    def __init__(self, folder: Path, schema: Schema, keeps: Iterable[str], owner: Owner) -> None:
         specs = [spec for group in keeps for spec in specs_beside(group, schema.tensors)]
         super().__init__(folder, "algorithm", specs, owner=owner)
         self._written: set[str] = set()  # since `begin`

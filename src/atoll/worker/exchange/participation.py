@@ -16,7 +16,7 @@ from atoll.protocol.swarm_messages import SwarmPlan
 from atoll.tensors.fsdp_shards import Shards
 from atoll.tensors.schema import Schema
 from atoll.transport.http_client import http_to
-from atoll.transport.resumable_transfer import HttpTransfer
+from atoll.transport.part_transfer import HttpTransfer
 from atoll.worker.exchange.base_and_outbox import DiskFiles, folder_of, locked, name_of, remove_earlier
 from atoll.worker.exchange.encode_update import Losses
 from atoll.worker.exchange.exchange import Exchange, Layouts, Outlet

@@ -28,7 +28,7 @@ from atoll.tensors.layout import Part, chunks
 from atoll.tensors.module_tensors import Tensors
 from atoll.tensors.reference import TensorRef
 from atoll.transport.object_server import Ranges
-from atoll.transport.resumable_transfer import HttpTransfer
+from atoll.transport.part_transfer import HttpTransfer
 from atoll.worker.exchange import apply_version
 from atoll.worker.exchange.base_and_outbox import BaseFile, BaseNote, DiskFiles, PartsFile, name_of
 from atoll.worker.log_lines import LOG, progress

@@ -30,7 +30,7 @@ from atoll.tensors.reference import TensorRef
 from atoll.transport.http_client import Counters, Http
 from atoll.transport.object_client import object_http
 from atoll.transport.object_server import ObjectHost, Ranges
-from atoll.transport.resumable_transfer import HttpTransfer
+from atoll.transport.part_transfer import HttpTransfer
 from atoll.transport.tls import is_loopback
 from atoll.worker.exchange.base_and_outbox import Outbox
 from atoll.worker.log_lines import told

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Protocol, TypeVar, overload
+from typing import Any, Literal, TypeVar, overload
 
 import numpy as np
 import torch
@@ -30,17 +30,17 @@ from atoll.algorithms.optimizer_hooks import (
     warn_of_what_none_trains,
 )
 from atoll.errors import UsageError, print_interrupt_in_a_line, public_api
-from atoll.filters.base import Filter
+from atoll.filters.base import Filter, require_filters
 from atoll.protocol import messages
 from atoll.protocol.values import (
-    Closed,
     Lost,
     Next,
     Open,
     Refused,
-    Superseded,
     Ticket,
+    TooLate,
     UpdateInfo,
+    VersionGone,
     VersionRef,
     Wait,
     require,
@@ -135,9 +135,9 @@ class Round:
         Nothing was trained from the old one: a deadline has passed meanwhile, or the server was restored from a backup.
         """
         self._require_joined()
-        while isinstance(pull := require(self._exchange.pull(self._ticket.base, into)), Superseded):
+        while isinstance(pull := require(self._exchange.pull(self._ticket.base, into)), VersionGone):
             LOG.info("%s: round %d is taken no more: %s", self._session.site, self.number, pull.error.message)
-            reply = require(self._exchange.next())
+            reply = require(self._exchange.ask_and_resend())
             # a run that has ended meanwhile gives no ticket any more: training goes on from its result, in vain
             self._ticket = reply.ticket if isinstance(reply, Open) else replace(self._ticket, base=reply.head)
 
@@ -267,7 +267,7 @@ class Round:
             self._end()
             return
         match self._exchange.submit(self._ticket, tensors, info, finish=finish):
-            case Closed(error):  # kept, as an update that counted is: the server may fall back to its base
+            case TooLate(error):  # kept, as an update that counted is: the server may fall back to its base
                 LOG.warning("%s: round %d went on without this update: %s", self._session.site, self.number, error)
             case Refused() as refusal:
                 self._exchange.refused(refusal)
@@ -428,7 +428,7 @@ class Worker(Answers):
         if not self._recovered:
             self._place.exchange.recover()
             self._recovered = True
-        return require(self._place.exchange.next(wait_s))
+        return require(self._place.exchange.ask_and_resend(wait_s))
 
     def __iter__(self) -> Iterator[Round]:
         rounds = self._rounds()
@@ -590,26 +590,11 @@ class LocalWorker:
 # -- Where `join` takes part without a server: the place of a simulated site, in a process of a simulation.
 
 
-class Seat(Protocol):
-    """A simulated site, as the scripts of its process find it."""
-
-    @property
-    def site(self) -> str:
-        """Its name."""
-
-    @property
-    def info(self) -> messages.RunInfo:
-        """Of the run that is simulated."""
-
-    def with_filters(self, filters: Sequence[Filter]) -> Worker:
-        """What `atoll.join` returns, given the filters of the site."""
-
-
-_seat: Seat | None = None
+_seat: Worker | None = None
 
 
 @contextmanager
-def taken_by(seat: Seat) -> Iterator[None]:
+def taken_by(seat: Worker) -> Iterator[None]:
     """Within, a join in this process is that of this simulated site; `ATOLL_SITE` names it, as at a real site."""
     global _seat
     _seat, before = seat, os.environ.get("ATOLL_SITE")
@@ -624,7 +609,7 @@ def taken_by(seat: Seat) -> Iterator[None]:
             os.environ["ATOLL_SITE"] = before
 
 
-def seat_here() -> Seat | None:
+def seat_here() -> Worker | None:
     """The simulated site that this process trains at this moment; None outside of simulations."""
     return _seat
 
@@ -672,7 +657,8 @@ def join(
         StateLocked: another process on this machine takes part as the same site.
     """
     if (seat := seat_here()) is not None:
-        return seat.with_filters(filters)
+        seat._place.exchange.filters = require_filters(filters)
+        return seat
     ensure_lines()
     server = server_of(server, require_server=require_server)
     if not server:
@@ -699,7 +685,7 @@ def run_here(server: str | None, site: str) -> messages.RunInfo | None:
         ServerLost, ServerUnreachable: as `join`.
     """
     if (seat := seat_here()) is not None:
-        return seat.info
+        return seat._session.info
     if not server:
         return None
     session = Session(HttpChannel(http_to(server)), site)

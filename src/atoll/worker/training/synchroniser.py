@@ -23,13 +23,13 @@ from collections.abc import Callable, Sequence
 from atoll.errors import is_transient
 from atoll.protocol.values import (
     Accepted,
-    Closed,
     Finished,
     Lost,
     Next,
     Open,
     Refused,
     Ticket,
+    TooLate,
     UpdateInfo,
     VersionRef,
     Wait,
@@ -154,7 +154,7 @@ class PendingSync:
         self.fragment, self.step, self._retries = fragment, step, retries
         self.reply: Next | None = None
         self.refusal: Refused | None = None
-        self.broke_off: Closed | Lost | None = None
+        self.broke_off: TooLate | Lost | None = None
         self.error: BaseException | None = None
         self.sent, self.done = Latch(), Latch()
         self.late = False
@@ -170,7 +170,7 @@ class PendingSync:
                     self.refusal = refusal
                     self.fragment.exchange.outbox.clear()  # or the next ticket would have it sent once more
                     self._fetch()
-                case Closed() | Lost() as broke_off:
+                case TooLate() | Lost() as broke_off:
                     self.broke_off = broke_off
         except BaseException as error:
             self.error = error
@@ -180,7 +180,7 @@ class PendingSync:
 
     def _fetch(self) -> None:
         exchange = self.fragment.exchange
-        reply = exchange.next(retries=self._retries)
+        reply = exchange.ask_and_resend(retries=self._retries)
         if isinstance(reply, Lost):
             self.broke_off = reply
             return
@@ -291,13 +291,13 @@ class Synchroniser:
 
     def start(self) -> None:
         """Send what an earlier process left, and pull every fragment into the model; the server is waited for."""
-        for fragment, reply in zip(self._fragments, self._begin_from(), strict=True):
+        for fragment, reply in zip(self._fragments, self._send_earlier_updates(), strict=True):
             lost = self._load(fragment, reply, 0, WAITS)
             if lost is not None:
                 raise lost.error
-        self._begins_anew()
+        self._after_new_version()
 
-    def _begin_from(self) -> list[Next]:
+    def _send_earlier_updates(self) -> list[Next]:
         """Send what an earlier process left; return what each fragment is to begin from.
 
         A round that such an update is in is waited for: what was trained from the version before it would count as new,
@@ -308,10 +308,10 @@ class Synchroniser:
         fragments = self._fragments
         is_in = [each.exchange.recover() is not None for each in fragments]
         if self._is_whole:
-            replies = [require(fragments[0].exchange.next(None if is_in[0] else 0.0))]
+            replies = [require(fragments[0].exchange.ask_and_resend(None if is_in[0] else 0.0))]
             fragments[0].heard(replies[0])
             return replies
-        replies = [require(each.exchange.next(0.0)) for each in fragments]
+        replies = [require(each.exchange.ask_and_resend(0.0)) for each in fragments]
         waited, others = list[tuple[int, int]](), list[tuple[int, int]]()
         for place, (fragment, reply) in enumerate(zip(fragments, replies, strict=True)):
             fragment.heard(reply)
@@ -325,7 +325,7 @@ class Synchroniser:
             if others and (number, place) > min(others):
                 break
             while isinstance(replies[place], Wait) and replies[place].round == number:  # not into another one
-                replies[place] = require(fragments[place].exchange.next(LOOK_S))
+                replies[place] = require(fragments[place].exchange.ask_and_resend(LOOK_S))
             fragments[place].heard(replies[place])
         return replies
 
@@ -397,7 +397,7 @@ class Synchroniser:
                 break
             fragment = self._fragments[index]
             goes_on = self._prepare(fragment)
-            if isinstance(goes_on, Closed | Lost):
+            if isinstance(goes_on, TooLate | Lost):
                 self._skip(fragment, goes_on)
                 break
             if not goes_on:
@@ -431,7 +431,7 @@ class Synchroniser:
         if ticket is not None and base is not None and ticket.base.digest == base.digest:
             return True
         if reply is None:
-            reply = exchange.next(0.0, retries=self._retries)
+            reply = exchange.ask_and_resend(0.0, retries=self._retries)
             if isinstance(reply, Lost):
                 return reply
             fragment.heard(reply)
@@ -463,13 +463,13 @@ class Synchroniser:
             What the server said, and whether it was waited for.
         """
         if self._is_whole:
-            return exchange.next(retries=self._retries), False
-        reply = exchange.next(0.0, retries=self._retries)
+            return exchange.ask_and_resend(retries=self._retries), False
+        reply = exchange.ask_and_resend(0.0, retries=self._retries)
         waited = isinstance(reply, Wait)
         while isinstance(reply, Wait):
             if self._broken():
                 return None, True  # other workers may wait for it, and this one for them
-            reply = exchange.next(LOOK_S if self._pending else None, retries=self._retries)
+            reply = exchange.ask_and_resend(LOOK_S if self._pending else None, retries=self._retries)
         return reply, waited
 
     def _catch_up(self, fragment: FragmentState, reply: Next) -> bool | Lost:
@@ -488,13 +488,13 @@ class Synchroniser:
                 missed,
                 version,
             )
-            self._begins_anew()
+            self._after_new_version()
             return False
         pulled = fragment.exchange.rebase(reply.head, self._own(fragment), retries=self._retries)
         if isinstance(pulled, Lost):
             return pulled
         fragment.heard(pulled.newer or reply)
-        self._begins_from(fragment, fragment.base_step)
+        self._count_steps_from(fragment, fragment.base_step)
         LOG.info("%s: %s moved on to version %d; local steps were carried over", site, name, fragment.version)
         return True
 
@@ -515,22 +515,23 @@ class Synchroniser:
         match exchange.submit(ticket, self._own(fragment), info, retries=self._retries):
             case Accepted():
                 fragment.ticket = None
-                broke_off: Closed | Lost | None = self._await_result(fragment)
+                broke_off: TooLate | Lost | None = self._await_result(fragment)
             case Refused() as refusal:
                 self._refused(fragment, refusal)
-                broke_off = self._begin_from_head(fragment)
-            case Closed() | Lost() as broke_off:
+                reply = exchange.ask_and_resend(0.0, retries=self._retries)
+                broke_off = reply if isinstance(reply, Lost) else self._load(fragment, reply, self._step)
+            case TooLate() | Lost() as broke_off:
                 pass
         if broke_off is None:
             self._answered()
-            self._begins_anew()
+            self._after_new_version()
         else:
             self._skip(fragment, broke_off)
 
     def _await_result(self, fragment: FragmentState) -> Lost | None:
         """Wait until the round is committed, and go on from its result."""
         self._session.tell(state="waiting for the others")
-        reply = fragment.exchange.next(retries=self._retries)
+        reply = fragment.exchange.ask_and_resend(retries=self._retries)
         if isinstance(reply, Lost):
             return reply
         self._counted(reply)
@@ -538,10 +539,6 @@ class Synchroniser:
         waits = isinstance(reply, Finished) or self._rules.on_missed == "reset"
         patience = Patience(self._retries, None if waits else self._retries)
         return self._load(fragment, reply, self._step, patience, alpha=self._rules.alpha)
-
-    def _begin_from_head(self, fragment: FragmentState) -> Lost | None:
-        reply = fragment.exchange.next(0.0, retries=self._retries)
-        return reply if isinstance(reply, Lost) else self._load(fragment, reply, self._step)
 
     def _counted(self, reply: Next) -> None:
         self.rounds += 1
@@ -567,7 +564,7 @@ class Synchroniser:
             self._counted(pending.reply)
         alpha = self._rules.alpha if pending.refusal is None else 0.0
         self._merge(fragment, pending.reply, pending.step, alpha)
-        self._begins_anew()
+        self._after_new_version()
 
     def _await(self, pending: PendingSync) -> None:
         """Wait for a result.
@@ -622,7 +619,7 @@ class Synchroniser:
             self._merge(fragment, reply, step, alpha)
         else:
             fragment.heard(reply)
-            self._begins_from(fragment, step)
+            self._count_steps_from(fragment, step)
         return None
 
     def _merge(self, fragment: FragmentState, reply: Next, step: int, alpha: float) -> None:
@@ -631,7 +628,7 @@ class Synchroniser:
         apply_version.merge_(self._own(fragment), files.beside(), alpha)
         fragment.heard(reply)
         files.move_up()
-        self._begins_from(fragment, step)
+        self._count_steps_from(fragment, step)
 
     def _go_on_from_a_part(self, fragment: FragmentState, own: Tensors, version: int) -> None:
         LOG.warning(
@@ -639,19 +636,19 @@ class Synchroniser:
             self._session.site,
             version,
         )
-        fragment.exchange.begin_from(own)
-        fragment.exchange.begin_from_base()
+        fragment.exchange.make_base_of(own)
+        fragment.exchange.forget_outbox_progress()
         fragment.base_step = self._step
 
-    def _begins_from(self, fragment: FragmentState, step: int) -> None:
+    def _count_steps_from(self, fragment: FragmentState, step: int) -> None:
         """The fragment's local progress is what comes after `step`, beyond what the base holds."""
         note = fragment.exchange.base.note
         assert note is not None
-        fragment.exchange.begin_from_base()
+        fragment.exchange.forget_outbox_progress()
         fragment.base_step, fragment.version = step, note.version
         self._session.tell(version=min(each.version for each in self._fragments), state="training")
 
-    def _begins_anew(self) -> None:
+    def _after_new_version(self) -> None:
         self._look_whether_finished()
         if not self.finished:  # the global model is measured, as far as it is here
             parts = [(self._own(each), each.exchange.base) for each in self._fragments]
@@ -669,9 +666,9 @@ class Synchroniser:
         LOG.warning("%s: local steps%s since version %d are lost", self._session.site, of, fragment.version)
         fragment.exchange.refused(refusal)
 
-    def _skip(self, fragment: FragmentState, broke_off: Closed | Lost) -> None:
+    def _skip(self, fragment: FragmentState, broke_off: TooLate | Lost) -> None:
         """A turn broke off: training goes on, and the next update of the fragment holds it all."""
-        if isinstance(broke_off, Closed) and self._ended_without_us(fragment):
+        if isinstance(broke_off, TooLate) and self._ended_without_us(fragment):
             self._look_whether_finished()
             return
         self.skipped += 1
