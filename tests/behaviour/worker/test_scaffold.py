@@ -270,7 +270,7 @@ def test_a_models_own_names_do_not_collide_with_those_of_controls(tmp_path: Path
 
 def test_a_file_that_is_new_holds_no_control(tmp_path: Path) -> None:
     """Guards against a note that outlives its files."""
-    schema = schema_of(One()).with_groups(["control"], Owner("a", "r"))
+    schema = schema_of(One()).with_groups(["control"])
     controls = AlgorithmState(tmp_path, schema, ["control"], Owner("a", "r"))
     controls.begin()
     controls.write("atoll.control.w", 0, torch.tensor([5.0]))
@@ -290,7 +290,7 @@ def test_a_file_that_is_new_holds_no_control(tmp_path: Path) -> None:
 
 def test_what_a_new_update_is_written_over_no_longer_counts_for_the_old_one(tmp_path: Path) -> None:
     """Killed while the next update is formed: half of it lies where c_i⁺ of ticket 7 was."""
-    schema = schema_of(One()).with_groups(["control"], Owner("a", "r"))
+    schema = schema_of(One()).with_groups(["control"])
     controls = AlgorithmState(tmp_path, schema, ["control"], Owner("a", "r"))
     controls.begin()
     controls.write("atoll.control.frozen", 0, torch.tensor([5.0, 6.0]))
