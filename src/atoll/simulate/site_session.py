@@ -27,8 +27,7 @@ from atoll.worker.exchange import apply_version
 from atoll.worker.exchange.base_and_outbox import BaseNote, OutboxNote, TensorFile
 from atoll.worker.exchange.encode_update import Losses
 from atoll.worker.exchange.exchange import Exchange, Layouts
-from atoll.worker.exchange.local_state import AlgorithmState, Owner, Residuals
-from atoll.worker.exchange.participation import Participation
+from atoll.worker.exchange.participation import Participation, open_kept
 from atoll.worker.exchange.pull_version import Patience
 from atoll.worker.session.session import Session
 from atoll.worker.training.federated_loop import Model, Round, Worker, matching
@@ -269,7 +268,13 @@ class SimulatedWorker(Worker):
         shared.losses.site = job.site
         puller, files = JobPuller(base, session.counters), JobFiles(base, self._outbox)
         try:
-            residuals, kept = _open_what_lasts(shared, session, folder, job.counts)
+            if (shared.rule is not None and shared.rule.keeps) or layouts.codec.feedback:
+                folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            residuals, kept = open_kept(session, folder, layouts, shared.rule)
+            if kept is not None:
+                if job.counts:
+                    kept.require_kept()
+                kept.begin_at_zero()
             exchange = Exchange(
                 session, puller, None, layouts, files, shared.losses, residuals=residuals, kept=kept, rule=shared.rule
             )
@@ -316,23 +321,3 @@ class SimulatedWorker(Worker):
                 f"Round {round_.number} ended without an update from {self.site}.",
                 "Call fl_round.submit(model) once in every round.",
             )
-
-
-def _open_what_lasts(
-    shared: Shared, session: Session, folder: Path, counts: bool
-) -> tuple[Residuals | None, AlgorithmState | None]:
-    schema, feedback, residuals, kept = shared.layouts.schema, shared.layouts.codec.feedback, None, None
-    owner = Owner(session.site, session.info.run)
-    keeps = shared.rule.keeps if shared.rule is not None else ()
-    if keeps or feedback:
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    if feedback:
-        residuals = Residuals(folder, schema, owner=owner)
-        session.cleanup.callback(residuals.close)
-    if keeps:
-        kept = AlgorithmState(folder, schema, keeps, owner)
-        session.cleanup.callback(kept.close)
-        if counts:
-            kept.require_kept()
-        kept.begin_at_zero()
-    return residuals, kept

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from atoll.algorithms.base import LocalRule
 from atoll.algorithms.resolve import local_rule
 from atoll.errors import ConfigError
 from atoll.filters.base import Filter, require_filters
@@ -168,14 +169,9 @@ def _open(
     layouts = Layouts.of(info, schema, session.ranks.rank if sharded else None)
     files = DiskFiles(folder, layouts.version, layouts.update, fragment, session.site)
     opened.callback(files.close)
-    owner, residuals, kept = Owner(session.site, info.run), None, None
-    if layouts.codec.feedback:
-        residuals = Residuals(folder, schema, name_of("residual", fragment), owner=owner, sparse=sharded)
-        opened.callback(residuals.close)
     rule = local_rule(info.algorithm, info.local, info.local_package)
-    if fragment is None and rule is not None and rule.keeps:
-        kept = AlgorithmState(folder, schema, rule.keeps, owner)
-        opened.callback(kept.close)
+    residuals, kept = open_kept(session, folder, layouts, rule, fragment, sparse=sharded)
+    if kept is not None:
         kept.begin_anew_where_told(session.site)
         session.told_of_state = partial(getattr, kept, "told")
     return Exchange(
@@ -192,6 +188,30 @@ def _open(
         outlet=outlet,
         shards=shards,
     )
+
+
+def open_kept(
+    session: Session,
+    folder: Path,
+    layouts: Layouts,
+    rule: LocalRule | None,
+    fragment: int | None = None,
+    *,
+    sparse: bool = False,
+) -> tuple[Residuals | None, AlgorithmState | None]:
+    """Open what a site keeps of a fragment from one round to the next, where it keeps anything.
+
+    Args:
+        sparse: whether only one rank's share is kept here.
+    """
+    owner, residuals, kept = Owner(session.site, session.info.run), None, None
+    if layouts.codec.feedback:
+        residuals = Residuals(folder, layouts.schema, name_of("residual", fragment), owner=owner, sparse=sparse)
+        session.cleanup.callback(residuals.close)
+    if fragment is None and rule is not None and rule.keeps:
+        kept = AlgorithmState(folder, layouts.schema, rule.keeps, owner)
+        session.cleanup.callback(kept.close)
+    return residuals, kept
 
 
 def _open_peer(session: Session, folder: Path) -> tuple[Outlet, Callable[[], None]]:

@@ -191,7 +191,12 @@ class Session:
 
     def _read_run(self) -> tuple[messages.RunInfo, Split]:
         info = self.patiently(self.channel.run, None, "join")
-        require_protocol(info, self.channel.server)
+        if info.protocol != routes.PROTOCOL:
+            older = "this worker" if info.protocol > routes.PROTOCOL else "the server"
+            raise VersionSkew(
+                f"This worker speaks protocol {routes.PROTOCOL}, {self.channel.server} speaks {info.protocol}.",
+                f"Upgrade Atoll at {older}.",
+            )
         return info, split_of(self.patiently(self.channel.schema, None, "read the schema"), info)
 
     @property
@@ -600,20 +605,6 @@ class _Attempts:
         self._pause_s = min(2 * self._pause_s, LONGEST_BACKOFF_S)
         if self._count == 1:
             session.reconnections += 1
-
-
-def require_protocol(info: messages.RunInfo, server: str) -> None:
-    """Refuse a server of another protocol.
-
-    Raises:
-        VersionSkew: the two sides speak different ones.
-    """
-    if info.protocol != routes.PROTOCOL:
-        older = "this worker" if info.protocol > routes.PROTOCOL else "the server"
-        raise VersionSkew(
-            f"This worker speaks protocol {routes.PROTOCOL}, {server} speaks {info.protocol}.",
-            f"Upgrade Atoll at {older}.",
-        )
 
 
 def split_of(message: messages.SchemaMessage, info: messages.RunInfo) -> Split:
