@@ -84,7 +84,7 @@ def test_a_failed_update_is_sent_again_before_a_later_round_is_waited_for(
     ):
         before = take_part(server.url, "a", folder=tmp_path / "before", loop=LoopTerms())
         b = Hand(server.url, tmp_path / "b")
-        assert before.exchanges[0].next(30.0).ticket is not None
+        assert before.exchanges[0].ask_and_resend(30.0).ticket is not None
         before.leave()
         proxy.faults.append(Fault("POST .*/complete ", "up", at=BEFORE_HEADER, action="reset", wait=held.wait))
         a = Sites(proxy.url, tmp_path, ["a"], 1000, max_sync_retries=0)
