@@ -20,7 +20,7 @@ from kit.models import SITES, build_model, local_step, train_
 from kit.processes import ForkedServer, ForkedSite, atoll_worker, write_run_file
 from kit.requests import joined, post
 from kit.servers import SETTINGS, serve
-from kit.sites import DiLoCoSites, FederatedSites, Threads, together
+from kit.sites import DiLoCoSites, FederatedSites, Threads, diloco, take_steps, together
 
 __all__ = [
     "SETTINGS",
@@ -36,6 +36,7 @@ __all__ = [
     "build_model",
     "columns",
     "copy_folder",
+    "diloco",
     "exported",
     "flip_bit",
     "flip_column",
@@ -47,6 +48,7 @@ __all__ = [
     "rewrite_note",
     "serve",
     "stop_group",
+    "take_steps",
     "tensors_digest",
     "ticket_states",
     "together",

@@ -23,9 +23,11 @@ __all__ = [
     "FederatedSites",
     "Threads",
     "clients",
+    "diloco",
     "federated",
     "finish",
     "play_round",
+    "take_steps",
     "together",
 ]
 
@@ -156,3 +158,30 @@ class DiLoCoSites(Threads):
                 if self._during:
                     self._during(site, number)
                 self._step(model, optimizer, site, number)
+
+
+def diloco(
+    server: atoll.Server | str,
+    folder: Path,
+    site: str = "a",
+    model: nn.Module | None = None,
+    optimizer: Any = None,
+    **options: Any,
+) -> atoll.DiLoCo:
+    """A site's `atoll.DiLoCo` with these options, not started; by default around `build_model()` and SGD."""
+    model = build_model() if model is None else model
+    given = torch.optim.SGD(model.parameters(), lr=0.05) if optimizer is None else optimizer
+    url = server if isinstance(server, str) else server.url
+    return atoll.DiLoCo(model, given, server=url, site=site, folder=folder / "workers", **options)
+
+
+def take_steps(
+    loop: atoll.DiLoCo, most: int = 10**6, site: str = "a", during: Callable[[int], object] | None = None
+) -> None:
+    """Local steps until the run is finished, at most so many; `during(step)` comes before each, the first is 1."""
+    for step in range(1, most + 1):
+        if loop.finished:
+            break
+        if during:
+            during(step)
+        local_step(loop.model, loop.optimizer, site, step)  # type: ignore[arg-type]

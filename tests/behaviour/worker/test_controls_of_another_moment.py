@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from harness.processes import wait_until
-from kit import SITES, build_model, copy_folder, exported, serve, tensors_digest, together, train_
+from kit import SITES, copy_folder, serve, together
 from kit.client import Client
 from torch import Tensor
 
@@ -97,25 +97,6 @@ def test_refuses_the_control_of_an_older_copy_of_the_sites_folder(run: Run, serv
 
 
 @pytest.mark.covers("S2")
-def test_an_older_copy_begins_at_zero_where_it_is_told_to(
-    run: Run, server: atoll.Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """From there on it has a control again, which needs no variable."""
-    run.both(server, 1)
-    copy_folder(run.workers / "a", run.folder / "older")
-    run.both(server, 3)
-    shutil.rmtree(run.workers / "a")
-    copy_folder(run.folder / "older", run.workers / "a")
-    monkeypatch.setenv("ATOLL_NEW_STATE", "1")
-    run.part(server.url, "a", 4)
-    assert run.seen["a", 4][1].tolist() == [0.0, 0.0]
-    monkeypatch.delenv("ATOLL_NEW_STATE")
-    run.part(server.url, "b", 4)
-    run.both(server, 5)
-    assert run.seen["a", 5][1].tolist() == [4.0, 4.0]
-
-
-@pytest.mark.covers("S2")
 def test_refuses_the_control_of_another_site(run: Run, server: atoll.Server) -> None:
     run.both(server, 2)
     a, b = run.workers / "a", run.workers / "b"
@@ -178,23 +159,6 @@ def test_a_server_restored_to_its_begin_begins_with_controls_of_zero(run: Run) -
     run.require_the_mean(3)
 
 
-@pytest.mark.covers("S2")
-def test_an_update_that_is_in_and_not_counted_yet_is_asked_for_too(run: Run, server: atoll.Server) -> None:
-    """The copy has the control of the last update that counts, and nothing of the one that is going to."""
-    run.both(server, 2)
-    with Client(server.url, site="a", folder=run.workers) as client:
-        assert client.next_round() == 3  # settles what was pending
-    copy_folder(run.workers / "a", run.folder / "older")
-    run.part(server.url, "a", 3)  # b's is still awaited
-    newer = (run.workers / "a").rename(run.folder / "newer")
-    copy_folder(run.folder / "older", run.workers / "a")
-    refused(run, server, "a")
-    shutil.rmtree(run.workers / "a")
-    newer.rename(run.workers / "a")
-    together(lambda: run.part(server.url, "a", 4), lambda: run.part(server.url, "b", 4))
-    run.require_the_mean(4)
-
-
 def test_an_outbox_of_another_site_is_not_sent(run: Run) -> None:
     """a's folder is a copy of b's: b's update must not count once more as a's."""
     with serve(
@@ -219,38 +183,3 @@ def test_an_outbox_of_another_site_is_not_sent(run: Run) -> None:
             assert again.next_round() == 2
             assert again.pull()["w"].tolist() == [3.0]
         known["b"].close()
-
-
-def with_error_feedback(folder: Path, change: Callable[[Path], None]) -> str:
-    """The result of a run of four rounds, with the sites' folders changed before the third."""
-    settings = {"aggregation.upload_codec.name": "topk", "aggregation.upload_codec.density": 0.05, "rounds.total": 4}
-
-    def part(site: str, until: int) -> None:
-        model = build_model()
-        with atoll.join(server.url, site=site, folder=folder / "workers") as worker:
-            for fl_round in worker:
-                fl_round.load_into(model)
-                train_(model, site, fl_round.number)
-                fl_round.submit(model, weight=SITES[site])
-                if fl_round.number == until:
-                    return
-
-    with serve(folder, **settings) as server:
-        together(lambda: part("a", 2), lambda: part("b", 2))
-        wait_until(lambda: server.status().fragments[0].version == 2, "the second round is over")
-        change(folder / "workers")
-        together(lambda: part("a", 4), lambda: part("b", 4))
-        server.run()
-    return tensors_digest(exported(folder))
-
-
-def test_what_another_site_has_left_over_is_dropped(tmp_path: Path) -> None:
-    """b's folder in a's place is as good as none."""
-
-    def copied(workers: Path) -> None:
-        shutil.rmtree(workers / "a")
-        copy_folder(workers / "b", workers / "a")
-
-    without = with_error_feedback(tmp_path / "without", lambda workers: shutil.rmtree(workers / "a"))
-    assert with_error_feedback(tmp_path / "copied", copied) == without
-    assert with_error_feedback(tmp_path / "kept", lambda workers: None) != without

@@ -126,18 +126,6 @@ def test_what_a_refused_update_would_have_left_is_forgotten(tmp_path: Path) -> N
         goes_on_with_what_was_left(site)
 
 
-def test_it_outlives_the_process_that_formed_the_update(tmp_path: Path) -> None:
-    """Another process of the site finds what was pending, and that it counted meanwhile."""
-    with serving(tmp_path) as server:
-        site = client(server, tmp_path)
-        assert site.next_round() == 1
-        site.submit(trained(site, [127.0, 0.4]))
-        site.close()
-        site = client(server, tmp_path)
-        assert site.next_round() == 2
-        goes_on_with_what_was_left(site)
-
-
 @pytest.mark.parametrize("settled", [False, True])
 def test_a_base_that_was_advanced_has_it_in_the_local_progress(tmp_path: Path, settled: bool) -> None:
     """The update counted, and the worker goes on from its own weights: 0.4 is sent once more, not 0.8.
@@ -263,20 +251,6 @@ def test_what_is_lost_of_a_pending_update_matters_only_where_it_counted(
     again.close()
 
 
-@pytest.mark.covers("F41")
-def test_zeros_of_the_beginning_that_the_disk_has_damaged_are_not_believed(tmp_path: Path) -> None:
-    """They are what counts while the first update is pending."""
-    mine = residuals(tmp_path / "w")
-    mine.write("w", 0, torch.tensor([1.0, 2.0]))
-    mine.belongs_to(7, version=3)
-    mine.close()
-    (tmp_path / "w" / "residual-0.bin").write_bytes(b"\1" * 8)
-    again = residuals(tmp_path / "w")
-    assert not again.found
-    assert again.read("w", 0, 2).tolist() == [0.0, 0.0]
-    again.close()
-
-
 def outcome(state: str) -> Any:
     return lambda ticket: messages.Outcome(ticket=ticket, state=state, base_version=0)
 
@@ -335,16 +309,3 @@ def test_zeros_count_where_nothing_was_written(tmp_path: Path) -> None:
     assert files[0].content_digest() != files[1].content_digest()
     for file in files:
         file.close()
-
-
-def test_files_without_their_note_are_not_believed(tmp_path: Path) -> None:
-    mine = residuals(tmp_path / "w")
-    for turn in (1, 2):
-        mine.write("w", 0, torch.tensor([1.0, 2.0]))
-        mine.belongs_to(turn, version=turn)
-        mine.settle(outcome("counted"))
-    mine.close()
-    (tmp_path / "w" / "residual.json").unlink()
-    again = residuals(tmp_path / "w")
-    assert again.read("w", 0, 2).tolist() == [0.0, 0.0]
-    again.close()

@@ -15,7 +15,7 @@ from atoll.errors import UsageError
 from atoll.filters import CHUNK_ELEMENTS, About, Cast, Drop, Filter, NormClip, Outgoing
 from atoll.filters.base import require_filters
 from atoll.tensors.schema import BUFFERS, TensorSpec
-from atoll.worker.exchange.base_and_outbox import BaseFile, Outbox
+from atoll.worker.exchange.base_and_outbox import Outbox
 from atoll.worker.exchange.encode_update import Filtered
 
 START = {"w": torch.zeros(2), "head": torch.ones(2), "bn.running_mean": torch.tensor([0.0]), "n": torch.tensor(7)}
@@ -164,14 +164,6 @@ def test_two_updates_of_one_round_do_not_share_their_noise(tmp_path: Path) -> No
     assert not torch.equal(*found)
 
 
-def test_two_filters_without_a_seed_have_noise_of_their_own(tmp_path: Path) -> None:
-    found = []
-    for name in ("a", "b"):
-        (tmp_path / name).mkdir()
-        found.append(sent(tmp_path / name, [NormClip(1.0, noise=1.0)])["w"])
-    assert not torch.equal(*found)
-
-
 class Shorter(Filter):
     def apply(self, name: str, start: int, values: Tensor) -> Tensor:
         return values[1:]
@@ -242,31 +234,6 @@ def test_what_is_no_filter_is_refused() -> None:
     assert require_filters([]) == ()
     with pytest.raises(UsageError, match=r"filters is Drop\('w'\) alone.*Give a list: \[Drop\('w'\)\]"):
         require_filters(Drop("w"))  # type: ignore[arg-type]
-
-
-def test_filters_that_can_be_read_once_are_not_lost() -> None:
-    """A site with filters from a generator would send its update as it is."""
-    filter_ = Drop("w")
-    assert require_filters(each for each in [filter_]) == (filter_,)  # type: ignore[arg-type]
-
-
-def test_a_run_of_a_buffer_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its value is its own plus what the filters took off its change: both follow from one reading of the base."""
-    read: list[str] = []
-
-    def values_of(self: BaseFile, name: str, start: int, stop: int) -> Tensor:
-        read.append(name)
-        return plain(self, name, start, stop)
-
-    plain = BaseFile.values_of
-    monkeypatch.setattr(BaseFile, "values_of", values_of)
-
-    class Halved(Filter):
-        def apply(self, name: str, start: int, values: Tensor) -> Tensor:
-            return values.div_(2)
-
-    assert sent(tmp_path, [Halved()])["bn.running_mean"].item() == 6.0  # half of the way from 0 to 12
-    assert read.count("bn.running_mean") == 1
 
 
 def test_integers_are_kept_or_not_and_never_asked_for(tmp_path: Path) -> None:

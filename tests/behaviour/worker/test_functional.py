@@ -166,21 +166,6 @@ def test_an_error_keeps_the_round_so_that_it_can_be_sent_again(server: atoll.Ser
         atoll.functional.send(ones())
 
 
-def test_numpy_goes_through_and_a_model_is_filled_in_place(server: atoll.Server, tmp_path: Path) -> None:
-    atoll.functional.init(server.url, "a", folder=tmp_path / "a")
-    received = atoll.functional.receive(framework="numpy")
-    assert received is not None
-    assert {type(value) for value in received.params.values()} == {np.ndarray}
-    atoll.functional.send({name: value * 3 for name, value in received.params.items()})
-    model = nn.Linear(3, 2)
-    address = model.weight.data_ptr()
-    again = atoll.functional.receive(into=model)
-    assert again is not None
-    assert again.params == {}
-    assert model.weight.data_ptr() == address
-    assert model.weight.unique().tolist() == [3.0]
-
-
 def test_calls_out_of_order_say_what_to_call(server: atoll.Server, tmp_path: Path) -> None:
     for call in (atoll.functional.is_running, atoll.functional.receive, lambda: atoll.functional.send(ones())):
         with pytest.raises(UsageError, match=r"atoll\.functional\.init\(\) first"):

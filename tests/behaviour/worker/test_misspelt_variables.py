@@ -81,16 +81,6 @@ def test_a_script_that_requires_a_server_does_not_train_alone(take_part: Callabl
     assert "ATOLL_SERVER" in refused.value.remedy
 
 
-def test_a_lightning_trainer_that_requires_a_server_does_not_train_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    lightning = pytest.importorskip("lightning.pytorch")
-    trainer = lightning.Trainer(logger=False, enable_checkpointing=False, accelerator="cpu")
-    with pytest.raises(ConfigError):
-        atoll.integrations.lightning.patch(trainer, require_server=True)
-    monkeypatch.setenv("ATOLL_SERVR", "http://127.0.0.1:9")
-    with pytest.raises(ConfigError):
-        atoll.integrations.lightning.patch(trainer)
-
-
 @pytest.mark.covers("X3")
 def test_a_script_ends_with_the_exit_code_of_a_wrong_setting(tmp_path: Path) -> None:
     script = tmp_path / "train.py"

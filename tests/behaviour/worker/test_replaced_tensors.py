@@ -8,21 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from kit import build_model, exported, serve
+from kit import diloco, exported, serve
 from torch import nn
-from torch.optim import SGD
 
 import atoll
 from atoll.errors import UsageError
 
-DILOCO: dict[str, Any] = {
-    "algorithm.name": "diloco",
-    "rounds.sites": 1,
-    "diloco.sync_every": 2,
-    "rounds.total": 3,
-    "aggregation.upload_codec.name": "none",
-}
-STREAMED = {"diloco.num_fragments": 2, "diloco.fragment_sync_delay": 1, "diloco.fragment_update_alpha": 0.5}
+DILOCO: dict[str, Any] = {"algorithm": "diloco", "sites": 1, "H": 2, "rounds": 3, "codec": "none"}
+STREAMED = {"K": 2, "tau": 1, "alpha": 0.5}
 
 
 def load_by_assignment(model: nn.Module) -> None:
@@ -52,19 +45,17 @@ def replace_buffers(model: nn.Sequential) -> None:
 
 def trained(server: atoll.Server, folder: Path, change: Callable[[Any], None]) -> nn.Module:
     """Change the model behind one step after the first synchronisation, and train to the end of the run."""
-    model = build_model()
-    optimizer = SGD(model.parameters(), lr=0.05)
-    with atoll.DiLoCo(model, optimizer, server=server.url, site="a", folder=folder / "workers") as loop:
+    with diloco(server, folder) as loop:
         for step in range(40):
             if loop.finished:
                 break
             if step == 3:
-                change(model)
-            for parameter in model.parameters():
+                change(loop.model)
+            for parameter in loop.model.parameters():
                 parameter.grad = torch.full_like(parameter, 0.1)
-            optimizer.step()
+            loop.optimizer.step()  # type: ignore[union-attr]
     assert loop.finished
-    return model
+    return loop.model
 
 
 @pytest.mark.parametrize("settings", [{}, STREAMED], ids=["whole", "streamed"])

@@ -7,11 +7,9 @@ from typing import Any
 import pytest
 import torch
 from kit.servers import plain_server
-from safetensors import safe_open
 from scaffold_world import ETA, TARGETS, One, first_round, one_round, train
 
 import atoll
-from atoll.algorithms.fedprox import ProximalTerm
 from atoll.algorithms.optimizer_hooks import StepHooks
 from atoll.algorithms.scaffold import ControlVariates
 from atoll.errors import UsageError
@@ -51,25 +49,6 @@ def rounds_of(server: atoll.Server, folder: Path, count: int) -> dict[str, Any]:
 def leave(known: dict[str, Any]) -> None:
     for worker in known["workers"].values():
         worker.leave()
-
-
-def test_three_rounds_are_those_of_the_paper(server: atoll.Server, tmp_path: Path) -> None:
-    known = rounds_of(server, tmp_path, ROUNDS)
-    for loop in known["loops"].values():
-        assert next(loop, None) is None
-    x, c, own = reference(ROUNDS)
-    for site, worker in known["workers"].items():
-        assert worker.load_into(One()).w.item() == pytest.approx(x, rel=1e-5)
-        exchange = worker._place.exchange
-        assert exchange.base.values_of("atoll.control.w", 0, 1).item() == pytest.approx(c, rel=1e-5)
-        exchange.kept.settle(exchange.session.outcome)
-        assert exchange.kept.read("atoll.control.w", 0, 1).item() == pytest.approx(own[site], rel=1e-5)
-        assert exchange.kept.read("atoll.control.frozen", 0, 2).tolist() == [0.0, 0.0]
-    leave(known)
-    assert server.wait(60)
-    with safe_open(server.exports / "model.safetensors", framework="pt") as file:
-        assert set(file.keys()) == {"w", "frozen", "count"}  # what people open has no controls
-        assert file.get_tensor("w").item() == pytest.approx(x, rel=1e-5)
 
 
 def test_a_third_site_that_joins_rescales_c(server: atoll.Server, tmp_path: Path) -> None:
@@ -129,21 +108,6 @@ def take_part(round_: Any, target: float, weight: float = 1.0) -> None:
     round_.correct(model, optimizer)
     train(model, optimizer, target)
     round_.submit(model, weight=weight)
-
-
-@pytest.mark.covers("S2")
-def test_controls_outlive_the_worker(server: atoll.Server, tmp_path: Path) -> None:
-    leave(rounds_of(server, tmp_path, 1))
-    leave(rounds_of(server, tmp_path, 1))
-    known = rounds_of(server, tmp_path, 1)
-    x, _, own = reference(3)
-    for loop in known["loops"].values():
-        assert next(loop, None) is None
-    assert known["workers"]["b"].load_into(One()).w.item() == pytest.approx(x, rel=1e-5)
-    for site, worker in known["workers"].items():
-        worker._place.exchange.kept.settle(worker._session.outcome)
-        assert worker._place.exchange.kept.read("atoll.control.w", 0, 1).item() == pytest.approx(own[site], rel=1e-5)
-    leave(known)
 
 
 def test_a_refused_update_leaves_the_control_as_it_was(tmp_path: Path) -> None:
@@ -219,19 +183,6 @@ def test_a_schedule_is_followed(tmp_path: Path) -> None:
         assert delta("w", 0, 1).item() == pytest.approx(-y / 0.3)
 
 
-def test_fedprox_pulls_towards_the_global_model() -> None:
-    """w_t = 2; g = w − 1, μ = 0.5, η = 0.1: 2 → 2 − 0.1·1 = 1.9 → 1.9 − 0.1·(0.9 + 0.5·(1.9 − 2)) = 1.815."""
-    model = One(2.0)
-    optimizer = torch.optim.SGD([model.w], lr=0.1)
-    with StepHooks(model, "fedprox", ProximalTerm(mu=0.5)).attach(optimizer) as correction:
-        train(model, optimizer, 1.0, steps=2)
-    assert model.w.item() == pytest.approx(1.815)
-    assert correction.steps == 2
-    train(model, optimizer, 1.0, steps=1)  # let go: plain again, 1.815 − 0.1·0.815
-    assert model.w.item() == pytest.approx(1.7335)
-    assert correction.steps == 2
-
-
 def test_a_round_is_corrected_once(tmp_path: Path) -> None:
     """Guards against hooks of an earlier call that go on: each step was corrected twice."""
     with first_round(tmp_path) as round_:
@@ -242,23 +193,6 @@ def test_a_round_is_corrected_once(tmp_path: Path) -> None:
             round_.correct(model, optimizer)
 
 
-def test_what_is_pending_is_forgotten_only_when_the_next_update_is_formed(server: atoll.Server, tmp_path: Path) -> None:
-    """A server that fell back may need the outbox once more, and with it what c_i becomes."""
-    known = rounds_of(server, tmp_path, 1)
-    round_ = next(known["loops"]["a"])
-    model = round_.load_into(One())
-    optimizer = torch.optim.SGD([model.w], lr=ETA)
-    correction = round_.correct(model, optimizer)
-    train(model, optimizer, TARGETS["a"])
-    controls = known["workers"]["a"]._place.exchange.kept
-    controls.belongs_to(99, 0)
-    correction.require_steps()
-    assert controls.note.pending == 99
-    round_.submit(model)
-    assert controls.note.pending == round_._ticket.id
-    leave(known)
-
-
 @pytest.mark.covers("X3")
 def test_a_models_own_names_do_not_collide_with_those_of_controls(tmp_path: Path) -> None:
     model = {"w": torch.zeros(2), "atoll.control.v": torch.zeros(2)}
@@ -266,42 +200,6 @@ def test_a_models_own_names_do_not_collide_with_those_of_controls(tmp_path: Path
         plain_server(tmp_path, model, algorithm="scaffold").start()
     with plain_server(tmp_path / "other", model):  # there are none here
         pass
-
-
-def test_a_file_that_is_new_holds_no_control(tmp_path: Path) -> None:
-    """Guards against a note that outlives its files."""
-    schema = schema_of(One()).with_groups(["control"])
-    controls = AlgorithmState(tmp_path, schema, ["control"], Owner("a", "r"))
-    controls.begin()
-    controls.write("atoll.control.w", 0, torch.tensor([5.0]))
-    controls.belongs_to(7, 0)
-    controls.note = type(controls.note)(current=1)
-    controls._write(controls.note)
-    controls.close()
-    again = AlgorithmState(tmp_path, schema, ["control"], Owner("a", "r"))
-    assert again.read("atoll.control.w", 0, 1).item() == 5.0
-    again.close()
-    for path in tmp_path.glob("algorithm-*.bin"):
-        path.unlink()
-    fresh = AlgorithmState(tmp_path, schema, ["control"], Owner("a", "r"))
-    assert fresh.read("atoll.control.w", 0, 1).item() == 0.0
-    fresh.close()
-
-
-def test_what_a_new_update_is_written_over_no_longer_counts_for_the_old_one(tmp_path: Path) -> None:
-    """Killed while the next update is formed: half of it lies where c_i⁺ of ticket 7 was."""
-    schema = schema_of(One()).with_groups(["control"])
-    controls = AlgorithmState(tmp_path, schema, ["control"], Owner("a", "r"))
-    controls.begin()
-    controls.write("atoll.control.frozen", 0, torch.tensor([5.0, 6.0]))
-    controls.belongs_to(7, 0)
-    controls.begin()
-    controls.write("atoll.control.frozen", 0, torch.tensor([9.0]))
-    controls.close()
-    again = AlgorithmState(tmp_path, schema, ["control"], Owner("a", "r"))
-    again.settle(lambda ticket: pytest.fail(f"asked for ticket {ticket}"))
-    assert again.read("atoll.control.frozen", 0, 2).tolist() == [0.0, 0.0]
-    again.close()
 
 
 def test_a_tensor_of_which_an_update_sets_nothing_stays_as_it_is(tmp_path: Path) -> None:

@@ -15,7 +15,6 @@ from kit import (
     SETTINGS,
     SITES,
     DiLoCoSites,
-    FederatedSites,
     build_model,
     exported,
     local_step,
@@ -216,20 +215,6 @@ def test_a_server_takes_tensors_that_are_named_by_a_wrapper(
             loaded = fl_round.state_dict()
             fl_round.submit(loaded)
     assert tensors_digest(loaded) == tensors_digest(build_model().state_dict())
-
-
-def test_a_model_trains_from_the_state_of_a_compiled_one(tmp_path: Path) -> None:
-    results = []
-    for folder, state in (
-        (tmp_path / "plain", dict(build_model().state_dict())),
-        (tmp_path / "named", compiled_state()),
-    ):
-        settings = SETTINGS | {"network.port": 0, "disk.state_dir": folder / "state"}
-        with new_server(state, **settings) as server:
-            FederatedSites(server.url, folder).join()
-            server.run()
-        results.append(tensors_digest(exported(folder)))
-    assert results[0] == results[1]
 
 
 def test_a_site_submits_tensors_that_are_named_by_a_wrapper(tmp_path: Path) -> None:
