@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -25,6 +27,18 @@ def told_of_moments(caplog: pytest.LogCaptureFixture) -> list[int]:
     ]
 
 
+def poison(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """A step as a loss of infinity leaves its gradients."""
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, math.nan)
+    optimizer.step()
+
+
+def adam_site(server: atoll.Server, folder: Path, steps: int, step: Callable[..., None]) -> DiLoCoSites:
+    inner = partial(torch.optim.AdamW, lr=0.01)
+    return DiLoCoSites(server.url, folder, steps, ["a"], inner=lambda model: inner(model.parameters()), step=step)
+
+
 @pytest.mark.covers("X3")
 @pytest.mark.parametrize("fragments", [1, 2])
 def test_names_the_moments_at_the_first_refusal(
@@ -35,24 +49,14 @@ def test_names_the_moments_at_the_first_refusal(
 
     def step(model: nn.Module, optimizer: torch.optim.Optimizer, site: str, number: int) -> None:
         local_step(model, optimizer, site, number)
-        if number == 2:  # as a loss of infinity leaves them
-            for parameter in model.parameters():
-                parameter.grad = torch.full_like(parameter, math.nan)
-            optimizer.step()
+        if number == 2:
+            poison(model, optimizer)
         if server.status().refused and not warned:
             warned.append(wait_until(lambda: [text for text in server.status().warnings if "exp_avg" in text], "it"))
 
     with serve(tmp_path, algorithm="diloco", H=4, sites=1, K=fragments) as server:
-        sites = DiLoCoSites(
-            server.url,
-            tmp_path,
-            100,
-            ["a"],
-            inner=lambda model: torch.optim.AdamW(model.parameters(), lr=0.01),
-            step=step,
-        )
         with contextlib.suppress(UpdateRefused):  # the fifth
-            sites.join()
+            adam_site(server, tmp_path, 100, step).join()
     assert told_of_moments(caplog)[:1] == [1]
     assert "exp_avg_sq" in caplog.text
     assert warned, "status showed no warning"
@@ -71,22 +75,12 @@ def test_takes_the_warning_back_when_the_state_is_cleared_and_an_update_counts(t
             optimizer.state.clear()
         local_step(model, optimizer, site, number)
         if number == 2:
-            for parameter in model.parameters():
-                parameter.grad = torch.full_like(parameter, math.nan)
-            optimizer.step()
+            poison(model, optimizer)
         if number == 80:
             wait_until(lambda: not warnings(), "no warning")
 
-    options = {"algorithm.name": "diloco", "diloco.sync_every": 4, "rounds.sites": 1, "rounds.total": 30}
-    with serve(tmp_path, **options) as server:
-        DiLoCoSites(
-            server.url,
-            tmp_path,
-            81,
-            ["a"],
-            inner=lambda model: torch.optim.AdamW(model.parameters(), lr=0.01),
-            step=step,
-        ).join()
+    with serve(tmp_path, algorithm="diloco", H=4, sites=1, rounds=30) as server:
+        adam_site(server, tmp_path, 81, step).join()
     assert warned
 
 
@@ -101,8 +95,7 @@ def test_says_nothing_of_moments_that_are_finite(tmp_path: Path, caplog: pytest.
                 next(model.parameters()).fill_(math.nan)
 
     with serve(tmp_path, algorithm="diloco", H=4, sites=1) as server:
-        sites = DiLoCoSites(server.url, tmp_path, 100, ["a"], step=step)
-        sites.join()
+        DiLoCoSites(server.url, tmp_path, 100, ["a"], step=step).join()
         assert server.status().refused == 1
         assert server.status().finished
     assert told_of_moments(caplog) == []
@@ -119,8 +112,6 @@ def test_names_the_moments_of_a_corrected_optimizer(tmp_path: Path, caplog: pyte
             for fl_round in worker:
                 fl_round.load_into(model)
                 with fl_round.correct(model, optimizer):
-                    for parameter in model.parameters():
-                        parameter.grad = torch.full_like(parameter, math.nan)
-                    optimizer.step()
+                    poison(model, optimizer)
                 fl_round.submit(model)
     assert told_of_moments(caplog) == [1], "once: the next refusals are of the same moments"

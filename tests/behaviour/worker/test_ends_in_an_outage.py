@@ -7,31 +7,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from kit import build_model, local_step, serve
+from kit import diloco, serve, take_steps
 
 import atoll
 from atoll.errors import TRANSIENT
 from atoll.worker.training.synchroniser import REPEAT_S, Outage
 
 H = 4
-STREAMS = {"diloco.num_fragments": 2, "diloco.fragment_sync_delay": 1}
+STREAMS = {"K": 2, "tau": 1}
 
 
 def train(folder: Path, lost_at: int, steps: int, **settings: Any) -> atoll.DiLoCo:
     """Steps of one worker; its server goes away for good after step `lost_at`."""
-    settings = {"algorithm.name": "diloco", "diloco.sync_every": H, "rounds.sites": 1, "rounds.total": 100} | settings
-    model = build_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    with serve(folder, **settings) as server:
-        loop = atoll.DiLoCo(
-            model, optimizer, server=server.url, site="a", folder=folder / "workers", max_sync_retries=0
-        )
-        with loop:
-            for step in range(1, steps + 1):
-                local_step(model, optimizer, "a", step)
-                if step == lost_at:
-                    server.stop()
+    with serve(folder, **{"algorithm": "diloco", "H": H, "sites": 1, "rounds": 100} | settings) as server:
+        with diloco(server, folder, max_sync_retries=0) as loop:
+            take_steps(loop, lost_at)
+            server.stop()
+            take_steps(loop, steps - lost_at)
     return loop
 
 

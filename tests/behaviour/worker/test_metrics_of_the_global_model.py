@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from kit import SITES, build_model, exported, local_step, serve, tensors_digest, together
+from kit import SITES, build_model, diloco, exported, serve, take_steps, tensors_digest, together
 from torch import Tensor, nn
 
-import atoll
+from atoll.testing.run import history
 
-DILOCO: dict[str, Any] = {
-    "algorithm.name": "diloco",
-    "algorithm.outer_optimizer.name": None,
-    "diloco.sync_every": 3,
-    "rounds.total": 4,
-}
+DILOCO: dict[str, Any] = {"algorithm": "diloco", "algorithm.outer_optimizer.name": None, "H": 3, "rounds": 4}
 
 
 def norm(model: nn.Module) -> float:
@@ -39,7 +32,8 @@ class Run:
         status: of the server, at the end.
     """
 
-    def __init__(self, folder: Path, **settings: Any) -> None:
+    def __init__(self, folder: Path, *, measures: bool = True, **settings: Any) -> None:
+        self._measures = measures
         self.seen: defaultdict[str, list[dict[str, Tensor]]] = defaultdict(list)
         self.values: defaultdict[str, list[float]] = defaultdict(list)
         with serve(folder, **(DILOCO | settings)) as server:
@@ -47,23 +41,18 @@ class Run:
             server.run()
             self.status = server.status()
         self.result = exported(folder)
-        self.rounds = rows_of(folder)
+        self.rounds = history(folder / "state")
 
     def _work(self, url: str, folder: Path, site: str) -> None:
-        model = build_model()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-
         def measure() -> dict[str, float]:
-            self.seen[site].append({name: each.clone() for name, each in model.state_dict().items()})
-            self.values[site].append(norm(model))
+            self.seen[site].append({name: each.clone() for name, each in loop.model.state_dict().items()})
+            self.values[site].append(norm(loop.model))
             return {"norm": self.values[site][-1]}
 
-        how: dict[str, Any] = {"site": site, "folder": folder / "workers", "weight": SITES[site]}
-        with atoll.DiLoCo(model, optimizer, server=url, metrics=measure, **how) as loop:
-            step = 0
-            while not loop.finished:
-                local_step(model, optimizer, site, step)
-                step += 1
+        metrics = measure if self._measures else None
+        loop = diloco(url, folder, site, metrics=metrics, weight=SITES[site])
+        with loop:
+            take_steps(loop, site=site)
 
 
 @pytest.mark.covers("X41")
@@ -71,8 +60,8 @@ class Run:
     "settings",
     [
         {},
-        {"diloco.fragment_sync_delay": 1, "diloco.fragment_update_alpha": 0.0},
-        {"diloco.fragment_sync_delay": 1, "diloco.fragment_update_alpha": 0.5},
+        {"tau": 1, "alpha": 0.0},
+        {"tau": 1, "alpha": 0.5},
     ],
     ids=["whole", "overlap", "mixed"],
 )
@@ -80,7 +69,7 @@ def test_metrics_are_credited_to_the_version_that_was_measured(tmp_path: Path, s
     run = Run(tmp_path, **{"rounds.best_metric": "norm", "rounds.best_mode": "max"}, **settings)
     a, b = (list(map(tensors_digest, run.seen[site])) for site in SITES)
     assert a == b  # both saw the same global versions
-    assert len(set(a)) == len(a) == DILOCO["rounds.total"]
+    assert len(set(a)) == len(a) == DILOCO["rounds"]
     assert a[0] == tensors_digest(build_model().state_dict())
     assert tensors_digest(run.result) not in a  # the result of the last round is not trained from
     values = run.values["a"]
@@ -95,7 +84,7 @@ def test_ends_early_when_the_global_model_gets_no_better(tmp_path: Path) -> None
     # the models grow from version to version, so that the smallest is version 0
     run = Run(
         tmp_path,
-        **{"rounds.total": 9, "rounds.best_metric": "norm", "rounds.best_mode": "min", "rounds.early_stop_after": 2},
+        **{"rounds": 9, "rounds.best_metric": "norm", "rounds.best_mode": "min", "rounds.early_stop_after": 2},
     )
     values = run.values["a"]
     assert values == sorted(values)
@@ -106,55 +95,22 @@ def test_ends_early_when_the_global_model_gets_no_better(tmp_path: Path) -> None
 
 def test_fragments_are_measured_as_the_global_model_and_local_progress_stays(tmp_path: Path) -> None:
     """With the hook the run comes to the bits that it has without."""
-    settings: dict[str, Any] = {
-        "diloco.num_fragments": 3,
-        "diloco.fragment_sync_delay": 0,
-        "diloco.fragment_update_alpha": 0.5,
-    }
+    settings: dict[str, Any] = {"K": 3, "tau": 0, "alpha": 0.5}
     run = Run(tmp_path / "measured", **settings)
     a, b = (list(map(tensors_digest, run.seen[site])) for site in SITES)
     assert a == b
     assert len(set(a)) == len(a)
-
-    def plain(site: str) -> None:
-        model = build_model()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-        where = {"site": site, "folder": tmp_path / "plain" / "workers", "weight": SITES[site]}
-        with atoll.DiLoCo(model, optimizer, server=server.url, **where) as loop:  # type: ignore[arg-type]
-            step = 0
-            while not loop.finished:
-                local_step(model, optimizer, site, step)
-                step += 1
-
-    with serve(tmp_path / "plain", **DILOCO, **settings) as server:
-        together(*(partial(plain, site) for site in SITES))
-        server.run()
-    assert tensors_digest(exported(tmp_path / "plain")) == tensors_digest(run.result)
+    assert tensors_digest(Run(tmp_path / "plain", measures=False, **settings).result) == tensors_digest(run.result)
 
 
 def test_no_metric_travels_where_local_progress_was_carried_to_another_version(tmp_path: Path) -> None:
     """A site that missed rounds never had the newer version alone: what it measured before is not of that one."""
-    settings = DILOCO | {"diloco.sync_every": 2, "rounds.quorum": 1, "rounds.deadline_s": 0.2}
-    with serve(tmp_path, **settings) as server:
-
-        def loop(site: str) -> tuple[atoll.DiLoCo, nn.Module, torch.optim.Optimizer]:
-            model = build_model()
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-            where: dict[str, Any] = {"server": server.url, "site": site, "folder": tmp_path / "workers"}
-            return atoll.DiLoCo(model, optimizer, metrics=lambda: {f"of_{site}": 1.0}, **where), model, optimizer
-
-        (late, *of_late), (early, *of_early) = loop("b"), loop("a")
+    with serve(tmp_path, **DILOCO | {"H": 2}, **{"rounds.quorum": 1, "rounds.deadline_s": 0.2}) as server:
+        late, early = (diloco(server, tmp_path, site, metrics=lambda site=site: {f"of_{site}": 1.0}) for site in "ba")
         with late:  # it has version 0
             with early:
-                for step in range(4):
-                    local_step(*of_early, "a", step)
-            for step in range(4):
-                local_step(*of_late, "b", step)
+                take_steps(early, 4, "a")
+            take_steps(late, 4, "b")
         assert server.status().version == 4
-    assert [row["metrics"] for row in rows_of(tmp_path)] == [{"of_a": 1.0}, {"of_a": 1.0}, {}, {"of_b": 1.0}]
-
-
-def rows_of(folder: Path) -> list[dict[str, Any]]:
-    """Of metrics.jsonl, one a round."""
-    rows = (folder / "state" / "exports" / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(row) for row in rows]
+    rows = history(tmp_path / "state")
+    assert [row["metrics"] for row in rows] == [{"of_a": 1.0}, {"of_a": 1.0}, {}, {"of_b": 1.0}]

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from kit import SITES, build_model, exported, serve, tensors_digest, together
+from kit import SITES, build_model, diloco, exported, serve, tensors_digest, together
 from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
@@ -18,7 +18,7 @@ import atoll
 from atoll import errors
 
 Optimizers = list[Optimizer]
-DILOCO = {"algorithm.name": "diloco", "algorithm.outer_optimizer.name": None, "diloco.sync_every": 2, "rounds.total": 2}
+DILOCO = {"algorithm": "diloco", "algorithm.outer_optimizer.name": None, "H": 2, "rounds": 2}
 
 
 def two(model: nn.Module) -> Optimizers:
@@ -64,7 +64,7 @@ def trained(
         model = build_model()
         optimizers = make(model)
         handed = given(optimizers)
-        with atoll.DiLoCo(model, handed, server=server.url, site=site, folder=folder / "workers") as loop:
+        with diloco(server, folder, site, model, handed) as loop:
             calls = steps(handed, optimizers)
             number = 0
             while not loop.finished:
@@ -116,7 +116,7 @@ def test_warns_of_an_optimizer_that_holds_a_part_of_the_parameters(
 
     model = build_model()
     with serve(tmp_path, sites=1, **DILOCO) as server:
-        start = partial(atoll.DiLoCo, model, server=server.url, site="a", folder=tmp_path / "workers")
+        start = partial(diloco, server, tmp_path, "a", model)
         with start(two(model)[0]):
             (said,) = warnings()
         assert "'0.bias'" in said
@@ -166,26 +166,19 @@ def first_of_two(model: nn.Module) -> Optimizers:
     return two(model)[:1]
 
 
-@pytest.mark.parametrize("given", [[], [1], "sgd", {}], ids=str)
-def test_refuses_what_is_no_optimizer(given: Any) -> None:
-    with pytest.raises(errors.UsageError):
-        atoll.DiLoCo(build_model(), given)
-
-
-def test_refuses_an_optimizer_given_twice() -> None:
+@pytest.mark.parametrize("given", [[], [1], "sgd", {}, "twice"], ids=str)
+def test_refuses_what_is_no_optimizer_or_given_twice(given: Any) -> None:
     model = build_model()
-    optimizer = SGD(model.parameters(), lr=0.1)
     with pytest.raises(errors.UsageError):
-        atoll.DiLoCo(model, [optimizer, optimizer])
+        atoll.DiLoCo(model, 2 * [SGD(model.parameters(), lr=0.1)] if given == "twice" else given)
 
 
 def test_refuses_one_of_several_optimizers_that_trains_another_model(tmp_path: Path) -> None:
     model = build_model()
     of_another = SGD(build_model().parameters(), lr=0.1)
     with serve(tmp_path, **DILOCO) as server:
-        loop = atoll.DiLoCo(model, [SGD(model.parameters(), lr=0.1), of_another], server=server.url, site="a")
         with pytest.raises(errors.UsageError):
-            loop.start()
+            diloco(server, tmp_path, "a", model, [SGD(model.parameters(), lr=0.1), of_another]).start()
 
 
 # -- wrapped and compiled
@@ -206,21 +199,24 @@ def compiled_around(_: Any, optimizers: Optimizers) -> list[Callable[[], Any]]:
     return [torch.compile(step, backend="eager")]
 
 
-@pytest.mark.parametrize("how", [compiled, compiled_around])
-def test_compiled_steps_synchronise(tmp_path: Path, how: Callable[[Any, Optimizers], list[Callable[[], Any]]]) -> None:
-    plain = trained(tmp_path / "plain", lambda optimizers: optimizers[0], step_of_given, one)
-    assert trained(tmp_path / "compiled", lambda optimizers: optimizers[0], how, one) == plain
+def first(optimizers: Optimizers) -> Optimizer:
+    return optimizers[0]
 
 
-def test_follows_the_optimizer_that_accelerate_has_wrapped(tmp_path: Path) -> None:
-    accelerate = pytest.importorskip("accelerate")
-    accelerator = accelerate.Accelerator(cpu=True)
+def wrapped(optimizers: Optimizers) -> Any:
+    return pytest.importorskip("accelerate").Accelerator(cpu=True).prepare_optimizer(optimizers[0])
 
-    def wrapped(optimizers: Optimizers) -> Any:
-        return accelerator.prepare_optimizer(optimizers[0])
 
-    plain = trained(tmp_path / "plain", lambda optimizers: optimizers[0], step_of_given, one)
-    assert trained(tmp_path / "wrapped", wrapped, step_of_given, one) == plain
+@pytest.mark.parametrize(
+    ("given", "how"),
+    [(first, compiled), (first, compiled_around), (wrapped, step_of_given)],
+    ids=lambda each: each.__name__,
+)
+def test_follows_compiled_and_wrapped_steps(
+    tmp_path: Path, given: Callable[[Optimizers], Any], how: Callable[[Any, Optimizers], list[Callable[[], Any]]]
+) -> None:
+    plain = trained(tmp_path / "plain", first, step_of_given, one)
+    assert trained(tmp_path / "followed", given, how, one) == plain
 
 
 @pytest.mark.parametrize("wrapper", ["accelerate", "compile"])
@@ -230,7 +226,7 @@ def test_corrections_follow_wrapped_and_compiled_steps(tmp_path: Path, wrapper: 
             model = build_model()
             optimizer: Any = SGD(model.parameters(), lr=0.05)
             if how == "accelerate":
-                optimizer = pytest.importorskip("accelerate").Accelerator(cpu=True).prepare_optimizer(optimizer)
+                optimizer = wrapped([optimizer])
             step = torch.compile(optimizer.step, backend="eager") if how == "compile" else optimizer.step
             with atoll.join(server.url, site=site, folder=folder / "workers") as worker:
                 for fl_round in worker:
