@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from kit.servers import long, new_server
-from kit.sites import DiLoCoSites
+from kit.sites import DiLoCoSites, diloco
 from six_layers import LAYERS, WEIGHTS, build, inner, local_step
 from torch import Tensor, nn
 
@@ -82,9 +82,9 @@ def expected(
     return traces
 
 
-def serving(folder: Path, **settings: Any) -> dict[str, Any]:
-    """Settings of a run of this model, some by their short names."""
-    options: dict[str, Any] = {
+def serve(folder: Path, model: nn.Module | None = None, **options: Any) -> atoll.Server:
+    """A server that is not started; settings stand among its arguments, some by their short names."""
+    settings: dict[str, Any] = {
         "algorithm.name": "diloco",
         "aggregation.upload_codec.name": "none",
         "algorithm.outer_optimizer.lr": OUTER_LR,
@@ -94,12 +94,23 @@ def serving(folder: Path, **settings: Any) -> dict[str, Any]:
         "network.heartbeat_interval_s": 1.0,
         "run.threads": 1,
     }
-    return options | long(settings)
+    return new_server(model or build(), **settings | long(options))
 
 
-def serve(folder: Path, model: nn.Module | None = None, **settings: Any) -> atoll.Server:
-    """A server that is not started."""
-    return new_server(model or build(), **serving(folder, **settings))
+def loop_of(url: str, folder: Path, site: str = "a", **options: Any) -> atoll.DiLoCo:
+    """The loop of a site around the six layers, not started."""
+    model = build()
+    return diloco(url, folder, site, model, inner(model), **options)
+
+
+def step_(loop: atoll.DiLoCo, site: str = "a") -> None:
+    """One local step of a loop."""
+    local_step(loop.model, loop.optimizer, site)  # type: ignore[arg-type]
+
+
+def versions(server: atoll.Server) -> list[int]:
+    """The newest version of each fragment."""
+    return [fragment.version for fragment in server.status().fragments]
 
 
 class Sites(DiLoCoSites):

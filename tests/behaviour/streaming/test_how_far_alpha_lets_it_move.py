@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from kit.servers import plain_server
+from kit.sites import DiLoCoSites
 from safetensors.torch import load_file
 from torch import nn
-
-import atoll
 
 
 class Two(nn.Module):
@@ -39,28 +39,20 @@ def test_the_model_moves_by_so_much_in_each_round(
     tmp_path: Path, alpha: float, tau: int, outer_lr: float, outer_momentum: float, speed: float
 ) -> None:
     """After 30 rounds; what is left of how it began is less than 0.73²⁹ of it."""
-    model = Two()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    versions: list[float] = []
-    with plain_server(
-        tmp_path,
-        Two(),
-        algorithm="diloco",
-        sites=1,
-        rounds=30,
-        H=2,
-        K=2,
-        tau=tau,
-        alpha=alpha,
-        codec="none",
-        **{"algorithm.outer_optimizer.lr": outer_lr, "algorithm.outer_optimizer.momentum": outer_momentum},
-    ) as server:
-        with atoll.DiLoCo(model, optimizer, server=server.url, site="a", folder=tmp_path / "w") as diloco:
-            while not diloco.finished:
-                optimizer.zero_grad()
-                (model.first.sum() + model.second.sum()).backward()  # every element moves by −1
-                optimizer.step()
-                if diloco.step in (57, 59):
-                    path = server.save_state(tmp_path / "version.safetensors")
-                    versions.append(load_file(path)["first"][0].item())
-    assert versions[0] - versions[1] == pytest.approx(speed, rel=1e-3)
+    found: list[float] = []
+
+    def step(model: Two, optimizer: torch.optim.Optimizer, site: str, number: int) -> None:
+        optimizer.zero_grad()
+        (model.first.sum() + model.second.sum()).backward()  # every element moves by −1
+        optimizer.step()
+        if number in (56, 58):
+            found.append(load_file(server.save_state(tmp_path / "version.safetensors"))["first"][0].item())
+
+    rates = {"algorithm.outer_optimizer.lr": outer_lr, "algorithm.outer_optimizer.momentum": outer_momentum}
+    run = {"sites": 1, "rounds": 30, "H": 2, "K": 2, "tau": tau, "alpha": alpha, "codec": "none"}
+    with plain_server(tmp_path, Two(), algorithm="diloco", **run, **rates) as server:
+        inner = partial(torch.optim.SGD, lr=1.0)
+        DiLoCoSites(
+            server.url, tmp_path, 10**6, "a", build=Two, inner=lambda model: inner(model.parameters()), step=step
+        ).join()
+    assert found[0] - found[1] == pytest.approx(speed, rel=1e-3)

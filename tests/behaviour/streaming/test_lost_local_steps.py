@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 from harness.processes import Nursery
-from kit import build_model, serve, write_run_file
-from kit.servers import new_server
+from kit import serve, write_run_file
+from kit.servers import SHORT
 
 from atoll.errors import ConfigError
 
@@ -19,26 +19,25 @@ DILOCO: dict[str, Any] = {
     "algorithm.outer_optimizer.momentum": None,
 }
 ALL_LOST: list[dict[str, Any]] = [
-    {"diloco.sync_every": 6, "diloco.fragment_sync_delay": 6},
-    {"diloco.sync_every": 6, "diloco.fragment_sync_delay": 6, "diloco.num_fragments": 3, "diloco.max_inflight": 3},
-    {"diloco.sync_every": 6, "diloco.fragment_sync_delay": 6, "async.enabled": True},
-    {"diloco.sync_every": 1, "diloco.fragment_sync_delay": 1},
+    {"H": 6, "tau": 6},
+    {"H": 6, "tau": 6, "K": 3, "inflight": 3},
+    {"H": 6, "tau": 6, "async.enabled": True},
+    {"H": 1, "tau": 1},
 ]
 
 
 @pytest.mark.covers("L7")
 @pytest.mark.parametrize("settings", ALL_LOST, ids=str)
 def test_refuses_tau_of_a_whole_interval_with_alpha_zero(tmp_path: Path, settings: dict[str, Any]) -> None:
-    merged = DILOCO | {"network.port": 0, "disk.state_dir": tmp_path / "state"} | settings
-    with pytest.raises(ConfigError) as caught:
-        new_server(build_model(), **merged).start()
-    for key in ("diloco.fragment_sync_delay", "diloco.sync_every"):
-        assert f"{key} is {settings[key]}" in str(caught.value)
+    with pytest.raises(ConfigError) as caught, serve(tmp_path, **DILOCO, **settings):
+        pass
+    for key in ("tau", "H"):
+        assert f"{SHORT[key]} is {settings[key]}" in str(caught.value)
     assert "diloco.fragment_update_alpha is 0" in str(caught.value)
 
 
 def test_the_command_refuses_it_with_the_exit_code_of_a_wrong_setting(tmp_path: Path, nursery: Nursery) -> None:
-    write_run_file(tmp_path, **DILOCO, **{"diloco.sync_every": 6, "network.port": 0})
+    write_run_file(tmp_path, **DILOCO, **{SHORT["H"]: 6, "network.port": 0})
     server = nursery.start(
         "atoll", "server", "run.toml", "--set", "diloco.fragment_sync_delay=6", cwd=tmp_path, log=tmp_path / "log"
     )
@@ -48,21 +47,13 @@ def test_the_command_refuses_it_with_the_exit_code_of_a_wrong_setting(tmp_path: 
 @pytest.mark.parametrize(
     ("settings", "share"),
     [
-        ({"diloco.sync_every": 6, "diloco.fragment_sync_delay": 6, "diloco.fragment_update_alpha": 0.5}, "100%"),
-        ({"diloco.sync_every": 10, "diloco.fragment_sync_delay": 9}, "90%"),
-        (
-            {
-                "diloco.sync_every": 9,
-                "diloco.num_fragments": 3,
-                "diloco.max_inflight": 2,
-                "diloco.fragment_sync_delay": 6,
-            },
-            "67%",
-        ),
-        ({"diloco.sync_every": 10, "diloco.fragment_sync_delay": 3}, "30%"),
-        ({"diloco.sync_every": 10, "diloco.fragment_sync_delay": 2}, ""),
-        ({"diloco.sync_every": 10, "diloco.fragment_sync_delay": 9, "diloco.fragment_update_alpha": 0.9}, ""),
-        ({"diloco.sync_every": 10}, ""),
+        ({"H": 6, "tau": 6, "alpha": 0.5}, "100%"),
+        ({"H": 10, "tau": 9}, "90%"),
+        ({"H": 9, "K": 3, "inflight": 2, "tau": 6}, "67%"),
+        ({"H": 10, "tau": 3}, "30%"),
+        ({"H": 10, "tau": 2}, ""),
+        ({"H": 10, "tau": 9, "alpha": 0.9}, ""),
+        ({"H": 10}, ""),
     ],
     ids=str,
 )
@@ -73,13 +64,7 @@ def test_warns_with_the_share_of_local_steps_under_way(tmp_path: Path, settings:
 
 
 def test_warns_that_slow_workers_may_lose_all_steps(tmp_path: Path) -> None:
-    settings: dict[str, Any] = {
-        "diloco.sync_every": 20,
-        "diloco.fragment_sync_delay": 2,
-        "async.enabled": True,
-        "diloco.dynamic_local_steps": True,
-    }
-    with serve(tmp_path / "zero", **DILOCO, **settings) as server:
-        assert [each for each in server.status().warnings if "dynamic_local_steps" in each]
-    with serve(tmp_path / "half", **DILOCO, **settings, alpha=0.5) as server:
-        assert not [each for each in server.status().warnings if "dynamic_local_steps" in each]
+    settings: dict[str, Any] = {"H": 20, "tau": 2, "async.enabled": True, "diloco.dynamic_local_steps": True}
+    for alpha, warned in ((0.0, 1), (0.5, 0)):
+        with serve(tmp_path / str(alpha), **DILOCO, **settings, alpha=alpha) as server:
+            assert sum("dynamic_local_steps" in each for each in server.status().warnings) == warned

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import signal
 import sqlite3
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
@@ -12,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from harness.processes import Kept, Nursery, Process, free_port, wait_until
-from kit import Threads, serve
+from harness.processes import Kept, Nursery, Process, wait_until
+from kit import ForkedServer, Threads, serve
 from swarm_run import SITES, STEPS, build, gradients_
 from torch import nn
 
@@ -21,22 +20,18 @@ import atoll
 from atoll.errors import ServerUnreachable
 from atoll.testing.run import Status, status
 
-KILLED = -signal.SIGKILL
 ROUNDS = 3
 SETTINGS: dict[str, Any] = {
-    "algorithm.name": "fedavg",
-    "algorithm.outer_optimizer.name": "sgd",
-    "algorithm.outer_optimizer.lr": 0.7,
-    "algorithm.outer_optimizer.momentum": 0.9,
     "swarm.enabled": True,
     "rounds.sites": len(SITES),
     "rounds.total": ROUNDS,
-    "network.part_bytes": 2**16,
-    "disk.min_free_bytes": 0,
     "network.heartbeat_interval_s": 0.2,
     "network.heartbeat_timeout_s": 2.0,
-    "run.threads": 1,
 }
+PLAIN: dict[str, Any] = dict.fromkeys(
+    ("algorithm.outer_optimizer.name", "algorithm.outer_optimizer.lr", "algorithm.outer_optimizer.momentum")
+)
+"""Without the outer optimizer of the kit's settings: that of the algorithm."""
 
 
 class Sites(Threads):
@@ -47,12 +42,7 @@ class Sites(Threads):
         moved: site → bytes of tensors that it has sent and received.
     """
 
-    def __init__(
-        self,
-        url: str,
-        folder: Path,
-        names: Iterable[str] = SITES,
-    ) -> None:
+    def __init__(self, url: str, folder: Path, names: Iterable[str] = SITES) -> None:
         self.models: dict[str, nn.Module] = {}
         self.moved: dict[str, tuple[int, int]] = {}
         self._url, self._folder = url, folder
@@ -82,33 +72,17 @@ def serve_swarm(folder: Path, **settings: Any) -> Iterator[atoll.Server]:
         yield server
 
 
-class ServerProcess:
+class ServerProcess(ForkedServer):
     """The run, served by `atoll server` in a process of its own; started again whenever it was killed."""
 
     def __init__(self, nursery: Nursery, folder: Path, lives: Sequence[str] = (), **settings: Any) -> None:
-        self.folder, self.port, self.log = folder, free_port(), folder / "server.log"
-        self._nursery = nursery
         (folder / "swarm_model.py").write_text(
             f"import sys\nsys.path.insert(0, {str(Path(__file__).parent)!r})\nfrom swarm_run import build\n"
         )
-        values = (
-            SETTINGS
-            | {"model.source": "swarm_model:build", "disk.state_dir": "state", "network.port": self.port}
-            | settings
-        )
-        lines = [f"{key} = {_toml(value)}\n" for key, value in values.items()]
-        (folder / "run.toml").write_text("".join(lines))
-        self.kept = Kept(self._start, lives)
-
-    def _start(self, failpoints: str) -> Process:
-        return self._nursery.start("atoll", "server", "run.toml", cwd=self.folder, failpoints=failpoints, log=self.log)
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        super().__init__(nursery, folder, tuple(lives), **SETTINGS | {"model.source": "swarm_model:build"} | settings)
 
     def status(self) -> Status | None:
-        """None while nobody answers."""
+        """None while no server answers."""
         try:
             return status(self.url)
         except ServerUnreachable:
@@ -132,16 +106,6 @@ class ServerProcess:
     def said(self, text: str, timeout_s: float = 30.0) -> None:
         """Return once the server has logged this."""
         wait_until(lambda: text in self.log.read_text(), f"{text!r} in {self.log}", timeout_s)
-
-    def __enter__(self) -> ServerProcess:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.kept.close()
-
-
-def _toml(value: Any) -> str:
-    return json.dumps(value)
 
 
 class SiteProcess:
@@ -241,11 +205,11 @@ class Result:
 EVERY_SITE_AND_ROUND = [(site, number) for site in SITES for number in range(1, ROUNDS + 1)]
 
 
-def left_by(folder: Path, **settings: Any) -> tuple[Result, Sites]:
+def left_by(folder: Path, names: Iterable[str] = SITES, **settings: Any) -> tuple[Result, Sites]:
     """A finished run, and its sites."""
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
     with serve_swarm(folder, **settings) as server:
-        sites = Sites(server.url, folder)
+        sites = Sites(server.url, folder, names)
         sites.join()
         server.run()
     return Result(folder), sites

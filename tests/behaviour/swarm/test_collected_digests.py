@@ -1,4 +1,4 @@
-"""The aggregating worker's report counts for the update that was offered, and for no other one."""
+"""What the server of a swarm takes of its workers' reports: what leads to the worker, and names what was offered."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from harness.processes import wait_until
 from kit import serve
 
 import atoll
+from atoll.errors import BadRequest
 from atoll.protocol import messages, routes
 from atoll.protocol.swarm_messages import Closed, Collected, Held, PeerReport, PeerWork, Source
 from atoll.transport.http_client import Http
@@ -30,19 +31,21 @@ class Site:
         self.http.lease = self.http.post(routes.WORKERS, join, messages.Joined).lease
         manifest = self.http.get(routes.MANIFEST.format(fragment=0, version=0), messages.Manifest)
         self.part_digests = manifest.part_digests
-        self._held = Held(fragment=0, version=0, digest=manifest.digest, source=Source(version=self.reference()))
+        self.held = Held(fragment=0, version=0, digest=manifest.digest, source=Source(version=self.reference()))
 
-    def reference(self) -> str:
-        return f"atoll-ref://{self.address.removeprefix('http://')}/{'0' * 32}?expires=1#{'0' * 32}.{'0' * 64}"
+    def reference(self, place: str = "") -> str:
+        """To a file at a place, by default this site's."""
+        place = place or self.address.removeprefix("http://")
+        return f"atoll-ref://{place}/{'0' * 32}?expires=1#{'0' * 32}.{'0' * 64}"
 
-    def report(self, *collected: Collected, closed: Sequence[Closed] = ()) -> PeerWork:
+    def report(self, *collected: Collected, closed: Sequence[Closed] = (), held: Held | None = None) -> PeerWork:
         self._reports += 1
         reached = [address for name, address in ADDRESSES.items() if name != self.name]
         report = PeerReport(
             address=self.address,
             number=self._reports,
             seen=self._seen,
-            held=[self._held],
+            held=[held or self.held],
             reached=reached,
             collected=list(collected),
             closed=list(closed),
@@ -58,11 +61,11 @@ class Site:
 class Offer:
     """An update of a site, offered until another one has collected it."""
 
-    def __init__(self, pool: Executor, site: Site, digest: str) -> None:
+    def __init__(self, pool: Executor, site: Site, digest: str, place: str = "") -> None:
         request = messages.TicketRequest(wait_s=10.0)
         ticket = site.http.post(routes.TICKETS, request, messages.TicketReply, timeout_s=30.0).ticket
         assert ticket is not None
-        self.ticket, self._digest, self._source = ticket.ticket, digest, site.reference()
+        self.ticket, self._digest, self._source = ticket.ticket, digest, site.reference(place)
         complete = messages.Complete(digest=digest, weight=1.0, steps=1, source=self._source)
         path = routes.COMPLETE.format(ticket=self.ticket)
         self.receipt: Future[messages.Receipt] = pool.submit(
@@ -134,3 +137,26 @@ def test_replaces_an_aggregator_with_digests_of_no_version(tmp_path: Path) -> No
         assert aggregator(server) == "b"
         assert server.status().version == 0
         server.stop()
+
+
+@pytest.mark.covers("P10", "X3")
+@pytest.mark.parametrize("place", ["10.0.0.1:80", "127.0.0.1:11", "127.0.0.1"], ids=["host", "port", "none"])
+def test_refuses_a_reference_that_leads_elsewhere(tmp_path: Path, place: str) -> None:
+    with swarm(tmp_path) as (_, a, b):
+        for version, state in ((place, ""), ("", place)):
+            source = Source(version=a.reference(version), state=a.reference(state))
+            with pytest.raises(BadRequest, match=f"does not lead to {a.address}"):
+                a.report(held=a.held.model_copy(update={"source": source}))
+        with ThreadPoolExecutor() as pool:
+            offer = Offer(pool, b, "1" * 64, place)
+            with pytest.raises(BadRequest, match=f"does not lead to {b.address}"):
+                offer.receipt.result(60)
+
+
+@pytest.mark.covers("P10")
+def test_takes_a_report_of_a_version_of_many_parts(tmp_path: Path) -> None:
+    """20,000 digests are those of 320 GB in parts of 16 MiB."""
+    digests = base64.b64encode(bytes(32 * 20_000)).decode()
+    with swarm(tmp_path) as (_, a, _b):
+        closed = Closed(fragment=0, version=1, tickets=[1], digest="0" * 64, part_digests=digests)
+        assert a.report(closed=[closed]).stamp

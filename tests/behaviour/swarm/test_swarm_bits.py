@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from harness.processes import free_port
+from kit.servers import SETTINGS as KIT_SETTINGS
 from swarm_run import SITES, build
-from swarm_world import ROUNDS, SETTINGS, Result, Sites, left_by, serve_swarm
+from swarm_world import PLAIN, ROUNDS, SETTINGS, Result, Sites, left_by, serve_swarm
 
 from atoll import Settings, TensorRef
 from atoll.protocol import routes
@@ -26,42 +26,6 @@ from atoll.tensors.module_tensors import schema_of
 from atoll.transport.http_client import Http
 from atoll.worker.peer.agent import SwarmPeer
 from atoll.worker.peer.peer_transfers import PeerServer
-
-DEFAULT: dict[str, Any] = {
-    "algorithm.outer_optimizer.name": None,
-    "algorithm.outer_optimizer.lr": None,
-    "algorithm.outer_optimizer.momentum": None,
-}
-RUNS = [
-    pytest.param({}, id="fedavg-with-momentum"),
-    pytest.param(DEFAULT | {"algorithm.name": "fedprox"}, id="fedprox", marks=pytest.mark.long),
-    pytest.param(DEFAULT | {"algorithm.name": "scaffold"}, id="scaffold"),
-    pytest.param(DEFAULT | {"algorithm.name": "fednova"}, id="fednova"),
-    pytest.param(DEFAULT | {"algorithm.name": "fedadam"}, id="fedadam"),
-    pytest.param(DEFAULT | {"algorithm.name": "fedyogi"}, id="fedyogi", marks=pytest.mark.long),
-    pytest.param({"aggregation.reducer.name": "median"}, id="median"),
-    pytest.param({"aggregation.reducer.name": "trimmed_mean", "aggregation.reducer.trim": 0.34}, id="trimmed-mean"),
-    pytest.param({"aggregation.reducer.name": "clipped_mean", "aggregation.reducer.max_norm": 1.0}, id="clipped-mean"),
-    pytest.param({"aggregation.upload_codec.name": "bf16"}, id="bf16", marks=pytest.mark.long),
-    pytest.param({"aggregation.upload_codec.name": "int8"}, id="int8"),
-    pytest.param({"aggregation.upload_codec.name": "int4"}, id="int4", marks=pytest.mark.long),
-    pytest.param({"aggregation.upload_codec.name": "topk"}, id="topk"),
-    pytest.param({"disk.in_files": False}, id="in-memory"),
-]
-
-
-@pytest.mark.covers("P10", "D10")
-@pytest.mark.parametrize("settings", RUNS)
-def test_the_same_bits_as_a_server_makes(tmp_path: Path, settings: dict[str, Any]) -> None:
-    ours, sites = left_by(tmp_path / "swarm", **settings)
-    theirs, _ = left_by(tmp_path / "server", **settings, **{"swarm.enabled": False})
-    assert ours.bits == theirs.bits
-    assert len(ours.versions) == ROUNDS + 1
-    assert all(one != other for one, other in pairwise(ours.aggregators))
-    assert theirs.aggregators == [""] * ROUNDS
-    first = sites.models["a"].state_dict()
-    for model in sites.models.values():
-        assert all(torch.equal(value, first[name]) for name, value in model.state_dict().items())
 
 
 @pytest.mark.covers("P10", "D10")
@@ -75,26 +39,28 @@ def test_the_same_bits_as_a_server_makes_where_more_have_joined_than_trained(
 ) -> None:
     """SCAFFOLD's controls are the mean over all who have joined: a fourth leaves them three quarters."""
     found = []
-    for placement in ("swarm", "server"):
-        folder = tmp_path / placement
-        folder.mkdir()
-        settings = DEFAULT | {
-            "algorithm.name": "scaffold",
-            "swarm.enabled": (placement) == "swarm",
-            "rounds.sample_fraction": sample,
-        }
+    for place in ("swarm", "server"):
+        common = PLAIN | {"algorithm.name": "scaffold", "rounds.sample_fraction": sample}
         for names, rounds in starts:
             least = 2 if sample < 1 else len(names)
-            with serve_swarm(
-                folder, **settings, **{"rounds.total": rounds, "rounds.sites": len(names), "rounds.min_sites": least}
-            ) as server:
-                Sites(server.url, folder, names).join()
-                server.run()
-        found.append(Result(folder))
+            sizes = {"rounds.total": rounds, "rounds.sites": len(names), "rounds.min_sites": least}
+            result, _ = left_by(tmp_path / place, names, **common, **sizes, **{"swarm.enabled": place == "swarm"})
+        found.append(result)
     ours, theirs = found
     assert ours.bits == theirs.bits
     assert [summary["population"] for summary in ours.history] == populations
     assert [len(summary["workers"]) for summary in ours.history] == workers
+
+
+def planned_fragment(folder: Path) -> Any:
+    """What the plan of such a run says of its files."""
+    settings = Settings.build(KIT_SETTINGS | SETTINGS | {"disk.state_dir": folder})
+    return plan_of(settings, build(), None).fragments[0]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Result:
+    return left_by(tmp_path_factory.mktemp("undisturbed"))[0]
 
 
 @pytest.mark.covers("P10")
@@ -109,9 +75,7 @@ def test_drops_versions_that_no_worker_needs(tmp_path: Path, monkeypatch: pytest
         served[self.site] = len(self._peer_server._host._objects)
 
     monkeypatch.setattr(SwarmPeer, "leave", seen)
-    with serve_swarm(tmp_path, **{"rounds.total": 6, "disk.keep_versions": 2}) as server:
-        Sites(server.url, tmp_path).join()
-        server.run()
+    left_by(tmp_path, **{"rounds.total": 6, "disk.keep_versions": 2})
     assert {peer.site for peer in peers} == set(SITES)
     for peer in peers:
         assert {version.version for version in peer._store.versions()} <= {5, 6}
@@ -139,7 +103,9 @@ def test_an_aggregator_shows_progress_from_its_first_byte_on(tmp_path: Path, mon
     monkeypatch.setattr(SwarmPeer, "_move", counted)
     monkeypatch.setattr(SwarmPeer, "_reduce", told)
     left_by(tmp_path / "swarm", **{"rounds.total": 1})
-    planned = plan_of(Settings.build(SETTINGS | {"disk.state_dir": tmp_path}), build(), None).fragments[0]
+    planned = plan_of(Settings.build(KIT_SETTINGS | SETTINGS | {"disk.state_dir": tmp_path}), build(), None).fragments[
+        0
+    ]
     assert sum(moved) == len(SITES) * planned.update.nbytes + planned.version.nbytes
     assert max(moved) <= 2**16  # part by part
 
@@ -163,10 +129,10 @@ def test_what_a_worker_has_it_does_not_pull(tmp_path: Path) -> None:
     model goes from the server to one of them, and from that one to the other, who pulls it twice if it comes to train
     before it holds it.
     """
-    with serve_swarm(tmp_path, **{"rounds.sites": 2}) as server:
-        sites = Sites(server.url, tmp_path, ["a", "b"])
-        sites.join()
-    planned = plan_of(Settings.build(SETTINGS | {"disk.state_dir": tmp_path}), build(), None).fragments[0]
+    _, sites = left_by(tmp_path, "ab", **{"rounds.sites": 2})
+    planned = plan_of(Settings.build(KIT_SETTINGS | SETTINGS | {"disk.state_dir": tmp_path}), build(), None).fragments[
+        0
+    ]
     state = planned.shapes().state
     assert state is not None
     model = planned.version.nbytes
@@ -177,10 +143,9 @@ def test_what_a_worker_has_it_does_not_pull(tmp_path: Path) -> None:
 
 @pytest.mark.covers("P10")
 def test_a_version_that_its_holder_has_let_go_of_is_asked_of_the_next_and_then_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, undisturbed: Result
 ) -> None:
-    """Who holds a version may let go of it, or end, between two questions: nobody's round ends with that."""
-    undisturbed, _ = left_by(tmp_path / "undisturbed")
+    """A worker that holds a version may let go of it, or end, between two questions: no round ends with that."""
     in_order, seen = PeerServer.in_order, set[int]()
 
     def stale_first(self: PeerServer, sources: Sequence[str]) -> list[str]:
@@ -198,10 +163,9 @@ def test_a_version_that_its_holder_has_let_go_of_is_asked_of_the_next_and_then_a
 
 @pytest.mark.covers("P10")
 def test_an_answer_that_a_later_one_has_overtaken_is_not_followed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, undisturbed: Result
 ) -> None:
     """A worker asks twice at once, as soon as it has news: what it is told of before would have it reduce again."""
-    undisturbed, _ = left_by(tmp_path / "undisturbed")
     post, told, reduced = Http.post, defaultdict[int, list[PeerWork]](list), list[int]()
     reduce = SwarmPeer._reduce
 
@@ -250,10 +214,7 @@ def test_answers_of_a_server_that_was_started_again_count_from_the_first(
 @pytest.mark.covers("P10")
 @pytest.mark.parametrize(("named", "expected"), [("bc", ["b", "c", "b", "c"]), ("c", ["c", "c", "c", "c"])])
 def test_aggregators_of_the_users_choice_take_turns(tmp_path: Path, named: str, expected: list[str]) -> None:
-    with serve_swarm(tmp_path, **{"swarm.aggregators": tuple(named), "rounds.total": 4}) as server:
-        Sites(server.url, tmp_path).join()
-        server.run()
-    result = Result(tmp_path)
+    result, _ = left_by(tmp_path, **{"swarm.aggregators": tuple(named), "rounds.total": 4})
     assert result.aggregators == expected
     assert all(one["checker"] not in ("", one["aggregator"]) for one in result.history)
 
@@ -262,12 +223,7 @@ def test_aggregators_of_the_users_choice_take_turns(tmp_path: Path, named: str, 
 def test_the_seed_decides_the_aggregator(tmp_path: Path) -> None:
     orders = []
     for number, seed in enumerate((1, 1, 2)):
-        folder = tmp_path / str(number)
-        folder.mkdir()
-        with serve_swarm(folder, **{"run.seed": seed, "rounds.total": 6, "rounds.sites": len(SITES)}) as server:
-            Sites(server.url, folder).join()
-            server.run()
-        orders.append(Result(folder).aggregators)
+        orders.append(left_by(tmp_path / str(number), **{"run.seed": seed, "rounds.total": 6})[0].aggregators)
         assert all(one != other for one, other in pairwise(orders[-1]))
     assert orders[0] == orders[1]
     assert orders[0] != orders[2]

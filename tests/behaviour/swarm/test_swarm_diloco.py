@@ -1,58 +1,41 @@
-"""DiLoCo in a swarm: synchronous and streaming with a server's bits, asynchronous to its end."""
+"""Asynchronous DiLoCo in a swarm: to its end, and with a server's bits where updates come in the same order."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from site_threads import DiLoCoSites
+from kit import DiLoCoSites
 from swarm_run import SITES, build, gradients_
-from swarm_world import Result, serve_swarm
+from swarm_world import PLAIN, Result, serve_swarm
 from torch import nn
 
 H = 4
 ORDER = "abcaacbba"
-DILOCO: dict[str, Any] = {
-    "algorithm.name": "diloco",
-    "algorithm.outer_optimizer.name": None,
-    "algorithm.outer_optimizer.lr": None,
-    "algorithm.outer_optimizer.momentum": None,
-    "diloco.sync_every": H,
-    "network.heartbeat_timeout_s": 60.0,
-}
+DILOCO: dict[str, Any] = PLAIN | {"algorithm.name": "diloco", "diloco.sync_every": H, "async.enabled": True}
 
 
-class Trained(DiLoCoSites):
-    weights = SITES
-
-    def build(self) -> nn.Module:
-        return build()
-
-    def inner(self, model: nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.SGD(model.parameters(), lr=0.05)
-
-    def local_step(self, model: nn.Module, optimizer: torch.optim.Optimizer, site: str, step: int) -> None:
-        gradients_(model, site, step)
-        optimizer.step()
+def step_(model: nn.Module, optimizer: torch.optim.Optimizer, site: str, step: int) -> None:
+    gradients_(model, site, step)
+    optimizer.step()
 
 
-class InTurn(Trained):
+class InTurn(DiLoCoSites):
     """Behind a first round together they send their updates one after the other, as `ORDER` says.
 
     A site whose turn it is sends its update behind its fourth step, and begins the next four with what has come of it.
     """
 
-    def __init__(self, url: str, folder: Path, sites: Collection[str], steps: int) -> None:
-        self._all_here = threading.Barrier(len(sites))
+    def __init__(self, *given: Any, **options: Any) -> None:
+        self._all_here = threading.Barrier(len(SITES))
         self._passed, self._turn, self._is_over = threading.Condition(), 0, False
-        super().__init__(url, folder, sites, steps, self._wait)
+        super().__init__(*given, **options, during=self._wait)
 
-    def _train(self, site: str) -> None:
-        super()._train(site)
+    def _work(self, site: str) -> None:
+        super()._work(site)
         with self._passed:
             self._is_over = True
             self._passed.notify_all()
@@ -68,40 +51,17 @@ class InTurn(Trained):
                 self._passed.wait_for(lambda: self._is_over or ORDER[self._turn : self._turn + 1] == site)
 
 
-def left_by(folder: Path, steps: int = 40, kind: type[Trained] = Trained, **settings: Any) -> tuple[Result, Trained]:
+def left_by(
+    folder: Path, steps: int = 40, kind: type[DiLoCoSites] = DiLoCoSites, **settings: Any
+) -> tuple[Result, DiLoCoSites]:
     folder.mkdir()
     with serve_swarm(folder, **DILOCO | settings) as server:
-        sites = kind(server.url, folder, SITES, steps)
+        sites = kind(server.url, folder, steps, SITES, build=build, step=step_, weights=SITES)
         sites.join()
         status = server.status()
     if settings.get("swarm.enabled", True):
         assert status.bytes_up == 0
     return Result(folder), sites
-
-
-RUNS = [
-    pytest.param({}, id="whole-model"),
-    pytest.param({"aggregation.upload_codec.name": "int8"}, id="int8"),
-    pytest.param({"aggregation.upload_codec.name": "topk"}, id="topk-with-residuals"),
-    pytest.param({"async.momentum_every": 2}, id="delayed-nesterov"),
-    pytest.param({"disk.in_files": False}, id="in-memory"),
-    pytest.param(
-        {"diloco.num_fragments": 2, "diloco.fragment_sync_delay": 1, "diloco.fragment_update_alpha": 0.25},
-        id="streaming",
-    ),
-]
-
-
-@pytest.mark.covers("P10", "D10")
-@pytest.mark.parametrize("settings", RUNS)
-def test_the_same_bits_as_a_server_makes(tmp_path: Path, settings: dict[str, Any]) -> None:
-    ours, mine = left_by(tmp_path / "swarm", **settings)
-    theirs, others = left_by(tmp_path / "server", **settings, **{"swarm.enabled": False})
-    assert ours.versions == theirs.versions
-    assert len(ours.versions) > 3
-    for site in SITES:
-        expected = others.models[site].state_dict()
-        assert all(torch.equal(value, expected[name]) for name, value in mine.models[site].state_dict().items())
 
 
 @pytest.mark.covers("P10", "D10")
@@ -111,7 +71,7 @@ def test_the_same_bits_as_a_server_makes(tmp_path: Path, settings: dict[str, Any
     ids=["whole-model", "fragments", "delayed-nesterov"],
 )
 def test_asynchronous_runs_come_to_their_end(tmp_path: Path, settings: dict[str, Any]) -> None:
-    result, sites = left_by(tmp_path / "swarm", steps=400, **{"async.enabled": True, "rounds.total": 9}, **settings)
+    result, sites = left_by(tmp_path / "swarm", steps=400, **{"rounds.total": 9}, **settings)
     counted = [state for _, _, state in result.tickets if state == "counted"]
     assert len(counted) == sum(len(summary["workers"]) for summary in result.history)
     assert len({summary["aggregator"] for summary in result.history}) > 1
@@ -133,7 +93,6 @@ def test_an_asynchronous_run_with_updates_in_the_same_order_has_a_servers_bits(
 ) -> None:
     run: dict[str, Any] = {
         "kind": InTurn,
-        "async.enabled": True,
         "async.sync_rounds_first": 1,
         "rounds.total": 1 + len(ORDER),
     } | settings

@@ -25,12 +25,8 @@ STREAMING: dict[str, Any] = {
 }
 SITE = {"script": "swarm_diloco_site.py"}
 
-LONG = pytest.mark.long
-
 LIVES = [
     pytest.param({"a": ["pass.chunk=kill"]}, id="the-aggregator-while-it-reduces"),
-    pytest.param({"a": ["swarm.told=kill"], "b": ["swarm.held=kill@2"]}, id="aggregator-and-checker", marks=LONG),
-    pytest.param({"c": ["worker.acknowledged=kill"]}, id="a-submitter-after-its-update-was-collected", marks=LONG),
     pytest.param({"server": ["accept.after=kill@2", "head.before=kill"]}, id="the-server"),
 ]
 

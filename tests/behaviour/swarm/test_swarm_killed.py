@@ -1,4 +1,4 @@
-"""Workers of a swarm and its server are killed at every place that matters: the same bits, and nobody trains twice.
+"""Workers of a swarm and its server are killed at the places that matter: the same bits, and no site trains twice.
 
 The sites aggregate in the order a, b, c: round 1 is aggregated by a and checked by b, round 2 by b and c.
 """
@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from harness.processes import Nursery, wait_until
+from kit import flip_bit
 from swarm_run import SITES
 from swarm_world import EVERY_SITE_AND_ROUND, Result, ServerProcess, sites
 
@@ -33,51 +34,27 @@ def undisturbed(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> R
     return result
 
 
-LONG = pytest.mark.long
-
 DEATHS = [
-    pytest.param({"a": ["swarm.held=kill"]}, id="who-pulls-the-initial-model", marks=LONG),
-    pytest.param({"a": ["swarm.collected=kill"]}, id="the-aggregator-with-one-update", marks=LONG),
     pytest.param({"a": ["swarm.collected=kill@3"]}, id="the-aggregator-with-all-updates"),
     pytest.param({"a": ["pass.chunk=kill@2"]}, id="the-aggregator-while-it-reduces"),
-    pytest.param({"b": ["pass.chunk=kill"]}, id="the-aggregator-of-round-two-while-it-reduces", marks=LONG),
     pytest.param({"a": ["swarm.closed=kill"]}, id="the-aggregator-before-it-says-that-it-has-reduced"),
     pytest.param({"a": ["swarm.told=kill"]}, id="the-aggregator-after-it-said-so"),
     pytest.param({"b": ["swarm.held=kill@2"]}, id="the-checker"),
-    pytest.param({"a": ["swarm.told=kill"], "b": ["swarm.held=kill@2"]}, id="aggregator-and-checker", marks=LONG),
-    pytest.param({"b": ["outbox.seal=kill"]}, id="a-submitter-before-its-update-is-offered", marks=LONG),
     pytest.param({"c": ["worker.acknowledged=kill"]}, id="a-submitter-after-its-update-was-collected"),
     pytest.param(
         {"a": ["pass.chunk=kill"], "c": ["worker.acknowledged=kill"]}, id="submitter-and-aggregator-one-after-the-other"
     ),
-    pytest.param(
-        {"a": ["pass.chunk=kill", "swarm.held=kill", "swarm.collected=kill"]}, id="one-again-and-again", marks=LONG
+    *(
+        pytest.param({"server": [f"{place}=kill"]}, id=place)
+        for place in ("accept.before", "swarm.asked", "head.before")
     ),
-    pytest.param({site: ["pass.chunk=kill"] for site in SITES}, id="each-aggregator-in-turn", marks=LONG),
+    pytest.param({"server": ["accept.after=kill@2", "recover.midway=kill", "head.before=kill"]}, id="in-its-recovery"),
 ]
-
-
-SERVER_DEATHS = [
-    pytest.param({"server": [f"{place}=kill@{number}"]}, id=f"{place}-{number}", marks=LONG if number > 1 else ())
-    for place, number in (
-        ("accept.before", 1),
-        ("accept.after", 2),
-        ("accept.after", 3),
-        ("swarm.asked", 1),
-        ("head.before", 1),
-        ("head.before", 3),
-        ("head.after", 2),
-        ("head.after", 4),
-        ("journal.commit", 2),
-        ("journal.commit", 14),
-    )
-]
-RECOVERY = {"server": ["accept.after=kill@2", "recover.midway=kill", "head.before=kill"]}
 
 
 @pytest.mark.slow
 @pytest.mark.covers("P10")
-@pytest.mark.parametrize("lives", [*DEATHS, *SERVER_DEATHS, pytest.param(RECOVERY, id="server-also-in-recovery")])
+@pytest.mark.parametrize("lives", DEATHS)
 def test_a_run_with_deaths_has_the_bits_of_an_undisturbed_one(
     nursery: Nursery, tmp_path: Path, undisturbed: Result, lives: dict[str, list[str]]
 ) -> None:
@@ -101,7 +78,7 @@ def test_a_run_with_deaths_has_the_bits_of_an_undisturbed_one(
     ("what", "said"),
     [
         ("version", "The version that the round starts from is not what was written: its disk has changed it"),
-        pytest.param("state", "The outer state that the round starts from is not what was written", marks=LONG),
+        ("state", "The outer state that the round starts from is not what was written"),
         ("spool", "is not what came: the disk has changed it"),
     ],
 )
@@ -117,10 +94,7 @@ def test_a_bit_changes_on_the_disk_of_the_aggregator(
         if what == "spool":
             wait_until(lambda: collected(server) == ["a", "b"], "two updates at b")
         for path in files_of(tmp_path, "b", what):
-            content = path.read_bytes()
-            with path.open("r+b") as file:  # in place: it is open at b
-                file.seek(len(content) // 2)
-                file.write(bytes([content[len(content) // 2] ^ 1]))
+            flip_bit(path, path.stat().st_size // 2)  # in place: it is open at b
         go.touch()
         assert len({running[site].ended()["digest"] for site in SITES}) == 1
         assert server.kept.wait() == 0

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from harness.processes import Nursery, wait_until
+from kit import flip_bit
 from safetensors.torch import load_file
 from swarm_run import SITES, build
 from swarm_world import (
     EVERY_SITE_AND_ROUND,
+    PLAIN,
     ROUNDS,
     Result,
     ServerProcess,
@@ -123,14 +124,7 @@ def test_a_nan_is_refused_by_name_and_the_others_go_on(nursery: Nursery, tmp_pat
 
 @pytest.mark.slow
 @pytest.mark.covers("P10")
-@pytest.mark.parametrize(
-    "damaged",
-    [
-        pytest.param(0, id="whole", marks=pytest.mark.long),
-        pytest.param(1, id="one-damaged"),
-        pytest.param(2, id="both-damaged"),
-    ],
-)
+@pytest.mark.parametrize("damaged", [1, 2], ids=["one", "both"])
 def test_all_die_and_what_they_hold_is_believed_where_it_is_whole(
     nursery: Nursery, tmp_path: Path, damaged: int
 ) -> None:
@@ -142,9 +136,7 @@ def test_all_die_and_what_they_hold_is_believed_where_it_is_whole(
         assert len(holders) == 2  # have version 1
         for folder in holders[:damaged]:
             for path in folder.glob("version-0-*"):
-                data = bytearray(path.read_bytes())
-                data[-1] ^= 1
-                path.write_bytes(data)
+                flip_bit(path, -1)
         (tmp_path / "go").touch()
         with sites(nursery, server) as running:
             if damaged == 2:
@@ -159,7 +151,7 @@ def test_all_die_and_what_they_hold_is_believed_where_it_is_whole(
 @pytest.mark.slow
 @pytest.mark.covers("P10")
 def test_late_joiners_and_early_leavers(nursery: Nursery, tmp_path: Path) -> None:
-    """Whoever leaves is among those who hold the newest version: it stays until another has it."""
+    """The worker that leaves holds the newest version: it stays until another has it."""
     settings = {"rounds.sites": 2, "rounds.min_sites": 2, "rounds.total": 5, "swarm.aggregators": ["a"]}
     with ServerProcess(nursery, tmp_path, **settings) as server:
         a = SiteProcess(nursery, tmp_path, server.url, "a", LEAVE_AFTER="3")
@@ -197,15 +189,7 @@ def test_the_only_holder_of_the_newest_version_stays_until_another_has_it(nurser
 
 @pytest.mark.covers("P10")
 def test_each_site_has_the_result_and_nothing_else_is_left(tmp_path: Path) -> None:
-    with serve_swarm(
-        tmp_path,
-        **{
-            "algorithm.name": "scaffold",
-            "algorithm.outer_optimizer.name": None,
-            "algorithm.outer_optimizer.lr": None,
-            "algorithm.outer_optimizer.momentum": None,
-        },
-    ) as server:
+    with serve_swarm(tmp_path, **PLAIN | {"algorithm.name": "scaffold"}) as server:
         ran = Sites(server.url, tmp_path)
         ran.join()
         server.run()
@@ -254,21 +238,6 @@ def test_what_does_not_go_with_a_swarm_is_refused_by_name(tmp_path: Path, settin
     with pytest.raises(ConfigError, match=named):
         with serve_swarm(tmp_path, **settings):
             pass
-
-
-@pytest.mark.covers("P10")
-def test_an_idle_swarm_asks_seldom_and_ends_at_once(tmp_path: Path) -> None:
-    with serve_swarm(
-        tmp_path, **{"rounds.sites": 2, "network.heartbeat_interval_s": 30.0, "network.heartbeat_timeout_s": 90.0}
-    ) as server:
-        with atoll.join(server.url, site="a", folder=tmp_path / "w"):
-            swarm = server._require_run().swarm
-            time.sleep(0.5)
-            before = swarm.view.peers["a"].number
-            time.sleep(2.0)
-            assert swarm.view.peers["a"].number - before <= 1
-            begin = time.monotonic()
-        assert time.monotonic() - begin < 2.0
 
 
 def test_the_export_comes_from_the_workers(nursery: Nursery, tmp_path: Path) -> None:
