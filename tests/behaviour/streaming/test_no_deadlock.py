@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 from harness.processes import wait_until
 from harness.proxy import BEFORE_HEADER, Fault, Proxy
-from streaming_world import Sites, build, serve
+from streaming_world import Sites, build, serve, versions
 
 import atoll
 from atoll.protocol.values import Accepted, UpdateInfo
 from atoll.worker.exchange.participation import LoopTerms, take_part
 
-OPTIONS = {"rounds.sites": 2, "diloco.num_fragments": 2, "diloco.sync_every": 4, "rounds.total": 3}
+OPTIONS = {"sites": 2, "K": 2, "H": 4, "rounds": 3}
 
 
 class Hand:
@@ -36,10 +36,6 @@ class Hand:
         local = {name: value + change for name, value in build().state_dict().items()}
         exchange.form(ticket, local, UpdateInfo(1.0, 2, {}))
         assert isinstance(exchange.deliver(), Accepted)
-
-
-def versions(server: atoll.Server) -> list[int]:
-    return [fragment.version for fragment in server.status().fragments]
 
 
 def doing(server: atoll.Server, site: str) -> tuple[str, int] | None:
@@ -106,7 +102,7 @@ def test_a_worker_that_waited_submits_to_the_next_round_with_the_others(tmp_path
     Where a submitted to round 2 of fragment 0 at once, it would wait for b there, with two steps in its update, while b
     waits for it in round 1 of fragment 1.
     """
-    with serve(tmp_path, **OPTIONS | {"rounds.sites": 1, "rounds.total": 2}, tau=1) as server:
+    with serve(tmp_path, **OPTIONS | {"sites": 1, "rounds": 2}, tau=1) as server:
         b = Hand(server.url, tmp_path / "b")
         for exchange in b.place.exchanges:
             assert exchange.ask_and_resend(30.0).ticket is not None

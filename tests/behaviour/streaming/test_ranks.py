@@ -55,13 +55,7 @@ def trace_of(path: Path) -> Trace:
 )
 def test_ranks_together_are_one_worker(tmp_path: Path, how: dict[str, Any]) -> None:
     """Each rank has half of its site's data, so that the mean of the gradients is that of the site."""
-    settings = {
-        "diloco.num_fragments": how["fragments"],
-        "diloco.fragment_sync_delay": how["tau"],
-        "diloco.fragment_update_alpha": how["alpha"],
-    }
-    server = serve(tmp_path, H=4, rounds=3, sites=2, **settings)
-    with server:
+    with serve(tmp_path, H=4, rounds=3, sites=2, K=how["fragments"], tau=how["tau"], alpha=how["alpha"]) as server:
         ranks = [each for site in "ab" for each in start(server.url, site, 40, tmp_path)]
         try:
             for each in ranks:

@@ -1,4 +1,4 @@
-"""Sync and async, Nesterov and delayed Nesterov, whole model and fragments: every combination; codecs both ways."""
+"""Streaming runs in which no site waits for another: refusals, codecs both ways, turns, shorter turns of slow sites."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from kit.sites import together
+from kit.sites import DiLoCoSites, together
 from six_layers import data
-from streaming_world import Sites, build, copied, inner, local_step, serve
+from streaming_world import Sites, build, copied, local_step, loop_of, serve, step_, versions
 from torch import Tensor, nn
 
 import atoll
@@ -51,45 +51,6 @@ def train(folder: Path, **settings: Any) -> tuple[atoll.Server, Sites]:
     return server, sites
 
 
-@pytest.mark.covers("L3", "L6")
-@pytest.mark.parametrize("fragments", [1, 3])
-@pytest.mark.parametrize("delayed", [0, 2])
-@pytest.mark.parametrize("mode", ["sync", "async"])
-def test_every_combination_trains(tmp_path: Path, mode: str, delayed: int, fragments: int) -> None:
-    """About 60 local steps each, on random data: the loss has to fall.
-
-    Where each of two sites' updates makes a whole step of its own, half the rate is as far.
-    """
-    streaming = (
-        {"diloco.num_fragments": fragments, "diloco.fragment_sync_delay": 1, "diloco.fragment_update_alpha": 0.5}
-        if fragments > 1
-        else {}
-    )
-    rounds = 10 if mode == "sync" else 20
-    server, sites = train(
-        tmp_path,
-        **{
-            "async.enabled": (mode) == "async",
-            "async.momentum_every": delayed,
-            "diloco.sync_every": 6,
-            "rounds.total": rounds,
-            "algorithm.outer_optimizer.lr": 0.2 if mode == "async" and not delayed else 0.4,
-            "algorithm.outer_optimizer.momentum": 0.3,
-        },
-        **streaming,
-    )
-    result = safetensors.torch.load_file(server.exports / "model.safetensors")
-    start = {name: value.detach() for name, value in build().state_dict().items()}
-    assert loss_of(result) < 0.9 * loss_of(start)
-    status = server.status()
-    assert [each.version for each in status.fragments] == [rounds] * fragments
-    assert all(diloco.finished and diloco.skipped == 0 for diloco in sites.loops.values())
-    for site in "ab":  # every site ends with the run's bits
-        assert all(torch.equal(sites.traces[site][-1][name], value) for name, value in result.items())
-    assert ("async" in status.policy) == (mode == "async")
-    assert status.outer.startswith("delayed_nesterov" if delayed else "sgd")
-
-
 @pytest.mark.covers("L4", "L14")
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_a_refused_update_of_a_fragment_is_not_sent_again(
@@ -97,19 +58,18 @@ def test_a_refused_update_of_a_fragment_is_not_sent_again(
 ) -> None:
     """No other site closes the round: the site is asked again at once, for an update of the same version."""
     caplog.set_level("INFO", "atoll")
-    model = build()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    server = serve(tmp_path, K=2, H=2, rounds=2, **{"async.enabled": (mode) == "async"})
-    with server, atoll.DiLoCo(model, optimizer, server=server.url, site="a", folder=tmp_path / "w") as diloco:
-        for step in range(1, 9):
-            if diloco.finished:
-                break
-            optimizer.zero_grad()
-            (model(data("a")[0]) - data("a")[1]).square().mean().backward()
-            if step == 1:
-                next(model.parameters()).grad.fill_(math.nan)  # type: ignore[union-attr]
-            optimizer.step()
-        assert diloco.finished
+
+    def step_(model: nn.Module, optimizer: torch.optim.Optimizer, site: str, number: int) -> None:
+        optimizer.zero_grad()
+        (model(data("a")[0]) - data("a")[1]).square().mean().backward()
+        if number == 0:
+            next(model.parameters()).grad.fill_(math.nan)  # type: ignore[union-attr]
+        optimizer.step()
+
+    with serve(tmp_path, K=2, H=2, rounds=2, **{"async.enabled": mode == "async"}) as server:
+        sites = DiLoCoSites(server.url, tmp_path, 8, ["a"], build=build, step=step_)
+        sites.join()
+        assert sites.loops["a"].finished
         assert server.status().refused == 1
     assert "submitting again" not in caplog.text
     assert "a: local steps of fragment 0 since version 0 are lost" in caplog.text
@@ -118,15 +78,8 @@ def test_a_refused_update_of_a_fragment_is_not_sent_again(
 @pytest.mark.covers("L3")
 def test_an_infinite_grace_streams_to_the_same_bits_as_a_barrier(tmp_path: Path) -> None:
     results = []
-    for name, mode in (
-        ("sync", {"async.enabled": False}),
-        ("async", {"async.enabled": True, "async.grace_s": math.inf}),
-    ):
-        server, _ = train(
-            tmp_path / name,
-            **{"diloco.num_fragments": 2, "diloco.sync_every": 4, "rounds.total": 3, "async.momentum_every": 2},
-            **mode,
-        )
+    for mode in ({}, {"async.enabled": True, "async.grace_s": math.inf}):
+        server, _ = train(tmp_path / str(len(results)), K=2, H=4, rounds=3, **{"async.momentum_every": 2}, **mode)
         results.append(safetensors.torch.load_file(server.exports / "model.safetensors"))
     assert all(torch.equal(value, results[1][name]) for name, value in results[0].items())
 
@@ -138,13 +91,13 @@ def test_fragments_with_codecs_both_ways(tmp_path: Path, mode: str) -> None:
     rounds = 8 if mode == "sync" else 16
     server, sites = train(
         tmp_path,
+        K=2,
+        H=4,
+        tau=1,
+        rounds=rounds,
+        codec="int4",
         **{
-            "async.enabled": (mode) == "async",
-            "diloco.num_fragments": 2,
-            "diloco.sync_every": 4,
-            "diloco.fragment_sync_delay": 1,
-            "rounds.total": rounds,
-            "aggregation.upload_codec.name": "int4",
+            "async.enabled": mode == "async",
             "aggregation.download_codec.name": "int8",
             "algorithm.outer_optimizer.momentum": 0.0,
             "algorithm.outer_optimizer.lr": 0.4,
@@ -162,7 +115,6 @@ def test_fragments_with_codecs_both_ways(tmp_path: Path, mode: str) -> None:
 @pytest.mark.covers("L3", "L6")
 def test_a_turn_skipped_in_the_first_synchronous_rounds_is_taken_next(tmp_path: Path) -> None:
     """a is behind by a turn, as after a lost answer. Going on in its cycle, it would wait for b, and b for it."""
-    server = serve(tmp_path, sites=2, K=2, H=4, rounds=4, **{"async.enabled": True, "async.sync_rounds_first": 4})
     skipped, pacer = threading.Event(), threading.Event()
 
     def during(site: str, step: int) -> None:
@@ -173,10 +125,11 @@ def test_a_turn_skipped_in_the_first_synchronous_rounds_is_taken_next(tmp_path: 
             sync._order._next = 1
             skipped.set()
 
-    with server:
+    run = {"async.enabled": True, "async.sync_rounds_first": 4}
+    with serve(tmp_path, sites=2, K=2, H=4, rounds=4, **run) as server:
         sites = Sites(server.url, tmp_path, ["a", "b"], steps=20_000, during=during)
         sites.join()
-        assert [each.version for each in server.status().fragments] == [4, 4]
+        assert versions(server) == [4, 4]
     assert skipped.is_set()
     assert all(diloco.finished for diloco in sites.loops.values())
 
@@ -195,17 +148,15 @@ def test_a_slow_site_s_steps_under_dylu_are_a_multiple_of_the_fragments(tmp_path
     enough, pacer = threading.Event(), threading.Event()
 
     def work(site: str, pause_s: float) -> None:
-        model = build()
-        optimizer = inner(model)
-        with atoll.DiLoCo(model, optimizer, server=server.url, site=site, folder=tmp_path / "w") as diloco:
+        with loop_of(server.url, tmp_path, site) as loop:
             while not enough.is_set():
                 pacer.wait(pause_s)
-                local_step(model, optimizer, site[0])
+                step_(loop, site[0])
                 if site == "slow":
-                    sync = diloco._sync
+                    sync = loop._sync
                     assert sync is not None
                     asked[:] = [each.local_steps for each in sync._fragments]
-                    if all(0 < steps < 12 for steps in asked) and diloco.rounds > 4:
+                    if all(0 < steps < 12 for steps in asked) and loop.rounds > 4:
                         enough.set()
 
     with server:

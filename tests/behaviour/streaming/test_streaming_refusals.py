@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from kit.client import Client
-from streaming_world import build, inner, names_of, serve
+from streaming_world import build, loop_of, names_of, serve
 
 import atoll
 from atoll.errors import ConfigError
@@ -18,35 +16,23 @@ from atoll.transport.http_client import http_to
 from atoll.worker.session.channel import HttpChannel
 from atoll.worker.session.session import Session
 
-THREE: dict[str, Any] = {"diloco.num_fragments": 3, "diloco.sync_every": 9}
+THREE: dict[str, Any] = {"K": 3, "H": 9}
 PLAIN: dict[str, Any] = {"algorithm.outer_optimizer.lr": None, "algorithm.outer_optimizer.momentum": None}
 REFUSED: list[tuple[dict[str, Any], str, str]] = [
-    (
-        {"diloco.num_fragments": 3, "diloco.sync_every": 10},
-        "diloco.sync_every is 10, and diloco.num_fragments is 3",
-        "9 or 12",
-    ),
+    ({"K": 3, "H": 10}, "diloco.sync_every is 10, and diloco.num_fragments is 3", "9 or 12"),
     (THREE | {"rounds.best_metric": "loss"}, "rounds.best_metric is 'loss', and diloco.num_fragments is 3", "to 1"),
     (THREE | {"aggregation.aggregator.path": "a:b"}, "aggregator is 'a:b', and diloco.num_fragments is 3", "to 1"),
     (THREE | {"rounds.sample_fraction": 0.5}, "rounds.sample_fraction is 0.5, and diloco.num_fragments is 3", "to 1"),
     (THREE | {"workflow.function": "a:b"}, "workflow.function is 'a:b', and diloco.num_fragments is 3", "to 1"),
+    ({"K": 2, "H": 8, "tau": 5}, "fragment_sync_delay is 5", "at most 4"),
+    ({"K": 13, "H": 13}, "diloco.num_fragments is 13, but the model has 12", "at most 12"),
     (
-        {"diloco.num_fragments": 2, "diloco.sync_every": 8, "diloco.fragment_sync_delay": 5},
-        "fragment_sync_delay is 5",
-        "at most 4",
-    ),
-    (
-        {"diloco.num_fragments": 13, "diloco.sync_every": 13},
-        "diloco.num_fragments is 13, but the model has 12",
-        "at most 12",
-    ),
-    (
-        PLAIN | {"algorithm.name": "fedavg", "diloco.num_fragments": 2},
+        PLAIN | {"algorithm.name": "fedavg", "K": 2},
         "diloco.num_fragments is 2, but in 'fedavg'",
         "diloco",
     ),
     (
-        PLAIN | {"algorithm.name": "scaffold", "diloco.fragment_sync_delay": 2},
+        PLAIN | {"algorithm.name": "scaffold", "tau": 2},
         "fragment_sync_delay is 2, but in 'scaffold'",
         "diloco",
     ),
@@ -54,9 +40,10 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
 
 
 @pytest.mark.covers("L7")
-@pytest.mark.parametrize("case", range(len(REFUSED)))
-def test_what_does_not_go_with_fragments_is_refused_with_the_remedy(tmp_path: Path, case: int) -> None:
-    settings, told, remedy = REFUSED[case]
+@pytest.mark.parametrize(("settings", "told", "remedy"), REFUSED, ids=range(len(REFUSED)))
+def test_what_does_not_go_with_fragments_is_refused_with_the_remedy(
+    tmp_path: Path, settings: dict[str, Any], told: str, remedy: str
+) -> None:
     with pytest.raises(ConfigError) as caught:
         serve(tmp_path, **settings).start()
     assert told in caught.value.message
@@ -65,32 +52,18 @@ def test_what_does_not_go_with_fragments_is_refused_with_the_remedy(tmp_path: Pa
 
 @pytest.mark.covers("L7")
 def test_refuses_at_the_join_a_worker_that_streams_otherwise(tmp_path: Path) -> None:
-    server = serve(tmp_path, K=3, H=9)
-    model = build()
-
-    def diloco(**options: Any) -> Callable[[], object]:
-        return lambda: atoll.DiLoCo(
-            model, inner(model), server=server.url, site="a", folder=tmp_path / "w", **options
-        ).start()
-
-    with server:
+    with serve(tmp_path, K=3, H=9) as server:
         with pytest.raises(ConfigError, match="a has 2 fragments, the run has 3"):
-            diloco(num_fragments=2)()
+            loop_of(server.url, tmp_path, num_fragments=2).start()
         with pytest.raises(ConfigError, match="every 6 steps, the run every 9"):
-            diloco(sync_every=6)()
+            loop_of(server.url, tmp_path, sync_every=6).start()
         with pytest.raises(ConfigError, match=r"streams .*, and this worker takes whole rounds"):
             atoll.join(server.url, site="a", folder=tmp_path / "w")
-        with (
-            pytest.raises(ConfigError, match="takes whole rounds"),
-            Client(server.url, site="a") as client,
-        ):
-            client.next_round()
 
 
 @pytest.mark.covers("L8")
 def test_a_worker_hears_how_the_model_is_cut(tmp_path: Path) -> None:
-    server = serve(tmp_path, K=3, H=9, tau=2, alpha=0.5, inflight=2)
-    with server:
+    with serve(tmp_path, K=3, H=9, tau=2, alpha=0.5, inflight=2) as server:
         connection = Session(HttpChannel(http_to(server.url)), "a")
         assert connection.split == split(schema_of(build()), 3)
         assert [[spec.name for spec in part.tensors] for part in connection.split.schemas] == names_of(3)

@@ -12,7 +12,7 @@ import pytest
 import safetensors.torch
 import torch
 from harness.proxy import BEFORE_HEADER, Fault, Proxy
-from streaming_world import build, inner, local_step, serve
+from streaming_world import copied, loop_of, serve, step_, versions
 
 import atoll
 
@@ -31,26 +31,22 @@ def life(
     chance = random.Random(site)
     try:
         while site not in ends and not server.finished:
-            model = build()
-            optimizer = inner(model)
             last = chance.choice([3, 5, 8, 20, 1000])
-            retries = chance.choice([0, 1, 6])
+            loop = loop_of(url, folder, site, max_sync_retries=chance.choice([0, 1, 6]))
             try:
-                with atoll.DiLoCo(
-                    model, optimizer, server=url, site=site, folder=folder, max_sync_retries=retries
-                ) as diloco:
+                with loop:
                     for _ in range(last):
-                        if diloco.finished:
+                        if loop.finished:
                             break
                         time.sleep(0.01 * chance.random())
-                        local_step(model, optimizer, site)
+                        step_(loop, site)
                     else:
                         if last % 2:
                             raise Breaks
             except Breaks:
                 continue
-            if diloco.finished:
-                ends[site] = {name: value.clone() for name, value in model.state_dict().items()}
+            if loop.finished:
+                ends[site] = copied(loop.model)
     except atoll.AtollError as error:
         if not server.finished:
             errors.append(error)
@@ -63,32 +59,15 @@ def life(
 @pytest.mark.parametrize(
     "settings",
     [
-        pytest.param(
-            {"diloco.fragment_sync_delay": 1, "diloco.fragment_update_alpha": 0.5},
-            id="one-under-way",
-            marks=pytest.mark.long,
-        ),
-        pytest.param(
-            {"diloco.fragment_sync_delay": 3, "diloco.max_inflight": 2, "aggregation.upload_codec.name": "int8"},
-            id="two-under-way",
-        ),
-        pytest.param(
-            {"diloco.fragment_sync_delay": 0, "rounds.quorum": 1, "rounds.deadline_s": 0.3},
-            id="quorum",
-            marks=pytest.mark.long,
-        ),
+        pytest.param({"tau": 1, "alpha": 0.5}, id="one-under-way", marks=pytest.mark.long),
+        pytest.param({"tau": 3, "inflight": 2, "codec": "int8"}, id="two-under-way"),
+        pytest.param({"rounds.quorum": 1, "rounds.deadline_s": 0.3}, id="quorum", marks=pytest.mark.long),
     ],
 )
 def test_a_run_comes_to_its_end_whatever_its_workers_do(tmp_path: Path, settings: dict[str, Any]) -> None:
     rounds, ends, errors = 6, dict[str, Any](), list[Exception]()
-    options = {
-        "rounds.sites": 2,
-        "diloco.num_fragments": 3,
-        "diloco.sync_every": 6,
-        "rounds.total": rounds,
-        "network.heartbeat_interval_s": 0.5,
-    }
-    server = serve(tmp_path, **options, **{"network.heartbeat_timeout_s": 5.0}, **settings)
+    beats = {"network.heartbeat_interval_s": 0.5, "network.heartbeat_timeout_s": 5.0}
+    server = serve(tmp_path, sites=2, K=3, H=6, rounds=rounds, **beats, **settings)
     chance = random.Random(0)
     with server:
         proxies = [Proxy(server.port).__enter__() for _ in range(4)]
@@ -105,7 +84,7 @@ def test_a_run_comes_to_its_end_whatever_its_workers_do(tmp_path: Path, settings
                 way = chance.choice(["up", "down"])
                 proxy.faults.append(Fault(chance.choice(REQUESTS), way, at=BEFORE_HEADER, action="reset"))
             time.sleep(0.2)
-            now = [fragment.version for fragment in server.status().fragments]
+            now = versions(server)
             if now != heads:
                 heads, since_s = now, time.monotonic()
             assert time.monotonic() - since_s < STANDS_STILL_S, f"nothing moves: {server.status().workers}"

@@ -12,26 +12,20 @@ import pytest
 import safetensors.torch
 import torch
 from harness.processes import free_port
-from streaming_world import Sites, build, copied, equal, expected, require_close, serve
+from kit import diloco, flip_bit
+from streaming_world import Sites, build, copied, equal, expected, require_close, serve, versions
 from torch import nn
 
-import atoll
 from atoll.cli.export import from_directory, from_server
 from atoll.errors import ConfigError
 
 
 @pytest.mark.covers("L8", "L11")
 def test_the_split_is_saved_and_a_restart_goes_on_in_the_middle_of_a_cycle(tmp_path: Path) -> None:
-    options: dict[str, Any] = {
-        "rounds.sites": 2,
-        "diloco.num_fragments": 3,
-        "diloco.sync_every": 9,
-        "diloco.fragment_sync_delay": 1,
-        "diloco.fragment_update_alpha": 0.25,
-    }
+    options: dict[str, Any] = {"sites": 2, "K": 3, "H": 9, "tau": 1, "alpha": 0.25, "rounds": 2}
+    options |= {"network.port": free_port()}
     right = expected(["a", "b"], fragments=3, sync_every=9, tau=1, alpha=0.25, rounds=2)
-    port = free_port()
-    server = serve(tmp_path, rounds=2, **{"network.port": port}, **options).start()
+    server = serve(tmp_path, **options).start()
     restarted = threading.Event()
     at_the_step = threading.Barrier(3)
 
@@ -42,20 +36,13 @@ def test_the_split_is_saved_and_a_restart_goes_on_in_the_middle_of_a_cycle(tmp_p
 
     workers = Sites(server.url, tmp_path, ["a", "b"], steps=100, during=during)
     at_the_step.wait(30)
-    assert [fragment.version for fragment in server.status().fragments] == [1, 1, 0]
+    assert versions(server) == [1, 1, 0]
     server.stop()
-    with pytest.raises(ConfigError, match=r"diloco\.num_fragments = 3, this start says 2"):
-        serve(
-            tmp_path,
-            rounds=2,
-            **{"network.port": port},
-            **options | {"diloco.num_fragments": 2, "diloco.sync_every": 8},
-        ).start()
-    with pytest.raises(ConfigError, match=r"diloco\.num_fragments = 3, this start says 1"):
-        serve(tmp_path, rounds=2, H=9, **{"network.port": port}).start()
-    server = serve(tmp_path, rounds=2, **{"network.port": port}, **options)
+    for other in ({"K": 2, "H": 8}, {"K": 1, "tau": 0, "alpha": 0.0}):
+        with pytest.raises(ConfigError, match=rf"diloco\.num_fragments = 3, this start says {other['K']}"):
+            serve(tmp_path, **options | other).start()
     restarted.set()
-    with server:
+    with serve(tmp_path, **options) as server:
         workers.join()
         require_close(workers.traces, right)
         server.run()
@@ -78,16 +65,15 @@ def test_what_people_open_is_the_whole_model(tmp_path: Path) -> None:
             return out
 
     start = Tied()
-    server = serve(tmp_path, start, K=3, H=3, rounds=2, codec="bf16", **{"disk.export_every": 1})
     model = Tied()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with server:
-        with atoll.DiLoCo(model, optimizer, server=server.url, site="a", folder=tmp_path / "w") as diloco:
+    with serve(tmp_path, start, K=3, H=3, rounds=2, codec="bf16", **{"disk.export_every": 1}) as server:
+        with diloco(server, tmp_path, "a", model, optimizer) as loop:
             for _ in range(6):
                 optimizer.zero_grad()
                 model(torch.randn(8, 4)).square().sum().backward()
                 optimizer.step()
-            assert diloco.finished
+            assert loop.finished
             assert from_server(server.url, tmp_path / "served.safetensors") == 2
             state = safetensors.torch.load_file(server.save_state(tmp_path / "state.safetensors"))
         result = copied(model)
@@ -111,27 +97,13 @@ def test_what_people_open_is_the_whole_model(tmp_path: Path) -> None:
 
 @pytest.mark.covers("L16")
 def test_error_feedback_is_kept_for_each_fragment(tmp_path: Path) -> None:
-    server = serve(tmp_path, K=2, H=2, rounds=2, codec="int8")
-    with server:
-        workers = Sites(server.url, tmp_path, ["a"], steps=10)
-        workers.join()
+    with serve(tmp_path, K=2, H=2, rounds=2, codec="int8") as server:
+        Sites(server.url, tmp_path, ["a"], steps=10).join()
         run = server.status().run
     names = {path.name for path in (tmp_path / "workers/a" / run).iterdir()}
-    for fragment in (0, 1):
-        assert {
-            f"{name}-f{fragment}{rest}"
-            for name, rest in [
-                ("base", ".safetensors"),
-                ("base", ".json"),
-                ("outbox", ".bin"),
-                ("outbox", ".json"),
-                ("residual", "-0.bin"),
-                ("residual", "-1.bin"),
-                ("residual", ".json"),
-            ]
-        } <= names
-    other = serve(tmp_path / "next", K=2, H=2, rounds=1)
-    with other:
+    kept = {"base": (".safetensors", ".json"), "outbox": (".bin", ".json"), "residual": ("-0.bin", "-1.bin", ".json")}
+    assert {f"{name}-f{number}{rest}" for number in (0, 1) for name in kept for rest in kept[name]} <= names
+    with serve(tmp_path / "next", K=2, H=2, rounds=1) as other:
         Sites(other.url, tmp_path, ["a"], steps=10).join()
     assert not (tmp_path / "workers/a" / run).exists(), "the files of an earlier run go, whatever fragments it had"
 
@@ -147,20 +119,10 @@ def test_a_persistor_gets_the_whole_model(tmp_path: Path) -> None:
         "        path = f'{self.folder}/{info[\"version\"]}.safetensors'\n"
         "        safetensors.torch.save_file(state, path)\n"
     )
-    server = serve(
-        tmp_path,
-        K=3,
-        H=3,
-        rounds=2,
-        **{
-            "disk.export_every": 1,
-            "model.persistor.path": f"{tmp_path}/my_store.py:Store",
-            "model.persistor.folder": str(tmp_path),
-        },
-    )
-    with server:
-        workers = Sites(server.url, tmp_path, ["a"], steps=10)
-        workers.join()
+    persistor = {"path": f"{tmp_path}/my_store.py:Store", "folder": str(tmp_path)}
+    settings = {"disk.export_every": 1, "model.persistor": persistor}
+    with serve(tmp_path, K=3, H=3, rounds=2, **settings) as server:
+        Sites(server.url, tmp_path, ["a"], steps=10).join()
         server.run()
     saved = [safetensors.torch.load_file(tmp_path / f"{version}.safetensors") for version in range(3)]
     assert equal(saved[0], copied(build()))
@@ -171,16 +133,10 @@ def test_a_persistor_gets_the_whole_model(tmp_path: Path) -> None:
 @pytest.mark.covers("L11", "F12")
 def test_one_fragment_falls_back_alone_and_is_served_from_the_outboxes(tmp_path: Path) -> None:
     """The head of fragment 1 is damaged while the server is down; the numbers go on as if nothing had been."""
-    options: dict[str, Any] = {
-        "rounds.sites": 2,
-        "diloco.num_fragments": 2,
-        "diloco.sync_every": 4,
-        "diloco.fragment_sync_delay": 1,
-        "diloco.fragment_update_alpha": 0.5,
-    }
+    options: dict[str, Any] = {"sites": 2, "K": 2, "H": 4, "tau": 1, "alpha": 0.5, "rounds": 3}
+    options |= {"network.port": free_port()}
     right = expected(["a", "b"], fragments=2, sync_every=4, tau=1, alpha=0.5, rounds=3)
-    port = free_port()
-    server = serve(tmp_path, rounds=3, **{"network.port": port}, **options).start()
+    server = serve(tmp_path, **options).start()
     restarted, at_the_step = threading.Event(), threading.Barrier(3)
 
     def during(site: str, step: int) -> None:
@@ -190,22 +146,17 @@ def test_one_fragment_falls_back_alone_and_is_served_from_the_outboxes(tmp_path:
 
     workers = Sites(server.url, tmp_path, ["a", "b"], steps=100, during=during)
     at_the_step.wait(30)
-    assert [fragment.version for fragment in server.status().fragments] == [1, 1]
+    assert versions(server) == [1, 1]
     server.stop()
     with sqlite3.connect(tmp_path / "state/journal.sqlite") as journal:
         (slot,) = journal.execute("SELECT slot FROM versions WHERE fragment = 1 AND version = 1").fetchone()
     path = tmp_path / f"state/slots/version-1-{slot}.safetensors"
-    content = bytearray(path.read_bytes())
-    content[-1] ^= 1
-    path.write_bytes(content)
-    server = serve(tmp_path, rounds=3, **{"network.port": port}, **options).start()
-    assert [fragment.version for fragment in server.status().fragments] == [1, 0]
-    restarted.set()
-    try:
+    flip_bit(path, -1)
+    with serve(tmp_path, **options) as server:
+        assert versions(server) == [1, 0]
+        restarted.set()
         workers.join()
         server.run()
-    finally:
-        server.stop()
     assert len(workers.traces["a"]) >= len(right["a"])
     result = safetensors.torch.load_file(server.exports / "model.safetensors")
     last = right["a"][-1]
