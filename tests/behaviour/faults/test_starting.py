@@ -99,7 +99,7 @@ def test_beyond_loopback_without_tls_and_token_is_refused(
     code, output = start(nursery, tmp_path, *flags, **{"network.port": 0, "network.host": "0.0.0.0"})
     assert code == 2
     assert "which others can reach, without TLS (network.tls_cert, network.tls_key) and without a token" in output
-    assert "--insecure" in output
+    assert "set network.insecure = true" in output
     assert not (tmp_path / "state").exists()
 
 

@@ -7,8 +7,10 @@ import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from kit import flip_bit, rewrite_note
 from kit.servers import plain_server
 from pydantic import ValidationError
@@ -20,23 +22,38 @@ from atoll.protocol import messages
 from atoll.worker.exchange.base_and_outbox import folder_of, locked, remove_earlier
 
 
-def one_run(folder: Path, name: str) -> Path:
+def one_run(folder: Path, name: str, **settings: Any) -> Path:
     """Take part as `a` in a run of one round; returns the site's folder of this run."""
-    with plain_server(folder / name, nn.Linear(8, 4), rounds=1) as server:
+    with plain_server(folder / name, nn.Linear(8, 4), rounds=1, **settings) as server:
         with atoll.join(server.url, site="a", folder=folder / "w") as worker:
             mine: Path = worker._place.folder
+            worker.evaluates(lambda model: {"loss": 0.0})
             for fl_round in worker:
-                fl_round.submit(fl_round.load_into(nn.Linear(8, 4)), weight=1)
+                model = fl_round.load_into(nn.Linear(8, 4))
+                optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+                with fl_round.correct(model, optimizer):
+                    model(torch.ones(8)).sum().backward()
+                    optimizer.step()
+                fl_round.submit(model, weight=1)
     return mine
 
 
 @pytest.mark.covers("D4")
+@pytest.mark.parametrize(
+    ("kept", "settings"),
+    [
+        ("outbox.bin", {}),
+        ("algorithm-0.bin", {"algorithm.name": "scaffold"}),
+        ("residual-0.bin", {"aggregation.upload_codec.name": "topk"}),
+        ("local.safetensors", {"workflow.steps": [{"kind": "train"}, {"kind": "cross_site_evaluation"}]}),
+    ],
+)
 def test_the_files_of_a_finished_run_go_when_the_next_one_is_joined(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, kept: str, settings: dict[str, Any]
 ) -> None:
     caplog.set_level(logging.INFO, "atoll")
-    first = one_run(tmp_path, "first")
-    assert (first / "outbox.bin").exists()
+    first = one_run(tmp_path, "first", **settings)
+    assert (first / kept).exists()
     second = one_run(tmp_path, "second")
     assert list(second.parent.iterdir()) == [second]
     told = [line for line in caplog.messages if "removed the files" in line]

@@ -90,6 +90,6 @@ def open_gate(settings: Settings) -> Gate:
             raise ConfigError(
                 f"network.host is {settings.network.host}, which others can reach, without "
                 f"{' and without '.join(lacking)}.",
-                "Give them, or listen on 127.0.0.1, or say --insecure if the network is your own.",
+                "Give them, or listen on 127.0.0.1, or set network.insecure = true if the network is your own.",
             )
     return Gate(token, local=is_loopback(settings.network.host))

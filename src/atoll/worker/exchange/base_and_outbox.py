@@ -545,7 +545,7 @@ def _lock(folder: Path, site: str) -> int | None:
 
 _OURS = re.compile(
     r"lock|(base|base-next)(-f\d+)?\.(safetensors|json|tmp)|(outbox|delta)(-f\d+)?\.(bin|json|tmp)|"
-    r"(control|residual)(-f\d+)?(-[01]\.bin|\.json|\.tmp)|held\.(json|tmp)|"
+    r"(algorithm|residual)(-f\d+)?(-[01]\.bin|\.json|\.tmp)|held\.(json|tmp)|local\.safetensors|\.local\.safetensors\.tmp|"
     r"(version|state|spool)-\d+-\d+\.(safetensors|bin)"
 )
 """Names of the files in a worker's folder."""
