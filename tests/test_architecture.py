@@ -91,7 +91,7 @@ FORBIDDEN_PAIRS = [
 """Path → module that it never imports, although LAYERS would let it."""
 
 LINES: dict[str, int] = {
-    ".": 930,
+    ".": 940,
     "aggregation": 1_170,
     "algorithms": 830,
     "blobs": 450,

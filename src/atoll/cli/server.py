@@ -33,6 +33,7 @@ from atoll.cli.text import (
 from atoll.config import TRAIN, Settings, entries_of
 from atoll.errors import ConfigError
 from atoll.rounds.closing_policy import listed
+from atoll.runtime import return_freed_memory
 
 if TYPE_CHECKING:
     from atoll.protocol import status_messages
@@ -77,6 +78,7 @@ def run_until_finished(settings: Settings) -> None:
     """
     log_lines()
     raise_on_sigterm()
+    return_freed_memory()
     threading.Thread(target=end_without_memory, name="memory", daemon=True).start()
     LOG.info("%s starts; loading PyTorch takes a few seconds", settings.run.name)
     from atoll.server.serve import Server
