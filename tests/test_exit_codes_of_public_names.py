@@ -17,9 +17,8 @@ import atoll.recipes
 from atoll.errors import is_public_api
 from atoll.worker.tasks.answer_tasks import Task, TaskWorker
 from atoll.worker.training.federated_loop import LocalRound, LocalWorker, Round, Worker
-from atoll.worker.training.functional_loop import Received
 
-GIVEN = (LocalRound, LocalWorker, Received, Round, Task, TaskWorker, Worker)
+GIVEN = (LocalRound, LocalWorker, Round, Task, TaskWorker, Worker)
 """Classes of what public functions return."""
 
 FORWARDED = {

@@ -76,7 +76,7 @@ class UpdateInfo:
 
 @dataclass(frozen=True)
 class Next:
-    """The answer to a request for a ticket; one of the four classes below.
+    """The answer to a request for a ticket: one of the classes below, or that this worker submits nothing more.
 
     Attributes:
         head: the newest version of the fragment.
@@ -117,17 +117,13 @@ class Finished(Next):
     """The run is over, and the head is its result."""
 
 
-class Ended(Next):
-    """This worker has said that it submits nothing more; the head is the last result of what it submitted."""
-
-
 def next_of(reply: messages.TicketReply, fragment: int) -> Next:
     """The answer in a message."""
     head = VersionRef(fragment, reply.head_version, reply.head_digest)
     said = (head, reply.round, reply.reason, reply.previous, reply.durable_version, reply.tasks, reply.left_s)
     if reply.ticket is not None:
         return Open(*said, ticket=Ticket.of(reply.ticket), counted=reply.counted)
-    return {"finished": Finished, "ended": Ended}.get(reply.status, Wait)(*said)
+    return {"finished": Finished, "wait": Wait}.get(reply.status, Next)(*said)
 
 
 # -- What becomes of an update, and of a pull.

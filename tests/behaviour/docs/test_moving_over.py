@@ -20,7 +20,6 @@ from atoll.protocol.openapi import OPERATIONS
 from atoll.recipes import Recipe, RunResult
 from atoll.server.tasks.workflow_controller import Controller
 from atoll.worker.training.federated_loop import Round, Worker
-from atoll.worker.training.functional_loop import Received
 
 sys.path.insert(0, str(Path(__file__).parent))
 from pages import ROOT, prose
@@ -32,7 +31,7 @@ STAND_FOR: dict[str, Any] = {
     "atoll": atoll,
     "controller": Controller,
     "diloco": atoll.DiLoCo,
-    "received": Received,
+    "received": Round,
     "recipe": Recipe,
     "result": RunResult,
     "fl_round": Round,

@@ -1,6 +1,6 @@
 """Local training → the bytes of an update, tile by tile into the outbox.
 
-The pseudo-gradient of a parameter is `base − local` (architecture: §2), formed where the parameter is. Buffers travel
+The pseudo-gradient of a parameter is `base − local`, formed where the parameter is. Buffers travel
 as raw values. Memory is a few fixed scratches, whatever the model's size.
 """
 

@@ -138,9 +138,10 @@ def _check(session: Session, loop: LoopTerms | None) -> None:
     info, site, size = session.info, session.site, session.ranks.size
     if session.streams and loop is None:
         raise ConfigError(
-            f"The run {info.name!r} streams (num_fragments {info.fragments}, tau {info.tau}, alpha {info.alpha:g}), "
+            f"The run {info.name!r} streams (fragments {info.fragments}, sync delay {info.tau}, alpha {info.alpha:g}), "
             "and this worker takes whole rounds.",
-            "Train with atoll.DiLoCo(model, optimizer), or leave num_fragments, tau and alpha out of the run.",
+            "Train with atoll.DiLoCo(model, optimizer), or leave diloco.num_fragments, "
+            "diloco.fragment_sync_delay and diloco.fragment_update_alpha out of the run.",
         )
     if loop is None:
         return

@@ -272,6 +272,7 @@ def say_evaluation_follows(connection: Session) -> None:
         connection.warn(OF_EVALUATIONS, [told])
 
 
+@public_api
 class Answers:
     """What scripts register at a worker, however it takes part, and how its tasks are answered with it.
 

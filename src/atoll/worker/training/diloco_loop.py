@@ -643,5 +643,5 @@ def _require_uncorrected(place: Participation) -> None:
     what = f"takes {beside[0]!r} beside the model in each update" if beside else "corrects local steps"
     raise UsageError(
         f"The algorithm {info.algorithm!r} of run {info.name!r} {what}, and atoll.DiLoCo does not.",
-        'Train with atoll.join and fl_round.correct(model, optimizer), or begin a run with algorithm = "diloco".',
+        'Train with atoll.join and fl_round.correct(model, optimizer), or begin a run with algorithm.name = "diloco".',
     )

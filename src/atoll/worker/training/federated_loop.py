@@ -92,12 +92,23 @@ def matching(session: Session, model: nn.Module | Tensors) -> dict[str, Tensor]:
 
 @public_api
 class Round:
-    """One round of a federated run: the version to train from, and the ticket to submit under."""
+    """One round of a federated run: the version to train from, and the ticket to submit under.
+
+    Attributes:
+        params: name → CPU tensor or numpy array, as `atoll.functional.receive` gave them; empty where that filled a
+            model, and after `send`, unless that was told to keep them.
+        sent: what `atoll.functional.send` sent, where it was told to keep it.
+    """
 
     def __init__(self, place: Participation, ticket: Ticket) -> None:
+        self._begin()
         self._place, self._session, self._exchange = place, place.session, place.exchange
         self._ticket, self.done = ticket, False
         self._hooks: StepHooks | None = None
+
+    def _begin(self) -> None:
+        self.params: dict[str, Any] = {}
+        self.sent: nn.Module | Arrays | None = None
 
     @property
     def number(self) -> int:
@@ -494,6 +505,7 @@ class LocalRound(Round):
 
     @public_api
     def __init__(self) -> None:
+        self._begin()
         self._model: nn.Module | Tensors | None = None
 
     @public_api

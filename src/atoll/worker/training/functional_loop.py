@@ -14,47 +14,15 @@ from __future__ import annotations
 import atexit
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from torch import nn
 
-from atoll.algorithms.optimizer_hooks import Given, StepHooks
 from atoll.errors import UsageError, public_api
 from atoll.filters.base import Filter
 from atoll.tensors.arrays import Arrays
 from atoll.worker.session.leave_at_exit import what_ends
 from atoll.worker.training.federated_loop import LocalWorker, Model, Round, Worker, join
-
-
-@public_api
-class Received:
-    """The global model of one round.
-
-    Attributes:
-        number: of the round, from 1.
-        params: name → CPU tensor or numpy array; empty where `receive(into=model)` filled a model, and after `send`,
-            unless that was told to keep it.
-        sent: what was sent, where `send` was told to keep it.
-    """
-
-    def __init__(self, round_: Round, params: dict[str, Any]) -> None:
-        self._round = round_
-        self.number = round_.number
-        self.params = params
-        self.sent: nn.Module | Arrays | None = None
-
-    @public_api
-    def correct(self, model: nn.Module, optimizer: Given) -> StepHooks:
-        """Have the run's algorithm correct local training, as `fl_round.correct` does."""
-        return self._round.correct(model, optimizer)
-
-    def global_state(self, group: str) -> dict[str, Any]:
-        """What lies beside the model in a group, as `fl_round.global_state`."""
-        return self._round.global_state(group)
-
-    def own_state(self, group: str) -> dict[str, Any]:
-        """What this site keeps in a group, as `fl_round.own_state`."""
-        return self._round.own_state(group)
 
 
 class _Part:
@@ -64,8 +32,7 @@ class _Part:
         self.worker = worker
         self.rounds: Iterator[Round] = iter(worker)
         self.round: Round | None = None
-        self.received: Received | None = None
-        self.over = False
+        self.has_received = self.over = False
 
     def next_round(self) -> Round | None:
         """The open round, or the next one; it is waited for. None at the end, when the worker has left."""
@@ -76,7 +43,7 @@ class _Part:
         return self.round
 
     def leave(self, error: BaseException | None = None) -> None:
-        self.over, self.round, self.received = True, None, None
+        self.over, self.round, self.has_received = True, None, False
         self.worker.leave(error)
 
 
@@ -120,8 +87,8 @@ def is_running() -> bool:
 
 
 @public_api
-def receive(into: Model | None = None, *, framework: Literal["torch", "numpy"] = "torch") -> Received | None:
-    """The global model of this round; None when the run is over. Asked again in the same round, the same.
+def receive(into: Model | None = None, *, framework: Literal["torch", "numpy"] = "torch") -> Round | None:
+    """The round with its global model, in `params`; None when the run is over. Asked again in the same round, the same.
 
     Args:
         into: a model to be filled in place; then no new tensors are made.
@@ -137,9 +104,10 @@ def receive(into: Model | None = None, *, framework: Literal["torch", "numpy"] =
         return None
     if into is not None:
         round_.load_into(into)
-    if part.received is None:
-        part.received = Received(round_, {} if into is not None else round_.state_dict(framework))
-    return part.received
+    if not part.has_received:
+        round_.params = {} if into is not None else round_.state_dict(framework)
+        part.has_received = True
+    return round_
 
 
 @public_api
@@ -163,14 +131,14 @@ def send(
         SchemaMismatch, UsageError: as `fl_round.submit`.
     """
     part = _current()
-    if part.round is None or part.received is None:
+    if part.round is None or not part.has_received:
         raise UsageError("There is no round to send to.", "Call atoll.functional.receive() first, once in every round.")
     part.round.submit(model, weight=weight, metrics=metrics, steps=steps, groups=groups)
     if clear_cache:
-        part.received.params = {}
+        part.round.params = {}
     else:
-        part.received.sent = model
-    part.round, part.received = None, None
+        part.round.sent = model
+    part.round, part.has_received = None, False
 
 
 def forget() -> None:
