@@ -10,7 +10,8 @@
 # Another interpreter: make test PYTHON=python3.12.
 
 PYTHON ?= python3
-JOBS ?= 3
+# Tests wait more than they compute: twice as many processes as the two cores of the usual machine.
+JOBS ?= 4
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
 GB ?= 1

@@ -25,14 +25,36 @@ os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(Path(__file__).pare
 BEHAVIOURS = Path(__file__).parents[1] / "docs" / "behaviours.toml"
 
 
+@pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Refuse a mark that names no behaviour, also one that is built while tests are collected."""
+    """Refuse a mark that names no behaviour, also one built while tests are collected; begin with slow files."""
     known = tomllib.loads(BEHAVIOURS.read_text(encoding="utf-8"))["behaviours"]
     for item in items:
         for mark in item.iter_markers("covers"):
             unknown = [name for name in mark.args if name not in known]
             if unknown or not mark.args:
                 raise pytest.UsageError(f"{item.nodeid}: covers{mark.args} names no line of docs/behaviours.toml.")
+    items[:] = slow_files_first(items, int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
+
+
+def slow_files_first(items: list[pytest.Item], processes: int) -> list[pytest.Item]:
+    """Tests in an order of which each process takes an equal run: its share of the slow files, then of the others.
+
+    A slow test that begins last runs alone. The tests of a file stay together, for they share fixtures.
+    """
+    files: dict[Path, list[pytest.Item]] = {}
+    for item in items:
+        files.setdefault(item.path, []).append(item)
+    by_slow = {path: sum(item.get_closest_marker("slow") is not None for item in own) for path, own in files.items()}
+    slow = sorted((path for path, count in by_slow.items() if count), key=lambda path: -by_slow[path])
+    others = [item for path, own in files.items() if not by_slow[path] for item in own]
+    ordered: list[pytest.Item] = []
+    for process in range(processes):
+        ordered += [item for path in slow[process::processes] for item in files[path]]
+        stop = max(0, len(items) * (process + 1) // processes - len(ordered))
+        ordered += others[:stop]
+        others = others[stop:]
+    return ordered + others
 
 
 @pytest.fixture

@@ -20,6 +20,8 @@ from kit import FederatedSites, exported, serve, tensors_digest, together
 
 import atoll
 
+pytestmark = pytest.mark.slow
+
 KINDS = {
     "the run": "GET /v1/run ",
     "the schema": "GET /v1/schema ",

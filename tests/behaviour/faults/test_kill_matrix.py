@@ -37,6 +37,8 @@ from atoll.codecs.version_difference import Downlink
 from atoll.tensors.layout import version_layout
 from atoll.tensors.module_tensors import schema_of
 
+pytestmark = pytest.mark.slow
+
 MEAN = """
 import os, signal, time
 from pathlib import Path
