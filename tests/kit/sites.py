@@ -81,22 +81,29 @@ class FederatedSites(Threads):
         models: site → its model.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 (options, by keyword)
         self,
         url: str,
         folder: Path,
         names: Iterable[str] = SITES,
         *,
+        before: Callable[[str, int], None] | None = None,
         during: Callable[[str, int], None] | None = None,
         build: Callable[[], nn.Module] = build_model,
         train: Callable[[nn.Module, str, int], None] = train_,
         weights: dict[str, float] | None = None,
         **options: Any,
     ) -> None:
-        """`during(site, round)` is called in the middle of each local training; `options` go to `atoll.join`."""
+        """`options` go to `atoll.join`.
+
+        Args:
+            before: called with site and round before the round's model is loaded.
+            during: called with them in the middle of local training.
+        """
         self.trained: Counter[tuple[str, int]] = Counter()
         self.models: dict[str, nn.Module] = {}
-        self._url, self._folder, self._during, self._options = url, folder, during, options
+        self._url, self._folder, self._options = url, folder, options
+        self._before, self._during = before, during
         self._build, self._train, self._weights = build, train, weights or SITES
         self._lock = threading.Lock()
         super().__init__(*(partial(self._work, site) for site in names))
@@ -105,6 +112,8 @@ class FederatedSites(Threads):
         model = self.models[site] = self._build()
         with atoll.join(self._url, site=site, folder=self._folder / "workers", **self._options) as worker:
             for fl_round in worker:
+                if self._before:
+                    self._before(site, fl_round.number)
                 fl_round.load_into(model)
                 with self._lock:
                     self.trained[site, fl_round.number] += 1

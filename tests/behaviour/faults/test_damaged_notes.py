@@ -11,6 +11,7 @@ import pytest
 import torch
 from kit import FederatedSites, Halfway, copy_folder, exported, flip_bit, halfway_run, serve
 from kit import tensors_digest as digest_of
+from safetensors.torch import load_file
 
 import atoll
 from atoll.errors import ConfigError
@@ -212,3 +213,45 @@ def test_a_damaged_note_of_the_best_version_is_said_and_made_again(
         pass
     assert said(caplog, "best.json") == 1
     assert json.loads(path.read_text()) == before
+
+
+class Ends(Exception):
+    """The script of a site ends in the middle of a round."""
+
+
+def swarm_digest(folder: Path, change: Callable[[Path], None] | None) -> set[str]:
+    """Of the results of both sites; a ends in round 2, its note is changed, and it is started again."""
+
+    def during(site: str, number: int) -> None:
+        if site == "a" and number == 2 and change is not None:
+            raise Ends
+
+    with serve(folder, **{"swarm.enabled": True, "rounds.total": 3}) as server:
+        b = FederatedSites(server.url, folder, ["b"])
+        a = FederatedSites(server.url, folder, ["a"], during=during)
+        if change is not None:
+            with pytest.raises(Ends):
+                a.join()
+            change(note(folder, "held.json"))
+            a = FederatedSites(server.url, folder, ["a"])
+        a.join()
+        b.join()
+        server.run()
+    results = list((folder / "workers").rglob("model.safetensors"))
+    assert len(results) == 2
+    return {digest_of(load_file(path)) for path in results}
+
+
+@pytest.fixture(scope="module")
+def swarmed(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
+    return swarm_digest(tmp_path_factory.mktemp("undisturbed"), None)
+
+
+@pytest.mark.covers("F41")
+@pytest.mark.parametrize(("change", "times"), [(no_text, 1), (half, 1), (nothing, 1), (Path.unlink, 0)])
+def test_a_damaged_note_of_held_versions_is_said_and_a_missing_one_is_not(
+    swarmed: set[str], tmp_path: Path, change: Callable[[Path], None], times: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING, "atoll")
+    assert swarm_digest(tmp_path, change) == swarmed
+    assert said(caplog, "held.json") == times

@@ -9,38 +9,28 @@ from pathlib import Path
 
 import pytest
 from harness.processes import free_port, wait_until
-from kit import FederatedSites, Threads, build_model, copy_folder, serve, train_
-
-import atoll
+from kit import FederatedSites, copy_folder, serve
 
 
-class LateSite(Threads):
-    """A site that has a round and does not load it before it may.
+class Late(FederatedSites):
+    """Site a, which waits before it loads the model of a round.
 
     Attributes:
-        late_in: the round before which it waits.
         has_round: set when it has a ticket for that.
         go_on: lets it load.
-        trained: rounds that it has trained.
+        rounds: that it has trained.
     """
 
-    def __init__(self, url: str, folder: Path, site: str, *, late_in: int) -> None:
-        self.late_in, self.has_round, self.go_on = late_in, threading.Event(), threading.Event()
-        self.trained: list[int] = []
-        self._url, self._folder, self._site = url, folder, site
-        super().__init__(self._work)
+    def __init__(self, url: str, folder: Path, *, late_in: int) -> None:
+        self.has_round, self.go_on = threading.Event(), threading.Event()
+        self.rounds: list[int] = []
 
-    def _work(self) -> None:
-        model = build_model()
-        with atoll.join(self._url, site=self._site, folder=self._folder / "workers") as worker:
-            for fl_round in worker:
-                if fl_round.number == self.late_in and not self.has_round.is_set():
-                    self.has_round.set()
-                    assert self.go_on.wait(60)
-                fl_round.load_into(model)
-                self.trained.append(fl_round.number)
-                train_(model, self._site, fl_round.number)
-                fl_round.submit(model)
+        def before(site: str, number: int) -> None:
+            if number == late_in and not self.has_round.is_set():
+                self.has_round.set()
+                assert self.go_on.wait(60)
+
+        super().__init__(url, folder, ["a"], before=before, during=lambda _, number: self.rounds.append(number))
 
 
 @pytest.mark.covers("F23", "L10")
@@ -54,16 +44,16 @@ def test_a_site_late_for_its_pull_takes_the_newest_round(tmp_path: Path) -> None
             assert resumed.wait(60)
 
     with serve(tmp_path, **{"rounds.quorum": 1, "rounds.deadline_s": 0.3, "rounds.total": 6}) as server:
-        late = LateSite(server.url, tmp_path, "a", late_in=1)
+        late = Late(server.url, tmp_path, late_in=1)
         other = FederatedSites(server.url, tmp_path, ["b"], during=during)
         wait_until(lambda: server.status().fragments[0].version == 4, "four rounds without the late site")
         late.go_on.set()
-        wait_until(lambda: late.trained, "a round of the late site")
+        wait_until(lambda: late.rounds, "a round of the late site")
         resumed.set()
         late.join()
         other.join()
         server.run()
-    assert late.trained[0] == 5
+    assert late.rounds[0] == 5
 
 
 @pytest.mark.covers("F42")
@@ -77,7 +67,7 @@ def test_a_site_between_ticket_and_pull_goes_on_with_a_server_restored_from_an_o
         assert number != 4 or restored.wait(60)
 
     with serve(tmp_path, **{"network.port": port, "rounds.total": 4}) as server:
-        late = LateSite(server.url, tmp_path, "a", late_in=4)
+        late = Late(server.url, tmp_path, late_in=4)
         other = FederatedSites(server.url, tmp_path, ["b"], during=during)
         wait_until(lambda: server.status().fragments[0].version == 1, "the first version")
     copy_folder(state, backup)
@@ -94,5 +84,5 @@ def test_a_site_between_ticket_and_pull_goes_on_with_a_server_restored_from_an_o
         late.join()
         other.join()
         server.run()
-    assert late.trained == [1, 2, 3, 2, 3, 4]
+    assert late.rounds == [1, 2, 3, 2, 3, 4]
     assert other.trained["b", 4] == 2

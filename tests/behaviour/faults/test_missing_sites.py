@@ -102,37 +102,22 @@ def test_the_fewest_updates_of_a_federated_round_follow_from_the_settings(
 
 
 @pytest.mark.covers("L9")
+@pytest.mark.parametrize("place", ["empty", "taken by d"])
 def test_a_round_without_one_of_the_sites_is_reported_with_its_name(
-    nursery: Nursery, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    nursery: Nursery, tmp_path: Path, caplog: pytest.LogCaptureFixture, place: str
 ) -> None:
     caplog.set_level(logging.WARNING, "atoll.server")
-    with serve(tmp_path, **QUICK, **{"rounds.min_sites": 2}) as server:
+    settings, later = ({"rounds.min_sites": 2}, "ab") if place == "empty" else ({}, "abd")
+    with serve(tmp_path, **QUICK, **settings) as server:
         others = FederatedSites(server.url, tmp_path, "ab")
         with killed(nursery, tmp_path, server, in_round=2):
-            others.join()
-        server.run()
-        status = server.status()
-    assert [(len(each.workers), each.expected) for each in status.history] == [(3, 3), (2, 3), (2, 3)]
-    (told,) = status.warnings
-    assert "without c" in told
-    reports = [record for record in caplog.records if "without c" in record.message]
-    assert [record.levelname for record in reports] == ["WARNING"]
-
-
-@pytest.mark.covers("L9")
-def test_a_dead_site_is_reported_although_another_has_taken_its_place(
-    nursery: Nursery, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.WARNING, "atoll.server")
-    with serve(tmp_path, **QUICK) as server:
-        others = FederatedSites(server.url, tmp_path, "ab")
-        with killed(nursery, tmp_path, server, in_round=2):
-            replacement = FederatedSites(server.url, tmp_path, "d")
+            replacement = FederatedSites(server.url, tmp_path, set(later) - set("ab"))
             others.join()
             replacement.join()
         server.run()
         status = server.status()
-    assert [sorted(each.workers) for each in status.history] == [["a", "b", "c"], ["a", "b", "d"], ["a", "b", "d"]]
+    assert ["".join(sorted(each.workers)) for each in status.history] == ["abc", later, later]
+    assert [each.expected for each in status.history] == [3, 3, 3]
     (told,) = status.warnings
     assert "without c" in told
     reports = [record for record in caplog.records if "without c" in record.message]

@@ -42,37 +42,29 @@ def heal_after_one_lost_heartbeat(proxy: Proxy, fault: Fault) -> None:
 
 
 @pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("loop", ["diloco", "federated"])
 @pytest.mark.covers("F22", "L10")
-def test_a_call_on_a_connection_that_died_in_a_short_cut_does_not_stop_training(tmp_path: Path, call: str) -> None:
+def test_a_call_on_a_connection_that_died_in_a_short_cut_does_not_stop_training(
+    tmp_path: Path, loop: str, call: str
+) -> None:
     """Without heartbeats the call would wait for its own timeout, 60 to 90 s."""
-    with serve(tmp_path, **SETTINGS | DILOCO) as server, Proxy(server.port) as proxy:
+    faults: list[Fault] = []
 
-        def during(site: str, step: int) -> None:
-            if step == 5 and not faults:  # after the first synchronisation
-                faults.append(cut(proxy, CALLS[call]))
+    def during(site: str, at: int) -> None:
+        if at == (5 if loop == "diloco" else 1) and not faults:  # after the first synchronisation, or in round 1
+            faults.append(cut(proxy, CALLS[call]))
 
-        faults: list[Fault] = []
-        sites = DiLoCoSites(proxy.url, tmp_path, 10**6, ["a"], during=during)
-        wait_until(lambda: faults, "the first synchronisation")
+    with serve(tmp_path, **SETTINGS | (DILOCO if loop == "diloco" else {})) as server, Proxy(server.port) as proxy:
+        sites: Any
+        if loop == "diloco":
+            sites = DiLoCoSites(proxy.url, tmp_path, 10**6, ["a"], during=during)
+        else:
+            sites = FederatedSites(proxy.url, tmp_path, ["a"], during=during)
+        wait_until(lambda: faults, "the place of the cut")
         heal_after_one_lost_heartbeat(proxy, faults[0])
         sites.join(timeout_s=30)
         server.run()
-        assert sites.loops["a"].finished
-
-
-@pytest.mark.parametrize("call", CALLS)
-@pytest.mark.covers("F22")
-def test_a_federated_round_goes_on_after_a_short_cut(tmp_path: Path, call: str) -> None:
-    with serve(tmp_path, **SETTINGS) as server, Proxy(server.port) as proxy:
-
-        def during(site: str, number: int) -> None:
-            if number == 1 and not faults:
-                faults.append(cut(proxy, CALLS[call]))
-
-        faults: list[Fault] = []
-        sites = FederatedSites(proxy.url, tmp_path, ["a"], during=during)
-        wait_until(lambda: faults, "the first round")
-        heal_after_one_lost_heartbeat(proxy, faults[0])
-        sites.join(timeout_s=30)
-        server.run()
-        assert sites.trained == {("a", 1): 1, ("a", 2): 1, ("a", 3): 1}
+        if loop == "diloco":
+            assert sites.loops["a"].finished
+        else:
+            assert sites.trained == {("a", 1): 1, ("a", 2): 1, ("a", 3): 1}

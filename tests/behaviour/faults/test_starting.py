@@ -9,13 +9,13 @@ import sys
 from pathlib import Path
 
 import pytest
-import trustme
 from fault_world import EVERY_SITE_AND_ROUND, Result, ServerProcess, Sites, serving
 from harness.processes import Nursery, wait_until
-from kit import write_run_file
+from kit import FederatedSites, serve, write_run_file
+from kit.tls import write_certificate
 
 import atoll
-from atoll.errors import AuthError, ServerUnreachable
+from atoll.errors import AuthError, ServerUnreachable, StateLocked
 from atoll.protocol import messages, routes
 from atoll.testing.run import status
 from atoll.transport.http_client import ask
@@ -43,19 +43,40 @@ def test_a_port_in_use_is_exit_code_3(nursery: Nursery, tmp_path: Path) -> None:
 
 
 @pytest.mark.covers("F29")
+@pytest.mark.parametrize("lock", ["there", "removed"])
 def test_a_second_server_on_one_state_directory_is_exit_code_4_and_the_first_goes_on(
-    nursery: Nursery, tmp_path: Path
+    nursery: Nursery, tmp_path: Path, lock: str
 ) -> None:
     with ServerProcess(nursery, tmp_path) as server:
         wait_until(lambda: "listening" in server.log.read_text(), "the first")
+        if lock == "removed":
+            (tmp_path / "state" / "lock").unlink()
         code, output = start(nursery, tmp_path, **{"network.port": 0})
         assert code == 4
         assert len(output.splitlines()) == 1
-        assert output.startswith(f"atoll: The state directory state is in use by process {server.kept.now.pid} on ")
+        holder = f"process {server.kept.now.pid} on " if lock == "there" else ""
+        assert output.startswith(f"atoll: The state directory state is in use by {holder}")
         assert output.endswith("Stop that server, or give this one another disk.state_dir.")
         Sites(server.url, tmp_path).join()
         assert server.kept.wait() == 0
     assert Result(tmp_path).counted() == EVERY_SITE_AND_ROUND
+
+
+@pytest.mark.covers("F29")
+@pytest.mark.parametrize("lock", ["there", "removed", "another file"])
+def test_refuses_a_second_server_on_a_state_directory(tmp_path: Path, lock: str) -> None:
+    with serve(tmp_path) as server:
+        path = tmp_path / "state" / "lock"
+        assert str(os.getpid()) in path.read_text()
+        if lock != "there":
+            path.unlink()
+        if lock == "another file":
+            path.write_text("process 1 on nowhere\n")
+        with pytest.raises(StateLocked), serve(tmp_path):
+            pass
+        FederatedSites(server.url, tmp_path).join()
+    with serve(tmp_path):  # the lock has ended with its server
+        assert str(os.getpid()) in path.read_text()
 
 
 def test_an_unknown_key_in_the_run_file_is_exit_code_2_with_the_nearest_valid_one(tmp_path: Path) -> None:
@@ -103,40 +124,25 @@ def test_beyond_loopback_without_tls_and_token_is_refused(
     assert not (tmp_path / "state").exists()
 
 
-class Secured:
-    """Certificates and a token for one run."""
-
-    token = "correct-horse"
-
-    def __init__(self, folder: Path) -> None:
-        authority = trustme.CA()
-        issued = authority.issue_cert("127.0.0.1", "localhost")
-        self.ca, self.cert, self.key, self.token_file = (
-            folder / name for name in ("ca.pem", "cert.pem", "key.pem", "token")
-        )
-        authority.cert_pem.write_to_path(str(self.ca))
-        for blob in issued.cert_chain_pems:
-            blob.write_to_path(str(self.cert), append=True)
-        for path, data in ((self.key, issued.private_key_pem.bytes()), (self.token_file, self.token.encode())):
-            path.touch(mode=0o600)
-            path.write_bytes(data)
-
-    @property
-    def settings(self) -> dict[str, Path]:
-        return {"network.tls_cert": self.cert, "network.tls_key": self.key, "network.token_file": self.token_file}
+TOKEN = "correct-horse"
 
 
 @pytest.fixture
-def secured(tmp_path: Path) -> Secured:
-    return Secured(tmp_path)
+def secured(tmp_path: Path) -> dict[str, Path]:
+    """Settings of a run with a certificate and a token."""
+    (tmp_path / "token").touch(mode=0o600)
+    (tmp_path / "token").write_text(TOKEN)
+    return write_certificate(tmp_path, "127.0.0.1") | {"network.token_file": tmp_path / "token"}
 
 
 @pytest.mark.covers("X2")
-def test_a_whole_run_over_tls_with_a_token(tmp_path: Path, secured: Secured, monkeypatch: pytest.MonkeyPatch) -> None:
-    with serving(tmp_path, **secured.settings) as server:
+def test_a_whole_run_over_tls_with_a_token(
+    tmp_path: Path, secured: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with serving(tmp_path, **secured) as server:
         assert server.url.startswith("https://")
-        monkeypatch.setenv("ATOLL_TOKEN_FILE", str(secured.token_file))
-        monkeypatch.setenv("ATOLL_TLS_CA", str(secured.ca))
+        monkeypatch.setenv("ATOLL_TOKEN_FILE", str(tmp_path / "token"))
+        monkeypatch.setenv("ATOLL_TLS_CA", str(tmp_path / "ca.pem"))
         asked: list[bool] = []
         Sites(server.url, tmp_path, during=lambda *_: asked.append(status(server.url).finished)).join()
         server.run()
@@ -146,10 +152,10 @@ def test_a_whole_run_over_tls_with_a_token(tmp_path: Path, secured: Secured, mon
 
 @pytest.mark.covers("F40", "X2")
 def test_a_wrong_or_missing_token_is_refused_with_the_remedy(
-    tmp_path: Path, secured: Secured, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, secured: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with serving(tmp_path, **secured.settings) as server:
-        monkeypatch.setenv("ATOLL_TLS_CA", str(secured.ca))
+    with serving(tmp_path, **secured) as server:
+        monkeypatch.setenv("ATOLL_TLS_CA", str(tmp_path / "ca.pem"))
         with pytest.raises(AuthError, match=r"wants a token.*ATOLL_TOKEN"):
             atoll.join(server.url, site="a", folder=tmp_path / "workers")
         monkeypatch.setenv("ATOLL_TOKEN", "battery-staple")
@@ -162,13 +168,14 @@ def test_a_wrong_or_missing_token_is_refused_with_the_remedy(
 
 @pytest.mark.covers("F40", "X2")
 def test_a_certificate_of_another_authority_is_refused_before_the_token_is_sent(
-    tmp_path: Path, secured: Secured, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, secured: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other = tmp_path / "other"
     other.mkdir()
-    with serving(tmp_path, **secured.settings) as server:
-        monkeypatch.setenv("ATOLL_TOKEN", secured.token)
-        monkeypatch.setenv("ATOLL_TLS_CA", str(Secured(other).ca))
+    with serving(tmp_path, **secured) as server:
+        monkeypatch.setenv("ATOLL_TOKEN", TOKEN)
+        write_certificate(other)
+        monkeypatch.setenv("ATOLL_TLS_CA", str(other / "ca.pem"))
         with pytest.raises(ServerUnreachable, match=r"cannot prove that it is the server.*ATOLL_TLS_CA"):
             atoll.join(server.url, site="a", folder=tmp_path / "workers")
         with pytest.raises(ServerUnreachable, match=r"cannot prove that it is the server.*ATOLL_TLS_CA"):
@@ -178,9 +185,9 @@ def test_a_certificate_of_another_authority_is_refused_before_the_token_is_sent(
 
 
 @pytest.mark.covers("X2")
-def test_a_secret_that_others_can_read_is_refused(nursery: Nursery, tmp_path: Path, secured: Secured) -> None:
-    secured.token_file.chmod(0o644)
-    code, output = start(nursery, tmp_path, **{"network.port": 0}, **secured.settings)
+def test_a_secret_that_others_can_read_is_refused(nursery: Nursery, tmp_path: Path, secured: dict[str, Path]) -> None:
+    (tmp_path / "token").chmod(0o644)
+    code, output = start(nursery, tmp_path, **{"network.port": 0}, **secured)
     assert code == 2
     assert "has mode 0644: others can read it" in output
-    assert secured.token not in output
+    assert TOKEN not in output
