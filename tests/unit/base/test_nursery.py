@@ -10,9 +10,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from harness import processes
 from harness.processes import Nursery, free_port, interruptible, wait_until
 
-from atoll.testing import run as processes
+from atoll.testing import run
 
 
 @pytest.mark.usefixtures("interruptible")
@@ -55,18 +56,18 @@ def test_a_free_port_is_not_one_that_a_socket_may_be_given() -> None:
     lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     if lowest < 32_768:
         pytest.skip("this system gives more ports than Linux does by itself")
-    assert 1024 <= min(processes._PORTS) <= free_port() <= max(processes._PORTS) < lowest
+    assert 1024 <= min(run._PORTS) <= free_port() <= max(run._PORTS) < lowest
 
 
 def test_gives_each_process_another_free_port(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ports = [free_port() for _ in range(4)]
-    for name in processes._HELD_PORTS[-4:]:
+    for name in run._HELD_PORTS[-4:]:
         name.close()
-    monkeypatch.setattr(processes, "_PORTS", ports)
-    monkeypatch.setattr(processes, "_HELD_PORTS", [])  # free again behind this test
+    monkeypatch.setattr(run, "_PORTS", ports)
+    monkeypatch.setattr(run, "_HELD_PORTS", [])  # free again behind this test
     (tmp_path / "other.py").write_text(
-        f"import json, signal\nfrom atoll.testing import run as processes\nprocesses._PORTS = {ports[:3]}\n"
-        "print(json.dumps([processes.free_port(), processes.free_port()]), flush=True)\nsignal.pause()\n"
+        f"import json, signal\nfrom atoll.testing import run\nrun._PORTS = {ports[:3]}\n"
+        "print(json.dumps([run.free_port(), run.free_port()]), flush=True)\nsignal.pause()\n"
     )
     with Nursery(preload=()) as nursery:
         other = nursery.start(str(tmp_path / "other.py"), cwd=tmp_path)
