@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from atoll.simulate import script, simulation, train_sites
-from atoll.simulate.job_messages import Beginning, Heard, Job
+from atoll.simulate import script, simulation, site_process
+from atoll.simulate.engine import Heard
+from atoll.simulate.job_messages import Beginning, Job
 
 
 class Here:
@@ -23,7 +24,7 @@ class Here:
         self._jobs: queue.Queue[Job | None] = queue.Queue()
 
     def start(self, beginning: Beginning, heard: Heard) -> None:
-        trains = train_sites.Station(beginning)
+        trains = site_process.Station(beginning)
 
         def serve() -> None:
             while (job := self._jobs.get()) is not None:
@@ -45,8 +46,8 @@ class Here:
 
 def simulate_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let `atoll.Simulation` take this engine, and leave the process as it was."""
-    monkeypatch.setattr(simulation, "LocalEngine", Here)
-    monkeypatch.setattr(train_sites, "_say_little", lambda: None)  # loggers are the tests'
+    monkeypatch.setattr(simulation, "Engine", Here)
+    monkeypatch.setattr(site_process, "_say_little", lambda: None)  # loggers are the tests'
     monkeypatch.setattr(script, "inside", False)  # a station says it is
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.delenv("ATOLL_SITE", raising=False)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+from collections import Counter
 
 
 def size(nbytes: float) -> str:
@@ -62,3 +63,23 @@ class VisibleLines(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         """Return the record with its traceback, line by line, every character that does not print as its escape."""
         return visible_lines(super().format(record))
+
+
+TIMES_SAID = 3
+"""How often lines of one kind are logged where hundreds of simulated sites say the same."""
+
+
+class Seldom(logging.Filter):
+    """Passes on what one line of code says, `TIMES_SAID` times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._said: Counter[tuple[str, int]] = Counter()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Count a record by its file and line; the last one that passes says that more are not shown."""
+        place = record.pathname, record.lineno
+        self._said[place] += 1
+        if self._said[place] == TIMES_SAID:
+            record.msg = f"{record.msg} (what follows of this kind is not shown)"
+        return self._said[place] <= TIMES_SAID

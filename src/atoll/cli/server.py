@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import logging
+import mmap
+import os
 import shlex
 import sys
 import threading
@@ -14,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 from atoll.child_processes import Terminated, raise_on_sigterm
 from atoll.cli.config import Dir, Host, Port, Rounds, RunFile, Sets, TokenFile, read_settings
-from atoll.cli.memory import end_without_memory
 from atoll.cli.status import WATCH_S, live_table
 from atoll.cli.text import (
     against_data_parallel,
@@ -31,7 +32,7 @@ from atoll.cli.text import (
     streaming,
 )
 from atoll.config import TRAIN, Settings, entries_of
-from atoll.errors import ConfigError
+from atoll.errors import ConfigError, RunFailed
 from atoll.rounds.closing_policy import listed
 from atoll.runtime import return_freed_memory
 
@@ -46,6 +47,10 @@ CONTEXT: dict[str, Any] = {"help_option_names": ["-h", "--help"]}
 REMIND_S = 15.0
 """Wait this long before the first line about missing sites; also the first pause between two such lines."""
 LONGEST_REMIND_S = 600.0
+SPARE_BYTES = 16 << 20
+"""A thread's stack and what its first calls need."""
+MEMORY_LOOK_S = 1.0
+_SAID = b"The server has run out of memory. Start it again, with more: what was acknowledged is not lost.\n"
 
 
 def command(
@@ -244,3 +249,18 @@ def _troubles(status: status_messages.Status) -> str:
     retries = sum(worker.retries for worker in status.workers)
     joins = sum(worker.reconnections for worker in status.workers)
     return f"{retries} retries, {joins} reconnections" if retries or joins else ""
+
+
+def end_without_memory() -> None:
+    """Look now and then whether this process would get memory; end it where it would not. For a thread of its own.
+
+    Nothing that was acknowledged is lost, and the next start goes on. It could not end in good order: a thread that
+    gets no memory for its first frame never begins, and Python waits for that without an end.
+    """
+    while True:
+        try:
+            time.sleep(MEMORY_LOOK_S)
+            mmap.mmap(-1, SPARE_BYTES).close()
+        except (OSError, MemoryError):
+            os.write(2, _SAID)
+            os._exit(RunFailed.exit_code)

@@ -17,7 +17,7 @@ from atoll.child_processes import Terminated, raise_on_sigterm
 from atoll.cli.config import Dir, Rounds, Sets, read_settings
 from atoll.cli.text import counted, duration, log_lines, numbers, size
 from atoll.config import default_of
-from atoll.simulate.seldom import Seldom
+from atoll.format_text import Seldom
 
 if TYPE_CHECKING:
     from atoll.protocol import status_messages

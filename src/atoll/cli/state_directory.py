@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from atoll.errors import StateCorrupt, UsageError
-from atoll.protocol import routes, status_messages
+from atoll.protocol import status_messages
 
 HISTORY = 20
 STILL = "no server answers where the last one listened; `atoll server` goes on with this run"
@@ -63,28 +63,7 @@ def _kept(state_dir: Path, run: str) -> status_messages.Status:
             return kept
     except (OSError, ValidationError):
         pass
-    return status_messages.Status(
-        run=run,
-        name="a run",
-        algorithm="",
-        policy="",
-        protocol=routes.PROTOCOL,
-        epoch=0,
-        rounds=0,
-        finished=False,
-        uptime_s=0.0,
-        model_bytes=0,
-        codec="none",
-        sync_every=0,
-        fragments=[],
-        workers=[],
-        history=[],
-        bytes_up=0,
-        bytes_down=0,
-        deaths=0,
-        refused=0,
-        durability="process",
-    )
+    return status_messages.Status(run=run)
 
 
 def _status(db: sqlite3.Connection, kept: status_messages.Status) -> status_messages.Status:
@@ -130,7 +109,7 @@ def _workers(
         "SELECT site, host, state, joined_at, labels_json, detail, rounds_counted FROM members ORDER BY site"
     ).fetchall()
     return [
-        kept.get(site, _unknown(site)).model_copy(
+        kept.get(site, status_messages.WorkerStatus(site=site)).model_copy(
             update={
                 "host": host,
                 "state": state,
@@ -142,27 +121,3 @@ def _workers(
         )
         for site, host, state, joined_at, labels, detail, rounds in rows
     ]
-
-
-def _unknown(site: str) -> status_messages.WorkerStatus:
-    """Return the status of a worker that the kept status does not have."""
-    return status_messages.WorkerStatus(
-        site=site,
-        host="",
-        state="",
-        doing="",
-        joined_at="",
-        last_heartbeat_s=0.0,
-        heard=False,
-        step=0,
-        steps_per_s=0.0,
-        rounds=0,
-        version=0,
-        staleness=0,
-        bytes_up=0,
-        bytes_down=0,
-        retries=0,
-        reconnections=0,
-        metrics={},
-        labels={},
-    )

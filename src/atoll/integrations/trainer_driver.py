@@ -99,6 +99,11 @@ class TrainerDriver:
             self.round = next(self._opening, None)
         return "finished" if self.round is None else "round"
 
+    def forget(self) -> None:
+        """Forget the run of an earlier training: `state` asks the server again."""
+        self.leave()
+        self.info, self.rounds, self.finished = None, 0, False
+
     def load_into(self, module: nn.Module) -> bool:
         """Load the round's global model, or the newest one where no round is open; False if there is none here."""
         if self.round is not None:

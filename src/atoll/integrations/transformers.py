@@ -9,7 +9,6 @@ from round to round; the global model is loaded into the parameters in place. Th
 
 from __future__ import annotations
 
-import atexit
 import inspect
 import json
 import math
@@ -26,12 +25,9 @@ from torch.optim import Optimizer
 
 from atoll.algorithms.optimizer_hooks import StepHooks, innermost
 from atoll.errors import UsageError, public_api
-from atoll.filters.base import require_filters
 from atoll.integrations.trainer_driver import SiteOptions, TrainerDriver, require_alone
-from atoll.worker.arguments import default_site, finite_metrics
+from atoll.worker.arguments import finite_metrics
 from atoll.worker.log_lines import ALONE, ALONE_ENDED, LOG, ensure_lines
-from atoll.worker.session.leave_at_exit import what_ends
-from atoll.worker.training.checkpoint import require_checkpoint
 
 try:
     from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -60,13 +56,15 @@ class AtollCallback(TrainerCallback):
         require_server: refuse to train alone where no server is configured.
 
     Raises:
-        UsageError: one is no filter.
+        UsageError: one is no filter. ConfigError: no server is configured, and one is required; or an ATOLL_ variable
+            is misspelt.
 
     Attributes:
         rounds: that this site has submitted an update to.
         finished: whether the run is over; then the Trainer stops, with the run's result in its model.
     """
 
+    @public_api
     def __init__(
         self,
         server: str | None = None,
@@ -78,10 +76,8 @@ class AtollCallback(TrainerCallback):
     ) -> None:
         if sync_every is not None and sync_every < 1:
             raise UsageError(f"sync_every is {sync_every}.", "Give the number of optimizer steps of a round.")
-        require_filters(options.get("filters", ()))
-        self._server, self._site, self._options = server, site, options
+        self.driver = TrainerDriver(server, site, **options)
         self._sync_every, self._module = sync_every, module
-        self.driver: TrainerDriver | None = None
         self._taking_part = False
         self._model: nn.Module | None = None  # that travels
         self._optimizer: Optimizer | None = None
@@ -89,33 +85,26 @@ class AtollCallback(TrainerCallback):
         self._metrics: dict[str, float] = {}
         self._steps = self._samples = 0  # of this round
         self._is_scaled = False
-        self._checkpoint: dict[str, Any] = {}
 
     @property
     def site(self) -> str:
         """This site's name."""
-        return self._site or default_site()
+        return self.driver.site
 
     @property
     def rounds(self) -> int:
         """Rounds that this site has submitted an update to; 0 before training begins."""
-        if self.driver is None:
-            return 0
         return self.driver.diloco.rounds if self.driver.diloco is not None else self.driver.rounds
 
     @property
     def finished(self) -> bool:
         """Whether the run is over; False before training begins."""
-        if self.driver is None:
-            return False
         return self.driver.diloco.over if self.driver.diloco is not None else self.driver.finished
 
     def leave(self, error: BaseException | None = None) -> None:
         """Stop taking part; for programs that go on after `trainer.train()` has failed. Idempotent."""
         was_taking_part, self._taking_part = self._taking_part, False
         driver = self.driver
-        if driver is None:
-            return
         if was_taking_part and not driver.takes_part and error is None:
             LOG.info("%s", ALONE_ENDED)
         if driver.round is not None and self._steps and error is None:
@@ -131,7 +120,7 @@ class AtollCallback(TrainerCallback):
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint holds of this site's part in the run; the Trainer's own checkpoints get it."""
-        return self.driver.state_dict() if self.driver is not None else dict(self._checkpoint)
+        return self.driver.state_dict()
 
     @public_api
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -140,7 +129,7 @@ class AtollCallback(TrainerCallback):
         Raises:
             UsageError: this is no `state_dict`.
         """
-        self._checkpoint = require_checkpoint(state)
+        self.driver.load_state_dict(state)
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Write `state_dict` into the Trainer's checkpoint."""
@@ -156,7 +145,6 @@ class AtollCallback(TrainerCallback):
 
         Raises:
             UsageError: the Trainer runs in several processes, or hides its optimizer, or is several sites.
-            ConfigError: no server is configured, and one is required; or an ATOLL_ variable is misspelt.
             SchemaMismatch: the run trains another model.
         """
         require_plain(args)
@@ -170,22 +158,21 @@ class AtollCallback(TrainerCallback):
             return
         self.leave()
         _leave_failed()
-        self.driver = TrainerDriver(self._server, self._site, **self._options)
+        self.driver.forget()
         if state.global_step and _in_checkpoint(args, state).is_file():  # the Trainer resumes
             self.load_state_dict(json.loads(_in_checkpoint(args, state).read_text(encoding="utf-8")))
-        self.driver.load_state_dict(self._checkpoint)
         self._model, self._is_scaled = module, bool(args.fp16)
         _BEGUN.callback = weakref.ref(self)
         with self._leaving():
-            self._begin(self.driver, module, control)
+            self._begin(module, control)
             self._taking_part = True
 
-    def _begin(self, driver: TrainerDriver, module: nn.Module, control: TrainerControl) -> None:
+    def _begin(self, module: nn.Module, control: TrainerControl) -> None:
+        driver = self.driver
         if not driver.takes_part:
             ensure_lines()
             LOG.info("%s", ALONE)
             return
-        atexit.register(_leave_at_exit, _BEGUN.callback)
         if driver.state() == "diloco":
             share = 1.0 if driver.weight is None else driver.weight
             assert self._optimizer is not None
@@ -199,7 +186,6 @@ class AtollCallback(TrainerCallback):
 
         In a DiLoCo run the weights are where they were, and go on.
         """
-        assert self.driver is not None
         assert self._optimizer is not None
         if self.driver.diloco is not None:
             self.driver.diloco.follow(self._optimizer)
@@ -212,7 +198,7 @@ class AtollCallback(TrainerCallback):
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Count the step; at the end of a round submit, wait, and load."""
         driver, module = self.driver, self._model
-        if driver is None or module is None or not driver.takes_part:
+        if module is None or not driver.takes_part:
             return
         with self._leaving():
             if driver.diloco is not None:
@@ -244,8 +230,8 @@ class AtollCallback(TrainerCallback):
     ) -> None:
         """Keep the loss and what evaluations measured for the next update."""
         metrics = metrics_in(logs or {})
-        diloco = self.driver.diloco if self.driver is not None else None
-        if self.driver is None or diloco is None:
+        diloco = self.driver.diloco
+        if diloco is None:
             self._metrics.update(metrics)
             return
         evaluated = {name: value for name, value in metrics.items() if name.startswith("eval_")}
@@ -261,7 +247,6 @@ class AtollCallback(TrainerCallback):
     def _open_round(self, control: TrainerControl) -> None:
         """Wait for the next round, and load its global model; the run's result after the last one."""
         driver, module = self.driver, self._model
-        assert driver is not None
         assert module is not None
         if driver.state() == "finished":
             driver.load_into(module)
@@ -279,7 +264,6 @@ class AtollCallback(TrainerCallback):
 
     def _end_round(self, control: TrainerControl) -> None:
         """Submit, and open the next round."""
-        assert self.driver is not None
         assert self._model is not None
         self.driver.submit(self._model, samples=self._samples, metrics=self._metrics)
         self._steps, self._samples, self._metrics = 0, 0, {}
@@ -305,13 +289,6 @@ def _leave_failed() -> None:
     callback = earlier() if earlier is not None else None
     if callback is not None:
         callback.leave(getattr(sys, "last_value", None) or RuntimeError("its training ended with an error"))
-
-
-def _leave_at_exit(reference: weakref.ref[AtollCallback]) -> None:
-    """Tell the server that this process ends, and by which error, where nothing caught it."""
-    callback = reference()
-    if callback is not None:
-        callback.leave(what_ends())
 
 
 T = TypeVar("T")

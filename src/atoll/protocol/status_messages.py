@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import Field
 
 from atoll.protocol.messages import Count, Message
+from atoll.protocol.routes import PROTOCOL
 
 KEPT = "status.json"
 """In the state directory: the status when the server began, when its run was finished, and when it ended."""
@@ -16,27 +17,29 @@ class WorkerStatus(Message):
     """One site of the run: its newest process, its progress and its traffic."""
 
     site: str
-    host: str
-    state: str = Field(description="alive, dead, left or failed")
-    doing: str
-    joined_at: str
-    last_heartbeat_s: float = Field(description="Seconds since it was last heard of, or since the server restarted.")
+    host: str = ""
+    state: str = Field("", description="alive, dead, left or failed")
+    doing: str = ""
+    joined_at: str = ""
+    last_heartbeat_s: float = Field(
+        0.0, description="Seconds since it was last heard of, or since the server restarted."
+    )
     heard: bool = Field(True, description="Whether it was heard of since the server restarted.")
-    step: Count
-    steps_per_s: float
-    rounds: Count = Field(description="Updates of it that counted.")
-    version: Count
-    staleness: Count = Field(description="Rounds that the head is ahead of it.")
+    step: Count = 0
+    steps_per_s: float = 0.0
+    rounds: Count = Field(0, description="Updates of it that counted.")
+    version: Count = 0
+    staleness: Count = Field(0, description="Rounds that the head is ahead of it.")
     local_steps: Count = Field(0, description="That it takes between two synchronisations under DyLU; 0: all the same.")
-    bytes_up: Count = Field(description="That the server has received from it since it was started.")
-    bytes_down: Count = Field(description="That it has sent it since.")
+    bytes_up: Count = Field(0, description="That the server has received from it since it was started.")
+    bytes_down: Count = Field(0, description="That it has sent it since.")
     gradient_bytes: Count = Field(
         0, description="Gradients of the local steps in the updates of it that were accepted since."
     )
-    retries: Count
-    reconnections: Count
-    metrics: dict[str, float]
-    labels: dict[str, str]
+    retries: Count = 0
+    reconnections: Count = 0
+    metrics: dict[str, float] = Field(default_factory=dict)
+    labels: dict[str, str] = Field(default_factory=dict)
     error: str = ""
 
 
@@ -133,41 +136,41 @@ class WorkflowStatus(Message):
 
 
 class Status(Message):
-    """All there is to know about a run at this moment."""
+    """All there is to know about a run at this moment; the defaults are those of a run that kept no status."""
 
     run: str
-    name: str
-    algorithm: str
-    policy: str = Field(description="What closes a round, in words.")
-    protocol: int
-    epoch: Count
-    rounds: Count
-    finished: bool
+    name: str = "a run"
+    algorithm: str = ""
+    policy: str = Field("", description="What closes a round, in words.")
+    protocol: int = PROTOCOL
+    epoch: Count = 0
+    rounds: Count = 0
+    finished: bool = False
     stopped: str = Field("", description="Why the run ended before its last round; else empty.")
     address: str = Field("", description="Where the server listens, or listened last; empty: a simulation.")
     best: BestStatus | None = Field(None, description="Null: the run tracks no metric.")
-    uptime_s: float
+    uptime_s: float = 0.0
     left_s: float | None = Field(
         None,
         description="Seconds until the run has had its rounds, by how long the last ones took since the server was "
         "started; null: no round was measured yet, none can close for want of sites, or the run is finished or goes on "
         "until it is stopped.",
     )
-    model_bytes: Count
-    codec: str
+    model_bytes: Count = 0
+    codec: str = "none"
     outer: str = Field("", description="The outer optimizer and its options, in words.")
     downlink_codec: str = Field("none", description="How versions go down; none: whole.")
-    sync_every: Count
+    sync_every: Count = 0
     tau: Count = Field(0, description="Local steps between taking a fragment's update and merging its result.")
     alpha: float = Field(0.0, description="Share of the local parameters that a merge keeps.")
     dylu: bool = Field(False, description="Whether slower workers take fewer local steps.")
-    fragments: list[FragmentStatus]
-    workers: list[WorkerStatus]
-    history: list[RoundSummary] = Field(description="The last rounds, oldest first.")
-    bytes_up: Count = Field(description="Of updates that the server has received since it was started.")
-    bytes_down: Count = Field(description="Of versions that it has sent since.")
-    deaths: Count = Field(description="Workers that were declared dead, in the whole run.")
-    refused: Count = Field(description="Updates that were refused, in the whole run.")
+    fragments: list[FragmentStatus] = Field(default_factory=list)
+    workers: list[WorkerStatus] = Field(default_factory=list)
+    history: list[RoundSummary] = Field(default_factory=list, description="The last rounds, oldest first.")
+    bytes_up: Count = Field(0, description="Of updates that the server has received since it was started.")
+    bytes_down: Count = Field(0, description="Of versions that it has sent since.")
+    deaths: Count = Field(0, description="Workers that were declared dead, in the whole run.")
+    refused: Count = Field(0, description="Updates that were refused, in the whole run.")
     staleness: dict[str, Count] = Field(
         default_factory=dict,
         description="How many updates counted so many versions behind the head, since the server was started.",
@@ -179,7 +182,7 @@ class Status(Message):
         default_factory=list, description="In their order; empty for a run of rounds alone."
     )
     sent: list[TaskStatus] = Field(default_factory=list, description="The last tasks of a workflow, oldest first.")
-    durability: str
+    durability: str = "process"
     durable_version: Count | None = None
     warnings: list[str] = Field(default_factory=list)
 

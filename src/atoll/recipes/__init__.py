@@ -18,8 +18,7 @@ from atoll.recipes.by_algorithm import (
     SwarmRecipe,
 )
 from atoll.recipes.environments import LocalEnv, ServerEnv, SimEnv
-from atoll.recipes.recipe import Recipe
-from atoll.recipes.result import RunResult
+from atoll.recipes.recipe import Recipe, RunResult
 
 __all__ = [
     "DiLoCoRecipe",

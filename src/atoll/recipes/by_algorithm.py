@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from atoll import registry
 from atoll.errors import UsageError, public_api
-from atoll.recipes.recipe import Recipe
+from atoll.recipes.recipe import Recipe, setting
 
 OPTIMIZERS = {"sgd": "fedavgm", "adam": "fedadam", "yogi": "fedyogi", "adagrad": "fedadagrad"}
 """FedOpt's server optimizer → the algorithm of the run file."""
@@ -32,11 +32,7 @@ class FedProxRecipe(Recipe):
     """
 
     algorithm: ClassVar[str] = "fedprox"
-    mu: float = field(default=0.01, kw_only=True)
-
-    def choices(self) -> dict[str, Any]:
-        """Return μ."""
-        return {"algorithm.mu": self.mu}
+    mu: float = setting("algorithm.mu", 0.01)
 
 
 @public_api
@@ -50,7 +46,7 @@ class FedOptRecipe(Recipe):
     """
 
     server_optimizer: str = field(default="adam", kw_only=True)
-    server_lr: float | None = field(default=None, kw_only=True)
+    server_lr: float | None = setting("algorithm.outer_optimizer.lr")
 
     @property
     def algorithm(self) -> str:  # type: ignore[override]
@@ -66,10 +62,6 @@ class FedOptRecipe(Recipe):
             )
         return OPTIMIZERS[self.server_optimizer]
 
-    def choices(self) -> dict[str, Any]:
-        """Return the learning rate, where it is given."""
-        return {} if self.server_lr is None else {"algorithm.outer_optimizer.lr": self.server_lr}
-
 
 @public_api
 @dataclass(eq=False)
@@ -81,11 +73,7 @@ class ScaffoldRecipe(Recipe):
     """
 
     algorithm: ClassVar[str] = "scaffold"
-    server_lr: float | None = field(default=None, kw_only=True)
-
-    def choices(self) -> dict[str, Any]:
-        """Return η_g, where it is given."""
-        return {} if self.server_lr is None else {"algorithm.outer_optimizer.lr": self.server_lr}
+    server_lr: float | None = setting("algorithm.outer_optimizer.lr")
 
 
 @public_api
@@ -100,15 +88,9 @@ class DiLoCoRecipe(Recipe):
     """
 
     algorithm: ClassVar[str] = "diloco"
-    sync_every: int = field(default=500, kw_only=True)
-    outer_lr: float | None = field(default=None, kw_only=True)
-    outer_momentum: float | None = field(default=None, kw_only=True)
-
-    def choices(self) -> dict[str, Any]:
-        """Return H, and what is given of the outer optimizer."""
-        outer = {"lr": self.outer_lr, "momentum": self.outer_momentum}
-        given = {f"algorithm.outer_optimizer.{key}": value for key, value in outer.items() if value is not None}
-        return {"diloco.sync_every": self.sync_every} | given
+    sync_every: int = setting("diloco.sync_every", 500)
+    outer_lr: float | None = setting("algorithm.outer_optimizer.lr")
+    outer_momentum: float | None = setting("algorithm.outer_optimizer.momentum")
 
 
 @public_api

@@ -8,12 +8,14 @@ ServerEnv   this site's script takes part in the run of a server, if it is the r
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -22,7 +24,7 @@ from typing import Any
 
 from atoll import registry
 from atoll.algorithms.resolve import resolve
-from atoll.child_processes import Children
+from atoll.child_processes import Children, Terminated, raise_on_sigterm
 from atoll.config import NOT_SETTINGS, Settings, default_of
 from atoll.errors import (
     AtollError,
@@ -39,13 +41,16 @@ from atoll.errors import (
 from atoll.protocol import routes
 from atoll.protocol.messages import RunInfo
 from atoll.protocol.status_messages import RoundSummary, Status
-from atoll.recipes.recipe import Recipe, Strict, require_number, require_path, slug
-from atoll.recipes.result import RUN_FILE, SITES, RunResult, ended_by_sigterm, model_of, result_of, round_line, sites_of
+from atoll.recipes.recipe import Recipe, RunResult, Strict, require_number, require_path, slug
 from atoll.rounds.state import Rules
-from atoll.simulate.engines import require_engine
+from atoll.simulate import require_engine
 from atoll.transport.http_client import ask
 from atoll.worker.arguments import require_site
 from atoll.worker.session.leave_at_exit import LAST_STATUS
+
+RUN_FILE = "run.toml"
+SITES = "workers"
+"""The sites' own files lie there, in a folder for each."""
 
 POLL_S = 0.2
 SCRIPT_POLL_S = 1.0
@@ -393,6 +398,61 @@ def _new_folder(name: str) -> Path:
             return folder
         number += 1
         folder = stem.with_name(f"{stem.name}-{number}")
+
+
+# -- what an execution leaves
+
+
+def sites_of(count: int) -> list[str]:
+    """Return the names of an environment's sites."""
+    return [f"site-{number}" for number in range(1, count + 1)]
+
+
+def result_of(settings: Settings, folder: Path, status: Status | None) -> RunResult:
+    """Return what a finished run has left in its folder."""
+    model, metrics = model_of(settings, folder), settings.exports / "metrics.jsonl"
+    lines = metrics.read_text(encoding="utf-8").splitlines() if metrics.exists() else []
+    rows = [{key: value for key, value in json.loads(line).items() if key != "at"} for line in lines]
+    return RunResult(
+        model=model if model.exists() else None,
+        history=[RoundSummary.model_validate(row) for row in rows],
+        finished=True,
+        state_dir=settings.disk.state_dir,
+        folder=folder,
+        status=status,
+    )
+
+
+def model_of(settings: Settings, folder: Path) -> Path:
+    """Return where the result of a run with real sites lies; that of a swarm is at each of them."""
+    if settings.swarm.enabled:
+        found = sorted((folder / SITES).glob("*/model.safetensors"))
+        return found[0] if found else folder / SITES / "model.safetensors"
+    return settings.exports / "model.safetensors"
+
+
+def round_line(summary: RoundSummary, rounds: int) -> str:
+    """Return a round in a line."""
+    numbers = ", ".join(f"{key} {value:.4g}" for key, value in sorted(summary.metrics.items()))
+    return f"round {summary.round} of {rounds}, {len(summary.workers)} updates{': ' if numbers else ''}{numbers}"
+
+
+@contextlib.contextmanager
+def ended_by_sigterm() -> Iterator[None]:
+    """Unwind the block at SIGTERM, so that what it started ends, and then do what SIGTERM would have done."""
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+        yield
+        return
+    raise_on_sigterm()
+    terminated = False
+    try:
+        yield
+    except Terminated:
+        terminated = True
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        if terminated:
+            signal.raise_signal(signal.SIGTERM)
 
 
 # -- processes

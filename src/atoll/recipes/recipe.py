@@ -8,7 +8,7 @@ import os
 import re
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
@@ -17,11 +17,11 @@ from atoll.algorithms.resolve import resolve
 from atoll.config import DEFAULT_PORT, FIELDS, Settings, toml_lines
 from atoll.config.run_file import flat, merged, moved
 from atoll.errors import ConfigError, UsageError, print_interrupt_in_a_line, public_api
+from atoll.protocol.status_messages import RoundSummary, Status
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from atoll.recipes.result import RunResult
     from atoll.tensors.module_tensors import Tensors
 
 
@@ -243,6 +243,39 @@ ALSO_CHOSEN = ("rounds.sites", "rounds.min_sites")
 """Of those, the settings that `add_server_config` may choose, too."""
 
 
+@public_api
+@dataclass(frozen=True)
+class RunResult:
+    """What an execution leaves.
+
+    Attributes:
+        model: the result of the run, a safetensors file; None where it lies on another machine.
+        history: the rounds, oldest first; of a server that runs elsewhere its last ones.
+        finished: whether the run is over; a site may leave a server's run before its end.
+        state_dir: the run's state directory; None where it lies on another machine.
+        folder: of the run file and the logs; None where nothing was written here.
+        status: the last that the server said: sites, bytes, warnings; None of a simulation, and of a run that was
+            finished before.
+    """
+
+    model: Path | None
+    history: list[RoundSummary]
+    finished: bool
+    state_dir: Path | None
+    folder: Path | None
+    status: Status | None
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Of the last round, each the mean over the sites that reported it."""
+        return dict(self.history[-1].metrics) if self.history else {}
+
+
+def setting(key: str, default: Any = None) -> Any:
+    """Return a field of a recipe that stands for a setting; None leaves the value to the algorithm."""
+    return field(default=default, kw_only=True, metadata={"setting": key})
+
+
 class Environment(Protocol):
     """Where a recipe is executed."""
 
@@ -305,8 +338,9 @@ class Recipe(Strict):
     # -- settings
 
     def choices(self) -> dict[str, Any]:
-        """Return the settings that the algorithm's own arguments stand for."""
-        return {}
+        """Return the settings that the algorithm's own arguments stand for (`setting`), without those left out."""
+        given = {each.metadata["setting"]: getattr(self, each.name) for each in fields(self) if each.metadata}
+        return {key: value for key, value in given.items() if value is not None}
 
     def add_server_config(self, config: Mapping[str, Any] | None = None, **given: Any) -> Self:
         """Choose further settings of the run file (docs/reference/settings.md); what was chosen before gives way.

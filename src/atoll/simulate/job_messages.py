@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 from pydantic import BaseModel
 
@@ -13,11 +12,6 @@ from atoll.aggregation.check_arriving_parts import PartStats
 from atoll.protocol import messages
 from atoll.store.journal_tables import VersionRow
 from atoll.store.versions import Pin
-
-ATTEMPTS = 3
-"""A site fails once so many processes have ended while they trained it."""
-START_S = 120.0
-"""A process has to load the script within this time."""
 
 
 class Beginning(BaseModel):
@@ -133,69 +127,3 @@ class Answer:
         update = messages.Complete(**told["update"]) if told["update"] is not None else None
         stats = tuple(PartStats(bytes.fromhex(d), float.fromhex(s), bad) for d, s, bad in told["stats"])
         return cls(**{**told, "update": update, "stats": stats})
-
-
-class Busy(Protocol):
-    """A process that trains simulated sites. `since_s`: when it began its present one."""
-
-    since_s: float
-
-
-B = TypeVar("B", bound=Busy)
-
-
-def overdue(busy: Iterable[B], longer_s: float) -> B | None:
-    """Return the process that has trained one site for longest, if that is longer than `longer_s`."""
-    longest = min(busy, key=lambda each: each.since_s, default=None)
-    return longest if longest is not None and time.monotonic() - longest.since_s > longer_s else None
-
-
-class Heard(Protocol):
-    """Hears what the processes of an engine answer, in any thread."""
-
-    def answered(self, job: Job, answer: Answer) -> None:
-        """A job has ended, with this answer."""
-        ...
-
-    def failed_to_go_on(self, error: Exception) -> None:
-        """The engine cannot go on."""
-        ...
-
-
-class Engine(Protocol):
-    """Processes that train simulated sites, each one at a time."""
-
-    name: str
-
-    @property
-    def capacity(self) -> int:
-        """Jobs that it takes at a time: more than there are processes, so that none waits for the next job."""
-        ...
-
-    def start(self, beginning: Beginning, heard: Heard) -> None:
-        """Start the processes and let them load the script.
-
-        Raises:
-            ConfigError: the script cannot be loaded, or the engine cannot be used here.
-            RunFailed: a process ended before it began.
-        """
-        ...
-
-    def put(self, job: Job) -> None:
-        """Train it soon, and report the answer. When its process ends, another one begins the job again."""
-        ...
-
-    def free(self, longer_s: float) -> None:
-        """If jobs wait, end the process that has trained one site for longest, and for longer than this.
-
-        The answer of that job is `stuck`; another process takes its place.
-        """
-        ...
-
-    def pids(self) -> list[int]:
-        """Return the processes on this machine."""
-        ...
-
-    def close(self) -> None:
-        """End every process, and report no further answer. Idempotent."""
-        ...

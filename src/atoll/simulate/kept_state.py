@@ -1,4 +1,4 @@
-"""Files that a site keeps between its rounds, as bytes for a process with another disk, and back.
+"""The memory of a simulated site: files that it keeps between its rounds, as bytes for another disk, and back.
 
 They are written in the order of `worker/exchange/local_state.py`: the note without the pending update, the pending
 file, the note. A kill in between leaves a state from which the round can be trained again.

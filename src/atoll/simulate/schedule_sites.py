@@ -24,7 +24,8 @@ from atoll.rounds import leases, waiting
 from atoll.server.coordinator.accept_update import outcome_of
 from atoll.server.coordinator.coordinator import Coordinator
 from atoll.server.coordinator.roster import Lease
-from atoll.simulate.job_messages import ATTEMPTS, Answer, Engine, Job, SiteRound
+from atoll.simulate.engine import ATTEMPTS, Engine
+from atoll.simulate.job_messages import Answer, Job, SiteRound
 from atoll.simulate.kept_state import pending
 from atoll.store.file_slots import WRITER
 from atoll.store.journal_tables import VersionRow

@@ -27,9 +27,10 @@ from atoll.server.coordinator.persistor import Persistor
 from atoll.server.filter_table import Given
 from atoll.server.startup import open_run, settings_beside
 from atoll.server.tasks.task_payloads import TaskFilters
-from atoll.simulate.engines import require_engine
-from atoll.simulate.job_messages import Beginning, Engine
-from atoll.simulate.local_engine import LocalEngine
+from atoll.simulate import require_engine
+from atoll.simulate.engine import Engine
+from atoll.simulate.job_messages import Beginning
+from atoll.simulate.local_processes import LocalHost
 from atoll.simulate.schedule_sites import Conductor, now
 from atoll.simulate.script import name_of, require_outside
 from atoll.tensors.module_tensors import Tensors
@@ -309,10 +310,10 @@ def _names(sites: int | Sequence[str]) -> list[str]:
 
 def _engine(name: str, processes: int, address: str | None) -> Engine:
     if name == "local":
-        return LocalEngine(processes)
-    from atoll.simulate.ray_engine import RayEngine
+        return Engine(LocalHost(), processes)
+    from atoll.simulate.ray_actors import RayHost
 
-    return RayEngine(processes, address)
+    return Engine(RayHost(processes, address), processes)
 
 
 _ONE_WHOLE_MODEL = (

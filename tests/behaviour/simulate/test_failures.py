@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import queue
 import shutil
 import signal
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,9 +19,9 @@ from simulated_world import CLIENT, model_of, simulate, told, write
 
 import atoll
 from atoll.errors import ConfigError, RunFailed, StoreError
-from atoll.simulate import local_engine, schedule_sites, script
-from atoll.simulate.job_messages import Answer
-from atoll.simulate.train_sites import answer_to
+from atoll.simulate import engine, schedule_sites, script
+from atoll.simulate.job_messages import Answer, Beginning, Job
+from atoll.simulate.site_process import answer_to
 from atoll.testing.run import failpoints
 
 FOUR = ("--set", "rounds.sites=4", "--processes", "1")
@@ -213,7 +215,7 @@ def test_an_exception_that_is_its_own_cause_is_told() -> None:
 
 @pytest.mark.slow
 def test_a_client_that_does_not_begin_is_ended_and_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local_engine, "START_S", 0.5)
+    monkeypatch.setattr(engine, "START_S", 0.5)
     settings = atoll.Settings.read(
         write(tmp_path), {"disk.state_dir": tmp_path / "state", "model.source": "client:build"}
     )
@@ -383,41 +385,73 @@ def test_simulated_sites_that_never_return_do_not_keep_the_processes(
     assert "site-0000 did not return within 1 s" in caplog.text
 
 
+class Ends:
+    """A host, and each of its processes in turn, by how it begins and how it ends."""
+
+    name, kind, ahead, pid = "test", "a process", 0, 1
+
+    def __init__(self, *lives: str) -> None:
+        self._lives, self._life = list(lives), ""
+        self._given = queue.SimpleQueue[int]()
+        self.answers = queue.SimpleQueue[str]()
+
+    def begin(self, beginning: Beginning) -> Ends:
+        self._life = self._lives.pop(0)
+        return self
+
+    def ready(self) -> None:
+        if self._life == "killed":
+            raise engine.Killed("It was ended by SIGKILL.")
+
+    def give(self, job: Job) -> None:
+        for _ in range(2 if self._life == "answers twice" else 1):
+            self._given.put(job.ticket.ticket)
+
+    def hear(self) -> tuple[int, Answer] | None:
+        ticket = self._given.get()
+        return None if self._life == "ends" else (ticket, Answer(error="raised"))
+
+    def bury(self) -> str:
+        return "ended"
+
+    def answered(self, job: Job, answer: Answer) -> None:
+        self.answers.put(answer.error)
+
+    def failed_to_go_on(self, error: Exception) -> None:
+        self.answers.put(str(error))
+
+    def nothing(self) -> None: ...
+
+    open = close = kill = take_back = nothing
+
+    def answer(self) -> str:
+        """What comes of a job."""
+        begun = engine.Engine(self, 1)
+        begun.start(None, self)  # type: ignore[arg-type]
+        begun.put(SimpleNamespace(ticket=SimpleNamespace(ticket=7), site="a", attempts=0))  # type: ignore[arg-type]
+        return self.answers.get(timeout=10)
+
+
 @pytest.mark.covers("V2")
-def test_ignores_an_unexpected_answer() -> None:
-    class Twice:
-        def receive(self) -> tuple[dict[str, object], None]:
-            return {"what": "answer", "job": 7, **Answer(error="x").to_json()}, None
-
-    process = local_engine._Process.__new__(local_engine._Process)
-    process.jobs, process._channel = {}, Twice()  # type: ignore[assignment]
-    assert process.hear() == (None, Answer(error="x"))
+@pytest.mark.parametrize(
+    ("lives", "error"),
+    [
+        (["answers"], "raised"),
+        (["ends", "killed", "killed", "answers"], "raised"),
+        (["ends", "killed", "killed", "killed"], "It was ended by SIGKILL."),
+        (["ends", "ends", "ends", "answers"], "its process ended, 3 times in a row"),
+    ],
+)
+def test_begins_a_job_again_in_another_process(lives: list[str], error: str) -> None:
+    assert Ends(*lives).answer() == error
 
 
 @pytest.mark.covers("V2")
-def test_a_process_that_is_killed_before_it_began_is_begun_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    codes, closed = [-9, -9, 0], list[int]()
-
-    class Begins:
-        def __init__(self, _: object) -> None:
-            self.code = codes.pop(0)
-
-        def ready(self) -> None:
-            if self.code:
-                raise local_engine._Killed("It was ended by SIGKILL.")
-
-        def close(self) -> None:
-            closed.append(self.code)
-
-    monkeypatch.setattr(local_engine, "_Process", Begins)
-    engine = local_engine.LocalEngine(1)
-    engine._beginning = None  # type: ignore[assignment]
-    assert engine._begun().code == 0  # type: ignore[attr-defined]
-    assert closed == [-9, -9]
-    codes[:] = [-9] * 4
-    with pytest.raises(local_engine._Killed):
-        engine._begun()
-    assert codes == [-9]
+def test_ignores_a_second_answer(caplog: pytest.LogCaptureFixture) -> None:
+    host = Ends("answers twice")
+    assert host.answer() == "raised"
+    wait_until(lambda: "ignored an answer to no job" in caplog.text, "a line")
+    assert host.answers.empty()
 
 
 @pytest.mark.slow

@@ -10,7 +10,6 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -81,7 +80,7 @@ def test_what_an_actor_had_is_trained_by_another_one_when_it_is_killed(
     assert (tmp_path / "killed").exists()
     assert not short
     assert ray.is_initialized()  # it is the program's, not the simulation's
-    assert "(its machine had too little memory); another one takes its place" in caplog.text
+    assert "was lost (its machine had too little memory) while it trained site-000" in caplog.text
 
 
 @pytest.mark.covers("V5")
@@ -96,37 +95,15 @@ def test_a_ray_that_cannot_go_on_is_said_with_what_goes_on(
     monkeypatch: pytest.MonkeyPatch, error: str, said: str
 ) -> None:
     ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'atoll[ray]'")
-    from atoll.simulate.ray_engine import RayEngine
+    from atoll.simulate.ray_actors import RayHost
 
     def full(*_: Any, **__: Any) -> Any:
         raise getattr(ray.exceptions, error)("local disk is full")
 
     monkeypatch.setattr(ray, "get", full)
     with pytest.raises(RunFailed, match=said) as failed:
-        RayEngine(2, None).got(None, 3.0)
+        RayHost(2, None).got(None, 3.0)
     assert failed.value.exit_code == 9
-
-
-@pytest.mark.covers("V2")
-def test_blames_the_site_that_ends_three_actors(tmp_path: Path) -> None:
-    pytest.importorskip("ray", reason="Ray is not installed: pip install 'atoll[ray]'")
-    from atoll.simulate import ray_engine
-
-    class Ends:
-        stuck, begun = False, 0
-
-        def train(self, *_: Any) -> Any:
-            raise ray_engine._Lost
-
-        def begin_anew(self) -> None:
-            self.begun += 1
-
-    engine, hand = ray_engine.RayEngine(1, None), Ends()
-    engine._beginning = SimpleNamespace(sites=str(tmp_path))  # type: ignore[assignment]
-    job = SimpleNamespace(site="site-0000", attempts=0)
-    answer = engine._trained(hand, job)  # type: ignore[arg-type]
-    assert answer.error == "its actor was lost, 3 times in a row"
-    assert (job.attempts, hand.begun) == (3, 3)
 
 
 @pytest.mark.slow
@@ -207,13 +184,13 @@ def test_a_ray_that_is_not_installed_is_refused_with_how_to_install_it(
 
 
 def test_what_a_killed_simulation_has_left_of_its_ray_is_removed() -> None:
-    from atoll.simulate import ray_engine
+    from atoll.simulate import ray_actors
 
-    ended, alive = (Path(ray_engine.TEMPORARY) / f"{ray_engine.FOLDER}{pid}-test" for pid in (2**22 + 1, os.getpid()))
+    ended, alive = (Path(ray_actors.TEMPORARY) / f"{ray_actors.FOLDER}{pid}-test" for pid in (2**22 + 1, os.getpid()))
     for folder in (ended, alive):  # no process has a number above 2²²
         folder.mkdir()
     try:
-        ray_engine._remove_left_behind(ray_engine.TEMPORARY, ray_engine.FOLDER)
+        ray_actors._remove_left_behind(ray_actors.TEMPORARY, ray_actors.FOLDER)
         assert not ended.exists()
         assert alive.exists()
     finally:

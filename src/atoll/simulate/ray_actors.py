@@ -1,4 +1,4 @@
-"""The engine on Ray: actors, on this machine or on a cluster, that share no disk with the simulation.
+"""Actors of Ray that train simulated sites, on this machine or on a cluster; they share no disk with the simulation.
 
 Versions, updates and what a site keeps between its rounds travel as Ray's objects. An actor that is lost leaves nothing
 behind, so another one gets the same job.
@@ -14,7 +14,6 @@ import shutil
 import socket
 import tempfile
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +21,10 @@ import numpy as np
 
 from atoll.errors import AtollError, ConfigError, RunFailed, ServerUnreachable, StoreError
 from atoll.posix import nameless_file, read_at, write_at
-from atoll.simulate.job_messages import ATTEMPTS, START_S, Answer, Beginning, Heard, Job, SiteRound, overdue
+from atoll.simulate import engine
+from atoll.simulate.job_messages import Answer, Beginning, Job, SiteRound
 from atoll.simulate.kept_state import Kept, put_kept, read_kept, write_kept
-from atoll.simulate.train_sites import Station, answer_to
-
-LOG = logging.getLogger("atoll.simulate")
+from atoll.simulate.site_process import Station, answer_to
 
 CONNECT_S = 5.0
 TEMPORARY, FOLDER = "/tmp", "atoll-ray-"
@@ -91,121 +89,59 @@ class Actor:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-class RayEngine:
-    """Actors of Ray.
+class RayHost:
+    """Ray, on this machine or on a cluster.
 
     Args:
-        processes: how many.
+        processes: how many actors are to run at once.
         address: of a cluster; None: Ray is started on this machine, unless this program has one.
 
     Raises:
         ConfigError: Ray is not installed.
     """
 
-    name = "Ray"
+    name, kind, ahead = "Ray", "an actor", 0
 
     def __init__(self, processes: int, address: str | None) -> None:
         try:
             import ray
         except ImportError as error:
             raise ConfigError("The engine is ray, which is not installed here.", INSTALL) from error
-        self._ray: Any = ray
+        self.ray: Any = ray
         self._count, self._address = processes, address
-        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
-        self._lock = threading.Lock()  # guards what follows
-        self._hands: list[_Hand] = []
+        self._lock = threading.Lock()  # guards `_version`
         self._version: tuple[str, Any] = "", None  # digest, and Ray's object
-        self._closed = self._ours = False
-        self._folder: str | None = None
-        self._beginning: Beginning
-        self._heard: Heard
+        self.folder: str | None = None
+        self._cleanup = contextlib.ExitStack()
 
-    @property
-    def capacity(self) -> int:
-        """Two jobs an actor: one under way, one in the queue."""
-        return 2 * self._count
-
-    def start(self, beginning: Beginning, heard: Heard) -> None:
-        """Connect to Ray, start all actors before waiting for any, then a thread for each; on an error, close."""
-        self._beginning, self._heard = beginning, heard
-        try:
-            self._connect()
-            self._hands = [_Hand(self) for _ in range(self._count)]
-            for hand in self._hands:
-                hand.ready()
-        except BaseException:
-            self.close()
-            raise
-        for hand in self._hands:
-            threading.Thread(target=self._work, args=(hand,), name="atoll-ray", daemon=True).start()
-
-    def put(self, job: Job) -> None:
-        """Queue the job for the first actor that is idle."""
-        self._jobs.put(job)
-
-    def free(self, longer_s: float) -> None:
-        """Kill the overdue actor if the queue is not empty; its thread starts another, and answers `stuck`."""
-        if self._jobs.empty():
-            return
-        with self._lock:
-            begun = [hand for hand in self._hands if hand.job is not None and not hand.stuck]
-            if (longest := overdue(begun, longer_s)) is not None:
-                longest.stuck = True
-                longest.kill()
-
-    def pids(self) -> list[int]:
-        """Return those of the actors on this host; a cluster's other machines are left out."""
-        here = socket.gethostname()
-        with self._lock:
-            return [hand.pid for hand in self._hands if hand.host == here]
-
-    def close(self) -> None:
-        """Kill the actors, and call `ray.shutdown` if this engine has called `ray.init`.
-
-        Files go with Ray's folder where it is this engine's; else idle actors remove their own, and the next actor on a
-        machine those of busy ones.
-        """
-        with self._lock:
-            closed, self._closed = self._closed, True
-            hands, self._hands = self._hands, []
-        for _ in hands:
-            self._jobs.put(None)
-        if self._ray.is_initialized():  # else they have ended with it
-            if self._folder is None:  # else it goes, with all that is in it
-                with contextlib.suppress(Exception):  # they have ended, or Ray has
-                    ends = [hand.end() for hand in hands if hand.job is None]
-                    self._ray.wait(ends, num_returns=len(ends), timeout=END_S)
-            for hand in hands:
-                hand.kill()
-        if not closed and self._ours:
-            self._ray.shutdown()
-        if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
-
-    # -- Ray
-
-    def _connect(self) -> None:
-        if self._ray.is_initialized():
+    def open(self) -> None:
+        """Connect to Ray, or start it, unless this program has connected already."""
+        if self.ray.is_initialized():
             return
         options: dict[str, Any] = {"address": self._address or "local", "logging_level": logging.ERROR}
         if self._address is None:
             _remove_left_behind(TEMPORARY, FOLDER)
-            self._folder = tempfile.mkdtemp(prefix=f"{FOLDER}{os.getpid()}-", dir=TEMPORARY)
-            options |= {"include_dashboard": False, "num_cpus": self._count, "_temp_dir": self._folder}
+            self.folder = tempfile.mkdtemp(prefix=f"{FOLDER}{os.getpid()}-", dir=TEMPORARY)
+            self._cleanup.callback(shutil.rmtree, self.folder, ignore_errors=True)
+            options |= {"include_dashboard": False, "num_cpus": self._count, "_temp_dir": self.folder}
         else:
             _require_listening(self._address)
-        self._ours = True
+        self._cleanup.callback(self.ray.shutdown)
         try:
-            self._ray.init(**options)
+            self.ray.init(**options)
         except Exception as error:
             at = f"at {self._address} " if self._address else "on this machine "
             last = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise ServerUnreachable(f"Ray {at}cannot be reached: {last.rstrip('.')}.", _REMEDY) from error
 
-    def actor(self) -> Any:
+    def close(self) -> None:
+        """Call `ray.shutdown` if `open` has called `ray.init`, and remove Ray's folder if it was made. Idempotent."""
+        self._cleanup.close()
+
+    def begin(self, beginning: Beginning) -> RayProcess:
         """Start an actor, which begins to load the script."""
-        kind = self._ray.remote(num_cpus=1, max_restarts=0)(Actor)
-        return kind.remote(self._beginning.model_dump(mode="json"), self._folder)
+        kind = self.ray.remote(num_cpus=1, max_restarts=0)(Actor)
+        return RayProcess(self, kind.remote(beginning.model_dump(mode="json"), self.folder), Path(beginning.sites))
 
     def got(self, ref: Any, timeout_s: float | None = None) -> Any:
         """Return what an actor answers.
@@ -213,9 +149,9 @@ class RayEngine:
         Raises:
             _Lost: it has ended, or its machine has. RunFailed: it does not begin, or Ray cannot go on.
         """
-        known = self._ray.exceptions
+        known = self.ray.exceptions
         try:
-            return self._ray.get(ref, timeout=timeout_s)
+            return self.ray.get(ref, timeout=timeout_s)
         except known.GetTimeoutError:
             raise RunFailed(
                 f"Ray has started no process for a simulated site in {timeout_s:g} s.",
@@ -240,43 +176,73 @@ class RayEngine:
             if self._version[0] != job.ticket.base_digest:
                 content = np.empty(os.fstat(job.base.fd).st_size, np.uint8)
                 read_at(job.base.fd, content.data, 0)
-                self._version = job.ticket.base_digest, self._ray.put(content)
+                self._version = job.ticket.base_digest, self.ray.put(content)
             return self._version[1]
 
-    # -- threads, one for each actor
 
-    def _work(self, hand: _Hand) -> None:
-        while (job := self._jobs.get()) is not None:
-            with self._lock:
-                hand.job, hand.since_s, hand.stuck = job, time.monotonic(), False
-            try:
-                answer = self._trained(hand, job)
-                with self._lock:
-                    hand.job = None
-            except Exception as error:
-                if not self._closed:
-                    self._heard.failed_to_go_on(error)
-                return
-            self._heard.answered(job, answer)
+class _Lost(Exception):
+    """An actor has ended."""
 
-    def _trained(self, hand: _Hand, job: Job) -> Answer:
-        folder = Path(self._beginning.sites) / job.site
-        while True:
-            try:
-                told, update, kept = hand.train(job, read_kept(folder))
-                break
-            except _Lost as lost:
-                if self._closed:
-                    raise
-                if hand.stuck:
-                    hand.begin_anew()
-                    return Answer(stuck=True)
-                LOG.warning("an actor was lost while it trained %s%s; another one takes its place", job.site, lost)
-                job.attempts += 1
-                hand.begin_anew()
-                if job.attempts == ATTEMPTS:
-                    told_why = f"its actor was lost, {ATTEMPTS} times in a row{lost}"
-                    return Answer(error=told_why, trace=told_why)
+
+class RayProcess:
+    """An actor, with what its sites keep, which lies here.
+
+    Args:
+        sites: folder of what sites keep between their rounds.
+    """
+
+    def __init__(self, host: RayHost, actor: Any, sites: Path) -> None:
+        self._host, self._actor, self._sites = host, actor, sites
+        self._base = ""  # digest of the version that it has
+        self._given: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._is_idle, self._how = True, "was lost"
+        self.pid = 0
+
+    def ready(self) -> None:
+        """Wait until it has loaded the script.
+
+        Raises:
+            ConfigError: that cannot be loaded. RunFailed: Ray starts no actor, or it has ended.
+        """
+        try:
+            told = self._host.got(self._actor.ready.remote(), engine.START_S)
+        except _Lost as error:
+            raise RunFailed(
+                "An actor ended before it began.",
+                "Ray's log says why; Atoll and the script have to be on every machine of the cluster.",
+            ) from error
+        if "message" in told:
+            raise ConfigError(told["message"], told["remedy"], told["trace"])
+        self.pid = told["pid"] if told["host"] == socket.gethostname() else 0
+
+    def give(self, job: Job) -> None:
+        """Let `hear` send the job."""
+        self._given.put(job)
+
+    def take_back(self) -> None:
+        """Return None: it has one job at a time."""
+
+    def hear(self) -> tuple[int, Answer] | None:
+        """Have the next job trained, and return its ticket and its answer; None once the actor has ended."""
+        if (job := self._given.get()) is None:
+            return None
+        self._is_idle = False
+        try:
+            answer = self._train(job)
+        except _Lost as lost:
+            self._how += str(lost)
+            return None
+        self._is_idle = True
+        return job.ticket.ticket, answer
+
+    def _train(self, job: Job) -> Answer:
+        """Train a job with its version and what its site keeps; put the update into the spool."""
+        folder = self._sites / job.site
+        if self._base != job.ticket.base_digest:
+            self._host.got(self._actor.take.remote(self._host.version(job)))
+            self._base = job.ticket.base_digest
+        given = self._actor.train.remote(job.round.to_json(), read_kept(folder), job.update_bytes)
+        told, update, kept = self._host.got(given)
         answer = Answer.from_json(told)
         if not answer.disk:  # else it has kept nothing of this round
             try:
@@ -286,59 +252,19 @@ class RayEngine:
                 return answer_to(error)
         return answer
 
-
-class _Lost(Exception):
-    """An actor has ended."""
-
-
-class _Hand:
-    """An actor and its replacements, one after the other."""
-
-    def __init__(self, engine: RayEngine) -> None:
-        self._engine = engine
-        self._actor = engine.actor()
-        self._base = ""  # digest of the version that it has
-        self.pid, self.host = 0, ""
-        self.job: Job | None = None
-        self.since_s, self.stuck = 0.0, False
-
-    def ready(self) -> None:
-        """Wait until it has loaded the script.
-
-        Raises:
-            ConfigError: that cannot be loaded. RunFailed: Ray starts no actor, or it has ended.
-        """
-        try:
-            told = self._engine.got(self._actor.ready.remote(), START_S)
-        except _Lost as error:
-            raise RunFailed(
-                "An actor ended before it began.",
-                "Ray's log says why; Atoll and the script have to be on every machine of the cluster.",
-            ) from error
-        if "message" in told:
-            raise ConfigError(told["message"], told["remedy"], told["trace"])
-        self.pid, self.host = told["pid"], told["host"]
-
-    def begin_anew(self) -> None:
-        """Replace the actor."""
-        self.kill()
-        self._actor, self._base = self._engine.actor(), ""
-        self.ready()
-
-    def train(self, job: Job, kept: Kept) -> Any:
-        """Train a job as `Actor.train` does, with its version."""
-        if self._base != job.ticket.base_digest:
-            self._engine.got(self._actor.take.remote(self._engine.version(job)))
-            self._base = job.ticket.base_digest
-        return self._engine.got(self._actor.train.remote(job.round.to_json(), kept, job.update_bytes))
-
-    def end(self) -> Any:
-        """Call `Actor.end`."""
-        return self._actor.end.remote()
-
     def kill(self) -> None:
+        """Kill the actor; an idle one removes its files first, unless they go with Ray's folder. Idempotent."""
+        ray, is_idle, self._is_idle = self._host.ray, self._is_idle, False
         with contextlib.suppress(Exception):  # it has ended, or Ray has
-            self._engine._ray.kill(self._actor)
+            if is_idle and self._host.folder is None and ray.is_initialized():
+                ray.wait([self._actor.end.remote()], timeout=END_S)
+            ray.kill(self._actor)
+        self._given.put(None)
+
+    def bury(self) -> str:
+        """Kill what is left of it; the next actor on its machine removes its files."""
+        self.kill()
+        return self._how
 
 
 def _remove_left_behind(temporary: str, prefix: str) -> None:
