@@ -161,6 +161,7 @@ class Nursery:
         env: Mapping[str, str] | None = None,
         failpoints: str = "",
         log: Path | None = None,
+        errors: Path | None = None,
     ) -> Process:
         """Start `atoll ARGS`, or a Python script with arguments.
 
@@ -169,12 +170,15 @@ class Nursery:
             env: further environment variables; ATOLL_* of this process are not passed on.
             failpoints: see the head of this module.
             log: file to which its output is appended; by default one in `cwd`.
+            errors: file for its standard error, where that is to be apart.
         """
         environment = {key: value for key, value in os.environ.items() if not key.startswith("ATOLL_")}
         environment |= dict(env or {}) | ({FAILPOINTS: failpoints} if failpoints else {})
         log = log or cwd / f"{Path(argv[0]).stem}-{len(self._started)}.log"
         log.touch()
-        pid = self.ask(do="start", argv=list(argv), cwd=str(cwd), env=environment, log=str(log))
+        pid = self.ask(
+            do="start", argv=list(argv), cwd=str(cwd), env=environment, log=str(log), errors=str(errors or log)
+        )
         process = Process(self, pid, log)
         self._started.append(process)
         return process
@@ -312,9 +316,9 @@ def _become(request: dict[str, Any]) -> None:
     os.chdir(request["cwd"])
     os.environ.clear()
     os.environ.update(request["env"])
-    log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    log, errors = (os.open(request[key], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600) for key in ("log", "errors"))
     null = os.open(os.devnull, os.O_RDONLY)
-    for source, target in ((null, 0), (log, 1), (log, 2)):
+    for source, target in ((null, 0), (log, 1), (errors, 2)):
         os.dup2(source, target)
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from harness.processes import Nursery
 
 from atoll.protocol import messages, routes, status_messages
 
@@ -41,20 +41,16 @@ WORKER = status_messages.WorkerStatus(
     host="box",
     state="alive",
     doing="training",
-    joined_at="2026-01-01T00:00:00+00:00",
     last_heartbeat_s=2.0,
     step=1250,
     steps_per_s=4.5,
     rounds=2,
     version=2,
-    staleness=0,
     bytes_up=3_400_000,
     bytes_down=1_200_000_000,
     gradient_bytes=5_000_000_000,
     retries=1,
-    reconnections=0,
     metrics={"loss": 2.25},
-    labels={},
 )
 
 STATUS = status_messages.Status(
@@ -62,14 +58,10 @@ STATUS = status_messages.Status(
     name="canned",
     algorithm="fedavg",
     policy="barrier",
-    protocol=routes.PROTOCOL,
     epoch=1,
     rounds=3,
-    finished=False,
     uptime_s=200.0,
     model_bytes=4_000_000,
-    codec="none",
-    sync_every=0,
     fragments=[
         status_messages.FragmentStatus(
             fragment=0,
@@ -99,8 +91,6 @@ STATUS = status_messages.Status(
     bytes_up=16_000_000,
     bytes_down=24_000_000,
     deaths=1,
-    refused=0,
-    durability="process",
     durable_version=2,
 )
 
@@ -143,32 +133,37 @@ def canned() -> Iterator[Canned]:
     thread.join()
 
 
-Command = Callable[..., "subprocess.CompletedProcess[str]"]
+@dataclass(frozen=True)
+class Outcome:
+    """How a command ended, and what it printed."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+Command = Callable[..., Outcome]
 
 
 @pytest.fixture
-def atoll_command(tmp_path) -> Command:
+def atoll_command(nursery: Nursery, tmp_path: Path) -> Command:
     """Run `atoll ARGS` in an empty folder, with further environment variables as keywords."""
-    return partial(run_python, tmp_path, "-m", "atoll.cli.main")
+    return partial(run_forked, nursery, tmp_path, "atoll")
 
 
 @pytest.fixture
-def script(tmp_path) -> Command:
+def script(nursery: Nursery, tmp_path: Path) -> Command:
     """Run a script of the project, by its path from the root, in an empty folder."""
 
-    def run(path: str, *args: str) -> subprocess.CompletedProcess[str]:
-        return run_python(tmp_path, str(ROOT / path), *args)
+    def run(path: str, *args: str) -> Outcome:
+        return run_forked(nursery, tmp_path, str(ROOT / path), *args)
 
     return run
 
 
-def run_python(folder: Path, *args: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, *args],
-        cwd=folder,
-        env=os.environ | {"COLUMNS": "120"} | environment,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=100,
-    )
+def run_forked(nursery: Nursery, folder: Path, *args: str, **environment: str) -> Outcome:
+    with tempfile.TemporaryDirectory() as printed:
+        log, errors = Path(printed) / "out", Path(printed) / "err"
+        process = nursery.start(*args, cwd=folder, env={"COLUMNS": "120"} | environment, log=log, errors=errors)
+        code = process.wait(100)
+        return Outcome(code, log.read_text(), errors.read_text())

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import atoll
+import atoll.integrations.lightning
 
 PACKAGES = ["lightning.pytorch", "pytorch_lightning"]
 usual = PACKAGES[0]
@@ -131,3 +132,16 @@ def lines(server: atoll.Server) -> list[dict[str, Any]]:
     """What the server's status says of the rounds, at the end of the run."""
     assert server.wait(60)
     return [summary.model_dump() for summary in server.status().history]
+
+
+def patched(server: atoll.Server, folder: Path, name: str | None = None, site: str = "a", **options: Any) -> Any:
+    """A Trainer, as `trainer_of` gives it, that takes part in the server's run."""
+    trainer = trainer_of(name, **options)
+    atoll.integrations.lightning.patch(trainer, server.url, site, folder=folder)
+    return trainer
+
+
+def fit_rounds(trainer: Any, module: Any, *loaders: Any) -> None:
+    """Fit once in each round of the run; by default with `data()` to train from."""
+    for _ in atoll.integrations.lightning.rounds(trainer):
+        trainer.fit(module, *(loaders or (data(),)))

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning_world import PACKAGES, Tiny, data, lines, module_class, package, serve, trainer_of
+from lightning_world import PACKAGES, Tiny, data, fit_rounds, lines, module_class, package, patched, serve, trainer_of
 from safetensors.torch import load_file
 
 import atoll.integrations.lightning
@@ -64,8 +64,7 @@ class LBFGS(Tiny):
 def test_a_line_search_in_a_fit_goes_by_the_loss_of_fedprox(tmp_path: Path) -> None:
     """(w − 1)²/2 + w²/4 is least at 2/3, then (w − 1)²/2 + (w − 2/3)²/4 at (1 + 1/3)/(3/2) = 8/9."""
     with serve(tmp_path, "fedprox", **{"algorithm.mu": 0.5}) as server:
-        trainer, module = trainer_of(), LBFGS()
-        atoll.integrations.lightning.patch(trainer, server.url, "a", folder=tmp_path)
+        trainer, module = patched(server, tmp_path), LBFGS()
         for number in atoll.integrations.lightning.rounds(trainer):
             trainer.fit(module, data())
             assert module.w.item() == pytest.approx((2 / 3, 8 / 9)[number - 1], abs=1e-5)
@@ -81,10 +80,8 @@ def test_an_average_of_weights_is_what_a_round_submits(tmp_path: Path, algorithm
     """
     local = {"algorithm.mu": 0.0} if algorithm == "fedprox" else {}
     with serve(tmp_path, algorithm, **local) as server:
-        trainer, module = trainer_of(callbacks=[callbacks().EMAWeightAveraging(decay=0.5)]), Tiny()
-        atoll.integrations.lightning.patch(trainer, server.url, "a", folder=tmp_path)
-        for _ in atoll.integrations.lightning.rounds(trainer):
-            trainer.fit(module, data(), data())
+        trainer, module = patched(server, tmp_path, callbacks=[callbacks().EMAWeightAveraging(decay=0.5)]), Tiny()
+        fit_rounds(trainer, module, data(), data())
         rows = lines(server)
         assert [row["metrics"]["val_w"] for row in rows] == pytest.approx([1 - 0.792, 1 - 0.792**2])
         assert load_file(server.exports / "model.safetensors")["w"].item() == pytest.approx(1 - 0.792**2)
@@ -139,10 +136,8 @@ def test_early_stopping_shortens_a_fit_and_its_patience_goes_on_in_the_next(tmp_
     """w grows, and the monitor wants it small: two epochs of three steps in the first fit, one in each further one."""
     with serve(tmp_path, **{"rounds.total": 3}) as server:
         stopping = callbacks().EarlyStopping("val_w", patience=1, mode="min")
-        trainer, module = trainer_of(max_epochs=4, callbacks=[stopping]), Tiny()
-        atoll.integrations.lightning.patch(trainer, server.url, "a", folder=tmp_path)
-        for _ in atoll.integrations.lightning.rounds(trainer):
-            trainer.fit(module, data(), data())
+        trainer, module = patched(server, tmp_path, max_epochs=4, callbacks=[stopping]), Tiny()
+        fit_rounds(trainer, module, data(), data())
         assert [row["weights"] for row in lines(server)] == [[24.0], [12.0], [12.0]]
         assert module.w.item() == pytest.approx(1 - 0.9**12)
 
@@ -155,8 +150,7 @@ def test_checkpoints_are_of_this_sites_training_over_all_rounds(tmp_path: Path) 
         trainer = trainer_of(max_epochs=2, callbacks=[keeps], enable_checkpointing=True)
         module = Tiny()
         atoll.integrations.lightning.patch(trainer, server.url, "a", folder=tmp_path)
-        for _ in atoll.integrations.lightning.rounds(trainer):
-            trainer.fit(module, data(), data())
+        fit_rounds(trainer, module, data(), data())
         assert len(lines(server)) == 2
     kept = sorted(value.item() for value in keeps.best_k_models.values())
     assert kept == pytest.approx([1 - 0.9**9, 1 - 0.9**12])

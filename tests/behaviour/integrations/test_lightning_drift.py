@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning_world import Tiny, data, serve, trainer_of
+from lightning_world import Tiny, fit_rounds, serve, trainer_of
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -35,8 +35,7 @@ def train(url: str, site: str, folder: Path) -> None:
     module.curvature, module.target = CURVES[site]
     trainer = trainer_of()
     atoll.integrations.lightning.patch(trainer, url, site, folder=folder)
-    for _ in atoll.integrations.lightning.rounds(trainer):
-        trainer.fit(module, data())
+    fit_rounds(trainer, module)
 
 
 def end(folder: Path, algorithm: str) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from lightning_world import PACKAGES, Tiny, data, module_class, serve, trainer_of
+from lightning_world import PACKAGES, Tiny, data, module_class, patched, serve, trainer_of
 
 import atoll
 from atoll.errors import UsageError
@@ -19,8 +19,7 @@ WORKFLOWS = ({"kind": "train"}, {"kind": "cross_site_evaluation", "versions": ["
 def test_models_are_validated_when_training_is_over(tmp_path: Path, name: str) -> None:
     """w ← w − 0.1·(w − 1), three steps: 1 − 0.9³; version 0 is w = 0. `val_w` is w itself."""
     with serve(tmp_path, **{"rounds.total": 1, "workflow.steps": WORKFLOWS}) as server:
-        trainer, module = trainer_of(name), module_class(name)()
-        atoll.integrations.lightning.patch(trainer, server.url, "a", folder=tmp_path)
+        trainer, module = patched(server, tmp_path, name), module_class(name)()
         atoll.integrations.lightning.evaluates(trainer, module, data())
         with pytest.raises(UsageError, match="evaluates already"):
             atoll.integrations.lightning.evaluates(trainer, module)

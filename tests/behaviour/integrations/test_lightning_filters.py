@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lightning_world import Tiny, data, serve, trainer_of
+from lightning_world import Tiny, fit_rounds, serve, trainer_of
 from safetensors.torch import load_file
 
 import atoll.integrations.lightning
@@ -38,8 +38,7 @@ def test_what_a_fit_sends_passes_the_sites_filters(tmp_path: Path, algorithm: st
         else:
             trainer = trainer_of(callbacks=[atoll.integrations.lightning.AtollCallback(**where)])
         module = Tiny()
-        for _ in atoll.integrations.lightning.rounds(trainer):
-            trainer.fit(module, data())
+        fit_rounds(trainer, module)
         assert server.wait(60)
         assert load_file(server.exports / "model.safetensors")["w"].item() == pytest.approx(0.2)
     assert module.w.item() == pytest.approx(0.2)

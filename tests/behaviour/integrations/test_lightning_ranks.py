@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from lightning_world import SAMPLES, Tiny, data, lines, serve, trainer_of
+from lightning_world import SAMPLES, Tiny, fit_rounds, lines, serve, trainer_of
 
 import atoll
 import atoll.integrations.lightning
@@ -56,8 +56,7 @@ def test_two_ranks_are_one_site(tmp_path: Path, name: str) -> None:
         try:
             trainer, module = trainer_of(), Tiny(target=-3.0)
             atoll.integrations.lightning.patch(trainer, server.url, "b", folder=tmp_path / "b")
-            for _ in atoll.integrations.lightning.rounds(trainer):
-                trainer.fit(module, data())
+            fit_rounds(trainer, module)
             output, _ = ranks.communicate(timeout=100)
         finally:
             ranks.kill()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from harness.processes import free_port
-from lightning_world import PACKAGES, Tiny, data, lines, module_class, package, serve, trainer_of
+from lightning_world import PACKAGES, Tiny, data, fit_rounds, lines, module_class, package, patched, serve, trainer_of
 from torch.multiprocessing.spawn import ProcessRaisedException
 
 import atoll
@@ -114,8 +114,7 @@ def test_scaffold_refuses_it_and_a_better_fit_takes_its_place(
     tmp_path: Path, kind: Any, words: str, remedy: str
 ) -> None:
     with serve(tmp_path, "scaffold", **{"rounds.total": 1}) as server:
-        trainer = trainer_of()
-        atoll.integrations.lightning.patch(trainer, server.url, "a", folder=tmp_path)
+        trainer = patched(server, tmp_path)
         with pytest.raises(UsageError, match=words) as caught:
             trainer.fit(kind(), data())
         assert remedy in str(caught.value)
@@ -127,8 +126,7 @@ def retry(server: atoll.Server, folder: Path) -> None:
     """The site's next fit counts; an update that was refused has not reached anybody."""
     trainer, module = trainer_of(), Tiny()
     atoll.integrations.lightning.patch(trainer, server.url, "a", folder=folder)
-    for _ in atoll.integrations.lightning.rounds(trainer):
-        trainer.fit(module, data())
+    fit_rounds(trainer, module)
     assert module.w.item() == pytest.approx(1 - 0.9**3)
     assert len(lines(server)) == 1
 
@@ -139,8 +137,7 @@ def retry(server: atoll.Server, folder: Path) -> None:
 def test_a_gradient_scaler_is_refused(tmp_path: Path, name: str, algorithm: str) -> None:
     plugin = package(name).plugins.MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu"))
     with serve(tmp_path, algorithm, **{"rounds.total": 1}) as server:
-        trainer = trainer_of(name, plugins=[plugin])
-        atoll.integrations.lightning.patch(trainer, server.url, "a", folder=tmp_path)
+        trainer = patched(server, tmp_path, name, plugins=[plugin])
         with pytest.raises(UsageError, match=rf"precision 16-mixed.*{algorithm}.*Use precision='bf16-mixed'"):
             trainer.fit(module_class(name)(), data())
         assert server.status().fragments[0].version == 0
@@ -149,8 +146,7 @@ def test_a_gradient_scaler_is_refused(tmp_path: Path, name: str, algorithm: str)
 @pytest.mark.covers("S8")
 def test_several_optimizers_are_refused(tmp_path: Path) -> None:
     with serve(tmp_path, "scaffold", **{"rounds.total": 1}) as server:
-        trainer, module = trainer_of(), OneOfTwo()
-        atoll.integrations.lightning.patch(trainer, server.url, "a", folder=tmp_path)
+        trainer, module = patched(server, tmp_path), OneOfTwo()
         with pytest.raises(UsageError, match=r"OneOfTwo has 2 optimizers, and scaffold follows one\. Put all"):
             trainer.fit(module, data())
         assert module.steps == 0
@@ -161,10 +157,8 @@ def test_several_optimizers_are_refused(tmp_path: Path) -> None:
 @pytest.mark.covers("S1")
 def test_fedavg_takes_what_it_need_not_correct(tmp_path: Path, kind: Any) -> None:
     with serve(tmp_path, **{"rounds.total": 1}) as server:
-        trainer, module = trainer_of(), kind()
-        atoll.integrations.lightning.patch(trainer, server.url, "a", folder=tmp_path)
-        for _ in atoll.integrations.lightning.rounds(trainer):
-            trainer.fit(module, data())
+        trainer, module = patched(server, tmp_path), kind()
+        fit_rounds(trainer, module)
         assert module.w.item() == pytest.approx(1 - 0.9**3)
         assert len(lines(server)) == 1
 
@@ -212,8 +206,7 @@ def test_controls_that_are_malformed_in_a_later_round_are_refused(tmp_path: Path
 @pytest.mark.covers("S8")
 def test_a_fit_without_a_step_is_refused_for_every_algorithm(tmp_path: Path) -> None:
     with serve(tmp_path) as server:
-        trainer = trainer_of(limit_train_batches=0)
-        atoll.integrations.lightning.patch(trainer, server.url, "a", folder=tmp_path)
+        trainer = patched(server, tmp_path, limit_train_batches=0)
         with pytest.raises(UsageError, match=r"no optimizer step.*limit_train_batches"):
             trainer.fit(Tiny(), data())
 
@@ -230,8 +223,7 @@ def test_a_step_without_the_end_of_its_batch_is_an_error(tmp_path: Path, algorit
                 raise StopIteration
 
     with serve(tmp_path, algorithm, **{"rounds.total": 1}) as server:
-        trainer = trainer_of()
-        atoll.integrations.lightning.patch(trainer, server.url, "a", folder=tmp_path)
+        trainer = patched(server, tmp_path)
         with pytest.raises(UsageError, match=r"step 2 was not followed by on_train_batch_end.*should_stop = True"):
             trainer.fit(Stops(), data())
         retry(server, tmp_path)
@@ -266,10 +258,8 @@ def test_a_fit_that_failed_is_begun_anew(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", PACKAGES)
 def test_these_precisions_work(tmp_path: Path, name: str, precision: str) -> None:
     with serve(tmp_path, "scaffold") as server:
-        trainer, module = trainer_of(name, precision=precision), module_class(name)()
-        atoll.integrations.lightning.patch(trainer, server.url, "a", folder=tmp_path)
-        for _ in atoll.integrations.lightning.rounds(trainer):
-            trainer.fit(module, data())
+        trainer, module = patched(server, tmp_path, name, precision=precision), module_class(name)()
+        fit_rounds(trainer, module)
         assert module.w.dtype == torch.float32
         assert module.w.item() == pytest.approx(1 - 0.9**6, rel=1e-2 if precision == "bf16-mixed" else 1e-6)
         assert len(lines(server)) == 2
@@ -327,8 +317,7 @@ def test_strategies_that_split_the_model_are_refused(tmp_path: Path) -> None:
             return obj
 
     with serve(tmp_path) as server:
-        trainer, module = trainer_of(strategy=ShardedStrategy()), Tiny()
-        atoll.integrations.lightning.patch(trainer, server.url, "a", folder=tmp_path)
+        trainer, module = patched(server, tmp_path, strategy=ShardedStrategy()), Tiny()
         for attempt in (trainer.validate, trainer.fit):
             with pytest.raises(UsageError, match=r"strategy ShardedStrategy.*strategy='ddp'"):
                 attempt(module, data())
@@ -340,8 +329,7 @@ def test_processes_that_the_trainer_forks_are_refused(tmp_path: Path, monkeypatc
     """In the forked process, whose error Lightning tells as text."""
     monkeypatch.setenv("MASTER_PORT", str(free_port()))  # Lightning sets it, for good
     with serve(tmp_path) as server:
-        trainer = trainer_of(strategy="ddp_fork")
-        atoll.integrations.lightning.patch(trainer, server.url, "a", folder=tmp_path)
+        trainer = patched(server, tmp_path, strategy="ddp_fork")
         with pytest.raises(ProcessRaisedException, match=r"UsageError: .*spawns or forks.*strategy='ddp'"):
             trainer.fit(Tiny(), data())
         assert server.status().workers == []
@@ -350,8 +338,7 @@ def test_processes_that_the_trainer_forks_are_refused(tmp_path: Path, monkeypatc
 def test_a_batch_without_tensors_needs_a_weight(tmp_path: Path) -> None:
     words = torch.utils.data.DataLoader(["a", "b", "c"], batch_size=2)
     with serve(tmp_path, **{"rounds.total": 1}) as server:
-        trainer = trainer_of()
-        atoll.integrations.lightning.patch(trainer, server.url, "a", folder=tmp_path)
+        trainer = patched(server, tmp_path)
         with pytest.raises(UsageError, match=r"batch of list.*patch\(trainer, weight="):
             trainer.fit(Tiny(), words)
         trainer = trainer_of()
@@ -371,8 +358,7 @@ def test_a_fit_from_a_checkpoint_is_refused_and_a_validation_of_one_stays_here(t
     alone.fit(kind(), data())
     alone.save_checkpoint(file)
     with serve(tmp_path, **{"rounds.total": 1}) as server:
-        trainer, module = trainer_of(name), kind()
-        atoll.integrations.lightning.patch(trainer, server.url, "a", folder=tmp_path)
+        trainer, module = patched(server, tmp_path, name), kind()
         assert trainer.validate(module, data(), ckpt_path=file)[0]["val_w"] == pytest.approx(0.271)
         with pytest.raises(UsageError, match=r"resumes from the checkpoint '.*alone.ckpt'.*Leave ckpt_path out"):
             trainer.fit(module, data(), ckpt_path=file)

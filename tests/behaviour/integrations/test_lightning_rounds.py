@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from harness.processes import wait_until
-from lightning_world import PACKAGES, SAMPLES, Tiny, data, lines, module_class, serve, trainer_of
+from lightning_world import PACKAGES, SAMPLES, Tiny, data, fit_rounds, lines, module_class, patched, serve, trainer_of
 from safetensors.torch import load_file
 
 import atoll
@@ -67,8 +67,7 @@ def test_the_same_script_runs_what_the_server_chose(tmp_path: Path, algorithm: s
     with serve(
         tmp_path, algorithm, **{"rounds.total": 1}, **({"algorithm.mu": 0.1} if algorithm == "fedprox" else {})
     ) as server:
-        trainer = trainer_of()
-        atoll.integrations.lightning.patch(trainer, server.url, "a", folder=tmp_path)
+        trainer = patched(server, tmp_path)
         module = Tiny()
         for number in atoll.integrations.lightning.rounds(trainer):
             assert number == 1
@@ -86,8 +85,7 @@ def site(server: atoll.Server, name: str, folder: Path, target: float, module: A
     trainer = trainer_of(**options)
     atoll.integrations.lightning.patch(trainer, server.url, name, folder=folder)
     module.target = target
-    for _ in atoll.integrations.lightning.rounds(trainer):
-        trainer.fit(module, data())
+    fit_rounds(trainer, module)
     return module
 
 
@@ -136,8 +134,7 @@ def test_two_workers_two_rounds_with_batchnorm(tmp_path: Path) -> None:
     def take_part(name: str, offset: float) -> Any:
         trainer, module = trainer_of(), Tiny(norm=True)
         atoll.integrations.lightning.patch(trainer, server.url, name, folder=tmp_path / name)
-        for _ in atoll.integrations.lightning.rounds(trainer):
-            trainer.fit(module, data(offset=offset))
+        fit_rounds(trainer, module, data(offset=offset))
         return module
 
     with serve(tmp_path, "scaffold", norm=True, **{"rounds.sites": 2, "rounds.min_sites": 2}) as server:
@@ -161,8 +158,7 @@ def test_validation_inside_fit_receives_nothing(tmp_path: Path, name: str, monke
 
     received = spy(monkeypatch, Round, "load_into")
     with serve(tmp_path, **{"rounds.total": 2}) as server:
-        trainer = trainer_of(name, max_epochs=2, num_sanity_val_steps=1)
-        atoll.integrations.lightning.patch(trainer, server.url, "a", folder=tmp_path)
+        trainer = patched(server, tmp_path, name, max_epochs=2, num_sanity_val_steps=1)
         module = module_class(name)()
         with torch.no_grad():
             module.w.fill_(7.0)  # what it was before is of no account
@@ -227,8 +223,7 @@ def test_what_validation_measures_decides_which_version_is_best(
     """A round is credited to the version that it began with, the first to version 0. w of version v is 1 − 0.9³ᵛ."""
     before, inside = [0.5, 0.1, 0.4, 0.3], [0.6, 0.7, 0.2, 0.5]
     with serve(tmp_path, **{"rounds.total": 4, "rounds.best_metric": metric, "rounds.best_mode": "min"}) as server:
-        trainer = trainer_of()
-        atoll.integrations.lightning.patch(trainer, server.url, "a", folder=tmp_path)
+        trainer = patched(server, tmp_path)
         module = Measured([loss for both in zip(before, inside, strict=True) for loss in both])
         for _ in atoll.integrations.lightning.rounds(trainer):
             trainer.validate(module, data(), verbose=False)
@@ -275,8 +270,7 @@ def test_a_metric_that_takes_our_name_is_an_error(tmp_path: Path) -> None:
             self.log("global_val_w", 1.0)
 
     with serve(tmp_path) as server:
-        trainer = trainer_of()
-        atoll.integrations.lightning.patch(trainer, server.url, "a", folder=tmp_path)
+        trainer = patched(server, tmp_path)
         trainer.validate(Logs(), data(), verbose=False)
         with pytest.raises(UsageError, match=r"logs 'global_val_w'.*Log it under another name"):
             trainer.fit(Logs(), data())
@@ -292,8 +286,7 @@ def test_a_run_of_diloco_synchronises_inside_of_fits_and_across_them(tmp_path: P
         "aggregation.upload_codec.name": "none",
     }
     with serve(tmp_path, "diloco", **{"diloco.sync_every": sync_every}, **options) as server:
-        trainer = trainer_of()
-        atoll.integrations.lightning.patch(trainer, server.url, "a", folder=tmp_path)
+        trainer = patched(server, tmp_path)
         module, fits = Tiny(), 0
         while atoll.integrations.lightning.is_running(trainer):
             trainer.fit(module, data())
@@ -322,8 +315,7 @@ def test_without_a_server_the_script_trains_alone(tmp_path: Path, name: str) -> 
 
 def test_a_fit_after_the_last_round_trains_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with serve(tmp_path, **{"rounds.total": 1}) as server:
-        trainer = trainer_of()
-        atoll.integrations.lightning.patch(trainer, server.url, "a", folder=tmp_path)
+        trainer = patched(server, tmp_path)
         module = Tiny()
         for _ in range(3):
             trainer.fit(module, data())
@@ -334,8 +326,7 @@ def test_a_fit_after_the_last_round_trains_nothing(tmp_path: Path, caplog: pytes
 
 def test_each_fit_trains_max_steps_further_ones(tmp_path: Path) -> None:
     with serve(tmp_path) as server:
-        trainer = trainer_of(max_epochs=-1, max_steps=2)
-        atoll.integrations.lightning.patch(trainer, server.url, "a", folder=tmp_path)
+        trainer = patched(server, tmp_path, max_epochs=-1, max_steps=2)
         module = Tiny()
         for number in atoll.integrations.lightning.rounds(trainer):
             trainer.fit(module, data())

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from harness.processes import free_port
-from lightning_world import Tiny, data, lines, package, serve, trainer_of
+from lightning_world import Tiny, data, lines, package, patched, serve, trainer_of
 
 import atoll
 import atoll.integrations.lightning
@@ -68,8 +68,7 @@ class Fails(Tiny):
 def test_a_fit_that_failed_lets_go_of_its_optimizer(tmp_path: Path, algorithm: str) -> None:
     """Who goes on with that optimizer by hand trains plainly."""
     with serve(tmp_path, algorithm, **({"algorithm.mu": 0.1} if algorithm == "fedprox" else {})) as server:
-        trainer, module = trainer_of(), Fails()
-        atoll.integrations.lightning.patch(trainer, server.url, "a", folder=tmp_path)
+        trainer, module = patched(server, tmp_path), Fails()
         with pytest.raises(RuntimeError, match="the data are broken"):
             trainer.fit(module, data())
         (optimizer,) = trainer.optimizers
@@ -87,8 +86,7 @@ def test_a_fit_of_diloco_that_failed_leaves_and_the_next_begins_at_the_head(tmp_
         "aggregation.upload_codec.name": "none",
     }
     with serve(tmp_path, "diloco", **options) as server:
-        trainer, module = trainer_of(), Fails()
-        atoll.integrations.lightning.patch(trainer, server.url, "a", folder=tmp_path)
+        trainer, module = patched(server, tmp_path), Fails()
         with pytest.raises(RuntimeError, match="the data are broken"):
             trainer.fit(module, data())
         assert [worker.error for worker in server.status().workers] == ["RuntimeError: the data are broken"]
@@ -108,8 +106,7 @@ def test_a_fit_of_diloco_with_another_module_begins_at_the_head(tmp_path: Path) 
         "aggregation.upload_codec.name": "none",
     }
     with serve(tmp_path, "diloco", **options) as server:
-        trainer = trainer_of()
-        atoll.integrations.lightning.patch(trainer, server.url, "a", folder=tmp_path)
+        trainer = patched(server, tmp_path)
         for steps in (3, 6):
             module = Tiny()
             module.w.data.fill_(7.0)
@@ -126,8 +123,7 @@ def test_each_fit_trains_min_epochs_further_ones(tmp_path: Path) -> None:
             trainer.should_stop = True
 
     with serve(tmp_path) as server:
-        trainer, module = trainer_of(min_epochs=2, max_epochs=5, callbacks=[Stops()]), Tiny()
-        atoll.integrations.lightning.patch(trainer, server.url, "a", folder=tmp_path)
+        trainer, module = patched(server, tmp_path, min_epochs=2, max_epochs=5, callbacks=[Stops()]), Tiny()
         for number in atoll.integrations.lightning.rounds(trainer):
             trainer.fit(module, data())
             assert (module.steps, trainer.min_epochs) == (6 * number, 2)

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from harness.processes import Kept, Nursery, Process, free_port, wait_until
-from lightning_world import Tiny, data, trainer_of
+from lightning_world import Tiny, fit_rounds, trainer_of
 from safetensors.torch import load_file
 from site_threads import Threads
 from torch import nn
@@ -133,8 +133,7 @@ def test_a_lightning_trainer_goes_on(world_of: Any, algorithm: str, life: str) -
 
     trainer, module = trainer_of(), Told()
     atoll.integrations.lightning.patch(trainer, world.url, "a", folder=world.folder / "a")
-    for _ in atoll.integrations.lightning.rounds(trainer):
-        trainer.fit(module, data())
+    fit_rounds(trainer, module)
     w = world.require_each_update_once()
     assert w == pytest.approx(1 - (0.8645 if algorithm == "fedavg" else 0.729) ** ROUNDS)
     assert module.w.item() == pytest.approx(w)
