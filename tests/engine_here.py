@@ -22,6 +22,7 @@ class Here:
 
     def __init__(self, *_: Any) -> None:
         self._jobs: queue.Queue[Job | None] = queue.Queue()
+        self._threads: list[threading.Thread] = []
 
     def start(self, beginning: Beginning, heard: Heard) -> None:
         trains = site_process.Station(beginning)
@@ -30,8 +31,8 @@ class Here:
             while (job := self._jobs.get()) is not None:
                 heard.answered(job, trains.train(job.round, job.base.fd, job.spool_fd))
 
-        self._thread = threading.Thread(target=serve)
-        self._thread.start()
+        self._threads.append(threading.Thread(target=serve))
+        self._threads[0].start()
 
     def put(self, job: Job) -> None:
         self._jobs.put(job)
@@ -41,13 +42,15 @@ class Here:
 
     def close(self) -> None:
         self._jobs.put(None)
-        self._thread.join()
+        for thread in self._threads:
+            thread.join()
+        script.inside = False  # the station has said that it is
 
 
 def simulate_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let `atoll.Simulation` take this engine, and leave the process as it was."""
     monkeypatch.setattr(simulation, "Engine", Here)
     monkeypatch.setattr(site_process, "_say_little", lambda: None)  # loggers are the tests'
-    monkeypatch.setattr(script, "inside", False)  # a station says it is
-    monkeypatch.setattr(sys, "path", [*sys.path])
+    for name in ("path", "argv"):
+        monkeypatch.setattr(sys, name, [*getattr(sys, name)])
     monkeypatch.delenv("ATOLL_SITE", raising=False)

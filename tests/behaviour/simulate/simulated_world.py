@@ -8,6 +8,8 @@ from typing import Any
 
 from harness.processes import Nursery
 
+import atoll
+
 SITES = ["site-0000", "site-0001", "site-0002", "site-0003"]
 
 CLIENT = '''\
@@ -87,6 +89,13 @@ def write(folder: Path, client: str = CLIENT, **settings: Any) -> Path:
     run_file = folder / "run.toml"
     run_file.write_text("".join(f"{key} = {json.dumps(value)}\n" for key, value in told.items()))
     return run_file
+
+
+def simulation(folder: Path, client: str = CLIENT, **settings: Any) -> atoll.Simulation:
+    """A simulation of four sites in a program; the run file, the client and `state` are in `folder`."""
+    given = {"disk.state_dir": folder / "state", "model.source": f"{folder / 'client.py'}:build"}
+    read = atoll.Settings.read(write(folder, client, **{"rounds.sites": 4}, **settings), given)
+    return atoll.Simulation(settings=read, script=f"{folder / 'client.py'}:train", sites=4)
 
 
 def simulate(nursery: Nursery, run_file: Path, *flags: str, code: int = 0, **env: str) -> str:

@@ -15,11 +15,12 @@ from typing import Any
 import pytest
 from engine_here import simulate_here
 from harness.processes import Nursery, wait_until
-from simulated_world import CLIENT, model_of, simulate, told, write
+from simulated_world import CLIENT, model_of, simulate, simulation, told, write
 
 import atoll
+from atoll.cli.simulate import summary
 from atoll.errors import ConfigError, RunFailed, StoreError
-from atoll.simulate import engine, schedule_sites, script
+from atoll.simulate import engine, schedule_sites
 from atoll.simulate.job_messages import Answer, Beginning, Job
 from atoll.simulate.site_process import answer_to
 from atoll.testing.run import failpoints
@@ -57,79 +58,85 @@ def processes_in(folder: Path) -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> bytes:
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     """What SCAFFOLD comes to, of four sites and three rounds."""
     folder = tmp_path_factory.mktemp("undisturbed")
-    simulate(nursery, write(folder, **{"algorithm.name": "scaffold"}), *FOUR)
-    return model_of(folder / "atoll-simulation")
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        simulate_here(monkeypatch)
+        simulation(folder, **{"algorithm.name": "scaffold"}).run()
+    return model_of(folder / "state")
 
 
-@pytest.mark.covers("V2")
-@pytest.mark.slow
-def test_the_rounds_go_on_without_a_simulated_site_that_raises(nursery: Nursery, tmp_path: Path) -> None:
-    run_file = write(
-        tmp_path, raising("worker.site == 'site-0002' and fl_round.number == 2"), **{"rounds.min_sites": 1}
-    )
-    said = simulate(nursery, run_file, *FOUR, "--json")
-    assert "ValueError: no data at site-0002" in said
-    assert 'client.py", line' in said  # the user's own
-    assert "station.py" not in said
-    assert told(said)["failed"] == {"site-0002": "ValueError: no data at site-0002"}
-    assert workers_of(tmp_path / "atoll-simulation") == [list("0123"), list("013"), list("013")]
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch) -> None:
+    simulate_here(monkeypatch)
 
 
-@pytest.mark.covers("V2", "X3")
-@pytest.mark.slow
-def test_a_round_that_cannot_close_ends_with_9_and_goes_on_once_mended(
-    nursery: Nursery, tmp_path: Path, undisturbed: bytes
-) -> None:
-    rules = {"rounds.min_sites": 3, "algorithm.name": "scaffold"}
-    run_file = write(tmp_path, raising("worker.site < 'site-0002' and fl_round.number == 2"), **rules)
-    said = simulate(nursery, run_file, *FOUR, code=9)
-    assert "Round 2 cannot close (waits for another site: 2 of rounds.min_sites 3 alive)" in said
-    assert "ValueError: no data at site-0001" in said
-    assert "Nothing is lost" in said
-    write(tmp_path, **rules)
-    assert "round 3 of 3: 4 updates" in simulate(nursery, run_file, *FOUR)
-    assert model_of(tmp_path / "atoll-simulation") == undisturbed
-
-
-@pytest.mark.slow
-def test_a_client_that_submits_nothing_takes_part_no_more(nursery: Nursery, tmp_path: Path) -> None:
-    returns = "    if worker.site == 'site-0001':\n        return\n"
-    client = CLIENT.replace("    model = build()\n", returns + "    model = build()\n")
-    failed = told(simulate(nursery, write(tmp_path, client, **{"rounds.min_sites": 1}), *FOUR, "--json"))["failed"]
-    assert failed == {"site-0001": "it returned without an update"}
-    assert workers_of(tmp_path / "atoll-simulation") == [list("023")] * 3
-
-
-@pytest.mark.slow
-def test_an_update_that_is_not_finite_is_refused_and_the_round_goes_on(nursery: Nursery, tmp_path: Path) -> None:
-    nan = """\
-        if worker.site == "site-0003" and fl_round.number == 1:
-            model[0].weight.data[0, 0] = float("nan")
-"""
-    client = CLIENT.replace("        fl_round.submit(", nan + "        fl_round.submit(")
-    said = simulate(nursery, write(tmp_path, client, **{"rounds.min_sites": 1}), *FOUR, "--json")
-    assert "site-0003: update refused: 0.weight holds NaN or Inf" in said
-    assert "; 1 update refused: site-0003; " in said
-    assert (told(said)["refused"], told(said)["failed"]) == ({"site-0003": 1}, {})
-    assert workers_of(tmp_path / "atoll-simulation") == [list("012"), list("0123"), list("0123")]
-
-
-@pytest.mark.slow
-def test_retries_a_site_that_the_round_cannot_close_without(nursery: Nursery, tmp_path: Path) -> None:
-    nan = """\
+SUBMITS = "        fl_round.submit("
+NAN = """\
         import pathlib
         mark = pathlib.Path(__file__).parent / "tried"
         if worker.site == "site-0003" and not mark.exists():
             mark.touch()
             model[0].weight.data[0, 0] = float("nan")
 """
-    client = CLIENT.replace("        fl_round.submit(", nan + "        fl_round.submit(")
-    said = simulate(nursery, write(tmp_path, client), *FOUR)
-    assert "site-0003: update refused" in said
-    assert workers_of(tmp_path / "atoll-simulation") == [list("0123")] * 3
+RETURNS = "    if worker.site == 'site-0001':\n        return\n"
+
+
+@pytest.mark.covers("V2")
+@pytest.mark.parametrize(
+    ("client", "least", "ends", "workers"),
+    [
+        (
+            raising("worker.site == 'site-0002' and fl_round.number == 2"),
+            1,
+            ({"site-0002": "ValueError: no data at site-0002"}, {}),
+            ["0123", "013", "013"],
+        ),
+        (
+            CLIENT.replace("    model = build()\n", RETURNS + "    model = build()\n"),
+            1,
+            ({"site-0001": "it returned without an update"}, {}),
+            ["023"] * 3,
+        ),
+        (CLIENT.replace(SUBMITS, NAN + SUBMITS), 1, ({}, {"site-0003": 1}), ["012", "0123", "0123"]),
+        (CLIENT.replace(SUBMITS, NAN + SUBMITS), 4, ({}, {"site-0003": 1}), ["0123"] * 3),
+    ],
+    ids=["raises", "submits nothing", "refused", "refused, and needed"],
+)
+def test_the_rounds_go_on_without_a_site_that_fails(
+    here: None,
+    tmp_path: Path,
+    client: str,
+    least: int,
+    ends: tuple[dict[str, str], dict[str, int]],
+    workers: list[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    done = simulation(tmp_path, client, **{"rounds.min_sites": least}).run()
+    assert (done.failed, done.refused) == ends
+    assert workers_of(tmp_path / "state") == [list(names) for names in workers]
+    if done.refused:
+        assert "site-0003: update refused: 0.weight holds NaN or Inf" in caplog.text
+        assert "; 1 update refused: site-0003; " in summary(done)
+    if "site-0002" in done.failed:
+        assert 'client.py", line' in caplog.text  # the user's own
+        assert "site_process.py" not in caplog.text
+
+
+@pytest.mark.covers("V2", "X3")
+def test_a_round_that_cannot_close_ends_with_9_and_goes_on_once_mended(
+    here: None, tmp_path: Path, undisturbed: bytes
+) -> None:
+    rules = {"rounds.min_sites": 3, "algorithm.name": "scaffold"}
+    client = raising("worker.site < 'site-0002' and fl_round.number == 2")
+    why = r"Round 2 cannot close \(waits for another site: 2 of rounds.min_sites 3 alive\).*no data at site-0001"
+    with pytest.raises(RunFailed, match=why) as failed:
+        simulation(tmp_path, client, **rules).run()
+    assert "Nothing is lost" in failed.value.remedy
+    assert failed.value.exit_code == 9
+    assert simulation(tmp_path, **rules).run().failed == {}
+    assert model_of(tmp_path / "state") == undisturbed
 
 
 DAMAGES = """\
@@ -141,36 +148,21 @@ DAMAGES = """\
 
 
 @pytest.mark.covers("S2", "F41")
-def test_a_control_that_the_disk_has_damaged_ends_its_simulated_sites_part(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """At zero it would train that site away from the rest, and nobody would know."""
-    simulate_here(monkeypatch)
-    submit = next(line for line in CLIENT.splitlines(keepends=True) if "fl_round.submit(" in line)
-    given = {"disk.state_dir": tmp_path / "state", "model.source": f"{tmp_path / 'client.py'}:build"}
-    run_file = write(
-        tmp_path,
-        CLIENT.replace(submit, submit + DAMAGES),
-        **{"algorithm.name": "scaffold", "rounds.total": 4, "rounds.min_sites": 1},
-    )
-    settings = atoll.Settings.read(run_file, given)
-    done = atoll.Simulation(settings=settings, script=f"{tmp_path / 'client.py'}:train", sites=4).run()
+def test_a_control_that_the_disk_has_damaged_ends_its_simulated_sites_part(here: None, tmp_path: Path) -> None:
+    """At zero it would train that site away from the rest, without a word."""
+    submit = next(line for line in CLIENT.splitlines(keepends=True) if SUBMITS in line)
+    rules = {"algorithm.name": "scaffold", "rounds.total": 4, "rounds.min_sites": 1}
+    done = simulation(tmp_path, CLIENT.replace(submit, submit + DAMAGES), **rules).run()
     assert list(done.failed) == ["site-0001"]
     assert "the state that its algorithm keeps here is lost" in done.failed["site-0001"]
     assert workers_of(tmp_path / "state") == [list("0123"), list("0123"), list("023"), list("023")]
 
 
 @pytest.mark.covers("S2", "V2")
-def test_a_control_that_is_lost_between_two_starts_is_no_zero(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    simulate_here(monkeypatch)
-    given = {"disk.state_dir": tmp_path / "state", "model.source": f"{tmp_path / 'client.py'}:build"}
-
+def test_a_control_that_is_lost_between_two_starts_is_no_zero(here: None, tmp_path: Path) -> None:
     def simulated(rounds: int) -> Any:
-        settings = atoll.Settings.read(
-            write(tmp_path, **{"algorithm.name": "scaffold", "rounds.total": rounds, "rounds.min_sites": 1}), given
-        )
-        monkeypatch.setattr(script, "inside", False)
-        return atoll.Simulation(settings=settings, script=f"{tmp_path / 'client.py'}:train", sites=4).run()
+        rules = {"algorithm.name": "scaffold", "rounds.total": rounds, "rounds.min_sites": 1}
+        return simulation(tmp_path, **rules).run()
 
     kept = tmp_path / "state" / "sites" / "site-0001"
     assert simulated(rounds=2).failed == {}
@@ -187,23 +179,15 @@ def test_a_control_that_is_lost_between_two_starts_is_no_zero(monkeypatch: pytes
 
 @pytest.mark.covers("F25")
 def test_a_disk_that_is_full_ends_the_simulation_which_goes_on_when_there_is_space(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, undisturbed: bytes
+    here: None, tmp_path: Path, undisturbed: bytes
 ) -> None:
     """No site is dropped for it: without its control a site would be lost for the rest of the run."""
-    simulate_here(monkeypatch)
-    given = {"disk.state_dir": tmp_path / "state", "model.source": f"{tmp_path / 'client.py'}:build"}
-    settings = atoll.Settings.read(write(tmp_path, **{"algorithm.name": "scaffold"}), given)
-
-    def simulation() -> atoll.Simulation:
-        return atoll.Simulation(settings=settings, script=f"{tmp_path / 'client.py'}:train", sites=4)
-
     full_disk = pytest.raises(StoreError, match=r"While site-000\d was trained, the disk failed: .*no space left")
     with failpoints("worker.write=enospc@50"), full_disk as error:
-        simulation().run()
+        simulation(tmp_path, **{"algorithm.name": "scaffold"}).run()
     assert error.value.exit_code == 7
     assert 0 < len(workers_of(tmp_path / "state")) < 3
-    monkeypatch.setattr(script, "inside", False)
-    assert simulation().run().failed == {}
+    assert simulation(tmp_path, **{"algorithm.name": "scaffold"}).run().failed == {}
     assert model_of(tmp_path / "state") == undisturbed
 
 
@@ -216,14 +200,12 @@ def test_an_exception_that_is_its_own_cause_is_told() -> None:
 @pytest.mark.slow
 def test_a_client_that_does_not_begin_is_ended_and_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine, "START_S", 0.5)
-    settings = atoll.Settings.read(
-        write(tmp_path), {"disk.state_dir": tmp_path / "state", "model.source": "client:build"}
-    )
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "slow.py").write_text("import time\ntime.sleep(600)\n")
-    simulation = atoll.Simulation(settings=settings, script=f"{tmp_path / 'slow.py'}:train", sites=4, processes=1)
+    settings = {"run.script": f"{tmp_path / 'slow.py'}:train"}
+    read = atoll.Settings.read(write(tmp_path, **settings), {"disk.state_dir": tmp_path / "state"})
     with pytest.raises(RunFailed, match=r"has not begun within 0\.5 s, and was ended"):
-        simulation.run()
+        atoll.Simulation(settings=read, sites=4, processes=1).run()
     sys.modules.pop("client", None)
 
 

@@ -78,6 +78,13 @@ def opened(worker) -> None:
 '''
 
 
+@pytest.fixture(autouse=True)
+def _here(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests that are not slow start no process."""
+    if "slow" not in request.keywords:
+        simulate_here(monkeypatch)
+
+
 @pytest.fixture
 def client(tmp_path: Path) -> str:
     (tmp_path / "client.py").write_text(CLIENT)
@@ -181,9 +188,7 @@ def draw(worker) -> None:
 
 
 @pytest.mark.covers("V1")
-def test_what_is_drawn_hangs_on_the_seed_the_site_and_the_round(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_drawn_hangs_on_the_seed_the_site_and_the_round(tmp_path: Path) -> None:
     """By all three generators; and of what is drawn when the client is loaded, on the seed."""
 
     def drawn(name: str, *given: int, **options: Any) -> list[list[str]]:
@@ -194,7 +199,6 @@ def test_what_is_drawn_hangs_on_the_seed_the_site_and_the_round(
         for rounds in given:
             random.seed(rounds)
             torch.manual_seed(rounds)
-            simulate_here(monkeypatch)
             run(tmp_path / name, client, **{"rounds.total": rounds}, **options)
         return sorted(line.split() for line in (tmp_path / name / "drawn").read_text().splitlines())
 
@@ -236,14 +240,12 @@ def cwd_of(process: Path) -> str:
         return ""
 
 
-@pytest.mark.slow
 def test_updates_pass_through_the_filters_of_the_run(tmp_path: Path, client: str) -> None:
     clip = {"path": "norm_clip", "args": {"max_norm": 8.0**0.5}}  # of 8 parameters: a change of 1 in each
     done = run(tmp_path, client, **{"workflow.result_filters": [clip]})
     assert moved(done) == pytest.approx(2.0, abs=1e-4)
 
 
-@pytest.mark.slow
 def test_a_run_in_memory_has_no_file_of_a_tensor(tmp_path: Path, client: str) -> None:
     done = run(tmp_path, client, **{"disk.in_files": False})
     assert moved(done) == pytest.approx(2 * 2.5, abs=1e-5)
@@ -286,7 +288,6 @@ def test_a_simulation_can_be_stopped_and_goes_on(tmp_path: Path, client: str) ->
 def test_a_simulation_of_very_many_can_be_stopped_while_they_join(
     tmp_path: Path, client: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    simulate_here(monkeypatch)
     monkeypatch.setattr(schedule_sites, "JOIN_AT_ONCE", 10)
     joined, join = list[str](), Coordinator.join
 
@@ -310,7 +311,6 @@ def test_a_simulation_of_very_many_can_be_stopped_while_they_join(
     assert len(joined) == 30  # those of the three transactions that had begun
 
 
-@pytest.mark.slow
 def test_a_client_that_begins_a_simulation_when_it_is_imported_is_told_how_not_to(tmp_path: Path) -> None:
     (tmp_path / "again.py").write_text(
         "import atoll\nfrom torch import nn\n\ndef train(worker):\n    pass\n\n"
@@ -327,7 +327,6 @@ def importable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
     sys.modules.pop("client", None)
 
 
-@pytest.mark.slow
 def test_a_program_gives_the_function_itself(tmp_path: Path, client: str, importable: None) -> None:
     import client as theirs  # type: ignore[import-not-found]
 
@@ -394,7 +393,6 @@ def test_versions_and_spools_are_rewritten_round_after_round(tmp_path: Path, cli
     assert max(theirs[20:]) <= max(theirs[:20]) + 4
 
 
-@pytest.mark.slow
 def test_it_goes_on_with_fewer_simulated_sites_or_with_more(tmp_path: Path, client: str) -> None:
     seen: list[list[str]] = []
 
@@ -423,7 +421,6 @@ def test_a_run_of_real_workers_is_left_alone(tmp_path: Path, client: str) -> Non
         run(tmp_path, client)
 
 
-@pytest.mark.slow
 def test_a_script_in_the_functional_form_runs_for_one_after_the_other(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(
         "import sys\nimport torch\nimport atoll\n"
