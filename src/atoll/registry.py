@@ -98,11 +98,6 @@ OPTIONS = {
 """Arguments of registered workflows that a run file may give as keys, without importing them to know."""
 
 
-def options(kind: str, name: str) -> tuple[str, ...]:
-    """Return the keys that a table of the run file may have for this name beside the common ones."""
-    return OPTIONS.get(name, ()) if kind == "workflows" else ()
-
-
 def load(kind: str, name: str) -> Any:
     """Return the object registered as `name`, or the one at `module:attribute`.
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json as json_module
 import sqlite3
-from contextlib import closing
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from atoll.cli.state_directory import journal_of
+from atoll.cli.state_directory import journal_of, open_journal
 from atoll.errors import StateCorrupt
 from atoll.format_text import visible
 
@@ -63,19 +62,13 @@ def read(state_dir: Path, last: int) -> tuple[int, str, list[tuple[int, str, str
         raise StateCorrupt(
             f"{state_dir / NAME} is damaged: {error}.", "Look at the disk. The next start of the server makes it anew."
         ) from None
-    try:
-        with closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)) as db:
-            db.execute("BEGIN")  # one view of it, while the server writes on
-            reader = _Reader(db)
-            if (changed := journal_tables.changed_row(db)) is not None:
-                raise StateCorrupt(
-                    f"{path} is damaged or was changed: {changed} is not what was written.",
-                    "Compare the directory with a backup.",
-                )
-            count, digest = verify_journal.everything(reader, state_dir, head)
-            entries = reader.rows(
-                "SELECT seq, at, what, detail_json FROM audit WHERE seq > ? ORDER BY seq", count - last
+    with open_journal(state_dir) as db:
+        reader = _Reader(db)
+        if (changed := journal_tables.changed_row(db)) is not None:
+            raise StateCorrupt(
+                f"{path} is damaged or was changed: {changed} is not what was written.",
+                "Compare the directory with a backup.",
             )
-            return count, digest, [(int(seq), str(at), str(what), str(text)) for seq, at, what, text in entries]
-    except (sqlite3.Error, UnicodeDecodeError) as error:  # SQLite's message may quote what is damaged
-        raise StateCorrupt(f"{path} cannot be read: {error}.", "Compare the directory with a backup.") from error
+        count, digest = verify_journal.everything(reader, state_dir, head)
+        entries = reader.rows("SELECT seq, at, what, detail_json FROM audit WHERE seq > ? ORDER BY seq", count - last)
+        return count, digest, [(int(seq), str(at), str(what), str(text)) for seq, at, what, text in entries]

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 LOG = logging.getLogger("atoll.cli")
 
-CONTEXT: dict[str, Any] = {"allow_interspersed_args": True}
 STATE_DIR = "atoll-simulation"
 """Where a simulation lies, beside the run file: not where the run itself would."""
 LINE_S = 1.0

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import sqlite3
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,23 @@ def journal_of(state_dir: Path) -> Path:
     return path
 
 
+@contextmanager
+def open_journal(state_dir: Path) -> Iterator[sqlite3.Connection]:
+    """Read the journal in one view, while a server may write on; take no lock.
+
+    Raises:
+        UsageError: no run was begun there.
+        StateCorrupt: the journal cannot be read.
+    """
+    path = journal_of(state_dir)
+    try:
+        with closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)) as db:
+            db.execute("BEGIN")
+            yield db
+    except (sqlite3.Error, UnicodeDecodeError) as error:  # SQLite's message may quote what is damaged
+        raise StateCorrupt(f"{path} cannot be read: {error}.", "Compare the directory with a backup.") from error
+
+
 def no_run(state_dir: Path) -> UsageError:
     """Return the error of a directory in which no run was begun."""
     return UsageError(f"{str(state_dir)!r} holds no run.", "Name the disk.state_dir of the run file.")
@@ -42,16 +60,11 @@ def stored_status(state_dir: Path) -> status_messages.Status:
         UsageError: no run was begun there.
         StateCorrupt: the journal cannot be read.
     """
-    path = journal_of(state_dir)
-    try:
-        with closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)) as db:
-            db.execute("BEGIN")  # one view, while a server may write on
-            run = db.execute("SELECT run_id FROM run").fetchone()
-            if run is None:
-                raise no_run(state_dir)
-            return _status(db, _kept(state_dir, run[0]))
-    except sqlite3.Error as error:
-        raise StateCorrupt(f"{path} cannot be read: {error}.", "Compare the directory with a backup.") from error
+    with open_journal(state_dir) as db:
+        run = db.execute("SELECT run_id FROM run").fetchone()
+        if run is None:
+            raise no_run(state_dir)
+        return _status(db, _kept(state_dir, run[0]))
 
 
 def _kept(state_dir: Path, run: str) -> status_messages.Status:

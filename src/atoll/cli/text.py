@@ -97,15 +97,6 @@ def best_line(best: status_messages.BestStatus) -> str:
     return f"best {best.metric} {best.value:.6g}: version {best.version}, measured in round {best.round}"
 
 
-def ring_bytes(model_bytes: int, workers: int, steps: int) -> float:
-    """Return the bytes that data-parallel training moves each way at a worker: 2·(n − 1)/n times the gradients a step.
-
-    Args:
-        model_bytes: in its own dtype, as its gradients have; every parameter counts as trained.
-    """
-    return 2 * (workers - 1) / workers * model_bytes * steps
-
-
 def codecs(status: status_messages.Status) -> str:
     """`codec bf16`, or `codec int4 up, int8 down`."""
     return f"codec {status.codec}" + (f" up, {status.downlink_codec} down" if status.downlink_codec != "none" else "")
@@ -134,7 +125,8 @@ def against_data_parallel(status: status_messages.Status) -> str:
     sent, received = (sum(getattr(worker, key) for worker in trained) for key in ("bytes_up", "bytes_down"))
     if not status.sync_every or len(trained) < 2 or not sent or not received:
         return ""
-    ring = sum(ring_bytes(worker.gradient_bytes, len(trained), steps=1) for worker in trained)
+    count = len(trained)
+    ring = 2 * (count - 1) / count * sum(worker.gradient_bytes for worker in trained)  # each way, at all workers
     return (
         f"data-parallel training would have moved {size(ring)} each way for the same steps: "
         f"{_times(ring / sent)} what went up, {_times(ring / received)} what came down"

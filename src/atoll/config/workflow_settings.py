@@ -126,7 +126,7 @@ def _entry(place: int, table: Mapping[str, Any]) -> WorkflowEntry:
 def _own_keys(where: str, kind: str, table: Mapping[str, Any]) -> dict[str, Any]:
     """Keys that are arguments of the kind."""
     more = {key: value for key, value in table.items() if key not in _KEYS}
-    known = registry.options("workflows", kind) if kind and kind != TRAIN else ()
+    known = registry.OPTIONS.get(kind, ())
     for key in more:
         if key not in known:
             of = f"of the kind {kind!r}" if kind else "with a path"

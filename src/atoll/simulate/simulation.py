@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import sys
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +21,6 @@ from atoll.config import Settings, default_of
 from atoll.errors import ConfigError, UsageError, print_interrupt_in_a_line, public_api
 from atoll.protocol import status_messages
 from atoll.rounds.sampling import Sampling
-from atoll.runtime import Latch
 from atoll.server.coordinator.coordinator import Coordinator
 from atoll.server.coordinator.persistor import Persistor
 from atoll.server.filter_table import Given
@@ -34,6 +33,7 @@ from atoll.simulate.local_processes import LocalHost
 from atoll.simulate.schedule_sites import Conductor, now
 from atoll.simulate.script import name_of, require_outside
 from atoll.tensors.module_tensors import Tensors
+from atoll.transport.loop_thread import LoopThread
 from atoll.worker.arguments import require_site
 
 LOG = logging.getLogger("atoll.simulate")
@@ -140,12 +140,8 @@ class Simulation:
         self._filters = TaskFilters(self.settings, (), filters)
         self._filters.require_rounds()
         self._on_round = on_round or (lambda summary: None)
-        self._thread: threading.Thread | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._task: asyncio.Task[Any] | None = None
-        self._stopped = False
-        self._over = Latch()
-        self._error: BaseException | None = None
+        self._thread = LoopThread("atoll-simulation", self._main)
+        self._started = False
         self._result: Simulated | None = None
 
     # -- life
@@ -159,33 +155,26 @@ class Simulation:
         """
         self.start()
         try:
-            self._over.wait()
+            self._thread.wait()
         except BaseException as error:
             print_interrupt_in_a_line(error)
             self.stop()
             raise
-        if self._error is not None:
-            raise self._error
         if self._result is None:
             raise UsageError("The simulation was stopped.", "The same simulation goes on from its state directory.")
         return self._result
 
     def start(self) -> Simulation:
         """Begin in a thread, and return at once."""
-        if self._thread is not None:
+        if self._started:
             raise UsageError("The simulation was started already.", "Make a new one for a new start.")
-        self._thread = threading.Thread(target=self._main, name="atoll-simulation", daemon=True)
+        self._started = True
         self._thread.start()
         return self
 
     def stop(self) -> None:
         """End it and every process. A new one on the same state directory goes on. Idempotent."""
-        self._stopped = True
-        loop, task = self._loop, self._task
-        if loop is not None and task is not None and not loop.is_closed():
-            loop.call_soon_threadsafe(task.cancel)
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._over.wait()
+        self._thread.stop()
 
     def __enter__(self) -> Simulation:
         return self.start()
@@ -216,23 +205,17 @@ class Simulation:
 
     # -- the thread
 
-    def _main(self) -> None:
-        try:
-            asyncio.run(self._simulate())
-        except asyncio.CancelledError:
-            pass
-        except BaseException as error:
-            self._error = error
-        finally:
-            try:
-                self._engine.close()
-            finally:
-                self._over.set()
+    async def _main(self) -> None:
+        self._thread.ready()
+        work = asyncio.ensure_future(self._simulate())
+        stopping = asyncio.ensure_future(self._thread.stopping.wait())
+        await asyncio.wait((work, stopping), return_when=asyncio.FIRST_COMPLETED)
+        stopping.cancel()
+        work.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await work
 
     async def _simulate(self) -> None:
-        self._loop, self._task = asyncio.get_running_loop(), asyncio.current_task()
-        if self._stopped:
-            return
         persistor = Persistor(self.settings) if self.settings.model.persistor.path else None
         plan, store, lost = open_run(self.settings, self._model, persistor, self._outer)
         run = Coordinator(plan, store, lost, persistor, self._filters.results)

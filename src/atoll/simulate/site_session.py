@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
+from typing import cast
 
 from atoll.aggregation.check_arriving_parts import Inspection, PartStats
 from atoll.algorithms.base import LocalRule
@@ -29,6 +30,7 @@ from atoll.worker.exchange.encode_update import Losses
 from atoll.worker.exchange.exchange import Exchange, Layouts
 from atoll.worker.exchange.participation import Participation, open_kept
 from atoll.worker.exchange.pull_version import Patience
+from atoll.worker.session.channel import Channel
 from atoll.worker.session.session import Session
 from atoll.worker.training.federated_loop import Model, Round, Worker, matching
 
@@ -156,7 +158,7 @@ class JobFiles:
 
 
 class JobChannel:
-    """The calls of a simulated site in one round; its process knows the answers already. A `Channel`.
+    """The part of a `Channel` that one round calls: the simulation joins, asks for tickets and leaves for its sites.
 
     Args:
         shared: of its process.
@@ -174,40 +176,12 @@ class JobChannel:
         self.counters, self.watch = Counters(), shared.watch
         self.update: messages.Complete | None = None
 
-    def run(self) -> messages.RunInfo:
-        """Return what the process was told once, for all of its sites."""
-        return self._shared.info
-
-    def schema(self) -> messages.SchemaMessage:
-        """Return what the process was told once, for all of its sites."""
-        return self._shared.message
-
-    def join(self, message: messages.Join) -> messages.Joined:
-        """Return an empty lease: the simulation has joined for the site."""
-        return messages.Joined(lease="")
-
-    def heartbeat(self, message: messages.Heartbeat, timeout_s: float) -> messages.HeartbeatReply:
-        """Return at once that no version is durable and the run goes on."""
-        return messages.HeartbeatReply(durable_versions=[], finished=False)
-
-    def health(self, timeout_s: float) -> None:
-        """Do nothing: the run is there."""
-
-    def next_ticket(self, fragment: int, wait_s: float, tasks: bool) -> messages.TicketReply:
-        """Return the round's ticket at once, whatever the fragment; its base is the head."""
-        head, digest = self._ticket.base_version, self._ticket.base_digest
-        return messages.TicketReply(status="ticket", ticket=self._ticket, head_version=head, head_digest=digest)
-
     def ticket(self, ticket: int) -> messages.TicketState:
         """Return the outcome that came with the job; any other ticket counts as expired."""
         outcome = self._outcomes.get(ticket) or messages.Outcome(
             ticket=ticket, state="expired", base_version=0, reason="the run does not know it"
         )
         return messages.TicketState(outcome=outcome, parts=[], part_digests=[])
-
-    def manifest(self, fragment: int, number: int) -> messages.Manifest:
-        """Fail: the base is an open file, and nothing is pulled."""
-        raise AssertionError("a simulated site has its version already")
 
     def head(self, fragment: int) -> VersionRef:
         """Return the base of the round's ticket, even where the run has moved on."""
@@ -219,12 +193,6 @@ class JobChannel:
         self.counters.add(up=self._shared.layouts.update.nbytes)
         base = self._ticket.base_version
         return messages.Receipt(ticket=ticket, digest=update.digest, fragment=0, base_version=base)
-
-    def leave(self, error: str | None, timeout_s: float) -> None:
-        """Do nothing: the site stays in the run."""
-
-    def close(self) -> None:
-        """Do nothing: there is no connection."""
 
 
 class JobPuller:
@@ -259,7 +227,7 @@ class SimulatedWorker(Worker):
         info, layouts, ticket = shared.info, shared.layouts, job.ticket
         self._ticket = Ticket.of(ticket)
         self._channel = JobChannel(shared, ticket, {outcome.ticket: outcome for outcome in job.outcomes})
-        session = Session(self._channel, job.site, run=(info, shared.split))
+        session = Session(cast(Channel, self._channel), job.site, run=(info, shared.split))
         note = BaseNote(info.run, 0, ticket.base_version, ticket.base_digest, [], complete=True)
         base = JobBase(layouts.version, base_fd, note)
         self._outbox = JobOutbox(layouts.update, spool_fd, shared.inspection)

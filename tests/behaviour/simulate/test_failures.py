@@ -23,7 +23,7 @@ from atoll.errors import ConfigError, RunFailed, StoreError
 from atoll.simulate import engine, schedule_sites
 from atoll.simulate.job_messages import Answer, Beginning, Job
 from atoll.simulate.site_process import answer_to
-from atoll.testing.run import failpoints
+from atoll.testing.run import failpoints, together
 
 FOUR = ("--set", "rounds.sites=4", "--processes", "1")
 TWO = ("--set", "rounds.sites=4", "--processes", "2")
@@ -361,8 +361,8 @@ def test_simulated_sites_that_never_return_do_not_keep_the_processes(
     rules = {"rounds.quorum": 3, "rounds.min_sites": 3, "rounds.deadline_s": 0.5, "rounds.total": 6, "rounds.sites": 5}
     given = {"disk.state_dir": tmp_path / "state", "model.source": f"{tmp_path / 'client.py'}:build"}
     settings = atoll.Settings.read(write(tmp_path, client, **rules), given)
-    with atoll.Simulation(settings=settings, script=f"{tmp_path / 'client.py'}:train", sites=5, processes=2) as begun:
-        assert begun._over.wait(90)
+    simulated = atoll.Simulation(settings=settings, script=f"{tmp_path / 'client.py'}:train", sites=5, processes=2)
+    together(simulated.run, timeout_s=90)
     assert workers_of(tmp_path / "state") == [list("234")] * 6
     assert "site-0000 did not return within 1 s" in caplog.text
 
