@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import FrameType, TracebackType
 
@@ -84,7 +85,7 @@ class Children:
 
     def stop(self) -> None:
         """SIGTERM, in the reverse order of their start; SIGKILL for what is still there after `GRACE_S`."""
-        with _undisturbed():
+        with _handled_by(signal.SIG_IGN):  # a second Ctrl-C must not leave half of the processes running
             alive = [process for process in reversed(self.processes.values()) if process.poll() is None]
             for process in alive:
                 process.terminate()
@@ -103,14 +104,7 @@ class Children:
 
 
 _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
-
-
-def _end_with_parent() -> None:
-    if _LIBC is not None:
-        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-
-
-END_WITH_PARENT = _end_with_parent if _LIBC is not None else None
+END_WITH_PARENT = partial(_LIBC.prctl, _PR_SET_PDEATHSIG, signal.SIGTERM) if _LIBC is not None else None
 """`preexec_fn` of a child that gets SIGTERM when this process is killed; None where only Linux could do it."""
 
 
@@ -124,11 +118,6 @@ def _uninterrupted() -> Iterator[None]:
     finally:
         if came:
             signal.raise_signal(came[0])
-
-
-def _undisturbed() -> contextlib.AbstractContextManager[None]:
-    """A second Ctrl-C must not leave half of the processes running."""
-    return _handled_by(signal.SIG_IGN)
 
 
 @contextlib.contextmanager

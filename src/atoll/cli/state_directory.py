@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from atoll.errors import StateCorrupt, UsageError
-from atoll.protocol import status_messages
+from atoll.protocol import routes, status_messages
 
 HISTORY = 20
 STILL = "no server answers where the last one listened; `atoll server` goes on with this run"
@@ -76,7 +76,7 @@ def _kept(state_dir: Path, run: str) -> status_messages.Status:
             return kept
     except (OSError, ValidationError):
         pass
-    return status_messages.Status(run=run)
+    return status_messages.Status(run=run, protocol=routes.PROTOCOL)
 
 
 def _status(db: sqlite3.Connection, kept: status_messages.Status) -> status_messages.Status:

@@ -7,7 +7,6 @@ from typing import Literal
 from pydantic import Field
 
 from atoll.protocol.messages import Count, Message
-from atoll.protocol.routes import PROTOCOL
 
 KEPT = "status.json"
 """In the state directory: the status when the server began, when its run was finished, and when it ended."""
@@ -21,9 +20,7 @@ class WorkerStatus(Message):
     state: str = Field("", description="alive, dead, left or failed")
     doing: str = ""
     joined_at: str = ""
-    last_heartbeat_s: float = Field(
-        0.0, description="Seconds since it was last heard of, or since the server restarted."
-    )
+    last_heartbeat_s: float = Field(0.0, description="Seconds since it was heard of, or since the server restarted.")
     heard: bool = Field(True, description="Whether it was heard of since the server restarted.")
     step: Count = 0
     steps_per_s: float = 0.0
@@ -142,7 +139,7 @@ class Status(Message):
     name: str = "a run"
     algorithm: str = ""
     policy: str = Field("", description="What closes a round, in words.")
-    protocol: int = PROTOCOL
+    protocol: int
     epoch: Count = 0
     rounds: Count = 0
     finished: bool = False

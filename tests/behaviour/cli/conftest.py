@@ -58,6 +58,7 @@ STATUS = status_messages.Status(
     name="canned",
     algorithm="fedavg",
     policy="barrier",
+    protocol=routes.PROTOCOL,
     epoch=1,
     rounds=3,
     uptime_s=200.0,
