@@ -16,8 +16,8 @@ import typer
 from atoll.child_processes import Terminated, raise_on_sigterm
 from atoll.cli.config import Dir, Rounds, Sets, read_settings
 from atoll.cli.text import counted, duration, log_lines, numbers, size
-from atoll.config import default_of
 from atoll.format_text import Seldom
+from atoll.simulate import apart
 
 if TYPE_CHECKING:
     from atoll.protocol import status_messages
@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
 LOG = logging.getLogger("atoll.cli")
 
-STATE_DIR = "atoll-simulation"
-"""Where a simulation lies, beside the run file: not where the run itself would."""
 LINE_S = 1.0
 """Between two lines of progress, at least."""
 NAMED = 3
@@ -59,8 +57,8 @@ def command(
     server.addFilter(Seldom())
     raise_on_sigterm()
     settings = read_settings(run_file, sets, rounds=rounds, directory=directory)
-    if directory is None and settings.disk.state_dir == run_file.parent / default_of("disk.state_dir"):
-        settings = settings.changed({"disk.state_dir": run_file.parent / STATE_DIR})
+    if directory is None:
+        settings = apart(settings, run_file.parent)
     LOG.info("%s starts; loading PyTorch takes a few seconds", settings.run.name)
     from atoll.simulate.simulation import Simulation
 

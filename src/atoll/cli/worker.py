@@ -23,7 +23,7 @@ from typing import Annotated, Any, NamedTuple
 import typer
 
 from atoll.child_processes import END_WITH_PARENT
-from atoll.errors import ServerUnreachable, UsageError, VersionSkew
+from atoll.errors import ServerUnreachable, UsageError
 from atoll.worker.arguments import require_site
 from atoll.worker.session.leave_at_exit import LEASES, leave_for
 
@@ -89,7 +89,7 @@ def _require_server(address: str, told: list[int]) -> str:
     from atoll.format_text import duration
     from atoll.protocol import messages, routes
     from atoll.transport.http_client import ask
-    from atoll.worker.session.session import give_up_s
+    from atoll.worker.session.session import give_up_s, require_protocol
 
     most_s = give_up_s()
     end = time.monotonic() + most_s
@@ -109,12 +109,7 @@ def _require_server(address: str, told: list[int]) -> str:
             print(f"atoll: waiting for {address}{upto} (ATOLL_GIVE_UP_S): {why}", file=sys.stderr, flush=True)
             said, said_s = why, time.monotonic()
         _pause(told, SERVER_PAUSE_S)
-    if info.protocol != routes.PROTOCOL:
-        older = "this worker" if info.protocol > routes.PROTOCOL else "the server"
-        raise VersionSkew(
-            f"This worker speaks protocol {routes.PROTOCOL}, {address} speaks {info.protocol}.",
-            f"Upgrade Atoll at {older}.",
-        )
+    require_protocol(info, address)
     return info.name
 
 

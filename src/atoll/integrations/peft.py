@@ -108,13 +108,15 @@ def export(weights: str | Path, config: PeftConfig, folder: str | Path) -> Path:
 class AdapterFolder:
     """A persistor: what the server saves opens with `PeftModel.from_pretrained(base, folder)`.
 
-        persistor = "atoll.integrations.peft:AdapterFolder"
-        persistor_options = {config = "adapter_config.json", folder = "adapter"}
+        [model.persistor]
+        path = "atoll.integrations.peft:AdapterFolder"
+        config = "adapter_config.json"
+        folder = "adapter"
 
     Args:
         config: an `adapter_config.json`, as `PeftConfig.save_pretrained` writes it. Like `folder`, relative to where
             the server is started.
-        folder: made if need be; has the newest version, its folder `best` the best one (setting `best_metric`).
+        folder: made if need be; has the newest version, its folder `best` the best one (setting `rounds.best_metric`).
 
     Raises:
         UsageError: there is no such file.

@@ -25,7 +25,7 @@ from typing import Any
 from atoll import registry
 from atoll.algorithms.resolve import resolve
 from atoll.child_processes import Children, Terminated, raise_on_sigterm
-from atoll.config import NOT_SETTINGS, Settings, default_of
+from atoll.config import NOT_SETTINGS, Settings
 from atoll.errors import (
     AtollError,
     AuthError,
@@ -43,7 +43,7 @@ from atoll.protocol.messages import RunInfo
 from atoll.protocol.status_messages import RoundSummary, Status
 from atoll.recipes.recipe import Recipe, RunResult, Strict, require_number, require_path, slug
 from atoll.rounds.state import Rules
-from atoll.simulate import require_engine
+from atoll.simulate import apart, require_engine
 from atoll.transport.http_client import ask
 from atoll.worker.arguments import require_site
 from atoll.worker.session.leave_at_exit import LAST_STATUS
@@ -69,9 +69,6 @@ FAILURES: dict[int, type[AtollError]] = {
 
 OF_THE_CALL = {"ATOLL_SERVER", "ATOLL_SITE", "ATOLL_DIR"}
 """Each site gets its own."""
-
-SIMULATION_DIR = "atoll-simulation"
-"""Of a simulation's state, beside the run file, as `atoll simulate` has it: not where the run itself would lie."""
 
 NOT_COMPARED = {"protocol", "run", "schema_bytes", "trains", "sends_tasks", "keeps_local", "local_package"}
 """What a server says of a run that is no setting of it."""
@@ -187,10 +184,9 @@ class SimEnv(_HereEnv):
             AtollError: it could not begin, or failed.
         """
         folder, settings = self._prepared(recipe)
-        changed: dict[str, Any] = {"swarm.enabled": False, "swarm.aggregators": ()}  # the bits are the same
-        if settings.disk.state_dir == folder / default_of("disk.state_dir"):
-            changed["disk.state_dir"] = folder / SIMULATION_DIR
-        settings = settings.changed(changed)
+        settings = apart(settings, folder).changed(
+            {"swarm.enabled": False, "swarm.aggregators": ()}
+        )  # to the same bits
         self._say(f"{settings.run.name}: {self.sites} simulated sites; files in {folder}")
 
         def on_round(summary: RoundSummary) -> None:

@@ -26,7 +26,7 @@ from atoll.server.coordinator.persistor import Persistor
 from atoll.server.filter_table import Given
 from atoll.server.startup import open_run, settings_beside
 from atoll.server.tasks.task_payloads import TaskFilters
-from atoll.simulate import require_engine
+from atoll.simulate import STATE_DIR, require_engine
 from atoll.simulate.engine import Engine
 from atoll.simulate.job_messages import Beginning
 from atoll.simulate.local_processes import LocalHost
@@ -120,7 +120,7 @@ class Simulation:
         require_outside()
         if not isinstance(settings, Settings):
             count = {} if sites is None else {"rounds.sites": len(_names(sites))}
-            settings = {"disk.state_dir": Path("atoll-simulation"), **count, **(settings or {})}
+            settings = {"disk.state_dir": Path(STATE_DIR), **count, **(settings or {})}
         settings = settings_beside("Simulation", settings, model=model, outer_optimizer=outer_optimizer)
         model, outer_optimizer = (None if isinstance(each, str) else each for each in (model, outer_optimizer))
         self.sites = _names(settings.rounds.sites if sites is None else sites)

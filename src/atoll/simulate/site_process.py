@@ -40,7 +40,7 @@ from atoll.format_text import Seldom, VisibleLines
 from atoll.posix import FULL
 from atoll.simulate.job_messages import Answer, Beginning, SiteRound
 from atoll.simulate.script import Script
-from atoll.simulate.site_session import Shared, SimulatedWorker
+from atoll.simulate.simulated_worker import Shared, SimulatedWorker
 from atoll.worker.training.federated_loop import taken_by
 from atoll.worker.training.functional_loop import forget
 
