@@ -219,8 +219,8 @@ def report(options: argparse.Namespace, told: Told, seconds: list[float]) -> Non
         header=["workers", "heartbeats", "p50, ms", "p99, ms", "longest, ms", "a round, s", "server, MB"],
         rows=[[options.workers, len(seconds), p50_ms, p99_ms, 1e3 * max(seconds), rounds_s, late]],
         text=f"""Server, workers and heartbeats share {os.cpu_count()} cores. A round is {options.train_s:g} s of
-training, give or take a fifth, and the exchange; the median of those behind the first. Memory is the server's
-anonymous memory, that of Python and PyTorch included: the most in any round behind the second, seen five times a
+training, give or take a fifth, and the exchange. The table has the median of all rounds but the first. Memory is the
+server's anonymous memory, including Python and PyTorch: the maximum after the second round, sampled five times a
 second.""",
         folder=options.folder,
     )

@@ -203,10 +203,10 @@ def report(options: argparse.Namespace, all_of_200: list[dict[str, Any]], few: l
             "a process, MB",
         ],
         rows=rows,
-        text=f"""A model of 1 MB, a client that adds to every parameter, {options.processes} processes that train on
-{os.cpu_count()} cores, beside the one that keeps the run. The rate is that of all rounds behind the first, closing
-included; the gate takes the median of the runs, the lower one of two. Memory is anonymous memory, that of
-Python and PyTorch included: the most at any time behind the first round, seen twenty times a second.""",
+        text=f"""The model has 1 MB, and each site adds to every parameter. {options.processes} processes train on
+{os.cpu_count()} cores, beside the process that keeps the run. The rate covers all rounds but the first, with their
+closing. The gate takes the median of the runs, of two runs the lower one. Memory is anonymous memory, including
+Python and PyTorch: the maximum after the first round, sampled twenty times a second.""",
         folder=options.folder,
     )
     for gate in gates:

@@ -173,13 +173,13 @@ def experiments(options: argparse.Namespace) -> None:
         gates=gates,
         header=["where", "kept", "workers", "GB", "s a round", "server, MB", "largest worker, MB", "by the server, GB"],
         rows=rows,
-        text=f"""Processes on this machine over loopback, a round is the pull, an addition, the updates and the
-reduction; its median behind the first two where there are more. Memory is the peak of anonymous memory: the server's
-above what it has after importing, a worker's above its model (which stands for the site's own training state), so that
-it includes what aggregating imports. What is kept in memory files does not count there. An earlier system has 6.32 GB
-in the aggregating process at 2 GB and 10.04 GB at 4 GB on disk, 10.40 and 17.32 GB in memory. By the server: tensor
-bytes in both directions; in a swarm the initial model, once. With 4 GB in memory files a machine of 24 GB swaps, which
-the seconds of that run show. {left_out}""",
+        text=f"""All processes run on this machine and use loopback. A round is the pull, an addition, the
+updates and the reduction. The table has the median of the rounds, without the first two where there are more. Memory
+is the peak of anonymous memory: for the server above what it has after importing, for a worker above its model, which
+stands for the site's own training state. So it includes what aggregating imports, but no memory files. An earlier
+system needs 6.32 GB in the aggregating process at 2 GB and 10.04 GB at 4 GB on disk, and 10.40 and 17.32 GB in
+memory. "By the server" counts tensor bytes in both directions; in a swarm that is the initial model, once. With 4 GB
+in memory files a machine of 24 GB swaps, which makes that run slow. {left_out}""",
         folder=options.folder,
     )
     for gate in gates:

@@ -112,7 +112,7 @@ def accuracy(model: nn.Module, state: State, test: Images) -> float:
 
 
 def run(folder: Path, reducer: str, attack: str | None, rounds: int, seed: int) -> list[float]:
-    """One training; accuracy of the global model behind every round. One that diverges stays at its last accuracy.
+    """One training; accuracy of the global model after every round. One that diverges stays at its last accuracy.
 
     Args:
         attack: of the last two sites; None: they do not take part.
@@ -190,7 +190,7 @@ def main() -> None:
     plot(curves, FOLDER / "byzantine.png")
     write(
         "byzantine",
-        title=f"{HOSTILE} hostile sites of {SITES}: accuracy on digits behind {options.rounds} rounds",
+        title=f"{HOSTILE} hostile sites of {SITES}: accuracy on digits after {options.rounds} rounds",
         command="python bench/quality/byzantine.py",
         settings={
             "rounds": options.rounds,
@@ -207,12 +207,12 @@ def main() -> None:
         rows=[[reducer, *(round(last[f"{reducer} / {attack}"], 1) for attack in ATTACKS)] for reducer in REDUCERS],
         text=f"""Accuracy in percent, the mean of {options.seeds} seeds; {clean:.1f} with the eight honest sites alone.
 
-Attacks: `sign_flip` x + 3·(x − y), `large_norm` x + 100·(x − y), `noise` x + N(0, 1). The clipped mean is meant for
-those that are long; against a flipped update of ordinary length it only bounds the harm.
+Attacks: `sign_flip` x + 3·(x − y), `large_norm` x + 100·(x − y), `noise` x + N(0, 1). The clipped mean protects
+against long updates. It only limits the harm of a flipped update of ordinary length.
 
 Nothing was tuned: every reducer has the same sites, {EPOCHS} epochs a round, batch {BATCH} and rate {RATE:g}.
-`trimmed_mean` is told how many to leave out, 0.2 at each end, which is just the share of hostile sites; the others are
-told nothing.""",
+`trimmed_mean` leaves out 0.2 at each end, which is exactly the share of hostile sites. The other reducers do not know
+the share.""",
     )
 
 

@@ -77,16 +77,14 @@ def report(runs: Runs, tuning: Tuning, settings: dict[str, Any], folder: Path) -
 
 TEXT = f"""Loss in nats per byte of the global model on text that no worker has. Each method runs at its own best
 inner learning rate and is compared with data-parallel training on the same seeds (with Muon if the method uses
-Muon); ± is the standard error of the mean over the seeds. Bytes are
-those of updates and versions of all four workers together, counted where they are sent and received, without headers
-and messages: about 4 kB for each exchange of a worker, whatever the model, which with int4 and a model so small would
-be an eighth more. "Fewer bytes" counts both
-directions, against a ring all-reduce of fp32 gradients at every step, which moves 2·3/4 times the model each way at
-each of four workers; against one model at every step it is two thirds of that. Seconds are those of a run by the
-clock, on a machine that did other work, too; "s waited" is what a worker stood still. Where one worker is slow, a
-step takes {FAST_S * 1000:.0f} ms at least, the slow worker's {SLOW_S * 1000:.0f} ms; the others are not paced, and
-their seconds are not to be compared with those. Seed 100, on which settings were tried, is not among those of the
-table."""
+Muon); ± is the standard error of the mean over the seeds. Bytes are the updates and versions of all four workers,
+counted at sender and receiver. Headers and messages are not included: about 4 kB for each exchange of a worker,
+whatever the model. With int4 and so small a model they would add an eighth. "Fewer bytes" counts both directions,
+against a ring all-reduce of fp32 gradients at every step, which moves 2·3/4 times the model each way at each of four
+workers. Against one model at every step the factor is two thirds of that. Seconds are wall time, on a machine that
+did other work as well; "s waited" is the time that a worker waited. Where one worker is slow, a step takes
+{FAST_S * 1000:.0f} ms at least, the slow worker's {SLOW_S * 1000:.0f} ms. The other rows have no such pause, so
+their seconds cannot be compared with those. The table does not include seed 100, which was used to choose settings."""
 
 
 def tuned(tuning: Tuning) -> str:

@@ -110,7 +110,7 @@ def main() -> None:
     plot(figures, options.folder)
     write(
         "overlap",
-        title="How long training stands still over a slow line",
+        title="How long training waits on a slow line",
         command="python bench/quality/overlap.py",
         settings={
             "H": h,
@@ -124,7 +124,7 @@ def main() -> None:
         figures={"runs": figures, "exchange_percent_of_interval": exchange},
         gates=[
             Gate("an exchange without overlap, % of its interval", exchange, ">= 33.3", exchange >= EXCHANGE),
-            Gate(f"τ = {every // 2}: training stands still, % of the time", stalls, f"<= {SHARE:g}", stalls <= SHARE),
+            Gate(f"τ = {every // 2}: training waits, % of the time", stalls, f"<= {SHARE:g}", stalls <= SHARE),
         ],
         header=["", "s", "s waited", "waited, % of the time", "ms a step besides", "merges that waited"],
         rows=[
@@ -138,12 +138,12 @@ def main() -> None:
             ]
             for title, each in figures.items()
         ],
-        text=f"""Two workers, 8 MB, {options.mb_per_s:g} MB/s each way and connection behind a proxy, {
+        text=f"""Two workers, a model of 8 MB, a proxy with {options.mb_per_s:g} MB/s each way and connection, {
             DELAY_S * 1e3:g} ms of delay each way, H = {h}. A step is a pause of {
-            STEP_S * 1e3:g} ms and one of SGD, so that threads that
-transfer find a core free; "ms a step besides" is what a step took without what was waited. Waited is all that holds
-up the training thread: taking, merging, the way there and back, and the other worker. Without overlap the exchange of
-a fragment takes {exchange:.0f} % of the time between two of them.""",
+            STEP_S * 1e3:g} ms and one of SGD, so that the threads
+that transfer find a free core. "ms a step besides" is the time of a step without waiting. Waiting is all that holds up
+the training thread: forming the update, merging, the transfer both ways, and the other worker. Without overlap the
+exchange of a fragment takes {exchange:.0f} % of the time between two exchanges.""",
         folder=options.folder,
     )
 

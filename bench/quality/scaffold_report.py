@@ -47,11 +47,11 @@ def report(name: str, task: Task, runs: dict[str, list[dict[str, Any]]], command
     failed = sum(found["failed"] for several in runs.values() for found in several)
     gates = [
         Gate(
-            f"SCAFFOLD above FedAvg behind round {task.rounds}, points, mean of the seeds",
+            f"SCAFFOLD above FedAvg after round {task.rounds}, points, mean of the seeds",
             round(gained, 2),
             "> 0",
             gained > 0,
-            "" if gained > 0 else task.chosen,
+            "" if gained > 0 else "The gain depends on the steps of a round: see above.",
         ),
         Gate("failed aggregations, all runs", failed, "0", failed == 0),
     ]
@@ -74,15 +74,15 @@ def report(name: str, task: Task, runs: dict[str, list[dict[str, Any]]], command
         )
     work = f"{task.steps} steps" if task.steps else f"{task.epochs} epochs of its own pictures"
     rates = "each algorithm at its own best rate" if task.own_rates else f"rate {task.rate:g} for all algorithms"
-    weights = ", equally many whatever a site has, so that the weights are nearly equal" if task.steps else ""
+    weights = ". All sites make the same number of steps, so the weights are nearly equal" if task.steps else ""
     paragraphs = [
-        "Accuracy of the global model on test pictures that no site has. Every site makes "
-        f"{work} of plain SGD, without momentum, a round, batch {task.batch}, {rates}{weights}; "
+        "Accuracy of the global model on test pictures that no site has. In each round every site makes "
+        f"{work} of plain SGD without momentum, batch {task.batch}, {rates}{weights}; "
         f"FedAdam's server has rate {task.adam_rate:g}, FedProx μ = {task.mu:g}. "
         f"{task.chosen}",
-        f"SCAFFOLD less FedAvg, points, seed by seed: {', '.join(f'{value:+.2f}' for value in each)}.",
-        f"Seconds are those of a run: server, {SITES} threads of sites over HTTP and the measuring, "
-        "on a machine that did other work too, which those by the clock show; those of the CPU are the fairer ones.",
+        f"SCAFFOLD minus FedAvg in points, seed by seed: {', '.join(f'{value:+.2f}' for value in each)}.",
+        f"Seconds are those of a run: server, {SITES} threads of sites over HTTP, and measuring. The machine did other "
+        "work as well, so CPU seconds are the fairer figure.",
     ]
     if lacking:
         paragraphs.append(f"Not run yet, or not with every seed: {', '.join(lacking)}. The option more adds runs.")

@@ -253,7 +253,7 @@ class Engine:
         return None
 
     def _begin_again(self, job: Job, how: str, *, is_stuck: bool) -> None:
-        """Let another process train a job whose process has ended, unless that happened too often."""
+        """Let another process train a job after its process has ended, unless that happened too often."""
         job.attempts += 1
         if is_stuck:
             self._heard.answered(job, Answer(stuck=True))
