@@ -11,7 +11,6 @@ import random
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -320,14 +319,9 @@ def test_a_client_that_begins_a_simulation_when_it_is_imported_is_told_how_not_t
         run(tmp_path, f"{tmp_path / 'again.py'}:train")
 
 
-@pytest.fixture
-def importable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def test_a_program_gives_the_function_itself(tmp_path: Path, client: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
-    yield
-    sys.modules.pop("client", None)
-
-
-def test_a_program_gives_the_function_itself(tmp_path: Path, client: str, importable: None) -> None:
+    monkeypatch.delitem(sys.modules, "client", raising=False)  # of another test
     import client as theirs  # type: ignore[import-not-found]
 
     assert moved(run(tmp_path, theirs.train)) == pytest.approx(2 * 2.5, abs=1e-5)
