@@ -84,12 +84,11 @@ def _require_server(address: str, told: list[int]) -> str:
 
     Raises:
         ServerUnreachable: it did not answer in that time, or something else answers.
-        VersionSkew: it speaks another protocol.
     """
     from atoll.format_text import duration
     from atoll.protocol import messages, routes
     from atoll.transport.http_client import ask
-    from atoll.worker.session.session import give_up_s, require_protocol
+    from atoll.worker.session.session import give_up_s
 
     most_s = give_up_s()
     end = time.monotonic() + most_s
@@ -109,7 +108,6 @@ def _require_server(address: str, told: list[int]) -> str:
             print(f"atoll: waiting for {address}{upto} (ATOLL_GIVE_UP_S): {why}", file=sys.stderr, flush=True)
             said, said_s = why, time.monotonic()
         _pause(told, SERVER_PAUSE_S)
-    require_protocol(info, address)
     return info.name
 
 

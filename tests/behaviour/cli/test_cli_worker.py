@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
+import atoll
 from atoll.cli import worker
 from atoll.cli.main import main
-from atoll.errors import ConfigError, ServerUnreachable
+from atoll.errors import ConfigError, ServerUnreachable, VersionSkew
 from atoll.worker.arguments import sync_retries
 
 SHOW = """
@@ -121,12 +122,11 @@ def test_something_else_than_atoll_is_told(canned, atoll_command) -> None:
 
 
 @pytest.mark.covers("F32")
-def test_another_protocol_version_says_which_side_to_upgrade(canned, atoll_command) -> None:
+def test_another_protocol_version_says_which_side_to_upgrade(canned, tmp_path) -> None:
     status, body = canned.answers["/v1/run"]
     canned.answers["/v1/run"] = (status, body.replace('"protocol":1', '"protocol":2'))
-    outcome = atoll_command("worker", "--server", canned.url, "--", "true")
-    assert outcome.returncode == 6
-    assert "Upgrade Atoll at this worker" in outcome.stderr
+    with pytest.raises(VersionSkew, match="Upgrade Atoll at this worker"):
+        atoll.join(canned.url, site="a", folder=tmp_path)
 
 
 def test_a_command_that_fails_is_started_again_so_often(canned, atoll_command) -> None:
