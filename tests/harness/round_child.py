@@ -40,9 +40,11 @@ def serve(options: dict[str, Any]) -> None:
 
     from atoll import Settings
     from atoll.errors import AtollError
+    from atoll.runtime import return_freed_memory
     from atoll.server import serve
     from atoll.server.coordinator import coordinator  # noqa: F401
 
+    return_freed_memory()  # as `atoll server` does
     settings = Settings.build(options["settings"])
     tell("imported")
     server = serve.Server(settings=settings).start()
