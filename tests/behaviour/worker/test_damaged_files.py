@@ -9,13 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from kit.by_hand import formed
 from kit.servers import plain_server
 from torch import nn
 
 import atoll
 from atoll.errors import UsageError
-from atoll.protocol.values import UpdateInfo
-from atoll.tensors.module_tensors import named_tensors
 from atoll.worker.exchange.base_and_outbox import ScratchFile
 from atoll.worker.exchange.participation import take_part
 
@@ -127,11 +126,7 @@ def test_a_damaged_outbox_is_said_once_and_the_round_is_trained_again(
 ) -> None:
     """Guards against an outbox with parts that the server refuses at every start of the worker, for ever."""
     place = take_part(server.url, "a", folder=tmp_path / "w")
-    ticket = place.exchange.ask().ticket
-    assert ticket is not None
-    tensors = named_tensors(model())[0]
-    place.exchange.pull(ticket.base, tensors)
-    place.exchange.form(ticket, {name: tensor.detach() - 1.0 for name, tensor in tensors.items()}, UpdateInfo(1, 1, {}))
+    formed(place, lambda tensors: [tensor.sub_(1.0) for tensor in tensors.values()])
     place.leave()
     damage(only(tmp_path, "outbox.bin"))
     caplog.set_level(logging.WARNING, "atoll")

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 from harness.processes import free_port, wait_until
+from kit import flip_bit
+from kit.by_hand import formed
 from kit.client import Client
 from kit.servers import plain_server
 from safetensors.torch import load_file
@@ -28,9 +30,7 @@ START = {"w": torch.zeros(2)}
 
 
 def serving(folder: Path, codec: str = "int8", **options: Any) -> atoll.Server:
-    start = options.pop("start", START)
-    settings = {"rounds.sites": 1, "rounds.total": 3}
-    return plain_server(folder, start, codec=codec, **settings | options)
+    return plain_server(folder, options.pop("start", START), codec=codec, **{"sites": 1, "rounds": 3} | options)
 
 
 def client(server: atoll.Server, folder: Path) -> Client:
@@ -87,7 +87,7 @@ def test_what_arrives_and_what_is_left_is_what_was_trained(
     start = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
     start["h"] = torch.randn(300, generator=generator).half()
     moved = {name: torch.zeros(tensor.shape) for name, tensor in start.items()}
-    with serving(tmp_path, codec, start=start, **{"aggregation.upload_codec": options, "rounds.total": 4}) as server:
+    with serving(tmp_path, codec, start=start, **{"aggregation.upload_codec": options, "rounds": 4}) as server:
         site = client(server, tmp_path)
         for number in (1, 2, 3, 4):
             assert site.next_round() == number
@@ -157,19 +157,20 @@ def test_a_base_that_was_advanced_has_it_in_the_local_progress(tmp_path: Path, s
 
 
 def test_settles_an_earlier_update_before_it_forms_the_next(tmp_path: Path) -> None:
-    """Tickets that came by `next_ticket`: 0.4 and 0.4 that was left make 0.8, which is rounded to 1."""
+    """Tickets that came by `ask`: 0.4 and 0.4 that was left make 0.8, which is rounded to 1."""
+
+    def move_(tensors: dict[str, Tensor]) -> None:
+        tensors["w"] -= torch.tensor([127.0, 0.4])
+
     with serving(tmp_path) as server:
         place = take_part(server.url, "a", folder=tmp_path / "w")
-        weights = {"w": torch.zeros(2)}
         for _ in range(2):
-            reply = place.exchange.ask()
-            assert reply.ticket is not None
-            place.exchange.pull(reply.ticket.base, weights)
-            weights["w"] -= torch.tensor([127.0, 0.4])
-            place.exchange.submit(reply.ticket, weights, UpdateInfo(1.0, 1, {}))
-        reply = place.exchange.ask()
-        assert reply.ticket is not None
-        place.exchange.pull(reply.ticket.base, weights)
+            formed(place, move_)
+            place.exchange.deliver()
+        weights = {"w": torch.zeros(2)}
+        ticket = place.exchange.ask().ticket
+        assert ticket is not None
+        place.exchange.pull(ticket.base, weights)
         assert weights["w"].tolist() == [-254.0, -1.0]
         place.leave()
 
@@ -195,7 +196,7 @@ def test_a_run_does_not_change_its_codec_between_two_starts(
 @pytest.mark.parametrize("disturbed", [False, True])
 def test_an_update_of_a_lost_version_is_sent_again_with_what_it_had(tmp_path: Path, disturbed: bool) -> None:
     """The server loses version 2 after its update had counted: the same bytes count again, and what they left stays."""
-    options: dict[str, Any] = {"rounds.total": 3, "network.port": free_port()}
+    options: dict[str, Any] = {"network.port": free_port()}
     server = serving(tmp_path, **options).start()
     site = client(server, tmp_path)
     for number in (1, 2):
@@ -207,9 +208,7 @@ def test_an_update_of_a_lost_version_is_sent_again_with_what_it_had(tmp_path: Pa
         with sqlite3.connect(tmp_path / "state" / "journal.sqlite") as journal:
             (slot,) = journal.execute("SELECT slot FROM versions ORDER BY version DESC LIMIT 1").fetchone()
         (path,) = (each for each in (tmp_path / "state" / "slots").glob("*version*") if each.stem.endswith(str(slot)))
-        content = bytearray(path.read_bytes())
-        content[-1] ^= 0xFF
-        path.write_bytes(content)
+        flip_bit(path, -1)
         server = serving(tmp_path, start=None, **options).start()
         assert server.status().fragments[0].version == 1
     assert site.next_round() == 3
@@ -229,10 +228,7 @@ def test_what_is_lost_of_a_pending_update_matters_only_where_it_counted(
     tmp_path: Path, how: str, became: str, left: list[float]
 ) -> None:
     """A power loss takes the file that was written last, and mostly the update with it."""
-    mine = residuals(tmp_path / "w")
-    mine.write("w", 0, torch.tensor([1.0, 2.0]))
-    mine.belongs_to(7, version=3)
-    mine.settle(outcome("counted"))
+    mine = counted_residuals(tmp_path / "w")
     mine.begin()
     mine.write("w", 0, torch.tensor([5.0, 6.0]))
     mine.belongs_to(8, version=4)
@@ -260,12 +256,18 @@ def residuals(folder: Path) -> Residuals:
     return Residuals(folder, Schema.build([TensorSpec("w", "F16", (2,))]), owner=Owner("a", "r"))
 
 
-def test_a_server_that_went_back_takes_it_along(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """What is left of a version that is gone, or that comes again, belongs to nothing that the server has."""
-    mine = residuals(tmp_path / "w")
+def counted_residuals(folder: Path) -> Residuals:
+    """Of an update from version 3 that counted: 1 and 2 were left."""
+    mine = residuals(folder)
     mine.write("w", 0, torch.tensor([1.0, 2.0]))
     mine.belongs_to(7, version=3)
     mine.settle(outcome("counted"))
+    return mine
+
+
+def test_a_server_that_went_back_takes_it_along(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """What is left of a version that is gone, or that comes again, belongs to nothing that the server has."""
+    mine = counted_residuals(tmp_path / "w")
     mine.follow(4, "a")
     assert mine.read("w", 0, 2).tolist() == [1.0, 2.0]
     mine.close()
@@ -280,10 +282,7 @@ def test_a_server_that_went_back_takes_it_along(tmp_path: Path, caplog: pytest.L
 
 @pytest.mark.covers("F41")
 def test_what_the_disk_has_damaged_is_not_believed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    mine = residuals(tmp_path / "w")
-    mine.write("w", 0, torch.tensor([1.0, 2.0]))
-    mine.belongs_to(7, version=3)
-    mine.settle(outcome("counted"))
+    mine = counted_residuals(tmp_path / "w")
     mine.close()
     path = tmp_path / "w" / "residual-1.bin"
     path.write_bytes(bytes(byte ^ 1 for byte in path.read_bytes()))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -37,6 +39,7 @@ def sent(
     about: About = ABOUT,
 ) -> dict[str, Tensor]:
     """What lies in the outbox, by name; `digest` is that of the whole update."""
+    folder.mkdir(exist_ok=True)
     base = base_with(folder, start)
     layout = raw_layout(start, codec)
     outbox = Outbox(folder, layout)
@@ -94,11 +97,8 @@ def test_a_filter_that_changes_nothing_changes_no_bit(tmp_path: Path, codec: str
     start["x.running_var"] = torch.rand(9, generator=generator)
     start["x.count"], start["scalar"] = torch.tensor(3), torch.tensor(1.5)
     local = {name: value + 1 for name, value in start.items()}
-    folders = [tmp_path / name for name in ("plain", "filtered")]
-    for folder in folders:
-        folder.mkdir()
-    plain = sent(folders[0], [], start, local, codec)
-    filtered = sent(folders[1], [Filter()], start, local, codec)
+    plain = sent(tmp_path / "plain", [], start, local, codec)
+    filtered = sent(tmp_path / "filtered", [Filter()], start, local, codec)
     assert plain.keys() == filtered.keys()
     assert [name for name in plain if not torch.equal(plain[name], filtered[name])] == []
 
@@ -142,10 +142,8 @@ def test_noise_has_its_size_and_is_another_in_every_place_and_round(tmp_path: Pa
     seed = blake3(b"seed").digest()
     found = []
     for number in (1, 1, 2):
-        folder = tmp_path / f"{len(found)}"
-        folder.mkdir()
         about = About("a", number, 0, 1.0, 1, {})
-        found.append(sent(folder, [NormClip(1.5, noise=2.0, seed=seed)], start, start, about=about))
+        found.append(sent(tmp_path / f"{len(found)}", [NormClip(1.5, noise=2.0, seed=seed)], start, start, about=about))
     first, again, second = found
     assert first["v"].std().item() == pytest.approx(3.0, rel=0.01)
     assert abs(first["v"].mean().item()) < 6 * 3 / math.sqrt(numel)
@@ -159,29 +157,18 @@ def test_two_updates_of_one_round_do_not_share_their_noise(tmp_path: Path) -> No
     """The first was refused after it had left: the difference of both would show the change without any noise."""
     found, filter_ = [], NormClip(1.0, noise=1.0)
     for name in ("refused", "again"):
-        (tmp_path / name).mkdir()
         found.append(sent(tmp_path / name, [filter_])["w"])
     assert not torch.equal(*found)
 
 
-class Shorter(Filter):
+class Applies(Filter):
+    """Does what it is given to one run."""
+
+    def __init__(self, change: Callable[[Tensor], Any]) -> None:
+        self.change = change
+
     def apply(self, name: str, start: int, values: Tensor) -> Tensor:
-        return values[1:]
-
-
-class Wider(Filter):
-    def apply(self, name: str, start: int, values: Tensor) -> Tensor:
-        return values.double()
-
-
-class Forgetful(Filter):
-    def apply(self, name: str, start: int, values: Tensor) -> Tensor:
-        return None  # type: ignore[return-value]
-
-
-class Broken(Filter):
-    def apply(self, name: str, start: int, values: Tensor) -> Tensor:
-        raise ZeroDivisionError("by zero")
+        return self.change(values)  # type: ignore[no-any-return]
 
 
 class Undecided(Filter):
@@ -191,18 +178,19 @@ class Undecided(Filter):
 
 @pytest.mark.covers("T8")
 @pytest.mark.parametrize(
-    ("kind", "told"),
+    ("filter_", "told"),
     [
-        (Undecided, r"Undecided\(\) failed at '[\w.]+': KeyError: 'salt'"),
-        (Shorter, r"Shorter\(\) made torch.float32 \[1\] where 'w' had torch.float32 \[2\]"),
-        (Wider, r"Wider.* made torch.float64"),
-        (Forgetful, r"Forgetful.* made NoneType"),
-        (Broken, r"Broken\(\) failed at 'w': ZeroDivisionError: by zero"),
+        (Undecided(), r"Undecided\(\) failed at '[\w.]+': KeyError: 'salt'"),
+        (Applies(lambda values: values[1:]), r"Applies.* made torch.float32 \[1\] where 'w' had torch.float32 \[2\]"),
+        (Applies(Tensor.double), r"Applies.* made torch.float64"),
+        (Applies(lambda values: None), r"Applies.* made NoneType"),
+        (Applies(lambda values: 1 / 0), r"Applies.* failed at 'w': ZeroDivisionError: division by zero"),
     ],
+    ids=["undecided", "shorter", "wider", "forgetful", "broken"],
 )
-def test_a_filter_that_does_not_keep_to_its_contract_is_named(tmp_path: Path, kind: type[Filter], told: str) -> None:
+def test_a_filter_that_does_not_keep_to_its_contract_is_named(tmp_path: Path, filter_: Filter, told: str) -> None:
     with pytest.raises(UsageError, match=told):
-        sent(tmp_path, [kind()])
+        sent(tmp_path, [filter_])
 
 
 def test_a_pattern_that_is_nobodys_name_is_refused(tmp_path: Path) -> None:

@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 from harness.processes import wait_until
+from kit.by_hand import formed, put_part
 from kit.servers import plain_server
 from torch import nn
 
 import atoll
 from atoll.errors import Conflict
 from atoll.protocol import messages, routes
-from atoll.protocol.values import Accepted, UpdateInfo
-from atoll.tensors.module_tensors import named_tensors
+from atoll.protocol.values import Accepted
 from atoll.worker.exchange.exchange import MAX_CONFLICTS
 from atoll.worker.exchange.participation import Participation, take_part
 
@@ -49,15 +49,8 @@ class Late:
 
     def _arrive(self) -> None:
         http, part = self._place.session.http, self._place.exchange.outbox.layout.parts[1]
-        lines = [
-            f"PUT {routes.PART.format(ticket=self._ticket, part=1)} HTTP/1.1",
-            f"Host: {http.host}",
-            f"Content-Length: {part.nbytes + 32}",
-            *(f"{name}: {value}" for name, value in http.headers().items()),
-        ]
-        late = socket.create_connection((http.host, http.port))
+        late = put_part(http.port, http.lease, self._ticket, 1, part.nbytes + 32, bytes(part.nbytes // 2))
         self._sockets.append(late)
-        late.sendall("\r\n".join([*lines, "", ""]).encode() + bytes(part.nbytes // 2))
         path = routes.TICKET.format(ticket=self._ticket)
         wait_until(lambda: 1 not in http.get(path, messages.TicketState).parts, "the loss of part 1")
 
@@ -66,21 +59,11 @@ class Late:
             late.close()
 
 
-def formed(server: atoll.Server, folder: Path) -> tuple[Participation, int]:
-    place = take_part(server.url, "a", folder=folder)
-    ticket = place.exchange.ask().ticket
-    assert ticket is not None
-    tensors = named_tensors(nn.Linear(300, 100))[0]
-    place.exchange.pull(ticket.base, None)
-    place.exchange.form(ticket, tensors, UpdateInfo(1.0, 1, {}))
-    return place, ticket.id
-
-
 @pytest.mark.covers("F14")
 @pytest.mark.parametrize("times", [1, MAX_CONFLICTS])
 def test_a_part_that_a_late_attempt_undid_is_sent_again_alone(server: atoll.Server, tmp_path: Path, times: int) -> None:
-    place, ticket = formed(server, tmp_path / "w")
-    late = Late(place, ticket, times)
+    place = take_part(server.url, "a", folder=tmp_path / "w")
+    late = Late(place, formed(place).id, times)
     assert isinstance(place.exchange.deliver(), Accepted)
     assert late.completions == times + 1
     layout = place.exchange.outbox.layout
@@ -90,8 +73,8 @@ def test_a_part_that_a_late_attempt_undid_is_sent_again_alone(server: atoll.Serv
 
 
 def test_a_conflict_that_lasts_is_raised(server: atoll.Server, tmp_path: Path) -> None:
-    place, ticket = formed(server, tmp_path / "w")
-    late = Late(place, ticket, MAX_CONFLICTS + 1)
+    place = take_part(server.url, "a", folder=tmp_path / "w")
+    late = Late(place, formed(place).id, MAX_CONFLICTS + 1)
     with pytest.raises(Conflict, match="lacks 1 of 2 parts"):
         place.exchange.deliver()
     assert late.completions == MAX_CONFLICTS + 1

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from kit.by_hand import formed, note_of, push
 from kit.servers import plain_server
+from kit.sites import together
 from torch import Tensor, nn
 
 import atoll
@@ -142,11 +144,7 @@ def test_two_threads_that_find_the_lease_lost_at_once_join_once(
         join()
 
     monkeypatch.setattr(place.session, "_join", slow_join)
-    threads = [threading.Thread(target=place.session.rejoin, args=(lost,)) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    together(*2 * [lambda: place.session.rejoin(lost)])
     assert place.session.reconnections == 1
     place.leave()
 
@@ -154,13 +152,10 @@ def test_two_threads_that_find_the_lease_lost_at_once_join_once(
 @pytest.mark.covers("F3", "L10")
 def test_a_part_of_other_bytes_at_the_server_is_not_taken_for_ours(server: atoll.Server, tmp_path: Path) -> None:
     """What an attempt before sent under the same ticket, and what has been formed anew since."""
-    place, ticket, tensors = pulled(server, tmp_path / "w")
-    place.exchange.form(ticket, tensors, UpdateInfo(1.0, 1, {}))
-    note = place.exchange.outbox.note
-    assert note is not None
-    digests = [bytes.fromhex(text) for text in note.part_digests]
-    path = routes.PART.format(ticket=ticket.id, part=0)
-    place.exchange.transfer.push(lambda _: path, place.exchange.outbox.fd, place.exchange.outbox.layout.parts, digests)
+    place = take_part(server.url, "a", folder=tmp_path / "w")
+    ticket = formed(place)
+    push(place)
+    digests = [bytes.fromhex(text) for text in note_of(place).part_digests]
     assert place.session.parts_at_server(ticket.id, dict(enumerate(digests))) == {0}
     assert place.session.parts_at_server(ticket.id, {0: bytes(32)}) == set()
     place.leave()
