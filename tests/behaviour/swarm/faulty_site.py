@@ -1,7 +1,7 @@
 """A site of a swarm that cannot do its part, or lies: the variable FAULT says how.
 
-`full`: it has no space for the updates of others, until the file ROOM is there. `lying`: it makes versions whose
-digests are none. `slow`: it pulls the updates of others a byte at a time, until the file ENOUGH is there.
+`full`: it has no space for the updates of others, until the file ROOM is there. `lying`: its versions
+have digests of none. `slow`: it pulls the updates of others a byte at a time, until the file ENOUGH is there.
 """
 
 from __future__ import annotations

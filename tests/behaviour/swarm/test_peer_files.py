@@ -248,7 +248,7 @@ def test_files_that_cannot_be_noted_or_made_are_errors_of_the_disk(mine: Peer) -
     with pytest.raises(StoreError):
         mine.store.put(version)
     assert mine.store.get(0, 1) is None
-    assert version.slot.holds.total() == 1  # the caller's, who gives it back
+    assert version.slot.holds.total() == 1  # the caller's, which gives it back
     mine.store.drop(kept)
     assert mine.store.get(0, 0) is None
     assert kept.slot.free

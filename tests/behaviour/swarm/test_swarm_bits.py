@@ -37,7 +37,7 @@ from atoll.worker.peer.peer_transfers import PeerServer
 def test_the_same_bits_as_a_server_makes_where_more_have_joined_than_trained(
     tmp_path: Path, starts: Any, sample: float, populations: list[int], workers: list[int]
 ) -> None:
-    """SCAFFOLD's controls are the mean over all who have joined: a fourth leaves them three quarters."""
+    """SCAFFOLD's controls are the mean over all that have joined: a fourth leaves them three quarters."""
     found = []
     for place in ("swarm", "server"):
         common = PLAIN | {"algorithm.name": "scaffold", "rounds.sample_fraction": sample}
@@ -126,7 +126,7 @@ def test_what_a_worker_has_it_does_not_pull(tmp_path: Path) -> None:
     """Of two sites each is the aggregator or the checker of every round, and holds every version.
 
     So in each round one update of the two goes to the other site, and the new version with its outer state; the initial
-    model goes from the server to one of them, and from that one to the other, who pulls it twice if it comes to train
+    model goes from the server to one of them, and from that one to the other, which pulls it twice if it comes to train
     before it holds it.
     """
     _, sites = left_by(tmp_path, "ab", **{"rounds.sites": 2})

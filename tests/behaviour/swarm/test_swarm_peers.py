@@ -1,4 +1,4 @@
-"""What a swarm's server makes of its workers' reports, by hand: who is believed, who reaches whom, who has what."""
+"""What a swarm's server makes of reports: which it believes, which workers reach each other, what each of them has."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_other_bytes_of_a_version_do_not_count_as_having_it() -> None:
     }
     for site, each in held.items():
         report(peers, site, 1, held=[each], leaving=site == "a")
-    assert list(peers.holding(0, 3, DIGEST)) == ["c", "a"]  # who leaves is asked last
+    assert list(peers.holding(0, 3, DIGEST)) == ["c", "a"]  # one that leaves is asked last
     assert list(peers.holding(0, 2, DIGEST)) == []
 
 
@@ -105,7 +105,7 @@ def test_evicts_a_peer_unreachable_by_majority_and_the_last_of_two(monkeypatch: 
     report(pair, "b", 1)
     found = pair.apart()
     assert found is not None
-    assert found[:2] == ("b", 2)  # who came last
+    assert found[:2] == ("b", 2)  # the one that came last
 
 
 @pytest.mark.covers("P10", "X3")

@@ -23,19 +23,10 @@ from atoll.transport.http_client import Http
 @pytest.mark.covers("L10")
 @pytest.mark.parametrize("way", ["diloco", "streaming", "federated"])
 def test_a_worker_does_not_go_on_in_another_run_at_the_same_address(tmp_path: Path, way: str) -> None:
-    settings = {
-        "rounds.sites": 1,
-        "network.port": free_port(),
-        "rounds.total": 1000,
-        "network.heartbeat_interval_s": 0.1,
-        "aggregation.upload_codec.name": "none",
-    }
+    settings: dict[str, Any] = {"sites": 1, "rounds": 1000, "codec": "none"}
+    settings |= {"network.port": free_port(), "network.heartbeat_interval_s": 0.1}
     if way in ("diloco", "streaming"):
-        settings |= {
-            "algorithm.name": "diloco",
-            "diloco.sync_every": 4,
-            "diloco.num_fragments": 2 if way == "streaming" else 1,
-        }
+        settings |= {"algorithm": "diloco", "H": 4, "K": 2 if way == "streaming" else 1}
     goes_on = threading.Event()
 
     def step(model: nn.Module, optimizer: torch.optim.Optimizer, site: str, number: int) -> None:

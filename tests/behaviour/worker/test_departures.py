@@ -99,25 +99,21 @@ def test_a_script_that_is_killed_is_taken_out_of_the_run_by_atoll_worker(tmp_pat
 
 
 @pytest.mark.covers("L9")
-def test_a_loop_that_was_started_and_never_stopped_leaves_when_its_process_gets_sigterm(tmp_path: Path) -> None:
-    settings = AT_ONCE | {"algorithm.name": "diloco", "diloco.sync_every": 100, "rounds.sites": 1}
-    with serve(tmp_path, **settings) as server:
-        with atoll_worker(tmp_path, server.url, STARTS.format(then=WAITS)) as process:
+@pytest.mark.parametrize(
+    ("then", "code", "state"), [(WAITS, 128 + signal.SIGTERM, "failed"), ("", 0, "left")], ids=["sigterm", "ends well"]
+)
+def test_a_loop_that_is_never_stopped_leaves_when_its_process_ends(
+    tmp_path: Path, then: str, code: int, state: str
+) -> None:
+    with serve(tmp_path, **AT_ONCE | {"rounds.sites": 1}, algorithm="diloco", H=100) as server:
+        with atoll_worker(tmp_path, server.url, STARTS.format(then=then)) as process:
             assert process.stdout is not None
             assert process.stdout.readline() == "trains\n"
-            process.send_signal(signal.SIGTERM)
+            if then:
+                process.send_signal(signal.SIGTERM)
             process.communicate(timeout=60)
-        assert process.returncode == 128 + signal.SIGTERM
-        assert state_of(server, "a") == "failed"
-
-
-def test_a_script_that_ends_well_without_stopping_its_loop_has_left(tmp_path: Path) -> None:
-    settings = AT_ONCE | {"algorithm.name": "diloco", "diloco.sync_every": 100, "rounds.sites": 1}
-    with serve(tmp_path, **settings) as server:
-        with atoll_worker(tmp_path, server.url, STARTS.format(then="")) as process:
-            process.communicate(timeout=60)
-        assert process.returncode == 0
-        assert state_of(server, "a") == "left"
+        assert process.returncode == code
+        assert state_of(server, "a") == state
 
 
 @pytest.mark.covers("L13")
@@ -129,13 +125,8 @@ def test_a_training_thread_that_hangs_while_heartbeats_go_on_is_reported(tmp_pat
             assert goes_on.wait(60)
         local_step(model, optimizer, site, step)
 
-    settings = {
-        "algorithm.name": "diloco",
-        "diloco.sync_every": 2,
-        "network.heartbeat_interval_s": 0.1,
-        "network.heartbeat_timeout_s": 0.5,
-    }
-    with serve(tmp_path, **settings) as server:
+    beats = {"network.heartbeat_interval_s": 0.1, "network.heartbeat_timeout_s": 0.5}
+    with serve(tmp_path, algorithm="diloco", H=2, **beats) as server:
         sites = DiLoCoSites(server.url, tmp_path, 20, step=hangs)
         reason = "a answers, but its training has not moved"
         wait_until(lambda: reason in server.status().fragments[0].reason, "the report")

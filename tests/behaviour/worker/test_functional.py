@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
-import subprocess
-import sys
-import textwrap
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from kit import atoll_worker
 from kit.servers import plain_server
 from safetensors.torch import load_file
 from torch import nn
@@ -213,34 +210,19 @@ while atoll.functional.is_running():
 """
 
 
-def as_command(url: str, folder: Path, last: str = "") -> subprocess.CompletedProcess[str]:
-    (folder / "train.py").write_text(textwrap.dedent(SCRIPT).replace("LAST", last))
-    worker = [sys.executable, "-m", "atoll.cli.main", "worker", "--server", url, "--site", "clinic-a"]
-    return subprocess.run(
-        [*worker, "--", sys.executable, "train.py"],
-        cwd=folder,
-        env=dict(os.environ),
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-
-
 @pytest.mark.slow
 @pytest.mark.covers("P6", "P15")
-def test_a_script_runs_under_atoll_worker(server: atoll.Server, tmp_path: Path) -> None:
-    done = as_command(server.url, tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["round", "1", "round", "2"]
+@pytest.mark.parametrize("last", ["", "raise ValueError('no more records')"], ids=["well", "fails"])
+def test_a_script_runs_under_atoll_worker_and_tells_why_it_fails(
+    server: atoll.Server, tmp_path: Path, last: str
+) -> None:
+    with atoll_worker(tmp_path, server.url, SCRIPT.replace("LAST", last)) as process:
+        out, said = process.communicate(timeout=100)
+    assert process.returncode == bool(last), said
+    if last:
+        (worker,) = server.status().workers
+        assert worker.error == "ValueError: no more records"
+        return
+    assert out.split() == ["round", "1", "round", "2"]
     assert server.wait(30)
     assert load_file(server.exports / "model.safetensors")["weight"].unique().tolist() == [3.0]
-
-
-@pytest.mark.slow
-@pytest.mark.covers("P15")
-def test_a_script_that_fails_tells_the_server_why(server: atoll.Server, tmp_path: Path) -> None:
-    done = as_command(server.url, tmp_path, "raise ValueError('no more records')")
-    assert done.returncode == 1
-    (worker,) = server.status().workers
-    assert worker.error == "ValueError: no more records"

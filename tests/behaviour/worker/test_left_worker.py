@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kit import build_model, serve, train_
+from kit import build_model, serve
 
 import atoll
 from atoll.errors import UsageError
@@ -28,9 +28,14 @@ LATER: dict[str, Callable[[Any], object]] = {
 }
 
 
-@pytest.mark.parametrize("call", LATER)
-def test_refuses_every_call_of_a_worker_that_has_left(tmp_path: Path, server: atoll.Server, call: str) -> None:
-    with atoll.join(server.url, site="a", folder=tmp_path / "workers") as worker:
+@pytest.mark.parametrize(
+    ("join", "call"), [*(("join", call) for call in LATER), *(("tasks", call) for call in ("enter", "run", "tasks"))]
+)
+def test_refuses_every_call_of_a_worker_that_has_left(
+    tmp_path: Path, server: atoll.Server, join: str, call: str
+) -> None:
+    how = {"folder": tmp_path / "workers"} if join == "join" else {}
+    with getattr(atoll, join)(server.url, site="a", **how) as worker:
         pass
     with pytest.raises(UsageError):
         LATER[call](worker)
@@ -44,14 +49,5 @@ def test_refuses_the_round_of_a_worker_that_has_left(tmp_path: Path, server: ato
     with atoll.join(server.url, site="a", folder=tmp_path / "workers") as worker:
         fl_round = next(iter(worker))
         fl_round.load_into(model)
-        train_(model, "a", 1)
     with pytest.raises(UsageError):
         getattr(fl_round, call)(*([] if call == "state_dict" else [model]))
-
-
-@pytest.mark.parametrize("call", ["enter", "run", "tasks"])
-def test_refuses_every_call_of_a_task_worker_that_has_left(tmp_path: Path, server: atoll.Server, call: str) -> None:
-    with atoll.tasks(server.url, site="a") as worker:
-        pass
-    with pytest.raises(UsageError):
-        LATER[call](worker)

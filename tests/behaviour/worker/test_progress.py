@@ -81,13 +81,3 @@ def test_a_part_that_stalled_for_long_leaves_no_mark_either(clock: Clock, caplog
         "a: submitting: 6.0 MB of 100.0 MB",
         "a: submitting: 11.0 MB of 100.0 MB, 1.0 MB/s, 89 s left",
     ]
-
-
-def test_the_rate_follows_the_connection(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
-    bar = Progress("a: submitting", 1000 * MB, clock=clock)
-    move(bar, clock, 60)
-    for _ in range(30):
-        clock.now_s += 1.0
-        bar.add(4 * MB)
-    # of the last 30 s: 120 MB; 820 MB are left
-    assert caplog.messages[-1] == "a: submitting: 180.0 MB of 1.0 GB, 4.0 MB/s, 205 s left"

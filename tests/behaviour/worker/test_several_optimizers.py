@@ -237,13 +237,9 @@ def test_corrections_follow_wrapped_and_compiled_steps(tmp_path: Path, wrapper: 
                             step()
                     fl_round.submit(model)
 
-        settings = {
-            "algorithm.name": "scaffold",
-            "algorithm.outer_optimizer.name": None,
-            "algorithm.outer_optimizer.lr": 1.0,
-            "algorithm.outer_optimizer.momentum": 0.0,
-        }
-        with serve(folder, **settings) as server:
+        outer = {"name": None, "lr": 1.0, "momentum": 0.0}
+        settings = {f"algorithm.outer_optimizer.{name}": value for name, value in outer.items()}
+        with serve(folder, algorithm="scaffold", **settings) as server:
             together(*(partial(work, site) for site in SITES))
             server.run()
         return tensors_digest(exported(folder))

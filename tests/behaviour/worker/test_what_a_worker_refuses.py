@@ -50,14 +50,14 @@ def test_a_loss_is_a_metric_as_the_script_has_it() -> None:
 def test_a_reported_loss_that_becomes_nan_is_told_once_by_the_site_s_name_and_no_longer_shown(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Else the last finite loss would stand for an update with a loss of NaN."""
+    """Else the last finite loss would stand for an update with a loss of NaN: 0.75 counts nowhere."""
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with (
-        plain_server(tmp_path, nn.Linear(2, 1), algorithm="diloco", rounds=2, H=2) as server,
+        plain_server(tmp_path, nn.Linear(2, 1), algorithm="diloco", rounds=2, H=3) as server,
         atoll.DiLoCo(model, optimizer, server=server.url, site="box-a", folder=tmp_path / "w") as diloco,
     ):
-        for loss in (1.0, 0.5, math.nan, math.nan):
+        for loss in (1.0, 0.5, 0.5, 0.75, math.nan, math.nan):
             diloco.report(loss=loss, accuracy=0.25)
             optimizer.zero_grad()
             model(torch.ones(1, 2)).sum().backward()

@@ -78,13 +78,8 @@ def process_group(tmp_path: Path) -> Iterator[None]:
 
 def diloco_result(folder: Path, sites: Build, server: Build) -> str:
     """The digest of what a DiLoCo run of two sites exports."""
-    settings = {
-        "algorithm.name": "diloco",
-        "algorithm.outer_optimizer.name": None,
-        "diloco.sync_every": 2,
-        "rounds.total": 2,
-    }
-    with serve(folder, server(), **settings) as served:
+    run: dict[str, Any] = {"algorithm": "diloco", "algorithm.outer_optimizer.name": None, "H": 2, "rounds": 2}
+    with serve(folder, server(), **run) as served:
         DiLoCoSites(served.url, folder, 10, build=sites).join()
         served.run()
     return tensors_digest(exported(folder))
@@ -118,13 +113,9 @@ def corrected_result(folder: Path, algorithm: str, build: Build) -> str:
                         local_step(model, optimizer, site, 10 * fl_round.number + step)
                 fl_round.submit(model)
 
-    settings = {
-        "algorithm.name": algorithm,
-        "algorithm.outer_optimizer.name": None,
-        "algorithm.outer_optimizer.lr": 1.0,
-        "algorithm.outer_optimizer.momentum": 0.0,
-    }
-    with serve(folder, build(), **settings) as server:
+    outer = {"name": None, "lr": 1.0, "momentum": 0.0}
+    settings = {f"algorithm.outer_optimizer.{name}": value for name, value in outer.items()}
+    with serve(folder, build(), algorithm=algorithm, **settings) as server:
         together(*(partial(work, site) for site in SITES), server.run)
     return tensors_digest(exported(folder))
 
@@ -218,14 +209,8 @@ def test_a_server_takes_tensors_that_are_named_by_a_wrapper(
 
 
 def test_a_site_submits_tensors_that_are_named_by_a_wrapper(tmp_path: Path) -> None:
-    settings = {
-        "rounds.sites": 1,
-        "rounds.total": 1,
-        "algorithm.outer_optimizer.lr": 1.0,
-        "algorithm.outer_optimizer.momentum": 0.0,
-        "aggregation.upload_codec.name": "none",
-    }
-    with serve(tmp_path, **settings) as server:
+    plain = {"algorithm.outer_optimizer.lr": 1.0, "algorithm.outer_optimizer.momentum": 0.0}
+    with serve(tmp_path, sites=1, rounds=1, codec="none", **plain) as server:
         with atoll.join(server.url, site="a", folder=tmp_path / "workers") as worker:
             for fl_round in worker:
                 fl_round.state_dict()
