@@ -22,7 +22,7 @@ from atoll.protocol import messages
 LOG = logging.getLogger("atoll")
 ALONE = "no server is configured (ATOLL_SERVER): training alone"
 ALONE_ENDED = "alone: nothing was sent, and Atoll saved nothing; the script keeps the model, or loses it"
-_EVERY_S = 5.0
+EVERY_S = 5.0
 WINDOW_S = 30.0
 _LINES = threading.Lock()
 
@@ -80,10 +80,8 @@ class Progress:
     what the connection carries now.
     """
 
-    def __init__(
-        self, what: str, total_bytes: int, *, every_s: float = _EVERY_S, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._what, self._total, self._every_s, self._clock = what, total_bytes, every_s, clock
+    def __init__(self, what: str, total_bytes: int, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._what, self._total, self._clock = what, total_bytes, clock
         self._lock = threading.Lock()
         self._begin = self._said = clock()
         self._marks = deque([(self._begin, 0)])  # (when, bytes done), a second apart at least, none before the window
@@ -99,7 +97,7 @@ class Progress:
             self._marks = deque([(now, self.done_bytes)])
 
     def add(self, nbytes: int) -> None:
-        """Count bytes that have moved; log a line if `every_s` has passed since the last one. Safe from any thread."""
+        """Count bytes that have moved; log a line if `EVERY_S` have passed since the last one. Safe from any thread."""
         with self._lock:  # parts travel in several threads
             self.done_bytes += nbytes
             now = self._moved = self._clock()
@@ -107,7 +105,7 @@ class Progress:
                 self._marks.popleft()
             if not self._marks or now - self._marks[-1][0] >= 1.0:
                 self._marks.append((now, self.done_bytes))
-            if now - self._said < self._every_s:
+            if now - self._said < EVERY_S:
                 return
             self._said = now
             done, pace = self.done_bytes, self._pace(now)

@@ -270,7 +270,7 @@ def test_an_answer_that_comes_before_its_tensors_is_refused_and_the_task_stays_o
         with atoll.tasks(server.url, "a") as worker:
             for task in worker.tasks():
                 opening = messages.ObjectOpen(head_bytes=64, nbytes=4096, part_bytes=2**20, inline=False, expires_s=60)
-                opened = worker._connection.http.post(routes.OBJECTS, opening, messages.ObjectOpened)
+                opened = worker._session.http.post(routes.OBJECTS, opening, messages.ObjectOpened)
                 key = tm.ObjectKey(object=opened.object, secret=opened.secret, digest="0" * 64, expires_at=2**31)
                 assert not task._send(tm.TaskAnswer(body=tm.Body(object=key)))
                 assert f"Object {opened.object[:8]} has not arrived yet" in caplog.text

@@ -489,11 +489,8 @@ class Session:
 
     def outcome(self, ticket: int, retries: int | None = None) -> messages.Outcome | Lost:
         """Return what became of a ticket; one that the server does not know any more has expired."""
-
-        def ask() -> messages.Outcome:
-            return self.channel.ticket(ticket).outcome
-
-        return self.call(ask, "ask what became of the update", retries=retries, kind=messages.Outcome)
+        what = "ask what became of the update"
+        return self.call(lambda: self.channel.ticket(ticket).outcome, what, retries=retries, kind=messages.Outcome)
 
     def require_outcome(self, ticket: int) -> messages.Outcome:
         """Return what became of a ticket.

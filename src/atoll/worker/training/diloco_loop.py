@@ -65,7 +65,7 @@ SYNC_EVERY = 500
 
 
 @dataclass(frozen=True)
-class Progress:
+class SyncProgress:
     """What every rank knows of the synchronisations.
 
     Attributes:
@@ -237,7 +237,7 @@ class DiLoCo:
         self._steps: Steps | None = None
         self.step = 0
         self.seconds_waited = 0.0
-        self._progress: Progress | None = None  # None before the start
+        self._progress: SyncProgress | None = None  # None before the start
         self._started = self._stopped = False
         self.sync_every = sync_every or 0
         self._reports = Reports()
@@ -281,7 +281,7 @@ class DiLoCo:
         self._find_tensors()
         try:
             site = self._ranks.from_rank0(lambda: require_site(self._site or default_site()))
-            self._learn(self._over_ranks(lambda: self._join(site), Progress))
+            self._learn(self._over_ranks(lambda: self._join(site), SyncProgress))
             self._hook()
         except BaseException as error:
             self._take_back(error)
@@ -296,7 +296,7 @@ class DiLoCo:
         if place is not None:
             place.leave(last_words(error))
 
-    def _join(self, site: str) -> Progress:
+    def _join(self, site: str) -> SyncProgress:
         assert self._server
         sharded = self._shards is not None
         place = self._place = take_part(
@@ -346,14 +346,14 @@ class DiLoCo:
         """Do what needs the network: at every rank where the model is sharded, else at rank 0 for all of them."""
         return work() if self._shards is not None else self._ranks.from_rank0(work, kind)
 
-    def _now(self) -> Progress:
+    def _now(self) -> SyncProgress:
         assert self._place is not None
         assert self._sync is not None
         session, sync = self._place.session, self._sync
         lost = session.ranks.from_rank0(lambda: session.silence.is_too_long)
-        return Progress(self.sync_every, sync.next_step, sync.finished, lost)
+        return SyncProgress(self.sync_every, sync.next_step, sync.finished, lost)
 
-    def _learn(self, progress: Progress) -> None:
+    def _learn(self, progress: SyncProgress) -> None:
         """Be where rank 0 is: its model, and when something is to be done next."""
         self._progress, self.sync_every = progress, progress.sync_every
         self._spread()
@@ -597,7 +597,7 @@ class DiLoCo:
         if progress.finished or (self._ranks.together and self.step < progress.next_step):
             return
         begin = time.monotonic()
-        now = self._over_ranks(self._act, Progress | None)
+        now = self._over_ranks(self._act, SyncProgress | None)
         if now is None:
             return
         if self._place is None:
@@ -606,21 +606,24 @@ class DiLoCo:
         self.seconds_waited += time.monotonic() - begin
         self._pace = (self.step, time.monotonic())
 
-    def _act(self) -> Progress | None:
+    def _act(self) -> SyncProgress | None:
         """Do what is due; None where nothing was."""
         assert self._sync is not None
         return self._now() if self._sync.after_step(self.step) else None
 
     def _info(self, base: VersionRef, steps: int) -> UpdateInfo:
-        assert self._place is not None
-        is_lost = self._place.exchanges[base.fragment].outbox.note is None
-        return self._place.session.ranks.from_rank0(lambda: self._own_info(base, steps, is_lost), UpdateInfo)
+        """Return what an update from this version says, after so many steps: what rank 0 reports."""
+        place = self._place
+        assert place is not None
+        is_lost = place.exchanges[base.fragment].outbox.note is None
 
-    def _own_info(self, base: VersionRef, steps: int, is_lost: bool) -> UpdateInfo:
-        reported = self._reports.take(base.fragment, is_lost=is_lost)
-        local = finite_metrics(self.local_metrics() if self.local_metrics else {}, self._named, self._not_finite)
-        weight = positive(self._weight() if callable(self._weight) else self._weight)
-        return UpdateInfo(weight, steps, reported | local | self._measured.of(base.digest))
+        def own() -> UpdateInfo:
+            reported = self._reports.take(base.fragment, is_lost=is_lost)
+            local = finite_metrics(self.local_metrics() if self.local_metrics else {}, self._named, self._not_finite)
+            weight = positive(self._weight() if callable(self._weight) else self._weight)
+            return UpdateInfo(weight, steps, reported | local | self._measured.of(base.digest))
+
+        return place.session.ranks.from_rank0(own, UpdateInfo)
 
     def _beat(self) -> None:
         if self._place is None or self._sync is None:
