@@ -9,7 +9,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from fractions import Fraction
 
-from atoll.rounds import events as ev
+from atoll.rounds import events
 from harness.sim_journal import SimJournal
 
 
@@ -72,34 +72,34 @@ class Checks:
         if self._lease.get(site) == lease:
             self._heard_s[site] = self.now_s
 
-    def journalled(self, effect: ev.Effect) -> None:
+    def journalled(self, effect: events.Effect) -> None:
         """`effect` is in the journal from now on."""
         self.counts[type(effect).__name__] += 1
         match effect:
-            case ev.LeaseGranted(site, lease):
+            case events.LeaseGranted(site, lease):
                 self.require(lease > max(self._lease.values(), default=0), f"lease {lease} was given before")
                 self._lease[site] = lease
                 self._heard_s[site] = self.now_s
-            case ev.LeaseEnded(site, _, why):
+            case events.LeaseEnded(site, _, why):
                 silent_s = self.now_s - max(self._heard_s[site], self.up_since_s)
                 alive = why == "dead" and silent_s < self.timeout_s
                 self.require(not alive, f"{site} was declared dead, but was heard of {silent_s:g} s ago")
                 self._lease.pop(site)
                 for awaited in self._awaited.values():
                     awaited.discard(site)
-            case ev.RoundOpened(fragment, base, expected):
+            case events.RoundOpened(fragment, base, expected):
                 self.require(base == len(self.versions[fragment]), f"a round opened from version {base}")
                 self._awaited[fragment] = set(expected)
                 self._opened_s[fragment] = self.now_s
-            case ev.RoundReopened(fragment, base, tickets):  # its workers still have what they sent
+            case events.RoundReopened(fragment, base, tickets):  # its workers still have what they sent
                 self.acknowledged -= set(tickets)
                 self.reopened |= set(tickets)
                 self._closed.discard((fragment, base))
-            case ev.ExpectedChanged(fragment, _, expected):
+            case events.ExpectedChanged(fragment, _, expected):
                 self._awaited[fragment] |= {site for site in expected if site in self._lease}
-            case ev.TicketIssued(_, ticket, _, base, new=True):
+            case events.TicketIssued(_, ticket, _, base, new=True):
                 self._base[ticket] = base
-            case ev.RoundClosed(fragment, base, tickets):
+            case events.RoundClosed(fragment, base, tickets):
                 self._closes(fragment, base, tickets)
 
     def _closes(self, fragment: int, base: int, tickets: tuple[int, ...]) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from atoll.rounds import events as ev
+from atoll.rounds import events
 from atoll.rounds.early_stopping import Measured, Tracking
 from atoll.rounds.leases import Member
 from atoll.rounds.state import ClosingRound, FragmentSnapshot, OpenRound, Snapshot, State, Ticket
@@ -60,29 +60,29 @@ class SimJournal:
             self.tickets[number] = replace(self.tickets[number], state="counted")
         self.fragments[fragment] = replace(row, head=version, lost=row.lost + version - row.head - 1)
 
-    def apply(self, effect: ev.Effect) -> bool:
+    def apply(self, effect: events.Effect) -> bool:
         """Write what `effect` asks for; False where it is not one for the journal."""
         match effect:
-            case ev.LeaseGranted(site, lease):
+            case events.LeaseGranted(site, lease):
                 self.members[site] = Member(site, lease, alive=True)
-            case ev.LeaseEnded(site, lease, why):
+            case events.LeaseEnded(site, lease, why):
                 self.members[site] = Member(site, lease, alive=False, why=why)
-            case ev.RoundOpened(fragment, base, expected) | ev.ExpectedChanged(fragment, base, expected):
+            case events.RoundOpened(fragment, base, expected) | events.ExpectedChanged(fragment, base, expected):
                 row = self.fragments[fragment]
                 self.fragments[fragment] = replace(row, open=OpenRound(base, expected), started=True)
-            case ev.RoundClosed(fragment, base, tickets):
+            case events.RoundClosed(fragment, base, tickets):
                 row = self.fragments[fragment]
                 self.fragments[fragment] = replace(row, frozen=ClosingRound(base, tickets))
-            case ev.TicketIssued(site, ticket, fragment, base, new=True):
+            case events.TicketIssued(site, ticket, fragment, base, new=True):
                 self.tickets[ticket] = Ticket(ticket, site, fragment, base, "open")
-            case ev.TicketsExpired(numbers, reason):
+            case events.TicketsExpired(numbers, reason):
                 for number in numbers:
                     self.tickets[number] = replace(self.tickets[number], state="expired", reason=reason)
-            case ev.RoundReopened(fragment, _, numbers):
+            case events.RoundReopened(fragment, _, numbers):
                 self.fragments[fragment] = replace(self.fragments[fragment], frozen=None)
                 for number in numbers:
                     self.tickets[number] = replace(self.tickets[number], state="open", order=0)
-            case ev.RunFinished():
+            case events.RunFinished():
                 self.finished = True
             case _:
                 return False

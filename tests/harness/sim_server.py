@@ -5,14 +5,13 @@ The pass over the tensors is a weighted mean of fractions, so that "exact" means
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from functools import partial
 from typing import Protocol
 
-from atoll.rounds import events as ev
-from atoll.rounds import state_rows, waiting
+from atoll.rounds import events, state_rows, waiting
 from atoll.rounds.state import Rules, State
 from atoll.server.coordinator.ledger import FACTS, Ledger
 from harness.sim_checks import Checks, MadeUpdate
@@ -59,8 +58,12 @@ class Rejected:
     reason: str
 
 
-Request = ev.WorkerJoined | ev.WorkerSeen | ev.WorkerEnds | ev.WorkerLeft | ev.TicketRequested | Submit
-Reply = ev.LeaseGranted | ev.LeaseRefused | ev.TicketIssued | ev.TicketWithheld | Receipt | Rejected | None
+Request = (
+    events.WorkerJoined | events.WorkerSeen | events.WorkerEnds | events.WorkerLeft | events.TicketRequested | Submit
+)
+Reply = (
+    events.LeaseGranted | events.LeaseRefused | events.TicketIssued | events.TicketWithheld | Receipt | Rejected | None
+)
 
 
 class Crash(Exception):
@@ -97,7 +100,7 @@ class SimServer:
 
     def __init__(self, rules: Rules, world: Surroundings, disk: Disk, checks: Checks, mutant: Mutant) -> None:
         self.rules, self.world, self.disk, self.checks, self.mutant = rules, world, disk, checks, mutant
-        self._event: ev.Event | None = None
+        self._event: events.Event | None = None
         self.ledger = self._new_ledger()
         self.ledger.restore(state_rows.snapshot(state_rows.initial(rules)))
         self.journal = RunJournal(SimJournal.of(self.state).fragments, model=[Fraction(0)] * rules.fragments)
@@ -111,22 +114,22 @@ class SimServer:
         return self.ledger.state
 
     def _new_ledger(self) -> Ledger:
-        ledger = Ledger(self.rules, self, clock=self._clock_s)
-        ledger.on(ev.RoundClosed, lambda effect: self._later(PASS_S, lambda: self._pass(effect.fragment)))
-        return ledger
+        return Ledger(self.rules, self._write_each, self._act, clock=self._clock_s)
 
-    def transaction(self) -> AbstractContextManager[None]:
+    def _act(self, effect: events.Effect) -> None:
+        if isinstance(effect, events.RoundClosed):
+            self._later(PASS_S, lambda: self._pass(effect.fragment))
+
+    def _write_each(self, decided: Sequence[events.Effect]) -> None:
         """Each write stands alone here: harder than a transaction of the store, which a crash undoes as a whole."""
-        return nullcontext()
-
-    def write(self, effect: ev.Effect) -> None:
-        self._note_end()
-        self._write(lambda: self._record(effect))
-        self._written = True
+        for effect in decided:
+            self._note_end()
+            self._write(partial(self._record, effect))
+            self._written = True
 
     def _note_end(self) -> None:
         """Tell the checks of a site that ends, before what follows from it is written."""
-        if isinstance(self._event, ev.WorkerEnds) and self._event.site in self.state.ending:
+        if isinstance(self._event, events.WorkerEnds) and self._event.site in self.state.ending:
             self.checks.ends(self._event.site)
 
     def handle(self, request: Request) -> list[Reply]:
@@ -143,7 +146,7 @@ class SimServer:
             self._surviving(lambda: self._forget(fragment))
 
     def _forget(self, fragment: int) -> None:
-        self._run(ev.AggregatorLost(fragment, "it has gone"))
+        self._run(events.AggregatorLost(fragment, "it has gone"))
         self._compare()
 
     def _surviving(self, action: Callable[[], None]) -> None:
@@ -172,7 +175,7 @@ class SimServer:
 
     def _tick(self) -> None:
         self._armed_s = None
-        self._run(ev.TimePassed())
+        self._run(events.TimePassed())
 
     def _write(self, row: Callable[[], None]) -> None:
         fate = self.disk.crashes()
@@ -197,13 +200,13 @@ class SimServer:
         self.ledger = self._new_ledger()
         self.ledger.restore(journal)
         self.up = True
-        already = {effect.fragment for effect in undone if isinstance(effect, ev.RoundClosed)}
+        already = {effect.fragment for effect in undone if isinstance(effect, events.RoundClosed)}
         for fragment, round_ in enumerate(restored.rounds):
             if round_.phase == "closing" and fragment not in already:
                 self._later(PASS_S, lambda fragment=fragment: self._pass(fragment))  # type: ignore[misc]
         self._compare()
 
-    def _run(self, event: ev.Event) -> tuple[ev.Effect, ...]:
+    def _run(self, event: events.Event) -> tuple[events.Effect, ...]:
         self._event, self._written = event, isinstance(event, FACTS)
         effects = self.ledger.apply(event)
         self._note_end()
@@ -211,9 +214,9 @@ class SimServer:
             self._compare()
         return effects
 
-    def _record(self, effect: ev.Effect) -> None:
+    def _record(self, effect: events.Effect) -> None:
         self.checks.require(self.journal.apply(effect), f"{effect} is not for the journal")
-        if isinstance(effect, ev.RoundReopened):
+        if isinstance(effect, events.RoundReopened):
             self.journal.updates = [each for each in self.journal.updates if each[0] not in effect.tickets]
         self.checks.journalled(effect)
 
@@ -227,25 +230,25 @@ class SimServer:
         )
 
     def _serve(self, request: Request, replies: list[Reply]) -> None:
-        if not isinstance(request, ev.WorkerJoined):
+        if not isinstance(request, events.WorkerJoined):
             self.checks.heard(request.site, request.lease)
         if isinstance(request, Submit):
             self._submit(request, replies)
             return
         effects = self._run(request)
-        answers = (ev.LeaseGranted, ev.LeaseRefused, ev.TicketIssued, ev.TicketWithheld)
+        answers = (events.LeaseGranted, events.LeaseRefused, events.TicketIssued, events.TicketWithheld)
         replies.extend([effect for effect in effects if isinstance(effect, answers)][:1])
 
     def _submit(self, request: Submit, replies: list[Reply]) -> None:
-        self._run(ev.WorkerSeen(request.site, request.lease))  # its bytes were a sign of life
+        self._run(events.WorkerSeen(request.site, request.lease))  # its bytes were a sign of life
         verdict = waiting.may_submit(self.state, request.site, request.lease, request.ticket)
         ticket = self.journal.tickets[request.ticket]
         again = ticket.state in ("accepted", "counted")
-        if self.mutant == "no fencing" and isinstance(verdict, ev.LeaseRefused) and ticket.state == "open":
+        if self.mutant == "no fencing" and isinstance(verdict, events.LeaseRefused) and ticket.state == "open":
             verdict = None
-        if self.mutant == "no dedupe" and ticket.state == "accepted" and not isinstance(verdict, ev.LeaseRefused):
+        if self.mutant == "no dedupe" and ticket.state == "accepted" and not isinstance(verdict, events.LeaseRefused):
             verdict, again = None, False
-        if isinstance(verdict, ev.LeaseRefused):
+        if isinstance(verdict, events.LeaseRefused):
             replies.append(verdict)
         elif again:
             replies.append(Receipt(request.ticket))
@@ -253,7 +256,7 @@ class SimServer:
             replies.append(Rejected(request.ticket, verdict))
         elif request.update.value is None:
             self._write(lambda: self._refuse(request.ticket))
-            self._run(ev.UpdateRefused(request.ticket, "not finite"))
+            self._run(events.UpdateRefused(request.ticket, "not finite"))
             replies.append(Rejected(request.ticket, "not finite"))
         elif self.mutant == "acknowledge before journal":
             self._acknowledge(request.ticket, replies)
@@ -275,7 +278,7 @@ class SimServer:
             self.journal.updates.append((request.ticket, request.update))
 
         self._write(row)
-        self._run(ev.UpdateAccepted(request.ticket, order))
+        self._run(events.UpdateAccepted(request.ticket, order))
 
     def _refuse(self, number: int) -> None:
         ticket = self.journal.tickets[number]
@@ -305,4 +308,4 @@ class SimServer:
 
         for row in (write_model, move_head) if self.mutant == "two-step commit" else (commit,):
             self._write(row)
-        self._run(ev.VersionCommitted(fragment, round_.head + 1))
+        self._run(events.VersionCommitted(fragment, round_.head + 1))

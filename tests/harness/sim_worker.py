@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Protocol
 
-from atoll.rounds import events as ev
+from atoll.rounds import events
 from harness.sim_checks import Checks, MadeUpdate
 from harness.sim_server import Receipt, Rejected, Reply, Request, Submit
 
@@ -79,7 +79,7 @@ class SimWorker:
 
     def leave(self, error: str) -> None:
         if self.lease:
-            self.world.send(ev.WorkerLeft(self.site.name, self.lease, error), self._receive)
+            self.world.send(events.WorkerLeft(self.site.name, self.lease, error), self._receive)
         self.kill()
 
     def end(self) -> None:
@@ -89,19 +89,19 @@ class SimWorker:
 
     def _beat(self) -> None:
         if self.lease:
-            kind = ev.WorkerEnds if self.ends else ev.WorkerSeen
+            kind = events.WorkerEnds if self.ends else events.WorkerSeen
             self.world.send(kind(self.site.name, self.lease), self._receive)
 
     def _poll(self, fragment: int) -> None:
         name = self.site.name
         if not self.lease:
             if fragment == 0:
-                self.world.send(ev.WorkerJoined(name), self._receive)
+                self.world.send(events.WorkerJoined(name), self._receive)
         elif fragment in self.site.outbox:
             ticket, update = self.site.outbox[fragment]
             self.world.send(Submit(name, self.lease, ticket, update), self._receive)
         elif fragment not in self._training:
-            self.world.send(ev.TicketRequested(name, self.lease, fragment), self._receive)
+            self.world.send(events.TicketRequested(name, self.lease, fragment), self._receive)
 
     def _receive(self, reply: Reply) -> None:
         if not self.running:
@@ -110,13 +110,13 @@ class SimWorker:
             self._held.append(reply)
             return
         match reply:
-            case ev.LeaseGranted(_, lease):
+            case events.LeaseGranted(_, lease):
                 self.lease = max(self.lease, lease)
-            case ev.LeaseRefused(superseded=superseded):
+            case events.LeaseRefused(superseded=superseded):
                 self.lease = 0
                 if superseded and self.number < self.site.processes:
                     self.kill()
-            case ev.TicketIssued(_, ticket, fragment):
+            case events.TicketIssued(_, ticket, fragment):
                 self._train(ticket, fragment)
             case Receipt(ticket):
                 self.site.done.add(ticket)

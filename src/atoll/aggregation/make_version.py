@@ -131,7 +131,7 @@ class BaseDamaged(StateCorrupt):
         )
 
 
-def close(
+def make_version(
     plan: Plan,
     frozen: FrozenRound,
     files: RoundFiles,

@@ -1,4 +1,4 @@
-"""When a round closes, and with which updates.
+"""When a round closes, and with which updates. Why it still waits, and for which sites: `waiting`.
 
 A policy is a small frozen value with one pure function over a view of the round. It decides; the machine
 keeps the floor (`min_sites`, quorum, never zero) whatever a policy says.

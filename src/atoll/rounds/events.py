@@ -260,14 +260,5 @@ Effect = (
 
 def for_journal(effect: Effect) -> bool:
     """Whether `effect` is marked [journal]."""
-    kept = (
-        LeaseGranted
-        | LeaseEnded
-        | RoundOpened
-        | ExpectedChanged
-        | TicketsExpired
-        | RoundReopened
-        | RoundClosed
-        | RunFinished
-    )
-    return isinstance(effect, kept) or (isinstance(effect, TicketIssued) and effect.new)
+    for_others = LeaseRefused | TicketWithheld | BestFound | Woken
+    return not isinstance(effect, for_others) and (not isinstance(effect, TicketIssued) or effect.new)

@@ -1,7 +1,7 @@
 """The round machine: state, event and time in; state and effects out. No IO, no clock, no randomness.
 
     state = initial(Rules(sites=3))   # state_rows, state
-    state, effects = step(state, ev.WorkerJoined("clinic-a"), now_s)
+    state, effects = step(state, events.WorkerJoined("clinic-a"), now_s)
 
 The server, the simulator and the schedule explorer run this same code. One idea carries most of it: after
 anything that may matter, `settle` brings an open round to where it has to be (the sites that it expects follow from
@@ -17,8 +17,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import assert_never
 
-from atoll.rounds import events as ev
-from atoll.rounds import leases
+from atoll.rounds import events, leases
 from atoll.rounds.early_stopping import Measured
 from atoll.rounds.opening import drop_ended, end_open, open_next, settle, still_good
 from atoll.rounds.state import Draft, Result, State, Ticket, ticket_by_id
@@ -29,37 +28,37 @@ NEXT_ROUND = "counts from the next round on"
 NOT_DRAWN = "was not drawn for this round; each round draws anew"
 
 
-def step(state: State, event: ev.Event, now_s: float) -> Result:
+def step(state: State, event: events.Event, now_s: float) -> Result:
     """What `event` at `now_s` changes, and what is to be done about it. `state` itself is left as it is.
 
     Raises:
         IllegalTransition: the event cannot follow this state; the caller has a bug.
     """
     draft = Draft(state, now_s)
-    leased = ev.WorkerSeen | ev.WorkerLeft | ev.WorkerEnds | ev.TicketRequested
+    leased = events.WorkerSeen | events.WorkerLeft | events.WorkerEnds | events.TicketRequested
     if isinstance(event, leased) and not draft.hears(event.site, event.lease):
         return draft.result()
     match event:
-        case ev.WorkerSeen():
+        case events.WorkerSeen():
             pass
-        case ev.WorkerJoined(site):
+        case events.WorkerJoined(site):
             _join(draft, site)
-        case ev.WorkerLeft(site, _, error):
+        case events.WorkerLeft(site, _, error):
             _end(draft, [site], "fails" if error else "leaves", error)
-        case ev.WorkerEnds(site):
+        case events.WorkerEnds(site):
             _submits_no_more(draft, site)
-        case ev.TicketRequested(site, _, fragment):
+        case events.TicketRequested(site, _, fragment):
             _request(draft, site, fragment)
-        case ev.UpdateAccepted() | ev.UpdateRefused():
+        case events.UpdateAccepted() | events.UpdateRefused():
             _update(draft, event)
-        case ev.VersionCommitted(fragment, version, value):
+        case events.VersionCommitted(fragment, version, value):
             _commit(draft, fragment, version, value)
-        case ev.AggregatorLost(fragment, reason):
+        case events.AggregatorLost(fragment, reason):
             _collect_again(draft, fragment, reason)
-        case ev.TrainingBegins():
+        case events.TrainingBegins():
             draft.change(rules=replace(state.rules, held=False))
             settle(draft)
-        case ev.TimePassed():
+        case events.TimePassed():
             timeout_s = state.rules.heartbeat_timeout_s
             silent = leases.silent(state.seen_s, timeout_s, now_s)
             _end(draft, silent, "falls silent", f"silent for {timeout_s:g} s")
@@ -73,7 +72,7 @@ def _join(draft: Draft, site: str) -> None:
     members = leases.changed(draft.state.members, site, "joins", lease)
     draft.change(members=members, next_lease=lease + 1, ending=draft.state.ending - {site})
     draft.see(site)
-    draft.emit(ev.LeaseGranted(site, lease))
+    draft.emit(events.LeaseGranted(site, lease))
     settle(draft)
 
 
@@ -83,7 +82,7 @@ def _end(draft: Draft, sites: Iterable[str], event: str, detail: str) -> None:
         members = leases.changed(draft.state.members, site, event)
         seen_s = {other: last_s for other, last_s in draft.state.seen_s.items() if other != site}
         draft.change(members=members, seen_s=seen_s, ending=draft.state.ending - {site})
-        draft.emit(ev.LeaseEnded(site, members[site].lease, members[site].why, detail))
+        draft.emit(events.LeaseEnded(site, members[site].lease, members[site].why, detail))
         draft.wake.update(range(len(draft.state.rounds)))
     settle(draft)
 
@@ -92,7 +91,7 @@ def _submits_no_more(draft: Draft, site: str) -> None:
     """No round waits for the site any more; what it has in counts."""
     draft.change(ending=draft.state.ending | {site})
     for fragment in range(len(draft.state.rounds)):
-        end_open(draft, fragment, "its site ends", ev.ENDS, lambda ticket: ticket.site == site)
+        end_open(draft, fragment, "its site ends", events.ENDS, lambda ticket: ticket.site == site)
         draft.wake.add(fragment)
     settle(draft)
 
@@ -100,7 +99,7 @@ def _submits_no_more(draft: Draft, site: str) -> None:
 def _request(draft: Draft, site: str, fragment: int) -> None:
     round_ = draft.round(fragment)
     if site in draft.state.ending and round_.phase != "finished":
-        draft.emit(ev.TicketWithheld(site, fragment, ev.ENDS))
+        draft.emit(events.TicketWithheld(site, fragment, events.ENDS))
         return
     if round_.phase in ("open", "closing") and draft.state.is_async(fragment):
         _request_async(draft, site, fragment)
@@ -109,7 +108,7 @@ def _request(draft: Draft, site: str, fragment: int) -> None:
     cannot_close = len(round_.expected) < draft.state.rules.floor
     reason = ""
     if round_.phase == "finished":
-        reason = ev.FINISHED
+        reason = events.FINISHED
     elif round_.phase != "open":
         reason = why(draft.state, fragment, draft.now_s)
     elif ticket and ticket.state == "accepted":
@@ -119,9 +118,9 @@ def _request(draft: Draft, site: str, fragment: int) -> None:
     elif ticket is None and site not in round_.expected:
         reason = NEXT_ROUND if draft.state.rules.sampling.fraction == 1 else NOT_DRAWN
     if reason:
-        draft.emit(ev.TicketWithheld(site, fragment, reason))
+        draft.emit(events.TicketWithheld(site, fragment, reason))
     elif ticket and ticket.state == "open":
-        draft.emit(ev.TicketIssued(site, ticket.id, fragment, ticket.base_version, new=False))
+        draft.emit(events.TicketIssued(site, ticket.id, fragment, ticket.base_version, new=False))
     else:  # its first, or another try of a refused site without which the round cannot close
         _issue(draft, site, fragment)
 
@@ -131,9 +130,11 @@ def _request_async(draft: Draft, site: str, fragment: int) -> None:
     round_ = draft.round(fragment)
     ticket = round_.tickets.get(site)
     if ticket and ticket.state == "accepted":
-        draft.emit(ev.TicketWithheld(site, fragment, f"its update is in; it {why(draft.state, fragment, draft.now_s)}"))
+        draft.emit(
+            events.TicketWithheld(site, fragment, f"its update is in; it {why(draft.state, fragment, draft.now_s)}")
+        )
     elif ticket and ticket.state == "open" and ticket.base_version == round_.head:
-        draft.emit(ev.TicketIssued(site, ticket.id, fragment, ticket.base_version, new=False))
+        draft.emit(events.TicketIssued(site, ticket.id, fragment, ticket.base_version, new=False))
     else:
         reason = f"a newer ticket of {site} has replaced it"
         end_open(draft, fragment, "replaced by a newer one", reason, lambda other: other.site == site)
@@ -144,14 +145,14 @@ def _issue(draft: Draft, site: str, fragment: int) -> None:
     number, head = draft.state.next_ticket, draft.round(fragment).head
     draft.put(Ticket(number, site, fragment, head, "open"))
     draft.change(next_ticket=number + 1)
-    draft.emit(ev.TicketIssued(site, number, fragment, head, new=True))
+    draft.emit(events.TicketIssued(site, number, fragment, head, new=True))
     if site not in draft.round(fragment).expected:  # else no round hangs on it
         settle(draft)
 
 
-def _update(draft: Draft, event: ev.UpdateAccepted | ev.UpdateRefused) -> None:
+def _update(draft: Draft, event: events.UpdateAccepted | events.UpdateRefused) -> None:
     ticket = ticket_by_id(draft.state, event.ticket)
-    what = "update accepted" if isinstance(event, ev.UpdateAccepted) else "update refused"
+    what = "update accepted" if isinstance(event, events.UpdateAccepted) else "update refused"
     if ticket is None:
         raise IllegalTransition(
             f"Ticket {event.ticket} belongs to no round that is not over; {what!r} cannot happen to it."
@@ -159,7 +160,7 @@ def _update(draft: Draft, event: ev.UpdateAccepted | ev.UpdateRefused) -> None:
     state = advance(f"Ticket {event.ticket}", TICKET, ticket.state, what)
     if state == ticket.state:
         return
-    if isinstance(event, ev.UpdateAccepted):
+    if isinstance(event, events.UpdateAccepted):
         draft.put(replace(ticket, state=state, reason="", order=event.order))
     else:
         draft.put(replace(ticket, state=state, reason=event.reason, order=0))
@@ -191,7 +192,7 @@ def _commit(draft: Draft, fragment: int, version: int, value: float | None) -> N
         draft.change_round(fragment, phase=phase, expected={}, tickets=waiting, frozen=(), first_s=None)
         draft.wake.add(fragment)
         if draft.state.finished:
-            draft.emit(ev.RunFinished())
+            draft.emit(events.RunFinished())
     else:
         open_next(draft, fragment, "version committed")
         settle(draft)
@@ -212,8 +213,8 @@ def _collect_again(draft: Draft, fragment: int, reason: str) -> None:
     alive = draft.state.active_s.keys()
     expected = {ticket.site: draft.now_s for ticket in lost if ticket.site in alive} | dict(round_.expected)
     draft.change_round(fragment, phase=phase, expected=expected, frozen=(), until_s=None, first_s=None)
-    draft.emit(ev.RoundReopened(fragment, round_.head, tuple(sorted(ticket.id for ticket in lost)), reason))
-    draft.emit(ev.ExpectedChanged(fragment, round_.head, tuple(sorted(expected))))  # without sites that have left
+    draft.emit(events.RoundReopened(fragment, round_.head, tuple(sorted(ticket.id for ticket in lost)), reason))
+    draft.emit(events.ExpectedChanged(fragment, round_.head, tuple(sorted(expected))))  # without sites that have left
     draft.wake.add(fragment)
     settle(draft)
 
@@ -222,4 +223,4 @@ def _measure(draft: Draft, measured: Measured) -> None:
     progress = draft.state.rules.tracking.follow(draft.state.progress, measured)
     draft.change(progress=progress)
     if progress.best == measured:
-        draft.emit(ev.BestFound(measured))
+        draft.emit(events.BestFound(measured))

@@ -1,4 +1,4 @@
-"""Questions to a state: which sites a round waits for and why, which site may submit, when to look again."""
+"""Why a round waits and for which sites, which site may submit, and when to look again: questions to a state."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from atoll.protocol.status_messages import RoundSummary
-from atoll.rounds import events as fx
+from atoll.rounds import events
 from atoll.rounds.state import Rules, State
 from atoll.rounds.state_rows import initial
 from atoll.server.coordinator.roster import Attendance, Presence
@@ -52,7 +52,7 @@ def test_only_sites_that_were_drawn_are_missed(
     attendance = Attendance(roster, 0, asked={0: "abc"})  # its round was open when this server started
     for number, drawn, workers in ((1, "abc", "ab"), (2, "def", "def"), (3, "cgh", "gh"), (4, "cij", "cij")):
         if number > 1:
-            attendance.asks(fx.RoundOpened(0, number - 1, tuple(drawn)), state)
+            attendance.asks(events.RoundOpened(0, number - 1, tuple(drawn)), state)
         closed(attendance, number, workers, expected=3)
         assert [without(text) for text in attendance.warnings(state)] == ([] if number == 4 else ["c"])
     assert [without(each) for each in caplog.messages] == ["c"], "once, for as long as the same site is missing"
@@ -63,8 +63,8 @@ def test_a_site_that_the_round_no_longer_waits_for_is_missed(
 ) -> None:
     """As one with a refused update."""
     attendance = Attendance(roster, 0)
-    attendance.asks(fx.RoundOpened(0, 0, ("a", "b", "c")), state)
-    attendance.asks(fx.ExpectedChanged(0, 0, ("a", "b")), state)
+    attendance.asks(events.RoundOpened(0, 0, ("a", "b", "c")), state)
+    attendance.asks(events.ExpectedChanged(0, 0, ("a", "b")), state)
     closed(attendance, 1, "ab", expected=3)
     assert [without(each) for each in caplog.messages] == ["c"]
 

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from atoll.protocol import messages
+from atoll.protocol import messages, routes
 from atoll.server.coordinator import roster
 from atoll.server.coordinator.roster import STILL, Presence
 
 
 def test_every_displaced_process_is_known_also_after_a_third_join() -> None:
-    first, second, third = (Presence("a", host=f"host-{name}", process=name) for name in ("p1", "p2", "p3"))
-    second.replaces(first)
-    third.replaces(second)
+    third: Presence | None = None
+    for name in ("p1", "p2", "p3"):
+        join = messages.Join(protocol=routes.PROTOCOL, site="a", host=f"host-{name}", process=name)
+        third, _ = Presence.joining(join, third)
+    assert third is not None
     assert third.displaced == {"p1": "host-p1", "p2": "host-p2"}
     third.meets("p1")
     assert "host-p1" in third.rival

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from atoll.aggregation.make_version import ClosedRound, NextFiles, RoundFiles, UpdateFile, close
+from atoll.aggregation.make_version import ClosedRound, NextFiles, RoundFiles, UpdateFile, make_version
 from atoll.aggregation.outer_state import state_layout, version_regions
 from atoll.aggregation.plan import FragmentPlan, Plan
 from atoll.aggregation.user_aggregator import Accumulated
@@ -140,7 +140,7 @@ class World:
         """Run the pass; by default over new updates, into the files of the next version."""
         codecs = CODECS | {Accumulated.name: Accumulated()}
         plan = Plan(None, None, None, codecs, self.rule, reducers or REDUCERS, (self.planned,), threads)
-        return close(plan, frozen or self.frozen(), files or self.files(), out or self.out(), **how)
+        return make_version(plan, frozen or self.frozen(), files or self.files(), out or self.out(), **how)
 
     def round(self, **how) -> ClosedRound:
         """Close a round; the next one starts from its result."""

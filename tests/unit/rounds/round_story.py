@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from harness.sim_journal import SimJournal
 
-from atoll.rounds import events as ev
-from atoll.rounds import machine, state_rows, waiting
+from atoll.rounds import events, machine, state_rows, waiting
 from atoll.rounds.state import Rules
 
 
@@ -18,16 +17,16 @@ class Story:
         self.state = state_rows.initial(rules, heads)
         self.journal = SimJournal.of(self.state)
 
-    def send(self, event: ev.Event) -> tuple[ev.Effect, ...]:
+    def send(self, event: events.Event) -> tuple[events.Effect, ...]:
         before, image = self.state, repr(self.state)
         self.state, effects = machine.step(self.state, event, self.now_s)
         assert repr(before) == image, "step changed its input"
         match event:
-            case ev.UpdateAccepted(ticket, order):
+            case events.UpdateAccepted(ticket, order):
                 self.journal.accept(ticket, order)
-            case ev.UpdateRefused(ticket, reason):
+            case events.UpdateRefused(ticket, reason):
                 self.journal.refuse(ticket, reason)
-            case ev.VersionCommitted(fragment, version, value):
+            case events.VersionCommitted(fragment, version, value):
                 self.journal.move_head(fragment, version, value)
         for effect in effects:
             self.journal.apply(effect)
@@ -36,49 +35,49 @@ class Story:
         assert state_rows.snapshot(restored) == state_rows.snapshot(self.state)
         return effects
 
-    def wait(self, seconds: float) -> tuple[ev.Effect, ...]:
+    def wait(self, seconds: float) -> tuple[events.Effect, ...]:
         self.now_s += seconds
-        return self.send(ev.TimePassed())
+        return self.send(events.TimePassed())
 
     def lease(self, site: str) -> int:
         return self.state.members[site].lease
 
-    def join(self, *sites: str) -> tuple[ev.Effect, ...]:
-        return [self.send(ev.WorkerJoined(site)) for site in sites][-1]
+    def join(self, *sites: str) -> tuple[events.Effect, ...]:
+        return [self.send(events.WorkerJoined(site)) for site in sites][-1]
 
-    def leave(self, site: str, error: str = "") -> tuple[ev.Effect, ...]:
-        return self.send(ev.WorkerLeft(site, self.lease(site), error))
+    def leave(self, site: str, error: str = "") -> tuple[events.Effect, ...]:
+        return self.send(events.WorkerLeft(site, self.lease(site), error))
 
-    def seen(self, site: str) -> tuple[ev.Effect, ...]:
-        return self.send(ev.WorkerSeen(site, self.lease(site)))
+    def seen(self, site: str) -> tuple[events.Effect, ...]:
+        return self.send(events.WorkerSeen(site, self.lease(site)))
 
-    def ask(self, site: str, fragment: int = 0) -> ev.Effect:
+    def ask(self, site: str, fragment: int = 0) -> events.Effect:
         """The answer to a request for a ticket."""
-        effects = self.send(ev.TicketRequested(site, self.lease(site), fragment))
-        return next(effect for effect in effects if isinstance(effect, ev.TicketIssued | ev.TicketWithheld))
+        effects = self.send(events.TicketRequested(site, self.lease(site), fragment))
+        return next(effect for effect in effects if isinstance(effect, events.TicketIssued | events.TicketWithheld))
 
     def ticket(self, site: str, fragment: int = 0) -> int:
         answer = self.ask(site, fragment)
-        assert isinstance(answer, ev.TicketIssued), answer
+        assert isinstance(answer, events.TicketIssued), answer
         return answer.ticket
 
     def withheld(self, site: str, fragment: int = 0) -> str:
         answer = self.ask(site, fragment)
-        assert isinstance(answer, ev.TicketWithheld), answer
+        assert isinstance(answer, events.TicketWithheld), answer
         return answer.reason
 
-    def accept(self, ticket: int) -> tuple[ev.Effect, ...]:
-        return self.send(ev.UpdateAccepted(ticket, self.journal.next_order))
+    def accept(self, ticket: int) -> tuple[events.Effect, ...]:
+        return self.send(events.UpdateAccepted(ticket, self.journal.next_order))
 
-    def refuse(self, ticket: int, reason: str = "layer.weight is not finite") -> tuple[ev.Effect, ...]:
-        return self.send(ev.UpdateRefused(ticket, reason))
+    def refuse(self, ticket: int, reason: str = "layer.weight is not finite") -> tuple[events.Effect, ...]:
+        return self.send(events.UpdateRefused(ticket, reason))
 
-    def submit(self, *sites: str, fragment: int = 0) -> tuple[ev.Effect, ...]:
+    def submit(self, *sites: str, fragment: int = 0) -> tuple[events.Effect, ...]:
         """Each asks for its ticket and has its update accepted; the effects of the last."""
         return [self.accept(self.ticket(site, fragment)) for site in sites][-1]
 
-    def commit(self, fragment: int = 0, value: float | None = None) -> tuple[ev.Effect, ...]:
-        return self.send(ev.VersionCommitted(fragment, self.state.rounds[fragment].head + 1, value))
+    def commit(self, fragment: int = 0, value: float | None = None) -> tuple[events.Effect, ...]:
+        return self.send(events.VersionCommitted(fragment, self.state.rounds[fragment].head + 1, value))
 
     def expected(self, fragment: int = 0) -> tuple[str, ...]:
         return tuple(self.state.rounds[fragment].expected)
@@ -93,6 +92,6 @@ class Story:
         return waiting.why(self.state, fragment, self.now_s)
 
 
-def closed(effects: tuple[ev.Effect, ...]) -> list[tuple[int, ...]]:
+def closed(effects: tuple[events.Effect, ...]) -> list[tuple[int, ...]]:
     """The tickets of every round that these effects close."""
-    return [effect.tickets for effect in effects if isinstance(effect, ev.RoundClosed)]
+    return [effect.tickets for effect in effects if isinstance(effect, events.RoundClosed)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from atoll.rounds.local_steps import local_steps
+from atoll.rounds.dynamic_local_steps import local_steps
 
 
 @pytest.mark.covers("L6", "L18")

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 from round_story import Story, closed
 
-from atoll.rounds import events as ev
-from atoll.rounds import machine, state_rows, waiting
+from atoll.rounds import events, machine, state_rows, waiting
 from atoll.rounds.leases import Member
 from atoll.rounds.state import FragmentSnapshot, Rules, Snapshot
 
@@ -21,10 +20,10 @@ def test_a_silent_worker_is_declared_dead_and_the_barrier_is_judged_again(story)
     assert waiting.next_deadline_s(run.state) == 120
     assert run.wait(0.5) == ()
     assert run.wait(0.5) == (
-        ev.LeaseEnded("b", 2, "dead", "silent for 120 s"),
-        ev.ExpectedChanged(0, 0, ("a",)),
-        ev.RoundClosed(0, 0, (1,)),
-        ev.Woken(0),
+        events.LeaseEnded("b", 2, "dead", "silent for 120 s"),
+        events.ExpectedChanged(0, 0, ("a",)),
+        events.RoundClosed(0, 0, (1,)),
+        events.Woken(0),
     )
     assert waiting.next_deadline_s(run.state) == 239
 
@@ -44,15 +43,15 @@ def test_leaving_is_the_same_path(story):
     run.join("a", "b")
     run.submit("a")
     effects = run.leave("b")
-    assert effects[0] == ev.LeaseEnded("b", 2, "left", "")
+    assert effects[0] == events.LeaseEnded("b", 2, "left", "")
     assert closed(effects) == [(1,)]
-    assert ev.Woken(0) in effects
+    assert events.Woken(0) in effects
 
 
 def test_a_worker_that_fails_says_why(story):
     run = story(sites=1)
     run.join("a")
-    assert run.leave("a", "CUDA out of memory")[0] == ev.LeaseEnded("a", 1, "failed", "CUDA out of memory")
+    assert run.leave("a", "CUDA out of memory")[0] == events.LeaseEnded("a", 1, "failed", "CUDA out of memory")
     assert run.state.members["a"].why == "failed"
 
 
@@ -63,7 +62,7 @@ def test_every_valid_sign_of_life_counts(story, sign):
     ticket = run.ticket("a")
     run.now_s = 100
     {"heartbeat": run.seen, "ticket request": run.ticket}.get(sign, lambda _: run.accept(ticket))("a")
-    ended = [effect.site for effect in run.wait(20) if isinstance(effect, ev.LeaseEnded)]
+    ended = [effect.site for effect in run.wait(20) if isinstance(effect, events.LeaseEnded)]
     assert ended == ["b"]
 
 
@@ -74,17 +73,17 @@ def test_an_acknowledged_update_stays_when_its_worker_dies(story):
     run.submit("a")
     effects = run.leave("a")
     assert run.expected() == ("a", "b")  # its update is in: nothing to wait for, nothing to take away
-    assert not any(isinstance(effect, ev.ExpectedChanged) for effect in effects)
+    assert not any(isinstance(effect, events.ExpectedChanged) for effect in effects)
     assert closed(run.submit("b")) == [(1, 2)]
 
 
 @pytest.mark.covers("F19")
 def test_the_newest_process_of_a_site_has_the_lease(story):
     run = story(sites=1)
-    assert run.join("a")[0] == ev.LeaseGranted("a", 1)
-    assert run.join("a")[0] == ev.LeaseGranted("a", 2)
-    told = (ev.LeaseRefused("a", "a newer process has joined as 'a'", superseded=True),)
-    for event in (ev.WorkerSeen("a", 1), ev.TicketRequested("a", 1, 0), ev.WorkerLeft("a", 1)):
+    assert run.join("a")[0] == events.LeaseGranted("a", 1)
+    assert run.join("a")[0] == events.LeaseGranted("a", 2)
+    told = (events.LeaseRefused("a", "a newer process has joined as 'a'", superseded=True),)
+    for event in (events.WorkerSeen("a", 1), events.TicketRequested("a", 1, 0), events.WorkerLeft("a", 1)):
         assert run.send(event) == told
     assert waiting.may_submit(run.state, "a", 1, 1) == told[0]
     assert run.expected() == ("a",)  # the same member, not a second one
@@ -94,15 +93,15 @@ def test_a_stale_lease_is_no_sign_of_life(story):
     run = story(sites=1)
     run.join("a", "a")
     run.now_s = 100
-    run.send(ev.WorkerSeen("a", 1))
-    assert run.wait(20)[0] == ev.LeaseEnded("a", 2, "dead", "silent for 120 s")
+    run.send(events.WorkerSeen("a", 1))
+    assert run.wait(20)[0] == events.LeaseEnded("a", 2, "dead", "silent for 120 s")
 
 
 def test_refuses_a_worker_that_never_joined(story):
     run = story(sites=1)
-    assert run.send(ev.WorkerSeen("x", 3)) == (ev.LeaseRefused("x", "'x' has not joined this run"),)
+    assert run.send(events.WorkerSeen("x", 3)) == (events.LeaseRefused("x", "'x' has not joined this run"),)
     run.join("a")
-    assert run.send(ev.WorkerSeen("a", 9)) == (ev.LeaseRefused("a", "lease 9 of 'a' is not known here"),)
+    assert run.send(events.WorkerSeen("a", 9)) == (events.LeaseRefused("a", "lease 9 of 'a' is not known here"),)
 
 
 @pytest.mark.covers("F5")
@@ -113,11 +112,11 @@ def test_a_worker_that_was_stopped_past_its_lease_rejoins_and_gets_its_ticket_ag
     run.now_s = 60
     run.seen("b")
     run.wait(60)
-    assert run.send(ev.WorkerSeen("a", 1)) == (
-        ev.LeaseRefused("a", "'a' was silent for too long and was declared dead"),
+    assert run.send(events.WorkerSeen("a", 1)) == (
+        events.LeaseRefused("a", "'a' was silent for too long and was declared dead"),
     )
-    assert ev.ExpectedChanged(0, 0, ("a", "b")) in run.join("a")
-    assert run.ask("a") == ev.TicketIssued("a", ticket, 0, 0, new=False)
+    assert events.ExpectedChanged(0, 0, ("a", "b")) in run.join("a")
+    assert run.ask("a") == events.TicketIssued("a", ticket, 0, 0, new=False)
     assert waiting.may_submit(run.state, "a", run.lease("a"), ticket) is None
 
 
@@ -127,7 +126,7 @@ def test_a_restarted_worker_goes_on_under_its_open_ticket(story):
     run.join("a", "b")
     ticket = run.ticket("a")
     run.join("a")
-    assert run.ask("a") == ev.TicketIssued("a", ticket, 0, 0, new=False)
+    assert run.ask("a") == events.TicketIssued("a", ticket, 0, 0, new=False)
     run.submit("b")
     assert closed(run.accept(ticket)) == [(ticket, 2)]
 
@@ -141,7 +140,7 @@ def test_waits_again_for_a_worker_that_returns_with_an_open_ticket(story):
     assert run.expected() == ("b", "c")
     run.join("a")
     assert run.expected() == ("a", "b", "c")
-    assert run.ask("a") == ev.TicketIssued("a", ticket, 0, 0, new=False)
+    assert run.ask("a") == events.TicketIssued("a", ticket, 0, 0, new=False)
 
 
 def test_a_worker_that_returns_without_a_ticket_counts_from_the_next_round_on(story):
@@ -198,7 +197,7 @@ def test_a_heartbeat_touches_nothing_but_when_the_worker_was_seen(story):
         ),
         now_s=0.0,
     )
-    after, effects = machine.step(state, ev.WorkerSeen("w007", 8), 5.0)
+    after, effects = machine.step(state, events.WorkerSeen("w007", 8), 5.0)
     assert effects == ()
     assert after.members is state.members
     assert after.rounds is state.rounds
@@ -210,10 +209,10 @@ def test_500_deaths_at_once_change_the_round_once(story):
     run = story(sites=500)
     state = run.state
     for n in range(500):
-        state, _ = machine.step(state, ev.WorkerJoined(f"w{n:03}"), 0.0)
-    state, effects = machine.step(state, ev.TimePassed(), 120.0)
-    assert sum(isinstance(effect, ev.LeaseEnded) for effect in effects) == 500
-    assert sum(isinstance(effect, ev.ExpectedChanged) for effect in effects) == 1
+        state, _ = machine.step(state, events.WorkerJoined(f"w{n:03}"), 0.0)
+    state, effects = machine.step(state, events.TimePassed(), 120.0)
+    assert sum(isinstance(effect, events.LeaseEnded) for effect in effects) == 500
+    assert sum(isinstance(effect, events.ExpectedChanged) for effect in effects) == 1
 
 
 def test_a_worker_that_begins_learns_the_next_fragment():
@@ -237,9 +236,9 @@ def test_a_worker_that_submits_nothing_more_is_awaited_in_no_round_and_stays_for
     run.commit()
     run.submit("a", fragment=1)
     run.ticket("a")  # of round 2, which it will not use
-    run.send(ev.WorkerEnds("a", run.lease("a")))
+    run.send(events.WorkerEnds("a", run.lease("a")))
     assert run.missing() == ("b",)
-    assert run.withheld("a") == ev.ENDS
+    assert run.withheld("a") == events.ENDS
     assert closed(run.submit("b")) == [(run.state.rounds[0].tickets["b"].id,)]
     run.commit()
     assert run.state.rounds[0].head == 2
@@ -259,8 +258,8 @@ def test_opens_the_first_round_once_training_begins() -> None:
     """A workflow before the rounds holds them: both sites are there, and no round is open."""
     state = state_rows.initial(Rules(sites=2, held=True))
     for site in "ab":
-        state, _ = machine.step(state, ev.WorkerJoined(site), 0.0)
+        state, _ = machine.step(state, events.WorkerJoined(site), 0.0)
     assert state.rounds[0].phase == "gathering"
-    state, effects = machine.step(state, ev.TrainingBegins(), 1.0)
+    state, effects = machine.step(state, events.TrainingBegins(), 1.0)
     assert state.rounds[0].phase == "open"
-    assert ev.RoundOpened(0, 0, ("a", "b")) in effects
+    assert events.RoundOpened(0, 0, ("a", "b")) in effects

@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 from round_story import Story
 
-from atoll.rounds import events as ev
-from atoll.rounds import machine, state_rows, waiting
+from atoll.rounds import events, machine, state_rows, waiting
 from atoll.rounds.closing_policy import QuorumDeadline
 from atoll.rounds.leases import Member
 from atoll.rounds.state import ClosingRound, FragmentSnapshot, OpenRound, Rules, Snapshot, Ticket
@@ -17,7 +16,7 @@ MEMBERS = (Member("a", 1, alive=True), Member("b", 2, alive=True))
 OPEN = FragmentSnapshot(0, OpenRound(0, ("a", "b")), started=True)
 
 
-def restart(run: Story, now_s: float = 0.0) -> tuple[ev.Effect, ...]:
+def restart(run: Story, now_s: float = 0.0) -> tuple[events.Effect, ...]:
     """Stop the server of `run` and start it again from the journal."""
     run.state, effects = state_rows.restore(run.rules, run.journal.snapshot(), now_s)
     run.now_s = now_s
@@ -37,7 +36,7 @@ def test_an_open_round_expects_the_same_workers_after_a_restart(story):
     assert restart(run) == ()
     assert run.expected() == ("a", "b")
     assert run.withheld("late") == "counts from the next round on"
-    assert run.ask("a") == ev.TicketIssued("a", ticket, 0, 0, new=False)
+    assert run.ask("a") == events.TicketIssued("a", ticket, 0, 0, new=False)
 
 
 def test_silence_and_deadline_start_anew(story):
@@ -49,7 +48,7 @@ def test_silence_and_deadline_start_anew(story):
     assert waiting.next_deadline_s(run.state) == 65
     run.now_s = 64
     assert run.wait(0) == ()
-    assert ev.RoundClosed(0, 0, (1,)) in run.wait(1)
+    assert events.RoundClosed(0, 0, (1,)) in run.wait(1)
 
 
 def test_the_dead_stay_dead_and_numbers_are_not_given_again(story):
@@ -73,7 +72,7 @@ def test_a_frozen_round_stays_closing_until_its_pass_has_run_again(story):
     assert restart(run) == ()
     assert run.why() == "reduces 1 update of round 1"
     assert run.state.rounds[0].frozen == (1,)
-    assert ev.RoundOpened(0, 1, ("a",)) in run.commit()
+    assert events.RoundOpened(0, 1, ("a",)) in run.commit()
 
 
 def test_a_server_killed_while_workers_gather_goes_on_gathering(story):
@@ -81,18 +80,18 @@ def test_a_server_killed_while_workers_gather_goes_on_gathering(story):
     run.join("a")
     restart(run)
     assert run.phase() == "gathering"
-    assert ev.RoundOpened(0, 0, ("a", "b")) in run.join("b")
+    assert events.RoundOpened(0, 0, ("a", "b")) in run.join("b")
 
 
 # What a crash between two journal writes has left undone; each case: the journal → what restoring still has to do.
 UNDONE = {
     "the last worker's lease is in, the opening of round one is not": (
         Snapshot((FragmentSnapshot(0),), MEMBERS),
-        (ev.RoundOpened(0, 0, ("a", "b")), ev.Woken(0)),
+        (events.RoundOpened(0, 0, ("a", "b")), events.Woken(0)),
     ),
     "the last accept is in, the closing is not": (
         Snapshot((OPEN,), MEMBERS, (Ticket(1, "b", 0, 0, "accepted"), Ticket(2, "a", 0, 0, "accepted"))),
-        (ev.RoundClosed(0, 0, (2, 1)),),
+        (events.RoundClosed(0, 0, (2, 1)),),
     ),
     "the closing is in, the expiry of the other tickets is not": (
         Snapshot(
@@ -100,7 +99,7 @@ UNDONE = {
             MEMBERS,
             (Ticket(1, "b", 0, 0, "accepted"), Ticket(2, "a", 0, 0, "open")),
         ),
-        (ev.TicketsExpired((2,), "the round from version 0 closed without it"),),
+        (events.TicketsExpired((2,), "the round from version 0 closed without it"),),
     ),
     "the head has moved, the next round has not opened": (
         Snapshot(
@@ -108,19 +107,19 @@ UNDONE = {
             MEMBERS,
             (Ticket(1, "a", 0, 0, "counted"),),
         ),
-        (ev.RoundOpened(0, 1, ("a", "b")), ev.Woken(0)),
+        (events.RoundOpened(0, 1, ("a", "b")), events.Woken(0)),
     ),
     "a death is in, the round still expects the dead": (
         Snapshot((OPEN,), (MEMBERS[0], Member("b", 2, alive=False, why="dead"))),
-        (ev.ExpectedChanged(0, 0, ("a",)), ev.Woken(0)),
+        (events.ExpectedChanged(0, 0, ("a",)), events.Woken(0)),
     ),
     "a refusal is in, the round still expects the refused": (
         Snapshot((OPEN,), MEMBERS, (Ticket(1, "a", 0, 0, "refused", "NaN"),)),
-        (ev.ExpectedChanged(0, 0, ("b",)), ev.Woken(0)),
+        (events.ExpectedChanged(0, 0, ("b",)), events.Woken(0)),
     ),
     "a return is in, the round does not expect it yet": (
         Snapshot((FragmentSnapshot(0, OpenRound(0, ("a",))),), MEMBERS, (Ticket(1, "b", 0, 0, "open"),), next_lease=9),
-        (ev.ExpectedChanged(0, 0, ("a", "b")), ev.Woken(0)),
+        (events.ExpectedChanged(0, 0, ("a", "b")), events.Woken(0)),
     ),
 }
 
@@ -141,7 +140,7 @@ def test_the_last_commit_is_in_the_end_of_the_run_is_not():
     rules = Rules(sites=1, rounds=3)
     journal = Snapshot((FragmentSnapshot(3, frozen=ClosingRound(2, (1,))),), MEMBERS[:1])
     state, effects = state_rows.restore(rules, journal, 0.0)
-    assert effects == (ev.RunFinished(),)
+    assert effects == (events.RunFinished(),)
     assert state.finished
     assert state_rows.restore(rules, replace(journal, finished=True), 0.0) == (state, ())
 
@@ -149,7 +148,7 @@ def test_the_last_commit_is_in_the_end_of_the_run_is_not():
 def test_a_finished_run_goes_on_when_it_is_given_more_rounds():
     journal = Snapshot((FragmentSnapshot(3, started=True),), MEMBERS[:1], finished=True)
     state, effects = state_rows.restore(Rules(sites=1, rounds=5), journal, 0.0)
-    assert effects == (ev.RoundOpened(0, 3, ("a",)), ev.Woken(0))
+    assert effects == (events.RoundOpened(0, 3, ("a",)), events.Woken(0))
     assert not state.finished
 
 
@@ -158,8 +157,8 @@ def test_tickets_of_rounds_that_are_over_are_ignored():
     journal = Snapshot((FragmentSnapshot(1, OpenRound(1, ("a", "b"))),), MEMBERS, old)
     state, effects = state_rows.restore(Rules(sites=2), journal, 0.0)
     assert effects == ()
-    state, (issued,) = machine.step(state, ev.TicketRequested("a", 1, 0), 0.0)
-    assert issued == ev.TicketIssued("a", 3, 0, 1, new=True)
+    state, (issued,) = machine.step(state, events.TicketRequested("a", 1, 0), 0.0)
+    assert issued == events.TicketIssued("a", 3, 0, 1, new=True)
 
 
 def test_an_accept_reported_again_after_a_restart_changes_nothing(story):
@@ -167,9 +166,9 @@ def test_an_accept_reported_again_after_a_restart_changes_nothing(story):
     run.join("a", "b")
     run.submit("a")
     restart(run)
-    assert run.send(ev.UpdateAccepted(1)) == ()
+    assert run.send(events.UpdateAccepted(1)) == ()
     run.submit("b")
-    assert ev.RoundOpened(0, 1, ("a", "b")) in run.send(ev.VersionCommitted(0, 1))
+    assert events.RoundOpened(0, 1, ("a", "b")) in run.send(events.VersionCommitted(0, 1))
 
 
 @pytest.mark.covers("F41")
@@ -180,9 +179,13 @@ def test_rounds_are_counted_where_numbers_of_versions_were_lost() -> None:
     state, _ = state_rows.restore(rules, lost, 0.0)
     for ticket, version, number in ((1, 3, 2), (2, 4, 3)):
         assert (state.rounds[0].phase, state.rounds[0].number) == ("open", number)
-        for event in (ev.TicketRequested("a", 1, 0), ev.UpdateAccepted(ticket), ev.VersionCommitted(0, version)):
+        for event in (
+            events.TicketRequested("a", 1, 0),
+            events.UpdateAccepted(ticket),
+            events.VersionCommitted(0, version),
+        ):
             state, effects = machine.step(state, event, 1.0)
         again = state_rows.restore(rules, state_rows.snapshot(state), 1.0)[0]
         assert (again.rounds[0].done, again.finished) == (number, number == 3)
     assert (state.finished, state.rounds[0].head, state.rounds[0].lost) == (True, 4, 1)
-    assert ev.RunFinished() in effects
+    assert events.RunFinished() in effects

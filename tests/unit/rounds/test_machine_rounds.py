@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 from round_story import closed
 
-from atoll.rounds import events as ev
-from atoll.rounds import machine, opening, waiting
+from atoll.rounds import events, machine, opening, waiting
 from atoll.rounds.closing_policy import Barrier, Close, QuorumDeadline, RoundView, Wait
 from atoll.rounds.transitions import IllegalTransition
 
@@ -18,7 +17,7 @@ def test_round_one_opens_when_all_sites_have_joined(story):
     assert run.why() == "waits for 3 sites to join, 1 has"
     run.join("a")
     assert run.withheld("a") == "waits for 3 sites to join, 2 have"
-    assert run.join("b")[1:] == (ev.RoundOpened(0, 0, ("a", "b", "c")), ev.Woken(0))
+    assert run.join("b")[1:] == (events.RoundOpened(0, 0, ("a", "b", "c")), events.Woken(0))
 
 
 @pytest.mark.covers("L22")
@@ -34,9 +33,9 @@ def test_a_worker_that_left_does_not_count_towards_round_one(story):
 
 def test_round_one_starts_from_whatever_version_is_the_head(story):
     run = story(sites=1, heads=(7,))
-    assert ev.RoundOpened(0, 7, ("a",)) in run.join("a")
+    assert events.RoundOpened(0, 7, ("a",)) in run.join("a")
     run.submit("a")
-    assert ev.RoundOpened(0, 8, ("a",)) in run.commit()
+    assert events.RoundOpened(0, 8, ("a",)) in run.commit()
 
 
 def test_a_barrier_closes_with_all_workers_in_order_of_site_names(story):
@@ -47,7 +46,7 @@ def test_a_barrier_closes_with_all_workers_in_order_of_site_names(story):
     assert run.accept(2) == ()
     assert run.why() == "waits for b and c"
     assert run.accept(1) == ()
-    assert run.accept(3) == (ev.RoundClosed(0, 0, (2, 3, 1)),)
+    assert run.accept(3) == (events.RoundClosed(0, 0, (2, 3, 1)),)
     assert run.why() == "reduces 3 updates of round 1"
 
 
@@ -57,7 +56,7 @@ def test_the_next_round_opens_with_the_commit_for_those_alive_then(story):
     run.submit("a", "b")
     run.join("c")
     run.leave("a")
-    assert run.commit() == (ev.RoundOpened(0, 1, ("b", "c")), ev.Woken(0))
+    assert run.commit() == (events.RoundOpened(0, 1, ("b", "c")), events.Woken(0))
 
 
 @pytest.mark.covers("F33")
@@ -78,7 +77,7 @@ def test_a_late_joiner_is_expected_at_once_where_the_round_could_not_close_witho
     run.join("a", "b")
     run.leave("b")
     assert run.why() == "waits for another site: 1 of rounds.min_sites 2 alive"
-    assert ev.ExpectedChanged(0, 0, ("a", "c")) in run.join("c")
+    assert events.ExpectedChanged(0, 0, ("a", "c")) in run.join("c")
     assert closed(run.submit("a", "c")) == [(1, 2)]
 
 
@@ -87,8 +86,8 @@ def test_a_waiting_late_joiner_steps_in_when_a_death_leaves_too_few(story):
     run = story(sites=2, min_sites=2)
     run.join("a", "b", "z", "c")  # z joined before c, so z is asked first
     effects = run.leave("b")
-    assert ev.ExpectedChanged(0, 0, ("a", "z")) in effects
-    assert ev.Woken(0) in effects
+    assert events.ExpectedChanged(0, 0, ("a", "z")) in effects
+    assert events.Woken(0) in effects
     assert run.withheld("c") == "counts from the next round on"
 
 
@@ -121,9 +120,9 @@ def test_a_round_opened_for_no_worker_waits_for_the_first(story):
     run.join("a")
     run.submit("a")
     run.leave("a")
-    assert ev.RoundOpened(0, 1, ()) in run.commit()
+    assert events.RoundOpened(0, 1, ()) in run.commit()
     assert run.missing() == ()
-    assert ev.ExpectedChanged(0, 1, ("b",)) in run.join("b")
+    assert events.ExpectedChanged(0, 1, ("b",)) in run.join("b")
     assert closed(run.submit("b")) == [(2,)]
 
 
@@ -136,8 +135,8 @@ def test_a_quorum_suffices_once_the_deadline_has_passed(story):
     assert run.phase() == "open"
     assert waiting.next_deadline_s(run.state) == 60
     effects = run.wait(1)
-    assert effects[0] == ev.RoundClosed(0, 0, (3, 2))  # a got ticket 3, b 2
-    assert effects[1] == ev.TicketsExpired((1,), "the round from version 0 closed without it")
+    assert effects[0] == events.RoundClosed(0, 0, (3, 2))  # a got ticket 3, b 2
+    assert effects[1] == events.TicketsExpired((1,), "the round from version 0 closed without it")
     assert waiting.may_submit(run.state, "c", run.lease("c"), 1) == (
         "Ticket 1 is expired: the round from version 0 closed without it."
     )
@@ -192,7 +191,7 @@ def test_a_refused_update_leaves_the_round_to_the_others(story):
     bad = run.ticket("a")
     run.submit("b")
     effects = run.refuse(bad)
-    assert effects[:2] == (ev.ExpectedChanged(0, 0, ("b",)), ev.RoundClosed(0, 0, (2,)))
+    assert effects[:2] == (events.ExpectedChanged(0, 0, ("b",)), events.RoundClosed(0, 0, (2,)))
     run.commit()
     assert run.expected() == ("a", "b")  # it takes part in the next round
 
@@ -215,9 +214,9 @@ def test_a_refused_worker_may_try_again_where_the_round_cannot_close_without_it(
     run = story(sites=1)
     run.join("a")
     bad = run.ticket("a")
-    assert run.refuse(bad) == (ev.ExpectedChanged(0, 0, ()), ev.Woken(0))
+    assert run.refuse(bad) == (events.ExpectedChanged(0, 0, ()), events.Woken(0))
     again = run.ask("a")
-    assert again == ev.TicketIssued("a", 2, 0, 0, new=True)
+    assert again == events.TicketIssued("a", 2, 0, 0, new=True)
     assert waiting.may_submit(run.state, "a", run.lease("a"), bad) == (
         "Ticket 1 is over: its round has closed, or a newer ticket has replaced it."
     )
@@ -238,7 +237,7 @@ def test_fragments_have_rounds_of_their_own(story):
     run = story(sites=2, fragments=2)
     run.join("a", "b")
     assert closed(run.submit("a", "b", fragment=1)) == [(1, 2)]
-    assert run.commit(fragment=1) == (ev.RoundOpened(1, 1, ("a", "b")), ev.Woken(1))
+    assert run.commit(fragment=1) == (events.RoundOpened(1, 1, ("a", "b")), events.Woken(1))
     assert [run.state.rounds[f].head for f in (0, 1)] == [0, 1]
     assert run.missing(0) == ("a", "b")
     run.submit("a", fragment=0)
@@ -251,10 +250,10 @@ def test_the_run_is_finished_when_every_fragment_has_its_rounds(story):
     run = story(sites=1, rounds=1, fragments=2)
     run.join("a")
     run.submit("a", fragment=0)
-    assert run.commit(0) == (ev.Woken(0),)
+    assert run.commit(0) == (events.Woken(0),)
     assert run.withheld("a", 0) == "finished"
     run.submit("a", fragment=1)
-    assert run.commit(1) == (ev.RunFinished(), ev.Woken(1))
+    assert run.commit(1) == (events.RunFinished(), events.Woken(1))
     assert run.state.finished
     assert run.why(1) == "is finished"
     run.join("b")
@@ -272,7 +271,9 @@ def test_missing_says_since_when(story):
     assert waiting.missing(run.state, 0) == (("a", 10), ("c", 30))
 
 
-@pytest.mark.parametrize("event", [ev.VersionCommitted(0, 1), ev.UpdateAccepted(9), ev.TicketRequested("a", 1, 5)])
+@pytest.mark.parametrize(
+    "event", [events.VersionCommitted(0, 1), events.UpdateAccepted(9), events.TicketRequested("a", 1, 5)]
+)
 def test_what_cannot_be_is_an_error_of_the_caller(story, event):
     run = story(sites=1)
     run.join("a")
@@ -287,7 +288,7 @@ def test_an_accept_after_the_round_closed_is_an_error_of_the_caller(story):
     run.submit("a")
     run.wait(60)
     with pytest.raises(IllegalTransition, match=f"Ticket {late} is expired; 'update accepted' cannot happen"):
-        machine.step(run.state, ev.UpdateAccepted(late), run.now_s)
+        machine.step(run.state, events.UpdateAccepted(late), run.now_s)
 
 
 def test_a_barrier_that_waits_is_not_shown_every_update(story, monkeypatch):

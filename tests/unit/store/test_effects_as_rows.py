@@ -6,8 +6,8 @@ from pathlib import Path
 
 from store_world import begin, write_version
 
-from atoll.rounds import events as fx
-from atoll.server.coordinator.ledger import StoreRows
+from atoll.rounds import events
+from atoll.server.coordinator.ledger import record_in
 from atoll.server.coordinator.roster import Presence
 
 
@@ -15,22 +15,18 @@ def test_effects_outlive_the_process(tmp_path: Path) -> None:
     """b left and came back late: the round that both began waits for a alone, whatever happens to the server."""
     store, _ = begin(tmp_path)
     write_version(store, 0)
-    rows = StoreRows(store, {"b": Presence("b")})
     decided = [
-        fx.LeaseGranted("a", 1),
-        fx.LeaseGranted("b", 2),
-        fx.RoundOpened(0, 0, ("a", "b")),
-        fx.TicketIssued("a", 1, 0, 0, new=True),
-        fx.TicketIssued("a", 1, 0, 0, new=False),  # given again: no second row
-        fx.TicketIssued("b", 2, 0, 0, new=True),
-        fx.LeaseEnded("b", 2, "left", "Ctrl-C"),
-        fx.TicketsExpired((2,), "b left"),
-        fx.ExpectedChanged(0, 0, ("a",)),
-        fx.LeaseGranted("b", 3),
+        events.LeaseGranted("a", 1),
+        events.LeaseGranted("b", 2),
+        events.RoundOpened(0, 0, ("a", "b")),
+        events.TicketIssued("a", 1, 0, 0, new=True),
+        events.TicketIssued("b", 2, 0, 0, new=True),
+        events.LeaseEnded("b", 2, "left", "Ctrl-C"),
+        events.TicketsExpired((2,), "b left"),
+        events.ExpectedChanged(0, 0, ("a",)),
+        events.LeaseGranted("b", 3),
     ]
-    for effect in decided:
-        with rows.transaction():
-            rows.write(effect)
+    record_in(store, {"b": Presence("b")}, decided)
     store.close()
     store, _ = begin(tmp_path)
     round_ = store.run_log.round(0, 0)

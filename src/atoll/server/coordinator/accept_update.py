@@ -8,7 +8,7 @@ from collections.abc import Callable, MutableMapping, Sequence
 from atoll.aggregation.plan import Plan
 from atoll.errors import AtollError, DiskFull, StoreError, UpdateRefused
 from atoll.protocol import messages
-from atoll.rounds import events as ev
+from atoll.rounds import events
 from atoll.server.coordinator.ledger import Ledger
 from atoll.server.coordinator.roster import Presence
 from atoll.store.journal_tables import TicketRow
@@ -65,7 +65,7 @@ class UpdateAdmission:
             self._fail(error)
             raise
         self._on_accepted(row, self._ledger.state.rounds[row.fragment].number)
-        self._ledger.apply(ev.UpdateAccepted(ticket, row.accepted_order))
+        self._ledger.apply(events.UpdateAccepted(ticket, row.accepted_order))
         if site in self._roster:
             presence = self._roster[site]
             presence.refused_in_a_row = 0
@@ -119,14 +119,14 @@ class UpdateAdmission:
         """
         self._store.tickets.refuse(ticket, reason)
         self.refused += 1
-        self._ledger.apply(ev.UpdateRefused(ticket, reason))
+        self._ledger.apply(events.UpdateRefused(ticket, reason))
         presence = self._roster.setdefault(site, Presence(site))
         presence.refused_in_a_row += 1
         LOG.warning("%s: update refused: %s", site, reason)
         member = self._ledger.state.members.get(site)
         if presence.refused_in_a_row >= REFUSALS and member is not None:
             error = f"{presence.refused_in_a_row} updates in a row were refused, the last because {reason}"
-            self._ledger.apply(ev.WorkerLeft(site, member.lease, error))
+            self._ledger.apply(events.WorkerLeft(site, member.lease, error))
         raise UpdateRefused(f"The update of {site} is refused: {reason}.", f"{self._next(ticket)}; {remedy}")
 
     def _next(self, ticket: int) -> str:

@@ -1,4 +1,4 @@
-"""Run a frozen round's pass over the store's files, and commit what comes of it. No decision is taken here."""
+"""Aggregate a frozen round: run the pass over the store's files, and commit the version that comes of it."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
-from typing import Protocol
 
-from atoll.aggregation.make_version import BaseDamaged, NextFiles, RoundFiles, close
+from atoll.aggregation.make_version import BaseDamaged, NextFiles, RoundFiles, make_version
 from atoll.aggregation.plan import Plan
 from atoll.errors import AtollError, StateCorrupt
 from atoll.format_text import size, time_left
@@ -40,27 +39,26 @@ def frozen_round(
     settings = plan.settings
     sampling = Sampling(settings.rounds.sample_fraction, settings.rounds.sample_min)
 
-    def update(row: TicketRow) -> FrozenUpdate:
-        behind = staleness(base_version, row.base_version, lost)
-        return FrozenUpdate(
-            ticket=row.ticket,
-            site=row.site,
-            digest=row.digest or "",
-            weight=row.weight,
-            steps=row.steps,
-            norm=row.norm,
-            scale=plan.staleness_weight(behind),
-            staleness=behind,
-            metrics=dict(row.metrics),
-            nbytes=row.bytes,
-        )
-
     return FrozenRound(
         fragment=fragment,
         number=number,
         base_version=base_version,
         version=store.versions.next_number(fragment),
-        updates=[update(store.tickets.get(ticket)) for ticket in tickets],
+        updates=[
+            FrozenUpdate(
+                ticket=row.ticket,
+                site=row.site,
+                digest=row.digest or "",
+                weight=row.weight,
+                steps=row.steps,
+                norm=row.norm,
+                staleness=(behind := staleness(base_version, row.base_version, lost)),
+                scale=plan.staleness_weight(behind),
+                metrics=dict(row.metrics),
+                nbytes=row.bytes,
+            )
+            for row in map(store.tickets.get, tickets)
+        ],
         expected=sampling.size(settings.rounds.sites) if not settings.async_.enabled else 0,
         population=frozen.population if frozen else 0,
         population_weight=total,
@@ -71,26 +69,8 @@ def frozen_round(
 Committed = tuple[VersionRow, status_messages.RoundSummary]
 
 
-class Closer(Protocol):
-    """Has the next version of a fragment made of a frozen round."""
-
-    async def close(self, fragment: int, base_version: int, tickets: Sequence[int], number: int) -> Committed | None:
-        """Reduce exactly these tickets in this order, step, and move the head.
-
-        Args:
-            number: of the round.
-
-        Returns:
-            The version and the summary of its round; None if the round is open again.
-
-        Raises:
-            RunFailed: the result overflows, or user code failed; the round stays frozen.
-            DiskFull: nothing is lost; make the same call again.
-        """
-
-
-class LocalCloser:
-    """Closes rounds in this server's process; user code aggregates in a process of its own."""
+class LocalRounds:
+    """Aggregates rounds in this server's process; user code aggregates in a process of its own."""
 
     def __init__(self, plan: Plan, store: Store, filtering: Filtering, io: Executor) -> None:
         self._plan, self._store, self._filtering, self._io = plan, store, filtering, io
@@ -118,16 +98,64 @@ class LocalCloser:
         if self._aggregator is not None:
             self._aggregator.offer(self._store, ticket, number)
 
-    async def close(self, fragment: int, base_version: int, tickets: Sequence[int], number: int) -> Committed:
-        """Run the pass in a thread of `io`; filtered files that a restart has lost are made anew before."""
+    async def aggregate(self, fragment: int, base_version: int, tickets: Sequence[int], number: int) -> Committed:
+        """Reduce exactly these tickets in this order, step, write the next version and move the head.
+
+        The pass runs in a thread of `io`; filtered files that a restart has lost are made anew before.
+
+        Args:
+            number: of the round.
+
+        Raises:
+            RunFailed: the user's aggregator failed, or the result overflows; the round stays frozen.
+            DiskFull: nothing is lost; the same call may be made again.
+            StateCorrupt: the base is not what was written; the server ends, and falls back when it starts.
+            StoreError: the disk failed.
+            SyncFailed: fsync failed; the server must end.
+        """
         await self._filtering.prepare_accepted([self._store.tickets.get(ticket) for ticket in tickets], number)
         return await asyncio.get_running_loop().run_in_executor(
-            self._io, self._pass, fragment, base_version, tickets, number
+            self._io, self._aggregate, fragment, base_version, tickets, number
         )
 
-    def _pass(self, fragment: int, base_version: int, tickets: Sequence[int], number: int) -> Committed:
-        frozen = frozen_round(self._plan, self._store, fragment, base_version, tickets, number)
-        return close_round(self._plan, self._store, frozen, self._cancelled, self._filtering, self._aggregator)
+    def _aggregate(self, fragment: int, base_version: int, tickets: Sequence[int], number: int) -> Committed:
+        store, aggregator, begin_s = self._store, self._aggregator, time.monotonic()
+        frozen = frozen_round(self._plan, store, fragment, base_version, tickets, number)
+        rows = [store.tickets.get(ticket) for ticket in frozen.tickets]
+        base = store.versions.pin(fragment, base_version)
+        draft = store.versions.begin(fragment, frozen.version)
+        try:
+            result = make_version(
+                self._plan,
+                frozen,
+                RoundFiles(
+                    base_fd=base.fd,
+                    state_fd=store.versions.state_file(fragment) if base.row.state_digests else None,
+                    updates={row.ticket: self._filtering.source(row) for row in rows},
+                    base_digests=base.row.part_digests,
+                    base_state_digests=base.row.state_digests,
+                    reduced_fd=aggregator.aggregate(store, rows, number, self._cancelled) if aggregator else None,
+                ),
+                NextFiles(*draft.fds),
+                self._cancelled,
+            )
+            summary = summary_of(frozen, time.monotonic() - begin_s, result.grad_norm)
+            row = store.versions.commit(draft, result, summary_json=summary.model_dump_json(), tickets=frozen.tickets)
+        except BaseException as error:
+            draft.abandon()
+            if isinstance(error, BaseDamaged):
+                raise StateCorrupt(
+                    f"Version {base_version} of fragment {fragment} was damaged on disk while the server ran: "
+                    f"{error.message}",
+                    f"Look at the disk of {store.slots.folder}, then start the server again: it goes on from the "
+                    "newest version that is whole.",
+                ) from error
+            if isinstance(error, OSError):
+                raise disk_error(error, store.slots.folder / f"version {frozen.version}") from error
+            raise
+        finally:
+            base.release()
+        return row, summary
 
     def cancel(self) -> None:
         """Break off a pass that is under way."""
@@ -137,68 +165,6 @@ class LocalCloser:
         """End the aggregator's process."""
         if self._aggregator is not None:
             self._aggregator.close()
-
-
-def close_round(
-    plan: Plan,
-    store: Store,
-    frozen: FrozenRound,
-    cancelled: threading.Event,
-    filtering: Filtering,
-    aggregator: Aggregator | None = None,
-) -> Committed:
-    """Reduce the updates of a round in their order, step, write the next version and move the head.
-
-    Args:
-        filtering: what the server has made of updates.
-        aggregator: the user's, which then makes one pseudo-gradient of the updates' `params`.
-
-    Raises:
-        RunFailed: the aggregator failed, or the result overflows; the round stays frozen.
-        DiskFull: nothing is lost; the same call may be made again.
-        StateCorrupt: the base is not what was written; the server ends, and falls back when it starts.
-        StoreError: the disk failed.
-        SyncFailed: fsync failed; the server must end.
-    """
-    begin = time.monotonic()
-    fragment, version = frozen.fragment, frozen.version
-    rows = [store.tickets.get(ticket) for ticket in frozen.tickets]
-    base = store.versions.pin(fragment, frozen.base_version)
-    draft = store.versions.begin(fragment, version)
-    try:
-        result = close(
-            plan,
-            frozen,
-            RoundFiles(
-                base_fd=base.fd,
-                state_fd=store.versions.state_file(fragment) if base.row.state_digests else None,
-                updates={row.ticket: filtering.source(row) for row in rows},
-                base_digests=base.row.part_digests,
-                base_state_digests=base.row.state_digests,
-                reduced_fd=aggregator.aggregate(store, rows, frozen.number, cancelled) if aggregator else None,
-            ),
-            NextFiles(*draft.fds),
-            cancelled,
-        )
-        summary = summary_of(frozen, time.monotonic() - begin, result.grad_norm)
-        row = store.versions.commit(draft, result, summary_json=summary.model_dump_json(), tickets=frozen.tickets)
-    except BaseDamaged as error:
-        draft.abandon()
-        raise StateCorrupt(
-            f"Version {frozen.base_version} of fragment {fragment} was damaged on disk while the server ran: "
-            f"{error.message}",
-            f"Look at the disk of {store.slots.folder}, then start the server again: it goes on from the newest "
-            "version that is whole.",
-        ) from error
-    except OSError as error:
-        draft.abandon()
-        raise disk_error(error, store.slots.folder / f"version {version}") from error
-    except BaseException:
-        draft.abandon()
-        raise
-    finally:
-        base.release()
-    return row, summary
 
 
 def summary_of(frozen: FrozenRound, seconds: float, grad_norm: float) -> status_messages.RoundSummary:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import math
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Protocol
+from typing import Any, Literal, Protocol
 
 from atoll.aggregation.check_arriving_parts import PartStats
 from atoll.aggregation.plan import Plan, placed_settings
@@ -32,17 +33,15 @@ from atoll.errors import (
     passing,
 )
 from atoll.protocol import messages, routes, status_messages, swarm_messages, task_messages
-from atoll.rounds import events as ev
-from atoll.rounds import events as fx
-from atoll.rounds import waiting
-from atoll.rounds.local_steps import local_steps as dylu_steps
+from atoll.rounds import events, waiting
+from atoll.rounds.dynamic_local_steps import local_steps as dylu_steps
 from atoll.rounds.state import Rules, State
 from atoll.runtime import failpoint, stay_single_threaded
 from atoll.server.coordinator.accept_update import UpdateAdmission, outcome_of
 from atoll.server.coordinator.admission import counted_of, require_fit, run_info
-from atoll.server.coordinator.aggregate_round import Closer, LocalCloser, in_words
+from atoll.server.coordinator.aggregate_round import LocalRounds, in_words
 from atoll.server.coordinator.background_writes import Behind, measured_of, missing, over, value_of
-from atoll.server.coordinator.ledger import Ledger, StoreRows, snapshot_of
+from atoll.server.coordinator.ledger import Ledger, record_in, snapshot_of
 from atoll.server.coordinator.long_polls import FairEvent
 from atoll.server.coordinator.persistor import Persistor
 from atoll.server.coordinator.roster import (
@@ -53,7 +52,6 @@ from atoll.server.coordinator.roster import (
     TimeLeft,
     forged,
     lease_refused,
-    replaced,
     roster_of,
     why_silent,
 )
@@ -115,8 +113,8 @@ class Coordinator:
         rules = Rules.from_settings(
             self.settings, len(plan.fragments), held=workflows is not None, needs_all=plan.algorithm.needs_all
         )
-        rows = StoreRows(store, self.roster, keep_weights=plan.needs_population)
-        self.ledger = Ledger(rules, rows, on_failure=self._fail_unless_passing)
+        record = functools.partial(record_in, store, self.roster, keep_weights=plan.needs_population)
+        self.ledger = Ledger(rules, record, self._act, on_failure=self.fail)
         history = store.run_log.history(None, 0) if rules.tracking.metric else []
         progress = rules.tracking.follow_all(measured_of(history, rules.tracking.metric))
         self._snapshot = snapshot_of(store, progress)
@@ -136,10 +134,10 @@ class Coordinator:
         )
         self.behind, self.user_threads = Behind(plan, store, self.io, persistor), UserThreads()
         self.filtering = Filtering(filters, plan, store, self.user_threads)
-        local = LocalCloser(plan, store, self.filtering, self.io)
+        local = LocalRounds(plan, store, self.filtering, self.io)
         self.admission = UpdateAdmission(plan, store, self.ledger, self.roster, self.fail, local.offer)
         self.swarm = Swarm(plan, store, self.ledger, self.admission, self.wake) if plan.is_swarm else None
-        self._local_closer, self._closer = local, self.swarm or local
+        self._local_rounds, self._rounds = local, self.swarm or local
 
         totals = store.run_log.totals()
         asked = {row.fragment: row.expected for row in store.run_log.rounds()}
@@ -158,7 +156,6 @@ class Coordinator:
         self._tasks: set[asyncio.Task[None]] = set()
         self._saving_best: asyncio.Task[None] | None = None
         self._behind_last: asyncio.Task[None] | None = None  # of the newest version; it ends as the last of them
-        self._act_on_decisions()
         for sentence in lost:
             LOG.warning("%s", sentence)
 
@@ -171,7 +168,7 @@ class Coordinator:
             ConfigError, RunFailed: the aggregator that the settings name cannot be started.
         """
         self.address = address
-        self._local_closer.start(self.fail)
+        self._local_rounds.start(self.fail)
         if self.filtering.filters:
             LOG.info("what sites send passes through filters: %s", self.filtering.filters)
         for text in self.advice:
@@ -184,10 +181,10 @@ class Coordinator:
             self._saving_best = self._spawn(self.behind.save_best(self.state.progress.best))
         for fragment, round_ in enumerate(self._snapshot.fragments):
             if self.swarm is not None:  # what was collected is known again once its worker reports
-                self.apply(ev.AggregatorLost(fragment, "the server was started again"))
+                self.apply(events.AggregatorLost(fragment, "the server was started again"))
             elif round_.frozen is not None and self.state.rounds[fragment].phase == "closing":
                 LOG.info("the round from version %d was closed before the restart: reducing it again", round_.head)
-                self._spawn(self._close(fragment, round_.frozen.base_version, round_.frozen.tickets))
+                self._spawn(self._next_version(fragment, round_.frozen.base_version, round_.frozen.tickets))
         self._spawn(self._tick())
         self.behind.exports.rewrite_metrics()
         if self.state.finished:
@@ -202,13 +199,13 @@ class Coordinator:
 
     async def stop(self) -> None:
         """End every task; what is on disk is where a next start goes on."""
-        self._local_closer.cancel()
+        self._local_rounds.cancel()
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self.io.shutdown(wait=True)
         self.objects.close()
-        self._local_closer.end_aggregator()
+        self._local_rounds.end_aggregator()
         self.filtering.close()
         self.behind.close()
         self.store.close()
@@ -221,10 +218,6 @@ class Coordinator:
             self.failed = error
             self.ended.set()
 
-    def _fail_unless_passing(self, error: AtollError) -> None:
-        if passing(error) is None:
-            self.fail(error)
-
     # -- events
 
     @property
@@ -232,29 +225,25 @@ class Coordinator:
         """What the ledger has."""
         return self.ledger.state
 
-    def apply(self, event: ev.Event) -> tuple[fx.Effect, ...]:
+    def apply(self, event: events.Event) -> tuple[events.Effect, ...]:
         """As `Ledger.apply`."""
         return self.ledger.apply(event)
 
-    def _act_on_decisions(self) -> None:
-        on = self.ledger.on
-        on(fx.LeaseEnded, lambda effect: self.attendance.ended(effect, self.state))
-        on(fx.RoundOpened, lambda effect: self.attendance.asks(effect, self.state))
-        on(fx.ExpectedChanged, lambda effect: self.attendance.asks(effect, self.state))
-        on(fx.RoundClosed, self._spawn_close)
-        on(fx.BestFound, self._spawn_save_best)
-        on(fx.RunFinished, self._spawn_finish)
-        for effect in (fx.Woken, fx.RoundOpened, fx.RunFinished, fx.LeaseEnded):
-            on(effect, lambda _: self.wake())
-
-    def _spawn_finish(self, effect: fx.RunFinished) -> None:
-        self._spawn(self._finish())
-
-    def _spawn_close(self, effect: fx.RoundClosed) -> None:
-        self._spawn(self._close(effect.fragment, effect.base_version, effect.tickets))
-
-    def _spawn_save_best(self, effect: fx.BestFound) -> None:
-        self._saving_best = self._spawn(self.behind.save_best(effect.measured))
+    def _act(self, effect: events.Effect) -> None:
+        """Act on a decision that is in the journal."""
+        match effect:
+            case events.LeaseEnded():
+                self.attendance.ended(effect, self.state)
+            case events.RoundOpened() | events.ExpectedChanged():
+                self.attendance.asks(effect, self.state)
+            case events.RoundClosed(fragment, base_version, tickets):
+                self._spawn(self._next_version(fragment, base_version, tickets))
+            case events.BestFound(measured):
+                self._saving_best = self._spawn(self.behind.save_best(measured))
+            case events.RunFinished():
+                self._spawn(self._finish())
+        if isinstance(effect, events.Woken | events.RoundOpened | events.RunFinished | events.LeaseEnded):
+            self.wake()
 
     def wake(self) -> None:
         """Let every request that waits in `changed` look again."""
@@ -325,21 +314,25 @@ class Coordinator:
         if self.swarm is not None:
             self.swarm.view.peers.joins(message)
         previous = self.roster.get(message.site)
-        presence = Presence.joining(message, previous)
-        secret = presence.grant()
-        presence.replaces(previous)
-        with replaced(self.roster, presence):
-            granted = [each for each in self.apply(ev.WorkerJoined(message.site)) if isinstance(each, fx.LeaseGranted)]
+        self.roster[message.site], secret = Presence.joining(message, previous)
+        try:
+            self.apply(events.WorkerJoined(message.site))
+        except BaseException:  # the process before keeps its place and its lease
+            if previous is None:
+                del self.roster[message.site]
+            else:
+                self.roster[message.site] = previous
+            raise
         LOG.info("%s joined%s", message.site, " again" if previous else "")
         return messages.Joined(
-            lease=Lease(message.site, granted[0].lease, message.process, secret).header,
+            lease=Lease(message.site, self.state.members[message.site].lease, message.process, secret).header,
             due=waiting.due(self.state, message.site),
             evaluates=self.workflows is not None and self.workflows.will_evaluate(message.site),
         )
 
     async def leave(self, lease: Lease, message: messages.Leave) -> None:
         """End the lease of a site; with an error, its training has failed."""
-        self.apply(ev.WorkerLeft(lease.site, lease.number, message.error or ""))
+        self.apply(events.WorkerLeft(lease.site, lease.number, message.error or ""))
 
     async def heartbeat(self, lease: Lease, message: messages.Heartbeat) -> messages.HeartbeatReply:
         """Note how far a worker is, and whether it submits nothing more; `require_lease` took its sign of life."""
@@ -347,7 +340,7 @@ class Coordinator:
         if presence is not None:
             presence.note(message)
         if message.ends and lease.site not in self.state.ending:
-            self.apply(ev.WorkerEnds(lease.site, lease.number))
+            self.apply(events.WorkerEnds(lease.site, lease.number))
         return messages.HeartbeatReply(
             durable_versions=[self.store.versions.durable(index) for index in range(len(self.state.rounds))],
             finished=self.state.finished,
@@ -363,14 +356,14 @@ class Coordinator:
         presence, member = self.roster.get(lease.site), self.state.members.get(lease.site)
         if member is not None and (refused := forged(lease, member.lease, presence)):
             self._refuse_lease(lease, refused)
-        for effect in self.apply(ev.WorkerSeen(lease.site, lease.number)):
-            if isinstance(effect, fx.LeaseRefused):
+        for effect in self.apply(events.WorkerSeen(lease.site, lease.number)):
+            if isinstance(effect, events.LeaseRefused):
                 self._refuse_lease(lease, effect)
         if presence is not None:
             presence.heard, presence.heard_s = True, time.monotonic()
         return lease
 
-    def _refuse_lease(self, lease: Lease, effect: fx.LeaseRefused) -> None:
+    def _refuse_lease(self, lease: Lease, effect: events.LeaseRefused) -> None:
         raise lease_refused(lease, effect, self.roster.get(lease.site))
 
     # -- tickets
@@ -398,38 +391,46 @@ class Coordinator:
                     return self._wait_reply(message.fragment, reason, previous)
                 await self.changed(min(1.0, until_s - time.monotonic()))
                 continue
-            effects = self.apply(ev.TicketRequested(lease.site, lease.number, message.fragment))
+            effects = self.apply(events.TicketRequested(lease.site, lease.number, message.fragment))
             for effect in effects:
                 match effect:
-                    case fx.LeaseRefused():
+                    case events.LeaseRefused():
                         self._refuse_lease(lease, effect)
-                    case fx.TicketIssued(_, ticket, fragment, base_version, _):
+                    case events.TicketIssued(_, ticket, fragment, base_version, _):
                         # read once: an asynchronous step may move it at any time, from a thread of its own
                         if (head := self.store.versions.head(fragment)).version == base_version:
-                            return self._ticket_reply(lease, ticket, head, previous)
+                            return self._reply(
+                                "ticket",
+                                head,
+                                None if previous is None or previous.ticket == ticket else previous,
+                                ticket=self.given(lease.site, ticket, fragment, head.version, head.digest),
+                                counted=counted_of(lease.site, self.store) if self.plan.algorithm.keeps else None,
+                            )
                         # such a step is in the journal, and the machine is about to hear of it
                         until_s = max(until_s, time.monotonic() + COMMIT_S)
-                    case fx.TicketWithheld(_, fragment, reason):
+                    case events.TicketWithheld(_, fragment, reason):
                         # a finished run answers at once, its result is the head; a site that ends with a step, too
                         moved = previous is None or self.store.versions.head(fragment).version > previous.base_version
-                        ended = reason == fx.ENDS and moved
-                        if reason == fx.FINISHED or ended or time.monotonic() >= until_s:
+                        ended = reason == events.ENDS and moved
+                        if reason == events.FINISHED or ended or time.monotonic() >= until_s:
                             return self._wait_reply(fragment, reason, previous, ended=ended)
             await self.changed(until_s - time.monotonic())
 
-    def _ticket_reply(
-        self, lease: Lease, ticket: int, head: VersionRow, previous: TicketRow | None
+    def _reply(
+        self,
+        status: Literal["ticket", "wait", "finished", "ended"],
+        head: VersionRow,
+        previous: TicketRow | None,
+        **more: Any,
     ) -> messages.TicketReply:
-        fragment = head.fragment
         return messages.TicketReply(
-            status="ticket",
-            ticket=self.given(lease.site, ticket, fragment, head.version, head.digest),
-            previous=self._previous(previous, ticket),
-            counted=counted_of(lease.site, self.store) if self.plan.algorithm.keeps else None,
+            status=status,
+            previous=outcome_of(self.store, self.store.tickets.get(previous.ticket)) if previous else None,
             head_version=head.version,
             head_digest=head.digest,
-            durable_version=self.store.versions.durable(fragment),
-            round=self.state.rounds[fragment].number,
+            durable_version=self.store.versions.durable(head.fragment),
+            round=self.state.rounds[head.fragment].number,
+            **more,
         )
 
     def given(self, site: str, ticket: int, fragment: int, base_version: int, digest: str) -> messages.Ticket:
@@ -459,26 +460,21 @@ class Coordinator:
         """Return versions that open tickets name and their holders have not pulled yet, as far as is known."""
         if not self.state.is_async(fragment):
             return ()
-        one = len(self.state.rounds) == 1
+        tickets = [ticket for ticket in self.state.rounds[fragment].tickets.values() if ticket.state == "open"]
+        # what each site has said that it trains from; not known of one fragment of several
+        has = {site: each.beat.version for site, each in self.roster.items()} if len(self.state.rounds) == 1 else {}
         return {
             ticket.base_version
-            for ticket in self.state.rounds[fragment].tickets.values()
-            if ticket.state == "open"
-            and ticket.site in self.state.seen_s
-            and not (one and self._has(ticket.site, ticket.base_version))
+            for ticket in tickets
+            if ticket.site in self.state.seen_s and not has.get(ticket.site, 0) >= ticket.base_version > 0
         }
-
-    def _has(self, site: str, version: int) -> bool:
-        """Return whether a site has said that it trains from this version, or a later one; not known of version 0."""
-        presence = self.roster.get(site)
-        return presence is not None and presence.beat.version >= version > 0
 
     def _wait_reply(
         self, fragment: int, reason: str, previous: TicketRow | None, *, ended: bool = False
     ) -> messages.TicketReply:
         head = self.store.versions.head(fragment)
         state, queue = self.state, self.task_queue
-        if reason == fx.FINISHED:
+        if reason == events.FINISHED:
             text = state.rules.tracking.why(state.progress) or reason
         else:
             now_s = time.monotonic()
@@ -487,16 +483,13 @@ class Coordinator:
                 text = reason + rest.removeprefix(known)
             else:
                 text = rest if rest.startswith(reason) else f"{reason}; the round {rest}"
-        return messages.TicketReply(
-            status="finished" if reason == fx.FINISHED else "ended" if ended else "wait",
-            previous=self._previous(previous, None),
-            head_version=head.version,
-            head_digest=head.digest,
-            durable_version=self.store.versions.durable(fragment),
-            round=state.rounds[fragment].number,
+        return self._reply(
+            "finished" if reason == events.FINISHED else "ended" if ended else "wait",
+            head,
+            previous,
             waiting_for=[site for site, _ in waiting.missing(state, fragment)],
             reason=text,
-            tasks=queue.follows and not queue.finished if reason == fx.FINISHED else queue.rounds == "to come",
+            tasks=queue.follows and not queue.finished if reason == events.FINISHED else queue.rounds == "to come",
             left_s=self.left.of(state, time.monotonic()),
         )
 
@@ -506,11 +499,6 @@ class Coordinator:
         place = self.swarm.trouble(fragment) if self.swarm is not None else ""
         silent = why_silent(sites, self.roster, self.state, self.settings.network, now_s)
         return "; ".join(filter(None, [waiting.why(self.state, fragment, now_s), place, *silent]))
-
-    def _previous(self, row: TicketRow | None, ticket: int | None) -> messages.Outcome | None:
-        if row is None or row.ticket == ticket:
-            return None
-        return outcome_of(self.store, self.store.tickets.get(row.ticket))
 
     async def get_ticket(self, ticket: int) -> messages.TicketState:
         """Return where a ticket stands, with the parts on disk as long as it is open or accepted.
@@ -535,7 +523,7 @@ class Coordinator:
             LeaseLost, Superseded: of the lease. TicketClosed, UpdateRefused: of the ticket.
         """
         refusal = waiting.may_submit(self.state, lease.site, lease.number, ticket)
-        if isinstance(refusal, fx.LeaseRefused):
+        if isinstance(refusal, events.LeaseRefused):
             self._refuse_lease(lease, refusal)
         elif refusal is not None:
             row = self.store.tickets.get(ticket)  # the journal's: the machine forgets tickets that have ended
@@ -575,7 +563,11 @@ class Coordinator:
                 )
             )
         self.require_open(lease, ticket)
-        self._require_its_base(row, message)
+        if message.base_digest not in (None, self.store.run_log.version_digest(row.fragment, row.base_version)):
+            raise TicketClosed(
+                f"The update for ticket {ticket} was trained from another version {row.base_version} than the run's.",
+                "The server's state was restored; ask for the next ticket.",
+            )
         message = self.admission.with_kept_weight(lease.site, message)
         if self.swarm is not None:
             return await self._offer(self.swarm, lease, row, message)
@@ -605,14 +597,6 @@ class Coordinator:
             if reason:
                 self.admission.refuse(lease.site, ticket, reason, "the filter is the server's.")
         return _receipt(self.admission.accept(lease.site, ticket, message, norm))
-
-    def _require_its_base(self, row: TicketRow, message: messages.Complete) -> None:
-        if message.base_digest not in (None, self.store.run_log.version_digest(row.fragment, row.base_version)):
-            raise TicketClosed(
-                f"The update for ticket {row.ticket} was trained from another version {row.base_version} than the "
-                "run's.",
-                "The server's state was restored; ask for the next ticket.",
-            )
 
     # -- swarms
 
@@ -668,14 +652,13 @@ class Coordinator:
 
     # -- rounds
 
-    async def _close(self, fragment: int, base_version: int, tickets: tuple[int, ...]) -> None:
+    async def _next_version(self, fragment: int, base_version: int, tickets: tuple[int, ...]) -> None:
         """Have a frozen round reduced and committed; a full disk is waited for, every other error ends the server."""
         await over(self._saving_best)  # a commit later, and the version may be gone
         number = self.state.rounds[fragment].number
-        closer: Closer = self._closer
         while True:
             try:
-                closed = await closer.close(fragment, base_version, tickets, number)
+                committed = await self._rounds.aggregate(fragment, base_version, tickets, number)
                 break
             except Exception as error:
                 reason = passing(error)
@@ -685,11 +668,11 @@ class Coordinator:
                 self.trouble[fragment] = reason
                 LOG.error("round %d cannot be written: %s Trying again in %g s.", number, reason, RETRY_S)
                 await asyncio.sleep(RETRY_S)
-        if closed is not None:
-            self._committed(*closed)
+        if committed is not None:
+            self._follow_commit(*committed)
 
-    def _committed(self, row: VersionRow, summary: status_messages.RoundSummary) -> None:
-        """Follow a commit: count, report, tell the machine, and save what may lag behind."""
+    def _follow_commit(self, row: VersionRow, summary: status_messages.RoundSummary) -> None:
+        """Count, report, tell the machine, and save what may lag behind."""
         fragment, tracking = row.fragment, self.ledger.rules.tracking
         self.trouble.pop(fragment, None)
         self.filtering.sweep()
@@ -704,7 +687,7 @@ class Coordinator:
             self._said_missing = True
             LOG.warning("%s", missing(summary, tracking))
         self.left.committed(self.state.rounds[fragment].opened_s, time.monotonic())
-        self.apply(ev.VersionCommitted(fragment, row.version, value))
+        self.apply(events.VersionCommitted(fragment, row.version, value))
         LOG.info("%s", in_words(summary, row, self.left.of(self.state, time.monotonic()), streams=self.plan.streams))
         heads, done = self.store.versions.heads(), min(round_.done for round_ in self.state.rounds)
         last = summary.round == done
@@ -733,7 +716,7 @@ class Coordinator:
             await asyncio.sleep(pause_s)
             self.objects.sweep()
             with contextlib.suppress(DiskFull):
-                self.apply(ev.TimePassed())
+                self.apply(events.TimePassed())
                 if self.swarm is not None:
                     self.swarm.look()
 

@@ -11,8 +11,7 @@ import logging
 import re
 import time
 from collections import Counter, deque
-from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
@@ -21,7 +20,7 @@ from atoll.config.settings import Network
 from atoll.errors import AtollError, BadRequest, LeaseLost, Superseded
 from atoll.format_text import visible
 from atoll.protocol import messages, status_messages
-from atoll.rounds import events as fx
+from atoll.rounds import events
 from atoll.rounds.closing_policy import listed
 from atoll.rounds.state import State
 from atoll.store.journal_tables import MemberRow
@@ -76,33 +75,32 @@ class Presence:
     rival: str = ""
 
     @classmethod
-    def joining(cls, message: messages.Join, before: Presence | None) -> Presence:
-        """Return the presence of a process that joins; what its site did before still counts."""
-        kept = ("rounds", "bases", "refused_in_a_row", "bytes_up", "bytes_down", "gradient_bytes")
-        return cls(
+    def joining(cls, message: messages.Join, before: Presence | None) -> tuple[Presence, str]:
+        """Return the presence of a process that joins, and the secret of its lease; what its site did still counts.
+
+        It takes the place of the process that had this name until now; warn if that was on another host.
+        """
+        secret = new_id()
+        kept = ("rounds", "bases", "refused_in_a_row", "bytes_up", "bytes_down", "gradient_bytes", "displaced", "rival")
+        joined = cls(
             site=message.site,
             host=message.host,
             process=message.process,
+            sealed=seal(secret),
             joined_at=now_text(),
             labels=dict(message.labels),
             **{name: getattr(before, name) for name in kept if before is not None},
         )
-
-    def replaces(self, before: Presence | None) -> None:
-        """Take the place of the process that had this name until now; warn if it was on another host."""
-        if before is None:
-            return
-        self.displaced, self.rival = dict(before.displaced), before.rival
-        if before.state != "alive" or not before.process or before.process == self.process:
-            return
-        self.displaced[before.process] = before.host
-        if before.host != self.host:
-            LOG.warning(
-                "%s joined from %s, and took part from %s until now: two machines may have the same site name",
-                self.site,
-                self.host or "an unnamed host",
-                before.host or "an unnamed host",
-            )
+        if before and before.state == "alive" and before.process and before.process != message.process:
+            joined.displaced = {**before.displaced, before.process: before.host}
+            if before.host != message.host:
+                LOG.warning(
+                    "%s joined from %s, and took part from %s until now: two machines may have the same site name",
+                    message.site,
+                    message.host or "an unnamed host",
+                    before.host or "an unnamed host",
+                )
+        return joined, secret
 
     def meets(self, process: str) -> None:
         """Warn, once, that a displaced process still lives: it has asked again."""
@@ -142,12 +140,6 @@ class Presence:
     def holder(self) -> str:
         """What the journal keeps of the process that holds the lease."""
         return f"{self.process}:{self.sealed}"
-
-    def grant(self) -> str:
-        """Return a new secret for its lease; only its seal is kept."""
-        secret = new_id()
-        self.sealed = seal(secret)
-        return secret
 
     @property
     def ended(self) -> str:
@@ -218,21 +210,6 @@ def roster_of(members: Iterable[MemberRow], versions: Sequence[Mapping[str, int]
     }
 
 
-@contextmanager
-def replaced(roster: MutableMapping[str, Presence], presence: Presence) -> Iterator[None]:
-    """Let another process join; if the block fails, the one before keeps its place and its lease."""
-    previous = roster.get(presence.site)
-    roster[presence.site] = presence
-    try:
-        yield
-    except BaseException:
-        if previous is None:
-            del roster[presence.site]
-        else:
-            roster[presence.site] = previous
-        raise
-
-
 def holder_of(text: str | None, roster: Mapping[str, Presence]) -> Presence | None:
     """Return the worker of a request that needs no lease; None if its lease proves nothing."""
     if text is None or not re.match(messages.LEASE_PATTERN, text):
@@ -242,7 +219,7 @@ def holder_of(text: str | None, roster: Mapping[str, Presence]) -> Presence | No
     return presence if presence is not None and lease.opens(presence) else None
 
 
-def lease_refused(lease: Lease, effect: fx.LeaseRefused, holder: Presence | None) -> AtollError:
+def lease_refused(lease: Lease, effect: events.LeaseRefused, holder: Presence | None) -> AtollError:
     """Return the error for the holder of a void lease.
 
     Args:
@@ -258,28 +235,19 @@ def lease_refused(lease: Lease, effect: fx.LeaseRefused, holder: Presence | None
     return LeaseLost(f"{effect.reason[:1].upper()}{effect.reason[1:]}.", "Join again; an open ticket is given again.")
 
 
-def forged(lease: Lease, newest: int, presence: Presence | None) -> fx.LeaseRefused | None:
+def forged(lease: Lease, newest: int, presence: Presence | None) -> events.LeaseRefused | None:
     """Refuse a lease with the newest number of its site but without its secret; None for any other.
 
     A crash of the machine can give one number to two processes: the one that joined later has the secret.
     """
     if lease.number != newest or (presence is not None and lease.opens(presence)):
         return None
-    return fx.LeaseRefused(lease.site, f"lease {lease.number} of {lease.site!r} is not known here", superseded=True)
+    return events.LeaseRefused(lease.site, f"lease {lease.number} of {lease.site!r} is not known here", superseded=True)
 
 
 def now_text() -> str:
     """Return the time of the wall clock, for people; it decides nothing."""
     return datetime.now(UTC).isoformat(timespec="seconds")
-
-
-def note_end(roster: MutableMapping[str, Presence], effect: fx.LeaseEnded) -> None:
-    """Log that a worker no longer takes part, and keep why for the status."""
-    why, presence = effect.why, roster.setdefault(effect.site, Presence(effect.site))
-    presence.state, presence.error = why, effect.detail if why != "left" else ""
-    how = {"dead": "is dead", "failed": "failed"}.get(why, why)
-    detail = f": {effect.detail}" if effect.detail else ""
-    (LOG.info if why == "left" else LOG.warning)("%s %s%s", effect.site, how, detail)
 
 
 # -- Warn of missing sites: when one ends, and when a round closes without it.
@@ -305,22 +273,25 @@ class Attendance:
         self._absent: dict[int, frozenset[str]] = {}  # of each fragment
         self._partial: dict[int, str] = {}
 
-    def asks(self, effect: fx.RoundOpened | fx.ExpectedChanged, state: State) -> None:
+    def asks(self, effect: events.RoundOpened | events.ExpectedChanged, state: State) -> None:
         """Note the sites that a round waits for; all that it ever waits for count as asked."""
         fragment, sites = effect.fragment, effect.expected
-        if isinstance(effect, fx.RoundOpened):
+        if isinstance(effect, events.RoundOpened):
             LOG.debug(
                 "round %d of fragment %d is open for %s", state.rounds[fragment].number, fragment, ", ".join(sites)
             )
             self._asked[fragment] = set()
         self._asked.setdefault(fragment, set()).update(sites)
 
-    def ended(self, effect: fx.LeaseEnded, state: State) -> None:
+    def ended(self, effect: events.LeaseEnded, state: State) -> None:
         """Log that a site no longer takes part, and at once whether rounds can close without it."""
-        note_end(self._roster, effect)
-        self.deaths += effect.why == "dead"
+        why, presence = effect.why, self._roster.setdefault(effect.site, Presence(effect.site))
+        presence.state, presence.error = why, effect.detail if why != "left" else ""
+        log = LOG.info if why == "left" else LOG.warning
+        log("%s %s%s", effect.site, {"dead": "is dead"}.get(why, why), f": {effect.detail}" if effect.detail else "")
+        self.deaths += why == "dead"
         if told := short_of(state, self._roster):
-            (LOG.info if effect.why == "left" else LOG.warning)("%s", told)
+            log("%s", told)
 
     def closed(self, summary: status_messages.RoundSummary) -> None:
         """Warn of a round that closed without a site of the run; once while the same sites are missing."""

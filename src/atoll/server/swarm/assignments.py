@@ -24,7 +24,7 @@ from atoll.errors import UpdateRefused
 from atoll.protocol import messages, status_messages
 from atoll.protocol.swarm_messages import Closed, Collect, Held, Hold, PeerReport, PeerWork, digests_in
 from atoll.protocol.values import FrozenRound
-from atoll.rounds import events as ev
+from atoll.rounds import events
 from atoll.rounds.sampling import appointed, to_hold, turn
 from atoll.runtime import failpoint
 from atoll.server.coordinator.accept_update import UpdateAdmission
@@ -417,7 +417,7 @@ class Swarm:
         live = {ticket.id for round_ in rounds for ticket in round_.tickets.values() if ticket.is_live}
         view.offers = {ticket: offer for ticket, offer in view.offers.items() if ticket in live}
         if (apart := view.peers.apart()) is not None:
-            self._ledger.apply(ev.WorkerLeft(*apart))
+            self._ledger.apply(events.WorkerLeft(*apart))
         self._tell()
 
     def _look_at(self, fragment: int, at: Assignment) -> None:
@@ -538,12 +538,14 @@ class Swarm:
         self._lost_at[fragment, at.aggregator] = at.version
         at.lose(reason)
         self._reopened[fragment] += 1
-        self._ledger.apply(ev.AggregatorLost(fragment, reason))
+        self._ledger.apply(events.AggregatorLost(fragment, reason))
         self._tell()
 
     # -- closing a round
 
-    async def close(self, fragment: int, base_version: int, tickets: Sequence[int], number: int) -> Committed | None:
+    async def aggregate(
+        self, fragment: int, base_version: int, tickets: Sequence[int], number: int
+    ) -> Committed | None:
         """Have a frozen round reduced by one worker and checked by another, then move the head.
 
         Returns:

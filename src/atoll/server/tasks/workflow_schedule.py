@@ -22,7 +22,7 @@ from atoll.config import TRAIN, Settings, WorkflowEntry, entries_of
 from atoll.errors import RETRY_S, AtollError, ConfigError, DiskFull, RunFailed, UsageError
 from atoll.protocol import status_messages
 from atoll.protocol.task_messages import Evaluation
-from atoll.rounds import events as ev
+from atoll.rounds import events
 from atoll.runtime import failpoint
 from atoll.server.coordinator.coordinator import Coordinator
 from atoll.server.tasks.task_payloads import TaskFilters
@@ -277,7 +277,7 @@ class WorkflowSchedule:
     async def _train(self, step: WorkflowRun) -> None:
         run, queue = self._run, self._run.task_queue
         queue.rounds = "now"
-        await _until_written(lambda: run.apply(ev.TrainingBegins()), "training cannot begin")
+        await _until_written(lambda: run.apply(events.TrainingBegins()), "training cannot begin")
         run.wake()
         try:
             await self._watched(run.trained.wait(), step, self._require_begun)
