@@ -173,7 +173,7 @@ class PartLook:
         return PartStats(digest, self._sumsq, self._bad[0] if self._bad else None)
 
 
-class ArrivingPart:
+class PartChecker:
     """Takes the bytes of one part, in order; one thread at a time.
 
     Args:

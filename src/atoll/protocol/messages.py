@@ -337,14 +337,6 @@ class TicketState(Message):
     part_digests: list[Hex32] = Field(description="Their digests, in the order of `parts`.")
 
 
-class PartReceipt(Message):
-    """All parts that a request brought are on disk."""
-
-    ticket: Count
-    part: Count = Field(description="The last of them.")
-    digest: Hex32 = Field(description="Its BLAKE3.")
-
-
 class Complete(Message):
     """All parts are there: submit the update."""
 
@@ -367,26 +359,28 @@ class Receipt(Message):
     base_version: Count
 
 
-class Delta(Message):
+class Parts(Message):
+    """The parts of a file. Its id is BLAKE3 over `layout_digest` and the digests of its parts."""
+
+    layout_digest: Hex32 = Field(description="Of where it is cut: of its layout, else of its three sizes.")
+    nbytes: Count
+    part_digests: list[Hex32]
+
+
+class Delta(Parts):
     """What makes a version of the one before it, where a worker has that; part n of it makes part n of the version."""
 
     base_version: Count
     base_digest: Hex32 = Field(description="Digest of the version that it leads from.")
     digest: Hex32
-    layout_digest: Hex32
-    nbytes: Count
-    part_digests: list[Hex32]
 
 
-class Manifest(Message):
+class Manifest(Parts):
     """A version's parts, so that a pull can check, resume and fetch only what is broken."""
 
     fragment: Count
     version: Count
     digest: Hex32
-    layout_digest: Hex32
-    nbytes: Count
-    part_digests: list[Hex32]
     delta: Delta | None = Field(None, description="Where there is one: what goes down in place of the whole version.")
     sources: list[Reference] = Field(
         default_factory=list, description="In a swarm: the workers that have it; empty: the server has."
@@ -411,28 +405,17 @@ class ObjectOpened(Message):
     expires_s: float = Field(description="Seconds that the server keeps it.")
 
 
-class ObjectPartReceipt(Message):
-    """One part of an object is written and has the digest that came with it."""
-
-    object: Hex16
-    part: Count
-    digest: Hex32
-
-
 class ObjectComplete(Message):
     """All parts are there: from now on it can be pulled, and never changes."""
 
     digest: Hex32 = Field(description="BLAKE3 over the sizes and the part digests in order.")
 
 
-class BlobManifest(Message):
-    """The parts of a blob. Its id is BLAKE3 over `layout_digest` and the digests of its parts."""
+class BlobManifest(Parts):
+    """The parts of a blob, and where it is cut."""
 
     head_bytes: Count
-    nbytes: Count
     part_bytes: Count
-    layout_digest: Hex32 = Field(description="Of where it is cut: of its layout, else of the three sizes.")
-    part_digests: list[Hex32]
     inline: str | None = Field(None, description="All of its bytes in base64, where it is small and asked for.")
 
     @classmethod

@@ -117,7 +117,6 @@ OPERATIONS: tuple[Operation, ...] = (
         routes.PART,
         "One part of an update: its bytes, then their BLAKE3 (32 bytes); Content-Length is exact.",
         request=bytes,
-        reply=messages.PartReceipt,
         lease=True,
         problems=(
             *_LEASED,
@@ -188,7 +187,6 @@ OPERATIONS: tuple[Operation, ...] = (
         routes.OBJECT_PART,
         "One part of an object: its bytes, then their BLAKE3 (32 bytes). Content-Length is exact.",
         request=bytes,
-        reply=messages.ObjectPartReceipt,
         secret=True,
         problems=("gone", "conflict", "part_corrupt", "busy", "disk_full", "too_large"),
     ),
@@ -284,11 +282,7 @@ OPERATIONS: tuple[Operation, ...] = (
 
 COMMON_PROBLEMS = ("bad_request", "auth")
 
-_HEX = {
-    "digest": {"type": "string", "pattern": "^[0-9a-f]{64}$"},
-    "object": {"type": "string", "pattern": "^[0-9a-f]{32}$"},
-    "task": {"type": "string", "pattern": "^[0-9a-f]{32}$"},
-}
+HEX_DIGITS = {"digest": 64, "object": 32, "task": 32}
 """Parameters of a path that are no numbers."""
 
 
@@ -325,12 +319,13 @@ def _is_message(kind: Any) -> bool:
 def _describe(operation: Operation) -> dict[str, Any]:
     parameters: list[dict[str, Any]] = []
     for name in re.findall(r"{(\w+)}", operation.path):
-        number = {"type": "integer", "minimum": 0, "maximum": messages.NUMBER_BELOW - 1}
-        schema = _HEX.get(name, number)
+        schema: dict[str, Any] = {"type": "integer", "minimum": 0, "maximum": messages.NUMBER_BELOW - 1}
+        if name in HEX_DIGITS:
+            schema = {"type": "string", "pattern": f"^[0-9a-f]{{{HEX_DIGITS[name]}}}$"}
         parameters.append({"name": name, "in": "path", "required": True, "schema": schema})
     for needed, header, header_schema in (
         (operation.lease, routes.LEASE_HEADER, {"type": "string", "pattern": messages.LEASE_PATTERN}),
-        (operation.secret, routes.SECRET_HEADER, _HEX["object"]),
+        (operation.secret, routes.SECRET_HEADER, {"type": "string", "pattern": "^[0-9a-f]{32}$"}),
     ):
         if needed:
             parameters.append({"name": header, "in": "header", "required": True, "schema": header_schema})

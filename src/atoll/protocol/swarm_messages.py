@@ -46,7 +46,7 @@ class Held(Message):
     source: Source
 
 
-class Collected(Message):
+class CollectedUpdate(Message):
     """What became of an update that was to be collected."""
 
     ticket: Count
@@ -57,7 +57,7 @@ class Collected(Message):
     failed: Text = Field("", description="Why it could not be pulled.")
 
 
-class Closed(Message):
+class ReducedRound(Message):
     """What became of a round that was to be reduced."""
 
     fragment: Count
@@ -91,8 +91,8 @@ class PeerReport(Message):
     )
     leaving: bool = Field(False, description="It would leave the run.")
     held: list[Held] = Field(default_factory=list, max_length=256)
-    collected: list[Collected] = Field(default_factory=list, max_length=4096)
-    closed: list[Closed] = Field(default_factory=list, max_length=256)
+    collected: list[CollectedUpdate] = Field(default_factory=list, max_length=4096)
+    closed: list[ReducedRound] = Field(default_factory=list, max_length=256)
     reached: list[Address] = Field(default_factory=list, max_length=1024)
     unreached: list[Unreached] = Field(default_factory=list, max_length=64)
 

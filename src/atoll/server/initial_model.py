@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import warnings
@@ -50,19 +51,16 @@ def initial_model(settings: Settings, given: nn.Module | Tensors | None) -> nn.M
     if files := _files(settings.model.source):
         return _from_files(files)
     torch.manual_seed(settings.run.seed)
-    build = registry.load_attribute(settings.model.source)
-    model: Any = build if isinstance(build, nn.Module) else _call(build, settings)
+    model: Any = registry.load_attribute(settings.model.source)
+    if not isinstance(model, nn.Module):
+        model = registry.made(
+            functools.partial(model, **settings.model.args),
+            f"{settings.model.source!r} cannot be called",
+            "Set model.args to its keyword arguments.",
+        )
     if not isinstance(model, (nn.Module, Mapping)):
         raise ConfigError(f"{settings.model.source!r} returned a {type(model).__name__}.", "Return an nn.Module.")
     return model if isinstance(model, nn.Module) else unwrapped(model)
-
-
-def _call(build: Any, settings: Settings) -> Any:
-    return registry.made(
-        lambda: build(**settings.model.args),
-        f"{settings.model.source!r} cannot be called",
-        "Set model.args to its keyword arguments.",
-    )
 
 
 def is_known(settings: Settings, given: nn.Module | Tensors | None, schema: Schema) -> bool:
@@ -108,7 +106,8 @@ def loaded_model(settings: Settings, loaded: Tensors, schema: Schema | None = No
     found = dict(unwrapped(loaded, {spec.name for spec in schema.tensors} | {name for name, _ in schema.aliases}))
     for name, owner in schema.aliases:
         one, other = found.pop(name, None), found.get(owner)
-        if one is not None and other is not None and not _same(one, other):
+        same = one is other or (one is not None and other is not None and one.dtype == other.dtype)
+        if one is not None and other is not None and not (same and torch.equal(one.cpu(), other.cpu())):
             raise ConfigError(
                 f"{source} gave {name!r} and {owner!r}, which differ; in the run's model they are tied: one tensor.",
                 "Give both with the same values, or only one of them.",
@@ -121,10 +120,6 @@ def loaded_model(settings: Settings, loaded: Tensors, schema: Schema | None = No
     model = Told(ordered, {spec.name: spec.group == BUFFERS for spec in schema.tensors})
     schema_of(model).require_equal(schema, mine=source, theirs="the run")
     return model
-
-
-def _same(one: Tensor, other: Tensor) -> bool:
-    return one is other or (one.dtype == other.dtype and torch.equal(one.cpu(), other.cpu()))
 
 
 def _header(path: Path) -> Told:

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from atoll._version import __version__
 from atoll.algorithms.resolve import require_training
 from atoll.config import DEFAULT_PORT, Settings
-from atoll.errors import AtollError, ConfigError, PortInUse, UsageError, public_api
+from atoll.errors import ConfigError, PortInUse, UsageError, public_api
 from atoll.protocol import status_messages
 from atoll.protocol.task_messages import Evaluation
 from atoll.runtime import Latch
@@ -97,7 +97,7 @@ class Server:
         workflow = None if isinstance(workflow, str) else workflow
         self._outer = outer_optimizer = None if isinstance(outer_optimizer, str) else outer_optimizer
         if self.settings.swarm.enabled:
-            _require_none_of_its_own(workflow=workflow, outer_optimizer=outer_optimizer, filters=filters)
+            _refuse_code(workflow=workflow, outer_optimizer=outer_optimizer, filters=filters)
         self._model = model
         self._filters = TaskFilters(self.settings, data_filters, filters)
         self._workflows = WorkflowSchedule.of(self.settings, workflow, self._filters, evaluation)
@@ -190,11 +190,8 @@ class Server:
     @property
     def evaluation(self) -> Evaluation | None:
         """The matrix of the last cross-site evaluation, as far as it is filled; None if there was none."""
-        return (
-            self._workflows.evaluated()
-            if self._workflows is not None and self._workflows.evaluated is not None
-            else None
-        )
+        workflows = self._workflows
+        return workflows.evaluated() if workflows is not None and workflows.evaluated is not None else None
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait until the run is finished; return False if the time is over before.
@@ -352,7 +349,7 @@ def _listen(settings: Settings) -> socket.socket:
     )
 
 
-def _require_none_of_its_own(**given: Any) -> None:
+def _refuse_code(**given: Any) -> None:
     """In a swarm workers take, filter and reduce updates, and run no code of the server's program.
 
     Raises:
@@ -364,6 +361,3 @@ def _require_none_of_its_own(**given: Any) -> None:
                 f"Server got {name}, and swarm.enabled is true: workers run no code that a server has.",
                 "Set what the run file can name, filter at the sites, or set swarm.enabled = false.",
             )
-
-
-__all__ = ["AtollError", "Server"]

@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from atoll.aggregation.plan import FragmentPlan, Plan, cpu_capability, torch_build
+from atoll.aggregation.plan import Plan, cpu_capability, torch_build
 from atoll.algorithms.resolve import resolve
 from atoll.config import Settings
 from atoll.config.settings import FROZEN
@@ -147,7 +147,13 @@ def _create(settings: Settings, given: nn.Module | Tensors | None, outer: Outer,
 def _take_up(settings: Settings, given: nn.Module | Tensors | None, outer: Outer, row: RunRow) -> Plan:
     """Return the plan of the run that is there; refuse settings or a model that it was not begun with."""
     plan = Plan.make(settings, split_of(json.loads(row.schema_json)), outer)
-    _require_same(settings, _read_settings(settings, row), json.loads(_frozen(settings, plan)))
+    try:
+        before = json.loads(row.settings_json)
+    except ValueError as error:
+        raise StateCorrupt(
+            f"The settings of the run in {settings.disk.state_dir} are damaged: {error}.", NEW_RUN
+        ) from None
+    _require_same(settings, before, json.loads(_frozen(settings, plan)))
     if given is not None or settings.model.source is not None:
         if not is_known(settings, given, plan.schema.model):
             mine = schema_for(settings, initial_model(settings, given))
@@ -162,17 +168,6 @@ def _take_up(settings: Settings, given: nn.Module | Tensors | None, outer: Outer
             cpu_capability(),
         )
     return plan
-
-
-def _read_settings(settings: Settings, row: RunRow) -> dict[str, Any]:
-    """Return the settings that the run was begun with."""
-    try:
-        found: dict[str, Any] = json.loads(row.settings_json)
-    except ValueError as error:
-        raise StateCorrupt(
-            f"The settings of the run in {settings.disk.state_dir} are damaged: {error}.", NEW_RUN
-        ) from None
-    return found
 
 
 def _require_same(settings: Settings, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
@@ -220,8 +215,21 @@ def _write_first(plan: Plan, store: Store, model: nn.Module | Tensors) -> None:
     """Write version 0 of each fragment that lacks it: the initial model, and zeros beside it."""
     schema_for(plan.settings, model).require_equal(plan.schema.model, mine="the initial model", theirs="the run")
     for index, fragment in enumerate(plan.fragments):
-        if not store.versions.kept(index):
-            _write_fragment(index, fragment, store, model, is_swarm=plan.is_swarm)
+        if store.versions.kept(index):
+            continue
+        draft = store.versions.begin(index, 0)
+        try:
+            if plan.is_swarm:
+                with initial_file(store.directory, index, os.O_RDWR | os.O_CREAT) as fd:
+                    digests = write_version(fd, fragment.version, fragment.header, model)
+                    os.fsync(fd)
+            else:
+                digests = write_version(draft.slot.fd, fragment.version, fragment.header, model)
+        except BaseException:
+            draft.abandon()
+            raise
+        written = VersionDigests(digest=fragment.version.blob_id(digests), part_digests=tuple(digests))
+        store.versions.commit(draft, written, summary_json="")
 
 
 @contextmanager
@@ -232,21 +240,3 @@ def initial_file(folder: Path, fragment: int, flags: int = os.O_RDONLY) -> Itera
         yield fd
     finally:
         os.close(fd)
-
-
-def _write_fragment(
-    index: int, plan: FragmentPlan, store: Store, model: nn.Module | Tensors, *, is_swarm: bool
-) -> None:
-    draft = store.versions.begin(index, 0)
-    try:
-        if is_swarm:
-            with initial_file(store.directory, index, os.O_RDWR | os.O_CREAT) as fd:
-                digests = write_version(fd, plan.version, plan.header, model)
-                os.fsync(fd)
-        else:
-            digests = write_version(draft.slot.fd, plan.version, plan.header, model)
-    except BaseException:
-        draft.abandon()
-        raise
-    written = VersionDigests(digest=plan.version.blob_id(digests), part_digests=tuple(digests))
-    store.versions.commit(draft, written, summary_json="")

@@ -52,7 +52,7 @@ def state_of(place: Participation, ticket: int) -> messages.TicketState:
 @pytest.mark.covers("F19")
 def test_another_sites_request_does_not_touch_a_recorded_part(server: atoll.Server, a: Participation) -> None:
     """`put_part` without its first `require_open`: `begin_part` forgets the part before it is checked."""
-    assert answer(send_part(server, a))[0] == 200
+    assert answer(send_part(server, a))[0] == 204
     lease = joined(server.url, "b")
     assert answer(send_part(server, a, lease=lease))[1]["code"] == "ticket_closed"
     assert state_of(a, note_of(a).ticket).parts == [0]
@@ -113,7 +113,7 @@ def test_a_part_that_is_sent_anew_ends_the_request_before(server: atoll.Server, 
     """Its sender has given it up: it does not keep its connection until it stands still for the idle timeout."""
     older = send_part(server, a, 1000)
     wait_until(lambda: server.status().bytes_up == 1000, "the bytes")
-    assert answer(send_part(server, a))[0] == 200
+    assert answer(send_part(server, a))[0] == 204
     with contextlib.suppress(ConnectionResetError):  # long before idle_timeout_s
         assert older.recv(1) == b""
     older.close()

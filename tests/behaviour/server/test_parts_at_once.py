@@ -83,7 +83,7 @@ def test_a_part_that_has_arrived_is_a_sign_of_life(tmp_path: Path) -> None:
         asked_s = run.state.seen_s["a"]
         raw.sendall(body)
         wait_until(lambda: run.state.seen_s["a"] > asked_s, "the sign of life of the part", 15.0)
-        assert answer(raw)[0] == 200
+        assert answer(raw)[0] == 204
         place.leave()
 
 

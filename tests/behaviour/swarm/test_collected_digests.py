@@ -15,7 +15,7 @@ from kit import serve
 import atoll
 from atoll.errors import BadRequest
 from atoll.protocol import messages, routes
-from atoll.protocol.swarm_messages import Closed, Collected, Held, PeerReport, PeerWork, Source
+from atoll.protocol.swarm_messages import ReducedRound, CollectedUpdate, Held, PeerReport, PeerWork, Source
 from atoll.transport.http_client import Http
 
 ADDRESSES = {"a": "http://127.0.0.1:9", "b": "http://127.0.0.1:10"}
@@ -38,7 +38,7 @@ class Site:
         place = place or self.address.removeprefix("http://")
         return f"atoll-ref://{place}/{'0' * 32}?expires=1#{'0' * 32}.{'0' * 64}"
 
-    def report(self, *collected: Collected, closed: Sequence[Closed] = (), held: Held | None = None) -> PeerWork:
+    def report(self, *collected: CollectedUpdate, closed: Sequence[ReducedRound] = (), held: Held | None = None) -> PeerWork:
         self._reports += 1
         reached = [address for name, address in ADDRESSES.items() if name != self.name]
         report = PeerReport(
@@ -72,9 +72,9 @@ class Offer:
             site.http.post, path, complete, messages.Receipt, timeout_s=60.0
         )
 
-    def collected(self, digest: str = "", bad: str = "") -> Collected:
+    def collected(self, digest: str = "", bad: str = "") -> CollectedUpdate:
         """What the aggregating site says of it; by default that it has it."""
-        return Collected(ticket=self.ticket, digest=digest or self._digest, source=self._source, bad=bad)
+        return CollectedUpdate(ticket=self.ticket, digest=digest or self._digest, source=self._source, bad=bad)
 
 
 @contextmanager
@@ -126,7 +126,7 @@ def test_replaces_an_aggregator_with_digests_of_no_version(tmp_path: Path) -> No
         collected = [offer.collected() for offer in offers]
         (close,) = wait_until(lambda: a.report(*collected).close, "the round that is to be reduced")
         assert aggregator(server) == "a"
-        closed = Closed(
+        closed = ReducedRound(
             fragment=0,
             version=close.version,
             tickets=[share.ticket for share in close.updates],
@@ -158,5 +158,5 @@ def test_takes_a_report_of_a_version_of_many_parts(tmp_path: Path) -> None:
     """20,000 digests are those of 320 GB in parts of 16 MiB."""
     digests = base64.b64encode(bytes(32 * 20_000)).decode()
     with swarm(tmp_path) as (_, a, _b):
-        closed = Closed(fragment=0, version=1, tickets=[1], digest="0" * 64, part_digests=digests)
+        closed = ReducedRound(fragment=0, version=1, tickets=[1], digest="0" * 64, part_digests=digests)
         assert a.report(closed=[closed]).stamp

@@ -10,7 +10,7 @@ import pytest
 from atoll.blobs.manifest import state_id
 from atoll.errors import ConfigError
 from atoll.protocol import messages
-from atoll.protocol.swarm_messages import Closed, Held, Hold, PeerReport, PeerWork, Source, Unreached, in_text
+from atoll.protocol.swarm_messages import Held, Hold, PeerReport, PeerWork, ReducedRound, Source, Unreached, in_text
 from atoll.protocol.values import FrozenRound, FrozenUpdate
 from atoll.rounds.leases import Member
 from atoll.server.swarm.assignments import SwarmView
@@ -149,7 +149,7 @@ def version(number: int) -> Held:
 def test_what_a_worker_was_told_to_drop_counts_no_more_before_it_has_heard_of_it() -> None:
     """A server that was killed before it had committed version 1 begins again, and its answers do not name that one."""
     peers, held = some("a"), [version(0), version(1)]
-    closed = [Closed(fragment=0, version=1, tickets=[1], digest=DIGEST)]
+    closed = [ReducedRound(fragment=0, version=1, tickets=[1], digest=DIGEST)]
     kept = Hold(fragment=0, version=0, digest=DIGEST, sources=[])
 
     def has() -> tuple[list[int], int]:
@@ -178,7 +178,7 @@ def test_a_version_is_checked_once_its_outer_state_is_there_too() -> None:
     run: Any = SimpleNamespace(fragments=[None], settings=None, state=None)
     view = SwarmView(run, run, run)
     view.peers = some("b")
-    closed = Closed(fragment=0, version=3, tickets=[1], digest=DIGEST, state_digests=in_text([b"s" * 32]))
+    closed = ReducedRound(fragment=0, version=3, tickets=[1], digest=DIGEST, state_digests=in_text([b"s" * 32]))
     source = Source(version="atoll-ref://b")
     for number, (state, has) in enumerate({"": False, OTHER: False, state_id([b"s" * 32]): True}.items()):
         held = Held(fragment=0, version=3, digest=DIGEST, state_digest=state, source=source)

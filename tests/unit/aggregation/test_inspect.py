@@ -10,7 +10,7 @@ import torch
 from blake3 import blake3
 from pass_world import CODECS, MIXED, OPENED, World, values
 
-from atoll.aggregation.check_arriving_parts import ELEMENTS, ROW, RUN_BYTES, ArrivingPart, Inspection
+from atoll.aggregation.check_arriving_parts import ELEMENTS, ROW, RUN_BYTES, Inspection, PartChecker
 from atoll.errors import StateCorrupt
 from atoll.tensors.layout import update_layout
 from atoll.tensors.schema import BUFFERS, Schema, TensorSpec
@@ -48,7 +48,7 @@ def arrive(inspection, part, content, sizes, write=None):
         at += count
         return count
 
-    arriving = ArrivingPart(inspection, part, write or written, fd)
+    arriving = PartChecker(inspection, part, write or written, fd)
     while not arriving.complete:
         arriving.take(fill)
     return arriving.stats, runs

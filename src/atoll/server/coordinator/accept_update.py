@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, MutableMapping, Sequence
 
 from atoll.aggregation.plan import Plan
-from atoll.errors import AtollError, DiskFull, StoreError, UpdateRefused
+from atoll.errors import AtollError, StoreError, UpdateRefused, passing
 from atoll.protocol import messages
 from atoll.rounds import events
 from atoll.server.coordinator.ledger import Ledger
@@ -59,10 +59,9 @@ class UpdateAdmission:
             row = self._store.tickets.accept(
                 ticket, message.digest, message.weight, message.steps, dict(message.metrics), norm
             )
-        except DiskFull:
-            raise
         except StoreError as error:
-            self._fail(error)
+            if passing(error) is None:
+                self._fail(error)
             raise
         self._on_accepted(row, self._ledger.state.rounds[row.fragment].number)
         self._ledger.apply(events.UpdateAccepted(ticket, row.accepted_order))
@@ -127,15 +126,11 @@ class UpdateAdmission:
         if presence.refused_in_a_row >= REFUSALS and member is not None:
             error = f"{presence.refused_in_a_row} updates in a row were refused, the last because {reason}"
             self._ledger.apply(events.WorkerLeft(site, member.lease, error))
-        raise UpdateRefused(f"The update of {site} is refused: {reason}.", f"{self._next(ticket)}; {remedy}")
-
-    def _next(self, ticket: int) -> str:
-        """Return what the round of a refused update does next, as the begin of a sentence."""
         state = self._ledger.state
-        round_ = state.rounds[self._store.tickets.get(ticket).fragment]
+        round_, then = state.rounds[self._store.tickets.get(ticket).fragment], "The round goes on with the others"
         if round_.phase == "open" and len(round_.expected) < state.rules.floor:
-            return f"The round waits: it needs {state.rules.floor} updates ({state.rules.floor_name})"
-        return "The round goes on with the others"
+            then = f"The round waits: it needs {state.rules.floor} updates ({state.rules.floor_name})"
+        raise UpdateRefused(f"The update of {site} is refused: {reason}.", f"{then}; {remedy}")
 
 
 def staleness(head: int, version: int, lost: Sequence[int]) -> int:
@@ -148,14 +143,12 @@ def outcome_of(store: Store, row: TicketRow) -> messages.Outcome:
     behind = 0
     if row.version is not None and row.version > row.base_version + 1:
         behind = staleness(row.version - 1, row.base_version, store.run_log.lost_versions(row.fragment))
-    return messages.Outcome.model_validate(
-        {
-            "ticket": row.ticket,
-            "state": row.state,
-            "base_version": row.base_version,
-            "version": row.version,
-            "digest": row.digest or "",
-            "staleness": behind,
-            "reason": row.reason or "",
-        }
+    return messages.Outcome(
+        ticket=row.ticket,
+        state=row.state,
+        base_version=row.base_version,
+        version=row.version,
+        digest=row.digest or "",
+        staleness=behind,
+        reason=row.reason or "",
     )

@@ -91,7 +91,6 @@ class LocalRounds:
             self._aggregator = Aggregator(
                 self._plan, lambda error: loop.call_soon_threadsafe(fail, error), self._filtering
             )
-            self._aggregator.start()
 
     def offer(self, ticket: TicketRow, number: int) -> None:
         """Give an accepted update to an aggregator that takes them as they arrive."""

@@ -9,7 +9,7 @@ import logging
 import math
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from pathlib import Path
 from typing import TypeVar
@@ -338,15 +338,28 @@ class Behind:
 
     async def _saved(self, what: str, save: Callable[[], T]) -> T:
         """Run `save` in a thread; while space or open files are lacking, try again."""
-        while True:
-            try:
-                return await asyncio.get_running_loop().run_in_executor(self._io, save)
-            except (AtollError, OSError) as error:
-                reason = passing(error)
-                if reason is None:
-                    raise
-                LOG.error("%s could not be saved: %s Trying again in %g s.", what, reason, RETRY_S)
-                await asyncio.sleep(RETRY_S)
+        loop = asyncio.get_running_loop()
+        return await until_passed(lambda: loop.run_in_executor(self._io, save), f"{what} could not be saved")
+
+
+async def until_passed(
+    attempt: Callable[[], Awaitable[T]], problem: str, note: Callable[[str], None] = lambda reason: None
+) -> T:
+    """Return what an attempt does; while space or open files are lacking, log the problem and try again.
+
+    Args:
+        note: called with what is lacking.
+    """
+    while True:
+        try:
+            return await attempt()
+        except Exception as error:
+            reason = passing(error)
+            if reason is None:
+                raise
+            note(reason)
+            LOG.error("%s: %s Trying again in %g s.", problem, reason, RETRY_S)
+            await asyncio.sleep(RETRY_S)
 
 
 async def over(*tasks: asyncio.Task[None] | None) -> None:

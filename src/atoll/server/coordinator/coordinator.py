@@ -11,6 +11,7 @@ import contextlib
 import functools
 import logging
 import math
+import operator
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +21,6 @@ from typing import Any, Literal, Protocol
 from atoll.aggregation.check_arriving_parts import PartStats
 from atoll.aggregation.plan import Plan, placed_settings
 from atoll.errors import (
-    RETRY_S,
     AtollError,
     BadRequest,
     Busy,
@@ -30,7 +30,6 @@ from atoll.errors import (
     Gone,
     RunFailed,
     TicketClosed,
-    passing,
 )
 from atoll.protocol import messages, routes, status_messages, swarm_messages, task_messages
 from atoll.rounds import events, waiting
@@ -40,7 +39,7 @@ from atoll.runtime import failpoint, stay_single_threaded
 from atoll.server.coordinator.accept_update import UpdateAdmission, outcome_of
 from atoll.server.coordinator.admission import counted_of, require_fit, run_info
 from atoll.server.coordinator.aggregate_round import LocalRounds, in_words
-from atoll.server.coordinator.background_writes import Behind, measured_of, missing, over, value_of
+from atoll.server.coordinator.background_writes import Behind, measured_of, missing, over, until_passed, value_of
 from atoll.server.coordinator.ledger import Ledger, record_in, snapshot_of
 from atoll.server.coordinator.long_polls import FairEvent
 from atoll.server.coordinator.persistor import Persistor
@@ -656,18 +655,15 @@ class Coordinator:
         """Have a frozen round reduced and committed; a full disk is waited for, every other error ends the server."""
         await over(self._saving_best)  # a commit later, and the version may be gone
         number = self.state.rounds[fragment].number
-        while True:
-            try:
-                committed = await self._rounds.aggregate(fragment, base_version, tickets, number)
-                break
-            except Exception as error:
-                reason = passing(error)
-                if reason is None:
-                    self._fail_by(error, f"Round {number}", "Restarting the server runs it again.")
-                    return
-                self.trouble[fragment] = reason
-                LOG.error("round %d cannot be written: %s Trying again in %g s.", number, reason, RETRY_S)
-                await asyncio.sleep(RETRY_S)
+        try:
+            committed = await until_passed(
+                lambda: self._rounds.aggregate(fragment, base_version, tickets, number),
+                f"round {number} cannot be written",
+                functools.partial(operator.setitem, self.trouble, fragment),
+            )
+        except Exception as error:
+            self._fail_by(error, f"Round {number}", "Restarting the server runs it again.")
+            return
         if committed is not None:
             self._follow_commit(*committed)
 

@@ -48,22 +48,27 @@ class _Pin:
     """A spool that the process has.
 
     Attributes:
-        over: whether its round is, so that the process keeps it of its own will.
         asked: whether the process was told to give it back.
     """
 
     pool: SlotPool
     slot: Slot
-    over: bool = False
     asked: bool = False
 
 
 class Aggregator:
-    """The process of the run's aggregator; `start` it before anything else.
+    """The process of the run's aggregator, which is started and loads it.
 
     Args:
         on_failed: called, by any thread, when the aggregator fails while no round waits for it.
+
+    Raises:
+        ConfigError: it cannot be loaded; the message says why.
+        RunFailed: it fails when it is made, or does not begin in two minutes.
     """
+
+    _process: subprocess.Popen[bytes]
+    _channel: Channel
 
     def __init__(self, plan: Plan, on_failed: Callable[[AtollError], object], filtering: Filtering) -> None:
         self._filtering = filtering
@@ -82,17 +87,16 @@ class Aggregator:
         self._closed: set[int] = set()
         self._next_id, self._incremental = 0, False
         self._offers = ThreadPoolExecutor(1, thread_name_prefix="atoll-offer")
-        self._process: subprocess.Popen[bytes] | None = None
+        self._start()
+        try:
+            self._load()
+        except BaseException:
+            self.close()
+            raise
 
     # -- life
 
-    def start(self) -> None:
-        """Start the process and let it load the aggregator.
-
-        Raises:
-            ConfigError: it cannot be loaded; the message says why.
-            RunFailed: it fails when it is made, or does not begin in two minutes.
-        """
+    def _start(self) -> None:
         mine, theirs = Channel.pair()
         environment = {key: value for key, value in os.environ.items() if key != "ATOLL_FAILPOINTS"}
         try:
@@ -108,6 +112,8 @@ class Aggregator:
             theirs.close()
         self._channel = Channel(mine)
         threading.Thread(target=self._listen, name="atoll-aggregator", daemon=True).start()
+
+    def _load(self) -> None:
         begin = {
             "what": "begin",
             "schema": self._plan.schema.to_json(),
@@ -128,12 +134,10 @@ class Aggregator:
         with self._heard:
             self._closing = True
         self._offers.shutdown(wait=True, cancel_futures=True)
-        if self._process is None:
-            return
         self._channel.close()
         slow = threading.Timer(END_S, self._process.kill)
         slow.start()
-        self._buried(self._process)
+        self._buried()
         slow.cancel()
         self._drop_all()
         if self._result_fd is not None:
@@ -218,8 +222,6 @@ class Aggregator:
     def _limit_kept(self) -> None:
         """Ask for the oldest updates that it keeps beyond their round, if they are too many."""
         with self._heard:
-            for pin in self._pins.values():
-                pin.over = True
             kept = [identity for identity, pin in self._pins.items() if not pin.asked]
             most = self._settings.aggregation.max_kept_updates
             surplus = kept[: max(0, len(kept) - most)]
@@ -242,7 +244,6 @@ class Aggregator:
         try:
             self._channel.send(message, fd)
         except OSError:
-            assert self._process is not None
             self._process.kill()
 
     # -- answers
@@ -262,7 +263,6 @@ class Aggregator:
                         self._failed = self._failure(
                             number, f"it has neither read nor given a tensor for {timeout_s:g} s and was ended"
                         )
-                        assert self._process is not None
                         self._process.kill()
                         break
                     self._heard.wait(LOOK_S)
@@ -281,20 +281,17 @@ class Aggregator:
             except (EOFError, OSError):
                 break
             self._hear(message)
-        assert self._process is not None
-        code = self._buried(self._process)
+        code = self._buried()
         self._drop_all()
         how = f"signal {-code}" if code < 0 else f"exit code {code}"
         self._fail(0, f"its process ended with {how}")
 
-    @staticmethod
-    def _buried(process: subprocess.Popen[bytes]) -> int:
+    def _buried(self) -> int:
         """Wait for the end of the process; its forks end with it, since they may hold spools, too."""
-        with contextlib.suppress(ChildProcessError):  # another thread was first
-            os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-        return process.wait()
+        with contextlib.suppress(ChildProcessError, ProcessLookupError):  # another thread was first; no fork is left
+            os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)
+            os.killpg(self._process.pid, signal.SIGKILL)
+        return self._process.wait()
 
     def _hear(self, message: dict[str, Any]) -> None:
         if message["what"] == "error":

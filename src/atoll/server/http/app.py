@@ -7,21 +7,22 @@ import logging
 import os
 import re
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
+from prometheus_client import CollectorRegistry, generate_latest
 from pydantic import BaseModel, ValidationError
 
 from atoll.errors import AtollError, BadRequest, StoreError, no_more_files, out_of_memory, passing
 from atoll.protocol import messages, routes, status_messages
-from atoll.protocol.openapi import OPERATIONS, Operation, openapi
+from atoll.protocol.openapi import HEX_DIGITS, OPERATIONS, Operation, openapi
 from atoll.server.coordinator.build_status import status_of
 from atoll.server.coordinator.coordinator import Coordinator
 from atoll.server.http.auth import Gate
 from atoll.server.http.byte_routes import ByteRoutes
-from atoll.server.http.prometheus import prometheus
+from atoll.server.http.prometheus import RunMetrics
 from atoll.server.http.receive_parts import PartReceiver
 from atoll.store.journal import journal_failed
 from atoll.store.store import directory_gone
@@ -48,25 +49,18 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 def make_app(coordinator: Coordinator, gate: Gate, version: str) -> web.Application:
-    """The application that serves a run.
-
-    Raises:
-        AttributeError: an operation has no handler.
-    """
+    """Return the application that serves a run; it fails if an operation has no handler."""
     app = web.Application(client_max_size=routes.CONTROL_BODY_BYTES, middlewares=[_guard(gate, coordinator)])
     owners = (
-        ServerPages(coordinator),
+        ServerPages(coordinator, version),
         ByteRoutes(coordinator),
         PartReceiver(coordinator),
         coordinator,
         coordinator.task_queue,
     )
-    document = openapi(version)
     for operation in OPERATIONS:
-        if operation.name == "get_openapi":
-            handler: Handler = _document(document)
-        else:
-            handler = _adapt(operation, _method(owners, operation.name), coordinator)
+        method = next(getattr(owner, operation.name) for owner in owners if hasattr(owner, operation.name))
+        handler = _adapt(operation, method, coordinator)
         app.router.add_route(operation.method, operation.path, handler, name=operation.name)
     return app
 
@@ -74,8 +68,12 @@ def make_app(coordinator: Coordinator, gate: Gate, version: str) -> web.Applicat
 class ServerPages:
     """What a monitor reads."""
 
-    def __init__(self, coordinator: Coordinator) -> None:
-        self._run = coordinator
+    def __init__(self, coordinator: Coordinator, version: str) -> None:
+        self._run, self._document = coordinator, openapi(version)
+
+    async def get_openapi(self) -> web.Response:
+        """Return the OpenAPI document."""
+        return web.json_response(self._document)
 
     async def get_status(self) -> status_messages.Status:
         """Return all there is to know of the run at this moment."""
@@ -83,30 +81,14 @@ class ServerPages:
 
     async def get_metrics(self) -> web.Response:
         """Return metrics in the text format of Prometheus."""
-        return web.Response(
-            body=prometheus(self._run), headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"}
-        )
+        registry = CollectorRegistry()
+        registry.register(RunMetrics(self._run))
+        headers = {"Content-Type": "text/plain; version=0.0.4; charset=utf-8"}
+        return web.Response(body=generate_latest(registry), headers=headers)
 
     async def get_health(self) -> str:
         """Return `ok`; no token is needed."""
         return "ok\n"
-
-
-def _method(owners: Sequence[object], name: str) -> Callable[..., Awaitable[Any]]:
-    """Return the first owner's method of this name."""
-    found: Callable[..., Awaitable[Any]] | None = next(
-        (method for owner in owners if (method := getattr(owner, name, None)) is not None), None
-    )
-    if found is None:
-        raise AttributeError(f"the operation {name} has no handler")
-    return found
-
-
-def _document(document: dict[str, Any]) -> Handler:
-    async def get_openapi(_: web.Request) -> web.StreamResponse:
-        return web.json_response(document)
-
-    return get_openapi
 
 
 def _adapt(operation: Operation, method: Callable[..., Awaitable[Any]], coordinator: Coordinator) -> Handler:
@@ -115,7 +97,8 @@ def _adapt(operation: Operation, method: Callable[..., Awaitable[Any]], coordina
 
     async def handle(request: web.Request) -> web.StreamResponse:
         arguments: dict[str, Any] = {
-            name: _READERS.get(name, _number)(name, text) for name, text in request.match_info.items()
+            name: _hex(name, text, HEX_DIGITS[name]) if name in HEX_DIGITS else _number(name, text)
+            for name, text in request.match_info.items()
         }
         if operation.secret:
             arguments["secret"] = _hex("the secret", request.headers.get(routes.SECRET_HEADER, ""), 32)
@@ -174,14 +157,6 @@ def _hex(name: str, text: str, digits: int) -> str:
         shown = "" if name == "the secret" else f" {text[:80]!r},"
         raise BadRequest(f"{name} is{shown} not what this server has issued.", f"It has {digits} hexadecimal digits.")
     return text
-
-
-_READERS: dict[str, Callable[[str, str], Any]] = {
-    "digest": lambda name, text: _hex(name, text, 64),
-    "object": lambda name, text: _hex(name, text, 32),
-    "task": lambda name, text: _hex(name, text, 32),
-}
-"""Parameters of a path that are no numbers."""
 
 
 def _guard(gate: Gate, coordinator: Coordinator) -> Any:

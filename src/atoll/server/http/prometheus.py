@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -12,18 +11,14 @@ from atoll.server.coordinator.build_status import status_of
 from atoll.server.coordinator.coordinator import Coordinator
 
 
-def prometheus(run: Coordinator) -> bytes:
-    """The text exposition of a run."""
-    registry = CollectorRegistry()
-    registry.register(_RunCollector(run))
-    return generate_latest(registry)
+class RunMetrics(Collector):
+    """The metrics of a run, collected from its status."""
 
-
-class _RunCollector(Collector):
     def __init__(self, run: Coordinator) -> None:
         self._run = run
 
     def collect(self) -> Iterator[Metric]:
+        """Yield them."""
         status = status_of(self._run)
         yield GaugeMetricFamily("atoll_version", "Version at the head.", value=status.version)
         yield GaugeMetricFamily(

@@ -12,14 +12,13 @@ from dataclasses import dataclass, field
 from aiohttp import web
 from blake3 import blake3
 
-from atoll.aggregation.check_arriving_parts import ArrivingPart, Inspection, PartStats
+from atoll.aggregation.check_arriving_parts import Inspection, PartChecker
 from atoll.errors import BadRequest, Busy, Conflict, Gone, PartCorrupt
-from atoll.protocol import messages, routes
+from atoll.protocol import routes
 from atoll.rounds.events import WorkerSeen
 from atoll.server.coordinator.coordinator import Coordinator
 from atoll.server.coordinator.roster import Lease
 from atoll.store.kept_objects import Kept, ObjectStore
-from atoll.store.update_spool import PartWriter
 from atoll.tensors.layout import Part
 from atoll.transport.receive_upload import Fill, PartSink, break_off, receive_part, require_part_bytes
 
@@ -39,7 +38,7 @@ class PartReceiver:
         self._under_way: dict[Hashable, tuple[str, web.Request]] = {}
         self._writers: dict[tuple[str, int], _ObjectPart] = {}
 
-    async def put_part(self, lease: Lease, ticket: int, part: int, request: web.Request) -> messages.PartReceipt:
+    async def put_part(self, lease: Lease, ticket: int, part: int, request: web.Request) -> None:
         """Take the part of an update that a request brings."""
         coordinator = self._coordinator
         fragment, settings = coordinator.store.tickets.get(ticket).fragment, coordinator.settings
@@ -58,16 +57,18 @@ class PartReceiver:
             spool, inspection = coordinator.store.tickets.spool(ticket), self._inspections[fragment]
             writer = await asyncio.get_running_loop().run_in_executor(coordinator.io, spool.begin_part, part)
             try:
-                stats = await self._inspected(request, lease.site, inspection, planned, writer, spool.fd)
+                check = PartChecker(inspection, planned, writer.write, spool.fd)
+                digest = await self._receive(request, check, lease.site)
+                stats = check.stats
+                assert stats is not None
+                if stats.digest != digest:
+                    raise PartCorrupt(f"Part {part} arrived damaged.", "Send this part again.")
                 coordinator.record_part(lease, ticket, part, stats, writer)
             finally:
                 writer.abandon()
         coordinator.apply(WorkerSeen(lease.site, lease.number))
-        return messages.PartReceipt(ticket=ticket, part=part, digest=stats.digest.hex())
 
-    async def put_object_part(
-        self, object: str, part: int, secret: str, request: web.Request
-    ) -> messages.ObjectPartReceipt:
+    async def put_object_part(self, object: str, part: int, secret: str, request: web.Request) -> None:
         """Take the part of an object that a request brings."""
         coordinator, loop = self._coordinator, asyncio.get_running_loop()
         if (request.content_length or 0) <= routes.DIGEST_BYTES:
@@ -97,7 +98,6 @@ class PartReceiver:
                 if self._writers.get(key) is writer:
                     del self._writers[key]
                 await asyncio.shield(loop.run_in_executor(coordinator.io, writer.end))
-        return messages.ObjectPartReceipt(object=object, part=part, digest=sent.hex())
 
     @contextmanager
     def _under_way_alone(self, key: Hashable, sender: str, most: int, request: web.Request) -> Iterator[None]:
@@ -121,17 +121,6 @@ class PartReceiver:
         finally:
             if self._under_way.get(key) is mine:
                 del self._under_way[key]
-
-    async def _inspected(
-        self, request: web.Request, site: str, inspection: Inspection, part: Part, writer: PartWriter, fd: int
-    ) -> PartStats:
-        arriving = ArrivingPart(inspection, part, writer.write, fd)
-        digest = await self._receive(request, arriving, site)
-        stats = arriving.stats
-        assert stats is not None
-        if stats.digest != digest:
-            raise PartCorrupt(f"Part {part.index} arrived damaged.", "Send this part again.")
-        return stats
 
     async def _receive(self, request: web.Request, sink: PartSink, site: str = "") -> bytes:
         coordinator = self._coordinator

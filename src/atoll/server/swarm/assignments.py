@@ -22,7 +22,7 @@ from atoll.aggregation.plan import Plan
 from atoll.blobs.manifest import state_id
 from atoll.errors import UpdateRefused
 from atoll.protocol import messages, status_messages
-from atoll.protocol.swarm_messages import Closed, Collect, Held, Hold, PeerReport, PeerWork, digests_in
+from atoll.protocol.swarm_messages import Collect, Held, Hold, PeerReport, PeerWork, ReducedRound, digests_in
 from atoll.protocol.values import FrozenRound
 from atoll.rounds import events
 from atoll.rounds.sampling import appointed, to_hold, turn
@@ -166,7 +166,7 @@ class SwarmView:
             wanted.append(self._candidate(at, closed))
         return wanted
 
-    def _candidate(self, at: Assignment, closed: Closed) -> Hold:
+    def _candidate(self, at: Assignment, closed: ReducedRound) -> Hold:
         held = self.peers[at.aggregator].held.get((closed.fragment, closed.version))
         assert closed.digest is not None
         return Hold(
@@ -244,7 +244,7 @@ class SwarmView:
         tickets = self._ledger.state.rounds[fragment].tickets.values()
         return sorted(ticket.id for ticket in tickets if ticket.is_live and ticket.id in self.offers)
 
-    def has(self, site: str, closed: Closed) -> bool:
+    def has(self, site: str, closed: ReducedRound) -> bool:
         """Whether a worker has a new version, with its outer state."""
         held = self.peers[site].held.get((closed.fragment, closed.version))
         return (
@@ -255,7 +255,7 @@ class SwarmView:
 
     # -- what the aggregating worker says of its round
 
-    def closed(self, at: Assignment) -> Closed | None:
+    def closed(self, at: Assignment) -> ReducedRound | None:
         """Return the new version as the aggregator reports it; None if it is not done."""
         return next((each for each in self._reported(at) if self._is_sound(each)), None)
 
@@ -268,7 +268,7 @@ class SwarmView:
                 return closed.failed or "its digests make up no version"
         return ""
 
-    def _reported(self, at: Assignment) -> list[Closed]:
+    def _reported(self, at: Assignment) -> list[ReducedRound]:
         """Return what the aggregator says of this very round."""
         closing = at.closing
         if closing is None or not self.peers.is_alive(at.aggregator):
@@ -276,7 +276,7 @@ class SwarmView:
         key = (closing.fragment, closing.version, closing.tickets)
         return [each for each in self.peers[at.aggregator].closed if (each.fragment, each.version, each.tickets) == key]
 
-    def _is_sound(self, closed: Closed) -> bool:
+    def _is_sound(self, closed: ReducedRound) -> bool:
         """Whether the digests make up a version: they go into the journal, and workers pull by them."""
         layout = self._plan.fragments[closed.fragment].version
         try:
@@ -597,7 +597,7 @@ class Swarm:
             at.checker, at.checks_s = next(iter(able), ""), time.monotonic()
             self._tell()
 
-    def _commit(self, frozen: FrozenRound, at: Assignment, closed: Closed) -> Committed:
+    def _commit(self, frozen: FrozenRound, at: Assignment, closed: ReducedRound) -> Committed:
         grad_norm = math.inf if closed.grad_norm is None else closed.grad_norm
         summary = summary_of(frozen, closed.seconds, grad_norm)
         summary = summary.model_copy(update={"aggregator": at.aggregator, "checker": at.checker})

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from atoll.errors import BadRequest, ConfigError, UsageError
 from atoll.protocol import messages
-from atoll.protocol.swarm_messages import Closed, Collected, Held, PeerReport, PeerWork
+from atoll.protocol.swarm_messages import CollectedUpdate, Held, PeerReport, PeerWork, ReducedRound
 from atoll.rounds.leases import Member
 from atoll.tensors.reference import TensorRef
 
@@ -42,8 +42,8 @@ class Peer:
     until_s: float = math.inf
     leaving: bool = False
     held: dict[tuple[int, int], Held] = field(default_factory=dict)
-    collected: dict[int, Collected] = field(default_factory=dict)
-    closed: list[Closed] = field(default_factory=list)
+    collected: dict[int, CollectedUpdate] = field(default_factory=dict)
+    closed: list[ReducedRound] = field(default_factory=list)
     reached: set[str] = field(default_factory=set)
     unreached: dict[str, str] = field(default_factory=dict)
     tried_s: dict[str, float] = field(default_factory=dict)

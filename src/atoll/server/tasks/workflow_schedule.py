@@ -19,11 +19,12 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 from atoll.config import TRAIN, Settings, WorkflowEntry, entries_of
-from atoll.errors import RETRY_S, AtollError, ConfigError, DiskFull, RunFailed, UsageError
+from atoll.errors import AtollError, ConfigError, RunFailed, UsageError
 from atoll.protocol import status_messages
 from atoll.protocol.task_messages import Evaluation
 from atoll.rounds import events
 from atoll.runtime import failpoint
+from atoll.server.coordinator.background_writes import until_passed
 from atoll.server.coordinator.coordinator import Coordinator
 from atoll.server.tasks.task_payloads import TaskFilters
 from atoll.server.tasks.user_code import Components, Function
@@ -253,7 +254,8 @@ class WorkflowSchedule:
                 await (self._train(step) if step.trains else self._send_tasks(step, place))
                 step.state = "done"
                 if self.recorded:
-                    await self._record(place, step)
+                    record = functools.partial(self._record, place, step.entry.name)
+                    await until_passed(record, f"the end of {step.entry.name} cannot be written")
             except AtollError as error:
                 step.state, step.detail = "failed", f"{error.message} {error.remedy}"
                 self._run.fail(error)
@@ -267,17 +269,18 @@ class WorkflowSchedule:
         self._run.task_queue.finish()
         self._run.finished.set()
 
-    async def _record(self, place: int, step: WorkflowRun) -> None:
-        def record() -> None:
-            self._run.store.run_log.end_workflow(place, step.entry.name)
-            failpoint("workflow.ended")
-
-        await _until_written(record, f"the end of {step.entry.name} cannot be written")
+    async def _record(self, place: int, name: str) -> None:
+        self._run.store.run_log.end_workflow(place, name)
+        failpoint("workflow.ended")
 
     async def _train(self, step: WorkflowRun) -> None:
         run, queue = self._run, self._run.task_queue
         queue.rounds = "now"
-        await _until_written(lambda: run.apply(events.TrainingBegins()), "training cannot begin")
+
+        async def begin() -> None:
+            run.apply(events.TrainingBegins())
+
+        await until_passed(begin, "training cannot begin")
         run.wake()
         try:
             await self._watched(run.trained.wait(), step, self._require_begun)
@@ -375,17 +378,6 @@ class WorkflowSchedule:
             return await future
         finally:
             future.cancel()
-
-
-async def _until_written(write: Callable[[], object], problem: str) -> None:
-    """Write to the journal; wait while the disk is full."""
-    while True:
-        try:
-            write()
-            return
-        except DiskFull as error:
-            LOG.error("%s: %s Trying again.", problem, error)
-            await asyncio.sleep(RETRY_S)
 
 
 def _call(

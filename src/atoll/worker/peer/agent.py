@@ -31,13 +31,13 @@ from atoll.errors import TRANSIENT, UNPULLED, AtollError, LeaseLost, StateCorrup
 from atoll.posix import replace_file
 from atoll.protocol import routes
 from atoll.protocol.swarm_messages import (
-    Closed,
     Collect,
-    Collected,
+    CollectedUpdate,
     Held,
     Hold,
     PeerReport,
     PeerWork,
+    ReducedRound,
     SwarmPlan,
     Unreached,
     in_text,
@@ -64,12 +64,14 @@ class UpdateDamaged(StateCorrupt):
         self.ticket = share.ticket
 
 
-def failed(work: FrozenRound, why: str, *, overflows: bool = False) -> Closed:
+def failed(work: FrozenRound, why: str, *, overflows: bool = False) -> ReducedRound:
     """Return the report of a round that could not be reduced here."""
-    return Closed(fragment=work.fragment, version=work.version, tickets=work.tickets, failed=why, overflows=overflows)
+    return ReducedRound(
+        fragment=work.fragment, version=work.version, tickets=work.tickets, failed=why, overflows=overflows
+    )
 
 
-def failed_by(error: Exception, work: FrozenRound, folder: Path) -> Closed:
+def failed_by(error: Exception, work: FrozenRound, folder: Path) -> ReducedRound:
     """Return the report of a round that ended with an error. A traceback goes into the log of this worker.
 
     Args:
@@ -160,8 +162,8 @@ class SwarmPeer:
         self._work = PeerWork(stamp=0)
         self._number = self._moved = 0
         self._spools: dict[int, Spool] = {}  # by ticket
-        self._collected: dict[int, Collected] = {}
-        self._closed: dict[Key, Closed] = {}
+        self._collected: dict[int, CollectedUpdate] = {}
+        self._closed: dict[Key, ReducedRound] = {}
         self._reached: dict[str, None] = {}  # in their order
         self._unreached: dict[str, str] = {}
         self._jobs: set[Key] = set()
@@ -374,7 +376,10 @@ class SwarmPeer:
 
     def _collect(self, collect: Collect) -> None:
         """Get an update into a spool, and look what it holds."""
-        ticket, found = collect.ticket, Collected(ticket=collect.ticket, digest=collect.digest, source=collect.source)
+        ticket, found = (
+            collect.ticket,
+            CollectedUpdate(ticket=collect.ticket, digest=collect.digest, source=collect.source),
+        )
         with self._store.taken(collect.fragment, SPOOL) as (slot,):
             assert slot is not None
             spool: Spool | None
@@ -426,7 +431,7 @@ class SwarmPeer:
 
     def _reduce(
         self, work: FrozenRound, base: Version, spools: Mapping[int, Spool], version: Slot, state: Slot | None
-    ) -> tuple[Version, Closed]:
+    ) -> tuple[Version, ReducedRound]:
         """Reduce a frozen round with the same pass as a server's, and write the next version into these slots.
 
         Args:
@@ -463,7 +468,7 @@ class SwarmPeer:
             result.part_digests,
             result.state_digests,
         )
-        closed = Closed(
+        closed = ReducedRound(
             fragment=work.fragment,
             version=work.version,
             tickets=work.tickets,
@@ -489,7 +494,7 @@ class SwarmPeer:
         jobs = [(share, part) for share in work.updates for part in parts]
         run_jobs(jobs, self._plan.threads, lambda: look, self._stopping)
 
-    def _ended(self, closed: Closed, work: FrozenRound) -> None:
+    def _ended(self, closed: ReducedRound, work: FrozenRound) -> None:
         with self._lock:
             self._closed[key_of(work)] = closed
 
