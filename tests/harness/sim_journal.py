@@ -10,8 +10,38 @@ from dataclasses import dataclass, field, replace
 from atoll.rounds import events
 from atoll.rounds.early_stopping import Measured, Tracking
 from atoll.rounds.leases import Member
-from atoll.rounds.state import ClosingRound, FragmentSnapshot, OpenRound, Snapshot, State, Ticket
-from atoll.rounds.state_rows import snapshot
+from atoll.rounds.state import ClosingRound, FragmentSnapshot, OpenRound, Rules, Snapshot, State
+from atoll.rounds.state_rows import restore
+from atoll.rounds.transitions import Ticket
+
+
+def initial(rules: Rules, heads: tuple[int, ...] = ()) -> State:
+    """A run without members; `heads` are the versions that it starts from, 0 by default."""
+    return restore(rules, Snapshot(tuple(map(FragmentSnapshot, heads or (0,) * rules.fragments))), 0.0)[0]
+
+
+def snapshot(state: State) -> Snapshot:
+    """What a journal holds when every effect up to `state` is in it; times are left out."""
+    fragments = tuple(
+        FragmentSnapshot(
+            head=round_.head,
+            open=OpenRound(round_.head, tuple(sorted(round_.expected))) if round_.phase == "open" else None,
+            frozen=ClosingRound(round_.head, round_.frozen) if round_.phase == "closing" else None,
+            started=round_.phase != "gathering",
+            lost=round_.lost,
+        )
+        for round_ in state.rounds
+    )
+    tickets = (ticket for round_ in state.rounds for ticket in round_.tickets.values())
+    return Snapshot(
+        fragments=fragments,
+        members=tuple(sorted(state.members.values(), key=lambda member: member.site)),
+        tickets=tuple(sorted(tickets, key=lambda ticket: ticket.id)),
+        next_ticket=state.next_ticket,
+        next_lease=state.next_lease,
+        finished=state.finished,
+        progress=state.progress,
+    )
 
 
 @dataclass

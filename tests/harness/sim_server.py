@@ -15,7 +15,7 @@ from atoll.rounds import events, state_rows, waiting
 from atoll.rounds.state import Rules, State
 from atoll.server.coordinator.ledger import FACTS, Ledger
 from harness.sim_checks import Checks, MadeUpdate
-from harness.sim_journal import SimJournal
+from harness.sim_journal import SimJournal, initial, snapshot
 
 PASS_S = 2.0
 RESTART_S = 3.0
@@ -102,7 +102,7 @@ class SimServer:
         self.rules, self.world, self.disk, self.checks, self.mutant = rules, world, disk, checks, mutant
         self._event: events.Event | None = None
         self.ledger = self._new_ledger()
-        self.ledger.restore(state_rows.snapshot(state_rows.initial(rules)))
+        self.ledger.restore(snapshot(initial(rules)))
         self.journal = RunJournal(SimJournal.of(self.state).fragments, model=[Fraction(0)] * rules.fragments)
         self._written = False
         self.up = True
@@ -194,7 +194,7 @@ class SimServer:
             lost = [replace(f, open=f.open and replace(f.open, expected=())) for f in journal.fragments]
             journal = replace(journal, fragments=tuple(lost))
         restored, undone = state_rows.restore(self.rules, journal, self._clock_s())
-        twice = state_rows.restore(self.rules, state_rows.snapshot(restored), self._clock_s())
+        twice = state_rows.restore(self.rules, snapshot(restored), self._clock_s())
         self.checks.require(twice == (restored, ()), "restoring what was restored changes it")
         self._armed_s = None
         self.ledger = self._new_ledger()
@@ -225,8 +225,8 @@ class SimServer:
             return
         restored, undone = state_rows.restore(self.rules, self.journal.snapshot(), self._clock_s())
         self.checks.require(
-            undone == () and state_rows.snapshot(restored) == state_rows.snapshot(self.state),
-            f"the journal makes {state_rows.snapshot(restored)} of {state_rows.snapshot(self.state)}; undone: {undone}",
+            undone == () and snapshot(restored) == snapshot(self.state),
+            f"the journal makes {snapshot(restored)} of {snapshot(self.state)}; undone: {undone}",
         )
 
     def _serve(self, request: Request, replies: list[Reply]) -> None:

@@ -10,16 +10,8 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
-
-class AcceptedUpdate(NamedTuple):  # many are made, for every event: a tuple costs a third of a dataclass
-    """An update that is in the journal; `order` is its place among all that were ever accepted."""
-
-    ticket: int
-    site: str
-    base_version: int
-    order: int = 0
+from atoll.rounds.transitions import Ticket
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +20,7 @@ class RoundView:
 
     Args:
         expected: sites of updates that the round waits for or has, sorted.
-        accepted: sorted by site.
+        accepted: the tickets of updates that are in and not taken, sorted by site.
         floor: the fewest updates with which this round may close, at least 1.
         floor_name: the setting that it comes from.
         opened_s: when the round opened, on the clock of `now_s`.
@@ -41,7 +33,7 @@ class RoundView:
     head_version: int
     opened_s: float
     expected: tuple[str, ...]
-    accepted: tuple[AcceptedUpdate, ...]
+    accepted: tuple[Ticket, ...]
     floor: int
     floor_name: str
     number: int = 1
@@ -51,7 +43,7 @@ class RoundView:
     @property
     def missing(self) -> tuple[str, ...]:
         """Expected sites without an update."""
-        here = {update.site for update in self.accepted}
+        here = {ticket.site for ticket in self.accepted}
         return tuple(site for site in self.expected if site not in here)
 
 
@@ -114,7 +106,7 @@ class Barrier(Policy):
             return Wait(f"waits for another site: {len(view.expected)} of {view.floor_name} {view.floor} alive")
         if missing := view.missing:
             return Wait(f"waits for {listed(missing)}")
-        return Close(tuple(update.ticket for update in view.accepted))
+        return Close(tuple(ticket.id for ticket in view.accepted))
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +128,7 @@ class QuorumDeadline(Policy):
         if now_s < deadline_s:
             return Wait(decision.reason, until_s=deadline_s)
         if len(view.accepted) >= view.floor:
-            return Close(tuple(update.ticket for update in view.accepted))
+            return Close(tuple(ticket.id for ticket in view.accepted))
         return Wait(f"{decision.reason}; the deadline has passed, {len(view.accepted)} of {view.floor} updates are in")
 
 
@@ -203,9 +195,9 @@ class Async(Policy):
             if self.grace_s and now_s < until_s:
                 at_most = f", {self.grace_s:g} s at most" if math.isfinite(self.grace_s) else ""
                 return Wait(f"waits for {listed(missing)}{at_most}", until_s)
-        waiting = sorted(view.accepted, key=lambda update: update.order)
+        waiting = sorted(view.accepted, key=lambda ticket: ticket.order)
         taken = waiting if self.grace_s else waiting[: self.buffer]
-        return Close(tuple(update.ticket for update in sorted(taken, key=lambda update: update.site)))
+        return Close(tuple(ticket.id for ticket in sorted(taken, key=lambda ticket: ticket.site)))
 
 
 def _free(view: RoundView) -> tuple[str, ...]:

@@ -9,6 +9,7 @@ the mean over a round's updates is credited to the version that the round starte
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -69,10 +70,7 @@ class Tracking:
 
     def follow_all(self, measured: Iterable[Measured]) -> Progress:
         """The progress after measurements in the order of their rounds, from the beginning of a run."""
-        progress = Progress()
-        for each in measured:
-            progress = self.follow(progress, each)
-        return progress
+        return functools.reduce(self.follow, measured, Progress())
 
     def stops(self, progress: Progress) -> bool:
         """Whether the run ends here."""

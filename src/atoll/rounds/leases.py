@@ -62,10 +62,3 @@ def refusal(members: Members, site: str, lease: int) -> LeaseRefused | None:
         because = {"dead": "was silent for too long and was declared dead"}.get(member.why, f"has {member.why}")
         return LeaseRefused(site, f"{site!r} {because}")
     return None
-
-
-def silent(seen_s: Mapping[str, float], timeout_s: float, now_s: float) -> list[str]:
-    """Sites that gave no sign of life for `timeout_s` seconds, sorted; none where it is 0."""
-    if not timeout_s:
-        return []
-    return sorted(site for site, last_s in seen_s.items() if now_s >= last_s + timeout_s)

@@ -1,6 +1,6 @@
 """The round machine: state, event and time in; state and effects out. No IO, no clock, no randomness.
 
-    state = initial(Rules(sites=3))   # state_rows, state
+    state, _ = restore(Rules(sites=3), Snapshot((FragmentSnapshot(head=0),)), now_s)   # state_rows, state
     state, effects = step(state, events.WorkerJoined("clinic-a"), now_s)
 
 The server, the simulator and the schedule explorer run this same code. One idea carries most of it: after
@@ -20,8 +20,8 @@ from typing import assert_never
 from atoll.rounds import events, leases
 from atoll.rounds.early_stopping import Measured
 from atoll.rounds.opening import drop_ended, end_open, open_next, settle, still_good
-from atoll.rounds.state import Draft, Result, State, Ticket, ticket_by_id
-from atoll.rounds.transitions import ROUND, TICKET, IllegalTransition, advance
+from atoll.rounds.state import Draft, Result, State, ticket_by_id
+from atoll.rounds.transitions import ROUND, TICKET, IllegalTransition, Ticket, advance
 from atoll.rounds.waiting import why
 
 NEXT_ROUND = "counts from the next round on"
@@ -60,7 +60,7 @@ def step(state: State, event: events.Event, now_s: float) -> Result:
             settle(draft)
         case events.TimePassed():
             timeout_s = state.rules.heartbeat_timeout_s
-            silent = leases.silent(state.seen_s, timeout_s, now_s)
+            silent = sorted(site for site, last_s in state.seen_s.items() if timeout_s and now_s >= last_s + timeout_s)
             _end(draft, silent, "falls silent", f"silent for {timeout_s:g} s")
         case _:
             assert_never(event)
@@ -72,7 +72,7 @@ def _join(draft: Draft, site: str) -> None:
     members = leases.changed(draft.state.members, site, "joins", lease)
     draft.change(members=members, next_lease=lease + 1, ending=draft.state.ending - {site})
     draft.see(site)
-    draft.emit(events.LeaseGranted(site, lease))
+    draft.effects.append(events.LeaseGranted(site, lease))
     settle(draft)
 
 
@@ -82,7 +82,7 @@ def _end(draft: Draft, sites: Iterable[str], event: str, detail: str) -> None:
         members = leases.changed(draft.state.members, site, event)
         seen_s = {other: last_s for other, last_s in draft.state.seen_s.items() if other != site}
         draft.change(members=members, seen_s=seen_s, ending=draft.state.ending - {site})
-        draft.emit(events.LeaseEnded(site, members[site].lease, members[site].why, detail))
+        draft.effects.append(events.LeaseEnded(site, members[site].lease, members[site].why, detail))
         draft.wake.update(range(len(draft.state.rounds)))
     settle(draft)
 
@@ -91,7 +91,7 @@ def _submits_no_more(draft: Draft, site: str) -> None:
     """No round waits for the site any more; what it has in counts."""
     draft.change(ending=draft.state.ending | {site})
     for fragment in range(len(draft.state.rounds)):
-        end_open(draft, fragment, "its site ends", events.ENDS, lambda ticket: ticket.site == site)
+        end_open(draft, fragment, "its site ends", events.ENDS, site=site)
         draft.wake.add(fragment)
     settle(draft)
 
@@ -99,7 +99,7 @@ def _submits_no_more(draft: Draft, site: str) -> None:
 def _request(draft: Draft, site: str, fragment: int) -> None:
     round_ = draft.round(fragment)
     if site in draft.state.ending and round_.phase != "finished":
-        draft.emit(events.TicketWithheld(site, fragment, events.ENDS))
+        draft.effects.append(events.TicketWithheld(site, fragment, events.ENDS))
         return
     if round_.phase in ("open", "closing") and draft.state.is_async(fragment):
         _request_async(draft, site, fragment)
@@ -118,9 +118,9 @@ def _request(draft: Draft, site: str, fragment: int) -> None:
     elif ticket is None and site not in round_.expected:
         reason = NEXT_ROUND if draft.state.rules.sampling.fraction == 1 else NOT_DRAWN
     if reason:
-        draft.emit(events.TicketWithheld(site, fragment, reason))
+        draft.effects.append(events.TicketWithheld(site, fragment, reason))
     elif ticket and ticket.state == "open":
-        draft.emit(events.TicketIssued(site, ticket.id, fragment, ticket.base_version, new=False))
+        draft.effects.append(events.TicketIssued(site, ticket.id, fragment, ticket.base_version, new=False))
     else:  # its first, or another try of a refused site without which the round cannot close
         _issue(draft, site, fragment)
 
@@ -130,14 +130,14 @@ def _request_async(draft: Draft, site: str, fragment: int) -> None:
     round_ = draft.round(fragment)
     ticket = round_.tickets.get(site)
     if ticket and ticket.state == "accepted":
-        draft.emit(
+        draft.effects.append(
             events.TicketWithheld(site, fragment, f"its update is in; it {why(draft.state, fragment, draft.now_s)}")
         )
     elif ticket and ticket.state == "open" and ticket.base_version == round_.head:
-        draft.emit(events.TicketIssued(site, ticket.id, fragment, ticket.base_version, new=False))
+        draft.effects.append(events.TicketIssued(site, ticket.id, fragment, ticket.base_version, new=False))
     else:
         reason = f"a newer ticket of {site} has replaced it"
-        end_open(draft, fragment, "replaced by a newer one", reason, lambda other: other.site == site)
+        end_open(draft, fragment, "replaced by a newer one", reason, site=site)
         _issue(draft, site, fragment)
 
 
@@ -145,7 +145,7 @@ def _issue(draft: Draft, site: str, fragment: int) -> None:
     number, head = draft.state.next_ticket, draft.round(fragment).head
     draft.put(Ticket(number, site, fragment, head, "open"))
     draft.change(next_ticket=number + 1)
-    draft.emit(events.TicketIssued(site, number, fragment, head, new=True))
+    draft.effects.append(events.TicketIssued(site, number, fragment, head, new=True))
     if site not in draft.round(fragment).expected:  # else no round hangs on it
         settle(draft)
 
@@ -182,7 +182,10 @@ def _commit(draft: Draft, fragment: int, version: int, value: float | None) -> N
         if ticket.id in round_.frozen:
             advance(f"Ticket {ticket.id}", TICKET, ticket.state, "version committed")
     if value is not None:
-        _measure(draft, Measured(round_.head, round_.number, value))
+        measured = Measured(round_.head, round_.number, value)
+        draft.change(progress=draft.state.rules.tracking.follow(draft.state.progress, measured))
+        if draft.state.progress.best == measured:
+            draft.effects.append(events.BestFound(measured))
     draft.change_round(fragment, head=version, lost=round_.lost + version - round_.head - 1)
     if (rounds and draft.round(fragment).done >= rounds) or draft.state.rules.tracking.stops(draft.state.progress):
         phase = advance(f"Fragment {fragment}", ROUND, round_.phase, "last version committed")
@@ -192,7 +195,7 @@ def _commit(draft: Draft, fragment: int, version: int, value: float | None) -> N
         draft.change_round(fragment, phase=phase, expected={}, tickets=waiting, frozen=(), first_s=None)
         draft.wake.add(fragment)
         if draft.state.finished:
-            draft.emit(events.RunFinished())
+            draft.effects.append(events.RunFinished())
     else:
         open_next(draft, fragment, "version committed")
         settle(draft)
@@ -213,14 +216,11 @@ def _collect_again(draft: Draft, fragment: int, reason: str) -> None:
     alive = draft.state.active_s.keys()
     expected = {ticket.site: draft.now_s for ticket in lost if ticket.site in alive} | dict(round_.expected)
     draft.change_round(fragment, phase=phase, expected=expected, frozen=(), until_s=None, first_s=None)
-    draft.emit(events.RoundReopened(fragment, round_.head, tuple(sorted(ticket.id for ticket in lost)), reason))
-    draft.emit(events.ExpectedChanged(fragment, round_.head, tuple(sorted(expected))))  # without sites that have left
+    draft.effects.append(
+        events.RoundReopened(fragment, round_.head, tuple(sorted(ticket.id for ticket in lost)), reason)
+    )
+    draft.effects.append(
+        events.ExpectedChanged(fragment, round_.head, tuple(sorted(expected)))
+    )  # without sites that have left
     draft.wake.add(fragment)
     settle(draft)
-
-
-def _measure(draft: Draft, measured: Measured) -> None:
-    progress = draft.state.rules.tracking.follow(draft.state.progress, measured)
-    draft.change(progress=progress)
-    if progress.best == measured:
-        draft.emit(events.BestFound(measured))

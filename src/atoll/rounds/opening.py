@@ -5,14 +5,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
 from dataclasses import replace
 
 from atoll.rounds import leases
 from atoll.rounds.closing_policy import Barrier, Wait
 from atoll.rounds.events import ExpectedChanged, RoundClosed, RoundOpened, TicketsExpired
-from atoll.rounds.state import Draft, Round, Ticket, view
-from atoll.rounds.transitions import ROUND, TICKET, IllegalTransition, advance
+from atoll.rounds.state import Draft, Round, view
+from atoll.rounds.transitions import ROUND, TICKET, IllegalTransition, Ticket, advance
 
 
 def settle(draft: Draft) -> None:
@@ -22,7 +22,10 @@ def settle(draft: Draft) -> None:
         if round_.phase == "gathering" and not rules.held and len(draft.state.seen_s) >= rules.sites:
             open_next(draft, fragment, "enough workers joined")
         if draft.round(fragment).phase == "open":
-            _expire_far_behind(draft, fragment)
+            limit, head = rules.max_staleness, draft.round(fragment).head
+            if limit is not None:  # their updates would be refused whenever they came
+                reason = f"its base is more than async.max_staleness {limit} versions behind version {head}"
+                end_open(draft, fragment, "too far behind", reason, oldest=head - limit)
             _revise(draft, fragment)
             _judge(draft, fragment)
 
@@ -37,13 +40,19 @@ def open_next(draft: Draft, fragment: int, event: str) -> None:
     rules, alive = draft.state.rules, draft.state.active_s
     drawn = rules.sampling.draw(alive, fragment, round_.head, at_least=rules.floor)
     expected = dict.fromkeys(drawn, draft.now_s)
-    opened = Round(phase, round_.head, opened_s=draft.now_s, expected=expected, lost=round_.lost)
-    draft.set_round(fragment, opened)
-    if draft.state.is_async(fragment):
-        tickets = still_good(round_)
-        waits = any(ticket.state == "accepted" for ticket in tickets.values())
-        draft.change_round(fragment, tickets=tickets, first_s=draft.now_s if waits else None)
-    draft.emit(RoundOpened(fragment, round_.head, tuple(expected)))
+    tickets = still_good(round_) if draft.state.is_async(fragment) else {}
+    waits = any(ticket.state == "accepted" for ticket in tickets.values())
+    draft.change_round(
+        fragment,
+        phase=phase,
+        opened_s=draft.now_s,
+        expected=expected,
+        tickets=tickets,
+        frozen=(),
+        until_s=None,
+        first_s=draft.now_s if waits else None,
+    )
+    draft.effects.append(RoundOpened(fragment, round_.head, tuple(expected)))
     draft.wake.add(fragment)
 
 
@@ -80,7 +89,7 @@ def _expect(draft: Draft, fragment: int, wanted: set[str]) -> None:
     if wanted != round_.expected.keys():
         expected = {site: round_.expected.get(site, draft.now_s) for site in sorted(wanted)}
         draft.change_round(fragment, expected=expected)
-        draft.emit(ExpectedChanged(fragment, round_.head, tuple(expected)))
+        draft.effects.append(ExpectedChanged(fragment, round_.head, tuple(expected)))
         draft.wake.add(fragment)
 
 
@@ -98,7 +107,7 @@ def _judge(draft: Draft, fragment: int) -> None:
         return
     # Every accepted update was acknowledged, so none may be left behind when its round ends; an asynchronous one leaves
     # the others to the next.
-    accepted = {update.ticket for update in seen.accepted}
+    accepted = {ticket.id for ticket in seen.accepted}
     is_async = draft.state.is_async(fragment)
     fit = accepted.issuperset(decision.tickets) if is_async else accepted == set(decision.tickets)
     if not fit or len(set(decision.tickets)) < max(seen.floor, len(decision.tickets)):
@@ -108,7 +117,7 @@ def _judge(draft: Draft, fragment: int) -> None:
         )
     phase = advance(f"Fragment {fragment}", ROUND, round_.phase, "policy closes")
     draft.change_round(fragment, phase=phase, expected={}, frozen=decision.tickets, until_s=None, first_s=None)
-    draft.emit(RoundClosed(fragment, round_.head, decision.tickets))
+    draft.effects.append(RoundClosed(fragment, round_.head, decision.tickets))
     expire(draft, fragment)
 
 
@@ -133,23 +142,21 @@ def expire(draft: Draft, fragment: int) -> None:
         end_open(draft, fragment, "round closed without it", reason)
 
 
-def _expire_far_behind(draft: Draft, fragment: int) -> None:
-    """End tickets that are too far behind the head: their updates would be refused whenever they came."""
-    limit, head = draft.state.rules.max_staleness, draft.round(fragment).head
-    if limit is not None:
-        reason = f"its base is more than async.max_staleness {limit} versions behind version {head}"
-        end_open(draft, fragment, "too far behind", reason, lambda ticket: head - ticket.base_version > limit)
+def end_open(draft: Draft, fragment: int, event: str, reason: str, *, site: str = "", oldest: float = math.inf) -> None:
+    """`event` ends the open tickets of a fragment.
 
-
-def end_open(
-    draft: Draft, fragment: int, event: str, reason: str, which: Callable[[Ticket], bool] = lambda ticket: True
-) -> None:
-    """`event` ends the open tickets of a fragment that `which` picks."""
-    found = draft.round(fragment).tickets.values()
-    tickets = [ticket for ticket in found if ticket.state == "open" and which(ticket)]
+    Args:
+        site: with open tickets; empty: all sites.
+        oldest: base version that a ticket may have and stay open.
+    """
+    tickets = [
+        ticket
+        for ticket in draft.round(fragment).tickets.values()
+        if ticket.state == "open" and ticket.site == (site or ticket.site) and ticket.base_version < oldest
+    ]
     for ticket in tickets:
         state = advance(f"Ticket {ticket.id}", TICKET, ticket.state, event)
         draft.put(replace(ticket, state=state, reason=reason))
     drop_ended(draft, fragment)
     if tickets:
-        draft.emit(TicketsExpired(tuple(sorted(ticket.id for ticket in tickets)), reason))
+        draft.effects.append(TicketsExpired(tuple(sorted(ticket.id for ticket in tickets)), reason))

@@ -16,12 +16,12 @@ from typing import Any
 
 from atoll.config import Settings
 from atoll.rounds import leases
-from atoll.rounds.closing_policy import AcceptedUpdate, Async, Barrier, Policy, QuorumDeadline, RoundView
+from atoll.rounds.closing_policy import Async, Barrier, Policy, QuorumDeadline, RoundView
 from atoll.rounds.early_stopping import Progress, Tracking
 from atoll.rounds.events import Effect, Woken
 from atoll.rounds.leases import Member
 from atoll.rounds.sampling import Sampling
-from atoll.rounds.transitions import IllegalTransition
+from atoll.rounds.transitions import IllegalTransition, Ticket
 
 
 @dataclass(frozen=True)
@@ -63,6 +63,11 @@ class Rules:
         Args:
             needs_all: whether a round waits for all sites where the settings do not say otherwise.
         """
+        policy: Policy = Barrier()
+        if settings.async_.enabled:
+            policy = Async(settings.async_.buffer_size, settings.async_.grace_s, settings.async_.sync_rounds_first)
+        elif settings.rounds.quorum and settings.rounds.deadline_s:
+            policy = QuorumDeadline(settings.rounds.quorum, settings.rounds.deadline_s)
         sampling = Sampling(settings.rounds.sample_fraction, settings.rounds.sample_min, settings.rounds.sample_seed)
         needs_all = needs_all and not settings.async_.enabled and not settings.rounds.quorum
         return cls(
@@ -70,7 +75,7 @@ class Rules:
             min_sites=settings.rounds.min_sites or (sampling.size(settings.rounds.sites) if needs_all else 1),
             heartbeat_timeout_s=settings.network.heartbeat_timeout_s,
             rounds=settings.rounds.total,
-            policy=_policy(settings),
+            policy=policy,
             sampling=sampling,
             fragments=fragments,
             tracking=Tracking(
@@ -93,35 +98,6 @@ class Rules:
     def floor_name(self) -> str:
         """The setting that `floor` comes from, for messages."""
         return "rounds.quorum" if self.policy.quorum > self.min_sites else "rounds.min_sites"
-
-
-def _policy(settings: Settings) -> Policy:
-    if settings.async_.enabled:
-        return Async(settings.async_.buffer_size, settings.async_.grace_s, settings.async_.sync_rounds_first)
-    if settings.rounds.quorum and settings.rounds.deadline_s:
-        return QuorumDeadline(settings.rounds.quorum, settings.rounds.deadline_s)
-    return Barrier()
-
-
-@dataclass(frozen=True, slots=True)
-class Ticket:
-    """`state` is a row of the table `TICKET`; `reason` says why it was refused or has expired.
-
-    `order` is the place of its update among all that were accepted; 0 before.
-    """
-
-    id: int
-    site: str
-    fragment: int
-    base_version: int
-    state: str
-    reason: str = ""
-    order: int = 0
-
-    @property
-    def is_live(self) -> bool:
-        """Whether an update may still come under it, or waits to be reduced or committed."""
-        return self.state in ("open", "accepted")
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,7 +241,7 @@ def view(state: State, fragment: int) -> RoundView:
         head_version=round_.head,
         opened_s=round_.opened_s,
         expected=tuple(sorted(round_.expected)),
-        accepted=tuple([AcceptedUpdate(each.id, each.site, each.base_version, each.order) for each in accepted]),
+        accepted=tuple(accepted),
         floor=state.rules.floor,
         floor_name=state.rules.floor_name,
         number=round_.number,
@@ -315,10 +291,6 @@ class Draft:
         """Return the new state and the effects; last comes a `Woken` for each fragment in `wake`."""
         return self.state, (*self.effects, *(Woken(fragment) for fragment in sorted(self.wake)))
 
-    def emit(self, effect: Effect) -> None:
-        """Add an effect behind those so far."""
-        self.effects.append(effect)
-
     def change(self, **fields: Any) -> None:
         """Replace `state` by one with these fields."""
         self.state = replace(self.state, **fields)
@@ -333,18 +305,14 @@ class Draft:
             raise IllegalTransition(f"There is no fragment {fragment}; there are {len(self.state.rounds)}.")
         return self.state.rounds[fragment]
 
-    def set_round(self, fragment: int, round_: Round) -> None:
-        """Replace the round of a fragment as a whole; the fragment must exist."""
-        rounds = self.state.rounds
-        self.change(rounds=(*rounds[:fragment], round_, *rounds[fragment + 1 :]))
-
     def change_round(self, fragment: int, **fields: Any) -> None:
         """Replace these fields of a fragment's round.
 
         Raises:
             IllegalTransition: there is no such fragment.
         """
-        self.set_round(fragment, replace(self.round(fragment), **fields))
+        rounds, changed = self.state.rounds, replace(self.round(fragment), **fields)
+        self.change(rounds=(*rounds[:fragment], changed, *rounds[fragment + 1 :]))
 
     def put(self, ticket: Ticket) -> None:
         """Enter a ticket into the round of its fragment, in place of an earlier one of its site."""
@@ -359,7 +327,7 @@ class Draft:
         """Whether `lease` speaks for `site`: a sign of life if so, and a refusal if not."""
         refused = leases.refusal(self.state.members, site, lease)
         if refused:
-            self.emit(refused)
+            self.effects.append(refused)
         else:
             self.see(site)
         return not refused

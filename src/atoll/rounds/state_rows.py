@@ -1,29 +1,19 @@
-"""From the journal to a state and back."""
+"""From the journal to a state."""
 
 from __future__ import annotations
 
 from atoll.rounds.events import RunFinished
 from atoll.rounds.opening import end_open, expire, open_next, settle
 from atoll.rounds.state import (
-    ClosingRound,
     Draft,
     FragmentSnapshot,
-    OpenRound,
     Result,
     Round,
     Rules,
     Snapshot,
     State,
-    Ticket,
 )
-
-
-def initial(rules: Rules, heads: tuple[int, ...] | None = None) -> State:
-    """Return a run without members; `heads` are the versions that it starts from, 0 by default."""
-    heads = (0,) * rules.fragments if heads is None else heads
-    if len(heads) != rules.fragments:
-        raise ValueError(f"{len(heads)} heads given for {rules.fragments} fragments")
-    return restore(rules, Snapshot(tuple(FragmentSnapshot(head) for head in heads)), 0.0)[0]
+from atoll.rounds.transitions import Ticket
 
 
 def restore(rules: Rules, journal: Snapshot, now_s: float) -> Result:
@@ -65,7 +55,7 @@ def restore(rules: Rules, journal: Snapshot, now_s: float) -> Result:
             end_open(draft, fragment, "run finished", "the run is finished")
     settle(draft)
     if draft.state.finished and not journal.finished:
-        draft.emit(RunFinished())
+        draft.effects.append(RunFinished())
     return draft.result()
 
 
@@ -81,27 +71,3 @@ def _restored(rules: Rules, journal: FragmentSnapshot, tickets: dict[str, Ticket
         return Round("open", head, now_s, expected, tickets, lost=lost, first_s=first_s)
     phase = "closing" if journal.started or journal.open or journal.frozen else "gathering"
     return Round(phase, head, tickets=tickets, lost=lost)
-
-
-def snapshot(state: State) -> Snapshot:
-    """What a journal holds when every effect up to `state` is in it; times are left out."""
-    fragments = tuple(
-        FragmentSnapshot(
-            head=round_.head,
-            open=OpenRound(round_.head, tuple(sorted(round_.expected))) if round_.phase == "open" else None,
-            frozen=ClosingRound(round_.head, round_.frozen) if round_.phase == "closing" else None,
-            started=round_.phase != "gathering",
-            lost=round_.lost,
-        )
-        for round_ in state.rounds
-    )
-    tickets = (ticket for round_ in state.rounds for ticket in round_.tickets.values())
-    return Snapshot(
-        fragments=fragments,
-        members=tuple(sorted(state.members.values(), key=lambda member: member.site)),
-        tickets=tuple(sorted(tickets, key=lambda ticket: ticket.id)),
-        next_ticket=state.next_ticket,
-        next_lease=state.next_lease,
-        finished=state.finished,
-        progress=state.progress,
-    )

@@ -7,6 +7,7 @@ as Mermaid state diagrams for the documentation.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 Table = Mapping[tuple[str, str], str]
 """(state, what happens) → next state. What is not listed cannot happen."""
@@ -52,6 +53,27 @@ TICKET: Table = {
     ("refused", "update refused"): "refused",
 }
 """The right to submit one update. Being told the same thing twice changes nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """`state` is a row of the table `TICKET`; `reason` says why it was refused or has expired.
+
+    `order` is the place of its update among all that were accepted; 0 before.
+    """
+
+    id: int
+    site: str
+    fragment: int
+    base_version: int
+    state: str
+    reason: str = ""
+    order: int = 0
+
+    @property
+    def is_live(self) -> bool:
+        """Whether an update may still come under it, or waits to be reduced or committed."""
+        return self.state in ("open", "accepted")
 
 
 def advance(what: str, table: Table, state: str, event: str) -> str:

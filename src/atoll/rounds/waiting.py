@@ -5,7 +5,8 @@ from __future__ import annotations
 from atoll.rounds import leases
 from atoll.rounds.closing_policy import Wait
 from atoll.rounds.events import LeaseRefused
-from atoll.rounds.state import State, Ticket, ticket_by_id, view
+from atoll.rounds.state import State, ticket_by_id, view
+from atoll.rounds.transitions import Ticket
 
 
 def missing(state: State, fragment: int) -> tuple[tuple[str, float], ...]:

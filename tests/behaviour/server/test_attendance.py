@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from harness.sim_journal import initial
 
 from atoll.protocol.status_messages import RoundSummary
 from atoll.rounds import events
 from atoll.rounds.state import Rules, State
-from atoll.rounds.state_rows import initial
 from atoll.server.coordinator.roster import Attendance, Presence
 
 SITES = "abcdefghij"

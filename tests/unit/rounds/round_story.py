@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from harness.sim_journal import SimJournal
+from harness.sim_journal import SimJournal, initial, snapshot
 
 from atoll.rounds import events, machine, state_rows, waiting
 from atoll.rounds.state import Rules
@@ -14,7 +14,7 @@ class Story:
     def __init__(self, rules: Rules, heads: tuple[int, ...] | None = None) -> None:
         self.rules = rules
         self.now_s = 0.0
-        self.state = state_rows.initial(rules, heads)
+        self.state = initial(rules, heads)
         self.journal = SimJournal.of(self.state)
 
     def send(self, event: events.Event) -> tuple[events.Effect, ...]:
@@ -32,7 +32,7 @@ class Story:
             self.journal.apply(effect)
         restored, undone = state_rows.restore(self.rules, self.journal.snapshot(), self.now_s)
         assert not undone
-        assert state_rows.snapshot(restored) == state_rows.snapshot(self.state)
+        assert snapshot(restored) == snapshot(self.state)
         return effects
 
     def wait(self, seconds: float) -> tuple[events.Effect, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from harness.sim_journal import initial
 from round_story import Story, closed
 
 from atoll.rounds import events, machine, state_rows, waiting
@@ -256,7 +257,7 @@ def test_a_worker_that_submits_nothing_more_is_awaited_in_no_round_and_stays_for
 @pytest.mark.covers("P12")
 def test_opens_the_first_round_once_training_begins() -> None:
     """A workflow before the rounds holds them: both sites are there, and no round is open."""
-    state = state_rows.initial(Rules(sites=2, held=True))
+    state = initial(Rules(sites=2, held=True))
     for site in "ab":
         state, _ = machine.step(state, events.WorkerJoined(site), 0.0)
     assert state.rounds[0].phase == "gathering"

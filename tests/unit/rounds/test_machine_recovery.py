@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from harness.sim_journal import snapshot
 from round_story import Story
 
 from atoll.rounds import events, machine, state_rows, waiting
 from atoll.rounds.closing_policy import QuorumDeadline
 from atoll.rounds.leases import Member
-from atoll.rounds.state import ClosingRound, FragmentSnapshot, OpenRound, Rules, Snapshot, Ticket
+from atoll.rounds.state import ClosingRound, FragmentSnapshot, OpenRound, Rules, Snapshot
+from atoll.rounds.transitions import Ticket
 
 MEMBERS = (Member("a", 1, alive=True), Member("b", 2, alive=True))
 OPEN = FragmentSnapshot(0, OpenRound(0, ("a", "b")), started=True)
@@ -24,7 +26,7 @@ def restart(run: Story, now_s: float = 0.0) -> tuple[events.Effect, ...]:
         run.journal.apply(effect)
     again, nothing = state_rows.restore(run.rules, run.journal.snapshot(), now_s)
     assert nothing == ()
-    assert state_rows.snapshot(again) == state_rows.snapshot(run.state)
+    assert snapshot(again) == snapshot(run.state)
     return effects
 
 
@@ -132,7 +134,7 @@ def test_restoring_does_what_a_crash_has_left_undone(case):
     state, effects = state_rows.restore(rules, journal, 3.0)
     assert effects == undone
     assert state_rows.restore(rules, journal, 3.0) == (state, effects)  # killed again before a write: the same
-    assert state_rows.restore(rules, state_rows.snapshot(state), 3.0) == (state, ())  # and after it: nothing is left
+    assert state_rows.restore(rules, snapshot(state), 3.0) == (state, ())  # and after it: nothing is left
 
 
 @pytest.mark.covers("F12")
@@ -185,7 +187,7 @@ def test_rounds_are_counted_where_numbers_of_versions_were_lost() -> None:
             events.VersionCommitted(0, version),
         ):
             state, effects = machine.step(state, event, 1.0)
-        again = state_rows.restore(rules, state_rows.snapshot(state), 1.0)[0]
+        again = state_rows.restore(rules, snapshot(state), 1.0)[0]
         assert (again.rounds[0].done, again.finished) == (number, number == 3)
     assert (state.finished, state.rounds[0].head, state.rounds[0].lost) == (True, 4, 1)
     assert events.RunFinished() in effects

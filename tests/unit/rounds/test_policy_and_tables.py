@@ -7,14 +7,14 @@ import re
 import pytest
 
 from atoll import Settings
-from atoll.rounds.closing_policy import AcceptedUpdate, Barrier, Close, QuorumDeadline, RoundView, Wait, listed
+from atoll.rounds.closing_policy import Barrier, Close, QuorumDeadline, RoundView, Wait, listed
 from atoll.rounds.state import Rules
-from atoll.rounds.transitions import MEMBER, ROUND, TICKET, IllegalTransition, advance, document, mermaid
+from atoll.rounds.transitions import MEMBER, ROUND, TICKET, IllegalTransition, Ticket, advance, document, mermaid
 
 
 def view(expected: str, accepted: str, floor: int = 1) -> RoundView:
     """A round that opened at 100 s from version 4; ticket n is that of the n-th letter of the alphabet."""
-    updates = tuple(AcceptedUpdate(ord(site) - 96, site, 4) for site in accepted)
+    updates = tuple(Ticket(ord(site) - 96, site, 0, 4, "accepted") for site in accepted)
     return RoundView(0, 4, 100.0, tuple(expected), updates, floor, "rounds.min_sites")
 
 

@@ -15,7 +15,8 @@ from atoll.errors import DiskFull, StoreError, passing
 from atoll.rounds import events, machine, state_rows
 from atoll.rounds.early_stopping import Progress
 from atoll.rounds.leases import Member
-from atoll.rounds.state import ClosingRound, FragmentSnapshot, OpenRound, Rules, Snapshot, State, Ticket
+from atoll.rounds.state import ClosingRound, FragmentSnapshot, OpenRound, Rules, Snapshot, State
+from atoll.rounds.transitions import Ticket
 from atoll.server.coordinator.roster import Presence
 from atoll.store.store import Store
 
