@@ -299,8 +299,8 @@ class ServerEnv(Strict):
 
 def differences(recipe: Recipe, info: RunInfo, status: Status) -> list[str]:
     """Return each difference between a server's run and the recipe, as `name is … there, … here`."""
-    from atoll.server.coordinator.admission import run_info
     from atoll.server.coordinator.build_status import outer_in_words
+    from atoll.server.coordinator.joining import run_info
     from atoll.server.startup import plan_of
 
     settings = recipe.settings()

@@ -27,7 +27,7 @@ from atoll.filters.base import About, BadFilter, Chain, Filter
 from atoll.posix import OwnedFile, read_at, write_at
 from atoll.runtime import failpoint, single_thread
 from atoll.server.filter_table import SiteFilters
-from atoll.server.tasks.user_code import UserThreads
+from atoll.server.tasks.user_code import UserThreads, shared
 from atoll.store.file_slots import disk_error
 from atoll.store.journal_tables import TicketRow
 from atoll.store.store import Store
@@ -71,7 +71,7 @@ class Filtering:
     def __init__(self, filters: SiteFilters, plan: Plan, store: Store, aside: UserThreads) -> None:
         self.filters, self._plan, self._store, self._aside = filters, plan, store, aside
         self._kept: dict[_Key, _Left] = {}
-        self._going: dict[_Key, asyncio.Task[None]] = {}
+        self._going: dict[_Key, asyncio.Future[None]] = {}
 
     def has(self, site: str) -> bool:
         """Return whether the updates of a site are filtered."""
@@ -91,29 +91,16 @@ class Filtering:
         """
         if _key(row) in self._kept:
             return
-        going = self._going.get(_key(row))
-        if going is None:
-            going = self._going[_key(row)] = asyncio.create_task(self._prepare(row, number))
-            going.add_done_callback(functools.partial(self._is_done, _key(row)))
-        try:
-            await asyncio.shield(going)
-        except asyncio.CancelledError:
-            if not going.cancelled():
-                raise
+        if not await shared(self._going, _key(row), lambda: self._prepare(row, number)):
             raise TicketClosed(
                 f"Round {number} is over, and the server's filters were not done with the update of {row.site}.",
                 "Ask for the next ticket.",
-            ) from None
+            )
 
     async def _prepare(self, row: TicketRow, number: int) -> None:
         what = f"The server's filters at the update of {row.site} for round {number}"
         work = functools.partial(self._filtered, row, number)
         self._kept[_key(row)] = await self._aside.run(work, what, f"from {row.site}")
-
-    def _is_done(self, key: _Key, done: asyncio.Task[None]) -> None:
-        del self._going[key]
-        if not done.cancelled():
-            done.exception()  # the request that asked was told, or asks again
 
     async def refusal(self, row: TicketRow, number: int) -> str:
         """As `prepare`; return why the update is refused, empty if it is not."""

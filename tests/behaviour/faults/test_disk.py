@@ -20,15 +20,14 @@ from kit.workflows import workflow_server
 from small_disk_site import Zeros
 
 from atoll.errors import StoreError
-from atoll.server.coordinator import background_writes, coordinator
+from atoll.server.coordinator import background_writes
 from atoll.testing.run import failpoints
 
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
     """What is logged of a server that tries again soon."""
-    for module in (coordinator, background_writes):
-        monkeypatch.setattr(module, "RETRY_S", 0.05)
+    monkeypatch.setattr(background_writes, "RETRY_S", 0.05)
     caplog.set_level(logging.DEBUG, "atoll")
     return caplog
 

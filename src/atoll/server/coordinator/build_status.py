@@ -32,6 +32,8 @@ def status_of(run: Coordinator) -> status_messages.Status:
     now_s = time.monotonic()
     settings, algorithm = run.settings, run.plan.algorithm
     lost = [run.store.run_log.lost_versions(f) if each.lost else () for f, each in enumerate(run.state.rounds)]
+    found = [run.store.versions.durable(fragment) for fragment in range(len(run.state.rounds))]
+    durable = [version for version in found if version is not None]
     history = [_summary(row.summary_json) for row in run.store.run_log.history(HISTORY) if row.summary_json]
     return status_messages.Status(
         run=run.store.run_log.run_id,
@@ -67,7 +69,7 @@ def status_of(run: Coordinator) -> status_messages.Status:
         workflows=run.workflows.status() if run.workflows is not None else [],
         sent=run.task_queue.status(),
         durability=settings.disk.durability,
-        durable_version=min(durable) if (durable := _durable(run)) else None,
+        durable_version=min(durable) if len(durable) == len(found) else None,
         warnings=[
             *run.trouble.values(),
             *run.advice,
@@ -111,17 +113,15 @@ def _best(run: Coordinator) -> status_messages.BestStatus | None:
     tracking, progress = run.state.rules.tracking, run.state.progress
     if not tracking.metric:
         return None
-    status = status_messages.BestStatus(metric=tracking.metric, mode=tracking.mode, stale=progress.stale)
-    if progress.best is None:
-        return status
-    is_there = run.behind.best.saved == progress.best
-    return status.model_copy(
-        update={
-            "version": progress.best.version,
-            "round": progress.best.round,
-            "value": progress.best.value,
-            "file": str(run.behind.best.path.absolute()) if is_there else "",
-        }
+    best = progress.best
+    return status_messages.BestStatus(
+        metric=tracking.metric,
+        mode=tracking.mode,
+        version=best.version if best else None,
+        round=best.round if best else None,
+        value=best.value if best else None,
+        stale=progress.stale,
+        file=str(run.behind.best.path.absolute()) if best and run.behind.best.saved == best else "",
     )
 
 
@@ -139,12 +139,6 @@ def _fragment(run: Coordinator, index: int, now_s: float) -> status_messages.Fra
         reason=run.trouble.get(index) or run.why(index, now_s),
         place=run.swarm.status(index) if run.swarm is not None else None,
     )
-
-
-def _durable(run: Coordinator) -> list[int]:
-    """Return the durable version of each fragment; nothing if one has none yet."""
-    found = [run.store.versions.durable(fragment) for fragment in range(len(run.state.rounds))]
-    return [version for version in found if version is not None] if None not in found else []
 
 
 def _worker(

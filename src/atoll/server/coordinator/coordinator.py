@@ -37,9 +37,9 @@ from atoll.rounds.dynamic_local_steps import local_steps as dylu_steps
 from atoll.rounds.state import Rules, State
 from atoll.runtime import failpoint, stay_single_threaded
 from atoll.server.coordinator.accept_update import UpdateAdmission, outcome_of
-from atoll.server.coordinator.admission import counted_of, require_fit, run_info
 from atoll.server.coordinator.aggregate_round import LocalRounds, in_words
 from atoll.server.coordinator.background_writes import Behind, measured_of, missing, over, until_passed, value_of
+from atoll.server.coordinator.joining import counted_of, require_fit, run_info
 from atoll.server.coordinator.ledger import Ledger, record_in, snapshot_of
 from atoll.server.coordinator.long_polls import FairEvent
 from atoll.server.coordinator.persistor import Persistor

@@ -11,6 +11,7 @@ round waits for them. Of best versions that are found while a call goes on, the 
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import os
@@ -114,7 +115,8 @@ class Persistor:
         Args:
             heads: the version of each fragment; the model's number is the least of them.
         """
-        return self._thread.submit(self._hand, "save", plan, store, tuple(heads), {"final": final})
+        read = functools.partial(_tensors, plan, store, tuple(heads))
+        return self._thread.submit(self._call, "save", plan, min(heads), {"final": final}, read)
 
     def save_best(self, plan: Plan, best: Best) -> None:
         """Hand over the best version so far, soon, in place of one that still waits for its turn."""
@@ -145,9 +147,6 @@ class Persistor:
             self._call("save_best", plan, best.version, {"best": dict(best.metrics)}, lambda: _exported(plan, best))
         finally:
             os.close(best.fd)
-
-    def _hand(self, method: str, plan: Plan, store: Store, heads: tuple[int, ...], more: Mapping[str, object]) -> None:
-        self._call(method, plan, min(heads), more, lambda: _tensors(plan, store, heads))
 
     def _call(self, method: str, plan: Plan, version: int, more: Mapping[str, object], read: _Read) -> None:
         call = getattr(self._user, method, None)
@@ -181,23 +180,13 @@ def _tensors(plan: Plan, store: Store, heads: tuple[int, ...]) -> tuple[dict[str
     """Return the model of a version in memory, tied names sharing a tensor, and the summary of its round."""
     state: dict[str, Tensor] = {}
     summary: dict[str, Any] = {}
-    for fragment, version in enumerate(heads):
-        found, summary = _fragment(plan, store, fragment, version)
-        state |= found
-    return {name: state[name] for name in _names(plan.schema.model)}, summary
-
-
-def _names(model: Schema) -> list[str]:
-    return [spec.name for spec in model.tensors] + [alias for alias, _ in model.aliases]
-
-
-def _fragment(plan: Plan, store: Store, fragment: int, version: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    planned = plan.fragments[fragment]
-    model = planned.schema.model
-    with store.versions.reading(fragment, version, with_state=planned.downlink is not None) as fds:
-        file, row = ModelFile(planned.version, *fds), store.versions.get(fragment, version)
-        found = {spec.name: file.tensor(spec) for spec in model.tensors}
-    return found | {alias: found[owner] for alias, owner in model.aliases}, json.loads(row.summary_json or "{}")
+    for fragment, (planned, version) in enumerate(zip(plan.fragments, heads, strict=True)):
+        with store.versions.reading(fragment, version, with_state=planned.downlink is not None) as fds:
+            file, row = ModelFile(planned.version, *fds), store.versions.get(fragment, version)
+            state |= {spec.name: file.tensor(spec) for spec in planned.schema.model.tensors}
+        summary = json.loads(row.summary_json or "{}")
+    model = plan.schema.model
+    return _in_order(model, state), summary
 
 
 def _exported(plan: Plan, best: Best) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -207,4 +196,8 @@ def _exported(plan: Plan, best: Best) -> tuple[dict[str, Tensor], dict[str, Any]
     model = plan.schema.model
     with safe_open(f"/proc/self/fd/{best.fd}", framework="pt") as file:
         state = {spec.name: file.get_tensor(spec.name).clone() for spec in model.tensors}
-    return state | {alias: state[owner] for alias, owner in model.aliases}, dict(best.summary)
+    return _in_order(model, state), dict(best.summary)
+
+
+def _in_order(model: Schema, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: state[owner] for name, owner in [*((each.name, each.name) for each in model.tensors), *model.aliases]}

@@ -6,8 +6,7 @@ import asyncio
 import functools
 import os
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Callable
 
 from aiohttp import web
 from blake3 import blake3
@@ -23,9 +22,6 @@ from atoll.store.journal_tables import DeltaRow, VersionRow
 from atoll.store.versions import Pin
 from atoll.transport.receive_upload import Idle, break_off
 from atoll.transport.serve_range import serve_file
-
-Hold = AbstractContextManager[tuple[int, int | None]]
-"""Keeps a version and the outer state beside it as they are; gives their descriptors."""
 
 
 class ByteRoutes:
@@ -107,31 +103,17 @@ class ByteRoutes:
         response = web.StreamResponse(headers={"Content-Type": "application/octet-stream"})
         response.content_length = layout.parts[part].nbytes + routes.DIGEST_BYTES
         await response.prepare(request)
-        await self._send_made(request, response, runs, hold)
-        return response
-
-    async def _send_made(
-        self,
-        request: web.Request,
-        response: web.StreamResponse,
-        runs: Iterator[memoryview],
-        hold: Callable[[], Hold],
-    ) -> None:
-        """Send bytes that are in no file, made a run at a time, and the BLAKE3 of them.
-
-        The files are held while a run is made, never while it is sent: a reader that stands still holds nothing.
-        """
         hasher, loop = blake3(), asyncio.get_running_loop()
         with Idle(
             request, self.plan.settings.network.idle_timeout_s, lambda count: self._count_down(request, count)
         ) as idle:
             while True:
                 try:
-                    with hold():
+                    with hold():  # never while it is sent: a reader that stands still holds nothing
                         run = await loop.run_in_executor(self.run.io, next, runs, None)
                 except Gone:  # between two runs; asked again, it is answered so
                     break_off(request)
-                    return
+                    return response
                 if run is None:
                     break
                 hasher.update(run)
@@ -139,6 +121,7 @@ class ByteRoutes:
                 idle.add(len(run))
             await response.write(hasher.digest())
             await response.write_eof()
+        return response
 
     async def _serve(
         self, pinned: Pin[VersionRow] | Pin[DeltaRow], nbytes: int, digest: str, request: web.Request

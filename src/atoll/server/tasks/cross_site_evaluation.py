@@ -5,19 +5,18 @@
     versions = ["latest", 12, "best", "other.safetensors"]
 
 The models of the run are written once for all sites; a site sends its own to the server once. Sites pull each model
-from there, to disk, and answer with numbers. Each site has a thread, which fills its column of the matrix.
+from there, to disk, and answer with numbers. All sites work at once, each at its column of the matrix.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
+import operator
 import os
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -66,33 +65,16 @@ def cross_site_evaluation(
     require(versions, site_models, sites, evaluation_timeout_s)
     run = controller.run
     chosen = sorted(set(sites)) if sites is not None else sorted(run.roster)
-    matrix = EvaluationMatrix(chosen, controller.require_running)
     assert run.workflows is not None
-    run_id = run.store.run_log.run_id
-
-    def so_far(*, finished: bool = False) -> Evaluation:
-        return Evaluation(
-            run=run_id,
-            name=run.settings.run.name,
-            finished=finished,
-            sites=matrix.sites,
-            models=matrix.rows(),
-            cells=matrix.cells(),
-        )
-
     with ModelsToEvaluate(controller) as models:
-        for row, place in models.of_run(versions):
-            matrix.sources.append(ModelSource(row, place=place, settled=True))
+        sources = [ModelSource(row, place=place, settled=True) for row, place in models.of_run(versions)]
         if site_models:
-            for site in chosen:
-                matrix.sources.append(ModelSource(EvaluatedModel(name=site, kind="site"), owner=site))
-        run.workflows.evaluated = so_far
+            sources += [ModelSource(EvaluatedModel(name=site, kind="site"), owner=site) for site in chosen]
+        matrix = EvaluationMatrix(controller, models, sources, chosen, evaluation_timeout_s)
+        run.workflows.evaluated = matrix.so_far
         controller.note(matrix.progress)
-        columns = [_Column(controller, matrix, models, site, evaluation_timeout_s) for site in chosen]
-        with ThreadPoolExecutor(max(1, len(columns)), thread_name_prefix="atoll-evaluation") as pool:
-            for done in [pool.submit(column.fill, submits=site_models) for column in columns]:
-                done.result()
-    found = so_far(finished=True)
+        controller.ask(matrix.fill())
+    found = matrix.so_far(finished=True)
     run.workflows.evaluated = lambda: found
     _export(found, run.behind.exports.folder, controller.name)
     return found
@@ -151,30 +133,66 @@ class ModelSource:
 
 
 class EvaluationMatrix:
-    """The models, the sites, and the cells that are filled. Thread-safe once `sources` is complete.
+    """The models, the sites, and the cells that are filled. It lives on the server's loop.
 
     Args:
+        sources: its rows.
         sites: its columns.
-        look: called while a thread waits; ends it by raising.
+        limit_s: a site without progress for so long, while it evaluates one model, is given up.
     """
 
-    def __init__(self, sites: list[str], look: Callable[[], None] = lambda: None) -> None:
-        self.sites, self.sources, self._look = sites, list[ModelSource](), look
-        self._away_since_s: dict[str, float] = {}
+    def __init__(
+        self,
+        controller: Controller,
+        models: ModelsToEvaluate,
+        sources: list[ModelSource],
+        sites: list[str],
+        limit_s: float,
+    ) -> None:
+        self._controller, self._run, self._models, self._limit_s = controller, controller.run, models, limit_s
+        self.sources, self.sites = sources, sites
         self._cells: dict[tuple[str, str], Cell] = {}
-        self._news = threading.Condition()
         self._working, self._waiting = set(sites), set[str]()
+        self._away_since_s: dict[str, float] = {}
+        self._hung: dict[str, tuple[str, Progress]] = {}  # site → why it was given up, and where it stood then
 
-    def settle(self, owner: str, place: Place | None, error: str) -> None:
+    async def fill(self) -> None:
+        """Fill every cell with a value or a reason: all columns at once, each by its own site."""
+        done = await asyncio.gather(*map(self._fill_column, self.sites), return_exceptions=True)
+        if error := next((each for each in done if each is not None), None):
+            raise error
+
+    async def _fill_column(self, site: str) -> None:
+        """Have a site send its model, then evaluate all models. No other column waits in vain, whatever this raises."""
+        mine = next((source for source in self.sources if source.owner == site), None)
+        try:
+            if mine is not None:
+                answer, error = await self._ask(site, SUBMIT, None)
+                place, error = (None, error) if error else self._models.of_site(answer)
+                self._settle(mine, place, _one_line(error))
+            while (source := await self._next_for(site)) is not None:
+                place = source.place
+                model = place if isinstance(place, TensorRef) or place is None else place.model_dump()
+                payload, error = await self._ask(site, VALIDATE, {"model": model, "name": source.row.name})
+                cell = Cell(model=source.row.name, site=site, error=_one_line(error))
+                cell = self._cells[cell.model, site] = cell if error else _with_metrics(cell, payload)
+                numbers = ", ".join(f"{key} {value:.6g}" for key, value in cell.metrics.items())
+                level = logging.INFO if len(self.sources) * len(self.sites) <= LOUD else logging.DEBUG
+                LOG.log(level, "%s on %s: %s", cell.model, cell.site, cell.error or numbers or "no finite metric")
+                self._controller.note(self.progress)
+        finally:
+            self._working.discard(site)
+            if mine is not None and not mine.settled:
+                self._settle(mine, None, "the site gave no model")
+
+    def _settle(self, source: ModelSource, place: Place | None, error: str) -> None:
         """Record where the model of a site is, or why there is none."""
+        source.place, source.settled = place, True
         digest = place.digest if place is not None else ""
-        with self._news:
-            source = next(source for source in self.sources if source.owner == owner)
-            source.place, source.settled = place, True
-            source.row = source.row.model_copy(update={"error": error, "digest": digest})
-            self._news.notify_all()
+        source.row = source.row.model_copy(update={"error": error, "digest": digest})
+        self._run.wake()
 
-    def next_for(self, site: str) -> ModelSource | None:
+    async def _next_for(self, site: str) -> ModelSource | None:
         """Return a model that the site has not evaluated yet, when it is there; None if there is no other.
 
         Sites begin at different rows, so that they do not all pull one model at a time.
@@ -182,135 +200,73 @@ class EvaluationMatrix:
         begin = self.sites.index(site)
         order = self.sources[begin:] + self.sources[:begin]
         while True:
-            with self._news:
-                left = [source for source in order if (source.row.name, site) not in self._cells]
-                for source in [source for source in left if source.settled and source.row.error]:
-                    cell = Cell(model=source.row.name, site=site, error=source.row.error)
-                    self._cells[source.row.name, site] = cell
-                    left.remove(source)
-                ready = next((source for source in left if source.settled), None)
-                if ready is not None or not left:
-                    return ready
-                with self._marked(site):
-                    self._look()
-                    self._news.wait(LOOK_S)  # its owner settles it, or leaves
+            for row in [source.row for source in order if source.settled and source.row.error]:
+                self._cells.setdefault((row.name, site), Cell(model=row.name, site=site, error=row.error))
+            left = [source for source in order if (source.row.name, site) not in self._cells]
+            ready = next((source for source in left if source.settled), None)
+            if ready is not None or not left:
+                return ready
+            await self._pause(site)  # until its owner settles it, or leaves
 
-    def wait(self, site: str, until: Callable[[], bool]) -> bool:
+    async def _pause(self, site: str) -> None:
+        self._waiting.add(site)
+        await self._run.changed(LOOK_S)
+        self._waiting.discard(site)
+
+    async def _wait(self, site: str, until: Callable[[], bool]) -> bool:
         """Wait for a site that has gone or hangs.
 
         Returns:
             False once no other site works and it is away for `RETURN_S`.
         """
-        with self._news, self._marked(site):
-            end_s = self._away_since_s.setdefault(site, time.monotonic()) + RETURN_S
-            while not until():
-                self._look()
-                if self._working <= self._waiting and time.monotonic() >= end_s:
-                    return until()
-                self._news.wait(LOOK_S)
-            del self._away_since_s[site]
-            return True
+        end_s = self._away_since_s.setdefault(site, time.monotonic()) + RETURN_S
+        while not until():
+            if self._working - {site} <= self._waiting and time.monotonic() >= end_s:
+                return False
+            await self._pause(site)
+        del self._away_since_s[site]
+        return True
 
-    @contextmanager
-    def _marked(self, site: str) -> Iterator[None]:
-        self._waiting.add(site)
-        self._news.notify_all()
-        try:
-            yield
-        finally:
-            self._waiting.discard(site)
-
-    def leave(self, site: str) -> None:
-        """End the column of a site; if its model is not settled, there is none."""
-        if any(source.owner == site and not source.settled for source in self.sources):
-            self.settle(site, None, "the site gave no model")
-        with self._news:
-            self._working.discard(site)
-            self._news.notify_all()
-
-    def put(self, cell: Cell) -> None:
-        """Fill a cell."""
-        with self._news:
-            self._cells[cell.model, cell.site] = cell
-            self._news.notify_all()
-
-    @property
-    def count(self) -> int:
-        """Number of all cells."""
-        return len(self.sources) * len(self.sites)
-
-    @property
-    def progress(self) -> str:
-        """How far it is, for the status."""
-        with self._news:
-            return f"{len(self._cells)} of {self.count} evaluations"
-
-    def rows(self) -> list[EvaluatedModel]:
-        """Return one row for each evaluated model."""
-        with self._news:
-            return [source.row for source in self.sources]
-
-    def cells(self) -> list[Cell]:
-        """Return the filled cells in the order of rows and columns."""
-        with self._news:
-            keys = [(source.row.name, site) for source in self.sources for site in self.sites]
-            return [self._cells[key] for key in keys if key in self._cells]
-
-
-class _Column:
-    """One site: it sends its model, then evaluates all models, one after the other. In a thread of its own."""
-
-    def __init__(
-        self, controller: Controller, matrix: EvaluationMatrix, models: ModelsToEvaluate, site: str, limit_s: float
-    ) -> None:
-        self._controller, self._matrix, self._models = controller, matrix, models
-        self._site, self._limit_s = site, limit_s
-        self._hung = ""  # why the site was given up, as long as it makes no progress
-        self._progress: Progress = ()
-
-    def fill(self, *, submits: bool) -> None:
-        """Fill each cell with a value or a reason. No other column waits in vain, whatever this raises."""
-        matrix = self._matrix
-        try:
-            if submits:
-                answer, error = self._ask(SUBMIT, None)
-                place = None
-                if not error:
-                    place, error = self._models.of_site(answer)
-                matrix.settle(self._site, place, _one_line(error))
-            while (source := matrix.next_for(self._site)) is not None:
-                cell = self._evaluate(source)
-                matrix.put(cell)
-                numbers = ", ".join(f"{key} {value:.6g}" for key, value in cell.metrics.items())
-                level = logging.INFO if matrix.count <= LOUD else logging.DEBUG
-                LOG.log(level, "%s on %s: %s", cell.model, cell.site, cell.error or numbers or "no finite metric")
-                self._controller.note(matrix.progress)
-        finally:
-            matrix.leave(self._site)
-
-    def _evaluate(self, source: ModelSource) -> Cell:
-        cell, place = Cell(model=source.row.name, site=self._site), source.place
-        model = place if isinstance(place, TensorRef) or place is None else place.model_dump()
-        payload, error = self._ask(VALIDATE, {"model": model, "name": source.row.name})
-        return cell.model_copy(update={"error": _one_line(error)}) if error else _with_metrics(cell, payload)
-
-    def _ask(self, task: str, payload: Any) -> tuple[Any, str]:
+    async def _ask(self, site: str, task: str, payload: Any) -> tuple[Any, str]:
         """Return what the site answers, or why it does not.
 
         A site that has gone, or hangs, is awaited while others work.
         """
-        matrix, run = self._matrix, self._controller.run
-        if self._hung and not matrix.wait(self._site, lambda: progress_of(run, self._site) != self._progress):
-            return None, self._hung
-        self._hung = ""
+        run = self._run
+        if site in self._hung:
+            why, before = self._hung[site]
+            if not await self._wait(site, lambda: progress_of(run, site) != before):
+                return None, why
+            del self._hung[site]
         while True:
-            result = self._controller.attempt(self._site, task, payload, self._limit_s)
+            result = await self._controller.attempt(site, task, payload, self._limit_s)
             if result.lost == "stuck":
-                self._hung, self._progress = result.error, progress_of(run, self._site)
-            if result.lost != "gone":
-                return (None, result.error) if result.error else (result.payload, "")
-            if not matrix.wait(self._site, lambda: not why_gone(run, self._site)):
-                return None, f"the site {why_gone(run, self._site) or 'had gone'}"
+                self._hung[site] = result.error, progress_of(run, site)
+            if result.error and result.lost != "gone":
+                return None, result.error
+            if not result.error:
+                return await asyncio.get_running_loop().run_in_executor(
+                    run.io, operator.attrgetter("payload"), result
+                ), ""
+            if not await self._wait(site, lambda: not why_gone(run, site)):
+                return None, f"the site {why_gone(run, site) or 'had gone'}"
+
+    @property
+    def progress(self) -> str:
+        """How far it is, for the status."""
+        return f"{len(self._cells)} of {len(self.sources) * len(self.sites)} evaluations"
+
+    def so_far(self, *, finished: bool = False) -> Evaluation:
+        """Return the matrix as far as it is filled, cells in the order of rows and columns; from any thread."""
+        keys = [(source.row.name, site) for source in self.sources for site in self.sites]
+        return Evaluation(
+            run=self._run.store.run_log.run_id,
+            name=self._run.settings.run.name,
+            finished=finished,
+            sites=self.sites,
+            models=[source.row for source in self.sources],
+            cells=[self._cells[key] for key in keys if key in self._cells],
+        )
 
 
 def _with_metrics(cell: Cell, payload: Any) -> Cell:

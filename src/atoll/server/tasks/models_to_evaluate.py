@@ -39,7 +39,7 @@ def is_file(version: str) -> bool:
 class ModelsToEvaluate:
     """Keeps models at the server while an evaluation goes on; as a context manager, removes them.
 
-    Methods are called in threads of the workflow. Models are written in runs of some MiB.
+    Other methods are called in the thread of the workflow. Models are written in runs of some MiB.
     """
 
     def __init__(self, controller: Controller) -> None:
@@ -74,7 +74,7 @@ class ModelsToEvaluate:
         return list(found.values())
 
     def of_site(self, answer: Any) -> tuple[Place | None, str]:
-        """Return where the model is that a site has answered with, or why it cannot be pulled."""
+        """Return where the model is that a site has answered with, or why it cannot be pulled; on the server's loop."""
         model = answer.get("model") if isinstance(answer, dict) else None
         if isinstance(model, TensorRef):  # from a handler of the user's
             return model, ""
@@ -82,16 +82,12 @@ class ModelsToEvaluate:
             key = ObjectKey.model_validate(model)
         except ValidationError:
             return None, "the site answered submit_model with something else than a reference to a model"
-
-        async def own() -> ObjectKey:
-            payload = TaskPayload.taken_over(self._run.objects, key)
-            self._payloads.append(payload)
-            return payload.key
-
         try:
-            return self._controller.ask(own()), ""
+            payload = TaskPayload.taken_over(self._run.objects, key)
         except AtollError as error:
             return None, f"the model of the site is not at the server: {error}"
+        self._payloads.append(payload)
+        return payload.key, ""
 
     def _of_version(self, version: str | int) -> tuple[EvaluatedModel, Place | None]:
         row = EvaluatedModel(name=f"version {version}" if type(version) is int else str(version), kind="version")

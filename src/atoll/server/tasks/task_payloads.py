@@ -188,22 +188,11 @@ class PayloadWriter:
         Raises:
             UsageError: it cannot travel. DiskFull, StoreError: the disk fails.
         """
-        payloads = TaskPayloads()
         if packed.tensors:
             self._ask(self._wait_for_space(task, timeout_s))
-        filtered_for = [site for site in sites if self._filters.data.of(site, task)]
-        found = self._ask(self._write_own(task, filtered_for, packed, timeout_s)) if filtered_for else []
-        for site, own in zip(filtered_for, found, strict=True):
-            match own:
-                case TaskPayload():
-                    payloads.own[site] = own
-                case UsageError():
-                    LOG.error("%s", said(own))
-                    payloads.failed[site] = str(own)
-                case BaseException():
-                    raise own
+        payloads: TaskPayloads = self._ask(self.filtered(task, sites, packed, timeout_s))
         if len(payloads.own) + len(payloads.failed) < len(sites) or not sites:
-            payloads.shared = self._write(task, packed)
+            payloads.shared = self.written(task, packed)
         return payloads
 
     async def _wait_for_space(self, task: str, timeout_s: float | None) -> None:
@@ -223,16 +212,16 @@ class PayloadWriter:
         finally:
             trouble.pop(0, None)
 
-    async def _write_own(
-        self, task: str, sites: Sequence[str], packed: Packed, timeout_s: float | None
-    ) -> list[TaskPayload | BaseException | None]:
-        """Write the filtered payload of each site, or return what that raises; None if its filters change nothing.
+    async def filtered(self, task: str, sites: Sequence[str], packed: Packed, timeout_s: float | None) -> TaskPayloads:
+        """Write the payload of each site with filters that change it, on the server's loop.
 
         All sites at once, since the filters of one may hang. A type of the user's is read for one site after the
         other: its code need not be thread-safe.
         """
+        payloads = TaskPayloads()
+        sites = [site for site in sites if self._filters.data.of(site, task)]
         user_type = any(isinstance(tensor, Stream) for tensor in packed.tensors)
-        at_once = asyncio.Semaphore(1 if user_type else len(sites))
+        at_once = asyncio.Semaphore(1 if user_type else max(1, len(sites)))
 
         async def one(site: str) -> TaskPayload | None:
             what = f"The server's filters at the payload of task {task!r} for {site}"
@@ -246,13 +235,24 @@ class PayloadWriter:
                         "Look at their code, or give more time.",
                     ) from None
 
-        return await asyncio.gather(*map(one, sites), return_exceptions=True)
+        found = await asyncio.gather(*map(one, sites), return_exceptions=True)
+        for site, own in zip(sites, found, strict=True):
+            match own:
+                case TaskPayload():
+                    payloads.own[site] = own
+                case UsageError():
+                    LOG.error("%s", said(own))
+                    payloads.failed[site] = str(own)
+                case BaseException():
+                    raise own
+        return payloads
 
     def _write_filtered(self, task: str, site: str, packed: Packed) -> TaskPayload | None:
         with self._filters.sent(packed, site, task) as own:
-            return None if own is packed else self._write(task, own)
+            return None if own is packed else self.written(task, own)
 
-    def _write(self, task: str, packed: Packed) -> TaskPayload:
+    def written(self, task: str, packed: Packed) -> TaskPayload:
+        """Write a payload as it is, in this thread; one without tensors needs no file."""
         objects, queue = self._run.objects, self._run.task_queue
         streamed = task in self._run.settings.workflow.streamed_tasks
         way = way_of(task, packed, self._sizes, streamed=streamed)

@@ -24,6 +24,7 @@ from atoll.posix import OwnedFile
 from atoll.protocol import task_messages as tm
 from atoll.protocol.status_messages import TaskStatus
 from atoll.server.coordinator.roster import Lease
+from atoll.server.tasks.user_code import shared
 from atoll.store.file_slots import disk_error
 from atoll.store.kept_objects import Kept, ObjectStore
 from atoll.tensors.payload import Packed
@@ -451,17 +452,8 @@ class TaskQueue:
             TicketClosed: the task ended before the answer was read and filtered.
         """
         task = self.open_for(task_id, site)
-        arriving = task.arriving.get((site, key))
-        if arriving is None:
-            arriving = asyncio.ensure_future(self._take(task, site, key, given))
-            task.arriving[site, key] = arriving
-            arriving.add_done_callback(lambda done: _forget(task, site, key, done))
-        try:
-            await asyncio.shield(arriving)
-        except asyncio.CancelledError:
-            if arriving.cancelled():
-                self.open_for(task_id, site)
-            raise
+        if not await shared(task.arriving, (site, key), lambda: self._take(task, site, key, given)):
+            self.open_for(task_id, site)
 
     async def _take(self, task: OpenTask, site: str, key: str, given: tm.ObjectKey) -> None:
         what = f"The answer of site {site}"
@@ -480,12 +472,6 @@ class TaskQueue:
         except Exception:  # when cancelled, a thread may still read the file: it closes with its last reference
             answer.close()
             raise
-
-
-def _forget(task: OpenTask, site: str, key: str, done: asyncio.Future[None]) -> None:
-    del task.arriving[site, key]
-    if not done.cancelled():
-        done.exception()  # the request that waited was told, or the site asks again
 
 
 def read_contents(file: OwnedFile, cuts: Cuts, what: str) -> Contents:

@@ -13,7 +13,7 @@ import functools
 import inspect
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine, Hashable
 from typing import Any, TypeVar
 
 from atoll import registry
@@ -23,6 +23,7 @@ from atoll.runtime import stay_single_threaded
 
 LOG = logging.getLogger("atoll.server")
 T = TypeVar("T")
+K = TypeVar("K", bound=Hashable)
 
 Function = Callable[[Any], Any]
 """A workflow: it takes a `Controller`."""
@@ -33,6 +34,32 @@ AT_ONCE = 8
 """Calls at a time; each holds a few runs of elements."""
 LAZY = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
 """Whether a call of a function runs none of its code."""
+
+
+async def shared(
+    under_way: dict[K, asyncio.Future[None]], key: K, begin: Callable[[], Coroutine[Any, Any, None]]
+) -> bool:
+    """Wait for work that is done once, however many ask for it; return False if it is cancelled in `under_way`.
+
+    Errors of the work are raised to all that wait; a caller that is cancelled leaves it under way.
+    """
+
+    def end(done: asyncio.Future[None]) -> None:
+        del under_way[key]
+        if not done.cancelled():
+            done.exception()  # the request that waited was told, or asks again
+
+    if key not in under_way:
+        under_way[key] = asyncio.ensure_future(begin())
+        under_way[key].add_done_callback(end)
+    work = under_way[key]
+    try:
+        await asyncio.shield(work)
+    except asyncio.CancelledError:
+        if not work.cancelled():
+            raise
+        return False
+    return True
 
 
 class UserThreads:

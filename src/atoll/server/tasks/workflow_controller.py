@@ -306,10 +306,18 @@ class Controller:
             raise RunFailed(f"Site {site} did not answer task {task!r} within {timeout_s:g} s.", "Look at its log.")
         return results[0]
 
-    def attempt(self, site: str, task: str, payload: Any, progress_timeout_s: float) -> Result:
-        """Send a task to one site. If it has gone, or makes no progress, the result says so (`Result.lost`)."""
+    async def attempt(self, site: str, task: str, payload: Any, progress_timeout_s: float) -> Result:
+        """Send a task without tensors to one site, on the server's loop.
+
+        If the site has gone, or makes no progress, the result says so (`Result.lost`).
+        """
         limits = AnswerLimits(progress_timeout_s=progress_timeout_s, gone_too=True)
-        return self._send(task, payload, [site], limits)[0]
+        packed = pack(payload)
+        payloads = await self._writer.filtered(task, [site], packed, None)
+        if not payloads.own and not payloads.failed:
+            payloads.shared = self._writer.written(task, packed)
+        (answer,) = await self._collect(task, [site], payloads, limits)
+        return Result(task, answer)
 
     def ask(self, work: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine on the server's loop.
@@ -331,15 +339,6 @@ class Controller:
             with self._lock:
                 self._asked.discard(asked)
 
-    def require_running(self) -> None:
-        """End a thread of the workflow that waits for something else.
-
-        Raises:
-            ServerStops: the server ends, or the workflow was given up.
-        """
-        if self._stopped:
-            raise ServerStops
-
     def stop(self) -> None:
         """Cancel what the workflow waits for, and refuse further calls."""
         with self._lock:
@@ -357,8 +356,7 @@ class Controller:
             chosen = self.sites(max(1, needed), timeout_s=timeout_s)
         else:
             chosen, begin_s = _named(sites), time.monotonic()
-            if not limits.gone_too:
-                self.ask(self._require_joined(task, chosen, timeout_s))
+            self.ask(self._require_joined(task, chosen, timeout_s))
             if timeout_s is not None:
                 timeout_s = max(0.0, timeout_s - (time.monotonic() - begin_s))
         if needed > len(chosen):
