@@ -81,14 +81,14 @@ class Crowd:
                 self.errors[f"pull: {response.status}, {len(body)} bytes"] += 1
         await asyncio.sleep(self._train_s * random.uniform(0.8, 1.2))
         for part, data, check in zip(self._layout.parts, self._parts, self._digests, strict=True):
-            url = self._url + routes.PART.format(ticket=ticket["ticket"], part=part.index)
+            url = self._url + routes.PART.format(ticket=ticket["id"], part=part.index)
             async with session.put(url, data=data + check, headers=headers | HEADERS) as response:
                 if response.status != 200:
                     self.errors[f"part: {response.status} {(await response.text())[:200]}"] += 1
         complete = messages.Complete(
             digest=self._layout.blob_id(self._digests), base_digest=digest, weight=1.0, steps=1, metrics={}
         )
-        await self._post(session, routes.COMPLETE.format(ticket=ticket["ticket"]), complete, headers)
+        await self._post(session, routes.COMPLETE.format(ticket=ticket["id"]), complete, headers)
 
     async def _post(
         self, session: aiohttp.ClientSession, path: str, message: messages.Message, headers: dict[str, str]

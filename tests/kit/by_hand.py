@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from atoll.protocol import messages, routes
-from atoll.protocol.values import Ticket, UpdateInfo
+from atoll.protocol.messages import Ticket
+from atoll.protocol.values import UpdateInfo
 from atoll.tensors.dtypes import torch_dtype
 from atoll.transport.part_transfer import HttpTransfer
 from atoll.worker.exchange.base_and_outbox import OutboxNote

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from blake3 import blake3
@@ -295,16 +296,30 @@ class Outcome(Message):
         return self.state in ("accepted", "counted")
 
 
+@dataclass(frozen=True, slots=True)
+class VersionRef:
+    """One version of one fragment; two versions with the same digest have the same bits."""
+
+    fragment: int
+    number: int
+    digest: str
+
+
 class Ticket(Message):
     """The right to submit one update for one round of one fragment."""
 
-    ticket: Count
+    id: Count
     fragment: Count
     round: Count = Field(description="Number of the round; the first is 1.")
     base_version: Count
     base_digest: Hex32 = Field(description="Digest of the version to pull and to train from.")
     layout_digest: Hex32 = Field(description="Of the update's layout; the worker computes the same one.")
     local_steps: Count = Field(0, description="Local steps to take from that version (DyLU); 0: the run's sync_every.")
+
+    @property
+    def base(self) -> VersionRef:
+        """The version to train from."""
+        return VersionRef(self.fragment, self.base_version, self.base_digest)
 
 
 class TicketReply(Message):

@@ -14,46 +14,9 @@ from pydantic import Field
 
 from atoll.errors import AtollError, Gone, TicketClosed, UpdateRefused
 from atoll.protocol import messages
-from atoll.protocol.messages import Count, Hex32, Message, Site
+from atoll.protocol.messages import Count, Hex32, Message, Site, Ticket, VersionRef
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class VersionRef:
-    """One version of one fragment; two versions with the same digest have the same bits."""
-
-    fragment: int
-    number: int
-    digest: str
-
-
-@dataclass(frozen=True, slots=True)
-class Ticket:
-    """The right to submit one update to one round of one fragment.
-
-    Attributes:
-        base: the version to train from.
-        layout_digest: of the update; the worker computes the same one.
-        local_steps: to take from the base (DyLU); 0: the run's `sync_every`.
-    """
-
-    id: int
-    round: int
-    base: VersionRef
-    layout_digest: str
-    local_steps: int = 0
-
-    @property
-    def fragment(self) -> int:
-        """The fragment that the round is of."""
-        return self.base.fragment
-
-    @classmethod
-    def of(cls, message: messages.Ticket) -> Ticket:
-        """The ticket in a message."""
-        base = VersionRef(message.fragment, message.base_version, message.base_digest)
-        return cls(message.ticket, message.round, base, message.layout_digest, message.local_steps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +85,7 @@ def next_of(reply: messages.TicketReply, fragment: int) -> Next:
     head = VersionRef(fragment, reply.head_version, reply.head_digest)
     said = (head, reply.round, reply.reason, reply.previous, reply.durable_version, reply.tasks, reply.left_s)
     if reply.ticket is not None:
-        return Open(*said, ticket=Ticket.of(reply.ticket), counted=reply.counted)
+        return Open(*said, ticket=reply.ticket, counted=reply.counted)
     return {"finished": Finished, "wait": Wait}.get(reply.status, Next)(*said)
 
 

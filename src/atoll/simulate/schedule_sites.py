@@ -358,8 +358,8 @@ class Conductor:
                 await self._end(lease, answer)
                 return
             for part, stats in enumerate(answer.stats):
-                self._run.record_part(lease, job.ticket.ticket, part, stats)
-            await self._run.complete(lease, job.ticket.ticket, answer.update)
+                self._run.record_part(lease, job.ticket.id, part, stats)
+            await self._run.complete(lease, job.ticket.id, answer.update)
             self._counted.add(job.site)
             del self._stuck[job.site]
         except TicketClosed:
@@ -382,7 +382,7 @@ class Conductor:
         LOG.warning(
             "%s did not return within %s, while others waited for its process, which was ended", job.site, told_s
         )
-        if waiting.may_submit(self._run.state, job.site, lease.number, job.ticket.ticket) is not None:
+        if waiting.may_submit(self._run.state, job.site, lease.number, job.ticket.id) is not None:
             self.late += 1
         if self._stuck[job.site] == ATTEMPTS:
             why = (

@@ -18,7 +18,7 @@ from atoll.algorithms.resolve import local_rule
 from atoll.errors import UsageError
 from atoll.posix import Descriptor, read_at, write_at
 from atoll.protocol import messages
-from atoll.protocol.values import Ticket, VersionRef
+from atoll.protocol.messages import VersionRef
 from atoll.simulate.job_messages import SiteRound
 from atoll.tensors.fragments import Split
 from atoll.tensors.layout import Layout
@@ -225,7 +225,7 @@ class SimulatedWorker(Worker):
 
     def __init__(self, shared: Shared, job: SiteRound, base_fd: int, spool_fd: int, folder: Path) -> None:
         info, layouts, ticket = shared.info, shared.layouts, job.ticket
-        self._ticket = Ticket.of(ticket)
+        self._ticket = ticket
         self._channel = JobChannel(shared, ticket, {outcome.ticket: outcome for outcome in job.outcomes})
         session = Session(cast(Channel, self._channel), job.site, run=(info, shared.split))
         note = BaseNote(info.run, 0, ticket.base_version, ticket.base_digest, [], complete=True)

@@ -15,7 +15,7 @@ from kit import serve
 import atoll
 from atoll.errors import BadRequest
 from atoll.protocol import messages, routes
-from atoll.protocol.swarm_messages import ReducedRound, CollectedUpdate, Held, PeerReport, PeerWork, Source
+from atoll.protocol.swarm_messages import CollectedUpdate, Held, PeerReport, PeerWork, ReducedRound, Source
 from atoll.transport.http_client import Http
 
 ADDRESSES = {"a": "http://127.0.0.1:9", "b": "http://127.0.0.1:10"}
@@ -38,7 +38,9 @@ class Site:
         place = place or self.address.removeprefix("http://")
         return f"atoll-ref://{place}/{'0' * 32}?expires=1#{'0' * 32}.{'0' * 64}"
 
-    def report(self, *collected: CollectedUpdate, closed: Sequence[ReducedRound] = (), held: Held | None = None) -> PeerWork:
+    def report(
+        self, *collected: CollectedUpdate, closed: Sequence[ReducedRound] = (), held: Held | None = None
+    ) -> PeerWork:
         self._reports += 1
         reached = [address for name, address in ADDRESSES.items() if name != self.name]
         report = PeerReport(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from atoll.protocol import messages
-from atoll.protocol.values import Ticket, VersionRef
 from atoll.worker.exchange.base_and_outbox import OutboxNote
 from atoll.worker.exchange.exchange import resend_note
 
@@ -19,6 +18,10 @@ def note(*, sent: bool = True) -> OutboxNote:
         run="r", ticket=8, fragment=0, base_version=3, base_digest=A, layout_digest=LAYOUT, digest=B,
         part_digests=[], weight=1.0, steps=2, sent=sent,
     )  # fmt: skip
+
+
+def ticket_from(version: int, digest: str) -> messages.Ticket:
+    return messages.Ticket(id=9, fragment=0, round=4, base_version=version, base_digest=digest, layout_digest=LAYOUT)
 
 
 def info(mode: str) -> messages.RunInfo:
@@ -37,7 +40,7 @@ def info(mode: str) -> messages.RunInfo:
     ],
 )
 def test_only_what_the_server_has_forgotten(mode: str, version: int, bits: str, fate: str, base: int | None) -> None:
-    ticket = Ticket(9, 4, VersionRef(0, version, bits), LAYOUT)
+    ticket = ticket_from(version, bits)
     again = resend_note(note(), ticket, LOST, info(mode), lambda _: LOST.model_copy(update={"state": fate}))
     assert (again and (again.ticket, again.base_version, again.sent)) == (base and (9, base, False))
 
@@ -46,6 +49,6 @@ def test_only_what_the_server_has_forgotten(mode: str, version: int, bits: str, 
 @pytest.mark.parametrize(("mode", "sent"), [("async", True), ("async", False), ("sync", True)])
 def test_an_asynchronous_run_takes_a_forgotten_update_against_its_head(mode: str, sent: bool) -> None:
     """Where the server had acknowledged it; one that never came is part of what is local."""
-    ticket = Ticket(9, 4, VersionRef(0, 2, B), LAYOUT)
+    ticket = ticket_from(2, B)
     again = resend_note(note(sent=sent), ticket, LOST, info(mode), lambda _: LOST)
     assert (again and again.base_version) == (2 if mode == "async" and sent else None)

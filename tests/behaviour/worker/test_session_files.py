@@ -16,7 +16,8 @@ from torch import Tensor, nn
 import atoll
 from atoll.errors import LeaseLost, UsageError
 from atoll.protocol import messages, routes
-from atoll.protocol.values import Ticket, UpdateInfo
+from atoll.protocol.messages import Ticket
+from atoll.protocol.values import UpdateInfo
 from atoll.tensors.module_tensors import named_tensors
 from atoll.transport.http_client import Http
 from atoll.worker.exchange import encode_update

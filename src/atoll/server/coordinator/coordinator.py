@@ -438,7 +438,7 @@ class Coordinator:
         if presence is not None:
             presence.bases[fragment] = base_version
         return messages.Ticket(
-            ticket=ticket,
+            id=ticket,
             fragment=fragment,
             round=self.state.rounds[fragment].number,
             base_version=base_version,

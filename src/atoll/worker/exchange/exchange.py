@@ -23,6 +23,7 @@ from atoll.codecs.version_difference import Downlink
 from atoll.errors import TRANSIENT, Conflict, Gone, TicketClosed, UpdateRefused
 from atoll.filters.base import About, Filter
 from atoll.protocol import messages, routes
+from atoll.protocol.messages import Ticket, VersionRef
 from atoll.protocol.values import (
     Accepted,
     Delivered,
@@ -32,11 +33,9 @@ from atoll.protocol.values import (
     Pull,
     Pulled,
     Refused,
-    Ticket,
     TooLate,
     UpdateInfo,
     VersionGone,
-    VersionRef,
     require,
 )
 from atoll.runtime import failpoint

@@ -20,7 +20,7 @@ from atoll.codecs.version_difference import Downlink
 from atoll.errors import UNPULLED, Busy, DiskFull, Gone, PartCorrupt
 from atoll.json_files import read_note, write_note
 from atoll.protocol import messages, routes
-from atoll.protocol.values import VersionRef
+from atoll.protocol.messages import VersionRef
 from atoll.runtime import failpoint, single_thread
 from atoll.tensors.chunks import CHUNK_ELEMENTS, Scatter, assign_run_, bytes_of
 from atoll.tensors.dtypes import torch_dtype

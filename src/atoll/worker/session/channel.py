@@ -6,8 +6,8 @@ from typing import Protocol
 
 from atoll.errors import Gone
 from atoll.protocol import messages, routes
+from atoll.protocol.messages import VersionRef
 from atoll.protocol.status_messages import Status
-from atoll.protocol.values import VersionRef
 from atoll.transport.http_client import Counters, Http, Watch
 
 POLL_MARGIN_S = 10.0

@@ -32,7 +32,8 @@ from atoll.algorithms.optimizer_hooks import (
 )
 from atoll.errors import UsageError, print_interrupt_in_a_line, public_api
 from atoll.filters.base import Filter
-from atoll.protocol.values import UpdateInfo, VersionRef
+from atoll.protocol.messages import VersionRef
+from atoll.protocol.values import UpdateInfo
 from atoll.tensors.fsdp_shards import Shards
 from atoll.tensors.module_tensors import (
     Tensors,

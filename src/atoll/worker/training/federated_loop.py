@@ -32,19 +32,8 @@ from atoll.algorithms.optimizer_hooks import (
 from atoll.errors import UsageError, print_interrupt_in_a_line, public_api
 from atoll.filters.base import Filter, require_filters
 from atoll.protocol import messages
-from atoll.protocol.values import (
-    Lost,
-    Next,
-    Open,
-    Refused,
-    Ticket,
-    TooLate,
-    UpdateInfo,
-    VersionGone,
-    VersionRef,
-    Wait,
-    require,
-)
+from atoll.protocol.messages import Ticket, VersionRef
+from atoll.protocol.values import Lost, Next, Open, Refused, TooLate, UpdateInfo, VersionGone, Wait, require
 from atoll.tensors.arrays import Arrays, as_tensors, require_framework, to_numpy
 from atoll.tensors.dtypes import torch_dtype
 from atoll.tensors.module_tensors import Tensors, fits, named_parameters, named_tensors, schema_of, unwrapped
@@ -150,7 +139,8 @@ class Round:
             LOG.info("%s: round %d is taken no more: %s", self._session.site, self.number, pull.error.message)
             reply = require(self._exchange.ask_and_resend())
             # a run that has ended meanwhile gives no ticket any more: training goes on from its result, in vain
-            self._ticket = reply.ticket if isinstance(reply, Open) else replace(self._ticket, base=reply.head)
+            latest = {"base_version": reply.head.number, "base_digest": reply.head.digest}
+            self._ticket = reply.ticket if isinstance(reply, Open) else self._ticket.model_copy(update=latest)
 
     @public_api
     def correct(self, model: nn.Module, optimizer: Given) -> StepHooks:

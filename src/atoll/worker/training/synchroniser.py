@@ -21,20 +21,8 @@ import time
 from collections.abc import Callable, Sequence
 
 from atoll.errors import is_transient
-from atoll.protocol.values import (
-    Accepted,
-    Finished,
-    Lost,
-    Next,
-    Open,
-    Refused,
-    Ticket,
-    TooLate,
-    UpdateInfo,
-    VersionRef,
-    Wait,
-    require,
-)
+from atoll.protocol.messages import Ticket, VersionRef
+from atoll.protocol.values import Accepted, Finished, Lost, Next, Open, Refused, TooLate, UpdateInfo, Wait, require
 from atoll.runtime import Latch
 from atoll.tensors.module_tensors import Tensors
 from atoll.worker.exchange import apply_version
