@@ -6,10 +6,29 @@ import argparse
 import sys
 from pathlib import Path
 
-from atoll.rounds.transitions import document
+from atoll.rounds.transitions import MEMBER, ROUND, TICKET, Table
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "concepts.md"
 BEGIN, END = "<!-- diagrams: written by tools/diagrams.py -->", "<!-- /diagrams -->"
+
+SECTIONS: tuple[tuple[str, str, Table], ...] = (
+    ("A worker", "unknown", MEMBER),
+    ("The rounds of a fragment", "gathering", ROUND),
+    ("A ticket", "open", TICKET),
+)
+
+
+def mermaid(table: Table, start: str) -> str:
+    """One table as the text of a Mermaid `stateDiagram-v2`; states that nothing leaves are drawn as ends."""
+    arrows = [f"    {state} --> {after} : {event}" for (state, event), after in table.items()]
+    left = {state for (state, _), after in table.items() if after != state}
+    ends = [f"    {state} --> [*]" for state in dict.fromkeys(table.values()) if state not in left]
+    return "\n".join(["stateDiagram-v2", f"    [*] --> {start}", *arrows, *ends]) + "\n"
+
+
+def document() -> str:
+    """All three diagrams as a piece of Markdown."""
+    return "\n".join(f"## {title}\n\n```mermaid\n{mermaid(table, start)}```\n" for title, start, table in SECTIONS)
 
 
 def with_diagrams(text: str) -> str:

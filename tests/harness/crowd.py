@@ -37,7 +37,7 @@ class Crowd:
         self.errors: Counter[str] = Counter()
         self._url, self._info, self._train_s = url, info, train_s
         codecs = codecs_of(info.codec, info.codec_options)
-        self._layout = encoded_layout(schema.to_schema(), info.codec, codecs, info.part_bytes)
+        self._layout = encoded_layout(schema.to_split().schema, info.codec, codecs, info.part_bytes)
         content = bytes_of(torch.full((-(-self._layout.nbytes // 4),), 1e-3))
         self._parts = [bytes(content[part.start : part.stop]) for part in self._layout.parts]
         self._digests = [blake3(part).digest() for part in self._parts]

@@ -166,20 +166,16 @@ class SchemaMessage(Message):
             fragments=list(split.places) if split.count > 1 else [],
         )
 
-    def to_schema(self) -> Schema:
-        """The schema that it carries."""
-        return Schema(
-            tuple(TensorSpec(entry.name, entry.dtype, tuple(entry.shape), entry.group) for entry in self.tensors),
-            tuple((alias.name, alias.owner) for alias in self.aliases),
-        )
-
     def to_split(self) -> Split:
         """How the model is cut.
 
         Raises:
             VersionSkew: not every tensor has a fragment.
         """
-        schema = self.to_schema()
+        schema = Schema(
+            tuple(TensorSpec(entry.name, entry.dtype, tuple(entry.shape), entry.group) for entry in self.tensors),
+            tuple((alias.name, alias.owner) for alias in self.aliases),
+        )
         if not self.fragments:
             return Split.whole(schema)
         if len(self.fragments) != len(schema.tensors) or set(self.fragments) != set(range(max(self.fragments) + 1)):

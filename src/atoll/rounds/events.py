@@ -1,8 +1,7 @@
 """What happens to a run (events), and what the round machine wants done (effects). Values only.
 
-An effect marked [journal] must be in the journal before any request is answered and before the next event is
-handled; `state_rows.restore` starts from those. They may be written one by one, in order: `restore` mends what a
-crash left between two.
+`state_rows.restore` starts from the decisions among the effects. They may be written one by one, in order: `restore`
+mends what a crash left between two.
 """
 
 from __future__ import annotations
@@ -120,16 +119,26 @@ Event = (
 
 
 @dataclass(frozen=True, slots=True)
-class LeaseGranted:
-    """[journal] `site` takes part under `lease`; every earlier lease of it is void."""
+class Effect:
+    """What the machine wants done."""
+
+
+@dataclass(frozen=True, slots=True)
+class Decision(Effect):
+    """An effect that is in the journal before any request is answered and before the next event is handled."""
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseGranted(Decision):
+    """`site` takes part under `lease`; every earlier lease of it is void."""
 
     site: str
     lease: int
 
 
 @dataclass(frozen=True, slots=True)
-class LeaseEnded:
-    """[journal] `site` no longer takes part. `why` is `dead`, `left` or `failed`.
+class LeaseEnded(Decision):
+    """`site` no longer takes part. `why` is `dead`, `left` or `failed`.
 
     Parts that it has not been acknowledged for may be dropped; its open ticket stays until the round closes.
     """
@@ -141,7 +150,7 @@ class LeaseEnded:
 
 
 @dataclass(frozen=True, slots=True)
-class LeaseRefused:
+class LeaseRefused(Effect):
     """The sender's lease is void. It may join again, unless `superseded`: a newer process has its place."""
 
     site: str
@@ -150,8 +159,8 @@ class LeaseRefused:
 
 
 @dataclass(frozen=True, slots=True)
-class RoundOpened:
-    """[journal] The round from `base_version` of `fragment` waits for exactly `expected`."""
+class RoundOpened(Decision):
+    """The round from `base_version` of `fragment` waits for exactly `expected`."""
 
     fragment: int
     base_version: int
@@ -159,8 +168,8 @@ class RoundOpened:
 
 
 @dataclass(frozen=True, slots=True)
-class ExpectedChanged:
-    """[journal] The sites that an open round waits for changed: a death, a departure, a refusal, a return."""
+class ExpectedChanged(Decision):
+    """The sites that an open round waits for changed: a death, a departure, a refusal, a return."""
 
     fragment: int
     base_version: int
@@ -168,8 +177,8 @@ class ExpectedChanged:
 
 
 @dataclass(frozen=True, slots=True)
-class TicketIssued:
-    """[journal where `new`] Give `site` this ticket; the same one again as long as it is open."""
+class TicketIssued(Decision):
+    """Give `site` this ticket. As long as it is open, the same one is given again: not `new`, it is in the journal."""
 
     site: str
     ticket: int
@@ -187,7 +196,7 @@ ENDS = "it submits nothing more"
 
 
 @dataclass(frozen=True, slots=True)
-class TicketWithheld:
+class TicketWithheld(Effect):
     """`site` has to wait: its update is in, no round is open, it counts from the next one; or `FINISHED`, or `ENDS`."""
 
     site: str
@@ -196,16 +205,16 @@ class TicketWithheld:
 
 
 @dataclass(frozen=True, slots=True)
-class TicketsExpired:
-    """[journal] These tickets can no longer be used; what was spooled for them is dropped."""
+class TicketsExpired(Decision):
+    """These tickets can no longer be used; what was spooled for them is dropped."""
 
     tickets: tuple[int, ...]
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
-class RoundReopened:
-    """[journal] The round from `base_version` is open again, and so are these tickets: their updates come once more."""
+class RoundReopened(Decision):
+    """The round from `base_version` is open again, and so are these tickets: their updates come once more."""
 
     fragment: int
     base_version: int
@@ -214,8 +223,8 @@ class RoundReopened:
 
 
 @dataclass(frozen=True, slots=True)
-class RoundClosed:
-    """[journal] Freeze the round and reduce exactly these tickets, in this order (by site name)."""
+class RoundClosed(Decision):
+    """Freeze the round and reduce exactly these tickets, in this order (by site name)."""
 
     fragment: int
     base_version: int
@@ -223,42 +232,19 @@ class RoundClosed:
 
 
 @dataclass(frozen=True, slots=True)
-class BestFound:
+class BestFound(Effect):
     """This version is better than all before it; it is kept until a better one is. The journal's metrics say it too."""
 
     measured: Measured
 
 
 @dataclass(frozen=True, slots=True)
-class RunFinished:
-    """[journal] The last round is committed; workers are told, and the result is exported."""
+class RunFinished(Decision):
+    """The last round is committed; workers are told, and the result is exported."""
 
 
 @dataclass(frozen=True, slots=True)
-class Woken:
+class Woken(Effect):
     """Waiters on `fragment` should ask again."""
 
     fragment: int
-
-
-Effect = (
-    LeaseGranted
-    | LeaseEnded
-    | LeaseRefused
-    | RoundOpened
-    | ExpectedChanged
-    | TicketIssued
-    | TicketWithheld
-    | TicketsExpired
-    | RoundReopened
-    | RoundClosed
-    | BestFound
-    | RunFinished
-    | Woken
-)
-
-
-def for_journal(effect: Effect) -> bool:
-    """Whether `effect` is marked [journal]."""
-    for_others = LeaseRefused | TicketWithheld | BestFound | Woken
-    return not isinstance(effect, for_others) and (not isinstance(effect, TicketIssued) or effect.new)

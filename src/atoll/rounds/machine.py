@@ -36,11 +36,12 @@ def step(state: State, event: events.Event, now_s: float) -> Result:
     """
     draft = Draft(state, now_s)
     leased = events.WorkerSeen | events.WorkerLeft | events.WorkerEnds | events.TicketRequested
-    if isinstance(event, leased) and not draft.hears(event.site, event.lease):
-        return draft.result()
+    refused = leases.refusal(state.members, event.site, event.lease) if isinstance(event, leased) else None
+    if refused:
+        return state, (refused,)
     match event:
-        case events.WorkerSeen():
-            pass
+        case events.WorkerSeen(site):
+            draft.see(site)
         case events.WorkerJoined(site):
             _join(draft, site)
         case events.WorkerLeft(site, _, error):
@@ -59,9 +60,7 @@ def step(state: State, event: events.Event, now_s: float) -> Result:
             draft.change(rules=replace(state.rules, held=False))
             settle(draft)
         case events.TimePassed():
-            timeout_s = state.rules.heartbeat_timeout_s
-            silent = sorted(site for site, last_s in state.seen_s.items() if timeout_s and now_s >= last_s + timeout_s)
-            _end(draft, silent, "falls silent", f"silent for {timeout_s:g} s")
+            _end_silent(draft)
         case _:
             assert_never(event)
     return draft.result()
@@ -87,8 +86,15 @@ def _end(draft: Draft, sites: Iterable[str], event: str, detail: str) -> None:
     settle(draft)
 
 
+def _end_silent(draft: Draft) -> None:
+    timeout_s, now_s = draft.state.rules.heartbeat_timeout_s, draft.now_s
+    silent = sorted(site for site, last_s in draft.state.seen_s.items() if timeout_s and now_s >= last_s + timeout_s)
+    _end(draft, silent, "falls silent", f"silent for {timeout_s:g} s")
+
+
 def _submits_no_more(draft: Draft, site: str) -> None:
     """No round waits for the site any more; what it has in counts."""
+    draft.see(site)
     draft.change(ending=draft.state.ending | {site})
     for fragment in range(len(draft.state.rounds)):
         end_open(draft, fragment, "its site ends", events.ENDS, site=site)
@@ -97,6 +103,7 @@ def _submits_no_more(draft: Draft, site: str) -> None:
 
 
 def _request(draft: Draft, site: str, fragment: int) -> None:
+    draft.see(site)
     round_ = draft.round(fragment)
     if site in draft.state.ending and round_.phase != "finished":
         draft.effects.append(events.TicketWithheld(site, fragment, events.ENDS))

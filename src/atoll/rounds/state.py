@@ -15,7 +15,6 @@ from operator import attrgetter
 from typing import Any
 
 from atoll.config import Settings
-from atoll.rounds import leases
 from atoll.rounds.closing_policy import Async, Barrier, Policy, QuorumDeadline, RoundView
 from atoll.rounds.early_stopping import Progress, Tracking
 from atoll.rounds.events import Effect, Woken
@@ -231,7 +230,15 @@ class Snapshot:
 
 def view(state: State, fragment: int) -> RoundView:
     """The open round of `fragment` as a policy sees it."""
-    round_ = state.rounds[fragment]
+    round_, elsewhere = state.rounds[fragment], Counter[str]()
+    if len(state.rounds) > 1:
+        elsewhere.update(
+            ticket.site
+            for index, other in enumerate(state.rounds)
+            if index != fragment and other.phase == "open"
+            for ticket in other.tickets.values()
+            if ticket.state == "accepted"
+        )
     accepted = [
         ticket for ticket in round_.tickets.values() if ticket.state == "accepted" and ticket.id not in round_.frozen
     ]
@@ -246,20 +253,8 @@ def view(state: State, fragment: int) -> RoundView:
         floor_name=state.rules.floor_name,
         number=round_.number,
         first_s=round_.first_s,
-        elsewhere=_elsewhere(state, fragment) if len(state.rounds) > 1 else (),
+        elsewhere=tuple(sorted(site for site, count in elsewhere.items() if count >= state.rules.max_inflight)),
     )
-
-
-def _elsewhere(state: State, fragment: int) -> tuple[str, ...]:
-    """Sites with as many updates in open rounds of other fragments as they may have under way."""
-    waiting = Counter(
-        ticket.site
-        for index, round_ in enumerate(state.rounds)
-        if index != fragment and round_.phase == "open"
-        for ticket in round_.tickets.values()
-        if ticket.state == "accepted"
-    )
-    return tuple(sorted(site for site, count in waiting.items() if count >= state.rules.max_inflight))
 
 
 def ticket_by_id(state: State, number: int) -> Ticket | None:
@@ -322,12 +317,3 @@ class Draft:
     def see(self, site: str) -> None:
         """Note a sign of life of a site, at the time of this step."""
         self.change(seen_s={**self.state.seen_s, site: self.now_s})
-
-    def hears(self, site: str, lease: int) -> bool:
-        """Whether `lease` speaks for `site`: a sign of life if so, and a refusal if not."""
-        refused = leases.refusal(self.state.members, site, lease)
-        if refused:
-            self.effects.append(refused)
-        else:
-            self.see(site)
-        return not refused

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from async_world import LR, MOMENTUM, SITES, START, Clients, gradient, nesterov
-from kit.servers import new_server, plain_server
+from kit.servers import plain_server
 from kit.sites import together
 from torch import nn
 
@@ -156,15 +156,6 @@ def test_synchronous_rounds_first(world: Callable[..., Clients], caplog: Any) ->
     assert torch.allclose(run.weight(), theta, rtol=0, atol=1e-12)
     assert "1 synchronous rounds first" in run.server.status().policy
     assert caplog.text.count("round 1 was the last synchronous one") == 1
-
-
-def test_the_first_rounds_cannot_be_changed_at_the_next_start(tmp_path: Path) -> None:
-    """What waits for its turn against an earlier version has no place in a synchronous round."""
-    with ExitStack() as stack:
-        run = Clients(tmp_path, stack)
-        run.server.stop()
-        with pytest.raises(ConfigError, match=r"async\.sync_rounds_first = 0, this start says 9"):
-            new_server(run.model, **run.options | {"async.sync_rounds_first": 9}).start()
 
 
 @pytest.mark.covers("L2", "L3", "L6")

@@ -49,6 +49,11 @@ def serve(folder: Path, **settings: Any) -> atoll.Server:
         (STREAMING, {"diloco.fragment_update_alpha": 0.0}, "diloco.fragment_update_alpha = 0.5, this start says 0.0"),
         (STREAMING, {"diloco.max_inflight": 2}, "diloco.max_inflight = 1, this start says 2"),
         ({}, {"async.enabled": True}, "async.enabled = False, this start says True"),
+        (
+            {"async.enabled": True},
+            {"async.sync_rounds_first": 9},
+            "async.sync_rounds_first = 0, this start says 9",
+        ),
         ({}, {"algorithm.name": "fedavg"}, "algorithm.name = 'diloco', this start says 'fedavg'"),
         (
             {},

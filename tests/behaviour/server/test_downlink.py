@@ -17,7 +17,6 @@ from torch import Tensor
 
 import atoll
 from atoll.codecs.version_difference import Downlink
-from atoll.errors import ConfigError
 from atoll.tensors.layout import version_layout
 from atoll.tensors.module_tensors import schema_of
 
@@ -56,6 +55,7 @@ def test_every_site_holds_what_the_formula_says_bit_for_bit(
             "aggregation.upload_codec.name": up,
             "aggregation.download_codec.name": down,
             "aggregation.download_codec": options,
+            "disk.in_files": down != "bf16",  # without a disk the bits are the same
         },
     ) as server:
         sites = clients(server, tmp_path)
@@ -68,20 +68,6 @@ def test_every_site_holds_what_the_formula_says_bit_for_bit(
         assert [worker.bytes_down for worker in status.workers] == received
         finish_as(reference, server, sites)
     assert not torch.equal(reference.held["large"], reference.exported["large"])  # something was lost on the way
-
-
-def test_int8_both_ways_is_a_quarter_of_the_bytes_each_way(tmp_path: Path) -> None:
-    model = {"w": torch.randn(300_000, generator=torch.Generator().manual_seed(0))}
-    with serve(tmp_path, model, **{"aggregation.upload_codec.name": "int8", "rounds.total": 3}) as server:
-        sites = clients(server, tmp_path)
-        reference = Reference(model, "int8")
-        for number in (1, 2, 3):
-            play(sites, number, reference)
-        up, down = server.status().bytes_up, server.status().bytes_down
-        finish_as(reference, server, sites)
-    whole = 2 * 4 * 300_000  # to both sites
-    assert 3 * whole / 3.95 < up < 3 * whole / 3.92
-    assert 2 * whole / 3.95 < down - whole < 2 * whole / 3.90  # two of the three versions as differences
 
 
 @pytest.mark.parametrize("down", ["int8", "topk"])
@@ -269,16 +255,6 @@ def test_a_delta_that_is_damaged_at_a_start_is_dropped(tmp_path: Path) -> None:
         finish_as(reference, server, sites)
 
 
-def test_it_works_without_a_disk_with_the_same_bits(tmp_path: Path) -> None:
-    reference = Reference(start(), "int8")
-    with serve(tmp_path, **{"aggregation.upload_codec.name": "int8", "disk.in_files": False}) as server:
-        sites = clients(server, tmp_path)
-        for number in (1, 2, 3, 4):
-            play(sites, number, reference)
-        finish_as(reference, server, sites)
-        assert not any((tmp_path / "state" / "slots").iterdir())
-
-
 class Kept:
     """A persistor that keeps what it is handed."""
 
@@ -352,29 +328,6 @@ def test_files_of_the_way_down_go_with_those_of_an_earlier_run(tmp_path: Path) -
         for client in clients(server, tmp_path).values():
             client.close()
     assert not earlier.exists()
-
-
-@pytest.fixture
-def begun(tmp_path: Path) -> Path:
-    with serve(tmp_path):
-        pass
-    return tmp_path
-
-
-@pytest.mark.parametrize("other", ["int4", None], ids=["another", "none"])
-def test_another_codec_at_the_next_start_is_refused(begun: Path, other: str | None) -> None:
-    with pytest.raises(
-        ConfigError,
-        match=f"has a run with aggregation.download_codec.name = 'int8', this start says '{other or 'none'}'",
-    ):
-        serve(begun, **{"aggregation.download_codec.name": other}).start()
-
-
-def test_a_codec_that_does_not_exist_is_refused_at_the_start(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="int9"):
-        serve(tmp_path, **{"aggregation.download_codec.name": "int9"}).start()
-    with pytest.raises(ConfigError, match=r"aggregation\.download_codec"):
-        serve(tmp_path, **{"aggregation.download_codec.width": 3}).start()
 
 
 def test_after_a_fall_back_no_worker_trains_from_a_lost_version(tmp_path: Path) -> None:

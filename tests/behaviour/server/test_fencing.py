@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -107,16 +106,6 @@ def test_a_process_that_is_superseded_while_it_completes_is_not_accepted(
     assert answer(raw)[1]["code"] == "superseded"
     assert state_of(newer, ticket).outcome.state == "open"
     newer.leave()
-
-
-def test_a_part_that_is_sent_anew_ends_the_request_before(server: atoll.Server, a: Participation) -> None:
-    """Its sender has given it up: it does not keep its connection until it stands still for the idle timeout."""
-    older = send_part(server, a, 1000)
-    wait_until(lambda: server.status().bytes_up == 1000, "the bytes")
-    assert answer(send_part(server, a))[0] == 204
-    with contextlib.suppress(ConnectionResetError):  # long before idle_timeout_s
-        assert older.recv(1) == b""
-    older.close()
 
 
 @pytest.mark.covers("F19")

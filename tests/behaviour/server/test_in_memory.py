@@ -96,15 +96,3 @@ def test_a_run_in_memory_ends_with_its_server_and_says_so(tmp_path: Path) -> Non
         serve(tmp_path).start()
     with pytest.raises(ConfigError, match="memory survives no power loss"):
         serve(tmp_path, **{"disk.in_files": False, "disk.durability": "power"})
-
-
-@pytest.mark.covers("D12")
-def test_the_variable_takes_the_usual_spellings() -> None:
-    variable = "ATOLL_DISK__IN_FILES"
-    for text in ("false", "False", "FALSE", "0", "no", "off", "n", "f"):
-        assert not atoll.Settings.read(environ={variable: text}).disk.in_files, text
-    for text in ("true", "True", "1", "yes", "on", "y", "t"):
-        assert atoll.Settings.read(environ={variable: text}).disk.in_files, text
-    with pytest.raises(ConfigError, match=f"{variable}: disk.in_files = 'perhaps'"):
-        atoll.Settings.read(environ={variable: "perhaps"})
-    assert atoll.Settings.read(environ={}).disk.in_files

@@ -12,17 +12,6 @@ from kit.servers import new_server
 import atoll
 from atoll.config import FIELDS, Settings, set_values
 from atoll.errors import ConfigError, UsageError
-from atoll.filters import NormClip
-
-
-def test_every_site_has_a_filter_of_its_own(tmp_path: Path) -> None:
-    """Filters keep state between `begin` and `apply`: one for both would give the second site the first one's."""
-    from atoll.server.filter_table import SiteFilters
-
-    filters = SiteFilters(Settings(), [NormClip(1.0)])
-    (a,), (b,) = filters.of("a"), filters.of("b")
-    assert a is not b
-    assert filters.of("a") == (a,)
 
 
 @pytest.mark.parametrize(

@@ -49,15 +49,6 @@ def test_keeps_a_small_buffer_for_a_tls_connection_that_asked_nothing(tmp_path: 
     assert 2**14 < each <= MOST_BYTES, each
 
 
-def test_trains_over_tls_with_that_buffer(tmp_path: Path, tls: dict[str, Any]) -> None:
-    """Parts of several buffers, up and down."""
-    with serve(tmp_path, **tls, **{"network.part_bytes": 2**20}) as server:
-        sites = FederatedSites(server.url, tmp_path)
-        sites.join()
-        assert server.status().finished
-        assert set(sites.trained.values()) == {1}
-
-
 def test_a_peer_that_speaks_no_tls_or_leaves_does_not_disturb_the_others(tmp_path: Path, tls: dict[str, Any]) -> None:
     with serve(tmp_path, **tls) as server:
         with socket.create_connection(("127.0.0.1", server.port), timeout=30) as plain:

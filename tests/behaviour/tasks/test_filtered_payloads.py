@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
-import gc
 import os
 import tempfile
 import threading
-import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +27,6 @@ from atoll.objects import Stream, register
 from atoll.posix import read_at
 from atoll.server.tasks.task_payloads import TaskFilters
 from atoll.server.tasks.task_queue import Answer, read_contents
-from atoll.server.tasks.user_code import UserThreads
 from atoll.server.tasks.workflow_controller import Result
 from atoll.store.kept_objects import ObjectStore
 from atoll.tensors.payload import Packed, names_of, pack
@@ -47,9 +42,14 @@ def behind(tree: Any, filters: list[Filter]) -> Packed:
 
 def arrived(tree: Any, filters: list[Filter]) -> Any:
     """What the other side has of a payload."""
+    return sent(behind(tree, filters))
+
+
+def sent(packed: Packed) -> Any:
+    """What the other side has of a payload that is packed."""
     with tempfile.TemporaryFile() as file:
         fd = file.fileno()
-        manifest = write_object(behind(tree, filters), fd, Cut(PART_BYTES))
+        manifest = write_object(packed, fd, Cut(PART_BYTES))
         contents = Contents.read(os.pread(fd, manifest.cuts.head_bytes, 0), manifest.cuts, "The payload")
         return Stored(contents, lambda offset, memory: read_at(fd, memory, offset), lambda: None).tree()
 
@@ -212,16 +212,6 @@ def test_a_stream_of_an_own_type_is_filtered_run_by_run() -> None:
     assert values.tolist() == pytest.approx([0.0, 0.5, 1.0, 1.5, 2.0])
 
 
-class Broken(Filter):
-    def apply(self, name: str, start: int, values: Tensor) -> Tensor:
-        raise KeyError("salt")
-
-
-class Narrow(Filter):
-    def apply(self, name: str, start: int, values: Tensor) -> Tensor:
-        return values.half()
-
-
 class Grown(Filter):
     def apply(self, name: str, start: int, values: Tensor) -> Tensor:
         return values * 1e5
@@ -240,8 +230,6 @@ def test_a_mask_of_infinities_is_no_obstacle_to_a_filter_that_only_drops() -> No
     ("tree", "filters", "told"),
     [
         (MASK, [Drop("head"), Halved()], "'mask' has NaN or Inf"),
-        ({"w": torch.ones(3)}, [Broken()], r"It is not sent: the filter Broken\(\) failed at 'w': KeyError: 'salt'"),
-        ({"w": torch.ones(3)}, [Narrow()], r"Narrow\(\) made torch.float16 \[3\] where 'w' had torch.float32 \[3\]"),
         ({"w": torch.full((3,), 1e5)}, [Cast("fp16")], r"the filter Cast\('fp16'\) left NaN or Inf in 'w'"),
         ({"w": torch.ones(3)}, [Drop("v")], r"no tensor of the payload is called 'v'.*A tensor is called by its path"),
         ({"w": torch.full((3,), torch.nan)}, [NormClip(1.0)], r"'w' has NaN or Inf before it is filtered"),
@@ -251,7 +239,7 @@ def test_a_mask_of_infinities_is_no_obstacle_to_a_filter_that_only_drops() -> No
             r"what filter Grown\(\) left of 'h' is beyond what torch.float16 can hold",
         ),
     ],
-    ids=["mask", "raises", "dtype", "infinite", "name", "nan", "overflow"],
+    ids=["mask", "infinite", "name", "nan", "overflow"],
 )
 def test_what_a_filter_may_not_do_is_told_with_its_name_and_the_tensor(
     tree: Any, filters: list[Filter], told: str
@@ -290,9 +278,8 @@ def test_filtering_an_answer_that_has_come_takes_a_few_runs_of_memory(tmp_path: 
 
 
 @pytest.mark.covers("T8")
-@pytest.mark.parametrize("where", ["site", "server"])
-def test_two_answers_of_one_site_do_not_meet_in_its_filter(tmp_path: Path, where: str) -> None:
-    """A site that was started again answers while its first answer is filtered: each is divided by its own value."""
+def test_two_answers_of_one_site_do_not_meet_in_its_filter() -> None:
+    """Each is divided by its own first value."""
     meeting = threading.Barrier(2)
 
     class ByTheFirst(Filter):
@@ -304,54 +291,12 @@ def test_two_answers_of_one_site_do_not_meet_in_its_filter(tmp_path: Path, where
         def apply(self, name: str, start: int, values: Tensor) -> Tensor:
             return values.div_(self.by)
 
-    objects = ObjectStore(tmp_path / "objects", max_bytes=2**30, max_expires_s=60.0, idle_timeout_s=60.0)
-    at_server = TaskFilters(Settings.build({"disk.state_dir": tmp_path}), results={"a": [ByTheFirst()]})
     at_site = AnswerFilters([ByTheFirst()], "a")
 
-    def answered(packed: Packed) -> Answer:
-        _, fd = objects.draft()
-        manifest = write_object(packed, fd, Cut(PART_BYTES))
-        answer = Answer("a", "key", way="streamed", fd=fd)
-        answer.contents = read_contents(answer, manifest.cuts, "It")
-        return answer
+    def taken(value: float) -> Any:
+        with at_site.behind(pack({"w": torch.full((3,), value)}), "train") as mine:
+            return sent(mine)["w"].tolist()
 
-    def taken(value: float) -> list[float]:
-        packed = pack({"w": torch.full((3,), value)})
-        if where == "server":
-            answer = at_server.received(answered(packed), "train")
-        else:
-            with at_site.behind(packed, "train") as mine:
-                answer = answered(mine)
-        left: list[float] = Result("train", answer).payload["w"].tolist()
-        return left
-
-    async def beside() -> list[list[float]]:  # where the server does it
-        user_threads = UserThreads()
-        return await asyncio.gather(*(user_threads.run(partial(taken, value), "It", "from a") for value in (2.0, 4.0)))
-
-    if where == "server":
-        found = asyncio.run(beside())
-    else:
-        with ThreadPoolExecutor(2) as pool:
-            found = list(pool.map(taken, [2.0, 4.0]))
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(taken, [2.0, 4.0]))
     assert found == [[1.0] * 3] * 2
-
-
-@pytest.mark.covers("T6", "T8")
-@pytest.mark.parametrize(
-    "filters", [[Halved()], [NormClip(1.0), Drop("b")], [Broken()]], ids=["plain", "norm", "broken"]
-)
-def test_nothing_of_a_payload_is_kept_once_it_is_written(tmp_path: Path, filters: list[Filter]) -> None:
-    tensor, other = torch.ones(1000), torch.ones(10)
-    seen = [weakref.ref(tensor), weakref.ref(other)]
-    gc.disable()
-    try:
-        with tempfile.TemporaryFile(dir=tmp_path) as file:
-            try:
-                write_object(behind({"w": tensor, "b": other}, filters), file.fileno(), Cut(PART_BYTES))
-            except UsageError:
-                assert isinstance(filters[0], Broken)
-        del tensor, other
-        assert [each() for each in seen] == [None, None]
-    finally:
-        gc.enable()

@@ -80,38 +80,6 @@ def test_tensors_that_are_asked_for_and_those_pulled_ahead_are_the_same_plain(
 
 
 @pytest.mark.covers("T2", "T10")
-def test_what_was_pulled_ahead_for_a_task_that_is_over_is_not_given_to_another(tmp_path: Path) -> None:
-    over = threading.Event()
-    came: dict[str, Any] = {}
-
-    def main(controller: Any) -> None:
-        with ThreadPoolExecutor(1) as pool:
-            first = pool.submit(controller.send, "a", "echo", {"w": torch.ones(3)}, timeout_s=60)
-            wait_until(lambda: "first" in came, "the first task at the site")
-            with pytest.raises(RunFailed, match="did not answer"):
-                controller.send("a", "echo", {"w": torch.full((3,), 2.0)}, timeout_s=1.0)
-            over.set()
-            came["third"] = controller.send("a", "echo", {"w": torch.full((3,), 3.0)}, timeout_s=60).payload
-            first.result()
-
-    with (
-        workflow_server(tmp_path, main, **{"workflow.streamed_tasks": ("echo",)}) as server,
-        Proxy(server.port) as proxy,
-    ):
-        with atoll.tasks(proxy.url, "a", request_task_tensors=False) as worker:
-            for task in worker.tasks():
-                if "first" not in came:
-                    came["first"] = task.payload
-                    wait_until(lambda: len(pulled(proxy)) == 2, "the second task's tensors")
-                    assert over.wait(30)
-                    wait_until(lambda: len(kept_objects(tmp_path)) == 2, "the third task at the server")
-                task.answer(task.payload)
-        server.run()
-    assert torch.equal(came["third"]["w"], torch.full((3,), 3.0))
-    assert kept_objects(tmp_path) == []
-
-
-@pytest.mark.covers("T2", "T10")
 def test_a_pull_ahead_that_stands_still_ends_with_its_task(tmp_path: Path) -> None:
     """Else nothing more would be pulled ahead until the network had timed out, which is a minute."""
     over, came = threading.Event(), dict[Any, Any]()

@@ -1,15 +1,13 @@
-"""Policies by themselves, the transition tables, and the diagrams made from them."""
+"""Policies by themselves, and the transition tables."""
 
 from __future__ import annotations
-
-import re
 
 import pytest
 
 from atoll import Settings
 from atoll.rounds.closing_policy import Barrier, Close, QuorumDeadline, RoundView, Wait, listed
 from atoll.rounds.state import Rules
-from atoll.rounds.transitions import MEMBER, ROUND, TICKET, IllegalTransition, Ticket, advance, document, mermaid
+from atoll.rounds.transitions import TICKET, IllegalTransition, Ticket, advance
 
 
 def view(expected: str, accepted: str, floor: int = 1) -> RoundView:
@@ -77,21 +75,3 @@ def test_what_a_table_does_not_list_cannot_happen():
     assert advance("Ticket 3", TICKET, "open", "update accepted") == "accepted"
     with pytest.raises(IllegalTransition, match=r"^Ticket 3 is expired; 'update accepted' cannot happen to it\.$"):
         advance("Ticket 3", TICKET, "expired", "update accepted")
-
-
-@pytest.mark.parametrize("table", [MEMBER, ROUND, TICKET])
-def test_a_diagram_draws_its_whole_table(table):
-    start = next(iter(table))[0]
-    drawn = re.findall(r"^    (\w+) --> (\w+) : (.+)$", mermaid(table, start), re.MULTILINE)
-    assert {(state, event): after for state, after, event in drawn} == table
-
-
-def test_a_diagram_is_mermaid_with_a_beginning_and_ends():
-    lines = mermaid(TICKET, "open").splitlines()
-    assert lines[:2] == ["stateDiagram-v2", "    [*] --> open"]
-    assert {line for line in lines if line.endswith("--> [*]")} == {
-        "    counted --> [*]",
-        "    expired --> [*]",
-        "    refused --> [*]",
-    }
-    assert document().count("```mermaid") == 3

@@ -28,7 +28,9 @@ from atoll.errors import (
     Conflict,
     DiskFull,
     Gone,
+    LeaseLost,
     RunFailed,
+    Superseded,
     TicketClosed,
 )
 from atoll.protocol import messages, routes, status_messages, swarm_messages, task_messages
@@ -49,8 +51,6 @@ from atoll.server.coordinator.roster import (
     Presence,
     Stale,
     TimeLeft,
-    forged,
-    lease_refused,
     roster_of,
     why_silent,
 )
@@ -353,8 +353,10 @@ class Coordinator:
         """
         lease = sent if isinstance(sent, Lease) else Lease.parse(sent)
         presence, member = self.roster.get(lease.site), self.state.members.get(lease.site)
-        if member is not None and (refused := forged(lease, member.lease, presence)):
-            self._refuse_lease(lease, refused)
+        # a crash of the machine can give one number to two processes: the one that joined later has the secret
+        if member is not None and lease.number == member.lease and not (presence and lease.opens(presence)):
+            reason = f"lease {lease.number} of {lease.site!r} is not known here"
+            self._refuse_lease(lease, events.LeaseRefused(lease.site, reason, superseded=True))
         for effect in self.apply(events.WorkerSeen(lease.site, lease.number)):
             if isinstance(effect, events.LeaseRefused):
                 self._refuse_lease(lease, effect)
@@ -363,7 +365,16 @@ class Coordinator:
         return lease
 
     def _refuse_lease(self, lease: Lease, effect: events.LeaseRefused) -> None:
-        raise lease_refused(lease, effect, self.roster.get(lease.site))
+        holder = self.roster.get(lease.site)
+        if effect.superseded and holder is not None and holder.process and holder.process != lease.process:
+            holder.meets(lease.process)
+            raise Superseded(
+                f"Another process has joined as {lease.site!r}, on {holder.host or 'an unnamed host'}; this one no "
+                "longer takes part.",
+                "Give every worker a site name of its own.",
+            )
+        reason = f"{effect.reason[:1].upper()}{effect.reason[1:]}."
+        raise LeaseLost(reason, "Join again; an open ticket is given again.")
 
     # -- tickets
 

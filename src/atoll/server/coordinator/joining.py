@@ -102,7 +102,9 @@ def require_fit(message: messages.Join, plan: Plan, store: Store) -> None:
 
 def _require_state(message: messages.Join, store: Store) -> None:
     """Refuse a site that has lost what the algorithm keeps there, unless it begins at zero on purpose."""
-    site, count = message.site, _updates(message.site, store)
+    site, last = message.site, store.tickets.last_of(message.site)
+    counted = next((member.rounds_counted for member in store.run_log.members() if member.site == site), 0)
+    count = counted + (last is not None and last.state == "accepted")  # or is going to
     if not count:
         return  # it comes for the first time, or is to begin again: zero is what it has
     if message.local_state == "kept" and _stands(message, store):
@@ -122,13 +124,6 @@ def _require_state(message: messages.Join, store: Store) -> None:
         f"Set ATOLL_DIR to where it took part before, or bring {site}/{store.run_log.run_id} "
         "from there; without it, begin a new run from the export, or set ATOLL_NEW_STATE=1 to begin at zero.",
     )
-
-
-def _updates(site: str, store: Store) -> int:
-    """Return how many updates of a site the run has counted, or is going to."""
-    counted = next((member.rounds_counted for member in store.run_log.members() if member.site == site), 0)
-    last = store.tickets.last_of(site)
-    return counted + (last is not None and last.state == "accepted")
 
 
 def counted_of(site: str, store: Store) -> messages.Counted:

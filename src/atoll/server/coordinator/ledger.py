@@ -45,7 +45,7 @@ class Ledger:
     def __init__(
         self,
         rules: Rules,
-        record: Callable[[Sequence[events.Effect]], None],
+        record: Callable[[Sequence[events.Decision]], None],
         act: Callable[[events.Effect], None],
         *,
         clock: Callable[[], float] = time.monotonic,
@@ -95,8 +95,10 @@ class Ledger:
         return effects
 
     def _carry_out(self, effects: tuple[events.Effect, ...]) -> None:
-        if decided := [effect for effect in effects if events.for_journal(effect)]:
-            self._record(decided)
+        decided = [effect for effect in effects if isinstance(effect, events.Decision)]
+        given_again = [each for each in decided if isinstance(each, events.TicketIssued) and not each.new]
+        if new := [effect for effect in decided if effect not in given_again]:
+            self._record(new)
         for effect in effects:
             self._act(effect)
 
@@ -104,7 +106,7 @@ class Ledger:
 def record_in(
     store: Store,
     roster: MutableMapping[str, Presence],
-    decided: Sequence[events.Effect],
+    decided: Sequence[events.Decision],
     *,
     keep_weights: bool = False,
 ) -> None:

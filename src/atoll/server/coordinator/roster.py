@@ -17,7 +17,7 @@ from datetime import UTC, datetime
 
 from atoll.aggregation.plan import Plan
 from atoll.config.settings import Network
-from atoll.errors import AtollError, BadRequest, LeaseLost, Superseded
+from atoll.errors import BadRequest
 from atoll.format_text import visible
 from atoll.protocol import messages, status_messages
 from atoll.rounds import events
@@ -217,32 +217,6 @@ def holder_of(text: str | None, roster: Mapping[str, Presence]) -> Presence | No
     lease = Lease.parse(text)
     presence = roster.get(lease.site)
     return presence if presence is not None and lease.opens(presence) else None
-
-
-def lease_refused(lease: Lease, effect: events.LeaseRefused, holder: Presence | None) -> AtollError:
-    """Return the error for the holder of a void lease.
-
-    Args:
-        holder: the process that takes part under this name.
-    """
-    if effect.superseded and holder is not None and holder.process and holder.process != lease.process:
-        holder.meets(lease.process)
-        return Superseded(
-            f"Another process has joined as {lease.site!r}, on {holder.host or 'an unnamed host'}; this one no longer "
-            "takes part.",
-            "Give every worker a site name of its own.",
-        )
-    return LeaseLost(f"{effect.reason[:1].upper()}{effect.reason[1:]}.", "Join again; an open ticket is given again.")
-
-
-def forged(lease: Lease, newest: int, presence: Presence | None) -> events.LeaseRefused | None:
-    """Refuse a lease with the newest number of its site but without its secret; None for any other.
-
-    A crash of the machine can give one number to two processes: the one that joined later has the secret.
-    """
-    if lease.number != newest or (presence is not None and lease.opens(presence)):
-        return None
-    return events.LeaseRefused(lease.site, f"lease {lease.number} of {lease.site!r} is not known here", superseded=True)
 
 
 def now_text() -> str:

@@ -31,7 +31,7 @@ from atoll.server.coordinator.accept_update import UpdateAdmission
 from atoll.server.coordinator.aggregate_round import Committed, frozen_round, summary_of
 from atoll.server.coordinator.ledger import Ledger
 from atoll.server.coordinator.roster import Lease
-from atoll.server.swarm.peer_reachability import Peer, Peers
+from atoll.server.swarm.peer_reachability import Peers
 from atoll.store.store import Store
 from atoll.store.versions import VersionDigests
 
@@ -140,7 +140,7 @@ class SwarmView:
             ],
             close=[at.closing for at in self.assignments if at.closing and at.aggregator == site],
             finished=self._ledger.state.finished,
-            stay=self._is_needed(site) or self._is_awaited(site) or self._lacks_the_result(site),
+            stay=self._is_needed(site) or self._is_awaited(site),
         )
         return work.model_copy(update={"stamp": 1 + zlib.crc32(work.model_dump_json().encode())})
 
@@ -163,32 +163,31 @@ class SwarmView:
             or (row.version == at.version and site in self._holders_to_be(fragment))
         ]
         if (closed := self.closed(at)) is not None and site in (at.aggregator, at.checker):
-            wanted.append(self._candidate(at, closed))
+            held = self.peers[at.aggregator].held.get((closed.fragment, closed.version))
+            assert closed.digest is not None
+            candidate = Hold(
+                fragment=closed.fragment,
+                version=closed.version,
+                digest=closed.digest,
+                state_digest=state_id(digests_in(closed.state_digests)),
+                sources=[held.source] if held and held.digest == closed.digest else [],
+            )
+            wanted.append(candidate)
         return wanted
 
-    def _candidate(self, at: Assignment, closed: ReducedRound) -> Hold:
-        held = self.peers[at.aggregator].held.get((closed.fragment, closed.version))
-        assert closed.digest is not None
-        return Hold(
-            fragment=closed.fragment,
-            version=closed.version,
-            digest=closed.digest,
-            state_digest=state_id(digests_in(closed.state_digests)),
-            sources=[held.source] if held and held.digest == closed.digest else [],
-        )
-
     def _is_needed(self, site: str) -> bool:
-        """Whether the others can pull something from this site alone; at the end until all have the result."""
+        """Whether the others can pull something from this site alone; at the end until it and all others have it."""
         members = self._ledger.state.members  # some may not have reported since the server was started again
         others = [other for other, member in members.items() if member.alive and other != site]
         for fragment, at in enumerate(self.assignments):
-            holding = self.holding(fragment, at.version)
-            if site not in holding or not others:
-                continue
-            if not any(other in holding for other in others):
-                return True
-            if self._ledger.state.finished and not all(other in holding for other in others):
-                return True
+            holding, finished = self.holding(fragment, at.version), self._ledger.state.finished
+            if finished and holding and site not in holding:
+                return True  # it does not have all of the result yet
+            if site in holding and others:
+                if not any(other in holding for other in others):
+                    return True
+                if finished and not all(other in holding for other in others):
+                    return True
         return False
 
     def _is_awaited(self, site: str) -> bool:
@@ -201,13 +200,6 @@ class SwarmView:
                 if any(ticket not in there or there[ticket].failed for ticket in mine):
                     return True
         return False
-
-    def _lacks_the_result(self, site: str) -> bool:
-        """Whether the run is finished, and the site does not have all of the result yet."""
-        return self._ledger.state.finished and any(
-            holding and site not in holding
-            for holding in (self.holding(fragment, at.version) for fragment, at in enumerate(self.assignments))
-        )
 
     # -- which worker has what
 
@@ -494,12 +486,8 @@ class Swarm:
 
     def _why_lost(self, fragment: int, at: Assignment) -> str:
         """Return why the aggregating worker can no longer do it; empty if it can."""
-        site, peers, now_s, idle_s = (
-            at.aggregator,
-            self.view.peers,
-            time.monotonic(),
-            self._settings.network.idle_timeout_s,
-        )
+        site, peers, now_s = at.aggregator, self.view.peers, time.monotonic()
+        idle_s = self._settings.network.idle_timeout_s
         if not peers.is_alive(site):
             return "it has gone"
         peer, others = peers[site], set(self.view.holding(fragment, at.version)) - {site}
@@ -511,8 +499,10 @@ class Swarm:
             return f"it has not got version {at.version} any more"
         tickets = self._ledger.state.rounds[fragment].tickets.values()
         accepted = [ticket for ticket in tickets if ticket.state == "accepted"]
-        if gone := next((ticket.site for ticket in accepted if self._is_lost(peer, ticket.id)), ""):
-            return f"the update of {gone} is lost"
+        for ticket in accepted:  # neither here, nor offered by its worker
+            found = peer.collected.get(ticket.id)
+            if (found is None or found.failed) and ticket.id not in self.view.offers:
+                return f"the update of {ticket.site} is lost"
         at_work = at.since_s is not None or at.closing is not None
         if at_work and not peers.is_heard(site) and any(map(peers.is_heard, others)):
             return "it does not report any more"
@@ -522,11 +512,6 @@ class Swarm:
         if others and longest_s and not at.excluded and at.busy_s > max(SLOWER * longest_s, idle_s):
             return f"it has been at it for {at.busy_s:.1f} s, and no round before took longer than {longest_s:.1f} s"
         return ""
-
-    def _is_lost(self, peer: Peer, ticket: int) -> bool:
-        """Whether an update is neither at the aggregator nor offered by its worker."""
-        found = peer.collected.get(ticket)
-        return (found is None or bool(found.failed)) and ticket not in self.view.offers
 
     def _lose(self, fragment: int, at: Assignment, reason: str) -> None:
         LOG.warning(

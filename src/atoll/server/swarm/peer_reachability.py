@@ -182,12 +182,14 @@ class Peers(dict[str, Peer]):
         It is the one in most of the failing pairs; of several, the one that joined last. A pair counts only once the
         worker that was not reached has reported: it may be dead, which its heartbeats decide.
         """
-        at = {self[site].address: site for site in self.alive}
+        at, now_s = {self[site].address: site for site in self.alive}, time.monotonic()
         pairs = [
             (site, at[address], why)
             for site in at.values()
             for address, why in self[site].unreached.items()
-            if address in at and self._is_settled(self[site].tried_s.get(address, math.inf), self[at[address]])
+            if address in at
+            and self[at[address]].heard_s > (tried_s := self[site].tried_s.get(address, math.inf))
+            and now_s - tried_s >= SETTLED_S
         ]
         if not pairs:
             return None
@@ -200,7 +202,3 @@ class Peers(dict[str, Peer]):
         )
         self._apart[worst] = (self[worst].process, f"{told}.")
         return worst, members[worst].lease, told
-
-    @staticmethod
-    def _is_settled(tried_s: float, other: Peer) -> bool:
-        return other.heard_s > tried_s and time.monotonic() - tried_s >= SETTLED_S

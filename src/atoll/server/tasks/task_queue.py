@@ -170,11 +170,6 @@ class OpenTask:
         """How the payload travels; to the first site if it differs."""
         return next((payload.way for payload in self.payloads), "skipped")
 
-    def message_for(self, site: str) -> tm.Task:
-        """Return the task with the payload of this site."""
-        own = self.payloads.own.get(site)
-        return self.message if own is None else self.message.model_copy(update={"body": own.body})
-
     @property
     def missing(self) -> list[str]:
         """Sites that have not answered."""
@@ -333,8 +328,11 @@ class TaskQueue:
 
     def next_for(self, site: str, besides: str | None = None) -> tm.Task | None:
         """Return the oldest task that the site has not answered, other than `besides`."""
-        messages = (task.message_for(site) for task in self._open.values() if site in task.missing)
-        return next((message for message in messages if message.task != besides), None)
+        for task in self._open.values():
+            if site in task.missing and task.message.task != besides:
+                own = task.payloads.own.get(site)
+                return task.message if own is None else task.message.model_copy(update={"body": own.body})
+        return None
 
     def is_taken(self, task_id: str, site: str, key: str) -> bool:
         """Return whether this same answer was taken before.

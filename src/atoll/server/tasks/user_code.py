@@ -192,20 +192,14 @@ class Components:
                 circle = " → ".join([*self._making[self._making.index(name) :], name])
                 raise ConfigError(f"Components refer to each other in a circle: {circle}.", "Break it.")
             self._making.append(name)
-            self._made[name] = self._make(
-                name, component.path, self._filled(dict(component.args), f"component {name!r}")
-            )
+            args = self._filled(dict(component.args), f"component {name!r}")
+            found = registry.load_attribute(component.path)
+            if isinstance(found, type) or args:  # a function without arguments is the component itself
+                found = registry.made(
+                    functools.partial(found, **args),
+                    f"Component {name!r} is {component.path!r} with args = {args!r}",
+                    "Give the arguments that it has.",
+                )
+            self._made[name] = found
             self._making.pop()
         return self._made[name]
-
-    @staticmethod
-    def _make(name: str, path: str, args: dict[str, Any]) -> Any:
-        """Call a class, or a function with arguments; a function without is the component itself."""
-        target = registry.load_attribute(path)
-        if not isinstance(target, type) and not args:
-            return target
-        return registry.made(
-            lambda: target(**args),
-            f"Component {name!r} is {path!r} with args = {args!r}",
-            "Give the arguments that it has.",
-        )

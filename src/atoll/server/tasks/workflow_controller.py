@@ -33,7 +33,7 @@ from atoll.protocol import task_messages as tm
 from atoll.registry import nearest
 from atoll.server.coordinator.coordinator import Coordinator
 from atoll.server.tasks.task_payloads import PayloadWriter, TaskFilters
-from atoll.server.tasks.task_queue import Answer, OpenTask, TaskPayloads
+from atoll.server.tasks.task_queue import Answer, TaskPayloads
 from atoll.tensors.payload import pack
 
 LOG = logging.getLogger("atoll.server")
@@ -424,8 +424,10 @@ class Controller:
         try:
             await self._until(answered, limits.timeout_s, lambda: f"task {name!r} waits for {', '.join(task.missing)}")
             if min_responses is not None and task.good < min_responses:
+                failed = [f"{site} failed: {each.error}" for site, each in sorted(task.answers.items()) if each.error]
+                lacking = "; ".join([*failed, *(f"{site} did not answer" for site in task.missing)])
                 raise RunFailed(
-                    f"Task {name!r} got {task.good} of {min_responses} answers: {_lacking(task)}.",
+                    f"Task {name!r} got {task.good} of {min_responses} answers: {lacking}.",
                     "Look at the logs of these sites.",
                 )
             return list(task.answers.values())
@@ -451,11 +453,6 @@ class Controller:
                 LOG.info("%s", awaited())
             await self.run.changed(min(deadline_s - now_s, 1.0))
         return True
-
-
-def _lacking(task: OpenTask) -> str:
-    failed = [f"{site} failed: {answer.error}" for site, answer in sorted(task.answers.items()) if answer.error]
-    return "; ".join([*failed, *(f"{site} did not answer" for site in task.missing)])
 
 
 def _named(sites: Sequence[str]) -> list[str]:
