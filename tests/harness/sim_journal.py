@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from atoll.rounds import events
 from atoll.rounds.early_stopping import Measured, Tracking
 from atoll.rounds.leases import Member
-from atoll.rounds.state import ClosingRound, FragmentSnapshot, OpenRound, Rules, Snapshot, State
+from atoll.rounds.state import FragmentSnapshot, Rules, Snapshot, State
 from atoll.rounds.state_rows import restore
 from atoll.rounds.transitions import Ticket
 
@@ -25,8 +25,8 @@ def snapshot(state: State) -> Snapshot:
     fragments = tuple(
         FragmentSnapshot(
             head=round_.head,
-            open=OpenRound(round_.head, tuple(sorted(round_.expected))) if round_.phase == "open" else None,
-            frozen=ClosingRound(round_.head, round_.frozen) if round_.phase == "closing" else None,
+            expected=tuple(sorted(round_.expected)) if round_.phase == "open" else None,
+            frozen=round_.frozen if round_.phase == "closing" else (),
             started=round_.phase != "gathering",
             lost=round_.lost,
         )
@@ -86,9 +86,10 @@ class SimJournal:
         row = self.fragments[fragment]
         if value is not None:
             self.measured.append(Measured(row.head, row.head - row.lost + 1, value))
-        for number in row.frozen.tickets if row.frozen else ():
+        for number in row.frozen:
             self.tickets[number] = replace(self.tickets[number], state="counted")
-        self.fragments[fragment] = replace(row, head=version, lost=row.lost + version - row.head - 1)
+        lost = row.lost + version - row.head - 1
+        self.fragments[fragment] = FragmentSnapshot(version, started=True, lost=lost)
 
     def apply(self, effect: events.Effect) -> bool:
         """Write what `effect` asks for; False where it is not one for the journal."""
@@ -97,19 +98,19 @@ class SimJournal:
                 self.members[site] = Member(site, lease, alive=True)
             case events.LeaseEnded(site, lease, why):
                 self.members[site] = Member(site, lease, alive=False, why=why)
-            case events.RoundOpened(fragment, base, expected) | events.ExpectedChanged(fragment, base, expected):
+            case events.RoundOpened(fragment, _, expected) | events.ExpectedChanged(fragment, _, expected):
                 row = self.fragments[fragment]
-                self.fragments[fragment] = replace(row, open=OpenRound(base, expected), started=True)
-            case events.RoundClosed(fragment, base, tickets):
+                self.fragments[fragment] = replace(row, expected=expected, started=True)
+            case events.RoundClosed(fragment, _, tickets):
                 row = self.fragments[fragment]
-                self.fragments[fragment] = replace(row, frozen=ClosingRound(base, tickets))
+                self.fragments[fragment] = replace(row, frozen=tickets)
             case events.TicketIssued(site, ticket, fragment, base, new=True):
                 self.tickets[ticket] = Ticket(ticket, site, fragment, base, "open")
             case events.TicketsExpired(numbers, reason):
                 for number in numbers:
                     self.tickets[number] = replace(self.tickets[number], state="expired", reason=reason)
             case events.RoundReopened(fragment, _, numbers):
-                self.fragments[fragment] = replace(self.fragments[fragment], frozen=None)
+                self.fragments[fragment] = replace(self.fragments[fragment], frozen=())
                 for number in numbers:
                     self.tickets[number] = replace(self.tickets[number], state="open", order=0)
             case events.RunFinished():

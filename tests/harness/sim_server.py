@@ -191,7 +191,7 @@ class SimServer:
         self.checks.up_since_s = self.world.now_s
         journal = self.journal.snapshot()
         if self.mutant == "lost expected":
-            lost = [replace(f, open=f.open and replace(f.open, expected=())) for f in journal.fragments]
+            lost = [replace(f, expected=f.expected and ()) for f in journal.fragments]
             journal = replace(journal, fragments=tuple(lost))
         restored, undone = state_rows.restore(self.rules, journal, self._clock_s())
         twice = state_rows.restore(self.rules, snapshot(restored), self._clock_s())

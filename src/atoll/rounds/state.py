@@ -172,33 +172,19 @@ class State:
 
 
 @dataclass(frozen=True, slots=True)
-class OpenRound:
-    """The last `RoundOpened` of a fragment, with what `ExpectedChanged` made of it."""
-
-    base_version: int
-    expected: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class ClosingRound:
-    """The last `RoundClosed` of a fragment."""
-
-    base_version: int
-    tickets: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class FragmentSnapshot:
-    """A fragment in the journal. A round with a `base_version` other than `head` is over, and may be left in.
+    """A fragment in the journal: the round from its head.
 
     Args:
-        started: whether any round of it has ever been opened; implied by `open` and `frozen`.
+        expected: the sites that the open round waits for; None: none is open.
+        frozen: the tickets that are to be reduced.
+        started: whether any round of it has ever been opened; implied by `expected` and `frozen`.
         lost: as in `Round`.
     """
 
     head: int
-    open: OpenRound | None = None
-    frozen: ClosingRound | None = None
+    expected: tuple[str, ...] | None = None
+    frozen: tuple[int, ...] = ()
     started: bool = False
     lost: int = 0
 

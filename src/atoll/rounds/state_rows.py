@@ -63,11 +63,10 @@ def _restored(rules: Rules, journal: FragmentSnapshot, tickets: dict[str, Ticket
     head, lost = journal.head, journal.lost
     if rules.rounds and journal.done >= rules.rounds:
         return Round("finished", head, tickets=tickets, lost=lost)
-    if journal.frozen and journal.frozen.base_version == head:
-        return Round("closing", head, now_s, tickets=tickets, frozen=journal.frozen.tickets, lost=lost)
-    if journal.open and journal.open.base_version == head:
-        expected = dict.fromkeys(journal.open.expected, now_s)
+    if journal.frozen:
+        return Round("closing", head, now_s, tickets=tickets, frozen=journal.frozen, lost=lost)
+    if journal.expected is not None:
+        expected = dict.fromkeys(journal.expected, now_s)
         first_s = now_s if any(ticket.state == "accepted" for ticket in tickets.values()) else None
         return Round("open", head, now_s, expected, tickets, lost=lost, first_s=first_s)
-    phase = "closing" if journal.started or journal.open or journal.frozen else "gathering"
-    return Round(phase, head, tickets=tickets, lost=lost)
+    return Round("closing" if journal.started else "gathering", head, tickets=tickets, lost=lost)

@@ -11,11 +11,11 @@ from round_story import Story
 from atoll.rounds import events, machine, state_rows, waiting
 from atoll.rounds.closing_policy import QuorumDeadline
 from atoll.rounds.leases import Member
-from atoll.rounds.state import ClosingRound, FragmentSnapshot, OpenRound, Rules, Snapshot
+from atoll.rounds.state import FragmentSnapshot, Rules, Snapshot
 from atoll.rounds.transitions import Ticket
 
 MEMBERS = (Member("a", 1, alive=True), Member("b", 2, alive=True))
-OPEN = FragmentSnapshot(0, OpenRound(0, ("a", "b")), started=True)
+OPEN = FragmentSnapshot(0, ("a", "b"), started=True)
 
 
 def restart(run: Story, now_s: float = 0.0) -> tuple[events.Effect, ...]:
@@ -97,7 +97,7 @@ UNDONE = {
     ),
     "the closing is in, the expiry of the other tickets is not": (
         Snapshot(
-            (FragmentSnapshot(0, frozen=ClosingRound(0, (1,))),),
+            (FragmentSnapshot(0, frozen=(1,)),),
             MEMBERS,
             (Ticket(1, "b", 0, 0, "accepted"), Ticket(2, "a", 0, 0, "open")),
         ),
@@ -105,7 +105,7 @@ UNDONE = {
     ),
     "the head has moved, the next round has not opened": (
         Snapshot(
-            (FragmentSnapshot(1, OpenRound(0, ("a", "b")), ClosingRound(0, (1,)), started=True),),
+            (FragmentSnapshot(1, started=True),),
             MEMBERS,
             (Ticket(1, "a", 0, 0, "counted"),),
         ),
@@ -120,7 +120,7 @@ UNDONE = {
         (events.ExpectedChanged(0, 0, ("b",)), events.Woken(0)),
     ),
     "a return is in, the round does not expect it yet": (
-        Snapshot((FragmentSnapshot(0, OpenRound(0, ("a",))),), MEMBERS, (Ticket(1, "b", 0, 0, "open"),), next_lease=9),
+        Snapshot((FragmentSnapshot(0, ("a",)),), MEMBERS, (Ticket(1, "b", 0, 0, "open"),), next_lease=9),
         (events.ExpectedChanged(0, 0, ("a", "b")), events.Woken(0)),
     ),
 }
@@ -140,7 +140,7 @@ def test_restoring_does_what_a_crash_has_left_undone(case):
 @pytest.mark.covers("F12")
 def test_the_last_commit_is_in_the_end_of_the_run_is_not():
     rules = Rules(sites=1, rounds=3)
-    journal = Snapshot((FragmentSnapshot(3, frozen=ClosingRound(2, (1,))),), MEMBERS[:1])
+    journal = Snapshot((FragmentSnapshot(3, started=True),), MEMBERS[:1])
     state, effects = state_rows.restore(rules, journal, 0.0)
     assert effects == (events.RunFinished(),)
     assert state.finished
@@ -156,7 +156,7 @@ def test_a_finished_run_goes_on_when_it_is_given_more_rounds():
 
 def test_tickets_of_rounds_that_are_over_are_ignored():
     old = (Ticket(1, "a", 0, 0, "counted"), Ticket(2, "b", 0, 0, "expired"))
-    journal = Snapshot((FragmentSnapshot(1, OpenRound(1, ("a", "b"))),), MEMBERS, old)
+    journal = Snapshot((FragmentSnapshot(1, ("a", "b")),), MEMBERS, old)
     state, effects = state_rows.restore(Rules(sites=2), journal, 0.0)
     assert effects == ()
     state, (issued,) = machine.step(state, events.TicketRequested("a", 1, 0), 0.0)

@@ -64,7 +64,7 @@ def no_help_from_late_joiners(monkeypatch):
 
 def every_restart_opens_the_round_anew(monkeypatch):
     def restored(rules, journal, tickets, now_s):
-        return original(rules, replace(journal, open=None), tickets, now_s)
+        return original(rules, replace(journal, expected=None), tickets, now_s)
 
     original = state_rows._restored
     monkeypatch.setattr(state_rows, "_restored", restored)

@@ -181,9 +181,9 @@ class Coordinator:
         for fragment, round_ in enumerate(self._snapshot.fragments):
             if self.swarm is not None:  # what was collected is known again once its worker reports
                 self.apply(events.AggregatorLost(fragment, "the server was started again"))
-            elif round_.frozen is not None and self.state.rounds[fragment].phase == "closing":
+            elif round_.frozen and self.state.rounds[fragment].phase == "closing":
                 LOG.info("the round from version %d was closed before the restart: reducing it again", round_.head)
-                self._spawn(self._next_version(fragment, round_.frozen.base_version, round_.frozen.tickets))
+                self._spawn(self._next_version(fragment, round_.head, round_.frozen))
         self._spawn(self._tick())
         self.behind.exports.rewrite_metrics()
         if self.state.finished:

@@ -15,7 +15,7 @@ from atoll.errors import DiskFull, StoreError, passing
 from atoll.rounds import events, machine, state_rows
 from atoll.rounds.early_stopping import Progress
 from atoll.rounds.leases import Member
-from atoll.rounds.state import ClosingRound, FragmentSnapshot, OpenRound, Rules, Snapshot, State
+from atoll.rounds.state import FragmentSnapshot, Rules, Snapshot, State
 from atoll.rounds.transitions import Ticket
 from atoll.server.coordinator.roster import Presence
 from atoll.store.store import Store
@@ -145,10 +145,10 @@ def snapshot_of(store: Store, progress: Progress) -> Snapshot:
     run_log, tickets, fragments = store.run_log, store.tickets, []
     for fragment, head in enumerate(store.versions.heads()):
         row = run_log.round(fragment, head)
-        frozen = ClosingRound(head, row.tickets) if row is not None and row.state == "frozen" else None
-        open_ = OpenRound(head, row.expected) if row is not None and row.state == "open" else None
+        expected = row.expected if row is not None and row.state == "open" else None
+        frozen = row.tickets if row is not None and row.state == "frozen" else ()
         lost = len(run_log.lost_versions(fragment))
-        fragments.append(FragmentSnapshot(head, open_, frozen, started=run_log.has_begun(fragment), lost=lost))
+        fragments.append(FragmentSnapshot(head, expected, frozen, started=run_log.has_begun(fragment), lost=lost))
     return Snapshot(
         fragments=tuple(fragments),
         members=tuple(
