@@ -19,36 +19,34 @@ class WorkerJoined:
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerLeft:
-    """The holder of `lease` deregisters; `error` where its training failed."""
+class Leased:
+    """What the holder of `lease` says for `site`; refused where it is no longer the site's newest."""
 
     site: str
     lease: int
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLeft(Leased):
+    """The holder of `lease` deregisters; `error` where its training failed."""
+
     error: str = ""
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerEnds:
+class WorkerEnds(Leased):
     """The holder of `lease` submits nothing more, and stays for the results of what it has submitted."""
 
-    site: str
-    lease: int
-
 
 @dataclass(frozen=True, slots=True)
-class WorkerSeen:
+class WorkerSeen(Leased):
     """The holder of `lease` gave a sign of life: a heartbeat, or bytes of a part."""
 
-    site: str
-    lease: int
-
 
 @dataclass(frozen=True, slots=True)
-class TicketRequested:
+class TicketRequested(Leased):
     """The holder of `lease` asks for its ticket of the open round of `fragment`."""
 
-    site: str
-    lease: int
     fragment: int
 
 

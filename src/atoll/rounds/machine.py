@@ -35,8 +35,7 @@ def step(state: State, event: events.Event, now_s: float) -> Result:
         IllegalTransition: the event cannot follow this state; the caller has a bug.
     """
     draft = Draft(state, now_s)
-    leased = events.WorkerSeen | events.WorkerLeft | events.WorkerEnds | events.TicketRequested
-    refused = leases.refusal(state.members, event.site, event.lease) if isinstance(event, leased) else None
+    refused = leases.refusal(state.members, event.site, event.lease) if isinstance(event, events.Leased) else None
     if refused:
         return state, (refused,)
     match event:
