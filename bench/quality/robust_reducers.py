@@ -25,7 +25,7 @@ import torch
 from harness.process_figures import Peaks
 from results import FOLDER, Gate, write
 
-from atoll.aggregation.make_version import NextFiles, RoundFiles, UpdateFile, close
+from atoll.aggregation.make_version import NextFiles, RoundFiles, UpdateFile, make_version
 from atoll.aggregation.outer_state import state_layout
 from atoll.aggregation.plan import FragmentPlan, Plan
 from atoll.codecs.plain import NoneCodec
@@ -85,7 +85,7 @@ def one_pass(folder: Path, gb: float, updates: int, threads: int, name: str, beg
     files = {index: UpdateFile(opened(f"update-{index}")) for index in range(updates)}
     told.put(None)
     begin.wait()
-    result = close(
+    result = make_version(
         plan,
         FrozenRound(fragment=0, number=1, base_version=0, version=1, updates=frozen),
         RoundFiles(opened("base"), None, files),

@@ -67,7 +67,7 @@ class Offer:
         request = messages.TicketRequest(wait_s=10.0)
         ticket = site.http.post(routes.TICKETS, request, messages.TicketReply, timeout_s=30.0).ticket
         assert ticket is not None
-        self.ticket, self._digest, self._source = ticket.ticket, digest, site.reference(place)
+        self.ticket, self._digest, self._source = ticket.id, digest, site.reference(place)
         complete = messages.Complete(digest=digest, weight=1.0, steps=1, source=self._source)
         path = routes.COMPLETE.format(ticket=self.ticket)
         self.receipt: Future[messages.Receipt] = pool.submit(
