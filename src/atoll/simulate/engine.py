@@ -112,7 +112,7 @@ class _Member:
     def give(self, job: Job) -> None:
         if not self.jobs:
             self.since_s = time.monotonic()
-        self.jobs[job.ticket.ticket] = job
+        self.jobs[job.ticket.id] = job
         self.process.give(job)
 
     def take_back(self) -> Job | None:
@@ -241,7 +241,7 @@ class Engine:
         doing = f" while it trained {begun[0].site}" if begun else ""
         LOG.warning("%s of the simulation %s%s; another one takes its place", self._host.kind, how, doing)
         for job in begun:
-            self._begin_again(job, how, is_stuck=member.stuck == job.ticket.ticket)
+            self._begin_again(job, how, is_stuck=member.stuck == job.ticket.id)
         other = _Member(self._begun())
         with self._lock:
             if not self._closed:

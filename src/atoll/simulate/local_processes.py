@@ -121,8 +121,8 @@ class LocalProcess:
             if self._base != job.ticket.base_digest:
                 self._base = job.ticket.base_digest
                 self._channel.send({"what": "version", "digest": self._base}, job.base.fd)
-            self._channel.send({"what": "train", "job": job.ticket.ticket, **job.round.to_json()}, job.spool_fd)
-            os.write(self._put.fd, job.ticket.ticket.to_bytes(NUMBER_BYTES, "little"))
+            self._channel.send({"what": "train", "job": job.ticket.id, **job.round.to_json()}, job.spool_fd)
+            os.write(self._put.fd, job.ticket.id.to_bytes(NUMBER_BYTES, "little"))
 
     def take_back(self) -> int | None:
         """Take the number of the oldest job that it has not begun out of the pipe."""

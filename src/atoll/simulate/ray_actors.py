@@ -233,7 +233,7 @@ class RayProcess:
             self._how += str(lost)
             return None
         self._is_idle = True
-        return job.ticket.ticket, answer
+        return job.ticket.id, answer
 
     def _train(self, job: Job) -> Answer:
         """Train a job with its version and what its site keeps; put the update into the spool."""
