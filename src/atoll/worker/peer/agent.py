@@ -66,9 +66,8 @@ class UpdateDamaged(StateCorrupt):
 
 def failed(work: FrozenRound, why: str, *, overflows: bool = False) -> ReducedRound:
     """Return the report of a round that could not be reduced here."""
-    return ReducedRound(
-        fragment=work.fragment, version=work.version, tickets=work.tickets, failed=why, overflows=overflows
-    )
+    fragment, version = work.fragment, work.version
+    return ReducedRound(fragment=fragment, version=version, tickets=work.tickets, failed=why, overflows=overflows)
 
 
 def failed_by(error: Exception, work: FrozenRound, folder: Path) -> ReducedRound:
@@ -376,10 +375,8 @@ class SwarmPeer:
 
     def _collect(self, collect: Collect) -> None:
         """Get an update into a spool, and look what it holds."""
-        ticket, found = (
-            collect.ticket,
-            CollectedUpdate(ticket=collect.ticket, digest=collect.digest, source=collect.source),
-        )
+        ticket = collect.ticket
+        found = CollectedUpdate(ticket=ticket, digest=collect.digest, source=collect.source)
         with self._store.taken(collect.fragment, SPOOL) as (slot,):
             assert slot is not None
             spool: Spool | None
