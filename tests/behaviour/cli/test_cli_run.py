@@ -10,11 +10,11 @@ import re
 import signal
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from harness.processes import Nursery, wait_until
 from kit.client import Client
 from safetensors import safe_open
 
@@ -24,61 +24,45 @@ ATOLL = [sys.executable, "-m", "atoll.cli.main"]
 class Served:
     """`atoll server` in a folder; its lines can be read."""
 
-    def __init__(self, folder: Path, *flags: str) -> None:
-        self.process = subprocess.Popen(
-            [*ATOLL, "server", "run.toml", "--port", "0", "--set", "disk.min_free_bytes=0", *flags],
-            cwd=folder,
-            env={**os.environ, "PYTHONFAULTHANDLER": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        self.lines: list[str] = []
+    def __init__(self, nursery: Nursery, folder: Path, *flags: str) -> None:
+        own = ("run.toml", "--port", "0", "--set", "disk.min_free_bytes=0")
+        self.process = nursery.start("atoll", "server", *own, *flags, cwd=folder)
+        self._seen = 0
         self.url = re.search(r"listening on (\S+)", self.until("listening on")).group(1)  # type: ignore[union-attr]
+
+    @property
+    def lines(self) -> list[str]:
+        """What it has said so far."""
+        return self.process.output().splitlines(keepends=True)
 
     def until(self, words: str) -> str:
         """The next line with these words."""
-        assert self.process.stdout is not None
-        with self._in_time():
-            for line in self.process.stdout:
-                self.lines.append(line)
-                if words in line:
+
+        def found() -> str:
+            for number, line in enumerate(self.lines[self._seen :], self._seen + 1):
+                if words in line and line.endswith("\n"):
+                    self._seen = number
                     return line
-        raise AssertionError(f"{words!r} was never said:\n{''.join(self.lines)}")
+            assert self.process.poll() is None, f"{words!r} was never said:\n{self.process.output()}"
+            return ""
+
+        return wait_until(found, repr(words), 50.0)
 
     def end(self) -> int:
-        assert self.process.stdout is not None
-        with self._in_time():
-            self.lines += self.process.stdout.readlines()
-        code = self.process.wait(60)
-        assert code != -signal.SIGABRT, "".join(self.lines)
-        return code
-
-    @contextlib.contextmanager
-    def _in_time(self) -> Iterator[None]:
-        """A process that hangs ends, and says where each of its threads was."""
-        timer = threading.Timer(50.0, self.process.send_signal, [signal.SIGABRT])
-        timer.start()
-        try:
-            yield
-        finally:
-            timer.cancel()
+        return self.process.wait(60)
 
 
 @pytest.fixture
-def serve(tmp_path) -> Iterator[type[Served]]:
+def serve(nursery, tmp_path) -> Iterator[Callable[..., Served]]:
     started: list[Served] = []
 
     def start(*flags: str) -> Served:
-        started.append(Served(tmp_path / "mine", *flags))
+        started.append(Served(nursery, tmp_path / "mine", *flags))
         return started[-1]
 
-    yield start  # type: ignore[misc]
+    yield start
     for served in started:
         served.process.kill()
-        served.process.wait()
-        if served.process.stdout is not None:
-            served.process.stdout.close()
 
 
 @pytest.mark.slow
@@ -91,22 +75,19 @@ def serve(tmp_path) -> Iterator[type[Served]]:
         ("diloco", []),
     ],
 )
-def test_what_init_writes_runs_as_it_is(atoll_command, serve, tmp_path, algorithm: str, flags: list[str]) -> None:
+def test_what_init_writes_runs_as_it_is(
+    atoll_command, nursery, serve, tmp_path, algorithm: str, flags: list[str]
+) -> None:
     atoll_command("new", "mine", "--algorithm", algorithm)
     served = serve("--rounds", "3", *flags)
     workers = [
-        subprocess.Popen(
-            [*ATOLL, "worker", "--server", served.url, "--site", site, "--", sys.executable, "train.py"],
+        nursery.start(
+            "atoll", "worker", "--server", served.url, "--site", site, "--", sys.executable, "train.py",
             cwd=tmp_path / "mine",
-            env={**os.environ, "PYTHONFAULTHANDLER": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
         )
         for site in ("a", "b")
-    ]
-    said = [worker.communicate(timeout=100)[0] for worker in workers]
-    assert [worker.returncode for worker in workers] == [0, 0], said
+    ]  # fmt: skip
+    assert [worker.wait(100) for worker in workers] == [0, 0], [worker.output() for worker in workers]
     assert served.end() == 0, served.lines
     assert any("round 3: version 3 from 2 updates (a, b)" in line for line in served.lines)
     assert any("finished at version 3" in line for line in served.lines)
@@ -136,20 +117,19 @@ def test_the_server_says_that_it_starts_before_it_loads_what_is_slow(monkeypatch
 
 @pytest.mark.slow
 @pytest.mark.covers("L11")
-@pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize(
     ("number", "code"), [pytest.param(signal.SIGTERM, 0, marks=pytest.mark.long), (signal.SIGINT, 130)]
 )
 def test_a_stopped_server_says_that_it_can_go_on(atoll_command, serve, number: signal.Signals, code: int) -> None:
     atoll_command("new", "mine")
     served = serve()
-    served.process.send_signal(number)
+    served.process.send(number)
     assert served.end() == code
     assert "goes on from where the run is" in served.lines[-1]
     assert "the model so far: atoll export model.safetensors --dir atoll-run" in served.lines[-1]
     assert not any("Traceback" in line for line in served.lines)
     again = serve()
-    again.process.terminate()
+    again.process.send(signal.SIGTERM)
     assert again.end() == 0
 
 
@@ -164,19 +144,18 @@ def test_a_server_with_a_workflow_speaks_of_no_model(serve, tmp_path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("number", [pytest.param(signal.SIGTERM, marks=pytest.mark.long), signal.SIGINT])
 def test_a_server_that_is_stopped_behind_the_end_of_its_run_says_so(
     atoll_command, serve, tmp_path, number: signal.Signals
 ) -> None:
-    """A worker that has not asked again is waited for; whoever does not want to wait has a finished run."""
+    """A worker that has not asked again is waited for; a user who does not want to wait has a finished run."""
     atoll_command("new", "mine")
     served = serve("--rounds", "1", "--set", "rounds.sites=1", "--set", "rounds.min_sites=1")
     client = Client(served.url, site="a", folder=tmp_path / "w")
     client.next_round()
     client.submit(client.pull())
     served.until("finished at version 1")
-    served.process.send_signal(number)
+    served.process.send(number)
     assert served.end() == 0
     assert "gets it when the same command is started again" in served.lines[-1], "".join(served.lines)
     client.close()
@@ -216,7 +195,7 @@ def test_on_a_terminal_the_server_shows_the_table_of_status_below_its_lines(atol
         while b"no worker has joined yet" not in said:
             said += os.read(terminal, 4096)
         process.terminate()
-        with contextlib.suppress(OSError):  # how a terminal says that nobody writes to it any more
+        with contextlib.suppress(OSError):  # how a terminal says that no process writes to it any more
             while more := os.read(terminal, 4096):
                 said += more
         assert process.wait(60) == 0
