@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from crash_model import SITE_SCRIPT, build, take_rounds
+from crash_model import SITE_SCRIPT, take_rounds
 from harness.processes import Nursery, Process, wait_until
 from kit import (
     SITES,
@@ -30,6 +30,7 @@ from kit import (
     together,
     write_run_file,
 )
+from kit.models import wide_model
 from safetensors.torch import load_file
 from torch import nn
 
@@ -64,17 +65,15 @@ class Scenario:
         return {(name, hit) for each in (self.server, self.site) for name, hits in each.items() for hit in hits}
 
     def run_file(self, folder: Path, **more: Any) -> Path:
-        """Write the run's files; the initial model is `build`."""
+        """Write the run's files; the initial model is `wide_model`."""
         folder.mkdir(exist_ok=True)
         for name, text in self.files.items():
             (folder / name).write_text(text)
-        path = f"import sys\nsys.path[:0] = [{str(HERE)!r}, {str(HERE.parent)!r}]\n"
-        (folder / "crash_models.py").write_text(f"{path}from crash_model import build\n")
         return write_run_file(folder, **self.all_settings | more)
 
     @property
     def all_settings(self) -> dict[str, Any]:
-        return {"model.source": "crash_models:build", "rounds.sites": len(self.sites), **self.settings}
+        return {"model.source": "kit_model:wide_model", "rounds.sites": len(self.sites), **self.settings}
 
 
 @dataclass(frozen=True)
@@ -132,7 +131,7 @@ def recovered(scenario: Scenario, folder: Path) -> tuple[str, Counter[str]]:
             assert server.finished
 
     settings = atoll.Settings.read(run_file, {"network.port": 0})
-    with pytest.MonkeyPatch.context() as patch, atoll.Server(build(), settings) as server:
+    with pytest.MonkeyPatch.context() as patch, atoll.Server(wide_model(), settings) as server:
         patch.setenv("ATOLL_GIVE_UP_S", "10")
         together(*(partial(take_part, site) for site in scenario.sites))
         server.run()

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from kit.models import SITES, local_step, train_
+from kit.models import SITES, local_step, train_, wide_model
 from torch import nn
 
 import atoll
@@ -22,15 +22,9 @@ from crash_model import {part}
 """
 
 
-def build() -> nn.Module:
-    """Parameters of several parts, and buffers of floats and integers."""
-    torch.manual_seed(7)
-    return nn.Sequential(nn.Linear(100, 200), nn.BatchNorm1d(200), nn.Linear(200, 60))
-
-
 def take_rounds(url: str, site: str, workers: str | Path, say: Callable[[str], object]) -> nn.Module:
     """A site's part in a federated run; says what it has trained and submitted; returns the run's model."""
-    model = build()
+    model = wide_model()
     with atoll.join(url, site=site, folder=workers) as worker:
         for fl_round in worker:
             fl_round.load_into(model)
@@ -43,7 +37,7 @@ def take_rounds(url: str, site: str, workers: str | Path, say: Callable[[str], o
 
 def take_corrected_rounds(url: str, site: str, workers: str | Path, say: Callable[[str], object]) -> nn.Module:
     """The same with SGD, corrected by the run's algorithm."""
-    model = build()
+    model = wide_model()
     with atoll.join(url, site=site, folder=workers) as worker:
         for fl_round in worker:
             fl_round.load_into(model)
@@ -59,7 +53,7 @@ def take_corrected_rounds(url: str, site: str, workers: str | Path, say: Callabl
 
 def take_steps(url: str, site: str, workers: str | Path, say: Callable[[str], object]) -> nn.Module:
     """A site's part in a DiLoCo run. Its gradients are of site and parameters alone, as after a restart."""
-    model = build()
+    model = wide_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     with atoll.DiLoCo(model, optimizer, server=url, site=site, folder=workers, weight=SITES[site]) as diloco:
         while not diloco.finished:

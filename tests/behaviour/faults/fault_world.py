@@ -10,7 +10,6 @@ import contextlib
 import hashlib
 import json
 import signal
-import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
@@ -145,15 +144,6 @@ def beside(server: atoll.Server, others: Threads) -> Iterator[None]:
     yield
     others.join()
     server.run()
-
-
-def require_ends_soon_by_ctrl_c(site: Process) -> None:
-    """Though nothing moves on its connections: not only when `idle_timeout_s`, which is 60, is over."""
-    begin_s = time.monotonic()
-    site.send(signal.SIGINT)
-    assert site.wait(100.0) != 0
-    assert time.monotonic() - begin_s < 30.0
-    assert "KeyboardInterrupt" in site.output()
 
 
 class SiteProcess(ForkedSite):

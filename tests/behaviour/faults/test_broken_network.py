@@ -7,6 +7,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -48,7 +49,7 @@ def one_round(folder: Path, server: atoll.Server, url: str) -> tuple[int, int]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Result:
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Result:
     folder = tmp_path_factory.mktemp("undisturbed")
     with serving(folder, **{"rounds.sites": 1, "rounds.total": 1}) as server:
         assert one_round(folder, server, server.url) == (UPDATE.nbytes, VERSION.nbytes)
@@ -74,74 +75,51 @@ def parts_sent(proxy: Proxy) -> list[int]:
     return [int(line.split("/parts/")[1].split()[0]) for line in proxy.requests if "/parts/" in line]
 
 
-PLACES = [0, 1, LENGTH - 1, LENGTH + 1, LENGTH + DIGEST_BYTES - 1]
-"""The last of them are in the digest that follows a part's bytes."""
-
-
 @pytest.mark.parametrize(
     ("at", "action"),
-    [(at, "reset") for at in PLACES] + [(at, action) for at in (1, LENGTH + 1) for action in ("close", "stall")],
+    [  # the last places are in the digest that follows a part's bytes
+        *((at, "reset") for at in (0, 1, LENGTH - 1, LENGTH + 1, LENGTH + DIGEST_BYTES - 1)),
+        *((at, action) for at in (1, LENGTH + 1) for action in ("close", "stall")),
+        *((at, "flip") for at in (0, LENGTH // 2, LENGTH - 1, LENGTH, LENGTH + DIGEST_BYTES - 1)),
+    ],
 )
-@pytest.mark.covers("F14", "L10")
-def test_an_upload_that_breaks_is_sent_again_from_that_part(
-    tmp_path: Path, server: atoll.Server, proxy: Proxy, undisturbed: Result, at: int, action: str
+@pytest.mark.covers("F14", "F16", "L10")
+def test_an_upload_that_breaks_or_is_damaged_is_sent_again_from_that_part(
+    tmp_path: Path, server: atoll.Server, proxy: Proxy, alone: Result, at: int, action: Any
 ) -> None:
     proxy.faults.append(Fault("PUT .*/parts/2 ", "up", at=at, action=action))
     up, _ = one_round(tmp_path, server, proxy.url)
     assert proxy.faults == []
     assert parts_sent(proxy) == [0, 1, 2, 2, 3, 4, 5]
     assert UPDATE.nbytes <= up <= UPDATE.nbytes + LENGTH
-    assert Result(tmp_path).bits == undisturbed.bits
+    assert action != "flip" or up == UPDATE.nbytes + LENGTH
+    assert Result(tmp_path).bits == alone.bits
 
 
 @pytest.mark.parametrize(
     ("at", "action"),
     [
-        (0, "reset"),
-        (1, "reset"),
-        (PART_BYTES - 1, "reset"),
+        *((at, "reset") for at in (0, 1, PART_BYTES - 1, BEFORE_HEADER)),
         (1, "close"),
         (1, "stall"),
-        (BEFORE_HEADER, "reset"),
+        (0, "flip"),
+        (PART_BYTES - 1, "flip"),
     ],
 )
-@pytest.mark.covers("F15", "L10")
-def test_a_download_that_breaks_is_fetched_again_from_that_part(
-    tmp_path: Path, server: atoll.Server, proxy: Proxy, undisturbed: Result, at: int, action: str
+@pytest.mark.covers("F15", "F16", "L10")
+def test_a_download_that_breaks_or_is_damaged_is_fetched_again_from_that_part(
+    tmp_path: Path, server: atoll.Server, proxy: Proxy, alone: Result, at: int, action: Any
 ) -> None:
     proxy.faults.append(Fault(DATA, "down", at=at, action=action))
     _, down = one_round(tmp_path, server, proxy.url)
     assert proxy.faults == []
     assert proxy.count(DATA) == GETS + 1
     broken = next(part for part in VERSION.parts if part.stop > at)
-    assert VERSION.nbytes <= down <= VERSION.nbytes + max(at - broken.start, 0)
-    assert Result(tmp_path).bits == undisturbed.bits
-
-
-@pytest.mark.parametrize("at", [0, LENGTH // 2, LENGTH - 1, LENGTH, LENGTH + DIGEST_BYTES - 1])
-@pytest.mark.covers("F16")
-def test_a_part_that_was_damaged_on_its_way_up_is_refused_and_sent_again(
-    tmp_path: Path, server: atoll.Server, proxy: Proxy, undisturbed: Result, at: int
-) -> None:
-    proxy.faults.append(Fault("PUT .*/parts/2 ", "up", at=at, action="flip"))
-    up, _ = one_round(tmp_path, server, proxy.url)
-    assert proxy.faults == []
-    assert parts_sent(proxy) == [0, 1, 2, 2, 3, 4, 5]
-    assert up == UPDATE.nbytes + LENGTH
-    assert Result(tmp_path).bits == undisturbed.bits
-
-
-@pytest.mark.parametrize("at", [0, PART_BYTES - 1])
-@pytest.mark.covers("F16")
-def test_a_part_that_was_damaged_on_its_way_down_is_fetched_again(
-    tmp_path: Path, server: atoll.Server, proxy: Proxy, undisturbed: Result, at: int
-) -> None:
-    proxy.faults.append(Fault(DATA, "down", at=at, action="flip"))
-    _, down = one_round(tmp_path, server, proxy.url)
-    assert proxy.faults == []
-    assert proxy.count(DATA) == GETS + 1
-    assert down == VERSION.nbytes + next(part.nbytes for part in VERSION.parts if part.stop > at)
-    assert Result(tmp_path).bits == undisturbed.bits
+    if action == "flip":
+        assert down == VERSION.nbytes + broken.nbytes
+    else:
+        assert VERSION.nbytes <= down <= VERSION.nbytes + max(at - broken.start, 0)
+    assert Result(tmp_path).bits == alone.bits
 
 
 @pytest.mark.parametrize(
@@ -149,7 +127,7 @@ def test_a_part_that_was_damaged_on_its_way_down_is_fetched_again(
 )
 @pytest.mark.covers("F17")
 def test_a_lost_acknowledgement_is_asked_for_again_and_counts_once(
-    tmp_path: Path, server: atoll.Server, proxy: Proxy, undisturbed: Result, request_line: str
+    tmp_path: Path, server: atoll.Server, proxy: Proxy, alone: Result, request_line: str
 ) -> None:
     proxy.faults.append(Fault(request_line, "down", at=BEFORE_HEADER, action="reset"))
     one_round(tmp_path, server, proxy.url)
@@ -157,7 +135,7 @@ def test_a_lost_acknowledgement_is_asked_for_again_and_counts_once(
     again = [3] if "parts/3" in request_line else []
     assert parts_sent(proxy) == sorted(PUTS + again)
     result = Result(tmp_path)
-    assert result.bits == undisturbed.bits
+    assert result.bits == alone.bits
     assert result.counted() == [("a", 1)]
 
 
@@ -177,7 +155,7 @@ def submitted(server: atoll.Server, folder: Path) -> tuple[Participation, str]:
 @pytest.mark.covers("F17", "F18")
 def test_the_same_submission_again_gets_the_same_receipt_and_other_bytes_get_a_conflict(tmp_path: Path) -> None:
     with serving(tmp_path) as server:
-        other = take_part(server.url, "b", folder=tmp_path / "workers")  # for whom the round waits meanwhile
+        other = take_part(server.url, "b", folder=tmp_path / "workers")  # the round waits for it meanwhile
         place, digest = submitted(server, tmp_path)
         note = place.exchange.outbox.note
         assert note is not None
@@ -202,46 +180,33 @@ def test_the_same_submission_again_gets_the_same_receipt_and_other_bytes_get_a_c
 @pytest.mark.covers("F19")
 def test_the_newer_of_two_processes_of_a_site_wins_and_the_other_is_told(tmp_path: Path) -> None:
     first_trains, second_trains = threading.Event(), threading.Event()
-    ends: list[BaseException | None] = []
 
+    def older(site: str, number: int) -> None:
+        first_trains.set()
+        assert second_trains.wait(30)
+
+    def newer(site: str, number: int) -> None:
+        second_trains.set()
+        with pytest.raises(Superseded) as caught:
+            first.join()
+        ends.append(str(caught.value))
+        assert server.status().fragments[0].version == 0
+
+    ends: list[str] = []
     with serving(tmp_path, **{"rounds.sites": 1, "rounds.total": 1}) as server:
-
-        def older() -> None:
-            try:
-                model = wide_model()
-                with atoll.join(server.url, site="a", folder=tmp_path / "older") as worker:
-                    for fl_round in worker:
-                        fl_round.load_into(model)
-                        first_trains.set()
-                        assert second_trains.wait(30)
-                        fl_round.submit(model)
-                ends.append(None)
-            except BaseException as error:
-                ends.append(error)
-
-        thread = threading.Thread(target=older, daemon=True)
-        thread.start()
+        first = Sites(server.url, tmp_path / "older", ["a"], during=older)
         assert first_trains.wait(30)
-        model = wide_model()
-        with atoll.join(server.url, site="a", folder=tmp_path / "newer") as worker:
-            for fl_round in worker:
-                fl_round.load_into(model)
-                second_trains.set()
-                thread.join(30)
-                assert not thread.is_alive()
-                assert server.status().fragments[0].version == 0
-                train_(model, "a", 1)
-                fl_round.submit(model, weight=SITES["a"])
+        Sites(server.url, tmp_path / "newer", ["a"], during=newer).join()
         server.run()
-    assert isinstance(ends[0], Superseded)
-    assert "Another process has joined as 'a'" in str(ends[0])
-    assert "site name of its own" in str(ends[0])
+    (told,) = ends
+    assert "Another process has joined as 'a'" in told
+    assert "site name of its own" in told
     assert Result(tmp_path).counted() == [("a", 1)]
 
 
 @pytest.mark.covers("F22")
 def test_half_open_connections_are_given_up_before_the_worker_is_declared_dead(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
     """They take every byte and answer nothing; the timeout is far below the half minute that a request may take."""
     trains, go_on = threading.Event(), threading.Event()

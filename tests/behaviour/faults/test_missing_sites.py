@@ -3,46 +3,30 @@
 from __future__ import annotations
 
 import logging
-import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from harness.processes import Nursery, Process, wait_until
-from kit import DiLoCoSites, FederatedSites, ForkedSite, serve
+from fault_world import KILLED, SiteProcess, Sites, said, serving
+from harness.processes import Nursery, wait_until
+from kit import DiLoCoSites
+from kit.models import wide_model
 
 from atoll import Server
 
 HOSPITALS = ("a", "b", "c")
-QUICK = {"rounds.sites": 3, "network.heartbeat_interval_s": 0.2, "network.heartbeat_timeout_s": 2.0}
-
-SITE = """
-import os, time
-from pathlib import Path
-import atoll
-from kit.models import build_model, train_
-
-model, stop = build_model(), os.environ.get("HOLDS_IN", "")
-with atoll.join() as worker:
-    for fl_round in worker:
-        fl_round.load_into(model)
-        print("trains", fl_round.number, flush=True)
-        while stop == str(fl_round.number):
-            time.sleep(0.05)
-        train_(model, worker.site, fl_round.number)
-        fl_round.submit(model, weight=1.0)
-"""
+QUICK = {"rounds.sites": 3, "network.heartbeat_interval_s": 0.2, "network.heartbeat_timeout_s": 1.5}
 
 
 @contextmanager
-def killed(nursery: Nursery, folder: Path, server: Server, in_round: int) -> Iterator[ForkedSite]:
+def killed(nursery: Nursery, folder: Path, server: Server, in_round: int) -> Iterator[SiteProcess]:
     """A site c that was killed while it trained in a round, and was declared dead."""
-    site = ForkedSite(nursery, folder, server.url, "c", SITE)
-    process = site.start(HOLDS_IN=str(in_round))
-    wait_until(lambda: f"trains {in_round}\n" in process.output(), "its training")
-    assert process.kill() == -signal.SIGKILL
+    site = SiteProcess(nursery, folder, server.url, "c")
+    process = site.start(HOLD=f"{in_round}:{folder}/never")
+    wait_until(lambda: said(process, "trains", in_round), "its training")
+    assert process.kill() == KILLED
     wait_until(lambda: server.status().deaths == 1, "the end of its lease")
     yield site
 
@@ -52,8 +36,8 @@ def test_a_federated_run_waits_for_a_dead_site_and_names_both_remedies(
     nursery: Nursery, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING, "atoll.server")
-    with serve(tmp_path, **QUICK) as server:
-        others = FederatedSites(server.url, tmp_path, "ab")
+    with serving(tmp_path, **QUICK) as server:
+        others = Sites(server.url, tmp_path, "ab")
         with killed(nursery, tmp_path, server, in_round=2) as site:
             wait_until(lambda: not server.status().fragments[0].waiting_for, "the updates of the others")
             status = server.status()
@@ -63,7 +47,7 @@ def test_a_federated_run_waits_for_a_dead_site_and_names_both_remedies(
             assert "Start c again" in told
             assert "rounds.min_sites = 2" in told
             assert [record.message for record in caplog.records if "rounds.min_sites = 2" in record.message]
-            back: Process = site.start()
+            back = site.start()
         others.join()
         assert back.wait() == 0
         server.run()
@@ -89,7 +73,7 @@ def test_the_fewest_updates_of_a_federated_round_follow_from_the_settings(
     """All three sites join and leave again in the first round: the status tells how many a round needs."""
     import atoll
 
-    with serve(
+    with serving(
         tmp_path,
         **{"rounds.sites": 3},
         **{"algorithm.outer_optimizer.name": None, "algorithm.outer_optimizer.momentum": None, **settings},
@@ -108,10 +92,10 @@ def test_a_round_without_one_of_the_sites_is_reported_with_its_name(
 ) -> None:
     caplog.set_level(logging.WARNING, "atoll.server")
     settings, later = ({"rounds.min_sites": 2}, "ab") if place == "empty" else ({}, "abd")
-    with serve(tmp_path, **QUICK, **settings) as server:
-        others = FederatedSites(server.url, tmp_path, "ab")
+    with serving(tmp_path, **QUICK, **settings) as server:
+        others = Sites(server.url, tmp_path, "ab")
         with killed(nursery, tmp_path, server, in_round=2):
-            replacement = FederatedSites(server.url, tmp_path, set(later) - set("ab"))
+            replacement = Sites(server.url, tmp_path, set(later) - set("ab"))
             others.join()
             replacement.join()
         server.run()
@@ -145,8 +129,8 @@ def test_a_site_that_was_not_drawn_is_not_missed(tmp_path: Path, caplog: pytest.
         "rounds.deadline_s": 0.5,
         "rounds.total": 4,
     }
-    with serve(tmp_path, **{**QUICK, **settings}) as server:
-        FederatedSites(server.url, tmp_path, "abcdef", during=during)
+    with serving(tmp_path, **{**QUICK, **settings}) as server:
+        Sites(server.url, tmp_path, "abcdef", during=during)
         assert server.wait(60)
         status = server.status()
         over.set()
@@ -168,8 +152,8 @@ def test_a_diloco_run_goes_on_without_a_dead_worker_and_reports_it(nursery: Nurs
         "diloco.sync_every": 2,
         "aggregation.upload_codec.name": "none",
     }
-    with serve(tmp_path, **{**QUICK, **diloco}) as server:
-        other = DiLoCoSites(server.url, tmp_path, steps=6, names=["a"])
+    with serving(tmp_path, **{**QUICK, **diloco}) as server:
+        other = DiLoCoSites(server.url, tmp_path, steps=6, names=["a"], build=wide_model)
         with killed(nursery, tmp_path, server, in_round=1):
             other.join()
         server.run()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,11 +15,11 @@ from fault_world import (
     EVERY_SITE_AND_ROUND,
     KILLED,
     PART_BYTES,
+    STREAMING,
     Result,
     SiteProcess,
     Sites,
     beside,
-    require_ends_soon_by_ctrl_c,
     said,
     serving,
     told,
@@ -31,6 +32,7 @@ import atoll
 from atoll.codecs.plain import NoneCodec
 from atoll.tensors.layout import update_layout
 from atoll.tensors.module_tensors import schema_of
+from atoll.worker.exchange.participation import LoopTerms, take_part
 
 
 def update_bytes() -> list[int]:
@@ -67,20 +69,30 @@ def test_killed_while_submitting_it_resumes_at_the_part(
     assert result.tickets == len(EVERY_SITE_AND_ROUND), "an open ticket is given again, not another one"
 
 
-@pytest.mark.covers("F3")
-@pytest.mark.parametrize("request_line", ["GET .*/versions/0/", "PUT .*/parts/0 "])
+@pytest.mark.covers("F3", "L7")
+@pytest.mark.parametrize(
+    ("settings", "script", "fault"),
+    [
+        ({}, "fault_worker.py", Fault("GET .*/versions/0/", "down", BEFORE_HEADER, "stall")),
+        ({}, "fault_worker.py", Fault("PUT .*/parts/0 ", "down", BEFORE_HEADER, "stall")),
+        (STREAMING, "stream_worker.py", Fault("PUT .*/parts/0 ", "up", 1000, "stall")),
+    ],
+    ids=["pulling", "submitting", "streaming"],
+)
 def test_ctrl_c_ends_it_soon_though_the_network_stands_still(
-    nursery: Nursery, tmp_path: Path, server: atoll.Server, request_line: str
+    nursery: Nursery, tmp_path: Path, settings: dict[str, Any], script: str, fault: Fault
 ) -> None:
-    """Guards against threads that outlive Ctrl-C: the process stayed until `idle_timeout_s` was over, or longer."""
-    other = Sites(server.url, tmp_path, names=["b"])
-    with Proxy(server.port) as proxy:
-        fault = Fault(request_line, "down", BEFORE_HEADER, "stall")
+    """Guards against threads that outlive Ctrl-C: the process stayed until `idle_timeout_s`, which is 60, was over."""
+    with serving(tmp_path, **settings, **{"network.connections": 1}) as server, Proxy(server.port) as proxy:
+        take_part(server.url, "b", folder=tmp_path / "workers", loop=LoopTerms())
         proxy.faults.append(fault)
-        site = SiteProcess(nursery, tmp_path, proxy.url, "a").start()
+        site = SiteProcess(nursery, tmp_path, proxy.url, "a", script).start()
         assert fault.reached.wait(30.0)
-        require_ends_soon_by_ctrl_c(site)
-    other.join()
+        begin_s = time.monotonic()
+        site.send(signal.SIGINT)
+        assert site.wait(100.0) != 0
+        assert time.monotonic() - begin_s < 30.0
+        assert "KeyboardInterrupt" in site.output()
 
 
 @contextmanager
