@@ -28,7 +28,7 @@ from atoll.recipes import (
     environments,
 )
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forked")]
 
 
 def running(folder: Path) -> list[str]:

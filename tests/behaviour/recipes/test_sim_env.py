@@ -22,7 +22,7 @@ from atoll.recipes import (
     SimEnv,
 )
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forked")]
 CORRECTING = (FedProxRecipe, ScaffoldRecipe)
 
 
