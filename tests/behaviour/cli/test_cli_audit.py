@@ -56,9 +56,3 @@ def test_a_changed_entry_is_found_and_named(atoll_command, tmp_path) -> None:
     assert outcome.returncode == atoll.errors.StateCorrupt.exit_code
     assert "broken at entry 2" in outcome.stderr
     assert len(outcome.stderr.splitlines()) == 1
-
-
-def test_a_folder_without_a_run_is_refused(atoll_command) -> None:
-    outcome = atoll_command("audit", ".")
-    assert outcome.returncode == atoll.errors.UsageError.exit_code
-    assert "holds no run" in outcome.stderr

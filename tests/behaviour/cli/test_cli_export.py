@@ -110,11 +110,6 @@ def test_the_command_says_which_version_it_wrote(server, atoll_command, tmp_path
     assert (tmp_path / "out" / "model.safetensors").exists()
 
 
-def test_both_sources_at_once_are_refused(atoll_command) -> None:
-    outcome = atoll_command("export", "x.safetensors", "--server", "http://127.0.0.1:9", "--dir", "state")
-    assert outcome.returncode == 2
-
-
 def test_a_damaged_version_is_never_exported(server, tmp_path) -> None:
     server.stop()
     (slot,) = (tmp_path / "state" / "slots").glob("version-*")

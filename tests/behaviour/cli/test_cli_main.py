@@ -55,10 +55,24 @@ def test_ctrl_c_is_130(monkeypatch, capsys) -> None:
     assert capsys.readouterr().err == ""
 
 
-def test_a_flag_that_does_not_exist_is_exit_2(atoll_command) -> None:
-    outcome = atoll_command("server", "--roudns", "5")
+WRONG = [
+    ("server --roudns 5", "--rounds"),
+    ("server --port 0 --set algorithm.name=diloco", "my_models:build"),
+    ("worker --server {url} --restarts 1 -- true", "--site"),
+    ("worker --server {url} -- no-such-command", "no-such-command"),
+    *((f"status --server {address}", repr(address)) for address in ("h:8512", "ftp://h", "http://", "http://h:port")),
+    ("export x.safetensors --server http://127.0.0.1:9 --dir state", "Give one: a running server"),
+    ("audit .", "holds no run"),
+    ("new mine --algorithm fedproxy", "Atoll has no algorithm 'fedproxy'. Did you mean 'fedprox'?"),
+]
+
+
+@pytest.mark.covers("X3")
+@pytest.mark.parametrize(("words", "said"), WRONG, ids=[words.split(" --")[0] + said[:12] for words, said in WRONG])
+def test_a_wrong_command_line_is_exit_2_and_says_why(canned, atoll_command, words: str, said: str) -> None:
+    outcome = atoll_command(*words.format(url=canned.url).split())
     assert outcome.returncode == 2
-    assert "--rounds" in outcome.stderr
+    assert said in " ".join(outcome.stderr.split())
 
 
 def test_asking_for_status_imports_neither_torch_nor_aiohttp(canned, monkeypatch) -> None:

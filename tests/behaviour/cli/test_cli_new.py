@@ -94,13 +94,6 @@ def test_writes_the_real_defaults_as_comments(algorithm: str) -> None:
     assert Settings.build(values) == Settings.build(chosen)
 
 
-def test_refuses_an_unknown_algorithm_and_names_the_nearest(atoll_command, tmp_path: Path) -> None:
-    outcome = atoll_command("new", "mine", "--algorithm", "fedproxy")
-    assert outcome.returncode == 2
-    assert "Atoll has no algorithm 'fedproxy'. Did you mean 'fedprox'?" in " ".join(outcome.stderr.split())
-    assert not (tmp_path / "mine").exists()
-
-
 def test_overwrites_nothing(atoll_command, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("mine")
     outcome = atoll_command("new")

@@ -207,9 +207,3 @@ def test_on_a_terminal_the_server_shows_the_table_of_status_below_its_lines(atol
     assert text.index("starts; loading") < text.index("listening on") < text.index("no worker has joined yet")
     assert "goes on from where the run is" in text[text.index("no worker has joined yet") :]
     assert "waits for 2 sites to join" in text
-
-
-def test_a_run_without_a_model_says_how_to_name_one(atoll_command) -> None:
-    outcome = atoll_command("server", "--port", "0", "--set", "algorithm.name=diloco")
-    assert outcome.returncode == 2
-    assert 'Set model.source to "my_models:build"' in outcome.stderr

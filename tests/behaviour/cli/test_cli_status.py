@@ -172,13 +172,6 @@ def test_an_error_of_the_server_keeps_its_exit_code(canned, atoll_command) -> No
     assert outcome.stderr == "atoll: The server wants a token. Set ATOLL_TOKEN.\n"
 
 
-@pytest.mark.parametrize("address", ["127.0.0.1:8512", "ftp://host", "http://", "http://host:port"])
-def test_what_is_no_address_is_exit_2(atoll_command, address: str) -> None:
-    outcome = atoll_command("status", "--server", address)
-    assert outcome.returncode == 2
-    assert repr(address) in outcome.stderr
-
-
 def test_the_table_for_terminals_has_the_same_words(known) -> None:
     from rich.console import Console
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -142,83 +144,55 @@ def test_a_command_that_fails_is_started_again_so_often(canned, atoll_command) -
     assert "restart 1 of 5" in outcome.stderr
 
 
-def test_restarts_need_a_name_that_stays(canned, atoll_command) -> None:
-    outcome = atoll_command("worker", "--server", canned.url, "--restarts", "1", "--", "true")
-    assert outcome.returncode == 2
-    assert "--site" in outcome.stderr
-
-
-def test_a_command_that_does_not_exist_is_told(canned, atoll_command) -> None:
-    outcome = atoll_command("worker", "--server", canned.url, "--", "no-such-command")
-    assert outcome.returncode == 2
-    assert "no-such-command" in outcome.stderr
+@contextmanager
+def started(url: str, handled: Sequence[int], *flags: str, **options: Any) -> Iterator[subprocess.Popen[str]]:
+    """`atoll worker` with a command that says `told N` for each of these signals, and ends with 4."""
+    script = (
+        "import signal, sys, time\n"
+        "def end(number, _):\n    print('told', number, flush=True); sys.exit(4)\n"
+        f"for number in {[*map(int, handled)]}:\n    signal.signal(number, end)\n"
+        "print('ready', flush=True)\n"
+        "time.sleep(60)"
+    )
+    argv = [sys.executable, "-m", "atoll.cli.main", "worker", "--server", url, "--site", "a", *flags]
+    process = subprocess.Popen(
+        [*argv, "--", sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, **options
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    yield process
+    process.wait(20)
+    process.stdout.close()
 
 
 @pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_reaches_the_command_and_ends_restarts(canned, number: signal.Signals) -> None:
-    script = (
-        "import signal, sys, time\n"
-        "def end(*_):\n    print('told', flush=True); sys.exit(4)\n"
-        f"signal.signal({int(number)}, end)\n"
-        "print('ready', flush=True)\n"
-        "time.sleep(60)"
-    )
-    argv = [sys.executable, "-m", "atoll.cli.main", "worker", "--server", canned.url, "--site", "a", "--restarts", "3"]
-    process = subprocess.Popen(
-        [*argv, "--", sys.executable, "-c", script],
-        stdout=subprocess.PIPE,
-        text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # the tests themselves may run under nohup
-    )
-    assert process.stdout is not None
-    assert process.stdout.readline() == "ready\n"
-    process.send_signal(number)
-    assert process.stdout.readline() == "told\n"
-    assert process.wait(20) == 4
-    process.stdout.close()
+    def usual() -> None:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests themselves may run under nohup
+
+    with started(canned.url, [number], "--restarts", "3", preexec_fn=usual) as process:
+        process.send_signal(number)
+        assert process.stdout.read() == f"told {int(number)}\n"
+    assert process.returncode == 4
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
 def test_a_signal_that_it_was_started_to_ignore_stays_ignored(canned, number: signal.Signals) -> None:
     """As `nohup` does it, and a script's shell for what it starts in the background."""
-    script = (
-        "import signal, sys, time\n"
-        "def end(number, _):\n    print('told', number, flush=True); sys.exit(4)\n"
-        f"for number in ({int(number)}, {int(signal.SIGTERM)}):\n    signal.signal(number, end)\n"
-        "print('ready', flush=True)\n"
-        "time.sleep(60)"
-    )
-    argv = [sys.executable, "-m", "atoll.cli.main", "worker", "--server", canned.url, "--site", "a"]
-    process = subprocess.Popen(
-        [*argv, "--", sys.executable, "-c", script],
-        stdout=subprocess.PIPE,
-        text=True,
-        preexec_fn=lambda: signal.signal(number, signal.SIG_IGN),
-    )
-    assert process.stdout is not None
-    assert process.stdout.readline() == "ready\n"
-    process.send_signal(number)  # it is not forwarded, or this would be the first that the command tells
-    process.send_signal(signal.SIGTERM)
-    assert process.stdout.read() == f"told {int(signal.SIGTERM)}\n"
-    assert process.wait(20) == 4
-    process.stdout.close()
+
+    def ignores() -> None:
+        signal.signal(number, signal.SIG_IGN)
+
+    with started(canned.url, [number, signal.SIGTERM], preexec_fn=ignores) as process:
+        process.send_signal(number)  # it is not forwarded, or this would be the first that the command tells
+        process.send_signal(signal.SIGTERM)
+        assert process.stdout.read() == f"told {int(signal.SIGTERM)}\n"
+    assert process.returncode == 4
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells children")
 def test_a_killed_wrapper_does_not_leave_its_command(canned) -> None:
-    script = (
-        "import signal, sys, time\n"
-        "def end(*_):\n    print('told', flush=True); sys.exit(4)\n"
-        "signal.signal(signal.SIGTERM, end)\n"
-        "print('ready', flush=True)\n"
-        "time.sleep(60)"
-    )
-    argv = [sys.executable, "-m", "atoll.cli.main", "worker", "--server", canned.url, "--site", "a"]
-    process = subprocess.Popen([*argv, "--", sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    assert process.stdout.readline() == "ready\n"
-    process.kill()
-    assert process.stdout.readline() == "told\n"
-    process.wait(20)
-    process.stdout.close()
+    with started(canned.url, [signal.SIGTERM]) as process:
+        process.kill()
+        assert process.stdout.readline() == f"told {int(signal.SIGTERM)}\n"
