@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 import sys
 import tomllib
 from collections.abc import Callable
@@ -21,6 +20,7 @@ from typing import Any
 
 import pytest
 import torch
+from harness.processes import Nursery
 from kit import serve
 from kit.client import Client
 from kit.servers import new_simulation
@@ -218,14 +218,15 @@ def test_trains_plainly_alone() -> None:
     assert (local.w.item(), steps.steps) == (pytest.approx(0.19), 2)
 
 
-def test_refuses_a_run_at_a_site_that_does_not_have_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refuses_a_run_at_a_site_that_does_not_have_it(tmp_path: Path, nursery: Nursery) -> None:
     with serve(tmp_path, model(), **settings()) as server:
-        script = f"import atoll\natoll.join({server.url!r}, site='a', folder={str(tmp_path / 'sites')!r})"
-        monkeypatch.delenv("PYTHONPATH")
-        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100, check=False)
-        assert done.returncode != 0
-        assert "algorithm 'feddyn_local' corrects local training, and this site does not have it" in done.stderr
-        assert "Install feddyn-local 1.0 at this site." in done.stderr
+        script = tmp_path / "site.py"
+        script.write_text(f"import atoll\natoll.join({server.url!r}, site='a', folder='sites')\n")
+        process = nursery.start(str(script), cwd=tmp_path)  # which has imported what it needs without the package
+        assert process.wait(60) != 0
+        said = process.output()
+        assert "algorithm 'feddyn_local' corrects local training, and this site does not have it" in said
+        assert "Install feddyn-local 1.0 at this site." in said
         assert server.status().workers == []
 
 
