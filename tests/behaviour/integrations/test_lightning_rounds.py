@@ -175,7 +175,7 @@ def test_a_validation_before_fit_receives_for_it(
 ) -> None:
     from atoll.worker.exchange.exchange import Exchange
 
-    pulled = spy(monkeypatch, Exchange, "next")
+    pulled = spy(monkeypatch, Exchange, "ask_and_resend")
     with serve(tmp_path, **{"rounds.total": 2}) as server:
         trainer = trainer_of(name)
         callback = atoll.integrations.lightning.patch(trainer, server.url, "a", folder=tmp_path)
