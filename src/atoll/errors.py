@@ -7,7 +7,7 @@
     ├── UpdateRefused          6   an update that is not finite, too large or wrongly weighted
     ├── PeerError              6   an error that the other side reports
     │   ├── VersionSkew            different protocol versions
-    │   ├── AuthError          8   a missing or wrong token or certificate
+    │   ├── AuthError          8   a missing or wrong token or secret, or a foreign host name
     │   ├── LeaseLost              the server declared this worker dead or does not know it: join again
     │   ├── Superseded             a newer process joined under the same name
     │   ├── TicketClosed           the round of the ticket is over
@@ -18,7 +18,7 @@
     │   └── BadRequest             the server did not understand the request
     ├── TransferError          5   a network error
     │   ├── ServerUnreachable  ↻   no server answers
-    │   ├── ServerLost             no server answered for so long that the worker gives up
+    │   ├── ServerLost             no server answered for too long, or another run is at its address
     │   ├── TransferStalled    ↻   no byte moved within the idle timeout
     │   └── TransferAborted        the calling program aborted the transfer
     ├── StoreError             7   a disk error on this machine
@@ -26,7 +26,7 @@
     │   ├── StateLocked        4   another process owns the directory
     │   ├── StateCorrupt           a file does not match its digest
     │   └── SyncFailed             fsync failed: what was written may be lost
-    ├── PortInUse              3   another process listens on the port
+    ├── PortInUse              3   no wanted port can be bound
     └── RunFailed              9   the run cannot continue
 
 Each names the side that erred, the value and the remedy. `code` is what travels on the wire and into logs. Those with ↻

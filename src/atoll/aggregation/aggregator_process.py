@@ -33,8 +33,8 @@ from typing import Any
 import torch
 
 from atoll.aggregation.user_aggregator import (
+    AllAtOnce,
     BadResult,
-    Collected,
     Incremental,
     Update,
     load,
@@ -53,11 +53,11 @@ MOST_BYTES = 2**16
 LONG = b"+"
 
 
-class Channel:
+class ProcessPipe:
     """One end of a `pair`. `send` may be called by any thread, `receive` by one.
 
     Args:
-        end: of the pair; belongs to the channel.
+        end: of the pair; belongs to the pipe.
     """
 
     def __init__(self, end: socket.socket) -> None:
@@ -121,18 +121,18 @@ END_S = 2.0
 
 def main(fd: int) -> None:
     """Serve the server at the other end of the socket `fd` until it is gone."""
-    _Child(Channel(socket.socket(fileno=fd))).run()
+    _Child(ProcessPipe(socket.socket(fileno=fd))).run()
 
 
 class _Child:
-    def __init__(self, channel: Channel) -> None:
+    def __init__(self, channel: ProcessPipe) -> None:
         self._channel = channel
         self._jobs: queue.SimpleQueue[tuple[dict[str, Any], int | None] | None] = queue.SimpleQueue()
         self._told: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self._handles: weakref.WeakValueDictionary[int, Handle] = weakref.WeakValueDictionary()
         self._ended = threading.Event()
         self._progress_s = 0.0
-        self._user: Collected | Incremental
+        self._user: AllAtOnce | Incremental
         self._result_fd: int | None = None
 
     # -- threads

@@ -91,16 +91,12 @@ class Inspection:
         return (run for run in self._runs.of(part) if run.spec.is_float)
 
     def squares_of(self, run: Run, fd: int, bad: list[str]) -> float:
-        """Return Σ x² of a run's `params`, read from an open file; a tensor that is not finite is named in `bad`."""
-        read_at(fd, _scratch().view("source", run.stop - run.start), run.start)
-        squares = self._run_squares(run, _scratch().raw("source", run.stop - run.start), bad)
-        return squares if run.spec.group == PARAMS else 0.0
-
-    def _run_squares(self, run: Run, encoded: torch.Tensor, bad: list[str]) -> float:
-        """Σ x² of a run; a tensor of it that holds what is not finite is named in `bad`.
+        """Return Σ x² of a run, read from an open file; a tensor of it that is not finite is named in `bad`.
 
         Padding is zero, and counts; a worker that writes other values there only raises its own norm.
         """
+        read_at(fd, _scratch().view("source", run.stop - run.start), run.start)
+        encoded = _scratch().raw("source", run.stop - run.start)
         squares = self._quick_squares(run, encoded) if run.is_whole else math.nan
         if math.isnan(squares):
             squares = self._squares(run.spec, run.codec, encoded, run.numel) if run.is_whole else math.nan
@@ -165,7 +161,8 @@ class PartLook:
         """Look at every run that ends at or before a place of the file."""
         with single_thread():
             while self._next is not None and self._next.stop <= offset:
-                self._sumsq += self._inspection.squares_of(self._next, self._fd, self._bad)
+                squares = self._inspection.squares_of(self._next, self._fd, self._bad)
+                self._sumsq += squares if self._next.spec.group == PARAMS else 0.0
                 self._next = next(self._runs, None)
 
     def stats(self, digest: bytes) -> PartStats:

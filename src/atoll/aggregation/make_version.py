@@ -67,7 +67,7 @@ most 64 MiB of fp32."""
 
 
 @dataclass(frozen=True)
-class UpdateFile:
+class UpdateInput:
     """The encoded update of a ticket: as it was accepted, or what filters have left of it.
 
     Attributes:
@@ -93,7 +93,7 @@ class RoundFiles:
 
     base_fd: int
     state_fd: int | None
-    updates: Mapping[int, UpdateFile]
+    updates: Mapping[int, UpdateInput]
     base_digests: tuple[bytes, ...] | None = None
     base_state_digests: tuple[bytes, ...] | None = None
     reduced_fd: int | None = None

@@ -52,7 +52,7 @@ class Update:
     buffers: LazyState
 
 
-class Collected:
+class AllAtOnce:
     """Form (a) behind the interface of form (b): updates are collected, and given at once."""
 
     incremental = False
@@ -85,7 +85,7 @@ class Incremental:
         self.reset: Callable[[], object] = user.reset
 
 
-def load(target: str, options: Mapping[str, Any]) -> Collected | Incremental:
+def load(target: str, options: Mapping[str, Any]) -> AllAtOnce | Incremental:
     """Return the aggregator that the run file names.
 
     Args:
@@ -116,9 +116,9 @@ def load(target: str, options: Mapping[str, Any]) -> Collected | Incremental:
             )
         return Incremental(found)
     if callable(getattr(found, "aggregate", None)):
-        return Collected(found.aggregate)
+        return AllAtOnce(found.aggregate)
     if callable(found):
-        return Collected(lambda updates: found(updates, **options))
+        return AllAtOnce(lambda updates: found(updates, **options))
     raise ConfigError(
         f"The aggregator {target!r} is a {type(found).__name__}, which has no aggregate.",
         "Name a function of the updates, or a class with aggregate(updates).",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json as json_module
-import sqlite3
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,16 +11,6 @@ import typer
 from atoll.cli.state_directory import journal_of, open_journal
 from atoll.errors import StateCorrupt
 from atoll.format_text import visible
-
-
-class _Reader:
-    """Reads a journal while a server may write it: it takes no lock and changes nothing."""
-
-    def __init__(self, db: sqlite3.Connection) -> None:
-        self._db = db
-
-    def rows(self, sql: str, *values: Any) -> list[tuple[Any, ...]]:
-        return self._db.execute(sql, values).fetchall()
 
 
 def command(
@@ -63,12 +52,15 @@ def read(state_dir: Path, last: int) -> tuple[int, str, list[tuple[int, str, str
             f"{state_dir / NAME} is damaged: {error}.", "Look at the disk. The next start of the server makes it anew."
         ) from None
     with open_journal(state_dir) as db:
-        reader = _Reader(db)
+
+        def rows(sql: str, *values: Any) -> list[tuple[Any, ...]]:
+            return db.execute(sql, values).fetchall()
+
         if (changed := journal_tables.changed_row(db)) is not None:
             raise StateCorrupt(
                 f"{path} is damaged or was changed: {changed} is not what was written.",
                 "Compare the directory with a backup.",
             )
-        count, digest = verify_journal.everything(reader, state_dir, head)
-        entries = reader.rows("SELECT seq, at, what, detail_json FROM audit WHERE seq > ? ORDER BY seq", count - last)
+        count, digest = verify_journal.everything(rows, state_dir, head)
+        entries = rows("SELECT seq, at, what, detail_json FROM audit WHERE seq > ? ORDER BY seq", count - last)
         return count, digest, [(int(seq), str(at), str(what), str(text)) for seq, at, what, text in entries]

@@ -25,7 +25,7 @@ from atoll.codecs.encoded_layout import codecs_of
 from atoll.posix import write_at
 from atoll.runtime import failpoint
 from atoll.tensors.byte_runs import Run, RunTable
-from atoll.tensors.layout import ALIGN_BYTES, TILE, Layout, Part, Piece, Segment, update_layout
+from atoll.tensors.layout import ALIGN_BYTES, TILE, Layout, Part, Segment, update_layout
 from atoll.tensors.schema import TensorSpec
 
 if TYPE_CHECKING:
@@ -179,12 +179,6 @@ def _along(version: Layout, delta: Layout) -> Iterator[Part]:
     start = 0
     for part in version.all_parts:
         pieces = tuple(delta.piece(delta.by_name[p.segment.spec.name], p.start, p.stop) for p in part.pieces)
-        stop = padded_end(pieces[-1]) if pieces else start
+        stop = delta.padded_end(pieces[-1]) if pieces else start
         yield Part(part.index, start, stop, pieces, part.rank)
         start = stop
-
-
-def padded_end(piece: Piece) -> int:
-    """Return where the next piece of a delta begins: what is behind a segment belongs to its last piece."""
-    end = piece.offset + piece.nbytes
-    return -(-end // ALIGN_BYTES) * ALIGN_BYTES if piece.stop == piece.segment.numel else end

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from atoll.aggregation.make_version import UpdateFile
+from atoll.aggregation.make_version import UpdateInput
 from atoll.aggregation.plan import FragmentPlan, Plan
 from atoll.codecs.base import Codec
 from atoll.errors import ConfigError, RunFailed, TicketClosed, UsageError
@@ -127,12 +127,12 @@ class Filtering:
                     "Nothing is lost: mend the filter and start the server again, which goes on with the same updates.",
                 ) from error.__cause__
 
-    def source(self, row: TicketRow) -> UpdateFile:
+    def source(self, row: TicketRow) -> UpdateInput:
         """Return what is aggregated of an accepted update: its spool, or its filtered file; from any thread."""
         if not self.has(row.site):
-            return UpdateFile(self._store.tickets.spool(row.ticket).fd, row.norm)
+            return UpdateInput(self._store.tickets.spool(row.ticket).fd, row.norm)
         left = self._kept[_key(row)]
-        return UpdateFile(left.fd, left.norm)
+        return UpdateInput(left.fd, left.norm)
 
     def sweep(self) -> None:
         """Drop the files that no round can use any more."""

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 
-from atoll.aggregation.aggregator_process import Channel
+from atoll.aggregation.aggregator_process import ProcessPipe
 from atoll.errors import ConfigError, RunFailed
 from atoll.posix import OwnedFile
 from atoll.simulate import engine
@@ -53,7 +53,7 @@ class LocalProcess:
         self._base = ""  # digest of the version that it has
         self._numbers, self._put = OwnedFile(), OwnedFile()
         self._numbers.fd, self._put.fd = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-        mine, theirs = Channel.pair()
+        mine, theirs = ProcessPipe.pair()
         environment = {"PYTHONHASHSEED": "0"} | _MEMORY | dict(os.environ)  # the order of sets is the same in all
         for name in ("ATOLL_SERVER", "ATOLL_SITE", "ATOLL_DIR", "ATOLL_FAILPOINTS"):  # these are for other processes
             environment.pop(name, None)
@@ -73,7 +73,7 @@ class LocalProcess:
         finally:
             theirs.close()
         self.pid = self._popen.pid
-        self._channel = Channel(mine)
+        self._channel = ProcessPipe(mine)
         with contextlib.suppress(OSError):  # `ready` tells how it ended
             self._channel.send({"what": "begin", "beginning": beginning.model_dump(mode="json")})
 

@@ -34,7 +34,7 @@ import numpy as np
 import torch
 from blake3 import blake3
 
-from atoll.aggregation.aggregator_process import Channel
+from atoll.aggregation.aggregator_process import ProcessPipe
 from atoll.errors import AtollError, StoreError, causes
 from atoll.format_text import Seldom, VisibleLines
 from atoll.posix import FULL
@@ -155,7 +155,7 @@ def main(channel_fd: int, numbers_fd: int, parent: int) -> None:
             os._exit(0)
     _print_whole_lines()
     with contextlib.suppress(EOFError, OSError):
-        _Child(Channel(socket.socket(fileno=channel_fd)), numbers_fd).serve()
+        _Child(ProcessPipe(socket.socket(fileno=channel_fd)), numbers_fd).serve()
 
 
 def take_number(fd: int) -> int | None:
@@ -181,7 +181,7 @@ def _print_whole_lines() -> None:
 
 
 class _Child:
-    def __init__(self, channel: Channel, numbers_fd: int) -> None:
+    def __init__(self, channel: ProcessPipe, numbers_fd: int) -> None:
         self._channel, self._numbers_fd = channel, numbers_fd
         self._jobs: dict[int, tuple[dict[str, Any], int]] = {}  # those that came, oldest first
         self._bases: dict[str, int] = {}  # digest → file, oldest first

@@ -20,9 +20,10 @@ from __future__ import annotations
 import json
 import logging
 import os
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from blake3 import blake3
 
@@ -66,7 +67,7 @@ class AuditLog:
 
     def _known_end(self) -> tuple[int, str]:
         if self._end is None or self._end_as_of != self._journal.undone:
-            self._end, self._end_as_of = tip(self._journal), self._journal.undone
+            self._end, self._end_as_of = tip(self._journal.rows), self._journal.undone
         return self._end
 
     def _note_end(self) -> None:
@@ -76,12 +77,8 @@ class AuditLog:
             self._head.write(*end)
 
 
-class Rows(Protocol):
-    """What a log is read from: the server's journal, or a reader beside it."""
-
-    def rows(self, sql: str, *values: Any) -> list[tuple[Any, ...]]:
-        """Return every row of a query."""
-        ...
+Query = Callable[..., list[tuple[Any, ...]]]
+"""(SQL, *values) → every row: `Journal.rows`, or that of a reader beside the server."""
 
 
 def hash_of(seq: int, at: str, what: str, detail_json: str, previous: str) -> str:
@@ -183,7 +180,7 @@ def read_head(folder: Path) -> AuditHead | None:
     raise AssertionError("not reached")
 
 
-def require_same_log(head: AuditHead, journal: Rows, where: Path) -> tuple[int, int]:
+def require_same_log(head: AuditHead, rows: Query, where: Path) -> tuple[int, int]:
     """Compare the head file with the log, as far as the log goes.
 
     Returns:
@@ -192,12 +189,12 @@ def require_same_log(head: AuditHead, journal: Rows, where: Path) -> tuple[int, 
     Raises:
         StateCorrupt: the log has another entry in its place, and has not noted a loss.
     """
-    entries, _ = tip(journal)
-    if _is_noted_as_lost(head, journal):
+    entries, _ = tip(rows)
+    if _is_noted_as_lost(head, rows):
         return entries, 0
     if head.entries > entries:
         return entries, head.entries - entries
-    found = journal.rows("SELECT hash FROM audit WHERE seq = ?", head.entries) if head.entries else [(START,)]
+    found = rows("SELECT hash FROM audit WHERE seq = ?", head.entries) if head.entries else [(START,)]
     if found != [(head.last_hash,)]:
         raise StateCorrupt(
             f"The audit log of {where} is not the one that {NAME} belongs to: its entry {head.entries} is another one.",
@@ -206,12 +203,12 @@ def require_same_log(head: AuditHead, journal: Rows, where: Path) -> tuple[int, 
     return entries, 0
 
 
-def _is_noted_as_lost(head: AuditHead, journal: Rows) -> bool:
-    noted = journal.rows("SELECT detail_json FROM audit WHERE what = 'lost' AND seq <= ?", head.entries)
+def _is_noted_as_lost(head: AuditHead, rows: Query) -> bool:
+    noted = rows("SELECT detail_json FROM audit WHERE what = 'lost' AND seq <= ?", head.entries)
     return any(json.loads(detail)["last_hash"] == head.last_hash for (detail,) in noted)
 
 
-def tip(journal: Rows) -> tuple[int, str]:
+def tip(rows: Query) -> tuple[int, str]:
     """Return the number of entries and the last hash, unchecked."""
-    found = journal.rows("SELECT seq, hash FROM audit ORDER BY seq DESC LIMIT 1")
+    found = rows("SELECT seq, hash FROM audit ORDER BY seq DESC LIMIT 1")
     return (int(found[0][0]), str(found[0][1])) if found else (0, START)

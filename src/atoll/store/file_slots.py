@@ -4,8 +4,8 @@ A slot is rewritten only when nothing holds it. Holders:
 
     journal    a row of the journal refers to its bytes
     writer     its bytes are being written
-    pull       a response, or another holder of a pinned version, reads it
-    reader     the server itself reads it (check, fsync)
+    pull       a holder of a pinned version reads it
+    reader     a worker of a swarm reads what it holds
 """
 
 from __future__ import annotations

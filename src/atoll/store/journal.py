@@ -13,7 +13,7 @@ import sqlite3
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -137,7 +137,9 @@ class Journal:
             except BaseException:
                 self._torn = self._torn or self._db.total_changes != changes
                 if outermost:
-                    self._roll_back()
+                    self.undone += 1
+                    if self._db.in_transaction:  # SQLite ends it by itself if the disk is full
+                        self._db.execute("ROLLBACK")
                 self._forget(*marks)
                 raise
             finally:
@@ -161,11 +163,6 @@ class Journal:
             raise StoreError("A change failed in the middle of others, which are undone with it.")
         failpoint("journal.commit")
         self._db.execute("COMMIT")
-
-    def _roll_back(self) -> None:
-        self.undone += 1
-        if self._db.in_transaction:  # SQLite ends it by itself if the disk is full
-            self._db.execute("ROLLBACK")
 
     def _forget(self, then: int, undo: int) -> None:
         """Drop the actions of `after_commit` from a mark on, and run those of `after_rollback`."""
@@ -273,7 +270,10 @@ class Journal:
         Raises:
             StoreError: the file was removed or replaced: a next start would not find what is written to it.
         """
-        if not self._is_there():
+        is_there = False
+        with suppress(FileNotFoundError):
+            is_there = os.path.samestat(self.path.stat(), self._file)
+        if not is_there:
             raise StoreError(f"{self.path} was removed or replaced while the server ran.", NEW_RUN)
         with self._translated:
             try:
@@ -282,12 +282,6 @@ class Journal:
             except sqlite3.OperationalError as error:
                 if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_CANTOPEN:
                     raise
-
-    def _is_there(self) -> bool:
-        try:
-            return os.path.samestat(self.path.stat(), self._file)
-        except FileNotFoundError:
-            return False
 
     @property
     def usable(self) -> bool:

@@ -21,7 +21,7 @@ from typing import Any
 
 from atoll import json_files
 from atoll.blobs.manifest import Cuts, Manifest
-from atoll.errors import AuthError, BadRequest, Busy, Conflict, Gone
+from atoll.errors import BadRequest, Busy, Conflict, Gone
 from atoll.posix import write_at
 from atoll.store.file_slots import disk_error
 from atoll.tensors.reference import new_id, require_secret, seal
@@ -61,17 +61,6 @@ class Kept:
     counts: bool = True
     gone: threading.Event = field(default_factory=threading.Event)
     lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def copy_of_fd(self) -> int:
-        """Return a new descriptor for a thread: the object may end meanwhile, and its descriptor be reused.
-
-        Raises:
-            Gone: the object takes no more bytes.
-        """
-        with self.lock:
-            if self.fd < 0:
-                raise Gone(f"Object {self.object[:8]} takes no more bytes.", "Publish it again.")
-            return os.dup(self.fd)
 
     def close(self) -> None:
         """Take no more bytes. Idempotent."""
@@ -144,7 +133,10 @@ class ObjectStore:
             DiskFull, StoreError: the disk's.
         """
         try:
-            fd = kept.copy_of_fd()
+            with kept.lock:
+                if kept.fd < 0:
+                    raise Gone(f"Object {kept.object[:8]} takes no more bytes.", "Publish it again.")
+                fd = os.dup(kept.fd)  # the object may end meanwhile, and its descriptor be reused
             try:
                 write_at(fd, data, offset)
             finally:
@@ -249,7 +241,7 @@ class ObjectStore:
 
     def _require_not_held(self, kept: Kept) -> None:
         if kept.held:
-            raise AuthError(f"Object {kept.object[:8]} is the server's own.", "It ends with its task.")
+            raise Conflict(f"Object {kept.object[:8]} is the server's own.", "It ends with its task.")
 
     # -- what a holder of the reference may do
 

@@ -45,7 +45,10 @@ class Recovery:
         for fragment in self._slots.fragments:
             with self._journal.transaction():
                 self._versions.drop_old(fragment)
-        self._remove_half_written_exports()
+        with self._journal.transaction():
+            for (path,) in self._journal.rows("SELECT path FROM exports_under_way"):
+                Path(path).unlink(missing_ok=True)  # an export that a killed process was writing
+            self._journal.execute("DELETE FROM exports_under_way")
         self._slots.remove_unreferenced()
         return (*fell_back, *warnings)
 
@@ -64,18 +67,14 @@ class Recovery:
                 f"{', '.join(str(row.version) for row in rows)}.",
                 NEW_RUN,
             )
-        for row in rows:
-            if row.version < good.version:
-                self._adopt_older(row)
+        pool = self._slots.pool
+        with self._journal.transaction():  # older ones are kept as far as they are there; a worker checks their bytes
+            for row in rows[rows.index(good) + 1 :]:
+                if pool(VERSION, fragment).adopt(row.slot) is None:
+                    self._versions.forget(row)
+                elif row.state_slot is not None and pool(STATE, fragment).adopt(row.state_slot) is None:
+                    self._versions.forget_state(row)
         return [self._fall_back(fragment, head, good.version)] if good.version < head else []
-
-    def _adopt_older(self, row: VersionRow) -> None:
-        """Keep an older version as far as its files are there; the worker that pulls it checks its bytes."""
-        with self._journal.transaction():
-            if self._slots.pool(VERSION, row.fragment).adopt(row.slot) is None:
-                self._versions.forget(row)
-            elif row.state_slot is not None and self._slots.pool(STATE, row.fragment).adopt(row.state_slot) is None:
-                self._versions.forget_state(row)
 
     def _verifies(self, row: VersionRow) -> bool:
         shapes = self._slots.shapes_of(row.fragment)
@@ -184,12 +183,3 @@ class Recovery:
 
         missing = [part for part in range(len(ranges)) if part not in recorded] if ticket.state == "accepted" else []
         return sorted([part for part, row in recorded.items() if not good(row)] + missing)
-
-    # -- the rest
-
-    def _remove_half_written_exports(self) -> None:
-        """Remove the exports that a killed process was writing."""
-        with self._journal.transaction():
-            for (path,) in self._journal.rows("SELECT path FROM exports_under_way"):
-                Path(path).unlink(missing_ok=True)
-            self._journal.execute("DELETE FROM exports_under_way")

@@ -12,7 +12,6 @@ a server makes a `Store`, then calls `store.slots.shape` and `store.recover`, th
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import logging
 import os
@@ -108,7 +107,7 @@ class Store:
             max_pins=max_pins,
         )
         try:
-            head = self._begin_epoch(verify_journal.at_start(journal, directory))
+            head = self._begin_epoch(verify_journal.at_start(journal.rows, directory))
             journal.sync_folder(directory)
             journal.sync(head.fd, str(head.path))
         except BaseException:
@@ -186,8 +185,10 @@ class Store:
             SyncFailed: fsync failed; the server must end.
         """
         with contextlib.ExitStack() as stack:
-            hold = functools.partial(self.versions.reading, with_state=with_state)
-            files = [stack.enter_context(hold(f, version)) for f, version in enumerate(heads)]
+            files: list[tuple[int, int | None]] = []
+            for fragment, version in enumerate(heads):
+                pin = stack.enter_context(self.versions.pin(fragment, version, with_state=with_state))
+                files.append((pin.fd, pin.state_fd))
             temp = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp").absolute()
             with self.journal.transaction():  # so that a start after a kill can remove it
                 self.journal.execute("INSERT INTO exports_under_way VALUES (?)", str(temp))

@@ -14,7 +14,17 @@ from typing import Any
 
 from atoll.errors import StateCorrupt
 from atoll.json_files import NoteDamaged
-from atoll.store.audit_log import NAME, START, AuditHead, Rows, boot_id, hash_of, read_head, require_same_log, tip
+from atoll.store.audit_log import (
+    NAME,
+    START,
+    AuditHead,
+    Query,
+    boot_id,
+    hash_of,
+    read_head,
+    require_same_log,
+    tip,
+)
 from atoll.store.journal import placeholders
 from atoll.store.journal_tables import AuditRow
 
@@ -41,7 +51,7 @@ class Start:
     warnings: list[str] = field(default_factory=list)
 
 
-def at_start(journal: Rows, directory: Path) -> Start:
+def at_start(rows: Query, directory: Path) -> Start:
     """Check what a start is going to use.
 
     Raises:
@@ -50,20 +60,20 @@ def at_start(journal: Rows, directory: Path) -> Start:
     start, head = Start(), None
     try:
         head = read_head(directory)
-        if head is None and tip(journal)[0]:
+        if head is None and tip(rows)[0]:
             start.warnings.append(f"{directory / NAME} is missing: nothing shows whether the journal has its end.")
     except NoteDamaged as error:
         start.warnings.append(
             f"{directory / NAME} is damaged ({error}): nothing shows whether the journal has its end. Look at the disk."
         )
     if head is not None:
-        _find_lost(start, head, journal, directory)
+        _find_lost(start, head, rows, directory)
     since = head.entries if head is not None else 0
-    _compare(journal, directory, since=since, everything=False)
+    _compare(rows, directory, since=since, everything=False)
     return start
 
 
-def everything(journal: Rows, directory: Path, head: AuditHead | None) -> tuple[int, str]:
+def everything(rows: Query, directory: Path, head: AuditHead | None) -> tuple[int, str]:
     """Compare every row that the audit log records with its entry.
 
     Args:
@@ -75,18 +85,18 @@ def everything(journal: Rows, directory: Path, head: AuditHead | None) -> tuple[
     Raises:
         StateCorrupt: the first difference is named.
     """
-    if head is not None and (missing := require_same_log(head, journal, directory)[1]):
+    if head is not None and (missing := require_same_log(head, rows, directory)[1]):
         raise StateCorrupt(
             f"The audit log of {directory} has lost its last {missing} entries: {NAME} says {head.entries}.",
             "Start the server: after a power loss it goes on without them and says so; else it says what to do.",
         )
-    _compare(journal, directory, since=0, everything=True)
-    return tip(journal)
+    _compare(rows, directory, since=0, everything=True)
+    return tip(rows)
 
 
-def _find_lost(start: Start, head: AuditHead, journal: Rows, directory: Path) -> None:
-    entries, missing = require_same_log(head, journal, directory)
-    epoch = int(journal.rows("SELECT epoch FROM meta")[0][0])
+def _find_lost(start: Start, head: AuditHead, rows: Query, directory: Path) -> None:
+    entries, missing = require_same_log(head, rows, directory)
+    epoch = int(rows("SELECT epoch FROM meta")[0][0])
     if not missing and head.epoch <= epoch:
         return
     boot = boot_id()
@@ -109,8 +119,8 @@ def _find_lost(start: Start, head: AuditHead, journal: Rows, directory: Path) ->
     )
 
 
-def _compare(journal: Rows, directory: Path, *, since: int, everything: bool) -> None:
-    problem = _Comparison(journal, since, everything).problem()
+def _compare(rows: Query, directory: Path, *, since: int, everything: bool) -> None:
+    problem = _Comparison(rows, since, everything).problem()
     if problem:
         raise StateCorrupt(f"The journal in {directory} is damaged or was changed: {problem}.", _REMEDY)
 
@@ -123,11 +133,11 @@ class _Comparison:
         everything: whether it goes down to the first entry; else it stops when all that a start uses was found.
     """
 
-    def __init__(self, journal: Rows, since: int, everything: bool) -> None:
-        self._journal, self._since, self._everything = journal, since, everything
+    def __init__(self, rows: Query, since: int, everything: bool) -> None:
+        self._rows, self._since, self._everything = rows, since, everything
         self._latest: dict[int, tuple[str, int | None]] = {}  # ticket → state and version of its newest decision
         self._seen = set[int]()  # tickets with an accepted entry
-        states, rows = ("accepted", "counted") if everything else ("accepted",), journal.rows
+        states = ("accepted", "counted") if everything else ("accepted",)
         accepted = rows(f"SELECT ticket FROM tickets WHERE state IN ({placeholders(states)}) ORDER BY ticket", *states)
         versions = rows("SELECT fragment, version, digest FROM versions ORDER BY fragment, version")
         heads = rows("SELECT fragment, version FROM heads WHERE version IS NOT NULL ORDER BY fragment")
@@ -136,12 +146,12 @@ class _Comparison:
         self._left |= {f"version {version} of fragment {fragment}": digest for fragment, version, digest in versions}
         self._left |= {f"the head of fragment {fragment}": version for fragment, version in heads}
         self._history: Iterator[tuple[Any, ...]] = _paged(
-            journal, "SELECT seq, fragment, version, digest FROM history WHERE seq < ? ORDER BY seq DESC"
+            rows, "SELECT seq, fragment, version, digest FROM history WHERE seq < ? ORDER BY seq DESC"
         )
 
     def problem(self) -> str:
         """Return the first difference; empty if there is none."""
-        ((above,),) = self._journal.rows(
+        ((above,),) = self._rows(
             "SELECT min(versions.version) FROM versions LEFT JOIN heads USING (fragment) "
             "WHERE versions.version > coalesce(heads.version, -1)"
         )
@@ -169,7 +179,7 @@ class _Comparison:
             StateCorrupt: an entry does not match.
         """
         behind: AuditRow | None = None
-        for values in _paged(self._journal, "SELECT * FROM audit WHERE seq < ? ORDER BY seq DESC"):
+        for values in _paged(self._rows, "SELECT * FROM audit WHERE seq < ? ORDER BY seq DESC"):
             row = AuditRow(*values)
             follows = behind is None or (behind.seq, behind.prev_hash) == (row.seq + 1, row.hash)
             if not follows or hash_of(*values[:-1]) != row.hash:
@@ -209,7 +219,7 @@ class _Comparison:
         self._seen.add(ticket)
         self._left.pop(f"the accepted ticket {ticket}", None)
         state, version = self._latest.pop(ticket, ("accepted", None))
-        found = self._journal.rows(f"SELECT state, version, {', '.join(_UPDATE)} FROM tickets WHERE ticket = ?", ticket)
+        found = self._rows(f"SELECT state, version, {', '.join(_UPDATE)} FROM tickets WHERE ticket = ?", ticket)
         if not found:
             return f"ticket {ticket} is missing, but entry {seq} of the audit log records it"
         if state == "reopened":
@@ -253,19 +263,19 @@ class _Comparison:
 
     def _of_the_end(self) -> str:
         """Compare whether the run is finished with the last entry about it."""
-        told = self._journal.rows(
+        told = self._rows(
             "SELECT what FROM audit WHERE what IN ('finished', 'continued', 'fell back') ORDER BY seq DESC LIMIT 1"
         )
         finished = bool(told and told[0][0] == "finished")
-        ((found,),) = self._journal.rows("SELECT finished FROM meta")
+        ((found,),) = self._rows("SELECT finished FROM meta")
         if bool(found) == finished:
             return ""
         return f"the run is {'' if found else 'not '}finished, and the audit log says otherwise"
 
 
-def _paged(journal: Rows, sql: str) -> Iterator[tuple[Any, ...]]:
+def _paged(rows: Query, sql: str) -> Iterator[tuple[Any, ...]]:
     """Return rows in descending order of their first column, in bounded memory."""
     below = 2**62
-    while page := journal.rows(f"{sql} LIMIT {_PAGE}", below):
+    while page := rows(f"{sql} LIMIT {_PAGE}", below):
         yield from page
         below = page[-1][0]

@@ -13,15 +13,14 @@ import contextlib
 import os
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Generic, Self, TypeVar
 
 from atoll.errors import DiskFull, Gone, StoreError, UsageError
 from atoll.runtime import failpoint
 from atoll.store.audit_log import AuditLog
-from atoll.store.file_slots import DELTA, JOURNAL, PULL, READER, SPOOL, STATE, VERSION, WRITER, Slot, Slots
+from atoll.store.file_slots import DELTA, JOURNAL, PULL, SPOOL, STATE, VERSION, WRITER, Slot, Slots
 from atoll.store.journal import Journal
 from atoll.store.journal_tables import DELTAS, HISTORY, VERSIONS, DeltaRow, HistoryRow, VersionRow, now
 from atoll.store.run_log import RunLog
@@ -74,24 +73,38 @@ class VersionDraft:
 
 
 class Pin(Generic[Row]):
-    """A version, or a difference, that is not rewritten before `release`.
+    """A version, with its outer state where that is asked for, or a difference; not rewritten before `release`.
 
     Attributes:
         row: says which.
-        fd: for this holder alone.
+        slots: of the version and its outer state, or of the difference.
+        fds: of these files, for this holder alone.
         revoked: set when the slot is wanted back; the holder stops reading and releases. Until it does, it still
             reads this version and no other.
     """
 
-    def __init__(self, row: Row, slot: Slot, revoked: threading.Event, drop: Callable[[Pin[Row]], None]) -> None:
-        self.row, self.slot, self.revoked, self._drop = row, slot, revoked, drop
-        self.fd = os.dup(slot.fd)
-        self._close = weakref.finalize(self, os.close, self.fd)
+    def __init__(
+        self, row: Row, slots: Sequence[Slot], revoked: threading.Event, drop: Callable[[Pin[Row]], None]
+    ) -> None:
+        self.row, self.slots, self.revoked, self._drop = row, slots, revoked, drop
+        self.fds: list[int] = []
+        self._close = weakref.finalize(self, _close, self.fds)
+        self.fds.extend(os.dup(slot.fd) for slot in slots)
+
+    @property
+    def fd(self) -> int:
+        """Of the version, or of the difference."""
+        return self.fds[0]
+
+    @property
+    def state_fd(self) -> int | None:
+        """Of the outer state; None where it is not held, or there is none."""
+        return self.fds[1] if len(self.fds) > 1 else None
 
     def release(self) -> None:
         """Let go. Idempotent."""
         if self._close.detach():
-            os.close(self.fd)
+            _close(self.fds)
             self._drop(self)
 
     def __enter__(self) -> Self:
@@ -99,6 +112,11 @@ class Pin(Generic[Row]):
 
     def __exit__(self, *_: object) -> None:
         self.release()
+
+
+def _close(fds: Sequence[int]) -> None:
+    for fd in fds:
+        os.close(fd)
 
 
 class Versions:
@@ -313,17 +331,26 @@ class Versions:
 
     # -- read
 
-    def pin(self, fragment: int, version: int) -> Pin[VersionRow]:
+    def pin(self, fragment: int, version: int, *, with_state: bool = False) -> Pin[VersionRow]:
         """Hold a version for reading, until `release`, or until `revoked` is set.
 
+        Args:
+            with_state: hold the outer state beside it, too; the first version has none.
+
         Raises:
-            Gone: it is not kept, or was revoked.
+            Gone: it is not kept, or was revoked; or its outer state is not kept.
         """
         with self._journal.lock:
             row = self.get(fragment, version)
-            pool = self._slots.pool(VERSION, fragment)
-            pin = Pin(row, pool[row.slot], threading.Event(), self._unpin)
-            pool.hold(pin.slot, PULL)
+            if with_state and row.state_digests and row.state_slot is None:
+                raise Gone(f"The outer state of version {version} is not kept.", "Take the newest version.")
+            numbers = [(VERSION, row.slot)]
+            if with_state and row.state_slot is not None:
+                numbers.append((STATE, row.state_slot))
+            pools = [(self._slots.pool(kind, fragment), number) for kind, number in numbers]
+            pin = Pin(row, [pool[number] for pool, number in pools], threading.Event(), self._unpin)
+            for pool, number in pools:
+                pool.hold(pool[number], PULL)
             self._pins.append(pin)
         return pin
 
@@ -346,38 +373,14 @@ class Versions:
             pool.drop(slot, PULL)
             pin.release()
 
-        return Pin(row, slot, pin.revoked, drop)
-
-    @contextmanager
-    def reading(self, fragment: int, version: int, *, with_state: bool = False) -> Iterator[tuple[int, int | None]]:
-        """Keep a version as it is, and the outer state beside it if that is needed; give the store's descriptors.
-
-        Raises:
-            Gone: they are not kept; the first version has no outer state.
-        """
-        with contextlib.ExitStack() as stack:
-            with self._journal.lock:
-                row = self.get(fragment, version)
-                if with_state and row.state_digests and row.state_slot is None:
-                    raise Gone(f"The outer state of version {version} is not kept.", "Take the newest version.")
-                fds = [slot.fd for slot in self._hold_to_read(row, stack, with_state=with_state)]
-            yield fds[0], fds[1] if len(fds) > 1 else None
-
-    def _hold_to_read(self, row: VersionRow, stack: contextlib.ExitStack, *, with_state: bool) -> list[Slot]:
-        """Return the slots of a version and its outer state, held until the stack ends; under the lock."""
-        slots = []
-        for kind, number in ((VERSION, row.slot), (STATE, row.state_slot)):
-            if number is not None and (kind == VERSION or with_state):
-                pool = self._slots.pool(kind, row.fragment)
-                stack.enter_context(pool.held(pool[number], READER))
-                slots.append(pool[number])
-        return slots
+        return Pin(row, [slot], pin.revoked, drop)
 
     def _unpin(self, pin: Pin[VersionRow]) -> None:
         fragment = pin.row.fragment
         with self._journal.lock:
             self._pins.remove(pin)
-            self._slots.pool(VERSION, fragment).drop(pin.slot, PULL)
+            for kind, slot in zip((VERSION, STATE), pin.slots, strict=False):
+                self._slots.pool(kind, fragment).drop(slot, PULL)
             if not self._journal.closed and pin.row.version not in self._needed(fragment):
                 with contextlib.suppress(DiskFull), self._journal.transaction():  # else the next commit drops it
                     self.drop_old(fragment)
@@ -393,9 +396,13 @@ class Versions:
             with self._journal.transaction():
                 for row in old:
                     self.drop(row)
-            revoked = [pin for pin in self._pins if pin.row in old]
+            revoked = self._pins_of(fragment, old)
         for pin in revoked:
             pin.revoked.set()
+
+    def _pins_of(self, fragment: int, rows: Collection[VersionRow]) -> list[Pin[VersionRow]]:
+        versions = {row.version for row in rows}  # a pin's row may still name an outer state that was forgotten
+        return [pin for pin in self._pins if pin.row.fragment == fragment and pin.row.version in versions]
 
     # -- keep and drop
 
@@ -421,10 +428,11 @@ class Versions:
             return
         stateful = {*self._newest(fragment, 2), self.durable(fragment)}
         for row in self.kept(fragment):
-            holds = self._slots.pool(VERSION, fragment)[row.slot].holds.keys() if row.version < head else set()
-            if row.version not in needed and not holds & {PULL, READER}:
+            pins = self._pins_of(fragment, [row])
+            with_state = row.version in stateful or any(pin.state_fd is not None for pin in pins)
+            if row.version not in needed and not pins:
                 self.drop(row)
-            elif row.state_slot is not None and row.version not in stateful and READER not in holds:
+            elif row.state_slot is not None and not with_state:
                 self.forget_state(row)
                 self._slots.drop_after_commit(STATE, fragment, row.state_slot)
 
@@ -475,19 +483,17 @@ class Versions:
             SyncFailed: fsync failed; the server must end. It is never tried again.
         """
         self._journal.checkpoint()  # here, so that no commit of the event loop has to wait for it
-        with contextlib.ExitStack() as stack:
-            with self._journal.lock:
-                if self._head_number(fragment) is None:
-                    return None
-                row = self.head(fragment)
-                if self.durable(fragment) == row.version:
-                    return row.version
-                slots = self._hold_to_read(row, stack, with_state=True)
-            self._sync_slots(*slots)
+        with self._journal.lock:
+            head = self._head_number(fragment)
+            if head is None or self.durable(fragment) == head:
+                return head
+            pin = self.pin(fragment, head, with_state=True)
+        with pin:
+            self._sync_slots(*pin.slots)
             with self._journal.transaction(synced=True):
-                self._journal.execute("UPDATE heads SET durable_version = ? WHERE fragment = ?", row.version, fragment)
+                self._journal.execute("UPDATE heads SET durable_version = ? WHERE fragment = ?", head, fragment)
                 self.drop_old(fragment)
-        return row.version
+        return head
 
     def _sync_slots(self, *slots: Slot | None) -> None:
         for slot in slots:

@@ -166,6 +166,13 @@ class Layout:
         end = segment.offset + segment.nbytes if stop == segment.numel else self.bytes_before(segment, stop)
         return Piece(segment, start, stop, offset, end - offset)
 
+    def padded_end(self, piece: Piece) -> int:
+        """Return where the next piece may start: the padding behind a segment belongs to the part of its last piece."""
+        end = piece.offset + piece.nbytes
+        if self.header_bytes == 0 and piece.stop == piece.segment.numel:
+            return -(-end // ALIGN_BYTES) * ALIGN_BYTES
+        return end
+
     def blob_id(self, part_digests: Sequence[bytes]) -> str:
         """Return the id of a file with this layout and parts with these digests."""
         return blob_id(self.digest, part_digests)
@@ -297,7 +304,7 @@ def _cut(layout: Layout) -> Iterator[Part]:
                     continue
                 piece = piece or layout.piece(segment, at, min(at + TILE, stop))
                 pieces.append(piece)
-                end = _padded_end(layout, piece)
+                end = layout.padded_end(piece)
                 at = piece.stop
                 if segment.numel == 0:
                     break
@@ -319,17 +326,9 @@ def _shares(segment: Segment, ranks: int) -> Iterator[tuple[int, int, int]]:
 def _largest_piece(layout: Layout, segment: Segment, at: int, stop: int, limit: int) -> Piece | None:
     """Return the most whole tiles of [at, stop) of `segment` that end at or before the file offset `limit`, or None."""
     rest = layout.piece(segment, at, stop)
-    if _padded_end(layout, rest) <= limit:
+    if layout.padded_end(rest) <= limit:
         return rest
     tile_bytes = layout.encodings[segment.codec].encoded_bytes(TILE, segment.spec.dtype)
     tiles = (limit - rest.offset) // tile_bytes
     end = at + tiles * TILE
     return layout.piece(segment, at, end) if tiles > 0 and end < stop else None
-
-
-def _padded_end(layout: Layout, piece: Piece) -> int:
-    """Return where the next piece may start: the padding behind a segment belongs to the part of its last piece."""
-    end = piece.offset + piece.nbytes
-    if layout.header_bytes == 0 and piece.stop == piece.segment.numel:
-        return -(-end // ALIGN_BYTES) * ALIGN_BYTES
-    return end

@@ -247,8 +247,8 @@ def publish(
             values; or a module, for its state.
         chunk_bytes: bytes of a part, which is checked and sent again alone: 64 KiB to 16 MiB, a multiple of 64.
             0: all travels within the manifest, in one answer (16 MiB at most). By default
-            `ATOLL_TENSOR_DOWNLOAD_CHUNK_SIZE` for torch tensors and `ATOLL_NP_DOWNLOAD_CHUNK_SIZE` for NumPy arrays,
-            else 8 MiB.
+            `ATOLL_WORKFLOW__TENSOR_PART_BYTES` for torch tensors and `ATOLL_WORKFLOW__ARRAY_PART_BYTES` for NumPy
+            arrays, else 8 MiB.
         expires_s: seconds after which it is kept no more. A server may keep it shorter.
         server: address of an Atoll server that is to keep it, for processes that cannot reach this one. By default
             this process serves it, on loopback; `Publisher` does so on another address.

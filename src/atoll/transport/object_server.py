@@ -44,7 +44,7 @@ from atoll.tensors.payload import Packed
 from atoll.tensors.reference import TensorRef, address_of, new_id, require_secret, seal
 from atoll.transport.listener import files_limit, runner_of, start_listener
 from atoll.transport.loop_thread import LoopThread
-from atoll.transport.part_transfer import ArrivingPart, Delivery, HttpTransfer, Memory, Sink
+from atoll.transport.part_transfer import Delivery, HttpTransfer, Memory, PulledPart, Sink
 from atoll.transport.receive_upload import break_off
 from atoll.transport.serve_range import problem, serve_file
 from atoll.transport.tls import is_loopback, server_context
@@ -190,7 +190,7 @@ class LocalBlob:
 
         delivery = Delivery(digests, sinks, into, count, on_part)
         for part in parts:
-            arriving = ArrivingPart(delivery, part)
+            arriving = PulledPart(delivery, part)
             while not arriving.is_complete:
                 run = arriving.room(scratch)
                 self._read(run, arriving.offset, part, path)

@@ -165,7 +165,7 @@ class Delivery:
 
 
 @dataclass
-class ArrivingPart:
+class PulledPart:
     """One part on its way to where a delivery goes: `room`, fill it, `take`, until it is complete; then `finish`."""
 
     delivery: Delivery
@@ -330,13 +330,13 @@ class HttpTransfer:
         delivery = Delivery(digests, sinks, into, count, on_part)
 
         def fetch(connection: PartConnection, part: Part) -> None:
-            arriving = ArrivingPart(delivery, part)
+            arriving = PulledPart(delivery, part)
             asked = self._http.headers({"Range": f"bytes={part.start}-{part.stop - 1}"})
             status, problem, runs = connection.get(path, asked, arriving.room)
             if status >= 300:
                 raise problem_of(status, problem)
             if status != 206:
-                raise TransferStalled(f"{self._http.server} sends whole files only.", "A proxy drops the Range header.")
+                raise BadRequest(f"{self._http.server} sends whole files only.", "A proxy drops the Range header.")
             for run in runs:
                 arriving.take(run)
             arriving.finish(

@@ -16,7 +16,7 @@ from object_world import TREES, differences, model
 
 import atoll
 from atoll import resolve
-from atoll.transport.part_transfer import ArrivingPart
+from atoll.transport.part_transfer import PulledPart
 
 
 class File:
@@ -63,15 +63,15 @@ def publish(what: str, **options: Any) -> None:
 
 def hold_still(go: str) -> None:
     """Let every connection stand still within a part of the tensors, until the file `go` is there."""
-    take = ArrivingPart.take
+    take = PulledPart.take
 
-    def hold(arriving: ArrivingPart, run: memoryview) -> None:
+    def hold(arriving: PulledPart, run: memoryview) -> None:
         if arriving.part.index:  # the first part is that of the head
             Path(f"{go}.reached").touch()
             wait_until(Path(go).exists, go)
         take(arriving, run)
 
-    ArrivingPart.take = hold  # type: ignore[method-assign]
+    PulledPart.take = hold  # type: ignore[method-assign]
 
 
 def fetch(ref: str, how: str = "memory", what: str = "flat", abort: str = "", hold: str = "", **options: Any) -> None:

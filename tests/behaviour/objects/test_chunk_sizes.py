@@ -88,15 +88,15 @@ def both_ways(folder: Path, settings: Settings, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(ObjectStore, "take", spy)
     with echoing(folder, settings, came) as server:
         with atoll.tasks(server.url, "a") as worker:
-            connection = worker._connection
+            http = worker._session.http
             request = tm.TaskRequest(wait_s=20.0)
-            task = connection.http.post(routes.TASKS, request, tm.TaskReply, timeout_s=30.0).task
+            task = http.post(routes.TASKS, request, tm.TaskReply, timeout_s=30.0).task
             assert task is not None
             assert task.body.object is not None
-            connection.http.secret = task.body.object.secret
+            http.secret = task.body.object.secret
             path = routes.OBJECT.format(object=task.body.object.object)
-            manifest = connection.http.get(path, messages.BlobManifest)
-            connection.http.secret = ""
+            manifest = http.get(path, messages.BlobManifest)
+            http.secret = ""
             found.append(told(manifest.manifest().cuts, manifest.inline is not None))
             worker.task("train")(lambda payload: payload)
             worker.run()

@@ -16,6 +16,7 @@ from torch import nn
 
 import atoll
 from atoll import resolve
+from atoll.config import variable_of
 from atoll.filters import Cast, NormClip
 from atoll.objects import Stream, register
 
@@ -26,7 +27,7 @@ SIZES = {
     "numpy inline": (PART, 0),
     "both inline": (0, 0),
 }
-"""tensor_download_chunk_size, np_download_chunk_size."""
+"""Bytes of a part of torch tensors, and of arrays; 0: inline."""
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int8, torch.int64, torch.bool)
 SHAPES = ((0,), (0, 3), (3, 0), (2, 0, 4))
@@ -134,8 +135,8 @@ def test_tasks_and_answers_carry_empty_tensors(tmp_path: Path, sizes: str, strea
 @pytest.mark.parametrize("sizes", SIZES)
 def test_references_lead_to_empty_tensors(monkeypatch: pytest.MonkeyPatch, sizes: str, tmp_path: Path) -> None:
     """To memory, to disk as a whole and lazily, and in place."""
-    for key, size in zip(("TENSOR", "NP"), SIZES[sizes], strict=True):
-        monkeypatch.setenv(f"ATOLL_{key}_DOWNLOAD_CHUNK_SIZE", str(size))
+    for key, size in zip(("tensor", "array"), SIZES[sizes], strict=True):
+        monkeypatch.setenv(variable_of(f"workflow.{key}_part_bytes"), str(size))
     with atoll.objects.Publisher() as publisher:
         for key, payload in (payloads() | streams()).items():
             ref = publisher.publish(payload)

@@ -9,7 +9,7 @@ import torch
 
 from atoll.blobs.object_file import pack_object, write_object
 from atoll.blobs.payload_cut import Cut
-from atoll.errors import AuthError, Busy
+from atoll.errors import Busy, Conflict
 from atoll.store.kept_objects import Kept, ObjectStore
 
 
@@ -38,7 +38,7 @@ def test_an_object_of_its_own_counts_no_more_does_not_expire_and_ends_with_the_s
         stored(objects)
     assert objects.make_own(first.object, secret) is first
     second, _ = stored(objects)
-    with pytest.raises(AuthError, match="is the server's own"):
+    with pytest.raises(Conflict, match="is the server's own"):
         objects.remove(first.object, secret)
     assert first.expires_at - second.expires_at > 365 * 86400
     objects.close()

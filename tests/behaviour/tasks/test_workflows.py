@@ -19,7 +19,7 @@ from kit.workflows import kept_objects, plain, play, workflow_server
 import atoll
 from atoll import TensorRef
 from atoll.blobs.payload_cut import PLAIN_BYTES, ChunkSizes, way_of
-from atoll.errors import AuthError, BadRequest, ConfigError, Conflict, RunFailed, UsageError
+from atoll.errors import BadRequest, ConfigError, Conflict, RunFailed, UsageError
 from atoll.protocol import routes
 from atoll.protocol import task_messages as tm
 from atoll.tensors.payload import pack
@@ -330,9 +330,9 @@ def test_a_site_cannot_end_the_payload_that_others_still_need(tmp_path: Path) ->
         assert key is not None
         place = ("127.0.0.1", server.port, False)
         ref = TensorRef(*place, key.object, key.secret, key.digest, key.expires_at)
-        with pytest.raises(AuthError, match="is the server's own"):
+        with pytest.raises(Conflict, match="is the server's own"):
             atoll.objects.withdraw(ref)
-        with pytest.raises(AuthError, match="is the server's own"):
+        with pytest.raises(Conflict, match="is the server's own"):
             http.send(answer, tm.TaskAnswer(body=tm.Body(object=key)))
         with pytest.raises(BadRequest, match="a payload or an error"):
             http.send(answer, tm.TaskAnswer())

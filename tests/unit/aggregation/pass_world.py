@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from atoll.aggregation.make_version import ClosedRound, NextFiles, RoundFiles, UpdateFile, make_version
+from atoll.aggregation.make_version import ClosedRound, NextFiles, RoundFiles, UpdateInput, make_version
 from atoll.aggregation.outer_state import state_layout, version_regions
 from atoll.aggregation.plan import FragmentPlan, Plan
 from atoll.aggregation.user_aggregator import Accumulated
@@ -127,7 +127,7 @@ class World:
         return RoundFiles(
             self.base,
             self.state_fd,
-            {site: UpdateFile(fd) for site, fd in enumerate(fds)},
+            {site: UpdateInput(fd) for site, fd in enumerate(fds)},
             base if self.result is None else self.result.part_digests,
             self.result and self.result.state_digests,
         )

@@ -247,7 +247,7 @@ def test_the_audit_log_lists_each_update_with_its_site_and_outcome(store: Store)
     store.tickets.refuse(3, "NaN in w")
     # committed 0; accepted 1 and 2; committed 1; refused 3
     assert [entry.what for entry in audited(store)] == ["committed", "accepted", "accepted", "committed", "refused"]
-    assert everything(store.journal, store.directory, None) == (5, audited(store)[-1].hash)
+    assert everything(store.journal.rows, store.directory, None) == (5, audited(store)[-1].hash)
 
 
 @pytest.mark.parametrize(
@@ -263,4 +263,4 @@ def test_tampering_with_the_audit_log_is_found(store: Store, tampering: str, ent
     with store.journal.transaction():
         store.journal.execute(tampering)
     with pytest.raises(StateCorrupt, match=f"broken at entry {entry}"):
-        everything(store.journal, store.directory, None)
+        everything(store.journal.rows, store.directory, None)

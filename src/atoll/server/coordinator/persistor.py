@@ -181,10 +181,10 @@ def _tensors(plan: Plan, store: Store, heads: tuple[int, ...]) -> tuple[dict[str
     state: dict[str, Tensor] = {}
     summary: dict[str, Any] = {}
     for fragment, (planned, version) in enumerate(zip(plan.fragments, heads, strict=True)):
-        with store.versions.reading(fragment, version, with_state=planned.downlink is not None) as fds:
-            file, row = ModelFile(planned.version, *fds), store.versions.get(fragment, version)
+        with store.versions.pin(fragment, version, with_state=planned.downlink is not None) as pin:
+            file = ModelFile(planned.version, pin.fd, pin.state_fd)
             state |= {spec.name: file.tensor(spec) for spec in planned.schema.model.tensors}
-        summary = json.loads(row.summary_json or "{}")
+        summary = json.loads(pin.row.summary_json or "{}")
     model = plan.schema.model
     return _in_order(model, state), summary
 

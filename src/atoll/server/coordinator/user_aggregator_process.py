@@ -19,7 +19,7 @@ from concurrent.futures import CancelledError, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from atoll.aggregation.aggregator_process import Channel
+from atoll.aggregation.aggregator_process import ProcessPipe
 from atoll.aggregation.plan import Plan
 from atoll.aggregation.user_aggregator import result_layout
 from atoll.errors import AtollError, ConfigError, RunFailed
@@ -68,7 +68,7 @@ class Aggregator:
     """
 
     _process: subprocess.Popen[bytes]
-    _channel: Channel
+    _channel: ProcessPipe
 
     def __init__(self, plan: Plan, on_failed: Callable[[AtollError], object], filtering: Filtering) -> None:
         self._filtering = filtering
@@ -97,7 +97,7 @@ class Aggregator:
     # -- life
 
     def _start(self) -> None:
-        mine, theirs = Channel.pair()
+        mine, theirs = ProcessPipe.pair()
         environment = {key: value for key, value in os.environ.items() if key != "ATOLL_FAILPOINTS"}
         try:
             self._process = subprocess.Popen(
@@ -110,7 +110,7 @@ class Aggregator:
             )
         finally:
             theirs.close()
-        self._channel = Channel(mine)
+        self._channel = ProcessPipe(mine)
         threading.Thread(target=self._listen, name="atoll-aggregator", daemon=True).start()
 
     def _load(self) -> None:

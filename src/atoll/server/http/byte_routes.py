@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import os
 import time
 from collections.abc import Callable
@@ -94,33 +93,27 @@ class ByteRoutes:
         Raises:
             Gone: the version or its outer state is not kept. BadRequest: there is no such part.
         """
-        hold = functools.partial(self.store.versions.reading, fragment, version, with_state=self.plan.has_masters)
-        with hold() as files:
+        with self.store.versions.pin(fragment, version, with_state=self.plan.has_masters) as pin:
             layout = self.plan.fragments[fragment].version
             if part >= len(layout.parts):
                 raise BadRequest(f"There is no part {part}; the version has {len(layout.parts)}.")
-            runs = ModelFile(layout, *files).part(layout.parts[part])
-        response = web.StreamResponse(headers={"Content-Type": "application/octet-stream"})
-        response.content_length = layout.parts[part].nbytes + routes.DIGEST_BYTES
-        await response.prepare(request)
-        hasher, loop = blake3(), asyncio.get_running_loop()
-        with Idle(
-            request, self.plan.settings.network.idle_timeout_s, lambda count: self._count_down(request, count)
-        ) as idle:
-            while True:
-                try:
-                    with hold():  # never while it is sent: a reader that stands still holds nothing
-                        run = await loop.run_in_executor(self.run.io, next, runs, None)
-                except Gone:  # between two runs; asked again, it is answered so
-                    break_off(request)
-                    return response
-                if run is None:
-                    break
-                hasher.update(run)
-                await response.write(run)
-                idle.add(len(run))
-            await response.write(hasher.digest())
-            await response.write_eof()
+            runs = ModelFile(layout, pin.fd, pin.state_fd).part(layout.parts[part])
+            response = web.StreamResponse(headers={"Content-Type": "application/octet-stream"})
+            response.content_length = layout.parts[part].nbytes + routes.DIGEST_BYTES
+            await response.prepare(request)
+            hasher, loop = blake3(), asyncio.get_running_loop()
+            with Idle(
+                request, self.plan.settings.network.idle_timeout_s, lambda count: self._count_down(request, count)
+            ) as idle:
+                while (run := await loop.run_in_executor(self.run.io, next, runs, None)) is not None:
+                    if pin.revoked.is_set():  # asked again, it is answered that the version is gone
+                        break_off(request)
+                        return response
+                    hasher.update(run)
+                    await response.write(run)
+                    idle.add(len(run))
+                await response.write(hasher.digest())
+                await response.write_eof()
         return response
 
     async def _serve(

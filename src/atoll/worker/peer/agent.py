@@ -22,7 +22,7 @@ from functools import partial
 from pathlib import Path
 
 from atoll.aggregation.check_arriving_parts import Overflow
-from atoll.aggregation.make_version import NextFiles, RoundFiles, UpdateFile, make_version
+from atoll.aggregation.make_version import NextFiles, RoundFiles, UpdateInput, make_version
 from atoll.aggregation.plan import Plan
 from atoll.blobs.manifest import state_id
 from atoll.blobs.model_file import model_header, model_runs
@@ -452,7 +452,7 @@ class SwarmPeer:
             done = nbytes
 
         base_state = base.state.fd if base.state is not None else None
-        updates = {ticket: UpdateFile(spool.slot.fd) for ticket, spool in spools.items()}
+        updates = {ticket: UpdateInput(spool.slot.fd) for ticket, spool in spools.items()}
         files = RoundFiles(base.slot.fd, base_state, updates, base.part_digests, base.state_digests)
         out = NextFiles(version.fd, state.fd if state is not None else None)
         result = make_version(self._plan, work, files, out, self._stopping, on_progress=on_progress)

@@ -9,21 +9,21 @@ from typing import Any
 
 import pytest
 
-from atoll.aggregation.aggregator_process import Channel
+from atoll.aggregation.aggregator_process import ProcessPipe
 
 
 @pytest.fixture
-def ends() -> Iterator[tuple[Channel, Channel]]:
-    pair = Channel.pair()
+def ends() -> Iterator[tuple[ProcessPipe, ProcessPipe]]:
+    pair = ProcessPipe.pair()
     for end in pair:
         end.settimeout(30.0)
-    one, other = map(Channel, pair)
+    one, other = map(ProcessPipe, pair)
     yield one, other
     one.close()
     other.close()
 
 
-def taken(channel: Channel) -> tuple[dict[str, Any], bytes | None]:
+def taken(channel: ProcessPipe) -> tuple[dict[str, Any], bytes | None]:
     """The next message, and what its file holds."""
     message, fd = channel.receive()
     if fd is None:
@@ -35,7 +35,7 @@ def taken(channel: Channel) -> tuple[dict[str, Any], bytes | None]:
 
 
 def test_messages_of_any_length_arrive_with_their_files_and_leave_none(
-    ends: tuple[Channel, Channel], tmp_path: Path
+    ends: tuple[ProcessPipe, ProcessPipe], tmp_path: Path
 ) -> None:
     one, other = ends
     path = tmp_path / "file"
