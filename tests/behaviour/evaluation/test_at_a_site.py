@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from evaluation_world import errors, losses, serve
-from site_threads import Threads
+from kit import Threads
 from torch import nn
 
 import atoll

@@ -69,6 +69,10 @@ def compressed(tmp_path_factory: pytest.TempPathFactory) -> Halfway:
     )
 
 
+def later(image: Halfway, folder: Path) -> Path:
+    return copy_folder(image.later, folder)
+
+
 def served_from_its_outbox(image: Halfway, folder: Path) -> Path:
     """The server has nothing of round 2, and site a has its update for it in its outbox."""
     copy_folder(image.earlier / "state", folder / "state")
@@ -76,72 +80,37 @@ def served_from_its_outbox(image: Halfway, folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.covers("F41", "F1")
-@pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_note_of_a_base_is_said_and_the_version_pulled_again(
-    plain: Halfway, tmp_path: Path, damage: Callable[[Path], None], caplog: pytest.LogCaptureFixture
-) -> None:
-    folder = copy_folder(plain.later, tmp_path / "run")
-    damage(note(folder, "base.json"))
-    caplog.set_level(logging.WARNING, "atoll")
-    plain.go_on(folder)
-    assert said(caplog, "base.json") == 1
-    assert digest_of(exported(folder)) == plain.digest
+SITE_NOTES: dict[str, tuple[str, Callable[[Halfway, Path], Path], list[Callable[[Path], None] | None]]] = {
+    "base.json": ("plain", later, [*DAMAGES, Path.unlink]),
+    "outbox.json": ("plain", served_from_its_outbox, [None, *DAMAGES, Path.unlink]),
+    "residual.json": ("compressed", later, [None, *DAMAGES]),
+    "delta.json": ("compressed", later, [*DAMAGES, Path.unlink]),
+}
+"""Note of a site → the run in whose middle it lies, how its folder is put together, and what becomes of the note."""
 
 
-@pytest.mark.covers("F41", "F3")
-@pytest.mark.parametrize("damage", [None, *DAMAGES])
-def test_a_damaged_note_of_an_outbox_is_said_and_the_round_trained_again(
-    plain: Halfway, tmp_path: Path, damage: Callable[[Path], None] | None, caplog: pytest.LogCaptureFixture
+@pytest.mark.covers("F41", "F1", "F3")
+@pytest.mark.parametrize(
+    ("name", "damage"), [(name, damage) for name, (*_, damages) in SITE_NOTES.items() for damage in damages]
+)
+def test_a_damaged_note_of_a_site_is_said_and_what_it_told_of_is_pulled_or_trained_again(
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
+    caplog: pytest.LogCaptureFixture,
+    name: str,
+    damage: Callable[[Path], None] | None,
 ) -> None:
-    folder = served_from_its_outbox(plain, tmp_path / "run")
+    """A missing note is none, and nothing is said. Without its residuals, error feedback begins anew: other bits."""
+    run, prepare, _ = SITE_NOTES[name]
+    image: Halfway = request.getfixturevalue(run)
+    folder = prepare(image, tmp_path / "run")
     if damage is not None:
-        damage(note(folder, "outbox.json"))
+        damage(note(folder, name))
     caplog.set_level(logging.WARNING, "atoll")
-    sites = plain.go_on(folder)
-    assert said(caplog, "outbox.json") == (damage is not None)
-    assert sites.trained["a", 2] == (damage is not None), "it is sent from the outbox, or trained again"
-    assert digest_of(exported(folder)) == plain.digest
-
-
-@pytest.mark.covers("F41")
-@pytest.mark.parametrize("damage", [None, *DAMAGES])
-def test_a_damaged_note_of_residuals_is_said_and_error_feedback_begins_anew(
-    compressed: Halfway, tmp_path: Path, damage: Callable[[Path], None] | None, caplog: pytest.LogCaptureFixture
-) -> None:
-    folder = copy_folder(compressed.later, tmp_path / "run")
-    if damage is not None:
-        damage(note(folder, "residual.json"))
-    caplog.set_level(logging.WARNING, "atoll")
-    compressed.go_on(folder)
-    assert said(caplog, "residual.json") == (damage is not None)
-    assert (digest_of(exported(folder)) == compressed.digest) == (damage is None)
-
-
-@pytest.mark.covers("F41")
-@pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_note_of_a_difference_is_said_and_it_is_pulled_again(
-    compressed: Halfway, tmp_path: Path, damage: Callable[[Path], None], caplog: pytest.LogCaptureFixture
-) -> None:
-    folder = copy_folder(compressed.later, tmp_path / "run")
-    damage(note(folder, "delta.json"))
-    caplog.set_level(logging.WARNING, "atoll")
-    compressed.go_on(folder)
-    assert said(caplog, "delta.json") == 1
-    assert digest_of(exported(folder)) == compressed.digest
-
-
-@pytest.mark.covers("F41")
-@pytest.mark.parametrize("name", ["base.json", "outbox.json", "delta.json"])
-def test_a_missing_note_is_none_and_nothing_is_said(
-    compressed: Halfway, tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    folder = copy_folder(compressed.later, tmp_path / "run")
-    note(folder, name).unlink()
-    caplog.set_level(logging.WARNING, "atoll")
-    compressed.go_on(folder)
-    assert said(caplog, name) == 0
-    assert digest_of(exported(folder)) == compressed.digest
+    sites = image.go_on(folder)
+    assert said(caplog, name) == (damage in DAMAGES)
+    assert name != "outbox.json" or sites.trained["a", 2] == (damage is not None), "sent from the outbox, or trained"
+    assert (digest_of(exported(folder)) == image.digest) == (damage is None or name != "residual.json")
 
 
 def control_step(server: atoll.Server, folder: Path, rounds: int) -> None:

@@ -15,9 +15,9 @@ import peft
 import pytest
 import torch
 import transformers
+from kit import together
 from kit.servers import new_server
 from safetensors import safe_open
-from site_threads import together
 from torch import nn
 
 import atoll

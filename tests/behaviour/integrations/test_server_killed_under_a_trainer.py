@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import torch
 from harness.processes import Kept, Nursery, Process, free_port, wait_until
+from kit import Threads
 from lightning_world import Tiny, fit_rounds, trainer_of
 from safetensors.torch import load_file
-from site_threads import Threads
 from torch import nn
 from transformers_world import MOMENTUM, STEPS, One, rate, trainer_for
 

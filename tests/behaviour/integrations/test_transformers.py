@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from kit import together
 from kit.servers import new_server
 from safetensors.torch import load_file
-from site_threads import together
 from transformers_world import MOMENTUM, MU, ROUNDS, STEPS, TARGETS, One, rate, serving, trainer_for
 
 import atoll

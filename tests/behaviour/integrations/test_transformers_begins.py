@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from kit import Threads
 from safetensors.torch import load_file
-from site_threads import Threads
 from transformers_world import MOMENTUM, STEPS, One, rate, serving, trainer_for
 
 import atoll

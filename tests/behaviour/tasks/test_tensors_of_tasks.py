@@ -13,8 +13,8 @@ import pytest
 import torch
 from harness.processes import wait_until
 from harness.proxy import BEFORE_HEADER, Fault, Proxy
+from kit import together
 from kit.workflows import AnsweringSites, kept_objects, plain, workflow_server
-from site_threads import together
 
 import atoll
 from atoll.errors import RunFailed

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 from harness.processes import wait_until
+from kit import Threads
 from kit.client import Client
 from kit.servers import new_server
-from site_threads import Threads
 
 import atoll
 from atoll.errors import RunFailed, UsageError
