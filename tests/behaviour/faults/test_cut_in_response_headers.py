@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -106,33 +107,50 @@ def left(through: dict[str, Proxy]) -> dict[str, list[str]]:
     return {site: [fault.request for fault in proxy.faults] for site, proxy in through.items()}
 
 
+@dataclass(frozen=True)
+class Placement:
+    """Where rounds are aggregated, and what comes of a run there without a fault.
+
+    Attributes:
+        kinds: of requests.
+        digest: of the exported model; no model lies at the server of a swarm.
+    """
+
+    settings: dict[str, Any]
+    kinds: dict[str, str]
+    digest: str | None
+
+
+@pytest.fixture(scope="module", params=["server", "swarm"])
+def placement(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Placement:
+    swarm, folder = request.param == "swarm", tmp_path_factory.mktemp("undisturbed")
+    settings: dict[str, Any] = {"rounds.sites": len(PLACES), "swarm.enabled": swarm}
+    if not swarm:
+        settings["aggregation.download_codec.name"] = "int8"  # so that differences go down, too
+    with serve(folder, **settings) as server:
+        FederatedSites(server.url, folder, PLACES).join()
+        server.run()
+    return Placement(settings, SWARM if swarm else KINDS, None if swarm else tensors_digest(exported(folder)))
+
+
 @pytest.mark.parametrize("action", ["close", "reset"])
-@pytest.mark.parametrize("placement", ["server", "swarm"])
 @pytest.mark.covers("F14", "F15", "F17", "L10")
 def test_a_response_cut_in_its_headers_is_asked_for_again(
-    tmp_path: Path, proxies: Callable[[int], Proxy], placement: str, action: str
+    tmp_path: Path, proxies: Callable[[int], Proxy], placement: Placement, action: str
 ) -> None:
-    settings: dict[str, Any] = {"rounds.sites": len(PLACES), "swarm.enabled": (placement) == "swarm"}
-    if placement == "server":
-        settings["aggregation.download_codec.name"] = "int8"  # so that differences go down, too
-    with serve(tmp_path / "undisturbed", **settings) as server:
-        run = FederatedSites(server.url, tmp_path / "undisturbed", PLACES)
-        run.join()
-        server.run()
-    with serve(tmp_path / "cut", **settings) as server:
+    with serve(tmp_path, **placement.settings) as server:
         sites, through = [], {}
         for site, place in PLACES.items():
             through[site] = proxies(server.port)
-            through[site].faults += broken(KINDS if placement == "server" else SWARM, place, action)
-            sites.append(FederatedSites(through[site].url, tmp_path / "cut", [site]))
+            through[site].faults += broken(placement.kinds, place, action)
+            sites.append(FederatedSites(through[site].url, tmp_path, [site]))
         for each in sites:
             each.join()
         server.run()
     assert left(through) == {site: [] for site in PLACES}
     trained = {key: count for each in sites for key, count in each.trained.items()}
-    assert trained == run.trained == {(site, number): 1 for site in PLACES for number in (1, 2, 3)}
-    if placement == "server":  # no model lies at the server of a swarm
-        assert tensors_digest(exported(tmp_path / "cut")) == tensors_digest(exported(tmp_path / "undisturbed"))
+    assert trained == {(site, number): 1 for site in PLACES for number in (1, 2, 3)}
+    assert placement.digest is None or tensors_digest(exported(tmp_path)) == placement.digest
 
 
 @pytest.mark.covers("F15", "F17")

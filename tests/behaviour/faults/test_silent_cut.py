@@ -18,23 +18,21 @@ from torch import nn
 import atoll
 
 CALLS = "(GET|PUT|POST) /v1/(?!heartbeat)"
+SETTINGS: dict[str, Any] = {
+    "algorithm.name": "diloco",
+    "diloco.sync_every": 4,
+    "rounds.total": 4,
+    "aggregation.upload_codec.name": "none",
+    "network.heartbeat_interval_s": 2.0,
+    "network.heartbeat_timeout_s": 0,
+    "network.waiting_heartbeat_s": 0.5,
+}
 STREAMED = {"diloco.num_fragments": 2, "diloco.fragment_sync_delay": 1, "diloco.fragment_update_alpha": 0.5}
 
 
 @pytest.fixture
 def server(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[atoll.Server]:
-    settings: dict[str, Any] = {
-        "algorithm.name": "diloco",
-        "diloco.sync_every": 4,
-        "rounds.total": 4,
-        "aggregation.upload_codec.name": "none",
-    }
-    settings |= {
-        "network.heartbeat_interval_s": 2.0,
-        "network.heartbeat_timeout_s": 0,
-        "network.waiting_heartbeat_s": 0.5,
-    }
-    with serve(tmp_path, **settings | request.param) as server:
+    with serve(tmp_path, **SETTINGS | request.param) as server:
         yield server
 
 
@@ -44,18 +42,10 @@ def proxy(server: atoll.Server) -> Iterator[Proxy]:
         yield proxy
 
 
-class Outage:
-    """Waits for turns that break off while the network is silent."""
-
-    def __init__(self, proxy: Proxy, sites: DiLoCoSites, site: str) -> None:
-        self._proxy, self._sites, self._site = proxy, sites, site
-
-    def skipped(self, turns: int) -> None:
-        loop = wait_until(lambda: self._sites.loops.get(self._site), "its start")
-        wait_until(lambda: loop.skipped >= turns, f"{turns} turns that are skipped", timeout_s=60)
-
-    def calls(self) -> int:
-        return self._proxy.count(CALLS)
+def wait_for_skipped(sites: DiLoCoSites, turns: int) -> None:
+    """Until so many turns of site a have broken off, because the network is silent."""
+    loop = wait_until(lambda: sites.loops.get("a"), "its start")
+    wait_until(lambda: loop.skipped >= turns, f"{turns} turns that are skipped", timeout_s=60)
 
 
 @pytest.mark.parametrize("server", [{"rounds.sites": 1}, {"rounds.sites": 1, **STREAMED}], indirect=True)
@@ -70,11 +60,10 @@ def test_training_goes_on_when_the_network_falls_silent_and_every_later_turn_tri
 
     silent = threading.Event()
     sites = DiLoCoSites(proxy.url, tmp_path, 10**6, ["a"], during=during, max_sync_retries=20)  # would take minutes
-    outage = Outage(proxy, sites, "a")
-    outage.skipped(2)
-    before = outage.calls()
-    outage.skipped(5)
-    assert outage.calls() - before <= 3
+    wait_for_skipped(sites, 2)
+    before = proxy.count(CALLS)
+    wait_for_skipped(sites, 5)
+    assert proxy.count(CALLS) - before <= 3
     rounds = sites.loops["a"].rounds
     proxy.heal()
     sites.join()
@@ -94,7 +83,7 @@ def test_a_site_that_waits_for_another_notices_that_the_network_fell_silent(
     wait_until(lambda: proxy.count("POST .*/complete "), "the first update")
     wait_until(lambda: proxy.requests[-1].startswith(("POST /v1/tickets ", "POST /v1/heartbeat ")), "a wait for b")
     proxy.silence()
-    Outage(proxy, far, "a").skipped(2)
+    wait_for_skipped(far, 2)
     proxy.heal()
     healed.set()
     far.join()
@@ -150,20 +139,13 @@ def test_training_goes_on_from_a_model_that_is_the_new_version_in_part(tmp_path:
             proxy.heal()
 
     began_from: list[set[float]] = []
-    settings: dict[str, Any] = {
+    settings = SETTINGS | {
         "diloco.sync_every": 2,
         "rounds.total": 2,
-        "rounds.sites": 2,
-        "aggregation.upload_codec.name": "none",
-        "network.part_bytes": 65_536,
+        "algorithm.outer_optimizer.lr": 1.0,
+        "algorithm.outer_optimizer.momentum": 0.0,
     }
-    settings |= {"algorithm.outer_optimizer.lr": 1.0, "algorithm.outer_optimizer.momentum": 0.0}
-    settings |= {
-        "network.heartbeat_interval_s": 2.0,
-        "network.heartbeat_timeout_s": 0,
-        "network.waiting_heartbeat_s": 0.5,
-    }
-    with serve(tmp_path, Line(), **{"algorithm.name": "diloco"}, **settings) as server, Proxy(server.port) as proxy:
+    with serve(tmp_path, Line(), **settings) as server, Proxy(server.port) as proxy:
         proxy.faults.append(Fault("GET .*/versions/1/", "down", at=BEFORE_HEADER, action="stall", wait=stand_still))
         sites = DiLoCoSites(proxy.url, tmp_path, 10**6, ["a"], during=during, max_sync_retries=2, **CLIMBS)
         near = DiLoCoSites(server.url, tmp_path, 10**6, ["b"], **CLIMBS)
