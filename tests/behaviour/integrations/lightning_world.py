@@ -25,6 +25,13 @@ PACKAGES = ["lightning.pytorch", "pytorch_lightning"]
 usual = PACKAGES[0]
 SAMPLES, BATCH = 12, 4
 """Three optimizer steps an epoch."""
+DILOCO = {
+    "diloco.sync_every": 3,
+    "algorithm.outer_optimizer.lr": 1.0,
+    "algorithm.outer_optimizer.momentum": 0.0,
+    "aggregation.upload_codec.name": "none",
+}
+"""A run of DiLoCo that takes over what its only site has trained, after an epoch."""
 
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)

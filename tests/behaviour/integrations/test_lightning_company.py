@@ -7,19 +7,25 @@ from typing import Any
 
 import pytest
 import torch
-from lightning_world import PACKAGES, Tiny, data, fit_rounds, lines, module_class, package, patched, serve, trainer_of
+from lightning_world import (
+    DILOCO,
+    PACKAGES,
+    Tiny,
+    data,
+    fit_rounds,
+    lines,
+    module_class,
+    package,
+    patched,
+    serve,
+    trainer_of,
+)
 from safetensors.torch import load_file
 
 import atoll.integrations.lightning
 from atoll.errors import UsageError
 
 pytestmark = pytest.mark.usefixtures("each_package")
-DILOCO = {
-    "diloco.sync_every": 3,
-    "algorithm.outer_optimizer.lr": 1.0,
-    "algorithm.outer_optimizer.momentum": 0.0,
-    "aggregation.upload_codec.name": "none",
-}
 
 
 def callbacks(name: str | None = None) -> Any:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lightning_world import Tiny, data, serve, trainer_of
+from lightning_world import DILOCO, Tiny, data, serve, trainer_of
 
 import atoll
 
@@ -18,14 +18,8 @@ GLOBAL = [1 - 0.9 ** (H * version) for version in range(ROUNDS)]
 
 def rounds_of(folder: Path, **trainer_options: Any) -> tuple[list[dict[str, float]], Any]:
     """Metrics of each round of a run whose Trainer validates as the options say, and the status at its end."""
-    options = {
-        "algorithm.outer_optimizer.lr": 1.0,
-        "algorithm.outer_optimizer.momentum": 0.0,
-        "aggregation.upload_codec.name": "none",
-        "rounds.best_metric": "val_w",
-        "rounds.best_mode": "max",
-    }
-    with serve(folder, "diloco", **{"diloco.sync_every": H, "rounds.total": ROUNDS}, **options) as server:
+    best = {"rounds.best_metric": "val_w", "rounds.best_mode": "max"}
+    with serve(folder, "diloco", **DILOCO, **{"rounds.total": ROUNDS}, **best) as server:
         trainer = trainer_of(**trainer_options)
         atoll.integrations.lightning.patch(trainer, server.url, "a", folder=folder)
         module = Tiny()

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lightning_world import Tiny, fit_rounds, serve, trainer_of
+from lightning_world import DILOCO, Tiny, fit_rounds, serve, trainer_of
 from safetensors.torch import load_file
 
 import atoll.integrations.lightning
@@ -24,13 +24,7 @@ def test_what_a_fit_sends_passes_the_sites_filters(tmp_path: Path, algorithm: st
 
     SCAFFOLD of one site: c is c_1, so that both rounds train as FedAvg does. DiLoCo: three steps are a round.
     """
-    options: dict[str, Any] = {
-        "diloco.sync_every": 3,
-        "algorithm.outer_optimizer.lr": 1.0,
-        "algorithm.outer_optimizer.momentum": 0.0,
-        "aggregation.upload_codec.name": "none",
-    }
-    with serve(tmp_path, algorithm, **{"rounds.total": 2}, **options if algorithm == "diloco" else {}) as server:
+    with serve(tmp_path, algorithm, **{"rounds.total": 2}, **DILOCO if algorithm == "diloco" else {}) as server:
         where: dict[str, Any] = {"server": server.url, "site": "a", "folder": tmp_path, "filters": [NormClip(0.1)]}
         if style == "patch":
             trainer = trainer_of()

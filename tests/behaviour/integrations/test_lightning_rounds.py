@@ -11,7 +11,19 @@ from typing import Any
 import pytest
 import torch
 from harness.processes import wait_until
-from lightning_world import PACKAGES, SAMPLES, Tiny, data, fit_rounds, lines, module_class, patched, serve, trainer_of
+from lightning_world import (
+    DILOCO,
+    PACKAGES,
+    SAMPLES,
+    Tiny,
+    data,
+    fit_rounds,
+    lines,
+    module_class,
+    patched,
+    serve,
+    trainer_of,
+)
 from safetensors.torch import load_file
 
 import atoll
@@ -280,12 +292,7 @@ def test_a_metric_that_takes_our_name_is_an_error(tmp_path: Path) -> None:
 @pytest.mark.parametrize("sync_every", [2, 4])
 def test_a_run_of_diloco_synchronises_inside_of_fits_and_across_them(tmp_path: Path, sync_every: int) -> None:
     """Two rounds of H steps, three steps an epoch: training ends in the fit that has the last of them, at that step."""
-    options = {
-        "algorithm.outer_optimizer.lr": 1.0,
-        "algorithm.outer_optimizer.momentum": 0.0,
-        "aggregation.upload_codec.name": "none",
-    }
-    with serve(tmp_path, "diloco", **{"diloco.sync_every": sync_every}, **options) as server:
+    with serve(tmp_path, "diloco", **DILOCO | {"diloco.sync_every": sync_every}) as server:
         trainer = patched(server, tmp_path)
         module, fits = Tiny(), 0
         while atoll.integrations.lightning.is_running(trainer):

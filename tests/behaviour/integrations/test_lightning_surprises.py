@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from harness.processes import free_port
-from lightning_world import Tiny, data, lines, package, patched, serve, trainer_of
+from lightning_world import DILOCO, Tiny, data, lines, package, patched, serve, trainer_of
 
 import atoll
 import atoll.integrations.lightning
@@ -79,13 +79,7 @@ def test_a_fit_that_failed_lets_go_of_its_optimizer(tmp_path: Path, algorithm: s
 @pytest.mark.covers("S1")
 def test_a_fit_of_diloco_that_failed_leaves_and_the_next_begins_at_the_head(tmp_path: Path) -> None:
     """H = 2: the first round counts, and the error behind it ends in the second: w = 1 − 0.9², twice."""
-    options = {
-        "diloco.sync_every": 2,
-        "algorithm.outer_optimizer.lr": 1.0,
-        "algorithm.outer_optimizer.momentum": 0.0,
-        "aggregation.upload_codec.name": "none",
-    }
-    with serve(tmp_path, "diloco", **options) as server:
+    with serve(tmp_path, "diloco", **DILOCO | {"diloco.sync_every": 2}) as server:
         trainer, module = patched(server, tmp_path), Fails()
         with pytest.raises(RuntimeError, match="the data are broken"):
             trainer.fit(module, data())
@@ -99,13 +93,7 @@ def test_a_fit_of_diloco_that_failed_leaves_and_the_next_begins_at_the_head(tmp_
 @pytest.mark.covers("S1")
 def test_a_fit_of_diloco_with_another_module_begins_at_the_head(tmp_path: Path) -> None:
     """H = 3, a fit each: what the first module came to is where the second begins, whatever it holds."""
-    options = {
-        "diloco.sync_every": 3,
-        "algorithm.outer_optimizer.lr": 1.0,
-        "algorithm.outer_optimizer.momentum": 0.0,
-        "aggregation.upload_codec.name": "none",
-    }
-    with serve(tmp_path, "diloco", **options) as server:
+    with serve(tmp_path, "diloco", **DILOCO) as server:
         trainer = patched(server, tmp_path)
         for steps in (3, 6):
             module = Tiny()

@@ -11,6 +11,7 @@ import torch
 import transformers
 from kit import together
 from kit.servers import new_server
+from lightning_world import DILOCO
 from safetensors.torch import load_file
 from transformers_world import MOMENTUM, MU, ROUNDS, STEPS, TARGETS, One, rate, serving, trainer_for
 
@@ -118,14 +119,8 @@ def evaluated_every(
     steps: int, serve: Any, folder: Path, *, rounds: int = ROUNDS, **arguments: Any
 ) -> tuple[list[dict[str, float]], Any]:
     """Metrics of each round of a DiLoCo run whose Trainer evaluates so often, and the status at its end."""
-    options = {
-        "algorithm.outer_optimizer.lr": 1.0,
-        "algorithm.outer_optimizer.momentum": 0.0,
-        "aggregation.upload_codec.name": "none",
-        "rounds.best_metric": "eval_loss",
-        "rounds.best_mode": "min",
-    }
-    server = serve("diloco", **{"diloco.sync_every": STEPS, "rounds.total": rounds}, **options)
+    best = {"rounds.best_metric": "eval_loss", "rounds.best_mode": "min"}
+    server = serve("diloco", **DILOCO, **{"rounds.total": rounds}, **best)
     arguments |= {"eval_strategy": "steps", "eval_steps": steps}
     trainer_for(One(), 1.0, AtollCallback(server.url, "a", folder=folder / "a"), folder / "out", **arguments).train()
     assert server.wait(30)
@@ -249,13 +244,7 @@ def test_a_weight_may_be_given(serve: Any, tmp_path: Path, weight: Any, shown: f
 @pytest.mark.parametrize("algorithm", ["fedavg", "diloco"])
 def test_what_the_trainer_sends_passes_the_sites_filters(serve: Any, tmp_path: Path, algorithm: str) -> None:
     """Towards 1 the three rounds move w by more than 0.05 each (the last one by 0.067): by 0.05 behind the filter."""
-    diloco = {
-        "diloco.sync_every": STEPS,
-        "algorithm.outer_optimizer.lr": 1.0,
-        "algorithm.outer_optimizer.momentum": 0.0,
-        "aggregation.upload_codec.name": "none",
-    }
-    server = serve(algorithm, **diloco if algorithm == "diloco" else {})
+    server = serve(algorithm, **DILOCO if algorithm == "diloco" else {})
     model = One()
     filters = [NormClip(0.05)]
     callback = AtollCallback(server.url, "a", sync_every=STEPS, folder=tmp_path / "a", filters=filters)

@@ -10,19 +10,13 @@ from typing import Any
 import pytest
 import torch
 from kit import Threads
+from lightning_world import DILOCO
 from safetensors.torch import load_file
 from transformers_world import MOMENTUM, STEPS, One, rate, serving, trainer_for
 
 import atoll
 from atoll.errors import UsageError
 from atoll.integrations.transformers import AtollCallback
-
-DILOCO = {
-    "diloco.sync_every": STEPS,
-    "algorithm.outer_optimizer.lr": 1.0,
-    "algorithm.outer_optimizer.momentum": 0.0,
-    "aggregation.upload_codec.name": "none",
-}
 
 
 @pytest.fixture
