@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from atoll import registry
 from atoll.config import Settings
 from atoll.errors import ConfigError
+from atoll.tensors.arrays import require_model
 from atoll.tensors.chunks import CHUNK_ELEMENTS, bytes_of, run_of
 from atoll.tensors.dtypes import torch_dtype
 from atoll.tensors.layout import BUFFER_NAMES, TIED, Layout, chunks
@@ -35,8 +36,10 @@ def initial_model(settings: Settings, given: nn.Module | Tensors | None) -> nn.M
 
     Raises:
         ConfigError: none is named, or what is named is not a model; the remedy says how to name one.
+        UsageError: what is given is no model.
     """
     if given is not None:
+        require_model(given)
         return given if isinstance(given, nn.Module | Told) else unwrapped(given)
     if settings.model.source is None:
         raise ConfigError(
@@ -189,7 +192,7 @@ def _from_files(files: Sequence[Path]) -> Told:
         try:
             return _as_told(path, load_file(path), torch.equal)
         except FileNotFoundError:
-            raise ConfigError(f"There is no initial model {str(path)!r}.") from None
+            raise ConfigError(f"There is no initial model {str(path)!r}.", "Correct model.source.") from None
         except SafetensorError as error:
             raise ConfigError(f"{str(path)!r} is not a safetensors file: {error}.") from error
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.utils.dlpack
-from torch import Tensor
+from torch import Tensor, nn
 
 from atoll.errors import UsageError
 from atoll.tensors.dtypes import NOT_IN_NUMPY, torch_dtype
@@ -57,12 +57,25 @@ def as_tensor(name: str, value: object) -> Tensor:
     return _from_numpy(name, np.asarray(value))
 
 
+def require_model(given: object, *, mapping: bool = True) -> None:
+    """Refuse what is neither a module nor, where that will do, a mapping.
+
+    Raises:
+        UsageError: its type is in the message.
+    """
+    if not isinstance(given, nn.Module) and not (mapping and isinstance(given, Mapping)):
+        what = f"the class {given.__name__}" if isinstance(given, type) else f"of type {type(given).__name__}"
+        other = ", or a mapping: name → tensor or array" if mapping else ""
+        raise UsageError(f"The model is {what}.", f"Give an nn.Module{other}.")
+
+
 def as_tensors(given: Arrays, schema: Schema) -> dict[str, Tensor]:
     """Return tensors and arrays as tensors; fp32 becomes bf16 or an 8-bit float where the schema says so.
 
     Raises:
-        UsageError: an entry is neither; it is named.
+        UsageError: this is no mapping, or an entry is neither; it is named.
     """
+    require_model(given)
     wanted = {spec.name: torch_dtype(spec.dtype) for spec in schema.tensors}
     tensors = {}
     for name, value in given.items():

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from atoll.errors import UsageError
+from atoll.tensors.arrays import require_model
 from atoll.tensors.dtypes import dtype_name, torch_dtype
 from atoll.tensors.schema import BUFFERS, FLOATS, PARAMS, Schema, TensorSpec
 
@@ -153,6 +154,7 @@ def named_tensors(
 
 def _owned(model: nn.Module | Tensors, *, values: bool, sharded: bool) -> tuple[dict[str, Tensor], dict[str, str]]:
     """As `named_tensors`, with the very objects that the model holds."""
+    require_model(model)
     state: Mapping[str, object] = state_of(model) if isinstance(model, nn.Module) else model
     owners: dict[str, Tensor] = {}
     aliases: dict[str, str] = {}

@@ -50,7 +50,7 @@ def positive(weight: float) -> float:
     except (TypeError, ValueError, OverflowError):
         value = math.nan
     if not 0 < value < float("inf"):
-        raise UsageError(f"The weight is {weight}.", "Give the number of samples or tokens: positive and finite.")
+        raise UsageError(f"The weight is {weight!r}.", "Give a number, of samples or tokens: positive and finite.")
     return value
 
 

@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
+
+import pytest
+from harness.processes import wait_until
+from kit import diloco, serve
 
 EIGHT_LOOPS = """
 import logging, threading, time
@@ -40,3 +45,17 @@ def test_loops_that_begin_in_several_threads_print_every_line_once() -> None:
 
 def test_a_level_that_the_program_has_set_stays() -> None:
     assert said("logging.getLogger('atoll').setLevel(logging.WARNING)") == ["a warning"]
+
+
+@pytest.mark.covers("X4")
+@pytest.mark.parametrize(("algorithm", "warns"), [("fedavg", True), ("diloco", False)])
+def test_a_diloco_loop_names_the_runs_algorithm_and_warns_of_another_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, algorithm: str, warns: bool
+) -> None:
+    caplog.set_level("INFO", "atoll")
+    with serve(tmp_path, algorithm=algorithm, sites=1) as server, diloco(server, tmp_path, sync_every=500) as loop:
+        assert f"joined run atoll ({algorithm}) at " in caplog.text
+        assert ("the run's algorithm is fedavg, not diloco" in caplog.text) == warns
+        loop.report(loss=1.0)  # the status has it from the same heartbeat as the warnings
+        status = wait_until(lambda: (told := server.status()).workers[0].metrics and told, "a heartbeat")
+        assert [text.partition(",")[0] for text in status.warnings] == ["a: the run's algorithm is fedavg"] * warns

@@ -1,7 +1,6 @@
 """What a worker refuses by itself: weights, metrics, another layout, another schema."""
 
 import math
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +76,7 @@ def test_a_reported_loss_that_becomes_nan_is_told_once_by_the_site_s_name_and_no
         ({"steps": 1.5}, "steps is 1.5"),
         ({"steps": 2**62}, "steps is 4611686018427387904"),
         ({"weight": 10**400}, "The weight is 1000"),
+        ({"weight": "3"}, "The weight is '3'. Give a number"),
         *(({"weight": weight}, "The weight is") for weight in (0.0, -1.0, math.inf, math.nan)),
         ({"metrics": [0.5]}, "The metrics are a list"),
         ({"metrics": {"loss": "low"}}, "The metric 'loss' is 'low'"),
@@ -102,6 +102,25 @@ def test_numbers_that_no_update_has_are_named_and_the_round_can_be_submitted_aft
         assert len(server.status().history[0].metrics) == 63
 
 
+@pytest.mark.covers("X3")
+def test_what_is_no_model_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="The model is the class Linear"):
+        plain_server(tmp_path / "other", nn.Linear).start()
+    with plain_server(tmp_path, nn.Linear(2, 1), rounds=1) as server:
+        with atoll.join(server.url, site="a", folder=tmp_path / "w") as worker:
+            fl_round = next(iter(worker))
+            model = fl_round.load_into(nn.Linear(2, 1))
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            with pytest.raises(UsageError, match="The model is of type SGD"):
+                fl_round.load_into(optimizer)  # type: ignore[type-var]
+            for other in ([torch.ones(2)], None):
+                with pytest.raises(UsageError, match=f"The model is of type {type(other).__name__}"):
+                    fl_round.submit(other)  # type: ignore[arg-type]
+            fl_round.submit(model)
+    with pytest.raises(UsageError, match="The model is of type OrderedDict"):
+        atoll.DiLoCo(model.state_dict(), optimizer)  # type: ignore[arg-type]
+
+
 @pytest.mark.covers("F30")
 def test_a_layout_or_schema_that_is_not_the_servers_is_refused_before_a_byte_moves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -114,7 +133,7 @@ def test_a_layout_or_schema_that_is_not_the_servers_is_refused_before_a_byte_mov
         tensors = named_tensors(nn.Linear(2, 1))[0]
         place.exchange.pull(ticket.base, tensors)
         with pytest.raises(VersionSkew, match="in another way"):
-            place.exchange.form(replace(ticket, layout_digest="0" * 64), tensors, UpdateInfo(1.0, 0, {}))
+            place.exchange.form(ticket.model_copy(update={"layout_digest": "0" * 64}), tensors, UpdateInfo(1.0, 0, {}))
         info = place.session.info.model_copy(update={"schema_digest": "0" * 64})
         with pytest.raises(VersionSkew, match="does not have the digest"):
             split_of(place.session.channel.schema(), info)

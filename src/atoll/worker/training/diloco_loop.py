@@ -34,6 +34,7 @@ from atoll.errors import UsageError, print_interrupt_in_a_line, public_api
 from atoll.filters.base import Filter
 from atoll.protocol.messages import VersionRef
 from atoll.protocol.values import UpdateInfo
+from atoll.tensors.arrays import require_model
 from atoll.tensors.fsdp_shards import Shards
 from atoll.tensors.module_tensors import (
     Tensors,
@@ -47,6 +48,7 @@ from atoll.tensors.module_tensors import (
 from atoll.tensors.schema import Schema
 from atoll.transport.http_client import server_of
 from atoll.worker.arguments import default_site, finite_metrics, positive, require_site, sync_retries
+from atoll.worker.exchange.exchange import OF_THE_OPTIMIZER
 from atoll.worker.exchange.participation import LoopTerms, Participation, take_part
 from atoll.worker.log_lines import ALONE, ALONE_ENDED, LOG, ensure_lines, in_words, size
 from atoll.worker.metrics import Measured, Metrics, Reports
@@ -63,6 +65,14 @@ T = TypeVar("T")
 
 SYNC_EVERY = 500
 """H where neither the script nor the run has one."""
+
+
+_OTHER_ALGORITHM = (
+    "the run's algorithm is {}, not diloco: its outer step and codec are not DiLoCo's. If you want DiLoCo, begin a new "
+    'run with algorithm.name = "diloco" (atoll new --algorithm diloco).'
+)
+_OF_THE_ALGORITHM = OF_THE_OPTIMIZER - 1
+"""Under this number, in place of a fragment's, a worker warns of the run's algorithm."""
 
 
 @dataclass(frozen=True)
@@ -218,6 +228,7 @@ class DiLoCo:
             raise UsageError(
                 f"sync_every is {sync_every}.", "Give the number of local steps between two synchronisations."
             )
+        require_model(model, mapping=False)
         model = without_ddp(model)
         self.model, self.optimizer = model, optimizer
         self._optimizers = optimizers_in(optimizer)
@@ -335,7 +346,11 @@ class DiLoCo:
             raise
         if self._ranks.is_first:
             told = in_words(info, self.sync_every)
-            LOG.info("%s: joined run %s at %s; %s", site, info.name, session.channel.server, told)
+            LOG.info("%s: joined run %s (%s) at %s; %s", site, info.name, info.algorithm, session.channel.server, told)
+            if not info.sync_every:  # only algorithms that count local steps have it
+                text = _OTHER_ALGORITHM.format(info.algorithm)
+                LOG.warning("%s: %s", site, text)
+                session.warn(_OF_THE_ALGORITHM, [text])
         say_evaluation_follows(session)
         return self._now()
 
