@@ -91,7 +91,7 @@ FORBIDDEN_PAIRS = [
 """Path → module that it never imports, although LAYERS would let it."""
 
 LINES: dict[str, int] = {
-    ".": 940,
+    ".": 950,
     "aggregation": 1_170,
     "algorithms": 830,
     "blobs": 450,
@@ -113,9 +113,9 @@ LINES: dict[str, int] = {
     "server/tasks": 1_580,
     "simulate": 1_560,
     "store": 2_540,
-    "tensors": 1_890,
+    "tensors": 1_900,
     "testing": 490,
-    "transport": 2_440,
+    "transport": 2_450,
     "worker": 240,
     "worker/exchange": 1_980,
     "worker/peer": 780,

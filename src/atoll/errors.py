@@ -421,8 +421,13 @@ def _print_and_exit(kind: type[BaseException], error: BaseException, trace: Trac
         raise SystemExit(error.exit_code)
 
 
+_PACKAGES = {"site-packages", "dist-packages"}
+"""Folders of installed packages: torch's frames lie between the script and a hook of its optimizer."""
+
+
 def _place(trace: TracebackType | None) -> str:
-    """Return the last line of the traceback that is not Atoll's, as `train.py, line 7`."""
+    """Return the last line of the traceback that is of neither Atoll nor another package, as `train.py, line 7`."""
     inside = str(Path(__file__).parent)
     frames = [frame for frame in traceback.extract_tb(trace) if not frame.filename.startswith(inside)]
+    frames = [each for each in frames if _PACKAGES.isdisjoint(Path(each.filename).parts)] or frames
     return f"{frames[-1].filename}, line {frames[-1].lineno}" if frames else ""

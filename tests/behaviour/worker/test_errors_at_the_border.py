@@ -127,6 +127,21 @@ def test_a_script_under_atoll_worker_ends_with_one_line_and_the_exit_code_of_the
     assert line.endswith("train.py, line 7)") == (code != 1)
 
 
+def test_an_error_in_a_hook_of_the_optimizer_names_the_line_of_the_script_not_torchs(
+    server: atoll.Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    model = nn.Linear(8, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with atoll.DiLoCo(model, optimizer, server=server.url, folder=tmp_path, sync_every=1, weight=0.0):
+        with pytest.raises(UsageError, match="The weight is 0") as raised:
+            optimizer.step()
+    line = next(each.lineno for each in traceback.extract_tb(raised.tb) if each.filename == __file__)
+    with pytest.raises(SystemExit):
+        sys.excepthook(UsageError, raised.value, raised.tb)
+    assert capsys.readouterr().err.rstrip().endswith(f"({__file__}, line {line})")
+
+
 def test_calls_an_earlier_hook_for_all_errors(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
