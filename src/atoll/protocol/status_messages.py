@@ -69,8 +69,9 @@ class RoundSummary(Message):
         0, description="Updates that the round has when no site of the run is missing; 0: an asynchronous step."
     )
     population: Count = Field(0, description="Workers that had ever joined when the round closed.")
-    total_weight: float = Field(
-        0.0, description="Where a reducer needs it: the weight of all of them together, those not heard at the mean."
+    total_weight: float | None = Field(
+        None,
+        description="The weight of all of them together, those not heard at the mean; null: no reducer needs it.",
     )
     aggregator: str = Field("", description="The worker of a swarm that reduced it; empty: the server did.")
     checker: str = Field("", description="The worker that checked the version before it became the head.")

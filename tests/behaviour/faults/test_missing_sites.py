@@ -13,8 +13,11 @@ from fault_world import KILLED, SiteProcess, Sites, said, serving
 from harness.processes import Nursery, wait_until
 from kit import DiLoCoSites
 from kit.models import wide_model
+from torch import nn
 
+import atoll
 from atoll import Server
+from atoll.errors import SchemaMismatch
 
 HOSPITALS = ("a", "b", "c")
 QUICK = {"rounds.sites": 3, "network.heartbeat_interval_s": 0.2, "network.heartbeat_timeout_s": 1.5}
@@ -56,6 +59,19 @@ def test_a_federated_run_waits_for_a_dead_site_and_names_both_remedies(
     assert status.warnings == []
 
 
+@pytest.mark.covers("F35")
+def test_asks_for_as_many_sites_as_are_needed_and_for_none_with_another_model(tmp_path: Path) -> None:
+    with serving(tmp_path, **{"rounds.sites": 3, "rounds.min_sites": 1}) as server:
+        one, other, wrong = [atoll.join(server.url, site=site, folder=tmp_path / "workers") for site in HOSPITALS]
+        with pytest.raises(SchemaMismatch), wrong:
+            next(iter(wrong)).load_into(nn.Linear(2, 1))
+        one.leave()
+        other.leave()
+        (told,) = wait_until(lambda: server.status().warnings, "the warning")
+    assert told.startswith("0 sites take part (a has left, b has left and c failed), and no round closes with fewer ")
+    assert told.endswith("than 1 (rounds.min_sites): the run waits. Start 1 of a and b again under the same name")
+
+
 @pytest.mark.parametrize(
     ("settings", "floor"),
     [
@@ -71,8 +87,6 @@ def test_the_fewest_updates_of_a_federated_round_follow_from_the_settings(
     tmp_path: Path, settings: dict[str, object], floor: int
 ) -> None:
     """All three sites join and leave again in the first round: the status tells how many a round needs."""
-    import atoll
-
     with serving(
         tmp_path,
         **{"rounds.sites": 3},

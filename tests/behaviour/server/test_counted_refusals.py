@@ -10,6 +10,7 @@ from kit import serve
 from kit.by_hand import formed
 
 import atoll
+from atoll.errors import UpdateRefused
 from atoll.protocol.values import Delivered, Refused
 from atoll.worker.exchange.participation import take_part
 
@@ -36,17 +37,26 @@ class StubbornSite:
         """The site's state at the server after each of so many refused updates."""
         states = []
         for _ in range(count):
-            assert isinstance(self.submit(weight=11.0), Refused)
-            self.place.exchange.outbox.clear()
+            self.refusal()
             states += [worker.state for worker in self.server.status().workers]
         return states
+
+    def refusal(self) -> UpdateRefused:
+        """What the site hears of an update that is refused for its weight."""
+        delivered = self.submit(weight=11.0)
+        assert isinstance(delivered, Refused)
+        self.place.exchange.outbox.clear()
+        return delivered.error
 
 
 @pytest.mark.covers("F31")
 def test_sends_a_site_away_after_five_refusals_in_a_row(tmp_path: Path) -> None:
     with serve(tmp_path, **SETTINGS) as server:
         site = StubbornSite(server, tmp_path)
-        assert site.states_after_refusals(5) == ["alive"] * 4 + ["failed"]
+        assert "it needs 1 update (rounds.min_sites)" in str(site.refusal())
+        assert site.states_after_refusals(3) == ["alive"] * 3
+        assert "5 updates in a row were refused; look at" in str(site.refusal()), "the last that the site hears"
+        assert [worker.state for worker in server.status().workers] == ["failed"]
         assert server.status().refused == 5
         # to join again starts no new count: the next refusal is one too many
         assert site.states_after_refusals(1) == ["failed"]

@@ -150,9 +150,9 @@ def test_the_wrong_authority_and_the_wrong_scheme_are_told_apart(tmp_path: Path,
         assert "Set ATOLL_TLS_CA" in said_to(f"https://localhost:{server.port}", tmp_path, trustme.CA())
         assert "needs https://" in said_to(f"http://localhost:{server.port}", tmp_path, authority)
     with plain_server(tmp_path / "plain", nn.Linear(2, 1)) as server:
-        assert "does not speak TLS. Write its address with http://" in said_to(
-            f"https://localhost:{server.port}", tmp_path, authority
-        )
+        said = said_to(f"https://localhost:{server.port}", tmp_path, authority)
+        assert "does not speak TLS. Write its address with http://" in said
+        assert "set network.tls_cert and network.tls_key at the server" in said
 
 
 def test_a_tls_connection_that_ends_early_is_no_matter_of_certificates() -> None:

@@ -36,3 +36,4 @@ def test_the_mean_of_a_metric_is_over_the_sites_that_reported_it(tmp_path: Path)
     assert round_.metrics == {"loss": pytest.approx(6.0), "accuracy": pytest.approx(2 / 3), "auc": 0.5}
     assert round_.counts == {"loss": 2, "accuracy": 2, "auc": 1}
     assert round_.weights == [1.0, 2.0, 5.0]
+    assert round_.total_weight is None, "no reducer needs it, so that it is not kept"

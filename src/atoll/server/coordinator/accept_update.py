@@ -122,14 +122,14 @@ class UpdateAdmission:
         presence = self._roster.setdefault(site, Presence(site))
         presence.refused_in_a_row += 1
         LOG.warning("%s: update refused: %s", site, reason)
-        member = self._ledger.state.members.get(site)
+        state, then = self._ledger.state, "The round goes on with the others"
+        member, round_ = state.members.get(site), state.rounds[self._store.tickets.get(ticket).fragment]
         if presence.refused_in_a_row >= REFUSALS and member is not None:
-            error = f"{presence.refused_in_a_row} updates in a row were refused, the last because {reason}"
-            self._ledger.apply(events.WorkerLeft(site, member.lease, error))
-        state = self._ledger.state
-        round_, then = state.rounds[self._store.tickets.get(ticket).fragment], "The round goes on with the others"
-        if round_.phase == "open" and len(round_.expected) < state.rules.floor:
-            then = f"The round waits: it needs {state.rules.floor} updates ({state.rules.floor_name})"
+            then = f"{presence.refused_in_a_row} updates in a row were refused"
+            self._ledger.apply(events.WorkerLeft(site, member.lease, f"{then}, the last because {reason}"))
+        elif round_.phase == "open" and len(round_.expected) < state.rules.floor:
+            needed = f"{state.rules.floor} update{'' if state.rules.floor == 1 else 's'}"
+            then = f"The round waits: it needs {needed} ({state.rules.floor_name})"
         raise UpdateRefused(f"The update of {site} is refused: {reason}.", f"{then}; {remedy}")
 
 

@@ -188,7 +188,7 @@ def summary_of(frozen: FrozenRound, seconds: float, grad_norm: float) -> status_
         bytes_up=sum(each.nbytes for each in updates),
         expected=frozen.expected,
         population=frozen.population,
-        total_weight=frozen.population_weight,
+        total_weight=frozen.population_weight or None,
         staleness=[each.staleness for each in updates],
     )
 

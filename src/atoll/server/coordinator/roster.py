@@ -17,7 +17,7 @@ from datetime import UTC, datetime
 
 from atoll.aggregation.plan import Plan
 from atoll.config.settings import Network
-from atoll.errors import BadRequest
+from atoll.errors import BadRequest, SchemaMismatch
 from atoll.format_text import visible
 from atoll.protocol import messages, status_messages
 from atoll.rounds import events
@@ -313,6 +313,10 @@ class Attendance:
         return [text for text in (short_of(state, self._roster), *partial.values()) if text]
 
 
+_OTHER_MODEL = f"{SchemaMismatch.__module__}.{SchemaMismatch.__name__}"
+"""What a site reports whose script trains another model: to start it again would not help."""
+
+
 def short_of(state: State, roster: Mapping[str, Presence]) -> str:
     """Return why no further round can close, and both remedies; empty if enough sites are there, or the run ended."""
     here, floor, name = len(state.active_s), state.rules.floor, state.rules.floor_name
@@ -320,11 +324,13 @@ def short_of(state: State, roster: Mapping[str, Presence]) -> str:
         return ""
     away = {site: presence.ended for site, presence in sorted(roster.items()) if presence.ended}
     ended = f" ({listed([f'{site} {how}' for site, how in away.items()])})" if away else ""
-    again = f"Start {listed(list(away))} again under the same name" if away else "Start another site"
+    fit = [site for site in away if not roster[site].error.startswith(_OTHER_MODEL)]
+    which = f"{floor - here} of {listed(fit)}" if len(fit) > floor - here else listed(fit)
+    again = f"Start {which} again under the same name" if fit else "Start another site"
     lower = f", or start the server again with {name} = {here}" if here else ""
     return (
-        f"{here} of {floor} sites take part{ended}, and no round closes with fewer than {floor} ({name}): the run "
-        f"waits. {again}{lower}"
+        f"{here} {'site takes' if here == 1 else 'sites take'} part{ended}, and no round closes with fewer than "
+        f"{floor} ({name}): the run waits. {again}{lower}"
     )
 
 
