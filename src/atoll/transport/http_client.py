@@ -577,7 +577,8 @@ def unreachable(server: str, text: str, why: str) -> ServerUnreachable:
     if "WRONG_VERSION_NUMBER" in text:
         return _other(
             f"{server} does not speak TLS.",
-            "Write its address with http:// if the network is your own, or give the server tls_cert and tls_key.",
+            "Write its address with http:// if the network is your own, or set network.tls_cert and network.tls_key at "
+            "the server.",
         )
     return ServerUnreachable(
         f"{server} does not answer ({why}).",

@@ -85,7 +85,7 @@ class Progress:
         self._lock = threading.Lock()
         self._begin = self._said = clock()
         self._marks = deque([(self._begin, 0)])  # (when, bytes done), a second apart at least, none before the window
-        self.done_bytes = 0
+        self.done_bytes, self.failed = 0, False
         self._moved, self._away_s = self._begin, 0.0  # when the last bytes came; how long none could
 
     def resume(self) -> None:
@@ -151,7 +151,8 @@ class Troubles:
 
 @contextmanager
 def progress(what: str, total_bytes: int) -> Iterator[Progress]:
-    """A `Progress` that says its last line when the block ends without an error."""
+    """A `Progress` that says its last line when the block ends without an error, and the transfer did not fail."""
     reporter = Progress(what, total_bytes)
     yield reporter
-    reporter.end()
+    if not reporter.failed:
+        reporter.end()

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 
 import pytest
+import torch
+from kit.by_hand import formed
+from kit.servers import plain_server
 
 from atoll.protocol import messages
+from atoll.protocol.values import Lost
+from atoll.worker.exchange.participation import take_part
 from atoll.worker.log_lines import Progress, in_words
 
 MB = 1_000_000
@@ -57,6 +63,18 @@ def test_the_last_line_says_how_long_a_transfer_was_interrupted(clock: Clock, ca
     move(bar, clock, 2)
     bar.end()
     assert caplog.messages == ["a: submitting: 4.0 MB in 19.0 s, 15.0 s of them interrupted (1.0 MB/s)"]
+
+
+@pytest.mark.covers("X4")
+def test_a_transfer_that_failed_has_no_last_line_with_a_rate(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG, "atoll")  # the line of a short transfer comes at this level
+    with plain_server(tmp_path, {"w": torch.ones(4)}) as server:
+        place = take_part(server.url, "a", folder=tmp_path / "w")
+        formed(place)
+        server.stop()
+        assert isinstance(place.exchange.deliver(retries=0), Lost)
+        place.leave()
+    assert "a: submitting" not in caplog.text
 
 
 @pytest.mark.covers("X4")

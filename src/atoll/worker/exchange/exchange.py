@@ -505,6 +505,7 @@ class Exchange:
         except (TicketClosed, Gone) as error:
             return TooLate(error)
         if isinstance(answer, Lost):
+            bar.failed = True
             return answer
         self.session.require_here()
         self.outbox.mark_sent()
@@ -756,7 +757,7 @@ def broken_moments(optimizers: Iterable[Optimizer]) -> str:
         return ""
     names = ", ".join(broken[:MOMENTS_NAMED])
     return (
-        f"the optimizer's state ({names}) holds NaN or Inf: every further step of it will, too, and so every further "
-        "update be refused. Clear it with optimizer.state.clear(), or start the script again, with a lower learning "
-        "rate or clipped gradients."
+        f"the optimizer's state ({names}) holds NaN or Inf. If you keep this optimizer, every further step gives NaN, "
+        "and every further update is refused: clear the state with optimizer.state.clear(), or start the script again. "
+        "Lower the learning rate, or clip the gradients."
     )
