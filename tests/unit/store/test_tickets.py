@@ -78,6 +78,7 @@ def test_neither_a_ticket_nor_its_slot_outlives_what_was_undone(store: Store) ->
         raise ZeroDivisionError
     with pytest.raises(Gone):
         store.tickets.get(1)
+    assert store.slots.holds()["spool-0-0.bin"] == {}
 
     def journals() -> TicketRow:
         row = store.journal.first(TICKETS, "WHERE ticket = 1")
@@ -304,16 +305,6 @@ def test_spools_that_the_next_round_cannot_need_are_removed(store: Store) -> Non
         "spool-0-1.bin",
     ]
     assert [store.slots.holds()[f"spool-0-{n}.bin"] for n in (0, 1)] == [{}, {}]
-
-
-def test_an_undone_transaction_gives_the_spool_back(store: Store) -> None:
-    store.tickets.issue(1, "a", 0, 0)
-    with pytest.raises(Gone), store.journal.transaction():  # noqa: PT012
-        store.tickets.spool(1)
-        store.tickets.spool(99)
-    assert store.tickets.get(1).slot is None
-    assert store.slots.holds()["spool-0-0.bin"] == {}
-    send_part(store, 1, 0, update_of("a", 0))
 
 
 def test_a_round_freezes_with_accepted_tickets_of_its_own_only(store: Store) -> None:
