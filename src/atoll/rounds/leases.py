@@ -1,7 +1,7 @@
-"""Which sites take part: leases that fence, and silence that ends them. Pure functions over a mapping site → member.
+"""Which sites take part: leases that fence; silence for `network.heartbeat_timeout_s` ends one.
 
-A lease is a number that only rises. The holder of the newest one of a site speaks for the site; every other
-process of it is told so.
+Pure functions over a mapping site → member. A lease is a number that only rises. The holder of the newest one of a site
+speaks for the site; every other process of it is told so.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from harness.processes import Nursery, Process
-from kit.servers import new_server
+from kit.servers import plain_server
 from torch import nn
 
 import atoll
@@ -35,18 +35,9 @@ def zero() -> nn.Module:
 
 
 def serve(folder: Path, **options: Any) -> atoll.Server:
-    settings: dict[str, Any] = {
-        "algorithm.name": "fedavg",
-        "rounds.total": 1,
-        "rounds.sites": 3,
-        "network.port": 0,
-        "disk.min_free_bytes": 0,
-        "run.threads": 1,
-        "workflow.steps": AFTER,
-    }
-    settings |= {"disk.state_dir": folder / "state"} | options
+    settings = {"rounds.total": 1, "rounds.sites": 3, "run.threads": 1, "workflow.steps": AFTER} | options
     model = zero() if settings.pop("has_model", True) else None
-    return new_server(model, **settings)
+    return plain_server(folder, model, **settings)
 
 
 def start_site(nursery: Nursery, folder: Path, url: str, name: str, *words: str, **more: Any) -> Process:

@@ -6,21 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from evaluation_world import AFTER, TARGETS, errors, losses, matrix_of, zero
+from evaluation_world import TARGETS, errors, losses, matrix_of, serve
 from harness.processes import Nursery
-from kit.servers import new_server
 
 SITE = str(Path(__file__).parent / "other_site.py")
 
 
 def evaluated(nursery: Nursery, folder: Path, how: dict[str, str], **settings: Any) -> dict[str, Any]:
-    common: dict[str, Any] = {
-        "rounds.sites": len(how),
-        "disk.min_free_bytes": 0,
-        "run.threads": 1,
-        "workflow.steps": AFTER,
-    }
-    with new_server(zero(), **{"network.port": 0, "disk.state_dir": folder / "state"}, **(common | settings)) as server:
+    with serve(folder, **{"rounds.sites": len(how)} | settings) as server:
         sites = [
             nursery.start(SITE, server.url, name, str(TARGETS[name]), way, cwd=folder) for name, way in how.items()
         ]
@@ -39,7 +32,6 @@ def test_behind_diloco_sites_join_again_with_the_model_that_they_have(nursery: N
     settings = {
         "algorithm.name": "diloco",
         "diloco.sync_every": 2,
-        "rounds.total": 1,
         "aggregation.upload_codec.name": "none",
     }
     outer = {
@@ -55,13 +47,13 @@ def test_behind_diloco_sites_join_again_with_the_model_that_they_have(nursery: N
 @pytest.mark.covers("P9", "P12")
 @pytest.mark.parametrize(
     "settings",
-    [{"algorithm.name": "scaffold"}, {"algorithm.name": "fedavg", "async.enabled": True}],
+    [{"algorithm.name": "scaffold"}, {"async.enabled": True}],
     ids=["scaffold", "async"],
 )
 def test_every_way_of_rounds_ends_in_an_evaluation(nursery: Nursery, tmp_path: Path, settings: dict[str, Any]) -> None:
     """One site, one step of rate 1/2 from 0 to t/2 = 1.5: that is its model, and the run's."""
     how = {"b": "rounds"}
-    found = losses(evaluated(nursery, tmp_path, how, **{"rounds.total": 1}, **settings), "w")
+    found = losses(evaluated(nursery, tmp_path, how, **settings), "w")
     assert found == {"version 1": {"b": 1.5}, "b": {"b": 1.5}}
 
 
@@ -69,7 +61,7 @@ def test_every_way_of_rounds_ends_in_an_evaluation(nursery: Nursery, tmp_path: P
 def test_a_model_does_not_go_round_the_filters_of_its_site(nursery: Nursery, tmp_path: Path) -> None:
     """What b says may leave passes its filter: 1 + 2⁻⁹ is no bfloat16, which has 8 bits, and becomes 1."""
     how = {"a": "filtered", "b": "filtered own"}
-    matrix = evaluated(nursery, tmp_path, how, **{"algorithm.name": "fedavg", "rounds.total": 1})
+    matrix = evaluated(nursery, tmp_path, how)
     assert losses(matrix, "w")["b"] == {"a": 1.0, "b": 1.0}
     assert "a" not in losses(matrix)
     assert "has filters for what it submits" in errors(matrix)["a", "b"]

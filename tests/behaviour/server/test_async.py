@@ -247,7 +247,6 @@ def test_settings_that_defeat_each_other_are_told_of_at_the_start_and_in_status(
             {"aggregation.download_codec.name": "itn8"},
             "aggregation.download_codec = 'itn8' is not one of none, bf16",
         ),
-        ({"rounds.quorum": 1}, "quorum is 1, but async.enabled is true"),
         ({"algorithm.name": "scaffold"}, "the tensors that it keeps change by rounds"),
         ({"rounds.best_metric": "loss"}, "rounds.best_metric is 'loss', and async.enabled is true"),
         ({"rounds.min_sites": 2, "rounds.sites": 2}, "rounds.min_sites is 2, but async.buffer_size is 1"),

@@ -64,9 +64,7 @@ def test_refusals_are_counted_anew_after_an_update_that_was_taken(
 @pytest.mark.covers("L20")
 def test_what_save_state_wrote_begins_another_run(tmp_path: Path) -> None:
     model = nn.Linear(3, 2)
-    with atoll.Server(
-        model, settings={"algorithm.name": "diloco", "network.port": 0, "disk.state_dir": tmp_path / "one"}
-    ) as server:
+    with plain_server(tmp_path, model) as server:
         path = server.save_state(tmp_path / "saved.safetensors")
     settings = {"algorithm.name": "diloco", "network.port": 0, "disk.state_dir": tmp_path / "two"}
     with atoll.Server.load_state(path, settings=settings) as server:
@@ -76,8 +74,7 @@ def test_what_save_state_wrote_begins_another_run(tmp_path: Path) -> None:
 
 def test_a_server_does_not_stay_for_its_own_sites_questions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("atoll.server.serve.WATCHED_S", 3600.0)
-    settings = {"network.port": 0, "disk.state_dir": tmp_path / "s", "algorithm.name": "fedavg", "rounds.total": 1}
-    with atoll.Server(nn.Linear(2, 2), settings) as server:
+    with plain_server(tmp_path, nn.Linear(2, 2), **{"rounds.total": 1}) as server:
         with atoll.join(server.url, site="a", folder=tmp_path / "w") as worker:
             for fl_round in worker:
                 fl_round.submit(fl_round.state_dict(), weight=1)

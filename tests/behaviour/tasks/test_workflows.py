@@ -14,6 +14,7 @@ import pytest
 import torch
 from harness.processes import Nursery, Process, free_port, wait_until
 from kit.client import Client
+from kit.servers import plain_server
 from kit.workflows import kept_objects, plain, play, workflow_server
 
 import atoll
@@ -252,11 +253,7 @@ def test_rounds_and_tasks_do_not_mix(tmp_path: Path) -> None:
         ):
             client.next_round()
         over.set()
-    rounds = atoll.Server(
-        torch.nn.Linear(1, 1),
-        settings={"rounds.total": 0, "algorithm.name": "fedavg", "network.port": 0, "disk.state_dir": tmp_path / "two"},
-    )
-    with rounds as server, atoll.tasks(server.url, "a") as worker:
+    with plain_server(tmp_path / "two", torch.nn.Linear(1, 1)) as server, atoll.tasks(server.url, "a") as worker:
         with pytest.raises(ConfigError, match=r"atoll\.join"):
             next(worker.tasks())
         with pytest.raises(UsageError, match="has no handler"):

@@ -16,6 +16,7 @@ import pytest
 import torch
 from harness.processes import wait_until
 from kit import build_model, together
+from kit.servers import plain_server
 from kit.workflows import AnsweringSites, play, workflow_server
 
 import atoll
@@ -146,14 +147,7 @@ def test_an_evaluation_names_the_nearest_of_a_site_that_has_never_joined(tmp_pat
             worker.run()
 
     steps = [{"kind": "cross_site_evaluation", "sites": ["clinic-a", "clinc-b"], "site_models": False}]
-    settings = {
-        "algorithm.name": "diloco",
-        "workflow.steps": steps,
-        "disk.state_dir": tmp_path / "state",
-        "network.port": 0,
-        "rounds.sites": 2,
-    }
-    with atoll.Server(build_model(), settings=settings) as server:
+    with plain_server(tmp_path, build_model(), **{"workflow.steps": steps, "rounds.sites": 2}) as server:
         together(*(lambda site=site: take_part(site) for site in ("clinic-a", "clinic-b")))
         server.run()
         evaluation = server.evaluation

@@ -12,7 +12,8 @@ import torch
 from harness.processes import wait_until
 from kit import Threads
 from kit.client import Client
-from kit.servers import new_server
+from kit.servers import plain_server
+from kit.workflows import workflow_server
 
 import atoll
 from atoll.errors import RunFailed, UsageError
@@ -20,17 +21,8 @@ from atoll.errors import RunFailed, UsageError
 
 @pytest.mark.covers("P12")
 def test_training_in_which_nothing_moves_fails_after_its_limit(tmp_path: Path) -> None:
-    workflows = [{"kind": "train", "progress_timeout_s": 1}]
-    server = atoll.Server(
-        {"w": torch.ones(2)},
-        settings={
-            "algorithm.name": "diloco",
-            "workflow.steps": workflows,
-            "rounds.total": 1,
-            "network.port": 0,
-            "disk.state_dir": tmp_path / "state",
-        },
-    )
+    settings = {"workflow.steps": [{"kind": "train", "progress_timeout_s": 1}], "rounds.total": 1}
+    server = plain_server(tmp_path, {"w": torch.ones(2)}, **settings)
     with server, Client(server.url, "a", folder=tmp_path) as client:
         assert client.next_round() == 1  # and then it submits nothing
         with pytest.raises(RunFailed, match="The workflow train made no progress for 1 s"):
@@ -43,9 +35,8 @@ def test_training_in_which_nothing_moves_fails_after_its_limit(tmp_path: Path) -
 @pytest.mark.covers("P12")
 def test_time_in_which_sites_are_awaited_is_none_in_which_training_stands_still(tmp_path: Path) -> None:
     """How long they are waited for is another limit, and here there is none."""
-    workflows = [{"kind": "train", "progress_timeout_s": 2}]
-    settings = {"rounds.total": 1, "rounds.sites": 2, "network.port": 0, "disk.state_dir": tmp_path / "state"}
-    server = new_server({"w": torch.ones(2)}, **{"workflow.steps": workflows}, **settings)  # type: ignore[arg-type]
+    settings = {"workflow.steps": [{"kind": "train", "progress_timeout_s": 2}], "rounds.total": 1, "rounds.sites": 2}
+    server = plain_server(tmp_path, {"w": torch.ones(2)}, **settings)
 
     def train(site: str) -> None:
         with Client(server.url, site, folder=tmp_path) as client:
@@ -90,9 +81,7 @@ def test_a_site_that_shows_nothing_is_given_up_and_one_that_says_what_it_does_is
 
             worker.run()
 
-    with atoll.Server(
-        workflow=main, settings={"network.port": 0, "disk.state_dir": tmp_path, "network.heartbeat_interval_s": 1.0}
-    ) as server:
+    with workflow_server(tmp_path, main, **{"network.heartbeat_interval_s": 1.0}) as server:
         sites = [threading.Thread(target=site, args=(name,), daemon=True) for name in "ab"]
         for each in sites:
             each.start()

@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from harness.processes import Nursery, free_port
-from kit.servers import new_server
+from kit.servers import new_server, plain_server
 from ordered_world import start_server, told, write_run
 
 import atoll
@@ -84,16 +85,7 @@ def test_an_evaluation_that_means_nothing_is_refused_before_training(
 ) -> None:
     workflows = [{"kind": "train"}, EVALUATION | options]
     with pytest.raises(ConfigError) as caught:
-        atoll.Server(
-            {"w": __import__("torch").ones(1)},
-            settings={
-                "algorithm.name": "diloco",
-                "workflow.steps": workflows,
-                "rounds.total": 1,
-                "disk.state_dir": tmp_path,
-                "network.port": 0,
-            },
-        ).run()
+        plain_server(tmp_path, {"w": torch.ones(1)}, **{"workflow.steps": workflows, "rounds.total": 1}).run()
     for word in words:
         assert word in str(caught.value)
 

@@ -1,7 +1,8 @@
 """The coordinator of a run: an actor on one event loop, without HTTP.
 
-It holds the ledger, which alone writes the run's state, and carries out what an operation asks. Passes over tensors,
-files and user code run in threads.
+It holds the ledger, in which alone the run's state changes, and carries out what an operation asks. What an operation
+reports to the ledger (an accepted update, a new version) is in the journal before. Passes over tensors, files and user
+code run in threads.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The ledger: the only writer of a run's state.
+"""The ledger: the only place where a run's state changes.
 
 Events go in. The pure machine decides, the decisions are journalled in one transaction, and only then acted on. All of
 it happens on one event loop.

@@ -59,7 +59,7 @@ class Best:
 
 
 class Persistor:
-    """The object that the setting `persistor` names.
+    """The object that the setting `model.persistor` names.
 
     Raises:
         ConfigError: it is not there, cannot be made, or has none of the methods.

@@ -99,7 +99,7 @@ class AnswerLimits:
     timeout_s: float | None = None
     progress_timeout_s: float = 0.0
     gone_too: bool = False
-    _seen: dict[str, tuple[Progress, float]] = field(default_factory=dict)
+    _seen: dict[str, tuple[Progress, float]] = field(default_factory=dict)  # what each site did last, and when
 
     def __post_init__(self) -> None:
         for name, remedy in (

@@ -81,7 +81,7 @@ class WorkflowSchedule:
     """All workflows of a run.
 
     Args:
-        settings: have them as `workflows` or `workflow`.
+        settings: have them as `workflow.steps` or `workflow.function`.
         given: a function in place of these.
         filters: of what is sent and answered.
         evaluation: arguments of the only workflow, a cross-site evaluation beside the run.
