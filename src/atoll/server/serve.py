@@ -239,7 +239,7 @@ class Server:
             schedule = self._workflows
             if schedule is not None:
                 schedule.load()
-            persistor = Persistor(self.settings) if self.settings.model.persistor.path else None
+            persistor = Persistor(self.settings)
             opened = open_run(self.settings, self._model, persistor, self._outer)
             run = Coordinator(*opened, persistor, self._filters.results, schedule)
         except BaseException:

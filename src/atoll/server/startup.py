@@ -62,7 +62,7 @@ def settings_beside(caller: str, settings: Settings | Mapping[str, Any] | None, 
 def open_run(
     settings: Settings,
     given: nn.Module | Tensors | None,
-    persistor: Persistor | None = None,
+    persistor: Persistor,
     outer: Outer = None,
 ) -> tuple[Plan, Store, tuple[str, ...]]:
     """Begin a run in its state directory, or take up the one that is there.
@@ -94,7 +94,7 @@ def open_run(
                 f"{settings.disk.state_dir} has a run, and with disk.in_files = false a run ends with its server.",
                 "Begin a new one in another disk.state_dir; model.source may name an export.",
             )
-        if persistor is not None and given is None and not run and (loaded := persistor.load()) is not None:
+        if given is None and not run and (loaded := persistor.load()) is not None:
             given = loaded_model(settings, loaded)
         plan = _take_up(settings, given, outer, run) if run else _create(settings, given, outer, store)
         shapes = [fragment.shapes() for fragment in plan.fragments]
@@ -102,7 +102,7 @@ def open_run(
         lost = store.recover()
         if len(store.versions.heads()) < len(plan.fragments):
             # the run was begun, but killed before its first version
-            if persistor is not None and given is None and (loaded := persistor.load()) is not None:
+            if given is None and (loaded := persistor.load()) is not None:
                 given = loaded_model(settings, loaded, plan.schema.model)
             _write_first(plan, store, initial_model(settings, given))
             lost = store.recover()

@@ -216,7 +216,7 @@ class Simulation:
             await work
 
     async def _simulate(self) -> None:
-        persistor = Persistor(self.settings) if self.settings.model.persistor.path else None
+        persistor = Persistor(self.settings)
         plan, store, lost = open_run(self.settings, self._model, persistor, self._outer)
         run = Coordinator(plan, store, lost, persistor, self._filters.results)
         self._model = None  # version 0 is on disk

@@ -103,7 +103,6 @@ def test_it_gets_real_tensors_also_when_nothing_was_aggregated(tmp_path: Path) -
     Shelf.handed.clear()
     server = server_of(tmp_path).start()
     persistor, run = server._run.behind.persistor, server._run  # type: ignore[union-attr]
-    assert persistor is not None
     persistor.save(run.plan, run.store, (0,)).result(30)
     export = server.save_state(tmp_path / "version-0.safetensors")
     persistor.save_best(run.plan, Best(0, {"accuracy": 0.5}, {}, os.open(export, os.O_RDONLY)))
@@ -125,7 +124,6 @@ def test_tied_tensors_come_under_each_name_and_scaffolds_controls_do_not(tmp_pat
     with server_of(tmp_path, model, **{"algorithm.name": "scaffold"}) as server:
         run = server._run
         assert run is not None
-        assert run.behind.persistor is not None
         run.behind.persistor.save(run.plan, run.store, (0,)).result(30)
     _, state, _ = Shelf.handed[-1]
     assert state.keys() == {"one.weight", "two.weight"}
@@ -345,7 +343,6 @@ def test_the_next_server_hands_over_a_best_version_that_was_due(
         stopping = threading.Thread(target=server.stop)
         stopping.start()
         persistor = server._run.behind.persistor  # type: ignore[union-attr]
-        assert persistor is not None
         wait_until(lambda: persistor._thread._shutdown, "that the server ends the persistor")
         Slow.go.set()
         stopping.join()

@@ -248,7 +248,7 @@ T = TypeVar("T")
 class Behind:
     """Writes behind commits: called on the server's loop, slow work is done by threads of `io`."""
 
-    def __init__(self, plan: Plan, store: Store, io: Executor, persistor: Persistor | None = None) -> None:
+    def __init__(self, plan: Plan, store: Store, io: Executor, persistor: Persistor) -> None:
         self._plan, self._settings, self._store, self._io, self.persistor = plan, plan.settings, store, io, persistor
         self.exports = Exports(plan, store)
         self.best = BestVersion(plan, store, self.exports.folder)
@@ -257,17 +257,8 @@ class Behind:
 
     def save_initial(self) -> None:
         """Give a persistor the initial model of a run that has just begun."""
-        if (
-            self.persistor is not None
-            and self._settings.disk.export_every
-            and max(heads := self._store.versions.heads()) == 0
-        ):
+        if self._settings.disk.export_every and max(heads := self._store.versions.heads()) == 0:
             self.persistor.save(self._plan, self._store, heads)
-
-    def close(self) -> None:
-        """Close the persistor, before the store is closed."""
-        if self.persistor is not None:
-            self.persistor.close()
 
     async def after_commit(
         self,
@@ -287,7 +278,7 @@ class Behind:
         loop = asyncio.get_running_loop()
         every = self._settings.disk.export_every
         due = bool(every) and summary.round % every == 0 and last
-        if due and self.persistor is not None and not finished:
+        if due and not finished:
             self.persistor.save(self._plan, self._store, heads)
         try:
             async with self._metrics_in_turn:  # asynchronous commits may come faster than lines are written
@@ -310,7 +301,7 @@ class Behind:
         """Write the best version and give it to the persistor; warn if it is no longer kept."""
         try:
             await self._saved("the best version", functools.partial(self.best.save, measured))
-            if self.persistor is not None:
+            if self.persistor.takes_best:
                 self.persistor.save_best(self._plan, self.best.handed(measured))
         except Gone:
             LOG.warning(
@@ -326,15 +317,9 @@ class Behind:
         if self._plan.is_swarm:
             return "each site writes it to its own folder"
         path = await self._saved("the result", self.exports.save)
-        if self.persistor is not None:
-            heads = self._store.versions.heads()
-            await asyncio.wrap_future(self.persistor.save(self._plan, self._store, heads, final=True))
+        heads = self._store.versions.heads()
+        await asyncio.wrap_future(self.persistor.save(self._plan, self._store, heads, final=True))
         return path
-
-    async def handed(self) -> None:
-        """Wait until the persistor has got everything."""
-        if self.persistor is not None:
-            await asyncio.wrap_future(self.persistor.handed())
 
     async def _saved(self, what: str, save: Callable[[], T]) -> T:
         """Run `save` in a thread; while space or open files are lacking, try again."""

@@ -102,7 +102,7 @@ class Coordinator:
         plan: Plan,
         store: Store,
         lost: Iterable[str],
-        persistor: Persistor | None,
+        persistor: Persistor,
         filters: SiteFilters,
         workflows: Workflows | None = None,
     ) -> None:
@@ -207,7 +207,7 @@ class Coordinator:
         self.objects.close()
         self._local_rounds.end_aggregator()
         self.filtering.close()
-        self.behind.close()
+        self.behind.persistor.close()  # before the store
         self.store.close()
 
     def fail(self, error: AtollError) -> None:
@@ -707,7 +707,7 @@ class Coordinator:
     async def _finish(self) -> None:
         path = await self.behind.save_result()
         await over(self._saving_best, self._behind_last)
-        await self.behind.handed()
+        await asyncio.wrap_future(self.behind.persistor.handed())
         why_finished = self.ledger.rules.tracking.why(self.state.progress)
         number = min(self.store.versions.heads())
         what = "the run" if self.workflows is None else "training"

@@ -59,7 +59,7 @@ class Best:
 
 
 class Persistor:
-    """The object that the setting `model.persistor` names.
+    """The object that the setting `model.persistor` names; where it names none, nothing is loaded or handed over.
 
     Raises:
         ConfigError: it is not there, cannot be made, or has none of the methods.
@@ -70,6 +70,9 @@ class Persistor:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="atoll-persistor")
         self._lock = threading.Lock()
         self._best: Best | None = None  # the newest one that waits for its turn
+        self._user: Any = None
+        if not settings.model.persistor.path:
+            return
         found = kind = registry.load_attribute(self.name)
         if isinstance(found, type):
             found = registry.made(
@@ -82,7 +85,7 @@ class Persistor:
                 f"The persistor {self.name!r} is a {type(found).__name__} without load, save and save_best.",
                 "Name a class that has at least one of them.",
             )
-        self._user: Any = found
+        self._user = found
 
     def load(self) -> Tensors | None:
         """Return the initial model; None if it has none.
@@ -117,6 +120,11 @@ class Persistor:
         """
         read = functools.partial(_tensors, plan, store, tuple(heads))
         return self._thread.submit(self._call, "save", plan, min(heads), {"final": final}, read)
+
+    @property
+    def takes_best(self) -> bool:
+        """Whether it has the method `save_best`."""
+        return hasattr(self._user, "save_best")
 
     def save_best(self, plan: Plan, best: Best) -> None:
         """Hand over the best version so far, soon, in place of one that still waits for its turn."""
