@@ -107,7 +107,7 @@ LINES: dict[str, int] = {
     "reducers": 230,
     "rounds": 1_020,
     "server": 960,
-    "server/coordinator": 2_160,
+    "server/coordinator": 2_150,
     "server/http": 540,
     "server/swarm": 600,
     "server/tasks": 1_580,
