@@ -13,8 +13,10 @@ import sys
 import threading
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 from harness.processes import wait_until
@@ -70,42 +72,51 @@ def on_terminal(url: str) -> str:
     return re.sub("\x1b\\[[0-9;]*m", "", shown.decode())  # styles of the table itself
 
 
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[atoll.Server]:
+    """A server that waits for more sites than join; each test has a site of its own."""
+    with serve(tmp_path_factory.mktemp("hostile"), **{"rounds.sites": 100}) as server:
+        yield server
+
+
+def worker_of(server: atoll.Server, site: str) -> Any:
+    return next(worker for worker in server.status().workers if worker.site == site)
+
+
 @pytest.mark.covers("F39")
-@pytest.mark.parametrize("text", [*HOSTILE.values(), ALL], ids=[*HOSTILE, "all"])
+@pytest.mark.parametrize("kind", [*HOSTILE, "all"])
 def test_hosts_labels_states_warnings_and_errors_are_escaped(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, text: str
+    server: atoll.Server, caplog: pytest.LogCaptureFixture, kind: str
 ) -> None:
     caplog.set_level(logging.DEBUG, "atoll")
-    with serve(tmp_path) as server:
-        lease = joined(server.url, "a", host=f"h{text}", labels={f"k{text[:40]}": f"v{text}"})
-        beat = {"state": f"s{text}"[:64], "warnings": [f"w{text}"], "metrics": {f"m{text}": 1.0}}
-        assert post(server.url, "/v1/heartbeat", beat, lease)[0] == 200
-        (worker,) = server.status().workers
-        told = [worker.host, worker.doing, *strings(dict(worker.labels)), *worker.metrics, *server.status().warnings]
-        assert [each[0] for each in (worker.host, worker.doing, *worker.metrics)] == ["h", "s", "m"]
-        assert post(server.url, "/v1/workers/leave", {"error": f"e{text}"}, lease)[0] == 204
-        told += strings(json.loads(status_json(server.url)))
+    text, site = HOSTILE.get(kind, ALL), kind.replace(" ", "-")
+    lease = joined(server.url, site, host=f"h{text}", labels={f"k{text[:40]}": f"v{text}"})
+    beat = {"state": f"s{text}"[:64], "warnings": [f"w{text}"], "metrics": {f"m{text}": 1.0}}
+    assert post(server.url, "/v1/heartbeat", beat, lease)[0] == 200
+    worker = worker_of(server, site)
+    told = [worker.host, worker.doing, *strings(dict(worker.labels)), *worker.metrics, *server.status().warnings]
+    assert [each[0] for each in (worker.host, worker.doing, *worker.metrics)] == ["h", "s", "m"]
+    assert post(server.url, "/v1/workers/leave", {"error": f"e{text}"}, lease)[0] == 204
+    told += strings(json.loads(status_json(server.url)))
     assert all(each.isprintable() for each in told), told
     assert any("e" + text[:1] in each or "\\" in each for each in told)
     assert all(record.getMessage().isprintable() for record in caplog.records)
 
 
-def test_a_long_hostile_text_is_cut_and_not_refused(tmp_path: Path) -> None:
+def test_a_long_hostile_text_is_cut_and_not_refused(server: atoll.Server) -> None:
     """Each character becomes four: what fits as it comes must not be refused for what is made of it."""
-    with serve(tmp_path) as server:
-        lease = joined(server.url, "a", host="\x1b" * 256, labels={"\x1b" * 64: "\x1b" * 256})
-        assert post(server.url, "/v1/workers/leave", {"error": "\x00" * 2000}, lease)[0] == 204
-        (worker,) = server.status().workers
+    lease = joined(server.url, "long", host="\x1b" * 256, labels={"\x1b" * 64: "\x1b" * 256})
+    assert post(server.url, "/v1/workers/leave", {"error": "\x00" * 2000}, lease)[0] == 204
+    worker = worker_of(server, "long")
     assert worker.host == "\\x1b" * 64
     assert worker.labels == {"\\x1b" * 16: "\\x1b" * 64}
     assert worker.error == "\\x00" * 500
 
 
-def test_plain_text_of_all_languages_is_left_as_it_is(tmp_path: Path) -> None:
+def test_plain_text_of_all_languages_is_left_as_it_is(server: atoll.Server) -> None:
     labels = {"Ort": "Göttingen", "場所": "東京", "место": "Москва", "موقع": "القاهرة", "math": "∂L/∂θ ≤ 1e-3 \\ [x]"}
-    with serve(tmp_path) as server:
-        joined(server.url, "a", host="höst", labels=labels)
-        (worker,) = server.status().workers
+    joined(server.url, "plain", host="höst", labels=labels)
+    worker = worker_of(server, "plain")
     assert worker.labels == labels
     assert worker.host == "höst"
 
@@ -137,17 +148,16 @@ def test_what_scripts_report_is_escaped_in_rounds_and_errors(tmp_path: Path, cap
 
 @pytest.mark.covers("F39")
 def test_a_request_line_and_a_user_agent_make_no_line_of_the_log(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    server: atoll.Server, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG, "atoll")
-    with serve(tmp_path) as server:
-        post(server.url, "/v1/nothing", {})
-        for path in ("/nothing%0a09:31:10%20round%209%1b%5b2J", "/v1/tickets/%0a%1b", "/v1/status%E2%80%AE"):
-            request = urllib.request.Request(server.url + path, headers={"User-Agent": "evil\x1b[2J\x9b"})
-            with pytest.raises(urllib.error.HTTPError) as refused:
-                urllib.request.urlopen(request, timeout=30)
-            if refused.value.headers.get_content_type() == "application/json":
-                assert all(each.isprintable() for each in strings(json.loads(refused.value.read())))
+    post(server.url, "/v1/nothing", {})
+    for path in ("/nothing%0a09:31:10%20round%209%1b%5b2J", "/v1/tickets/%0a%1b", "/v1/status%E2%80%AE"):
+        request = urllib.request.Request(server.url + path, headers={"User-Agent": "evil\x1b[2J\x9b"})
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            urllib.request.urlopen(request, timeout=30)
+        if refused.value.headers.get_content_type() == "application/json":
+            assert all(each.isprintable() for each in strings(json.loads(refused.value.read())))
     assert all(record.getMessage().isprintable() for record in caplog.records if record.name.startswith("atoll"))
 
 
