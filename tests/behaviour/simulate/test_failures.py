@@ -387,7 +387,7 @@ class Ends:
 
     def give(self, job: Job) -> None:
         for _ in range(2 if self._life == "answers twice" else 1):
-            self._given.put(job.ticket.ticket)
+            self._given.put(job.ticket.id)
 
     def hear(self) -> tuple[int, Answer] | None:
         ticket = self._given.get()
@@ -410,7 +410,7 @@ class Ends:
         """What comes of a job."""
         begun = engine.Engine(self, 1)
         begun.start(None, self)  # type: ignore[arg-type]
-        begun.put(SimpleNamespace(ticket=SimpleNamespace(ticket=7), site="a", attempts=0))  # type: ignore[arg-type]
+        begun.put(SimpleNamespace(ticket=SimpleNamespace(id=7), site="a", attempts=0))  # type: ignore[arg-type]
         return self.answers.get(timeout=10)
 
 
