@@ -121,7 +121,7 @@ LINES: dict[str, int] = {
     "worker/peer": 780,
     "worker/session": 880,
     "worker/tasks": 560,
-    "worker/training": 1_610,
+    "worker/training": 1_590,
 }
 """Folder → code lines that it may have. Raise one only in a commit that says what the reader gets for it."""
 

@@ -1,4 +1,6 @@
-"""Parts of tensors between a worker and its server: over a few parallel connections, only what is missing.
+"""Parts of tensors between a worker and its server, resumed uploads too: over a few parallel connections.
+
+Only the parts that the caller names move; of an upload `worker/exchange/exchange` says which the server lacks.
 
 Ctrl-C reaches the main thread alone, and most often while it waits here. The threads must then neither go on with
 files that are about to be closed, nor keep the process alive until a network that stands still has timed out. A call

@@ -1,6 +1,7 @@
-"""One fragment at a worker, the whole model unless the run streams: its base, its outbox and its ticket.
+"""Forms, sends and resumes the updates of one fragment, the whole model unless the run streams: base, outbox, ticket.
 
 Everything here can be interrupted. What was formed is in the outbox, and is sent by this process or by the next one.
+`Exchange._send` decides which parts a resumed upload still sends; `transport/part_transfer` moves their bytes.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ from atoll.protocol.messages import Ticket, VersionRef
 from atoll.protocol.values import Lost, Next, Open, Refused, TooLate, UpdateInfo, VersionGone, Wait, require
 from atoll.tensors.arrays import Arrays, as_tensors, require_framework, to_numpy
 from atoll.tensors.dtypes import torch_dtype
-from atoll.tensors.module_tensors import Tensors, fits, named_parameters, named_tensors, schema_of, unwrapped
+from atoll.tensors.module_tensors import Tensors, Told, fits, named_parameters, named_tensors, schema_of, unwrapped
 from atoll.tensors.schema import PARAMS, name_beside
 from atoll.transport.http_client import http_to, server_of
 from atoll.worker.arguments import counted, default_site, finite_metrics, positive, require_joined, require_site
@@ -59,19 +59,14 @@ def matching(session: Session, model: nn.Module | Tensors) -> dict[str, Tensor]:
     tensors = fits(model, schema)
     if tensors is not None:
         return tensors
-    if not isinstance(model, nn.Module):
-        # a mapping cannot say which of its tensors are buffers, nor which are tied: what the run knows is taken over
-        model = unwrapped(model, {spec.name for spec in schema.tensors} | {name for name, _ in schema.aliases})
-        groups = {spec.name: spec.group for spec in schema.tensors}
-        tied = dict(schema.aliases)
-        tensors = {name: tensor for name, tensor in named_tensors(model)[0].items() if name not in tied}
-        mine = schema_of(tensors)
-        mine = type(mine).build(
-            [type(spec)(spec.name, spec.dtype, spec.shape, groups.get(spec.name, spec.group)) for spec in mine.tensors],
-            tied,
-        )
-    else:
+    if isinstance(model, nn.Module):
         tensors, mine = named_tensors(model)[0], schema_of(model)
+    else:
+        # a mapping cannot say which of its tensors are buffers, nor which are tied: what the run knows is taken over
+        buffers, tied = {spec.name: spec.group != PARAMS for spec in schema.tensors}, dict(schema.aliases)
+        named = named_tensors(unwrapped(model, buffers.keys() | tied.keys()))[0]
+        tensors = {name: tensor for name, tensor in named.items() if name not in tied}
+        mine = replace(schema_of(Told(tensors, buffers)), aliases=schema.aliases)
     mine.require_equal(schema, mine=f"worker {session.site}", theirs="the server")
     return tensors
 
