@@ -18,8 +18,7 @@ from typing import Any, TypeVar
 
 from atoll.errors import AtollError, ConfigError, LeaseLost, RunFailed, StoreError, TicketClosed, UpdateRefused
 from atoll.protocol import messages, routes, status_messages
-from atoll.rounds import events as ev
-from atoll.rounds import events as fx
+from atoll.rounds import events
 from atoll.rounds import leases, waiting
 from atoll.server.coordinator.accept_update import outcome_of
 from atoll.server.coordinator.coordinator import Coordinator
@@ -256,7 +255,7 @@ class Conductor:
         with self._together():
             for member in leases.alive(self._run.state.members):
                 if member.site not in sites:
-                    self._run.apply(ev.WorkerLeft(member.site, member.lease, ""))
+                    self._run.apply(events.WorkerLeft(member.site, member.lease, ""))
         for first in range(0, len(self._sites), JOIN_AT_ONCE):
             with self._together():
                 for number, site in enumerate(self._sites[first : first + JOIN_AT_ONCE], first):
@@ -300,12 +299,12 @@ class Conductor:
                 return
             if site in self._jobs:
                 continue
-            for effect in self._run.apply(ev.TicketRequested(site, self._leases[site].number, 0)):
-                if isinstance(effect, fx.TicketIssued):
+            for effect in self._run.apply(events.TicketRequested(site, self._leases[site].number, 0)):
+                if isinstance(effect, events.TicketIssued):
                     self._jobs[site] = job = self._job(effect)
                     self._run.store.journal.after_commit(partial(self._engine.put, job))
 
-    def _job(self, issued: fx.TicketIssued) -> Job:
+    def _job(self, issued: events.TicketIssued) -> Job:
         site, base = issued.site, self._bases.take(issued.base_version)
         ticket = self._run.given(site, issued.ticket, 0, issued.base_version, base.row.digest)
         spool = self._run.store.tickets.spool(issued.ticket)
