@@ -18,8 +18,7 @@ from typing import Any, TypeVar
 
 from atoll.errors import AtollError, ConfigError, LeaseLost, RunFailed, StoreError, TicketClosed, UpdateRefused
 from atoll.protocol import messages, routes, status_messages
-from atoll.rounds import events
-from atoll.rounds import leases, waiting
+from atoll.rounds import events, leases, waiting
 from atoll.server.coordinator.accept_update import outcome_of
 from atoll.server.coordinator.coordinator import Coordinator
 from atoll.server.coordinator.roster import Lease
