@@ -18,7 +18,7 @@ AT_ONCE = {"rounds.sites": 2, "rounds.min_sites": 1, "network.heartbeat_timeout_
 """No test lives as long as the lease: what goes on within it was told, not found out."""
 
 JOINS = """
-import os, signal, threading
+import os, signal, time
 import atoll
 from kit.models import build_model, train_
 with atoll.join() as worker:
@@ -32,7 +32,7 @@ with atoll.join() as worker:
 """
 
 STARTS = """
-import threading
+import time
 import torch
 import atoll
 from kit.models import build_model, local_step
@@ -46,7 +46,7 @@ print("trains", flush=True)
 {then}
 """
 
-WAITS = "threading.Event().wait(100)"
+WAITS = "time.sleep(100)"
 DIES = "os.kill(os.getpid(), signal.SIGKILL)"
 
 

@@ -120,20 +120,11 @@ def test_commands_that_ask_a_server_refuse_a_misspelt_variable(
 
 @pytest.mark.covers("X3")
 def test_a_trainer_of_transformers_refuses_a_misspelt_variable_before_it_trains(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("transformers")
     from atoll.integrations.transformers import AtollCallback
 
-    class Model(nn.Linear):
-        def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:  # type: ignore[override]
-            return {"loss": super().forward(x).sum()}
-
     monkeypatch.setenv("ATOLL_SERVR", "http://127.0.0.1:9")
-    arguments = transformers.TrainingArguments(str(tmp_path), max_steps=1, use_cpu=True, report_to=[])
-    rows = [{"x": torch.zeros(2)}]
-    trainer = transformers.Trainer(Model(2, 1), arguments, train_dataset=rows, callbacks=[AtollCallback()])
-    with pytest.raises(ConfigError) as refused:
-        trainer.train()
-    assert "ATOLL_SERVR" in refused.value.message
-    assert trainer.state.global_step == 0
+    with pytest.raises(ConfigError, match="ATOLL_SERVR"):
+        AtollCallback()
