@@ -232,6 +232,9 @@ class Joined(Message):
     lease: str = Field(description="Sent back in the header Atoll-Lease; it holds a secret of 128 bits.")
     due: Count = Field(0, description="The fragment that is due next, for a worker that begins now.")
     evaluates: bool = Field(False, description="Whether a cross-site evaluation of the run will ask this site.")
+    displaces: str | None = Field(
+        None, description="The host of another process of the site, which had not left and takes part no more."
+    )
 
 
 class Leave(Message):

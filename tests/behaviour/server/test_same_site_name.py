@@ -70,10 +70,16 @@ def test_a_site_that_is_started_again_on_its_machine_is_no_second_one(
     assert caplog.records == []
 
 
-def test_two_processes_of_one_machine_with_folders_of_their_own_are_reported(tmp_path: Path) -> None:
+def test_two_processes_of_one_machine_with_folders_of_their_own_are_reported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "atoll")
     with serve(tmp_path, **{"network.heartbeat_interval_s": 0.1}) as server:
         with atoll.join(server.url, "a", folder=tmp_path / "one") as first:
-            with atoll.join(server.url, "a", folder=tmp_path / "two"), pytest.raises(Superseded):
-                next(iter(first))
+            assert "takes the place" not in caplog.text
+            with atoll.join(server.url, "a", folder=tmp_path / "two"):
+                assert "a: takes the place of another process, on " in caplog.text, "in the log of the newer one"
+                with pytest.raises(Superseded):
+                    next(iter(first))
             (told,) = server.status().warnings
     assert "a" in told

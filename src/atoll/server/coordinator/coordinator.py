@@ -328,6 +328,7 @@ class Coordinator:
             lease=Lease(message.site, self.state.members[message.site].lease, message.process, secret).header,
             due=waiting.due(self.state, message.site),
             evaluates=self.workflows is not None and self.workflows.will_evaluate(message.site),
+            displaces=self.roster[message.site].displaced.get(previous.process) if previous is not None else None,
         )
 
     async def leave(self, lease: Lease, message: messages.Leave) -> None:

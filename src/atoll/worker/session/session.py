@@ -339,6 +339,13 @@ class Session:
         joined = self.patiently(lambda: self.channel.join(message), max_retries, "join")
         self.channel.lease, self.due, self.evaluates = joined.lease, joined.due, joined.evaluates
         note_lease(self.site, self.channel.server, joined.lease)
+        if joined.displaces is not None:
+            LOG.info(
+                "%s: takes the place of another process, on %s, that had not left. If that one still runs, give one of "
+                "the two another site name.",
+                self.site,
+                joined.displaces or "an unnamed host",
+            )
         return joined.lease
 
     def rejoin(self, lost: str) -> None:
