@@ -111,6 +111,23 @@ def test_refuses_the_control_of_another_site(run: Run, server: atoll.Server) -> 
 
 
 @pytest.mark.covers("S2")
+def test_refuses_a_copy_from_before_an_update_that_is_in_and_not_counted_yet(run: Run, server: atoll.Server) -> None:
+    """The copy has the control of the last update that counts, and nothing of the one that is going to."""
+    run.both(server, 2)
+    with Client(server.url, site="a", folder=run.workers) as client:
+        assert client.next_round() == 3  # settles what was pending
+    copy_folder(run.workers / "a", run.folder / "older")
+    run.part(server.url, "a", 3)  # the round still waits for b
+    newer = (run.workers / "a").rename(run.folder / "newer")
+    copy_folder(run.folder / "older", run.workers / "a")
+    refused(run, server, "a")
+    shutil.rmtree(run.workers / "a")
+    newer.rename(run.workers / "a")
+    together(lambda: run.part(server.url, "a", 4), lambda: run.part(server.url, "b", 4))
+    run.require_the_mean(4)
+
+
+@pytest.mark.covers("S2")
 def test_refuses_controls_that_are_newer_than_those_of_a_restored_server(run: Run) -> None:
     with served(run.folder) as server:
         run.both(server, 2)

@@ -251,9 +251,9 @@ def outcome(state: str) -> Any:
     return lambda ticket: messages.Outcome(ticket=ticket, state=state, base_version=0)
 
 
-def residuals(folder: Path) -> Residuals:
+def residuals(folder: Path, owner: Owner = Owner("a", "r")) -> Residuals:  # noqa: B008  a named tuple
     folder.mkdir(exist_ok=True)
-    return Residuals(folder, Schema.build([TensorSpec("w", "F16", (2,))]), owner=Owner("a", "r"))
+    return Residuals(folder, Schema.build([TensorSpec("w", "F16", (2,))]), owner=owner)
 
 
 def counted_residuals(folder: Path) -> Residuals:
@@ -277,6 +277,23 @@ def test_a_server_that_went_back_takes_it_along(tmp_path: Path, caplog: pytest.L
     again.follow(3, "a")
     assert again.read("w", 0, 2).tolist() == [0.0, 0.0]
     assert "a: the server went back to version 3: what compression had left over is dropped" in caplog.text
+    again.close()
+
+
+@pytest.mark.parametrize("owner", [Owner("b", "r"), Owner("a", "s")], ids=["site", "run"])
+def test_what_another_site_or_run_has_left_over_is_dropped(tmp_path: Path, owner: Owner) -> None:
+    counted_residuals(tmp_path / "w").close()
+    again = residuals(tmp_path / "w", owner)
+    assert again.read("w", 0, 2).tolist() == [0.0, 0.0]
+    again.close()
+
+
+@pytest.mark.covers("F41")
+def test_files_without_their_note_are_not_believed(tmp_path: Path) -> None:
+    counted_residuals(tmp_path / "w").close()
+    (tmp_path / "w" / "residual.json").unlink()
+    again = residuals(tmp_path / "w")
+    assert again.read("w", 0, 2).tolist() == [0.0, 0.0]
     again.close()
 
 

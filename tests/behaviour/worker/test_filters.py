@@ -161,6 +161,12 @@ def test_two_updates_of_one_round_do_not_share_their_noise(tmp_path: Path) -> No
     assert not torch.equal(*found)
 
 
+def test_two_filters_without_a_seed_have_noise_of_their_own(tmp_path: Path) -> None:
+    """Two sites with the same noise could cancel it in each other's updates."""
+    found = [sent(tmp_path / name, [NormClip(1.0, noise=1.0)])["w"] for name in ("a", "b")]
+    assert not torch.equal(*found)
+
+
 class Applies(Filter):
     """Does what it is given to one run."""
 
@@ -222,6 +228,12 @@ def test_what_is_no_filter_is_refused() -> None:
     assert require_filters([]) == ()
     with pytest.raises(UsageError, match=r"filters is Drop\('w'\) alone.*Give a list: \[Drop\('w'\)\]"):
         require_filters(Drop("w"))  # type: ignore[arg-type]
+
+
+def test_filters_from_a_generator_are_kept() -> None:
+    """A generator is read once; a second reading would find no filters, and the update would leave as it is."""
+    filter_ = Drop("w")
+    assert require_filters(each for each in [filter_]) == (filter_,)  # type: ignore[arg-type]
 
 
 def test_integers_are_kept_or_not_and_never_asked_for(tmp_path: Path) -> None:

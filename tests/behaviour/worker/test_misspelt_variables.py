@@ -128,3 +128,14 @@ def test_a_trainer_of_transformers_refuses_a_misspelt_variable_before_it_trains(
     monkeypatch.setenv("ATOLL_SERVR", "http://127.0.0.1:9")
     with pytest.raises(ConfigError, match="ATOLL_SERVR"):
         AtollCallback()
+
+
+@pytest.mark.covers("X3")
+def test_a_lightning_trainer_that_requires_a_server_does_not_train_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    lightning = pytest.importorskip("lightning.pytorch")
+    trainer = lightning.Trainer(logger=False, enable_checkpointing=False, accelerator="cpu")
+    with pytest.raises(ConfigError):
+        atoll.integrations.lightning.patch(trainer, require_server=True)
+    monkeypatch.setenv("ATOLL_SERVR", "http://127.0.0.1:9")
+    with pytest.raises(ConfigError):
+        atoll.integrations.lightning.patch(trainer)
