@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from atoll.cli.state_directory import journal_of, open_journal
+from atoll.cli.state_directory import journal_of, open_journal, require_unchanged
 from atoll.errors import StateCorrupt
 from atoll.format_text import visible
 
@@ -41,10 +41,10 @@ def read(state_dir: Path, last: int) -> tuple[int, str, list[tuple[int, str, str
         StateCorrupt: an entry was changed or removed; or the journal is damaged.
     """
     from atoll.json_files import NoteDamaged
-    from atoll.store import journal_tables, verify_journal
+    from atoll.store import verify_journal
     from atoll.store.audit_log import NAME, read_head
 
-    path = journal_of(state_dir)
+    journal_of(state_dir)
     try:
         head = read_head(state_dir)  # before the journal: a server may write both meanwhile
     except NoteDamaged as error:
@@ -56,11 +56,7 @@ def read(state_dir: Path, last: int) -> tuple[int, str, list[tuple[int, str, str
         def rows(sql: str, *values: Any) -> list[tuple[Any, ...]]:
             return db.execute(sql, values).fetchall()
 
-        if (changed := journal_tables.changed_row(db)) is not None:
-            raise StateCorrupt(
-                f"{path} is damaged or was changed: {changed} is not what was written.",
-                "Compare the directory with a backup.",
-            )
+        require_unchanged(db, state_dir)
         count, digest = verify_journal.everything(rows, state_dir, head)
         entries = rows("SELECT seq, at, what, detail_json FROM audit WHERE seq > ? ORDER BY seq", count - last)
         return count, digest, [(int(seq), str(at), str(what), str(text)) for seq, at, what, text in entries]

@@ -6,19 +6,21 @@ import contextlib
 import itertools
 import json
 import os
-from collections.abc import Sequence
+import sqlite3
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from atoll.cli.state_directory import journal_of, no_run
-from atoll.errors import Gone, PartCorrupt, StateCorrupt, StateLocked, UsageError
+from atoll.cli.state_directory import journal_of, no_run, open_journal, require_unchanged
+from atoll.errors import Gone, PartCorrupt, ServerUnreachable, StateCorrupt, UsageError
 from atoll.posix import nameless_file, replace_file, write_at
 
 if TYPE_CHECKING:
     from atoll.protocol.messages import Manifest, RunInfo
+    from atoll.store.journal_tables import VersionRow
     from atoll.tensors.layout import Layout
     from atoll.tensors.schema import Schema
     from atoll.transport.http_client import Http
@@ -38,7 +40,8 @@ def command(
         str | None, typer.Option(help="Address; by default ATOLL_SERVER, else port 8512 here.", show_default=False)
     ] = None,
     state_dir: Annotated[
-        Path | None, typer.Option("--dir", help="State directory of a server that is stopped.", show_default=False)
+        Path | None,
+        typer.Option("--dir", help="State directory of a server, whether it runs or not.", show_default=False),
     ] = None,
     version: Annotated[
         int | None, typer.Option(min=0, help="A version that is still kept; by default the newest.", show_default=False)
@@ -49,9 +52,12 @@ def command(
 ) -> None:
     """Write the model to OUT.safetensors, tied tensors under each of their names."""
     if server is not None and state_dir is not None:
-        raise UsageError("Both --server and --dir are given.", "Give one: a running server, or a stopped one's folder.")
+        raise UsageError("Both --server and --dir are given.", "Give one: a running server, or a state directory.")
     if out.is_dir():
         raise UsageError(f"{str(out)!r} is a folder.", f"Name a file: {out / 'model.safetensors'}.")
+    if out.suffix != ".safetensors":
+        name = out.with_suffix(".safetensors")
+        raise UsageError(f"{str(out)!r} does not end in .safetensors, as every export does.", f"Name it {name}.")
     if best and version is not None:
         raise UsageError("Both --best and --version are given.", "Give one of them.")
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -61,71 +67,100 @@ def command(
         from atoll.transport.http_client import server_address
 
         address = server_address(server)
-        written = best_of_server(address, out) if best else from_server(address, out, version)
+        try:
+            written = best_of_server(address, out) if best else from_server(address, out, version)
+        except ServerUnreachable as error:
+            raise ServerUnreachable(
+                error.message, f"{error.remedy} --dir reads a state directory without its server.".strip()
+            ) from error
     print(f"version {written}: {out}")
 
 
 def from_directory(state_dir: Path, out: Path, version: int | None = None) -> int:
-    """Export from the state directory of a server that is stopped; returns the version.
+    """Export from a state directory, whether its server runs or not; returns the version. Takes no lock.
 
     Raises:
         UsageError: no run was begun there, or one without a model.
-        StateLocked: its server runs.
         Gone: the version is not kept, or the masters beside it are not, where it has them; or it lies at the sites.
         StateCorrupt: its file was damaged.
     """
     journal_of(state_dir)
-    from atoll.store.file_slots import STATE, VERSION, FileShape, SlotPool, region_digest
-    from atoll.store.store import Store
+    from atoll.store.journal_tables import RUNS
     from atoll.tensors.fragments import split_of
-    from atoll.tensors.layout import version_header, version_layout
 
-    try:
-        store = Store(state_dir)
-    except StateLocked as error:
-        raise StateLocked(error.message, "Its server runs: ask it with --server.") from None
-    with store:
-        run = store.run_log.run
-        if run is None:
-            raise no_run(state_dir)
-        split = split_of(json.loads(run.schema_json))
-        _require_model(split.schema, str(state_dir))
-        settings = json.loads(run.settings_json)
-        rows = [
-            store.versions.head(f) if version is None else store.versions.get(f, version) for f in range(split.count)
+    with open_journal(state_dir) as db:
+        require_unchanged(db, state_dir)
+        found = db.execute(RUNS.select).fetchone()
+        heads = dict(db.execute("SELECT fragment, version FROM heads WHERE version IS NOT NULL"))
+        wanted = heads if version is None else dict.fromkeys(heads, version)
+        rows = [each for each in _kept(db) if each.version == wanted.get(each.fragment, -1) <= heads[each.fragment]]
+    if found is None:
+        raise no_run(state_dir)
+    run = RUNS.read(found)
+    split = split_of(json.loads(run.schema_json))
+    _require_model(split.schema, str(state_dir))
+    settings = json.loads(run.settings_json)
+    newest = max(heads.values(), default=0)
+    if settings["swarm.enabled"] and newest:
+        raise Gone(
+            f"The run is a swarm: version {newest} lies at its sites, not in {state_dir}.",
+            "Take model.safetensors from a site's folder (ATOLL_DIR, by default .atoll, then its name), which is "
+            "there at the end; or, while server and sites run, ask with --server.",
+        )
+    if not settings["disk.in_files"]:
+        raise Gone("The run keeps its versions in memory.", "Ask its server with --server, or take a file of exports.")
+    if len(rows) < split.count:
+        raise Gone(
+            f"{state_dir} has no version {newest if version is None else version}.",
+            f"The newest is version {newest}; with disk.export_every, files of others stay in exports/.",
+        )
+    with contextlib.ExitStack() as stack:
+        sources = [
+            _stored(state_dir / "slots", row, schema, settings, stack)
+            for row, schema in zip(rows, split.schemas, strict=True)
         ]
-        newest = max(row.version for row in rows)
-        if settings["swarm.enabled"] and newest:
-            raise Gone(
-                f"The run is a swarm: version {newest} lies at its sites, not in {state_dir}.",
-                "Take model.safetensors from a site's folder (ATOLL_DIR, by default .atoll, then its name), which is "
-                "there at the end; or, while server and sites run, ask with --server.",
-            )
-        sources: list[Source] = []
-        with contextlib.ExitStack() as stack:
-            for row, schema in zip(rows, split.schemas, strict=True):
-                layout = version_layout(schema, int(settings["network.part_bytes"]), int(settings["model.ranks"]))
-                shape = FileShape(layout.nbytes, version_header(schema), ())
-                path, state = (
-                    SlotPool(store.slots.folder, kind, row.fragment, shape, store.journal.lock).path
-                    for kind in (VERSION, STATE)
-                )
-                file = stack.enter_context(path(row.slot).open("rb"))
-                parts = [((part.start, part.nbytes),) for part in layout.parts]
-                if [region_digest(file.fileno(), part) for part in parts] != list(row.part_digests):
-                    raise _damaged(path(row.slot))
-                if settings["aggregation.download_codec.name"] == "none" or not row.state_digests:
-                    sources.append((layout, file.fileno(), None))
-                    continue
-                if row.state_slot is None:
-                    raise Gone(f"The masters of version {row.version} are not kept.", "Export the newest version.")
-                masters = stack.enter_context(state(row.state_slot).open("rb"))
-                in_chunks = settings["algorithm.outer_optimizer"]["granularity"] == "chunk"
-                if not _is_whole(masters.fileno(), layout, row.state_digests, in_chunks):
-                    raise _damaged(state(row.state_slot))
-                sources.append((layout, file.fileno(), masters.fileno()))
-            _write(sources, out, split.schema)
-        return min(row.version for row in rows)
+        _write(sources, out, split.schema, _nothing_if_kept(state_dir, rows))
+    return min(row.version for row in rows)
+
+
+def _kept(db: sqlite3.Connection) -> list[VersionRow]:
+    from atoll.store.journal_tables import VERSIONS
+
+    return [VERSIONS.read(row) for row in db.execute(f"{VERSIONS.select} ORDER BY fragment")]
+
+
+def _nothing_if_kept(state_dir: Path, rows: Sequence[VersionRow]) -> Iterator[bytes]:
+    """Refuse what was read where its rows are gone: a server that runs rewrites a file only after that."""
+    with open_journal(state_dir) as db:
+        kept = set(_kept(db))
+    if not kept.issuperset(rows):
+        raise Gone("The server went on meanwhile, and does not keep this version any more.", "Export again.")
+    yield b""
+
+
+def _stored(
+    folder: Path, row: VersionRow, schema: Schema, settings: dict[str, Any], stack: contextlib.ExitStack
+) -> Source:
+    """Open the files of a version, which are what their digests say."""
+    from atoll.store.file_slots import STATE, VERSION, region_digest, slot_path
+    from atoll.tensors.layout import version_layout
+
+    layout = version_layout(schema, int(settings["network.part_bytes"]), int(settings["model.ranks"]))
+    path = slot_path(folder, VERSION, row.fragment, row.slot)
+    file = stack.enter_context(path.open("rb")).fileno()
+    parts = [((part.start, part.nbytes),) for part in layout.parts]
+    if [region_digest(file, part) for part in parts] != list(row.part_digests):
+        raise _damaged(path)
+    if settings["aggregation.download_codec.name"] == "none" or not row.state_digests:
+        return layout, file, None
+    if row.state_slot is None:
+        raise Gone(f"The masters of version {row.version} are not kept.", "Export the newest version.")
+    path = slot_path(folder, STATE, row.fragment, row.state_slot)
+    masters = stack.enter_context(path.open("rb")).fileno()
+    in_chunks = settings["algorithm.outer_optimizer"]["granularity"] == "chunk"
+    if not _is_whole(masters, layout, row.state_digests, in_chunks):
+        raise _damaged(path)
+    return layout, file, masters
 
 
 def best_of_directory(state_dir: Path, out: Path) -> int:
@@ -316,12 +351,16 @@ def _checked(parts: HttpTransfer, path: str, nbytes: int) -> memoryview:
     raise PartCorrupt(f"{path} arrived damaged {PART_ATTEMPTS} times.", "Look at the network.")
 
 
-def _write(sources: Sequence[Source], out: Path, schema: Schema) -> None:
-    """Copy versions into the order of an exported file, with tied tensors twice; `out` appears in one step."""
+def _write(sources: Sequence[Source], out: Path, schema: Schema, last: Iterable[bytes] = ()) -> None:
+    """Copy versions into the order of an exported file, with tied tensors twice; `out` appears in one step.
+
+    Args:
+        last: may refuse what was read, before `out` appears.
+    """
     from atoll.blobs.model_file import model_header, model_runs
 
     header, owners = model_header(schema)
-    replace_file(out, itertools.chain([header], model_runs(owners, sources)))
+    replace_file(out, itertools.chain([header], model_runs(owners, sources), last))
 
 
 class _File:

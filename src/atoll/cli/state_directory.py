@@ -48,6 +48,21 @@ def open_journal(state_dir: Path) -> Iterator[sqlite3.Connection]:
         raise StateCorrupt(f"{path} cannot be read: {error}.", "Compare the directory with a backup.") from error
 
 
+def require_unchanged(db: sqlite3.Connection, state_dir: Path) -> None:
+    """Refuse a journal with a row that is not what was written.
+
+    Raises:
+        StateCorrupt: there is one.
+    """
+    from atoll.store import journal_tables
+
+    if (changed := journal_tables.changed_row(db)) is not None:
+        raise StateCorrupt(
+            f"{journal_of(state_dir)} is damaged or was changed: {changed} is not what was written.",
+            "Compare the directory with a backup.",
+        )
+
+
 def no_run(state_dir: Path) -> UsageError:
     """Return the error of a directory in which no run was begun."""
     return UsageError(f"{str(state_dir)!r} holds no run.", "Name the disk.state_dir of the run file.")

@@ -125,6 +125,11 @@ class Slot:
         return not self.holds
 
 
+def slot_path(folder: Path, kind: str, fragment: int, number: int) -> Path:
+    """Return the path of a slot in the folder of all."""
+    return folder / f"{kind}-{fragment}-{number}.{'bin' if kind in (SPOOL, DELTA) else 'safetensors'}"
+
+
 class SlotPool:
     """The slots of one kind and fragment.
 
@@ -153,8 +158,7 @@ class SlotPool:
 
     def path(self, number: int) -> Path:
         """Return the path of a slot; a memory file has its name alone."""
-        suffix = "bin" if self.kind in (SPOOL, DELTA) else "safetensors"
-        return self.folder / f"{self.kind}-{self.fragment}-{number}.{suffix}"
+        return slot_path(self.folder, self.kind, self.fragment, number)
 
     def take(self, why: str) -> Slot:
         """Hold a free slot; make a new file only if there is none.

@@ -313,7 +313,10 @@ class Versions:
         row = self._journal.first(VERSIONS, f"WHERE {_KEPT} AND version = ?2", fragment, version)
         if row is None:
             head = self._head_number(fragment)
-            raise Gone(f"Version {version} of fragment {fragment} is not kept.", f"Pull version {head}.")
+            raise Gone(
+                f"Version {version} of fragment {fragment} is not kept.",
+                f"The newest is version {head}; with disk.export_every, files of others stay in exports/.",
+            )
         return row
 
     def kept(self, fragment: int = 0) -> tuple[VersionRow, ...]:

@@ -1,8 +1,10 @@
-"""`atoll export`: from a running server and from a stopped one's directory; the file loads strictly."""
+"""`atoll export`: from a running server and from a state directory; the file loads strictly."""
 
 from __future__ import annotations
 
 import json
+import sqlite3
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,8 @@ from torch import nn
 
 from atoll import Server
 from atoll.cli import export
-from atoll.errors import Gone, StateCorrupt, StateLocked, UsageError
+from atoll.errors import Gone, StateCorrupt, UsageError
+from atoll.posix import replace_file
 
 
 class Tied(nn.Module):
@@ -80,9 +83,43 @@ def test_from_the_directory_of_a_stopped_server(server, model, tmp_path) -> None
     assert leftovers(tmp_path) == []
 
 
-def test_a_directory_in_use_says_to_ask_its_server(server, tmp_path) -> None:
-    with pytest.raises(StateLocked, match="--server"):
+def test_a_directory_is_read_while_its_server_runs_and_not_changed(server, model, tmp_path) -> None:
+    """An export of a folder takes no lock, so that a server that starts meanwhile finds the folder free."""
+    out, before = tmp_path / "model.safetensors", server.status().epoch
+    assert export.from_directory(tmp_path / "state", out) == 0
+    require_same(out, model)
+    assert server.status().epoch == before
+
+
+def test_what_a_server_may_have_rewritten_meanwhile_is_not_written(server, tmp_path, monkeypatch) -> None:
+    server.stop()
+
+    def replaced_late(*args) -> None:
+        with closing(sqlite3.connect(tmp_path / "state" / "journal.sqlite")) as db:
+            db.execute("DELETE FROM versions")
+            db.commit()
+        replace_file(*args)
+
+    monkeypatch.setattr(export, "replace_file", replaced_late)
+    with pytest.raises(Gone, match="does not keep this version any more"):
         export.from_directory(tmp_path / "state", tmp_path / "model.safetensors")
+    assert not (tmp_path / "model.safetensors").exists()
+    assert leftovers(tmp_path) == []
+
+
+@pytest.mark.parametrize("name", ["notes.txt", "model.pt", "model"])
+def test_only_a_safetensors_file_is_written_over(atoll_command, tmp_path, name: str) -> None:
+    (tmp_path / name).write_text("mine")
+    outcome = atoll_command("export", name, "--server", "http://127.0.0.1:9")
+    assert outcome.returncode == 2
+    assert outcome.stderr.startswith(f"atoll: {name!r} does not end in .safetensors")
+    assert (tmp_path / name).read_text() == "mine"
+
+
+def test_without_a_server_the_state_directory_is_named(atoll_command) -> None:
+    outcome = atoll_command("export", "model.safetensors", "--server", "http://127.0.0.1:9")
+    assert outcome.returncode == 5
+    assert outcome.stderr.endswith("--dir reads a state directory without its server.\n")
 
 
 def test_a_directory_without_a_run_is_refused_and_left_as_it_is(tmp_path) -> None:
@@ -95,10 +132,10 @@ def test_a_directory_without_a_run_is_refused_and_left_as_it_is(tmp_path) -> Non
 def test_a_version_that_is_not_kept_leaves_the_old_file(server, tmp_path) -> None:
     out = tmp_path / "model.safetensors"
     out.write_bytes(b"old")
-    with pytest.raises(Gone):
+    with pytest.raises(Gone, match=r"The newest is version 0; with disk\.export_every"):
         export.from_server(server.url, out, version=7)
     server.stop()
-    with pytest.raises(Gone):
+    with pytest.raises(Gone, match=r"The newest is version 0; with disk\.export_every"):
         export.from_directory(tmp_path / "state", out, version=7)
     assert out.read_bytes() == b"old"
     assert leftovers(tmp_path) == []
