@@ -214,6 +214,17 @@ def _load_file(path: Path) -> ModuleType:
     return module
 
 
+def require_known(kind: str, setting: str, name: str) -> None:
+    """Refuse an unknown name without importing what it stands for.
+
+    Raises:
+        ConfigError: the nearest known one is offered.
+    """
+    known = names(kind)
+    if name not in known and ":" not in name:
+        raise ConfigError(f"{setting} = {name!r} is not one of {', '.join(known)}.", nearest(name, known))
+
+
 def nearest(word: str, known: Iterable[str], otherwise: str = "") -> str:
     """Return the remedy for a wrong name: the known one that is most like it, or `otherwise`."""
     close = difflib.get_close_matches(word, list(known), n=1)

@@ -139,9 +139,9 @@ def resolve(settings: Settings, outer_given: Callable[..., Any] | None = None) -
             )
     outer = outer_given or settings.algorithm.outer_optimizer.target or algorithm.outer
     if isinstance(outer, str):
-        _require_known("outer", "algorithm.outer_optimizer", outer)
+        registry.require_known("outer", "algorithm.outer_optimizer", outer)
     reducer = settings.aggregation.reducer.target or algorithm.reduce["params"]
-    _require_known("reducers", "aggregation.reducer", reducer)
+    registry.require_known("reducers", "aggregation.reducer", reducer)
     own = algorithm.reduce["params"]
     if algorithm.own_reducer and reducer != own:
         raise ConfigError(
@@ -153,13 +153,13 @@ def resolve(settings: Settings, outer_given: Callable[..., Any] | None = None) -
             f"algorithm.name is {name!r}, and async.enabled is true: the tensors that it keeps change by rounds.",
             "Set async.enabled = false, or choose another algorithm.",
         )
-    _require_known("staleness", "async.staleness_weight", settings.async_.staleness_weight)
+    registry.require_known("staleness", "async.staleness_weight", settings.async_.staleness_weight)
     outer_options = _outer_options(settings, algorithm, outer)
     if settings.async_.momentum_every:
         outer, outer_options = "delayed_nesterov", _delayed(settings, outer, outer_options)
     codec = settings.aggregation.upload_codec.target or algorithm.codec
-    _require_known("codecs", "aggregation.upload_codec", codec)
-    _require_known("codecs", "aggregation.download_codec", settings.aggregation.download_codec.target or "none")
+    registry.require_known("codecs", "aggregation.upload_codec", codec)
+    registry.require_known("codecs", "aggregation.download_codec", settings.aggregation.download_codec.target or "none")
     return ResolvedAlgorithm(
         algorithm=algorithm,
         outer=outer,
@@ -267,11 +267,3 @@ def local_rule(name: str, options: Mapping[str, Any] | None, package: str) -> Lo
 def name_of(given: Callable[..., Any]) -> str:
     """What people call code that a program has given."""
     return str(getattr(given, "__qualname__", repr(given)))
-
-
-def _require_known(kind: str, setting: str, name: str) -> None:
-    """Refuse an unknown name without importing what it stands for."""
-    known = registry.names(kind)
-    if name in known or ":" in name:
-        return
-    raise ConfigError(f"{setting} = {name!r} is not one of {', '.join(known)}.", registry.nearest(name, known))

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
+from atoll import registry
 from atoll.config import FIELDS, Settings, set_values, to_toml
 from atoll.config.run_file import source_of
 from atoll.config.settings import collected
@@ -73,10 +74,23 @@ def _given(sets: Sequence[str] | None, flags: dict[str, Any]) -> dict[str, Any]:
     return set_values(sets or (), FIELDS) | {_KEYS[flag]: value for flag, value in flags.items() if value is not None}
 
 
+NAMES = (
+    ("algorithms", "algorithm"),
+    ("outer", "algorithm.outer_optimizer"),
+    ("reducers", "aggregation.reducer"),
+    ("codecs", "aggregation.upload_codec"),
+    ("codecs", "aggregation.download_codec"),
+)
+"""Kind → the setting that names one: what can be checked without PyTorch."""
+
+
 @app.command()
 def show(run_file: RunFile = None, sets: Sets = None) -> None:
     """Print the settings in effect as a run file, each with what named it."""
     settings = read_settings(run_file, sets)
+    for kind, key in NAMES:
+        if name := settings.at(key).name:
+            registry.require_known(kind, key, name)
     _, source = collected(run_file, _given(sets, {}))
     group = ""
     for key, value in settings.by_key().items():

@@ -11,6 +11,7 @@ import typer
 
 from atoll import registry
 from atoll.config import DEFAULT_PORT, FIELDS, GROUPS, default_of, to_toml
+from atoll.config.settings import Choice
 from atoll.errors import StoreError, UsageError
 
 USUAL = (
@@ -140,4 +141,6 @@ def _setting(key: str, chosen: dict[str, Any]) -> list[str]:
     name, default = key.partition(".")[2], default_of(key)
     if key in chosen:
         return [*comment, f"{name} = {to_toml(chosen[key])}"]
-    return [*comment, f"# {name} =" if default is None else f"# {name} = {to_toml(default)}"]
+    if default is None or default == Choice():
+        return [*comment, f"# {name} is not set"]
+    return [*comment, f"# {name} = {to_toml(default)}"]

@@ -145,7 +145,17 @@ def _announce(server: Server, settings: Settings) -> None:
     if version:
         LOG.info("going on at version %d", version)
     if not status.finished:
-        LOG.info("start a worker: atoll worker --server %s --site NAME -- python train.py", server.url)
+        LOG.info(
+            "start a worker: atoll worker --server %s --site NAME -- python train.py%s",
+            server.url,
+            _FOR_TLS if settings.network.tls_cert else "",
+        )
+
+
+_FOR_TLS = (
+    "; with a host that the certificate names, ATOLL_TLS_CA where the authority is your own, and the token in "
+    "ATOLL_TOKEN_FILE"
+)
 
 
 def _watch(server: Server) -> None:

@@ -15,7 +15,7 @@ from atoll.errors import StateCorrupt, UsageError
 from atoll.protocol import routes, status_messages
 
 HISTORY = 20
-STILL = "no server answers where the last one listened; `atoll server` goes on with this run"
+STILL = "as this directory has it; where no server answers, `atoll server` goes on with this run"
 PHASES = {"open": "open", "frozen": "closing"}
 
 

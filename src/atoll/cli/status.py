@@ -42,7 +42,7 @@ WATCH_S = 1.0
 ROUNDS_SHOWN = 5
 HERE = Path("atoll-run")
 """The state directory of a run file that names none."""
-AWAY = "Asking again every second, in case it is started again; Ctrl-C ends this."
+AWAY = "Asking again every second, until it is started; Ctrl-C ends this."
 
 
 def command(
@@ -76,13 +76,16 @@ def command(
         status = _ask(address)
     except ServerUnreachable as error:
         named = server or os.environ.get("ATOLL_SERVER")
-        if named or watch or not (HERE / "journal.sqlite").exists():
+        if watch and not error.is_other:
+            status = _ask_until_answered(address)
+        elif named or watch or not (HERE / "journal.sqlite").exists():
             raise ServerUnreachable(
                 error.message, f"{error.remedy} Of a run that is over, --dir shows the end.".strip()
             ) from error
-        print(f"atoll: {error.message} Reading the state directory {HERE} instead.", file=sys.stderr)
-        _show_stored(HERE, json=json)
-        return
+        else:
+            print(f"atoll: {error.message} Reading the state directory {HERE} instead.", file=sys.stderr)
+            _show_stored(HERE, json=json)
+            return
     if sys.stdout.isatty() and not json:
         _on_terminal(status, address, watch)
         return
@@ -91,7 +94,8 @@ def command(
         sys.stdout.flush()
         if not watch or status.finished:
             return
-        status = _ask_again(address)
+        time.sleep(WATCH_S)
+        status = _ask_until_answered(address)
         if not json:
             print()
 
@@ -107,13 +111,12 @@ def _show_stored(state_dir: Path, *, json: bool) -> None:
 
 
 def _asked_by(stored: status_messages.Status) -> status_messages.Status | None:
-    """Return what the last server of a state directory says; None where it does not run."""
+    """Return what the last server of a state directory says; None where it does not run, or tells why not."""
     try:
         live = _ask(stored.address)
-    except ServerUnreachable:
-        return None
     except AtollError as error:
-        print(f"atoll: {stored.address} answers, but not this command: {error}", file=sys.stderr)
+        if not isinstance(error, ServerUnreachable) or error.is_other:  # such as a certificate that is refused
+            print(f"atoll: {stored.address} answers, but not this command: {error}", file=sys.stderr)
         return None
     return live if live.run == stored.run else None
 
@@ -125,17 +128,17 @@ def _ask(address: str) -> status_messages.Status:
     return ask(address, routes.STATUS, status_messages.Status)
 
 
-def _ask_again(address: str) -> status_messages.Status:
-    """Ask after a second; wait for a server that is away, as it may be started again."""
+def _ask_until_answered(address: str) -> status_messages.Status:
+    """Ask every second while the server is away: it may not be started yet, or be started again."""
     said = False
     while True:
-        time.sleep(WATCH_S)
         try:
             return _ask(address)
         except ServerUnreachable as error:
             if not said:
                 print(f"atoll: {visible(error.message)} {AWAY}", file=sys.stderr, flush=True)
             said = True
+        time.sleep(WATCH_S)
 
 
 def _on_terminal(status: status_messages.Status, address: str, watch: bool) -> None:

@@ -53,6 +53,14 @@ Atoll sets them itself."""
 OTHER_NAMES = {"ATOLL_TOKEN_FILE": "network.token_file"}
 """Variables of a machine that also are settings of a server on it."""
 
+OTHER_KEYS = {
+    **dict.fromkeys(("clients", "num_clients", "workers", "num_sites"), "rounds.sites"),
+    **dict.fromkeys(("min_clients", "min_workers"), "rounds.min_sites"),
+    **dict.fromkeys(("num_rounds", "server_rounds"), "rounds.total"),
+    "server": "network.host",
+}
+"""What other programs call a setting."""
+
 FOLDERS = ("network.tls_cert", "network.tls_key", "network.token_file", "disk.state_dir", "disk.export_dir")
 CODE = ("algorithm", "algorithm.outer_optimizer", "aggregation.reducer", "aggregation.aggregator", "model.persistor")
 FILTERS = ("workflow.result_filters", "workflow.payload_filters")
@@ -121,9 +129,10 @@ def nearest_key(key: str, fields: Fields) -> str:
     leaf = key.rpartition(".")[2].replace("-", "_")
     own = [each for each in fields if each.startswith(f"{key}.")] if "." not in key else []
     same = [each for each in fields if each.rpartition(".")[2] == leaf]
-    alike = difflib.get_close_matches(key, list(fields), n=1)
+    same += [OTHER_KEYS[leaf]] if leaf in OTHER_KEYS else []
+    alike = difflib.get_close_matches(key, list(fields), n=1, cutoff=0.7)
     leaves = {each.rpartition(".")[2]: each for each in fields}
-    like = [leaves[each] for each in difflib.get_close_matches(leaf, list(leaves), n=1)]
+    like = [leaves[each] for each in difflib.get_close_matches(leaf, list(leaves), n=1, cutoff=0.7)]
     for found in (*own[:1], *same, *alike, *like):
         return f"Did you mean {found}? `atoll config schema` has all settings."
     return "`atoll config schema` has all settings."
@@ -163,8 +172,9 @@ def set_values(texts: Iterable[str], fields: Fields) -> dict[str, Any]:
     for text in texts:
         key, equals, value = text.partition("=")
         if not equals or "." not in key:
+            form = "Write --set group.key=value: --set rounds.total=3."
             raise ConfigError(
-                f"--set {text!r} is not understood.", "Write --set group.key=value: --set rounds.total=3."
+                f"--set {text!r} is not understood.", f"{form} {nearest_key(key.strip(), fields)}" if equals else form
             )
         try:
             values[key.strip()] = value_of(key.strip(), value.strip(), fields)
@@ -251,8 +261,8 @@ def file_layer(path: Path, fields: Fields) -> Layer:
         values |= (
             {f"{group}.{key}": value for key, value in table.items()} if isinstance(table, dict) else {group: table}
         )
-    values.setdefault("disk.state_dir", str(fields["disk.state_dir"].default))
-    return {key: (moved(key, value, lambda file: path.parent / file), str(path)) for key, value in values.items()}
+    layer = {key: (moved(key, value, lambda file: path.parent / file), str(path)) for key, value in values.items()}
+    return {"disk.state_dir": (path.parent / fields["disk.state_dir"].default, "default"), **layer}
 
 
 Move = Callable[[str], str | Path]

@@ -560,5 +560,7 @@ def _readable(error: ValidationError, source: Mapping[str, str]) -> AtollError:
         )
     field = FIELDS.get(key)
     message = first["msg"][0].lower() + first["msg"][1:]
+    if first["type"] == "model_type":
+        message = f"it is a table: {key} = {{name = {first['input']!r}}}"
     remedy = f"{key}: {field.description}" if field and field.description else ""
     return ConfigError(f"{where}: {key} = {first['input']!r}: {message}.", remedy)

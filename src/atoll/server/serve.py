@@ -23,7 +23,7 @@ from atoll.protocol import status_messages
 from atoll.protocol.task_messages import Evaluation
 from atoll.runtime import Latch
 from atoll.server.coordinator.background_writes import export_model
-from atoll.server.coordinator.build_status import keep_status, status_of
+from atoll.server.coordinator.build_status import keep_status, status_of, write_status
 from atoll.server.coordinator.coordinator import Coordinator
 from atoll.server.coordinator.persistor import Persistor
 from atoll.server.filter_table import Given
@@ -48,6 +48,8 @@ GRACE_S = 30.0
 """After the last round, how long the server stays for workers that have not fetched the result yet."""
 GRACE_SAID_S = 1.0
 """Live workers take it sooner; from then on the log names the workers that the server waits for."""
+STATUS_S = 1.0
+"""At most so old is the kept status of a newer version, where the server is killed."""
 WATCHED_S = 3.0
 """A peer that asked for the status so shortly ago asks every second, and shall see that the run is finished."""
 READ_BYTES = 2**16
@@ -281,7 +283,12 @@ class Server:
     async def _until_end(self, run: Coordinator) -> None:
         stopping = self._thread.stopping
         waits = [asyncio.ensure_future(event.wait()) for event in (stopping, run.ended, run.finished)]
-        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        kept = heads = [each.head for each in run.state.rounds]
+        while not (await asyncio.wait(waits, timeout=STATUS_S, return_when=asyncio.FIRST_COMPLETED))[0]:
+            heads = [each.head for each in run.state.rounds]
+            if heads != kept:
+                kept = heads
+                await asyncio.to_thread(write_status, run, status_of(run))
         if run.finished.is_set() and not stopping.is_set() and run.failed is None:
             keep_status(run)
             self._finished.set()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -137,3 +138,12 @@ def test_the_same_is_said_again_after_twice_the_pause_up_to_ten_minutes() -> Non
     # pauses of 15, 30, 60, 120, 240, 480, then 600 s, not 960
     assert said == [15, 45, 105, 225, 465, 945, 1545, 2145, 2745]
     assert reminder.line([fragment(a=3000.0, b=20.0)], 3000.0) == "waiting for a (50 min 0 s), b (20 s)"
+
+
+def test_config_show_refuses_unknown_names_and_says_where_a_value_comes_from(atoll_command, tmp_path) -> None:
+    (tmp_path / "run.toml").write_text('[algorithm]\nname = "fedavgg"\n')
+    outcome = atoll_command("config", "show", "run.toml")
+    assert outcome.returncode == 2
+    assert "Did you mean 'fedavg'?" in outcome.stderr
+    outcome = atoll_command("config", "show", "run.toml", "--set", "algorithm.name=fedavg")
+    assert re.search(r"^state_dir = .*  # default$", outcome.stdout, re.MULTILINE)

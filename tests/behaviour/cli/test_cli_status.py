@@ -89,7 +89,7 @@ def test_watching_ends_with_the_run(canned, atoll_command, known) -> None:
 
 @pytest.mark.slow
 @pytest.mark.covers("L12")
-def test_watching_waits_for_a_server_that_is_started_again_and_sees_the_end(tmp_path) -> None:
+def test_watching_waits_for_a_server_that_is_started_and_started_again_and_sees_the_end(tmp_path) -> None:
     """The server ends right after the run; who watches it is told first."""
     options = {
         "algorithm.name": "fedavg",
@@ -97,9 +97,10 @@ def test_watching_waits_for_a_server_that_is_started_again_and_sees_the_end(tmp_
         "disk.state_dir": tmp_path / "state",
         "network.port": free_port(),
     }
-    server = new_server(nn.Linear(2, 2), **options).start()
+    server = new_server(nn.Linear(2, 2), **options)
+    url = f"http://127.0.0.1:{options['network.port']}"
     watching = subprocess.Popen(
-        [sys.executable, "-m", "atoll.cli.main", "status", "--server", server.url, "--watch", "--json"],
+        [sys.executable, "-m", "atoll.cli.main", "status", "--server", url, "--watch", "--json"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -107,6 +108,8 @@ def test_watching_waits_for_a_server_that_is_started_again_and_sees_the_end(tmp_
     try:
         assert watching.stdout is not None
         assert watching.stderr is not None
+        assert "does not answer" in watching.stderr.readline()
+        server.start()
         assert not json.loads(watching.stdout.readline())["finished"]
         server.stop()
         assert "does not answer" in (said := watching.stderr.readline())

@@ -9,8 +9,11 @@ from pathlib import Path
 import pytest
 from harness.processes import Nursery, free_port, wait_until
 from kit import FederatedSites, serve
+from kit.tls import write_certificate
 
+import atoll
 from atoll.cli import status as shown
+from atoll.cli.state_directory import stored_status
 from atoll.testing.run import Status
 
 
@@ -65,7 +68,26 @@ def test_says_that_no_server_answers_after_it_was_stopped(nursery: Nursery, tmp_
     assert code == 0, said
     (fragment,) = json.loads(said)["fragments"]
     assert fragment["phase"] == "gathering"
-    assert "no server answers" in fragment["reason"]
+    assert "where no server answers, `atoll server` goes on" in fragment["reason"]
+
+
+def test_the_directory_has_the_status_of_a_version_where_its_server_is_killed(tmp_path: Path) -> None:
+    """Of a server that runs: a kill leaves what is in the directory at that moment."""
+    with serve(tmp_path, **{"rounds.sites": 1, "rounds.best_metric": "loss", "rounds.total": 2}) as server:
+        with atoll.join(server.url, site="a", folder=tmp_path / "workers") as worker:
+            fl_round = next(iter(worker))
+            fl_round.submit(fl_round.state_dict(), weight=1, metrics={"loss": 0.5})
+            wait_until(lambda: stored_status(tmp_path / "state").bytes_up > 0, "the status of version 1")
+            best = stored_status(tmp_path / "state").best
+    assert best is not None
+    assert best.value == 0.5
+
+
+def test_says_why_the_server_on_the_directory_cannot_be_asked(nursery: Nursery, tmp_path: Path) -> None:
+    with serve(tmp_path, **write_certificate(tmp_path, "elsewhere.org")):
+        code, said = status_of(nursery, tmp_path, "--dir", "state", ATOLL_TLS_CA=str(tmp_path / "ca.pem"))
+    assert code == 0, said
+    assert "cannot prove that it is the server" in said
 
 
 def test_refuses_a_folder_without_a_run_and_an_address_beside_the_folder(nursery: Nursery, tmp_path: Path) -> None:

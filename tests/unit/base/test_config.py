@@ -91,6 +91,15 @@ def test_a_run_with_rounds_says_how_it_trains_and_how_long(settings: dict[str, A
     Server(workflow=print)
 
 
+@pytest.mark.parametrize(
+    ("text", "meant"),
+    [("port=9", "network.port"), ("algorithm=fedavg", "algorithm.name"), ("rounds=3", "rounds.total")],
+)
+def test_a_set_without_its_group_names_the_setting_that_is_meant(text: str, meant: str) -> None:
+    with pytest.raises(ConfigError, match=rf"Did you mean {meant}\?"):
+        set_values([text], FIELDS)
+
+
 @pytest.mark.parametrize("text", ["rounds.total", "rounds=3", "model.args={depth"])
 def test_refuses_a_set_that_is_no_key_and_value(text: str) -> None:
     with pytest.raises(ConfigError, match="--set"):
@@ -172,6 +181,8 @@ def test_refuses_the_flat_form_in_one_line(tmp_path: Path) -> None:
         "schema` has all settings."
     )
     assert refusal(tmp_path, "wandb = 1\n", {}, {}).remedy == "`atoll config schema` has all settings."
+    assert "Did you mean rounds.min_sites?" in refusal(tmp_path, "min_clients = 1\n", {}, {}).remedy
+    assert "Did you mean network.host?" in refusal(tmp_path, "[server]\nport = 1\n", {}, {}).remedy
 
 
 def test_variables_of_a_worker_and_of_others_are_no_settings() -> None:
@@ -195,6 +206,7 @@ def test_variables_of_a_worker_and_of_others_are_no_settings() -> None:
         ("network.port = 70000", {}, {}, "network.port = 70000: input should be less than or equal to 65535"),
         ("network.idle_timeout_s = nan", {}, {}, "network.idle_timeout_s = nan: input should be greater than 0"),
         ('disk.durability = "raid"', {}, {}, "disk.durability = 'raid': input should be 'process' or 'power'"),
+        ('algorithm.outer_optimizer = "adam"', {}, {}, "it is a table: algorithm.outer_optimizer = {name = 'adam'}"),
         ("", {}, {"ATOLL_MODEL__ARGS": "depth=3"}, "ATOLL_MODEL__ARGS is 'depth=3'."),
     ],
 )

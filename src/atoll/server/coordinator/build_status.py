@@ -87,8 +87,14 @@ def status_of(run: Coordinator) -> status_messages.Status:
 
 
 def keep_status(run: Coordinator) -> status_messages.Status:
-    """Return the status of a run, and keep it for `atoll status` when no server runs; a full disk does not fail it."""
+    """Return the status of a run, and keep it."""
     status = status_of(run)
+    write_status(run, status)
+    return status
+
+
+def write_status(run: Coordinator, status: status_messages.Status) -> None:
+    """Keep a status for `atoll status` when no server runs; a full disk does not fail it."""
     path = run.settings.disk.state_dir / status_messages.KEPT
     temporary = path.with_name(f".{path.name}.tmp")
     try:
@@ -96,7 +102,6 @@ def keep_status(run: Coordinator) -> status_messages.Status:
         os.replace(temporary, path)
     except OSError as error:
         LOG.info("%s cannot be written: %s", path, error.strerror)
-    return status
 
 
 def outer_in_words(algorithm: ResolvedAlgorithm, lrs: Mapping[str, float]) -> str:
