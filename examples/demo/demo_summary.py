@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from atoll.cli.text import duration, ring_bytes, size
+from atoll.cli.text import duration, size
 
 if TYPE_CHECKING:
     from demo import Demo
@@ -86,7 +86,7 @@ def traffic(demo: Demo, status: status_messages.Status) -> list[str]:
     lines = [f"each worker sent {size(sent)} and received {size(received)} in {steps} local steps"]
     n = demo.workers
     if n > 1 and sent and received:
-        ring = ring_bytes(status.model_bytes, n, steps)
+        ring = 2 * (n - 1) / n * status.model_bytes * steps
         lines.append(
             f"data-parallel training would have sent {size(ring)} each, {ring / sent:.0f} × as much, and received as "
             f"many, {ring / received:.0f} × as much: a ring all-reduce of fp32 gradients moves 2·(n−1)/n × "

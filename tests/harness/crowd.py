@@ -83,7 +83,7 @@ class Crowd:
         for part, data, check in zip(self._layout.parts, self._parts, self._digests, strict=True):
             url = self._url + routes.PART.format(ticket=ticket["id"], part=part.index)
             async with session.put(url, data=data + check, headers=headers | HEADERS) as response:
-                if response.status != 200:
+                if response.status != 204:
                     self.errors[f"part: {response.status} {(await response.text())[:200]}"] += 1
         complete = messages.Complete(
             digest=self._layout.blob_id(self._digests), base_digest=digest, weight=1.0, steps=1, metrics={}

@@ -20,7 +20,7 @@ import importlib, json, os, sys
 sys.path.insert(0, {tests!r})
 import torch
 import atoll
-from atoll.testing.run import PRELOAD
+from harness.processes import PRELOAD
 from kit.models import build_model
 for module in PRELOAD:
     importlib.import_module(module)

@@ -72,6 +72,17 @@ def test_asks_for_as_many_sites_as_are_needed_and_for_none_with_another_model(tm
     assert told.endswith("than 1 (rounds.min_sites): the run waits. Start 1 of a and b again under the same name")
 
 
+@pytest.mark.covers("F35")
+def test_asks_for_another_site_if_the_only_one_has_another_model(tmp_path: Path) -> None:
+    with serving(tmp_path, **{"rounds.sites": 1, "rounds.min_sites": 1}) as server:
+        worker = atoll.join(server.url, site="a", folder=tmp_path / "workers")
+        with pytest.raises(SchemaMismatch), worker:
+            next(iter(worker)).load_into(nn.Linear(2, 1))
+        (told,) = wait_until(lambda: server.status().warnings, "the warning")
+    assert told.startswith("0 sites take part (a failed), and no round closes with fewer than 1 (rounds.min_sites)")
+    assert told.endswith("the run waits. Start another site")
+
+
 @pytest.mark.parametrize(
     ("settings", "floor"),
     [

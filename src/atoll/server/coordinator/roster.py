@@ -314,7 +314,7 @@ class Attendance:
 
 
 _OTHER_MODEL = f"{SchemaMismatch.__module__}.{SchemaMismatch.__name__}"
-"""What a site reports whose script trains another model: to start it again would not help."""
+"""How the error of a site begins if its script trains another model. Starting that site again would not help."""
 
 
 def short_of(state: State, roster: Mapping[str, Presence]) -> str:
@@ -325,8 +325,10 @@ def short_of(state: State, roster: Mapping[str, Presence]) -> str:
     away = {site: presence.ended for site, presence in sorted(roster.items()) if presence.ended}
     ended = f" ({listed([f'{site} {how}' for site, how in away.items()])})" if away else ""
     fit = [site for site in away if not roster[site].error.startswith(_OTHER_MODEL)]
-    which = f"{floor - here} of {listed(fit)}" if len(fit) > floor - here else listed(fit)
-    again = f"Start {which} again under the same name" if fit else "Start another site"
+    again = "Start another site"
+    if fit:
+        some = f"{floor - here} of " if len(fit) > floor - here else ""
+        again = f"Start {some}{listed(fit)} again under the same name"
     lower = f", or start the server again with {name} = {here}" if here else ""
     return (
         f"{here} {'site takes' if here == 1 else 'sites take'} part{ended}, and no round closes with fewer than "
