@@ -1,1 +1,1 @@
-"""What a server keeps on disk: the journal, slots of tensors, objects and the audit log."""
+"""The server's files on disk: the journal, the tensor files (slots), published objects and the audit log."""

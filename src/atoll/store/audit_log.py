@@ -1,18 +1,19 @@
-"""The audit log: what each site submitted, what was decided, what version came of it, chained by hashes; and its head.
+"""The audit log, a hash chain of every update, decision and version, and the head file, which notes the log's end.
 
-An entry is written in the transaction of the decision it records. An operator that notes the last hash somewhere else
-(`atoll audit` prints it) can show later that nothing before it was changed.
+An entry is written in the same transaction as the decision that it records. `atoll audit` prints the last hash. An
+operator that stores this hash elsewhere can show later that no entry up to it was changed.
 
-The journal's end lies in SQLite's write-ahead log, and SQLite drops what follows a damaged frame of it without a word.
-So the head file notes the end of the audit log. It is rewritten in place after each commit that adds an entry; it may
-be behind the journal after a kill, and is ahead of it only if the journal has lost its end:
+The newest transactions lie in SQLite's write-ahead log. If a frame of that log is damaged, SQLite silently drops all
+frames behind it. The head file makes such a loss visible. It is rewritten in place after each commit that adds an
+entry. After a kill, it may be behind the journal. It is ahead of the journal only if the journal has lost its end:
 
-    entry and hash are in the log       nothing is lost; what follows them was committed just before a kill
-    the log ends before                 the end is lost: a power loss may do that with durability `process`
-    the log has another hash there      journal and file are of different runs, or of different moments
+    the log has the noted entry and hash     nothing is lost; later entries were committed just before a kill
+    the log ends before the noted entry      the end is lost; with durability `process` a power loss may cause this
+    the log has another hash at that entry   journal and head file belong to different runs, or to different moments
 
-Except if an entry `lost` of the log names the file's hash: a start has found and noted that loss, and was itself killed
-before it rewrote the file. Its entry may have the very number of one that was lost.
+There is one exception: an entry `lost` of the log names the head file's hash. Then an earlier start has already found
+and recorded the loss, but was killed before it rewrote the head file. The number of that entry may be the number of a
+lost one.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ START = "0" * 64
 
 
 class AuditLog:
-    """The audit log of a journal."""
+    """The audit log of one journal."""
 
     def __init__(self, journal: Journal) -> None:
         self._journal = journal
@@ -47,7 +48,7 @@ class AuditLog:
         self._noted: tuple[int, str] | None = None  # the end that the head file has
 
     def append(self, what: str, **detail: Any) -> None:
-        """Add an entry, inside a transaction."""
+        """Add an entry to the log. Call it inside a transaction."""
         entries, previous = self._known_end()
         seq, at, text = entries + 1, now(), json.dumps(detail, sort_keys=True)
         digest = hash_of(seq, at, what, text, previous)
@@ -55,13 +56,13 @@ class AuditLog:
         self._end = seq, digest
 
     def keep_head(self, head: AuditHeadFile) -> None:
-        """Note the log's end in its head file, now and after each commit that moves it."""
+        """Write the log's end to the head file now, and again after each commit that adds an entry."""
         self._head = head
         self._note_end()
         self._journal.committed = self._note_end
 
     def close(self) -> None:
-        """Let go of the head file."""
+        """Close the head file."""
         if self._head is not None:
             self._head.close()
 
@@ -78,11 +79,12 @@ class AuditLog:
 
 
 Query = Callable[..., list[tuple[Any, ...]]]
-"""(SQL, *values) → every row: `Journal.rows`, or that of a reader beside the server."""
+"""(SQL, *values) → every row of the query: `Journal.rows`, or the query function of another process that reads the
+journal."""
 
 
 def hash_of(seq: int, at: str, what: str, detail_json: str, previous: str) -> str:
-    """Return the hash that an entry must have."""
+    """Return the hash of an entry with these fields: BLAKE3 of their JSON list, hex."""
     return blake3(json.dumps([seq, at, what, detail_json, previous]).encode()).hexdigest()
 
 
@@ -90,21 +92,21 @@ LOG = logging.getLogger("atoll.server")
 
 NAME = "audit.head"
 _BYTES = 512
-"""Within one sector and one page: the file is written whole or not at all."""
+"""Size of the head file. It fits into one disk sector and one page, so that a write is all or nothing."""
 _TRIES = 5
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 @dataclass(frozen=True)
 class AuditHead:
-    """The end of an audit log.
+    """The end of an audit log, as the head file notes it.
 
     Attributes:
-        entries: how many it has.
-        last_hash: of the last entry.
-        epoch: of the journal.
-        durability: that the server was started with.
-        boot: id of the system's start; another id means that the machine was started again since.
+        entries: number of entries in the log.
+        last_hash: hash of the last entry.
+        epoch: the journal's epoch.
+        durability: the durability that the server was started with.
+        boot: Linux's boot id; a different id means that the machine has rebooted since.
     """
 
     entries: int
@@ -119,9 +121,11 @@ class AuditHeadFile(OwnedFile):
 
     Args:
         folder: the state directory, locked by the caller.
+        durability: the durability that the server was started with.
+        epoch: the journal's epoch.
 
     Raises:
-        StoreError: it cannot be opened for writing.
+        StoreError: the head file cannot be opened for writing.
     """
 
     def __init__(self, folder: Path, durability: str, epoch: int) -> None:
@@ -137,7 +141,10 @@ class AuditHeadFile(OwnedFile):
             ) from error
 
     def write(self, entries: int, last_hash: str) -> None:
-        """Note that the audit log ends here. A failure leaves the earlier end, which is no error at a start."""
+        """Write the audit log's end to the head file.
+
+        If the write fails, the file keeps an earlier end. The next start accepts an earlier end without an error.
+        """
         if self.fd < 0:
             return
         note = seal(asdict(AuditHead(entries, last_hash, self._epoch, self._durability, self._boot)))
@@ -154,7 +161,7 @@ class AuditHeadFile(OwnedFile):
 
 
 def boot_id() -> str:
-    """Return the id of this start of the system; empty if the system has none."""
+    """Return Linux's boot id; empty if the system has none."""
     try:
         return _BOOT_ID.read_text(encoding="ascii").strip()
     except (OSError, ValueError):
@@ -165,7 +172,7 @@ def read_head(folder: Path) -> AuditHead | None:
     """Read the head file of a state directory; None if there is none.
 
     Raises:
-        NoteDamaged: it is not what was written.
+        NoteDamaged: the file cannot be read, or its content is not what a server wrote.
     """
     for attempt in range(1, _TRIES + 1):
         try:
@@ -181,13 +188,18 @@ def read_head(folder: Path) -> AuditHead | None:
 
 
 def require_same_log(head: AuditHead, rows: Query, where: Path) -> tuple[int, int]:
-    """Compare the head file with the log, as far as the log goes.
+    """Check that the head file and the audit log belong together, and count the entries that the log has lost.
+
+    Args:
+        head: content of the head file.
+        rows: query function of the journal.
+        where: state directory, for the error message.
 
     Returns:
-        Entries of the log, and how many of the file's entries the log lacks.
+        The number of entries in the log, and how many of the entries counted in `head` the log lacks.
 
     Raises:
-        StateCorrupt: the log has another entry in its place, and has not noted a loss.
+        StateCorrupt: the log has another hash at the noted entry, and no entry `lost` explains it.
     """
     entries, _ = tip(rows)
     if _is_noted_as_lost(head, rows):
@@ -209,6 +221,6 @@ def _is_noted_as_lost(head: AuditHead, rows: Query) -> bool:
 
 
 def tip(rows: Query) -> tuple[int, str]:
-    """Return the number of entries and the last hash, unchecked."""
+    """Return the number of entries and the last hash of the audit log, without checking the chain."""
     found = rows("SELECT seq, hash FROM audit ORDER BY seq DESC LIMIT 1")
     return (int(found[0][0]), str(found[0][1])) if found else (0, START)

@@ -1,11 +1,11 @@
-"""Slots: preallocated files that are rewritten, not recreated, and what holds them.
+"""Slots: preallocated files for tensors, which are rewritten in place instead of created anew.
 
-A slot is rewritten only when nothing holds it. Holders:
+Each slot counts its holds. A slot with a hold is never rewritten or removed. The kinds of holds:
 
-    journal    a row of the journal refers to its bytes
-    writer     its bytes are being written
-    pull       a holder of a pinned version reads it
-    reader     a worker of a swarm reads what it holds
+    journal    a row of the journal refers to the slot
+    writer     the slot is being written
+    pull       a pinned version or delta in the slot is being read, for example for a pull
+    reader     a worker of a swarm reads the slot
 """
 
 from __future__ import annotations
@@ -32,27 +32,28 @@ VERSION, STATE, SPOOL, DELTA = "version", "state", "spool", "delta"
 _NAME = re.compile(r"(version|state|spool|delta)-\d+-\d+\.(safetensors|bin)")
 READ_BYTES = 2**20
 STATE_SLOTS = 4
-"""Outer states of the head, the version before, the durable version and the one being written."""
+"""Slots for outer states: of the head, its predecessor, the durable version and the version that is being written."""
 _ROWS = {
     VERSION: ("versions", "slot"),
     STATE: ("versions", "state_slot"),
     DELTA: ("deltas", "slot"),
     SPOOL: ("tickets", "slot"),
 }
-"""Kind → the table and the column that refer to its slots."""
+"""Kind of slot → the table and the column that hold slot numbers of this kind."""
 
 Ranges = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
 class FileShape:
-    """What every slot of a kind looks like.
+    """Size, header and hashed regions that all slots of one kind and fragment share.
 
     Attributes:
-        nbytes: its size.
-        header: its first bytes; the same in every slot, written when it is made.
-        regions: for each digest of a row the ranges (offset, nbytes) that it covers, in order.
-        elsewhere: whether workers hold its bytes: the file here is empty, and its digests are theirs.
+        nbytes: file size.
+        header: first bytes of the file, the same in every slot; written when the file is created.
+        regions: one entry per digest in a journal row: the ranges (offset, nbytes) that the digest covers, in order.
+        elsewhere: True in a swarm: the workers hold the tensors, the server's file is empty, and the digests in the
+            journal come from the workers.
     """
 
     nbytes: int
@@ -62,20 +63,20 @@ class FileShape:
 
     @property
     def header_digest(self) -> bytes:
-        """BLAKE3 of the header; the journal has it, so that a start with other tensors is refused."""
+        """BLAKE3 of the header. The journal stores it, so that a start with other tensors is refused."""
         return blake3(self.header).digest()
 
 
 @dataclass(frozen=True)
 class FragmentShapes:
-    """The files of one fragment.
+    """The file shapes of one fragment.
 
     Attributes:
-        version: of a version.
-        state: of the outer state beside it; None if the outer optimizer keeps nothing.
+        version: shape of a version's file.
+        state: shape of the outer state's file; None if the outer optimizer keeps no state.
         update_bytes: size of an encoded update.
-        update_parts: (offset, nbytes) of each of its parts.
-        delta: of a difference that is pulled in place of a version; None if versions are pulled whole.
+        update_parts: (offset, nbytes) of each part of an update.
+        delta: shape of a delta's file; None if versions are always pulled whole.
     """
 
     version: FileShape
@@ -85,7 +86,10 @@ class FragmentShapes:
     delta: FileShape | None = None
 
     def elsewhere(self) -> FragmentShapes:
-        """Return the shapes where the workers hold the tensors: empty files, the same rows, no parts to come."""
+        """Return the shapes for a swarm, in which the workers hold the tensors.
+
+        The files are empty and updates have no parts. The journal rows keep the same number of digests.
+        """
 
         def empty(shape: FileShape | None) -> FileShape | None:
             return shape and FileShape(0, b"", tuple(() for _ in shape.regions), elsewhere=True)
@@ -95,7 +99,7 @@ class FragmentShapes:
         return FragmentShapes(version, empty(self.state), self.update_bytes, (), empty(self.delta))
 
     def by_kind(self) -> dict[str, FileShape]:
-        """Return kind → shape, of the kinds that the fragment has; a spool has a region for each part."""
+        """Return kind → shape for each kind of slot that the fragment needs. A spool has one region per part."""
         nbytes = 0 if self.version.elsewhere else self.update_bytes
         spool = FileShape(nbytes, b"", tuple((part,) for part in self.update_parts))
         shapes = {VERSION: self.version, SPOOL: spool, STATE: self.state, DELTA: self.delta}
@@ -104,10 +108,13 @@ class FragmentShapes:
 
 @dataclass(eq=False)
 class Slot:
-    """One file. `fd` stays open as long as the slot object lives, so that it never means another file.
+    """One slot file and its holds.
 
     Attributes:
-        one_writes: held during a write: the kernel serialises writes of a file, and lets the others spin.
+        fd: descriptor of the file. It stays open as long as this object lives, so its number is never reused.
+        holds: kind of holder → number of holds.
+        one_writes: lock for writes to this file. Without it, threads would spin in the kernel, which allows one write
+            to a file at a time.
     """
 
     number: int
@@ -121,7 +128,7 @@ class Slot:
 
     @property
     def free(self) -> bool:
-        """Whether nothing holds it, so that it may be rewritten or removed."""
+        """Whether the slot has no hold, so that it may be rewritten or removed."""
         return not self.holds
 
 
@@ -134,9 +141,10 @@ class SlotPool:
     """The slots of one kind and fragment.
 
     Args:
-        lock: the journal's: rows and holds change together.
-        most: a slot that becomes free while there are more is removed; None: free slots stay until `trim`.
-        in_memory: slots are memory files that only this process can open, and that end with it.
+        folder: folder of the files.
+        lock: the journal's lock, because journal rows and holds change together.
+        most: number of slots above which a slot that becomes free is removed. None: free slots stay until `trim`.
+        in_memory: whether slots are memory files (memfd), which end with this process.
     """
 
     def __init__(
@@ -157,14 +165,18 @@ class SlotPool:
         self._reserved: set[int] = set()
 
     def path(self, number: int) -> Path:
-        """Return the path of a slot; a memory file has its name alone."""
+        """Return the path of a slot. A memory file uses only its name, and has no path on disk."""
         return slot_path(self.folder, self.kind, self.fragment, number)
 
     def take(self, why: str) -> Slot:
-        """Hold a free slot; make a new file only if there is none.
+        """Hold a free slot and return it. If no slot is free, create one.
+
+        Args:
+            why: kind of the hold, such as `WRITER`.
 
         Raises:
-            DiskFull: no space for another; nothing of it is left behind. StoreError: it cannot be made.
+            DiskFull: the disk has no space for another slot; no partial file is left behind.
+            StoreError: the file cannot be created.
         """
         with self.lock:
             if self._free:
@@ -206,7 +218,11 @@ class SlotPool:
         return slot
 
     def adopt(self, number: int) -> Slot | None:
-        """Hold, for the journal, a slot that a row refers to; None if the file is not there in full."""
+        """Take over the slot that a journal row refers to after a restart, with one hold for the journal.
+
+        Returns:
+            The slot; None if its file is missing or has the wrong size.
+        """
         with self.lock:
             slot = self._slots.get(number)
             if slot is None:
@@ -225,14 +241,14 @@ class SlotPool:
         return self._slots[number]
 
     def hold(self, slot: Slot, why: str) -> None:
-        """Add one hold, to be ended by `drop`; while there is one, the slot is not rewritten."""
+        """Add one hold of kind `why` to a slot. `drop` ends the hold."""
         with self.lock:
             slot.holds[why] += 1
             if self._slots.get(slot.number) is slot:  # else it was removed, and another slot may have its number
                 self._free.discard(slot.number)
 
     def drop(self, slot: Slot, why: str) -> None:
-        """End one hold; without a hold the slot may be rewritten."""
+        """End one hold of kind `why`. After its last hold, a slot is free or, if there are too many, removed."""
         with self.lock:
             slot.holds[why] -= 1
             slot.holds += Counter()  # removes entries that have come to zero
@@ -244,7 +260,7 @@ class SlotPool:
 
     @contextmanager
     def held(self, slot: Slot, why: str) -> Iterator[None]:
-        """Hold a slot while the context lasts."""
+        """Hold a slot inside a `with` block."""
         self.hold(slot, why)
         try:
             yield
@@ -252,14 +268,14 @@ class SlotPool:
             self.drop(slot, why)
 
     def retain(self, numbers: Collection[int]) -> None:
-        """Drop the journal's hold of every slot but these."""
+        """End the journal's hold on every slot except those in `numbers`."""
         with self.lock:
             for slot in list(self._slots.values()):
                 if JOURNAL in slot.holds and slot.number not in numbers:
                     self.drop(slot, JOURNAL)
 
     def trim(self, keep: int = 0) -> None:
-        """Remove all free slots but `keep` of them."""
+        """Remove free slots until at most `keep` of them are left."""
         with self.lock:
             for number in sorted(self._free)[keep:]:
                 self._remove(self._slots[number])
@@ -270,7 +286,7 @@ class SlotPool:
             slot.path.unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Close every slot that only the journal holds; the others close with their last holder."""
+        """Close the slots that only the journal holds. Other slots close when the last reference to them ends."""
         with self.lock:
             for slot in self._slots.values():
                 if not slot.holds.keys() - {JOURNAL}:
@@ -279,7 +295,7 @@ class SlotPool:
             self._free.clear()
 
     def holds(self) -> dict[str, dict[str, int]]:
-        """Return file name → holder → how many times; {} for a free slot."""
+        """Return file name → kind of holder → number of holds; an empty dict for a free slot."""
         with self.lock:
             return {slot.path.name: dict(slot.holds) for _, slot in sorted(self._slots.items())}
 
@@ -288,8 +304,8 @@ class Slots:
     """All slots of a run: one pool for each kind and fragment.
 
     Args:
-        folder: of the files.
-        versions: that are kept and pinned at most, of each fragment.
+        folder: folder of the slot files.
+        versions: maximum number of kept and pinned versions per fragment.
         in_memory: as for `SlotPool`.
     """
 
@@ -300,10 +316,10 @@ class Slots:
         self._pools: dict[tuple[str, int], SlotPool] = {}
 
     def shape(self, fragments: Sequence[FragmentShapes]) -> None:
-        """Set the sizes of the run's files; before `Store.recover`, on every start.
+        """Set the file shapes of the run. Call it on every start, before `Store.recover`.
 
         Raises:
-            ConfigError: the run in this directory was begun with files of other sizes or headers.
+            ConfigError: the run in this directory was begun with other file sizes or headers.
         """
         self._shapes = tuple(fragments)
         shapes = {(f, kind): shape for f, each in enumerate(fragments) for kind, shape in each.by_kind().items()}
@@ -345,7 +361,7 @@ class Slots:
 
     @property
     def fragments(self) -> range:
-        """Of the run, once `shape` was called."""
+        """Numbers of the run's fragments; empty before `shape` is called."""
         return range(len(self._shapes))
 
     def shapes_of(self, fragment: int) -> FragmentShapes:
@@ -353,10 +369,10 @@ class Slots:
         return self._shapes[fragment]
 
     def pool(self, kind: str, fragment: int) -> SlotPool:
-        """Return the slots of a kind.
+        """Return the pool of slots of one kind and fragment.
 
         Raises:
-            UsageError: there is no such fragment, or `shape` was not called.
+            UsageError: the fragment has no slots of this kind, or `shape` was not called.
         """
         if (kind, fragment) not in self._pools:
             raise UsageError(
@@ -365,13 +381,13 @@ class Slots:
         return self._pools[kind, fragment]
 
     def drop_after_commit(self, kind: str, fragment: int, number: int | None) -> None:
-        """End the journal's hold of a slot once the transaction is committed; None: there is none."""
+        """End the journal's hold on slot `number` after the transaction's commit. If `number` is None, do nothing."""
         if number is not None:
             pool = self.pool(kind, fragment)
             self._journal.after_commit(lambda: pool.drop(pool[number], JOURNAL))
 
     def remove_unreferenced(self) -> None:
-        """Remove every file that no row of the journal refers to."""
+        """Remove every slot file that no journal row refers to."""
         for (kind, fragment), pool in self._pools.items():
             table, column = _ROWS[kind]
             rows = self._journal.rows(
@@ -385,7 +401,7 @@ class Slots:
                 path.unlink()
 
     def holds(self) -> dict[str, dict[str, int]]:
-        """Return every slot's file name → holder (journal, writer, pull, reader) → how often."""
+        """Return, for every slot, file name → kind of holder (journal, writer, pull, reader) → number of holds."""
         return {name: holds for pool in self._pools.values() for name, holds in pool.holds().items()}
 
     def close(self) -> None:
@@ -396,12 +412,15 @@ class Slots:
 
 
 def is_slot_name(name: str) -> bool:
-    """Return whether a file name is that of a slot, of whichever kind."""
+    """Return whether a file name is the name of a slot of any kind."""
     return _NAME.fullmatch(name) is not None
 
 
 def verify(fd: int, shape: FileShape, digests: tuple[bytes, ...]) -> bool:
-    """Return whether a file has the shape's header, and bytes of these digests."""
+    """Return whether a file has the header of `shape`, and regions that match `digests`.
+
+    If the workers hold the tensors (`shape.elsewhere`), only the number of digests is checked.
+    """
     if shape.elsewhere:
         return len(digests) == len(shape.regions)
     if len(digests) != len(shape.regions) or os.pread(fd, len(shape.header), 0) != shape.header:
@@ -410,7 +429,7 @@ def verify(fd: int, shape: FileShape, digests: tuple[bytes, ...]) -> bool:
 
 
 def region_digest(fd: int, ranges: Ranges) -> bytes:
-    """Return the BLAKE3 of ranges of a file; bytes behind its end count as none."""
+    """Return the BLAKE3 digest of the joined ranges of a file. A range is cut at the end of the file."""
     hasher = blake3()
     buffer = memoryview(bytearray(READ_BYTES))
     for offset, nbytes in ranges:
@@ -425,7 +444,7 @@ def region_digest(fd: int, ranges: Ranges) -> bytes:
 
 
 def disk_error(error: OSError, path: Path) -> StoreError:
-    """Return what an OSError means for the operator of the server."""
+    """Return the store's error for an OSError: `DiskFull` if space is lacking, else `StoreError`."""
     if error.errno in FULL:
         return DiskFull(f"The disk of {path.parent} is full.", "Make space; nothing was lost.")
     return StoreError(f"{path}: {error.strerror}.", "Look at the disk.")

@@ -1,8 +1,8 @@
-"""The journal: one SQLite file in WAL mode, one connection, one lock for it and for everything that must agree with it.
+"""The journal: one SQLite file in WAL mode, with one connection and one lock.
 
-A process that is killed at any instruction leaves either all of a transaction or nothing. What lives in memory beside
-the journal (the holders of a slot) follows it through `after_commit` and `after_rollback`. What was only read from it,
-and is remembered, holds while `undone` is the same.
+The lock also guards the state in memory that must agree with the journal, for example the holds of slots. Callbacks
+(`after_commit`, `after_rollback`) keep this state equal to the journal. A process that is killed at any instruction
+leaves all of a transaction or nothing. A cached value stays valid while `Journal.undone` is unchanged.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ _FSYNC = {sqlite3.SQLITE_IOERR_FSYNC, sqlite3.SQLITE_IOERR_DIR_FSYNC}
 _CORRUPT = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB}
 _BUSY = {sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED}
 BUSY_S = 5.0
-"""How long the journal waits for a lock of another program."""
+"""Seconds that the journal waits for another program's lock on the file."""
 LOG_PAGES = 16_000
-"""Of 4 KiB: the most that the write-ahead log grows to without `checkpoint`, which is called after every round."""
+"""Pages of 4 KiB in the write-ahead log at which SQLite checkpoints by itself. Usually `checkpoint` comes first."""
 
 NEW_RUN = (
     "Restore the whole directory from a backup, or begin a new run: another disk.state_dir, and model.source = "
@@ -40,23 +40,25 @@ NEW_RUN = (
 
 
 class Journal:
-    """See the module. Thread-safe; a transaction of one thread keeps all others out.
+    """The journal of one state directory. Thread-safe: during one thread's transaction all other threads wait.
 
     Attributes:
-        undone: how often changes were undone so far: what was read before may not hold any more.
-        committed: called after every commit, behind the actions of `after_commit`.
+        undone: number of rollbacks so far. A rollback makes cached values invalid.
+        committed: callback after every commit, behind the callbacks of `after_commit`.
     """
 
     def __init__(self, path: Path, durability: Durability, *, begin: bool = True) -> None:
-        """Open the journal, and make it where there is none.
+        """Open the journal at `path`, or create one if the file is missing or empty.
 
         Args:
-            durability: what a commit survives: `process`, a kill; `power`, a power loss too.
-            begin: whether it may be made; not beside files that only a journal can explain.
+            path: path of the SQLite file.
+            durability: what a commit survives. `process`: a kill of the server. `power`: also a power loss.
+            begin: whether a new journal may be created. False if files of an earlier run are there.
 
         Raises:
-            StateCorrupt: it is not a journal, or damaged, or of another Atoll; or it is missing and may not be made.
-            StoreError: it cannot be opened.
+            StateCorrupt: the file is no journal, is damaged or has another journal version. Or it is missing, and
+                `begin` is False.
+            StoreError: the file cannot be opened.
         """
         self.path, self.durability = path, durability
         self.lock = threading.RLock()
@@ -108,17 +110,17 @@ class Journal:
 
     @contextmanager
     def transaction(self, *, synced: bool = False) -> Iterator[None]:
-        """Make several changes one: all of them survive a kill, or none. A transaction inside another is a part of it.
+        """Group all changes inside a `with` block into one transaction. A nested block joins the outer transaction.
 
-        A part that fails before it has changed anything is forgotten, and the others may go on. After one that fails
-        later, the whole is undone, even where the part's error was caught.
+        If a nested block fails before it has changed a row, the outer transaction may go on. If it fails later, the
+        outer transaction cannot be committed any more, even if the error was caught.
 
         Args:
-            synced: on return it survives a power loss, whatever the journal's durability; outermost only.
+            synced: whether the commit survives a power loss, even with durability `process`. Outermost block only.
 
         Raises:
             DiskFull: nothing was changed; try again.
-            SyncFailed: what was written may be lost; every later call raises it, too.
+            SyncFailed: fsync failed, and the newest changes may be lost. Every later transaction raises this error.
         """
         with self.lock, self._translated:
             if self._broken:
@@ -165,48 +167,55 @@ class Journal:
         self._db.execute("COMMIT")
 
     def _forget(self, then: int, undo: int) -> None:
-        """Drop the actions of `after_commit` from a mark on, and run those of `after_rollback`."""
+        """Undo callbacks of a failed block: drop its `after_commit` ones, run its `after_rollback` ones, last first.
+
+        Args:
+            then: number of `after_commit` callbacks that were registered before the block.
+            undo: number of `after_rollback` callbacks that were registered before the block.
+        """
         actions = reversed(self._undo[undo:])
         del self._then[then:], self._undo[undo:]
         for action in actions:
             action()
 
     def after_commit(self, action: Callable[[], None]) -> None:
-        """Run `action`, which must not fail, under the lock once the outermost transaction is committed."""
+        """Call `action` under the lock after the outermost transaction is committed. `action` must not raise."""
         assert self._depth
         self._then.append(action)
 
     def after_rollback(self, action: Callable[[], None]) -> None:
-        """Run `action`, which must not fail, if this transaction is undone."""
+        """Call `action` if this transaction is rolled back. `action` must not raise."""
         assert self._depth
         self._undo.append(action)
 
     def insert(self, table: Table[Row], row: Row, otherwise: str = "") -> int:
-        """Add a row inside a transaction; return how many rows have changed.
+        """Insert a row and return the number of changed rows. Call it inside a transaction.
 
         Args:
-            otherwise: what becomes of a row that is there already: `ON CONFLICT …`.
+            table: table of the row.
+            row: the row to insert.
+            otherwise: an SQL clause `ON CONFLICT …` for a row that exists already.
         """
         return self.execute(f"{table.insert} {otherwise}", *table.write(row))
 
     def execute(self, sql: str, *values: Any) -> int:
-        """Change rows inside a transaction; return how many."""
+        """Execute one statement that changes rows, and return the number of changed rows. Call it in a transaction."""
         assert self._depth, "a change outside of a transaction"
         with self._translated:
             return self._db.execute(sql, values).rowcount
 
     def execute_many(self, sql: str, values: Iterable[tuple[Any, ...]]) -> None:
-        """Change rows inside a transaction, once for each tuple of values."""
+        """Execute a statement once for each tuple of values. Call it inside a transaction."""
         assert self._depth, "a change outside of a transaction"
         with self._translated:
             self._db.executemany(sql, values)
 
     def select(self, table: Table[Row], where: str = "", *values: Any) -> list[Row]:
-        """Return the rows of a table that a clause selects: `WHERE … ORDER BY …`."""
+        """Return the rows of a table that match an SQL clause `WHERE … ORDER BY …`."""
         return [table.read(row) for row in self.rows(f"{table.select} {where}", *values)]
 
     def first(self, table: Table[Row], where: str = "", *values: Any) -> Row | None:
-        """Return the first row that `select` would."""
+        """Return the first row that `select` would return; None if there is no row."""
         row = self.row(f"{table.select} {where}", *values)
         return None if row is None else table.read(row)
 
@@ -216,18 +225,18 @@ class Journal:
             return self._db.execute(sql, values).fetchall()
 
     def row(self, sql: str, *values: Any) -> tuple[Any, ...] | None:
-        """Return the first row of a query."""
+        """Return the first row of a query; None if there is no row."""
         with self.lock, self._translated:
             found: tuple[Any, ...] | None = self._db.execute(sql, values).fetchone()
             return found
 
     def value(self, sql: str, *values: Any) -> Any:
-        """Return the first column of the first row; None if there is no row."""
+        """Return the first column of a query's first row; None if there is no row."""
         row = self.row(sql, *values)
         return row[0] if row else None
 
     def count(self, name: str, by: int = 1) -> None:
-        """Move a counter, inside a transaction."""
+        """Add `by` to the counter `name`. Call it inside a transaction."""
         self.execute(
             "INSERT INTO counters VALUES (?, ?) ON CONFLICT (name) DO UPDATE SET value = value + excluded.value",
             name,
@@ -235,10 +244,14 @@ class Journal:
         )
 
     def sync(self, fd: int, what: str) -> None:
-        """Bring a file or a folder to the disk's own memory.
+        """Fsync a file or a folder.
+
+        Args:
+            fd: descriptor of the file or folder.
+            what: name of the file or folder for the error message.
 
         Raises:
-            SyncFailed: for good; no later call of the store succeeds.
+            SyncFailed: fsync failed. Every later transaction fails, too.
         """
         try:
             failpoint("fsync")
@@ -247,7 +260,7 @@ class Journal:
             raise self.sync_failed(what, error) from error
 
     def sync_folder(self, folder: Path) -> None:
-        """As `sync`, of the names in a folder."""
+        """Fsync a folder, so that its file names survive a power loss. Errors are those of `sync`."""
         fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             self.sync(fd, str(folder))
@@ -255,7 +268,12 @@ class Journal:
             os.close(fd)
 
     def sync_failed(self, what: str, error: OSError) -> SyncFailed:
-        """Remember that fsync failed, for good: the kernel may have dropped what it could not write."""
+        """Make every later transaction fail, and return the error: the kernel may have dropped unwritten data.
+
+        Args:
+            what: name of the file or folder for the error message.
+            error: the error of fsync.
+        """
         self._broken = SyncFailed(
             f"fsync of {what} failed: {error.strerror}; what was written last may be lost.",
             "Look at the disk, then start the server again; it falls back to what it can verify.",
@@ -263,12 +281,12 @@ class Journal:
         return self._broken
 
     def checkpoint(self) -> None:
-        """Move the write-ahead log into the database, while other threads go on.
+        """Copy the write-ahead log into the database file, without blocking other threads.
 
-        If no file can be opened, the next call does it.
+        If SQLite cannot open the file (too many open files), this call does nothing, and the next one tries again.
 
         Raises:
-            StoreError: the file was removed or replaced: a next start would not find what is written to it.
+            StoreError: the file was removed or replaced. The next start would not find later changes.
         """
         is_there = False
         with suppress(FileNotFoundError):
@@ -285,18 +303,18 @@ class Journal:
 
     @property
     def usable(self) -> bool:
-        """Whether it is open, and no fsync has failed."""
+        """Whether the journal is open, and no fsync has failed."""
         return not self.closed and self._broken is None
 
     def close(self) -> None:
-        """Let go of the file. Idempotent."""
+        """Close the connection to the file. Idempotent."""
         with self.lock:
             if not self.closed:
                 self.closed = True
                 self._db.close()
 
     def readable(self, error: sqlite3.Error) -> StoreError:
-        """Return what an error of SQLite means for the operator of the server."""
+        """Return the store's error for an error of SQLite."""
         code = getattr(error, "sqlite_errorcode", 0)
         if code & 0xFF == sqlite3.SQLITE_FULL:
             return DiskFull(f"The disk of {self.path.parent} is full.", "Make space; nothing was lost.")
@@ -313,14 +331,19 @@ class Journal:
 
 
 class _Translated:
-    """Raise errors of the store in place of SQLite's. A class, for speed: every statement enters it.
+    """A context manager that replaces SQLite's errors by the store's. Every statement enters it.
+
+    It is a class, which is faster than a generator with `contextmanager`.
 
     Raises:
-        DiskFull, SyncFailed, StateCorrupt, StoreError: what SQLite's error, or that of a full disk, means.
+        DiskFull: the disk is full.
+        SyncFailed: SQLite's fsync failed.
+        StateCorrupt: the file is damaged.
+        StoreError: any other error of SQLite.
     """
 
     def __init__(self, journal: Journal) -> None:
-        self._journal: Journal = weakref.proxy(journal)  # else its connection stays open until the collector comes
+        self._journal: Journal = weakref.proxy(journal)  # a cycle would keep the connection open until a collection
 
     def __enter__(self) -> None:
         pass
@@ -334,10 +357,13 @@ class _Translated:
 
 
 def journal_failed(error: StoreError) -> bool:
-    """Return whether an fsync failed, or SQLite for more than lack of space: only a new start tells what is left."""
+    """Return whether an error means that the journal is unusable until the server starts again.
+
+    True for a failed fsync, and for an error of SQLite that no retry can cure. False for a full disk.
+    """
     return isinstance(error, SyncFailed) or (isinstance(error.__cause__, sqlite3.Error) and passing(error) is None)
 
 
 def placeholders(values: Iterable[object]) -> str:
-    """Return `?, ?, ?` for `IN (…)`."""
+    """Return one `?` per value, separated by commas, for an SQL clause `IN (…)`."""
     return ", ".join("?" for _ in values)

@@ -1,11 +1,11 @@
-"""The journal's tables, what keeps their rows honest, and their rows as values.
+"""The journal's tables, their checksums, and one dataclass per table for its rows.
 
-What must never happen is a constraint of a table, so that no caller can make it happen. `heads` decides which versions
-exist: one UPDATE of it is the commit, and a version row above its head does not count.
+Impossible states are excluded by table constraints, so that no caller can create them. `heads` decides which versions
+exist: one UPDATE of `heads` commits a version, and a version row above its fragment's head does not count.
 
-SQLite has checksums over its write-ahead log, and none over its database. Temporary triggers of the server's own
-connection write `row_check`, so that no statement can forget it. A disk or another program that changes a value leaves
-a row that no longer agrees with its checksum.
+SQLite has checksums for its write-ahead log, but not for its database file. So each row has a checksum in the column
+`row_check`. Temporary triggers of the server's connection write the column, so that no statement can forget it. If a
+disk or another program changes a value, the row no longer matches its checksum.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ CHECKED = (
     *("meta", "run", "shapes", "members", "rounds", "tickets", "parts"),
     *("versions", "deltas", "heads", "history", "workflows"),
 )
-"""Tables with a column `row_check`. The audit log has its own hashes, and counters are for people."""
+"""Tables with a column `row_check`. The audit log has its own hashes, and counters are only displayed."""
 
 ROW_CHECK = "row_check INTEGER NOT NULL DEFAULT 0"
-"""The column of a row's checksum."""
+"""SQL definition of the checksum column."""
 
 UNCHECKED = {"row_check", "settings_json", "torch_build", "cpu_capability"}
-"""Columns that no checksum covers: a start compares them with its own settings, torch and CPU."""
+"""Columns that the checksum does not cover. A start compares them with its own settings, torch and CPU instead."""
 
 
 def row_check(*values: object) -> int:
-    """Return the CRC-32 of a row's values: any changed bit, and any changed run of up to 32 bits, changes it."""
+    """Return the CRC-32 of a row's values. It detects every single changed bit, and every burst of up to 32 bits."""
     return zlib.crc32(repr(values).encode())
 
 
 def keep(db: sqlite3.Connection) -> None:
-    """Give every row that this connection writes from now on its checksum."""
+    """Create the triggers that write the checksum of every row that this connection inserts or updates."""
     db.execute("PRAGMA temp_store = MEMORY")
     understand(db)
     for table in CHECKED:
@@ -52,12 +52,12 @@ def keep(db: sqlite3.Connection) -> None:
 
 
 def understand(db: sqlite3.Connection) -> None:
-    """Let statements of this connection use the function `row_check`."""
+    """Register the SQL function `row_check` on a connection."""
     db.create_function("row_check", -1, row_check, deterministic=True)
 
 
 def changed_row(db: sqlite3.Connection) -> str | None:
-    """Return the first row that is not what was written, as `table (key = value)`; None if there is none."""
+    """Return the first row that does not match its checksum, as `table (key = value)`; None if all rows match."""
     understand(db)
     for table in CHECKED:
         keys, columns = _columns(db, table)
@@ -70,7 +70,7 @@ def changed_row(db: sqlite3.Connection) -> str | None:
 
 
 def changed_definition(db: sqlite3.Connection) -> str | None:
-    """Return the first table or index that the file defines otherwise than the schema; None if there is none."""
+    """Return the first table or index in the file that differs from `SCHEMA`; None if there is no difference."""
     with_schema = sqlite3.connect(":memory:")
     try:
         with_schema.executescript(SCHEMA)
@@ -86,12 +86,12 @@ def _definitions(db: sqlite3.Connection) -> dict[str, str]:
 
 
 def _columns(db: sqlite3.Connection, table: str) -> tuple[list[str], list[str]]:
-    """Return the columns of the primary key, and those that the checksum covers."""
+    """Return two lists of a table's columns: the primary key, and the columns that the checksum covers."""
     found = [(name, key) for _, name, _, _, _, key in db.execute(f"PRAGMA main.table_info({table})")]
     return [name for name, key in found if key], [name for name, _ in found if name not in UNCHECKED]
 
 
-# -- Rows as values. Times are ISO 8601 in UTC; digests of parts are BLAKE3 bytes, of files hex.
+# -- Rows as dataclasses. Times are ISO 8601 in UTC. Digests are BLAKE3: bytes for parts, hex for files.
 
 
 MemberState = Literal["alive", "dead", "left", "failed"]
@@ -101,7 +101,7 @@ TicketState = Literal["open", "accepted", "counted", "refused", "expired"]
 
 @dataclass(frozen=True, slots=True)
 class RunRow:
-    """The run of a state directory; written once."""
+    """The run of a state directory. The row is written once."""
 
     run_id: str
     settings_json: str
@@ -117,8 +117,8 @@ class MemberRow:
     """A site and its newest lease.
 
     Attributes:
-        process: id of the process that holds the lease, and the seal of its secret.
-        weight: of its first update that counts, kept if a reducer needs the total weight; 0: it has none yet.
+        process: id of the process that holds the lease, with the hash of the lease's secret.
+        weight: weight of the site's first counted update; 0 if there is none, or if no reducer needs the total weight.
     """
 
     site: str
@@ -135,13 +135,13 @@ class MemberRow:
 
 @dataclass(frozen=True, slots=True)
 class RoundRow:
-    """The round from `base_version`.
+    """The round of a fragment that starts from `base_version`. A frozen round is closed, but not yet committed.
 
     Attributes:
         expected: sites that an open round waits for.
-        tickets: of a frozen round, in the order in which the pass reads them.
-        population: how many sites had ever joined when it was frozen.
-        total_weight: of all of them, as far as it was known then; 0 if no reducer needs it.
+        tickets: tickets of a frozen round, in the order in which their updates are reduced.
+        population: number of sites that had ever joined when the round was frozen.
+        total_weight: estimated total weight of these sites at that moment; 0 if no reducer needs it.
     """
 
     fragment: int
@@ -156,14 +156,14 @@ class RoundRow:
 
 @dataclass(frozen=True, slots=True)
 class TicketRow:
-    """A ticket and, once accepted, its update.
+    """A ticket and, after acceptance, its update.
 
     Attributes:
-        slot: number of its spool, while it has one.
-        digest: of the update, hex.
-        version: the version it went into, once counted.
+        slot: number of the spool's slot; None if the ticket has no spool.
+        digest: digest of the accepted update, hex.
+        version: version that the update went into, after it is counted.
         bytes: size of the accepted update.
-        accepted_order: its place among all accepted updates, from 1; 0: it is not accepted.
+        accepted_order: rank of the update among all accepted updates of the run, from 1; 0 before acceptance.
     """
 
     ticket: int
@@ -184,18 +184,18 @@ class TicketRow:
 
     @property
     def is_live(self) -> bool:
-        """Whether its update may still come, or waits to be reduced."""
+        """Whether the update may still arrive, or waits to be reduced."""
         return self.state in ("open", "accepted")
 
     @property
     def is_in(self) -> bool:
-        """Whether its update was acknowledged."""
+        """Whether the server has acknowledged the update."""
         return self.state in ("accepted", "counted")
 
 
 @dataclass(frozen=True, slots=True)
 class PartRow:
-    """A part that is on disk and was checked."""
+    """A part of an update that is on disk and passed its check; `sumsq` is the sum of squares of its values."""
 
     ticket: int
     part: int
@@ -205,13 +205,14 @@ class PartRow:
 
 @dataclass(frozen=True, slots=True)
 class VersionRow:
-    """A committed version that is still kept.
+    """A committed version with a file that is still kept.
 
     Attributes:
-        slot: number of its file.
-        state_slot: number of the outer state's file; None if there is none, or it is no longer kept.
-        digest: of the version, hex.
-        part_digests: one per region of the version's shape; `state_digests` likewise, empty without outer state.
+        slot: number of the version's slot.
+        state_slot: number of the outer state's slot; None if there is no outer state, or if it is no longer kept.
+        digest: digest of the version, hex.
+        part_digests: one digest per region of the version's shape.
+        state_digests: one digest per region of the outer state's shape; empty if the version has no outer state.
     """
 
     fragment: int
@@ -227,12 +228,14 @@ class VersionRow:
 
 @dataclass(frozen=True, slots=True)
 class DeltaRow:
-    """The difference that workers with the base pull in place of a version.
+    """A delta: the difference of a version from an older one. Workers that have the older version pull only the delta.
 
     Attributes:
-        slot: number of its file.
-        base_version, base_digest: of the version that it starts from.
-        digest: of the difference, hex; `part_digests` one per region of its shape.
+        version: the version that base and delta give together.
+        slot: number of the delta's slot.
+        base_version, base_digest: number and digest of the older version.
+        digest: digest of the delta, hex.
+        part_digests: one digest per region of the delta's shape.
     """
 
     fragment: int
@@ -246,7 +249,7 @@ class DeltaRow:
 
 @dataclass(frozen=True, slots=True)
 class HistoryRow:
-    """What the journal remembers of every version for ever."""
+    """Digest and summary of a version. The journal keeps this row after the version's file is gone."""
 
     fragment: int
     version: int
@@ -257,7 +260,7 @@ class HistoryRow:
 
 @dataclass(frozen=True, slots=True)
 class AuditRow:
-    """One entry of the audit log; `hash` is BLAKE3 over the rest, `prev_hash` that of the entry before."""
+    """One entry of the audit log; `hash` is the BLAKE3 of the other fields, `prev_hash` is the previous entry's."""
 
     seq: int
     at: str
@@ -269,7 +272,7 @@ class AuditRow:
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """Counts over the whole run. `bytes` are those of accepted updates."""
+    """Counts over the whole run; `bytes` is the total size of accepted updates."""
 
     versions: int
     counted: int
@@ -280,7 +283,7 @@ class Totals:
 
 
 def now() -> str:
-    """Return this moment, as rows write it."""
+    """Return the current time in UTC, as ISO 8601 with whole seconds."""
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
@@ -291,11 +294,12 @@ _TYPES = {str: "TEXT", int: "INTEGER", float: "REAL", bytes: "BLOB"}
 
 
 class Column(NamedTuple):
-    """How a table holds a field of its rows.
+    """The column for one field of a row's dataclass.
 
     Attributes:
-        sql: its definition.
-        load: column → field; `save` back; None: the column holds the field as it is.
+        sql: SQL definition of the column.
+        load: converts a column's value to the field's value; None if they are equal.
+        save: converts a field's value to the column's value; None if they are equal.
     """
 
     sql: str
@@ -304,7 +308,13 @@ class Column(NamedTuple):
 
     @classmethod
     def of(cls, name: str, kind: Any, default: object) -> Column:
-        """Return the column of a field of this type; collections are JSON, digests of parts one after the other."""
+        """Return the column for a field. Collections are stored as JSON, digests of parts as one concatenated blob.
+
+        Args:
+            name: name of the field.
+            kind: type annotation of the field.
+            default: default of the field; it becomes the column's default if it is a string or a number.
+        """
         given = f" DEFAULT {default!r}" if type(default) in (str, int, float) else ""
         if kind == tuple[bytes, ...]:
             return cls(f"{name} BLOB NOT NULL", _split_digests, b"".join)
@@ -320,12 +330,14 @@ class Column(NamedTuple):
 
 
 class Table(Generic[Row]):
-    """A table with values of a dataclass as its rows: one column for each field, of the same name.
+    """A table with one column for each field of a dataclass, under the field's name.
 
     Args:
-        more: further columns, then constraints.
+        name: name of the table.
+        row: dataclass of the rows.
+        more: SQL of further columns, then of constraints.
         checked: whether rows have a checksum.
-        ending: of its definition.
+        ending: SQL after the closing parenthesis of the definition.
     """
 
     def __init__(self, name: str, row: type[Row], *more: str, checked: bool = True, ending: str = "STRICT") -> None:
@@ -340,12 +352,12 @@ class Table(Generic[Row]):
         self.insert = f"INSERT INTO {name} ({names}) VALUES ({', '.join('?' for _ in self._columns)})"
 
     def read(self, values: tuple[Any, ...]) -> Row:
-        """Return the row that `select` gave."""
+        """Return the dataclass value for one row of a query that begins with `self.select`."""
         columns = self._columns.values()
         return self._row(*(c.load(value) if c.load else value for c, value in zip(columns, values, strict=True)))
 
     def write(self, row: Row) -> list[Any]:
-        """Return the values for `insert`."""
+        """Return the SQL values of a row, for the statement `self.insert`."""
         values = ((column, getattr(row, name)) for name, column in self._columns.items())
         return [column.save(value) if column.save else value for column, value in values]
 

@@ -1,11 +1,11 @@
-"""Objects that the server keeps for others: a safetensors file and a note each, in `objects/` of the state directory.
+"""Published objects that the server stores. Each is a safetensors file and a note in `objects/` of the state directory.
 
-    objects/ID.part           while its parts arrive; removed by a restart, and when no more bytes come
-    objects/ID.safetensors    complete; never changes
-    objects/ID.json           its note: sizes, digests, when it expires; written last, and replaced atomically
+    objects/ID.part           the file while its parts arrive; removed by a restart, or if no more bytes arrive
+    objects/ID.safetensors    the complete file; it never changes
+    objects/ID.json           the note: sizes, digests, expiry time; written last, and replaced atomically
 
-They are no part of the run: no journal row refers to them. An object that expires is unlinked; `Kept.gone` tells a
-request that still sends it to stop.
+Objects are independent of the run's journal: no row refers to them. When an object expires, its files are unlinked and
+`Kept.gone` is set, so that requests that still send the object stop.
 """
 
 from __future__ import annotations
@@ -30,23 +30,28 @@ LOG = logging.getLogger("atoll.server")
 
 MOST_OBJECTS = 10_000
 MOST_OPEN = 64
-"""Objects that may arrive at a time; each has a descriptor."""
+"""Maximum number of objects that arrive at the same time. Each needs an open descriptor."""
 HELD_S = 10 * 365 * 86400.0
-"""An object of the server's own does not expire."""
+"""Lifetime of the server's own objects, in seconds. It is so long that they do not expire."""
 
 
 @dataclass(eq=False)
 class Kept:
-    """An object.
+    """An object in the store, complete or still arriving.
 
     Attributes:
-        expires_at: seconds since 1970.
-        digests: of the parts that are on disk, by number.
-        fd: while parts arrive; −1 once it is complete.
-        touched_s: monotonic time of its last byte.
-        held: by the server itself, which alone ends it; it has no note, so a start removes it.
-        counts: towards the bytes that all together may have.
-        gone: set when it is no longer kept.
+        object: id of the object.
+        sealed: hash of the object's secret.
+        cuts: sizes of the object and its parts.
+        inline: whether the object's bytes travel within its manifest.
+        expires_at: expiry time in seconds since 1970.
+        digests: part number → BLAKE3, for the parts that are on disk.
+        fd: descriptor of the file while parts arrive; −1 after that.
+        touched_s: monotonic time at which the last byte arrived.
+        held: whether the object is the server's own. Only the server removes such an object. It has no note, so the
+            next start removes it.
+        counts: whether the object counts towards the store's `max_bytes`.
+        gone: event that is set when the object is removed.
     """
 
     object: str
@@ -63,7 +68,7 @@ class Kept:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def close(self) -> None:
-        """Take no more bytes. Idempotent."""
+        """Close the descriptor, so that no more bytes can be written. Idempotent."""
         with self.lock:
             fd, self.fd = self.fd, -1
         if fd >= 0:
@@ -71,18 +76,18 @@ class Kept:
 
     @property
     def manifest(self) -> Manifest:
-        """Of the whole; all parts must be there."""
+        """The object's manifest. All parts must be on disk."""
         return Manifest.of_cuts(self.cuts, [self.digests[index] for index in range(self.cuts.count)])
 
 
 class ObjectStore:
-    """The objects of one server. All calls come from its event loop; bytes are written by its pool.
+    """The published objects that one server stores. Calls come from the event loop, unless they say "any thread".
 
     Args:
-        folder: for objects alone; made when it is needed.
-        max_bytes: of all together.
-        max_expires_s: the longest time that an object is kept.
-        idle_timeout_s: an incomplete object of which no byte has come for so long is given up.
+        folder: folder for objects only; created when the first object needs it.
+        max_bytes: maximum size of all objects together.
+        max_expires_s: maximum lifetime of an object in seconds.
+        idle_timeout_s: an incomplete object is removed if no byte arrives for this many seconds.
     """
 
     def __init__(self, folder: Path, *, max_bytes: int, max_expires_s: float, idle_timeout_s: float) -> None:
@@ -91,16 +96,23 @@ class ObjectStore:
         self._kept: dict[str, Kept] = {}
         self._recover()
 
-    # -- what a publisher does
+    # -- calls of a publisher
 
     def open(self, cuts: Cuts, *, inline: bool, expires_s: float) -> tuple[Kept, str]:
-        """Make room for an object.
+        """Create an empty object, to which a publisher then sends the parts.
+
+        Args:
+            cuts: sizes of the object and its parts.
+            inline: whether the object's bytes travel within its manifest.
+            expires_s: wanted lifetime in seconds; at most `max_expires_s` is granted.
 
         Returns:
-            The object, and its secret, which the store does not keep.
+            The object and its secret. The store keeps only a hash of the secret.
 
         Raises:
-            BadRequest: it is larger than the limit. Busy: there is no room now. DiskFull: the disk has no room.
+            BadRequest: the object is larger than `max_bytes`.
+            Busy: there is no room now.
+            DiskFull: the disk is full.
         """
         self.sweep()
         if cuts.nbytes > self._max_bytes:
@@ -126,11 +138,11 @@ class ObjectStore:
         return kept, secret
 
     def write(self, kept: Kept, data: memoryview, offset: int) -> None:
-        """Write bytes of an object that arrives; from any thread.
+        """Write bytes of an arriving object at `offset`. Any thread may call it.
 
         Raises:
-            Gone: it is not kept any more.
-            DiskFull, StoreError: the disk's.
+            Gone: the object was removed, or is complete.
+            DiskFull, StoreError: the write failed.
         """
         try:
             with kept.lock:
@@ -145,11 +157,15 @@ class ObjectStore:
             raise disk_error(error, self._path(kept, "part")) from error
 
     def complete(self, kept: Kept, digest: str) -> None:
-        """Let an object be read once all its parts are there, also after a restart. Idempotent.
+        """Make an object readable, also after a restart of the server. All its parts must be on disk. Idempotent.
+
+        Args:
+            kept: the object.
+            digest: the digest that the publisher expects.
 
         Raises:
-            Conflict: parts are missing, or make up another digest.
-            DiskFull, StoreError: its note could not be written.
+            Conflict: parts are missing, or the parts give another digest.
+            DiskFull, StoreError: the note could not be written. The object is removed.
         """
         missing = kept.cuts.count - len(kept.digests)
         if missing:
@@ -164,20 +180,22 @@ class ObjectStore:
             temporary.write_text(json_files.seal(_note(kept)), encoding="utf-8")
             os.replace(temporary, note)
         except OSError as error:
-            self.drop(kept)  # without its note it is of no use
+            self.drop(kept)  # without its note the object is useless
             raise disk_error(error, note) from error
         kept.close()
 
-    # -- what the server itself publishes, and takes
+    # -- the server's own objects
 
     def draft(self) -> tuple[str, int]:
-        """Make a file for an object of the server's own, from any thread; it ends with `hold` or `discard`.
+        """Create the file of a new object. For the server's own object, call `hold` or `discard` after writing.
+
+        Any thread may call it.
 
         Returns:
             The object's id, and a descriptor that the caller closes.
 
         Raises:
-            DiskFull, StoreError: the disk's.
+            DiskFull, StoreError: the file cannot be created.
         """
         object_id = new_id()
         path = self.folder / f"{object_id}.part"
@@ -188,14 +206,23 @@ class ObjectStore:
             raise disk_error(error, path) from error
 
     def discard(self, object_id: str) -> None:
-        """Remove a draft."""
+        """Remove the file that `draft` created."""
         (self.folder / f"{object_id}.part").unlink(missing_ok=True)
 
     def hold(self, object_id: str, manifest: Manifest, *, inline: bool) -> tuple[Kept, str]:
-        """Let a draft that is written be read, until `drop` or the next start; returns it and its secret.
+        """Make a written draft readable, as the server's own object. It stays until `drop` or the next start.
+
+        Args:
+            object_id: id that `draft` returned.
+            manifest: manifest of the written bytes.
+            inline: whether the object's bytes travel within its manifest.
+
+        Returns:
+            The object and its secret.
 
         Raises:
-            Busy: there is no room. DiskFull, StoreError: the disk's.
+            Busy: there is no room.
+            DiskFull, StoreError: the file cannot be renamed.
         """
         taken = self._taken_bytes()
         if taken + manifest.nbytes > self._max_bytes:
@@ -214,10 +241,13 @@ class ObjectStore:
         return kept, secret
 
     def take(self, object_id: str, secret: str) -> tuple[Kept, int]:
-        """Hand a complete object over to the caller: it cannot be found any more, its bytes end with the descriptor.
+        """Remove a complete object from the store, and return it with a descriptor that the caller closes.
+
+        The file is unlinked at once. Its bytes exist until the descriptor is closed.
 
         Raises:
-            Gone, AuthError, Conflict: as `complete_one`.
+            Gone, AuthError: as in `find`.
+            Conflict: parts are missing, or the object is the server's own.
         """
         kept = self.complete_one(object_id, secret)
         self._require_not_held(kept)
@@ -226,12 +256,13 @@ class ObjectStore:
         return kept, fd
 
     def make_own(self, object_id: str, secret: str) -> Kept:
-        """Make a complete object the server's own: it stays until `drop`, or until the next start.
+        """Turn a complete object into the server's own. It stays until `drop` or the next start.
 
-        It counts no more towards `max_bytes`, so that objects that come after it find room.
+        The object no longer counts towards `max_bytes`, so that later objects find room.
 
         Raises:
-            Gone, AuthError, Conflict: as `complete_one`.
+            Gone, AuthError: as in `find`.
+            Conflict: parts are missing, or the object is the server's own already.
         """
         kept = self.complete_one(object_id, secret)
         self._require_not_held(kept)
@@ -243,13 +274,14 @@ class ObjectStore:
         if kept.held:
             raise Conflict(f"Object {kept.object[:8]} is the server's own.", "It ends with its task.")
 
-    # -- what a holder of the reference may do
+    # -- calls of a process that has the reference
 
     def find(self, object_id: str, secret: str) -> Kept:
-        """Return an object, if the secret is right.
+        """Return an object, complete or not, if the secret is right.
 
         Raises:
-            Gone: it is not kept here, or no longer. AuthError: the secret is wrong.
+            Gone: the store does not have the object, or it has expired.
+            AuthError: the secret is wrong.
         """
         kept = self._kept.get(object_id)
         if kept is not None and kept.expires_at <= time.time():
@@ -264,10 +296,11 @@ class ObjectStore:
         return kept
 
     def complete_one(self, object_id: str, secret: str) -> Kept:
-        """As `find`, of an object that is complete.
+        """Return a complete object, if the secret is right.
 
         Raises:
-            Conflict: parts are missing.
+            Gone, AuthError: as in `find`.
+            Conflict: the object is still arriving.
         """
         kept = self.find(object_id, secret)
         if kept.fd >= 0:
@@ -277,7 +310,7 @@ class ObjectStore:
         return kept
 
     def inline_bytes(self, kept: Kept) -> bytes | None:
-        """Return the bytes of a complete object, where they travel within its manifest."""
+        """Return the bytes of a complete object if they travel within its manifest, else None."""
         return self._path(kept, "safetensors").read_bytes() if kept.inline else None
 
     def reader(self, kept: Kept) -> int:
@@ -285,7 +318,12 @@ class ObjectStore:
         return os.open(self._path(kept, "safetensors"), os.O_RDONLY | os.O_CLOEXEC)
 
     def remove(self, object_id: str, secret: str) -> None:
-        """Remove an object."""
+        """Remove an object on request of its publisher.
+
+        Raises:
+            Gone, AuthError: as in `find`.
+            Conflict: the object is the server's own.
+        """
         kept = self.find(object_id, secret)
         self._require_not_held(kept)
         self.drop(kept)
@@ -293,7 +331,7 @@ class ObjectStore:
     # -- time
 
     def sweep(self) -> None:
-        """Remove objects that have expired, and incomplete ones that no longer arrive."""
+        """Remove objects that have expired, and incomplete objects that received no byte for `idle_timeout_s`."""
         now, now_s = time.time(), time.monotonic()
         for kept in list(self._kept.values()):
             if kept.expires_at <= now or (kept.fd >= 0 and kept.touched_s + self._idle_timeout_s < now_s):
@@ -301,21 +339,21 @@ class ObjectStore:
                 self.drop(kept)
 
     def close(self) -> None:
-        """Drop incomplete objects and those of the server itself; complete ones stay for the next start."""
+        """Remove incomplete objects and the server's own. Other complete objects stay for the next start."""
         for kept in list(self._kept.values()):
             if kept.fd >= 0 or kept.held:
                 self.drop(kept)
 
     def drop(self, kept: Kept) -> None:
-        """End an object. Idempotent."""
+        """Remove an object and its files, and set its event `gone`. Idempotent."""
         kept.gone.set()
         self._kept.pop(kept.object, None)
-        for kind in ("json", "safetensors", "part", "note"):  # the note first: without it the rest is swept at a start
+        for kind in ("json", "safetensors", "part", "note"):  # the note first: a start removes files without a note
             self._path(kept, kind).unlink(missing_ok=True)
         kept.close()
 
     def _recover(self) -> None:
-        """Take up objects that are complete and have not expired; remove everything else in the folder."""
+        """Load complete objects that have not expired, and remove all other files in the folder."""
         now, wanted = time.time(), set[str]()
         names = sorted(os.listdir(self.folder)) if self.folder.is_dir() else []
         for name in names:
@@ -350,7 +388,7 @@ def _note(kept: Kept) -> dict[str, Any]:
 
 
 def _read_note(path: Path) -> Kept | None:
-    """Read a note; None if it is damaged, or of another object."""
+    """Read an object from its note; None if the note is damaged or belongs to another object."""
     try:
         note: Mapping[str, Any] = json_files.unseal(path.read_bytes())
         kept = Kept(

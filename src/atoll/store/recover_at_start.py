@@ -1,7 +1,7 @@
-"""What a start does: find the newest version that verifies, drop what does not, remove what nothing refers to.
+"""Recovery at a server's start: find the newest intact version, drop damaged data, remove files without a journal row.
 
-Each step is one transaction, and the journal is recoverable after each; files go last. So after a kill at any
-instruction the same recovery gives the same run.
+Each step is one transaction, and the journal is recoverable after each step. Files are removed last. So after a kill at
+any instruction, another recovery gives the same run.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from atoll.store.versions import Versions
 
 
 class Recovery:
-    """Brings a run to where it can go on. See `Store.recover`."""
+    """One recovery of a run at a server's start. `Store.recover` says what it does."""
 
     def __init__(
         self, journal: Journal, audit: AuditLog, slots: Slots, run_log: RunLog, tickets: Tickets, versions: Versions
@@ -29,10 +29,13 @@ class Recovery:
         self._run_log, self._tickets, self._versions = run_log, tickets, versions
 
     def run(self) -> tuple[str, ...]:
-        """Recover everything; return a sentence for each thing that was lost.
+        """Recover versions, deltas and spools, and remove files without a journal row.
+
+        Returns:
+            One sentence for each loss.
 
         Raises:
-            StateCorrupt: no version verifies; nothing was changed.
+            StateCorrupt: no version of a fragment matches its digests. This fragment is unchanged.
         """
         fell_back = []
         for fragment in self._slots.fragments:
@@ -47,7 +50,7 @@ class Recovery:
                 self._versions.drop_old(fragment)
         with self._journal.transaction():
             for (path,) in self._journal.rows("SELECT path FROM exports_under_way"):
-                Path(path).unlink(missing_ok=True)  # an export that a killed process was writing
+                Path(path).unlink(missing_ok=True)  # the partial file of an export in a killed server
             self._journal.execute("DELETE FROM exports_under_way")
         self._slots.remove_unreferenced()
         return (*fell_back, *warnings)
@@ -55,7 +58,14 @@ class Recovery:
     # -- versions
 
     def _recover_head(self, fragment: int) -> list[str]:
-        """Make the newest version that verifies the head; return what to say about it."""
+        """Make the newest intact version of a fragment its head.
+
+        Returns:
+            A sentence about the fall back; empty if the head is intact or the fragment has no version.
+
+        Raises:
+            StateCorrupt: no version of the fragment matches its digests.
+        """
         head = self._journal.value("SELECT version FROM heads WHERE fragment = ?", fragment)
         if head is None:
             return []
@@ -68,7 +78,7 @@ class Recovery:
                 NEW_RUN,
             )
         pool = self._slots.pool
-        with self._journal.transaction():  # older ones are kept as far as they are there; a worker checks their bytes
+        with self._journal.transaction():  # older versions stay unless their files are missing; workers check the bytes
             for row in rows[rows.index(good) + 1 :]:
                 if pool(VERSION, fragment).adopt(row.slot) is None:
                     self._versions.forget(row)
@@ -81,7 +91,7 @@ class Recovery:
         version = self._slots.pool(VERSION, row.fragment).adopt(row.slot)
         if version is None or not verify(version.fd, shapes.version, row.part_digests):
             return False
-        if not row.state_digests:  # the first one, before any outer step
+        if not row.state_digests:  # the version has no outer state, such as version 0
             return True
         if row.state_slot is None or shapes.state is None:
             return False
@@ -89,7 +99,7 @@ class Recovery:
         return state is not None and verify(state.fd, shapes.state, row.state_digests)
 
     def _recover_deltas(self, fragment: int) -> None:
-        """Keep whole differences of versions that are kept."""
+        """Remove the rows of deltas that are damaged or belong to a version that is not kept."""
         shape = self._slots.shapes_of(fragment).delta
         kept = {row.version for row in self._versions.kept(fragment)}
         with self._journal.transaction():
@@ -101,7 +111,11 @@ class Recovery:
                     )
 
     def _fall_back(self, fragment: int, head: int, version: int) -> str:
-        """Forget what came after `version`, in one transaction."""
+        """Make `version` the head again in one transaction: expire later updates, delete later rounds and versions.
+
+        Returns:
+            A sentence about the loss.
+        """
         reason = f"version {head} of fragment {fragment} was lost, the run goes on from version {version}"
         with self._journal.transaction():
             lost = self._tickets.select(
@@ -137,13 +151,20 @@ class Recovery:
     # -- updates
 
     def _expire(self, ticket: TicketRow, reason: str) -> None:
-        """End a ticket with a slot that no pool has adopted; its file is removed because nothing refers to it."""
+        """Expire a ticket without touching its slot, which may be missing.
+
+        `remove_unreferenced` removes the slot's file later, because no row refers to it any more.
+        """
         without_slot = TicketRow(ticket.ticket, ticket.site, ticket.fragment, ticket.base_version, ticket.state)
         self._tickets.end([without_slot], "expired", reason)
         self._audit.append("expired", ticket=ticket.ticket, site=ticket.site, reason=reason)
 
     def _recover_spool(self, ticket: TicketRow) -> list[str]:
-        """Check what was received under a live ticket; return what to say about it."""
+        """Check the received parts of an open or accepted ticket, and drop what is damaged.
+
+        Returns:
+            A sentence about the loss; empty if nothing was lost.
+        """
         if ticket.slot is None:
             return []
         slot = self._slots.pool(SPOOL, ticket.fragment).adopt(ticket.slot)
@@ -170,7 +191,7 @@ class Recovery:
         return [f"Ticket {ticket.ticket} of {ticket.site} has expired: {reason}; it is submitted again."]
 
     def _bad_parts(self, ticket: TicketRow, slot: Slot | None) -> list[int]:
-        """Return the recorded parts that do not match their digests, and the parts that an accepted update lacks."""
+        """Return the numbers of recorded parts with a wrong digest, and of parts that an accepted update lacks."""
         ranges = self._slots.shapes_of(ticket.fragment).update_parts
         recorded = self._tickets.parts(ticket.ticket)
 

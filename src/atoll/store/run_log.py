@@ -1,4 +1,4 @@
-"""The run, its members, rounds, history and workflows, as rows of the journal: what the round machine decided."""
+"""The journal's rows about the run, its sites, rounds, version history and workflows."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from atoll.store.journal_tables import (
 
 
 class RunLog:
-    """What a journal knows of its run beside tickets and versions."""
+    """The journal's record of a run, except tickets and versions."""
 
     def __init__(self, journal: Journal, audit: AuditLog) -> None:
         self._journal, self._audit = journal, audit
@@ -33,7 +33,7 @@ class RunLog:
 
     @property
     def epoch(self) -> int:
-        """Raised by every start and every fall back; shown in the status."""
+        """The journal's epoch. It rises at every start, and whenever the run falls back to an older version."""
         return int(self._journal.value("SELECT epoch FROM meta"))
 
     @property
@@ -43,14 +43,14 @@ class RunLog:
 
     @property
     def run_id(self) -> str:
-        """Of the run of this directory; empty before `create_run`."""
+        """The id of this directory's run; empty before `create_run`."""
         return str(self._journal.value("SELECT run_id FROM run") or "")
 
     def create_run(self, row: RunRow) -> None:
-        """Begin the run of this directory.
+        """Record the run of this directory.
 
         Raises:
-            StoreError: it has one already.
+            StoreError: the directory has a run already.
         """
         if self.run:
             raise StoreError(
@@ -61,25 +61,33 @@ class RunLog:
 
     @property
     def finished(self) -> bool:
-        """Whether the last round is committed."""
+        """Whether the run is over."""
         return bool(self._journal.value("SELECT finished FROM meta"))
 
     def finish(self, finished: bool = True) -> None:
-        """Record that the run is over; or, with False, that it goes on, because it was given more rounds."""
+        """Record that the run is over. With False, record that it continues, because its settings allow more rounds."""
         with self._journal.transaction():
             if self.finished != finished:
                 self._journal.execute("UPDATE meta SET finished = ?", int(finished))
                 self._audit.append("finished" if finished else "continued")
 
     def totals(self) -> Totals:
-        """Return counts over the whole run."""
+        """Return the run's counters, such as the number of counted updates."""
         values = dict(self._journal.rows("SELECT name, value FROM counters"))
         return Totals(**{name: values.get(name, 0) for name in Totals.__slots__})
 
     # -- members
 
     def put_member(self, site: str, lease: int, *, process: str = "", host: str = "", labels_json: str = "{}") -> None:
-        """Let a site take part under a lease, which ends its earlier ones."""
+        """Record that a site is alive under a new lease, which replaces its earlier lease.
+
+        Args:
+            site: name of the site.
+            lease: number of the lease.
+            process: id of the worker process, with the hash of the lease's secret.
+            host: host of the worker.
+            labels_json: labels of the site.
+        """
         with self._journal.transaction():
             self._journal.insert(
                 MEMBERS,
@@ -90,9 +98,13 @@ class RunLog:
             )
 
     def end_member(self, site: str, lease: int, why: str, detail: str = "") -> None:
-        """Record that a site no longer takes part; `why` is dead, left or failed.
+        """Record that a site no longer takes part. If the site has a newer lease or is not alive, change nothing.
 
-        Nothing happens if it has a newer lease, or this one has ended before.
+        Args:
+            site: name of the site.
+            lease: number of the lease that ends.
+            why: the new state: "dead", "left" or "failed".
+            detail: a reason for the status.
         """
         with self._journal.transaction():
             ended = self._journal.execute(
@@ -106,10 +118,10 @@ class RunLog:
                 self._journal.count("deaths")
 
     def member(self, site: str) -> MemberRow:
-        """Return one member.
+        """Return the row of a site.
 
         Raises:
-            StoreError: no site of that name ever joined.
+            StoreError: no site of this name ever joined.
         """
         row = self._journal.first(MEMBERS, "WHERE site = ?", site)
         if row is None:
@@ -117,25 +129,30 @@ class RunLog:
         return row
 
     def members(self) -> tuple[MemberRow, ...]:
-        """Return every site that ever joined, by name."""
+        """Return the rows of all sites that ever joined, sorted by name."""
         return tuple(self._journal.select(MEMBERS, "ORDER BY site"))
 
     def next_lease(self) -> int:
-        """Return the number of the next lease: above every one that was ever given."""
+        """Return the number for the next lease: one above the highest so far."""
         return int(self._journal.value("SELECT coalesce(max(lease), 0) + 1 FROM members"))
 
     def kept_weight(self, site: str) -> float:
-        """Return the first weight of a site of which an update counts; 0 if none counts, or weights are not kept."""
+        """Return the weight of the site's first counted update; 0 if no update counts, or if weights are not kept."""
         found = self._journal.value("SELECT weight FROM members WHERE site = ? AND rounds_counted > 0", site)
         return float(found or 0.0)
 
     # -- rounds
 
     def open_round(self, fragment: int, base_version: int, expected: Sequence[str]) -> None:
-        """Open the round from `base_version`; it waits for the sites of `expected`. Again, it changes these.
+        """Open the round from `base_version`, or change the expected sites of the open round.
+
+        Args:
+            fragment: the fragment.
+            base_version: the version that the round starts from.
+            expected: sites that the round waits for.
 
         Raises:
-            StoreError: that round is frozen or over.
+            StoreError: the round is frozen or committed.
         """
         with self._journal.transaction():
             changed = self._journal.insert(
@@ -147,13 +164,16 @@ class RunLog:
                 raise _not_open(fragment, base_version)
 
     def freeze(self, fragment: int, base_version: int, tickets: Sequence[int], *, keep_weights: bool = False) -> None:
-        """Close a round with exactly these tickets, in this order. The same again changes nothing.
+        """Close a round with exactly these tickets, in this order. If it is closed with them already, change nothing.
 
         Args:
-            keep_weights: note the first weight of each site, and the total weight of all sites.
+            fragment: the fragment.
+            base_version: the version that the round starts from.
+            tickets: the tickets of the updates that count.
+            keep_weights: also record the first weight of each of their sites, and the total weight of all sites.
 
         Raises:
-            StoreError: the round is not open, or a ticket is not an accepted one of its version or an earlier one.
+            StoreError: the round is not open, or a ticket is not accepted, or a ticket starts from a later version.
         """
         with self._journal.transaction():
             row = self.round(fragment, base_version)
@@ -184,7 +204,10 @@ class RunLog:
                 self._weigh(fragment, base_version, tickets)
 
     def _weigh(self, fragment: int, base_version: int, tickets: Sequence[int]) -> None:
-        """W = the sum of the weights of the sites heard × (registered sites / sites heard)."""
+        """Store the estimated total weight of all sites: known weight × registered sites / sites with a known weight.
+
+        Also store the weight of each site with its first update. A site's weight is known from its first update on.
+        """
         marks = placeholders(tickets)
         self._journal.execute(
             "UPDATE members SET weight = (SELECT tickets.weight FROM tickets WHERE tickets.site = members.site "
@@ -208,34 +231,39 @@ class RunLog:
         )
 
     def round(self, fragment: int, base_version: int) -> RoundRow | None:
-        """Return the round from a version; None if it never opened, or was over long ago."""
+        """Return the round from `base_version`; None if it never opened, or was committed before the latest round."""
         return self._journal.first(ROUNDS, "WHERE fragment = ? AND base_version = ?", fragment, base_version)
 
     def rounds(self) -> tuple[RoundRow, ...]:
-        """Return open and frozen rounds."""
+        """Return all open and frozen rounds, sorted by fragment."""
         return tuple(self._journal.select(ROUNDS, "WHERE state IN ('open', 'frozen') ORDER BY fragment"))
 
     def has_begun(self, fragment: int) -> bool:
-        """Return whether a round was ever opened in a fragment."""
+        """Return whether a round was ever opened for a fragment."""
         sql = "SELECT 1 FROM rounds WHERE fragment = ?1 UNION SELECT 1 FROM history WHERE fragment = ?1 AND version > 0"
         return self._journal.row(sql, fragment) is not None
 
     # -- history
 
     def history(self, limit: int | None = 100, fragment: int | None = None) -> list[HistoryRow]:
-        """Return the last `limit` versions that were committed (None: all), oldest first, kept or not."""
+        """Return the last `limit` committed versions, oldest first. Their files may be gone.
+
+        Args:
+            limit: number of versions; None returns all.
+            fragment: only versions of this fragment; None returns those of all fragments.
+        """
         where = "WHERE NOT lost AND (?1 IS NULL OR fragment = ?1) ORDER BY seq DESC LIMIT ?2"
         return self._journal.select(HISTORY, where, fragment, -1 if limit is None else limit)[::-1]
 
     def version_digest(self, fragment: int, version: int) -> str | None:
-        """Return the digest of a version, kept or not; None if the run has no such version."""
+        """Return the digest of a committed version; None if the run has no such version. Its file may be gone."""
         found: str | None = self._journal.value(
             "SELECT digest FROM history WHERE fragment = ? AND version = ? AND NOT lost", fragment, version
         )
         return found
 
     def lost_versions(self, fragment: int = 0) -> tuple[int, ...]:
-        """Return the numbers below the head of versions that were lost when the run fell back."""
+        """Return the numbers of the lost versions below the head. Versions are lost when the run falls back."""
         found = self._journal.rows(
             "SELECT version FROM history WHERE lost AND fragment = ?1 "
             "AND version < (SELECT heads.version FROM heads WHERE heads.fragment = ?1) ORDER BY version",
@@ -246,11 +274,15 @@ class RunLog:
     # -- workflows
 
     def ended_workflows(self) -> dict[int, str]:
-        """Return place in the run's list → name, of the workflows that have ended."""
+        """Return the workflows that have ended: place in the run's list → name."""
         return dict(self._journal.rows("SELECT place, name FROM workflows ORDER BY place"))
 
     def end_workflow(self, place: int, name: str) -> None:
         """Record the end of a workflow.
+
+        Args:
+            place: place in the run's list of workflows.
+            name: name of the workflow.
 
         Raises:
             DiskFull: nothing was recorded; try again.
@@ -262,7 +294,7 @@ class RunLog:
             self._audit.append("workflow", place=place, name=name)
 
     def forget_workflows_from(self, place: int) -> None:
-        """Run this workflow and those behind it again."""
+        """Delete the record that the workflows from `place` on have ended, so that they run again."""
         with self._journal.transaction():
             self._journal.execute("DELETE FROM workflows WHERE place >= ?", place)
 

@@ -1,12 +1,12 @@
-"""The state directory of a run: everything that a server must still know after it was killed.
+"""The state directory of a run: everything that a server needs to continue after a kill.
 
     <directory>/lock             locked by the server that uses the directory
     <directory>/journal.sqlite   every decision, as rows
     <directory>/audit.head       where the audit log ended at the last commit
     <directory>/slots/           versions, outer states and spools: preallocated files that are rewritten
 
-Bytes go to slots first, then a row says that they are there; no row exists without its bytes. On every start
-a server makes a `Store`, then calls `store.slots.shape` and `store.recover`, then it uses the parts of the store.
+Bytes are written to a slot before a journal row refers to them, so no row exists without its bytes. On every start a
+server creates a `Store`, then calls `store.slots.shape`, then `store.recover`. After that it may use the store.
 """
 
 from __future__ import annotations
@@ -38,22 +38,22 @@ LOG = logging.getLogger("atoll.server")
 __all__ = ["FileShape", "FragmentShapes", "Store"]
 
 Files = Sequence[tuple[int, int | None]]
-"""The descriptors of each fragment: of a version, and of the outer state beside it."""
+"""For each fragment: the descriptor of a version, and that of its outer state or None."""
 
 Contents = Callable[[Files], Iterator[memoryview]]
-"""What to write, in order."""
+"""A function that yields the content of an export in order, read from these files."""
 
 
 class Store:
-    """The state of one run on disk. Synchronous and thread-safe; calls that move bytes belong in a pool thread.
+    """The state of one run on disk. Thread-safe. Its calls block, so call those that move bytes in a pool thread.
 
     Attributes:
-        journal: transactions.
+        journal: the journal, for transactions.
         audit: the audit log.
-        run_log: the run, its members, rounds, history and workflows.
-        slots: the files.
-        tickets: tickets, and the updates that come under them.
-        versions: versions, and what goes down in their place.
+        run_log: rows about the run, its sites, rounds, history and workflows.
+        slots: the slot files.
+        tickets: the tickets and their updates.
+        versions: the versions and deltas.
     """
 
     def __init__(
@@ -65,18 +65,20 @@ class Store:
         max_pins: int = 4,
         in_memory: bool = False,
     ) -> None:
-        """Lock a state directory, make it if there is none, and raise its epoch.
+        """Create or open a state directory, lock it, and raise its epoch.
 
         Args:
-            durability: what an acknowledged update survives: `process`, the server being killed at any instruction;
-                `power`, a power loss too.
-            keep_versions: versions that can always be pulled.
-            max_pins: further versions that slow pulls may hold.
-            in_memory: slots lie in memory: of the run, only the journal outlives the process.
+            directory: path of the state directory.
+            durability: what an acknowledged update survives. `process`: a kill of the server at any instruction.
+                `power`: also a power loss.
+            keep_versions: number of newest versions that can always be pulled.
+            max_pins: number of further versions that slow pulls may hold.
+            in_memory: whether slots are in memory. If so, only the journal outlives the process.
 
         Raises:
-            StateLocked: another server uses it.
-            StateCorrupt: its journal is damaged, or is missing while slots are there.
+            StateLocked: another server uses the directory.
+            StateCorrupt: the journal is damaged, or it is missing while slots are there.
+            StoreError: the directory cannot be created or locked.
         """
         self.directory = directory = Path(directory)
         try:
@@ -115,7 +117,7 @@ class Store:
             raise
 
     def _begin_epoch(self, start: verify_journal.Start) -> AuditHeadFile:
-        """Log what was found, raise the epoch, and note from here on where the audit log ends."""
+        """Log the warnings of the start, raise the epoch, and begin to write the head file of the audit log."""
         for warning in start.warnings:
             LOG.warning("%s", warning)
         with self.journal.transaction(synced=True):
@@ -130,23 +132,23 @@ class Store:
         return head
 
     def recover(self) -> tuple[str, ...]:
-        """Bring the run to where it can go on; on every start, after `slots.shape`, before anything else.
+        """Check the files against the journal and drop what is damaged. Call it on every start, after `slots.shape`.
 
-        Heads are verified by their digests. If one does not verify, the newest version that does (at worst the durable
-        one) takes its place: later updates expire, later rounds are forgotten, the epoch rises. Damaged parts of open
-        tickets are dropped; a damaged accepted update expires, and its round opens again. Files that nothing refers to
-        are removed. A frozen round stays as it is: its pass has to run again.
+        Each head is verified by its digests. If a head is damaged, the newest intact version replaces it, at worst the
+        durable version. Then later updates expire, later rounds are deleted, and the epoch rises. Damaged parts of open
+        tickets are dropped. A damaged accepted update expires, and its round opens again. Files without a journal row
+        are removed. A frozen round stays frozen; the server has to reduce its updates again.
 
         Returns:
-            A sentence for each thing that was lost.
+            One sentence for each loss.
 
         Raises:
-            StateCorrupt: no version verifies; nothing was changed.
+            StateCorrupt: no version of a fragment matches its digests. This fragment is unchanged.
         """
         return Recovery(self.journal, self.audit, self.slots, self.run_log, self.tickets, self.versions).run()
 
     def free_bytes(self) -> int:
-        """Return the bytes that are left for this user on the disk of the state directory, or in memory."""
+        """Return the free bytes on the state directory's disk for this user; with slots in memory, the free memory."""
         if self.slots.in_memory:
             lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
             return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
@@ -154,10 +156,10 @@ class Store:
         return info.f_bavail * info.f_frsize
 
     def require_space(self, min_free_bytes: int) -> None:
-        """Refuse a request that takes disk (or memory, in runs in memory) while little of it is left.
+        """Raise an error if less than `min_free_bytes` of disk are free; with slots in memory, of memory.
 
         Raises:
-            DiskFull: it can be asked for again later.
+            DiskFull: too little is free. The request may be repeated after the error's `retry_after_s`.
         """
         free = self.free_bytes()
         if free < min_free_bytes:
@@ -172,16 +174,21 @@ class Store:
     def export(
         self, target: Path, heads: Sequence[int], header: bytes, contents: Contents, *, with_state: bool = False
     ) -> Path:
-        """Write a model to `target`, replacing what is there in one step.
+        """Write a model file to `target`, replacing an existing file atomically.
 
         Args:
+            target: path of the file.
             heads: the version of each fragment.
-            contents: what follows the header.
-            with_state: whether the outer state beside each is needed, too.
+            header: first bytes of the file.
+            contents: function that yields the bytes behind the header.
+            with_state: whether `contents` needs the outer states, too.
+
+        Returns:
+            `target`.
 
         Raises:
-            Gone: a version, or the outer state beside it, is not kept.
-            DiskFull: nothing is left behind.
+            Gone: a version or its outer state is not kept.
+            DiskFull: the disk is full. No partial file is left behind.
             SyncFailed: fsync failed; the server must end.
         """
         with contextlib.ExitStack() as stack:
@@ -190,7 +197,7 @@ class Store:
                 pin = stack.enter_context(self.versions.pin(fragment, version, with_state=with_state))
                 files.append((pin.fd, pin.state_fd))
             temp = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp").absolute()
-            with self.journal.transaction():  # so that a start after a kill can remove it
+            with self.journal.transaction():  # so that the next start can remove the partial file after a kill
                 self.journal.execute("INSERT INTO exports_under_way VALUES (?)", str(temp))
             try:
                 temp.parent.mkdir(parents=True, exist_ok=True)
@@ -205,9 +212,9 @@ class Store:
         return target
 
     def close(self) -> None:
-        """Let go of the directory; of a finished run only the journal, the last version and what is beside it stay.
+        """Close and unlock the directory. If the run is finished, first remove all versions except the last.
 
-        Slots that have other holders are closed with the last of them.
+        A slot that is still pinned or written stays open until the last reference to it ends.
         """
         with self.journal.lock:
             if self.journal.closed:
@@ -236,7 +243,10 @@ def _failing(runs: Iterator[memoryview]) -> Iterator[memoryview]:
 
 
 def directory_gone(state_dir: Path) -> StoreError | None:
-    """Return the error to report if a state directory or one of its files is gone: it explains any other failure."""
+    """Return an error if the state directory, its slots folder or its journal is missing; None if all are there.
+
+    Report this error instead of any other failure, because it is the cause.
+    """
     for path in (state_dir, state_dir / "slots", state_dir / "journal.sqlite"):
         if not path.exists():
             return StoreError(
@@ -250,7 +260,10 @@ def directory_gone(state_dir: Path) -> StoreError | None:
 
 
 def _has_begun(directory: Path) -> bool:
-    """Return whether the audit log of a journal there has had entries: an empty or missing one has lost them."""
+    """Return whether the directory's head file shows that a journal with audit entries was there.
+
+    If so, an empty or missing journal has been lost.
+    """
     try:
         head = read_head(directory)
     except NoteDamaged:
@@ -259,7 +272,14 @@ def _has_begun(directory: Path) -> bool:
 
 
 def _lock(directory: Path) -> int:
-    """Allow one server per state directory, even if the file that names it was removed."""
+    """Lock the state directory for this process and return the lock's descriptor.
+
+    The lock is on the directory, so it also works if the file `lock` was removed.
+
+    Raises:
+        StateLocked: another process holds the lock.
+        StoreError: the directory cannot be locked.
+    """
     path = directory / "lock"
     try:
         return take_folder(directory)

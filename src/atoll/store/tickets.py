@@ -1,4 +1,4 @@
-"""Tickets and their updates. One ticket, one update, accepted by one statement, counted at most once."""
+"""Tickets and their updates. A ticket takes one update. One SQL statement accepts it; it counts at most once."""
 
 from __future__ import annotations
 
@@ -22,16 +22,22 @@ class Tickets:
     def __init__(self, journal: Journal, audit: AuditLog, slots: Slots) -> None:
         self._journal, self._audit, self._slots = journal, audit, slots
         self._spools: dict[int, Spool] = {}
-        self._live: dict[int, TicketRow] = {}  # as the journal has them: each is read several times
+        self._live: dict[int, TicketRow] = {}  # cache of live tickets, because each is read several times
         self._live_as_of = journal.undone
 
     # -- rows
 
     def issue(self, ticket: int, site: str, fragment: int, base_version: int) -> TicketRow:
-        """Give a site the right to one update.
+        """Record a new open ticket, and return its row.
+
+        Args:
+            ticket: number of the ticket.
+            site: name of the site.
+            fragment: the fragment.
+            base_version: version that the site trains from.
 
         Raises:
-            StoreError: the number is taken, or the site has a ticket of that round that is neither refused nor expired.
+            StoreError: the number is taken, or the site has a ticket of this round that is not refused or expired.
         """
         row = TicketRow(ticket, site, fragment, base_version, "open")
         with self._journal.transaction():
@@ -40,10 +46,10 @@ class Tickets:
         return row
 
     def get(self, ticket: int) -> TicketRow:
-        """Return a ticket, whatever became of it.
+        """Return a ticket in any state.
 
         Raises:
-            Gone: this run has never issued it.
+            Gone: this run has never issued the ticket.
         """
         with self._journal.lock:
             tickets = self._known()
@@ -60,8 +66,9 @@ class Tickets:
         """Return an open or accepted ticket.
 
         Raises:
-            Gone: there is no such ticket.
-            TicketClosed: it is counted or expired. UpdateRefused: it is refused.
+            Gone: this run has never issued the ticket.
+            TicketClosed: the ticket is counted or expired.
+            UpdateRefused: the ticket is refused.
         """
         row = self.get(ticket)
         if not row.is_live:
@@ -69,38 +76,47 @@ class Tickets:
         return row
 
     def _known(self) -> dict[int, TicketRow]:
-        """Return the live tickets that were read, as the journal has them; under the lock."""
+        """Return the cache of live tickets, emptied if the journal was rolled back. Call it under the lock."""
         if self._live_as_of != self._journal.undone:
             self._live.clear()
             self._live_as_of = self._journal.undone
         return self._live
 
     def change(self, sql: str, tickets: Sequence[int], *values: Any) -> None:
-        """Change rows inside a transaction: the `?`s of `sql` are `values`, then the ticket."""
+        """Execute an SQL statement once for each ticket, and drop these tickets from the cache. Call in a transaction.
+
+        Args:
+            sql: statement with a `?` for each of `values`, then one for the ticket.
+            tickets: numbers of the tickets.
+            values: further values for `sql`, the same for all tickets.
+        """
         for ticket in tickets:
             self._live.pop(ticket, None)
         self._journal.execute_many(sql, [(*values, ticket) for ticket in tickets])
 
     def select(self, where: str, *values: Any) -> tuple[TicketRow, ...]:
-        """Return the tickets that a clause selects, by number."""
+        """Return the tickets that match an SQL condition, sorted by number."""
         return tuple(self._journal.select(TICKETS, f"WHERE {where} ORDER BY ticket", *values))
 
     def live(self) -> tuple[TicketRow, ...]:
-        """Return every open and accepted ticket, by number."""
+        """Return all open and accepted tickets, sorted by number."""
         return self.select("state IN ('open', 'accepted')")
 
     def to_go_on(self) -> tuple[TicketRow, ...]:
-        """Return open and accepted tickets, and every ticket of a round from a head, by number."""
+        """Return the tickets that a restarted server needs, sorted by number.
+
+        These are all open and accepted tickets, and all tickets of the rounds that start from a current head.
+        """
         return self.select(
             "state IN ('open', 'accepted') OR (fragment, base_version) IN (SELECT fragment, version FROM heads)"
         )
 
     def next_number(self) -> int:
-        """Return the number of the next ticket: above every one that was ever issued."""
+        """Return the number for the next ticket: one above the highest so far."""
         return int(self._journal.value("SELECT coalesce(max(ticket), 0) + 1 FROM tickets"))
 
     def newest_bases(self, fragment: int = 0) -> dict[str, int]:
-        """Return site → the version that its newest ticket is for."""
+        """Return site → base version of the site's newest ticket in a fragment."""
         return dict(
             self._journal.rows(
                 "SELECT site, base_version FROM tickets WHERE ticket IN "
@@ -110,13 +126,13 @@ class Tickets:
         )
 
     def last_of(self, site: str, fragment: int = 0) -> TicketRow | None:
-        """Return the newest ticket of a site."""
+        """Return the newest ticket of a site in a fragment; None if there is none."""
         return self._journal.first(
             TICKETS, "WHERE site = ? AND fragment = ? ORDER BY ticket DESC LIMIT 1", site, fragment
         )
 
     def last_counted(self, site: str) -> TicketRow | None:
-        """Return a site's newest ticket with an update that counts; of a run of one fragment."""
+        """Return the site's newest counted ticket; None if there is none. Only for runs with one fragment."""
         return self._journal.first(
             TICKETS, "WHERE site = ? AND fragment = 0 AND state = 'counted' ORDER BY ticket DESC LIMIT 1", site
         )
@@ -124,11 +140,11 @@ class Tickets:
     # -- spools and parts
 
     def spool(self, ticket: int) -> Spool:
-        """Return the spool of an open or accepted ticket; the first call finds a slot for it.
+        """Return the spool of an open or accepted ticket. The first call assigns a slot to the ticket.
 
         Raises:
-            Gone, TicketClosed, UpdateRefused: as `require_live`.
-            DiskFull: no space for its slot.
+            Gone, TicketClosed, UpdateRefused: as in `require_live`.
+            DiskFull: the disk has no space for the slot.
         """
         with self._journal.lock:
             if ticket in self._spools:
@@ -137,7 +153,7 @@ class Tickets:
             if row.slot is not None:
                 return self._open_spool(row, self._slots.pool(SPOOL, row.fragment)[row.slot])
         pool = self._slots.pool(SPOOL, row.fragment)
-        slot = pool.take(WRITER)  # a new file may take its time, so without the lock
+        slot = pool.take(WRITER)  # without the lock, because creating a file may be slow
         try:
             with self._journal.transaction():
                 row = self.require_live(ticket)
@@ -178,26 +194,28 @@ class Tickets:
                 self.drop_part(ticket, part)
 
     def drop_part(self, ticket: int, part: int) -> None:
-        """Forget a recorded part, inside a transaction."""
+        """Delete the row of a recorded part. Call it inside a transaction."""
         self._journal.execute("DELETE FROM parts WHERE ticket = ? AND part = ?", ticket, part)
 
     def parts(self, ticket: int) -> dict[int, PartRow]:
-        """Return the recorded parts of a ticket, by number."""
+        """Return the recorded parts of a ticket: part number → row."""
         return {row.part: row for row in self._journal.select(PARTS, "WHERE ticket = ? ORDER BY part", ticket)}
 
     def record_part(
         self, ticket: int, part: int, digest: bytes, sumsq: float, writer: PartWriter | None = None
     ) -> None:
-        """Record that a part is on disk with these bytes.
+        """Record that a part is on disk and passed its check.
 
         Args:
-            digest: BLAKE3 of the bytes that `writer` wrote, 32 bytes.
-            sumsq: sum of squares of its values; finite.
-            writer: of these bytes; nothing is recorded if another writer has begun the part since.
+            ticket: number of the ticket.
+            part: number of the part.
+            digest: BLAKE3 of the part's bytes, 32 bytes.
+            sumsq: sum of squares of the part's values; finite.
+            writer: the writer of these bytes. If another writer has begun the part since, nothing is recorded.
 
         Raises:
             TicketClosed, UpdateRefused: the ticket is no longer open.
-            WriterCancelled: the bytes are being written again.
+            WriterCancelled: another request is writing the part again.
         """
         with self._journal.transaction():
             row = self.require_live(ticket)
@@ -213,23 +231,33 @@ class Tickets:
             self._journal.after_commit(lambda: failpoint("part.recorded"))
 
     def close_spools(self) -> None:
-        """Take no further byte of any update: the server stops."""
+        """Close all spools, so that later writes fail. Called when the server stops."""
         for spool in self._spools.values():
             spool.close(StoreError("The server is stopping.", "Send it again when it is back."))
         self._spools.clear()
         self._live.clear()
 
-    # -- what becomes of an update
+    # -- accept, refuse, expire
 
     def accept(
         self, ticket: int, digest: str, weight: float, steps: int, metrics: Mapping[str, float], norm: float
     ) -> TicketRow:
-        """Take the update: from here on it counts. The same digest again gives the same row.
+        """Accept the update of a ticket. A repeated call with the same digest returns the same row.
+
+        With durability `power`, the spool is on disk before the ticket is accepted.
+
+        Args:
+            ticket: number of the ticket.
+            digest: digest of the update, hex.
+            weight: weight of the update; positive.
+            steps: number of local steps.
+            metrics: metrics of the worker.
+            norm: norm of the update.
 
         Raises:
-            Conflict: an update of other bytes was accepted under this ticket.
-            TicketClosed, UpdateRefused: the ticket has expired, or was refused; the reason is in the message.
-            BadRequest: parts are missing; they are named.
+            Conflict: an update with another digest was accepted under this ticket.
+            TicketClosed, UpdateRefused: the ticket has expired or was refused. The message says why.
+            BadRequest: parts are missing. The message lists them.
             SyncFailed: fsync failed; the server must end.
         """
         if self._journal.durability == "power" and (row := self.get(ticket)).state == "open":
@@ -249,7 +277,7 @@ class Tickets:
             if row.state != "open":
                 raise why_closed(row)
             self._require_parts(row)
-            spool = self.spool(ticket)  # in a swarm it has none yet
+            spool = self.spool(ticket)  # in a swarm the ticket has no spool yet
             failpoint("accept.before")
             nbytes = self._slots.shapes_of(row.fragment).update_bytes
             self.change(
@@ -290,26 +318,27 @@ class Tickets:
             )
 
     def refuse(self, ticket: int, reason: str) -> TicketRow:
-        """Refuse the update of an open ticket. Again, or after the end of the ticket, it changes nothing.
+        """Refuse the update of an open ticket and return the ticket. If the ticket has ended before, change nothing.
 
         Raises:
-            StoreError: it was accepted before.
+            StoreError: the update is accepted or counted.
         """
         self._end_open([ticket], "refused", reason)
         return self.get(ticket)
 
     def expire(self, tickets: Sequence[int], reason: str) -> None:
-        """End open tickets; those that ended before stay as they are.
+        """Expire the open ones among these tickets. Tickets that are refused or expired stay unchanged.
 
         Raises:
-            StoreError: one was accepted: an acknowledged update stays in its round.
+            StoreError: a ticket is accepted or counted. Its update stays in its round.
         """
         self._end_open(tickets, "expired", reason)
 
     def reopen(self, fragment: int, base_version: int, tickets: Sequence[int], reason: str) -> None:
-        """Open a round again after its accepted updates were lost with the worker that had collected them.
+        """Open a round of a swarm again, because the worker that collected its accepted updates was lost.
 
-        Accepted tickets become open ones; the round, frozen or not, is open. The same again changes nothing.
+        The accepted ones among `tickets` become open. If the round is frozen, it becomes open. A repeated call changes
+        no ticket and no round.
         """
         with self._journal.transaction():
             rows = [row for row in map(self.get, tickets) if row.state == "accepted"]
@@ -342,9 +371,15 @@ class Tickets:
                 self._audit.append(state, ticket=row.ticket, site=row.site, reason=reason)
 
     def end(self, rows: Sequence[TicketRow], state: TicketState, reason: str, version: int | None = None) -> None:
-        """Give tickets their last state, inside a transaction.
+        """Give tickets their final state, and delete their parts. Call it inside a transaction.
 
-        Their spools are free once it is committed and nothing writes them.
+        After the commit, the tickets' slots become free as soon as no writer holds them.
+
+        Args:
+            rows: the tickets.
+            state: the final state.
+            reason: the reason, for messages.
+            version: the version that the updates went into, for state "counted".
         """
         assert state in get_args(TicketState)
         tickets = [row.ticket for row in rows]
@@ -371,10 +406,10 @@ class Tickets:
 
 
 def why_closed(row: TicketRow) -> AtollError:
-    """Return why nothing more can be sent under a ticket.
+    """Return the error for a request that sends bytes under a ticket that is no longer open.
 
-    A refused update is refused to every part of it and to the message that completes it: several are on their way at
-    once, also from several ranks, and the first answer decides.
+    For a refused ticket, every such request gets `UpdateRefused`: each part, and the message that completes the update.
+    Several requests may be under way at once, also from several ranks, and the worker acts on the first answer.
     """
     if row.state == "refused":
         return UpdateRefused(

@@ -1,7 +1,7 @@
-"""The bytes of one update on their way in: a slot, cut into parts, with at most one writer each.
+"""The spool: the bytes of one arriving update, in a slot. Each part has at most one writer.
 
-A retry of a part replaces its writer. The old writer is cancelled and joined, its pwrite included, before the new one
-exists; so no late byte of a lost connection can overwrite what a newer request has written.
+A retry of a part replaces the part's writer. The old writer is cancelled, and its running pwrite ends, before the new
+writer is returned. So a late byte of a lost connection cannot overwrite bytes of a newer request.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from atoll.store.file_slots import WRITER, Ranges, Slot, SlotPool, disk_error
 
 
 class WriterCancelled(StoreError):
-    """Another request writes this part now; the old request needs no answer."""
+    """Another request writes this part now, so the old request needs no answer."""
 
 
 class PartWriter:
-    """Writes the bytes of one part in order. Made by `Spool.begin_part`; end it with `abandon`."""
+    """A writer that appends the bytes of one part. `Spool.begin_part` creates it; end it with `abandon`."""
 
     def __init__(self, spool: Spool, part: int, lock: threading.Lock) -> None:
         self.part = part
@@ -34,17 +34,17 @@ class PartWriter:
 
     @property
     def complete(self) -> bool:
-        """Whether every byte of the part is written, and no other writer has begun it since."""
+        """Whether all bytes of the part are written, and this writer was not cancelled."""
         return self.written == self.nbytes and self._cancelled is None
 
     def write(self, data: bytes | memoryview) -> None:
-        """Append to the part. With durability `power` the part is on disk when its last bytes are written.
+        """Append bytes to the part. With durability `power`, the call with the last bytes also fsyncs the slot.
 
         Raises:
-            WriterCancelled: a newer writer has the part, or it was given up.
-            TicketClosed: the ticket was refused or has expired.
-            BadRequest: more bytes than the part has.
-            DiskFull: nothing is lost; the part can be sent again.
+            WriterCancelled: a newer writer has begun the part, or this writer was abandoned.
+            TicketClosed, UpdateRefused: the ticket is no longer open.
+            BadRequest: the part would get too many bytes.
+            DiskFull: the disk is full; the part can be sent again later.
             SyncFailed: fsync failed; the server must end.
         """
         try:
@@ -73,18 +73,18 @@ class PartWriter:
             self._spool.sync()
 
     def abandon(self) -> None:
-        """Write no further byte; a part that was not recorded by now cannot be. Never fails."""
+        """Cancel this writer. If its part is not recorded yet, the part has to be written again. Never raises."""
         self.cancel(WriterCancelled(f"Part {self.part} was given up."))
 
     def cancel(self, reason: AtollError) -> None:
-        """Let every later write raise `reason`. A write under way goes on to its end: see `join`."""
+        """Make every later `write` raise `reason`. A running write goes on to its end; `join` waits for it."""
         self._cancelled = self._cancelled or reason
-        if self._lock.acquire(blocking=False):  # else a write is under way, and lets go of the slot at its end
+        if self._lock.acquire(blocking=False):  # else a write is running, and releases the slot at its end
             self._lock.release()
             self._release()
 
     def join(self) -> None:
-        """Wait until no write of this part, by this writer or one before it, is under way."""
+        """Wait for a running write of this part, by this writer or an earlier one."""
         with self._lock:
             pass
 
@@ -96,12 +96,15 @@ class PartWriter:
 
 
 class Spool:
-    """The spool of one open or accepted ticket. `Tickets.spool` gives it.
+    """The spool of one open or accepted ticket. `Tickets.spool` returns it.
 
     Args:
+        ticket: number of the ticket.
+        pool: pool of the slot.
+        slot: slot for the bytes.
         ranges: (offset, nbytes) of each part.
-        forget: called with ticket and part, under the lock, before new bytes of a part are written.
-        sync: fsyncs the slot, once a part is written; None with durability `process`.
+        forget: callback with ticket and part, under the lock, before a part is written anew. It deletes the part's row.
+        sync: function that fsyncs the slot, called after each part; None with durability `process`.
     """
 
     def __init__(
@@ -122,15 +125,15 @@ class Spool:
 
     @property
     def fd(self) -> int:
-        """Of the slot; it belongs to the store. Hold the slot if the ticket may end meanwhile."""
+        """Descriptor of the slot. Do not close it. Hold the slot if the ticket may end while you use it."""
         return self.slot.fd
 
     def begin_part(self, part: int) -> PartWriter:
-        """Write a part, from its first byte. Its earlier writer is cancelled, and has stopped when this returns.
+        """Return a new writer for a part, from the part's first byte. An earlier writer is cancelled and has stopped.
 
         Raises:
-            TicketClosed: the ticket is no longer open.
-            BadRequest: the update has no such part.
+            TicketClosed, UpdateRefused: the ticket is no longer open.
+            BadRequest: the update has no part with this number.
         """
         if not 0 <= part < len(self.ranges):
             raise BadRequest(f"Part {part} does not exist; the update has {len(self.ranges)}.")
@@ -147,17 +150,17 @@ class Spool:
         return writer
 
     def require_written(self, part: int, writer: PartWriter | None) -> None:
-        """Refuse to record a part while its bytes may be changing.
+        """Raise an error unless the part is completely written by `writer`. None accepts any writer.
 
         Raises:
-            WriterCancelled: a newer writer than `writer` has begun it, or it was never completed.
+            WriterCancelled: a newer writer has begun the part, or the part is incomplete.
         """
         current = self._writers.get(part)
         if (writer is not None and current is not writer) or (current is not None and not current.complete):
             raise WriterCancelled(f"Part {part} of ticket {self.ticket} is being written again.")
 
     def close(self, reason: AtollError) -> None:
-        """Take no further byte: cancel every writer."""
+        """Cancel all writers, and make later writes and `begin_part` raise `reason`."""
         self._closed = reason
         for writer in self._writers.values():
             writer.cancel(reason)

@@ -1,7 +1,7 @@
-"""Is a journal what was written? Check its end, and its rows against the audit log.
+"""Check that a journal is intact: that its end is not lost, and that its rows agree with the audit log.
 
-A start checks what it is going to use; `atoll audit` checks everything. Both read the log from its end, entry by entry,
-and check the chain of hashes on the way.
+A server's start checks the rows that it is going to use. `atoll audit` checks all rows. Both read the audit log from
+its last entry backwards, and check the hash chain at the same time.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from atoll.store.journal import placeholders
 from atoll.store.journal_tables import AuditRow
 
 _UPDATE = ("site", "fragment", "base_version", "digest", "weight", "steps", "norm")
-"""Columns that the row and the entry of an accepted update share."""
+"""Values of an accepted update that both the ticket's row and the audit entry have."""
 _PAGE = 1000
 _REMEDY = (
     "Look at disk and memory of this machine. Restore the whole directory from a backup, or begin a new run: another "
@@ -39,11 +39,12 @@ _REMEDY = (
 
 @dataclass
 class Start:
-    """What a start has found.
+    """Result of the check at a server's start.
 
     Attributes:
-        lost: the end that the log had, if it has lost entries, as a power loss may cause.
-        warnings: for the log.
+        lost: content of the head file, if a power loss has cut off the journal's end; else None.
+        lost_entries: number of audit entries that are lost.
+        warnings: sentences for the server's log.
     """
 
     lost: AuditHead | None = None
@@ -52,10 +53,14 @@ class Start:
 
 
 def at_start(rows: Query, directory: Path) -> Start:
-    """Check what a start is going to use.
+    """Check the rows that a server's start is going to use.
+
+    Args:
+        rows: query function of the journal.
+        directory: the state directory.
 
     Raises:
-        StateCorrupt: the journal has lost its end, and no power loss explains it; or a row and the log differ.
+        StateCorrupt: the journal has lost its end, and no power loss explains it. Or a row and the audit log differ.
     """
     start, head = Start(), None
     try:
@@ -74,16 +79,18 @@ def at_start(rows: Query, directory: Path) -> Start:
 
 
 def everything(rows: Query, directory: Path, head: AuditHead | None) -> tuple[int, str]:
-    """Compare every row that the audit log records with its entry.
+    """Compare all rows that the audit log records with their entries.
 
     Args:
-        head: read before the journal, which a server may write meanwhile.
+        rows: query function of the journal.
+        directory: the state directory.
+        head: content of the head file. Read it before the journal, because a running server may write both.
 
     Returns:
         The number of entries, and the last hash.
 
     Raises:
-        StateCorrupt: the first difference is named.
+        StateCorrupt: a row and the log differ; the message names the first difference. Or the log has lost its end.
     """
     if head is not None and (missing := require_same_log(head, rows, directory)[1]):
         raise StateCorrupt(
@@ -126,11 +133,12 @@ def _compare(rows: Query, directory: Path, *, since: int, everything: bool) -> N
 
 
 class _Comparison:
-    """One pass over the audit log from its end.
+    """One pass over the audit log, from the last entry backwards, that compares entries with rows.
 
     Args:
-        since: the pass goes at least down to this entry.
-        everything: whether it goes down to the first entry; else it stops when all that a start uses was found.
+        rows: query function of the journal.
+        since: number of an entry; the pass reads at least back to this one.
+        everything: True: read back to the first entry. False: stop when the entries of all needed rows are found.
     """
 
     def __init__(self, rows: Query, since: int, everything: bool) -> None:
@@ -141,7 +149,7 @@ class _Comparison:
         accepted = rows(f"SELECT ticket FROM tickets WHERE state IN ({placeholders(states)}) ORDER BY ticket", *states)
         versions = rows("SELECT fragment, version, digest FROM versions ORDER BY fragment, version")
         heads = rows("SELECT fragment, version FROM heads WHERE version IS NOT NULL ORDER BY fragment")
-        # what the log has still to record → what it has to say of it
+        # rows for which the pass has not found the entry yet → the digest or version that the entry must have
         self._left: dict[str, Any] = {f"the accepted ticket {ticket}": None for (ticket,) in accepted}
         self._left |= {f"version {version} of fragment {fragment}": digest for fragment, version, digest in versions}
         self._left |= {f"the head of fragment {fragment}": version for fragment, version in heads}
@@ -150,7 +158,7 @@ class _Comparison:
         )
 
     def problem(self) -> str:
-        """Return the first difference; empty if there is none."""
+        """Run the pass. Return a description of the first difference; empty if there is none."""
         ((above,),) = self._rows(
             "SELECT min(versions.version) FROM versions LEFT JOIN heads USING (fragment) "
             "WHERE versions.version > coalesce(heads.version, -1)"
@@ -173,10 +181,10 @@ class _Comparison:
         return self._of_the_end()
 
     def _entries(self) -> Iterator[AuditRow]:
-        """Read entries from the last one on, and check each against its hash and the entry behind it.
+        """Yield the entries from the last to the first. Check each entry's hash, and that its successor refers to it.
 
         Raises:
-            StateCorrupt: an entry does not match.
+            StateCorrupt: a check failed.
         """
         behind: AuditRow | None = None
         for values in _paged(self._rows, "SELECT * FROM audit WHERE seq < ? ORDER BY seq DESC"):
@@ -214,7 +222,7 @@ class _Comparison:
 
     def _accepted_entry(self, seq: int, detail: Mapping[str, Any]) -> str:
         ticket = detail["ticket"]
-        if ticket in self._seen:  # it was accepted again since
+        if ticket in self._seen:  # a later entry accepted this ticket again
             return ""
         self._seen.add(ticket)
         self._left.pop(f"the accepted ticket {ticket}", None)
@@ -238,7 +246,7 @@ class _Comparison:
         )
 
     def _head(self, detail: Mapping[str, Any], seq: int) -> str:
-        """Compare a fragment's head with the newest entry about it."""
+        """Check that a fragment's head agrees with the newest entry about it; return a difference, else ""."""
         fragment, version = detail["fragment"], detail["version"]
         head = self._left.pop(f"the head of fragment {fragment}", version)
         return (
@@ -262,7 +270,7 @@ class _Comparison:
         return ""
 
     def _of_the_end(self) -> str:
-        """Compare whether the run is finished with the last entry about it."""
+        """Check that journal and audit log agree on whether the run is finished; return a difference, else ""."""
         told = self._rows(
             "SELECT what FROM audit WHERE what IN ('finished', 'continued', 'fell back') ORDER BY seq DESC LIMIT 1"
         )
@@ -274,7 +282,12 @@ class _Comparison:
 
 
 def _paged(rows: Query, sql: str) -> Iterator[tuple[Any, ...]]:
-    """Return rows in descending order of their first column, in bounded memory."""
+    """Yield the rows of a query page by page, so that memory stays bounded.
+
+    Args:
+        rows: query function of the journal.
+        sql: query in descending order of its first column, with `< ?` for that column.
+    """
     below = 2**62
     while page := rows(f"{sql} LIMIT {_PAGE}", below):
         yield from page

@@ -1,10 +1,11 @@
-"""Versions: written into a free slot, made real by one UPDATE of the head, kept while they are read.
+"""Versions: each is written into a free slot, committed by one UPDATE of the head, and kept while it is read.
 
-These rows stay after a commit: the newest `keep_versions`, the durable version, and whatever is pinned. Slow pulls may
-so hold `max_pins` further versions; beyond that the oldest is revoked, and its slot rewritten once its readers let go.
+After a commit the store keeps the newest `keep_versions` versions, the durable version, and all pinned versions. Slow
+pulls may pin `max_pins` further versions. If there are more, the oldest is revoked: its readers are told to stop, and
+its slot becomes free when they have released it.
 
-A difference (`DeltaRow`) goes down in place of a version to workers that have its base. It is committed, kept and
-dropped with its version; a version is pulled whole where its difference is lost or damaged.
+A delta (`DeltaRow`) is downloaded instead of a version by workers that have the delta's base. It is committed, kept and
+dropped together with its version. If a delta is lost or damaged, workers pull the whole version.
 """
 
 from __future__ import annotations
@@ -32,13 +33,14 @@ _KEPT = "fragment = ?1 AND version <= (SELECT heads.version FROM heads WHERE hea
 
 @dataclass(frozen=True, kw_only=True)
 class VersionDigests:
-    """What was written into the files of a version.
+    """Digests of the files that were written for a new version.
 
     Attributes:
-        digest: names the version, hex.
+        digest: digest of the version, hex.
         part_digests: BLAKE3 of each region of the version's shape.
-        state_digests: likewise of the outer state; () if none was written.
-        delta_digest, delta_digests: likewise of the difference from the head, and its id; empty if there is none.
+        state_digests: BLAKE3 of each region of the outer state's shape; empty if no outer state was written.
+        delta_digest: digest of the delta from the previous head, hex; empty if there is no delta.
+        delta_digests: BLAKE3 of each region of the delta's shape; empty if there is no delta.
     """
 
     digest: str
@@ -50,7 +52,7 @@ class VersionDigests:
 
 @dataclass(eq=False)
 class VersionDraft:
-    """The files of a version that does not exist yet. Ends with `Versions.commit` or `abandon`."""
+    """Slots for a version that is not committed yet. End the draft with `Versions.commit` or `abandon`."""
 
     fragment: int
     version: int
@@ -62,25 +64,25 @@ class VersionDraft:
 
     @property
     def fds(self) -> tuple[int, int | None, int | None]:
-        """The descriptors of version, outer state and difference; they belong to the store."""
+        """The descriptors of version, outer state and delta. Do not close them."""
         return self.slot.fd, self.state.fd if self.state else None, self.delta.fd if self.delta else None
 
     def abandon(self) -> None:
-        """Give the slots back; nothing happens after a commit, or the second time."""
+        """Free the slots. After a commit or an earlier call, do nothing."""
         if not self.ended:
             self.ended = True
             self._drop()
 
 
 class Pin(Generic[Row]):
-    """A version, with its outer state where that is asked for, or a difference; not rewritten before `release`.
+    """A hold on the files of a version (and its outer state, if wanted) or of a delta, until `release`.
 
     Attributes:
-        row: says which.
-        slots: of the version and its outer state, or of the difference.
-        fds: of these files, for this holder alone.
-        revoked: set when the slot is wanted back; the holder stops reading and releases. Until it does, it still
-            reads this version and no other.
+        row: row of the version or the delta.
+        slots: slots of the version and its outer state, or of the delta.
+        fds: descriptors of these files, duplicated for this pin.
+        revoked: event that is set when the store needs the slot. Then stop reading and call `release`. Until then the
+            files are not rewritten.
     """
 
     def __init__(
@@ -93,16 +95,16 @@ class Pin(Generic[Row]):
 
     @property
     def fd(self) -> int:
-        """Of the version, or of the difference."""
+        """Descriptor of the version or the delta."""
         return self.fds[0]
 
     @property
     def state_fd(self) -> int | None:
-        """Of the outer state; None where it is not held, or there is none."""
+        """Descriptor of the outer state; None if the pin does not hold one."""
         return self.fds[1] if len(self.fds) > 1 else None
 
     def release(self) -> None:
-        """Let go. Idempotent."""
+        """Close the descriptors and end the hold. Idempotent."""
         if self._close.detach():
             _close(self.fds)
             self._drop(self)
@@ -123,11 +125,11 @@ class Versions:
     """The versions of a run.
 
     Args:
-        keep_versions: versions that can always be pulled.
-        max_pins: further versions that slow pulls may hold.
+        keep_versions: number of newest versions that can always be pulled.
+        max_pins: number of further versions that slow pulls may hold.
 
     Attributes:
-        wanted: fragment → versions that workers are going to pull, and that are kept if there is room.
+        wanted: function: fragment → versions that workers are going to pull. They are kept if there is room.
     """
 
     def __init__(
@@ -150,11 +152,11 @@ class Versions:
     # -- write
 
     def begin(self, fragment: int, version: int) -> VersionDraft:
-        """Hold free slots to write the next version of a fragment into.
+        """Take free slots for the next version of a fragment, and return them as a draft.
 
         Raises:
-            DiskFull: no space; nothing is left behind.
-            StoreError: `version` is not the next.
+            DiskFull: the disk is full. No partial file is left behind.
+            StoreError: `version` is not the next number.
         """
         head, shapes = self._require_next(fragment, version), self._slots.shapes_of(fragment)
         self._revoke_oldest(fragment)
@@ -178,15 +180,21 @@ class Versions:
         summary_json: str = "{}",
         tickets: Sequence[int] = (),
     ) -> VersionRow:
-        """Make a draft the head, and its tickets counted: all of it or nothing.
+        """Make a draft the new head and its tickets counted, in one transaction.
 
         Args:
-            tickets: exactly those of the frozen round, in its order; none for version 0.
+            draft: the draft; its files are completely written.
+            written: digests of the files.
+            summary_json: summary of the round, kept in the history.
+            tickets: exactly the tickets of the frozen round, in the round's order; empty for version 0.
+
+        Returns:
+            The row of the new head.
 
         Raises:
             DiskFull: nothing changed; commit the same draft again, or abandon it.
             SyncFailed: fsync failed; the server must end.
-            StoreError: the round is not frozen with these tickets, or the head has moved.
+            StoreError: the round is not frozen with these tickets, or the head has changed since `begin`.
         """
         self._check_digests(draft, written)
         power = self._journal.durability == "power"
@@ -243,14 +251,18 @@ class Versions:
             )
 
     def next_number(self, fragment: int = 0) -> int:
-        """Return the number of the next version: above every one that was ever committed, lost ones included."""
+        """Return the number for the next version: one above the newest committed version, even if that one is lost."""
         newest = self._journal.value(
             "SELECT version FROM history WHERE fragment = ? ORDER BY seq DESC LIMIT 1", fragment
         )
         return 0 if newest is None else int(newest) + 1
 
     def _require_next(self, fragment: int, version: int) -> int | None:
-        """Return the head that `version` follows."""
+        """Return the number of the head that `version` follows; None for version 0.
+
+        Raises:
+            StoreError: `version` is not the next number.
+        """
         head, following = self._head_number(fragment), self.next_number(fragment)
         if version != following:
             raise StoreError(
@@ -280,7 +292,7 @@ class Versions:
         for kind, slot in kept:
             if slot is not None:
                 self._slots.pool(kind, row.fragment).hold(slot, JOURNAL)
-        draft.abandon()  # the writer's hold ends, the journal's is there
+        draft.abandon()  # end the writer's hold; the journal's hold remains
 
     # -- rows
 
@@ -289,7 +301,7 @@ class Versions:
         return found
 
     def head(self, fragment: int = 0) -> VersionRow:
-        """Return the newest version.
+        """Return the newest version of a fragment.
 
         Raises:
             Gone: the fragment has no version yet.
@@ -300,15 +312,15 @@ class Versions:
         return self.get(fragment, version)
 
     def heads(self) -> tuple[int, ...]:
-        """Return the newest version of each fragment: together a version of the model."""
+        """Return the number of each fragment's newest version. Together they are the newest model."""
         found = self._journal.rows("SELECT version FROM heads WHERE version IS NOT NULL ORDER BY fragment")
         return tuple(version for (version,) in found)
 
     def get(self, fragment: int, version: int) -> VersionRow:
-        """Return a version that is kept.
+        """Return the row of a kept version.
 
         Raises:
-            Gone: it is not; the head is named.
+            Gone: the version is not kept. The message names the head.
         """
         row = self._journal.first(VERSIONS, f"WHERE {_KEPT} AND version = ?2", fragment, version)
         if row is None:
@@ -320,28 +332,30 @@ class Versions:
         return row
 
     def kept(self, fragment: int = 0) -> tuple[VersionRow, ...]:
-        """Return every version that is kept, oldest first."""
+        """Return the rows of all kept versions of a fragment, oldest first."""
         return tuple(self._journal.select(VERSIONS, "WHERE fragment = ? ORDER BY version", fragment))
 
     def delta(self, fragment: int, version: int) -> DeltaRow | None:
-        """Return what goes down of a version; None if it is pulled whole."""
+        """Return the row of the delta that leads to a version; None if there is none."""
         return self._journal.first(DELTAS, "WHERE fragment = ? AND version = ?", fragment, version)
 
     def state_file(self, fragment: int = 0) -> int | None:
-        """Return the fd of the outer state beside the head; None if there is none yet. It belongs to the store."""
+        """Return the descriptor of the head's outer state; None if there is none yet. Do not close the descriptor."""
         row = self.head(fragment)
         return None if row.state_slot is None else self._slots.pool(STATE, fragment)[row.state_slot].fd
 
     # -- read
 
     def pin(self, fragment: int, version: int, *, with_state: bool = False) -> Pin[VersionRow]:
-        """Hold a version for reading, until `release`, or until `revoked` is set.
+        """Hold a version for reading. Release the pin after reading, or when `revoked` is set.
 
         Args:
-            with_state: hold the outer state beside it, too; the first version has none.
+            fragment: the fragment.
+            version: number of the version.
+            with_state: also hold the version's outer state. Version 0 has none.
 
         Raises:
-            Gone: it is not kept, or was revoked; or its outer state is not kept.
+            Gone: the version is not kept, or its outer state is not kept.
         """
         with self._journal.lock:
             row = self.get(fragment, version)
@@ -358,10 +372,10 @@ class Versions:
         return pin
 
     def pin_delta(self, fragment: int, version: int) -> Pin[DeltaRow]:
-        """Hold what goes down of a version for reading, and with it the version, until `release`.
+        """Hold a version's delta, and the version too, until `release`.
 
         Raises:
-            Gone: it is not kept.
+            Gone: the version is not kept, or it has no delta.
         """
         with self._journal.lock:
             pin, row = self.pin(fragment, version), self.delta(fragment, version)
@@ -389,7 +403,7 @@ class Versions:
                     self.drop_old(fragment)
 
     def _revoke_oldest(self, fragment: int) -> None:
-        """If too many versions are held, take the oldest from the journal and tell its readers."""
+        """If more than `keep_versions + max_pins` versions are kept, drop the oldest ones and revoke their pins."""
         with self._journal.lock:
             rows, needed = self.kept(fragment), self._needed(fragment)
             most = self._keep_versions + self._max_pins
@@ -404,7 +418,7 @@ class Versions:
             pin.revoked.set()
 
     def _pins_of(self, fragment: int, rows: Collection[VersionRow]) -> list[Pin[VersionRow]]:
-        versions = {row.version for row in rows}  # a pin's row may still name an outer state that was forgotten
+        versions = {row.version for row in rows}  # compare numbers: a pin's row may name an outer state dropped since
         return [pin for pin in self._pins if pin.row.fragment == fragment and pin.row.version in versions]
 
     # -- keep and drop
@@ -415,16 +429,17 @@ class Versions:
         return {*kept, *wanted[: max(0, self._keep_versions + self._max_pins - len(kept))]}
 
     def _newest(self, fragment: int, count: int) -> list[int]:
-        """Return the last `count` kept versions; their numbers have gaps if versions were lost."""
+        """Return the numbers of the newest `count` kept versions. The numbers have gaps if versions were lost."""
         found = self._journal.rows(
             f"SELECT version FROM versions WHERE {_KEPT} ORDER BY version DESC LIMIT ?2", fragment, count
         )
         return [version for (version,) in found]
 
     def drop_old(self, fragment: int) -> None:
-        """Drop the rows of versions that are not needed, inside a transaction; a commit frees their slots.
+        """Drop versions that are neither needed nor pinned. Call it in a transaction; the commit frees the slots.
 
-        Outer state is kept of the head, of the version before (to fall back to) and of the durable version.
+        Outer states are kept for the head, for the version before it (for a fall back), for the durable version and
+        for pins that hold one.
         """
         needed, head = self._needed(fragment), self._head_number(fragment)
         if head is None:
@@ -440,7 +455,10 @@ class Versions:
                 self._slots.drop_after_commit(STATE, fragment, row.state_slot)
 
     def drop(self, row: VersionRow) -> None:
-        """Forget a version, inside a transaction; its slots are free once it is committed and nothing reads them."""
+        """Delete the rows of a version. Call it inside a transaction.
+
+        After the commit, the version's slots become free as soon as no pin holds them.
+        """
         delta = self.delta(row.fragment, row.version)
         self.forget(row)
         self._slots.drop_after_commit(DELTA, row.fragment, delta.slot if delta else None)
@@ -448,18 +466,18 @@ class Versions:
         self._slots.drop_after_commit(STATE, row.fragment, row.state_slot)
 
     def forget(self, row: VersionRow) -> None:
-        """Remove the rows of a version, inside a transaction."""
+        """Delete the rows of a version and its delta, without freeing slots. Call it inside a transaction."""
         for table in ("versions", "deltas"):
             self._journal.execute(f"DELETE FROM {table} WHERE fragment = ? AND version = ?", row.fragment, row.version)
 
     def forget_state(self, row: VersionRow) -> None:
-        """Record that the outer state of a version is not kept, inside a transaction."""
+        """Record that a version's outer state is not kept any more. Call it inside a transaction."""
         self._journal.execute(
             "UPDATE versions SET state_slot = NULL WHERE fragment = ? AND version = ?", row.fragment, row.version
         )
 
     def drop_all_but_heads(self) -> None:
-        """Drop every version of a finished run but the last, if that one is durable."""
+        """Drop all versions except each fragment's head, if that head is durable. For finished runs."""
         with self._journal.transaction():
             for fragment in self._slots.fragments:
                 rows = self.kept(fragment)
@@ -470,22 +488,22 @@ class Versions:
     # -- durable versions
 
     def durable(self, fragment: int = 0) -> int | None:
-        """Return the newest version that is known to survive a power loss."""
+        """Return the newest version that is known to survive a power loss; None if there is none."""
         found: int | None = self._journal.value("SELECT durable_version FROM heads WHERE fragment = ?", fragment)
         return found
 
     def write_durable(self, fragment: int = 0) -> int | None:
-        """Bring the head to the disk's own memory, then say so in the journal; the one before is kept until then.
+        """Fsync the head, then record the head as durable in the journal. Until then the earlier durable version stays.
 
-        May take as long as the disk needs; other calls go on meanwhile.
+        The fsync may be slow; other calls are not blocked by it.
 
         Returns:
-            The version that is durable now; None if the fragment has none.
+            The version that is durable now; None if the fragment has no version.
 
         Raises:
-            SyncFailed: fsync failed; the server must end. It is never tried again.
+            SyncFailed: fsync failed, and is not retried; the server must end.
         """
-        self._journal.checkpoint()  # here, so that no commit of the event loop has to wait for it
+        self._journal.checkpoint()  # here, in a pool thread, so that no commit in the event loop waits for it
         with self._journal.lock:
             head = self._head_number(fragment)
             if head is None or self.durable(fragment) == head:
