@@ -1,1 +1,1 @@
-"""From the updates of a round to the next version: decode, reduce, step, write."""
+"""Making the next version from the updates of a round: decode, reduce, step, write."""

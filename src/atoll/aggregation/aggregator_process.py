@@ -1,17 +1,17 @@
-"""The process of a user's aggregator, and its messages with the server.
+"""The child process that runs a user's aggregator, and the messages between this process and the server.
 
-A message is JSON, and may come with a file:
+A message is JSON, and may carry a file descriptor:
 
-    from the server                     to the server
-    begin      what to load             ready | bad    it is made | it cannot be
-    file       where the result goes
-    update     one update, its spool    progress       a tensor was read or given
-    aggregate  write the result         done | error   it is written | why not
-    reset      forget the updates
-    release    give an update back      released       nothing refers to an update any more
+    from the server                           to the server
+    begin      load the aggregator            ready | bad    loaded | loading failed
+    file       the result goes to this file
+    update     one update and its spool       progress       a tensor was read or written
+    aggregate  write the result               done | error   the result is written | why not
+    reset      drop the updates
+    release    close an update's file         released       an update's file is closed
 
-The user's code runs in the main thread. A thread reads messages, so that `release` is obeyed while that code works; and
-one writes them, since an update may be dropped anywhere, in the middle of writing too.
+The user's code runs in the main thread. A second thread reads messages, so that `release` works while the user's code
+runs. A third thread sends messages, because an update may be dropped at any moment, even during a send.
 """
 
 from __future__ import annotations
@@ -49,15 +49,16 @@ from atoll.tensors.lazy_tensors import Handle, LazyState
 from atoll.tensors.schema import BUFFERS, Schema, TensorSpec
 
 MOST_BYTES = 2**16
-"""Of a message that a socket takes; what is longer travels as a file, and this in its place."""
+"""Maximum size of a message on the socket. A longer message is sent as a memory file."""
 LONG = b"+"
+"""Sent in place of a message that is in a memory file."""
 
 
 class ProcessPipe:
-    """One end of a `pair`. `send` may be called by any thread, `receive` by one.
+    """One end of the connection between server and child. Any thread may call `send`; only one may call `receive`.
 
     Args:
-        end: of the pair; belongs to the pipe.
+        end: one socket of `pair`. The pipe closes it.
     """
 
     def __init__(self, end: socket.socket) -> None:
@@ -65,14 +66,14 @@ class ProcessPipe:
 
     @staticmethod
     def pair() -> tuple[socket.socket, socket.socket]:
-        """Return two sockets between which the kernel keeps messages apart."""
+        """Return two connected sockets that preserve message boundaries."""
         return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
     def send(self, message: dict[str, Any], fd: int | None = None) -> None:
-        """Send a message; the file is duplicated, and stays the sender's.
+        """Send a message. The other side gets a duplicate of `fd`; the caller keeps `fd` and closes it.
 
         Raises:
-            OSError: the other side is gone.
+            OSError: the other side has closed the connection.
         """
         data = json.dumps(message).encode()
         with contextlib.ExitStack() as stack:
@@ -87,10 +88,10 @@ class ProcessPipe:
                 self._socket.send(data)
 
     def receive(self) -> tuple[dict[str, Any], int | None]:
-        """Return the next message and its file, which is the receiver's from now on.
+        """Return the next message and its file descriptor, which the caller closes; None if it has no file.
 
         Raises:
-            EOFError: the other side is gone.
+            EOFError: the other side has closed the connection.
         """
         try:
             data, fds, _, _ = socket.recv_fds(self._socket, MOST_BYTES, 2)
@@ -107,20 +108,20 @@ class ProcessPipe:
         return json.loads(data), fds[0] if fds else None
 
     def close(self) -> None:
-        """Let the other side see the end; idempotent. A `receive` under way ends, too."""
+        """Close the connection. A running `receive`, here or at the other side, raises `EOFError`. Idempotent."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
 
 
 PROGRESS_S = 0.1
-"""Between two words of progress."""
+"""Minimum seconds between two `progress` messages."""
 END_S = 2.0
-"""How long user code may go on once the server is gone."""
+"""Seconds that the user's code may continue after the server has closed the connection."""
 
 
 def main(fd: int) -> None:
-    """Serve the server at the other end of the socket `fd` until it is gone."""
+    """Run the child process: obey the server at the other end of the socket `fd` until the connection ends."""
     _Child(ProcessPipe(socket.socket(fileno=fd))).run()
 
 
@@ -166,7 +167,7 @@ class _Child:
             try:
                 self._channel.send(self._told.get())
             except OSError:
-                return  # the server is gone, which the reader sees too
+                return  # the connection is closed; the reading thread ends the process
 
     def _progress(self) -> None:
         now_s = time.monotonic()
@@ -174,7 +175,7 @@ class _Child:
             self._progress_s = now_s
             self._told.put({"what": "progress"})
 
-    # -- what the server asks for
+    # -- one method for each message of the server
 
     def _do(self, message: dict[str, Any], fd: int | None) -> None:
         try:
@@ -255,7 +256,10 @@ class _Child:
 
 
 def _where(error: BaseException) -> str:
-    """Return the file and line of user code that raised: the last frame outside installed packages, else the last."""
+    """Return the file and line of the user's code at which an error was raised.
+
+    This is the innermost frame outside Atoll and the Python installation; if there is none, the innermost frame.
+    """
     frames = traceback.extract_tb(error.__traceback__)
     here = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     package = os.path.join(here, "atoll") + os.sep

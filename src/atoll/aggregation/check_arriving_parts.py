@@ -1,11 +1,12 @@
-"""A part of an update, checked as it arrives: digest, finite or not, sum of squares. In fixed memory.
+"""Check the parts of an update as they arrive: compute the digest and the sum of squares, and find NaN and Inf.
 
-Bytes are hashed and written as they come, so a part that is on its way has no memory of its own. Each run of elements
-is read back from the file once its last byte is there, while the processor's cache still has it: to look at a part as
-a whole at its end costs a server a tenth more CPU. One pass does for both numbers: where the sum of
-squares is finite, all values are. Norms of short rows are taken in fp32, at half the cost of a sum in fp64, and their
-squares added in fp64: that differs from the exact sum by less than 1e-6 of it. Where fp32 has no room for a square,
-above or below, fp64 looks again.
+Bytes are hashed and written at once, so an arriving part needs no memory of its own. When the last byte of a byte run
+(a range of elements) is written, the run is read back from the file, while it is still in the processor's cache.
+Checking a whole part at its end would cost the server a tenth more CPU.
+
+If the sum of squares is finite, all values are finite, so one pass is enough. The norms of short rows are computed in
+fp32, at half the cost of a sum in fp64. Their squares are added in fp64. The relative error is below 1e-6. If a square
+overflows or underflows in fp32, the sum is computed again in fp64.
 """
 
 from __future__ import annotations
@@ -29,20 +30,20 @@ from atoll.tensors.layout import Layout, Part, Piece
 from atoll.tensors.schema import PARAMS, TensorSpec
 
 ELEMENTS = 2**18
-"""Looked at in one go: 2 MiB of fp64."""
+"""Maximum number of elements in a byte run: 2 MiB of fp64."""
 RUN_BYTES = 2**20
-"""Received, hashed and written in one go."""
+"""Bytes that are received, hashed and written together."""
 
 ROW = 512
-"""Elements of a norm that is taken in fp32."""
+"""Elements of a row, for which one norm is computed in fp32."""
 SMALLEST = 1e-20
-"""A sum of squares below it may lack what fp32 has no room for; above, less than 1e-12 of it is lacking."""
+"""Smallest sum of squares for which fp32 is used. Above it, underflow loses less than 1e-12 of the sum."""
 
 _local = threading.local()
 
 
 def _scratch() -> Scratch:
-    """Return the memory of the calling thread."""
+    """Return the scratch memory of the calling thread."""
     if not hasattr(_local, "scratch"):
         _local.scratch = Scratch(ELEMENTS)
     scratch: Scratch = _local.scratch
@@ -51,12 +52,12 @@ def _scratch() -> Scratch:
 
 @dataclass(frozen=True, slots=True)
 class PartStats:
-    """What a part holds.
+    """Result of checking one part.
 
     Attributes:
-        digest: BLAKE3 of its bytes; empty where it was not asked for.
-        sumsq: of all `params` in it, decoded, in fp64; not finite where they are not.
-        bad: what is wrong with it, naming the tensor; None where nothing is.
+        digest: BLAKE3 of the part's bytes; empty if it was not computed.
+        sumsq: sum of squares of the part's decoded `params`, in fp64; not finite if a value is NaN or Inf.
+        bad: message about NaN or Inf that names the first such tensor; None if all values are finite.
     """
 
     digest: bytes
@@ -65,11 +66,11 @@ class PartStats:
 
 
 class Inspection:
-    """How the parts of a run's updates are looked at: made once, shared by all that arrive.
+    """The checks for all parts of one fragment's updates. Created once, and shared by all threads.
 
     Args:
-        layout: the updates'; it has no header.
-        codecs: by name, every one that the layout names.
+        layout: layout of an update; it has no header.
+        codecs: name → codec, for every codec in the layout.
     """
 
     def __init__(self, layout: Layout, codecs: Mapping[str, Codec]) -> None:
@@ -77,23 +78,28 @@ class Inspection:
         self._runs = RunTable(layout, ELEMENTS)
 
     def look(self, part: Part, fd: int, digest: bytes = b"") -> PartStats:
-        """Return what a part holds that lies at its place in an open file.
+        """Check a part that is completely in the file.
+
+        Args:
+            part: the part.
+            fd: the update's file.
+            digest: BLAKE3 of the part's bytes, for the result.
 
         Raises:
-            StateCorrupt: the file ends before.
+            StateCorrupt: the file ends before the end of the part.
         """
         look = PartLook(self, part, fd)
         look.up_to(part.stop)
         return look.stats(digest)
 
     def runs_of(self, part: Part) -> Iterator[Run]:
-        """Give the runs of a part that hold floating-point numbers, in file order."""
+        """Yield the byte runs of a part that hold floating-point numbers, in file order."""
         return (run for run in self._runs.of(part) if run.spec.is_float)
 
     def squares_of(self, run: Run, fd: int, bad: list[str]) -> float:
-        """Return Σ x² of a run, read from an open file; a tensor of it that is not finite is named in `bad`.
+        """Return Σ x² of a byte run in an open file. For each tensor with NaN or Inf, append a message to `bad`.
 
-        Padding is zero, and counts; a worker that writes other values there only raises its own norm.
+        Padding is included. It is zero; a worker that writes other values there only raises its own norm.
         """
         read_at(fd, _scratch().view("source", run.stop - run.start), run.start)
         encoded = _scratch().raw("source", run.stop - run.start)
@@ -102,15 +108,15 @@ class Inspection:
             squares = self._squares(run.spec, run.codec, encoded, run.numel) if run.is_whole else math.nan
         if squares < math.inf:
             return squares
-        # somewhere in it, or in the padding, which belongs to no tensor
+        # NaN or Inf is in a tensor, or in the padding, which belongs to no tensor: check each tensor alone
         pieces = zip(run.pieces, run.encoded(encoded), strict=True)
         return sum(self._piece_squares(piece, values, bad) for piece, values in pieces)
 
     def _piece_squares(self, piece: Piece, encoded: torch.Tensor, bad: list[str]) -> float:
-        """Σ x² of one piece alone."""
+        """Return Σ x² of one piece. If a value is NaN or Inf, append a message to `bad`."""
         spec = piece.segment.spec
         squares = self._squares(spec, piece.segment.codec, encoded, piece.numel)
-        # fp64 values can be finite and their squares not, so those are looked at one by one
+        # the squares of finite fp64 values may overflow, so check the values themselves
         overflow = squares == math.inf and spec.dtype == "F64"
         if overflow:
             overflow = bool(_values(piece.numel, torch.float64).isfinite().all())
@@ -121,7 +127,7 @@ class Inspection:
         return squares
 
     def _quick_squares(self, run: Run, encoded: torch.Tensor) -> float:
-        """Σ x² in fp32 rows; NaN where that cannot be told from them."""
+        """Return Σ x² from norms of rows in fp32; NaN if fp32 is not precise enough or a value is not finite."""
         codec, dtype = self.codecs[run.codec], run.spec.dtype
         if accumulate_dtype(dtype) != torch.float32:
             return math.nan
@@ -139,26 +145,26 @@ class Inspection:
         return squares if SMALLEST < squares < math.inf else math.nan
 
     def _squares(self, spec: TensorSpec, codec: str, encoded: torch.Tensor, numel: int) -> float:
-        """Σ x² in fp64 of what lies encoded in the scratch; decoded, it stays in this thread's `_values`."""
+        """Return Σ x² in fp64 of encoded elements. The decoded elements stay in this thread's `_values`."""
         values = _values(numel, torch.float64)
         self.codecs[codec].decode_(encoded, values, spec.dtype)
         return float(torch.dot(values, values))
 
 
 def _values(numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return the first elements of what the calling thread decodes into [numel]."""
+    """Return the calling thread's memory for decoded elements, [numel]."""
     return _scratch().tensor("values", dtype, numel)
 
 
 class PartLook:
-    """The look at one part in an open file, which goes on as its bytes come; one thread at a time."""
+    """The check of one part in an open file, continued as bytes arrive. Only one thread at a time may use it."""
 
     def __init__(self, inspection: Inspection, part: Part, fd: int) -> None:
         self._inspection, self._fd, self._runs = inspection, fd, inspection.runs_of(part)
         self._next, self._sumsq, self._bad = next(self._runs, None), 0.0, list[str]()
 
     def up_to(self, offset: int) -> None:
-        """Look at every run that ends at or before a place of the file."""
+        """Check all unchecked byte runs that end at or before `offset` of the file."""
         with single_thread():
             while self._next is not None and self._next.stop <= offset:
                 squares = self._inspection.squares_of(self._next, self._fd, self._bad)
@@ -166,19 +172,21 @@ class PartLook:
                 self._next = next(self._runs, None)
 
     def stats(self, digest: bytes) -> PartStats:
-        """Return what was found, with the digest of the part's bytes."""
+        """Return the result, with `digest` as the digest of the part's bytes."""
         return PartStats(digest, self._sumsq, self._bad[0] if self._bad else None)
 
 
 class PartChecker:
-    """Takes the bytes of one part, in order; one thread at a time.
+    """A receiver of one part: it writes, hashes and checks the part's bytes in order. One thread at a time may use it.
 
     Args:
-        write: given every byte once, in order and in runs.
-        fd: the update's file, in which they then are.
+        inspection: the checks.
+        part: the part.
+        write: function that appends bytes to the part in the update's file.
+        fd: the update's file, from which written bytes are read back.
 
     Attributes:
-        stats: what the part holds, once it is complete.
+        stats: result of the checks; None until the part is complete.
     """
 
     def __init__(self, inspection: Inspection, part: Part, write: Callable[[memoryview], None], fd: int) -> None:
@@ -188,17 +196,18 @@ class PartChecker:
 
     @property
     def complete(self) -> bool:
-        """Whether every byte of the part was written and looked at."""
+        """Whether all bytes of the part are written and checked."""
         return self.stats is not None
 
     def take(self, fill: Callable[[memoryview], int]) -> None:
-        """Have memory filled until there is no more for now, or until the part is complete.
+        """Receive bytes by calling `fill`, until it returns 0 or the part is complete.
 
         Args:
-            fill: brings the next bytes into the memory it is given, from its start; returns how many, 0: none for now.
+            fill: function that copies the next bytes to the start of the given buffer and returns their number; 0 if
+                no bytes are available now.
 
         Raises:
-            Exception: what `fill` raised, or the writer.
+            Exception: an error of `fill` or `write`.
         """
         memory, filled, count = _scratch().view("source", RUN_BYTES), 0, -1
         while self._left and count:
@@ -214,7 +223,7 @@ class PartChecker:
 
 
 class Overflow(RunFailed):
-    """The next version would hold a value that its dtype cannot."""
+    """The next version would contain a value that overflows its dtype, or NaN."""
 
     def __init__(self, message: str) -> None:
         super().__init__(
@@ -228,19 +237,22 @@ class Overflow(RunFailed):
 
 
 def require_finite(run: Run, values: torch.Tensor, base_fd: int) -> None:
-    """Check what the next version is to have of a run. Base and updates are finite, so Inf and NaN are the round's own.
+    """Check that the next version's values in a byte run are finite.
+
+    Base and updates were checked before. So Inf or NaN comes from this round's arithmetic.
 
     Args:
-        values: [n], in the version's dtype.
-        base_fd: of the version before it, for the message.
+        run: the byte run.
+        values: values of the next version, [n], in the version's dtype.
+        base_fd: file of the previous version, for the message.
 
     Raises:
-        Overflow: one of them is Inf or NaN.
+        Overflow: a value is Inf or NaN.
     """
     if not run.spec.is_float:
         return
     wide = values.to(accumulate_dtype(run.spec.dtype))
-    if bool(torch.dot(wide, wide).isfinite()):  # as a sum of squares: one quick pass, which no Inf or NaN survives
+    if bool(torch.dot(wide, wide).isfinite()):  # a fast check: with Inf or NaN the sum of squares is not finite
         return
     for piece, elements in zip(run.pieces, run.split(wide), strict=True):
         bad = elements.isfinite().logical_not_().nonzero()

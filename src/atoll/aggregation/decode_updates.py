@@ -1,4 +1,4 @@
-"""The updates of a frozen round as the reducers see them: one row of decoded elements per update, in order."""
+"""Decoding and reducing the updates of a frozen round: one row of decoded elements per update, in order."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from atoll.tensors.schema import PARAMS
 
 
 class Updates:
-    """Reduces the same elements of every update.
+    """The updates of a frozen round, from which any range of elements can be reduced.
 
     Args:
         fds: the updates' files, in the frozen order.
-        runs: of their layout.
-        codecs: by name.
-        reducers: by group, for floats; of everything else the maximum is taken.
-        facts: of the round.
-        scales: of each update's `params`, on top of its weight.
+        runs: byte runs of the updates' layout.
+        codecs: name → codec.
+        reducers: group → reducer for floats. Other dtypes take the maximum.
+        facts: weights and other facts of the round.
+        scales: one factor per update for the weight of its `params`.
 
     Attributes:
-        carries: group → what the base of a group beside the model is multiplied by.
+        carries: group → factor for the previous value. Used for the algorithm's own groups (kind `add`).
     """
 
     def __init__(
@@ -50,11 +50,15 @@ class Updates:
         self._unweighted = self._integers.weigh(facts)
 
     def reduce(self, run: Run, scratch: Scratch) -> tuple[Tensor, Sequence[Tensor]]:
-        """Return the reduction of a version's run, in `scratch` until its next call.
+        """Reduce the elements of one byte run of a version over all updates.
+
+        Args:
+            run: byte run of the version.
+            scratch: memory for the result, which is valid until the next call.
 
         Returns:
-            All elements as they lie in memory, with zeros in the padding that the updates have [n], and those of each
-            piece; in the dtype of accumulation.
+            All reduced elements, [n], in the accumulation dtype, with zeros in the padding of the update's layout. And
+            a view of these elements for each piece of the run.
         """
         spec, there = run.spec, self._runs.counterpart(run)
         dtype, n = accumulate_dtype(spec.dtype), there.numel
@@ -75,7 +79,7 @@ class Updates:
         return out, there.split(out)
 
     def _decode_(self, fd: int, run: Run, scratch: Scratch, row: Tensor) -> Tensor:
-        """Bring one update's elements into `row` [n], and return it."""
+        """Decode one update's elements of a byte run into `row`, [n], and return `row`."""
         dtype, codec, nbytes = run.spec.dtype, self._codecs[run.codec], run.stop - run.start
         if run.is_whole and codec.raw and torch_dtype(dtype) == row.dtype:
             read_at(fd, bytes_of(row), run.start)
@@ -91,15 +95,15 @@ class Updates:
 
 
 def rows_at_once(updates: int, reducers: Mapping[str, Reducer]) -> int:
-    """Return how many rows of a run are in memory together, beside the result."""
+    """Return how many rows of decoded elements are in memory at the same time: 1, or one per update."""
     return max(updates, 1) if any(reducer.needs_all for reducer in reducers.values()) else 1
 
 
 def read_at(fd: int, target: memoryview, offset: int) -> None:
-    """Fill `target` from the file's byte `offset` on.
+    """Fill `target` with the bytes of a file from `offset` on.
 
     Raises:
-        StateCorrupt: the file ends before.
+        StateCorrupt: the file ends before `target` is full.
     """
     try:
         posix.read_at(fd, target, offset)

@@ -1,24 +1,26 @@
-"""A frozen round → the next version and its outer state: one pass over a fragment, in fixed memory.
+"""Make the next version and its outer state from a frozen round, in one pass over a fragment and in fixed memory.
 
-For every part of the version, and in it for every run of elements (`tensors/byte_runs`), one of the threads does this:
+Each part of the version is done by one thread. For every byte run of the part (a range of elements, see
+`tensors/byte_runs`), the thread does this:
 
-    g ← reduce(dec(u_1) … dec(u_k))      of all updates, in the frozen order (by site), in promote(dtype, fp32), with
+    g ← reduce(dec(u_1) … dec(u_k))      over all updates, in the frozen order (by site), in promote(dtype, fp32), with
                                          weights that are normalised in fp64 over the frozen set
     θ, s ← outer step of θ along g       θ: the version's values, or their fp32 master in the state file; s: the state
-    write θ and s                        θ is cast to the version's dtype; both are hashed on the way
+    write θ and s                        θ is cast to the version's dtype; both are hashed while they are written
 
     kind    tensors of a version                                                   next value
     step    parameters                                                             θ
-    whole   parameters of optimizers that need whole tensors (`whole_tensors`)       θ, stepped before the parts
+    whole   parameters of optimizers that need whole tensors (`whole_tensors`)     θ, stepped before the parts
     mean    buffers                                                                the reduction of their values
-    add     the algorithm's groups beside the model                                 scale · value + the reduction
+    add     the algorithm's own groups                                             scale · value + the reduction
     max     integers and flags                                                     their maximum
 
-Where versions go down by a codec, θ is the master, and the version is what workers then hold: b' = b + dec(C(θ − b)),
-see `codecs/version_difference`. The pass is a pure function of its inputs: neither the size of runs nor the number of
-threads changes a bit, and after a crash it simply runs again. What it reads of the base is hashed too, so a disk that
-has changed a bit is found out before anything follows from it. Files are read and written by position; fsync is the
-caller's.
+If versions are downloaded through a codec C, θ is the master in the state file. The version then holds the values that
+workers have after decoding, b' = b + dec(C(θ − b)); see `codecs/version_difference`.
+
+The pass is a pure function of its inputs. The result does not depend on the size of byte runs or the number of threads.
+After a crash the pass runs again. The base is hashed while it is read, so that a changed bit on disk is found before
+the version is committed. Files are read and written by position. The caller has to fsync them.
 """
 
 from __future__ import annotations
@@ -58,20 +60,20 @@ from atoll.tensors.layout import TILE, Part
 from atoll.tensors.schema import PARAMS, TensorSpec
 
 RUN_ELEMENTS = 2**18
-"""1 MiB of fp32: what a run reads, reduces, steps and writes then stays in a core's cache."""
+"""Maximum number of elements in a byte run: 1 MiB of fp32, so that the data of a run stays in a core's cache."""
 
 ROW_ELEMENTS, ALL_ROWS_ELEMENTS = 2**17, 2**24
-"""Elements of one update, and of all updates on all threads, where a reducer needs the rows of all together. Shorter
-rows make operations so short that threads spend their time on handing the interpreter to each other; the second is at
-most 64 MiB of fp32."""
+"""Maximum elements of one row, and of all rows of all threads, for reducers that need all updates' rows together. With
+shorter rows, threads would spend their time on switching the GIL. The second is 64 MiB of fp32."""
 
 
 @dataclass(frozen=True)
 class UpdateInput:
-    """The encoded update of a ticket: as it was accepted, or what filters have left of it.
+    """The encoded update of a ticket, as it was accepted or as the server's filters have changed it.
 
     Attributes:
-        norm: L2, of its `params`; None: as it was accepted.
+        fd: file of the update.
+        norm: L2 norm of the `params`; None: the norm that was accepted.
     """
 
     fd: int
@@ -80,15 +82,16 @@ class UpdateInput:
 
 @dataclass(frozen=True)
 class RoundFiles:
-    """The open files of a frozen round, to be read.
+    """The open input files of a frozen round.
 
     Attributes:
-        base_fd: the version that the round starts from.
-        state_fd: its outer state; None in the first round.
-        updates: ticket → its file, laid out as the run's updates.
-        base_digests, base_state_digests: what the base and its state have to be, as in `ClosedRound`; None: not known.
-        reduced_fd: the pseudo-gradient of `params` that a user's aggregator has made of the updates. They are then
-            reduced in everything else only.
+        base_fd: file of the base, the version that the round starts from.
+        state_fd: file of the base's outer state; None in the first round.
+        updates: ticket → its update's file, in the layout of updates.
+        base_digests: expected `part_digests` of the base; None: not checked.
+        base_state_digests: expected `state_digests` of the base; None: not checked.
+        reduced_fd: file with the pseudo-gradient of `params` from a user's aggregator; None without an aggregator. If
+            given, the updates are used only for the other groups.
     """
 
     base_fd: int
@@ -101,7 +104,10 @@ class RoundFiles:
 
 @dataclass(frozen=True)
 class NextFiles:
-    """Where the next version goes: open files of the layouts' sizes, at least, that nothing else uses meanwhile."""
+    """The open output files for the next version: descriptors of the version, its outer state and its delta.
+
+    Each file has at least the size of its layout, and nothing else reads or writes it during the pass.
+    """
 
     version: int
     state: int | None = None
@@ -110,10 +116,12 @@ class NextFiles:
 
 @dataclass(frozen=True, kw_only=True)
 class ClosedRound(VersionDigests):
-    """What was written: digests by `outer_state.version_regions`, `outer_state.state_regions`, `Downlink.parts`.
+    """Result of a pass: digests of the written files, the gradient norm and the time.
+
+    The digests cover the regions `outer_state.version_regions`, `outer_state.state_regions` and `Downlink.parts`.
 
     Attributes:
-        grad_norm: L2 norm of the reduced pseudo-gradient; six digits, to be shown; infinite where it overflows.
+        grad_norm: L2 norm of the reduced pseudo-gradient, precise to six digits, for display; infinite on overflow.
         seconds: wall time.
     """
 
@@ -122,7 +130,7 @@ class ClosedRound(VersionDigests):
 
 
 class BaseDamaged(StateCorrupt):
-    """The disk has changed what the round starts from."""
+    """The base version or its outer state does not match its digests: the disk has changed it."""
 
     def __init__(self, what: str) -> None:
         super().__init__(
@@ -144,23 +152,22 @@ def make_version(
     """Reduce a round's updates in their order, step, and write the next version of a fragment.
 
     Args:
-        plan: layouts, codecs, reducers and the outer optimizer; its `threads` do the work, the calling one waits.
-            torch's own threads are not used, nor their number changed.
-        frozen: the updates.
-        files: to read.
-        out: to write.
-        cancelled: ends the pass early when it is set.
-        on_progress: given the bytes of the version done so far, from any thread, one at a time.
-        run_elements: of a run, at most; a multiple of 4,096.
+        plan: layouts, codecs, reducers, outer optimizer and the number of threads that do the work. The calling thread
+            waits. torch's own threads are not used, and their number is not changed.
+        frozen: the fragment, and the updates with their weights.
+        files: the input files.
+        out: the output files. After an error their content is undefined.
+        cancelled: event that ends the pass early.
+        on_progress: callback with the bytes of the version that are done. Any thread may call it, but only one at a
+            time.
+        run_elements: maximum number of elements in a byte run; a multiple of 4,096.
 
     Raises:
         CancelledError: (concurrent.futures) `cancelled` was set.
-        Overflow: the next version would hold Inf or NaN.
-        StateCorrupt: an input ends early, or (`BaseDamaged`) the base is not what its digests say.
+        Overflow: the next version would contain Inf or NaN.
+        StateCorrupt: an input file ends early. `BaseDamaged`: the base does not match its digests.
         OSError: the disk is full, or fails.
-        UsageError: there are no updates, or a weight is not finite and above zero.
-
-    After an error `out` holds rubbish.
+        UsageError: there are no updates, or a weight is not finite and positive.
     """
     began = time.monotonic()
     work = _Pass(plan, frozen, files, out, on_progress)
@@ -175,13 +182,18 @@ def make_version(
 
 
 _File = tuple[str, Column | None]
-"""One of `base`, `version`, `delta` with None; `base state` or `state` with one of its columns."""
+"""A file of the pass: (`base` | `version` | `delta`, None), or (`base state` | `state`, a column of that file)."""
 
 Kind = Literal["step", "whole", "mean", "add", "max"]
 
 
 def kind_of(spec: TensorSpec, granularity: str) -> Kind:
-    """Return what the pass does with a tensor, as in the table above."""
+    """Return the kind of a tensor, as in the table at the head of this module.
+
+    Args:
+        spec: the tensor.
+        granularity: `OuterRule.granularity`: "chunk" or "tensor".
+    """
     if not spec.is_float:
         return "max"
     if spec.is_beside:
@@ -192,7 +204,7 @@ def kind_of(spec: TensorSpec, granularity: str) -> Kind:
 
 
 class _Pass:
-    """What the threads of a pass share."""
+    """The state of a pass that its threads share."""
 
     def __init__(
         self,
@@ -267,11 +279,19 @@ class _Pass:
         )
 
     def _digests(self, file: str) -> tuple[bytes, ...]:
-        """Of what was read or written of a file, part by part; of a state column by column in each."""
+        """Return the digests of a file that was read or written, in the order of parts; for a state, also of columns.
+
+        Args:
+            file: the first entry of a `_File`, such as "base" or "state".
+        """
         return tuple(digest for part in self.digests for key, digest in part.items() if key[0] == file)
 
     def _require_base(self) -> None:
-        """Raise where what was read is not what it was when it was written."""
+        """Check that the base and its outer state match their digests.
+
+        Raises:
+            BaseDamaged: they do not.
+        """
         files, state = self.files, self.planned.state_layout
         if files.base_digests is not None and self._digests("base") != files.base_digests:
             raise BaseDamaged("version")
@@ -282,7 +302,7 @@ class _Pass:
 
 
 class _Thread:
-    """One thread of a pass: its memory and its optimizer object."""
+    """One thread of a pass, with its own memory and optimizer object."""
 
     def __init__(self, work: _Pass, rows: int) -> None:
         self._work, self._stepper = work, work.rule.stepper()
@@ -293,7 +313,7 @@ class _Thread:
             self._delta = DifferenceWriter(work.planned.downlink, work.out.delta, self._scratch)
 
     def make_part(self, part: Part) -> None:
-        """Write one part of the version and what goes with it of the state; hash both, and what is read of the base."""
+        """Write one part of the version, and the same elements of the outer state and the delta. Hash all files."""
         work, scratch, runs = self._work, self._scratch, self._work.planned.version_runs
         self._hashes = defaultdict(blake3, {("base", None): blake3(), ("version", None): blake3()})
         if self._delta is not None:
@@ -326,7 +346,7 @@ class _Thread:
         work.progress(part.nbytes)
 
     def _copy_header(self, part: Part) -> None:
-        """Copy the header: every version begins with the same bytes."""
+        """Copy a part's share of the header from the base, because all versions have the same header."""
         files, nbytes = self._work.files, self._scratch.nbytes
         first = part.pieces[0].offset if part.pieces else part.stop
         for at in range(part.start, first, nbytes):
@@ -337,7 +357,13 @@ class _Thread:
             self._hashes["version", None].update(header)
 
     def _reduce_(self, run: Run, kind: Kind, values: Tensor) -> None:
-        """Bring what is no parameter to its next value: v ← g, or v ← scale · v + g."""
+        """Compute the next values of tensors that are no parameters: v ← g, or for kind `add`, v ← scale · v + g.
+
+        Args:
+            run: the byte run.
+            kind: kind of its tensors.
+            values: values of the base, [n]; overwritten.
+        """
         updates = self._work.updates
         g, pieces = updates.reduce(run, self._scratch)
         if kind == "add":
@@ -353,10 +379,15 @@ class _Thread:
                 value.copy_(piece)
 
     def _step(self, run: Run, values: Tensor, part: Part) -> Tensor:
-        """Return θ of a run of parameters after one outer step along g, in the dtype of accumulation; s is written.
+        """Do the outer step for a byte run of parameters, write the outer state, and return θ.
 
         Args:
-            values: of the base [n]; stepped in place where the run has no master.
+            run: the byte run.
+            values: values of the base, [n]. Without a master they are stepped in place.
+            part: part of the version that the run belongs to.
+
+        Returns:
+            The stepped parameters, [n], in the accumulation dtype.
         """
         work, state = self._work, self._work.planned.columns(run)
         g, gradients = work.params.reduce(run, self._scratch)
@@ -384,7 +415,7 @@ class _Thread:
                 if key in split:
                     if before is None or value is not before[index][key]:
                         split[key][index].copy_(value)
-                elif piece.start == 0:  # of the tensor as a whole (`step`): from its first run alone
+                elif piece.start == 0:  # a value of the whole tensor (`step`) is taken from its first byte run only
                     work.whole.set(names[index], key, value)
         if work.out.state is not None:
             for key, (column, offset, dtype) in state.items():
@@ -394,10 +425,14 @@ class _Thread:
         return theta
 
     def _stepped(self, run: Run, stored: memoryview) -> Tensor | None:
-        """Return θ of parameters that were stepped as whole tensors, where it goes down as a difference.
+        """Read the result of `step_whole` for a byte run.
 
         Args:
-            stored: of the base; else it becomes what the step has written.
+            run: the byte run.
+            stored: bytes of the base. Without a delta, they are overwritten with the next version's bytes.
+
+        Returns:
+            With a delta, the masters after the step, [n]; else None.
         """
         work = self._work
         if self._delta is None:

@@ -1,13 +1,14 @@
-"""The outer state file: what the outer optimizer keeps between rounds, beside each version.
+"""The outer state file: the outer optimizer's state between rounds. Each version has one, if there is such state.
 
-A safetensors file with the tensors `<tensor>.<key>`: `layer.weight.momentum_buffer`, `layer.weight.step`; and
-`layer.weight.master`, the fp32 master of a parameter that the version holds in fewer bits (casts are never part of it),
-or as workers hold it, where versions go down by a codec that loses.
-It is written by columns (all `momentum_buffer`, then all `step`), so that a run of the version's tensors is one run of
-each column. Entries are of two groups:
+The file is a safetensors file with tensors named `<tensor>.<key>`, such as `layer.weight.momentum_buffer` and
+`layer.weight.step`. The key `master` is a parameter's fp32 master, without rounding by casts. It exists if the version
+holds the parameter in a smaller dtype, or if versions are downloaded through a lossy codec.
 
-    runs     one element per element of the tensor: cut, stepped and hashed with the version's parts
-    wholes   belongs to the tensor as a whole (`step`; everything of an optimizer that needs whole tensors)
+The file is ordered by columns: all `momentum_buffer`, then all `step`, and so on. So a byte run of the version
+corresponds to one byte run of each column. Entries have one of two groups:
+
+    runs     one element per element of the tensor; cut, stepped and hashed with the version's parts
+    wholes   one value for the whole tensor (`step`), or all state of an optimizer that steps whole tensors
 """
 
 from __future__ import annotations
@@ -30,22 +31,25 @@ RUNS = "runs"
 WHOLES = "wholes"
 
 Column = tuple[str, str]
-"""(key, dtype)"""
+"""(key, dtype): all entries of the state file with this key and dtype."""
 
 Entries = Mapping[str, Mapping[str, Segment]]
-"""tensor → key → where it lies in the state file"""
+"""Tensor → key → segment of the state file."""
 
 
 def state_layout(
     specs: Sequence[TensorSpec], rule: OuterRule, part_bytes: int = PART_BYTES, *, masters: bool = False
 ) -> tuple[bytes, Layout] | None:
-    """Return the header and layout of the state file of `rule` for these tensors; None where nothing is kept.
+    """Return the header and layout of the state file; None if there is no state to keep.
 
     Args:
-        masters: whether every parameter has one, whatever its dtype.
+        specs: tensors of the version.
+        rule: the outer optimizer.
+        part_bytes: size of a part.
+        masters: whether every parameter has a master, independent of its dtype.
 
     Raises:
-        ConfigError: two entries would have one name.
+        ConfigError: two entries would have the same name, or a key contains a dot.
     """
     columns: dict[tuple[str, str, str], list[TensorSpec]] = {}
     for spec in specs:
@@ -72,7 +76,7 @@ def _kept(spec: TensorSpec, rule: OuterRule, masters: bool) -> list[StateSpec]:
 
 
 def entries(layout: Layout | None) -> Entries:
-    """Return where each tensor's state lies."""
+    """Return the segments of a state file: tensor → key → segment; empty for None."""
     table: dict[str, dict[str, Segment]] = {}
     for segment in layout.segments if layout else ():
         tensor, _, key = segment.spec.name.rpartition(".")
@@ -81,14 +85,15 @@ def entries(layout: Layout | None) -> Entries:
 
 
 def version_regions(version: Layout) -> tuple[Ranges, ...]:
-    """Return the ranges of each digest of `ClosedRound.part_digests`: one a part."""
+    """Return the byte ranges that each digest of `ClosedRound.part_digests` covers: one range per part."""
     return tuple(((part.start, part.nbytes),) for part in version.parts)
 
 
 def state_regions(version: Layout, state: Layout) -> tuple[Ranges, ...]:
-    """Return those of `ClosedRound.state_digests`: for each part of the version its run of each column; then the tail.
+    """Return the byte ranges of the state file that each digest of `ClosedRound.state_digests` covers.
 
-    Together they are every byte of the state file.
+    For each part of the version there is one digest per column. The last digest covers the tail: header and wholes.
+    Together they cover the whole state file.
     """
     table = entries(state)
     regions = [tuple(joined(ranges)) for part in version.parts for ranges in columns_of(part, table).values()]
@@ -96,7 +101,7 @@ def state_regions(version: Layout, state: Layout) -> tuple[Ranges, ...]:
 
 
 def columns_of(part: Part, table: Entries) -> dict[Column, list[tuple[int, int]]]:
-    """Return the byte ranges in the state file that go with a part of the version, by column."""
+    """Return column → byte ranges of the state file that belong to a part of the version."""
     columns: dict[Column, list[tuple[int, int]]] = {}
     for piece in part.pieces:
         for key, segment in table.get(piece.segment.spec.name, {}).items():
@@ -108,23 +113,27 @@ def columns_of(part: Part, table: Entries) -> dict[Column, list[tuple[int, int]]
 
 
 def tail_region(state: Layout) -> Ranges:
-    """Return the ranges of the header and all wholes."""
+    """Return the byte ranges of the tail: the header and all entries of the group `wholes`."""
     wholes = [(segment.offset, segment.nbytes) for segment in state.segments if segment.spec.group == WHOLES]
     return tuple(joined([(0, state.header_bytes), *wholes]))
 
 
 def is_whole(fd: int, version: Layout, digests: Sequence[bytes], *, in_chunks: bool) -> bool:
-    """Return whether an outer state is what its digests say, as far as its own header tells how it was cut.
+    """Return whether an outer state file matches its digests. The file's own header tells how it was cut.
+
+    If the outer optimizer steps in chunks and every tensor is a scalar, the header does not tell. Then return True.
 
     Args:
-        version: the layout of the version beside it.
+        fd: the outer state file.
+        version: layout of the version that the state belongs to.
+        digests: the recorded digests, as in `state_regions`.
         in_chunks: whether the outer optimizer steps tensors chunk by chunk.
     """
     header = read_header(lambda at, count: os.pread(fd, count, at), os.fstat(fd).st_size, "the outer state")
     shapes = {segment.spec.name: segment.spec.shape for segment in version.segments}
     split = [(spec.name.rpartition("."), spec) for spec, _ in header.tensors]
     if in_chunks and not any(shapes.get(name) for (name, _, _), _ in split):
-        return True  # tensors without dimensions alone do not show it
+        return True  # for scalars alone, the groups of the entries cannot be told
     cut = {key for (name, _, key), spec in split if in_chunks and shapes.get(name) and spec.shape == shapes[name]}
     specs = [replace(spec, group=RUNS if key in cut else WHOLES) for (_, _, key), spec in split]
     layout = file_layout(specs, os.pread(fd, header.nbytes, 0))

@@ -1,4 +1,4 @@
-"""What a run's settings and model mean in files and arithmetic: made once, then only read."""
+"""The plan of a run: layouts of all files, codecs, reducers and the outer optimizer, from settings and model."""
 
 from __future__ import annotations
 
@@ -55,17 +55,26 @@ PLACED = (
     "network.part_bytes",
     "disk.in_files",
 )
-"""Settings that decide what a round makes of its updates."""
+"""Settings on which the result of a round depends. A joining worker gets them."""
 
 
 def placed_settings(settings: Settings) -> dict[str, Any]:
-    """Of a run, as they travel."""
+    """Return the settings in `PLACED` as JSON values: setting → value."""
     return settings.chosen(PLACED)
 
 
 @dataclass(frozen=True)
 class FragmentPlan:
-    """The layouts of one fragment's files."""
+    """The layouts of one fragment's files.
+
+    Attributes:
+        schema: tensors of the fragment.
+        header: header of a version's file.
+        version: layout of a version.
+        update: layout of an encoded update.
+        state: header and layout of the outer state file; None if there is no outer state.
+        downlink: codec and layout of deltas; None if versions are always pulled whole.
+    """
 
     schema: Schema
     header: bytes
@@ -75,7 +84,7 @@ class FragmentPlan:
     downlink: Downlink | None
 
     def shapes(self) -> FragmentShapes:
-        """Sizes and digest regions of the fragment's files."""
+        """Return sizes and digest regions of the fragment's files, for the store."""
         state = None
         if self.state:
             header, layout = self.state
@@ -94,31 +103,35 @@ class FragmentPlan:
 
     @property
     def state_layout(self) -> Layout | None:
-        """Of the outer state file; None where nothing is kept between rounds."""
+        """Layout of the outer state file; None if there is no outer state."""
         return self.state[1] if self.state else None
 
     @cached_property
     def version_runs(self) -> RunTable:
-        """What one thread of a pass reads, steps and writes at a time; `cut` before each pass."""
+        """Byte runs of a version. Each pass sets their maximum size by `cut`."""
         return RunTable(self.version, TILE)
 
     @cached_property
     def update_runs(self) -> RunTable:
-        """Where the runs of a version lie in an update."""
+        """Byte runs of an update, to find the `counterpart` of a version's byte run."""
         return RunTable(self.update, TILE)
 
     @cached_property
     def reduced_runs(self) -> RunTable:
-        """Where they lie in what a user's aggregator makes of the updates."""
+        """Byte runs of a user aggregator's result file, to find the `counterpart` of a version's byte run."""
         return RunTable(result_layout(self.schema, self.version.part_bytes), TILE)
 
     @cached_property
     def entries(self) -> Entries:
-        """Where each tensor's outer state lies."""
+        """Segments of the outer state file: tensor → key → segment."""
         return entries(self.state_layout)
 
     def columns(self, run: Run) -> dict[str, tuple[Column, int, torch.dtype]]:
-        """Return key → (column, offset of the run's first element, dtype), of the outer state that is cut in runs."""
+        """Return, for each per-element entry of the outer state, where the elements of a byte run begin.
+
+        Returns:
+            key → (column, offset of the run's first element in the state file, dtype).
+        """
         head = run.pieces[0]
         return {
             key: (
@@ -133,7 +146,7 @@ class FragmentPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """The rules of a run, and the layouts of its fragments: one, the whole model, unless it streams."""
+    """The arithmetic of a run, and the layouts of its fragments. Without streaming, the model is one fragment."""
 
     settings: Settings
     algorithm: ResolvedAlgorithm
@@ -147,13 +160,15 @@ class Plan:
 
     @classmethod
     def make(cls, settings: Settings, split: Split, outer: Callable[..., Optimizer] | None = None) -> Plan:
-        """The plan for a model that is cut in this way.
+        """Return the plan for a model.
 
         Args:
-            outer: the outer optimizer, in place of the setting's.
+            settings: settings of the run.
+            split: the model's schema and fragments.
+            outer: constructor of the outer optimizer, instead of the one in the settings.
 
         Raises:
-            ConfigError: algorithm, codec, reducer or outer optimizer cannot be used; the remedy says why.
+            ConfigError: the algorithm, codec, reducer or outer optimizer cannot be used. The message says why.
         """
         algorithm = resolve(settings, outer)
         codecs = codecs_of(algorithm.codec, algorithm.codec_options)
@@ -203,7 +218,7 @@ class Plan:
 
     @property
     def schema(self) -> Schema:
-        """Of the whole model."""
+        """Schema of the whole model."""
         return self.split.schema
 
     @property
@@ -213,27 +228,30 @@ class Plan:
 
     @property
     def has_masters(self) -> bool:
-        """Whether versions are what workers hold, and the model lies beside them."""
+        """Whether versions are downloaded through a codec. Then the exact model is in the masters, not in versions."""
         return any(fragment.downlink is not None for fragment in self.fragments)
 
     @property
     def is_swarm(self) -> bool:
-        """Whether workers aggregate, and hold the versions."""
+        """Whether the run is a swarm, in which workers aggregate and hold the versions."""
         return self.settings.swarm.enabled
 
     @property
     def streams(self) -> bool:
-        """Whether the model is more than one fragment."""
+        """Whether the model has more than one fragment."""
         return len(self.fragments) > 1
 
     def new_file(self, name: str, nbytes: int) -> int:
-        """A file of zeros without a name: beside the run's other files, or in memory where the run has none on disk.
+        """Create an unnamed temporary file of zeros, and return its descriptor.
+
+        The file is in the state directory, or in memory if the run keeps its tensors in memory.
 
         Args:
-            name: what the system calls one in memory.
+            name: label for a file in memory.
+            nbytes: size of the file.
 
         Raises:
-            OSError: no space; nothing of it is left behind.
+            OSError: there is no space. No file is left behind.
         """
         to_disk = self.settings.disk.in_files
         fd = nameless_file(self.settings.disk.state_dir) if to_disk else os.memfd_create(name, os.MFD_CLOEXEC)
@@ -246,20 +264,20 @@ class Plan:
 
     @property
     def needs_steps(self) -> bool:
-        """Whether an update without its number of local steps cannot be reduced."""
+        """Whether a reducer needs the number of local steps of each update."""
         return any(reducer.needs_steps for reducer in self.reducers.values())
 
     @property
     def needs_population(self) -> bool:
-        """Whether the weight of all sites must be known, so that each keeps its first weight."""
+        """Whether a reducer needs the total weight of all sites. Then the journal keeps each site's first weight."""
         return any(reducer.needs_population for reducer in self.reducers.values())
 
 
 def _require_fitting(settings: Settings, split: Split) -> None:
-    """Every pattern of `algorithm.outer_lr_of` has to name something that is stepped.
+    """Check that every pattern of `algorithm.outer_lr_of` matches a parameter that is stepped.
 
     Raises:
-        ConfigError: one does not.
+        ConfigError: a pattern matches none.
     """
     names = [spec.name for spec in split.schema.tensors if spec.group == PARAMS and spec.is_float]
     for pattern in settings.algorithm.outer_lr_of:
@@ -271,10 +289,10 @@ def _require_fitting(settings: Settings, split: Split) -> None:
 
 
 def torch_build() -> str:
-    """What "the same bits" depends on besides the input: the torch build."""
+    """Return torch's version. Results are bit-identical only with the same torch build."""
     return torch.__version__
 
 
 def cpu_capability() -> str:
-    """… and the vector instructions it uses here."""
+    """Return the machine type and the vector instructions that torch uses. Bit-identical results depend on both."""
     return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"

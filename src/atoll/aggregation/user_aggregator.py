@@ -1,12 +1,12 @@
-"""Aggregators that users write: what they are given, and what they may return.
+"""Aggregators that users write: their two forms, their input and their result.
 
     (a)  aggregate(updates) → (name, pseudo-gradient) pairs, or a mapping
-    (b)  accept(update) as each arrives, then aggregate() → the same, then reset()
+    (b)  accept(update) when an update arrives, then aggregate() → as in (a), then reset()
 
-The pseudo-gradient of a tensor is pulled − local: the outer optimizer goes against it.
+The pseudo-gradient of a tensor is base − local. The outer optimizer steps against it, as against a gradient.
 
-The file holds `params` alone, each element in the dtype in which the pass accumulates it, so that nothing is rounded
-on the way to the outer optimizer.
+The result is written to a file that holds only `params`. Each element is in the accumulation dtype, so that nothing is
+rounded before the outer step.
 """
 
 from __future__ import annotations
@@ -31,16 +31,18 @@ from atoll.tensors.schema import Schema
 
 @dataclass(frozen=True)
 class Update:
-    """One accepted update. It may be kept: its tensors stay on disk until it is dropped (`max_kept_updates`).
+    """One accepted update, as a user's aggregator gets it. Its tensors stay on disk as long as this object lives.
+
+    An aggregator may keep updates after the round, up to the setting `max_kept_updates`.
 
     Attributes:
-        site: that submitted it.
-        round: for which it was submitted.
-        weight: as the site gave it; finite and above zero.
-        steps: local ones, 0 where the site did not say.
-        metrics: as the site gave them.
-        tensors: name → pseudo-gradient, of every tensor of `params`; each is read and decoded when it is asked for.
-        buffers: name → value, of every buffer. The server averages them itself.
+        site: name of the site.
+        round: number of the round that the update was submitted for.
+        weight: weight from the site; finite and positive.
+        steps: number of local steps; 0 if the site did not report it.
+        metrics: metrics from the site.
+        tensors: name → pseudo-gradient, for every tensor of `params`. A tensor is read and decoded at each access.
+        buffers: name → value, for every buffer. The server averages buffers itself.
     """
 
     site: str
@@ -53,7 +55,7 @@ class Update:
 
 
 class AllAtOnce:
-    """Form (a) behind the interface of form (b): updates are collected, and given at once."""
+    """An aggregator of form (a), with the interface of form (b): it collects the updates of a round."""
 
     incremental = False
 
@@ -62,20 +64,20 @@ class AllAtOnce:
         self._updates: list[Update] = []
 
     def accept(self, update: Update) -> None:
-        """Keep the update until `reset`; user code does not run yet."""
+        """Keep an update until `reset`. The user's code does not run yet."""
         self._updates.append(update)
 
     def aggregate(self) -> object:
-        """Return what the user's function makes of all updates since the last `reset`, in the order of `accept`."""
+        """Call the user's function with all updates since the last `reset`, in order, and return its result."""
         return self._aggregate(tuple(self._updates))
 
     def reset(self) -> None:
-        """Let go of the updates of this round."""
+        """Drop the updates of this round."""
         self._updates.clear()
 
 
 class Incremental:
-    """Form (b), as it is."""
+    """An aggregator of form (b): it passes each call on to the user's object."""
 
     incremental = True
 
@@ -86,14 +88,14 @@ class Incremental:
 
 
 def load(target: str, options: Mapping[str, Any]) -> AllAtOnce | Incremental:
-    """Return the aggregator that the run file names.
+    """Load the aggregator that the run file names.
 
     Args:
-        target: `module:attribute` or `file.py:attribute`: a class, an object, or a function of the updates.
-        options: keyword arguments of the class, or of the function beside its updates.
+        target: `module:attribute` or `file.py:attribute`. The attribute is a class, an object or a function.
+        options: keyword arguments for the class, or for the function in addition to the updates.
 
     Raises:
-        ConfigError: it is not there, cannot be made with these options, or has neither form.
+        ConfigError: the attribute does not exist, cannot be created with these options, or has neither form.
     """
     found = kind = registry.load_attribute(target)
     if isinstance(found, type):
@@ -127,7 +129,7 @@ def load(target: str, options: Mapping[str, Any]) -> AllAtOnce | Incremental:
 
 @dataclass(frozen=True)
 class Accumulated(Elementwise):
-    """The codec of the file: elements in their dtype of accumulation."""
+    """The codec of an aggregator's result file: each element in the accumulation dtype."""
 
     name: ClassVar[str] = "accumulated"
 
@@ -138,25 +140,28 @@ class Accumulated(Elementwise):
 
 
 def result_layout(schema: Schema, part_bytes: int) -> Layout:
-    """How what an aggregator gives lies in the file."""
+    """Return the layout of an aggregator's result file: all stepped parameters of a schema."""
     codec = Accumulated()
     return update_layout([spec for spec in schema.tensors if spec.is_stepped], lambda _: codec, part_bytes)
 
 
 class BadResult(Exception):
-    """What an aggregator gave cannot be used; the text says what it gave, and goes on after "it"."""
+    """An aggregator's result cannot be used. The text says why, as the rest of a sentence that begins with "it"."""
 
 
 def write_result(fd: int, layout: Layout, given: object, progress: Callable[[], None]) -> None:
-    """Write what an aggregator gives; a tensor is gone before the next one is asked for.
+    """Write an aggregator's result to a file, one tensor at a time.
 
     Args:
-        given: (name, tensor) pairs or a mapping; whatever asking for the next pair raises goes through.
-        progress: called after each tensor.
+        fd: the file.
+        layout: layout of the file, from `result_layout`.
+        given: the result: (name, tensor) pairs or a mapping. Errors of its iteration are raised unchanged.
+        progress: callback after each tensor.
 
     Raises:
-        BadResult: it is no pairs, a name is unknown, missing or there twice, or a tensor does not fit or is not finite.
-        OSError: the disk failed.
+        BadResult: `given` has no pairs; a name is unknown, missing or repeated; or a tensor does not fit or is not
+            finite.
+        OSError: the write failed.
     """
     if isinstance(given, Mapping):
         given = given.items()
@@ -180,7 +185,11 @@ def write_result(fd: int, layout: Layout, given: object, progress: Callable[[], 
 
 
 def _checked(segment: Segment, value: object) -> Tensor:
-    """Return the tensor as it is written: on the CPU, contiguous, in its dtype of accumulation."""
+    """Check one tensor of a result, and return it on the CPU, contiguous and in the accumulation dtype.
+
+    Raises:
+        BadResult: the value is no dense tensor, has the wrong shape or dtype, or is not finite.
+    """
     spec = segment.spec
     if isinstance(value, LazyTensor):
         value = value.resolve()

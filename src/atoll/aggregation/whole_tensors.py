@@ -1,7 +1,7 @@
-"""Outer state that belongs to a tensor as a whole (`step`), and the step of optimizers that need whole tensors.
+"""Outer state with one value per tensor (`step`), and the outer step of optimizers that need whole tensors.
 
-Such an optimizer steps one tensor after the other before the parts are made: each is read, reduced, stepped and
-written. Memory is the largest tensor a few times over (values, gradient, state).
+An optimizer that needs whole tensors runs before the parts are made. Each tensor is read, reduced, stepped and written,
+one after the other. The memory needed is a few times the largest tensor: values, gradient and state.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from atoll.tensors.layout import Layout, Segment
 
 
 class WholeState:
-    """The entries of a state file that belong to whole tensors, before and after a round; a few bytes per tensor.
+    """The entries of a state file with one value per tensor, before and after a round; a few bytes per tensor.
 
     Args:
-        layout: of the state file; None where it has none, or where the pass steps whole tensors.
-        fd: the file as it was; None in the first round.
+        layout: layout of the state file; None if there is no state file, or if the optimizer steps whole tensors.
+        fd: the state file from before the round; None in the first round.
     """
 
     def __init__(self, layout: Layout | None, fd: int | None) -> None:
@@ -50,15 +50,15 @@ class WholeState:
                     self._after.setdefault(tensor, {})[key] = new[span].view(dtype).view(shape)
 
     def clones(self, tensor: str) -> State:
-        """Return the state of a tensor as it was, free to be changed."""
+        """Return copies of a tensor's entries from before the round: key → value."""
         return {key: value.clone() for key, value in self._before.get(tensor, {}).items()}
 
     def set(self, tensor: str, key: str, value: Tensor) -> None:
-        """Keep what an entry becomes."""
+        """Store the new value of the entry `key` of a tensor, for `write`."""
         self._after[tensor][key].copy_(value)
 
     def write(self, fd: int) -> None:
-        """Write what all entries became."""
+        """Write the new values of all entries to the state file of the next version."""
         for offset, values in self._ranges:
             write_at(fd, bytes_of(values), offset)
 
@@ -70,10 +70,16 @@ def step_whole_tensors(
     base: tuple[int, int | None],
     out: tuple[int, int | None],
 ) -> float:
-    """Step every parameter of a version, and write it with its state.
+    """Step every parameter of a version, and write parameters and outer state.
+
+    If versions are downloaded through a codec, only the outer state with its masters is written.
 
     Args:
-        base, out: files of the version and of its state, to be read and to be written; None: there is no state.
+        planned: layouts of the fragment.
+        rule: the outer optimizer.
+        updates: the updates of the round.
+        base: files to read: the base version and its outer state, or None if there is no state.
+        out: files to write: the next version and its outer state, or None if there is no state.
 
     Returns:
         The sum of squares of the reduced pseudo-gradient.
@@ -96,7 +102,7 @@ def step_whole_tensors(
         states = None if before is None else [before]
         (after,) = stepper.step_([theta], [g.view(spec.shape)], states, [spec.name])
         failpoint("pass.write")
-        if planned.downlink is None:  # else what goes down of it is made part by part
+        if planned.downlink is None:  # else `make_version` makes the version part by part, from the master
             _write(out[0], segment, values.copy_(theta))
         for key, entry in state.items():
             assert out[1] is not None
