@@ -55,7 +55,7 @@ PLACED = (
     "network.part_bytes",
     "disk.in_files",
 )
-"""Settings on which the result of a round depends. A joining worker gets them."""
+"""Settings on which the result of a round depends. The server sends them to the workers of a swarm."""
 
 
 def placed_settings(settings: Settings) -> dict[str, Any]:

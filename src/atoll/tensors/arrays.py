@@ -1,7 +1,7 @@
-"""Arrays of other libraries ↔ tensors: numpy as it is, anything else by DLPack or `__array__`.
+"""Conversion between tensors and arrays of other libraries: numpy directly, others through DLPack or `__array__`.
 
-numpy has no bf16 and no 8-bit floats. What is given out as numpy is fp32 there, which holds each of their values
-exactly; what comes back as fp32 for such a tensor is rounded to it.
+numpy has no bf16 and no 8-bit floats. Tensors of these dtypes become fp32 arrays, which hold all of their values
+exactly. When an fp32 array is given for such a tensor, its values are rounded to the tensor's dtype.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from atoll.tensors.dtypes import NOT_IN_NUMPY, torch_dtype
 from atoll.tensors.schema import Schema
 
 Arrays = Mapping[str, Any]
-"""Name → tensor, numpy array, or anything with DLPack or `__array__`."""
+"""Name → tensor, numpy array, or any object with `__dlpack__` or `__array__`."""
 
 
 def to_numpy(tensors: Mapping[str, Tensor]) -> dict[str, np.ndarray[Any, Any]]:
-    """Return the tensors as arrays that share their memory; those without a numpy dtype as fp32 copies."""
+    """Return tensors as numpy arrays. CPU tensors share memory; dtypes that numpy lacks become fp32 copies."""
     return {
         name: (tensor.float() if tensor.dtype in NOT_IN_NUMPY else tensor).detach().cpu().numpy()
         for name, tensor in tensors.items()
@@ -31,10 +31,14 @@ def to_numpy(tensors: Mapping[str, Tensor]) -> dict[str, np.ndarray[Any, Any]]:
 
 
 def as_tensor(name: str, value: object) -> Tensor:
-    """Return a tensor with the values of `value`, in its memory where that is possible.
+    """Return a tensor with the values of `value`. The tensor shares memory with `value` if possible.
+
+    Args:
+        name: name of the tensor, for messages.
+        value: tensor, array, or an object with `__dlpack__` or `__array__`.
 
     Raises:
-        UsageError: it is no array, or torch does not know its dtype; `name` is in the message.
+        UsageError: `value` is no array, or torch does not know its dtype.
     """
     if isinstance(value, Tensor):
         return value
@@ -58,10 +62,10 @@ def as_tensor(name: str, value: object) -> Tensor:
 
 
 def require_model(given: object, *, mapping: bool = True) -> None:
-    """Refuse what is neither a module nor, where that will do, a mapping.
+    """Check that a model is an `nn.Module`, or a mapping if `mapping` is True.
 
     Raises:
-        UsageError: its type is in the message.
+        UsageError: the model is neither. The message names its type.
     """
     if not isinstance(given, nn.Module) and not (mapping and isinstance(given, Mapping)):
         what = f"the class {given.__name__}" if isinstance(given, type) else f"of type {type(given).__name__}"
@@ -70,10 +74,12 @@ def require_model(given: object, *, mapping: bool = True) -> None:
 
 
 def as_tensors(given: Arrays, schema: Schema) -> dict[str, Tensor]:
-    """Return tensors and arrays as tensors; fp32 becomes bf16 or an 8-bit float where the schema says so.
+    """Convert a mapping of tensors and arrays to tensors.
+
+    An fp32 array becomes bf16 or an 8-bit float if the schema has that dtype for its name.
 
     Raises:
-        UsageError: this is no mapping, or an entry is neither; it is named.
+        UsageError: `given` is no mapping, or an entry is no tensor and no array. The message names the entry.
     """
     require_model(given)
     wanted = {spec.name: torch_dtype(spec.dtype) for spec in schema.tensors}
@@ -88,14 +94,17 @@ def as_tensors(given: Arrays, schema: Schema) -> dict[str, Tensor]:
 
 
 def from_numpy(array: np.ndarray[Any, Any]) -> Tensor:
-    """Return an array as a tensor in its memory, or in new memory where torch does not take it as it is.
+    """Convert a numpy array to a tensor.
+
+    The tensor shares the array's memory. It is a copy if the array is read-only, or has a negative stride or a foreign
+    byte order.
 
     Raises:
-        TypeError: torch has no such dtype.
+        TypeError: torch does not have the array's dtype.
     """
     native = array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
     if not native.flags.writeable or any(stride < 0 for stride in native.strides):
-        native = native.copy()  # torch warns of the one and refuses the other
+        native = native.copy()  # torch warns about read-only arrays, and refuses negative strides
     return torch.from_numpy(native)
 
 
@@ -109,10 +118,10 @@ def _from_numpy(name: str, array: np.ndarray[Any, Any]) -> Tensor:
 
 
 def require_framework(name: str) -> None:
-    """Refuse what is neither torch nor numpy.
+    """Check that `name` is "torch" or "numpy".
 
     Raises:
-        UsageError: its name is in the message.
+        UsageError: `name` is another framework.
     """
     if name not in ("torch", "numpy"):
         raise UsageError(f"The framework is {name!r}.", 'Ask for "torch" or "numpy"; others convert from these.')

@@ -1,14 +1,14 @@
-"""Neighbouring pieces of tensors and files, moved or computed on by one call.
+"""Byte runs: neighbouring pieces of tensors in a file that one call reads, decodes or sums together.
 
 A call costs as much for ten elements as for ten thousand, and a model may have thousands of small tensors. In a version
-they follow one another without gaps; in an update each begins at a multiple of 64 bytes. Where a codec writes each
-element by itself, neighbours with the padding between them are encoded, decoded and summed as one tensor:
+tensors follow one another without gaps. In an update each tensor begins at a multiple of 64 bytes. If a codec encodes
+each element independently, neighbouring tensors are encoded, decoded and summed as one tensor, padding included:
 
     version | tensor 0 | tensor 1 | tensor 2 |
     update  | tensor 0 |..| tensor 1 |..| tensor 2 |        .. padding
-    memory  [ 0        ][ ][ 1       ][ ][ 2       ]        the elements of a run, as far apart as in the update
+    memory  [ 0        ][ ][ 1       ][ ][ 2       ]        the elements of a byte run, with the gaps of the update
 
-Elements do not influence each other, so what lies in the padding means nothing; `Run.clear_padding` makes it zero.
+The elements are independent, so values in the padding do not matter. `Run.clear_padding` sets them to zero.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 MOST_BUFFERS = 512
-"""Buffers of one read, and so the most pieces of a run; Linux takes 1,024 (IOV_MAX)."""
+"""Maximum number of buffers in one read, and of pieces in a byte run. Linux allows 1,024 (IOV_MAX)."""
 
 MOST_BYTES = 2**21
-"""A read that has this many bytes takes no further piece."""
+"""Bytes in one read at which no further buffer is added."""
 
 Move = tuple[int, memoryview]
-"""(byte of the file, memory of as many bytes as are read or written there)"""
+"""(offset in the file, buffer for the bytes from there on)"""
 
 
 def neighbours(items: Iterable[T], joins: Callable[[list[T], T], bool]) -> Iterator[list[T]]:
-    """Group items in their order: each goes to the group before it if `joins(group, item)` says so."""
+    """Yield groups of consecutive items. An item joins the current group if `joins(group, item)` is true."""
     group: list[T] = []
     for item in items:
         if group and not joins(group, item):
@@ -51,16 +51,20 @@ def neighbours(items: Iterable[T], joins: Callable[[list[T], T], bool]) -> Itera
 
 
 def joined(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return the (offset, nbytes) ranges in their order, joined where they touch, without the empty ones."""
+    """Join consecutive ranges (offset, nbytes) that touch, and drop empty ranges. The order stays."""
     groups = neighbours(filter(lambda each: each[1], ranges), lambda group, each: sum(group[-1]) == each[0])
     return [(group[0][0], sum(nbytes for _, nbytes in group)) for group in groups]
 
 
 def read_pieces(fd: int, moves: Iterable[Move]) -> None:
-    """Fill each memory from its byte of the file; one `preadv` reads what lies side by side in the file.
+    """Fill buffers from a file. One `preadv` fills all buffers that are adjacent in the file.
+
+    Args:
+        fd: the file.
+        moves: offset and buffer of each read.
 
     Raises:
-        EOFError: the file ends before.
+        EOFError: the file ends before a buffer is full.
     """
 
     def joins(group: list[Move], move: Move) -> bool:
@@ -71,21 +75,21 @@ def read_pieces(fd: int, moves: Iterable[Move]) -> None:
     for group in neighbours(moves, joins):
         if os.preadv(fd, [memory for _, memory in group], group[0][0]) == sum(len(memory) for _, memory in group):
             continue
-        for offset, memory in group:  # the read ended early
+        for offset, memory in group:  # `preadv` read less than asked for
             read_at(fd, memory, offset)
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Pieces of one dtype and group that follow one another in a file; none is empty.
+    """A byte run: consecutive pieces of one dtype and group in a file. No piece is empty.
 
     Attributes:
-        pieces: in file order.
-        item_bytes: of an encoded element, where one call encodes or decodes all pieces and the padding between them; 0
-            where each piece needs a call of its own. In memory the pieces then lie side by side.
-        numel: elements in memory, from the first piece to the last, padding included.
-        sizes: elements of each piece, or of each piece and the padding behind it, in turn, where there is padding.
-        is_padded: whether there is.
+        pieces: the pieces, in file order.
+        item_bytes: bytes of an encoded element, if one call encodes or decodes the whole run with its padding. 0 if
+            each piece needs its own call; then the decoded pieces have no gaps in memory.
+        numel: number of decoded elements, padding included.
+        sizes: number of elements of each piece. With padding: piece, padding, piece, padding, and so on.
+        is_padded: whether there is padding between pieces.
     """
 
     pieces: tuple[Piece, ...]
@@ -96,7 +100,7 @@ class Run:
 
     @classmethod
     def of(cls, pieces: Sequence[Piece], item_bytes: int) -> Run:
-        """Make a run of pieces that follow one another."""
+        """Return the byte run of consecutive pieces."""
         sizes, first, last = [piece.numel for piece in pieces], pieces[0], pieces[-1]
         nbytes = last.offset + last.nbytes - first.offset
         if len(pieces) == 1 or not item_bytes or nbytes == sum(sizes) * item_bytes:
@@ -107,17 +111,17 @@ class Run:
 
     @property
     def spec(self) -> TensorSpec:
-        """Of the first piece; dtype and group are those of all."""
+        """Tensor of the first piece. All pieces have its dtype and group."""
         return self.pieces[0].segment.spec
 
     @property
     def codec(self) -> str:
-        """Of the first piece; of all, where `item_bytes` is not 0."""
+        """Codec of the first piece. All pieces have it if `item_bytes` is not 0."""
         return self.pieces[0].segment.codec
 
     @property
     def is_whole(self) -> bool:
-        """Whether one call encodes or decodes all of it."""
+        """Whether one call encodes or decodes the whole run."""
         return self.item_bytes > 0 or len(self.pieces) == 1
 
     @property
@@ -131,24 +135,24 @@ class Run:
         return self.pieces[-1].offset + self.pieces[-1].nbytes
 
     def split(self, values: Tensor) -> Sequence[Tensor]:
-        """Return the elements of each piece, as views of the run's elements `values` [numel]."""
+        """Return a view of each piece's elements. `values`, [numel], holds the elements of the run."""
         views: Sequence[Tensor] = values.split_with_sizes(self.sizes)  # `torch.split` takes twice as long
         return views[::2] if self.is_padded else views
 
     def encoded(self, memory: Tensor) -> Iterator[Tensor]:
-        """Give the bytes of each piece, as views of the run's bytes `memory`, as in the file."""
+        """Yield a view of each piece's encoded bytes. `memory` holds the bytes of the run as in the file."""
         for piece in self.pieces:
             yield memory[piece.offset - self.start : piece.offset - self.start + piece.nbytes]
 
     def views(self, memory: memoryview, item_bytes: int) -> Iterator[tuple[Piece, memoryview]]:
-        """Give each piece with its bytes, where `memory` holds the run's elements of `item_bytes` each."""
+        """Yield each piece with its bytes. `memory` holds the run's decoded elements of `item_bytes` bytes each."""
         at, sizes = 0, self.sizes if self.is_padded else [size for each in self.sizes for size in (each, 0)]
         for piece, size, gap in zip(self.pieces, sizes[::2], sizes[1::2], strict=True):
             yield piece, memory[at * item_bytes : (at + size) * item_bytes]
             at += size + gap
 
     def clear_padding(self, memory: memoryview, item_bytes: int) -> None:
-        """Write zeros between the pieces, where `memory` holds the run's elements of `item_bytes` each."""
+        """Set the padding to zero. `memory` holds the run's decoded elements of `item_bytes` bytes each."""
         if not self.is_padded:
             return
         at = 0
@@ -160,11 +164,11 @@ class Run:
 
 
 class RunTable:
-    """The runs of a layout's parts. They are made once and kept; no table grows with the size of a tensor.
+    """The byte runs of a layout's parts. Runs are cached, but the cache does not grow with the size of tensors.
 
     Args:
-        layout: of the tensors that are cut into runs.
-        max_elements: of a run, padding included; a multiple of the tile.
+        layout: the layout.
+        max_elements: maximum number of elements in a run, padding included; a multiple of `TILE`.
     """
 
     def __init__(self, layout: Layout, max_elements: int) -> None:
@@ -173,13 +177,13 @@ class RunTable:
         self._counterparts: dict[tuple[int, int], Run] = {}
 
     def cut(self, max_elements: int) -> None:
-        """Have runs of at most so many elements from now on."""
+        """Set the maximum number of elements in a run."""
         if max_elements != self.max_elements:
             self.max_elements = max_elements
             self._tables.clear()
 
     def of(self, part: Part) -> Iterator[Run]:
-        """Give the runs of a part, in file order."""
+        """Yield the byte runs of a part, in file order."""
         table = self._tables.get(part.index)
         if table is None:
             groups = neighbours((piece for piece in part.pieces if piece.numel), self._joins)
@@ -196,11 +200,14 @@ class RunTable:
                 yield self.run(entry.segment, start, stop)
 
     def run(self, segment: Segment, start: int, stop: int) -> Run:
-        """Return elements [start, stop) of one tensor as a run."""
+        """Return elements [start, stop) of one tensor as a byte run."""
         return Run.of([self.layout.piece(segment, start, stop)], self._item_bytes(segment))
 
     def counterpart(self, run: Run) -> Run:
-        """Return where the elements of another layout's run lie in this one; all runs asked for are of one layout."""
+        """Return this layout's byte run with the same elements as another layout's byte run.
+
+        Use one table only with runs of one other layout, because the results are cached.
+        """
         key = (run.start, run.stop)
         found = self._counterparts.get(key)
         if found is None:
@@ -221,7 +228,10 @@ class RunTable:
         return kind == other and fits
 
     def _item_bytes(self, segment: Segment) -> int:
-        """Bytes of an encoded element, where segments begin and end at borders of elements; else 0."""
+        """Return the bytes of an encoded element; 0 if a codec does not encode elements independently.
+
+        Also return 0 if the element's size does not divide the alignment of segments.
+        """
         encoding = self.layout.encodings[segment.codec]
         if not encoding.elementwise:
             return 0

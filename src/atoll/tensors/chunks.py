@@ -1,7 +1,7 @@
-"""Tensors ↔ bounded runs of their elements, in the order in which they lie in a file.
+"""Reading and writing ranges of a tensor's elements, in the order in which the elements lie in a file.
 
-A run is [start, stop) of a tensor's elements in row-major order, whatever its strides and its device. Contiguous CPU
-tensors are read and written where they are; others go through a scratch of the run's size, never of the tensor's.
+A range is [start, stop) of the elements in row-major order, for any strides and device. Contiguous CPU tensors are read
+and written in place. Other tensors are copied through scratch memory of the range's size, never of the tensor's size.
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ from atoll.tensors.layout import ALIGN_BYTES, Layout
 from atoll.tensors.module_tensors import PLAIN, Tensors
 
 CHUNK_BYTES = 2**21
-"""What a transfer holds in memory at a time; 64 KiB costs 1.8 times the CPU, 8 MiB gains nothing."""
+"""Bytes that a transfer holds in memory. 64 KiB would cost 1.8 times the CPU time; 8 MiB would not be faster."""
 
 ROOM_BYTES = 2**18
-"""A run of a tensor from this size on is received where it belongs; several smaller ones are received as one."""
+"""Minimum bytes for receiving directly into a tensor. Smaller tensors are received together in one buffer."""
 
 CHUNK_ELEMENTS = 2**18
-"""What a pass over a tensor holds at a time: 1 MiB of fp32, a multiple of the tile."""
+"""Elements that a pass over a tensor holds in memory: 1 MiB of fp32, a multiple of `TILE`."""
 
 
 class InPieces(Protocol):
-    """Elements of a tensor that do not all lie in one."""
+    """A tensor with elements in several memories, such as a rank's shard and its tail."""
 
     def run(self, start: int, stop: int) -> Tensor:
-        """As `run_of`."""
+        """Return elements [start, stop), as `run_of` does."""
         ...
 
     def assign_(self, start: int, values: Tensor) -> None:
-        """As `assign_run_`."""
+        """Write `values` into the elements from `start` on, as `assign_run_` does."""
         ...
 
 
 AnyTensors = Mapping[str, Tensor | InPieces]
-"""By name, what a process has of a model's tensors."""
+"""Name → the elements of a model's tensor that this process has."""
 
 
 def run_of(tensor: Tensor | InPieces, start: int, stop: int) -> Tensor:
@@ -59,10 +59,10 @@ def run_of(tensor: Tensor | InPieces, start: int, stop: int) -> Tensor:
 
 
 def runs_of(tensor: Tensor) -> Iterator[memoryview]:
-    """Give the bytes of a tensor in runs of `CHUNK_BYTES`; each holds until the next is asked for.
+    """Yield the bytes of a tensor in chunks of `CHUNK_BYTES`. A chunk is valid until the next one is requested.
 
-    Runs that are not views share one scratch: memory taken anew for each is not taken where the last one was, so that
-    a long tensor grows the process.
+    Chunks that are copies share one scratch buffer. A new buffer for each would make the process grow, because the
+    allocator does not reuse the memory of the last one.
     """
     numel, step = tensor.numel(), CHUNK_BYTES // tensor.itemsize
     scratch = None
@@ -103,7 +103,17 @@ def assign_run_(tensor: Tensor | InPieces, start: int, values: Tensor) -> None:
 
 
 def _blocks(tensor: Tensor, start: int, stop: int, base: int) -> Iterator[tuple[Tensor, int, int]]:
-    """Give views that together are the elements [start, stop), with their places in a run that begins at `base`."""
+    """Yield views that together are the elements [start, stop), each with its range in a buffer.
+
+    Args:
+        tensor: the tensor, possibly not contiguous.
+        start: first element.
+        stop: one behind the last element.
+        base: place of element `start` in the buffer.
+
+    Yields:
+        (view, first place in the buffer, one behind its last place).
+    """
     if start >= stop:
         return
     if tensor.dim() == 0 or (start == 0 and stop == tensor.numel()):
@@ -134,15 +144,15 @@ def bytes_of(tensor: Tensor) -> memoryview:
 
 
 WIDEST_BYTES = 8
-"""Of one element, in any dtype."""
+"""Bytes of the widest element of any dtype."""
 
 
 class Scratch:
-    """Named buffers for one thread, allocated once, for `elements` elements of any dtype and padding on both sides.
+    """Named scratch buffers for one thread, each allocated at its first use.
 
-    A buffer that is asked for more grows. Pages that are never touched cost nothing. Files are read and written by
-    position through it, not by mmap: that counts the page cache as the process's own memory, and a truncated file ends
-    the process.
+    A buffer has room for `elements` elements of any dtype, with padding on both sides. It grows if more is requested.
+    Pages that are never touched cost no memory. Files are read into and written from these buffers. With mmap, the page
+    cache would count as the process's memory, and a truncated file would kill the process.
     """
 
     def __init__(self, elements: int) -> None:
@@ -170,14 +180,14 @@ class Scratch:
 
 
 class Scatter:
-    """A sink for the bytes of a version: writes them into the tensors of a model, in place, as they arrive.
+    """A sink for the bytes of a version. It writes them into a model's tensors in place, as the bytes arrive.
 
-    Contiguous CPU tensors are written where they are. Others go through one scratch, which is pinned where a tensor is
-    on an accelerator, so that the copy to the device needs no other.
+    Contiguous CPU tensors are written directly. Other tensors are written through one scratch buffer. The buffer is
+    pinned if a tensor is on an accelerator, which saves a copy.
 
     Args:
         layout: the version's layout.
-        tensors: those of the layout that are wanted, by name; the bytes of others are passed over.
+        tensors: name → tensor to write. Bytes of other tensors in the layout are skipped.
     """
 
     def __init__(self, layout: Layout, tensors: Tensors) -> None:
@@ -190,7 +200,10 @@ class Scatter:
         self._scratch = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def write(self, offset: int, data: memoryview) -> None:
-        """Place `data`, which lies at `offset` of the file, at borders of whole elements; the header is passed over."""
+        """Write `data`, the file's bytes from `offset` on, into the tensors. The header is skipped.
+
+        `data` begins and ends at borders of elements.
+        """
         end = offset + len(data)
         for index in range(
             max(0, bisect.bisect_right(self._starts, offset) - 1), bisect.bisect_left(self._starts, end)
@@ -206,9 +219,12 @@ class Scatter:
                 self._assign(index, (low - start) // self._tensors[index].itemsize, source)
 
     def room(self, offset: int, nbytes: int) -> memoryview | None:
-        """Return the memory of a tensor for at most `nbytes` of the file, from `offset` on; None if they are few.
+        """Return a tensor's memory for the file's bytes from `offset` on, so that they can be received in place.
 
-        Whole elements, as long as `offset` and `nbytes` are.
+        The result has at most `nbytes` bytes. If `offset` and `nbytes` are at borders of elements, so is its end.
+
+        Returns:
+            The memory; None if it would be smaller than `ROOM_BYTES`, or if the tensor is not contiguous on the CPU.
         """
         index = bisect.bisect_right(self._starts, offset) - 1
         view = self._views[index] if index >= 0 else None
@@ -230,7 +246,7 @@ class Scatter:
 
 
 def _copies_from_pinned(device: torch.device) -> bool:
-    """Return whether a copy to this device takes no other on its way where it begins in pinned memory."""
+    """Return whether pinned memory makes copies to this device faster: it is the accelerator, and not MPS."""
     if device.type in ("cpu", "mps") or not torch.accelerator.is_available():  # mps has the memory of the CPU
         return False
     accelerator = torch.accelerator.current_accelerator()
@@ -238,7 +254,7 @@ def _copies_from_pinned(device: torch.device) -> bool:
 
 
 def _memory(nbytes: int, pinned: bool) -> Tensor:
-    """Return bytes of the CPU; as they come where the device's backend pins none."""
+    """Return a new uint8 CPU tensor, [nbytes]; pinned if `pinned` is True and the backend supports it."""
     if pinned:
         with suppress(RuntimeError):
             return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
@@ -246,7 +262,7 @@ def _memory(nbytes: int, pinned: bool) -> Tensor:
 
 
 def writable_bytes(tensor: Tensor) -> memoryview | None:
-    """Return the memory of a tensor that lies there as in a file; None if it is on a device, or strided."""
+    """Return the memory of a contiguous CPU tensor; None for other tensors."""
     if type(tensor) not in PLAIN or not (tensor.is_cpu and tensor.is_contiguous()):
         return None
     return None if tensor.is_neg() else bytes_of(tensor)

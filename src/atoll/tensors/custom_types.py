@@ -1,19 +1,19 @@
-"""Types of the user's own in a payload: a producer takes a value apart at the sender, a consumer rebuilds it.
+"""User-defined types in payloads: a producer converts a value at the sender, and a consumer rebuilds it.
 
     @dataclass
     class File:
         path: Path
 
-    def produce(file):                       # any payload; what is large is a Stream
+    def produce(file):                       # returns any payload; large data as a Stream
         return {"name": file.path.name, "bytes": Stream(torch.uint8, (size,), chunks)}
 
-    def consume(sent):                       # the same payload, with a LazyTensor for each Stream
+    def consume(sent):                       # gets the same payload, with a LazyTensor for each Stream
         for run in sent["bytes"].runs():
             ...
 
     register(File, "my-site.file", produce, consume)
 
-Both sides register the same name. Only the name travels: what is built is decided by the code of the receiver.
+Both sides register the same name. Only the name is sent, so the receiver's own code decides what is built.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 @dataclass(frozen=True, eq=False)
 class Stream:
-    """Elements that are made while they travel, and never held all at once. A part of what a producer gives.
+    """A tensor that is generated in chunks while it is sent, and never in memory as a whole. For use in a producer.
 
     Attributes:
-        dtype, shape: of what the receiver gets.
-        chunks: called each time it is sent: gives the elements in row-major order, in tensors or arrays of `dtype` or
-            in bytes, whole elements each. A chunk is memory: give many small ones, of some MiB.
-        where: its place in the payload, for errors; found when it is sent.
+        dtype, shape: dtype and shape of the tensor that the receiver gets.
+        chunks: function that yields the elements in row-major order, called each time the stream is sent. A chunk is a
+            tensor or an array of `dtype`, or bytes of whole elements. Chunks should have a few MiB.
+        where: place in the payload, for errors; set when the payload is packed.
     """
 
     dtype: torch.dtype
@@ -58,19 +58,19 @@ class Stream:
 
     @property
     def itemsize(self) -> int:
-        """Bytes of an element."""
+        """Bytes of one element."""
         return self.dtype.itemsize
 
     @property
     def nbytes(self) -> int:
-        """Of all elements."""
+        """Bytes of all elements."""
         return math.prod(self.shape) * self.itemsize
 
     def runs(self) -> Iterator[memoryview]:
-        """Give the bytes, as its chunks give them.
+        """Yield the bytes of each chunk.
 
         Raises:
-            UsageError: they are of another dtype, more or less than its shape says, or `chunks` raised.
+            UsageError: a chunk has another dtype, the number of bytes does not match the shape, or `chunks` raised.
         """
         given = 0
         for chunk in self._chunks():
@@ -79,7 +79,7 @@ class Stream:
             if given > self.nbytes:
                 break
             yield data
-            del chunk, data  # before the next one is made
+            del chunk, data  # free this chunk before the next one is created
         if given != self.nbytes:
             than = "more" if given > self.nbytes else f"{given} bytes, less"
             raise UsageError(
@@ -120,7 +120,7 @@ class Stream:
 
 @dataclass(frozen=True)
 class Kind:
-    """A registered type."""
+    """A registered type, with its name, producer and consumer."""
 
     type: type
     name: str
@@ -128,10 +128,14 @@ class Kind:
     consume: Callable[[Any], Any]
 
     def take_apart(self, value: Any, where: str) -> Any:
-        """Return what travels in place of a value.
+        """Call the producer on a value, and return the payload that is sent instead.
+
+        Args:
+            value: the value.
+            where: place in the payload, for errors.
 
         Raises:
-            UsageError: the producer failed; the place in the payload is named.
+            UsageError: the producer failed.
         """
         try:
             return self.produce(value)
@@ -139,10 +143,14 @@ class Kind:
             raise UsageError(self._failed("producer", where, error), "Look at its code.") from error
 
     def put_together(self, sent: Any, where: str) -> Any:
-        """Rebuild the value from what was received.
+        """Call the consumer on a received payload, and return the rebuilt value.
+
+        Args:
+            sent: the received payload.
+            where: place in the payload, for errors.
 
         Raises:
-            BadRequest: the consumer failed; the place in the payload is named.
+            BadRequest: the consumer failed.
         """
         try:
             return self.consume(sent)
@@ -161,23 +169,24 @@ _OWN = (
     *(type(None), bool, int, float, str, bytes, bytearray, list, tuple, dict),
     *(Tensor, nn.Parameter, nn.Buffer, np.ndarray, TensorRef, LazyTensor, Stream),
 )
-"""Types that travel as they are, or stand for what does."""
+"""Types that payloads support without registration. They cannot be registered."""
 
 
 def register(type_: type[T], name: str, produce: Callable[[T], Any], consume: Callable[[Any], T]) -> None:
-    """Let values of a type travel in payloads, from now on and in this process. The receiver registers it, too.
+    """Register a type, so that its values can be sent in payloads of this process. The receiver registers it too.
 
     Args:
-        type_: of the values; exactly this one, no subclasses.
-        name: on the wire, the same on both sides, such as `my-site.file`.
-        produce: value → what travels in its place: any nested dicts, lists and tuples of tensors, arrays, plain values,
-            other registered types, and a `Stream` where the data is not to be held in memory at once. It is called
-            anew each time that a value is sent or measured; it must not change the value, and reads no data itself.
-        consume: what travelled → value. For each `Stream` it is given a `LazyTensor`, on disk: `runs()` gives its
-            elements in chunks, `resolve()` all of them. The file goes with the last of these.
+        type_: the type. Subclasses are not included.
+        name: name on the wire, the same on both sides, such as `my-site.file`.
+        produce: function: value → payload that is sent instead. The payload may be any nesting of dicts, lists and
+            tuples, with tensors, arrays, plain values and other registered types. For large data, use a `Stream`. The
+            function is called each time a value is sent or measured. It must not change the value or read large data.
+        consume: function: received payload → value. Instead of each `Stream` it gets a `LazyTensor` on disk. Its
+            `runs()` yields the elements in chunks, its `resolve()` loads all. The file is removed with the last
+            `LazyTensor`.
 
     Raises:
-        UsageError: another type has the name, the type has another name, or it travels by itself.
+        UsageError: another type has the name, the type has another name, or payloads support the type already.
     """
     if type_ in _OWN or not isinstance(type_, type):
         raise UsageError(
@@ -192,21 +201,25 @@ def register(type_: type[T], name: str, produce: Callable[[T], Any], consume: Ca
         raise UsageError(f"The name {name!r} is taken by {_home(before.type)}.", "Give each type a name of its own.")
     if same is not None and same.name != name:
         raise UsageError(f"{_home(type_)} is registered as {same.name!r} already.", "Give a type one name.")
-    if before is not None:  # its module was loaded anew
+    if before is not None:  # the type's module was reloaded
         _BY_TYPE.pop(before.type, None)
     _BY_TYPE[type_] = _BY_NAME[name] = kind
 
 
 def kind_of(value: object) -> Kind | None:
-    """Return what is registered for the type of a value."""
+    """Return the registered type of a value; None if its type is not registered."""
     return _BY_TYPE.get(type(value))
 
 
 def kind_named(name: str, where: str) -> Kind:
-    """Return what is registered under a name.
+    """Return the type that is registered under a name.
+
+    Args:
+        name: the name.
+        where: place in the payload, for errors.
 
     Raises:
-        BadRequest: nothing is, in this process.
+        BadRequest: this process has no type of this name.
     """
     kind = _BY_NAME.get(name)
     if kind is None:

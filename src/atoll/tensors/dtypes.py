@@ -1,4 +1,4 @@
-"""safetensors dtype names ↔ torch dtypes, and the dtype in which a tensor is accumulated."""
+"""Conversion between safetensors dtype names and torch dtypes, and the dtype in which a tensor is accumulated."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TORCH: dict[str, torch.dtype] = {
 NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in TORCH.items()}
 
 NOT_IN_NUMPY = frozenset({torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2})
-"""Those that no NumPy array can have."""
+"""torch dtypes that NumPy does not have."""
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -35,12 +35,16 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return the safetensors name of a torch dtype; torch's own where safetensors has none."""
+    """Return the safetensors name of a torch dtype; torch's own name if safetensors has none."""
     return NAMES.get(dtype, str(dtype))
 
 
 def accumulate_dtype(name: str) -> torch.dtype:
-    """Return the dtype of sums of a tensor: promote(dtype, fp32) for floats, the dtype itself otherwise."""
+    """Return the torch dtype in which a tensor is summed: promote(dtype, fp32) for floats, else its own dtype.
+
+    Args:
+        name: safetensors name of the tensor's dtype.
+    """
     if name not in FLOATS or name == "F64":
         return TORCH[name]
     return torch.float32  # torch has no promotion for the 8-bit floats

@@ -1,8 +1,9 @@
-"""A model cut into fragments that are synchronised in turn.
+"""Dividing a model into fragments that are synchronised in turn.
 
-Streaming DiLoCo with overlapping communication (Douillard et al., arXiv 2501.18512), section 2.1: a fragment is a run
-of neighbouring layers. Here it is a run of neighbouring parameters, balanced by bytes. A tied tensor is one tensor, so
-it is in one fragment under all its names; a buffer goes where the parameters of its module are.
+Streaming DiLoCo with overlapping communication (Douillard et al., arXiv 2501.18512), section 2.1: a fragment is a
+sequence of neighbouring layers. In Atoll it is a sequence of neighbouring parameters, and fragments have similar sizes
+in bytes. A tied tensor is one tensor, so it is in one fragment under all its names. A buffer is in the fragment of its
+module's first parameter.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from atoll.tensors.schema import PARAMS, Schema, TensorSpec
 
 @dataclass(frozen=True)
 class Split:
-    """Which fragment each tensor of a schema is in.
+    """A model's schema, and the fragment of each of its tensors.
 
     Attributes:
-        schema: of the whole model.
-        places: the fragment of each of its tensors, in their order.
+        schema: schema of the whole model.
+        places: number of the fragment of each tensor, in the schema's order.
     """
 
     schema: Schema
@@ -35,12 +36,12 @@ class Split:
 
     @property
     def count(self) -> int:
-        """Number of fragments; 1 for a model that is not cut."""
+        """Number of fragments; 1 for a model that is not divided."""
         return max(self.places, default=0) + 1
 
     @property
     def schemas(self) -> tuple[Schema, ...]:
-        """The schema of each fragment; of a model in one, its own."""
+        """The schema of each fragment. With one fragment, this is the model's own schema."""
         if self.count == 1:
             return (self.schema,)
         return tuple(self._part(fragment) for fragment in range(self.count))
@@ -52,10 +53,10 @@ class Split:
 
 
 def split(schema: Schema, count: int) -> Split:
-    """Cut a model into so many fragments; the largest is as small as runs of neighbours allow.
+    """Divide a model into `count` fragments of neighbouring parameters. The largest fragment is as small as possible.
 
     Raises:
-        ConfigError: it has fewer parameters than that.
+        ConfigError: the model has fewer than `count` parameters.
     """
     if count == 1:
         return Split.whole(schema)
@@ -77,16 +78,19 @@ def split(schema: Schema, count: int) -> Split:
 
 
 def cut(sizes: Sequence[int], count: int) -> list[int]:
-    """Return where each of `count` runs ends: the largest sum is the least possible, and the others are near the mean.
+    """Cut a list of sizes into `count` consecutive, non-empty groups, and return the end index of each group.
+
+    The largest sum of a group is minimal. The other groups are as near to the mean as possible.
 
     Args:
-        sizes: at least `count`; no run is empty.
+        sizes: at least `count` sizes.
+        count: number of groups.
     """
     low, high = max(sizes), sum(sizes)
     while low < high:
         middle = (low + high) // 2
         low, high = (low, middle) if len(_from_the_end(sizes, middle)) <= count else (middle + 1, high)
-    earliest = _from_the_end(sizes, low)  # a run that ended before would leave too much to those behind it
+    earliest = _from_the_end(sizes, low)  # a group that ended earlier would leave too much for the later groups
     earliest = [0] * (count - len(earliest)) + earliest
     before = [0, *itertools.accumulate(sizes)]
     ends: list[int] = []
@@ -105,7 +109,7 @@ def cut(sizes: Sequence[int], count: int) -> list[int]:
 
 
 def _from_the_end(sizes: Sequence[int], most: int) -> list[int]:
-    """Return the ends of as few runs as hold at most `most` each, every one as full as can be from the back."""
+    """Return the end indices of the fewest groups with a sum of at most `most`, filled from the last size backwards."""
     ends, held = [len(sizes)], 0
     for index in range(len(sizes) - 1, -1, -1):
         if held + sizes[index] > most:
@@ -116,9 +120,10 @@ def _from_the_end(sizes: Sequence[int], most: int) -> list[int]:
 
 
 def _in_order(params: list[TensorSpec]) -> list[TensorSpec]:
-    """Parameters in the model's order, as far as a schema knows it: it lists the widest dtype first.
+    """Return parameters approximately in the model's order. The schema lists them by element size, widest first.
 
-    Those of another width than most of the bytes are placed behind the last that shares most of their path.
+    Parameters with the element size of most bytes keep their order. Each other parameter is placed behind the last of
+    those parameters with the longest common module path.
     """
     widths = {spec.item_bytes for spec in params}
     if len(widths) < 2:
@@ -134,7 +139,7 @@ def _in_order(params: list[TensorSpec]) -> list[TensorSpec]:
 
 
 class _Neighbours:
-    """Finds the parameters that a tensor belongs to by its path."""
+    """An index of parameters by module path, to find the parameters nearest to a tensor."""
 
     def __init__(self, params: Sequence[TensorSpec]) -> None:
         self._first: dict[str, int] = {}
@@ -146,21 +151,25 @@ class _Neighbours:
                 self._last[prefix] = index
 
     def index(self, name: str) -> int:
-        """Return the first parameter of the tensor's own module, else the last that shares most of its path."""
+        """Return the index of the first parameter of the tensor's own module. If there is none, return `last`."""
         return self._first.get(_prefixes(name)[0], self.last(name))
 
     def last(self, name: str) -> int:
-        """Return the last parameter that shares most of the tensor's path."""
+        """Return the index of the last parameter among those with the longest common module path."""
         return next(self._last[prefix] for prefix in _prefixes(name) if prefix in self._last)
 
 
 def _prefixes(name: str) -> list[str]:
-    """Return the paths of the modules that a tensor is in, its own first: `a.b.weight` → `a.b`, `a`, ``."""
+    """Return the paths of the modules that contain a tensor, innermost first: `a.b.weight` → `a.b`, `a`, ``."""
     parts = name.split(".")[:-1]
     return [".".join(parts[:length]) for length in range(len(parts), -1, -1)]
 
 
 def split_of(value: Mapping[str, Any]) -> Split:
-    """Return the split of a schema as the journal has it: `Schema.to_json`, and `fragments` where there are several."""
+    """Return a split from its JSON in the journal: the schema, and `fragments` if there are several.
+
+    Args:
+        value: result of `Schema.to_json`, plus `fragments` as a list of each tensor's fragment.
+    """
     schema = Schema.from_json(value)
     return Split(schema, tuple(value["fragments"])) if "fragments" in value else Split.whole(schema)

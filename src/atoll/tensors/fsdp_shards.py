@@ -1,16 +1,17 @@
-"""A model that FSDP2 has sharded over ranks, as one of them has it: its rows of every parameter, where they are.
+"""One rank's view of a model that FSDP2 has sharded: the rank's rows of every parameter, without copies.
 
-Rows end anywhere, what travels ends at tiles. A rank sends and pulls the tiles with a first element in its rows; of
-the last of them, its neighbours may have some elements, which a rank keeps in a `tail` of less than a tile:
+A rank's rows may end anywhere, but parts of versions and updates end at tiles (`layout.TILE` elements). A rank sends
+and pulls the tiles that begin in its rows. The last of these tiles may end in the rows of the next ranks. The rank
+keeps copies of those elements in a `tail`, which is shorter than a tile:
 
     rows     | rank 0         | rank 1         | rank 2         |
     tiles    |     |     |     |     |     |     |     |     |  |
     sent by  | rank 0          | rank 1          | rank 2       |
                                ^ the tail of rank 0 is in rank 1's rows
 
-Before an update is formed, tails are gathered from the ranks that have the elements; after a version was pulled, they
-are given back. Nothing else of a tensor ever leaves its rank. Rows follow from placements and shapes, never from
-storage, which is padded.
+Before an update is formed, each rank gets its tails from the ranks that have the elements. After a version is pulled,
+each rank sends its tails back. No other elements of a shard are exchanged between ranks. Rows are computed from
+placements and shapes, not from storage, which is padded.
 """
 
 from __future__ import annotations
@@ -28,23 +29,23 @@ from atoll.tensors.module_tensors import is_sharded, named_tensors, schema_of
 from atoll.tensors.schema import PARAMS, Schema, TensorSpec
 
 Swap = Callable[[Sequence[Tensor], Sequence[int]], Sequence[Tensor]]
-"""(bytes for each rank, how many come from each) → what came from each, on the CPU; by all ranks at once."""
+"""An all-to-all exchange: (bytes for each rank, number of bytes from each rank) → bytes from each rank, on the CPU."""
 
 Spread = Callable[[Tensor, int], Tensor]
-"""(values, rank) → those of this rank, at every rank; by all ranks at once."""
+"""A broadcast: (values, source rank) → the source rank's values. All ranks call it together."""
 
 Run = tuple["Shard", int, int]
-"""Elements [start, stop) of a shard."""
+"""(shard, start, stop): elements [start, stop) of a shard's tensor."""
 
 
 class Shard:
-    """The elements of one tensor that a rank has or sends.
+    """The elements of one sharded tensor that a rank has or sends.
 
     Attributes:
-        local: its rows, the model's own.
-        start, stop: the elements that they are.
-        first, end: the elements that it sends; nothing where `first == end`.
-        tail: those of them from `stop` on.
+        local: the rank's rows; this is the model's own tensor.
+        start, stop: range of the rank's rows, in elements of the whole tensor.
+        first, end: range that the rank sends, in elements of the whole tensor; empty if `first == end`.
+        tail: copies of the elements [stop, end), which other ranks have.
     """
 
     def __init__(self, spec: TensorSpec, local: Tensor, rank: int, ranks: int) -> None:
@@ -54,7 +55,7 @@ class Shard:
         self.tail = local.new_empty(self.end - self.stop if self.first < self.end else 0)
 
     def run(self, start: int, stop: int) -> Tensor:
-        """Return elements [start, stop) in a row, of the rows and the tail."""
+        """Return elements [start, stop) from the rows and the tail, as a 1-D tensor."""
         if stop <= self.stop:
             return run_of(self.local, start - self.start, stop - self.start)
         if start >= self.stop:
@@ -62,7 +63,7 @@ class Shard:
         return torch.cat((self.run(start, self.stop), self.run(self.stop, stop)))
 
     def assign_(self, start: int, values: Tensor) -> None:
-        """Write 1-D values into the elements from `start` on."""
+        """Write 1-D values into the elements from `start` on, in the rows and the tail."""
         mine = max(0, min(self.stop - start, values.numel()))
         if mine:
             assign_run_(self.local, start - self.start, values[:mine])
@@ -72,12 +73,13 @@ class Shard:
 
 
 class Shards(Mapping[str, "Tensor | InPieces"]):
-    """The tensors of a model of one rank: those that are sharded as `Shard`, the others as they are.
+    """A mapping name → `Shard` for the sharded tensors of a rank's model, and name → tensor for the others.
 
     Args:
-        schema: of the whole model.
-        tensors: the model's own, by name; DTensors where they are sharded.
-        rank: of this process, among `ranks`.
+        schema: schema of the whole model.
+        tensors: name → the model's own tensor; sharded ones are DTensors.
+        rank: this process's rank.
+        ranks: number of ranks.
     """
 
     def __init__(self, schema: Schema, tensors: Mapping[str, Tensor], rank: int, ranks: int) -> None:
@@ -93,10 +95,10 @@ class Shards(Mapping[str, "Tensor | InPieces"]):
 
     @classmethod
     def of(cls, model: nn.Module, rank: int, ranks: int) -> tuple[Schema, Shards]:
-        """Return the schema of the whole model, and what this rank has of it.
+        """Return the schema of the whole model, and this rank's tensors.
 
         Raises:
-            UsageError: a tensor is sharded in another way than by rows over all ranks, or cannot travel.
+            UsageError: a tensor is not sharded by rows over all ranks, or Atoll cannot send it.
         """
         tensors, _ = named_tensors(model, sharded=True)
         schema = schema_of(model, sharded=True)
@@ -113,15 +115,18 @@ class Shards(Mapping[str, "Tensor | InPieces"]):
 
     @property
     def locals(self) -> dict[str, Tensor]:
-        """Name → what is here of each tensor; of a single rank, all of it."""
+        """Name → this rank's rows of a sharded tensor, or the whole tensor."""
         return {name: held.local if isinstance(held, Shard) else held for name, held in self._held.items()}
 
     def gather_(self, swap: Swap) -> None:
-        """Fill the tails with what their rows have now."""
+        """Fill the tails with the current values from the ranks that have the elements. All ranks call it together."""
         _move(self._heads(), self._tails(), swap)
 
     def scatter_(self, swap: Swap, spread: Spread) -> None:
-        """Give what tails have to the ranks of these rows, and to all what every rank has whole."""
+        """Send pulled values to the ranks that need them. All ranks call it together.
+
+        Tails go to the ranks that have these rows. Tensors that are not sharded are broadcast to all ranks.
+        """
         _move(self._tails(), self._heads(), swap)
         for spec in self._specs:
             tensor = self._held[spec.name]
@@ -134,19 +139,22 @@ class Shards(Mapping[str, "Tensor | InPieces"]):
                     assign_run_(tensor, start, spread(run, rank))
 
     def _heads(self) -> list[list[Run]]:
-        """For each rank, what it sends of our rows: at most one run of each tensor, less than a tile."""
+        """Return, for each rank, the elements of this rank's rows that are in that rank's tails.
+
+        These are at most one range per tensor, shorter than a tile.
+        """
         heads: list[list[Run]] = [[] for _ in range(self.ranks)]
         for spec, shard in self._shards():
             stop = min(shard.first, shard.stop)
             if shard.start < stop:
-                owner = self.rank - 1  # or before, where those between begin no tile
+                owner = self.rank - 1  # or an earlier rank, if no tile begins in the rows of the ranks between
                 while tiles_of(spec, owner, self.ranks)[0] > shard.start:
                     owner -= 1
                 heads[owner].append((shard, shard.start, stop))
         return heads
 
     def _tails(self) -> list[list[Run]]:
-        """For each rank, what our tails have of its rows."""
+        """Return, for each rank, the elements of that rank's rows that are in this rank's tails."""
         tails: list[list[Run]] = [[] for _ in range(self.ranks)]
         for spec, shard in self._shards():
             for rank in range(self.rank + 1, self.ranks if shard.tail.numel() else 0):
@@ -165,7 +173,13 @@ class Shards(Mapping[str, "Tensor | InPieces"]):
 
 
 def _move(sent: Sequence[Sequence[Run]], into: Sequence[Sequence[Run]], swap: Swap) -> None:
-    """Bring runs to other ranks, and what they send into ours; all in one exchange."""
+    """Exchange elements between all ranks in one all-to-all call.
+
+    Args:
+        sent: for each rank, the elements to send.
+        into: for each rank, the elements that its data is written into.
+        swap: the all-to-all exchange.
+    """
     outgoing = [
         torch.cat([_NOTHING, *(shard.run(*span).view(torch.uint8).cpu() for shard, *span in to)]) for to in sent
     ]
@@ -174,7 +188,7 @@ def _move(sent: Sequence[Sequence[Run]], into: Sequence[Sequence[Run]], swap: Sw
         at = 0
         for shard, start, stop in runs:
             nbytes = (stop - start) * shard.local.itemsize
-            values = data[at : at + nbytes].clone()  # a view has to be aligned
+            values = data[at : at + nbytes].clone()  # `view` needs aligned memory
             shard.assign_(start, values.view(shard.local.dtype))
             at += nbytes
 
@@ -183,10 +197,10 @@ _NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 def _local_of(spec: TensorSpec, tensor: Any, rank: int, ranks: int) -> Tensor:
-    """Return the rows of this rank, which share the memory of the model.
+    """Return this rank's rows of a DTensor, in the model's memory.
 
     Raises:
-        UsageError: they are not what `Shard(0)` over all ranks gives.
+        UsageError: the tensor is not sharded as `Shard(0)` over all ranks, or is no parameter.
     """
     mesh, placements = tensor.device_mesh, tensor.placements
     members = mesh.mesh.flatten().tolist()

@@ -1,18 +1,19 @@
-"""Where each element of each tensor lies in a file or on the wire: the only arithmetic of offsets.
+"""Layouts: the offset of each tensor element in a file or on the wire. All offsets are computed here.
 
-A layout is an ordered list of segments. It is cut into parts of at most `part_bytes`; a part is a run of pieces, and
-a piece is whole tiles of one segment. So every part can be sent, checked, decoded and reduced alone, and a chunk
-of any tensor starts at a multiple of the tile from the tensor's start, in every layout of the same tensors.
+A layout is an ordered list of segments, one per tensor. It is cut into parts of at most `part_bytes`. A part consists
+of consecutive pieces, and a piece consists of whole tiles of one segment. So each part can be sent, checked, decoded
+and reduced alone. In every layout of the same tensors, pieces begin at multiples of the tile.
 
     file     | header | tensor 0          | tensor 1 | tensor 2 ...                  |
     segments           [0 ............... ][1 ......  ][2 ...                         ]
     pieces             [0: tiles 0-9][10-12][1 ...... ][2: 0-5][6-15] ...
     parts    [0                     ][1                       ][2 ...                 ]
 
-Where sharded workers have N ranks, a part is besides cut wherever the next tile is another rank's, so that each rank
-sends and pulls parts of its own (`rows_of`, `tiles_of`).
+If workers are sharded over N ranks, a part also ends wherever the next tile belongs to another rank. So each rank sends
+and pulls its own parts (`rows_of`, `tiles_of`).
 
-Units: `start` and `stop` count elements from the tensor's start, `offset` and `nbytes` count bytes from the file's.
+Units: `start` and `stop` count elements from the start of the tensor. `offset` counts bytes from the start of the file,
+and `nbytes` is a size in bytes. In `Part`, `start` and `stop` count bytes from the start of the file.
 """
 
 from __future__ import annotations
@@ -28,27 +29,27 @@ from blake3 import blake3
 from atoll.tensors.schema import ITEM_BYTES, PARAMS, Schema, TensorSpec
 
 TILE = 4096
-"""Elements. Parts, chunks and codecs cut tensors only at multiples of it; 64 divides it, for chunked outer steps."""
+"""Number of elements in a tile. Parts, chunks and codecs cut tensors only at multiples of it. It is divisible by 64."""
 
 PART_BYTES = 16 * 2**20
 ALIGN_BYTES = 64
 
 
 class Encoding(Protocol):
-    """What a layout needs to know about a codec: its name, its fixed rate, and whether its elements stand alone."""
+    """The properties of a codec that a layout needs: name, encoded size, and whether elements are independent."""
 
     @property
     def name(self) -> str:
-        """The name that a segment has as `codec`, and the key in `Layout.encodings`."""
+        """The codec's name, as in `Segment.codec` and in the keys of `Layout.encodings`."""
         ...
 
     @property
     def elementwise(self) -> bool:
-        """Whether each element is encoded by itself, without its neighbours."""
+        """Whether each element is encoded independently of its neighbours."""
         ...
 
     def encoded_bytes(self, numel: int, dtype: str) -> int:
-        """Return bytes of `numel` elements from the start of a segment; additive over multiples of `TILE`."""
+        """Return the encoded size of the first `numel` elements of a segment; additive over multiples of `TILE`."""
         ...
 
 
@@ -85,7 +86,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One numbered part: bytes [start, stop) of the file, the pieces that they hold, and the rank that has it."""
+    """One numbered part: bytes [start, stop) of the file, their pieces, and the rank that sends and pulls the part."""
 
     index: int
     start: int
@@ -95,22 +96,22 @@ class Part:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the file that it covers, padding included."""
+        """Size of the part in bytes, padding included."""
         return self.stop - self.start
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Segments in file order, and the parts they are cut into.
+    """Segments in file order, and the parts that they are cut into.
 
     Attributes:
-        segments: in file order.
+        segments: the segments, in file order.
         header_bytes: bytes before the first segment (a safetensors header; 0 for an update).
         nbytes: size of the file.
-        part_bytes: the most bytes a part may have.
-        encodings: codec name → fixed rate, for every codec that a segment names.
-        ranks: that sharded workers have; no part is of two of them.
-        rank: the one that `parts` are of; None: `parts` are all.
+        part_bytes: maximum size of a part.
+        encodings: codec name → encoding, for every codec of a segment.
+        ranks: number of ranks of a sharded worker; each part belongs to one rank.
+        rank: rank to which `parts` belong; None: `parts` are the parts of all ranks.
     """
 
     segments: tuple[Segment, ...]
@@ -123,7 +124,7 @@ class Layout:
 
     @functools.cached_property
     def digest(self) -> str:
-        """BLAKE3 of what decides every offset, in hex; the ticket carries it, so both sides cut alike."""
+        """BLAKE3 over everything that determines offsets and parts, hex. Both sides compare it through the ticket."""
         table = [
             [s.spec.name, s.spec.dtype, list(s.spec.shape), s.spec.group, s.codec, 0, s.numel, s.offset, s.nbytes]
             for s in self.segments
@@ -134,21 +135,21 @@ class Layout:
 
     @functools.cached_property
     def all_parts(self) -> tuple[Part, ...]:
-        """The numbered parts, which cover every byte once."""
+        """All parts, in order. They cover every byte of the file once."""
         return tuple(_cut(self))
 
     @functools.cached_property
     def parts(self) -> tuple[Part, ...]:
-        """Those of them that are ours, under their numbers."""
+        """The parts of `rank`, with their numbers; all parts if `rank` is None."""
         return tuple(part for part in self.all_parts if self.rank in (None, part.rank))
 
     @property
     def own_nbytes(self) -> int:
-        """Bytes of the parts that are ours."""
+        """Total size of `parts` in bytes."""
         return self.nbytes if self.rank is None else sum(part.nbytes for part in self.parts)
 
     def of_rank(self, rank: int) -> Layout:
-        """Return the same file, of which one rank has its own parts."""
+        """Return the same layout with only the parts of one rank in `parts`."""
         return replace(self, rank=rank)
 
     @functools.cached_property
@@ -161,13 +162,13 @@ class Layout:
         return segment.offset + self.encodings[segment.codec].encoded_bytes(start, segment.spec.dtype)
 
     def piece(self, segment: Segment, start: int, stop: int) -> Piece:
-        """Return the piece of `segment` with elements [start, stop), both at tile borders or at the segment's end."""
+        """Return the piece with elements [start, stop) of `segment`; both are at tile borders or the segment's end."""
         offset = self.bytes_before(segment, start)
         end = segment.offset + segment.nbytes if stop == segment.numel else self.bytes_before(segment, stop)
         return Piece(segment, start, stop, offset, end - offset)
 
     def padded_end(self, piece: Piece) -> int:
-        """Return where the next piece may start: the padding behind a segment belongs to the part of its last piece."""
+        """Return the file offset behind a piece and its padding. In updates, a segment's last piece has padding."""
         end = piece.offset + piece.nbytes
         if self.header_bytes == 0 and piece.stop == piece.segment.numel:
             return -(-end // ALIGN_BYTES) * ALIGN_BYTES
@@ -179,12 +180,17 @@ class Layout:
 
 
 def blob_id(layout_digest: str, part_digests: Sequence[bytes]) -> str:
-    """Return what names a file by its content: BLAKE3 over where it is cut and over its parts' digests, in hex."""
+    """Return the id of a file's content: BLAKE3 over the digests of its layout and its parts, hex."""
     return blake3(bytes.fromhex(layout_digest) + b"".join(part_digests)).hexdigest()
 
 
 def chunks(part: Part, max_elements: int) -> Iterator[tuple[Piece, int, int]]:
-    """(piece, start, stop) for runs of at most `max_elements` (a multiple of `TILE`) elements of each piece."""
+    """Yield (piece, start, stop) for chunks of at most `max_elements` elements of each piece.
+
+    Args:
+        part: the part.
+        max_elements: maximum size of a chunk; a multiple of `TILE`.
+    """
     for piece in part.pieces:
         for start in range(piece.start, piece.stop, max_elements):
             yield piece, start, min(start + max_elements, piece.stop)
@@ -200,9 +206,9 @@ def rows_of(spec: TensorSpec, rank: int, ranks: int) -> tuple[int, int]:
 
 
 def tiles_of(spec: TensorSpec, rank: int, ranks: int) -> tuple[int, int]:
-    """Return the elements [start, stop) that a rank sends and pulls: the tiles with a first element in its rows.
+    """Return the elements [start, stop) that a rank sends and pulls: the tiles that begin in its rows.
 
-    Of a tensor that is no parameter, all are rank 0's.
+    Rank 0 sends and pulls all elements of tensors outside the group `params`.
     """
     if spec.group != PARAMS:
         return (0 if rank == 0 else spec.numel), spec.numel
@@ -230,7 +236,7 @@ def update_layout(
 
 
 def file_layout(specs: Sequence[TensorSpec], header: bytes, part_bytes: int = PART_BYTES, ranks: int = 1) -> Layout:
-    """Return the layout of a safetensors file: its header, then the tensors without gaps, as they are."""
+    """Return the layout of a safetensors file: the header, then the unencoded tensors without gaps."""
     raw = _Raw()
     segments: list[Segment] = []
     offset = len(header)
@@ -241,10 +247,10 @@ def file_layout(specs: Sequence[TensorSpec], header: bytes, part_bytes: int = PA
 
 
 TIED = "atoll.tied"
-"""In a file's metadata: further name → name of the tensor that it is, as JSON; for a run that begins with the file."""
+"""Key in a model file's metadata: JSON of a tied tensor's further name → its name. A new run reads it."""
 
 BUFFER_NAMES = "atoll.buffers"
-"""Likewise: the names of the buffers, as a JSON list; every other tensor is a parameter."""
+"""Key in a model file's metadata: a JSON list of the buffers' names. All other tensors are parameters."""
 
 
 def safetensors_header(specs: Sequence[TensorSpec], metadata: Mapping[str, str]) -> bytes:
@@ -272,7 +278,7 @@ def version_layout(schema: Schema, part_bytes: int = PART_BYTES, ranks: int = 1)
 
 @dataclass(frozen=True)
 class _Raw:
-    """Elements as they lie in memory."""
+    """The encoding of unencoded elements."""
 
     name: str = "none"
     elementwise: bool = True
@@ -282,9 +288,9 @@ class _Raw:
 
 
 def _cut(layout: Layout) -> Iterator[Part]:
-    """Greedy: fill a part up to `part_bytes`, cut at the last tile that fits; at least one tile per part.
+    """Yield the parts of a layout. Each is filled up to `part_bytes` and ends at a tile; it has at least one tile.
 
-    Only a header (rank 0's) may be cut anywhere: that of thousands of tensors is larger than the smallest parts.
+    The header belongs to rank 0 and may be cut anywhere, because it can be larger than a part.
     """
     index, start, end, pieces, owner = 0, 0, layout.header_bytes, list[Piece](), 0
     while end - start > layout.part_bytes:
@@ -313,7 +319,7 @@ def _cut(layout: Layout) -> Iterator[Part]:
 
 
 def _shares(segment: Segment, ranks: int) -> Iterator[tuple[int, int, int]]:
-    """(rank, start, stop) of what each rank has of a segment, in order; an empty one is rank 0's."""
+    """Yield (rank, start, stop): the elements of a segment that each rank sends. Rank 0 has an empty segment."""
     if ranks == 1 or segment.numel == 0:
         yield 0, 0, segment.numel
         return
@@ -324,7 +330,11 @@ def _shares(segment: Segment, ranks: int) -> Iterator[tuple[int, int, int]]:
 
 
 def _largest_piece(layout: Layout, segment: Segment, at: int, stop: int, limit: int) -> Piece | None:
-    """Return the most whole tiles of [at, stop) of `segment` that end at or before the file offset `limit`, or None."""
+    """Return the largest piece of whole tiles in [at, stop) that ends at or before the file offset `limit`.
+
+    Returns:
+        The piece; None if not even one tile fits.
+    """
     rest = layout.piece(segment, at, stop)
     if layout.padded_end(rest) <= limit:
         return rest

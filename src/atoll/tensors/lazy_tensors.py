@@ -1,12 +1,12 @@
-"""Tensors on disk, loaded one at a time: what custom aggregators and persistors are given.
+"""Lazy tensors: tensors on disk that are loaded one at a time. Custom aggregators and persistors get them.
 
-    state["w"]            loads one tensor, a new one each time
-    state.ref("w")        a LazyTensor: loads nothing
-    resolve(tree)         every lazy value in dicts, lists and tuples, loaded once
-    release(tree)         gives the files back before the last lazy value is gone
+    state["w"]            load one tensor, into new memory each time
+    state.ref("w")        return a LazyTensor, without loading
+    resolve(tree)         load each lazy value in dicts, lists and tuples once
+    release(tree)         close the files now, while lazy values still exist
 
-All that comes from the same files shares one handle, which keeps them alive. The last value that goes takes them along.
-What was loaded is memory of its own: it outlives the files.
+All lazy values from the same files share one handle, which keeps the files open. When the last of these values is
+garbage-collected, the files are closed. Loaded tensors are copies, so they remain valid.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from atoll.tensors.layout import Segment
 from atoll.tensors.safetensors_header import read_header
 
 Decode = Callable[[Tensor, Tensor, Segment], None]
-"""(encoded bytes, where the elements go, what it is); the elements are of the segment's dtype."""
+"""A function (encoded bytes, target, segment) that decodes into `target`, a 1-D tensor of the segment's dtype."""
 
 
 class Handle:
-    """Open files that lazy values share; given back when the last of those is gone, or by `release`.
+    """Open files that lazy values share. They are closed by `release`, or when the last lazy value is gone.
 
     Args:
-        read: (offset, memory) → fills the memory from the file's byte `offset` on.
-        give_back: closes, unpins and removes; called once.
+        read: function (offset, memory) that fills `memory` with the file's bytes from `offset` on.
+        give_back: callback that closes the files, and unpins or removes them; called once.
     """
 
     def __init__(self, read: Callable[[int, memoryview], None], give_back: Callable[[], None]) -> None:
@@ -45,7 +45,7 @@ class Handle:
         self._end = weakref.finalize(self, give_back)
 
     def release(self) -> None:
-        """Give the files back now, or when the threads that read are done; what is not loaded is lost. Idempotent."""
+        """Close the files now, or as soon as running reads end. Later reads raise an error. Idempotent."""
         with self._lock:
             self.released = True
             in_use = self._readers > 0
@@ -53,7 +53,7 @@ class Handle:
             self._end()
 
     def read(self, offset: int, memory: memoryview) -> None:
-        """Fill `memory` from the byte `offset` on; from any thread.
+        """Fill `memory` with the file's bytes from `offset` on. Any thread may call it.
 
         Raises:
             UsageError: the files were released.
@@ -73,10 +73,10 @@ class Handle:
 
 
 class LazyTensor:
-    """A tensor that is on disk; not a `torch.Tensor`.
+    """A tensor on disk. It is not a `torch.Tensor`; `resolve` loads it.
 
     Attributes:
-        name, shape, dtype: of the tensor that `resolve` gives.
+        name, shape, dtype: name, shape and dtype of the tensor that `resolve` returns.
     """
 
     __slots__ = ("__weakref__", "_decode", "_handle", "_segment")
@@ -86,28 +86,28 @@ class LazyTensor:
 
     @property
     def name(self) -> str:
-        """Name of the tensor; of a tied one, its owner's."""
+        """Name of the tensor. For a further name of a tied tensor, this is the owner's name."""
         return self._segment.spec.name
 
     @property
     def shape(self) -> torch.Size:
-        """Shape of what `resolve` returns; nothing is read for it."""
+        """Shape of the tensor that `resolve` returns; known without reading."""
         return torch.Size(self._segment.spec.shape)
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of what `resolve` returns, however the tensor is encoded on disk."""
+        """Dtype of the tensor that `resolve` returns, independent of the encoding on disk."""
         return torch_dtype(self._segment.spec.dtype)
 
     def numel(self) -> int:
-        """Return the number of elements; nothing is read for it."""
+        """Return the number of elements, without reading."""
         return self._segment.spec.numel
 
     def resolve(self) -> Tensor:
-        """Return the tensor, in new memory.
+        """Load the tensor into new memory and return it.
 
         Raises:
-            UsageError: its files were released.
+            UsageError: the files were released.
         """
         segment = self._segment
         tensor = torch.empty(segment.spec.shape, dtype=self.dtype)
@@ -120,12 +120,12 @@ class LazyTensor:
         return tensor
 
     def runs(self, most_bytes: int = CHUNK_BYTES) -> Iterator[Tensor]:
-        """Give the elements in row-major order, in 1-D tensors of at most `most_bytes` bytes, each in new memory.
+        """Yield the elements in row-major order, as 1-D tensors of at most `most_bytes` bytes, each in new memory.
 
-        One that travelled encoded, as in an update, is loaded as a whole for it.
+        A tensor that is encoded on disk, as in an update, is first loaded as a whole.
 
         Raises:
-            UsageError: its files were released.
+            UsageError: the files were released.
         """
         segment = self._segment
         count, most = segment.spec.numel, max(1, most_bytes // segment.spec.item_bytes)
@@ -140,7 +140,7 @@ class LazyTensor:
             yield run
 
     def release(self) -> None:
-        """Give back the files of all lazy tensors that share them. Idempotent."""
+        """Close the files. This affects all lazy values that share them. Idempotent."""
         self._handle.release()
 
     def __repr__(self) -> str:
@@ -151,13 +151,13 @@ class LazyTensor:
 
 
 class LazyState(Mapping[str, Tensor]):
-    """A mapping name → tensor, on disk: an entry is loaded each time it is asked for, and only then.
+    """A mapping name → tensor on disk. Each access loads the tensor anew.
 
     Args:
-        handle: of the file.
-        segments: where each tensor lies.
-        decode: of encoded ones; None: they lie there as they are.
-        aliases: further name → name, of tied tensors.
+        handle: handle of the file.
+        segments: name → segment of the file.
+        decode: decoder for encoded tensors; None if the tensors are not encoded.
+        aliases: further name of a tied tensor → its name in `segments`.
     """
 
     def __init__(
@@ -172,14 +172,15 @@ class LazyState(Mapping[str, Tensor]):
 
     @classmethod
     def open(cls, path: str | os.PathLike[str], *, remove: bool = False) -> LazyState:
-        """Return the tensors of a safetensors file.
+        """Open a safetensors file, and return its tensors.
 
         Args:
-            remove: whether the file goes with the last lazy value.
+            path: path of the file.
+            remove: whether to delete the file when it is closed.
 
         Raises:
-            BadRequest: it is no safetensors file.
-            FileNotFoundError, PermissionError: as `open`.
+            BadRequest: the file is no valid safetensors file.
+            FileNotFoundError, PermissionError: the file cannot be opened.
         """
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
@@ -216,15 +217,15 @@ class LazyState(Mapping[str, Tensor]):
         return name in self._segments or name in self._aliases
 
     def ref(self, name: str) -> LazyTensor:
-        """Return an entry that is not loaded.
+        """Return an entry as a lazy tensor, without loading.
 
         Raises:
-            KeyError: there is none of that name.
+            KeyError: the mapping has no such name.
         """
         return LazyTensor(self._handle, self._segments[self._aliases.get(name, name)], self._decode)
 
     def release(self) -> None:
-        """Give the files back now. Idempotent."""
+        """Close the files. This affects all lazy values that share them. Idempotent."""
         self._handle.release()
 
     def __repr__(self) -> str:
@@ -236,12 +237,14 @@ class LazyState(Mapping[str, Tensor]):
 
 @public_api
 def resolve(tree: Any) -> Any:
-    """Return the same structure with every lazy value loaded, each once; anything else is taken over as it is.
+    """Return the same structure with tensors in place of lazy values. A lazy value that occurs twice is loaded once.
+
+    Lists, tuples and dicts are copied. All other values stay the same objects.
 
     Raises:
-        UsageError: files of a lazy value were released.
+        UsageError: the files of a lazy value were released.
     """
-    loaded: dict[tuple[int, int], Tensor] = {}  # by handle and segment, which what is walked keeps alive
+    loaded: dict[tuple[int, int], Tensor] = {}  # by ids of handle and segment; the structure keeps both alive
 
     def of(value: LazyTensor) -> Tensor:
         key = (id(value._handle), id(value._segment))
@@ -264,7 +267,7 @@ def resolve(tree: Any) -> Any:
 
 
 def release(tree: Any) -> None:
-    """Give back the files of every lazy value in a structure; whatever else it holds is left alone. Idempotent."""
+    """Close the files of all lazy values in a structure of mappings, lists and tuples. Idempotent."""
     if isinstance(tree, LazyTensor | LazyState):
         tree.release()
     elif isinstance(tree, Mapping):

@@ -1,4 +1,4 @@
-"""A model ↔ its named tensors and its schema. Nothing is copied: the tensors are the model's own."""
+"""The named tensors and the schema of a model. Nothing is copied: the tensors are the model's own."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from atoll.tensors.schema import BUFFERS, FLOATS, PARAMS, Schema, TensorSpec
 Tensors = Mapping[str, Tensor]
 
 _BUFFER_NAMES = ("*running_mean", "*running_var", "*num_batches_tracked")
-"""What a plain mapping (a file, a state dict) cannot say of itself: the buffers of batch normalisation."""
+"""Names of batch normalisation's buffers. In a plain mapping (a file, a state dict), buffers are known only by name."""
 PLAIN = (Tensor, nn.Parameter)
-"""The classes of nearly all tensors: those of a class of its own may keep their elements elsewhere."""
+"""The usual classes of tensors. Tensors of other classes may keep their elements elsewhere."""
 
 
 class Told(dict[str, Tensor]):
-    """A mapping that comes with a word on which of its tensors are buffers.
+    """A mapping name → tensor that also knows which of its tensors are buffers.
 
     Attributes:
-        buffers: name → whether it is one, of those of which it was told.
+        buffers: name → whether the tensor is a buffer. Some names may be missing.
     """
 
     def __init__(self, tensors: Tensors, buffers: Mapping[str, bool]) -> None:
@@ -35,10 +35,11 @@ class Told(dict[str, Tensor]):
 
 
 class Parameters:
-    """Finds the parameter behind an entry of a model's state: by identity, since wrappers change names.
+    """An index of a model's parameters, to find the parameter of an entry of the model's `state_dict`.
 
-    Activation checkpointing, for one, names parameters differently in `named_parameters` and in `state_dict`. A state
-    that was detached is found by its memory.
+    Parameters are found by identity, because wrappers change names. For example, activation checkpointing names
+    parameters differently in `named_parameters` and in `state_dict`. If an entry is detached, its parameter is found by
+    its memory.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -46,7 +47,7 @@ class Parameters:
         self._by_id = {id(each): each for each in _parameters_of(model)}
 
     def behind(self, tensor: object) -> nn.Parameter | None:
-        """Return the parameter; None for buffers and others."""
+        """Return the parameter of an entry of the `state_dict`; None for buffers and other entries."""
         found = self._by_id.get(id(tensor))
         if found is not None or not isinstance(tensor, Tensor) or id(tensor) in self._buffers:
             return found
@@ -62,16 +63,16 @@ class Parameters:
 
 
 def _parameters_of(model: nn.Module) -> Iterable[nn.Parameter]:
-    """Return those that the model says it has."""
+    """Return the model's parameters, tied ones possibly several times; respect an overridden `named_parameters`."""
     own = (model.named_parameters, model._named_members)
     if [getattr(each, "__func__", None) for each in own] != [nn.Module.named_parameters, nn.Module._named_members]:
         return [each for _, each in model.named_parameters(remove_duplicate=False)]
-    # what that would give, in a third of the time: a model is asked twice in every round
+    # the same result in a third of the time, because this runs twice in every round
     return [each for module in model.modules() for each in module._parameters.values() if each is not None]
 
 
 def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters that travel, under the names by which they travel; tied ones once, by their first name."""
+    """Return the model's parameters under their names in versions and updates. A tied one has only its first name."""
     parameters, names = Parameters(model), dict[int, str]()
     found: dict[str, nn.Parameter] = {}
     for name, tensor in state_of(model).items():
@@ -82,7 +83,7 @@ def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def without_ddp(model: nn.Module) -> nn.Module:
-    """Return what DistributedDataParallel holds, also where that was compiled; any other model is returned as it is."""
+    """Return the module inside `DistributedDataParallel`, even if that is compiled; return other models unchanged."""
     inner = model
     while _is_compiled(inner):
         inner = inner.get_submodule(_COMPILED)
@@ -90,7 +91,7 @@ def without_ddp(model: nn.Module) -> nn.Module:
 
 
 _COMPILED = "_orig_mod"
-"""The name of the module that `torch.compile` has wrapped."""
+"""The attribute of `torch.compile`'s wrapper that holds the original module."""
 
 
 def _is_compiled(module: nn.Module) -> bool:
@@ -98,7 +99,7 @@ def _is_compiled(module: nn.Module) -> bool:
 
 
 def state_of(model: nn.Module) -> dict[str, object]:
-    """Return the model's own tensors, under the names that they have where nothing is compiled."""
+    """Return the model's `state_dict` with the model's own tensors, without `torch.compile`'s prefix in the names."""
     state: dict[str, object] = model.state_dict(keep_vars=True)
     if not any(_COMPILED in name for name in state) or not any(map(_is_compiled, model.modules())):
         return state
@@ -106,17 +107,18 @@ def state_of(model: nn.Module) -> dict[str, object]:
 
 
 _WRAPPERS = (_COMPILED, "_checkpoint_wrapped_module")
-"""Names of what `torch.compile` and activation checkpointing put between a module and its parameters."""
+"""Attributes of the wrappers of `torch.compile` and activation checkpointing that hold the wrapped module."""
 
 
 def unwrapped(tensors: Tensors, known: Container[str] = ()) -> Tensors:
-    """Return a mapping under the names that its tensors have where nothing is compiled or checkpointed.
+    """Remove the prefixes of `torch.compile` and activation checkpointing from the names of a mapping.
 
     Args:
-        known: names that stay as they are.
+        tensors: name → tensor.
+        known: names that stay unchanged.
 
     Raises:
-        UsageError: two names become one.
+        UsageError: two names would become the same.
     """
     found: dict[str, str] = {}
     for name in tensors:
@@ -135,30 +137,30 @@ def unwrapped(tensors: Tensors, known: Container[str] = ()) -> Tensors:
 def named_tensors(
     model: nn.Module | Tensors, *, values: bool = True, sharded: bool = False
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return the tensors that travel, each once, and the further names of tied ones.
+    """Return a model's tensors, each once, and the further names of tied tensors.
 
     Args:
-        model: a module (its `state_dict` decides the names), or a mapping name → tensor.
-        values: whether they must have values; else tensors on the meta device will do.
-        sharded: whether they may be DTensors; `atoll.tensors.fsdp_shards` knows what to make of those.
+        model: a module, with the names of its `state_dict`; or a mapping name → tensor.
+        values: whether tensors must have values. If False, tensors on the meta device are allowed.
+        sharded: whether DTensors are allowed. `atoll.tensors.fsdp_shards` handles them.
 
     Returns:
-        (name → the model's own tensor, further name → owner's name).
+        (name → the model's own tensor, detached; further name → owner's name).
 
     Raises:
-        UsageError: an entry is not a dense tensor of a dtype that travels; it is named.
+        UsageError: an entry is not a dense tensor. The message names the entry.
     """
     owners, aliases = _owned(model, values=values, sharded=sharded)
     return {name: tensor.detach() for name, tensor in owners.items()}, aliases
 
 
 def _owned(model: nn.Module | Tensors, *, values: bool, sharded: bool) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """As `named_tensors`, with the very objects that the model holds."""
+    """Do the same as `named_tensors`, but return the model's own tensor objects, not detached."""
     require_model(model)
     state: Mapping[str, object] = state_of(model) if isinstance(model, nn.Module) else model
     owners: dict[str, Tensor] = {}
     aliases: dict[str, str] = {}
-    begin_at: dict[int, list[str]] = {}  # where in memory → which owners
+    begin_at: dict[int, list[str]] = {}  # address in memory → names of the owners that begin there
     for name, tensor in state.items():
         if name.endswith("_extra_state") and isinstance(model, nn.Module) and not isinstance(tensor, Tensor):
             continue
@@ -180,13 +182,13 @@ def schema_of(
     """Return the schema of a model.
 
     Args:
-        model: as `named_tensors`.
-        buffers: shell patterns of further names that are averaged as buffers rather than stepped.
-        values, sharded: as `named_tensors`.
+        model: as for `named_tensors`.
+        buffers: shell patterns of further tensors that are averaged as buffers instead of stepped.
+        values, sharded: as for `named_tensors`.
 
     Returns:
-        Parameters of a float dtype in the group `params`, everything else in `buffers`. Of a plain mapping's tensors
-        those are buffers of which it was told so; else the names of batch normalisation are known.
+        Float parameters in the group `params`, all other tensors in `buffers`. For a plain mapping, the buffers are
+        those in `Told.buffers`; names that are not in it are buffers if batch normalisation uses such names.
     """
     owners, aliases = _owned(model, values=values, sharded=sharded)
     told: Mapping[str, bool] = model.buffers if isinstance(model, Told) else {}
@@ -207,9 +209,12 @@ def schema_of(
 
 
 def fits(model: nn.Module | Tensors, schema: Schema) -> dict[str, Tensor] | None:
-    """Return the tensors of a model that has this schema, ten times faster than `schema_of`; None: it may have another.
+    """Return the tensors of a model if its schema equals `schema`. It is ten times faster than `schema_of`.
 
-    A mapping cannot say which of its tensors are buffers, nor which are tied: what the schema says is taken over.
+    A mapping does not show which of its tensors are buffers or tied, so only names, shapes and dtypes are compared.
+
+    Returns:
+        name → tensor, detached; None if the schema may be different.
     """
     tensors, aliases = _owned(model, values=True, sharded=False)
     parameters = None
@@ -237,14 +242,14 @@ def _matches(name: str, patterns: Iterable[str]) -> bool:
 
 
 def _begin(tensor: Tensor) -> int:
-    """Return where it begins in memory; tied tensors agree in it, and few others do."""
-    if is_sharded(tensor):  # here it may have no elements, and so no address: tied ones are one parameter
+    """Return a number for the tensor's address in memory. It is equal for tied tensors, and rarely for others."""
+    if is_sharded(tensor):  # this rank's shard may be empty, without an address; tied DTensors are one parameter
         return id(tensor)
     return tensor.data_ptr() or tensor.untyped_storage()._cdata
 
 
 def _is_tied(tensor: Tensor, owner: object) -> bool:
-    """Return whether two that begin at the same place are one; those that hold nothing have nothing to share."""
+    """Return whether two tensors with the same address are the same tensor. Empty tensors are never tied."""
     if not isinstance(owner, Tensor) or tensor.numel() == 0:
         return False
     if is_sharded(tensor) or is_sharded(owner):
@@ -253,15 +258,15 @@ def _is_tied(tensor: Tensor, owner: object) -> bool:
 
 
 def memory_of(tensor: Tensor) -> tuple[object, ...]:
-    """Return what two tensors have in common if they are the same elements of one memory, on any device."""
+    """Return a key that is equal for two tensors if they are the same elements of the same memory, on any device."""
     where: object = tensor.data_ptr()
-    if not where:  # of a device that tells no addresses (meta, XLA), but the object that stands for the memory
+    if not where:  # the device has no addresses (meta, XLA): use the id of its storage object
         where = (tensor.untyped_storage()._cdata, tensor.storage_offset())
     return (tensor.device, where, tuple(tensor.shape), tensor.stride(), tensor.dtype)
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Return whether it is a DTensor, a class that takes long to import."""
+    """Return whether a tensor is a DTensor, without importing that class, because the import is slow."""
     return type(tensor) not in PLAIN and hasattr(tensor, "placements")
 
 
@@ -270,7 +275,7 @@ def _require_dense(name: str, tensor: object, values: bool, sharded: bool) -> No
         raise UsageError(f"{name!r} is a {type(tensor).__name__}, not a tensor.", "Leave it out of the mapping.")
     odd = tensor.is_quantized or tensor.is_nested or tensor.layout != torch.strided
     if type(tensor) in PLAIN and not (odd or tensor.is_meta):
-        return  # nearly all of them
+        return  # the fast path for nearly all tensors
     if odd:
         layout = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
         what = "quantised" if tensor.is_quantized else layout

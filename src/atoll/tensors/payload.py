@@ -1,23 +1,24 @@
-r"""Payloads: nested dicts and lists with tensors, arrays and plain values ↔ a JSON skeleton and the tensors apart.
+r"""Payloads: nested dicts and lists with tensors, arrays and plain values. They are sent as JSON and tensors.
+
+`pack` separates a payload into a skeleton, which is plain JSON, and a list of tensors. `unpack` reverses this:
 
     {"model": {"w": tensor, "b": array}, "lr": 0.1, "tags": ("a", b"\x00")}
       skeleton  {"model": {"w": {"$": "tensor", "index": 0}, "b": {"$": "array", "index": 1}}, "lr": 0.1,
                  "tags": {"$": "tuple", "items": ["a", {"$": "bytes", "base64": "AA=="}]}}
       tensors   [tensor, array]
 
-The receiver gets the identical structure back: dicts in their order, tuples and lists, ints and floats, torch where
-there was torch and NumPy where there was NumPy. A tensor that occurs twice travels once, and is one tensor there,
-too. A `TensorRef` travels as it is: nothing is pulled on the way. A value of a type that is registered
-(`custom_types.py`) travels as what its producer makes of it, and its consumer rebuilds it; a `Stream` in that is
-made, and read, in runs. The skeleton is plain JSON: it is read with checks at every step, and builds nothing but what
-is listed here.
+The receiver gets the identical structure: the order of dicts, tuples and lists, ints and floats, torch tensors and
+NumPy arrays are preserved. A tensor that occurs twice is sent once, and is again one tensor at the receiver. A
+`TensorRef` is sent as a reference; its object is not pulled. For a value of a registered type (`custom_types.py`), its
+producer's payload is sent, and the consumer rebuilds the value. A `Stream` is generated and read in chunks. `unpack`
+checks every step, and builds only the types that are listed here.
 
-Places in a payload have readable names, such as `model.w`; some tensors of a payload may be left out.
+Each tensor in a payload has one name per place, such as `model.w`. `without` removes tensors from a payload.
 
-    {"model": {"w": t, "layers": [a, {"b": t}]}, "n": 3}      model.w and model.layers.1.b are t, model.layers.0 is a
+    {"model": {"w": t, "layers": [a, {"b": t}]}, "n": 3}      t is model.w and model.layers.1.b, a is model.layers.0
 
-A flat dict has its keys for names; a payload that is a tensor is called `payload`. What is within a registered type is
-called by its place in what the producer makes of it. NumPy scalars are numbers, and have no name.
+In a flat dict, the keys are the names. A payload that is itself a tensor has the name `payload`. A tensor inside a
+registered type is named by its place in the producer's payload. NumPy scalars are numbers without a name.
 """
 
 from __future__ import annotations
@@ -41,26 +42,26 @@ from atoll.tensors.module_tensors import memory_of
 from atoll.tensors.reference import TensorRef
 
 Plain = Any
-"""What JSON has: None, bool, int, float, str, list, dict."""
+"""A JSON value: None, bool, int, float, str, list or dict."""
 
 DEPTH = 100
-"""Levels of nesting, at most."""
+"""Maximum levels of nesting."""
 
 INT_BITS = 14_000
-"""Of an integer, at most: Python reads none of more than 4,300 digits."""
+"""Maximum bits of an integer. Python does not parse integers of more than 4,300 digits."""
 
 _KEYS = (str, int, float, bool, type(None))
 
 
 @dataclass(frozen=True)
 class Packed:
-    """A payload in two.
+    """A payload, separated into skeleton and tensors.
 
     Attributes:
-        skeleton: everything but the tensors, as `json.dumps` takes it.
-        tensors: in the order of their first place in the payload; the payload's own memory, nothing is copied.
-            A `Stream` has its values made when it is sent.
-        arrays: numbers of those that are NumPy's; a `Stream` is none.
+        skeleton: everything except the tensors, as a value for `json.dumps`.
+        tensors: the tensors, in the order of their first place in the payload. They share the payload's memory. A
+            `Stream` generates its values when it is sent.
+        arrays: indices of the tensors that are NumPy arrays in the payload.
     """
 
     skeleton: Plain
@@ -69,10 +70,10 @@ class Packed:
 
 
 def pack(payload: Any) -> Packed:
-    """Take a payload apart. Nothing is copied.
+    """Separate a payload into skeleton and tensors. Tensors are not copied.
 
     Raises:
-        UsageError: something in it cannot travel; its path in the payload is named.
+        UsageError: a value in the payload cannot be sent. The message names its place.
     """
     packer = _Packer()
     with no_gc():
@@ -87,17 +88,17 @@ def unpack(
     *,
     build: bool = True,
 ) -> Any:
-    """Put a payload together again.
+    """Rebuild a payload from its skeleton and tensors.
 
     Args:
-        skeleton: as JSON gave it.
-        tensors: one per index, as torch tensors; or what gives the one of an index (a lazy one, say: it is put in its
-            place as it is).
-        streams: gives what a consumer is to read a `Stream` from; by default what `tensors` has.
-        build: whether registered types are rebuilt; False only looks whether all is as it is written.
+        skeleton: the skeleton, as parsed JSON.
+        tensors: a sequence of torch tensors, or a function index → value. The function's value may be lazy; then the
+            lazy value is in the payload.
+        streams: function index → the value that a consumer gets for a `Stream`; default: the value from `tensors`.
+        build: whether to rebuild registered types. False only checks the skeleton.
 
     Raises:
-        BadRequest: it is no skeleton, names a tensor that is not there, or has a type that cannot be rebuilt here.
+        BadRequest: the skeleton is invalid, refers to a missing tensor, or has a type that is not registered here.
     """
 
     def of_sequence(index: int) -> Any:
@@ -116,9 +117,9 @@ class _Packer:
         self.tensors: list[Tensor | Stream] = []
         self.arrays: set[int] = set()
         self._index_of: dict[tuple[object, ...], int] = {}
-        self._open: dict[int, str] = {}  # containers on the way down: a cycle would come back to one
-        self._held: list[object] = []  # keeps ids from being given again
-        self._kinds = 0  # registered types on the way down
+        self._open: dict[int, str] = {}  # ids of the containers around the current value, to find cycles → places
+        self._held: list[object] = []  # keeps objects alive, so that their ids are not reused
+        self._kinds = 0  # number of registered types around the current value
 
     def node(self, value: Any, path: str) -> Plain:
         if type(value) is int and value.bit_length() > INT_BITS:
@@ -154,7 +155,7 @@ class _Packer:
         )
 
     def _within(self, value: Any, path: str, write: Callable[[Any, str], Plain]) -> Plain:
-        """One level deeper."""
+        """Call `write` for a container, one level of nesting deeper. Check for cycles and too many levels."""
         if id(value) in self._open:
             raise UsageError(
                 f"{path} is {self._open[id(value)]} again: the payload contains itself.",
@@ -260,13 +261,13 @@ _TEXTS: dict[Plain, tuple[str, Callable[[str], Any]]] = {
     "bytearray": ("base64", lambda text: bytearray(_bytes(text))),
     "ref": ("text", TensorRef.parse),
 }
-"""Kind of what travels as text → the entry with it, and what reads that."""
+"""Kind of a node that is sent as text → the key of the text in the node, and the function that parses the text."""
 
 
 class _Unpacker:
     def __init__(self, at: Callable[[int], Any], streams: Callable[[int], Any], build: bool) -> None:
         self._at, self._streams, self._build = at, streams, build
-        self._kinds = 0  # registered types on the way down
+        self._kinds = 0  # number of registered types around the current node
         self._arrays: dict[int, Any] = {}
 
     def node(self, node: Plain, path: str, depth: int) -> Any:
@@ -283,7 +284,7 @@ class _Unpacker:
         return self._tagged(node, node["$"], path, depth)
 
     def _tagged(self, node: dict[str, Plain], kind: Plain, path: str, depth: int) -> Any:
-        """Return what a node stands for that says of which kind it is."""
+        """Return the value of a node with the key `$`, which names the node's kind."""
         if kind in ("tensor", "array", "scalar"):
             return self._tensor(kind, _only(node, "index", int, path))
         if kind == "stream" and self._kinds:
@@ -351,7 +352,11 @@ def _index(index: int) -> int:
 
 
 def _only(node: dict[str, Plain], key: str, kind: type, path: str) -> Any:
-    """Return the one entry beside `$`, of this type."""
+    """Return the value of `key`, the only other key beside `$`.
+
+    Raises:
+        BadRequest: the node has other keys, or the value has another type.
+    """
     value = node.get(key)
     if set(node) != {"$", key} or type(value) is not kind:
         raise BadRequest(f"{path} is not as {node['$']!r} is written.")
@@ -368,7 +373,7 @@ _NAMED = ("tensor", "array", "stream")
 
 
 def names_of(packed: Packed) -> dict[int, tuple[str, ...]]:
-    """Number of each tensor → its names, one for each place, in the order of the payload.
+    """Return the names of each tensor: index → one name per place, in the order of the payload.
 
     Raises:
         UsageError: two tensors have the same name.
@@ -388,7 +393,7 @@ def names_of(packed: Packed) -> dict[int, tuple[str, ...]]:
 
 
 def without(packed: Packed, numbers: frozenset[int]) -> Packed:
-    """Return the payload with None in the places of these tensors, which are not in it any more."""
+    """Return a packed payload without the tensors with these indices. None takes their places in the skeleton."""
     if not numbers:
         return packed
     kept = [index for index in range(len(packed.tensors)) if index not in numbers]
@@ -400,7 +405,7 @@ def without(packed: Packed, numbers: frozenset[int]) -> Packed:
 
 
 def _places(node: Plain, path: str) -> Iterator[tuple[str, int]]:
-    """(path, number) of every place of a tensor; the skeleton is one that `unpack` takes."""
+    """Yield (name, index) for every place of a tensor in a valid skeleton."""
     if isinstance(node, list):
         for index, item in enumerate(node):
             yield from _places(item, _join(path, str(index)))

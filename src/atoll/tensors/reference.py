@@ -1,9 +1,9 @@
-"""References: where an object can be pulled from, what it must be, and the secret that opens it.
+"""References: the address of a published object, its digest, and the secret that is needed to pull the object.
 
-    atoll-ref://HOST:PORT/OBJECT?expires=SECONDS#SECRET.DIGEST        atoll-refs:// where TLS is spoken
+    atoll-ref://HOST:PORT/OBJECT?expires=SECONDS#SECRET.DIGEST        with TLS: atoll-refs://
 
-A reference is a key: a program that has it can pull the object, no other can. So `str` gives all of it, to be sent, and
-`repr` and error messages leave the secret out.
+Every program that has the reference can pull the object, and no other program can. `str` returns the whole reference,
+for sending. `repr` and error messages omit the secret.
 """
 
 from __future__ import annotations
@@ -28,15 +28,18 @@ _TEXT = re.compile(
 @public_api
 @dataclass(frozen=True, slots=True)
 class TensorRef:
-    """Where to pull an object from, with `atoll.objects.fetch(ref)`. It travels inside payloads, and as text in JSON.
+    """A reference to a published object. `atoll.objects.fetch(ref)` pulls the object.
+
+    References can be sent inside payloads, and as text in JSON.
 
     Attributes:
-        host, port: of the process that serves the object; an IPv6 address without brackets.
-        secure: whether it speaks TLS.
-        object: id of the object there, 32 hex digits.
-        secret: shown with every request, 32 hex digits.
-        digest: of the object's bytes: what is pulled is checked against it.
-        expires_at: seconds since 1970 by the publisher's clock, for people; the process that serves it decides.
+        host, port: address of the process that serves the object; an IPv6 address has no brackets.
+        secure: whether that process uses TLS.
+        object: id of the object, 32 hex digits.
+        secret: secret that is sent with every request for the object, 32 hex digits.
+        digest: digest of the object's bytes, to check the pulled bytes.
+        expires_at: expiry time in seconds since 1970, by the publisher's clock. For display only: the serving process
+            decides when the object expires.
     """
 
     host: str
@@ -55,10 +58,10 @@ class TensorRef:
 
     @classmethod
     def parse(cls, text: str) -> TensorRef:
-        """Return the reference that `str` wrote.
+        """Parse the text that `str` returned.
 
         Raises:
-            UsageError: it is none.
+            UsageError: the text is no reference.
         """
         match = _TEXT.fullmatch(text) if isinstance(text, str) and len(text) <= 512 else None
         if match is None:
@@ -78,17 +81,17 @@ class TensorRef:
 
     @property
     def server(self) -> str:
-        """Address of the process that serves it: http://host:port."""
+        """Address of the process that serves the object: http://host:port, or https with TLS."""
         return address_of(self.host, self.port, secure=self.secure)
 
     @property
     def name(self) -> str:
-        """What messages call it: no secret in it."""
+        """Short name for messages, without the secret."""
         return f"{self.object[:8]} at {self._place}"
 
     @property
     def expires(self) -> str:
-        """When it expires, for people."""
+        """Expiry time as text in UTC, for display."""
         return datetime.fromtimestamp(min(self.expires_at, 2**37), UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
 
     def __str__(self) -> str:
@@ -101,7 +104,7 @@ class TensorRef:
 
 
 def address_of(host: str, port: int, *, secure: bool) -> str:
-    """How an address is written: http://host:port, or https."""
+    """Return a URL: http://host:port, or https if `secure`. An IPv6 address gets brackets."""
     return f"{'https' if secure else 'http'}://{_place(host, port)}"
 
 
@@ -110,20 +113,25 @@ def _place(host: str, port: int) -> str:
 
 
 def new_id() -> str:
-    """Return an id, or a secret, that cannot be guessed."""
+    """Return a new random id or secret: 128 bits as 32 hex digits."""
     return secrets.token_hex(16)
 
 
 def seal(secret: str) -> str:
-    """Return what is kept of a secret: enough to check it, not to use it."""
+    """Return the hash of a secret, which is stored instead of the secret."""
     return blake3(secret.encode()).hexdigest()
 
 
 def require_secret(sent: str | None, sealed: str, object_id: str) -> None:
-    """Refuse a request without the object's secret.
+    """Check the secret of a request.
+
+    Args:
+        sent: the secret in the request; None if there is none.
+        sealed: hash of the object's secret.
+        object_id: id of the object, for the message.
 
     Raises:
-        AuthError: another secret was sent, or none.
+        AuthError: the secret is wrong or missing.
     """
     given = (sent or "").encode(errors="surrogateescape")
     if not hmac.compare_digest(blake3(given).hexdigest(), sealed):

@@ -1,7 +1,8 @@
-"""The head of a safetensors file from another program, read strictly: 8 bytes of length, JSON, then the tensors.
+"""Strict reader of a safetensors file's header: 8 bytes of length, then JSON; the tensors follow.
 
-Everything is checked before memory is taken for a tensor: the head's size, its form, that names are there once, that
-dtypes and shapes account for every range, and that the ranges cover the data once and without gaps.
+The file may come from another program, so everything is checked before memory is allocated for a tensor: the size and
+form of the header, duplicate names, dtypes, and that each range has the size of its tensor. The ranges must cover the
+data without gaps or overlaps.
 """
 
 from __future__ import annotations
@@ -16,19 +17,19 @@ from atoll.errors import BadRequest
 from atoll.tensors.schema import ITEM_BYTES, TensorSpec
 
 MOST_BYTES = 100 * 2**20
-"""Of a head, as in safetensors itself; that of 5,000 tensors has half a MB."""
+"""Maximum size of a header, as in safetensors itself. A header of 5,000 tensors has half a MB."""
 _LENGTH_BYTES = 8
 _REMEDY = "Write it with safetensors."
 
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What a file says of itself.
+    """The content of a safetensors header.
 
     Attributes:
-        tensors: (tensor, its first byte in the file), in file order; all in the group `params`.
+        tensors: (tensor, offset of its first byte in the file), in file order; all in the group `params`.
         metadata: the strings of `__metadata__`.
-        nbytes: of the head, length included: where the data begins.
+        nbytes: size of the header, with its 8 length bytes; the tensors' data begins there.
     """
 
     tensors: tuple[tuple[TensorSpec, int], ...]
@@ -37,15 +38,15 @@ class Header:
 
 
 def read_header(read: Callable[[int, int], bytes], file_bytes: int, what: str) -> Header:
-    """Return the head of a file.
+    """Read and check the header of a safetensors file.
 
     Args:
-        read: (offset, count) → that many bytes of the file, or fewer where it ends.
-        file_bytes: its size.
-        what: names it in errors.
+        read: function (offset, count) → `count` bytes of the file from `offset` on, or fewer at the end of the file.
+        file_bytes: size of the file.
+        what: name of the file for errors.
 
     Raises:
-        BadRequest: it is no safetensors file, or not all of one.
+        BadRequest: the file is no valid safetensors file, or it is truncated.
     """
     if file_bytes < _LENGTH_BYTES:
         raise _wrong(what, f"has {file_bytes} bytes, too few for a head")
@@ -96,10 +97,18 @@ def _metadata(given: Any, what: str) -> dict[str, str]:
 
 
 def read_tensor(name: str, entry: Any, what: str) -> tuple[TensorSpec, int, int]:
-    """One entry of a head, as (tensor, first, last + 1 byte of the data).
+    """Read and check the entry of one tensor in the header.
+
+    Args:
+        name: name of the tensor.
+        entry: JSON value of the entry.
+        what: name of the file for errors.
+
+    Returns:
+        (tensor, start, stop): the tensor's bytes are [start, stop) of the data behind the header.
 
     Raises:
-        BadRequest: it is none.
+        BadRequest: the entry is invalid.
     """
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
         raise _wrong(what, f"describes {name!r} by something else than dtype, shape and data_offsets")
@@ -118,7 +127,7 @@ def read_tensor(name: str, entry: Any, what: str) -> tuple[TensorSpec, int, int]
 
 
 def _counts(given: Any) -> bool:
-    """Return whether it is a list of non-negative integers that fit 63 bits."""
+    """Return whether a JSON value is a list of non-negative integers below 2**63."""
     return isinstance(given, list) and all(type(count) is int and 0 <= count < 2**63 for count in given)
 
 

@@ -1,7 +1,7 @@
-"""What a model is made of: names, dtypes, shapes and groups, and one digest that both sides compare.
+"""The schema of a model: names, dtypes, shapes and groups of its tensors, with a digest that both sides compare.
 
-No torch here: dtypes are written as in safetensors (`F32`, `BF16`, `I64`), so that a process that only looks at
-a run (status, export) never imports torch.
+This module does not import torch, so that commands such as `atoll status` start fast. Dtypes have the names of
+safetensors (`F32`, `BF16`, `I64`).
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ FLOATS = frozenset({"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"})
 PARAMS = "params"
 BUFFERS = "buffers"
 NOTHING = "nothing"
-"""The one tensor of a run that has no model, only workflows."""
+"""Name of the only tensor in a run without a model, which has only workflows."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """One tensor: its name, safetensors dtype, shape and the group that says how it is reduced."""
+    """One tensor: name, safetensors dtype, shape, and the group, which decides how the tensor is reduced."""
 
     name: str
     dtype: str
@@ -62,7 +62,7 @@ class TensorSpec:
 
     @property
     def numel(self) -> int:
-        """Elements; 1 for a 0-d tensor, 0 for an empty one."""
+        """Number of elements; 1 for a 0-d tensor, 0 for an empty one."""
         return math.prod(self.shape)
 
     @property
@@ -72,22 +72,22 @@ class TensorSpec:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all elements, as they lie in memory."""
+        """Bytes of all elements, unencoded."""
         return self.numel * self.item_bytes
 
     @property
     def is_float(self) -> bool:
-        """Whether its dtype is one of `FLOATS`, fp8 included."""
+        """Whether the dtype is a float, including fp8."""
         return self.dtype in FLOATS
 
     @property
     def is_stepped(self) -> bool:
-        """Whether the outer optimizer steps it: it is a parameter of a float dtype."""
+        """Whether the outer optimizer steps the tensor: it is a float in the group `params`."""
         return self.group == PARAMS and self.is_float
 
     @property
     def is_beside(self) -> bool:
-        """Whether it belongs to the algorithm, and lies beside the model in every version and every update."""
+        """Whether the tensor is in an algorithm's own group: part of versions and updates, but not of the model."""
         return self.group not in (PARAMS, BUFFERS)
 
     def __str__(self) -> str:
@@ -95,12 +95,15 @@ class TensorSpec:
 
 
 def name_beside(group: str, parameter: str) -> str:
-    """Return the name of the tensor that an algorithm's group has for a parameter."""
+    """Return the name of the tensor for a parameter in an algorithm's own group."""
     return f"atoll.{group}.{parameter}"
 
 
 def specs_beside(group: str, specs: Iterable[TensorSpec]) -> list[TensorSpec]:
-    """Return the tensors of an algorithm's group: one for each parameter, of its shape, in fp32 (fp64 for fp64)."""
+    """Return the tensors of an algorithm's own group: for each parameter one of the same shape, in fp32.
+
+    For fp64 parameters the tensor is fp64.
+    """
     return [
         TensorSpec(name_beside(group, spec.name), "F64" if spec.dtype == "F64" else "F32", spec.shape, group)
         for spec in specs
@@ -110,13 +113,13 @@ def specs_beside(group: str, specs: Iterable[TensorSpec]) -> list[TensorSpec]:
 
 @dataclass(frozen=True)
 class Schema:
-    """The tensors of a model in storage order, each once, and which further names mean the same tensor.
+    """The tensors of a model in storage order, each once, and the further names of tied tensors.
 
-    Storage order is by element size, widest first, then as the model lists them: so every tensor of a file is
-    aligned to its element size without gaps, which safetensors does not allow.
+    Storage order is by element size, widest first; within a size, it is the model's order. So every tensor in a file is
+    aligned to its element size without gaps, because safetensors allows no gaps.
 
     Attributes:
-        tensors: owners, in storage order.
+        tensors: the tensors, in storage order; a tied tensor once, under its owner's name.
         aliases: (further name, owner's name) of tied tensors, sorted.
     """
 
@@ -128,7 +131,7 @@ class Schema:
         """Return a schema in storage order.
 
         Raises:
-            UsageError: a name occurs twice, or an alias names no tensor.
+            UsageError: a name occurs twice, is `__metadata__`, or an alias refers to no tensor.
         """
         ordered = tuple(sorted(specs, key=lambda spec: -spec.item_bytes))
         tied = tuple(sorted((aliases or {}).items()))
@@ -145,10 +148,10 @@ class Schema:
         return cls(ordered, tied)
 
     def with_groups(self, groups: Iterable[str]) -> Schema:
-        """Return these tensors and, for each of an algorithm's groups, a tensor for each parameter.
+        """Return a schema with the tensors of an algorithm's own groups added: one per group and parameter.
 
         Raises:
-            UsageError: a tensor of the model has a name that belongs to a group.
+            UsageError: a tensor of the model has a name that is reserved for a group.
         """
         known = [spec.name for spec in self.tensors] + [alias for alias, _ in self.aliases]
         specs = list(self.tensors)
@@ -166,22 +169,22 @@ class Schema:
 
     @functools.cached_property
     def model(self) -> Schema:
-        """The model alone: what a user's model is compared with, and what exports hold."""
+        """The schema without the algorithm's own groups. Users' models are compared with it, and exports have it."""
         return Schema(tuple(spec for spec in self.tensors if not spec.is_beside), self.aliases)
 
     @property
     def is_nothing(self) -> bool:
-        """Whether it is that of a run that has no model, only workflows."""
+        """Whether this is the schema of a run without a model, which has only workflows."""
         return [spec.name for spec in self.tensors] == [NOTHING]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors as they lie in memory; a tied one counts once."""
+        """Bytes of all tensors, unencoded; a tied tensor counts once."""
         return sum(spec.nbytes for spec in self.tensors)
 
     @property
     def numel(self) -> int:
-        """Elements of all tensors; a tied one counts once."""
+        """Number of elements of all tensors; a tied tensor counts once."""
         return sum(spec.numel for spec in self.tensors)
 
     @functools.cached_property
@@ -190,7 +193,7 @@ class Schema:
         return blake3(json.dumps(self.to_json(), separators=(",", ":"), sort_keys=True).encode()).hexdigest()
 
     def to_json(self) -> dict[str, Any]:
-        """Return what `digest` is computed of, and what `from_json` reads."""
+        """Return the schema as a JSON value, for `digest` and `from_json`."""
         return {
             "tensors": [[spec.name, spec.dtype, list(spec.shape), spec.group] for spec in self.tensors],
             "aliases": [list(pair) for pair in self.aliases],
@@ -198,10 +201,10 @@ class Schema:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Schema:
-        """Return the schema that `to_json` has described.
+        """Return the schema from the JSON value that `to_json` returned.
 
         Raises:
-            UsageError: a tensor has a dtype that does not travel.
+            UsageError: a tensor has a dtype that Atoll cannot send.
         """
         return cls(
             tuple(TensorSpec(name, dtype, tuple(shape), group) for name, dtype, shape, group in value["tensors"]),
@@ -209,21 +212,24 @@ class Schema:
         )
 
     def in_order_of(self, other: Schema) -> Schema:
-        """These tensors in another's order, where they have the same names; a file may not have its module's order."""
+        """Return this schema in the order of `other` if both have the same names, else unchanged.
+
+        A file may list its tensors in another order than the module.
+        """
         mine = {spec.name: spec for spec in self.tensors}
         names = [spec.name for spec in other.tensors]
         return Schema(tuple(mine[name] for name in names), self.aliases) if mine.keys() == set(names) else self
 
     def require_equal(self, other: Schema, *, mine: str, theirs: str) -> None:
-        """Refuse two schemas that differ, before any tensor moves; the order of the tensors may be another.
+        """Check that both schemas are equal, except for the order of the tensors.
 
         Args:
             other: the other side's schema.
-            mine: the side that holds this schema, for the message ("worker clinic-a").
-            theirs: the side that holds the other ("server").
+            mine: name of the side with this schema, for the message ("worker clinic-a").
+            theirs: name of the side with the other schema ("server").
 
         Raises:
-            SchemaMismatch: both digests and the first difference are named.
+            SchemaMismatch: they differ. The message has both digests and the first difference.
         """
         if self.in_order_of(other) == other:
             return
