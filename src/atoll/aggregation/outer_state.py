@@ -133,7 +133,7 @@ def is_whole(fd: int, version: Layout, digests: Sequence[bytes], *, in_chunks: b
     shapes = {segment.spec.name: segment.spec.shape for segment in version.segments}
     split = [(spec.name.rpartition("."), spec) for spec, _ in header.tensors]
     if in_chunks and not any(shapes.get(name) for (name, _, _), _ in split):
-        return True  # for scalars alone, the groups of the entries cannot be told
+        return True  # if all tensors are scalars, the header does not show the groups
     cut = {key for (name, _, key), spec in split if in_chunks and shapes.get(name) and spec.shape == shapes[name]}
     specs = [replace(spec, group=RUNS if key in cut else WHOLES) for (_, _, key), spec in split]
     layout = file_layout(specs, os.pread(fd, header.nbytes, 0))

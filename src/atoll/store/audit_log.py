@@ -4,7 +4,7 @@ An entry is written in the same transaction as the decision that it records. `at
 operator that stores this hash elsewhere can show later that no entry up to it was changed.
 
 The newest transactions lie in SQLite's write-ahead log. If a frame of that log is damaged, SQLite silently drops all
-frames behind it. The head file makes such a loss visible. It is rewritten in place after each commit that adds an
+frames behind it. The head file makes this loss visible. It is rewritten in place after each commit that adds an
 entry. After a kill, it may be behind the journal. It is ahead of the journal only if the journal has lost its end:
 
     the log has the noted entry and hash     nothing is lost; later entries were committed just before a kill

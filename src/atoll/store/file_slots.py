@@ -133,7 +133,7 @@ class Slot:
 
 
 def slot_path(folder: Path, kind: str, fragment: int, number: int) -> Path:
-    """Return the path of a slot in the folder of all."""
+    """Return the path of a slot in the folder of all slots."""
     return folder / f"{kind}-{fragment}-{number}.{'bin' if kind in (SPOOL, DELTA) else 'safetensors'}"
 
 
@@ -187,7 +187,7 @@ class SlotPool:
             number = next(n for n in range(len(used) + 1) if n not in used)
             self._reserved.add(number)
         try:
-            slot = self._create(number)  # without the lock: a file system may take its time
+            slot = self._create(number)  # without the lock, because creating a file may be slow
             with self.lock:
                 self._slots[number] = slot
                 self.hold(slot, why)
@@ -244,7 +244,7 @@ class SlotPool:
         """Add one hold of kind `why` to a slot. `drop` ends the hold."""
         with self.lock:
             slot.holds[why] += 1
-            if self._slots.get(slot.number) is slot:  # else it was removed, and another slot may have its number
+            if self._slots.get(slot.number) is slot:  # if this slot was removed, another may have its number
                 self._free.discard(slot.number)
 
     def drop(self, slot: Slot, why: str) -> None:

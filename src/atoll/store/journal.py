@@ -65,7 +65,7 @@ class Journal:
         self._level: str = "FULL" if durability == "power" else "NORMAL"
         self._depth = 0
         self._torn = False
-        self._then: list[Callable[[], None]] = []  # once the outermost transaction is committed
+        self._then: list[Callable[[], None]] = []  # callbacks of `after_commit`
         self._undo: list[Callable[[], None]] = []
         self._broken: SyncFailed | None = None
         self._translated = _Translated(self)
@@ -76,7 +76,7 @@ class Journal:
         try:
             with self._translated:
                 self._prepare(begin)
-        except UnicodeDecodeError as error:  # of SQLite's message, which quotes what is damaged
+        except UnicodeDecodeError as error:  # SQLite's message quotes the damaged bytes
             self._db.close()
             raise StateCorrupt(f"{path} is damaged: {error}.", NEW_RUN) from error
         except BaseException:

@@ -43,7 +43,7 @@ class Kept:
         object: id of the object.
         sealed: hash of the object's secret.
         cuts: sizes of the object and its parts.
-        inline: whether the object's bytes travel within its manifest.
+        inline: whether the object's bytes are sent within its manifest.
         expires_at: expiry time in seconds since 1970.
         digests: part number → BLAKE3, for the parts that are on disk.
         fd: descriptor of the file while parts arrive; −1 after that.
@@ -103,7 +103,7 @@ class ObjectStore:
 
         Args:
             cuts: sizes of the object and its parts.
-            inline: whether the object's bytes travel within its manifest.
+            inline: whether the object's bytes are sent within its manifest.
             expires_s: wanted lifetime in seconds; at most `max_expires_s` is granted.
 
         Returns:
@@ -148,7 +148,7 @@ class ObjectStore:
             with kept.lock:
                 if kept.fd < 0:
                     raise Gone(f"Object {kept.object[:8]} takes no more bytes.", "Publish it again.")
-                fd = os.dup(kept.fd)  # the object may end meanwhile, and its descriptor be reused
+                fd = os.dup(kept.fd)  # meanwhile the object may be removed, and its descriptor reused
             try:
                 write_at(fd, data, offset)
             finally:
@@ -215,7 +215,7 @@ class ObjectStore:
         Args:
             object_id: id that `draft` returned.
             manifest: manifest of the written bytes.
-            inline: whether the object's bytes travel within its manifest.
+            inline: whether the object's bytes are sent within its manifest.
 
         Returns:
             The object and its secret.
@@ -310,7 +310,7 @@ class ObjectStore:
         return kept
 
     def inline_bytes(self, kept: Kept) -> bytes | None:
-        """Return the bytes of a complete object if they travel within its manifest, else None."""
+        """Return the bytes of a complete object if they are sent within its manifest, else None."""
         return self._path(kept, "safetensors").read_bytes() if kept.inline else None
 
     def reader(self, kept: Kept) -> int:

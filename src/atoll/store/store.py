@@ -38,14 +38,14 @@ LOG = logging.getLogger("atoll.server")
 __all__ = ["FileShape", "FragmentShapes", "Store"]
 
 Files = Sequence[tuple[int, int | None]]
-"""For each fragment: the descriptor of a version, and that of its outer state or None."""
+"""For each fragment: (descriptor of a version, descriptor of its outer state or None)."""
 
 Contents = Callable[[Files], Iterator[memoryview]]
 """A function that yields the content of an export in order, read from these files."""
 
 
 class Store:
-    """The state of one run on disk. Thread-safe. Its calls block, so call those that move bytes in a pool thread.
+    """The state of one run on disk. Thread-safe. Methods that read or write files block; call them in a pool thread.
 
     Attributes:
         journal: the journal, for transactions.

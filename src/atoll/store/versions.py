@@ -1,8 +1,8 @@
 """Versions: each is written into a free slot, committed by one UPDATE of the head, and kept while it is read.
 
 After a commit the store keeps the newest `keep_versions` versions, the durable version, and all pinned versions. Slow
-pulls may pin `max_pins` further versions. If there are more, the oldest is revoked: its readers are told to stop, and
-its slot becomes free when they have released it.
+pulls may pin `max_pins` further versions. If there are more, the oldest is revoked: the event `revoked` of its pins is
+set, and its slot becomes free when all pins are released.
 
 A delta (`DeltaRow`) is downloaded instead of a version by workers that have the delta's base. It is committed, kept and
 dropped together with its version. If a delta is lost or damaged, workers pull the whole version.
@@ -399,7 +399,10 @@ class Versions:
             for kind, slot in zip((VERSION, STATE), pin.slots, strict=False):
                 self._slots.pool(kind, fragment).drop(slot, PULL)
             if not self._journal.closed and pin.row.version not in self._needed(fragment):
-                with contextlib.suppress(DiskFull), self._journal.transaction():  # else the next commit drops it
+                with (
+                    contextlib.suppress(DiskFull),
+                    self._journal.transaction(),
+                ):  # if this fails, the next commit drops the version
                     self.drop_old(fragment)
 
     def _revoke_oldest(self, fragment: int) -> None:

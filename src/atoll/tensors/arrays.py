@@ -1,7 +1,7 @@
 """Conversion between tensors and arrays of other libraries: numpy directly, others through DLPack or `__array__`.
 
 numpy has no bf16 and no 8-bit floats. Tensors of these dtypes become fp32 arrays, which hold all of their values
-exactly. When an fp32 array is given for such a tensor, its values are rounded to the tensor's dtype.
+exactly. When an fp32 array is given for a tensor of these dtypes, its values are rounded to the tensor's dtype.
 """
 
 from __future__ import annotations

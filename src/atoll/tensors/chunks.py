@@ -136,7 +136,7 @@ def _blocks(tensor: Tensor, start: int, stop: int, base: int) -> Iterator[tuple[
 def bytes_of(tensor: Tensor) -> memoryview:
     """Return the memory of a contiguous CPU tensor, without a copy."""
     if not tensor.numel():
-        return memoryview(bytearray())  # writable as that of any other tensor
+        return memoryview(bytearray())  # a writable view, as for all other tensors
     if tensor.dtype in NOT_IN_NUMPY:
         tensor = tensor.view(-1).view(torch.uint8)
     array: Any = (tensor.detach() if tensor.requires_grad else tensor).numpy()
@@ -247,7 +247,7 @@ class Scatter:
 
 def _copies_from_pinned(device: torch.device) -> bool:
     """Return whether pinned memory makes copies to this device faster: it is the accelerator, and not MPS."""
-    if device.type in ("cpu", "mps") or not torch.accelerator.is_available():  # mps has the memory of the CPU
+    if device.type in ("cpu", "mps") or not torch.accelerator.is_available():  # MPS shares the CPU's memory
         return False
     accelerator = torch.accelerator.current_accelerator()
     return accelerator is not None and accelerator.type == device.type

@@ -64,7 +64,7 @@ class Segment:
 
     @property
     def numel(self) -> int:
-        """Elements of the tensor."""
+        """Number of elements of the tensor."""
         return self.spec.numel
 
 
@@ -80,7 +80,7 @@ class Piece:
 
     @property
     def numel(self) -> int:
-        """Elements of the piece."""
+        """Number of elements of the piece."""
         return self.stop - self.start
 
 
