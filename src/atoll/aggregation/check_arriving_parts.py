@@ -1,8 +1,8 @@
 """Check the parts of an update as they arrive: compute the digest and the sum of squares, and find NaN and Inf.
 
-Bytes are hashed and written at once, so an arriving part needs no memory of its own. When the last byte of a byte run
-(a range of elements) is written, the run is read back from the file, while it is still in the processor's cache.
-Checking a whole part at its end would cost the server a tenth more CPU.
+Bytes are hashed and written at once, so an arriving part needs no memory of its own. A part is checked by byte runs
+(ranges of elements). After the last byte of a run is written, the run is read back from the file and checked, while it
+is still in the processor's cache. Checking a whole part at its end would cost the server a tenth more CPU.
 
 If the sum of squares is finite, all values are finite, so one pass is enough. The norms of short rows are computed in
 fp32, at half the cost of a sum in fp64. Their squares are added in fp64. The relative error is below 1e-6. If a square

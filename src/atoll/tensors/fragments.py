@@ -3,7 +3,7 @@
 Streaming DiLoCo with overlapping communication (Douillard et al., arXiv 2501.18512), section 2.1: a fragment is a
 sequence of neighbouring layers. In Atoll it is a sequence of neighbouring parameters, and fragments have similar sizes
 in bytes. A tied tensor is one tensor, so it is in one fragment under all its names. A buffer is in the fragment of its
-module's first parameter; if the module has none, it is in the fragment of a parameter with a similar path.
+module's first parameter. If the module has no parameter, a parameter with a similar path decides.
 """
 
 from __future__ import annotations
