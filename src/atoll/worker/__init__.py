@@ -1,1 +1,1 @@
-"""What a site runs: its session with the server, the exchange of models, the loops of scripts, and answers to tasks."""
+"""The worker of a site: its session with the server, model exchange, training loops of scripts, and task answers."""

@@ -1,4 +1,4 @@
-"""What a script hands over, checked before it travels: the site's name, weights, metrics, numbers of steps."""
+"""Checks of the values that a script passes to Atoll: the site's name, weights, metrics and numbers of steps."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from atoll.worker.log_lines import LOG
 
 
 def default_site() -> str:
-    """`ATOLL_SITE`, else a name made of host and process."""
+    """Return the site name in `ATOLL_SITE`; if the variable is empty, a name made of host name and process id."""
     given = os.environ.get("ATOLL_SITE")
     if given:
         return given
@@ -26,10 +26,10 @@ def default_site() -> str:
 
 
 def require_site(site: str) -> str:
-    """A site name that every server accepts.
+    """Return `site` if every server accepts it as a site name.
 
     Raises:
-        ConfigError: it has other characters, or is too long.
+        ConfigError: the name is empty, is too long, or has a character that is not allowed.
     """
     try:
         return TypeAdapter(messages.Site).validate_python(site)
@@ -40,10 +40,10 @@ def require_site(site: str) -> str:
 
 
 def positive(weight: float) -> float:
-    """A weight that can count.
+    """Return the weight of an update as a float.
 
     Raises:
-        UsageError: it is zero, negative or not finite.
+        UsageError: the weight is no number, or is zero, negative or not finite.
     """
     try:
         value = math.nan if isinstance(weight, str) else float(weight)
@@ -55,23 +55,25 @@ def positive(weight: float) -> float:
 
 
 def require_joined(has_left: bool, site: str, again: str) -> None:
-    """Refuse to go on with a worker that has left its run.
+    """Raise an error if the worker has left its run.
 
     Args:
-        again: the call that takes part again.
+        has_left: whether the worker has left.
+        site: the worker's site name, for the message.
+        again: the call that joins the run again, for the message.
 
     Raises:
-        UsageError: it has left.
+        UsageError: the worker has left its run.
     """
     if has_left:
         raise UsageError(f"Worker {site} has left its run.", f"Call {again} again, and use the new worker.")
 
 
 def counted(steps: int) -> int:
-    """A number of steps.
+    """Return a number of local steps as an int.
 
     Raises:
-        UsageError: it is negative, or no integer.
+        UsageError: `steps` is no integer, is negative, or is too large for a message.
     """
     try:
         value = operator.index(steps)
@@ -83,18 +85,20 @@ def counted(steps: int) -> int:
 
 
 def number(given: Any) -> float:
-    """As `float`; of a loss, too, of which torch would warn that it requires a gradient."""
+    """Return `float(given)`. A tensor is detached first: torch warns if a tensor that requires grad is converted."""
     return float(given.detach() if hasattr(given, "detach") else given)
 
 
 def finite_metrics(metrics: Mapping[str, float], site: str, said: set[str] | None = None) -> dict[str, float]:
-    """The finite ones as floats; the others are dropped with a warning.
+    """Return the finite metrics as floats. Drop NaN and infinite ones with a warning.
 
     Args:
-        said: keys that were warned of, and have not been finite since: nothing more is said of them.
+        metrics: number by name.
+        site: the site's name, for warnings.
+        said: names that had no finite value when they were last given; updated in place. They get no second warning.
 
     Raises:
-        UsageError: a name or a value is none, or there are too many; it is named.
+        UsageError: `metrics` is no mapping or has too many entries, or one entry has an invalid name or value.
     """
     if not isinstance(metrics, Mapping):
         raise UsageError(f"The metrics are a {type(metrics).__name__}.", "Give a dict: name → number.")
@@ -130,10 +134,12 @@ SYNC_RETRIES = 6
 
 
 def sync_retries(given: int | None) -> int:
-    """Attempts before a synchronisation is skipped: as given, else `ATOLL_MAX_SYNC_RETRIES`, else 6.
+    """Return the number of retries before a synchronisation is skipped.
+
+    The number is `given` if it is not None, else `ATOLL_MAX_SYNC_RETRIES` if that is set, else 6.
 
     Raises:
-        ConfigError: the variable holds no whole number from 0 on.
+        ConfigError: `ATOLL_MAX_SYNC_RETRIES` is no whole number, or is negative.
     """
     text = os.environ.get("ATOLL_MAX_SYNC_RETRIES", "")
     if given is not None or not text:

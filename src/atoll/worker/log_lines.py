@@ -1,7 +1,6 @@
-"""What a worker says while it works: plain lines, one an event, with bytes, rate and time left.
+"""Log lines of a worker: one line for each event; transfers report bytes, rate and time left.
 
-Lines go to the logger `atoll`. A program that has set up logging decides what becomes of them; otherwise they are
-printed on standard error, so that a terminal is never silent.
+Lines go to the logger `atoll`. If the program has not set up logging, they are printed on standard error.
 """
 
 from __future__ import annotations
@@ -28,8 +27,11 @@ _LINES = threading.Lock()
 
 
 def ensure_lines() -> None:
-    """Print Atoll's lines on standard error, unless the program has set up logging; a level that it has set stays."""
-    with _LINES:  # loops may begin in several threads at once
+    """Print Atoll's log lines on standard error, unless the program has set up logging.
+
+    If the logger `atoll` has a level already, the level stays; otherwise it becomes INFO.
+    """
+    with _LINES:  # training loops may start in several threads at once
         if LOG.handlers or logging.getLogger().handlers:
             return
         handler = logging.StreamHandler(sys.stderr)
@@ -41,13 +43,13 @@ def ensure_lines() -> None:
 
 
 def told(error: BaseException | str, most_chars: int = 2000) -> str:
-    """An error as a message carries it; what is no UTF-8, as in names of files, is escaped."""
+    """Return an error as text for a message, at most `most_chars` long. Escape characters that UTF-8 cannot hold."""
     text = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
     return text[:most_chars].encode(errors="backslashreplace").decode()[:most_chars]
 
 
 def in_words(info: messages.RunInfo, sync_every: int) -> str:
-    """What a DiLoCo worker does in a run: "H = 60, asynchronous, codec int4 up, int8 down, 2 fragments, tau 1, ..."."""
+    """Summarise a DiLoCo run's settings: "H = 60, asynchronous, codec int4 up, int8 down, 2 fragments, tau 1, ..."."""
     first = f" after {info.sync_rounds_first} synchronous rounds" if info.sync_rounds_first else ""
     down = f" up, {info.downlink_codec} down" if info.downlink_codec != "none" else ""
     parts = [
@@ -61,35 +63,44 @@ def in_words(info: messages.RunInfo, sync_every: int) -> str:
 
 
 def why_skipped(error: BaseException, info: messages.RunInfo) -> str:
-    """Why a synchronisation was skipped, and what becomes of what was trained where the server is there."""
+    """Return why a synchronisation was skipped; with `on_missed = "rebase"`, add that the next update has its steps."""
     if not isinstance(error, TicketClosed):
         return str(error)
     return f"{error.message} {'The next update holds these steps, too.' if info.on_missed == 'rebase' else ''}".rstrip()
 
 
 def in_wait(waited_s: float, reply: messages.TicketReply) -> str:
-    """How long a worker has waited, for what, and how long the run still takes."""
+    """Return a line that says how long a worker has waited, for what, and how much time of the run is left."""
     left = f"; {told} of the run" if (told := time_left(reply.left_s)) else ""
     return f"waiting {waited_s:.0f} s: {reply.reason}{left}"
 
 
 class Progress:
-    """Bytes of one transfer; says how far it is every few seconds, and at the end where that took longer.
+    """The progress of one transfer: counts bytes and logs a line every `EVERY_S` seconds, and one at the end.
 
-    Rate and time left are those of the last `WINDOW_S`, or since the transfer was resumed: an outage says nothing about
-    what the connection carries now.
+    Rate and time left are measured over the last `WINDOW_S` seconds. After an interruption the window begins anew, so
+    that an outage does not lower the rate.
+
+    Args:
+        what: the transfer, as the first words of each line.
+        total_bytes: bytes that are going to be moved.
+        clock: gives the time in seconds.
+
+    Attributes:
+        done_bytes: bytes that were moved so far.
+        failed: set by the caller if the transfer failed; then `progress` logs no last line.
     """
 
     def __init__(self, what: str, total_bytes: int, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._what, self._total, self._clock = what, total_bytes, clock
         self._lock = threading.Lock()
         self._begin = self._said = clock()
-        self._marks = deque([(self._begin, 0)])  # (when, bytes done), a second apart at least, none before the window
+        self._marks = deque([(self._begin, 0)])  # (time, bytes done) inside the window, at least 1 s apart
         self.done_bytes, self.failed = 0, False
-        self._moved, self._away_s = self._begin, 0.0  # when the last bytes came; how long none could
+        self._moved, self._away_s = self._begin, 0.0  # time of the last bytes; total seconds of interruptions
 
     def resume(self) -> None:
-        """The transfer goes on after an interruption, which does not count into its rate."""
+        """Go on after an interruption. The time since the last bytes is left out of the rate."""
         with self._lock:
             now = self._said = self._clock()
             self._away_s += now - self._moved
@@ -97,8 +108,8 @@ class Progress:
             self._marks = deque([(now, self.done_bytes)])
 
     def add(self, nbytes: int) -> None:
-        """Count bytes that have moved; log a line if `EVERY_S` have passed since the last one. Safe from any thread."""
-        with self._lock:  # parts travel in several threads
+        """Count bytes that were moved. Log a line if the last one is `EVERY_S` seconds old. Safe from any thread."""
+        with self._lock:  # several threads transfer parts
             self.done_bytes += nbytes
             now = self._moved = self._clock()
             while self._marks and self._marks[0][0] < now - WINDOW_S:
@@ -119,7 +130,7 @@ class Progress:
         return f", {size(rate)}/s, {max(self._total - self.done_bytes, 0) / max(rate, 1.0):.0f} s left"
 
     def end(self) -> None:
-        """Log bytes, duration and mean rate, outages left out of it; at level DEBUG if all took less than 1 s."""
+        """Log bytes, duration and mean rate without interruptions; at level DEBUG if the transfer took under 1 s."""
         seconds = self._clock() - self._begin
         level = logging.INFO if seconds >= 1.0 else logging.DEBUG
         LOG.log(
@@ -134,24 +145,29 @@ class Progress:
 
 
 class Troubles:
-    """What fails again and again of the same is said once; later at the level of every step."""
+    """Log of failures that repeat: the first is logged at level INFO, a repetition with the same text at DEBUG."""
 
     def __init__(self) -> None:
         self._said: dict[object, str] = {}
 
     def say(self, of: object, text: str) -> None:
-        """This has failed so."""
+        """Log that `of` failed.
+
+        Args:
+            of: the thing that failed, as a key.
+            text: the line to log.
+        """
         known, self._said[of] = self._said.get(of), text
         LOG.log(logging.DEBUG if known == text else logging.INFO, "%s", text)
 
     def end(self, of: object) -> None:
-        """This has not failed."""
+        """Note that `of` works again: its next failure is logged at level INFO."""
         self._said.pop(of, None)
 
 
 @contextmanager
 def progress(what: str, total_bytes: int) -> Iterator[Progress]:
-    """A `Progress` that says its last line when the block ends without an error, and the transfer did not fail."""
+    """Yield a `Progress`. Log its last line if the block ends without an error and `failed` is not set."""
     reporter = Progress(what, total_bytes)
     yield reporter
     if not reporter.failed:

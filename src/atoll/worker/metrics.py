@@ -1,8 +1,8 @@
-"""Metrics of global versions, and numbers that a training loop reports: each is part of one update that counts.
+"""Metrics that updates carry: those that the script measures of a global version, and values that a loop reports.
 
     pull version v  ->  metrics() of v  ->  H local steps  ->  update of v, with these metrics
 
-The server credits an update's metrics to the version that the update starts from, so they have to be measured there.
+The server credits an update's metrics to the version that the update starts from. Measure them on that version.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from atoll.worker.exchange.base_and_outbox import VersionFile
 
 
 class Reports:
-    """Values by name, from `DiLoCo.report` to the update that carries them.
+    """Values that `DiLoCo.report` was given, by name, kept until an update carries them.
 
     Attributes:
-        newest: every value that was reported last, for the status.
+        newest: the last reported value of each name, for the status.
     """
 
     def __init__(self) -> None:
@@ -28,20 +28,21 @@ class Reports:
         self._carried: dict[int, dict[str, float]] = {}
 
     def add(self, finite: Mapping[str, float], named: Mapping[str, float]) -> None:
-        """Keep what was reported until an update takes it.
+        """Keep reported values until an update takes them.
 
         Args:
-            finite: the values that may travel.
-            named: all that were reported: an earlier value of such a name is no longer true.
+            finite: the finite values of this report.
+            named: all values of this report. An earlier value under one of these names is dropped.
         """
         self.newest = {name: value for name, value in self.newest.items() if name not in named} | dict(finite)
         self._waiting = {name: value for name, value in self._waiting.items() if name not in named} | dict(finite)
 
     def take(self, fragment: int, *, is_lost: bool) -> dict[str, float]:
-        """Give the next update of a fragment what no update has carried.
+        """Return the values for a fragment's next update: those that no update has carried yet.
 
         Args:
-            is_lost: whether the last update of this fragment never counts: what it carried is given again.
+            fragment: the fragment's number.
+            is_lost: whether the fragment's last update can never count. If so, its values are returned again.
         """
         carried = self._carried.pop(fragment, {}) if is_lost else {}
         self._carried[fragment], self._waiting = carried | self._waiting, {}
@@ -52,30 +53,33 @@ Metrics = Callable[[], dict[str, float]]
 
 
 class Measured:
-    """What a function of the script says of the newest global version.
+    """The metrics of the newest global version, as a function of the script measures them.
 
     Args:
-        ask: the function; None: nothing is measured.
-        site: for warnings.
+        ask: the script's function, which returns the metrics of the model as it is; None: nothing is measured.
+        site: gives the site's name, for warnings.
     """
 
     def __init__(self, ask: Metrics | None, site: Callable[[], str]) -> None:
         self._ask, self._site = ask, site
         self._digest: str | None = None
         self._metrics: dict[str, float] = {}
-        self._not_finite: set[str] = set()  # that was said
+        self._not_finite: set[str] = set()  # names that a warning was logged for, until their value is finite
 
     def look_at(self, parts: Sequence[tuple[Tensors, VersionFile]], *, local: bool) -> None:
-        """Ask, with the newest versions of all fragments in the model; what is local is copied and put back behind it.
+        """Measure the newest versions of all fragments.
+
+        The versions are loaded into the model. Afterwards the model gets its local values back from a copy. If the
+        model is one fragment without local progress, it holds the version already, and nothing is loaded.
 
         Args:
-            parts: the model's own tensors of each fragment, and its version.
-            local: whether they hold local progress. If not, a single fragment is the global model as it is.
+            parts: for each fragment, the model's own tensors and the fragment's newest version.
+            local: whether the tensors hold local progress.
         """
         if self._ask is None:
             return
         single = parts[0][1].note if len(parts) == 1 else None
-        self._digest = single.digest if single is not None else None  # None: of versions of several fragments
+        self._digest = single.digest if single is not None else None  # None: several fragments were measured
         if self._digest is not None and not local:
             self._metrics = finite_metrics(self._ask(), self._site(), self._not_finite)
             return
@@ -90,11 +94,11 @@ class Measured:
                     tensor.copy_(before[name])
 
     def credit(self, metrics: dict[str, float], digest: str) -> None:
-        """Numbers that a framework measured by itself of the version with this digest."""
+        """Add metrics that a framework measured by itself on the version with this digest."""
         earlier = self._metrics if self._digest == digest else {}
         self._metrics = earlier | finite_metrics(metrics, self._site(), self._not_finite)
         self._digest = digest
 
     def of(self, digest: str) -> dict[str, float]:
-        """For an update from the version with this digest; empty where another one was measured."""
+        """Return the metrics for an update from the version with this digest; empty if another version was measured."""
         return dict(self._metrics) if self._digest in (None, digest) else {}
