@@ -1,1 +1,1 @@
-"""How versions come to a site and its updates leave it, and what the site keeps on disk between rounds."""
+"""Pulling versions, forming and sending updates, and the files that a site keeps between rounds."""

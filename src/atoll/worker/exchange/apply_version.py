@@ -1,6 +1,6 @@
-"""A version into a model: loaded, merged with what is local, or with local progress carried over to it.
+"""Apply a version to a model: load it, merge it with the local values, or carry local progress over to it.
 
-Memory is a few fixed scratches, whatever the model's size.
+Memory is a few scratch buffers of fixed size, whatever the model's size.
 """
 
 from __future__ import annotations
@@ -23,18 +23,23 @@ from atoll.tensors.schema import PARAMS
 from atoll.worker.exchange.base_and_outbox import OutboxFile, VersionFile
 
 _WIDEST_BYTES = 8
-"""Of one element, in any dtype."""
+"""Bytes of one element of the widest dtype."""
 
 
 def _scratch() -> memoryview:
-    """Memory for one chunk of any dtype, which needs no clearing."""
+    """Return an uninitialised buffer for one chunk of any dtype."""
     return bytes_of(torch.empty(CHUNK_ELEMENTS * _WIDEST_BYTES, dtype=torch.uint8, device="cpu"))
 
 
 def rebase_(tensors: AnyTensors, old: VersionFile, new: VersionFile) -> None:
-    """Set w ← b_head + (w − b_base) in place: local progress is carried over to the version that others moved on to.
+    """Set w ← b_new + (w − b_old) in place: carry local progress over from one version to another.
 
     Buffers take the new version's values.
+
+    Args:
+        tensors: the model's own tensors, by name.
+        old: the version that local training started from.
+        new: the version to go on from.
     """
     scratch_old, scratch_new = (_scratch() for _ in range(2))
     with torch.no_grad(), single_thread():
@@ -54,9 +59,10 @@ def rebase_(tensors: AnyTensors, old: VersionFile, new: VersionFile) -> None:
 
 
 def merge_(tensors: Tensors, version: VersionFile, alpha: float) -> None:
-    """Set w ← (1−α)·b + α·w in place for what a version has: α = 0 takes it as it is, 1 leaves what is local as it is.
+    """Set w ← (1−α)·b + α·w in place for the tensors of a version.
 
-    Integers and flags cannot be mixed: they take the version's values.
+    α = 0 loads the version, α = 1 leaves the model unchanged. Between the two, integers and flags take the version's
+    values, since they cannot be mixed.
     """
     if alpha == 0:
         load_(tensors, version)
@@ -75,7 +81,7 @@ def merge_(tensors: Tensors, version: VersionFile, alpha: float) -> None:
 
 
 def advance_base_(base: VersionFile, outbox: OutboxFile, codecs: Mapping[str, Codec]) -> None:
-    """Set base ← base − dec(update) in the base file: what was submitted, as the server decodes it."""
+    """Set base ← base − dec(update) in the base file; dec(update) is the outbox's update as the server decodes it."""
     scratch = _scratch()
     encoded = _scratch()
     with torch.no_grad(), single_thread():
@@ -97,7 +103,10 @@ def advance_base_(base: VersionFile, outbox: OutboxFile, codecs: Mapping[str, Co
 
 
 def load_(tensors: AnyTensors, base: VersionFile) -> None:
-    """Copy what the base file has of the tensors into them, in place: straight into those that lie as the file does."""
+    """Copy the values of the base file into the tensors, in place.
+
+    A contiguous CPU tensor of the file's dtype is read into directly; every other tensor goes through a buffer.
+    """
     scratch = None
 
     def moves() -> Iterator[Move]:
@@ -114,7 +123,7 @@ def load_(tensors: AnyTensors, base: VersionFile) -> None:
                     assign_run_(tensor, start, base.elements(piece, start, stop, scratch, dtype))
                     continue
                 if start == 0:
-                    increment_version(cast(Tensor, tensor))  # as `copy_` does: autograd sees that what it kept is gone
+                    increment_version(cast(Tensor, tensor))  # as `copy_` does: autograd notices the in-place change
                 low, high = start * spec.item_bytes, stop * spec.item_bytes
                 yield base.layout.by_name[spec.name].offset + low, memory[low:high]
 
@@ -123,7 +132,7 @@ def load_(tensors: AnyTensors, base: VersionFile) -> None:
 
 
 def store_(base: VersionFile, tensors: Tensors) -> None:
-    """Copy the tensors into where they lie in the base file."""
+    """Copy the tensors to their places in the base file."""
     with torch.no_grad(), single_thread():
         for part in base.layout.parts:
             for piece, start, stop in chunks(part, CHUNK_ELEMENTS):

@@ -1,13 +1,13 @@
 """A worker's two files: the base it trains from and the outbox it sends from.
 
-Both have the size of the model, are preallocated and rewritten in place, and live in the page cache: anonymous
-memory holds no second copy of the model. Beside each lies a small JSON note, replaced atomically, that says what is
-in it; a file without its note is scrap.
+Both files are preallocated and rewritten in place. They live in the page cache, so that anonymous memory holds no
+second copy of the model. Beside each file lies a small JSON note that names its content and is replaced atomically.
+The content of a file without a note is ignored.
 
     base.safetensors + base.json      the version that was pulled; opens with safetensors
     outbox.bin       + outbox.json    the encoded update of one ticket; kept until the next one is formed
 
-They lie in a folder for each run; `remove_earlier` removes those of runs that the site has left.
+Each run has its own folder. `remove_earlier` removes the folders of earlier runs.
 """
 
 from __future__ import annotations
@@ -45,7 +45,12 @@ def name_of(name: str, fragment: int | None) -> str:
 
 @dataclass(frozen=True)
 class BaseNote:
-    """Which version the base file holds, or is about to hold."""
+    """The note of the base file: the version in it. While the version is being written, `complete` is false.
+
+    Attributes:
+        digest: of the version; empty if the file holds local values instead of a version.
+        part_digests: BLAKE3 of each part, in hex.
+    """
 
     run: str
     fragment: int
@@ -57,9 +62,12 @@ class BaseNote:
 
 @dataclass(frozen=True)
 class OutboxNote:
-    """The update in the outbox: complete when the note exists. `sent` when the server has it in its journal.
+    """The note of the outbox: the update in it. The note exists only while the update is complete.
 
-    `site` is the one that formed it; empty in a note of an earlier Atoll.
+    Attributes:
+        part_digests: BLAKE3 of each part, in hex.
+        sent: whether the server has the update in its journal.
+        site: the site that formed the update; empty in a note that an earlier Atoll wrote.
     """
 
     run: str
@@ -79,19 +87,23 @@ class OutboxNote:
 
 
 class VersionFile(Protocol):
-    """A version of one fragment, to be read."""
+    """A file with a version of one fragment."""
 
     layout: Layout
     note: BaseNote | None
 
     def holds(self, run: str, digest: str) -> bool:
-        """Return whether this version is here, every byte."""
+        """Return whether the file holds every byte of the version with this digest."""
 
     def read_into(self, offset: int, target: memoryview) -> None:
         """Fill `target` from the file's byte `offset` on."""
 
     def read_pieces(self, moves: Iterable[Move]) -> None:
-        """Fill each memory from its byte of the file; neighbours in the file by one call."""
+        """Fill each buffer from its offset in the file. Read neighbouring ranges by one call.
+
+        Args:
+            moves: pairs of an offset in the file and the buffer to fill.
+        """
 
     def elements(self, piece: Piece, start: int, stop: int, scratch: memoryview, dtype: torch.dtype) -> Tensor:
         """Return elements [start, stop) of a piece's tensor, in `scratch`."""
@@ -100,14 +112,14 @@ class VersionFile(Protocol):
         """Return elements [start, stop) of a tensor, in new memory."""
 
     def begin_local(self) -> None:
-        """The file is about to hold something that is no version: no digest names it any more."""
+        """Remove the digests from the note, before local values are written over the version."""
 
     def write(self, offset: int, data: memoryview) -> None:
-        """Write all of `data`."""
+        """Write `data` from the file's byte `offset` on."""
 
 
 class OutboxFile(Protocol):
-    """The update that was formed last; `note` says which, once all of it is there."""
+    """A file with the update that was formed last. `note` is None until the update is complete."""
 
     layout: Layout
     note: OutboxNote | None
@@ -116,28 +128,28 @@ class OutboxFile(Protocol):
 
     @property
     def fd(self) -> int:
-        """The open file's descriptor number; not the caller's to close."""
+        """The number of the file's descriptor. Do not close the descriptor."""
 
     def write(self, offset: int, data: memoryview) -> None:
-        """Write all of `data`."""
+        """Write `data` from the file's byte `offset` on."""
 
     def read_into(self, offset: int, target: memoryview) -> None:
         """Fill `target` from the file's byte `offset` on."""
 
     def begin(self, layout_digest: str) -> None:
-        """Forget what is there: an update of this layout is about to be formed."""
+        """Remove the note, before an update of this layout is formed."""
 
     def seal(self, note: OutboxNote) -> None:
-        """The update is complete: from here on it survives this process."""
+        """Write the note of an update that is complete. From here on the update survives this process."""
 
     def mark_sent(self) -> None:
-        """The server has it."""
+        """Record in the note that the server has the update."""
 
     def clear(self) -> None:
-        """The update can never count, or not again: the file may be rewritten."""
+        """Remove the note, so that the update is not sent again."""
 
     def is_damaged(self) -> bool:
-        """Return whether it is not what its note says."""
+        """Return whether the file's bytes differ from the digests in the note."""
 
 
 class ExchangeFiles(Protocol):
@@ -145,33 +157,35 @@ class ExchangeFiles(Protocol):
 
     @property
     def base(self) -> VersionFile:
-        """The version that is trained from."""
+        """The file of the version that the worker trains from."""
 
     @property
     def outbox(self) -> OutboxFile:
-        """The update that was formed last."""
+        """The file of the update that was formed last."""
 
     def beside(self) -> VersionFile:
-        """Open the file for a version that is to take the place of the base."""
+        """Open the file beside the base, for a version that is pulled while the base is still needed."""
 
     def is_beside(self, run: str, digest: str) -> bool:
-        """Return whether a pull of this version into that file has begun, by whichever process."""
+        """Return whether this or an earlier process began to pull the version into the file beside the base."""
 
     def drop_beside(self) -> None:
-        """Close that file."""
+        """Close the file beside the base."""
 
     def move_up(self) -> None:
-        """Let that file, which must be complete, take the place of the base."""
+        """Replace the base with the file beside it, which must be complete."""
 
 
 class TensorFile:
-    """An open file of tensors, read at offsets by many threads.
+    """An open file of tensors. Several threads may read from it at once.
 
     Args:
-        descriptor: of the file; closed with this object.
+        path: the file's path.
+        descriptor: the file's descriptor; `close` closes it.
+        nbytes: size of the file.
 
     Attributes:
-        layout: of the tensors in it, in files of versions.
+        layout: places of the tensors in the file; only files of versions have it.
     """
 
     layout: Layout
@@ -181,14 +195,14 @@ class TensorFile:
 
     @property
     def fd(self) -> int:
-        """The descriptor's number."""
+        """The number of the file's descriptor."""
         return self._descriptor.number
 
     def read_into(self, offset: int, target: memoryview) -> None:
         """Fill `target` from the file's byte `offset` on.
 
         Raises:
-            EOFError: the file ends before.
+            EOFError: the file ends before `target` is full.
         """
         try:
             read_at(self.fd, target, offset)
@@ -196,16 +210,19 @@ class TensorFile:
             raise EOFError(f"{self.path}: {error}") from None
 
     def values(self, segment: Segment, start: int, stop: int) -> Tensor:
-        """Elements [start, stop) of the tensor that lies at `segment` of the file as it is, in new memory."""
+        """Return elements [start, stop) of the tensor that lies unencoded at `segment`, in new memory."""
         values = torch.empty(stop - start, dtype=torch_dtype(segment.spec.dtype), device="cpu")
         self.read_into(segment.offset + start * segment.spec.item_bytes, bytes_of(values))
         return values
 
     def read_pieces(self, moves: Iterable[Move]) -> None:
-        """Fill each memory from its byte of the file; neighbours in the file by one call.
+        """Fill each buffer from its offset in the file. Read neighbouring ranges by one call.
+
+        Args:
+            moves: pairs of an offset in the file and the buffer to fill.
 
         Raises:
-            EOFError: the file ends before.
+            EOFError: the file ends before a buffer is full.
         """
         try:
             read_pieces(self.fd, moves)
@@ -213,34 +230,39 @@ class TensorFile:
             raise EOFError(f"{self.path}: {error}") from None
 
     def elements(self, piece: Piece, start: int, stop: int, scratch: memoryview, dtype: torch.dtype) -> Tensor:
-        """Elements [start, stop) of a piece's tensor, in `scratch`."""
+        """Return elements [start, stop) of a piece's tensor, in `scratch`."""
         item = piece.segment.spec.item_bytes
         view = scratch[: (stop - start) * item]
         self.read_into(self.layout.by_name[piece.segment.spec.name].offset + start * item, view)
         return torch.frombuffer(view, dtype=dtype)
 
     def values_of(self, name: str, start: int, stop: int) -> Tensor:
-        """Elements [start, stop) of a tensor of the version, in new memory."""
+        """Return elements [start, stop) of a tensor of the version, in new memory."""
         return self.values(self.layout.by_name[name], start, stop)
 
     def close(self) -> None:
-        """Close the file, once nothing uses it any more."""
+        """Close the file once no thread uses its descriptor."""
         self._descriptor.close()
 
 
 class ScratchFile(TensorFile):
-    """A preallocated file of fixed size that is rewritten in place, read and written at offsets by many threads.
+    """A preallocated file of fixed size that is rewritten in place. Several threads may read and write it at once.
 
     Attributes:
-        is_new: it was not there, or had another size: whatever a note says of it, it holds zeros.
+        is_new: whether the file was just created, or had another size. Then it holds zeros, and its note is wrong.
 
     Args:
-        used: (offset, nbytes) of what is going to be written, which has to find room; by default all.
+        path: the file's path.
+        nbytes: size of the file.
+        used: ranges (offset, nbytes) to allocate on disk; None: the whole file.
+
+    Raises:
+        DiskFull: the file cannot be allocated.
     """
 
     def __init__(self, path: Path, nbytes: int, used: Iterable[tuple[int, int]] | None = None) -> None:
         super().__init__(path, Descriptor(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)), nbytes)
-        self._one_writes = threading.Lock()  # the kernel lets one write at a time, and lets the others spin
+        self._one_writes = threading.Lock()  # the kernel serialises writes to a file; other writers would spin
         try:
             self.is_new = os.fstat(self.fd).st_size != nbytes
             if self.is_new:
@@ -258,7 +280,7 @@ class ScratchFile(TensorFile):
             ) from error
 
     def write(self, offset: int, data: memoryview) -> None:
-        """Write all of `data`; from any thread, even while another one closes the file.
+        """Write `data` from the file's byte `offset` on. Safe from any thread, even while another one closes the file.
 
         Raises:
             StoreError: this machine's disk is full, or fails.
@@ -274,7 +296,7 @@ class ScratchFile(TensorFile):
             ) from error
 
     def digest(self, part: Part) -> bytes:
-        """BLAKE3 of a part as it lies on disk."""
+        """Return BLAKE3 of a part's bytes in the file."""
         hasher, scratch = blake3(), bytearray(CHUNK_BYTES)
         for offset in range(part.start, part.stop, CHUNK_BYTES):
             view = memoryview(scratch)[: min(CHUNK_BYTES, part.stop - offset)]
@@ -283,7 +305,11 @@ class ScratchFile(TensorFile):
         return hasher.digest()
 
     def content_digest(self) -> str:
-        """BLAKE3 in hex of all runs of 2 MiB that are not zeros, each with its place: holes need not be read."""
+        """Return a digest of the file's content, in hex.
+
+        The digest is BLAKE3 over each chunk of `CHUNK_BYTES` that is not all zero, with its offset. So holes need not
+        be read.
+        """
         hasher, zeros = blake3(), bytes(CHUNK_BYTES)
         offset = 0
         while (offset := _data_from(self.fd, offset, self.nbytes)) < self.nbytes:
@@ -298,7 +324,10 @@ class ScratchFile(TensorFile):
 
 
 def _data_from(fd: int, offset: int, nbytes: int) -> int:
-    """Where from here on something was written; `nbytes` where nothing was. Some systems do not tell: here, then."""
+    """Return the offset of the first data at or after `offset`, skipping a hole; `nbytes` if only a hole follows.
+
+    If the file system cannot find holes, return `offset`.
+    """
     if offset >= nbytes:
         return nbytes
     try:
@@ -308,11 +337,13 @@ def _data_from(fd: int, offset: int, nbytes: int) -> int:
 
 
 class PartsFile(ScratchFile):
-    """One that is cut into parts; where those of one rank are all that it holds, it has holes.
+    """A preallocated file that consists of parts. If it holds the parts of one rank only, the rest is a hole.
 
     Args:
-        parts: that it holds.
-        count: of all parts, those of other ranks included.
+        path: the file's path.
+        nbytes: size of the file with the parts of all ranks.
+        parts: the parts that this file holds.
+        count: number of parts of all ranks.
     """
 
     def __init__(self, path: Path, nbytes: int, parts: Sequence[Part], count: int) -> None:
@@ -321,20 +352,20 @@ class PartsFile(ScratchFile):
         self._parts, self._count = parts, count
 
     def differing(self, digests: Sequence[str], among: Collection[Part] | None = None) -> list[Part]:
-        """The parts with bytes of another digest.
+        """Return the parts that do not match their digests.
 
         Args:
-            digests: in hex, of all parts in order, those of other ranks included.
-            among: the parts to look at; by default all that are ours.
+            digests: BLAKE3 in hex of the parts of all ranks, in order.
+            among: the parts to check; None: all parts that this file holds.
         """
         looked_at = self._parts if among is None else among
-        if len(digests) != self._count:  # of another cut: none can be told to be right
+        if len(digests) != self._count:  # the digests are for other parts: no part is known to match
             return list(looked_at)
         return [part for part in looked_at if self.digest(part).hex() != digests[part.index]]
 
 
 class BaseFile(PartsFile):
-    """The version that a worker trains from, byte for byte as the server has it."""
+    """The base file: the version that a worker trains from, byte for byte as the server has it."""
 
     def __init__(self, folder: Path, layout: Layout, name: str = "base") -> None:
         super().__init__(folder / f"{name}.safetensors", layout.nbytes, layout.parts, len(layout.all_parts))
@@ -343,12 +374,13 @@ class BaseFile(PartsFile):
         if self.is_new:
             self._note_path.unlink(missing_ok=True)
         self.note = read_note(self._note_path, BaseNote)
-        self._seen = False  # whether the bytes of a complete note are known to be in the file
+        self._seen = False  # whether this process has written or checked every byte of the note's version
 
     def holds(self, run: str, digest: str) -> bool:
-        """Whether this version is here, every byte; what an earlier process left is read once before it is believed.
+        """Return whether the file holds every byte of the version with this digest.
 
-        Its note survives what the bytes may not: they are written behind, and a disk may damage them.
+        A file of an earlier process is read and checked once. Its note may be on disk without all of the bytes: the
+        system writes them later, and a disk may damage them.
         """
         note: BaseNote | None = self.note
         if note is None or not note.complete or (note.run, note.digest) != (run, digest):
@@ -368,9 +400,9 @@ class BaseFile(PartsFile):
         return True
 
     def begin(self, note: BaseNote) -> list[Part]:
-        """Say which version is about to be written; returns the parts that are not there already.
+        """Write the note of a version that is about to be pulled. Return the parts that have to be written.
 
-        A pull that broke off left parts of the same version behind: what still has its digest is kept.
+        If an interrupted pull left parts of the same version, the parts that match their digests are kept.
         """
         resumed = self.note is not None and (self.note.run, self.note.digest) == (note.run, note.digest)
         wanted = self.differing(note.part_digests) if resumed else list(self.layout.parts)
@@ -378,18 +410,18 @@ class BaseFile(PartsFile):
         return wanted
 
     def finish(self) -> None:
-        """The version is complete."""
+        """Record in the note that the version is complete."""
         assert self.note is not None
         self._write_note(replace(self.note, complete=True))
         self._seen = True
 
     def begin_local(self) -> None:
-        """The file is about to hold something that is no version: no digest names it any more."""
+        """Remove the digests from the note, before local values are written over the version."""
         assert self.note is not None
         self._write_note(replace(self.note, digest="", part_digests=[]))
 
     def replace_with(self, other: BaseFile) -> None:
-        """Become `other`, which must be complete: its file and note take the place of these."""
+        """Take over the file and note of `other`, which must be complete, and close this object's old file."""
         assert other.note is not None
         os.replace(other.path, self.path)
         other._note_path.unlink(missing_ok=True)
@@ -404,7 +436,10 @@ class BaseFile(PartsFile):
 
 
 class Outbox(PartsFile):
-    """The update that a worker has formed and must be able to send until what it counts in is durable."""
+    """The outbox: the update that was formed last. The worker may have to send it again until a version is durable.
+
+    If the note names another site, the update is not sent, and the note on disk stays.
+    """
 
     def __init__(self, folder: Path, layout: Layout, name: str = "outbox", site: str = "") -> None:
         super().__init__(folder / f"{name}.bin", layout.nbytes, layout.parts, len(layout.all_parts))
@@ -418,14 +453,17 @@ class Outbox(PartsFile):
             self.note = None
 
     def is_damaged(self) -> bool:
-        """Whether it is not what its note says. The note survives what the bytes may not: they are written behind."""
+        """Return whether the file's bytes differ from the digests in the note; false without a note.
+
+        After a power loss the note may be on disk without all of the bytes: the system writes them later.
+        """
         return self.note is not None and bool(self.differing(self.note.part_digests))
 
     def begin(self, layout_digest: str) -> None:
-        """An update of this layout is about to be formed: what is in the file counts no more.
+        """Remove the note, before an update of this layout is formed.
 
         Raises:
-            VersionSkew: the file is laid out in another way.
+            VersionSkew: the file has another layout.
         """
         if layout_digest != self.layout.digest:
             raise VersionSkew(
@@ -435,31 +473,33 @@ class Outbox(PartsFile):
         self.clear()
 
     def seal(self, note: OutboxNote) -> None:
-        """The update is complete: from here on it survives this process."""
+        """Write the note of an update that is complete. From here on the update survives this process."""
         failpoint("outbox.seal")
         self.note = note
         write_note(self._note_path, note)
         failpoint("outbox.sealed")
 
     def mark_sent(self) -> None:
-        """The server has it; kept, since a server that lost power may ask for it again."""
+        """Record in the note that the server has the update. Keep the update: a server that lost power may need it."""
         if self.note is not None:
             self.note = replace(self.note, sent=True)
             write_note(self._note_path, self.note)
 
     def clear(self) -> None:
-        """The update can never count, or not again: the file may be rewritten."""
+        """Remove the note, so that the update is not sent again."""
         self.note = None
         self._note_path.unlink(missing_ok=True)
 
 
 class DiskFiles:
-    """The files of one fragment in a site's folder, as `ExchangeFiles`.
+    """The files of one fragment in a site's folder; implements `ExchangeFiles`.
 
     Args:
-        folder: of the site in the run; locked by the caller.
-        version, update: layouts of what lies in them.
-        fragment: its number; None: the run has one.
+        folder: the site's folder in the run; locked by the caller.
+        version: layout of the base file.
+        update: layout of the outbox.
+        fragment: the fragment's number; None: the run has one fragment.
+        site: the site's name.
     """
 
     def __init__(self, folder: Path, version: Layout, update: Layout, fragment: int | None, site: str) -> None:
@@ -473,29 +513,29 @@ class DiskFiles:
             raise
 
     def beside(self) -> BaseFile:
-        """Open the file for a version that is to take the place of the base."""
+        """Open the file beside the base, for a version that is pulled while the base is still needed."""
         if self._beside is None:
             self._beside = BaseFile(self.folder, self.base.layout, self._name)
         return self._beside
 
     def is_beside(self, run: str, digest: str) -> bool:
-        """Return whether a pull of this version into that file has begun, by whichever process."""
+        """Return whether this or an earlier process began to pull the version into the file beside the base."""
         note: BaseNote | None = read_note(self.folder / f"{self._name}.json", BaseNote)
         return note is not None and (note.run, note.digest) == (run, digest)
 
     def drop_beside(self) -> None:
-        """Close that file."""
+        """Close the file beside the base."""
         if self._beside is not None:
             self._beside.close()
             self._beside = None
 
     def move_up(self) -> None:
-        """Let that file, which must be complete, take the place of the base."""
+        """Replace the base with the file beside it, which must be complete."""
         self.base.replace_with(self.beside())
         self._beside = None
 
     def close(self) -> None:
-        """Close the files; what is in them stays."""
+        """Close the files. They stay on disk."""
         self.base.close()
         self.drop_beside()
         self.outbox.close()
@@ -503,10 +543,11 @@ class DiskFiles:
 
 @contextmanager
 def locked(folder: Path, site: str) -> Iterator[None]:
-    """Own a worker's folder.
+    """Hold the lock of a worker's folder inside the block. Create the folder if it is missing.
 
     Raises:
-        StateLocked: another process of the same site runs on this machine.
+        StateLocked: another process of the same site on this machine holds the lock.
+        StoreError: the lock file cannot be opened.
     """
     fd = None
     while fd is None:
@@ -518,7 +559,7 @@ def locked(folder: Path, site: str) -> Iterator[None]:
 
 
 def _lock(folder: Path, site: str) -> int | None:
-    """The lock, held; None where the folder was removed at that moment (`remove_earlier`), to be tried again."""
+    """Lock a folder, and return the lock's descriptor. Return None if `remove_earlier` removed the folder meanwhile."""
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     try:
         return take_folder(folder)
@@ -536,11 +577,11 @@ def _lock(folder: Path, site: str) -> int | None:
         ) from error
 
 
-# -- What earlier runs of a site have left on its disk, and this one under another number of ranks: removed at a
-# start.
+# -- Removal of old files when a worker starts: those of earlier runs, and those of this run for another number of
+# ranks.
 #
 # SITE/RUN/                       the files of a worker that is not sharded
-# SITE/rank-R-of-N/RUN/           those of rank R of N
+# SITE/rank-R-of-N/RUN/           the files of rank R of N
 
 
 _OURS = re.compile(
@@ -548,31 +589,33 @@ _OURS = re.compile(
     r"(algorithm|residual)(-f\d+)?(-[01]\.bin|\.json|\.tmp)|held\.(json|tmp)|local\.safetensors|\.local\.safetensors\.tmp|"
     r"(version|state|spool)-\d+-\d+\.(safetensors|bin)"
 )
-"""Names of the files in a worker's folder."""
+"""Matches the name of every file that Atoll writes into a worker's folder."""
 
 _RANK = re.compile(r"rank-(\d+)-of-(\d+)")
 
 
 def folder_of(home: Path, run: str, share: tuple[int, int] | None) -> Path:
-    """Of a worker's files.
+    """Return the folder of a worker's files in a run.
 
     Args:
         home: the site's folder.
-        share: rank and number of ranks, where the model is sharded: this rank's files are its own.
+        run: id of the run.
+        share: rank and number of ranks if the model is sharded, else None. Each rank has its own folder.
     """
     return (home / f"rank-{share[0]}-of-{share[1]}" if share else home) / run
 
 
 def remove_earlier(current: Path, site: str, share: tuple[int, int] | None = None) -> None:
-    """Remove what nothing refers to any more beside the folder `current`, and say so.
+    """Remove old folders of this site, and log how much was freed.
 
-    That is what earlier runs have left, and other numbers of ranks, in this run, too: their shares of a base or an
-    update are of no use to this division. A folder stays that a process has locked, or with an update in its outbox
-    that no server has acknowledged, or that holds anything else than a worker's files. No link is followed: what lies
-    elsewhere was put there.
+    Old are the folders of earlier runs, and those of any run for another number of ranks. A folder stays if a process
+    has locked it, if its outbox has an update that no server acknowledged, or if it holds a file that is not Atoll's.
+    Symbolic links are not followed.
 
     Args:
-        share: as for `folder_of`; each rank removes other folders than the others.
+        current: the folder in use, which stays.
+        site: the site's name.
+        share: as for `folder_of`. No two ranks remove the same folder.
     """
     count = freed_bytes = 0
     for parent in (current.parent, *_other_divisions(current, share)):
@@ -583,7 +626,7 @@ def remove_earlier(current: Path, site: str, share: tuple[int, int] | None = Non
                 nbytes = _remove(folder)
                 if nbytes is not None:
                     count, freed_bytes = count + 1, freed_bytes + nbytes
-        with suppress(OSError):  # there is more in it
+        with suppress(OSError):  # the folder is not empty
             if parent != current.parent and _RANK.fullmatch(parent.name):
                 parent.rmdir()
     if count:
@@ -592,7 +635,7 @@ def remove_earlier(current: Path, site: str, share: tuple[int, int] | None = Non
 
 
 def _other_divisions(current: Path, share: tuple[int, int] | None) -> Iterator[Path]:
-    """Where the site has files of other numbers of ranks, as far as this rank is to look after them."""
+    """Yield the site's folders for other numbers of ranks that this rank has to clean up."""
     home = current.parent.parent if share else current.parent
     rank, ranks = share or (0, 1)
     if share and rank == 0:
@@ -607,7 +650,7 @@ def _other_divisions(current: Path, share: tuple[int, int] | None) -> Iterator[P
 
 
 def _remove(folder: Path) -> int | None:
-    """Remove a folder that is locked by the caller; returns its bytes, None where it has to stay."""
+    """Remove a folder that the caller has locked. Return its bytes; None if the folder has to stay."""
     try:
         notes: list[OutboxNote | None] = [peek_note(path, OutboxNote) for path in folder.glob("outbox*.json")]
     except NoteDamaged as error:
@@ -623,7 +666,7 @@ def _remove(folder: Path) -> int | None:
             found = {entry.name: entry.stat(follow_symlinks=False) for entry in entries}
         if not all(map(_OURS.fullmatch, found)) or not all(stat.S_ISREG(each.st_mode) for each in found.values()):
             return None
-        for name in sorted(found, key="lock".__eq__):  # last: it is the lock where folders cannot be locked
+        for name in sorted(found, key="lock".__eq__):  # `lock` last: on some systems this file is the folder's lock
             os.unlink(name, dir_fd=fd)
     finally:
         os.close(fd)

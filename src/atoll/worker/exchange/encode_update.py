@@ -1,7 +1,7 @@
-"""Local training → the bytes of an update, tile by tile into the outbox.
+"""Encode the result of local training as an update, piece by piece into the outbox.
 
-The pseudo-gradient of a parameter is `base − local`, formed where the parameter is. Buffers travel
-as raw values. Memory is a few fixed scratches, whatever the model's size.
+The pseudo-gradient of a parameter is `base − local`, computed on the parameter's device. Buffers travel as raw values.
+Memory is a few scratch buffers of fixed size, whatever the model's size.
 """
 
 from __future__ import annotations
@@ -37,25 +37,25 @@ if TYPE_CHECKING:
     from atoll.worker.exchange.local_state import Residuals
 
 
-# -- A site's filters, between the model and the outbox, or between an answer to a task and its file: each run passes
-# through all of them, in their order.
+# -- A site's filters: between the model and the outbox, or between an answer to a task and its file. Each range of
+# elements passes through all filters in their order.
 
 
 T = TypeVar("T")
 
 
 class Filtered:
-    """The change of a model as it leaves the site.
+    """The values of one update after they passed through the site's filters.
 
     Args:
-        filters: in their order.
-        base: the version that was trained from.
-        tensors: the model's own, by name; not changed.
+        filters: the filters in their order.
+        base: the version that the site trained from.
+        tensors: the model's own tensors, by name; not changed.
         about: the update's metadata.
-        model: names of all tensors of the model, where the update is of one fragment of it.
+        model: names of all tensors of the model if the update has one fragment of the model, else empty.
 
     Raises:
-        UsageError: what a filter's `begin` raised, naming the filter.
+        UsageError: a filter's `begin` failed; the message names the filter.
     """
 
     def __init__(
@@ -63,48 +63,56 @@ class Filtered:
     ) -> None:
         self._base, self._tensors = base, tensors
         specs = {each.spec.name: each.spec for each in base.layout.segments if not each.spec.is_beside}
-        raw = partial(change_of, base, tensors)  # no method: a cycle would hold the model until the collector runs
+        raw = partial(change_of, base, tensors)  # a bound method would make a reference cycle that keeps the model
         self._chain = _told(lambda: Chain(filters, specs, about, raw, model=model))
 
     def sends(self, name: str) -> bool:
-        """Whether every filter keeps this tensor."""
+        """Return whether every filter keeps this tensor."""
         return self._chain.sends(name)
 
     def change(self, name: str, start: int, stop: int) -> Tensor:
-        """Return version − local [stop − start] of a float tensor, behind every filter; zeros if one does not keep it.
+        """Return the filtered change of a float tensor: version − local, [stop − start]. Zeros if a filter drops it.
 
         Raises:
-            UsageError: a filter does not keep to its contract; it and the tensor are named.
+            UsageError: a filter breaks its contract; the message names the filter and the tensor.
         """
         return _told(partial(self._chain.change, name, start, stop))
 
     def moved(self, name: str, start: int, stop: int) -> Tensor | None:
-        """As `change`; None where a filter does not keep the tensor."""
+        """Return the filtered change as `change` does; None if a filter drops the tensor."""
         return self.change(name, start, stop) if self.sends(name) else None
 
     def value(self, name: str, start: int, stop: int) -> Tensor:
-        """What a buffer [stop − start] is said to have become."""
+        """Return the filtered value of a buffer, [stop − start]. If a filter drops the buffer, return the base's value.
+
+        Raises:
+            UsageError: a filter breaks its contract; the message names the filter and the tensor.
+        """
         if not self.sends(name):
             return self._base.values_of(name, start, stop)
         local = run_of(self._tensors[name], start, stop).cpu()
         if not self._chain.specs[name].is_float:
             return local
         taken = _told(partial(self._chain.taken, name, start, stop))
-        return taken.add_(local)  # its own value, to the bit, where no filter changed it
+        return taken.add_(local)  # bit-identical to `local` if no filter changed the value
 
 
 def change_of(base: VersionFile, tensors: AnyTensors, name: str, start: int, stop: int) -> Tensor:
-    """Return version − local of a parameter as it was trained, in new memory."""
+    """Return the unfiltered change of a tensor: version − local, [stop − start], on the CPU in new memory."""
     wide = accumulate_dtype(base.layout.by_name[name].spec.dtype)
     values = base.values_of(name, start, stop).to(wide)
     return values.sub_(run_of(tensors[name], start, stop).to("cpu", wide))
 
 
 class AnswerFilters:
-    """What the answers of a site pass through.
+    """The filters that a site's answers to tasks pass through.
+
+    Args:
+        given: the filters, each with the tasks that it is for.
+        site: the site's name.
 
     Raises:
-        UsageError: one is no filter.
+        UsageError: an entry of `given` is no filter.
     """
 
     def __init__(self, given: ByTask, site: str) -> None:
@@ -113,10 +121,14 @@ class AnswerFilters:
 
     @contextmanager
     def behind(self, packed: Packed, task: str) -> Iterator[Packed]:
-        """An answer as it is to travel; it is written within.
+        """Yield an answer that passes through the filters of its task while the block writes it.
+
+        Args:
+            packed: the unfiltered answer.
+            task: the task's name.
 
         Raises:
-            UsageError: a filter failed, here or while it is written; filter, site, task and tensor are named.
+            UsageError: a filter failed, also inside the block; the message names filter, site, task and tensor.
         """
         filters = [each for each, tasks in self._entries if not tasks or task in tasks]
         with self._lock:
@@ -139,17 +151,17 @@ def _told(call: Callable[[], T]) -> T:
         ) from None
 
 
-# -- Told, not silent: an update of which nothing is left once it is encoded, and one that was nothing from the start.
+# -- Warnings about updates that are zero, or that become zero when they are encoded.
 #
-# What a codec with error feedback loses comes later, so there a tensor is lost only where nothing of it arrives, update
-# after update; without, where more than `MOST` of its norm is gone. Most tensors are looked at in their first run only:
-# as soon as something of one arrives, it is not lost.
+# Without error feedback, a tensor is lost if encoding removes more than `MOST` of its norm. With error feedback, later
+# updates send the rest, so a tensor is lost only if nothing of it arrives in `PATIENCE` updates in a row. As soon as
+# something of a tensor arrives, its other ranges are not checked.
 
 
 MOST = 0.99
-"""Share of a tensor's norm that may be lost."""
+"""Share of a tensor's norm that may be lost without a warning."""
 PATIENCE = 3
-"""Updates in a row that bring nothing of a tensor, before a user of a codec with error feedback is told."""
+"""With error feedback: updates in a row that lose all of a tensor before a warning is logged."""
 NAMED = 5
 
 
@@ -158,47 +170,49 @@ def _names(run: Run) -> list[str]:
 
 
 class Losses:
-    """Of one site in one run, while one process takes part.
+    """A check of one site's updates for change that encoding loses, over all updates of one process.
 
     Attributes:
-        site: that the updates are of; simulated sites of one process take turns.
-        warnings: what the user should know at this moment; the server shows it.
+        site: the site's name; simulated sites of one process take turns.
 
     Args:
-        site: that the updates are of.
-        codec: by which `params` travel.
-        schema: of the run.
+        site: the site's name.
+        codec: the codec of `params`.
+        schema: the run's schema.
     """
 
     def __init__(self, site: str, codec: Codec, schema: Schema) -> None:
         self.site, self._codec = site, codec
         self._narrow = sorted({spec.dtype for spec in schema.tensors if spec.dtype in ("BF16", "F16")})
         self._arrives: set[str] = set()
-        self._lost: dict[str, list[float]] = {}  # name → [Σ lost², Σ sent²] of the runs that were looked at
+        self._lost: dict[str, list[float]] = {}  # name → [Σ lost², Σ sent²] over the ranges checked
         self._in_a_row: dict[str, int] = {}
         self._told_zero = self._told_lost = ""
 
     @property
     def warnings(self) -> list[str]:
-        """What is said of the latest update if it was zero, and of lost tensors, which stays once it was said."""
+        """The warnings for the server's status: one if the latest update was zero, and one about lost tensors.
+
+        Once logged, the warning about lost tensors stays.
+        """
         return [told(text) for text in (self._told_zero, self._told_lost) if text]
 
     def begin(self) -> None:
-        """An update is about to be formed."""
+        """Forget the results of the previous update."""
         self._arrives.clear()
         self._lost.clear()
 
     def wants(self, run: Run) -> bool:
-        """Whether it is still to be seen what arrives of one of its tensors."""
+        """Return whether `see` has to check this byte run, as one of its tensors is not known to arrive."""
         return not self._codec.raw and any(name not in self._arrives for name in _names(run))
 
     def see(self, run: Run, delta: Tensor, decoded: Tensor) -> None:
-        """Look at what becomes of a run.
+        """Record how much of the change of these elements survives encoding.
 
         Args:
-            run: of n elements.
-            delta: [n], what is to be sent of it.
-            decoded: [n], what arrives.
+            run: neighbouring pieces with n elements in all.
+            delta: their change before encoding, [n].
+            decoded: their change as the server decodes it, [n].
         """
         names = _names(run)
         alone = len(names) == 1
@@ -206,11 +220,11 @@ class Losses:
             self._arrives.add(names[0])
             return
         if not alone and int(torch.count_nonzero(delta)) == int(torch.count_nonzero(decoded)):
-            self._arrives.update(names)  # of small tensors, no element has become zero
+            self._arrives.update(names)  # several small tensors, and no element became zero
             return
         for name, sent, came in zip(names, run.split(delta), run.split(decoded), strict=True):
             whole, lost = (float(torch.linalg.vector_norm(t, dtype=torch.float64)) for t in (sent, sent - came))
-            if whole == 0 or not math.isfinite(lost):  # infinite is too large, not too small: the server refuses it
+            if whole == 0 or not math.isfinite(lost):  # values that are not finite are refused by the server
                 continue
             if bool(came.any()) if self._codec.feedback else not lost > MOST * whole:
                 self._arrives.add(name)
@@ -219,12 +233,12 @@ class Losses:
                 sums[0], sums[1] = sums[0] + lost**2, sums[1] + whole**2
 
     def end(self, is_zero: bool, steps: int, filters: bool) -> None:
-        """The update is formed: say what there is to say, of lost tensors once.
+        """Log the warnings about an update that was formed. Warn about lost tensors only once.
 
         Args:
-            is_zero: whether the pseudo-gradient was nothing, before it was encoded.
-            steps: local steps behind it; 0 where they are not counted.
-            filters: whether it has passed through filters before.
+            is_zero: whether the pseudo-gradient was all zero before it was encoded.
+            steps: local steps of the update; 0 if they are not counted.
+            filters: whether the pseudo-gradient passed through filters.
         """
         self._told_zero = self._zero(steps, filters) if is_zero else ""
         if is_zero:
@@ -262,14 +276,14 @@ class Losses:
 
 
 _BUFFER_BYTES = CHUNK_ELEMENTS * 8
-"""Encoded, hashed and written at a time: one run of the widest dtype."""
+"""Bytes that are encoded, hashed and written at a time: a chunk of the widest dtype."""
 _WIDEST_BYTES = 8
-"""Of one element, in any dtype."""
+"""Bytes of one element of the widest dtype."""
 
 
 @dataclass(frozen=True)
 class Formed:
-    """What is in the outbox: the digests that name it, and whether the pseudo-gradient was zero everywhere."""
+    """The digests of an update in the outbox, and whether its pseudo-gradient was zero everywhere."""
 
     part_digests: list[bytes]
     digest: str
@@ -278,18 +292,18 @@ class Formed:
 
 @dataclass
 class UpdateFormer:
-    """Writes one update of `tensors` against `base` into the outbox.
+    """An encoder that writes one update of `tensors` against `base` into the outbox.
 
     Attributes:
-        outbox: its layout decides order, codec and place of everything.
-        base: the version that was trained from.
+        outbox: the file to write. Its layout decides the order, codec and place of each tensor.
+        base: the version that the site trained from.
         tensors: the model's own tensors, by name; not changed.
-        codecs: by name, all that the layout uses.
-        runs: of the outbox's layout, at most `CHUNK_ELEMENTS` each; kept from one update to the next.
-        beside: what the update carries for each group beside the model, by the parameter's name.
-        filtered: what leaves in place of `tensors`, where the site has filters.
-        residuals: what earlier updates have lost, where the codec has error feedback.
-        losses: looks at what encoding leaves.
+        codecs: all codecs that the layout uses, by name.
+        runs: neighbouring pieces of the outbox's layout, at most `CHUNK_ELEMENTS` each; reused for every update.
+        beside: for each group beside the model, a function that returns values by the parameter's name.
+        filtered: the filtered values that are sent in place of `tensors`; None: the site has no filters.
+        residuals: the encoding error of earlier updates; None: the codec has no error feedback.
+        losses: the check for change that encoding loses; None: no check.
         is_zero: whether the pseudo-gradient was zero everywhere so far.
     """
 
@@ -305,13 +319,13 @@ class UpdateFormer:
     is_zero: bool = True
 
     def form(self, on_part: Callable[[Part, bytes], None] | None = None) -> Formed:
-        """Write all of it.
+        """Encode the whole update into the outbox.
 
         Args:
-            on_part: told of each part, with its BLAKE3, as soon as it is in the outbox.
+            on_part: called with each part and its BLAKE3 as soon as the part is in the outbox.
 
         Raises:
-            UsageError: the layout has a group beside the model, and nothing is given for it.
+            UsageError: the layout has a group beside the model that `beside` lacks.
         """
         layout = self.outbox.layout
         lacking = {each.spec.group for each in layout.segments if each.spec.is_beside} - set(self.beside)
@@ -336,7 +350,7 @@ class UpdateFormer:
         return Formed(digests, layout.blob_id(digests), self.is_zero)
 
     def part(self, part: Part) -> bytes:
-        """Encode one part; returns its BLAKE3."""
+        """Encode one part into the outbox, and return its BLAKE3."""
         hasher = blake3()
         begin = end = part.start  # file offsets of what the buffer holds
         for run in self.runs.of(part):
@@ -367,7 +381,7 @@ class UpdateFormer:
             return
         values = [run_of(self.tensors[piece.segment.spec.name], piece.start, piece.stop) for piece in run.pieces]
         dtype, device = torch_dtype(spec.dtype), values[0].device
-        as_it_is = codec.raw and wide == dtype and device.type == "cpu"  # the difference is what travels
+        as_it_is = codec.raw and wide == dtype and device.type == "cpu"  # the difference travels unencoded
         memory = target if as_it_is else self.scratch[: run.numel * dtype.itemsize]
         self._read_base(run, bytes_of(memory))
         delta = memory.view(dtype).to(device, wide)
@@ -378,7 +392,7 @@ class UpdateFormer:
             self._encode_delta(run, delta, target)
 
     def _value(self, piece: Piece) -> Tensor:
-        """What travels of a tensor that is no parameter."""
+        """Return the values to send of a tensor that is no parameter."""
         spec = piece.segment.spec
         if spec.is_beside:
             parameter = spec.name.removeprefix(name_beside(spec.group, ""))
@@ -388,7 +402,7 @@ class UpdateFormer:
         return run_of(self.tensors[spec.name], piece.start, piece.stop)
 
     def _encode_delta(self, run: Run, delta: Tensor, target: Tensor) -> None:
-        """Encode a pseudo-gradient; with error feedback what was lost before is added, and what is lost now kept."""
+        """Encode a pseudo-gradient. With error feedback, add the residual before, and keep the new residual after."""
         spec, codec, residuals = run.spec, self.codecs[run.codec], self.residuals
         losses = self.losses if self.losses is not None and self.losses.wants(run) else None
         if residuals is None or not codec.feedback:
@@ -416,7 +430,7 @@ class UpdateFormer:
         return decoded
 
     def _read_base(self, run: Run, view: memoryview) -> None:
-        """Fill `view` with what the version has of a run, and zeros in the padding."""
+        """Fill `view` with the base's values of these pieces, and with zeros in the padding."""
         item_bytes, segments = run.spec.item_bytes, self.base.layout.by_name
         run.clear_padding(view, item_bytes)
         self.base.read_pieces(
@@ -434,5 +448,5 @@ class UpdateFormer:
 
 
 def _is_zero(delta: Tensor) -> bool:
-    """Whether all of it is; mostly the first elements say that it is not."""
+    """Return whether all elements are zero. Check 64 elements first: usually one of them is not zero."""
     return not (bool(delta[:64].any()) or bool(delta.any()))

@@ -1,7 +1,8 @@
-"""Forms, sends and resumes the updates of one fragment, the whole model unless the run streams: base, outbox, ticket.
+"""The exchange of one fragment with the server: pull versions, form updates, send them, resume after interruptions.
 
-Everything here can be interrupted. What was formed is in the outbox, and is sent by this process or by the next one.
-`Exchange._send` decides which parts a resumed upload still sends; `transport/part_transfer` moves their bytes.
+The fragment is the whole model unless the run streams. Every step can be interrupted: an update that was formed stays
+in the outbox, and this process or the next one sends it. `Exchange._send` decides which parts a resumed upload still
+has to send, and `transport/part_transfer` moves their bytes.
 """
 
 from __future__ import annotations
@@ -56,47 +57,55 @@ from atoll.worker.log_lines import LOG, Progress, progress, size
 from atoll.worker.session.session import Session
 
 AGAIN_S = 1.0
-"""Before an update is offered anew that another worker could not pull."""
+"""In a swarm: seconds before an update is offered again that another worker could not pull."""
 MAX_CONFLICTS = 3
-"""In one submission: an attempt at a part that was given up may arrive late, and undo the one that took its place."""
+"""Conflicts after which a submission fails. A late retry of a part may overwrite the part that was sent after it."""
 Finish = Callable[[Moved], Mapping[str, Runs]]
-"""How the model has moved → what its update carries beside it, group by group; sets what the site keeps."""
+"""(change of the model) → the update's values for each group beside the model. Also writes the algorithm's state."""
 
 MAX_REFUSALS = 5
-"""In a row, after which a worker gives up: it would train and be refused for ever."""
+"""Refused updates in a row after which a worker gives up."""
 
 OF_THE_OPTIMIZER = -1
-"""Under this number, in place of a fragment's, a worker warns of its optimizer."""
+"""The key of warnings about the optimizer in `Session.warn`, where other warnings have a fragment's number."""
 MOMENTS_NAMED = 3
 
 
 class Pulls(Protocol):
-    """Brings versions to this process, as `Puller`."""
+    """An object that pulls versions, such as `Puller`."""
 
     def pull(self, version: VersionRef, into: Tensors | None, patience: Patience, *, beside: bool = False) -> None:
-        """Bring a version to this process, and into the tensors unless `into` is None; the rest is as `Puller.pull`."""
+        """Pull a version, and load it into the tensors unless `into` is None. Arguments and errors: `Puller.pull`."""
 
 
 class Outlet(Sources, Protocol):
-    """In a swarm: where other workers pull this one's updates."""
+    """In a swarm: the server inside this worker from which other workers pull its updates."""
 
     def offer(self, fragment: int, outbox: Any, on_bytes: Callable[[int], None]) -> object:
-        """Serve what an outbox holds; return a reference to it."""
+        """Serve the update in an outbox, and return a reference to the update.
+
+        Args:
+            fragment: the fragment's number.
+            outbox: the fragment's outbox.
+            on_bytes: called with the number of bytes that another worker has pulled.
+        """
 
     def retract(self, fragment: int) -> None:
-        """Serve it no more."""
+        """Stop serving the fragment's update."""
 
 
 @dataclass(frozen=True)
 class Layouts:
-    """How the versions and updates of one fragment lie in files and travel; made once.
+    """The layouts and codecs of one fragment's versions and updates.
 
     Attributes:
-        version, update: of one rank, where the model is sharded.
-        codec: by which parameters travel.
-        codecs: by name, all that `update` names.
-        runs: neighbouring pieces of an update that are formed at once.
-        downlink: how differences of versions come down; None: versions come whole.
+        schema: the fragment's schema.
+        version: layout of a version; if the model is sharded, the parts of one rank.
+        update: layout of an update; if the model is sharded, the parts of one rank.
+        codec: the codec of parameters.
+        codecs: all codecs that `update` uses, by name.
+        runs: neighbouring pieces of an update that are encoded together.
+        downlink: encoding of the differences between versions; None: versions are downloaded whole.
     """
 
     schema: Schema
@@ -109,10 +118,12 @@ class Layouts:
 
     @classmethod
     def of(cls, info: messages.RunInfo, schema: Schema, rank: int | None = None) -> Layouts:
-        """Return those of a fragment in a run.
+        """Return the layouts of a fragment in a run.
 
         Args:
-            rank: of a sharded worker; its parts alone are meant.
+            info: the run's description.
+            schema: the fragment's schema.
+            rank: if the model is sharded, the rank of this process, to select its parts; None: all parts.
         """
         codecs = codecs_of(info.codec, info.codec_options, sent=True)
         version = version_layout(schema, info.part_bytes, info.ranks)
@@ -126,27 +137,28 @@ class Layouts:
 
 @dataclass(eq=False)
 class Exchange:
-    """The base, the outbox and the ticket of one fragment at one worker; by one thread at a time.
+    """The exchange of one fragment at one worker: base, outbox and ticket. Use it from one thread at a time.
 
     Attributes:
-        session: the worker's place in the run.
-        puller: brings versions into the base.
-        transfer: sends the parts of updates; None: what is written into the outbox is at the other side.
-        layouts: of the fragment.
-        files: of the fragment at this site.
-        number: of the fragment; None: the run has one.
-        filters: that its updates pass through before they leave.
-        residuals: what encoding has lost of earlier updates, where the codec has error feedback.
-        kept: what the algorithm keeps at the site, where it keeps anything.
-        rule: how the algorithm corrects local training; None: not at all.
-        losses: looks at what encoding leaves.
-        outlet: in a swarm: where updates are pulled from, and versions.
-        shards: gives what this rank has of a sharded model.
-        base, outbox: of the files: the version that is trained from, and the update that was formed last.
-        local: what the site keeps between rounds.
-        refusals: updates of this process that were refused in a row.
-        resuming: whether the outbox was filled by an earlier process, so that the server may hold parts of it already.
-        settled: the ticket of the outbox's update, once nothing of it is local progress any more (`settle`).
+        session: the worker's lease, heartbeats and calls.
+        puller: pulls versions into the base.
+        transfer: sends the parts of updates; None: bytes in the outbox are at the server already (simulation).
+        layouts: layouts and codecs of the fragment.
+        files: the fragment's files at this site.
+        losses: the check for change that encoding loses.
+        number: the fragment's number; None: the run has one fragment.
+        filters: the filters that the updates pass through.
+        residuals: the encoding error of earlier updates; None: the codec has no error feedback.
+        kept: the algorithm's state at the site; None: the algorithm keeps none.
+        rule: the algorithm's correction of local training; None: no correction.
+        outlet: in a swarm: serves this worker's updates, and finds versions at other workers.
+        shards: gives this rank's shards of the model; None: the model is not sharded.
+        base: the file of the version that the worker trains from.
+        outbox: the file of the update that was formed last.
+        local: all files of the site's local state.
+        refusals: number of updates of this process that were refused in a row.
+        resuming: whether an earlier process filled the outbox, so that the server may have some parts already.
+        settled: ticket of the outbox's update, once the progress since the base no longer includes that update.
     """
 
     session: Session
@@ -176,9 +188,12 @@ class Exchange:
     # -- what comes next
 
     def ask(self, wait_s: float | None = None, *, retries: int | None = None) -> Next | Lost:
-        """Ask for the next ticket, as `Session.next_ticket`.
+        """Ask for the next ticket, as `Session.next_ticket` does.
 
-        With it, what the algorithm keeps at the site becomes what it was after the site's last counted update.
+        With a ticket, also bring the algorithm's state to the moment after the site's last counted update.
+
+        Raises:
+            ConfigError: the site has lost the algorithm's state (`AlgorithmState.follow`).
         """
         reply = self.session.next_ticket(self.fragment, wait_s=wait_s, retries=retries)
         if isinstance(reply, Open) and reply.counted is not None and self.kept is not None:
@@ -186,10 +201,10 @@ class Exchange:
         return reply
 
     def ask_and_resend(self, wait_s: float | None = None, *, retries: int | None = None) -> Next | Lost:
-        """Ask for the next ticket; a round that the outbox can still serve is served from it, and not trained again.
+        """Ask for the next ticket. While the outbox's update can serve a ticket, send it again instead of training.
 
-        A server that lost power falls back to its durable version: what was acknowledged since has expired there, or is
-        unknown; it is sent again.
+        A server that lost power falls back to its durable version. Updates that it acknowledged since have expired
+        there, or are unknown.
         """
         while True:
             reply = self.ask(wait_s, retries=retries)
@@ -204,10 +219,10 @@ class Exchange:
                 return reply
 
     def is_over(self, ticket: Ticket, retries: int | None = None) -> bool | Lost:
-        """Return whether the outbox must not be rewritten for this ticket: the server fell back since it gave it.
+        """Return whether the server fell back since it gave this ticket.
 
-        What the outbox holds is then needed once more. Nothing is asked where it is not: it holds nothing, or a version
-        that came after its base is durable.
+        If so, the outbox must not be rewritten: its update has to be sent again. The server is not asked if the outbox
+        is empty, or if a version after the update's base is durable.
         """
 
         def needed() -> bool:
@@ -222,7 +237,7 @@ class Exchange:
         return outcome.state == "expired" or outcome.base_version != ticket.base.number
 
     def _resubmit(self, ticket: Ticket, previous: messages.Outcome | None) -> bool | Lost:
-        """Send what was formed from the same base under this ticket; return whether the outbox holds that."""
+        """Send the outbox's update under this ticket if the update can serve it. Return whether it can."""
         note = self._agreed_note()
         again = resend_note(note, ticket, previous, self.session.info, self.session.require_outcome)
         if again is None:
@@ -243,10 +258,11 @@ class Exchange:
         return True
 
     def _takes(self, note: OutboxNote, *, look: bool) -> bool:
-        """Have every rank's outbox hold this update, under this ticket; return whether all of them do.
+        """Move the update in every rank's outbox to the ticket of `note`. Return whether every outbox has the update.
 
         Args:
-            look: whether the bytes are read; a note survives what they may not.
+            note: the update's note with the new ticket.
+            look: whether to check the outbox's bytes. After a power loss a note may be on disk without all bytes.
         """
 
         def takes() -> bool:
@@ -267,7 +283,7 @@ class Exchange:
         return all(self.session.ranks.gather(takes))
 
     def _agreed_note(self) -> OutboxNote | None:
-        """Return what rank 0's outbox holds."""
+        """Return the note of rank 0's outbox, at every rank."""
         note: OutboxNote | None = self.session.ranks.from_rank0(lambda: self.outbox.note, OutboxNote | None)
         return note
 
@@ -276,13 +292,17 @@ class Exchange:
     def pull(
         self, version: VersionRef, into: Tensors | None, patience: Patience = WAITS, *, beside: bool = False
     ) -> Pull:
-        """Bring a version into the base, and on its way into the tensors.
+        """Pull a version into the base file, and into the tensors.
 
         Args:
-            beside: into the file beside the base instead.
+            version: the version to pull.
+            into: the tensors to load; None: only the file is written.
+            patience: the number of retries.
+            beside: whether to write the file beside the base instead of the base.
 
         Returns:
-            `VersionGone`, or `Lost` where `patience.within` ends: the tensors may hold a part of it.
+            `Pulled`; `VersionGone` if the server no longer keeps the version; `Lost` after the last retry. Without
+            `Pulled`, the tensors may hold a part of the version.
         """
         try:
             if self.shards is None:
@@ -296,7 +316,11 @@ class Exchange:
         return Pulled(version)
 
     def _pull_shares(self, version: VersionRef, beside: bool, load: bool, retries: int | None) -> Lost | None:
-        """Have every rank pull its parts. Once the server was reached they wait for it: they go on from one version."""
+        """Have every rank pull its parts, and load the shards if `load`. Return `Lost` if the network was lost.
+
+        `retries` limits only the first request. After it the ranks wait for the server, since all of them have to go
+        on from the same version.
+        """
         session = self.session
         ask, what = partial(session.channel.manifest, self.fragment, version.number), f"pull version {version.number}"
         manifest = session.call(ask, what, retries=retries, kind=messages.Manifest)
@@ -312,13 +336,13 @@ class Exchange:
     def pull_newest(
         self, version: VersionRef, into: Tensors | None, patience: Patience = WAITS, *, beside: bool = False
     ) -> Pulled | Lost:
-        """Pull a version, or the head where it is gone."""
+        """Pull a version, or the head if the server no longer keeps the version."""
         newer: Next | None = None
         while True:
             pull = self.pull(version, into, patience, beside=beside)
             if not isinstance(pull, VersionGone):
                 return pull if isinstance(pull, Lost) else Pulled(version, newer)
-            patience = Patience(patience.into(into).within, patience.within)  # from now on
+            patience = Patience(patience.into(into).within, patience.within)  # the model may hold half a version
             reply = self.ask(0.0, retries=patience.before)
             if isinstance(reply, Lost):
                 return reply
@@ -328,7 +352,9 @@ class Exchange:
         """Pull the newest version, without asking for a ticket.
 
         Args:
-            keep: a version that the base has to hold; a head that is this version itself needs no second file.
+            into: the tensors to load.
+            keep: a version that has to stay in the base. If the head is another version, it is pulled into the file
+                beside the base.
         """
         while True:
             try:
@@ -345,16 +371,19 @@ class Exchange:
                 return
 
     def is_beside(self, version: VersionRef) -> bool:
-        """Return whether a pull of this version beside the base has begun, by whichever process."""
+        """Return whether this or an earlier process began to pull the version into the file beside the base."""
         return self.files.is_beside(self.session.info.run, version.digest)
 
     def break_off(self) -> None:
-        """Have what is on its way, of any fragment, end without a further byte."""
+        """End all running transfers, of any fragment, at once."""
         if self.transfer is not None:
             self.transfer.break_off()
 
     def rebase(self, version: VersionRef, tensors: Tensors, *, retries: int | None = None) -> Pulled | Lost:
-        """Go on from another version, or from the head where it is gone, with what was trained since the base."""
+        """Carry the local progress since the base over to another version, which becomes the base.
+
+        If the server no longer keeps the version, the head takes its place.
+        """
         pull = self.pull_newest(version, None, Patience(retries), beside=True)
         if isinstance(pull, Lost):
             self.files.drop_beside()
@@ -380,7 +409,15 @@ class Exchange:
         finish: Finish | None = None,
         retries: int | None = None,
     ) -> Delivered:
-        """Form the update of this ticket and send it; its parts are on their way while the later ones are formed."""
+        """Form the update of this ticket and send it. Parts are sent while later parts are formed.
+
+        Args:
+            ticket: the ticket of the update.
+            tensors: the model's own tensors, by name.
+            info: weight, steps and metrics of the update.
+            finish: gives the update's groups beside the model; None: no such groups.
+            retries: retries after a network error; None: as long as ATOLL_GIVE_UP_S says.
+        """
         if self.outlet is not None or self.transfer is None or len(self.outbox.layout.all_parts) == 1:
             self.form(ticket, tensors, info, finish=finish)
             return self.deliver(retries)
@@ -399,7 +436,15 @@ class Exchange:
         finish: Finish | None = None,
         on_part: Callable[[Part, bytes], None] | None = None,
     ) -> encode_update.Formed:
-        """Write the update of this ticket into the outbox; from here on it survives this process."""
+        """Write the update of this ticket into the outbox. Afterwards the update survives this process.
+
+        Args:
+            ticket: the ticket of the update.
+            tensors: the model's own tensors, by name.
+            info: weight, steps and metrics of the update.
+            finish: gives the update's groups beside the model; None: no such groups.
+            on_part: called with each part and its BLAKE3 as soon as the part is in the outbox.
+        """
         filtered = None
         if self.filters:
             weight, steps, metrics = info.weight, info.steps, dict(info.metrics)
@@ -434,7 +479,7 @@ class Exchange:
     def _form_shares(
         self, ticket: Ticket, shards: Shards, on_part: Callable[[Part, bytes], None] | None
     ) -> encode_update.Formed:
-        """Have every rank form its parts; return what all of them have formed together."""
+        """Have every rank form its parts. Return the digests of the parts of all ranks."""
         ranks, layout = self.session.ranks, self.outbox.layout
         shards.gather_(ranks.swap)
 
@@ -456,10 +501,10 @@ class Exchange:
         finish: Finish | None,
         filtered: Filtered | None,
     ) -> encode_update.Formed:
-        """Fill the outbox, which has no note yet.
+        """Write the update's bytes into the outbox, but not its note.
 
-        What the site keeps belongs to the update before the outbox is sealed: a kill in between forms it anew, under
-        the same ticket.
+        The local state is assigned to the update before the outbox is sealed. If the process is killed in between, the
+        next process forms the update again under the same ticket.
         """
         if self.outlet is not None:
             self.outlet.retract(self.fragment)
@@ -480,7 +525,7 @@ class Exchange:
         return formed
 
     def deliver(self, retries: int | None = None) -> Delivered:
-        """Send what is in the outbox: the parts that the server lacks, then the word that it is complete."""
+        """Send the outbox's update: the parts that the server lacks, then the message that the update is complete."""
         assert self.outbox.note is not None
         with self._submitting(self.outbox.note.round) as bar:
             return self._deliver(bar, None if self.resuming else set(), None, retries)
@@ -488,11 +533,13 @@ class Exchange:
     def _deliver(
         self, bar: Progress, sent: Collection[int] | None, failure: BaseException | None, retries: int | None
     ) -> Delivered:
-        """Send the rest, and say that all is there.
+        """Send the parts that are still missing, and the message that the update is complete.
 
         Args:
-            sent: indices of the parts that were sent already; None: the server is asked which it has.
-            failure: what ended an attempt that has begun already.
+            bar: the progress of the transfer.
+            sent: indices of the parts that were sent already; None: the server is asked which parts it has.
+            failure: the error that ended the first attempt, if one was made; it counts as an attempt.
+            retries: retries after a network error; None: as long as ATOLL_GIVE_UP_S says.
         """
         note = self.outbox.note
         assert note is not None
@@ -527,9 +574,12 @@ class Exchange:
         failure: BaseException | None,
         retries: int | None,
     ) -> messages.Receipt | Lost:
-        """Push the parts that the server lacks and say that all is there, until it has them.
+        """Send the parts that the server lacks, then the message that the update is complete. Repeat until it succeeds.
 
-        A resumed upload asks first which parts the server has; the bytes move in `transport/part_transfer`.
+        A resumed upload first asks the server which parts it has. `transport/part_transfer` moves the bytes.
+
+        Raises:
+            Conflict: after `MAX_CONFLICTS` repetitions, the server still has other parts than the message says.
         """
         attempts = [(sent, failure)]
         digests = {index: bytes.fromhex(text) for index, text in enumerate(note.part_digests)}
@@ -563,14 +613,14 @@ class Exchange:
                     return lost
             try:
                 return self.session.call(complete, "submit", retries=retries, kind=messages.Receipt)
-            except Conflict as error:  # by then nothing is taken for sent: what the server lacks is asked and sent
+            except Conflict as error:  # the next attempt asks the server which parts it lacks
                 if conflicts == MAX_CONFLICTS:
                     raise
                 LOG.debug("%s: %s", self.site, error)
         raise AssertionError("the last conflict is raised")
 
     def _offer(self, outlet: Outlet, note: OutboxNote, bar: Progress, retries: int | None) -> messages.Receipt | Lost:
-        """In a swarm: say that the update is complete and where it is, until another worker has pulled it."""
+        """In a swarm: serve the update, and tell the server its address until another worker has pulled the update."""
         message = _complete(note).model_copy(update={"source": str(outlet.offer(self.fragment, self.outbox, bar.add))})
         while True:
             timeout_s = routes.LONG_POLL_S + 10.0
@@ -578,7 +628,7 @@ class Exchange:
             receipt = self.session.call(ask, "submit", retries=retries, kind=messages.Receipt)
             if isinstance(receipt, Lost) or receipt.accepted:
                 return receipt
-            self.session.on_wait()  # an answer has waited for some time, at the server
+            self.session.on_wait()  # the call was a long poll
             if receipt.unpulled:
                 time.sleep(AGAIN_S)
                 outlet.retract(self.fragment)
@@ -586,18 +636,18 @@ class Exchange:
                 message = message.model_copy(update={"source": source})
 
     def _submitting(self, number: int) -> AbstractContextManager[Progress]:
-        """Tell the status that an update to this round is sent; return its progress, for the log."""
+        """Show in the status that an update of this round is sent. Return the transfer's progress, for the log."""
         self.session.tell(state=f"submitting to round {number}")
         rank = f": rank {self.session.ranks.rank}" if self.session.ranks.together else ""
         return progress(f"{self.site}{rank}: submitting{self._named}", self.outbox.layout.own_nbytes)
 
     def refused(self, refusal: Refused) -> None:
-        """Say that an update was refused, and forget it; one that is refused again and again ends this worker.
+        """Log that an update was refused, and clear the outbox.
 
         Raises:
-            UpdateRefused: the fifth in a row.
+            UpdateRefused: `MAX_REFUSALS` updates in a row were refused.
         """
-        self.outbox.clear()  # or the next ticket would have it sent once more
+        self.outbox.clear()  # else `ask_and_resend` would send the update again
         self.refusals += 1
         LOG.warning("%s: %s", self.site, refusal.error)
         if self.refusals == 1 and (text := broken_moments(self.session.optimizers)):
@@ -607,10 +657,17 @@ class Exchange:
         if self.refusals >= MAX_REFUSALS:
             raise refusal.error
 
-    # -- what a synchronisation that broke off, or an earlier process, has left: docs/decisions/0005
+    # -- updates that an interrupted synchronisation or an earlier process left in the outbox: docs/decisions/0005
 
     def recover(self) -> Delivered | None:
-        """Send what an earlier process of this worker left; None where there is nothing that can still count."""
+        """Send the update that an earlier process of this worker left in the outbox.
+
+        Returns:
+            `Accepted`; None if the outbox has no update that the server accepts.
+
+        Raises:
+            TRANSIENT: the server could not be reached.
+        """
         note = self._agreed_note()
         if note is None or note.run != self.session.info.run:
             self.outbox.clear()
@@ -625,7 +682,7 @@ class Exchange:
             case Accepted():
                 LOG.info("%s: the update of an earlier process is in: round %d", self.site, note.round)
                 return delivered
-            case TooLate(error):  # kept: after a fall back it may count under another ticket
+            case TooLate(error):  # keep the update: if the server falls back, it may count under another ticket
                 LOG.info("%s: the update of an earlier process is too late: %s", self.site, error)
             case Refused(error):
                 LOG.info("%s: the update of an earlier process cannot count: %s", self.site, error)
@@ -636,29 +693,29 @@ class Exchange:
 
     @property
     def unsettled(self) -> OutboxNote | None:
-        """The update that was formed from the base, where it is not known yet what became of it."""
+        """The outbox's note if its update was formed from the base and has no known outcome yet; else None."""
         note, base = self.outbox.note, self.base.note
         if note is None or base is None or note.ticket == self.settled or note.base_digest != base.digest:
             return None
         return note
 
     def counted_step(self, base_step: int) -> int:
-        """Return the last local step with progress in an update that the server has, as far as this worker knows.
+        """Return the last local step that is part of an update that the server has, as far as this worker knows.
 
         Args:
-            base_step: after which what is local now began.
+            base_step: the local step at which the progress since the base began.
         """
         note = self.unsettled
         return base_step + note.steps if note is not None and note.sent else base_step
 
     def settle(self, retries: int | None = None) -> int | Lost | None:
-        """Find out what became of an update that is `unsettled`.
+        """Ask the server for the outcome of the `unsettled` update.
 
-        If it is in, only what was trained since is local progress: the base advances to what was submitted. If it is
-        not, the next update holds all of it.
+        If the server has the update, the base advances by it: only later training is local progress. If not, the
+        outbox is cleared, and the next update includes the same progress.
 
         Returns:
-            Local steps that are local progress no more; None where nothing is unsettled.
+            Number of local steps that are no longer local progress; None if no update is unsettled.
         """
         note = self.session.ranks.from_rank0(lambda: self.unsettled, OutboxNote | None)
         if note is None:
@@ -675,9 +732,9 @@ class Exchange:
         return note.steps
 
     def advance_base(self) -> None:
-        """What is in the outbox counts: the base becomes what was submitted, so that it is local progress only once.
+        """Set base ← base − dec(update), as the server has the outbox's update, so that no progress is sent twice.
 
-        What encoding has lost of it is then part of the local progress, and must not be added to it once more.
+        The encoding error of the update is then part of the local progress. So the residual is taken back.
         """
         if self.residuals is not None and self.outbox.note is not None:
             self.residuals.take_back(self.outbox.note.ticket)
@@ -685,14 +742,14 @@ class Exchange:
         apply_version.advance_base_(self.base, self.outbox, self.layouts.codecs)
 
     def make_base_of(self, tensors: Tensors) -> None:
-        """The base becomes the model as it is: from here on what changes of it is local progress, and nothing else."""
+        """Copy the tensors into the base file. From here on, local progress is the change since this moment."""
         self.base.begin_local()
         apply_version.store_(self.base, tensors)
 
     def forget_outbox_progress(self) -> None:
-        """The base is a version that was pulled: whatever the outbox holds, nothing of it is local progress.
+        """Mark the outbox's update as settled, after a version was pulled into the base and loaded.
 
-        It is kept: until a later version is durable the server may fall back, and need it again.
+        The outbox keeps the update, since a server that falls back may need it again.
         """
         if self.outbox.note is not None:
             self.settled = self.outbox.note.ticket
@@ -705,15 +762,18 @@ def resend_note(
     info: messages.RunInfo,
     outcome_of: Callable[[int], messages.Outcome],
 ) -> OutboxNote | None:
-    """Return the note under which what the outbox holds serves this ticket; None where it does not.
+    """Return the outbox's note, moved to this ticket, if the outbox's update can serve the ticket; else None.
 
-    In a synchronous run it was formed from the very version that the ticket is for: the same bits alone are no reason,
-    a round may have left them as they were. In an asynchronous one its base may be behind the head as any other's may
-    be: an acknowledged update that has expired is sent as if it had started from there.
+    The update serves a ticket for the same version: same number and same bits. If the server fell back and the update
+    has expired, the update also serves a ticket for a version with the same bits under another number. In an
+    asynchronous run, an acknowledged update that expired serves any ticket, as its base may be behind the head anyway.
 
     Args:
-        previous: what became of the site's ticket before.
-        outcome_of: gives what became of a ticket.
+        note: the outbox's note; None: the outbox is empty.
+        ticket: the ticket to serve.
+        previous: outcome of the site's previous ticket.
+        info: the run's description.
+        outcome_of: gives the outcome of a ticket.
     """
     fell_back = previous is not None and previous.state == "expired"
     if note is None or note.run != info.run or note.layout_digest != ticket.layout_digest:
@@ -723,7 +783,7 @@ def resend_note(
     same = note.base_digest == base.digest
     if same and note.base_version == base.number:
         return again
-    if not fell_back or outcome_of(note.ticket).state != "expired":  # it counts already: the head has its base's bits
+    if not fell_back or outcome_of(note.ticket).state != "expired":  # the update was not lost
         return None
     if same:
         return replace(again, base_version=note.base_version)
@@ -740,11 +800,11 @@ def _complete(note: OutboxNote) -> messages.Complete:
     )
 
 
-# -- What the optimizer remembers of a refused update: NaN in its moments makes every later step NaN.
+# -- NaN in the optimizer's state after a refused update: it makes every later step NaN.
 
 
 def broken_moments(optimizers: Iterable[Optimizer]) -> str:
-    """What to tell of moments that are not finite, and what to do; empty where all are."""
+    """Return a warning about NaN or Inf in the optimizers' state, with a remedy; empty if all values are finite."""
     broken = sorted(
         {
             str(key)

@@ -1,7 +1,7 @@
-"""State of a site that changes with each update that counts, on disk, through crashes.
+"""Crash-safe files for a site's local state, which changes with each update that counts.
 
-Two files that take turns: the one that counts, and the one that is written while an update is formed. They change
-places when the server says that this update was counted, and not before: a refused or lost one leaves all as it was.
+Each state has two files that take turns. One holds the current state. The other is written while an update is formed.
+The files change places once the server says that the update counted. A refused or lost update changes nothing.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from atoll.worker.exchange.base_and_outbox import ScratchFile
 from atoll.worker.log_lines import LOG
 
 NOTHING = -2
-"""In place of a version: the file that does not count holds nothing of value."""
+"""Stands in place of a version in `before_version`: the file that is not current holds no earlier state."""
 
 
 class Owner(NamedTuple):
@@ -38,20 +38,25 @@ class Owner(NamedTuple):
 
 @dataclass(frozen=True)
 class TwoPhaseNote:
-    """What the two files hold.
+    """The note that says what the two files hold.
+
+    The pending update is the one that was formed last, as long as the server has not said that it counted. A server
+    that falls back may need the state before the last counted update, so the note describes that state, too.
 
     Attributes:
-        current: 0 or 1, the file that counts.
-        pending: the ticket of the update that the other one belongs to; 0: it holds nothing of value.
-        pending_version: that this update was formed against.
-        counted: the ticket of the update that counted last; 0: none has.
-        version: that it was formed against; -1: none has.
-        digests: of what each file holds, in hex; empty where they were not read.
-        site, run: that the files are of; a folder may be swapped or copied.
-        update: digest of the update that counted last; empty where it is not known.
-        pending_update: of the one that is pending.
-        before_version, before_update: of the update behind which the other file counted; `NOTHING`: it does not hold
-            that any more. A server that falls back may need it.
+        current: index of the file with the current state, 0 or 1.
+        pending: ticket of the pending update, which the other file belongs to; 0: no update is pending.
+        pending_version: the version that the pending update was formed against.
+        counted: ticket of the update that counted last; 0: not known, or none counted.
+        version: the version that the last counted update was formed against; -1: none counted.
+        digests: content digest of each file, in hex; empty if not known.
+        site: name of the site that the files belong to. A user may swap or copy folders.
+        run: id of the run that the files belong to.
+        update: digest of the update that counted last; empty if not known.
+        pending_update: digest of the pending update; empty if not known.
+        before_version: the version of the counted update before the last one, if the other file holds the state after
+            that update; -1: the state before any update counted; `NOTHING`: the other file holds neither.
+        before_update: digest of the update that `before_version` describes; empty if not known.
     """
 
     current: int = 0
@@ -68,7 +73,7 @@ class TwoPhaseNote:
     before_update: str = ""
 
     def forth(self) -> TwoPhaseNote:
-        """The pending update has counted: its file is current, and the other one is what was before."""
+        """Return the note after the pending update counted: its file is current, the other file is the state before."""
         return TwoPhaseNote(
             1 - self.current,
             counted=self.pending,
@@ -80,7 +85,7 @@ class TwoPhaseNote:
         )
 
     def back(self) -> TwoPhaseNote:
-        """The update that counted last is pending again: what was before it is current."""
+        """Return the note with the last counted update pending again: the state before that update is current."""
         return TwoPhaseNote(
             1 - self.current,
             pending=self.counted,
@@ -93,17 +98,18 @@ class TwoPhaseNote:
 
 
 class TwoPhaseFile:
-    """Runs of some tensors; zeros in the beginning.
+    """Tensors on disk in two files that take turns, with a note.
 
     Attributes:
-        found: whether the files were there, with what they hold; else they may hold anything until `zero`.
+        found: whether the current file was found undamaged. If not, the content is undefined until `zero`.
+        note: what the files hold.
 
     Args:
-        folder: of the site in the run; locked by the caller.
-        name: of the files.
-        specs: the tensors, as they are kept.
-        owner: the site and the run; files of others count as lost.
-        sparse: whether little of them is going to be written.
+        folder: the site's folder in the run; locked by the caller.
+        name: name of the files, without suffix.
+        specs: the tensors, with the dtypes in which they are kept.
+        owner: the site and the run. Files of another owner count as lost.
+        sparse: whether only a small share of the tensors is going to be written; then no disk space is allocated.
     """
 
     def __init__(
@@ -126,12 +132,15 @@ class TwoPhaseFile:
         foreign = note is not None and self._is_foreign(note)
         self.found = note is not None and not foreign and self._holds(note, note.current)
         if not self.found and not foreign and (note is None or not note.digests[note.current]):
-            self._note_path.unlink(missing_ok=True)  # the files are there from now on, and would be believed
+            self._note_path.unlink(missing_ok=True)  # the files exist from now on, and the old note is wrong for them
         self.note = note if note is not None and self.found else TwoPhaseNote()
         self._is_pending_lost = bool(self.note.pending) and not self._holds(self.note, 1 - self.note.current)
 
     def _is_foreign(self, note: TwoPhaseNote) -> bool:
-        """Whether the files are of another site or run. They stay until they are written: the folder may go back."""
+        """Return whether the files belong to another site or run, and warn if so.
+
+        The files stay until they are written: the user may move the folder back.
+        """
         if (note.site, note.run) == self._owner:
             return False
         LOG.warning(
@@ -143,7 +152,7 @@ class TwoPhaseFile:
         return True
 
     def _holds(self, note: TwoPhaseNote, index: int) -> bool:
-        """Whether a file is there, and holds what was written."""
+        """Return whether a file exists with the digest in the note; warn if not."""
         file = self._files[index]
         if not file.is_new and note.digests[index] in ("", file.content_digest()):
             return True
@@ -151,7 +160,7 @@ class TwoPhaseFile:
         return False
 
     def zero(self) -> None:
-        """Begin at zero, whatever the files hold."""
+        """Remove the note, and set all tensors to zero."""
         self._note_path.unlink(missing_ok=True)
         self.note, self._is_pending_lost = TwoPhaseNote(), False
         zeros = memoryview(bytes(CHUNK_BYTES))
@@ -164,30 +173,32 @@ class TwoPhaseFile:
                     file.write(offset, zeros[: file.nbytes - offset])
 
     def close(self) -> None:
-        """Close both files; what they hold stays on disk."""
+        """Close both files. They stay on disk."""
         for file in self._files:
             file.close()
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
-        """Elements [start, stop) of the tensor `name`, as it counts, in new memory."""
+        """Return elements [start, stop) of the tensor `name` in the current state, in new memory."""
         return self._files[self.note.current].values(self._segments[name], start, stop)
 
     def begin(self) -> None:
-        """What follows is written for an update that is being formed; an earlier one is forgotten."""
+        """Prepare for the writes of an update that is being formed. Drop a pending update and the state before."""
         self._is_pending_lost = False
         if self.note.pending or self.note.before_version != NOTHING:
             self._write(replace(self.note, pending=0, before_version=NOTHING))
 
     def write(self, name: str, start: int, values: Tensor) -> None:
-        """What the tensor may become, from element `start` on."""
+        """Write new values of a tensor, from element `start` on. They become current if the update counts."""
         segment = self._segments[name]
         self._files[1 - self.note.current].write(segment.offset + start * segment.spec.item_bytes, bytes_of(values))
 
     def belongs_to(self, ticket: int, version: int, update: str = "") -> None:
-        """All is written, and counts if the update of this ticket, formed against this version, is counted.
+        """Note that all new values are written, and which update they belong to.
 
         Args:
-            update: its digest, where all of it was formed here.
+            ticket: ticket of the update.
+            version: the version that the update was formed against.
+            update: digest of the update if this process formed all of it, else empty.
         """
         current, digests = self.note.current, list(self.note.digests)
         digests[1 - current] = self._files[1 - current].content_digest()
@@ -196,13 +207,16 @@ class TwoPhaseFile:
         self._write(note)
 
     def passes_to(self, ticket: int, version: int) -> None:
-        """What was pending is the same update under another ticket."""
+        """Note that the pending update has another ticket and version from now on."""
         self._write(replace(self.note, pending=ticket, pending_version=version))
 
     def settle(self, outcome_of: Callable[[int], messages.Outcome]) -> None:
-        """Ask what became of the update that is pending, and let what was written count where it was counted.
+        """Ask for the outcome of the pending update. If the update counted, make its values current.
 
-        A server that was restored gives the numbers of tickets again, so the number alone does not tell.
+        A restored server may reuse the number of a ticket, so the digests of the updates are compared, too.
+
+        Args:
+            outcome_of: gives the outcome of a ticket.
         """
         note = self.note
         if not note.pending or (outcome := outcome_of(note.pending)).state != "counted":
@@ -215,11 +229,11 @@ class TwoPhaseFile:
         self._write(note.forth())
 
     def lose(self) -> None:
-        """What belongs to an update that counted is not there any more, and what was before it counts no longer."""
+        """Handle the loss of the values that belong to a counted update: set all tensors to zero."""
         self.zero()
 
     def take_back(self, ticket: int) -> None:
-        """Leave all as it was before the update of this ticket, the last that was formed, whether it counted or not."""
+        """Make the state before the update of this ticket current. The update must be the last that was formed."""
         if self.note.pending == ticket:
             self._write(replace(self.note, pending=0))
         elif self.note.counted == ticket:
@@ -235,51 +249,56 @@ def _is_sound(note: TwoPhaseNote) -> bool:
 
 
 class LocalState:
-    """All that a site keeps between rounds; what becomes of an update is passed on to each file."""
+    """All files of a site's local state. Each method applies to every file.
+
+    Args:
+        outcome_of: gives the outcome of a ticket.
+        files: the files; None entries are skipped.
+    """
 
     def __init__(self, outcome_of: Callable[[int], messages.Outcome], *files: TwoPhaseFile | None) -> None:
         self._outcome_of, self._all = outcome_of, [each for each in files if each is not None]
 
     def settle(self) -> None:
-        """As `TwoPhaseFile.settle`."""
+        """Settle every file's pending update, as `TwoPhaseFile.settle` does."""
         for file in self._all:
             file.settle(self._outcome_of)
 
     def begin(self, ticket: int) -> None:
-        """As `TwoPhaseFile.begin`, for this ticket; what an earlier one left pending is settled before."""
+        """Prepare every file for the update of this ticket. Settle the pending update of another ticket first."""
         for file in self._all:
-            if file.note.pending != ticket:  # mostly it is settled by then
+            if file.note.pending != ticket:  # usually nothing is pending any more
                 file.settle(self._outcome_of)
             file.begin()
 
     def belongs_to(self, ticket: int, version: int, update: str = "") -> None:
-        """As `TwoPhaseFile.belongs_to`."""
+        """Note in every file which update the new values belong to, as `TwoPhaseFile.belongs_to` does."""
         for file in self._all:
             file.belongs_to(ticket, version, update)
 
     def moves_to(self, ticket: int, version: int, before: int) -> None:
-        """What was pending for the ticket `before` is the same update under another one."""
+        """Move the pending update of the ticket `before` to another ticket and version, in every file that has it."""
         for file in self._all:
             if file.note.pending == before:
                 file.passes_to(ticket, version)
 
 
-# -- Error feedback: what encoding an update has lost stays at the worker and is added to its next update.
+# -- Error feedback: the worker keeps the encoding error e of an update and adds e to its next update.
 #
 #     g = Δ + e        sent: C(g)        e ← g − dec(C(g)), once the update was counted
 #
-# So over rounds what the server decodes adds up to what was trained, but for the last e (Karimireddy et al., arXiv
-# 1901.09847, algorithm 2). e is kept in the dtype of accumulation, one tensor for each parameter.
+# So the decoded updates add up to the trained changes, except for the last e (Karimireddy et al., arXiv 1901.09847,
+# algorithm 2). e is kept in the accumulation dtype, one tensor for each parameter.
 
 
 class Residuals(TwoPhaseFile):
-    """e of one site in one run; zero where nothing is kept.
+    """The residual e of one fragment at one site, on disk; zero if no earlier state was found.
 
     Args:
-        folder: of the site in the run; locked by the caller.
-        schema: of what is trained together.
-        name: of the files.
-        owner: as `TwoPhaseFile` has it.
+        folder: the site's folder in the run; locked by the caller.
+        schema: the fragment's schema.
+        name: name of the files, without suffix.
+        owner: the site and the run. Files of another owner count as lost.
         sparse: whether only one rank's share is kept here.
     """
 
@@ -307,9 +326,14 @@ class Residuals(TwoPhaseFile):
             self.zero()
 
     def follow(self, version: int, site: str) -> None:
-        """An update against this version is about to be formed: what belongs to a later one is of no use.
+        """Set the residual to zero if the last counted update was formed against `version` or a later version.
 
-        A server that was restored, or fell back, goes on from a version before the last update that counted.
+        Call this method before an update against `version` is formed. The case occurs if the server was restored, or
+        fell back, to a version from before the last counted update.
+
+        Args:
+            version: the version that the next update is formed against.
+            site: the site's name, for the warning.
         """
         if self.note.version >= version:
             LOG.warning(
@@ -318,17 +342,17 @@ class Residuals(TwoPhaseFile):
             self.zero()
 
 
-# -- What the run's algorithm keeps at a site between rounds. It outlives the site's processes.
+# -- The state that the run's algorithm keeps at a site between rounds, such as SCAFFOLD's control variate.
 #
-# An update of the site may change it. What it becomes counts when this update was counted. The server compares which
-# update it stands behind with its journal: what the run has counted on must not be lost, or of another moment.
+# An update may change the state, and the change becomes current once the update counted. The server compares the last
+# update that the state includes with its journal, so that a lost or outdated state is noticed.
 
 
 NEW = "ATOLL_NEW_STATE"
 
 
 def wanted_anew() -> bool:
-    """Whether a site that has lost its state is to begin at zero.
+    """Return whether `ATOLL_NEW_STATE` says that a site that has lost its state begins at zero.
 
     Raises:
         ConfigError: the variable is neither true nor false.
@@ -342,29 +366,29 @@ def wanted_anew() -> bool:
 
 
 class AlgorithmState(TwoPhaseFile):
-    """The tensors that the algorithm keeps at one site in one run; zeros in the beginning.
+    """The tensors that the algorithm keeps at one site in one run, on disk.
 
     Attributes:
-        state: "kept" where the files hold it; "missing" where there are none, which is right in a site's first round
-            alone; "new" where it is to begin at zero all the same.
+        state: "kept": the files hold the state. "missing": no state was found, which is right only in a site's first
+            round. "new": no state was found, and the user allowed the site to begin at zero.
 
     Args:
-        folder: of the site in the run; locked by the caller.
-        schema: of the run.
-        keeps: the groups that the algorithm keeps: one tensor for each parameter.
-        owner: as `TwoPhaseFile` has it.
+        folder: the site's folder in the run; locked by the caller.
+        schema: the run's schema.
+        keeps: the groups that the algorithm keeps, with one tensor for each parameter.
+        owner: the site and the run. Files of another owner count as lost.
     """
 
     def __init__(self, folder: Path, schema: Schema, keeps: Iterable[str], owner: Owner) -> None:
         specs = [spec for group in keeps for spec in specs_beside(group, schema.tensors)]
         super().__init__(folder, "algorithm", specs, owner=owner)
-        self._written: set[str] = set()  # since `begin`
+        self._written: set[str] = set()  # names of the tensors that were written since `begin`
         self.state: Literal["kept", "missing", "new"] = "kept" if self.found else "missing"
 
     def begin_anew_where_told(self, site: str) -> None:
-        """Begin at zero where nothing is kept and `ATOLL_NEW_STATE` asks for it.
+        """Allow a missing state to begin at zero if `ATOLL_NEW_STATE` is true.
 
-        Otherwise a server that has counted updates of this site refuses it.
+        If the state stays "missing", a server that has counted updates of this site refuses the join.
 
         Raises:
             ConfigError: the variable is neither true nor false.
@@ -375,12 +399,15 @@ class AlgorithmState(TwoPhaseFile):
 
     @property
     def told(self) -> dict[str, Any]:
-        """What a join says of it."""
+        """The fields of the join message that describe the state."""
         return {"local_state": self.state, "local_state_of": self.stands_for, "new_local_state": wanted_anew()}
 
     @property
     def stands_for(self) -> list[Counted]:
-        """The updates that what one of the two files holds stands behind; the one that counts first."""
+        """The last update that each file's state includes: the current file first, then the other file if it is valid.
+
+        Empty if no state is kept.
+        """
         note = self.note
         if self.state != "kept":
             return []
@@ -392,13 +419,18 @@ class AlgorithmState(TwoPhaseFile):
         return found
 
     def follow(self, counted: Counted) -> None:
-        """Make the state what it was behind the update of this site that the run has counted last.
+        """Bring the state to the moment after the site's last counted update, as the server names that update.
 
-        Mostly it is, or becomes it as soon as what is pending is settled. A server that fell back by one update gets
-        the state before that one; what is pending then is the update that it has lost, which is sent again.
+        Usually the current or the pending state is the right one, and nothing changes. If the server fell back by one
+        update, the state before that update becomes current, and the update becomes pending, to be sent again. If the
+        server has no update of this site, the state becomes zero.
+
+        Args:
+            counted: the site's last counted update.
 
         Raises:
-            ConfigError: it is of another moment. Or the variable is neither true nor false.
+            ConfigError: neither file has the right state, and `ATOLL_NEW_STATE` does not allow zero. Or the variable
+                is neither true nor false.
         """
         note, offered = self.note, self.stands_for
         if self.state == "kept" and any(each.names(counted) for each in offered[: 2 if note.pending else 1]):
@@ -416,33 +448,33 @@ class AlgorithmState(TwoPhaseFile):
             self.lose()
         self._write(
             TwoPhaseNote(version=_version(counted), update=counted.digest)
-        )  # zero stands behind it from here on
+        )  # from here on, zero is the state after this update
 
     def _go_back(self) -> None:
-        """The update that counted last is pending again."""
+        """Make the state before the last counted update current, and that update pending."""
         LOG.warning("%s: the server went back behind the last update: so does the site's state", self._note_path)
         self._write(self.note.back())
 
     def begin_at_zero(self) -> None:
-        """The site takes part: where nothing was kept, the state is zero."""
+        """Set the state to zero if none was found. Call it after the site has joined."""
         if self.state != "kept":
             self.zero()
 
     def require_kept(self) -> None:
-        """Updates of the site count in the run: it goes on with its own state, or begins at zero on purpose.
+        """Check that the state was found, as updates of this site have counted. If not, begin at zero if allowed.
 
         Raises:
-            ConfigError: it has none, and nothing says that it may begin anew. Or the variable is neither true nor
-                false.
+            ConfigError: no state was found, and `ATOLL_NEW_STATE` does not allow zero. Or the variable is neither true
+                nor false.
         """
         if self.state != "kept":
             self.lose()
 
     def lose(self) -> None:
-        """Begin at zero if `ATOLL_NEW_STATE` asks for it.
+        """Set the state to zero if `ATOLL_NEW_STATE` allows that.
 
         Raises:
-            ConfigError: it does not, or the variable is neither true nor false.
+            ConfigError: the variable does not allow zero, or is neither true nor false.
         """
         if not wanted_anew():
             raise ConfigError(
@@ -457,17 +489,17 @@ class AlgorithmState(TwoPhaseFile):
         self.state = "new"
 
     def begin(self) -> None:
-        """Forget which tensors were written for an earlier update, too: `belongs_to` carries over all that are not."""
+        """Prepare for the writes of an update. No tensor counts as written yet."""
         super().begin()
         self._written.clear()
 
     def write(self, name: str, start: int, values: Tensor) -> None:
-        """Convert values to the dtype in which the tensor is kept, and note that it was written."""
+        """Write new values in the dtype in which the tensor is kept, and note that the tensor was written."""
         self._written.add(name)
         super().write(name, start, values.to(torch_dtype(self._segments[name].spec.dtype)))
 
     def belongs_to(self, ticket: int, version: int, update: str = "") -> None:
-        """As `TwoPhaseFile` has it; a tensor of which nothing was written stays as it is."""
+        """Note which update the new values belong to. A tensor that was not written keeps its current values."""
         for name, segment in self._segments.items():
             if name not in self._written:
                 super().write(name, 0, self.read(name, 0, segment.spec.numel))

@@ -1,4 +1,4 @@
-"""How a worker begins to train in a run: its folder, its files of each fragment, and its lease."""
+"""Start of a worker in a run: open its folder and the files of each fragment, then join."""
 
 from __future__ import annotations
 
@@ -31,11 +31,12 @@ from atoll.worker.session.session import Session
 
 @dataclass(frozen=True)
 class Participation:
-    """A worker's place in a run, and what it has of the run's fragments.
+    """A worker that has joined a run: its session and the exchange of each fragment.
 
     Attributes:
+        session: the worker's lease, heartbeats and calls.
         exchanges: one for each fragment.
-        folder: of the site's files in this run.
+        folder: the folder of the site's files in this run.
     """
 
     session: Session
@@ -53,20 +54,24 @@ class Participation:
         return self.exchanges[0]
 
     def leave(self, error: str | None = None) -> None:
-        """Deregister and close the files; an outbox stays where its update was not counted. Idempotent."""
+        """Deregister from the server and close the files, which stay on disk. Idempotent.
+
+        Args:
+            error: the error that ended training, for the server; None: training ended well.
+        """
         self.session.leave(error)
 
 
 @dataclass(frozen=True)
 class LoopTerms:
-    """What a loop that counts local steps brings: it can take part in a run that streams, with a sharded model.
+    """The terms of a training loop that counts local steps. Such a loop can stream, and can train a sharded model.
 
     Attributes:
-        schema: of its model; compared before it joins.
-        sync_every: its own H, where it has one; refused where the run's differs.
-        num_fragments: its own number of fragments, likewise.
-        ranks: where the model is sharded: this rank's files are its own.
-        shards: gives what this rank has of the model.
+        schema: schema of the loop's model, compared with the run's before the join; None: not compared.
+        sync_every: the loop's own H; None: the run's. The server refuses a value that differs from the run's.
+        num_fragments: the loop's own number of fragments; None: the run's. Checked as `sync_every` is.
+        ranks: the ranks of the worker.
+        shards: gives this rank's shards of the model; None: the model is not sharded.
     """
 
     schema: Schema | None = None
@@ -90,14 +95,14 @@ def take_part(
     Args:
         server: address of the server.
         site: the site's name.
-        folder: where its files lie; by default `ATOLL_DIR`, else `.atoll` in the current folder.
-        labels: shown in status.
-        filters: that its updates pass through before they leave.
-        loop: of a worker that counts local steps; None: it takes whole rounds.
+        folder: folder of the sites' files; None: `ATOLL_DIR`, else `.atoll` in the current folder.
+        labels: labels of the worker, shown in the status.
+        filters: the filters that the site's updates pass through.
+        loop: terms of a loop that counts local steps; None: the worker takes whole rounds.
 
     Raises:
-        ConfigError: the run streams, and this worker cannot; or it is for another number of ranks; or this site does
-            not have its algorithm.
+        ConfigError: the run streams, and the worker takes whole rounds. Or the run has another number of ranks. Or the
+            run's algorithm is not installed at this site.
     """
     filters, http, terms = require_filters(filters), http_to(server), loop or LoopTerms()
     session = Session(HttpChannel(http), site, labels=labels, ranks=terms.ranks)
@@ -127,7 +132,7 @@ def take_part(
             start_peer()
         return Participation(session, exchanges, where)
     except BaseException as error:
-        if http.lease:  # it has joined, and would be waited for
+        if http.lease:  # the worker has joined, and a round would wait for it
             session.leave(last_words(error))
         opened.close()
         http.close()
@@ -165,7 +170,11 @@ def _open(
     outlet: Outlet | None,
     shards: Callable[[], Shards] | None,
 ) -> Exchange:
-    """Open the files of a fragment; None: the run has one."""
+    """Open the files of a fragment, and return its exchange.
+
+    Args:
+        fragment: the fragment's number; None: the run has one fragment.
+    """
     info, sharded, opened = session.info, shards is not None, session.cleanup
     layouts = Layouts.of(info, schema, session.ranks.rank if sharded else None)
     files = DiskFiles(folder, layouts.version, layouts.update, fragment, session.site)
@@ -200,10 +209,14 @@ def open_kept(
     *,
     sparse: bool = False,
 ) -> tuple[Residuals | None, AlgorithmState | None]:
-    """Open what a site keeps of a fragment from one round to the next, where it keeps anything.
+    """Open the local state of a fragment: the residuals of a lossy codec, and the state of the algorithm.
 
     Args:
+        fragment: the fragment's number; None: the run has one fragment.
         sparse: whether only one rank's share is kept here.
+
+    Returns:
+        The residuals, None if the codec has no error feedback; and the algorithm's state, None if it keeps none.
     """
     owner, residuals, kept = Owner(session.site, session.info.run), None, None
     if layouts.codec.feedback:
@@ -216,7 +229,7 @@ def open_kept(
 
 
 def _open_peer(session: Session, folder: Path) -> tuple[Outlet, Callable[[], None]]:
-    """Open this worker's part in a swarm; return where its updates are served, and what starts it."""
+    """Open this worker's part in a swarm. Return the server of its updates, and the function that starts its work."""
     from atoll.worker.peer.agent import SwarmPeer, plan_of
     from atoll.worker.peer.peer_transfers import PeerServer, open_host
 

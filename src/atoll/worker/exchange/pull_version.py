@@ -1,6 +1,6 @@
-"""How a version of the model comes to a worker: whole, or as what makes it of the version that the worker has.
+"""Download of versions: whole, or as the difference from the version that the worker has.
 
-Part by part into its base file, and on the way into its tensors.
+Parts are written into the base file and, as they arrive, into the model's tensors.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from atoll.worker.exchange.base_and_outbox import BaseFile, BaseNote, DiskFiles,
 from atoll.worker.log_lines import LOG, progress
 from atoll.worker.session.session import Session
 
-# -- What comes down in place of a version: received into a file, then added to the base, part by part.
+# -- Deltas: the encoded difference between two versions. A delta is downloaded into a file, then added to the base.
 #
-#     delta.bin + delta.json      what was received; a pull that broke off goes on where it was
+#     delta.bin + delta.json      the downloaded parts; an interrupted download resumes from them
 #
-# Nothing of the base changes before all of a delta is here. From then on its note names the version that it becomes, as
-# not complete: a process that is killed in between leaves a base of which each part has its own digest, or is pulled.
+# The base does not change before the whole delta is there. While the delta is added, the base's note names the new
+# version as incomplete. If the process is killed in between, the next pull downloads the parts that lack their digest.
 
 
 _WIDEST_BYTES = 8
@@ -47,18 +47,22 @@ _WIDEST_BYTES = 8
 
 @dataclass(frozen=True)
 class DeltaNote:
-    """Of which version the file holds what makes it, or some of its parts."""
+    """The note of a delta file.
+
+    Attributes:
+        version: digest of the version that the delta leads to.
+    """
 
     version: str
 
 
 class DeltaFile(PartsFile):
-    """The delta that was received last.
+    """The file of the delta that was downloaded last.
 
     Args:
-        folder: of the site in the run; locked by the caller.
-        downlink: its layout.
-        name: of the file.
+        folder: the site's folder in the run; locked by the caller.
+        downlink: layout and codecs of deltas.
+        name: name of the file, without suffix.
     """
 
     def __init__(self, folder: Path, downlink: Downlink, name: str = "delta") -> None:
@@ -67,7 +71,12 @@ class DeltaFile(PartsFile):
         self._note_path = folder / f"{name}.json"
 
     def begin(self, delta: messages.Delta, version: str) -> list[Part]:
-        """Say which delta is about to come, and the version's digest; returns the parts that are not there already."""
+        """Write the note of a delta that is about to be downloaded. Return the parts that are still missing.
+
+        Args:
+            delta: the delta's description.
+            version: digest of the version that the delta leads to.
+        """
         parts = [part for part in self.downlink.parts if part.nbytes]
         note: DeltaNote | None = read_note(self._note_path, DeltaNote)
         if note is not None and note.version == version and not self.is_new:
@@ -78,12 +87,13 @@ class DeltaFile(PartsFile):
 
 
 class DeltaAdder:
-    """Brings a base file from one version to the next one; with fixed scratch, whatever the model's size.
+    """An adder of one delta to a base file. Its scratch memory has a fixed size, whatever the model's size.
 
     Args:
-        file: has all of the delta.
-        source, target: may be the same file.
-        into: set to the version's values, whatever they have.
+        file: the complete delta.
+        source: the version before.
+        target: the file to write the next version into; it may be `source`.
+        into: tensors that are set to the next version's values; None: no tensors.
     """
 
     def __init__(self, file: DeltaFile, source: BaseFile, target: BaseFile, into: Tensors | None) -> None:
@@ -92,10 +102,10 @@ class DeltaAdder:
         self._encoded = torch.empty(CHUNK_ELEMENTS * _WIDEST_BYTES, dtype=torch.uint8)
 
     def apply(self, note: BaseNote) -> list[Part]:
-        """Write the version that the note is of.
+        """Add the delta: write the version of `note` into the target and the tensors.
 
         Returns:
-            The parts that are not what their digests say; the tensors have what came of them.
+            The parts that do not match their digests. The tensors hold the wrong values of these parts, too.
         """
         self._target.begin(note)
         wrong = list[Part]()
@@ -107,7 +117,12 @@ class DeltaAdder:
         return wrong
 
     def _part(self, part: Part, down: Part) -> bytes:
-        """Write one part of the version, its tensors back to back; return its BLAKE3."""
+        """Write one part of the version, and return the part's BLAKE3.
+
+        Args:
+            part: the part of the version.
+            down: the part of the delta with the same tensors.
+        """
         hasher, scratch, downlink = blake3(), bytes_of(self._memory), self._file.downlink
         first = part.pieces[0].offset if part.pieces else part.stop
         for at in range(part.start, first, len(scratch)):  # the file's header
@@ -134,32 +149,32 @@ class DeltaAdder:
 
 
 QUIET_S, LOOK_S = 5.0, 0.1
-"""How long it is waited for a worker of a swarm that has a version before it is said, and between two looks."""
+"""In a swarm: seconds to wait for a worker that has a version, and seconds between two requests meanwhile."""
 
 
 class Sources(Protocol):
-    """In a swarm: the workers that have a version."""
+    """In a swarm: access to the workers that have a version."""
 
     def in_order(self, sources: Sequence[str]) -> Sequence[str]:
-        """Return the references in the order in which they are tried."""
+        """Return the references in the order in which to try them."""
 
     def connected(self, text: str, idle_timeout_s: float) -> AbstractContextManager[tuple[TensorRef, Ranges]]:
-        """Reach the worker that a reference names."""
+        """Connect to the worker that a reference names, for the duration of the block."""
 
 
 class Patience(NamedTuple):
-    """Attempts at a pull after the first one; None: as long as ATOLL_GIVE_UP_S says.
+    """Numbers of retries of a pull; None: as long as ATOLL_GIVE_UP_S says.
 
     Attributes:
-        before: any byte has moved into the model.
-        within: from then on: half a version is no model.
+        before: retries before the first byte moves into the model.
+        within: retries after that. They are separate, since half a version is no usable model.
     """
 
     before: int | None = None
     within: int | None = None
 
     def into(self, model: object) -> Patience:
-        """Return that of a pull that moves nothing into the model, where there is none."""
+        """Return `self` for a pull into a model. If `model` is None, return a patience with `before` in both places."""
         return self if model is not None else Patience(self.before, self.before)
 
 
@@ -168,14 +183,15 @@ WAITS = Patience()
 
 @dataclass(eq=False)
 class Puller:
-    """Brings versions of one fragment to this process.
+    """The download of one fragment's versions.
 
     Attributes:
-        transfer: over which connections.
-        files: of the fragment.
-        downlink: how differences come down; None: versions come whole.
-        number: of the fragment; None: the run has one.
-        sources: in a swarm: where versions are pulled from.
+        session: the worker's lease, heartbeats and calls.
+        transfer: the connections that parts are downloaded over.
+        files: the fragment's files.
+        downlink: encoding of the differences between versions; None: versions are downloaded whole.
+        number: the fragment's number; None: the run has one fragment.
+        sources: in a swarm: access to the workers that have versions; None: the server has them.
     """
 
     session: Session
@@ -189,14 +205,18 @@ class Puller:
         self.fragment = self.number or 0
 
     def pull(self, version: VersionRef, into: Tensors | None, patience: Patience, *, beside: bool = False) -> None:
-        """Bring a version into the base file, and on its way into the tensors.
+        """Pull a version into the base file, and into the tensors.
 
         Args:
-            beside: into the file beside the base instead.
+            version: the version to pull.
+            into: the tensors to load; None: only the file is written.
+            patience: the number of retries.
+            beside: whether to write the file beside the base instead of the base.
 
         Raises:
-            Gone: the server no longer keeps it; ask for the head. The tensors may hold a part of it.
-            TRANSIENT: the attempts are over; the tensors may hold a part of the version, where `patience.within` ends.
+            Gone: the server no longer keeps the version; ask for the head. The tensors may hold a part of the version.
+            TRANSIENT: the last retry failed. If it was one of `patience.within`, the tensors may hold a part of the
+                version.
         """
         session, source, patience = self.session, self.files.base, patience.into(into)
         base = self.files.beside() if beside else source
@@ -247,16 +267,19 @@ class Puller:
         model: Scatter | None,
         retries: int | None,
     ) -> None:
-        """Pull parts into a file. Where the connection breaks, only what has not arrived yet is asked for again.
+        """Download parts into a file. A retry asks only for the parts that have not arrived yet.
 
-        What has arrived is remembered, not looked up in the file: a part may be there since it was the same in the
-        version before, and the model has not got it.
+        The arrived parts are kept in a set instead of looked up in the file. The file may have a part from the previous
+        version that the model has not got.
 
         Args:
-            path: where they are.
-            version: that they make, for people.
-            digests: of all parts of the file.
-            model: gets them on the way.
+            path: URL path of the data.
+            version: number of the version, for the log.
+            digests: BLAKE3 in hex of all parts of the file, in order.
+            file: the file to write.
+            wanted: the parts to download.
+            model: the tensors that get the parts, too; None: only the file is written.
+            retries: retries after a network error; None: as long as ATOLL_GIVE_UP_S says.
         """
         session, expected = self.session, [bytes.fromhex(text) for text in digests]
         arrived = set[int]()
@@ -279,10 +302,13 @@ class Puller:
             session.patiently(fetch, retries, f"pull version {version}")
 
     def _from_workers(self, peers: Sources, version: int, pull: Callable[[Ranges, str], None]) -> None:
-        """In a swarm: pull from one worker after the other that has a version; from this one, where it does.
+        """In a swarm: try the workers that have a version, one after the other, until a pull succeeds.
+
+        If this worker serves the version itself, its own file is tried first.
 
         Raises:
-            Busy: none of them can give it at this moment. Gone: the server says that it is no longer kept.
+            Busy: no worker can give the version at this moment.
+            Gone: the server says that the version is no longer kept.
         """
         session, until_s = self.session, time.monotonic() + QUIET_S
         ask = partial(session.channel.manifest, self.fragment, version)
@@ -294,7 +320,7 @@ class Puller:
             try:
                 with peers.connected(source, session.info.idle_timeout_s) as (ref, parts):
                     return pull(parts, routes.OBJECT_DATA.format(object=ref.object))
-            except UNPULLED as error:  # it may have let go of it at this moment, or have ended
+            except UNPULLED as error:  # the worker may just have dropped the version, or ended
                 why = error.message
                 LOG.info("%s: version %d is asked of another worker: %s", session.site, version, why)
         raise Busy(
@@ -311,10 +337,10 @@ class Puller:
         into: Tensors | None,
         patience: Patience,
     ) -> list[Part] | None:
-        """Make the version of the one that `source` has, over those between.
+        """Make the version from the one in `source`: download each delta between the two, and add it.
 
         Returns:
-            The parts that did not come out right; None where the version is to be pulled whole.
+            The parts that do not match their digests afterwards; None if the version has to be downloaded whole.
         """
         if self.downlink is None or not (steps := self._steps(self.downlink, manifest, source, patience.before)):
             return None
@@ -354,7 +380,11 @@ class Puller:
     def _steps(
         self, downlink: Downlink, manifest: messages.Manifest, source: BaseFile, retries: int | None
     ) -> list[tuple[messages.Manifest, messages.Delta]]:
-        """Return the versions from that in `source` to this one, each with what makes it; none where whole is less."""
+        """Return the versions between the one in `source` and this one, in order, each with the delta that leads to it.
+
+        The list ends with this version. It is empty if a delta is missing, or if the deltas have more bytes than the
+        whole version.
+        """
         run, note, nbytes = self.session.info.run, source.note, 0
         steps = list[tuple[messages.Manifest, messages.Delta]]()
         if note is None or note.run != run or not note.complete or not note.digest:
