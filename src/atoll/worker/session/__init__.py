@@ -1,1 +1,1 @@
-"""A worker's membership in a run: join, heartbeats, tickets, retries, the ranks of one site, and leaving."""
+"""A worker's session with the server: join, heartbeats, tickets, retries, the ranks of one worker, and leaving."""

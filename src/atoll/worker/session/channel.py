@@ -1,4 +1,4 @@
-"""The calls of a worker to its run: the port, and over HTTP."""
+"""The calls of a worker to the server: the interface `Channel`, and its implementation over HTTP."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from atoll.protocol.status_messages import Status
 from atoll.transport.http_client import Counters, Http, Watch
 
 POLL_MARGIN_S = 10.0
-"""Added to the longest wait of a long poll before its call is given up."""
+"""Seconds that the timeout of a long poll exceeds the longest wait at the server."""
 
 
 class Channel(Protocol):
-    """Thread-safe, blocking calls without retries: the caller knows what a failure means.
+    """The calls of a worker to the server. They block, do not retry, and are thread-safe.
 
     Attributes:
-        server: the other side, for messages.
-        lease: fences every call once the worker has joined.
+        server: address of the server, for messages.
+        lease: the worker's lease, which every call carries; empty before the worker has joined.
         counters: bytes and retries so far.
-        watch: ends calls that a silent network would hold up.
+        watch: ends calls that get no answer because the network is silent.
     """
 
     server: str
@@ -30,63 +30,73 @@ class Channel(Protocol):
     watch: Watch
 
     def run(self) -> messages.RunInfo:
-        """Return what the run is."""
+        """Return the description of the run."""
 
     def schema(self) -> messages.SchemaMessage:
-        """Return the tensors of the run's model."""
+        """Return the schema of the run's model."""
 
     def join(self, message: messages.Join) -> messages.Joined:
-        """Take part."""
+        """Join the run, and return the new lease with its terms."""
 
     def heartbeat(self, message: messages.Heartbeat, timeout_s: float) -> messages.HeartbeatReply:
-        """Tell that this worker lives, and how far it is."""
+        """Report that this worker is alive, and its progress."""
 
     def health(self, timeout_s: float) -> None:
-        """Return once the other side has answered."""
+        """Ask for any answer, and return once the server has given one."""
 
     def next_ticket(self, fragment: int, wait_s: float, tasks: bool) -> messages.TicketReply:
         """Ask for the ticket of the next round, for at most `wait_s` seconds.
 
         Args:
+            fragment: the fragment's number.
+            wait_s: seconds to wait for the ticket; 0: answer at once.
             tasks: whether this process answers tasks, too.
         """
 
     def ticket(self, ticket: int) -> messages.TicketState:
-        """Return what became of a ticket, and which parts of its update arrived; one that is forgotten has expired."""
+        """Return a ticket's outcome, and which parts of its update arrived. An unknown ticket counts as expired."""
 
     def manifest(self, fragment: int, number: int) -> messages.Manifest:
-        """Return the parts of a version.
+        """Return the manifest of a version.
 
         Raises:
-            Gone: it is no longer kept.
+            Gone: the server no longer keeps the version.
         """
 
     def head(self, fragment: int) -> VersionRef:
         """Return the newest version.
 
         Raises:
-            Gone: another one became the head at this moment; ask again.
+            Gone: another version became the head during the call; ask again.
         """
 
     def complete(self, ticket: int, update: messages.Complete, timeout_s: float) -> messages.Receipt:
-        """Say that all parts of an update have been sent.
+        """Tell the server that all parts of an update have been sent.
 
         Raises:
-            TicketClosed, Gone: the round went on. UpdateRefused: it cannot count. Conflict: parts are not what it says.
+            TicketClosed: the round went on without the update.
+            Gone: the round went on without the update, and the server has forgotten the ticket.
+            UpdateRefused: the update cannot count.
+            Conflict: the parts at the server do not match `update`.
         """
 
     def leave(self, error: str | None, timeout_s: float) -> None:
-        """Deregister; with the error that ended training."""
+        """Deregister.
+
+        Args:
+            error: the error that ended training; None: training ended well.
+            timeout_s: seconds to wait for the answer.
+        """
 
     def close(self) -> None:
-        """Close what carries the calls."""
+        """Close the connections."""
 
 
 class HttpChannel:
-    """A `Channel` over connections to a server.
+    """A `Channel` over HTTP.
 
     Args:
-        http: the connections; they carry the other calls of a worker, too.
+        http: the connections to the server. Other calls of the worker use them, too.
     """
 
     def __init__(self, http: Http) -> None:
@@ -95,7 +105,7 @@ class HttpChannel:
 
     @property
     def lease(self) -> str:
-        """The lease that every request carries in a header; empty, and left out, before the worker has joined."""
+        """The lease that every request carries in a header. Before the worker has joined, it is empty and not sent."""
         return self.http.lease
 
     @lease.setter
@@ -103,33 +113,33 @@ class HttpChannel:
         self.http.lease = lease
 
     def run(self) -> messages.RunInfo:
-        """GET the description of the run, and refuse an answer that comes from no Atoll server."""
+        """GET the description of the run. An answer that does not come from an Atoll server is an error."""
         return self.http.get(routes.RUN, messages.RunInfo)
 
     def schema(self) -> messages.SchemaMessage:
-        """GET the schema in one message, with the names of tied tensors and the fragment of each."""
+        """GET the schema with the ties and the fragment of each tensor, in one message."""
         return self.http.get(routes.SCHEMA, messages.SchemaMessage)
 
     def join(self, message: messages.Join) -> messages.Joined:
-        """POST the message; the caller takes `lease` from the answer."""
+        """POST the join. The caller sets `lease` from the answer."""
         return self.http.post(routes.WORKERS, message, messages.Joined)
 
     def heartbeat(self, message: messages.Heartbeat, timeout_s: float) -> messages.HeartbeatReply:
-        """POST the message; a network error drops the idle connections, so that the next call connects anew."""
+        """POST the heartbeat. A network error drops the idle connections, so that the next call connects anew."""
         return self.http.post(routes.HEARTBEAT, message, messages.HeartbeatReply, timeout_s=timeout_s)
 
     def health(self, timeout_s: float) -> None:
-        """GET its route, whatever the body says; a network error drops the idle connections, as in `heartbeat`."""
+        """GET the health route, whatever the answer. A network error drops the idle connections, as in `heartbeat`."""
         self.http.reach(routes.HEALTH, timeout_s=timeout_s)
 
     def next_ticket(self, fragment: int, wait_s: float, tasks: bool) -> messages.TicketReply:
-        """POST a long poll, which times out `POLL_MARGIN_S` after the server's longest, whatever `wait_s`."""
+        """POST a long poll. Its timeout is the server's longest wait plus `POLL_MARGIN_S`, whatever `wait_s` is."""
         request = messages.TicketRequest(fragment=fragment, wait_s=wait_s, tasks=tasks)
         timeout_s = routes.LONG_POLL_S + POLL_MARGIN_S
         return self.http.post(routes.TICKETS, request, messages.TicketReply, timeout_s=timeout_s)
 
     def ticket(self, ticket: int) -> messages.TicketState:
-        """GET its state; a ticket that the server does not know any more is returned as expired, without parts."""
+        """GET a ticket's state. If the server no longer knows the ticket, return it as expired, without parts."""
         try:
             return self.http.get(routes.TICKET.format(ticket=ticket), messages.TicketState)
         except Gone as error:
@@ -137,22 +147,22 @@ class HttpChannel:
             return messages.TicketState(outcome=outcome, parts=[], part_digests=[])
 
     def manifest(self, fragment: int, number: int) -> messages.Manifest:
-        """GET the manifest by the version's number within the fragment."""
+        """GET the manifest of the fragment's version with this number."""
         return self.http.get(routes.MANIFEST.format(fragment=fragment, version=number), messages.Manifest)
 
     def head(self, fragment: int) -> VersionRef:
-        """GET the newest version's number from the run's status, then its digest from its manifest."""
+        """GET the head's number from the run's status, then its digest from its manifest."""
         number = self.http.get(routes.STATUS, Status).fragments[fragment].version
         return VersionRef(fragment, number, self.manifest(fragment, number).digest)
 
     def complete(self, ticket: int, update: messages.Complete, timeout_s: float = 30.0) -> messages.Receipt:
-        """POST the update's description, with a timeout of 30 s unless the caller gives another one."""
+        """POST the update's description."""
         return self.http.post(routes.COMPLETE.format(ticket=ticket), update, messages.Receipt, timeout_s=timeout_s)
 
     def leave(self, error: str | None, timeout_s: float) -> None:
-        """POST the error or None; the answer has no body."""
+        """POST the end of this worker, with its error or None."""
         self.http.send(routes.LEAVE, messages.Leave(error=error), timeout_s=timeout_s)
 
     def close(self) -> None:
-        """Close `http`, which other calls of the worker use, too."""
+        """Close `http`. This also ends the other calls of the worker."""
         self.http.close()

@@ -1,13 +1,14 @@
-"""A process that ends without leaving its run: the server is told all the same, so that no round waits for it.
+"""Leaving the run when the process ends: the worker deregisters at every kind of exit, so that no round waits for it.
 
-SIGTERM unwinds the script, as Ctrl-C does, and so does SIGHUP, which the end of an ssh session sends. What is still
-joined when Python exits leaves then, and says by which error. Python tells its exit handlers no exit code, so that of
-`sys.exit` is remembered while anything is joined. For an end that runs no Python (SIGKILL, a crash of a library),
-`atoll worker` leaves in the script's name: it finds the lease in a folder.
+SIGTERM and SIGHUP (the end of an ssh session) unwind the script, as Ctrl-C does. When Python exits, every worker that
+is still joined leaves, and reports the error. Python gives exit handlers no exit code, so `sys.exit` is replaced while
+a worker is joined, to remember the code. If no Python code runs at the end (SIGKILL, a crash of a library),
+`atoll worker` leaves for the script: it finds the lease in a folder.
 
-Python handles a signal only between two of its own instructions. A thread watches for one that it does not get to
-handle, as native code hangs; a second signal ends the process in any case. Python drops what is raised in a finalizer
-(`__del__`) or a handler at fork: a signal that comes there is sent again until it unwinds the script.
+Python handles a signal only between two bytecode instructions. If native code hangs, Python never handles the signal;
+a thread watches for this case and ends the process. A second signal ends the process in any case. Python drops an
+exception that is raised in a finalizer (`__del__`) or in a fork handler. A signal that arrives there is sent again
+until it unwinds the script.
 """
 
 from __future__ import annotations
@@ -31,31 +32,34 @@ if TYPE_CHECKING:
     from atoll.transport.http_client import Http
 
 LEASES = "ATOLL_LEASES"
-"""The folder where a process notes its lease for `atoll worker`, which set this variable."""
+"""Variable that `atoll worker` sets: the folder where the script's process writes its lease."""
 
 LAST_STATUS = "ATOLL_LAST_STATUS"
-"""Set by a recipe's `ServerEnv`: the file that the server's last status goes to, as the server may be gone by then."""
+"""Variable that a recipe's `ServerEnv` sets: the file for the server's last status.
+
+The status is written when the worker leaves, as the server may be gone afterwards.
+"""
 
 UNNOTED = "the server learns of it only when heartbeat_timeout_s is over."
 
 GOODBYE_S = 5.0
-"""A server that does not answer for so long is left without a word: it learns of it by the silence."""
+"""Seconds to wait for the server when leaving. Afterwards, missing heartbeats tell the server of the end."""
 
 WATCHED = (signal.SIGTERM, signal.SIGHUP)
-"""Signals that end a process by default. SIGHUP is ignored under nohup, and stays so."""
+"""Signals that unwind the script. Under nohup, SIGHUP stays ignored."""
 
 AGAIN_S = 0.05
-"""So long after a signal that Python dropped it is sent again."""
+"""Seconds until a signal that Python dropped is sent again."""
 
 HANG_S = 5.0
-"""Python has so long to handle a signal before the process ends without it."""
+"""Seconds that Python has to handle a signal before the watching thread ends the process."""
 
 ENDED_WELL = (None, 0, 128 + signal.SIGINT)
-"""Exit codes of a script that has not failed: it is done, or its user ended it."""
+"""Exit codes of a script that has not failed: it finished, or the user interrupted it."""
 
 
 class EndedBySignal(SystemExit):
-    """A signal ends the program, with exit code 128 + its number; what it has opened is closed on the way."""
+    """The exception by which a signal unwinds the script; its exit code is 128 + the signal's number."""
 
     def __init__(self, number: int) -> None:
         super().__init__(128 + number)
@@ -66,7 +70,10 @@ class EndedBySignal(SystemExit):
 
 
 def last_words(error: BaseException | None) -> str | None:
-    """What the server is told of the error that ended training; None where it ended well, or its user ended it."""
+    """Return the text that tells the server which error ended training.
+
+    Return None if training ended well, or the user interrupted it.
+    """
     if isinstance(error, EndedBySignal):
         return str(error)
     if error is None or isinstance(error, KeyboardInterrupt | GeneratorExit):
@@ -74,32 +81,34 @@ def last_words(error: BaseException | None) -> str | None:
     if isinstance(error, SystemExit):
         if error.code in ENDED_WELL:
             return None
-        for number in WATCHED:  # a handler of the script's own, that exits as shells have it
+        for number in WATCHED:  # the script's own handler may exit with the shell's code for the signal
             if error.code == 128 + number:
                 return str(EndedBySignal(number))
     return "".join(traceback.format_exception_only(error)).strip()
 
 
 class Joined(Protocol):
-    """What takes part in a run."""
+    """An object that has joined a run, such as `Session`."""
 
     def leave(self, error: str | None = None) -> None:
-        """Deregister; again does nothing."""
+        """Deregister. A second call does nothing."""
 
 
 _joined: weakref.WeakSet[Joined] = weakref.WeakSet()
-_pid = 0  # of the process that watches: a fork of it has joined nothing
+_pid = 0  # id of the process that `_joined` belongs to; a fork of it has joined nothing
 _exit: SystemExit | None = None
-"""What the main thread's last `sys.exit`, or a signal, raised while anything was joined."""
-_handled = 0  # signals, by `_unwind`
-_said = False  # that a lease cannot be noted
+"""The exception of the main thread's last `sys.exit`, or of a signal, since a worker joined."""
+_handled = 0  # number of signals that `_unwind` has handled
+_said = False  # whether the warning about an unwritable lease was logged
 
 
 class _Forking(threading.local):
-    """The signals that the calling thread let through before the fork that it is in, and those around that fork.
+    """The state of the calling thread while it forks.
 
     Attributes:
-        began_s: when the outermost fork began. A handler of the script's own that raises in ours may leave `masks`.
+        masks: the signal mask before each fork that is under way, outermost first; empty outside a fork. If a signal
+            handler of the script raises inside our fork handlers, old masks may stay here.
+        began_s: time at which the outermost fork began.
     """
 
     masks: tuple[set[signal.Signals | int], ...] = ()
@@ -110,7 +119,7 @@ _forking = _Forking()
 
 
 def watch_exit(joined: Joined) -> None:
-    """Let it leave when this process ends, by SIGTERM or SIGHUP, too; a script's own handler of these stays."""
+    """Make `joined` leave when this process ends, also by SIGTERM or SIGHUP. The script's own signal handlers stay."""
     global _pid, _exit
     if _pid != os.getpid():
         _pid = os.getpid()
@@ -128,7 +137,7 @@ def watch_exit(joined: Joined) -> None:
 
 
 def has_left(joined: Joined) -> None:
-    """It need not leave any more; behind the last one `sys.exit`, hooks and signals are Python's own again."""
+    """Forget an object that has left. After the last one, restore `sys.exit`, `sys.unraisablehook` and the signals."""
     _joined.discard(joined)
     if _joined:
         return
@@ -141,15 +150,19 @@ def has_left(joined: Joined) -> None:
 
 
 def what_ends() -> BaseException | None:
-    """The error by which this process ends, asked when Python exits: nothing caught it. None where it ends well."""
+    """Return the uncaught exception that ends this process; None if none does. Call it when Python exits."""
     return getattr(sys, "last_value", None) or _exit
 
 
 class _Replaced:
-    """A function of `sys` that is replaced while anything is joined.
+    """A function of `sys` that is replaced while a worker is joined.
 
-    Each time by another object: other code may have taken the last one into a function of its own meanwhile, and it
-    must go on to what was there before it, not to that function.
+    Each replacement is a new object. Other code may have wrapped an earlier replacement, and that one must still call
+    the function that it replaced, not the wrapper.
+
+    Args:
+        name: the function's name in `sys`.
+        made_of: makes the replacement from the function before.
     """
 
     def __init__(self, name: str, made_of: Callable[[Any], Any]) -> None:
@@ -158,14 +171,14 @@ class _Replaced:
         self._before: object = None
 
     def replace(self) -> None:
-        """Nothing where it is replaced already."""
+        """Replace the function, unless it is replaced already."""
         before = getattr(sys, self._name)
         if before is not self._ours:
             self._before, self._ours = before, self._made_of(before)
             setattr(sys, self._name, self._ours)
 
     def restore(self) -> None:
-        """Nothing where other code has replaced it since."""
+        """Restore the function before, unless other code has replaced the function meanwhile."""
         if getattr(sys, self._name) is self._ours:
             setattr(sys, self._name, self._before)
 
@@ -173,7 +186,7 @@ class _Replaced:
 def _remembering_exit(python_exit: Callable[[sys._ExitCode | None], NoReturn]) -> Callable[..., NoReturn]:
     def remember(status: sys._ExitCode | None = None, /) -> NoReturn:
         global _exit
-        if threading.current_thread() is threading.main_thread():  # in another thread it ends that thread alone
+        if threading.current_thread() is threading.main_thread():  # elsewhere `sys.exit` ends only the calling thread
             _exit = SystemExit(status)
         python_exit(status)
 
@@ -181,7 +194,10 @@ def _remembering_exit(python_exit: Callable[[sys._ExitCode | None], NoReturn]) -
 
 
 def _sending_again(before: Callable[[sys.UnraisableHookArgs], Any]) -> Callable[[sys.UnraisableHookArgs], None]:
-    """A hook for errors that Python drops: a signal among them, or behind one of them, is sent again."""
+    """Return a hook for exceptions that Python drops. It sends a signal again if its exception was dropped.
+
+    The signal's exception may be the dropped one, or in its chain of contexts.
+    """
 
     def hook(dropped: sys.UnraisableHookArgs) -> None:
         error: BaseException | None = dropped.exc_value
@@ -204,12 +220,12 @@ def _unwind(number: int, frame: FrameType | None) -> None:
     _handled += 1
     if _forking.masks:
         if time.monotonic() - _forking.began_s < HANG_S:
-            _send_again(number)  # to raise here would also leave a handler at fork half done
+            _send_again(number)  # an exception here would also end a fork handler halfway
             return
         before, _forking.masks = _forking.masks[0], ()
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    signal.signal(number, signal.SIG_DFL)  # a second one ends a program that does not unwind
-    if _pid != os.getpid() or not _joined:  # a fork, or the last one left in another thread
+    signal.signal(number, signal.SIG_DFL)  # a second signal ends a program that does not unwind
+    if _pid != os.getpid() or not _joined:  # this is a fork, or the last worker left in another thread
         signal.raise_signal(number)
     _exit = EndedBySignal(number)
     raise _exit
@@ -218,29 +234,32 @@ def _unwind(number: int, frame: FrameType | None) -> None:
 def _send_again(number: int) -> None:
     global _exit
     _exit = EndedBySignal(number)
-    if not threading.main_thread().is_alive():  # Python ends already: the exit handlers run
+    if not threading.main_thread().is_alive():  # Python is exiting, and the exit handlers run
         return
     _unwind_at_the_first(number)
-    sending = threading.Timer(AGAIN_S, os.kill, (os.getpid(), number))  # not from here, where it would be dropped, too
+    sending = threading.Timer(AGAIN_S, os.kill, (os.getpid(), number))  # raised here, it would be dropped again
     sending.daemon = True
     sending.start()
 
 
 def _unwind_at_the_first(number: int) -> None:
-    """Unwind the script at this signal. A second one ends the process, even where Python never handles the first.
+    """Set `_unwind` as handler of the first signal. A second signal ends the process, even while native code hangs.
 
-    The kernel forgets the handler once it is called; only glibc can say it.
+    glibc's `sysv_signal` makes the kernel reset the handler after one call. Without glibc, the handler stays set.
     """
     signal.signal(number, _unwind)
     with contextlib.suppress(AttributeError, OSError):
         sysv_signal = ctypes.CDLL(None).sysv_signal
         sysv_signal.restype, sysv_signal.argtypes = ctypes.c_void_p, (ctypes.c_int, ctypes.c_void_p)
-        handler = sysv_signal(number, None)  # Python's; the default for a moment
+        handler = sysv_signal(number, None)  # returns Python's C handler, and sets the default for a moment
         sysv_signal(number, handler)
 
 
 def _watch_signals() -> None:
-    """Watch, in a thread, for a signal that is not handled. A program that has a wakeup descriptor keeps it."""
+    """Start a thread that watches for signals that Python does not handle.
+
+    If the program has set a wakeup descriptor, keep it and start no thread.
+    """
     before = signal.set_wakeup_fd(-1)
     if before != -1:
         signal.set_wakeup_fd(before, warn_on_full_buffer=False)
@@ -253,21 +272,23 @@ def _watch_signals() -> None:
 
 
 def _keep_from_forks(writer: int) -> None:
-    """Block signals around a fork, until the child has a wakeup pipe of its own.
+    """Block signals around a fork until the child no longer writes to the parent's wakeup pipe.
 
-    A signal to the child that came earlier would be written to the parent's pipe, as if it were the parent's, and the
-    child would lose it: a child that was to end would live on.
+    Otherwise an early signal to the child would be written to the parent's pipe. The child would miss it and live on.
+
+    Args:
+        writer: the write end of the parent's wakeup pipe.
     """
 
     def hold() -> None:
         before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
         if not _forking.masks:
             _forking.began_s = time.monotonic()
-        _forking.masks += (before,)  # of the thread that forks, which is the one that the fork has
+        _forking.masks += (before,)  # the forking thread is the only thread in the child
         signal.pthread_sigmask(signal.SIG_BLOCK, WATCHED)
 
     def release() -> None:
-        masks = _forking.masks  # none where a signal has ended `hold` before it began
+        masks = _forking.masks  # empty if a signal ended `hold` before its first line
         try:
             if masks:
                 signal.pthread_sigmask(signal.SIG_SETMASK, masks[-1])
@@ -322,7 +343,7 @@ def _leave_all() -> None:
 
 
 def note_lease(site: str, server: str, lease: str) -> None:
-    """Note a lease where `atoll worker` finds it. Training goes on without the note where it cannot be written."""
+    """Write a lease to the folder where `atoll worker` finds it. If that fails, log one warning and go on."""
     from atoll.worker.log_lines import LOG
 
     global _said
@@ -340,7 +361,7 @@ def note_lease(site: str, server: str, lease: str) -> None:
 
 
 def forget_lease(site: str, lease: str) -> None:
-    """Remove the note of a lease that was given back; that of a newer process stays."""
+    """Remove the file of a lease that was given back. A file with the lease of a newer process stays."""
     if folder := os.environ.get(LEASES):
         path = Path(folder, site)
         if path.exists() and path.read_text().splitlines()[1:] == [lease]:
@@ -348,7 +369,7 @@ def forget_lease(site: str, lease: str) -> None:
 
 
 def keep_last_status(http: Http) -> None:
-    """Ask the server for its status, where the program that started this site wants to know it.
+    """Write the server's status to the file that `ATOLL_LAST_STATUS` names, if it is set.
 
     Raises:
         AtollError: the server does not answer.
@@ -358,15 +379,16 @@ def keep_last_status(http: Http) -> None:
 
     if place := os.environ.get(LAST_STATUS):
         text = http.get(routes.STATUS, Status).model_dump_json()
-        beside = Path(f"{place}.{os.getpid()}")  # ranks of one site leave at the same time
+        beside = Path(f"{place}.{os.getpid()}")  # several processes may write the file at the same time
         beside.write_text(text, encoding="utf-8")
         beside.replace(place)
 
 
 def leave_for(folder: Path, why: str) -> list[str]:
-    """Give back the leases that a process noted in a folder and did not give back itself; returns their sites.
+    """Give back the leases that an ended process left in a folder. Return the names of the sites that left.
 
     Args:
+        folder: the folder that `ATOLL_LEASES` named for the process.
         why: what ended the process; the server shows it.
     """
     from atoll.errors import AtollError
@@ -383,6 +405,6 @@ def leave_for(folder: Path, why: str) -> list[str]:
                 http.send(routes.LEAVE, messages.Leave(error=why), timeout_s=GOODBYE_S)
             left.append(path.name)
         except (AtollError, OSError, ValueError) as error:
-            # the server is away, or has declared the site dead already; or the token's file is gone meanwhile
+            # the server does not answer, or has declared the site dead; or the token's file no longer exists
             LOG.debug("%s: could not be taken out of its run: %s", path.name, error)
     return left

@@ -1,6 +1,6 @@
 """The ranks of one worker: rank 0 asks the server, and every rank gets the same answer or the same error.
 
-All ranks run the same code. Everything that is exchanged is text or tensors; nothing is pickled.
+All ranks run the same code. They exchange only text and tensors; nothing is pickled.
 """
 
 from __future__ import annotations
@@ -21,29 +21,30 @@ from atoll.errors import BY_CODE, AtollError, LeaseLost, RunFailed, UpdateRefuse
 T = TypeVar("T")
 
 Said = dict[str, Any]
-"""What came of something at a rank: `value`, or `error` and what belongs to it; as JSON."""
+"""The result of a call at one rank, as JSON: either `value`, or `error` with the error's message and remedy."""
 
 
 class RankGroup:
-    """The processes that train one model together by `torch.distributed`; often a single one.
+    """The processes of one worker, which train one model together by `torch.distributed`; often a single process.
 
     Args:
-        rank: of this process, among `size`.
-        device: where a collective may take place.
+        rank: rank of this process.
+        size: number of ranks.
+        device: device of the tensors that collectives move.
     """
 
     def __init__(self, rank: int, size: int, device: torch.device) -> None:
         self.rank, self.size = rank, size
         self.is_first, self._device = rank == 0, device
         self.together = size > 1 and dist.is_available() and dist.is_initialized()
-        self._asking: int | None = None  # the thread that asks, while the others wait for what rank 0 says next
+        self._asking: int | None = None  # thread that runs `ask` in `from_rank0`, while other ranks wait for rank 0
 
     @classmethod
     def here(cls, model: nn.Module) -> RankGroup:
-        """Return the ranks that this process is one of: those of torchrun, where its process group has begun.
+        """Return this process's group: the ranks of `torch.distributed` if it is initialised, else a single rank.
 
         Raises:
-            UsageError: the model is sharded in a way that cannot be told from its parameters.
+            UsageError: the model is sharded by FSDP1, which hides the shapes of its parameters.
         """
         if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
             raise UsageError(
@@ -55,7 +56,7 @@ class RankGroup:
         device = torch.device("cpu")
         if dist.get_backend() == "nccl":
             device = next(model.parameters()).device
-            if device.type == "cpu":  # parameters are offloaded, and NCCL moves nothing there
+            if device.type == "cpu":  # the parameters are offloaded, and NCCL cannot move CPU tensors
                 device = torch.device("cuda", torch.cuda.current_device())
         return cls(dist.get_rank(), dist.get_world_size(), device)
 
@@ -63,10 +64,11 @@ class RankGroup:
         """Return at every rank what `ask` returns at rank 0.
 
         Args:
-            kind: the type of the value, where it is not plain JSON: a dataclass, a message, or a union of them.
+            ask: the function to call at rank 0 only.
+            kind: the type of the value if it is not plain JSON: a dataclass, a message, or a union of them.
 
         Raises:
-            AtollError: what `ask` raised at rank 0, at every rank.
+            AtollError: `ask` raised an error at rank 0. Every rank raises the same error.
         """
         if not self.together:
             return ask() if self.is_first else cast(T, None)
@@ -83,7 +85,7 @@ class RankGroup:
             value = ask()
         except BaseException as error:
             self._asking = before
-            with suppress(RunFailed):  # it may have been what ended this one
+            with suppress(RunFailed):  # the other ranks may have ended, which may be why `ask` failed
                 self._text(json.dumps(_said(error)))
             raise
         self._asking = before
@@ -91,18 +93,22 @@ class RankGroup:
         return value
 
     def tick(self) -> None:
-        """Within `from_rank0`, while rank 0 waits for other workers: keep the collective of the other ranks alive.
+        """Tell the ranks that wait in `from_rank0` to go on waiting, so that their collective does not time out.
 
-        From another thread, and at other ranks, it does nothing.
+        Call it at rank 0 inside `ask`. From any other thread, and at other ranks, it does nothing.
         """
         if self._asking == threading.get_ident():
             self._text(json.dumps({"wait": True}))
 
     def gather(self, work: Callable[[], T]) -> list[T]:
-        """Work at every rank at once; return what came of it at each, in order, as JSON has it.
+        """Call `work` at every rank, and return the results of all ranks in order, at every rank.
+
+        Args:
+            work: returns a value that JSON can hold.
 
         Raises:
-            AtollError: what went wrong at one of the ranks, at every rank; a refusal before what else did.
+            AtollError: `work` failed at one of the ranks. Every rank raises the error. Of several errors, a refused
+                update is preferred, and a lost lease is the last choice.
         """
         if not self.together:
             return [work()]
@@ -122,7 +128,7 @@ class RankGroup:
         return results
 
     def spread_(self, tensors: Iterable[Tensor]) -> None:
-        """Give the tensors of every rank the values of rank 0, in place."""
+        """Copy the values of rank 0 into the tensors of every rank, in place."""
         if not self.together:
             return
         with torch.no_grad():
@@ -130,7 +136,12 @@ class RankGroup:
                 tensor.copy_(self.from_rank(tensor.detach(), 0))
 
     def from_rank(self, values: Tensor, rank: int) -> Tensor:
-        """Return at every rank what one rank has of these values."""
+        """Return the values of one rank at every rank, on the device of collectives.
+
+        Args:
+            values: the values to send at that rank; elsewhere a tensor of the same shape and dtype.
+            rank: the rank that sends its values.
+        """
         there = values.to(self._device).contiguous()
         if self.together:
             with _with_others():
@@ -138,11 +149,16 @@ class RankGroup:
         return there
 
     def total(self, count: int) -> int:
-        """Return the sum over the ranks."""
+        """Return the sum of every rank's `count`."""
         return sum(self.gather(lambda: count))
 
     def swap(self, outgoing: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
-        """Send each rank bytes of its own, and return those from each, so many; all on the CPU."""
+        """Send one byte tensor to each rank, and return the byte tensor that came from each rank, on the CPU.
+
+        Args:
+            outgoing: for each rank, the bytes to send, uint8.
+            sizes: for each rank, the number of bytes that it sends to this rank.
+        """
         incoming = torch.empty(sum(sizes), dtype=torch.uint8, device=self._device)
         data = torch.cat(list(outgoing)).to(self._device)
         if self.together:
@@ -151,7 +167,7 @@ class RankGroup:
         return list(torch.split(incoming.cpu(), list(sizes)))
 
     def _text(self, text: str) -> str:
-        """Return the text of rank 0."""
+        """Return the text of rank 0 at every rank."""
         data = bytearray(text.encode())
         length = torch.tensor([len(data)], dtype=torch.int64, device=self._device)
         with _with_others():
@@ -163,7 +179,7 @@ class RankGroup:
         return there.cpu().numpy().tobytes().decode()
 
     def _texts(self, text: str) -> list[str]:
-        """Return the texts of all ranks."""
+        """Return the texts of all ranks at every rank."""
         data = bytearray(text.encode())
         length = torch.tensor([len(data)], dtype=torch.int64, device=self._device)
         lengths = [torch.zeros_like(length) for _ in range(self.size)]
@@ -182,7 +198,7 @@ ALONE = RankGroup(0, 1, torch.device("cpu"))
 
 @contextmanager
 def _with_others() -> Iterator[None]:
-    """Run a collective; say in Atoll's words what its failure means."""
+    """Run a collective inside the block. Turn its `RuntimeError` into `RunFailed`: another rank has ended."""
     try:
         yield
     except RuntimeError as error:
@@ -200,7 +216,7 @@ def _said(error: BaseException) -> Said:
 
 
 def _heard(rank: int, said: Said) -> Any:
-    """Return the value, or the error as the same class."""
+    """Return the value of a rank's result; if the result is an error, return it as an exception of the same class."""
     if "error" not in said:
         return said["value"]
     kind = BY_CODE.get(said["error"])

@@ -1,7 +1,7 @@
-"""A worker's place in a run: its lease, its heartbeats, and calls that are repeated until they are answered.
+"""A worker's session with the server: its lease, its heartbeats, and calls that are retried until they are answered.
 
-A lost connection is waited for, with backoff. A lost lease is taken anew, and the open ticket comes back. A server
-that was killed is both. A newer process of the same site ends this one.
+If the connection is lost, calls are retried with backoff. If the lease is lost, the worker joins again and gets its
+open ticket back. If a newer process of the same site joins, this one ends.
 """
 
 from __future__ import annotations
@@ -52,21 +52,23 @@ from atoll.worker.session.ranks import ALONE, RankGroup
 T = TypeVar("T")
 
 GIVE_UP_S = 86400.0
-"""A day: a server that is repaired the next morning costs no site its place."""
+"""Default of `ATOLL_GIVE_UP_S`: one day, so that a server may be repaired the next morning."""
 FIRST_BACKOFF_S = 0.25
 LONGEST_BACKOFF_S = 8.0
 HEARTBEAT_RETRY_S = 2.0
 HEARTBEAT_GAP_S = 1.0
-"""Between two heartbeats at least, however often the worker's state changes."""
+"""Least seconds between two heartbeats, however often the worker's state changes."""
 SAY_EVERY_S = 15.0
-"""Between two lines about a round that is waited for."""
+"""Seconds between two log lines while the worker waits for a round."""
 
 
 def give_up_s() -> float:
-    """Return `ATOLL_GIVE_UP_S`, else `GIVE_UP_S`; 0: never.
+    """Return the seconds without an answer after which a worker gives the server up.
+
+    They are `ATOLL_GIVE_UP_S` if it is set, else `GIVE_UP_S`. A value of 0 becomes infinity.
 
     Raises:
-        ConfigError: it is no number of seconds.
+        ConfigError: `ATOLL_GIVE_UP_S` is no number of seconds.
     """
     text = os.environ.get("ATOLL_GIVE_UP_S", "")
     try:
@@ -79,10 +81,14 @@ def give_up_s() -> float:
 
 
 class OutageTimer:
-    """How long a server has not answered one worker; several threads ask.
+    """A timer of how long the server has not answered one worker. Thread-safe.
 
-    It begins with the first attempt that failed since the last answer: while this process was stopped itself, it asked
-    nothing.
+    It starts at the first failed attempt after an answer. So the time in which this process itself was stopped does
+    not count.
+
+    Args:
+        server: address of the server, for messages.
+        clock: gives the time in seconds.
 
     Attributes:
         was_answered: whether the server has ever answered.
@@ -95,34 +101,34 @@ class OutageTimer:
         self.was_answered = False
 
     def answered(self) -> None:
-        """The server has answered."""
+        """Note that the server answered."""
         with self._lock:
             self._since_s, self.was_answered = None, True
 
     def failed(self) -> None:
-        """An attempt was not answered."""
+        """Note that an attempt was not answered."""
         with self._lock:
             self._since_s = self._clock() if self._since_s is None else self._since_s
 
     @property
     def seconds(self) -> float:
-        """How long the server has not answered; 0 where it answered the last attempt."""
+        """Seconds since the first unanswered attempt; 0 if the server answered the last attempt."""
         with self._lock:
             return 0.0 if self._since_s is None else self._clock() - self._since_s
 
     @property
     def is_too_long(self) -> bool:
-        """Whether the server is given up."""
+        """Whether it is time to give the server up."""
         return self.seconds >= self._most_s
 
     @property
     def patience(self) -> str:
-        """How long the server is waited for, as a sentence."""
+        """A sentence that says how long the worker waits for the server."""
         upto = "" if math.isinf(self._most_s) else f" for up to {duration(self._most_s)}"
         return f"This worker waits for it{upto} (ATOLL_GIVE_UP_S)."
 
     def error(self) -> ServerLost:
-        """Return the error of a worker that gives the server up."""
+        """Return the error to raise when the worker gives the server up."""
         return ServerLost(
             f"{self._server} has not answered for {duration(self.seconds)}: this worker gives it up.",
             "If the run has ended meanwhile, its model is in the server's exports. Else start the server, then this "
@@ -131,31 +137,34 @@ class OutageTimer:
 
 
 class Session:
-    """One process of a site, known to the run.
+    """The session of one worker process with the server, from join to leave.
 
     Args:
-        channel: its calls.
+        channel: the calls to the server.
         site: the site's name.
-        labels: shown in status.
-        run: what the run and its fragments are, where that is known already.
-        ranks: of a sharded worker: rank 0 joins, sends heartbeats and asks, and every rank gets its answers.
+        labels: labels of the worker, shown in the status.
+        ranks: the ranks of the worker. Rank 0 joins, sends heartbeats and asks; every rank gets the answers.
+        run: the run's description and fragments; None: ask the server for them.
 
     Attributes:
-        info, split, schema: of the run.
-        heartbeat: what the next one says; changed by `tell`.
+        info: description of the run.
+        split: fragments of the run.
+        schema: schema of the run's model.
+        heartbeat: the next heartbeat; changed by `tell`.
         counters: bytes and retries so far.
-        optimizers: that train here, as far as they are known.
-        corrects: whether a round was corrected here already, and what is to be said of that was said.
-        on_wait: called every now and then while other workers, or the server, are waited for.
-        durable_versions: of each fragment, the newest that survives a power loss of the server.
-        peer_address: where other workers of a swarm reach this one; empty elsewhere.
-        told_of_state: what a join says of what the algorithm keeps at the site; nothing in runs without.
+        optimizers: the optimizers that train in this process, as far as they are known.
+        corrects: whether a round in this process has been corrected, and the log lines about that were written.
+        on_wait: called from time to time while the worker waits for the server or for other workers.
+        durable_versions: for each fragment, the newest version that survives a power loss of the server.
+        peer_address: in a swarm, the address where other workers reach this one; else empty.
+        told_of_state: gives the fields of the join message about the algorithm's state; an empty dict without state.
         before_leave: called first when the worker leaves.
-        cleanup: closed once it has left.
+        cleanup: exit stack that is closed after the worker has left.
 
     Raises:
-        VersionSkew: the two sides speak different protocols.
-        ServerLost: the server did not answer for too long. ServerUnreachable: something else answers.
+        VersionSkew: worker and server speak different protocols.
+        ServerLost: the server did not answer for too long.
+        ServerUnreachable: the answer does not come from an Atoll server.
     """
 
     def __init__(
@@ -182,7 +191,7 @@ class Session:
         self.told_of_state: Callable[[], dict[str, Any]] = dict
         self._process = uuid.uuid4().hex[:16]
         self._labels = labels or {}
-        self._closing = Latch()  # an interrupt within a wait must not hold up `leave`
+        self._closing = Latch()  # no `threading.Event`: a signal in its `wait` could block `leave`
         self._join_lock = threading.Lock()
         self._beat: threading.Thread | None = None
         self._fatal: AtollError | None = None
@@ -201,10 +210,10 @@ class Session:
 
     @property
     def http(self) -> Http:
-        """The connections to the server, for the calls of tasks, objects and swarms.
+        """The HTTP connections to the server, for the calls of tasks, objects and swarms.
 
         Raises:
-            UsageError: a simulated site has none.
+            UsageError: the site is simulated and has no connections.
         """
         if not isinstance(self.channel, HttpChannel):
             raise UsageError(f"Site {self.site} is simulated, and has no server.", "Take part with real workers.")
@@ -212,14 +221,15 @@ class Session:
 
     @property
     def streams(self) -> bool:
-        """Whether the run has more than whole rounds: fragments, or results that are merged later."""
+        """Whether the run has several fragments, or results that are merged later than at the end of a round."""
         return self.info.fragments > 1 or self.info.tau > 0 or self.info.alpha > 0
 
     def require_here(self) -> None:
-        """Refuse to touch files of a worker that has left: threads may work on while it leaves.
+        """Raise an error if this worker has left. Call it before files are touched: threads may go on after a leave.
 
         Raises:
-            ServerUnreachable: it has left.
+            ServerUnreachable: the worker has left.
+            AtollError: the error that ended the worker, if there was one.
         """
         if self._closing.is_set():
             raise self._fatal or ServerUnreachable("This worker has left the run.", "Join again.")
@@ -227,22 +237,28 @@ class Session:
     # -- heartbeats
 
     def tell(self, **changes: Any) -> None:
-        """Have the next heartbeat say something else; from any thread. One that changes the state is sent soon."""
+        """Change fields of the next heartbeat. A change of `state` is sent soon. Safe from any thread."""
         with self._telling:
             before, self.heartbeat = self.heartbeat.state, self.heartbeat.model_copy(update=changes)
         if self.heartbeat.state != before:
             self._news.set()
 
     def warn(self, fragment: int, warnings: list[str]) -> None:
-        """Have the next heartbeat carry these warnings about a fragment, in place of earlier ones."""
+        """Replace the warnings about a fragment in the next heartbeat.
+
+        Args:
+            fragment: the fragment's number, or another key, such as -1 for the optimizer.
+            warnings: the new warnings; empty: none.
+        """
         with self._telling:
             self._warnings[fragment] = warnings
             self.tell(warnings=[text for _, each in sorted(self._warnings.items()) for text in each])
 
     def beat(self) -> bool:
-        """Tell the server that this worker lives, and how far it is; return whether it answered.
+        """Send a heartbeat. Return whether the server accepted it.
 
-        Half an interval without an answer gives the connection up: a half-open one must not cost the lease.
+        If the lease is lost, join again. The timeout is half a heartbeat interval, so that a half-open connection does
+        not cost the lease.
         """
         lease = self.channel.lease
         try:
@@ -262,7 +278,7 @@ class Session:
         return False
 
     def end(self) -> None:
-        """Say that this worker submits nothing more: no round waits for it, and it stays for the results."""
+        """Tell the server that this worker submits no more updates: no round waits for it while it gets the results."""
         self.tell(ends=True, state="waiting for the last results")
         self.beat()
 
@@ -298,11 +314,11 @@ class Session:
     # -- join and leave
 
     def join(self, *, sync_every: int | None = None, num_fragments: int | None = None) -> None:
-        """Take part; heartbeats begin.
+        """Join the run, and start the heartbeats.
 
         Args:
-            sync_every: the worker's own H, where it has one; the server refuses another than the run's.
-            num_fragments: its own number of fragments, likewise.
+            sync_every: the worker's own H; None: the run's. The server refuses a value that differs from the run's.
+            num_fragments: the worker's own number of fragments; None: the run's. Checked as `sync_every` is.
         """
         self._sync_every, self._num_fragments = sync_every, num_fragments
         every_s = self.info.waiting_heartbeat_s
@@ -318,11 +334,16 @@ class Session:
             self._beat.start()
 
     def _watch_calls(self, ask: Callable[[], object], every_s: float) -> None:
-        """Have calls end that a silent network would hold up."""
+        """Start the watch that ends calls when the network is silent.
+
+        Args:
+            ask: a call that shows whether the server answers.
+            every_s: seconds between two such calls.
+        """
         self.channel.watch.begin(lambda: is_answered(self.channel, ask), every_s)
 
     def _join(self, max_retries: int | None = None) -> str:
-        """Take part, or take part again; return the new lease."""
+        """Join the run, or join it again. Return the new lease."""
         message = messages.Join(
             protocol=routes.PROTOCOL,
             site=self.site,
@@ -349,11 +370,15 @@ class Session:
         return joined.lease
 
     def rejoin(self, lost: str) -> None:
-        """Join again, once, however many threads find that `lost` is no longer valid; the network is tried once.
+        """Join again with one attempt, unless another thread has already replaced the lease `lost`.
+
+        Args:
+            lost: the lease that is no longer valid.
 
         Raises:
-            ServerLost: another run is at the address now; the progress of this worker is none of it.
-            LeaseLost: this is not rank 0, which joins for all.
+            ServerLost: the server has another run now, which this worker's progress does not belong to.
+            LeaseLost: this is not rank 0, which joins for all ranks.
+            TRANSIENT: the attempt failed.
         """
         if not self.ranks.is_first:
             raise LeaseLost(f"The server no longer knows {self.site}.")
@@ -369,7 +394,11 @@ class Session:
                     raise
 
     def leave(self, error: str | None = None) -> None:
-        """Deregister and stop the heartbeats, after a last one; soon, whatever the server does. Idempotent."""
+        """Send a last heartbeat, deregister and stop the heartbeats. Do not wait long for the server. Idempotent.
+
+        Args:
+            error: the error that ended training; None: training ended well.
+        """
         self.has_left = True
         with self.cleanup:
             self.before_leave()
@@ -385,7 +414,7 @@ class Session:
             return
         if self._beat is not None:
             self._beat.join(GOODBYE_S)
-        silent = self._beat is not None and self._beat.is_alive()  # one is under way, and the server does not answer
+        silent = self._beat is not None and self._beat.is_alive()  # a heartbeat is unanswered: the server is silent
         try:
             if self._fatal is None and not silent:
                 if self._beat is not None:
@@ -404,15 +433,16 @@ class Session:
     # -- calls
 
     def call(self, ask: Callable[[], T], what: str, *, retries: int | None = None, kind: Any = Any) -> T | Lost:
-        """Ask until there is an answer; rank 0 asks for all ranks.
+        """Make a call at rank 0, with retries, and return the answer at every rank.
 
         Args:
+            ask: one attempt at the call.
             what: completes "cannot …" in the log.
-            retries: attempts after the first one; None: as long as ATOLL_GIVE_UP_S says.
-            kind: type of the answer, where it is not plain JSON.
+            retries: retries after a network error; None: as long as ATOLL_GIVE_UP_S says.
+            kind: type of the answer if it is not plain JSON.
 
         Returns:
-            The answer, or that the network was lost.
+            The answer, or `Lost` after the last retry.
         """
         return self._for_all_ranks(lambda: self.patiently(ask, retries, what), kind)
 
@@ -423,13 +453,15 @@ class Session:
             return Lost(error)
 
     def move(self, work: Callable[[], None], what: str, *, retries: int | None = None) -> Lost | None:
-        """Have every rank move its own tensors, again and again until all have done it; rank 0 says when to stop.
+        """Have every rank transfer its own tensors. Repeat until all ranks succeed; rank 0 decides when to stop.
 
         Args:
-            work: one attempt.
+            work: one attempt at the transfer.
+            what: completes "cannot …" in the log.
+            retries: retries after a network error; None: as long as ATOLL_GIVE_UP_S says.
 
         Returns:
-            That the network was lost at one of the ranks; else None.
+            `Lost` if a rank failed in the last attempt, else None.
         """
         attempts = _Attempts(self, retries, what)
         try:
@@ -445,14 +477,16 @@ class Session:
             return Lost(error)
 
     def patiently(self, ask: Callable[[], T], max_retries: int | None, what: str) -> T:
-        """Ask until there is an answer, in this process alone.
+        """Make a call with retries, in this process alone, and return the answer.
 
         Args:
-            max_retries: attempts after the first one; None: as long as ATOLL_GIVE_UP_S says.
+            ask: one attempt at the call.
+            max_retries: retries after a network error; None: as long as ATOLL_GIVE_UP_S says.
+            what: completes "cannot …" in the log.
 
         Raises:
-            TransferError, DiskFull: after `max_retries` attempts.
-            ServerLost: with None, when the server has not answered for too long.
+            TRANSIENT: the last retry failed.
+            ServerLost: `max_retries` is None, and the server has not answered for too long.
         """
         attempts = _Attempts(self, max_retries, what)
         while True:
@@ -465,10 +499,12 @@ class Session:
                 attempts.failed(error)
 
     def next_ticket(self, fragment: int = 0, *, wait_s: float | None = None, retries: int | None = None) -> Next | Lost:
-        """Return the ticket of the open round, or the word that the run is finished.
+        """Return the ticket of the open round, or that the run is finished.
 
         Args:
-            wait_s: return `Wait` after so long; None waits until a round opens.
+            fragment: the fragment's number.
+            wait_s: seconds after which `Wait` is returned; None: wait until a round opens.
+            retries: retries after a network error; None: as long as ATOLL_GIVE_UP_S says.
         """
         ask = partial(self._wait_for_ticket, fragment, wait_s, retries)
         reply = self._for_all_ranks(ask, messages.TicketReply)
@@ -495,23 +531,24 @@ class Session:
                 LOG.info("%s: %s", self.site, in_wait(said - begin, reply))
 
     def outcome(self, ticket: int, retries: int | None = None) -> messages.Outcome | Lost:
-        """Return what became of a ticket; one that the server does not know any more has expired."""
+        """Return the outcome of a ticket. A ticket that the server no longer knows counts as expired."""
         what = "ask what became of the update"
         return self.call(lambda: self.channel.ticket(ticket).outcome, what, retries=retries, kind=messages.Outcome)
 
     def require_outcome(self, ticket: int) -> messages.Outcome:
-        """Return what became of a ticket.
+        """Return the outcome of a ticket, retrying as long as ATOLL_GIVE_UP_S says.
 
         Raises:
-            TRANSIENT: this worker leaves meanwhile.
+            TRANSIENT: this worker left during the call, or gave the server up.
         """
         return require(self.outcome(ticket))
 
     def parts_at_server(self, ticket: int, digests: Mapping[int, bytes]) -> Collection[int]:
-        """Return which of these parts need not be sent: the server has them, with these digests.
+        """Return the indices of the parts that the server has already, with these digests.
 
         Args:
-            digests: index → BLAKE3.
+            ticket: ticket of the update.
+            digests: BLAKE3 of each part, by the part's index.
 
         Raises:
             TicketClosed: the round went on without this update.
@@ -528,7 +565,7 @@ class Session:
         }
 
     def _failed(self, error: AtollError) -> None:
-        """An attempt failed: the server did not answer, or it did, and could do nothing."""
+        """Note a failed attempt. Any error other than an unreachable server or a stalled transfer is an answer."""
         if isinstance(error, ServerUnreachable | TransferStalled):
             self.silence.failed()
         else:
@@ -540,20 +577,27 @@ class Session:
 
 
 class _Attempts:
-    """The attempts at one call: when to try again, and when to stop."""
+    """The attempts at one call: decides when to try again and when to stop.
+
+    Args:
+        session: the session that makes the call.
+        most: retries after a network error; None: as long as ATOLL_GIVE_UP_S says.
+        what: completes "cannot …" in the log.
+    """
 
     def __init__(self, session: Session, most: int | None, what: str) -> None:
         self._session, self._most, self._what = session, most, what
         self._pause_s, self._count, self._lost = FIRST_BACKOFF_S, 0, 0
-        self._lease = self._stale = ""  # of the attempt, and one that is no longer valid
+        self._lease = self._stale = ""  # lease of the attempt; lease that is no longer valid
         self._error: AtollError | None = None
 
     def begin(self) -> str:
         """Wait until the next attempt may begin; return the lease for it.
 
         Raises:
-            TRANSIENT: there is no further attempt. ServerLost: the server is given up.
-            LeaseLost: the site cannot take part again.
+            TRANSIENT: the last retry failed.
+            ServerLost: the server has not answered for too long.
+            LeaseLost: the site cannot join again.
         """
         session = self._session
         while True:
@@ -574,11 +618,11 @@ class _Attempts:
                 self._error = error
 
     def failed(self, error: AtollError) -> None:
-        """The attempt failed so; `begin` says whether there is another one."""
+        """Note the error of a failed attempt. The next `begin` waits, or raises the error."""
         self._error = error
 
     def succeeded(self) -> None:
-        """The attempt was answered."""
+        """Note that the attempt was answered, and log it after failures."""
         self._session._answered()
         if self._count:
             LOG.info("%s: the server is back; going on to %s", self._session.site, self._what)
@@ -588,13 +632,13 @@ class _Attempts:
         if isinstance(error, LeaseLost):
             if not self._lease:
                 raise error
-            session._closing.wait(min(self._lost * FIRST_BACKOFF_S, LONGEST_BACKOFF_S))  # none the first time
+            session._closing.wait(min(self._lost * FIRST_BACKOFF_S, LONGEST_BACKOFF_S))  # the first time, 0 s
             self._lost, self._stale = self._lost + 1, self._lease
             return
         self._count += 1
         session._failed(error)
         if self._most is not None and (self._count > self._most or session.channel.watch.is_lost):
-            raise error  # one that the watch has ended took as long as all of them
+            raise error  # a call that the watch ended has taken as long as all retries
         if isinstance(error, ServerUnreachable) and error.is_other and not silence.was_answered:
             raise error
         if self._most is None and silence.is_too_long:
@@ -615,7 +659,7 @@ def split_of(message: messages.SchemaMessage, info: messages.RunInfo) -> Split:
     """Return the fragments of a run.
 
     Raises:
-        VersionSkew: they are not those that the run has named.
+        VersionSkew: the schema does not match the run's description.
     """
     split = message.to_split()
     if split.count != info.fragments or split.schema.digest != info.schema_digest:
@@ -624,11 +668,11 @@ def split_of(message: messages.SchemaMessage, info: messages.RunInfo) -> Split:
 
 
 def is_answered(channel: Channel, ask: Callable[[], object]) -> bool:
-    """Send a heartbeat; return whether the server answered it, with anything."""
+    """Make a call, and return whether the server answered at all, even with an error."""
     try:
         ask()
     except (ServerUnreachable, TransferStalled):
         return False
-    except AtollError as error:  # a lost lease, say; the calls that wait get the same error
+    except AtollError as error:  # for example a lost lease; the waiting calls get the same error
         LOG.debug("%s: %s", channel.server, error)
     return True
