@@ -1,1 +1,1 @@
-"""A worker's part in a swarm: it pulls versions and updates from other workers, serves its own, and aggregates."""
+"""A worker's part in a swarm: pull versions and updates from other workers, serve its own, and aggregate."""

@@ -1,12 +1,12 @@
-"""A worker of a swarm: it serves what it has, aggregates when it is its turn, and checks what others made.
+"""The work of a worker in a swarm: serve files, pull and check files of other workers, and reduce rounds.
 
-The server tells it what it is to have and to do, and it reports what it has and has done (`protocol/swarm_messages`).
-It compares the two: it begins a job for each thing that is missing, and drops what is not wanted any more. So the order
-of messages does not matter, and a lost one costs nothing.
+The server sends the full list of what this worker should hold and do. The worker reports the full list of what it
+holds and has done (`protocol/swarm_messages`). The worker compares the two lists: it starts a job for each missing item
+and drops items that are no longer wanted. So the order of messages does not matter, and a lost message does no harm.
 
-    hold      pull a version and its outer state from a worker that has it, and check every byte
-    collect   pull an update into a spool, and look whether it is finite, and at its norm
-    close     reduce a frozen round into the next version, with the same pass as a server's
+    hold      pull a version and its outer state from a worker that has both, and check every byte
+    collect   pull an update into a spool, check that its values are finite, and compute its norm
+    close     reduce a frozen round into the next version, with the same code as a server
 """
 
 from __future__ import annotations
@@ -53,11 +53,15 @@ from atoll.worker.peer.peer_transfers import PeerServer, PeerTransfers, Spool, V
 from atoll.worker.session.session import Session
 
 Key = tuple[object, ...]
-"""Identifies a job."""
+"""The key of a job: its kind, then the numbers that identify its item."""
 
 
 class UpdateDamaged(StateCorrupt):
-    """The disk has changed an update since it was collected."""
+    """The error of an update that the disk has changed since it was collected.
+
+    Attributes:
+        ticket: ticket of the update.
+    """
 
     def __init__(self, share: FrozenUpdate) -> None:
         super().__init__(f"The update of {share.site} is not what came: the disk has changed it.", "Look at the disk.")
@@ -65,16 +69,24 @@ class UpdateDamaged(StateCorrupt):
 
 
 def failed(work: FrozenRound, why: str, *, overflows: bool = False) -> ReducedRound:
-    """Return the report of a round that could not be reduced here."""
+    """Return the report of a round that this worker could not reduce.
+
+    Args:
+        work: the frozen round.
+        why: the reason.
+        overflows: whether the next version would hold Inf or NaN.
+    """
     fragment, version = work.fragment, work.version
     return ReducedRound(fragment=fragment, version=version, tickets=work.tickets, failed=why, overflows=overflows)
 
 
 def failed_by(error: Exception, work: FrozenRound, folder: Path) -> ReducedRound:
-    """Return the report of a round that ended with an error. A traceback goes into the log of this worker.
+    """Return the report of a round that ended with an error. Log a traceback of an unexpected error.
 
     Args:
-        folder: of the version.
+        error: the error.
+        work: the frozen round.
+        folder: the folder of the version's file, for the message.
     """
     if isinstance(error, OSError):
         error = disk_error(error, folder / f"version {work.version}")
@@ -86,7 +98,15 @@ def failed_by(error: Exception, work: FrozenRound, folder: Path) -> ReducedRound
 
 
 def keep_result(site: str, plan: Plan, work: PeerWork, store: PeerStore, target: Path) -> None:
-    """Write the result of a finished run, as the server would, and log where it is, or why it is not there."""
+    """Write the model of a finished run into a file, and log the path or the failure. Before the end, do nothing.
+
+    Args:
+        site: the site's name, for the log.
+        plan: the run's plan.
+        work: the server's last order.
+        store: the versions at this worker.
+        target: the file to write.
+    """
     if not work.finished:
         return
     newest: dict[int, int] = {}
@@ -110,10 +130,10 @@ def keep_result(site: str, plan: Plan, work: PeerWork, store: PeerStore, target:
 
 
 def plan_of(message: SwarmPlan, split: Split) -> Plan:
-    """Return the plan of the server's settings.
+    """Return the plan that follows from the server's settings.
 
     Raises:
-        VersionSkew: this Atoll does not know one of them, or something that it names is not installed here.
+        VersionSkew: this Atoll does not know a setting, or a package that a setting needs is not installed here.
     """
     try:
         return Plan.make(Settings.build(dict(message.settings)), split)
@@ -125,30 +145,30 @@ def plan_of(message: SwarmPlan, split: Split) -> Plan:
 
 
 def key_of(work: FrozenRound) -> Key:
-    """Return what identifies a frozen round."""
+    """Return the job key of a frozen round."""
     return ("close", work.fragment, work.version, *work.tickets)
 
 
 RESULT = "model.safetensors"
-"""In the worker's folder: the result of a finished run."""
+"""Name of the file with the model of a finished run, in the site's folder."""
 JOBS = 3
-"""At a time."""
+"""Number of jobs that run at the same time."""
 KNOWN, UNREACHED = 1024, 64
-"""The most addresses in a report."""
+"""Largest numbers of reached and of unreached addresses in a report."""
 BUSY_S = 1.0
-"""Seconds between two reports of a worker that works: the server sees that bytes move."""
+"""Seconds between two reports while jobs run, so that the server sees progress."""
 ANSWER_S = 10.0
-"""Seconds beyond the wait that was asked for, after which the server is asked again."""
+"""Seconds that the timeout of a report exceeds the wait at the server."""
 
 
 class SwarmPeer:
-    """The part of one worker in a swarm; `start` it once the worker has joined.
+    """The agent that does one worker's part in a swarm. Call `start` after the worker has joined.
 
     Args:
-        session: of the worker; joins again with a lease that is no longer valid.
-        peer_server: serves files to others.
-        plan: of the run, as the server has it.
-        folder: of the worker in the run; locked by the caller.
+        session: the worker's session.
+        peer_server: serves this worker's files to other workers.
+        plan: the run's plan, the same as at the server.
+        folder: the worker's folder in the run; locked by the caller.
     """
 
     def __init__(self, session: Session, peer_server: PeerServer, plan: Plan, folder: Path) -> None:
@@ -157,13 +177,13 @@ class SwarmPeer:
         self._store = PeerStore(plan, folder, session.info.run, peer_server)
         self._result = folder.parent / RESULT
         self._transfers = PeerTransfers(plan, self._http, peer_server, self._idle_timeout_s, self._move)
-        self._lock = threading.RLock()  # guards what follows
+        self._lock = threading.RLock()  # guards the fields below
         self._work = PeerWork(stamp=0)
         self._number = self._moved = 0
         self._spools: dict[int, Spool] = {}  # by ticket
         self._collected: dict[int, CollectedUpdate] = {}
         self._closed: dict[Key, ReducedRound] = {}
-        self._reached: dict[str, None] = {}  # in their order
+        self._reached: dict[str, None] = {}  # addresses, oldest first
         self._unreached: dict[str, str] = {}
         self._jobs: set[Key] = set()
         self._troubles = Troubles()
@@ -175,11 +195,14 @@ class SwarmPeer:
     # -- life
 
     def start(self) -> None:
-        """Serve what is here, and begin to ask for work."""
+        """Start the thread that asks the server for work."""
         self._thread.start()
 
     def leave(self) -> None:
-        """Stay until no other worker needs what is only here, as long as bytes move; then stop. Idempotent."""
+        """Stop, after other workers have pulled what only this worker has. Idempotent.
+
+        If no bytes move for the idle timeout, stop earlier. If the run is finished, write its model into a file.
+        """
         if not self._stopping.is_set() and self._thread.is_alive():
             self._leaving = True
             self._stayed.clear()
@@ -195,7 +218,7 @@ class SwarmPeer:
         self._stopping.set()
 
     def close(self) -> None:
-        """Close all files and threads; after `leave`."""
+        """Close all files and threads. Call it after `leave`."""
         self._stopping.set()
         self._pool.shutdown(wait=False, cancel_futures=True)
         if self._thread.is_alive():
@@ -232,7 +255,7 @@ class SwarmPeer:
                 pause_s = min(2 * pause_s, 8.0)
 
     def _say(self) -> None:
-        """Report at once what has changed; if that fails, the next report does."""
+        """Send a report at once. If that fails, the next report has the same content."""
         with contextlib.suppress(AtollError):
             self._ask(0.0)
 
@@ -242,7 +265,7 @@ class SwarmPeer:
             report = self._report(wait_s)
         work = self._http.post(routes.SWARM, report, PeerWork, timeout_s=wait_s + ANSWER_S)
         with self._lock:
-            if work.server != self._work.server or work.order > self._work.order:  # else a later one has overtaken it
+            if work.server != self._work.server or work.order > self._work.order:  # else a later answer came first
                 self._work = work
             self._follow(self._work)
             if self._leaving and report.leaving and not self._work.stay:
@@ -274,7 +297,7 @@ class SwarmPeer:
         )
 
     def _follow(self, work: PeerWork) -> None:
-        """Drop what is not wanted any more, and begin what is missing."""
+        """Drop items that the server no longer wants, and start jobs for missing items."""
         if not self._stopping.is_set():
             self._drop_unwanted(work)
             self._begin_missing(work)
@@ -307,7 +330,7 @@ class SwarmPeer:
                 self._begin(key_of(closing), partial(self._close, closing))
 
     def _is_here(self, share: FrozenUpdate) -> bool:
-        """Whether an update has been collected, with the digest that is wanted."""
+        """Return whether an update has been collected with the digest that the round names."""
         found = self._collected.get(share.ticket)
         return found is not None and not found.failed and found.digest == share.digest
 
@@ -317,7 +340,7 @@ class SwarmPeer:
         self._jobs.add(key)
         try:
             self._pool.submit(self._do, key, job)
-        except RuntimeError:  # it is being closed
+        except RuntimeError:  # the pool is being closed
             self._jobs.discard(key)
 
     def _do(self, key: Key, job: Callable[[], None]) -> None:
@@ -348,7 +371,7 @@ class SwarmPeer:
     # -- jobs
 
     def _probe(self, address: str) -> None:
-        """Find out whether another worker can be reached."""
+        """Try to reach another worker, and keep the result for the next report."""
         why = self._peer_server.why_unreached(address, self._stopping.wait)
         with self._lock:
             if why:
@@ -356,13 +379,13 @@ class SwarmPeer:
             elif not self._stopping.is_set():
                 self._reached[address] = None
                 self._unreached.pop(address, None)
-            while len(self._reached) > KNOWN:  # of workers that were started again; a forgotten one is tried again
+            while len(self._reached) > KNOWN:  # drop the oldest; the server asks again for an address that is missing
                 del self._reached[next(iter(self._reached))]
             while len(self._unreached) > UNREACHED:
                 del self._unreached[next(iter(self._unreached))]
 
     def _hold(self, hold: Hold) -> None:
-        """Get a version and its outer state."""
+        """Pull a version and its outer state, and serve both."""
         kinds = (VERSION, STATE) if hold.state_digest else (VERSION,)
         with self._store.taken(hold.fragment, *kinds) as (slot, *state):
             assert slot is not None
@@ -374,7 +397,7 @@ class SwarmPeer:
         LOG.debug("%s: has version %d (%d bytes)", self.site, hold.version, nbytes)
 
     def _collect(self, collect: Collect) -> None:
-        """Get an update into a spool, and look what it holds."""
+        """Pull an update into a spool, and keep the result for the next report: its norm, or what is wrong."""
         ticket = collect.ticket
         found = CollectedUpdate(ticket=ticket, digest=collect.digest, source=collect.source)
         with self._store.taken(collect.fragment, SPOOL) as (slot,):
@@ -384,7 +407,7 @@ class SwarmPeer:
                 spool, norm, bad = self._transfers.update(collect, slot)
                 failpoint("swarm.collected")
                 found = found.model_copy(update={"norm": norm, "bad": bad})
-            except UNPULLED as error:  # the other worker's fault; an error of the own disk is tried again
+            except UNPULLED as error:  # the other worker failed; after an error of this disk the job runs again
                 self._store.give_back(Spool(collect.fragment, slot, ()))
                 spool, found = None, found.model_copy(update={"failed": told(error, 500)})
         with self._lock:
@@ -393,7 +416,7 @@ class SwarmPeer:
                 self._spools[ticket] = spool
 
     def _close(self, work: FrozenRound) -> None:
-        """Make the next version of a frozen round."""
+        """Reduce a frozen round into the next version, serve the version, and keep the report."""
         base = self._store.get(work.fragment, work.base_version)
         with self._lock:
             spools = {each.ticket: self._spools[each.ticket] for each in work.updates if each.ticket in self._spools}
@@ -420,8 +443,8 @@ class SwarmPeer:
             raise
         except Exception as error:
             ended = failed_by(error, work, self._store.folder)
-            with self._lock:  # so that one report has both
-                if isinstance(error, StateCorrupt):  # what the disk has changed is pulled again
+            with self._lock:  # one report has to contain the failure and the dropped file
+                if isinstance(error, StateCorrupt):  # drop the damaged file, so that it is pulled again
                     LOG.warning("%s: %s", self.site, error)
                     self._forget(error.ticket) if isinstance(error, UpdateDamaged) else self._store.drop(base)
                 self._ended(ended, work)
@@ -429,19 +452,24 @@ class SwarmPeer:
     def _reduce(
         self, work: FrozenRound, base: Version, spools: Mapping[int, Spool], version: Slot, state: Slot | None
     ) -> tuple[Version, ReducedRound]:
-        """Reduce a frozen round with the same pass as a server's, and write the next version into these slots.
+        """Reduce a frozen round with the same code as a server, and write the next version into the slots.
 
         Args:
+            work: the frozen round.
             base: the version that the round starts from.
-            spools: ticket → its update.
+            spools: the round's updates, by ticket.
+            version: the slot for the next version.
+            state: the slot for the next outer state; None: the outer optimizer has no state.
 
         Returns:
-            The version, and the report of it.
+            The next version, and the report of the round.
 
         Raises:
-            CancelledError: (concurrent.futures) the worker stops. OSError: the disk is full, or fails.
+            CancelledError: (concurrent.futures) the worker stops.
+            OSError: the disk is full, or fails.
             Overflow: the next version would hold Inf or NaN.
-            UpdateDamaged: the disk has changed an update. StateCorrupt: it has changed the base.
+            UpdateDamaged: the disk has changed an update.
+            StateCorrupt: the disk has changed the base.
         """
         begin, done = time.monotonic(), 0
         self._require_whole(work, spools)
@@ -478,7 +506,11 @@ class SwarmPeer:
         return made, closed
 
     def _require_whole(self, work: FrozenRound, spools: Mapping[int, Spool]) -> None:
-        """Read every update once more, and refuse what the disk has changed since it came."""
+        """Check the digest of every part of every update again.
+
+        Raises:
+            UpdateDamaged: the disk has changed an update since it was collected.
+        """
         parts = self._plan.fragments[work.fragment].update.parts
 
         def look(job: tuple[FrozenUpdate, Part]) -> None:

@@ -1,7 +1,7 @@
-"""The versions that a worker of a swarm holds and serves, and the updates that it has collected.
+"""Storage of a worker in a swarm: the versions that the worker serves, and the updates that it has collected.
 
-They are the same files as a server's: slots that are rewritten, with the same layouts and digests. A note says which
-slot holds what, so that a worker that is started again still has what it had.
+The files are slots that are rewritten, with the same layouts and digests as at a server. A note says which slot holds
+which version, so that a restarted worker still has its versions.
 """
 
 from __future__ import annotations
@@ -28,19 +28,26 @@ NOTE = "held.json"
 
 @dataclass
 class _Note:
-    """Of each version: fragment, version, digest, slots, digests of parts and of state regions in hex."""
+    """The note of the held versions.
+
+    Attributes:
+        run: id of the run.
+        versions: one row for each version: fragment, version, digest, number of the version's slot, number of the outer
+            state's slot or None, digests of the parts in hex, digests of the outer state's regions in hex.
+    """
 
     run: str
     versions: list[list[Any]] = field(default_factory=list)
 
 
 class PeerStore:
-    """The files of a worker. Thread-safe.
+    """The versions and spools of a worker in a swarm. Thread-safe.
 
     Args:
-        folder: of the worker in the run; locked by the caller.
+        plan: the run's plan.
+        folder: the worker's folder in the run; locked by the caller.
         run: id of the run.
-        peer_server: serves versions to others.
+        peer_server: serves versions to other workers.
     """
 
     def __init__(self, plan: Plan, folder: Path, run: str, peer_server: PeerServer) -> None:
@@ -57,24 +64,24 @@ class PeerStore:
             self._adopt()
 
     def _adopt(self) -> None:
-        """Take over the versions of an earlier process that still have their digests; remove the rest."""
+        """Take over and serve the versions of an earlier process that match their digests. Remove all other files."""
         note: _Note | None = read_note(self.folder / NOTE, _Note)
         for row in note.versions if note is not None and note.run == self._run else ():
-            with contextlib.suppress(ValueError, TypeError, KeyError):  # of another version of Atoll
+            with contextlib.suppress(ValueError, TypeError, KeyError):  # another version of Atoll wrote the row
                 if (found := self._adopted(*row)) is not None:
                     self._versions[found.fragment, found.version] = self.served(found)
         for (kind, fragment), pool in self._pools.items():
             held = [each for each in self._versions.values() if each.fragment == fragment]
             slots = [slot for each in held for of, slot in each.slots() if of == kind]
             pool.retain({slot.number for slot in slots})
-            pool.trim()  # an incomplete version goes with its slot
+            pool.trim()  # remove slots that hold no complete version
             for path in set(self.folder.glob(f"{kind}-{fragment}-*")) - {slot.path for slot in slots}:
                 path.unlink()
 
     def _adopted(
         self, fragment: int, version: int, digest: str, slot: int, state: int | None, *hexes: str
     ) -> Version | None:
-        """Return the version of a row of the note; None if its bytes changed."""
+        """Return the version that a row of the note describes; None if its bytes do not match the digests."""
         parts, states = (split(bytes.fromhex(text)) for text in hexes)
         mine, beside = self._verified(VERSION, fragment, slot, parts), None
         if mine is None or self._plan.fragments[fragment].version.blob_id(parts) != digest:
@@ -91,7 +98,7 @@ class PeerStore:
     # -- versions
 
     def versions(self) -> list[Version]:
-        """Return all complete versions, in order."""
+        """Return all held versions, ordered by fragment and number."""
         with self._lock:
             return [version for _, version in sorted(self._versions.items())]
 
@@ -101,7 +108,10 @@ class PeerStore:
             return self._versions.get((fragment, version))
 
     def served(self, version: Version) -> Version:
-        """Let others pull a version. This may read all of its outer state: call it without a lock."""
+        """Start to serve a version. Return a copy of it with `source` set.
+
+        This may read the whole outer state to compute digests. So do not hold a lock during the call.
+        """
         layout, beside, parts = self._plan.fragments[version.fragment].version, None, version.state_parts
         at = self._peer_server.serve(version.slot.fd, Manifest.of_layout(layout, version.part_digests))
         if version.state is not None:
@@ -111,17 +121,17 @@ class PeerStore:
         return replace(version, state_parts=parts, source=Source(version=str(at), state=beside))
 
     def withdraw(self, version: Version) -> None:
-        """Let others pull a version no longer."""
+        """Stop serving a version."""
         source = version.source
         for text in (source.version, source.state) if source is not None else ():
             if text is not None:
                 self._peer_server.withdraw(TensorRef.parse(text))
 
     def put(self, version: Version) -> None:
-        """Keep a version; its slots, which the caller has taken, belong to the store from now on.
+        """Add a version to the store, with the slots that the caller took for it.
 
         Raises:
-            StoreError: the note cannot be written; the version is not kept, and the slots stay the caller's.
+            StoreError: the note cannot be written. The version is not added, and the caller keeps the slots.
         """
         with self._lock:
             self._versions[version.fragment, version.version] = version
@@ -133,11 +143,11 @@ class PeerStore:
                 raise
 
     def drop(self, version: Version) -> None:
-        """Serve and keep a version no longer; its slots are rewritten once no reader is left."""
+        """Remove a version from the store and stop serving it. Its slots are reused once no reader is left."""
         with self._lock:
             if self._versions.pop((version.fragment, version.version), None) is not None:
                 self.withdraw(version)
-                with contextlib.suppress(StoreError):  # an old note is checked against the digests
+                with contextlib.suppress(StoreError):  # an outdated note is harmless: `_adopt` checks digests
                     self._write()
                 self.give_back(version)
 
@@ -155,10 +165,17 @@ class PeerStore:
 
     @contextmanager
     def taken(self, fragment: int, *kinds: str) -> Iterator[list[Slot | None]]:
-        """Give slots to write into, and take them back if the block raises; None for a kind that has no files.
+        """Yield slots to write into. If the block raises, give them back.
+
+        Args:
+            fragment: the fragment's number.
+            kinds: the kind of each slot.
+
+        Yields:
+            One slot for each kind; None for a kind that has no files in this run.
 
         Raises:
-            DiskFull: no space for another.
+            DiskFull: there is no space for another slot.
         """
         slots: list[Slot | None] = []
         try:
@@ -173,13 +190,13 @@ class PeerStore:
             raise
 
     def give_back(self, held: Version | Spool) -> None:
-        """Let the slots of a version or an update be rewritten."""
+        """Give back the slots of a version or an update, so that they can be reused."""
         for kind, slot in held.slots():
             self._pools[kind, held.fragment].drop(slot, JOURNAL)
 
     @contextmanager
     def reading(self, *held: Version | Spool) -> Iterator[None]:
-        """Keep versions and updates unchanged within the block."""
+        """Prevent the slots of versions and updates from being reused inside the block."""
         with ExitStack() as stack:
             for each in held:
                 for kind, slot in each.slots():
@@ -187,7 +204,7 @@ class PeerStore:
             yield
 
     def close(self) -> None:
-        """Close the files; the versions stay for the next start."""
+        """Close the files, and remove the spools. The versions stay on disk for the next start."""
         with self._lock:
             for (kind, _), pool in self._pools.items():
                 if kind == SPOOL:

@@ -1,7 +1,11 @@
-"""What workers of a swarm pull from each other and serve to each other: versions, outer states and updates.
+"""Transfers between the workers of a swarm: serve and pull versions, outer states and updates.
 
-Variables of the environment say where this worker listens, `ATOLL_PEER_HOST` and `ATOLL_PEER_PORT`, under which name
-others reach it, `ATOLL_PEER_NAME`, and which certificate it shows, `ATOLL_PEER_TLS_CERT` and `ATOLL_PEER_TLS_KEY`.
+Environment variables configure the worker's own server:
+
+    ATOLL_PEER_HOST, ATOLL_PEER_PORT           address to listen on
+    ATOLL_PEER_NAME                            host name under which other workers reach this one
+    ATOLL_PEER_TLS_CERT, ATOLL_PEER_TLS_KEY    certificate and its key
+    ATOLL_PEER_INSECURE                        true allows plain HTTP beyond this machine
 """
 
 from __future__ import annotations
@@ -39,11 +43,17 @@ CONNECTIONS = 2
 
 
 def open_host(site: str, server_host: str, idle_timeout_s: float) -> ObjectHost:
-    """Listen for the other workers.
+    """Start to listen for other workers.
+
+    Args:
+        site: the site's name, for messages.
+        server_host: host of the run's server.
+        idle_timeout_s: seconds without a byte after which a connection is closed.
 
     Raises:
-        ConfigError: the run's server is on another machine, and no variable says where others reach this worker; or
-            the address needs TLS, or is not this machine's. PortInUse: another process has the port.
+        ConfigError: the run's server is on another machine, and `ATOLL_PEER_HOST` is not set. Or the address needs
+            TLS, or does not belong to this machine.
+        PortInUse: another process has the port.
     """
     host = os.environ.get("ATOLL_PEER_HOST")
     if host is None and not is_loopback(server_host):
@@ -84,13 +94,17 @@ def _path(variable: str) -> Path | None:
 
 
 class SlotWriter:
-    """Writes what is pulled into a slot."""
+    """A writer of downloaded bytes into a slot."""
 
     def __init__(self, slot: Slot) -> None:
         self._slot = slot
 
     def write(self, offset: int, data: memoryview) -> None:
-        """Write all of `data` at a byte offset of the slot; a failing disk raises `StoreError`."""
+        """Write `data` from the slot's byte `offset` on.
+
+        Raises:
+            StoreError: the disk is full, or fails.
+        """
         try:
             with self._slot.one_writes:
                 write_at(self._slot.fd, data, offset)
@@ -100,10 +114,15 @@ class SlotWriter:
 
 @contextmanager
 def connected(text: str, idle_timeout_s: float, counters: Counters) -> Iterator[tuple[TensorRef, HttpTransfer]]:
-    """Connect to the worker that serves a reference, for as long as the block lasts.
+    """Connect to the worker that serves a reference, for the duration of the block.
 
     Args:
-        counters: count the bytes.
+        text: the reference as text.
+        idle_timeout_s: seconds without a byte after which a transfer fails.
+        counters: counters of the transferred bytes.
+
+    Yields:
+        The parsed reference, and the connections.
     """
     ref = TensorRef.parse(text)
     http = object_http(ref)
@@ -116,24 +135,25 @@ def connected(text: str, idle_timeout_s: float, counters: Counters) -> Iterator[
         http.close()
 
 
-# -- What a worker serves to others: its updates, and the versions that it holds.
+# -- Serving files to other workers: this worker's updates, and the versions that it holds.
 
 
 AGAIN_S = (0.5, 1.0, 2.0)
-"""Seconds before a worker that was not reached is tried again."""
+"""Seconds before each retry of a worker that was not reached."""
 PROBE_S = 10.0
-"""How long a probe waits for its answer."""
+"""Timeout of a probe, in seconds."""
 
 
 class PeerServer:
-    """Serves files of this worker, under references that the server passes on.
+    """A server of this worker's files. The run's server passes the references to other workers.
 
     Args:
-        counters: count the bytes that others pull.
-        ca: PEM file with the authority of other workers' certificates.
+        host: serves files over HTTP.
+        counters: counters of the bytes that other workers pull.
+        ca: PEM file with the authority of other workers' certificates; None: the system's authorities.
 
     Attributes:
-        served: bytes that others have pulled.
+        served: bytes that other workers have pulled.
     """
 
     def __init__(self, host: ObjectHost, counters: Counters, ca: str | None) -> None:
@@ -141,11 +161,11 @@ class PeerServer:
         self._lock = threading.Lock()
         self._updates: dict[int, tuple[str, TensorRef]] = {}  # fragment → digest and reference
         self.served = 0
-        self._watching: dict[int, Callable[[int], None]] = {}  # fragment → is told of its update's bytes
+        self._watching: dict[int, Callable[[int], None]] = {}  # fragment → callback for its update's pulled bytes
 
     @property
     def address(self) -> str:
-        """Where other workers reach this one."""
+        """The address under which other workers reach this one."""
         return self._host.address
 
     def _count(self, count: int) -> None:
@@ -153,16 +173,27 @@ class PeerServer:
         self._counters.add(up=count)
 
     def serve(self, fd: int, manifest: Manifest) -> TensorRef:
-        """As `ObjectHost.serve`."""
+        """Serve a file as `ObjectHost.serve` does, and count the bytes that other workers pull.
+
+        Args:
+            fd: descriptor of the open file.
+            manifest: the file's parts and digests.
+        """
         return self._host.serve(fd, manifest, self._count)
 
     def withdraw(self, ref: TensorRef) -> None:
-        """Stop serving it."""
+        """Stop serving the file behind a reference."""
         with contextlib.suppress(AtollError):
             self._host.withdraw(ref)
 
     def offer(self, fragment: int, outbox: Outbox, on_bytes: Callable[[int], None]) -> TensorRef:
-        """Serve the update of an outbox, until another is offered or `retract` is called; report what others pull."""
+        """Serve the update in an outbox until another update is offered or `retract` is called.
+
+        Args:
+            fragment: the fragment's number.
+            outbox: the fragment's outbox, sealed.
+            on_bytes: called with the number of bytes that a worker has pulled.
+        """
         self._watching[fragment] = on_bytes
 
         def count(nbytes: int) -> None:
@@ -183,7 +214,7 @@ class PeerServer:
         return ref
 
     def retract(self, fragment: int) -> None:
-        """Stop serving the update: the outbox is about to change."""
+        """Stop serving the fragment's update. Call it before the outbox changes."""
         with self._lock:
             known = self._updates.pop(fragment, None)
         if known is not None:
@@ -191,7 +222,13 @@ class PeerServer:
 
     @contextlib.contextmanager
     def connected(self, text: str, idle_timeout_s: float) -> Iterator[tuple[TensorRef, Ranges]]:
-        """Open what a reference names: a file of this worker's own, or connections to the worker that serves it."""
+        """Open a reference for the duration of the block.
+
+        If this worker serves the file itself, the file is read directly. Otherwise connect to the worker that does.
+
+        Yields:
+            The parsed reference, and an object to read parts from.
+        """
         ref = TensorRef.parse(text)
         own = self._host.opened(ref, lambda nbytes: self._read(ref, nbytes)) if ref.server == self.address else None
         if own is None:
@@ -204,18 +241,23 @@ class PeerServer:
             own.close()
 
     def _read(self, ref: TensorRef, nbytes: int) -> None:
-        """Report that this worker itself reads the update that it offers."""
+        """Report bytes that this worker reads from its own offered update."""
         with self._lock:
             at = next((fragment for fragment, (_, mine) in self._updates.items() if mine.object == ref.object), None)
         if at is not None:
             self._watching[at](nbytes)
 
     def in_order(self, sources: Sequence[str]) -> list[str]:
-        """Sort references to one version: this worker's own first, then the others at random."""
+        """Return references to one version in the order to try: this worker's own first, then the others at random."""
         return sorted(sources, key=lambda text: (TensorRef.parse(text).server != self.address, random.random()))
 
     def why_unreached(self, address: str, wait: Callable[[float], bool]) -> str:
-        """Try to reach a worker. Return why it was not reached; empty if it was, or if `wait` returns true."""
+        """Try to reach another worker. Return why that failed; empty after success or a stop.
+
+        Args:
+            address: the worker's address.
+            wait: waits for a number of seconds; returns true if this worker stops meanwhile.
+        """
         why = ""
         for pause_s in (*AGAIN_S, 0.0):
             try:
@@ -229,22 +271,27 @@ class PeerServer:
         return why
 
     def close(self) -> None:
-        """Stop listening, and withdraw everything that is served. Idempotent."""
+        """Stop listening and stop serving all files. Idempotent."""
         self._host.close()
 
 
-# -- What a worker pulls from others, and checks: versions with their outer states, and updates.
+# -- Pulling files from other workers, and checking them: versions with their outer states, and updates.
 
 
 @dataclass(frozen=True)
 class Version:
-    """A complete version, with its outer state.
+    """A complete version at this worker, with its outer state.
 
     Attributes:
-        state: None if there is no outer state yet.
-        state_digests: BLAKE3 of the regions of the outer state.
-        state_parts: BLAKE3 of the parts in which the outer state travels; empty if they are not known.
-        source: where others pull it; None while it is not served.
+        fragment: the fragment's number.
+        version: number of the version.
+        digest: digest of the version.
+        slot: the file of the version.
+        state: the file of the outer state; None: there is no outer state yet.
+        part_digests: BLAKE3 of each part of the version.
+        state_digests: BLAKE3 of each region of the outer state.
+        state_parts: BLAKE3 of each part in which the outer state travels; empty if not known.
+        source: references under which other workers pull the files; None while the version is not served.
     """
 
     fragment: int
@@ -258,35 +305,37 @@ class Version:
     source: Source | None = None
 
     def slots(self) -> list[tuple[str, Slot]]:
-        """Return the kinds of its files, and the files."""
+        """Return the version's files as pairs of kind and slot."""
         return [(VERSION, self.slot), *([(STATE, self.state)] if self.state is not None else [])]
 
 
 @dataclass(frozen=True)
 class Spool:
-    """An update that was collected: its slot, and BLAKE3 of each of its parts."""
+    """A collected update: its slot, and BLAKE3 of each of its parts."""
 
     fragment: int
     slot: Slot
     part_digests: tuple[bytes, ...]
 
     def slots(self) -> list[tuple[str, Slot]]:
-        """Return the kind of its file, and the file."""
+        """Return the update's file as a pair of kind and slot, in a list."""
         return [(SPOOL, self.slot)]
 
 
 def state_cuts(shape: FileShape) -> Cuts:
-    """Return where an outer state is cut to travel: every 16 MiB."""
+    """Return the division of an outer state into parts for transfers: `PART_BYTES` each."""
     return Cuts(0, shape.nbytes, PART_BYTES)
 
 
 class PeerTransfers:
-    """Pulls what one worker is to have.
+    """The downloads of one worker in a swarm.
 
     Args:
-        http: to the server.
-        peer_server: has what this worker serves itself.
-        on_bytes: called with the number of bytes that came.
+        plan: the run's plan.
+        http: connections to the server.
+        peer_server: this worker's server, for files that this worker serves itself.
+        idle_timeout_s: seconds without a byte after which a transfer fails.
+        on_bytes: called with the number of bytes that arrived.
     """
 
     def __init__(
@@ -297,10 +346,17 @@ class PeerTransfers:
         self._inspections = [Inspection(fragment.update, plan.codecs) for fragment in plan.fragments]
 
     def version(self, hold: Hold, slot: Slot, state: Slot | None) -> Version:
-        """Pull a version into these slots, and check every byte; from the server if no worker has it.
+        """Pull a version and its outer state into slots, and check every byte.
+
+        Try the workers in the order of `hold.sources`. If the list is empty, pull from the server, which has version 0.
+
+        Args:
+            hold: the version, its digests and its sources.
+            slot: the slot for the version.
+            state: the slot for the outer state; None: the version has none.
 
         Raises:
-            AtollError: one of `UNPULLED`: no worker could give it.
+            AtollError: one of `UNPULLED`: every source failed; the error is the last source's.
         """
         if not hold.sources:
             return self._initial(hold, slot)
@@ -314,7 +370,7 @@ class PeerTransfers:
         raise last
 
     def _from(self, source: Source, hold: Hold, slot: Slot, state: Slot | None) -> Version:
-        """Pull a version and its outer state at the same time."""
+        """Pull a version and its outer state from one worker, both at the same time."""
         layout = self._plan.fragments[hold.fragment].version
         if state is not None and source.state is None:
             raise Gone(f"Version {hold.version} has no outer state there.", "Ask another worker.")
@@ -325,10 +381,13 @@ class PeerTransfers:
         return Version(hold.fragment, hold.version, hold.digest, slot, state, digests, regions, parts)
 
     def _state_from(self, source: str, hold: Hold, slot: Slot) -> tuple[tuple[bytes, ...], tuple[bytes, ...]]:
-        """Pull the outer state; the digests of its regions must make up the one that the server knows.
+        """Pull the outer state from one worker, and check it against the digest that the server knows.
 
         Returns:
-            BLAKE3 of its regions, and of the parts in which it came.
+            BLAKE3 of each region, and BLAKE3 of each part in which the outer state travelled.
+
+        Raises:
+            PartCorrupt: the worker serves another outer state.
         """
         shape = self._plan.fragments[hold.fragment].shapes().state
         assert shape is not None
@@ -347,11 +406,14 @@ class PeerTransfers:
         digest: str = "",
         on_part: Callable[[Part], None] = lambda _: None,
     ) -> tuple[bytes, ...]:
-        """Pull a file at the worker that serves it. Return the digests of its parts.
+        """Pull a file from the worker that serves it. Return BLAKE3 of each part.
 
         Args:
-            cut: where the file has to be cut.
-            digest: that the digests of its parts have to make up; empty if the caller checks what came.
+            source: the reference to the file.
+            cut: the expected division of the file into parts.
+            slot: the slot to write into.
+            digest: the expected digest of the file; empty: the reference's own, and the caller checks the content.
+            on_part: called with each part after it was written.
 
         Raises:
             PartCorrupt: the worker serves another file.
@@ -386,7 +448,12 @@ class PeerTransfers:
         return Version(hold.fragment, 0, hold.digest, slot, None, digests, ())
 
     def update(self, collect: Collect, slot: Slot) -> tuple[Spool, float, str]:
-        """Pull an update into this slot. Return it, its norm, and what is wrong with it."""
+        """Pull an update into a slot, and inspect its values.
+
+        Returns:
+            The update, its norm, and what is wrong with its values. The norm is 0 if something is wrong; the text is
+            empty if nothing is.
+        """
         layout, inspection = self._plan.fragments[collect.fragment].update, self._inspections[collect.fragment]
         sums, bad = list[float](), list[str]()
 
