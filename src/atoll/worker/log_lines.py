@@ -70,7 +70,7 @@ def why_skipped(error: BaseException, info: messages.RunInfo) -> str:
 
 
 def in_wait(waited_s: float, reply: messages.TicketReply) -> str:
-    """Return a line that says how long a worker has waited, for what, and how much time of the run is left."""
+    """Return a line with the time waited so far, the reason for the wait, and the time left of the run."""
     left = f"; {told} of the run" if (told := time_left(reply.left_s)) else ""
     return f"waiting {waited_s:.0f} s: {reply.reason}{left}"
 
@@ -82,7 +82,7 @@ class Progress:
     that an outage does not lower the rate.
 
     Args:
-        what: the transfer, as the first words of each line.
+        what: name of the transfer, which begins each line.
         total_bytes: bytes that are going to be moved.
         clock: gives the time in seconds.
 

@@ -45,10 +45,11 @@ def name_of(name: str, fragment: int | None) -> str:
 
 @dataclass(frozen=True)
 class BaseNote:
-    """The note of the base file: the version in it. While the version is being written, `complete` is false.
+    """The note of the base file, which names the version in the file.
 
     Attributes:
-        digest: of the version; empty if the file holds local values instead of a version.
+        complete: whether every byte of the version has been written.
+        digest: digest of the version; empty if the file holds local values instead of a version.
         part_digests: BLAKE3 of each part, in hex.
     """
 
@@ -62,7 +63,7 @@ class BaseNote:
 
 @dataclass(frozen=True)
 class OutboxNote:
-    """The note of the outbox: the update in it. The note exists only while the update is complete.
+    """The note of the outbox, which describes the update in the file. Only a complete update has a note.
 
     Attributes:
         part_digests: BLAKE3 of each part, in hex.
@@ -307,8 +308,8 @@ class ScratchFile(TensorFile):
     def content_digest(self) -> str:
         """Return a digest of the file's content, in hex.
 
-        The digest is BLAKE3 over each chunk of `CHUNK_BYTES` that is not all zero, with its offset. So holes need not
-        be read.
+        The digest is BLAKE3 over the offset and bytes of each chunk of `CHUNK_BYTES` that is not all zero. So holes
+        need not be read.
         """
         hasher, zeros = blake3(), bytes(CHUNK_BYTES)
         offset = 0

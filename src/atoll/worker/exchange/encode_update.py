@@ -203,16 +203,16 @@ class Losses:
         self._lost.clear()
 
     def wants(self, run: Run) -> bool:
-        """Return whether `see` has to check this byte run, as one of its tensors is not known to arrive."""
+        """Return whether `see` has to check this byte run: not all of its tensors are known to arrive."""
         return not self._codec.raw and any(name not in self._arrives for name in _names(run))
 
     def see(self, run: Run, delta: Tensor, decoded: Tensor) -> None:
         """Record how much of the change of these elements survives encoding.
 
         Args:
-            run: neighbouring pieces with n elements in all.
-            delta: their change before encoding, [n].
-            decoded: their change as the server decodes it, [n].
+            run: the byte run of these elements, n in all.
+            delta: the change before encoding, [n].
+            decoded: the change as the server decodes it, [n].
         """
         names = _names(run)
         alone = len(names) == 1
@@ -300,7 +300,7 @@ class UpdateFormer:
         tensors: the model's own tensors, by name; not changed.
         codecs: all codecs that the layout uses, by name.
         runs: neighbouring pieces of the outbox's layout, at most `CHUNK_ELEMENTS` each; reused for every update.
-        beside: for each group beside the model, a function that returns values by the parameter's name.
+        beside: for each group that the algorithm adds beside the model, a function that returns a parameter's values.
         filtered: the filtered values that are sent in place of `tensors`; None: the site has no filters.
         residuals: the encoding error of earlier updates; None: the codec has no error feedback.
         losses: the check for change that encoding loses; None: no check.

@@ -59,7 +59,7 @@ from atoll.worker.session.session import Session
 AGAIN_S = 1.0
 """In a swarm: seconds before an update is offered again that another worker could not pull."""
 MAX_CONFLICTS = 3
-"""Conflicts after which a submission fails. A late retry of a part may overwrite the part that was sent after it."""
+"""Conflicts after which a submission fails. A part of an abandoned attempt may arrive late and replace a newer one."""
 Finish = Callable[[Moved], Mapping[str, Runs]]
 """(change of the model) → the update's values for each group beside the model. Also writes the algorithm's state."""
 
@@ -663,7 +663,7 @@ class Exchange:
         """Send the update that an earlier process of this worker left in the outbox.
 
         Returns:
-            `Accepted`; None if the outbox has no update that the server accepts.
+            `Accepted`; None if the outbox is empty or damaged, or the server does not accept the update.
 
         Raises:
             TRANSIENT: the server could not be reached.

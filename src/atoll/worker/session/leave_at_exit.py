@@ -1,4 +1,4 @@
-"""Leaving the run when the process ends: the worker deregisters at every kind of exit, so that no round waits for it.
+"""Leaving the run when the process ends: after an error or a signal, too, the worker deregisters.
 
 SIGTERM and SIGHUP (the end of an ssh session) unwind the script, as Ctrl-C does. When Python exits, every worker that
 is still joined leaves, and reports the error. Python gives exit handlers no exit code, so `sys.exit` is replaced while

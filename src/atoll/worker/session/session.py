@@ -278,7 +278,7 @@ class Session:
         return False
 
     def end(self) -> None:
-        """Tell the server that this worker submits no more updates: no round waits for it while it gets the results."""
+        """Tell the server that this worker submits no more updates, so that no round waits for the worker."""
         self.tell(ends=True, state="waiting for the last results")
         self.beat()
 
