@@ -32,8 +32,8 @@ class _Note:
 
     Attributes:
         run: id of the run.
-        versions: one row for each version: fragment, version, digest, number of the version's slot, number of the outer
-            state's slot or None, digests of the parts in hex, digests of the outer state's regions in hex.
+        versions: a row for each version: [fragment, version, digest, slot of the version, slot of the outer state or
+            None, digests of the parts in hex, digests of the outer state's regions in hex].
     """
 
     run: str

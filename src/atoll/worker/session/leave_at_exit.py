@@ -157,8 +157,8 @@ def what_ends() -> BaseException | None:
 class _Replaced:
     """A function of `sys` that is replaced while a worker is joined.
 
-    Each replacement is a new object. Other code may have wrapped an earlier replacement, and that one must still call
-    the function that it replaced, not the wrapper.
+    Each replacement is a new object, since other code may have wrapped the previous one. If both were the same object,
+    wrapper and replacement would call each other without end.
 
     Args:
         name: the function's name in `sys`.
