@@ -1,1 +1,1 @@
-"""HTTP between workers and servers: typed calls, resumable transfers of parts, objects under references, and TLS."""
+"""HTTP between workers and servers: typed calls, resumable part transfers, published objects, and TLS."""

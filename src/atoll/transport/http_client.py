@@ -1,9 +1,9 @@
-"""The client end of the HTTP interface: typed requests. Parts of tensors travel by `part_transfer.py`.
+"""HTTP client for typed requests. The parts of tensors travel by `part_transfer.py`.
 
-An error that the server names is raised here as the same class; a failure of the network becomes `ServerUnreachable`
-or `TransferStalled`. Nothing is retried here: the caller knows what a failure means.
+An error that the server names is raised here as the same class. A network failure becomes `ServerUnreachable` or
+`TransferStalled`. This module never retries: the caller decides.
 
-Commands that answer before torch is loaded use this module, too, so it imports neither torch nor aiohttp.
+Commands that must answer before torch is loaded also use this module, so it imports neither torch nor aiohttp.
 """
 
 from __future__ import annotations
@@ -43,18 +43,18 @@ from atoll.transport.tls import client_context, read_token
 
 # -- An HTTP response that must have complete headers.
 #
-# The standard library takes the end of a connection for the end of the headers. A response that is cut off inside them
-# then looks like one without a body, and a part of a status line like a shorter one.
+# If a connection ends within the headers, the standard library treats that as the end of the headers. A truncated
+# response then looks like a response without a body, and a truncated status line looks like a shorter status line.
 
 
 class Response(http.client.HTTPResponse):
-    """Raises `IncompleteRead` where the connection ends before the blank line after the headers.
+    """An HTTP response that raises `IncompleteRead` if the connection ends before the headers do.
 
-    Use it as `response_class` of a connection.
+    Use this class as the `response_class` of a connection.
     """
 
     def begin(self) -> None:
-        """Read the status line and the headers by whole lines; the body is then read from the stream itself."""
+        """Read the status line and the headers, and require that every line is complete."""
         stream = self.fp
         lines: Any = _HeaderLines(stream)
         self.fp = lines
@@ -65,7 +65,10 @@ class Response(http.client.HTTPResponse):
 
 
 class _HeaderLines:
-    """Gives whole lines only. An end before the first byte is left to the caller: nothing was answered."""
+    """A stream of complete lines.
+
+    An end of the stream within or between lines raises `IncompleteRead`. An end before the first byte returns b"".
+    """
 
     def __init__(self, stream: Any) -> None:
         self._stream, self._begun = stream, False
@@ -81,14 +84,15 @@ class _HeaderLines:
         self._stream.close()
 
 
-# -- End calls that a silent network would hold up: packets are dropped, no connection is refused or reset.
+# -- End calls on a network that silently drops packets. No refused or reset connection would end these calls.
 #
-# While a call is unanswered, heartbeats are sent. As long as they are answered, the call may wait: the server waits for
-# other sites. Two in a row that stay unanswered mean that the network is lost; every call that began before them ends.
+# While a call is unanswered, the watch sends heartbeats. If the server answers them, the call may go on waiting: the
+# server waits for other sites. If two heartbeats in a row stay unanswered, the network is lost, and the watch ends
+# every call that began before them.
 #
-# One unanswered heartbeat is enough to distrust every older connection: the network may be back and have forgotten
-# it, as a firewall does. Heartbeats on new connections are answered then, and the old call never would be. So a call
-# that began before an unanswered heartbeat ends with the next answered one, and is tried again on a new connection.
+# After one unanswered heartbeat, no older connection is trusted: a firewall may have dropped its state during the
+# outage. The server would then answer heartbeats on new connections, but never the old call. So when a later heartbeat
+# is answered, the watch ends every call from before the unanswered one. The caller retries on a new connection.
 
 
 class Call(Protocol):
@@ -96,20 +100,20 @@ class Call(Protocol):
 
     @property
     def moved_s(self) -> float:
-        """When it began, or when a byte of it moved last; by `time.monotonic`."""
+        """Time of the call's last progress (its begin, or its last byte), by `time.monotonic`."""
         ...
 
     def give_up(self) -> None:
-        """End it with an error, from another thread."""
+        """End the call with an error. Called from another thread."""
         ...
 
 
 class Watch:
-    """Watches the calls to one server. Without `begin` it does nothing.
+    """Monitor of the calls to one server. Until `begin` is called, it does nothing.
 
     Attributes:
-        is_lost: two heartbeats in a row stayed unanswered, and nothing was answered since.
-        losses: how many heartbeats stayed unanswered. A connection from before one may be half-open.
+        is_lost: whether two heartbeats in a row stayed unanswered, with no answer since.
+        losses: number of unanswered heartbeats. A connection that is older than one of them may be half-open.
     """
 
     def __init__(self) -> None:
@@ -117,19 +121,19 @@ class Watch:
         self._changed = threading.Condition()
         self._calls: set[Call] = set()
         self._heard_s = time.monotonic()
-        self._missed_s = -math.inf  # when a heartbeat was given up last
+        self._missed_s = -math.inf  # time of the last unanswered heartbeat
         self._answers: Callable[[], bool] = lambda: True
         self._every_s = 0.0
         self._thread: threading.Thread | None = None
         self._closed = False
 
     def begin(self, answers: Callable[[], bool], every_s: float) -> None:
-        """Begin to watch.
+        """Start the watching thread.
 
         Args:
-            answers: sends a heartbeat; returns whether it was answered, after `every_s` at the latest. Calls `missed`
-                where it was not.
-            every_s: how long a call may be unanswered before that.
+            answers: function that sends a heartbeat and returns within `every_s` whether the server answered. If the
+                server did not answer, the function calls `missed`.
+            every_s: seconds that a call may be unanswered before a heartbeat is sent.
         """
         if self._thread is None:
             self._answers, self._every_s = answers, every_s
@@ -137,31 +141,31 @@ class Watch:
             self._thread.start()
 
     def close(self) -> None:
-        """Stop watching; returns at once."""
+        """Stop the watching thread, without waiting for its end."""
         with self._changed:
             self._closed = True
             self._changed.notify()
 
     def answered(self) -> None:
-        """Note that the server has answered something."""
+        """Record that the server has answered a request."""
         self._heard_s, self.is_lost = time.monotonic(), False
 
     def missed(self) -> None:
-        """Note that a heartbeat was not answered: connections from before are no longer trusted."""
+        """Record an unanswered heartbeat. Older connections are no longer trusted."""
         with self._changed:
             self._missed_s = time.monotonic()
             self.losses += 1
             self._changed.notify()
 
     def is_back(self) -> bool:
-        """Return whether the network is up; a lost one is tried with one heartbeat."""
+        """Return whether the network is up. If it was lost, send one heartbeat to find out."""
         if self.is_lost and self._answers():
             self.answered()
         return not self.is_lost
 
     @contextmanager
     def waiting(self, call: Call) -> Iterator[None]:
-        """Within, the call is watched."""
+        """Watch the call while the block runs."""
         with self._changed:
             self._calls.add(call)
             if len(self._calls) == 1:
@@ -182,7 +186,7 @@ class Watch:
             self._give_up(begin_s)
 
     def _wait_for_quiet(self) -> bool:
-        """Wait until a call has been unanswered for `every_s`; False once this is closed."""
+        """Wait until a call has been unanswered for `every_s`; return False if the watch was closed meanwhile."""
         with self._changed:
             while not self._closed:
                 if not self._calls:
@@ -190,7 +194,9 @@ class Watch:
                     continue
                 since_s = min(call.moved_s for call in self._calls)
                 if since_s > self._missed_s:
-                    since_s = max(self._heard_s, since_s)  # else answers on new connections say nothing of this one
+                    # Only for calls that began after the last unanswered heartbeat: an older call's connection may be
+                    # dead although the server answers on newer connections.
+                    since_s = max(self._heard_s, since_s)
                 left_s = since_s + self._every_s - time.monotonic()
                 if left_s <= 0:
                     return True
@@ -198,22 +204,23 @@ class Watch:
         return False
 
     def _try(self, begin_s: float) -> bool:
-        """Send a heartbeat; returns whether it was answered, or no call waits for it any more."""
+        """Send a heartbeat; return True if the server answered, or if no call needs the answer any more."""
         end_s = time.monotonic() + self._every_s
         if self._answers():
             self.answered()
             return True
         with self._changed:
-            self._changed.wait_for(lambda: self._closed, max(0.0, end_s - time.monotonic()))  # it may fail at once
+            # A heartbeat can fail at once, so wait for the rest of `every_s`.
+            self._changed.wait_for(lambda: self._closed, max(0.0, end_s - time.monotonic()))
             if self._closed:
                 return True
         return self._heard_s > begin_s or not self._quiet_since(begin_s)
 
     def _give_up(self, since_s: float) -> None:
-        """End the calls of which nothing has moved since then."""
+        """End the calls that have moved no byte since `since_s`."""
         calls = self._quiet_since(since_s)
         with self._changed:
-            self._calls.difference_update(calls)  # one that still connects ends later, and is waited for no more
+            self._calls.difference_update(calls)  # a call that is still connecting ends later; do not watch it again
         for call in calls:
             call.give_up()
 
@@ -231,7 +238,7 @@ _NETWORK_ERRORS = (urllib3.exceptions.HTTPError, OSError)
 
 
 class Counters:
-    """Bytes and retries of a client, for status and summaries; written by several threads."""
+    """A client's counts of bytes and retries, for status and summaries. Safe from any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -240,7 +247,7 @@ class Counters:
         self.retries = 0
 
     def add(self, *, up: int = 0, down: int = 0, retries: int = 0) -> None:
-        """Add bytes sent, bytes received, and attempts that were repeated; safe from any thread."""
+        """Add bytes sent, bytes received, and repeated attempts to the counts."""
         with self._lock:
             self.bytes_up += up
             self.bytes_down += down
@@ -248,7 +255,7 @@ class Counters:
 
 
 class _Waiting(threading.local):
-    """The call that a thread waits for."""
+    """The call that the current thread is waiting for, if any."""
 
     call: _Call | None = None
 
@@ -257,7 +264,7 @@ _waiting = _Waiting()
 
 
 class _Call:
-    """A call that another thread can end."""
+    """A request that another thread can end by shutting down its socket."""
 
     def __init__(self) -> None:
         self.moved_s = time.monotonic()
@@ -266,7 +273,7 @@ class _Call:
         self._socket: socket.socket | None = None
 
     def hold(self, sock: socket.socket | None) -> None:
-        """Note the socket that the answer comes over; None: the answer is there."""
+        """Set the socket on which the answer arrives. None: the request has ended."""
         with self._lock:
             self._socket = sock
             self._end()
@@ -279,12 +286,12 @@ class _Call:
     def _end(self) -> None:
         if self.is_given_up and self._socket is not None:
             with suppress(OSError):
-                # not a TLS socket's own method, which takes the keys away from the thread that uses them
+                # The shutdown method of a TLS socket would drop the TLS state that another thread is using.
                 socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
 
 
 class _HeldResponse(Response):
-    """A response that lets another thread end the call that waits for it."""
+    """A response that registers its socket with the current call, so that another thread can end the call."""
 
     def __init__(self, sock: socket.socket, *args: Any, **options: Any) -> None:
         super().__init__(sock, *args, **options)
@@ -301,12 +308,12 @@ class _SecureConnection(urllib3.connection.HTTPSConnection):
 
 
 class Http:
-    """Control connections to one server, and what its other connections need to know.
+    """A client of one server: its pooled connections, credentials, counters and watch.
 
     Args:
-        server: `http://host:port` or `https://host:port`.
+        server: address of the server, as `http://host:port` or `https://host:port`.
         token: bearer token; sent with every request, never logged.
-        ca: PEM file with the server's authority.
+        ca: path of a PEM file with the certificate authority of the server.
     """
 
     def __init__(self, server: str, *, token: str | None = None, ca: str | None = None) -> None:
@@ -330,14 +337,14 @@ class Http:
         self._pool = self._new_pool()
 
     def close(self) -> None:
-        """End the watch, and close the idle connections; one in use is closed once its call has ended."""
+        """End the watch and close the idle connections. A connection in use is closed when its call ends."""
         self.watch.close()
         self._pool.close()
 
     def drop_idle(self) -> None:
-        """Connect anew: a heartbeat was not answered, and a connection that was kept may be half-open."""
+        """Drop the idle connections after an unanswered heartbeat, because they may be half-open."""
         self.watch.missed()
-        self._pool = self._new_pool()  # the old one is not closed: a call may be about to use it
+        self._pool = self._new_pool()  # do not close the old pool: a call may be about to use it
 
     def _new_pool(self) -> urllib3.HTTPConnectionPool:
         secure = {"ssl_context": self.secure} if self.secure else {}
@@ -346,32 +353,32 @@ class Http:
         return pool
 
     def headers(self, more: dict[str, str] | None = None) -> dict[str, str]:
-        """Return the headers of a request: the token, the lease or the secret of an object, and `more`."""
+        """Return the headers of a request: the token, the lease, the object secret (each if set), and `more`."""
         lease = {routes.LEASE_HEADER: self.lease} if self.lease else {}
         secret = {routes.SECRET_HEADER: self.secret} if self.secret else {}
         return {**self._headers, **lease, **secret, **(more or {})}
 
     def get(self, path: str, reply: type[Reply], *, timeout_s: float = 30.0) -> Reply:
-        """GET a typed message."""
+        """GET a path and return the typed answer."""
         return self._read(self._request("GET", path, timeout_s=timeout_s), reply)
 
     def post(self, path: str, message: BaseModel, reply: type[Reply], *, timeout_s: float = 30.0) -> Reply:
-        """POST a typed message and read the typed answer."""
+        """POST a typed message and return the typed answer."""
         body = message.model_dump_json(exclude_defaults=True).encode()
         response = self._request("POST", path, body=body, timeout_s=timeout_s, headers=_JSON)
         return self._read(response, reply)
 
     def send(self, path: str, message: BaseModel, *, timeout_s: float = 30.0) -> None:
-        """POST a message that is answered without a body."""
+        """POST a message and ignore the body of the answer."""
         body = message.model_dump_json(exclude_defaults=True).encode()
         self._request("POST", path, body=body, timeout_s=timeout_s, headers=_JSON)
 
     def reach(self, path: str, *, timeout_s: float) -> None:
-        """GET a path and drop the body; an answer of 400 and above raises its error."""
+        """GET a path and ignore the body. A status of 400 or above raises the error that it names."""
         self._request("GET", path, timeout_s=timeout_s)
 
     def delete(self, path: str, *, timeout_s: float = 30.0) -> None:
-        """DELETE what is at a path."""
+        """DELETE the resource at a path."""
         self._request("DELETE", path, timeout_s=timeout_s)
 
     def _request(
@@ -419,17 +426,17 @@ class Http:
 
 
 def problem_of(status: int, body: bytes) -> AtollError:
-    """Return the error that the server named, as the same class."""
+    """Return the error that the server named, as an instance of the same class."""
     try:
         problem = messages.Problem.model_validate_json(body)
     except ValidationError:
         said = f"The server answered {status}: {body[:200].decode(errors='replace')!r}."
-        if status in (502, 503, 504):  # a proxy in front of a server that is being started again
+        if status in (502, 503, 504):  # a proxy answers while the server behind it restarts
             return ServerUnreachable(said, "Look whether the server behind this address runs.")
         return PeerError(said)
     kind = BY_CODE.get(problem.code, BadRequest if status < 500 else PeerError)
     if issubclass(kind, StoreError) and kind is not DiskFull:
-        kind = Busy  # its disk failed, not ours: it ends, and is there again
+        kind = Busy  # the server's disk failed, not this machine's: the server ends and may be restarted
     error = kind(problem.message, problem.remedy)
     if problem.retry_after_s is not None:
         error.retry_after_s = problem.retry_after_s
@@ -437,14 +444,14 @@ def problem_of(status: int, body: bytes) -> AtollError:
 
 
 def unanswered(server: str) -> TransferStalled:
-    """Return the error of a call that was given up because heartbeats were not answered, either."""
+    """Return the error of a call that was ended because heartbeats stayed unanswered, too."""
     return TransferStalled(
         f"{server} answers neither this call nor heartbeats.", "Look at the network between the two."
     )
 
 
 def network_error(server: str, timeout_s: float, error: Exception) -> AtollError:
-    """Return the error that a failed connection means."""
+    """Return the Atoll error for a failed connection: `TransferStalled` for a read timeout, else unreachable."""
     if isinstance(error, (urllib3.exceptions.ReadTimeoutError, TimeoutError)) and not isinstance(
         error, urllib3.exceptions.ConnectTimeoutError
     ):
@@ -453,7 +460,7 @@ def network_error(server: str, timeout_s: float, error: Exception) -> AtollError
 
 
 def _plain(error: Exception) -> str:
-    """Return the innermost cause of a urllib3 error, in a few words."""
+    """Return a short text for the innermost cause of a urllib3 error."""
     cause: BaseException = error
     while cause.__cause__ or cause.__context__:
         cause = cause.__cause__ or cause.__context__ or cause
@@ -462,14 +469,14 @@ def _plain(error: Exception) -> str:
     return str(cause) or type(cause).__name__
 
 
-# -- Which server, by flags and environment; and one question to it, for commands.
+# -- Find the server by flags and environment, and send it one request. For commands.
 
 
 DEFAULT_SERVER = f"http://127.0.0.1:{DEFAULT_PORT}"
 
 
 def server_address(given: str | None) -> str:
-    """Return the address of the server that a command means: its flag, else ATOLL_SERVER, else this machine.
+    """Return a command's server address: the flag `given`, else ATOLL_SERVER, else this machine.
 
     Raises:
         ConfigError: the environment has an unknown ATOLL_ variable.
@@ -479,7 +486,7 @@ def server_address(given: str | None) -> str:
 
 
 def server_of(given: str | None, *, require_server: bool = False) -> str | None:
-    """Return the server that a script joins: as given, else ATOLL_SERVER; None where it trains alone.
+    """Return the server that a script joins: `given`, else ATOLL_SERVER, else None (the script trains alone).
 
     Raises:
         ConfigError: the environment has an unknown ATOLL_ variable, or there is no server and one is required.
@@ -495,14 +502,15 @@ def server_of(given: str | None, *, require_server: bool = False) -> str | None:
 
 
 def http_to(server: str, environ: Mapping[str, str] = os.environ) -> Http:
-    """Return a client with the token and the authority that the environment names.
+    """Return a client with the token and the certificate authority that the environment names.
 
     Args:
-        environ: where ATOLL_TOKEN_FILE and ATOLL_TLS_CA are looked up.
+        server: address of the server.
+        environ: environment with ATOLL_TOKEN_FILE and ATOLL_TLS_CA.
 
     Raises:
-        UsageError: `server` is no address.
-        ConfigError: the token or the authority cannot be read.
+        UsageError: `server` is not an address.
+        ConfigError: the token or the certificate authority cannot be read.
     """
     token_file = environ.get("ATOLL_TOKEN_FILE")
     return Http(server, token=read_token(Path(token_file) if token_file else None), ca=environ.get("ATOLL_TLS_CA"))
@@ -511,16 +519,21 @@ def http_to(server: str, environ: Mapping[str, str] = os.environ) -> Http:
 def ask(
     server: str, path: str, reply: type[Reply], *, timeout_s: float = 10.0, environ: Mapping[str, str] = os.environ
 ) -> Reply:
-    """GET one typed message.
+    """GET one typed message over a client that is closed afterwards.
 
     Args:
-        environ: as for `http_to`.
+        server: address of the server.
+        path: path of the request.
+        reply: class of the answer.
+        timeout_s: seconds to wait for the answer.
+        environ: environment with ATOLL_TOKEN_FILE and ATOLL_TLS_CA.
 
     Raises:
-        UsageError: `server` is no address.
+        UsageError: `server` is not an address.
         ServerUnreachable: no answer within `timeout_s`, or the server's certificate is not accepted.
         AuthError: the token is missing or wrong.
-        PeerError: another web server answers there. VersionSkew: another version of Atoll does.
+        PeerError: a web server that is not Atoll answers.
+        VersionSkew: the answer is not a `reply` of this version of Atoll.
     """
     http = http_to(server, environ)
     try:
@@ -531,7 +544,7 @@ def ask(
         http.close()
 
 
-# -- Why a server cannot be reached, and what to do.
+# -- Errors that say why a server cannot be reached, and the remedy.
 
 
 _NO_AUTHORITY = "Set ATOLL_TLS_CA to a PEM file with the authority of its certificate."
@@ -541,16 +554,16 @@ _CERTIFICATES = {
     "ostname mismatch": "Use a name that is in its certificate, or check whether this is the right server.",
     "IP address mismatch": "Use a name that is in its certificate, or check whether this is the right server.",
 }
-"""Part of OpenSSL's message about a certificate that it refuses → what to do; by default the authority is unknown."""
+"""Text in OpenSSL's message about a refused certificate → remedy. For other messages, see `_NO_AUTHORITY`."""
 
 
 def require_atoll(server: str, status: int, body: bytes) -> None:
-    """Refuse the answer of another web server; that of Atoll, or of a proxy in front of it, passes.
+    """Refuse an answer that is not from Atoll or from a proxy in front of Atoll.
 
     Raises:
-        PeerError: nothing of Atoll answers at this address.
+        PeerError: another web server answered.
     """
-    if status in (502, 503, 504) or (status < 400 and not body):  # a proxy without its server; an answer cut off
+    if status in (502, 503, 504) or (status < 400 and not body):  # a proxy without its server, or a truncated answer
         return
     try:
         message = json.loads(body)
@@ -568,8 +581,9 @@ def unreachable(server: str, text: str, why: str) -> ServerUnreachable:
     """Return the error that says why a server cannot be reached.
 
     Args:
-        text: all that the failed connection said.
-        why: the same in a few words.
+        server: address of the server.
+        text: full error text of the failed connection.
+        why: the reason in a few words.
     """
     if "CERTIFICATE_VERIFY_FAILED" in text:
         remedy = next((remedy for part, remedy in _CERTIFICATES.items() if part in text), _NO_AUTHORITY)

@@ -1,7 +1,7 @@
-"""Accept connections: as many as leave the server enough descriptors for its own files.
+"""Accept connections, but leave the server enough file descriptors for its own files.
 
-Connections that have shown no credential must not be able to end a run: a server that may not open another file
-cannot close a round. asyncio itself accepts without a bound.
+A server without free descriptors cannot close a round. asyncio alone accepts any number of connections, so
+unauthenticated clients could stop a run.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from atoll.transport.tls import accept_tls
 LOG = logging.getLogger("atoll.server")
 
 MOST_FILES = 2**16
-"""What the limit is raised to where the system allows any number: a child that closes them all takes no time yet."""
+"""Highest limit of open files that Atoll sets. A child process can still close so many descriptors quickly."""
 RESERVED_FILES = 256
-"""For slots, journal and exports, and for the program that the server is embedded in."""
+"""Descriptors reserved for slots, journal and exports, and for the program that embeds the server."""
 FILES_OF_ONE = 2
-"""Descriptors of a connection: its socket, and once more while a thread moves tensor bytes over it."""
+"""Descriptors per connection: its socket, and a duplicate while a thread receives tensor bytes."""
 KEEPALIVE_S = 75.0
-"""A connection is kept for so long without a request."""
+"""Seconds after which a connection without a request is closed."""
 PAUSE_S = 0.2
-"""Before it is tried again to accept, where the process or the system has no descriptor left."""
+"""Seconds before the next attempt to accept, if no descriptor is free."""
 SAY_S = 60.0
-"""In this time at most one line of the log is about refused connections."""
+"""Shortest interval in seconds between log lines about refused connections."""
 
 
 def raise_files_limit() -> int:
-    """Let this process open as many files as the system allows; return how many that is."""
+    """Raise this process's limit of open files as far as the system allows; return the new limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -48,22 +48,24 @@ def raise_files_limit() -> int:
 
 
 def files_limit() -> int:
-    """Return how many files this process may open."""
+    """Return the number of files that this process may open."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return MOST_FILES if soft == resource.RLIM_INFINITY else soft
 
 
 def connections_within(files: int) -> int:
-    """Return how many connections a process takes that may open so many files."""
+    """Return the most connections to accept in a process that may open `files` files."""
     return max(16, (files - RESERVED_FILES) // FILES_OF_ONE)
 
 
 def runner_of(app: web.Application, logger: logging.Logger, *, read_bytes: int, linger_s: float) -> web.AppRunner:
-    """Return what answers the requests of a listener.
+    """Return the aiohttp runner that answers a listener's requests.
 
     Args:
-        read_bytes: of a request, in memory at a time.
-        linger_s: that requests have to end in, when it is stopped.
+        app: the aiohttp application with the routes.
+        logger: logger for errors in handlers.
+        read_bytes: size of aiohttp's read buffer for a request.
+        linger_s: seconds that open requests get to end when the runner is stopped.
     """
     return web.AppRunner(
         app,
@@ -81,7 +83,15 @@ def runner_of(app: web.Application, logger: logging.Logger, *, read_bytes: int, 
 async def start_listener(
     listener: socket.socket, runner: web.AppRunner, secure: ssl.SSLContext | None, *, files: int, idle_timeout_s: float
 ) -> Listener:
-    """Begin to accept connections for a runner, as many as go with so many open files."""
+    """Begin to accept connections for a runner.
+
+    Args:
+        listener: socket that listens already.
+        runner: runner that answers the requests.
+        secure: TLS context; None for plain TCP.
+        files: number of files that this process may open; it bounds the number of connections.
+        idle_timeout_s: seconds after which a peer that reads no bytes of an answer is disconnected.
+    """
     if runner.server is None:
         await runner.setup()
     protocol = runner.server
@@ -96,12 +106,13 @@ async def start_listener(
 
 
 class Listener:
-    """Accepts connections on a listening socket, which it closes in the end.
+    """An accept loop on a listening socket, with a bound on the number of connections.
 
     Args:
-        make: the protocol of a connection.
+        listener: the listening socket; `close` closes it.
+        make: function that makes the protocol of a new connection.
         secure: TLS context; None for plain TCP.
-        most: connections at once; one more is closed at once.
+        most: most connections at a time. Further connections are accepted and closed immediately.
     """
 
     def __init__(
@@ -113,12 +124,12 @@ class Listener:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def open(self) -> None:
-        """Begin to accept."""
+        """Begin to accept connections."""
         self._listener.setblocking(False)
         self._start(self._accept())
 
     async def close(self) -> None:
-        """Accept no more connections; those that are open stay."""
+        """Stop accepting and close the listening socket. Established connections stay open."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -130,7 +141,7 @@ class Listener:
         task.add_done_callback(self._tasks.discard)
 
     async def _connection_waits(self) -> None:
-        """Wait for a connection. Not by `loop.sock_accept`, which loses a connection when it is cancelled."""
+        """Wait for a connection. Do not use `loop.sock_accept`: if cancelled, it can lose a connection."""
         loop = asyncio.get_running_loop()
         heard = asyncio.Event()
         loop.add_reader(self._listener, heard.set)
@@ -145,7 +156,7 @@ class Listener:
             try:
                 sock, _ = self._listener.accept()
                 sock.setblocking(False)
-            except (ConnectionError, BlockingIOError, InterruptedError):  # it was closed before it was accepted
+            except (ConnectionError, BlockingIOError, InterruptedError):  # the peer closed before the accept
                 continue
             except OSError as error:  # no descriptor left
                 self._say("a connection could not be accepted: %s", error.strerror)
@@ -170,7 +181,7 @@ class Listener:
                 await accept_tls(front, sock, self._secure)
             else:
                 await asyncio.get_running_loop().connect_accepted_socket(lambda: front, sock)
-        except (OSError, EOFError) as error:  # it left, or does not speak TLS
+        except (OSError, EOFError) as error:  # the peer closed, or does not speak TLS
             LOG.debug("a connection failed before its first request: %s", error)
         finally:
             if not front.made:

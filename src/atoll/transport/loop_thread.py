@@ -1,4 +1,4 @@
-"""An asyncio event loop in a thread of its own, beside a program that is not asynchronous."""
+"""An asyncio event loop in a thread of its own, for programs that are not asynchronous."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from atoll.runtime import Latch
 T = TypeVar("T")
 
 ANSWER_S = 30.0
-"""How long a call waits for the loop."""
+"""Seconds that `LoopThread.call` waits for its result."""
 
 
 class LoopThread:
-    """Runs a coroutine in a daemon thread; made for one `start`.
+    """A daemon thread that runs one coroutine. It can be started once.
 
     Args:
-        name: of the thread.
-        main: the coroutine function. It calls `ready` once calls can be answered, and returns after `stopping` is set.
-        at_end: called when the coroutine has returned, or has raised `error`.
+        name: name of the thread.
+        main: coroutine function. It calls `ready` when calls can be answered. After `stopping` is set, it returns.
+        at_end: callback for the end of the coroutine, also if the coroutine raises.
 
     Attributes:
-        stopping: set by `stop`; on the loop.
-        error: what the coroutine has raised.
+        stopping: event that `stop` sets, on the loop.
+        error: exception that the coroutine raised; else None.
     """
 
     def __init__(
@@ -40,12 +40,12 @@ class LoopThread:
         self._ended = False
         self._calls: set[concurrent.futures.Future[Any]] = set()
         self._ready = Latch()
-        self._over = Latch()  # Thread.join, interrupted by a signal, takes the thread for one that has ended
+        self._over = Latch()  # not Thread.join: after an interrupt, it reports a running thread as ended
         self.stopping = asyncio.Event()
         self.error: BaseException | None = None
 
     def start(self) -> None:
-        """Return once the coroutine is ready, or raise what it has raised."""
+        """Start the thread and wait until the coroutine is ready. If the coroutine raises, raise its exception."""
         self._loop = asyncio.new_event_loop()
         self._thread.start()
         self._ready.wait()
@@ -58,10 +58,15 @@ class LoopThread:
         self._ready.set()
 
     def call(self, work: Callable[[], T], ended: UsageError) -> T:
-        """Call a function on the loop, where nothing else runs meanwhile.
+        """Call a function on the loop and return its result. The loop runs nothing else meanwhile.
+
+        Args:
+            work: the function.
+            ended: error to raise if the coroutine has ended.
 
         Raises:
-            UsageError: `ended`, if the coroutine has returned.
+            UsageError: the coroutine has ended.
+            TimeoutError: no result within `ANSWER_S` seconds.
         """
         answer: concurrent.futures.Future[T] = concurrent.futures.Future()
 
@@ -84,7 +89,7 @@ class LoopThread:
             self._calls.discard(answer)
 
     def stop(self) -> None:
-        """Set `stopping`, and wait for the end unless this is the thread itself. Idempotent."""
+        """Set `stopping`, and wait for the thread's end unless called in that thread. Idempotent."""
         if self._loop is None:
             return
         with contextlib.suppress(RuntimeError):
@@ -93,17 +98,17 @@ class LoopThread:
             self._over.wait()
 
     def _soon(self, work: Callable[[], None]) -> None:
-        """Schedule a call on the loop. There is no lock, which an interrupt could leave locked.
+        """Schedule a call on the loop. No lock is used, because an interrupt could leave a lock locked.
 
         Raises:
-            RuntimeError: the loop is closed.
+            RuntimeError: the loop is closed, or was never started.
         """
         if self._loop is None:
             raise RuntimeError
         self._loop.call_soon_threadsafe(work)
 
     def wait(self) -> None:
-        """Wait for the end, and raise what the coroutine has raised."""
+        """Wait for the coroutine's end, and raise its exception if there is one."""
         self._over.wait()
         if self.error is not None:
             raise self.error
@@ -123,7 +128,7 @@ class LoopThread:
         except BaseException as error:
             self.error = error
         finally:
-            for call in list(self._calls):  # none comes after the loop is closed
+            for call in list(self._calls):  # the loop is closed, so no new call can follow
                 call.cancel()
             self._at_end()
             self._ready.set()

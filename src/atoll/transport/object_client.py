@@ -1,4 +1,4 @@
-"""Publish tensors under a reference, from this process or through the server, and fetch them."""
+"""Publish tensors from this process or through the server, and fetch published tensors by reference."""
 
 from __future__ import annotations
 
@@ -55,14 +55,16 @@ from atoll.transport.part_transfer import HttpTransfer, Memory, Sink
 LOG = logging.getLogger("atoll")
 
 LOOK_S = 0.05
-"""How often an abort event is looked at, also while no byte moves."""
+"""Seconds between checks of an abort event."""
 
 
 def chunk_sizes(default: ChunkSizes | None = None) -> ChunkSizes:
-    """How this process cuts what it publishes: `ATOLL_WORKFLOW__…_PART_BYTES` of its environment, else as given.
+    """Return the part sizes for published data.
+
+    The variables `ATOLL_WORKFLOW__TENSOR_PART_BYTES` and `ATOLL_WORKFLOW__ARRAY_PART_BYTES` override `default`.
 
     Raises:
-        ConfigError: a variable has a size that cannot be.
+        ConfigError: a variable has an invalid size.
     """
     default = default or ChunkSizes()
     return ChunkSizes(
@@ -71,10 +73,11 @@ def chunk_sizes(default: ChunkSizes | None = None) -> ChunkSizes:
 
 
 def idle_timeout(given_s: float | None, default_s: float = IDLE_TIMEOUT_S) -> float:
-    """The idle timeout of a transfer: as given, else by ATOLL_NETWORK__IDLE_TIMEOUT_S, else the default.
+    """Return a transfer's idle timeout in seconds: `given_s`, else ATOLL_NETWORK__IDLE_TIMEOUT_S, else the default.
 
     Raises:
-        UsageError, ConfigError: it is none.
+        UsageError: `given_s` is not a positive finite number.
+        ConfigError: the variable has an invalid value.
     """
     if given_s is None:
         return float(_setting("network.idle_timeout_s", default_s))
@@ -93,15 +96,18 @@ def _setting(key: str, default: Any) -> Any:
 
 
 class Abort(Protocol):
-    """What a `threading.Event` is: set once, from any thread."""
+    """An event that aborts a transfer, for example a `threading.Event`."""
 
     def is_set(self) -> bool:
-        """Return whether to break the transfer off; asked every `LOOK_S` seconds."""
+        """Return whether to abort the transfer. Called every `LOOK_S` seconds."""
         ...
 
 
 def object_http(ref: TensorRef) -> Http:
-    """Return a client for an object. It sends the secret alone: a token must not go wherever a reference leads."""
+    """Return a client for the server that a reference names.
+
+    The client sends the reference's secret and no token: a reference may name any server.
+    """
     http = Http(ref.server, ca=os.environ.get("ATOLL_TLS_CA"))
     http.secret = ref.secret
     return http
@@ -109,11 +115,11 @@ def object_http(ref: TensorRef) -> Http:
 
 @contextmanager
 def watched(parts: HttpTransfer, abort: Abort | None) -> Iterator[None]:
-    """Within, `abort` breaks off what these parts transfer.
+    """While the block runs, end the transfers of `parts` when `abort` is set.
 
     Raises:
-        TransferAborted: it is set already.
-        UsageError: it is no event.
+        TransferAborted: `abort` is set already.
+        UsageError: `abort` is not an event.
     """
     if abort is None:
         yield
@@ -139,13 +145,13 @@ def watched(parts: HttpTransfer, abort: Abort | None) -> Iterator[None]:
         thread.join()
 
 
-# -- `atoll.objects.publish`: tensors under a reference, from this process or through the server.
+# -- `atoll.objects.publish`: publish tensors from this process or through the server.
 #
-# ref = atoll.objects.publish({"w": w, "step": 7})                  # from this process, to others of this machine
-# ref = atoll.objects.publish(model, server="http://host:8512")     # kept by the server, after this process has ended
+# ref = atoll.objects.publish({"w": w, "step": 7})                  # served by this process, on this machine only
+# ref = atoll.objects.publish(model, server="http://host:8512")     # kept by the server after this process has ended
 #
 # with atoll.objects.Publisher("0.0.0.0", tls_cert=..., tls_key=...) as publisher:
-#     ref = publisher.publish(model)                        # served by this process, to all that reach it
+#     ref = publisher.publish(model)                        # served by this process, to other machines
 
 
 EXPIRES_S = 3600.0
@@ -154,20 +160,25 @@ CONNECTIONS = 2
 
 @public_api
 class Publisher:
-    """Serves what it publishes to processes that reach this one and have the reference. Use it as a context manager.
+    """A server in this process for published tensors. Use it as a context manager.
+
+    Every process that can connect to this one and has the reference can fetch the tensors.
 
     Args:
-        host: address to listen on; other machines reach anything but loopback, which needs TLS.
-        port: 0 takes any free one.
-        name: under which others reach this machine; by default `host`.
-        tls_cert, tls_key: PEM files; the key has mode 0600.
-        insecure: listen beyond loopback without TLS.
-        idle_timeout_s: a receiver that takes no byte for so long is broken off; by default
+        host: address to listen on. An address other than loopback needs TLS, unless `insecure`.
+        port: port to listen on; 0 takes any free port.
+        name: host name of this machine for the references. Default: `host`, or the machine's name if `host` is a
+            wildcard.
+        tls_cert: path of the PEM certificate.
+        tls_key: path of the PEM private key, with mode 0600.
+        insecure: whether an address other than loopback is allowed without TLS.
+        idle_timeout_s: seconds after which a receiver that takes no byte is disconnected. Default:
             `ATOLL_NETWORK__IDLE_TIMEOUT_S`, else 60.
-        folder: where the bytes lie, in files without names; by default that of temporary files.
+        folder: folder for the unnamed files with the bytes. Default: the folder of temporary files.
 
     Raises:
-        ConfigError: the address needs TLS. PortInUse: the port is taken.
+        ConfigError: the address needs TLS.
+        PortInUse: the port is taken.
     """
 
     @public_api
@@ -196,23 +207,27 @@ class Publisher:
 
     @property
     def port(self) -> int:
-        """Where it listens."""
+        """The port that the publisher listens on."""
         return self._host.port
 
     @public_api
     def publish(self, tensors: Any, *, chunk_bytes: int | None = None, expires_s: float = EXPIRES_S) -> TensorRef:
-        """As `atoll.objects.publish`, served by this publisher."""
+        """Publish tensors, served by this publisher. Arguments and errors are those of `atoll.objects.publish`."""
         return self.publish_packed(pack_object(tensors), chunk_bytes=chunk_bytes, expires_s=expires_s)
 
     def publish_packed(
         self, packed: Packed, *, chunk_bytes: int | None = None, expires_s: float = EXPIRES_S
     ) -> TensorRef:
-        """As `publish`, of what was taken apart already."""
+        """Publish an object that is packed already. Other arguments and errors are those of `publish`."""
         return self._host.publish(packed, cut_as_told(packed, chunk_bytes), expires_s=_lasting(expires_s))
 
     @public_api
     def withdraw(self, ref: TensorRef) -> bool:
-        """Stop serving it, and give its disk back; pulls under way break off. Return False where it was not served."""
+        """Stop serving an object and free its disk space. Its running downloads end with an error.
+
+        Returns:
+            False if this publisher does not serve the object.
+        """
         return self._host.withdraw(ref)
 
     def close(self) -> None:
@@ -238,31 +253,31 @@ def publish(
     abort: Abort | None = None,
     idle_timeout_s: float | None = None,
 ) -> TensorRef:
-    """Put tensors under a reference, from which `atoll.objects.fetch` gets them in another process.
+    """Publish tensors and return a reference, with which another process can fetch them (`atoll.objects.fetch`).
 
-    They are written to disk once, in runs of 2 MiB; nothing refers to them when this returns.
+    The tensors are copied to disk in pieces of 2 MiB. When this function returns, Atoll holds no tensor in memory.
 
     Args:
-        tensors: a dict of tensors, or any nested dicts, lists and tuples of tensors, arrays, references and plain
-            values; or a module, for its state.
-        chunk_bytes: bytes of a part, which is checked and sent again alone: 64 KiB to 16 MiB, a multiple of 64.
-            0: all travels within the manifest, in one answer (16 MiB at most). By default
+        tensors: a dict of tensors; or any nested dicts, lists and tuples of tensors, arrays, references and plain
+            values; or a module, of which the state is published.
+        chunk_bytes: size of a part in bytes, 64 KiB to 16 MiB, a multiple of 64. Each part is checked, and resent if
+            necessary, on its own. 0 sends all data inline in one answer (at most 16 MiB). Default:
             `ATOLL_WORKFLOW__TENSOR_PART_BYTES` for torch tensors and `ATOLL_WORKFLOW__ARRAY_PART_BYTES` for NumPy
             arrays, else 8 MiB.
-        expires_s: seconds after which it is kept no more. A server may keep it shorter.
-        server: address of an Atoll server that is to keep it, for processes that cannot reach this one. By default
-            this process serves it, on loopback; `Publisher` does so on another address.
-        abort: an event that ends the upload to a server.
-        idle_timeout_s: an upload that moves no byte for so long is given up; by default
+        expires_s: seconds until the object expires. A server may expire it earlier.
+        server: address of an Atoll server that keeps the object. Use it if receivers cannot connect to this process.
+            By default, this process serves the object on loopback; `Publisher` serves on another address.
+        abort: event that ends the upload to a server.
+        idle_timeout_s: seconds without a byte after which the upload fails. Default:
             `ATOLL_NETWORK__IDLE_TIMEOUT_S`, else 60.
 
     Returns:
-        The reference. With it a process can fetch the tensors, without it none can.
+        The reference. Only processes that have it can fetch the tensors.
 
     Raises:
-        UsageError: something cannot travel; it is named.
+        UsageError: a value cannot be published; the message names it.
         TransferAborted: `abort` was set.
-        ServerUnreachable, AuthError, Busy, DiskFull, BadRequest: the server did not take it.
+        ServerUnreachable, AuthError, Busy, DiskFull, BadRequest: the server did not accept the object.
     """
     expires_s = _lasting(expires_s)
     idle_timeout_s = idle_timeout(idle_timeout_s)
@@ -280,7 +295,7 @@ def publish(
 def send(
     draft: Draft, server: str, *, expires_s: float, idle_timeout_s: float, abort: Abort | None = None
 ) -> TensorRef:
-    """Let a server keep what is on disk here; errors as `publish`."""
+    """Upload a draft to a server that keeps it, and return its reference. Raises the errors of `publish`."""
     http = http_to(server)
     parts, manifest = HttpTransfer(http, CONNECTIONS, idle_timeout_s), draft.manifest
     try:
@@ -314,13 +329,14 @@ def send(
 
 @public_api
 def withdraw(ref: TensorRef | str) -> bool:
-    """Stop keeping what a reference names, here or at the server; pulls under way break off.
+    """Delete a published object from this process or from its server. Its running downloads end with an error.
 
     Returns:
-        False where it was not kept any more.
+        False if the object did not exist any more.
 
     Raises:
-        AuthError: the reference's secret is another's. ServerUnreachable: nothing answers there.
+        AuthError: the reference's secret does not belong to the object.
+        ServerUnreachable: the server of the reference does not answer.
     """
     ref = ref if isinstance(ref, TensorRef) else TensorRef.parse(ref)
     if _publisher is not None and _publisher[0] == os.getpid() and _publisher[1].withdraw(ref):
@@ -338,8 +354,8 @@ def withdraw(ref: TensorRef | str) -> bool:
 
 
 def _forget(http: Http, path: str) -> None:
-    """What was not completed need not wait for its time at the server."""
-    with contextlib.suppress(AtollError):  # it gives up by itself what does not arrive
+    """Delete an incomplete object at the server, so that it does not take space until it expires."""
+    with contextlib.suppress(AtollError):  # if this fails, the server drops the incomplete object later
         http.delete(path, timeout_s=2.0)
 
 
@@ -348,7 +364,7 @@ _lock = threading.Lock()
 
 
 def _own() -> Publisher:
-    """This process's publisher on loopback; one that was forked has none yet."""
+    """Return this process's publisher on loopback; make one at first use, also after a fork."""
     global _publisher
     with _lock:
         if _publisher is None or _publisher[0] != os.getpid():
@@ -359,7 +375,12 @@ def _own() -> Publisher:
 
 
 def cut_as_told(packed: Packed, chunk_bytes: int | None) -> Cut:
-    """How a tree travels: as `publish` was told, else as the environment says."""
+    """Return the part size of an object: `chunk_bytes` if given, else by the environment.
+
+    Raises:
+        UsageError: `chunk_bytes` is invalid.
+        ConfigError: a variable has an invalid size.
+    """
     if chunk_bytes is None:
         cut = cut_of(packed, chunk_sizes())
         if cut.too_large:
@@ -385,19 +406,19 @@ def _lasting(expires_s: float) -> float:
     return min(float(expires_s), LONGEST_S)
 
 
-# -- `atoll.objects.fetch`: the tensors behind a reference: into memory, lazily on disk, or in place.
+# -- `atoll.objects.fetch`: download published tensors into new memory, to disk, or in place.
 #
-#     state = atoll.objects.fetch(ref)                       # as it was published, in new memory
-#     state = atoll.objects.fetch(ref, to_disk=True)         # on disk; a tensor is loaded when it is asked for
+#     state = atoll.objects.fetch(ref)                       # into new memory
+#     state = atoll.objects.fetch(ref, to_disk=True)         # to disk; a tensor is loaded at its first use
 #     atoll.objects.fetch(ref, into=model)                   # in place, without a second copy
 #
-# The manifest comes first and is held against the reference, then the head with names, dtypes and shapes, which is read
-# strictly; only then is memory taken for tensors. What has come stays when a connection breaks: only the rest is asked
-# for again.
+# `fetch` downloads the manifest and checks it against the reference. Then it downloads and checks the head, which has
+# names, dtypes and shapes. Only then does it allocate memory for the tensors. If a connection breaks, `fetch` keeps the
+# complete parts and requests only the others again.
 
 
 PAUSES_S = (0.25, 0.5, 1.0, 2.0, 4.0)
-"""Between attempts to reach an object; from the first one again whenever something has come."""
+"""Seconds between attempts to reach an object. If an attempt brought bytes, the sequence starts again."""
 
 T = TypeVar("T")
 
@@ -412,29 +433,31 @@ def fetch(
     to_disk: bool | str | os.PathLike[str] = False,
     into: nn.Module | Mapping[str, Any] | None = None,
 ) -> Any:
-    """Get what a reference names from the process that serves it.
+    """Download a published object from the process that serves it.
 
     Args:
-        ref: of `atoll.objects.publish`, or its text.
-        idle_timeout_s: a connection that moves no byte for so long is given up; by default
+        ref: the reference that `atoll.objects.publish` returned, or its text.
+        idle_timeout_s: seconds without a byte after which a connection fails. Default:
             `ATOLL_NETWORK__IDLE_TIMEOUT_S`, else 60.
-        optional: whether None is returned where it is not there (no reference, expired, withdrawn, its process ended).
-        abort: an event that ends the transfer in its middle.
-        to_disk: True, or a folder: the bytes go to a file without a name, which goes with the last value that
-            refers to it. A flat dict of tensors comes as a `LazyState`, another tree with `LazyTensor`s in it.
-        into: a module, or a mapping name → tensor or array, with exactly the published names, dtypes and shapes: it is
-            filled in place, and returned. A transfer that fails leaves it partly filled.
+        optional: whether to return None if there is no reference, or if the object has expired, was withdrawn, or its
+            process has ended.
+        abort: event that ends the transfer.
+        to_disk: True, or a folder, to download to an unnamed file. The file is deleted with the last value that uses
+            it. A flat dict of tensors becomes a `LazyState`; in another tree, each tensor becomes a `LazyTensor`.
+        into: a module, or a mapping name → tensor or array, with exactly the published names, dtypes and shapes. It is
+            filled in place and returned. A failed transfer leaves it partly filled.
 
     Returns:
-        What was published, with the same structure: torch where there was torch, NumPy where there was NumPy.
+        The published object with the same structure: torch tensors as torch tensors, NumPy arrays as NumPy arrays.
 
     Raises:
-        Gone: it has expired, or was withdrawn. AuthError: the secret is another's.
-        ServerUnreachable, TransferStalled: its server does not answer.
+        Gone: the object has expired or was withdrawn.
+        AuthError: the reference's secret does not belong to the object.
+        ServerUnreachable, TransferStalled: the server of the reference does not answer.
         TransferAborted: `abort` was set.
-        PartCorrupt, BadRequest: what came is not what the reference says, or is no object.
-        SchemaMismatch: it does not fit into `into`.
-        DiskFull, StoreError: this machine's disk.
+        PartCorrupt, BadRequest: the data do not match the reference, or are not an object.
+        SchemaMismatch: the object does not fit into `into`.
+        DiskFull, StoreError: the disk of this machine is full or fails.
     """
     if ref is None:
         if optional:
@@ -457,21 +480,24 @@ def fetch(
 
 
 def fetch_stored(ref: TensorRef, *, idle_timeout_s: float, abort: Abort) -> Stored:
-    """As `fetch`, into a file from which the tree can be loaded later."""
+    """Download an object to an unnamed file and return a handle that can load the tree later. Errors as `fetch`."""
     with _Fetching(ref, idle_timeout_s, abort) as fetching:
         fetching.begin(False)
         return fetching.stored(None)
 
 
 def fetch_lazily(ref: TensorRef, folder: Path | None, *, idle_timeout_s: float, counters: Counters) -> Any:
-    """As `fetch` to disk; what moves is counted as it comes."""
+    """Download an object to an unnamed file and return its lazily loaded tree; count bytes in `counters`.
+
+    Errors are those of `fetch`.
+    """
     with _Fetching(ref, idle_timeout_s, None, counters) as fetching:
         fetching.begin(False)
         return fetching.to_disk(folder)
 
 
 class _Fetching:
-    """One transfer of one object."""
+    """The download of one object."""
 
     def __init__(
         self, ref: TensorRef, idle_timeout_s: float, abort: Abort | None, counters: Counters | None = None
@@ -498,7 +524,7 @@ class _Fetching:
             raise named from error
 
     def begin(self, optional: bool) -> bool:
-        """Get manifest and head; False where it is not there, and need not be."""
+        """Download the manifest and the head; return False if `optional` and the object does not exist."""
         path = routes.OBJECT.format(object=self._ref.object)
         pauses = () if optional else PAUSES_S
         with watched(self._parts, self._abort):
@@ -520,7 +546,7 @@ class _Fetching:
         return True
 
     def to_memory(self) -> Any:
-        """All of it, in new memory; but what consumers read in runs is on disk."""
+        """Download the object into new memory and return it. An object with stream values goes to disk instead."""
         if self._contents.streams:
             return self.stored(None).tree()
         specs = (segment.spec for segment in self._contents.layout.segments)
@@ -535,7 +561,7 @@ class _Fetching:
         return self._contents.tree({**tensors, **self._contents.inline}.__getitem__)
 
     def fill(self, targets: Mapping[str, Tensor]) -> None:
-        """All of it, where it belongs."""
+        """Download the object into the target tensors."""
         with no_gc():
             chosen, copies = self._assign(targets)
         self._scatter(chosen)
@@ -545,7 +571,7 @@ class _Fetching:
             target.copy_(source)
 
     def to_disk(self, folder: Path | None) -> Any:
-        """All of it, in a file that the values share."""
+        """Download the object to one unnamed file and return its lazily loaded values."""
         stored = self.stored(folder)
         keys = self._contents.by_key()
         if keys is not None:
@@ -553,7 +579,7 @@ class _Fetching:
         return self._contents.tree(stored.lazy.__getitem__)
 
     def stored(self, folder: Path | None) -> Stored:
-        """All of it, in a file without a name."""
+        """Download the object to an unnamed file and return its handle."""
         fd = nameless(folder)
         try:
             file = _File(fd)
@@ -576,7 +602,7 @@ class _Fetching:
         self._pull(self._data_parts(), [], scatter)
 
     def _pull(self, parts: Sequence[Part], sinks: Sequence[Sink], into: Memory | None = None) -> None:
-        """Get parts, each until it is whole."""
+        """Download parts and retry until each is complete; take them from the manifest if the data are inline."""
         inline = self._inline
         if inline is not None:
             for part in parts:
@@ -598,7 +624,11 @@ class _Fetching:
             )
 
     def _patiently(self, work: Any, pauses: Sequence[float]) -> Any:
-        """Do it, again after a pause where nothing answered: as long as bytes come, or until no pause is left."""
+        """Call `work`, and retry it after a pause if the server does not answer or is busy.
+
+        Raise the error when no pause is left, or when the pauses add up to the idle timeout. If bytes arrived since the
+        last attempt, the pauses start again.
+        """
         left, came = list(pauses), self._http.counters.bytes_down
         waited_s = 0.0
         while True:
@@ -618,10 +648,14 @@ class _Fetching:
     # -- in place
 
     def _assign(self, targets: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[tuple[Tensor, Tensor]]]:
-        """Which tensor each one of the file goes into, and what is copied afterwards because it was tied there.
+        """Assign each tensor of the file to a target tensor.
+
+        Returns:
+            Name in the file → target tensor; and the copies (source, target) to make afterwards. A copy is needed if
+            two names are tied in the object but not in the target.
 
         Raises:
-            SchemaMismatch: names, dtypes, shapes or ties differ; the first difference is named.
+            SchemaMismatch: names, dtypes, shapes or ties differ; the message names the first difference.
         """
         keys = self._contents.by_key()
         if keys is None:
@@ -646,7 +680,7 @@ class _Fetching:
         return chosen, copies
 
     def _named(self, error: AtollError) -> AtollError:
-        """The same error, with the reference in it."""
+        """Return an error of the same class with a message that names the reference."""
         ref = self._ref
         if isinstance(error, Gone):
             late = ref.expires_at <= time.time()
@@ -672,7 +706,7 @@ class _Fetching:
 
 
 class _Bytes:
-    """A sink for the head."""
+    """A sink in memory, for the head."""
 
     def __init__(self, nbytes: int) -> None:
         self.data = bytearray(nbytes)
@@ -682,7 +716,7 @@ class _Bytes:
 
 
 class _File:
-    """A sink on disk."""
+    """A sink that writes to a file descriptor."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
@@ -690,15 +724,15 @@ class _File:
     def write(self, offset: int, data: memoryview) -> None:
         try:
             write_at(self._fd, data, offset)
-        except OSError as error:  # as it is it would be taken for the network's
+        except OSError as error:  # a plain OSError would be treated as a network error
             raise disk_error(error) from error
 
 
 def _targets(into: nn.Module | Mapping[str, Any]) -> dict[str, Tensor]:
-    """Name → tensor to be filled; tied names have the same one.
+    """Return name → tensor to fill; tied names map to the same tensor.
 
     Raises:
-        UsageError: something in it cannot be filled.
+        UsageError: `into` is neither a module nor a mapping, or one of its values cannot be filled.
     """
     given: nn.Module | Mapping[str, Any] = into
     if not isinstance(into, nn.Module | Mapping):

@@ -1,7 +1,8 @@
-"""Serve objects from this process, to every process that reaches it and has a reference.
+"""Serve published objects from this process to every process that can connect and has the reference.
 
-Each object is a file without a name, so that nothing is left of it however the process ends. It is written once, when
-it is published, and read by byte range: no receiver waits for another, and one that stands still costs a socket.
+Each object is an unnamed file, which the system deletes however the process ends. The file is written once, when the
+object is published. Receivers read it by byte range, so no receiver waits for another. A stalled receiver costs one
+socket.
 """
 
 from __future__ import annotations
@@ -52,14 +53,17 @@ from atoll.transport.tls import is_loopback, server_context
 
 @dataclass(eq=False)
 class ServedBlob:
-    """An object of this process.
+    """An object that this process serves.
 
     Attributes:
-        inline: whether its bytes go with its manifest.
-        until_s: monotonic, when it expires.
-        readers: requests that read `fd` at this moment; on the host's loop alone.
-        gone: it is served no more.
-        on_bytes: told what was sent.
+        sealed: hash of the reference's secret.
+        manifest: manifest of the object.
+        inline: whether the object's bytes are sent within its manifest.
+        fd: descriptor of the object's file; -1 after it is closed.
+        until_s: expiry time, by `time.monotonic`.
+        readers: number of requests that are reading `fd`. Used only on the host's loop.
+        gone: set when the object is no longer served.
+        on_bytes: callback with the number of bytes sent.
     """
 
     sealed: str
@@ -72,17 +76,20 @@ class ServedBlob:
     gone: threading.Event = field(default_factory=threading.Event)
 
     def close_if_unread(self) -> None:
-        """Close `fd` once the object is gone and its last reader has ended; on the host's loop. Idempotent."""
+        """Close `fd` if the object is gone and no request reads it. Call it on the host's loop. Idempotent."""
         if self.gone.is_set() and not self.readers and self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
 
 
 def nameless(folder: Path | None) -> int:
-    """`nameless_file`, for what is published.
+    """Open an unnamed file for a published object; return its descriptor.
+
+    Args:
+        folder: folder of the file; None for the folder of temporary files.
 
     Raises:
-        StoreError: the folder takes none.
+        StoreError: the file cannot be made in this folder.
     """
     try:
         return nameless_file(folder)
@@ -95,10 +102,12 @@ def nameless(folder: Path | None) -> int:
 
 @dataclass(frozen=True)
 class Draft:
-    """An object on disk that is not served yet; nothing in it refers to the tensors any more.
+    """An object that is written to disk but not served yet. It holds no tensor in memory.
 
     Attributes:
-        fd: of a file without a name.
+        fd: descriptor of the unnamed file.
+        manifest: manifest of the object.
+        inline: whether the object's bytes will be sent within its manifest.
     """
 
     fd: int
@@ -106,16 +115,17 @@ class Draft:
     inline: bool
 
     def close(self) -> None:
-        """Give the disk back."""
+        """Close the file, which frees its disk space."""
         os.close(self.fd)
 
 
 def written(packed: Packed, cut: Cut, folder: Path | None) -> Draft:
-    """Write a packed payload to a file without a name.
+    """Write a packed payload to an unnamed file.
 
     Raises:
-        UsageError: it is too much to be inline, or for one object.
-        DiskFull, StoreError: the disk is full, or fails.
+        UsageError: the payload is too large to be inline, or too large for one object.
+        DiskFull: the disk is full.
+        StoreError: the disk fails.
     """
     fd = nameless(folder)
     try:
@@ -132,7 +142,7 @@ def written(packed: Packed, cut: Cut, folder: Path | None) -> Draft:
 
 
 def disk_error(error: OSError) -> StoreError:
-    """What an error of a temporary file means."""
+    """Return the Atoll error for an OSError of a temporary file."""
     where = "the folder of temporary files"
     remedy = "Make space, or give another folder; TMPDIR decides where files lie by default."
     if error.errno in FULL:
@@ -142,12 +152,13 @@ def disk_error(error: OSError) -> StoreError:
 
 @dataclass(frozen=True)
 class LocalBlob:
-    """A served file, read in the same process; used in place of `HttpTransfer`.
+    """A reader of a file that the same process serves. It replaces `HttpTransfer`.
 
     Attributes:
-        fd: of its own; `close` gives it back.
-        gone: it is served no more, and may be rewritten.
-        on_read: told what was read.
+        fd: descriptor of the file, owned by this reader.
+        manifest: manifest of the file.
+        gone: set when the file is no longer served. From then on, the file may be rewritten.
+        on_read: callback with the number of bytes read.
     """
 
     fd: int
@@ -156,10 +167,10 @@ class LocalBlob:
     on_read: Callable[[int], None] = lambda _: None
 
     def read(self, path: str, most_bytes: int) -> bytearray:
-        """As `HttpTransfer.read`: the manifest, which is all that is ever read so.
+        """Return the manifest as a JSON message; `path` only names the file in errors.
 
         Raises:
-            BadRequest: it has more than `most_bytes`.
+            BadRequest: the message has more than `most_bytes`.
         """
         message = messages.BlobManifest.of(self.manifest).model_dump_json().encode()
         if len(message) > most_bytes:
@@ -177,10 +188,11 @@ class LocalBlob:
         on_bytes: Callable[[int], None] = lambda _: None,
         on_part: Callable[[Part], None] = lambda _: None,
     ) -> None:
-        """As `HttpTransfer.pull`.
+        """Read parts of the file and check them. The arguments are those of `HttpTransfer.pull`.
 
         Raises:
-            Gone: it was withdrawn meanwhile. PartCorrupt: the disk has damaged it.
+            Gone: the file was withdrawn meanwhile.
+            PartCorrupt: a part does not match its digest, or cannot be read.
         """
         scratch = memoryview(bytearray(CHUNK_BYTES))
 
@@ -195,25 +207,25 @@ class LocalBlob:
                 run = arriving.room(scratch)
                 self._read(run, arriving.offset, part, path)
                 arriving.take(run)
-            if self.gone.is_set():  # asked after the reading: what was right until here is right
+            if self.gone.is_set():  # check after the read: the file may have been rewritten during it
                 raise Gone(f"{path} is no longer served here.")
             arriving.finish(f"Part {part.index} of {path}, served here, is damaged.", "Look at the disk.")
 
     def _read(self, run: memoryview, offset: int, part: Part, path: str) -> None:
         try:
             read_at(self.fd, run, offset)
-        except (OSError, EOFError) as error:  # over a socket it would be a peer that breaks off
+        except (OSError, EOFError) as error:
             if self.gone.is_set():
                 raise Gone(f"{path} is served here no more.") from error
             raise PartCorrupt(f"Part {part.index} of {path}, served here: {error}.", "Look at the disk.") from error
 
     def close(self) -> None:
-        """Close this reader's descriptor; what is served keeps its own."""
+        """Close this reader's descriptor. The file stays served."""
         os.close(self.fd)
 
 
 Ranges = HttpTransfer | LocalBlob
-"""Where parts are pulled from: over connections, or in this process."""
+"""Source of parts: another process over HTTP, or this process."""
 
 
 LOG = logging.getLogger("atoll.objects")
@@ -221,22 +233,28 @@ LOG = logging.getLogger("atoll.objects")
 T = TypeVar("T")
 
 THREADS = 4
-"""They move bytes of all receivers in turn; each holds one chunk."""
+"""Number of threads that read files from disk, for all receivers."""
 LONGEST_S = 10 * 365 * 86400.0
+"""Longest time in seconds until an object expires: ten years."""
 
 
 class ObjectHost:
-    """The objects of one process, and the thread that serves them.
+    """The published objects of one process, and the thread that serves them.
 
     Args:
-        host, port: to listen on; port 0 takes any free one.
-        name: under which others reach this machine; by default `host`.
-        tls_cert, tls_key: PEM files; needed where others can reach `host`, unless `insecure`.
-        idle_timeout_s: a receiver that takes no byte for so long is broken off.
-        folder: where the bytes lie; by default that of temporary files.
+        host: address to listen on.
+        port: port to listen on; 0 takes any free port.
+        name: host name of this machine for the references. Default: `host`, or the machine's name if `host` is a
+            wildcard.
+        tls_cert: path of the PEM certificate. TLS is required for an address other than loopback, unless `insecure`.
+        tls_key: path of the PEM private key.
+        insecure: whether an address other than loopback is allowed without TLS.
+        idle_timeout_s: seconds after which a receiver that takes no byte is disconnected.
+        folder: folder for the files of the objects. Default: the folder of temporary files.
 
     Raises:
-        ConfigError: the address needs TLS, or is not this machine's. PortInUse: the port is taken.
+        ConfigError: the address needs TLS, or is not an address of this machine.
+        PortInUse: the port is taken.
     """
 
     def __init__(  # noqa: PLR0913 (options, by keyword)
@@ -269,14 +287,15 @@ class ObjectHost:
         self._thread = LoopThread("atoll-objects", self._serve)
         self._thread.start()
 
-    # -- what a publisher does
+    # -- methods for publishers
 
     def publish(self, packed: Packed, cut: Cut, *, expires_s: float) -> TensorRef:
-        """Write a tree to disk and serve it; nothing of it is referred to afterwards.
+        """Write a packed object to disk and serve it; return its reference.
 
         Raises:
-            UsageError: it is too much to be inline; or the host is closed.
-            DiskFull, StoreError: the disk's.
+            UsageError: the object is too large to be inline, or the host is closed.
+            DiskFull: the disk is full.
+            StoreError: the disk fails.
         """
         draft = written(packed, cut, self._folder)
         try:
@@ -286,11 +305,12 @@ class ObjectHost:
             raise
 
     def serve(self, fd: int, manifest: Manifest, on_bytes: Callable[[int], None] = lambda _: None) -> TensorRef:
-        """Serve a file as it is, until it is withdrawn; it must not change meanwhile.
+        """Serve an existing file until it is withdrawn; return its reference. Until then, the file must not change.
 
         Args:
-            fd: stays the caller's.
-            on_bytes: called with the count of what was sent of it.
+            fd: descriptor of the file. The host duplicates it; the caller still has to close it.
+            manifest: manifest of the file.
+            on_bytes: callback with the number of bytes sent.
         """
         own = os.dup(fd)
         try:
@@ -315,11 +335,18 @@ class ObjectHost:
 
     @property
     def address(self) -> str:
-        """Where others reach this host."""
+        """The URL of this host for other processes."""
         return address_of(self.name, self.port, secure=self._context is not None)
 
     def withdraw(self, ref: TensorRef) -> bool:
-        """Stop serving an object; pulls under way break off. Return False where it is none of this host's."""
+        """Stop serving an object; its running downloads end with an error.
+
+        Returns:
+            False if this host does not serve the object.
+
+        Raises:
+            AuthError: the reference's secret does not belong to the object.
+        """
 
         def work() -> bool:
             served = self._objects.get(ref.object)
@@ -332,7 +359,18 @@ class ObjectHost:
         return self._on_loop(work)
 
     def opened(self, ref: TensorRef, on_read: Callable[[int], None]) -> LocalBlob | None:
-        """What a reference names, to be read here, and closed then; None where it is none of this host's."""
+        """Open a served object for reading in this process; the caller closes the returned reader.
+
+        Args:
+            ref: reference of the object.
+            on_read: callback with the number of bytes read.
+
+        Returns:
+            The reader, or None if this host does not serve the object.
+
+        Raises:
+            AuthError: the reference's secret does not belong to the object.
+        """
 
         def work() -> LocalBlob | None:
             served = self._objects.get(ref.object)
@@ -344,20 +382,20 @@ class ObjectHost:
         return self._on_loop(work)
 
     def close(self) -> None:
-        """Serve nothing any more, and give the disk back. Idempotent."""
+        """Stop serving, and free the disk space of all objects. Idempotent."""
         self._thread.stop()
 
     def _on_loop(self, work: Callable[[], T]) -> T:
         closed = UsageError("The publisher is closed.", "Make a new one.")
 
         def call() -> T:
-            if self._thread.stopping.is_set():  # what is put here now is never served, and never dropped
+            if self._thread.stopping.is_set():  # an object added now would be neither served nor dropped
                 raise closed
             return work()
 
         return self._thread.call(call, closed)
 
-    # -- on the loop
+    # -- methods that run on the loop
 
     def _begin(self, object_id: str, served: ServedBlob, expires_s: float) -> None:
         self._objects[object_id] = served
@@ -433,7 +471,7 @@ class ObjectHost:
                 await runner.cleanup()
         finally:
             self._listener.close()
-            self._pool.shutdown(wait=True)  # its threads still speak to the loop
+            self._pool.shutdown(wait=True)  # its threads may still call the loop
 
 
 async def _health(_: web.Request) -> web.StreamResponse:
@@ -453,7 +491,7 @@ async def _guard(
     except ConnectionError as error:
         LOG.debug("%s %r: %s", request.method, request.path, error)
         break_off(request)
-        return web.Response()  # its connection is closed
+        return web.Response()  # never sent: the connection is closed
 
 
 def _listen(host: str, port: int) -> socket.socket:

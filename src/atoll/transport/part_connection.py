@@ -1,7 +1,7 @@
-"""One connection for parts: bytes go from a file into the socket, and from the socket into a scratch that is kept.
+"""One HTTP connection for parts: upload from a file to the socket, download from the socket to a reused buffer.
 
-It uses the standard library's HTTP client, because both ways need the socket itself: `send` upwards, `readinto`
-downwards. `sendfile` is not used: queued pages of 4 KiB cost more on both sides than the copy that they save.
+It uses the standard library's HTTP client, because both directions need the socket itself. It does not use `sendfile`:
+queued pages of 4 KiB cost both sides more than the copy that `sendfile` saves.
 """
 
 from __future__ import annotations
@@ -21,14 +21,17 @@ from atoll.transport.http_client import Response
 
 
 class PartConnection:
-    """A connection for many parts, used by one thread at a time; another thread may cut it.
+    """A reusable HTTP connection for parts. One thread at a time uses it; another thread may cut it.
 
     Args:
+        host: host of the server.
+        port: port of the server.
         secure: TLS context; None for plain HTTP.
-        idle_timeout_s: a call that moves no byte for so long raises `TimeoutError`.
+        idle_timeout_s: seconds without a byte after which a call raises `TimeoutError`.
 
     Attributes:
-        on_move: called whenever bytes of a body have moved.
+        is_cut: whether `cut` was called.
+        on_move: callback for each movement of bytes of a body.
     """
 
     def __init__(self, host: str, port: int, secure: ssl.SSLContext | None, idle_timeout_s: float) -> None:
@@ -41,23 +44,23 @@ class PartConnection:
         self._secure, self._idle_timeout_s = secure, idle_timeout_s
         self._scratch = bytearray(CHUNK_BYTES)
         self._lock = threading.Lock()
-        self._socket: socket.socket | None = None  # the connection's, from before it is connected
+        self._socket: socket.socket | None = None  # the connection's socket; set before it connects
         self.is_cut = False
         self.on_move: Callable[[], None] = lambda: None
 
     def close(self) -> None:
-        """Close the socket; the next call of `put` or `get` connects anew, unless the connection was cut."""
+        """Close the socket. The next `put` or `get` connects again, unless the connection was cut."""
         with self._lock:
             self._socket = None
         self._connection.close()
 
     def cut(self) -> None:
-        """End the connection from another thread: a call that waits in it fails at once."""
+        """End the connection from another thread. A call that waits on it fails at once."""
         with self._lock:
             self.is_cut = True
             if self._socket is not None:
-                with suppress(OSError):  # it was not connected
-                    # not a TLS socket's own, which takes the keys away from the thread that uses them
+                with suppress(OSError):  # the socket is not connected yet
+                    # The shutdown method of a TLS socket would drop the TLS state that another thread is using.
                     socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
 
     def put(
@@ -69,12 +72,18 @@ class PartConnection:
         trailer: bytes,
         on_bytes: Callable[[int], None],
     ) -> tuple[int, bytes]:
-        """PUT a span of a file, and `trailer` behind it; return status and body of the answer.
+        """PUT a byte range of a file, followed by `trailer`.
 
         Args:
-            fd: of the file; it must stay open until this returns.
-            span: the bytes [start, stop) of the file.
-            on_bytes: called with the count of what was sent, every few MiB; what it raises ends the request.
+            path: path of the request.
+            headers: headers of the request, without Content-Length.
+            fd: descriptor of the file; it must stay open until this method returns.
+            span: the byte range [start, stop) of the file.
+            trailer: bytes to send after the range.
+            on_bytes: callback with the number of bytes sent, every few MiB. If it raises, the request ends.
+
+        Returns:
+            Status and body of the answer.
         """
         start, stop = span
         connection = self._ready()
@@ -89,7 +98,7 @@ class PartConnection:
                 on_bytes(count)
             connection.sock.sendall(trailer)
         except (BrokenPipeError, ConnectionResetError):
-            # it may have said why before it stopped listening
+            # The server may have sent an error answer before it closed the connection.
             return self._answer()
         return self._answer()
 
@@ -99,12 +108,17 @@ class PartConnection:
         headers: Mapping[str, str],
         room: Callable[[memoryview], memoryview] = lambda scratch: scratch,
     ) -> tuple[int, bytes, Iterator[memoryview]]:
-        """GET a path; return status, the body of an answer that is not 2xx, and the runs of one that is.
+        """GET a path.
 
         Args:
-            room: asked before every run for the memory to fill, of at most as many bytes as the scratch that it is
-                given: that one, some of it, or another. All runs share the scratch, so that what is in it is gone when
-                the next run is asked for.
+            path: path of the request.
+            headers: headers of the request.
+            room: function that returns the buffer for the next bytes. It gets the connection's scratch buffer and
+                returns a part of this buffer, or other memory of at most the same size. All pieces of an answer share
+                the scratch buffer, so use a piece before you ask for the next one.
+
+        Returns:
+            The status; the body if the status is 300 or above; and the pieces of the body if the status is below 300.
         """
         connection = self._ready()
         connection.request("GET", path, headers=dict(headers))
@@ -116,12 +130,12 @@ class PartConnection:
     def _runs(
         self, response: http.client.HTTPResponse, room: Callable[[memoryview], memoryview]
     ) -> Iterator[memoryview]:
-        # not by `response.readinto`, which waits until all is full, and so does not see a slow connection move
+        # `response.readinto` would block until the buffer is full, and would not report progress of a slow connection.
         scratch, body, left = memoryview(self._scratch), response.fp, response.length or 0
         while left > 0:
             run, filled = room(scratch[:left]), 0
-            while filled < len(run):  # whole runs, so that they end at borders of elements
-                self._require_whole()  # what had arrived before the cut is not handed out after it
+            while filled < len(run):  # fill the whole buffer: each piece must end at an element boundary
+                self._require_whole()  # after a cut, hand out nothing, even if it arrived before the cut
                 count = body.readinto1(run[filled:])
                 if not count:
                     raise http.client.IncompleteRead(b"", left - filled)
@@ -130,23 +144,23 @@ class PartConnection:
             self._require_whole()
             left -= len(run)
             yield run
-        response.close()  # else nothing more can be asked over this connection
+        response.close()  # required before the next request on this connection
 
     def _answer(self) -> tuple[int, bytes]:
         response = self._connection.getresponse()
         return response.status, response.read()
 
     def _ready(self) -> http.client.HTTPConnection:
-        """The connection; made anew where the other side has closed it meanwhile."""
+        """Return a connected connection. If the server has closed the old one, connect again."""
         connection = self._connection
         if connection.sock is not None and wait_for_read(connection.sock, timeout=0.0):
-            self.close()  # nothing was asked, so what can be read is its end
+            self.close()  # no request is open, so the socket is readable only because the server closed it
         if connection.sock is None:
             self._connect()
         return connection
 
     def _connect(self) -> None:
-        """As the connection itself would; but a cut reaches the socket while it is being connected, too."""
+        """Connect as http.client does, but hold the socket first, so that `cut` can end a connect that hangs."""
         host, port = self._connection.host, self._connection.port
         error: OSError | None = None
         for family, kind, protocol, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
@@ -187,6 +201,6 @@ class PartConnection:
     def _send(self, fd: int, offset: int, nbytes: int) -> None:
         run = memoryview(self._scratch)[:nbytes]
         run = run[: os.preadv(fd, [run], offset)]
-        while run:  # not sendall, which has one timeout for all of the run
+        while run:  # not `sendall`: its timeout covers the whole buffer, not each movement
             run = run[self._connection.sock.send(run) :]
             self.on_move()

@@ -1,13 +1,14 @@
-"""Parts of tensors between a worker and its server, resumed uploads too: over a few parallel connections.
+"""Move parts of tensors over a few parallel connections, and repeat only the parts that failed.
 
-Only the parts that the caller names move; of an upload `worker/exchange/exchange` says which the server lacks.
+A call moves the parts that its caller names. For a resumed upload, `worker/exchange/exchange` names the parts that the
+server lacks.
 
-Ctrl-C reaches the main thread alone, and most often while it waits here. The threads must then neither go on with
-files that are about to be closed, nor keep the process alive until a network that stands still has timed out. A call
-that is interrupted leaves no thread behind that moves bytes; a thread that a second interrupt leaves behind has a
-descriptor of its own, so it never reads another file than the one it was given.
+If a part arrives damaged or its connection breaks, only this part is sent again. An error that repeats is raised.
 
-A part that arrives damaged, or loses its connection, is sent again, alone; an error that lasts is raised.
+Ctrl-C interrupts only the main thread, usually while it waits in this module. An interrupted call ends all its
+transfer threads before it returns: they must not use files that the caller is about to close, and must not keep the
+process alive on a stalled network. After a second interrupt, a thread may remain. Such a thread has its own file
+descriptor, so it cannot read a wrong file.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 Digests = Mapping[int, bytes] | Sequence[bytes]
-"""Index of a part → its BLAKE3."""
+"""Index of a part → BLAKE3 of the part."""
 
 PART_ATTEMPTS = 4
 _NETWORK_ERRORS = (OSError, http.client.HTTPException)
@@ -45,12 +46,12 @@ _NETWORK_ERRORS = (OSError, http.client.HTTPException)
 
 
 class TransferPool:
-    """The threads of one transfer, made by `transfer_pool`.
+    """The threads of one transfer. Make one with `transfer_pool`.
 
     Attributes:
-        ended: no part is begun once it is set.
-        is_given_up: the network was lost while the transfer waited.
-        moved_s: when a byte moved last; by `time.monotonic`.
+        ended: event after which no further part begins.
+        is_given_up: whether the network was lost during the transfer.
+        moved_s: time of the last movement of a byte, by `time.monotonic`.
     """
 
     def __init__(self, size: int) -> None:
@@ -64,11 +65,11 @@ class TransferPool:
         self._cut = False
 
     def moved(self) -> None:
-        """Note that bytes of the transfer have moved."""
+        """Record that bytes of the transfer have moved."""
         self.moved_s = time.monotonic()
 
     def is_silent(self, idle_timeout_s: float) -> bool:
-        """Return whether no byte has moved for so long, over any connection."""
+        """Return whether no connection of the transfer has moved a byte for `idle_timeout_s`."""
         return time.monotonic() - self.moved_s >= idle_timeout_s
 
     def submit(self, work: Callable[P, R], *args: P.args, **more: P.kwargs) -> Future[R]:
@@ -79,7 +80,7 @@ class TransferPool:
 
     @contextmanager
     def using(self, connection: PartConnection) -> Iterator[None]:
-        """Within, the connection ends when the pool is cut."""
+        """While the block runs, cut the connection if the pool is cut."""
         with self._lock:
             self._in_use.add(connection)
             if self._cut:
@@ -91,13 +92,13 @@ class TransferPool:
                 self._in_use.discard(connection)
 
     def wait(self) -> None:
-        """Wait until everything that was submitted is done."""
-        # not by the threads' `join`: once interrupted, it takes a thread that still runs for one that has ended
+        """Wait until all submitted work is done."""
+        # Not `Thread.join`: after an interrupt, it reports a running thread as ended.
         wait([future for future in self._futures if not future.cancelled()])
         self._pool.shutdown()
 
     def break_off(self) -> None:
-        """Begin no part, and break off those under way; from any thread, without waiting for them."""
+        """Begin no further part and cut the running ones, without waiting for them. Callable from any thread."""
         self.ended.set()
         with self._lock:
             self._cut = True
@@ -105,12 +106,12 @@ class TransferPool:
                 connection.cut()
 
     def give_up(self) -> None:
-        """Break off because the network is lost."""
+        """Break off and record that the network is lost."""
         self.is_given_up = True
         self.break_off()
 
     def cut(self) -> None:
-        """Break off, and return when every thread has ended."""
+        """Break off, and wait until every thread has ended."""
         self.break_off()
         self._pool.shutdown(wait=False, cancel_futures=True)
         self.wait()
@@ -118,7 +119,10 @@ class TransferPool:
 
 @contextmanager
 def transfer_pool(size: int) -> Iterator[TransferPool]:
-    """Give threads for the block, which ends when they are done; left by an exception, they are cut off."""
+    """Provide a pool of transfer threads.
+
+    At the end of the block, wait for their work. If an exception leaves the block, cut them off.
+    """
     pool = TransferPool(size)
     try:
         yield pool
@@ -128,35 +132,38 @@ def transfer_pool(size: int) -> Iterator[TransferPool]:
         raise
 
 
-# -- Where the bytes of parts go.
+# -- Destinations of the bytes of parts.
 
 
 class Sink(Protocol):
-    """Takes the bytes of a file at their offsets, from several threads."""
+    """A destination for the bytes of a file. Several threads write to it, each at its own offsets."""
 
     def write(self, offset: int, data: memoryview) -> None:
-        """Write all of `data` at the file's byte `offset`; its memory is used again once this has returned."""
+        """Write all of `data` at the file's byte `offset`. The caller reuses the memory of `data` afterwards."""
         ...
 
 
 class Memory(Sink, Protocol):
-    """A sink in memory, most of which can be filled in place."""
+    """A sink in memory that lets the caller fill most of its memory in place."""
 
     def room(self, offset: int, nbytes: int) -> memoryview | None:
-        """Return where at most `nbytes` of the file belong from `offset` on, in whole elements; None: `write` them."""
+        """Return the sink's memory for the file's bytes from `offset`, or None if the caller must use `write`.
+
+        The memory has at most `nbytes` and holds whole elements.
+        """
         ...
 
 
 @dataclass(frozen=True)
 class Delivery:
-    """Where the bytes of parts go, whichever way they come.
+    """The destinations of downloaded parts.
 
     Attributes:
         digests: BLAKE3 of every part of the file, by index.
-        sinks: each gets the same bytes at their file offsets, whole elements at a time.
-        into: gets them, too, before the others, and large runs without a copy.
-        on_bytes: called with the count of what came.
-        on_part: called with every part that is complete, from several threads.
+        sinks: sinks that each get all bytes at their file offsets, whole elements at a time.
+        into: sink in memory that gets all bytes before `sinks`; large byte runs without a copy.
+        on_bytes: callback with the number of bytes received.
+        on_part: callback with every complete part. Several threads call it.
     """
 
     digests: Sequence[bytes]
@@ -168,7 +175,15 @@ class Delivery:
 
 @dataclass
 class PulledPart:
-    """One part on its way to where a delivery goes: `room`, fill it, `take`, until it is complete; then `finish`."""
+    """One part that is being received.
+
+    Repeat until the part is complete: get a buffer with `room`, fill it, pass it to `take`. Then call `finish`.
+
+    Attributes:
+        delivery: destinations of the bytes.
+        part: the part.
+        offset: file offset of the next byte.
+    """
 
     delivery: Delivery
     part: Part
@@ -181,18 +196,18 @@ class PulledPart:
 
     @property
     def is_complete(self) -> bool:
-        """Whether all of its bytes were taken; only `finish` checks them."""
+        """Whether all bytes of the part were taken. Only `finish` checks them."""
         return self.offset == self.part.stop
 
     def room(self, scratch: memoryview) -> memoryview:
-        """Return the memory to fill with the next bytes: in place, or some of the scratch."""
+        """Return the buffer for the next bytes: the target's own memory if possible, else part of `scratch`."""
         most, into = min(len(scratch), self.part.stop - self.offset), self.delivery.into
         memory = into.room(self.offset, most) if into is not None else None
         self._in_place = memory is not None
         return scratch[:most] if memory is None else memory
 
     def take(self, run: memoryview) -> None:
-        """Pass on what was filled in."""
+        """Hash the bytes of a filled buffer and pass them to the destinations."""
         self._hasher.update(run)
         if self.delivery.into is not None and not self._in_place:
             self.delivery.into.write(self.offset, run)
@@ -202,10 +217,14 @@ class PulledPart:
         self.delivery.on_bytes(len(run))
 
     def finish(self, damaged: str, remedy: str) -> None:
-        """Check the part against its digest.
+        """Check the part against its digest, and call `on_part`.
+
+        Args:
+            damaged: message of the error.
+            remedy: remedy of the error.
 
         Raises:
-            PartCorrupt: it is damaged, or less came than it has.
+            PartCorrupt: the part is damaged or incomplete.
         """
         if self._hasher.digest() != self.delivery.digests[self.part.index]:
             raise PartCorrupt(damaged, remedy)
@@ -217,12 +236,12 @@ class PulledPart:
 
 
 class Pushing:
-    """Parts that are sent while the file is still being written. `HttpTransfer.pushing` gives it.
+    """An upload of parts while their file is still being written. Get one from `HttpTransfer.pushing`.
 
     Attributes:
         sent: indices of the parts that the server has.
-        error: what ended the sending; None while nothing has.
-        ended: nothing more is sent once it is set.
+        error: first error of the upload; None if there is none.
+        ended: event after which no further part is sent.
     """
 
     def __init__(self, pool: TransferPool, send: Callable[[Part, bytes], bool]) -> None:
@@ -232,7 +251,12 @@ class Pushing:
         self._pool, self._do = pool, send
 
     def add(self, part: Part, digest: bytes) -> None:
-        """Send `part`, which is in the file and will not change; `digest` is its BLAKE3. Never waits."""
+        """Queue a part for upload, without waiting.
+
+        Args:
+            part: part of the file; its bytes must be final.
+            digest: BLAKE3 of the part.
+        """
         if not self.ended.is_set():
             self._pool.submit(self._send, part, digest)
 
@@ -240,21 +264,21 @@ class Pushing:
         try:
             if self._do(part, digest):
                 self.sent.add(part.index)
-        except BaseException as error:  # kept for the thread that asks
+        except BaseException as error:  # the owner of the upload reads `error`
             self.error = self.error or error
 
 
 Work = Callable[[PartConnection, Part], None]
-"""Moves a part over a connection."""
+"""Function that moves one part over one connection."""
 
 
 class HttpTransfer:
-    """Pulls and pushes parts for one worker.
+    """A client that downloads and uploads parts over parallel connections.
 
     Args:
-        http: the server, the credentials, the counters.
-        connections: how many in parallel.
-        idle_timeout_s: a transfer that moves no byte for so long has failed.
+        http: client with the server's address, the credentials and the counters.
+        connections: most connections in parallel.
+        idle_timeout_s: seconds without a byte after which a transfer fails.
     """
 
     def __init__(self, http: Http, connections: int, idle_timeout_s: float) -> None:
@@ -266,7 +290,7 @@ class HttpTransfer:
         self._lock = threading.Lock()
 
     def break_off(self) -> None:
-        """End what is under way, and all that comes later, with `TransferAborted`; from another thread."""
+        """End all running and future transfers with `TransferAborted`. Called from another thread."""
         with self._lock:
             self._broken = True
             pools = list(self._pools)
@@ -274,18 +298,18 @@ class HttpTransfer:
             pool.break_off()
 
     def close(self) -> None:
-        """Close the connections that are kept."""
+        """Close the idle connections."""
         with self._lock:
             connections, self._idle = self._idle, []
         for connection in connections:
             connection.close()
 
     def read(self, path: str, most_bytes: int) -> bytearray:
-        """GET a message that may be long, over a connection for parts.
+        """GET a long message over a connection for parts, and return its body.
 
         Raises:
-            BadRequest: it has more than `most_bytes`; no more of it was read.
-            TransferStalled, ServerUnreachable: the network.
+            BadRequest: the message has more than `most_bytes`. Reading stopped there.
+            TransferStalled, ServerUnreachable: the network failed.
         """
         body = bytearray()
 
@@ -313,16 +337,20 @@ class HttpTransfer:
         on_bytes: Callable[[int], None] = lambda _: None,
         on_part: Callable[[Part], None] = lambda _: None,
     ) -> None:
-        """Fetch parts of a file by byte range; one that arrives damaged is fetched again, alone.
+        """Download parts of a file by byte range. Only a part that arrives damaged is requested again.
 
         Args:
-            path: of the bytes of a version or an object; it never means other bytes.
-            parts: those wanted.
-            digests, sinks, into, on_bytes, on_part: as in `Delivery`.
+            path: path of the bytes of a version or an object. These bytes never change.
+            digests: BLAKE3 of every part of the file, by index.
+            parts: the parts to download.
+            sinks: sinks that each get all bytes (see `Delivery`).
+            into: sink in memory that gets all bytes before `sinks`.
+            on_bytes: callback with the number of bytes received.
+            on_part: callback with every complete part. Several threads call it.
 
         Raises:
-            Gone: the server no longer keeps it; of a version, ask for the head again.
-            TransferStalled, ServerUnreachable: the network; parts that are complete stay written.
+            Gone: the server no longer keeps the file. For a version, ask for the head again.
+            TransferStalled, ServerUnreachable: the network failed. Complete parts stay written.
         """
 
         def count(nbytes: int) -> None:
@@ -357,12 +385,16 @@ class HttpTransfer:
         *,
         on_bytes: Callable[[int], None] = lambda _: None,
     ) -> None:
-        """Send parts of the file `fd`, each followed by its BLAKE3; what did not arrive is sent again.
+        """Upload parts of a file, each followed by its BLAKE3. A part that did not arrive is sent again.
 
-        The file must not change before the server has said that it has all of it.
+        The file must not change until the server has confirmed the whole upload.
 
         Args:
-            path_of: index of a part → its path.
+            path_of: function that returns the path of a part from its index.
+            fd: descriptor of the file.
+            parts: the parts to send.
+            digests: BLAKE3 of the parts, by index.
+            on_bytes: callback with the number of bytes sent.
         """
         with _copy_of(fd) as file:
             self._spread(
@@ -376,10 +408,15 @@ class HttpTransfer:
     def pushing(
         self, path_of: Callable[[int], str], fd: int, *, on_bytes: Callable[[int], None] = lambda _: None
     ) -> Iterator[Pushing]:
-        """Send parts of the file `fd` while it is still being written.
+        """Upload parts of a file while it is still being written.
 
-        A failure is not raised: it ends the sending, and `Pushing.error` has it. On leaving the block, what was added
-        is sent; left by an exception, nothing more is.
+        At the end of the block, wait until the added parts are sent. If an exception leaves the block, send no more.
+        A failure of the upload ends the upload and is stored in `Pushing.error`; it is not raised.
+
+        Args:
+            path_of: function that returns the path of a part from its index.
+            fd: descriptor of the file.
+            on_bytes: callback with the number of bytes sent.
         """
         with _copy_of(fd) as file, transfer_pool(self._connections) as pool:
 
@@ -418,7 +455,7 @@ class HttpTransfer:
         failpoint("push.part")
 
     def _spread(self, work: Work, parts: Sequence[Part]) -> None:
-        """Run `work` for all parts over the connections; the first lasting failure ends it, and is raised."""
+        """Run `work` for all parts over parallel connections. Raise the first failure that retries did not cure."""
         with transfer_pool(max(1, min(self._connections, len(parts)))) as pool, self._breakable(pool):
             if len(parts) <= 1:
                 for part in parts:
@@ -428,7 +465,7 @@ class HttpTransfer:
             done, _ = wait(futures, return_when=FIRST_EXCEPTION)
             errors = [error for future in done if (error := future.exception())]
             if errors:
-                pool.ended.set()  # those under way may still arrive, and need not be sent again
+                pool.ended.set()  # let running parts finish: they then need not be sent again
                 for future in futures:
                     future.cancel()
         if errors:
@@ -436,7 +473,12 @@ class HttpTransfer:
 
     @contextmanager
     def _breakable(self, pool: TransferPool) -> Iterator[None]:
-        """Within, `break_off` or a lost network ends this pool; left so, it is an error, for parts are missing."""
+        """While the block runs, `break_off` or a lost network ends this pool.
+
+        Raises:
+            TransferAborted: `break_off` was called.
+            TransferStalled: the network is lost.
+        """
         with self._lock:
             self._pools.add(pool)
             if self._broken:
@@ -456,10 +498,10 @@ class HttpTransfer:
             raise unanswered(self._http.server)
 
     def _attempt(self, work: Work, part: Part, pool: TransferPool) -> bool:
-        """Do one part, in a few attempts; return False where another part has failed for good.
+        """Move one part in at most `PART_ATTEMPTS` attempts; return False if another part has ended the transfer.
 
-        A connection that stands still is tried again as long as others move. What it moves then counts only once it
-        has brought the part: buffers take bytes for a silent peer, too.
+        If the connection stalls while other connections move bytes, retry it. After a stall, its bytes count as
+        progress only when the part is complete: socket buffers accept bytes even if the peer is silent.
         """
         failures, stood_still = 0, False
 
@@ -472,11 +514,11 @@ class HttpTransfer:
                 self._once(work, part, pool, on_move)
                 return True
             except (PartCorrupt, ServerUnreachable, TransferStalled) as error:
-                if pool.ended.is_set():  # a consequence of what has failed elsewhere
+                if pool.ended.is_set():  # this error is a consequence of another part's failure
                     return False
                 self._http.counters.add(retries=1)
                 is_stall = isinstance(error, TransferStalled)
-                if is_stall and pool.is_silent(self._idle_timeout_s):  # no connection is tried any more
+                if is_stall and pool.is_silent(self._idle_timeout_s):  # all connections stalled: end the transfer
                     pool.break_off()
                     raise
                 failures += 1
@@ -490,7 +532,7 @@ class HttpTransfer:
         return False
 
     def _once(self, work: Work, part: Part, pool: TransferPool, on_move: Callable[[], None]) -> None:
-        """One attempt on a connection, which is kept only if all went well: else its state is not known."""
+        """Make one attempt to move a part. Keep the connection only after success: else its state is unknown."""
         connection, losses = self._idle_connection(), self._http.watch.losses
         if connection is None:
             connection = PartConnection(self._http.host, self._http.port, self._http.secure, self._idle_timeout_s)
@@ -512,7 +554,7 @@ class HttpTransfer:
             self._idle.append(connection)
 
     def _idle_connection(self) -> PartConnection | None:
-        """A connection that was kept, and none from before the network was lost."""
+        """Return an idle connection, or None. Close those that are older than the last unanswered heartbeat."""
         with self._lock:
             losses, self._losses = self._losses, self._http.watch.losses
             if losses != self._losses:
@@ -524,7 +566,7 @@ class HttpTransfer:
 
 @contextmanager
 def _copy_of(fd: int) -> Iterator[Descriptor]:
-    """A descriptor of one's own: its owner may close `fd` while a part is still on its way."""
+    """Provide a duplicate of `fd`, so that the owner may close `fd` while a part is still being sent."""
     file = Descriptor(os.dup(fd))
     try:
         yield file

@@ -1,15 +1,15 @@
-"""Receive the body of an upload: straight from the socket into the memory where it is hashed and written from.
+"""Receive the body of an upload directly from the socket into the buffer that is hashed and written to disk.
 
-aiohttp's parser and its streams cost more than everything else that is done with the bytes of a part (0.3 CPU-seconds
-a GB, one thread, two copies). So a `BodyInterceptor` stands between the transport and aiohttp's protocol. Everything
-passes through it unchanged but the body of a part: aiohttp is told that the request has none, and a thread of the
-pool receives the body from the socket. It moves what is there, waits a moment for more, and gives the socket back to
-the event loop: a stalled peer costs no thread, and every connection has its turn.
+aiohttp's parser and streams cost more than all other work on the bytes of a part (0.3 CPU-seconds per GB, one thread,
+two copies). So a `BodyInterceptor` stands between the transport and aiohttp's protocol. It passes all bytes through,
+except the body of a part. aiohttp sees this request without a body, and a pool thread receives the body from the
+socket. The thread moves the bytes that are there, waits a moment for more, and returns the socket to the event loop.
+So a stalled peer takes no thread, and every connection gets its turn.
 
-A body is held back only where it is certain where requests begin and end: from the first byte of a connection, as
-long as that brings nothing but GETs without a body and parts with a Content-Length, in the plainest HTTP/1.1. After
-anything else all bytes of the connection pass through. Under TLS the bytes are not on the socket: there the body
-comes through aiohttp's streams. `receive_part` does not see the difference: both are a `Body`.
+The interceptor holds back a body only if the borders of the requests are certain. That requires that the connection
+has sent only GETs without a body and parts with a Content-Length, in plain HTTP/1.1. After any other request, all
+bytes of the connection pass through. Under TLS, the socket carries encrypted bytes, so bodies come through aiohttp's
+streams. `receive_part` handles both cases alike, through the `Body` protocol.
 """
 
 from __future__ import annotations
@@ -35,46 +35,49 @@ from atoll.protocol.routes import DIGEST_BYTES
 T = TypeVar("T")
 
 SLICE_S = 0.05
-"""The longest that a part keeps a pool thread, so that every connection has its turn."""
+"""Longest time in seconds that a part uses a pool thread before the next connection gets its turn."""
 PATIENCE_S = 0.002
-"""How long a pool thread waits for a peer before it gives the socket back to the event loop."""
+"""Seconds that a pool thread waits for a peer before it returns the socket to the event loop."""
 HEAD_S = 10.0
-"""How long a peer may take for the head of a request."""
+"""Seconds that a peer may take for the head of a request."""
 DISCARD_S = 10.0
-"""How long the rest of a refused part is read away, so that the peer gets to read why."""
+"""Seconds for which the server reads and drops the rest of a refused part, so that the peer can read the answer."""
 
 WIDE_BYTES, NARROW_BYTES = 2**20, 2**17
-"""Bytes of a run through aiohttp. TLS keeps buffers of the largest run for as long as a connection lasts."""
+"""Read sizes through aiohttp: for the first `WIDE` parts, and for further ones.
+
+A TLS connection keeps buffers of the largest read until it closes.
+"""
 WIDE = 16
-"""Parts at a time that come through aiohttp in runs of `WIDE_BYTES`; every further one comes in runs of `NARROW_BYTES`:
-memory hardly grows with the number of workers."""
+"""Number of parts at a time that are read with `WIDE_BYTES`. Further parts are read with `NARROW_BYTES`, so that memory
+grows little with the number of workers."""
 
 Fill = Callable[[memoryview], int]
-"""Fills memory from its start, and returns how many bytes it brought; 0: no more for now."""
+"""Function that writes received bytes to the start of a buffer and returns their number; 0 if none are there now."""
 
 
 class PartSink(Protocol):
-    """Where the bytes of a part go."""
+    """The destination of the bytes of one part."""
 
     @property
     def complete(self) -> bool:
-        """Whether it has all of them."""
+        """Whether the sink has all bytes of the part."""
         ...
 
     def take(self, fill: Fill) -> None:
-        """Have memory filled until there is no more for now, or until it is complete; in a pool thread."""
+        """Call `fill` with buffers until it returns 0 or the part is complete. Runs in a pool thread."""
         ...
 
 
 class Body(Protocol):
-    """The body of one upload: where its bytes come from."""
+    """The body of one upload."""
 
     async def give(self, sink: PartSink, pool: Executor, idle: Idle) -> None:
-        """Wait for bytes, and have the sink take them in a thread of the pool.
+        """Wait for bytes, and let the sink take them in a thread of the pool.
 
         Raises:
-            BadRequest: the body has ended.
-            ConnectionError: the peer went away.
+            BadRequest: the body ended before the part was complete.
+            ConnectionError: the peer closed the connection.
         """
         ...
 
@@ -87,15 +90,18 @@ async def receive_part(
     idle_timeout_s: float,
     on_bytes: Callable[[int], None],
 ) -> bytes:
-    """Give the part in a request's body to `sink`, in order; return the BLAKE3 that follows it.
+    """Receive the part in a request's body into `sink`; return the BLAKE3 that follows the part.
 
     Args:
-        pool: its threads take the bytes.
-        on_bytes: called with the count of what came.
+        request: the request.
+        sink: destination of the part's bytes, which come in order.
+        pool: threads that receive and take the bytes.
+        idle_timeout_s: seconds without a byte after which the connection is closed.
+        on_bytes: callback with the number of bytes received.
 
     Raises:
-        BadRequest: the body ends early.
-        ConnectionError: no byte came for the idle timeout, or the peer went away.
+        BadRequest: the body ends before the part is complete.
+        ConnectionError: no byte came for the idle timeout, or the peer closed the connection.
     """
     part = _WithDigest(sink)
     with Idle(request, idle_timeout_s, on_bytes) as idle:
@@ -106,10 +112,14 @@ async def receive_part(
 
 
 def require_part_bytes(request: web.Request, nbytes: int) -> None:
-    """Refuse a request with a body other than a part of `nbytes` and its digest, before a byte of it is read.
+    """Check that the body of a request has the length of a part and its digest, before the body is read.
+
+    Args:
+        request: the request.
+        nbytes: size of the part in bytes, without its digest.
 
     Raises:
-        BadRequest: its Content-Length differs.
+        BadRequest: the Content-Length differs.
     """
     interceptor = interceptor_of(request)
     length = (interceptor.body_bytes if interceptor else 0) or request.content_length or 0
@@ -121,7 +131,7 @@ def require_part_bytes(request: web.Request, nbytes: int) -> None:
 
 
 class _WithDigest:
-    """A part, and the digest that follows it."""
+    """A sink for a part and the digest that follows it."""
 
     def __init__(self, sink: PartSink) -> None:
         self._sink, self.digest, self._digest_left = sink, bytearray(DIGEST_BYTES), DIGEST_BYTES
@@ -141,10 +151,17 @@ class _WithDigest:
 
 
 class Idle:
-    """Ends a transfer that has not moved a byte for a while: one timer a transfer, not one a run of bytes.
+    """A watchdog that ends a transfer if no byte moves for a timeout. It is a context manager.
+
+    It uses one timer per interval, not one per read or write, so it may react up to one interval late.
+
+    Args:
+        request: request of which the connection is aborted.
+        timeout_s: length of the interval in seconds.
+        on_bytes: callback with the number of bytes moved.
 
     Attributes:
-        on_end: also called when it ends the transfer.
+        on_end: callback for the end by timeout.
     """
 
     def __init__(self, request: web.Request, timeout_s: float, on_bytes: Callable[[int], None]) -> None:
@@ -159,7 +176,7 @@ class Idle:
         self._timer.cancel()
 
     def add(self, nbytes: int) -> int:
-        """Note that so many bytes have moved; return them."""
+        """Record that `nbytes` have moved; return `nbytes`."""
         if nbytes:
             self._moved = True
             self._on_bytes(nbytes)
@@ -175,14 +192,14 @@ class Idle:
 
 
 def break_off(request: web.Request) -> None:
-    """End a connection without another byte."""
+    """Abort the connection of a request, without sending another byte."""
     if request.transport is not None:
         request.transport.abort()
 
 
 @asynccontextmanager
 async def _body_of(request: web.Request) -> AsyncIterator[Body]:
-    """Where the body of a request comes from."""
+    """Provide the body of a request: from the socket if the interceptor holds it back, else from aiohttp's stream."""
     interceptor = interceptor_of(request)
     if interceptor is not None and interceptor.body_bytes:
         with interceptor.dup_socket() as sock:
@@ -192,11 +209,11 @@ async def _body_of(request: web.Request) -> AsyncIterator[Body]:
             yield _StreamBody(request, run_bytes)
 
 
-# -- Through aiohttp: under TLS, and on connections that pass through.
+# -- Bodies through aiohttp: under TLS, and on connections with other requests.
 
 
 class _StreamBody:
-    """A body that aiohttp's parser has read."""
+    """A body that is read through aiohttp's parser."""
 
     def __init__(self, request: web.Request, run_bytes: int) -> None:
         self._content, self._run_bytes = request.content, run_bytes
@@ -206,7 +223,7 @@ class _StreamBody:
 
     async def give(self, sink: PartSink, pool: Executor, idle: Idle) -> None:
         while not self._waiting or (sum(map(len, self._waiting)) < self._run_bytes and self._left_bytes):
-            data, _ = await self._content.readchunk()  # as it came; readany would copy runs together
+            data, _ = await self._content.readchunk()  # not `readany`, which would copy chunks into one
             if not data:
                 raise BadRequest("The body ended before the part did.", "Send the part again.")
             self._left_bytes -= idle.add(len(data))
@@ -229,7 +246,7 @@ _wide = 0
 
 @contextmanager
 def _run_bytes() -> Iterator[int]:
-    """Bytes of a run, for the part that is received in the block: the fewer, the more parts there are."""
+    """Provide the read size in bytes for one part: `WIDE_BYTES` for the first `WIDE` parts, else `NARROW_BYTES`."""
     global _wide
     if _wide >= WIDE:
         yield NARROW_BYTES
@@ -241,11 +258,11 @@ def _run_bytes() -> Iterator[int]:
         _wide -= 1
 
 
-# -- From the socket, by pool threads.
+# -- Bodies from the socket, by pool threads.
 
 
 class _SocketBody:
-    """A body that an interceptor has held back."""
+    """A body that the interceptor holds back, read directly from the socket."""
 
     def __init__(self, interceptor: BodyInterceptor, sock: socket.socket) -> None:
         self._interceptor, self._socket = interceptor, sock
@@ -261,10 +278,10 @@ class _SocketBody:
 
 
 def receive(sock: socket.socket, room: memoryview) -> int:
-    """Receive what is there into `room`, after a moment's wait where nothing is; return how many bytes came.
+    """Receive available bytes into `room`; if there are none, wait up to `PATIENCE_S`. Return their number.
 
     Raises:
-        ConnectionResetError: the peer has closed the connection.
+        ConnectionError: the peer has closed the connection, or the network failed.
     """
     for _ in range(2):
         try:
@@ -277,7 +294,7 @@ def receive(sock: socket.socket, room: memoryview) -> int:
             continue
         except ConnectionError:
             raise
-        except OSError as error:  # no route, a timeout of the system: nothing of this machine's
+        except OSError as error:  # a network failure, for example no route or a system timeout
             raise ConnectionResetError(error.errno, error.strerror) from error
         if not count:
             raise ConnectionResetError("the peer closed the connection within a part")
@@ -286,7 +303,7 @@ def receive(sock: socket.socket, room: memoryview) -> int:
 
 
 async def readable(sock: socket.socket) -> None:
-    """Wait, without a thread, until the socket has something to read."""
+    """Wait on the event loop until the socket is readable."""
     loop, came = asyncio.get_running_loop(), asyncio.Event()
     loop.add_reader(sock.fileno(), came.set)
     try:
@@ -296,7 +313,7 @@ async def readable(sock: socket.socket) -> None:
 
 
 async def in_thread(pool: Executor, work: Callable[[], T]) -> T:
-    """Run `work` in the pool; a cancelled caller waits until it is over, for it uses the caller's socket."""
+    """Run `work` in the pool and return its result. If cancelled, wait for its end, because it uses the socket."""
     future = asyncio.get_running_loop().run_in_executor(pool, work)
     try:
         return await asyncio.shield(future)
@@ -304,12 +321,12 @@ async def in_thread(pool: Executor, work: Callable[[], T]) -> T:
         while not future.done():
             with contextlib.suppress(asyncio.CancelledError):
                 await asyncio.wait([future])
-        future.exception()  # its caller is gone
+        future.exception()  # mark the exception as retrieved
         raise
 
 
 def shut(sock: socket.socket) -> None:
-    """End the connection under the thread that uses it."""
+    """Shut down a socket that another thread may be using."""
     with contextlib.suppress(OSError):
         sock.shutdown(socket.SHUT_RDWR)
 
@@ -321,20 +338,21 @@ _BEGIN = re.compile(rb"[A-Z]{1,16}(?: |\Z)")
 _NOT_PLAIN = frozenset(
     {b"transfer-encoding", b"upgrade", b"expect", b"connection", b"te", b"trailer", b"content-encoding"}
 )
-"""Headers that may change where a request ends, what comes after it, or what its body is."""
+"""Headers that may change the end of a request, the protocol after it, or the meaning of its body."""
 
 
 class BodyInterceptor(asyncio.Protocol):
-    """Stands between a transport and aiohttp's protocol, and keeps the bodies of parts for a thread.
+    """A protocol between a transport and aiohttp's protocol. It holds back the bodies of parts for a thread.
 
     Args:
         inner: aiohttp's protocol for this connection.
-        direct: whether the socket carries the bytes as they are: not under TLS, where every body passes through.
-        idle_timeout_s: a peer that takes none of an answer for so long is gone.
+        direct: whether the socket carries plain bytes. Under TLS it is False, and every body passes through.
+        idle_timeout_s: seconds after which a peer that reads no byte of an answer is disconnected.
 
     Attributes:
-        made: whether there was a connection; under TLS only after the handshake.
-        on_lost: called when it is over.
+        direct: as the argument.
+        made: whether the connection was made; under TLS, this is after the handshake.
+        on_lost: callback for the end of the connection.
     """
 
     def __init__(self, inner: asyncio.Protocol, *, direct: bool = True, idle_timeout_s: float = 60.0) -> None:
@@ -342,20 +360,20 @@ class BodyInterceptor(asyncio.Protocol):
         self.made = False
         self.on_lost: Callable[[], None] = lambda: None
         self._transport: asyncio.Transport | None = None
-        self._held = b""  # of a head that is not complete, or behind a body
-        self._passes = False  # everything, for the rest of the connection
-        self._part = False  # one is being answered; nothing behind it is read before
-        self._discarding = False  # the rest of its body, once it is answered
-        self._full = False  # aiohttp wants nothing more for now
-        self._body_left = 0  # bytes of the body that is held back
-        self._early = b""  # the first of them, where they came with the head
-        self._timer: asyncio.TimerHandle | None = None  # until a head is there, or a refused part read away
-        self._reader_timer: asyncio.TimerHandle | None = None  # while the peer does not take what is written
+        self._held = b""  # bytes of an incomplete head, or bytes that follow a body
+        self._passes = False  # whether all further bytes of the connection pass through
+        self._part = False  # whether a part is being received or answered; no later request is read meanwhile
+        self._discarding = False  # whether the rest of the part's body is being dropped, after the answer
+        self._full = False  # whether aiohttp has paused reading
+        self._body_left = 0  # bytes of the held-back body that are not received yet
+        self._early = b""  # the first bytes of that body, if they came with the head
+        self._timer: asyncio.TimerHandle | None = None  # deadline for a complete head, or for dropping a refused part
+        self._reader_timer: asyncio.TimerHandle | None = None  # runs while the peer does not read the answer
 
     # -- between transport and aiohttp
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Give aiohttp a facade of the transport, and the peer `HEAD_S` seconds to send a complete head."""
+        """Connect aiohttp to a facade of the transport. The peer then has `HEAD_S` seconds for a complete head."""
         assert isinstance(transport, asyncio.Transport)
         self._transport, self.made = transport, True
         self._give_up_after(HEAD_S)
@@ -374,17 +392,17 @@ class BodyInterceptor(asyncio.Protocol):
         return self._inner.eof_received()
 
     def pause_writing(self) -> None:
-        """Begin to watch whether the peer takes what is written, and tell aiohttp."""
+        """Begin to watch whether the peer reads the answer, and tell aiohttp to pause."""
         self._look_after_reader(left_bytes=None)
         self._inner.pause_writing()
 
     def resume_writing(self) -> None:
-        """End the watch on the peer, which takes bytes again, and tell aiohttp."""
+        """End the watch on the peer, which reads again, and tell aiohttp to resume."""
         self._stop_reader_timer()
         self._inner.resume_writing()
 
     def _look_after_reader(self, left_bytes: int | None) -> None:
-        """End a peer that has taken nothing since `left_bytes` were left, or look again after the idle timeout."""
+        """Abort the connection if the write buffer still has `left_bytes`; else check again after the idle timeout."""
         if self._transport is None:
             return
         now_bytes = self._transport.get_write_buffer_size()
@@ -400,25 +418,25 @@ class BodyInterceptor(asyncio.Protocol):
             self._reader_timer = None
 
     def data_received(self, data: bytes) -> None:
-        """Pass bytes on, discard them or look for heads; abort the connection if they belong to a thread."""
+        """Pass bytes on, drop them or look for heads; abort the connection if they belong to a held-back body."""
         if self._passes:
             self._inner.data_received(data)
         elif self._discarding:
             self._discard(data)
-        elif self._part:  # bytes that a thread should receive: the body is no longer complete
+        elif self._part:  # a thread should have received these bytes, so the body is incomplete
             self._give_up()
         else:
             self._heads(self._held + data)
 
     def _hold(self, full: bool) -> None:
-        """Note that aiohttp wants nothing more for now, or wants to go on."""
+        """Record whether aiohttp has paused reading; on resume, process the held bytes."""
         self._full = full
         self._read_or_not()
         if not full and not self._part and self._transport is not None:
             self._heads(self._held)
 
     def _read_or_not(self) -> None:
-        """Have the transport read, unless aiohttp or a part wants it to pause."""
+        """Resume reading from the transport, or pause it while aiohttp or a part requires a pause."""
         if self._transport is None or self._transport.is_closing():
             return
         if self._full or (self._part and not self._discarding):
@@ -427,7 +445,7 @@ class BodyInterceptor(asyncio.Protocol):
             self._transport.resume_reading()
 
     def _heads(self, data: bytes) -> None:
-        """Pass on complete heads while aiohttp takes them, up to one with a body that is held back."""
+        """Pass complete heads to aiohttp until aiohttp pauses or a head announces a part (its body is held back)."""
         self._held = b""
         while data and not self._part:
             if self._full:
@@ -464,11 +482,11 @@ class BodyInterceptor(asyncio.Protocol):
 
     @property
     def body_bytes(self) -> int:
-        """Bytes not received yet of the body that is held back; 0 where none is."""
+        """Bytes of the held-back body that are not received yet; 0 if no body is held back."""
         return self._body_left
 
     def dup_socket(self) -> socket.socket:
-        """Return the connection's socket once more, so that a thread can use it whatever becomes of the transport.
+        """Return a duplicate of the connection's socket. It stays valid for a thread if the transport closes.
 
         Raises:
             ConnectionResetError: the connection is closed.
@@ -479,7 +497,7 @@ class BodyInterceptor(asyncio.Protocol):
         return found.dup()
 
     def filler(self, sock: socket.socket) -> Fill:
-        """Return what brings bytes of the body for one turn: what is there, and what comes within a moment."""
+        """Return a function that receives bytes of the body. After `SLICE_S`, it receives no more from the socket."""
         until_s = time.monotonic() + SLICE_S
 
         def fill(room: memoryview) -> int:
@@ -497,7 +515,7 @@ class BodyInterceptor(asyncio.Protocol):
         return fill
 
     def end_part(self) -> None:
-        """The request for the part is answered: read away the rest of its body; then other requests come."""
+        """End a part after its answer: drop the rest of its body, then read the next request."""
         if not self._part or self._transport is None:
             return
         self._body_left -= len(self._early)
@@ -517,7 +535,7 @@ class BodyInterceptor(asyncio.Protocol):
             self._next()
 
     def _next(self) -> None:
-        """The part is over: the next bytes are a head."""
+        """Leave the part; the next bytes are the head of a request."""
         self._part = self._discarding = False
         self._stop_timer()
         self._read_or_not()
@@ -539,11 +557,11 @@ class BodyInterceptor(asyncio.Protocol):
 
 
 class _Facade:
-    """The transport as aiohttp sees it; the interceptor decides whether it is read."""
+    """The transport that aiohttp gets. Pausing and resuming go to the interceptor, everything else to the transport."""
 
     def __init__(self, transport: asyncio.Transport, hold: Callable[[bool], None]) -> None:
         self._transport, self._hold = transport, hold
-        self.write, self.is_closing = transport.write, transport.is_closing  # found at once: used for every answer
+        self.write, self.is_closing = transport.write, transport.is_closing  # avoid `__getattr__` for every answer
 
     def pause_reading(self) -> None:
         self._hold(True)
@@ -556,13 +574,13 @@ class _Facade:
 
 
 def interceptor_of(request: web.Request) -> BodyInterceptor | None:
-    """Return what may hold back the body of this request; None under TLS."""
+    """Return the interceptor of a request's connection; None if there is none, or under TLS."""
     protocol = request.transport.get_protocol() if request.transport is not None else None
     return protocol if isinstance(protocol, BodyInterceptor) and protocol.direct else None
 
 
 def _body_bytes(head: bytes) -> int | None:
-    """Return how many bytes of a part follow this head; 0 after a GET; None for anything else, or where in doubt."""
+    """Return the body length of a part from its request head; 0 for a GET; None for any other or doubtful head."""
     first, *lines = head[:-4].split(b"\r\n")
     method, _, rest = first.partition(b" ")
     path, _, version = rest.partition(b" ")

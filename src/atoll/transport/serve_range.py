@@ -1,7 +1,7 @@
-"""Serve a range of a pinned file: the one way in which files leave a server.
+"""Serve byte ranges of a file. All file downloads from a server use this module.
 
-Bytes are copied from the page cache into aiohttp's stream in runs of `RUN_BYTES`. `sendfile` is not used: it would
-queue pages, and a slot may be rewritten once its last reader is done, while its pages are still under way.
+Bytes are copied from the page cache to aiohttp's stream, `RUN_BYTES` at a time. `sendfile` is not used: it would queue
+pages of the file in the socket. A slot may be rewritten after its last reader ends, while its pages are still queued.
 """
 
 from __future__ import annotations
@@ -20,23 +20,33 @@ from atoll.protocol.openapi import STATUS_OF
 from atoll.transport.receive_upload import Idle, break_off
 
 RUN_BYTES, TLS_RUN_BYTES = 2**20, 2**17
-"""Written to aiohttp at a time. TLS keeps buffers of the largest run for as long as a connection lasts."""
+"""Bytes written to aiohttp at a time, on plain and on TLS connections.
+
+A TLS connection keeps buffers of the largest write until it closes, so its writes are smaller.
+"""
 
 BEYOND_BYTES = 10**18
-"""An offset behind the end of every file."""
+"""An offset beyond the end of every file."""
 
 _RANGE = re.compile(r"bytes=([0-9]*)-([0-9]*)")
 
 
 class RangeNotSatisfiable(Exception):
-    """The range lies outside the file."""
+    """The requested range contains no byte of the file."""
 
 
 def parse_range(header: str | None, nbytes: int) -> tuple[int, int] | None:
-    """Return the `Range` as [start, stop); None for the whole file, also for a form that HTTP lets a server ignore.
+    """Return the byte range [start, stop) of a `Range` header.
+
+    Args:
+        header: value of the header; None if the request has none.
+        nbytes: size of the file in bytes.
+
+    Returns:
+        The range; None for the whole file, also if the header has a form that a server may ignore.
 
     Raises:
-        RangeNotSatisfiable: it names no byte of the file.
+        RangeNotSatisfiable: the range contains no byte of the file.
     """
     match = _RANGE.fullmatch(header.strip()) if header else None
     if match is None or match.group(0) == "bytes=-":
@@ -54,7 +64,7 @@ def parse_range(header: str | None, nbytes: int) -> tuple[int, int] | None:
 
 
 def _bounded(digits: str) -> int:
-    """The number; `BEYOND_BYTES` where it is larger: Python refuses to convert thousands of digits."""
+    """Return the number in `digits`, at most `BEYOND_BYTES`. Python refuses to convert thousands of digits."""
     digits = digits.lstrip("0") or "0"
     return int(digits) if len(digits) < len(str(BEYOND_BYTES)) else BEYOND_BYTES
 
@@ -70,14 +80,18 @@ async def serve_file(  # noqa: PLR0913 (options, by keyword)
     revoked: Callable[[], bool],
     on_bytes: Callable[[int], None],
 ) -> web.StreamResponse:
-    """Answer a GET of a pinned file.
+    """Answer a GET request for a file, or for a range of it.
 
     Args:
-        fd: stays open and unchanged until this returns.
-        digest: names the content; it is the ETag.
-        pool: where a read goes that the page cache cannot answer at once.
-        revoked: asked before every run of bytes; true breaks the connection off, never sends other bytes.
-        on_bytes: told what was sent.
+        request: the request.
+        fd: descriptor of the file. It must stay open until this function returns.
+        nbytes: size of the file in bytes.
+        digest: digest of the content, sent as the ETag.
+        pool: threads for reads that the page cache cannot answer at once.
+        idle_timeout_s: seconds without a byte after which the connection is closed.
+        revoked: function that returns whether the file may have changed. It is asked before every write; if it returns
+            True, the connection is closed before wrong bytes are sent.
+        on_bytes: callback with the number of bytes sent.
     """
     etag = f'"{digest}"'
     headers = {"ETag": etag, "Accept-Ranges": "bytes", "Content-Type": "application/octet-stream"}
@@ -96,7 +110,7 @@ async def serve_file(  # noqa: PLR0913 (options, by keyword)
     response.content_length = stop - start
     await response.prepare(request)
     if not request.secure and request.transport is not None:
-        request.transport.set_write_buffer_limits(0)  # a write returns once nothing of the scratch is queued
+        request.transport.set_write_buffer_limits(0)  # a write returns only when none of its bytes are queued
     scratch = memoryview(bytearray(min(TLS_RUN_BYTES if request.secure else RUN_BYTES, stop - start)))
     with Idle(request, idle_timeout_s, on_bytes) as idle:
         while start < stop:
@@ -110,22 +124,33 @@ async def serve_file(  # noqa: PLR0913 (options, by keyword)
             await response.write(run)
             start += idle.add(len(run))
             if request.transport is None or request.transport.get_write_buffer_size():
-                scratch = memoryview(bytearray(len(scratch)))  # the old one is still queued
+                scratch = memoryview(bytearray(len(scratch)))  # the transport still uses the old buffer
         await response.write_eof()
     return response
 
 
 def _read_cached(fd: int, scratch: memoryview, offset: int) -> memoryview | None:
-    """Return what the page cache has of a range, in `scratch`; None where it has nothing. Never waits for the disk."""
+    """Read cached bytes of a file into `scratch`, without waiting for the disk.
+
+    Returns:
+        The filled start of `scratch`; None if no byte at `offset` is cached.
+    """
     try:
         done = os.preadv(fd, [scratch], offset, os.RWF_NOWAIT)
-    except OSError:  # not cached (EAGAIN), or a file system that cannot say
+    except OSError:  # not cached (EAGAIN), or not supported by the file system
         return None
     return scratch[:done] if done else None
 
 
 def problem(code: str, message: str, remedy: str = "", retry_after_s: float | None = None) -> web.Response:
-    """Return an answer that names what went wrong."""
+    """Return the HTTP response for an error.
+
+    Args:
+        code: code of the error; it determines the status.
+        message: text of the error.
+        remedy: advice to the user.
+        retry_after_s: seconds after which the client should retry; sent as a header, too.
+    """
     body = messages.Problem(code=code, message=message, remedy=remedy, retry_after_s=retry_after_s)
     headers = {"Retry-After": str(max(1, round(retry_after_s)))} if retry_after_s is not None else {}
     if code == "auth":
