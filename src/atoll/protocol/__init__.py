@@ -1,1 +1,1 @@
-"""The HTTP interface as both sides know it: routes, messages and the OpenAPI document."""
+"""The HTTP interface of server and workers: routes, messages and the OpenAPI document."""

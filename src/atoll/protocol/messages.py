@@ -1,9 +1,10 @@
-"""Every message that crosses the HTTP interface, closed and typed; the OpenAPI document is made from these.
+"""Typed messages of the HTTP interface: runs, workers, tickets, updates, versions and objects.
 
-Unknown fields are refused: a misspelt one must not be lost silently. Names of tensors never travel here, only
-numbers that the server issued; the schema is a document of its own.
+The OpenAPI document is made from these classes. Unknown fields are refused, so that a misspelt field is never lost
+silently. Requests name tickets, versions and parts by numbers that the server issued. Only `SchemaMessage` has names
+of tensors.
 
-Objects as they travel: opened, sent in parts, completed, pulled.
+An object is opened (`ObjectOpen`), sent in parts, completed (`ObjectComplete`), and then downloaded.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ from atoll.tensors.fragments import Split
 from atoll.tensors.schema import Schema, TensorSpec
 
 Site = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
-"""A worker's name: letters, digits, `.`, `_`, `-`; at most 64; shown, logged, and safe as the name of a folder."""
+"""Name of a site: 1 to 64 letters, digits, `.`, `_`, `-`. Safe in logs and as the name of a folder."""
 
 RunId = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$")]
-"""A worker names a folder by it, and removes those of earlier runs beside that folder: it must not lead elsewhere."""
+"""Id of a run. It cannot be a path: a worker names a folder after it and deletes the folders of earlier runs."""
 
 Hex32 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 """A BLAKE3 digest in hex."""
@@ -35,22 +36,22 @@ Hex16 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{32}$")]
 """Id or secret of an object in hex."""
 
 Reference = Annotated[str, StringConstraints(max_length=512, pattern=r"^atoll-refs?://")]
-"""A `TensorRef` as text. A holder of it can pull what it names."""
+"""A `TensorRef` as text. Every process that has this text can download the object."""
 
 LEASE_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}:[0-9]{1,18}:[0-9A-Za-z]{0,64}(:[0-9a-f]{32})?$"
-"""`site:number:process:secret`: a worker sends back what it was given. Without a secret, it speaks for no site."""
+"""Pattern of a lease, `site:number:process:secret`, as the server issues it. A lease without a secret has no rights."""
 
 NUMBER_BELOW = 2**62
-"""Of what the server issues: tickets, versions, parts."""
+"""Exclusive upper bound of numbers in messages: tickets, versions, parts, counts."""
 
 
 def _shown(most: int) -> AfterValidator:
-    """Text that a peer writes and people read, in logs and status: what does not print becomes its escape."""
+    """Return a validator for text from a peer: at most `most` characters, unprintable ones replaced by escapes."""
     return AfterValidator(lambda text: visible(text, most))
 
 
 METRICS, METRIC_CHARS = 256, 128
-"""The most metrics of an update, and the longest name of one."""
+"""Most metrics of an update, and most characters in the name of a metric."""
 MetricName = Annotated[str, StringConstraints(max_length=METRIC_CHARS), _shown(METRIC_CHARS)]
 Host = Annotated[str, StringConstraints(max_length=256), _shown(256)]
 Label = Host
@@ -59,20 +60,20 @@ State = LabelName
 Address = Annotated[str, StringConstraints(max_length=300), _shown(300)]
 Text = Annotated[str, StringConstraints(max_length=2000), _shown(2000)]
 Shown = Annotated[str, AfterValidator(visible)]
-"""Text of the server, of any length."""
+"""Text of any length from the server. Unprintable characters are replaced by escapes."""
 Metrics = Annotated[dict[MetricName, float], Field(max_length=METRICS)]
 Labels = Annotated[dict[LabelName, Label], Field(max_length=32)]
 Count = Annotated[int, Field(ge=0, lt=NUMBER_BELOW)]
 
 
 class Message(BaseModel):
-    """Base of all messages: frozen and strict; unknown fields, NaN and infinity are refused."""
+    """Base class of messages: frozen and strict. It refuses unknown fields, NaN and infinity."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
 class Problem(BaseModel):
-    """What went wrong: the body of every answer that is not 2xx."""
+    """Description of an error: the body of every answer with an error status."""
 
     code: str = Field(description="A stable word for the kind of error; see docs/reference.")
     message: Shown = Field(description="What is wrong, and the value.")
@@ -81,7 +82,7 @@ class Problem(BaseModel):
 
 
 class RunInfo(Message):
-    """What a worker must know of a run before it joins."""
+    """The facts about a run that a worker needs before it joins."""
 
     protocol: int = Field(description="Protocol version of the server.")
     run: RunId = Field(description="Id of the run; changes when a state directory is begun anew.")
@@ -139,14 +140,14 @@ class TensorEntry(Message):
 
 
 class Alias(Message):
-    """A further name of a tied tensor, and the name that the tensor is listed under."""
+    """A further name of a tied tensor, and the name under which the schema lists the tensor."""
 
     name: str
     owner: str
 
 
 class SchemaMessage(Message):
-    """The model's tensors in storage order; its digest is `RunInfo.schema_digest`."""
+    """The schema of the model: its tensors in storage order. Its digest is `RunInfo.schema_digest`."""
 
     tensors: list[TensorEntry]
     aliases: list[Alias] = Field(description="Further names of tied tensors.")
@@ -156,7 +157,7 @@ class SchemaMessage(Message):
 
     @classmethod
     def of(cls, split: Split) -> SchemaMessage:
-        """The message for a model as it is cut."""
+        """Return the message for a model and its division into fragments."""
         schema = split.schema
         return cls(
             tensors=[
@@ -167,10 +168,10 @@ class SchemaMessage(Message):
         )
 
     def to_split(self) -> Split:
-        """How the model is cut.
+        """Return the schema with its division into fragments.
 
         Raises:
-            VersionSkew: not every tensor has a fragment.
+            VersionSkew: the fragments do not cover every tensor, or their numbers are not 0, 1, 2, ….
         """
         schema = Schema(
             tuple(TensorSpec(entry.name, entry.dtype, tuple(entry.shape), entry.group) for entry in self.tensors),
@@ -186,18 +187,18 @@ class SchemaMessage(Message):
 
 
 class Counted(Message):
-    """Which update a site's kept state stands behind; without a base version: none, the state is zero."""
+    """The update after which a site's local state was saved. Without a base version: no update, the state is zero."""
 
     base_version: Count | None = None
     digest: str = Field("", pattern="^([0-9a-f]{64})?$", description="Of the update; empty where it is not known.")
 
     def names(self, other: Counted) -> bool:
-        """Whether both are one update."""
+        """Return whether both name the same update. An empty digest matches every digest."""
         return self.base_version == other.base_version and (self.digest in ("", other.digest) or not other.digest)
 
 
 class Join(Message):
-    """A worker asks to take part."""
+    """A worker's request to take part in the run."""
 
     protocol: int = Field(description="Protocol version of the worker.")
     site: Site
@@ -227,7 +228,7 @@ class Join(Message):
 
 
 class Joined(Message):
-    """The answer to `Join`: the lease fences every later request of this process."""
+    """The answer to `Join`. The lease authorises every later request of this process."""
 
     lease: str = Field(description="Sent back in the header Atoll-Lease; it holds a secret of 128 bits.")
     due: Count = Field(0, description="The fragment that is due next, for a worker that begins now.")
@@ -238,13 +239,13 @@ class Joined(Message):
 
 
 class Leave(Message):
-    """A worker deregisters. With `error`, because its training failed: shown at the server, the others go on."""
+    """A worker's departure. `error` is set if its training failed; the server shows it, and other workers go on."""
 
     error: Text | None = None
 
 
 class Heartbeat(Message):
-    """A worker lives, and how far it is."""
+    """A worker's sign of life, with its progress."""
 
     step: Count = 0
     steps_per_s: float = Field(0.0, ge=0)
@@ -262,7 +263,7 @@ class Heartbeat(Message):
 
 
 class HeartbeatReply(Message):
-    """The answer to `Heartbeat`: which versions are durable, and whether the run is finished."""
+    """The answer to `Heartbeat`: the durable versions, and whether the run is finished."""
 
     durable_versions: list[Count | None] = Field(
         description="Of each fragment, the newest version that survives a power loss of the server; null: none yet."
@@ -271,7 +272,7 @@ class HeartbeatReply(Message):
 
 
 class TicketRequest(Message):
-    """Ask for the ticket of the next round of a fragment; waits up to `wait_s` for the round to open."""
+    """A request for the ticket of a fragment's next round. The server waits up to `wait_s` for the round to open."""
 
     fragment: Count = 0
     wait_s: float = Field(0.0, ge=0, le=20.0)
@@ -279,7 +280,7 @@ class TicketRequest(Message):
 
 
 class Outcome(Message):
-    """What became of a ticket."""
+    """The state of a ticket and of its update."""
 
     ticket: Count
     state: Literal["open", "accepted", "counted", "refused", "expired"]
@@ -291,13 +292,13 @@ class Outcome(Message):
 
     @property
     def is_in(self) -> bool:
-        """Whether its update was acknowledged."""
+        """Whether the server has acknowledged the update of the ticket."""
         return self.state in ("accepted", "counted")
 
 
 @dataclass(frozen=True, slots=True)
 class VersionRef:
-    """One version of one fragment; two versions with the same digest have the same bits."""
+    """One version of one fragment. Versions with the same digest are bit-identical."""
 
     fragment: int
     number: int
@@ -322,7 +323,11 @@ class Ticket(Message):
 
 
 class TicketReply(Message):
-    """A ticket; which sites the round waits for; that the run is over; or, to a worker that ends, its last result."""
+    """The answer to `TicketRequest`.
+
+    `status` is `ticket` (see `ticket`), `wait` (ask again), `finished` (the run is over), or `ended` (this worker
+    submits no more updates; `previous` is its last result).
+    """
 
     status: Literal["ticket", "wait", "finished", "ended"]
     ticket: Ticket | None = None
@@ -344,7 +349,7 @@ class TicketReply(Message):
 
 
 class TicketState(Message):
-    """Where a ticket stands, and which parts the server has on disk."""
+    """The state of a ticket, and the parts of its update that the server has on disk."""
 
     outcome: Outcome
     parts: list[Count] = Field(description="Parts that need not be sent again.")
@@ -352,7 +357,7 @@ class TicketState(Message):
 
 
 class Complete(Message):
-    """All parts are there: submit the update."""
+    """A request to submit an update after all its parts were sent."""
 
     digest: Hex32 = Field(description="BLAKE3 over the layout's digest and the part digests in order.")
     base_digest: Hex32 | None = Field(None, description="Of the version that it was trained from.")
@@ -363,7 +368,7 @@ class Complete(Message):
 
 
 class Receipt(Message):
-    """The update is in the journal; the same request gets the same receipt."""
+    """The answer to `Complete`. If `accepted`, the update is in the journal. A repeated request gets the same answer."""
 
     accepted: bool = Field(True, description="False in a swarm until the aggregating worker has pulled it.")
     unpulled: bool = Field(False, description="It was tried and did not work out; to be offered anew.")
@@ -374,7 +379,7 @@ class Receipt(Message):
 
 
 class Parts(Message):
-    """The parts of a file. Its id is BLAKE3 over `layout_digest` and the digests of its parts."""
+    """The parts of a file. The id of the file is BLAKE3 over `layout_digest` and the digests of the parts."""
 
     layout_digest: Hex32 = Field(description="Of where it is cut: of its layout, else of its three sizes.")
     nbytes: Count
@@ -382,7 +387,10 @@ class Parts(Message):
 
 
 class Delta(Parts):
-    """What makes a version of the one before it, where a worker has that; part n of it makes part n of the version."""
+    """The difference between a version and its base version, for workers that have the base.
+
+    Part n of the difference and part n of the base give part n of the version.
+    """
 
     base_version: Count
     base_digest: Hex32 = Field(description="Digest of the version that it leads from.")
@@ -390,7 +398,7 @@ class Delta(Parts):
 
 
 class Manifest(Parts):
-    """A version's parts, so that a pull can check, resume and fetch only what is broken."""
+    """The parts of a version. With them a download can be checked and resumed part by part."""
 
     fragment: Count
     version: Count
@@ -402,7 +410,7 @@ class Manifest(Parts):
 
 
 class ObjectOpen(Message):
-    """Ask the server to keep an object. Its parts come next, then `ObjectComplete`."""
+    """A request that the server keep an object. The parts follow, then `ObjectComplete`."""
 
     head_bytes: int = Field(gt=0, lt=NUMBER_BELOW, description="Of its head; a multiple of 64.")
     nbytes: int = Field(gt=0, lt=NUMBER_BELOW, description="Of the whole, head included.")
@@ -412,7 +420,7 @@ class ObjectOpen(Message):
 
 
 class ObjectOpened(Message):
-    """The answer to `ObjectOpen`: the server has made room, and takes the parts."""
+    """The answer to `ObjectOpen`: the server has reserved space and accepts the parts."""
 
     object: Hex16
     secret: Hex16 = Field(description="To be shown with every request for the object.")
@@ -420,13 +428,13 @@ class ObjectOpened(Message):
 
 
 class ObjectComplete(Message):
-    """All parts are there: from now on it can be pulled, and never changes."""
+    """A request to complete an object after all its parts were sent. From then on it can be downloaded."""
 
     digest: Hex32 = Field(description="BLAKE3 over the sizes and the part digests in order.")
 
 
 class BlobManifest(Parts):
-    """The parts of a blob, and where it is cut."""
+    """The manifest of a blob: the sizes of its head and parts, and the digests of its parts."""
 
     head_bytes: Count
     part_bytes: Count
@@ -434,7 +442,12 @@ class BlobManifest(Parts):
 
     @classmethod
     def of(cls, manifest: blobs.Manifest, inline: bytes | bytearray | None = None) -> BlobManifest:
-        """Return the message, with the bytes of the file where they travel in it."""
+        """Return the message for a manifest.
+
+        Args:
+            manifest: the manifest.
+            inline: all bytes of the blob, to send within the message; None to leave them out.
+        """
         return cls(
             head_bytes=manifest.cuts.head_bytes,
             nbytes=manifest.cuts.nbytes,
@@ -446,10 +459,14 @@ class BlobManifest(Parts):
 
     @classmethod
     def read(cls, body: bytes | bytearray, what: str) -> BlobManifest:
-        """Return the message in an answer.
+        """Return the message in the body of an answer.
+
+        Args:
+            body: the body, JSON.
+            what: noun for the blob in errors.
 
         Raises:
-            BadRequest: there is none.
+            BadRequest: the body is not a valid message.
         """
         try:
             return cls.model_validate_json(bytes(body))
@@ -460,15 +477,20 @@ class BlobManifest(Parts):
             ) from None
 
     def manifest(self) -> blobs.Manifest:
-        """Return what it says, unchecked."""
+        """Return the manifest in this message, without checking it."""
         digests = tuple(bytes.fromhex(text) for text in self.part_digests)
         return blobs.Manifest(blobs.Cuts(self.head_bytes, self.nbytes, self.part_bytes), self.layout_digest, digests)
 
     def inline_bytes(self, manifest: blobs.Manifest, what: str) -> bytes | None:
-        """Return the bytes that came along, checked against the manifest; None where there are none.
+        """Return the inline bytes of the blob, checked against the manifest; None if the message has none.
+
+        Args:
+            manifest: the manifest of the blob.
+            what: noun for the blob in errors.
 
         Raises:
-            BadRequest: they are none of this blob. PartCorrupt: they are damaged.
+            BadRequest: the bytes are not base64, or their number is wrong.
+            PartCorrupt: a part does not match its digest.
         """
         if self.inline is None:
             return None

@@ -1,7 +1,7 @@
-"""Every operation of the HTTP interface as a table, and the OpenAPI document made from it.
+"""The table of all operations of the HTTP interface, and the OpenAPI document made from it.
 
-The server registers its handlers by `Operation.name` and fails at start if one is missing: what is documented is what
-is served.
+The server finds its handlers by `Operation.name`, and fails at start if a handler is missing. So the document describes
+exactly the operations that are served.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ STATUS_OF: dict[str, int] = {
     "busy": 429,
     "disk_full": 507,
 }
-"""Problem code → HTTP status; 500 for what is not here."""
+"""Error code → HTTP status. Other codes get status 500."""
 
 
 @dataclass(frozen=True)
@@ -45,14 +45,17 @@ class Operation:
     """One method on one path.
 
     Attributes:
-        name: handler and `operationId`.
-        request: the JSON body's type, `bytes` for a part, None for no body.
-        reply: the JSON answer's type, `bytes` for a file, None for 204, `str` for text.
-        lease: whether the `Atoll-Lease` header is needed.
-        problems: codes that it may answer with, besides those every operation may.
-        open: whether it is answered without a token.
-        secret: whether the `Atoll-Secret` header of an object is needed.
-        body_bytes: the most that a JSON body may have.
+        name: name of the handler, and the `operationId`.
+        method: HTTP method.
+        path: path, with parameters in braces.
+        summary: summary for the OpenAPI document.
+        request: type of the JSON body; `bytes` for a part; None for no body.
+        reply: type of the JSON answer; `bytes` for a file; `str` for text; None for status 204.
+        lease: whether the `Atoll-Lease` header is required.
+        problems: error codes of this operation, besides `COMMON_PROBLEMS`.
+        open: whether the operation is answered without a token.
+        secret: whether the `Atoll-Secret` header of an object is required.
+        body_bytes: most bytes of a JSON body.
     """
 
     name: str
@@ -283,11 +286,15 @@ OPERATIONS: tuple[Operation, ...] = (
 COMMON_PROBLEMS = ("bad_request", "auth")
 
 HEX_DIGITS = {"digest": 64, "object": 32, "task": 32}
-"""Parameters of a path that are no numbers."""
+"""Hexadecimal parameter of a path → number of its digits. All other parameters are decimal numbers."""
 
 
 def openapi(version: str) -> dict[str, Any]:
-    """The OpenAPI 3.1 document of the interface."""
+    """Return the OpenAPI 3.1 document of the interface.
+
+    Args:
+        version: version of Atoll.
+    """
     kinds: list[Any] = [kind for operation in OPERATIONS for kind in (operation.request, operation.reply)]
     models = sorted({kind for kind in kinds if _is_message(kind)} | {messages.Problem}, key=lambda kind: kind.__name__)
     _, definitions = models_json_schema(

@@ -1,11 +1,11 @@
-"""The paths of the HTTP interface, each in one place, and the limits that hold for all of them."""
+"""Paths, headers and size limits of the HTTP interface."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 PROTOCOL = 1
-"""Raised when a peer of the version before could not follow. Both sides name theirs when a worker joins."""
+"""Protocol version. It rises with every incompatible change. Server and worker compare it when a worker joins."""
 
 RUN = "/v1/run"
 SCHEMA = "/v1/schema"
@@ -37,32 +37,35 @@ HEALTH = "/healthz"
 
 LEASE_HEADER = "Atoll-Lease"
 SECRET_HEADER = "Atoll-Secret"
-"""Of an object's reference: a request with it may pull the object, and needs no token."""
+"""Header with the secret of an object's reference. With it, a request may download the object without a token."""
 
 CONTROL_BODY_BYTES = 64 * 2**10
-"""The most a control message may have; more is refused before it is read."""
+"""Most bytes of a control message. A longer message is refused before it is read."""
 REPORT_BODY_BYTES = 16 * 2**20
-"""The most that a worker of a swarm may report: the digests of every part of a version are in it."""
+"""Most bytes of a report of a swarm's worker. A report contains the digests of every part of a version."""
 
 HEADER_BYTES = 16 * 2**10
 DIGEST_BYTES = 32
-"""A part's body is its bytes, then their BLAKE3."""
+"""Size of a BLAKE3 digest. The body of a part is the bytes of the part, then their digest."""
 
 MANIFEST_BYTES = 32 * 2**20
-"""The most that the manifest of an object may have; a receiver reads no more."""
+"""Most bytes of an object's manifest. A receiver stops reading there."""
 
 INLINE_BYTES = 16 * 2**20
-"""The most that an object may have which travels within its manifest."""
+"""Most bytes of an object that is sent inline, within its manifest."""
 
 LONG_POLL_S = 20.0
-"""The longest a request for a ticket waits before it answers "wait"; below the idle timeout of common proxies."""
+"""Most seconds that the server holds a ticket request before it answers "wait".
+
+Common proxies have a longer idle timeout.
+"""
 
 
 def parts_of(ticket: int) -> Callable[[int], str]:
-    """Number of a part → its path, under a ticket."""
+    """Return the function from a part's number to its path, for the update of a ticket."""
     return lambda part: PART.format(ticket=ticket, part=part)
 
 
 def parts_of_object(object_id: str) -> Callable[[int], str]:
-    """Number of a part → its path, under an object."""
+    """Return the function from a part's number to its path, for an object."""
     return lambda part: OBJECT_PART.format(object=object_id, part=part)

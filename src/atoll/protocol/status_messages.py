@@ -1,4 +1,4 @@
-"""Messages of the status: all there is to know about a run; closed and typed as those of `messages`."""
+"""Typed messages of a run's status."""
 
 from __future__ import annotations
 
@@ -9,11 +9,14 @@ from pydantic import Field
 from atoll.protocol.messages import Count, Message
 
 KEPT = "status.json"
-"""In the state directory: the status when the server began, when its run was finished, and when it ended."""
+"""File in the state directory with the last saved status.
+
+The server saves the status when it begins, when the run is finished, and when the server ends.
+"""
 
 
 class WorkerStatus(Message):
-    """One site of the run: its newest process, its progress and its traffic."""
+    """The status of one site: its newest process, its progress and its traffic."""
 
     site: str
     host: str = ""
@@ -48,7 +51,7 @@ class Missing(Message):
 
 
 class RoundSummary(Message):
-    """A round that was reduced to a version: its updates, in order of their sites, and their metrics."""
+    """A round that has led to a version: its updates, ordered by site, and their metrics."""
 
     fragment: Count
     round: Count
@@ -78,7 +81,7 @@ class RoundSummary(Message):
 
 
 class PlaceStatus(Message):
-    """Where a fragment of a swarm is aggregated."""
+    """The workers that aggregate, check and hold a fragment of a swarm."""
 
     aggregator: str = Field(description="The worker that reduces the round; empty if none can.")
     checker: str = Field(description="The worker that checks the next version.")
@@ -87,7 +90,7 @@ class PlaceStatus(Message):
 
 
 class FragmentStatus(Message):
-    """One fragment: the version at its head, and what its round waits for."""
+    """The status of one fragment: its head version, and the sites that its round waits for."""
 
     fragment: Count
     version: Count
@@ -110,7 +113,7 @@ class BestStatus(Message):
 
 
 class TaskStatus(Message):
-    """A task that a workflow has sent. How payloads travel: streamed, inline, or skipped (no tensors to be moved)."""
+    """A task that a workflow has sent. A payload travels streamed, inline, or skipped (it has no tensors)."""
 
     number: Count = Field(description="From 1 on, since the server was started.")
     name: str
@@ -123,7 +126,7 @@ class TaskStatus(Message):
 
 
 class WorkflowStatus(Message):
-    """One of the workflows of a run."""
+    """The status of one workflow of a run."""
 
     name: str
     kind: str = Field(description="train, another registered kind, or empty: a function of the user's.")
@@ -134,7 +137,7 @@ class WorkflowStatus(Message):
 
 
 class Status(Message):
-    """All there is to know about a run at this moment; the defaults are those of a run that kept no status."""
+    """The status of a run. The defaults describe a run that saved no status."""
 
     run: str
     name: str = "a run"
@@ -186,5 +189,5 @@ class Status(Message):
 
     @property
     def version(self) -> int:
-        """Of the model: every fragment is at it, or beyond."""
+        """Version of the whole model: the oldest head version of its fragments."""
         return min(fragment.version for fragment in self.fragments)

@@ -1,8 +1,8 @@
-"""Messages between the server of a swarm and its workers. No tensor is among them, only where each is.
+"""Typed messages between the server of a swarm and its workers. They carry references to tensors, not tensors.
 
-Each answer of the server says all that a worker should have and do. Each report of a worker says all that it has and
-has done. So a message that is lost, late or repeated changes nothing, and a server that was killed learns everything
-anew.
+Each answer of the server lists everything that the worker should hold and do. Each report of a worker lists everything
+that the worker holds and has done. So a lost, late or repeated message does no harm, and a restarted server learns the
+whole state from the next reports.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from atoll.protocol.values import FrozenRound
 
 Address = Annotated[messages.Address, StringConstraints(pattern=r"^https?://")]
 Digests = Annotated[str, StringConstraints(max_length=2**22, pattern=r"^[A-Za-z0-9+/=]*$")]
-"""BLAKE3 digests, one after the other, in base64."""
+"""Concatenated BLAKE3 digests in base64."""
 
 
 class SwarmPlan(Message):
-    """The settings that decide how a round is reduced and stepped."""
+    """The settings that a worker needs to reduce a round and step the outer optimizer."""
 
     settings: dict[str, Any]
 
 
 class Source(Message):
-    """A worker that has a version."""
+    """The references to a version and its outer state at one worker."""
 
     version: Reference
     state: Reference | None = Field(None, description="Of the outer state beside it.")
 
 
 class Held(Message):
-    """A version that the worker has, with every byte checked."""
+    """A version that the reporting worker has completely. The worker has checked every byte."""
 
     fragment: Count
     version: Count
@@ -47,7 +47,7 @@ class Held(Message):
 
 
 class CollectedUpdate(Message):
-    """What became of an update that was to be collected."""
+    """The result of collecting one update: collected, bad, or not pulled."""
 
     ticket: Count
     digest: Hex32
@@ -58,7 +58,7 @@ class CollectedUpdate(Message):
 
 
 class ReducedRound(Message):
-    """What became of a round that was to be reduced."""
+    """The result of reducing one round: the digests of the new version, or the failure."""
 
     fragment: Count
     version: Count
@@ -73,14 +73,14 @@ class ReducedRound(Message):
 
 
 class Unreached(Message):
-    """Another worker of the swarm that the reporting one could not reach, and why."""
+    """A worker of the swarm that the reporting worker could not connect to, and the reason."""
 
     address: Address
     why: Text
 
 
 class PeerReport(Message):
-    """What a worker has and has done."""
+    """A worker's report of everything that it holds and has done."""
 
     address: Address = Field(description="Where other workers reach it.")
     number: Count = Field(description="Counts its reports; an older one that comes later is ignored.")
@@ -98,7 +98,7 @@ class PeerReport(Message):
 
 
 class Hold(Message):
-    """A version that the worker is to have, with the outer state beside it."""
+    """An order to hold a version and its outer state."""
 
     fragment: Count
     version: Count
@@ -108,7 +108,7 @@ class Hold(Message):
 
 
 class Collect(Message):
-    """An update that the worker is to pull and to look at."""
+    """An order to pull an update and check it."""
 
     ticket: Count
     fragment: Count
@@ -118,7 +118,7 @@ class Collect(Message):
 
 
 class PeerWork(Message):
-    """All that a worker is to have and to do; it drops everything else."""
+    """The complete list of what a worker must hold and do. The worker drops everything else."""
 
     stamp: Count = Field(description="Of this work; another stamp is other work.")
     server: Count = Field(0, description="When it was started, in ms since 1970.")
@@ -132,19 +132,19 @@ class PeerWork(Message):
 
 
 def in_text(digests: Sequence[bytes]) -> str:
-    """Return BLAKE3 digests as a message carries them."""
+    """Return BLAKE3 digests as concatenated base64 text, the form in messages."""
     return base64.b64encode(b"".join(digests)).decode()
 
 
 def digests_in(text: str) -> tuple[bytes, ...]:
-    """Return what `in_text` was given.
+    """Return the BLAKE3 digests in a text that `in_text` made.
 
     Raises:
-        ValueError: the text is no base64.
+        ValueError: the text is not base64.
     """
     return split(base64.b64decode(text))
 
 
 def split(data: bytes) -> tuple[bytes, ...]:
-    """Return digests that lie one behind the other."""
+    """Split concatenated digests."""
     return tuple(data[start : start + DIGEST_BYTES] for start in range(0, len(data), DIGEST_BYTES))

@@ -1,4 +1,4 @@
-"""Messages of tasks, their answers, and evaluations."""
+"""Typed messages of tasks, their answers, and cross-site evaluations."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from atoll.protocol.messages import Count, Hex16, Hex32, Message, Metrics, Text
 from atoll.sizes import MOST_CHUNK_BYTES
 
 TaskName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}$")]
-"""`train`, `validate`, `submit_model`, or a name of the user's own."""
+"""Name of a task: `train`, `validate`, `submit_model`, or a name that the user chose."""
 
 
 Chunk = Annotated[int, Field(ge=0, le=MOST_CHUNK_BYTES)]
 
 
 class ObjectKey(Message):
-    """An object at this server, with the secret to pull it."""
+    """The id, digest and secret of an object at this server. With them, the object can be downloaded."""
 
     object: Hex16
     secret: Hex16
@@ -27,14 +27,14 @@ class ObjectKey(Message):
 
 
 class Body(Message):
-    """A payload: as JSON where it is small and has no tensors, else as an object. Exactly one of the two."""
+    """A payload, either as JSON text (small, without tensors) or as an object."""
 
     plain: str | None = Field(None, description="The payload as JSON text.")
     object: ObjectKey | None = None
 
 
 class TaskRequest(Message):
-    """Ask for the next open task of this site; waits up to `wait_s` for one."""
+    """A request for the next open task of this site. The server waits up to `wait_s` for a task."""
 
     wait_s: float = Field(0.0, ge=0, le=20.0)
     rounds: bool = Field(False, description="This process takes part in rounds, too: it is told when they begin.")
@@ -42,7 +42,7 @@ class TaskRequest(Message):
 
 
 class Task(Message):
-    """A task for a site; it is given again until it is answered."""
+    """A task for a site. The server sends the task again until the site has answered it."""
 
     task: Hex16 = Field(description="Id of the task, one for all its sites.")
     name: TaskName
@@ -53,7 +53,7 @@ class Task(Message):
 
 
 class TaskReply(Message):
-    """The answer to `TaskRequest`: a task, or why there is none."""
+    """The answer to `TaskRequest`: a task, or the reason why there is none."""
 
     status: Literal["task", "wait", "finished", "rounds"] = Field(
         description="finished: the last workflow has ended; rounds: training goes on, for processes that train."
@@ -62,7 +62,7 @@ class TaskReply(Message):
 
 
 class TaskAnswer(Message):
-    """What a site answers: a payload, or the error that it failed with."""
+    """A site's answer to a task: a payload, or an error."""
 
     body: Body | None = None
     error: Text | None = None
@@ -72,7 +72,7 @@ NOT_FINITE = "not finite"
 
 
 class EvaluatedModel(Message):
-    """A row of the matrix."""
+    """A model of a cross-site evaluation: one row of the matrix."""
 
     name: str = Field(description="As people read it: `version 12`, `best (version 9)`, a file, or the name of a site.")
     kind: Literal["site", "version", "file"]
@@ -82,7 +82,7 @@ class EvaluatedModel(Message):
 
 
 class Cell(Message):
-    """One model on the data of one site."""
+    """The result of one model on the data of one site: one cell of the matrix."""
 
     model: str
     site: str
@@ -93,7 +93,7 @@ class Cell(Message):
 
 
 class Evaluation(Message):
-    """The matrix, complete or as far as it has come."""
+    """The matrix of a cross-site evaluation (rows: models, columns: sites), complete or partial."""
 
     run: str
     name: str = Field(description="Of the run, for people.")
@@ -104,11 +104,11 @@ class Evaluation(Message):
 
     @property
     def metrics(self) -> list[str]:
-        """All metrics that sites have reported."""
+        """Names of all metrics that sites have reported, sorted."""
         return sorted({key for cell in self.cells for key in (*cell.metrics, *cell.not_finite)})
 
     def rows(self, metric: str) -> Iterator[list[str]]:
-        """Yield the table of a metric: a head, then a line for each model; an empty cell is a dash."""
+        """Yield the rows of a metric's table: the header, then one row for each model. An empty cell is a dash."""
         yield ["model", *self.sites]
         at = {(cell.model, cell.site): cell for cell in self.cells}
         for model in self.models:
@@ -116,7 +116,7 @@ class Evaluation(Message):
             yield [model.name, *(_shown(cell, metric) for cell in cells)]
 
     def empty(self) -> list[str]:
-        """Return a line for each empty cell: which, and why. A reason for a whole row or column is said once."""
+        """Return a line for each empty cell, with the reason. One line covers a whole empty row or column."""
         lines = [f"{model.name} on every site: {model.error}" for model in self.models if model.error]
         failed = {model.name for model in self.models if model.error}
         cells = [cell for cell in self.cells if cell.error and cell.model not in failed]
@@ -132,7 +132,7 @@ class Evaluation(Message):
 
 
 def markdown(evaluation: Evaluation) -> str:
-    """Return the tables as Markdown, one for each metric, and why cells are empty."""
+    """Return a Markdown document with one table for each metric, and the reasons for empty cells."""
     out = [
         f"# Cross-site evaluation of {evaluation.name}",
         "",
@@ -151,7 +151,7 @@ def markdown(evaluation: Evaluation) -> str:
 
 
 def plain(evaluation: Evaluation) -> list[str]:
-    """Return the tables as lines of text, columns aligned."""
+    """Return one plain text table for each metric, and the reasons for empty cells, as lines."""
     out: list[str] = []
     for metric in evaluation.metrics:
         rows = list(evaluation.rows(metric))
@@ -175,5 +175,5 @@ def _line(cells: list[str]) -> str:
 
 
 def _escaped(text: str) -> str:
-    """Escape a name or an error of a site, so that it does not change the table."""
+    """Escape text from a site, so that it cannot change the Markdown table."""
     return " ".join(text.split()).replace("\\", "\\\\").replace("|", "\\|").replace("<", "&lt;").replace("`", "\\`")

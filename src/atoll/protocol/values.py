@@ -1,7 +1,7 @@
-"""What a worker and its run tell each other, as plain frozen values without IO.
+"""Plain frozen values that a worker and its run exchange: answers about tickets, updates and downloads.
 
-What can become of an update or of a pull is a value here, matched once by the code that asked for it. Exceptions are
-for bugs, for the own disk and for errors of the user.
+An expected outcome of an upload or a download is a value, which the caller matches. Exceptions are only for bugs, local
+disk failures and user errors.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class UpdateInfo:
-    """What an update says beside its tensors.
+    """The data of an update besides its tensors.
 
     Attributes:
-        weight: samples, tokens, or any positive number; the mean of a round is by weight.
-        steps: local optimizer steps in the round; 0 where they are not counted.
-        metrics: finite numbers by name.
+        weight: number of samples or tokens, or any positive number. The mean of a round is weighted by it.
+        steps: local optimizer steps in the round; 0 if they are not counted.
+        metrics: name → finite number.
     """
 
     weight: float = 1.0
@@ -34,21 +34,23 @@ class UpdateInfo:
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 
-# -- What comes next for one fragment.
+# -- Answers to a request for a ticket.
 
 
 @dataclass(frozen=True)
 class Next:
-    """The answer to a request for a ticket: one of the classes below, or that this worker submits nothing more.
+    """The answer to a request for a ticket: `Open`, `Wait` or `Finished`.
+
+    A plain `Next` means that this worker submits no more updates.
 
     Attributes:
-        head: the newest version of the fragment.
-        round: number of the round that is open, or opens next.
+        head: newest version of the fragment.
+        round: number of the open round, or of the next round.
         reason: what the round waits for, or why the run has ended.
-        previous: what became of this site's ticket before.
-        durable: the newest version that survives a power loss of the server; None: none yet.
-        tasks: whether tasks are what comes now: before the rounds, or after them.
-        left_s: seconds that the run may still take; None: not known.
+        previous: state of the site's previous ticket and update; None if there is none.
+        durable: number of the newest version that survives a power loss of the server; None if there is none yet.
+        tasks: whether the run sends tasks now, before or after its rounds.
+        left_s: estimated remaining seconds of the run; None if unknown.
     """
 
     head: VersionRef
@@ -62,10 +64,11 @@ class Next:
 
 @dataclass(frozen=True)
 class Open(Next):
-    """A round is open, and this site has a ticket for it.
+    """An open round, with this site's ticket.
 
     Attributes:
-        counted: in runs with controls: the update of this site that was counted last.
+        ticket: the ticket.
+        counted: the site's last counted update, in runs where sites keep local state; else None.
     """
 
     ticket: Ticket = field(kw_only=True)
@@ -73,15 +76,15 @@ class Open(Next):
 
 
 class Wait(Next):
-    """No round is open for this site yet."""
+    """No round is open for this site yet; ask again."""
 
 
 class Finished(Next):
-    """The run is over, and the head is its result."""
+    """The run is over. The head is its result."""
 
 
 def next_of(reply: messages.TicketReply, fragment: int) -> Next:
-    """The answer in a message."""
+    """Return the value for a `TicketReply` message."""
     head = VersionRef(fragment, reply.head_version, reply.head_digest)
     said = (head, reply.round, reply.reason, reply.previous, reply.durable_version, reply.tasks, reply.left_s)
     if reply.ticket is not None:
@@ -89,38 +92,41 @@ def next_of(reply: messages.TicketReply, fragment: int) -> Next:
     return {"finished": Finished, "wait": Wait}.get(reply.status, Next)(*said)
 
 
-# -- What becomes of an update, and of a pull.
+# -- Outcomes of uploads and downloads.
 
 
 class Accepted(NamedTuple):
-    """The update is in the server's journal: it counts now, later, or never where its round goes on without it."""
+    """The update is in the server's journal. It counts when a version made from it is committed."""
 
     digest: str
 
 
 class Refused(NamedTuple):
-    """The server looked at the update, and it can never count: not finite, too large, or a filter refused it."""
+    """The server has refused the update for good: it is not finite or too large, or a filter refused it."""
 
     error: UpdateRefused
 
 
 class TooLate(NamedTuple):
-    """The round of the ticket went on without the update; a server that falls back may still need it."""
+    """The ticket's round went on without the update. If the server loses versions, it may still need the update."""
 
     error: TicketClosed | Gone
 
 
 class Lost(NamedTuple):
-    """The network or the other side's disk did not recover before the retries ran out. Local files stay valid."""
+    """The retries ran out before the network or the server's disk recovered. Local files stay valid."""
 
     error: AtollError
 
 
 def require(answer: T | Lost) -> T:
-    """Return an answer that is waited for as long as it takes.
+    """Return an answer, or raise the error of a `Lost`.
+
+    Use it for requests that are retried without limit: they fail only if the worker leaves, or if a program that is not
+    the run's server answers at the address.
 
     Raises:
-        AtollError: there is none: the worker leaves, or something else answers at the address.
+        AtollError: the answer is a `Lost`.
     """
     if isinstance(answer, Lost):
         raise answer.error
@@ -131,10 +137,11 @@ Delivered = Accepted | Refused | TooLate | Lost
 
 
 class Pulled(NamedTuple):
-    """The version is here.
+    """The version was downloaded.
 
     Attributes:
-        newer: what the server said of this version, where it is newer than the one that was asked for.
+        version: the downloaded version.
+        newer: the server's answer that named this version, if it is newer than the requested version; else None.
     """
 
     version: VersionRef
@@ -142,7 +149,7 @@ class Pulled(NamedTuple):
 
 
 class VersionGone(NamedTuple):
-    """The server no longer keeps the version: ask for the head."""
+    """The server no longer keeps the version. Ask for the head."""
 
     error: Gone
 
@@ -151,7 +158,7 @@ Pull = Pulled | VersionGone | Lost
 
 
 class FrozenUpdate(Message):
-    """One update of a round, in its frozen place."""
+    """One update of a closed round."""
 
     ticket: Count
     site: Site
@@ -166,7 +173,7 @@ class FrozenUpdate(Message):
 
 
 class FrozenRound(Message):
-    """A round that is closed with exactly these updates, in this order: all that its next version follows from."""
+    """A closed round: the base version and the updates, in order, that determine the next version."""
 
     fragment: Count
     number: Count = Field(description="Of the round.")
@@ -180,5 +187,5 @@ class FrozenRound(Message):
 
     @property
     def tickets(self) -> list[int]:
-        """In the frozen order."""
+        """Ticket numbers of the updates, in the frozen order."""
         return [update.ticket for update in self.updates]
