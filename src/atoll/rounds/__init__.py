@@ -1,1 +1,1 @@
-"""The round machine of a run: rules, states, events and effects, without IO and without a clock."""
+"""The round machine of a run: its rules, states, events and effects, without IO and without a clock."""

@@ -1,7 +1,7 @@
-"""When a round closes, and with which updates. Why it still waits, and for which sites: `waiting`.
+"""Closing policies: they decide when a round closes, and with which updates.
 
-A policy is a small frozen value with one pure function over a view of the round. It decides; the machine
-keeps the floor (`min_sites`, quorum, never zero) whatever a policy says.
+A policy is a small frozen value with pure functions of a view of the round. The round machine enforces the minimum
+number of updates (`RoundView.floor`), whatever the policy decides. `waiting` explains why a round still waits.
 """
 
 from __future__ import annotations
@@ -16,17 +16,19 @@ from atoll.rounds.transitions import Ticket
 
 @dataclass(frozen=True, slots=True)
 class RoundView:
-    """What a policy may look at.
+    """The facts about a round from which a policy decides.
 
     Args:
-        expected: sites of updates that the round waits for or has, sorted.
-        accepted: the tickets of updates that are in and not taken, sorted by site.
-        floor: the fewest updates with which this round may close, at least 1.
-        floor_name: the setting that it comes from.
-        opened_s: when the round opened, on the clock of `now_s`.
-        number: of the round; the first is 1.
-        first_s: since when an update waits to be applied; None where none does.
-        elsewhere: sites that wait for a step of another fragment, and submit nothing here before it.
+        fragment: index of the fragment.
+        head_version: version that the round starts from.
+        opened_s: time when the round opened, on the clock of `now_s`.
+        expected: expected sites, with or without an accepted update, sorted.
+        accepted: tickets of accepted updates that are not being reduced yet, sorted by site.
+        floor: fewest updates with which this round may close, at least 1.
+        floor_name: name of the setting that determines `floor`.
+        number: number of the round; the first is 1.
+        first_s: time since which an accepted update waits to be reduced; None if none waits.
+        elsewhere: sites that submit nothing here until another fragment has a new version.
     """
 
     fragment: int
@@ -42,58 +44,72 @@ class RoundView:
 
     @property
     def missing(self) -> tuple[str, ...]:
-        """Expected sites without an update."""
+        """Expected sites without an accepted update."""
         here = {ticket.site for ticket in self.accepted}
         return tuple(site for site in self.expected if site not in here)
 
 
 @dataclass(frozen=True, slots=True)
 class Close:
-    """Reduce these tickets in this order."""
+    """The decision to close the round and reduce the updates of these tickets, in this order."""
 
     tickets: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Nothing yet. `reason` continues "the round …"; `until_s` is when time alone may change the answer."""
+    """The decision to wait.
+
+    Args:
+        reason: what the round waits for; it completes a sentence that begins with "the round".
+        until_s: time at which the decision may change without an event; None if there is no such time.
+    """
 
     reason: str
     until_s: float | None = None
 
 
 class Policy(ABC):
-    """Decides over an open round. Pure: the same view and time give the same answer. `str()` is for people.
+    """A rule by which an open round closes. Its methods are pure. `str()` gives a text for users.
 
-    Rounds wait for workers, and tickets end with their round, unless a policy says otherwise.
+    By default, a round waits for all missing sites, and open tickets expire when their round closes.
 
     Attributes:
-        quorum: the fewest updates with which it ever closes a round; 0 leaves that to `min_sites`.
+        quorum: fewest updates with which the policy closes a round; 0 means that only `min_sites` counts.
     """
 
     __slots__ = ()
     quorum: int
 
     def is_async(self, number: int) -> bool:
-        """Return whether updates against earlier versions count in this round, and tickets outlive it."""
+        """Return whether round `number` is asynchronous: it takes updates against earlier versions."""
         return False
 
     def awaited(self, view: RoundView) -> tuple[str, ...]:
-        """Return the sites that hold this round up."""
+        """Return the sites that this round waits for."""
         return view.missing
 
     def steps_before(self, waiting: int) -> int:
-        """Return the rounds that close before that of the next update, where `waiting` updates are in and not taken."""
+        """Return the number of rounds that close before the round of the next update.
+
+        Args:
+            waiting: number of accepted updates that are not being reduced yet.
+        """
         return 0
 
     @abstractmethod
     def decide(self, view: RoundView, now_s: float) -> Close | Wait:
-        """Close with some of `view.accepted`, at least `view.floor` of them, or wait."""
+        """Decide to close with at least `view.floor` tickets of `view.accepted`, or to wait.
+
+        Args:
+            view: the open round.
+            now_s: current time in seconds.
+        """
 
 
 @dataclass(frozen=True, slots=True)
 class Barrier(Policy):
-    """Closes when the update of every expected worker is in."""
+    """The policy that closes a round when every expected update is accepted."""
 
     quorum = 0
 
@@ -101,7 +117,7 @@ class Barrier(Policy):
         return "barrier"
 
     def decide(self, view: RoundView, now_s: float) -> Close | Wait:
-        """Close with every accepted update once no expected site is missing, and at least `view.floor` are expected."""
+        """Close with all accepted updates if no site is missing and at least `view.floor` sites are expected."""
         if len(view.expected) < view.floor:
             return Wait(f"waits for another site: {len(view.expected)} of {view.floor_name} {view.floor} alive")
         if missing := view.missing:
@@ -111,7 +127,7 @@ class Barrier(Policy):
 
 @dataclass(frozen=True, slots=True)
 class QuorumDeadline(Policy):
-    """A barrier until `deadline_s` seconds after the opening; from then on `quorum` updates suffice."""
+    """A barrier with a deadline: from `deadline_s` seconds after the opening, `quorum` updates are enough."""
 
     quorum: int
     deadline_s: float
@@ -120,7 +136,7 @@ class QuorumDeadline(Policy):
         return f"quorum {self.quorum} after {self.deadline_s:g} s"
 
     def decide(self, view: RoundView, now_s: float) -> Close | Wait:
-        """Decide as a barrier; after the deadline close as soon as `view.floor` updates are in, with all of them."""
+        """Decide as `Barrier`. After the deadline, close if at least `view.floor` updates are accepted."""
         decision = Barrier().decide(view, now_s)
         if isinstance(decision, Close):
             return decision
@@ -134,17 +150,18 @@ class QuorumDeadline(Policy):
 
 @dataclass(frozen=True, slots=True)
 class Async(Policy):
-    """Applies updates in the order in which they were accepted, `buffer` at a time; no site waits for one that trains.
+    """The policy of asynchronous runs: one step applies the `buffer` earliest updates.
 
-    With a buffer: FedBuff (Nguyen et al., arXiv 2106.06639), except that a site waits for the step that its update is
-    part of. A step does not wait for sites that are not there: it is taken once every live site has an update in. Nor
-    for sites that wait in another fragment: two sites would wait for each other.
+    With `buffer` > 1 this is FedBuff (Nguyen et al., arXiv 2106.06639), with one difference: a site waits for the step
+    that applies its update. If every live site has submitted, the step does not wait for a full buffer. It also does
+    not wait for sites that wait for another fragment, because the sites would wait for each other.
 
     Args:
-        buffer: K, updates of one step.
-        grace_s: seconds that a step waits for more updates, from its first one on; infinite: for all sites.
-        sync_rounds_first: the first rounds are barriers: from scratch, asynchronous training loses much (Liu et al.,
-            arXiv 2401.09135, section 6).
+        buffer: K, number of updates of one step.
+        grace_s: seconds for which a step waits for more updates, counted from its first update; infinity: until all
+            sites have submitted.
+        sync_rounds_first: number of first rounds that are barriers. Asynchronous training from a random
+            initialisation loses much quality (Liu et al., arXiv 2401.09135, section 6).
     """
 
     quorum = 0
@@ -165,22 +182,24 @@ class Async(Policy):
         return number > self.sync_rounds_first
 
     def awaited(self, view: RoundView) -> tuple[str, ...]:
-        """Return the free sites that a begun step waits for, by its buffer or grace; none where it has neither.
+        """Return the sites that the next step waits for.
 
-        In a synchronous round these are the missing sites.
+        In a synchronous round, these are the missing sites. In an asynchronous round, these are the missing sites that
+        can submit, but only after a first update has come, and only if the policy has a buffer or a grace time.
         """
         if not self.is_async(view.number):
             return view.missing
         return _free(view) if view.accepted and (self.buffer > 1 or self.grace_s) else ()
 
     def steps_before(self, waiting: int) -> int:
-        """Return how many full buffers wait; 0 with a grace time, since a step then takes all that wait."""
+        """Return the number of full buffers among `waiting` updates; 0 with a grace time (one step takes them all)."""
         return 0 if self.grace_s else waiting // self.buffer
 
     def decide(self, view: RoundView, now_s: float) -> Close | Wait:
-        """Close once the buffer is full and the grace is over, or once no free site is missing.
+        """Close if the buffer is full and the grace time is over, or if no site that can submit is missing.
 
-        A step takes the `buffer` earliest updates; with a grace time all of them. A synchronous round is a barrier.
+        Close with the `buffer` earliest updates, or with all updates if there is a grace time. Decide synchronous
+        rounds as `Barrier`.
         """
         if not self.is_async(view.number):
             return Barrier().decide(view, now_s)
@@ -201,12 +220,12 @@ class Async(Policy):
 
 
 def _free(view: RoundView) -> tuple[str, ...]:
-    """Return the sites that may submit a missing update."""
+    """Return the missing sites that do not wait for another fragment."""
     return tuple(site for site in view.missing if site not in view.elsewhere)
 
 
 def listed(names: Sequence[str], most: int = 3) -> str:
-    """`a`, `a and b`, `a, b and c`, `a, b, c and 5 others`."""
+    """Return names as a list in words: `a`, `a and b`, `a, b and c`, or `a, b, c and 5 others`."""
     shown = list(names[:most])
     if len(names) > most:
         shown.append(f"{len(names) - most} others" if len(names) > most + 1 else names[most])

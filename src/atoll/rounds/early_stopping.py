@@ -1,7 +1,7 @@
-"""Which version is the best so far by a metric, and when a run has stopped getting better. Pure.
+"""Find the best version by a metric, and stop a run that no longer improves. Pure functions.
 
-The metrics of a round describe what its workers pulled: validate the global model first, then train, then submit. So
-the mean over a round's updates is credited to the version that the round started from, not to the one it led to.
+The workers of a round validate the pulled model first, then train, then submit. So the mean of their metrics belongs to
+the version that the round started from, not to the version that the round produces.
 
     version   v ──────── round r ────────► v + 1
               measured by the workers of round r, before they train
@@ -18,7 +18,7 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """A version and its metric, as the workers of `round` measured it."""
+    """A version and its metric, measured by the workers of `round`."""
 
     version: int
     round: int
@@ -27,12 +27,12 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """What is known of the measurements so far.
+    """A summary of the measurements so far.
 
     Args:
-        best: the best of all.
-        mark: the last value that was better by more than `min_delta` than the mark before it.
-        stale: measurements since.
+        best: best measurement; None if there is none.
+        mark: last value that counted as an improvement: better than the previous mark by more than `min_delta`.
+        stale: number of measurements since `mark`.
     """
 
     best: Measured | None = None
@@ -42,13 +42,13 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Tracking:
-    """What is best, and how long a run may go on without getting better.
+    """The settings of best version tracking and early stopping.
 
     Args:
-        metric: name of the aggregated metric; empty: nothing is tracked.
+        metric: name of the aggregated metric; empty if none is tracked.
         mode: whether the largest or the smallest value is best.
-        patience: measurements without an improvement after which the run ends; 0: it never ends for that.
-        min_delta: by how much more a value has to be better to count as an improvement.
+        patience: number of measurements without an improvement after which the run ends; 0 disables early stopping.
+        min_delta: a value is an improvement only if it is better than the last improvement by more than this.
     """
 
     metric: str = ""
@@ -57,7 +57,7 @@ class Tracking:
     min_delta: float = 0.0
 
     def follow(self, before: Progress, measured: Measured) -> Progress:
-        """The progress after one more measurement; one that is not finite says nothing."""
+        """Return the progress after one more measurement. A measurement that is not finite is ignored."""
         value = measured.value
         if not math.isfinite(value):
             return before
@@ -69,15 +69,15 @@ class Tracking:
         return Progress(best, before.mark, before.stale + 1)
 
     def follow_all(self, measured: Iterable[Measured]) -> Progress:
-        """The progress after measurements in the order of their rounds, from the beginning of a run."""
+        """Return the progress after all measurements of a run, given in the order of their rounds."""
         return functools.reduce(self.follow, measured, Progress())
 
     def stops(self, progress: Progress) -> bool:
-        """Whether the run ends here."""
+        """Return whether early stopping ends the run."""
         return bool(self.patience) and progress.stale >= self.patience
 
     def why(self, progress: Progress) -> str:
-        """Why the run stopped early, in words; empty where it did not."""
+        """Return the reason for the early stop as a text; empty if the run was not stopped early."""
         if not self.stops(progress) or progress.best is None:
             return ""
         more = f" by more than {self.min_delta:g}" if self.min_delta else ""

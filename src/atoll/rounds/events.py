@@ -1,7 +1,7 @@
-"""What happens to a run (events), and what the round machine wants done (effects). Values only.
+"""Events of a run, and effects: the actions that the round machine requests. Values only.
 
-`state_rows.restore` starts from the decisions among the effects. They may be written one by one, in order: `restore`
-mends what a crash left between two.
+Effects that are a `Decision` go to the journal, and `state_rows.restore` restores the state from them. They may be
+written one by one, in order: if a crash comes between two, `restore` completes the rest.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from atoll.rounds.early_stopping import Measured
 
 @dataclass(frozen=True, slots=True)
 class WorkerJoined:
-    """A process of `site` asks to take part; an older lease of the same site ends here."""
+    """A process of `site` joins. An older lease of the site becomes void."""
 
     site: str
 
 
 @dataclass(frozen=True, slots=True)
 class Leased:
-    """What the holder of `lease` says for `site`; refused where it is no longer the site's newest."""
+    """Base class of events from the holder of `lease`. They are refused if `site` has a newer lease or is not alive."""
 
     site: str
     lease: int
@@ -28,34 +28,33 @@ class Leased:
 
 @dataclass(frozen=True, slots=True)
 class WorkerLeft(Leased):
-    """The holder of `lease` deregisters; `error` where its training failed."""
+    """The holder of `lease` deregisters. If its training failed, `error` says why."""
 
     error: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerEnds(Leased):
-    """The holder of `lease` submits nothing more, and stays for the results of what it has submitted."""
+    """The holder of `lease` submits no more updates, but stays for the results of its submitted updates."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerSeen(Leased):
-    """The holder of `lease` gave a sign of life: a heartbeat, or bytes of a part."""
+    """The holder of `lease` gave a sign of life: a heartbeat, or a part of an update."""
 
 
 @dataclass(frozen=True, slots=True)
 class TicketRequested(Leased):
-    """The holder of `lease` asks for its ticket of the open round of `fragment`."""
+    """The holder of `lease` requests its ticket of the open round of `fragment`."""
 
     fragment: int
 
 
 @dataclass(frozen=True, slots=True)
 class UpdateAccepted:
-    """The update of `ticket` is in the journal.
+    """The update of `ticket` is in the journal. `order` is its position among all accepted updates.
 
-    Between `waiting.may_submit` and the insert no other event may be handled: from the insert on, it counts. `order` is
-    its place in the journal among all that were accepted.
+    Handle no other event between `waiting.may_submit` and the insert into the journal.
     """
 
     ticket: int
@@ -64,7 +63,10 @@ class UpdateAccepted:
 
 @dataclass(frozen=True, slots=True)
 class UpdateRefused:
-    """The update of `ticket` cannot count: not finite, absurd norm, wrong weight. The journal says so."""
+    """The update of `ticket` cannot count: it is not finite, its norm is too large, or its weight is wrong.
+
+    The journal has the refusal already.
+    """
 
     ticket: int
     reason: str
@@ -72,10 +74,12 @@ class UpdateRefused:
 
 @dataclass(frozen=True, slots=True)
 class VersionCommitted:
-    """The head of `fragment` moved to `version`: the next number, or a later one where versions were lost.
+    """The head of `fragment` moved to `version`.
 
     Args:
-        value: the tracked metric, as the workers of the round measured it; None where none reported it.
+        fragment: index of the fragment.
+        version: the new head: the next number, or a later number if versions were lost.
+        value: tracked metric, measured by the workers of the round; None if no worker reported it.
     """
 
     fragment: int
@@ -85,7 +89,7 @@ class VersionCommitted:
 
 @dataclass(frozen=True, slots=True)
 class AggregatorLost:
-    """The worker that reduced the round of `fragment` has gone, and what it had collected with it: swarm runs only."""
+    """The aggregating worker of `fragment` and its collected updates are lost. Only in swarms."""
 
     fragment: int
     reason: str
@@ -93,12 +97,12 @@ class AggregatorLost:
 
 @dataclass(frozen=True, slots=True)
 class TrainingBegins:
-    """The workflows before the rounds have ended: a first round opens once all sites are there."""
+    """The workflows before the rounds have ended. The first round opens when all sites have joined."""
 
 
 @dataclass(frozen=True, slots=True)
 class TimePassed:
-    """Nothing else happened; deadlines and silences are judged."""
+    """Time has passed: check the deadlines of rounds and the silence of workers."""
 
 
 Event = (
@@ -118,17 +122,20 @@ Event = (
 
 @dataclass(frozen=True, slots=True)
 class Effect:
-    """What the machine wants done."""
+    """Base class of effects: actions that the round machine requests."""
 
 
 @dataclass(frozen=True, slots=True)
 class Decision(Effect):
-    """An effect that is in the journal before any request is answered and before the next event is handled."""
+    """Base class of effects for the journal.
+
+    Write them before you answer a request and before you handle the next event.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class LeaseGranted(Decision):
-    """`site` takes part under `lease`; every earlier lease of it is void."""
+    """`site` takes part with `lease`. Every earlier lease of the site is void."""
 
     site: str
     lease: int
@@ -138,7 +145,8 @@ class LeaseGranted(Decision):
 class LeaseEnded(Decision):
     """`site` no longer takes part. `why` is `dead`, `left` or `failed`.
 
-    Parts that it has not been acknowledged for may be dropped; its open ticket stays until the round closes.
+    Parts of an update that was not acknowledged may be dropped. The open ticket of the site stays until its round
+    closes.
     """
 
     site: str
@@ -149,7 +157,7 @@ class LeaseEnded(Decision):
 
 @dataclass(frozen=True, slots=True)
 class LeaseRefused(Effect):
-    """The sender's lease is void. It may join again, unless `superseded`: a newer process has its place."""
+    """The sender's lease is void. The sender may join again, unless a newer process has replaced it (`superseded`)."""
 
     site: str
     reason: str
@@ -158,7 +166,7 @@ class LeaseRefused(Effect):
 
 @dataclass(frozen=True, slots=True)
 class RoundOpened(Decision):
-    """The round from `base_version` of `fragment` waits for exactly `expected`."""
+    """The round from `base_version` of `fragment` is open and expects these sites."""
 
     fragment: int
     base_version: int
@@ -167,7 +175,7 @@ class RoundOpened(Decision):
 
 @dataclass(frozen=True, slots=True)
 class ExpectedChanged(Decision):
-    """The sites that an open round waits for changed: a death, a departure, a refusal, a return."""
+    """The expected sites of an open round have changed, for example after a death, a refusal or a return."""
 
     fragment: int
     base_version: int
@@ -176,7 +184,7 @@ class ExpectedChanged(Decision):
 
 @dataclass(frozen=True, slots=True)
 class TicketIssued(Decision):
-    """Give `site` this ticket. As long as it is open, the same one is given again: not `new`, it is in the journal."""
+    """`site` gets this ticket. If the ticket was issued before and is still open, `new` is False."""
 
     site: str
     ticket: int
@@ -186,16 +194,20 @@ class TicketIssued(Decision):
 
 
 FINISHED = "finished"
-"""The reason of a `TicketWithheld` when there will be no further round."""
+"""Reason of a `TicketWithheld`: there is no further round."""
 
 
 ENDS = "it submits nothing more"
-"""The reason of a `TicketWithheld` to a site that has said so."""
+"""Reason of a `TicketWithheld`: the site has announced that it submits no more updates (`WorkerEnds`)."""
 
 
 @dataclass(frozen=True, slots=True)
 class TicketWithheld(Effect):
-    """`site` has to wait: its update is in, no round is open, it counts from the next one; or `FINISHED`, or `ENDS`."""
+    """`site` gets no ticket now.
+
+    `reason` says why: its update is accepted, no round is open, or the site takes part from the next round on. It can
+    also be `FINISHED` or `ENDS`.
+    """
 
     site: str
     fragment: int
@@ -204,7 +216,7 @@ class TicketWithheld(Effect):
 
 @dataclass(frozen=True, slots=True)
 class TicketsExpired(Decision):
-    """These tickets can no longer be used; what was spooled for them is dropped."""
+    """These tickets have expired. Their spooled parts are dropped."""
 
     tickets: tuple[int, ...]
     reason: str
@@ -212,7 +224,7 @@ class TicketsExpired(Decision):
 
 @dataclass(frozen=True, slots=True)
 class RoundReopened(Decision):
-    """The round from `base_version` is open again, and so are these tickets: their updates come once more."""
+    """The round from `base_version` and these tickets are open again. Their sites submit the updates again."""
 
     fragment: int
     base_version: int
@@ -222,7 +234,7 @@ class RoundReopened(Decision):
 
 @dataclass(frozen=True, slots=True)
 class RoundClosed(Decision):
-    """Freeze the round and reduce exactly these tickets, in this order (by site name)."""
+    """The round is closed. Reduce exactly the updates of these tickets, in this order (by site name)."""
 
     fragment: int
     base_version: int
@@ -231,18 +243,21 @@ class RoundClosed(Decision):
 
 @dataclass(frozen=True, slots=True)
 class BestFound(Effect):
-    """This version is better than all before it; it is kept until a better one is. The journal's metrics say it too."""
+    """The measured version is the best so far. Keep it until a better version is found.
+
+    The journal needs no entry, because its metrics imply this.
+    """
 
     measured: Measured
 
 
 @dataclass(frozen=True, slots=True)
 class RunFinished(Decision):
-    """The last round is committed; workers are told, and the result is exported."""
+    """The last round is committed. Inform the workers and export the result."""
 
 
 @dataclass(frozen=True, slots=True)
 class Woken(Effect):
-    """Waiters on `fragment` should ask again."""
+    """Requests that wait for `fragment` should check its state again."""
 
     fragment: int

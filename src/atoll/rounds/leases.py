@@ -1,7 +1,7 @@
-"""Which sites take part: leases that fence; silence for `network.heartbeat_timeout_s` ends one.
+"""Leases: the right of one process to act for its site. Pure functions over a mapping site → member.
 
-Pure functions over a mapping site → member. A lease is a number that only rises. The holder of the newest one of a site
-speaks for the site; every other process of it is told so.
+The numbers of leases only rise. Only the holder of a site's newest lease may act for the site; requests with older
+leases are refused. A silence of `network.heartbeat_timeout_s` ends a lease.
 """
 
 from __future__ import annotations
@@ -15,7 +15,14 @@ from atoll.rounds.transitions import MEMBER, advance
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A site that has joined at least once. `why` it no longer takes part is `dead`, `left` or `failed`."""
+    """A site that has joined at least once.
+
+    Args:
+        site: name of the site.
+        lease: number of its newest lease.
+        alive: whether the site takes part.
+        why: if it does not take part: `dead`, `left` or `failed`.
+    """
 
     site: str
     lease: int
@@ -24,7 +31,7 @@ class Member:
 
     @property
     def state(self) -> str:
-        """Its row in the table `MEMBER`."""
+        """State of the site in the table `MEMBER`."""
         return "alive" if self.alive else self.why
 
 
@@ -32,15 +39,21 @@ Members = Mapping[str, Member]
 
 
 def alive(members: Members) -> list[Member]:
-    """Return the sites that take part, oldest lease first."""
+    """Return the live members, oldest lease first."""
     return sorted((member for member in members.values() if member.alive), key=lambda member: member.lease)
 
 
 def changed(members: Members, site: str, event: str, lease: int | None = None) -> dict[str, Member]:
-    """The members after `event` (of the table `MEMBER`) happened to `site`; `lease` is new when it joins.
+    """Return the members after an event of one site.
+
+    Args:
+        members: the members before the event.
+        site: the site.
+        event: event of the table `MEMBER`.
+        lease: new lease number if the site joins; None keeps the old number.
 
     Raises:
-        IllegalTransition: the event cannot happen to this member.
+        IllegalTransition: the event is not possible in the state of the site.
     """
     member = members.get(site)
     state = advance(f"Member {site!r}", MEMBER, member.state if member else "unknown", event)
@@ -50,7 +63,7 @@ def changed(members: Members, site: str, event: str, lease: int | None = None) -
 
 
 def refusal(members: Members, site: str, lease: int) -> LeaseRefused | None:
-    """Why the holder of `lease` may not speak for `site`; None where it may."""
+    """Return the refusal if the holder of `lease` may not act for `site`; None if it may."""
     member = members.get(site)
     if member is None:
         return LeaseRefused(site, f"{site!r} has not joined this run")

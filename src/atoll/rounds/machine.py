@@ -1,14 +1,13 @@
-"""The round machine: state, event and time in; state and effects out. No IO, no clock, no randomness.
+"""The round machine: a pure function from state, event and time to a new state and effects.
 
     state, _ = restore(Rules(sites=3), Snapshot((FragmentSnapshot(head=0),)), now_s)   # state_rows, state
     state, effects = step(state, events.WorkerJoined("clinic-a"), now_s)
 
-The server, the simulator and the schedule explorer run this same code. One idea carries most of it: after
-anything that may matter, `settle` brings an open round to where it has to be (the sites that it expects follow from
-the sites that are alive and the tickets that are out) and asks the policy. A restart does the same with what the
-journal has, so the same rules mend a crash between two journal writes.
+The server, the simulator and the schedule explorer all run this code. After every relevant event, `settle` updates each
+open round: it derives the expected sites from the live sites and the tickets, and asks the policy. A restart calls
+`settle` on the state in the journal, so the same rules repair a crash between two journal writes.
 
-`now_s` is seconds on a clock that never jumps; by a wall clock, workers would be declared dead when it is set.
+`now_s` is a time in seconds on a monotonic clock. With a wall clock, setting the clock could declare workers dead.
 """
 
 from __future__ import annotations
@@ -29,10 +28,15 @@ NOT_DRAWN = "was not drawn for this round; each round draws anew"
 
 
 def step(state: State, event: events.Event, now_s: float) -> Result:
-    """What `event` at `now_s` changes, and what is to be done about it. `state` itself is left as it is.
+    """Return the state after an event, and the effects. The given `state` is not changed.
+
+    Args:
+        state: state before the event.
+        event: the event.
+        now_s: time of the event in seconds.
 
     Raises:
-        IllegalTransition: the event cannot follow this state; the caller has a bug.
+        IllegalTransition: the event is not possible in this state; the caller has a bug.
     """
     draft = Draft(state, now_s)
     refused = leases.refusal(state.members, event.site, event.lease) if isinstance(event, events.Leased) else None
@@ -75,7 +79,7 @@ def _join(draft: Draft, site: str) -> None:
 
 
 def _end(draft: Draft, sites: Iterable[str], event: str, detail: str) -> None:
-    """`event` ends the leases of `sites`; then time and the barrier are judged, once for all of them."""
+    """End the leases of `sites` by `event`, then settle the rounds once for all of them."""
     for site in sites:
         members = leases.changed(draft.state.members, site, event)
         seen_s = {other: last_s for other, last_s in draft.state.seen_s.items() if other != site}
@@ -92,7 +96,7 @@ def _end_silent(draft: Draft) -> None:
 
 
 def _submits_no_more(draft: Draft, site: str) -> None:
-    """No round waits for the site any more; what it has in counts."""
+    """Record that the site submits no more updates: no round waits for it, but its accepted updates stay."""
     draft.see(site)
     draft.change(ending=draft.state.ending | {site})
     for fragment in range(len(draft.state.rounds)):
@@ -127,12 +131,12 @@ def _request(draft: Draft, site: str, fragment: int) -> None:
         draft.effects.append(events.TicketWithheld(site, fragment, reason))
     elif ticket and ticket.state == "open":
         draft.effects.append(events.TicketIssued(site, ticket.id, fragment, ticket.base_version, new=False))
-    else:  # its first, or another try of a refused site without which the round cannot close
+    else:  # the site's first ticket; or a retry after a refusal, if the round cannot close without the site
         _issue(draft, site, fragment)
 
 
 def _request_async(draft: Draft, site: str, fragment: int) -> None:
-    """A ticket of the head, whatever the others do; an open one of an earlier version is given up for it."""
+    """Issue a ticket for the head in an asynchronous round. It replaces an open ticket for an earlier version."""
     round_ = draft.round(fragment)
     ticket = round_.tickets.get(site)
     if ticket and ticket.state == "accepted":
@@ -152,7 +156,7 @@ def _issue(draft: Draft, site: str, fragment: int) -> None:
     draft.put(Ticket(number, site, fragment, head, "open"))
     draft.change(next_ticket=number + 1)
     draft.effects.append(events.TicketIssued(site, number, fragment, head, new=True))
-    if site not in draft.round(fragment).expected:  # else no round hangs on it
+    if site not in draft.round(fragment).expected:  # for an expected site, a ticket changes nothing to settle
         settle(draft)
 
 
@@ -196,7 +200,7 @@ def _commit(draft: Draft, fragment: int, version: int, value: float | None) -> N
     if (rounds and draft.round(fragment).done >= rounds) or draft.state.rules.tracking.stops(draft.state.progress):
         phase = advance(f"Fragment {fragment}", ROUND, round_.phase, "last version committed")
         end_open(draft, fragment, "run finished", "the run is finished")
-        # updates that were acknowledged are kept, for a start with more rounds
+        # Keep acknowledged updates: the run may be started again with more rounds.
         waiting = {site: ticket for site, ticket in still_good(round_).items() if ticket.state == "accepted"}
         draft.change_round(fragment, phase=phase, expected={}, tickets=waiting, frozen=(), first_s=None)
         draft.wake.add(fragment)
@@ -208,7 +212,7 @@ def _commit(draft: Draft, fragment: int, version: int, value: float | None) -> N
 
 
 def _collect_again(draft: Draft, fragment: int, reason: str) -> None:
-    """Open the tickets of a round again after its collected updates were lost, so that their sites offer them again."""
+    """Reopen a round and its accepted tickets after the collected updates were lost. The sites offer them again."""
     round_ = draft.round(fragment)
     if round_.phase not in ("open", "closing"):
         return
@@ -225,8 +229,7 @@ def _collect_again(draft: Draft, fragment: int, reason: str) -> None:
     draft.effects.append(
         events.RoundReopened(fragment, round_.head, tuple(sorted(ticket.id for ticket in lost)), reason)
     )
-    draft.effects.append(
-        events.ExpectedChanged(fragment, round_.head, tuple(sorted(expected)))
-    )  # without sites that have left
+    # Sites that have left are not expected any more.
+    draft.effects.append(events.ExpectedChanged(fragment, round_.head, tuple(sorted(expected))))
     draft.wake.add(fragment)
     settle(draft)

@@ -1,6 +1,6 @@
-"""Bring rounds to where members, tickets and time have them: open them, set the sites they expect, close them.
+"""Open rounds, update their expected sites, and close them.
 
-`settle` is a function of the state alone, so a live run and a recovery come to the same answers.
+`settle` depends only on the state and the time, so a running server and a recovery reach the same result.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from atoll.rounds.transitions import ROUND, TICKET, IllegalTransition, Ticket, a
 
 
 def settle(draft: Draft) -> None:
-    """Bring every round to where members, tickets and time have it, and ask its policy."""
+    """Update every round from the members, the tickets and the time, and close it if its policy says so."""
     rules = draft.state.rules
     for fragment, round_ in enumerate(draft.state.rounds):
         if round_.phase == "gathering" and not rules.held and len(draft.state.seen_s) >= rules.sites:
             open_next(draft, fragment, "enough workers joined")
         if draft.round(fragment).phase == "open":
             limit, head = rules.max_staleness, draft.round(fragment).head
-            if limit is not None:  # their updates would be refused whenever they came
+            if limit is not None:  # expire tickets with an update that would be refused as too stale
                 reason = f"its base is more than async.max_staleness {limit} versions behind version {head}"
                 end_open(draft, fragment, "too far behind", reason, oldest=head - limit)
             _revise(draft, fragment)
@@ -31,9 +31,15 @@ def settle(draft: Draft) -> None:
 
 
 def open_next(draft: Draft, fragment: int, event: str) -> None:
-    """Open the next round for the sites that are drawn of those alive now; if they are too few, `_revise` adds others.
+    """Open the next round of a fragment for sites drawn from the live sites.
 
-    An asynchronous round takes over tickets that are still good: open ones, and updates that wait for their turn.
+    If too few sites are drawn, `_revise` adds others later. An asynchronous round takes over live tickets of earlier
+    rounds: open tickets, and tickets with accepted updates that were not reduced.
+
+    Args:
+        draft: the state in the making.
+        fragment: index of the fragment.
+        event: event of the table `ROUND` that opens the round.
     """
     round_ = draft.round(fragment)
     phase = advance(f"Fragment {fragment}", ROUND, round_.phase, event)
@@ -57,11 +63,14 @@ def open_next(draft: Draft, fragment: int, event: str) -> None:
 
 
 def _revise(draft: Draft, fragment: int) -> None:
-    """Set the sites that an open round expects.
+    """Set the expected sites of an open round.
 
-    Sites with an accepted update, alive or not. Also live sites that submit more, were expected or hold an open ticket,
-    and were not refused. If they are too few to close the round, late joiners and sites that were not drawn help, in
-    order of their leases.
+    In an asynchronous round, these are all sites that may submit, and all sites with an accepted update.
+
+    In a synchronous round, these are:
+      - the sites with an accepted update, alive or not;
+      - the sites that may submit, and that hold an open ticket or were expected before and not refused.
+    If they are too few to close the round, other live sites without a ticket are added, oldest lease first.
     """
     round_, members, floor = draft.round(fragment), draft.state.members, draft.state.rules.floor
     alive = draft.state.active_s.keys()
@@ -71,7 +80,7 @@ def _revise(draft: Draft, fragment: int) -> None:
         return
     are_here = len(round_.expected) >= floor and round_.expected.keys() <= alive
     if are_here and state_of.keys() <= round_.expected.keys() and "refused" not in state_of.values():
-        return  # what follows comes to the same, and is what large rounds take long for
+        return  # shortcut for large rounds: the rest would give the same result
     wanted = {site for site in round_.expected if site in alive and state_of.get(site) != "refused"}
     wanted.update(
         site for site, state in state_of.items() if state == "accepted" or (state == "open" and site in alive)
@@ -98,15 +107,15 @@ def _judge(draft: Draft, fragment: int) -> None:
     if type(policy) is Barrier and round_.until_s is None:
         states = [ticket.state for ticket in round_.tickets.values()]
         if states.count("accepted") < len(round_.expected):
-            return  # it waits for the others; a view of every update takes longest of all, and comes to the same
+            return  # shortcut for large rounds: an update is missing, so the policy would decide to wait
     seen = view(draft.state, fragment)
     decision = policy.decide(seen, draft.now_s)
     if isinstance(decision, Wait):
         if decision.until_s != round_.until_s:
             draft.change_round(fragment, until_s=decision.until_s)
         return
-    # Every accepted update was acknowledged, so none may be left behind when its round ends; an asynchronous one leaves
-    # the others to the next.
+    # Every accepted update was acknowledged, so a synchronous round must reduce all of them. An asynchronous round may
+    # leave some to the next round.
     accepted = {ticket.id for ticket in seen.accepted}
     is_async = draft.state.is_async(fragment)
     fit = accepted.issuperset(decision.tickets) if is_async else accepted == set(decision.tickets)
@@ -122,32 +131,39 @@ def _judge(draft: Draft, fragment: int) -> None:
 
 
 def still_good(round_: Round) -> dict[str, Ticket]:
-    """Tickets of an asynchronous round that outlive it: open ones, and accepted ones that are not being reduced."""
+    """Return site → ticket for the tickets that are open, or accepted and not being reduced."""
     return {
         site: ticket for site, ticket in round_.tickets.items() if ticket.is_live and ticket.id not in round_.frozen
     }
 
 
 def drop_ended(draft: Draft, fragment: int) -> None:
-    """Forget what has ended of an asynchronous round: nothing there hangs on it."""
+    """Drop the tickets of an asynchronous round that are neither open nor accepted."""
     if draft.state.is_async(fragment):
         tickets = draft.round(fragment).tickets
         draft.change_round(fragment, tickets={site: ticket for site, ticket in tickets.items() if ticket.is_live})
 
 
 def expire(draft: Draft, fragment: int) -> None:
-    """End the open tickets of a closed round. After `RoundClosed`: no crash leaves an open round without any."""
+    """Expire the open tickets of a closed synchronous round.
+
+    Call it after `RoundClosed`, so that a crash between the two cannot leave an open round with expired tickets.
+    """
     if not draft.state.is_async(fragment):
         reason = f"the round from version {draft.round(fragment).head} closed without it"
         end_open(draft, fragment, "round closed without it", reason)
 
 
 def end_open(draft: Draft, fragment: int, event: str, reason: str, *, site: str = "", oldest: float = math.inf) -> None:
-    """`event` ends the open tickets of a fragment.
+    """End open tickets of a fragment.
 
     Args:
-        site: with open tickets; empty: all sites.
-        oldest: base version that a ticket may have and stay open.
+        draft: the state in the making.
+        fragment: index of the fragment.
+        event: event of the table `TICKET` that ends the tickets.
+        reason: reason for the sites.
+        site: site of the tickets to end; empty for all sites.
+        oldest: oldest base version of tickets that stay open; infinity ends all tickets.
     """
     tickets = [
         ticket

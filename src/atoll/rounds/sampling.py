@@ -1,14 +1,13 @@
-"""Which sites a round asks for, and which worker of a swarm aggregates it.
+"""Draw the sites of a round, and choose the aggregating worker of a swarm.
 
 H. B. McMahan et al.: Communication-Efficient Learning of Deep Networks from Decentralized Data. arXiv 1602.05629,
 algorithm 1: S_t ← a random set of m = max(C·K, 1) clients.
 
-The draw is a function of seed, fragment, version and the names alone: a restarted server draws the same sites, and a
-site that joins or leaves does not change how the others are ranked among themselves.
+A draw depends only on the seed, the fragment, the version and the names of the sites. So a restarted server draws the
+same sites, and a site that joins or leaves does not change the relative order of the others.
 
-The worker that aggregates has the version and the outer state beside it, and so has at least one other: the next
-version is real only once a second worker has it. That second one aggregates the next round, so that the work moves on;
-except if the user has named aggregators and it is not among them.
+In a swarm, a version is committed only when two workers have it and its outer state: the aggregator and the checker.
+The checker aggregates the next round, so that the work rotates, unless the user has named other aggregators.
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ from blake3 import blake3
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How many sites are drawn.
+    """The rule by which sites are drawn for a round.
 
     Args:
-        fraction: C, of the live sites; 1: all of them.
-        minimum: sites that are drawn at least, as far as there are so many.
-        seed: of the draws.
+        fraction: C, share of the live sites; 1 for all.
+        minimum: fewest sites to draw, if there are as many.
+        seed: random seed of the draws.
     """
 
     fraction: float = 1.0
@@ -36,12 +35,19 @@ class Sampling:
     seed: int = 0
 
     def size(self, sites: int) -> int:
-        """Return how many of so many sites a round asks for."""
+        """Return the number of sites to draw from `sites` live ones."""
         share = math.ceil(self.fraction * sites - 1e-9)  # 0.1 · 30 is 3.0000000000000004
         return min(sites, max(self.minimum, share))
 
     def draw(self, sites: Collection[str], fragment: int, base_version: int, at_least: int = 1) -> list[str]:
-        """Return the sites of the round from `base_version`, sorted; `at_least` so many, if there are."""
+        """Return the drawn sites of a round, sorted.
+
+        Args:
+            sites: the live sites.
+            fragment: index of the fragment.
+            base_version: version that the round starts from.
+            at_least: fewest sites to draw, if there are as many.
+        """
         count = max(at_least, self.size(len(sites)))
 
         def rank(site: str) -> bytes:
@@ -51,15 +57,18 @@ class Sampling:
 
 
 HOLDERS = 2
-"""Workers that hold the newest version and its outer state at least, if there are so many."""
+"""Fewest workers that hold the newest version and its outer state, if there are as many."""
 
 
 def turn(sites: Collection[str], *, seed: int, fragment: int, version: int, named: Sequence[str] = ()) -> list[str]:
-    """Return the order in which workers are asked to aggregate the round from a version.
+    """Return the order of preference of the aggregators of a round.
 
     Args:
-        sites: of the workers that could.
-        named: the user's choice, asked first, in turn: one round the first, the next round the second.
+        sites: sites that could aggregate.
+        seed: random seed.
+        fragment: index of the fragment.
+        version: version that the round starts from.
+        named: sites that the user named as aggregators. They come first; from round to round, the next one leads.
     """
 
     def drawn(site: str) -> bytes:
@@ -77,12 +86,16 @@ def appointed(
     before: Collection[str],
     named: Collection[str] = (),
 ) -> str | None:
-    """Return the site that aggregates: the first in order with the version that has not failed; None if none has it.
+    """Return the site that aggregates a round; None if no site has the base version.
 
     Args:
-        excluded: sites that failed in this round, oldest failure first; asked again in that order if no other is left.
-        before: the aggregator of the round before, and sites that failed in a recent one: asked last of the others.
-        named: the user's choice; others are asked only if none of these is able, even one of `before`.
+        order: sites in order of preference, from `turn`.
+        holders: sites that have the base version.
+        excluded: sites that failed in this round, oldest failure first. They are chosen, in this order, only if no
+            other site is left.
+        before: aggregator of the previous round, and sites that failed in a recent round. They are chosen only if no
+            other site is left that has not failed in this round.
+        named: sites that the user named as aggregators. Others are chosen only if each of them failed or is no holder.
     """
     able = [site for site in order if site in holders]
     fresh = [site for site in able if site not in excluded]
@@ -92,6 +105,11 @@ def appointed(
 
 
 def to_hold(order: Sequence[str], holders: Collection[str]) -> set[str]:
-    """Return the sites that shall have the newest version: its holders, and others until they are `HOLDERS`."""
+    """Return the sites that should hold the newest version: its holders, and more sites up to `HOLDERS`.
+
+    Args:
+        order: sites in order of preference.
+        holders: sites that have the version.
+    """
     others = [site for site in order if site not in holders]
     return {*holders, *others[: max(0, HOLDERS - len(holders))]}

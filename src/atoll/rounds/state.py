@@ -1,9 +1,7 @@
-"""What the round machine knows: frozen values, and the snapshot from which a restarted server makes them.
+"""The state of the round machine as frozen values, and the snapshot from which a restarted server restores it.
 
-Mappings are replaced, never changed. Times are seconds on one monotonic clock; they are not part of a
-snapshot, since no clock survives a restart.
-
-`Draft` is the state that one step is making, with its effects so far.
+Mappings are replaced, never changed in place. Times are seconds on one monotonic clock. Snapshots have no times,
+because the clock does not survive a restart.
 """
 
 from __future__ import annotations
@@ -25,20 +23,21 @@ from atoll.rounds.transitions import IllegalTransition, Ticket
 
 @dataclass(frozen=True)
 class Rules:
-    """What a run's settings mean for its rounds.
+    """The rules of a run's rounds, derived from its settings.
 
     Args:
-        sites: how many must have joined before round one opens.
-        min_sites: a round never closes with fewer updates.
-        heartbeat_timeout_s: silence after which a worker is declared dead; 0: never.
-        rounds: the run is finished when every fragment has had so many; 0: endless.
-        policy: when a round closes.
-        sampling: which sites it asks for.
-        fragments: how many parts of the model have rounds of their own.
-        tracking: which version is the best, and when that ends the run.
-        max_staleness: versions between the base of an update and the one that it is applied to; None: no limit.
-        max_inflight: fragments of one worker that may be under way at a time.
-        held: training has not begun: no first round opens, whichever sites join.
+        sites: number of sites that must be alive before the first round opens.
+        min_sites: fewest updates with which a round may close.
+        heartbeat_timeout_s: seconds of silence after which a worker is declared dead; 0 for never.
+        rounds: number of rounds of every fragment after which the run is finished; 0 for no end.
+        policy: closing policy.
+        sampling: rule by which the sites of a round are drawn.
+        fragments: number of fragments.
+        tracking: settings of best version tracking and early stopping.
+        max_staleness: most versions between the base of an update and the version that the update is applied to; None
+            for no limit.
+        max_inflight: number of fragments for which one worker may have unfinished updates at a time.
+        held: whether training has not begun. Then no first round opens.
     """
 
     sites: int
@@ -57,10 +56,14 @@ class Rules:
     def from_settings(
         cls, settings: Settings, fragments: int = 1, *, held: bool = False, needs_all: bool = False
     ) -> Rules:
-        """The rules of a run: a barrier, quorum and deadline where both are set, or asynchronous steps.
+        """Return the rules that the settings of a run determine.
 
         Args:
-            needs_all: whether a round waits for all sites where the settings do not say otherwise.
+            settings: settings of the run.
+            fragments: number of fragments.
+            held: whether training has not begun.
+            needs_all: whether, if `rounds.min_sites` is not set, a synchronous round without a quorum needs the updates
+                of all drawn sites.
         """
         policy: Policy = Barrier()
         if settings.async_.enabled:
@@ -90,27 +93,29 @@ class Rules:
 
     @property
     def floor(self) -> int:
-        """The fewest updates with which a round may close."""
+        """Fewest updates with which a round may close; at least 1."""
         return max(1, self.min_sites, self.policy.quorum)
 
     @property
     def floor_name(self) -> str:
-        """The setting that `floor` comes from, for messages."""
+        """Name of the setting that determines `floor`, for messages."""
         return "rounds.quorum" if self.policy.quorum > self.min_sites else "rounds.min_sites"
 
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """Where one fragment is. `phase` is a row of the table `ROUND`.
+    """The current round of one fragment.
 
     Args:
-        head: the fragment's version now, which the open round starts from.
-        expected: site → since when (seconds) the round waits for it. Each is alive or has an accepted update.
-        tickets: site → its ticket of this round; in asynchronous ones of an earlier round, too.
-        frozen: while closing, the tickets that are being reduced, in order.
-        until_s: when time alone may close the round.
-        lost: how many numbers below `head` no version of this run has: the server fell back behind them.
-        first_s: since when an accepted update waits to be reduced, where one does.
+        phase: state in the table `ROUND`.
+        head: newest version of the fragment, from which the round starts.
+        opened_s: time when the round opened.
+        expected: expected site → time since which the round waits for it. Each site is alive or has an accepted update.
+        tickets: site → its ticket of this round. In asynchronous rounds, the ticket may be from an earlier round.
+        frozen: while the round is closing, the numbers of the tickets that are being reduced, in order.
+        until_s: time at which the policy may close the round without an event; None if there is no such time.
+        lost: number of lost versions up to `head`. (After a power loss, a server may have lost its newest versions.)
+        first_s: time since which an accepted update waits to be reduced; None if none waits.
     """
 
     phase: str
@@ -125,24 +130,28 @@ class Round:
 
     @property
     def done(self) -> int:
-        """Rounds that led to `head`."""
+        """Number of committed rounds that led to `head`."""
         return self.head - self.lost
 
     @property
     def number(self) -> int:
-        """Of the round from `head`; the first is 1."""
+        """Number of the round that starts from `head`; the first is 1."""
         return self.done + 1
 
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """A run between two events.
+    """The state of a run between two events.
 
     Args:
-        seen_s: site → when it last gave a sign of life; of members alive only.
-        rounds: one per fragment.
-        progress: of the metric that is tracked.
-        ending: sites that are alive, and submit nothing more. A restart does not know them; they say it again.
+        rules: rules of the rounds.
+        members: site → member.
+        seen_s: live site → time of its last sign of life.
+        rounds: the current round of each fragment.
+        next_ticket: number of the next ticket.
+        next_lease: number of the next lease.
+        progress: summary of the tracked metric.
+        ending: live sites that submit no more updates. A snapshot does not have them; the sites announce it again.
     """
 
     rules: Rules
@@ -156,30 +165,31 @@ class State:
 
     @property
     def active_s(self) -> Mapping[str, float]:
-        """As `seen_s`, of members that may submit something."""
+        """Live site that may still submit → time of its last sign of life."""
         if not self.ending:
             return self.seen_s
         return {site: last_s for site, last_s in self.seen_s.items() if site not in self.ending}
 
     @property
     def finished(self) -> bool:
-        """Whether no fragment has another round."""
+        """Whether every fragment has finished its rounds."""
         return all(round_.phase == "finished" for round_ in self.rounds)
 
     def is_async(self, fragment: int) -> bool:
-        """Whether the round from the head of `fragment` takes updates against earlier versions."""
+        """Return whether the current round of `fragment` is asynchronous: it takes updates against earlier versions."""
         return self.rules.policy.is_async(self.rounds[fragment].number)
 
 
 @dataclass(frozen=True, slots=True)
 class FragmentSnapshot:
-    """A fragment in the journal: the round from its head.
+    """The current round of one fragment in the journal.
 
     Args:
-        expected: the sites that the open round waits for; None: none is open.
-        frozen: the tickets that are to be reduced.
-        started: whether any round of it has ever been opened; implied by `expected` and `frozen`.
-        lost: as in `Round`.
+        head: newest version of the fragment.
+        expected: expected sites of the open round; None if no round is open.
+        frozen: numbers of the tickets that are to be reduced.
+        started: whether a round of the fragment was ever opened. If `expected` or `frozen` is set, one was.
+        lost: number of lost versions up to `head`.
     """
 
     head: int
@@ -190,19 +200,23 @@ class FragmentSnapshot:
 
     @property
     def done(self) -> int:
-        """As in `Round`."""
+        """Number of committed rounds that led to `head`."""
         return self.head - self.lost
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What the journal holds.
+    """The decisions in the journal, from which the state is restored.
 
     Args:
-        tickets: at least those of the rounds from the heads, and all that are open or accepted in an asynchronous run;
-            others are ignored.
+        fragments: the current round of each fragment.
+        members: all members.
+        tickets: tickets of the current rounds and, in an asynchronous run, all open and accepted tickets. Others are
+            ignored.
+        next_ticket: number of the next ticket.
+        next_lease: number of the next lease.
         finished: whether `RunFinished` is in the journal.
-        progress: after the metrics of every version that the journal has.
+        progress: summary of the tracked metric over all versions in the journal.
     """
 
     fragments: tuple[FragmentSnapshot, ...]
@@ -215,7 +229,7 @@ class Snapshot:
 
 
 def view(state: State, fragment: int) -> RoundView:
-    """The open round of `fragment` as a policy sees it."""
+    """Return the policy's view of the current round of `fragment`."""
     round_, elsewhere = state.rounds[fragment], Counter[str]()
     if len(state.rounds) > 1:
         elsewhere.update(
@@ -244,7 +258,7 @@ def view(state: State, fragment: int) -> RoundView:
 
 
 def ticket_by_id(state: State, number: int) -> Ticket | None:
-    """The ticket, where it belongs to a round that is not over."""
+    """Return the ticket with this number if it is in a current round; else None."""
     if not 0 < number < state.next_ticket:
         return None
     for round_ in state.rounds:
@@ -258,7 +272,14 @@ Result = tuple[State, tuple[Effect, ...]]
 
 
 class Draft:
-    """Lives for one step. Nothing that `state` holds is ever changed in place."""
+    """A new state in the making, with its effects so far. One step of the round machine uses one draft.
+
+    Attributes:
+        state: the state so far. It is replaced by each change, never changed in place.
+        now_s: time of the step in seconds.
+        effects: the effects so far.
+        wake: fragments with waiting requests that should check the state again.
+    """
 
     __slots__ = ("effects", "now_s", "state", "wake")
 
@@ -269,15 +290,15 @@ class Draft:
         self.wake: set[int] = set()
 
     def result(self) -> Result:
-        """Return the new state and the effects; last comes a `Woken` for each fragment in `wake`."""
+        """Return the new state and the effects, followed by a `Woken` for each fragment in `wake`."""
         return self.state, (*self.effects, *(Woken(fragment) for fragment in sorted(self.wake)))
 
     def change(self, **fields: Any) -> None:
-        """Replace `state` by one with these fields."""
+        """Replace fields of the state."""
         self.state = replace(self.state, **fields)
 
     def round(self, fragment: int) -> Round:
-        """Return where a fragment is now.
+        """Return the current round of a fragment.
 
         Raises:
             IllegalTransition: there is no such fragment.
@@ -287,7 +308,7 @@ class Draft:
         return self.state.rounds[fragment]
 
     def change_round(self, fragment: int, **fields: Any) -> None:
-        """Replace these fields of a fragment's round.
+        """Replace fields of a fragment's current round.
 
         Raises:
             IllegalTransition: there is no such fragment.
@@ -296,10 +317,10 @@ class Draft:
         self.change(rounds=(*rounds[:fragment], changed, *rounds[fragment + 1 :]))
 
     def put(self, ticket: Ticket) -> None:
-        """Enter a ticket into the round of its fragment, in place of an earlier one of its site."""
+        """Put a ticket into the current round of its fragment. It replaces an earlier ticket of its site."""
         tickets = self.round(ticket.fragment).tickets
         self.change_round(ticket.fragment, tickets={**tickets, ticket.site: ticket})
 
     def see(self, site: str) -> None:
-        """Note a sign of life of a site, at the time of this step."""
+        """Record a sign of life of a site, at the time of this step."""
         self.change(seen_s={**self.state.seen_s, site: self.now_s})

@@ -1,4 +1,4 @@
-"""From the journal to a state."""
+"""Restore the state of the round machine from the journal."""
 
 from __future__ import annotations
 
@@ -17,11 +17,16 @@ from atoll.rounds.transitions import Ticket
 
 
 def restore(rules: Rules, journal: Snapshot, now_s: float) -> Result:
-    """The state that the journal describes, and what a crash has left undone.
+    """Return the state in the journal, and the effects that a crash has left undone.
 
-    Silences and deadlines start anew at `now_s`. A frozen round stays `closing`: the caller runs its pass
-    again and reports `VersionCommitted`. Restoring once more, before or after the effects are in the journal,
-    gives the same state.
+    Heartbeat timeouts and deadlines restart at `now_s`. A round that was being reduced stays `closing`: the caller
+    reduces it again and reports `VersionCommitted`. A second restore gives the same state, whether or not the effects
+    were written to the journal.
+
+    Args:
+        rules: rules of the rounds.
+        journal: the decisions in the journal.
+        now_s: current time in seconds.
     """
     tickets: list[dict[str, Ticket]] = [{} for _ in journal.fragments]
     for ticket in sorted(journal.tickets, key=lambda ticket: ticket.id):
@@ -47,7 +52,7 @@ def restore(rules: Rules, journal: Snapshot, now_s: float) -> Result:
     )
     draft = Draft(state, now_s)
     for fragment, round_ in enumerate(rounds):
-        if round_.phase == "closing" and not round_.frozen:  # committed, and the next round had not opened yet
+        if round_.phase == "closing" and not round_.frozen:  # crash after the commit, before the next round opened
             open_next(draft, fragment, "version committed")
         elif round_.phase == "closing":
             expire(draft, fragment)

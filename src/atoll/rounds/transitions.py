@@ -1,7 +1,7 @@
-"""What a member, a round and a ticket can become: three small tables, and the one function that reads them.
+"""Tables of the allowed transitions of members, rounds and tickets, and the function that applies them.
 
-The machine changes none of these states except through `advance`, so the tables are the rules. The documentation
-draws them (`tools/diagrams.py`).
+The round machine changes these states only through `advance`, so the tables are the rules. `tools/diagrams.py` draws
+them for the documentation.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 Table = Mapping[tuple[str, str], str]
-"""(state, what happens) → next state. What is not listed cannot happen."""
+"""(state, event) → next state. Every other pair is an error."""
 
 
 class IllegalTransition(RuntimeError):
-    """The machine was told what cannot be: a mistake in Atoll's own code, never in what a peer sent."""
+    """An event is not possible in the current state. This is a bug in Atoll; no message of a peer can cause it."""
 
 
 MEMBER: Table = {
@@ -27,7 +27,7 @@ MEMBER: Table = {
     ("left", "joins"): "alive",
     ("failed", "joins"): "alive",
 }
-"""A site. Every join grants a new lease and voids the one before, also while the member is alive."""
+"""Transitions of a site. Every join grants a new lease and voids the previous one, even while the site is alive."""
 
 ROUND: Table = {
     ("gathering", "enough workers joined"): "open",
@@ -37,7 +37,7 @@ ROUND: Table = {
     ("closing", "version committed"): "open",
     ("closing", "last version committed"): "finished",
 }
-"""A fragment's rounds. It gathers once, before round one; later a commit opens the next round at once."""
+"""Transitions of a fragment's rounds. `gathering` comes only before round 1; later, a commit opens the next round."""
 
 TICKET: Table = {
     ("open", "update accepted"): "accepted",
@@ -52,14 +52,21 @@ TICKET: Table = {
     ("accepted", "version committed"): "counted",
     ("refused", "update refused"): "refused",
 }
-"""The right to submit one update. Being told the same thing twice changes nothing."""
+"""Transitions of a ticket. A repeated acceptance or refusal of its update changes nothing."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """`state` is a row of the table `TICKET`; `reason` says why it was refused or has expired.
+    """The right of a site to submit one update to a round.
 
-    `order` is the place of its update among all that were accepted; 0 before.
+    Args:
+        id: number of the ticket.
+        site: the site.
+        fragment: index of the fragment.
+        base_version: version that the site trains from.
+        state: state in the table `TICKET`.
+        reason: why the update was refused, or why the ticket has expired.
+        order: position of the update among all accepted updates; 0 if it is not accepted.
     """
 
     id: int
@@ -72,18 +79,21 @@ class Ticket:
 
     @property
     def is_live(self) -> bool:
-        """Whether an update may still come under it, or waits to be reduced or committed."""
+        """Whether the ticket is open, or its accepted update waits to be reduced or committed."""
         return self.state in ("open", "accepted")
 
 
 def advance(what: str, table: Table, state: str, event: str) -> str:
-    """The state that follows.
+    """Return the state after an event.
 
     Args:
-        what: the subject of the message.
+        what: subject of the error message, for example "Ticket 3".
+        table: table of the transitions.
+        state: state before the event.
+        event: the event.
 
     Raises:
-        IllegalTransition: the table does not list it.
+        IllegalTransition: the table has no such transition.
     """
     try:
         return table[state, event]

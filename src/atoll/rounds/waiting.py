@@ -1,4 +1,4 @@
-"""Why a round waits and for which sites, which site may submit, and when to look again: questions to a state."""
+"""Queries of the round machine's state: why a round waits, which site may submit, and the next deadline."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from atoll.rounds.transitions import Ticket
 
 
 def missing(state: State, fragment: int) -> tuple[tuple[str, float], ...]:
-    """Return (site, since_s) of every site that the open round still waits for, sorted; empty if none is open."""
+    """Return the sites that the open round waits for, each with the time since when, sorted.
+
+    Empty if no round is open.
+    """
     round_ = state.rounds[fragment]
     if round_.phase != "open":
         return ()
@@ -18,7 +21,7 @@ def missing(state: State, fragment: int) -> tuple[tuple[str, float], ...]:
 
 
 def why(state: State, fragment: int, now_s: float) -> str:
-    """Return what the fragment waits for, in one plain sentence without a subject."""
+    """Return what the fragment waits for, as a sentence without its subject, for example "waits for clinic-a"."""
     round_ = state.rounds[fragment]
     if round_.phase == "gathering" and state.rules.held:
         return "does not train at present: a workflow of tasks has the sites"
@@ -35,10 +38,10 @@ def why(state: State, fragment: int, now_s: float) -> str:
 
 
 def may_submit(state: State, site: str, lease: int, ticket: int) -> LeaseRefused | str | None:
-    """Return None if the holder of `lease` may submit under `ticket` now.
+    """Return None if the holder of `lease` may submit an update for `ticket` now.
 
-    Otherwise return the refused lease, or a sentence that says what is wrong with the ticket. That its update is
-    accepted already is such a sentence: the journal knows whether a repeated request brings the same bytes.
+    Otherwise return the refused lease, or a sentence that says what is wrong with the ticket. This includes a ticket
+    with an accepted update: the caller must look in the journal whether a repeated request has the same bytes.
     """
     refused = leases.refusal(state.members, site, lease)
     if refused:
@@ -52,7 +55,7 @@ def may_submit(state: State, site: str, lease: int, ticket: int) -> LeaseRefused
         return f"Ticket {ticket} was not issued to {site!r}."
     if known.state != "open":
         return f"Ticket {ticket} is {known.state}{': ' if known.reason else ''}{known.reason}."
-    limit = state.rules.max_staleness  # asked for every part: skip the arithmetic if there is none
+    limit = state.rules.max_staleness  # called for every part, so skip the calculation if there is no limit
     if limit is not None and (behind := staleness(state, known)) > limit:
         return (
             f"Ticket {ticket} is too late: its update would be {behind} versions behind; "
@@ -62,9 +65,9 @@ def may_submit(state: State, site: str, lease: int, ticket: int) -> LeaseRefused
 
 
 def staleness(state: State, ticket: Ticket) -> int:
-    """Return the versions between the base of a ticket and the one that its update would be applied to now.
+    """Return the number of versions between a ticket's base and the version that its update would be applied to now.
 
-    Lost numbers (the server fell back) count, too: an update across them is taken for older than it is.
+    Lost versions count, too, so an update may be treated as older than it is. The result is 0 in a synchronous round.
     """
     round_ = state.rounds[ticket.fragment]
     if not state.is_async(ticket.fragment):
@@ -74,9 +77,9 @@ def staleness(state: State, ticket: Ticket) -> int:
 
 
 def due(state: State, site: str) -> int:
-    """Return the fragment that a site begins with now: the first of those with the fewest rounds.
+    """Return the fragment that a site should train first: the one with the fewest committed rounds.
 
-    A fragment comes last where its open round has the site's update already.
+    Fragments of which the current round has the site's accepted update come last.
     """
     accepted = [
         (ticket := round_.tickets.get(site)) is not None and ticket.state == "accepted" for round_ in state.rounds
@@ -85,9 +88,9 @@ def due(state: State, site: str) -> int:
 
 
 def next_deadline_s(state: State) -> float | None:
-    """Return when `TimePassed` is due next; None if time alone changes nothing.
+    """Return the time at which a `TimePassed` event is due next; None if no event is due.
 
-    Signs of life move it, so a timer that fires early only has to ask again.
+    Signs of life move this time. If a timer fires too early, ask again.
     """
     times = [round_.until_s for round_ in state.rounds if round_.phase == "open" and round_.until_s is not None]
     timeout_s = state.rules.heartbeat_timeout_s
