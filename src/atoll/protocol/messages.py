@@ -368,7 +368,7 @@ class Complete(Message):
 
 
 class Receipt(Message):
-    """The answer to `Complete`. If `accepted`, the update is in the journal. A repeated request gets the same answer."""
+    """The answer to `Complete`; a repeated request gets the same one. If `accepted`, the update is in the journal."""
 
     accepted: bool = Field(True, description="False in a swarm until the aggregating worker has pulled it.")
     unpulled: bool = Field(False, description="It was tried and did not work out; to be offered anew.")
