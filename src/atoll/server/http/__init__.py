@@ -1,1 +1,1 @@
-"""The HTTP interface at the server: authentication, handlers, and tensors on their way in and out."""
+"""The server's side of the HTTP interface: authentication, request handlers, uploads and downloads."""

@@ -1,4 +1,7 @@
-"""HTTP on top of a run: one handler per operation of `protocol/openapi.py`, errors as `Problem`s, limits first."""
+"""The aiohttp application of a run: one handler for each operation of `protocol/openapi.py`.
+
+Limits are checked first, and errors are answered as `Problem` messages.
+"""
 
 from __future__ import annotations
 
@@ -31,11 +34,11 @@ from atoll.transport.serve_range import problem
 
 LOG = logging.getLogger("atoll.server")
 HTTP_LOG = logging.getLogger("atoll.server.http")
-"""For aiohttp, instead of its own."""
+"""Logger that aiohttp uses instead of its own."""
 
 
 class _OwnFaults(logging.Filter):
-    """Passes on what went wrong here; not what a peer did to its connection or wrote into it, with a traceback."""
+    """A log filter that drops records of errors that a peer caused: broken connections and invalid HTTP."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         error = record.exc_info[1] if record.exc_info else None
@@ -49,7 +52,13 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 def make_app(coordinator: Coordinator, gate: Gate, version: str) -> web.Application:
-    """Return the application that serves a run; it fails if an operation has no handler."""
+    """Return the application that serves a run. Raise an error if an operation has no handler.
+
+    Args:
+        coordinator: the run.
+        gate: check of the Host and Authorization headers.
+        version: version of Atoll, for the OpenAPI document.
+    """
     app = web.Application(client_max_size=routes.CONTROL_BODY_BYTES, middlewares=[_guard(gate, coordinator)])
     owners = (
         ServerPages(coordinator, version),
@@ -66,7 +75,7 @@ def make_app(coordinator: Coordinator, gate: Gate, version: str) -> web.Applicat
 
 
 class ServerPages:
-    """What a monitor reads."""
+    """The handlers of operations for monitoring: status, metrics, health and the OpenAPI document."""
 
     def __init__(self, coordinator: Coordinator, version: str) -> None:
         self._run, self._document = coordinator, openapi(version)
@@ -76,23 +85,23 @@ class ServerPages:
         return web.json_response(self._document)
 
     async def get_status(self) -> status_messages.Status:
-        """Return all there is to know of the run at this moment."""
+        """Return the status of the run."""
         return status_of(self._run)
 
     async def get_metrics(self) -> web.Response:
-        """Return metrics in the text format of Prometheus."""
+        """Return the metrics of the run in the text format of Prometheus."""
         registry = CollectorRegistry()
         registry.register(RunMetrics(self._run))
         headers = {"Content-Type": "text/plain; version=0.0.4; charset=utf-8"}
         return web.Response(body=generate_latest(registry), headers=headers)
 
     async def get_health(self) -> str:
-        """Return `ok`; no token is needed."""
+        """Return `ok`. The request needs no token."""
         return "ok\n"
 
 
 def _adapt(operation: Operation, method: Callable[..., Awaitable[Any]], coordinator: Coordinator) -> Handler:
-    """Read what the operation takes, call the handler, write what it gives."""
+    """Return the aiohttp handler of an operation: it parses the arguments, calls `method`, and encodes the result."""
     takes_message = isinstance(operation.request, type) and issubclass(operation.request, BaseModel)
 
     async def handle(request: web.Request) -> web.StreamResponse:
@@ -109,7 +118,7 @@ def _adapt(operation: Operation, method: Callable[..., Awaitable[Any]], coordina
         if operation.request is bytes or operation.reply is bytes:
             arguments["request"] = request
         if operation.path == routes.STATUS and routes.LEASE_HEADER not in request.headers:
-            coordinator.watched_s = time.monotonic()  # a person's `atoll status --watch`; a site asks with its lease
+            coordinator.watched_s = time.monotonic()  # a user's `atoll status --watch`; sites send a lease
         result = await method(**arguments)
         if isinstance(result, web.StreamResponse):
             return result
@@ -171,10 +180,10 @@ def _guard(gate: Gate, coordinator: Coordinator) -> Any:
             return await handler(request)
         except TimeoutError:
             raise
-        except ConnectionError as error:  # an ordinary lost worker; it joins again or is declared dead
+        except ConnectionError as error:  # the worker joins again, or is declared dead
             LOG.debug("%s %r: %s", request.method, request.path, error)
             break_off(request)
-            return web.Response()  # the client is gone
+            return web.Response()  # never sent: the connection is closed
         except web.HTTPException as refused:
             return _refused(request, refused)
         except Exception as error:
@@ -188,7 +197,7 @@ def _guard(gate: Gate, coordinator: Coordinator) -> Any:
 
 
 def _refused(request: web.Request, refused: web.HTTPException) -> web.StreamResponse:
-    """Return the answer to a request that aiohttp refuses."""
+    """Return the answer to a request that aiohttp has refused."""
     match refused:
         case web.HTTPNotFound():
             return problem("not_found", f"There is nothing at {request.path[:100]!r}.", "See /openapi.json.")
@@ -202,7 +211,7 @@ def _refused(request: web.Request, refused: web.HTTPException) -> web.StreamResp
 
 
 def _failed(coordinator: Coordinator, request: web.Request, error: Exception) -> web.StreamResponse:
-    """Return the answer to a request that failed; end the server by an error that it cannot go on after."""
+    """Return the answer to a request that failed. If the error is fatal for the server, end the server with it."""
     if no_more_files(error):
         LOG.error("%s", passing(error))
         return problem(

@@ -1,4 +1,4 @@
-"""Which requests the server answers: those with the run's token, or without one those of this machine."""
+"""Authentication of requests: by the run's token or, if the server has no token, by a loopback Host header."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from atoll.transport.tls import is_loopback, read_token
 
 
 class Gate:
-    """Checks the Host and Authorization headers of every request.
+    """A check of the Host and Authorization headers of every request.
 
     Args:
-        token: that a request has to carry; None: no one does.
-        local: whether only this machine reaches the server. Without a token, requests must then name a loopback host.
+        token: token that every request must carry; None if no token is required.
+        local: whether the server listens on loopback only. If so and there is no token, requests must name a loopback
+            host.
     """
 
     def __init__(self, token: str | None, *, local: bool = False) -> None:
@@ -24,16 +25,16 @@ class Gate:
         self._needs_local_name = local and self._token is None
 
     def require_host(self, hosts: Sequence[str]) -> None:
-        """Refuse what a web page of another name sends from this machine's browser: DNS rebinding.
+        """Refuse requests of web pages in this machine's browser that use DNS rebinding.
 
-        A page may have its own name resolved to 127.0.0.1. The browser then sends its requests here, lets the page
-        read the answers, and says in Host which name the page has.
+        A web page can let its own host name resolve to 127.0.0.1. The browser then sends the page's requests to this
+        server and lets the page read the answers. The Host header still has the page's host name.
 
         Args:
             hosts: the Host headers of the request.
 
         Raises:
-            AuthError: there is none, or one is not a loopback name.
+            AuthError: there is no Host header, or one of them is not a loopback name.
         """
         if not self._needs_local_name or (hosts and all(map(_is_local_name, hosts))):
             return
@@ -46,13 +47,16 @@ class Gate:
     def admit(self, authorization: str | None) -> None:
         """Refuse a request without the token.
 
+        Args:
+            authorization: the Authorization header; None if the request has none.
+
         Raises:
-            AuthError: a token is needed and none, or another, was sent.
+            AuthError: a token is required, and the request has none or a wrong one.
         """
         if self._token is None:
             return
         scheme, _, sent = (authorization or "").partition(" ")
-        # bytes that are no text must not get further than a wrong token
+        # `surrogateescape` lets a header with invalid UTF-8 fail like a wrong token.
         if scheme.lower() != "bearer" or not hmac.compare_digest(sent.encode(errors="surrogateescape"), self._token):
             raise AuthError(
                 "The request carries no valid token." if sent else "The server wants a token.",
@@ -61,20 +65,20 @@ class Gate:
 
 
 _HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9.-]+)(:[0-9]{1,5})?")
-"""A name or an IPv4 address, or an IPv6 address in brackets; and a port."""
+"""A host name, an IPv4 address, or an IPv6 address in brackets; then optionally a port."""
 
 
 def _is_local_name(host: str) -> bool:
-    """Return whether a Host header names this machine: any port, as another one may be forwarded to this server."""
+    """Return whether a Host header is a loopback name. Any port is valid: it may be forwarded to the server."""
     match = _HOST.fullmatch(host.strip())
     return match is not None and is_loopback(match[1].lower().removesuffix("."))
 
 
 def open_gate(settings: Settings) -> Gate:
-    """Return the gate for these settings.
+    """Return the gate for a server with these settings.
 
     Raises:
-        ConfigError: the address is not loopback, and TLS or a token is missing, without `insecure`.
+        ConfigError: the address is not loopback, TLS or a token is missing, and `network.insecure` is not set.
     """
     token = read_token(settings.network.token_file)
     if not is_loopback(settings.network.host) and not settings.network.insecure:

@@ -1,4 +1,4 @@
-"""The operations that send versions, differences between them, and objects; and those on whole objects."""
+"""Handlers that send versions, differences between versions, and objects; and handlers that manage objects."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from atoll.transport.serve_range import serve_file
 
 
 class ByteRoutes:
-    """The operations on versions and objects of the server that serves `run`."""
+    """The handlers of a run's versions and objects."""
 
     def __init__(self, run: Coordinator) -> None:
         self.run, self.store, self.plan = run, run.store, run.plan
 
     async def get_manifest(self, fragment: int, version: int) -> messages.Manifest:
-        """Return the digests of a version's parts, its delta where there is one, and which workers of a swarm have it.
+        """Return the manifest of a version, with its delta if there is one, and its sources in a swarm.
 
         Raises:
-            Gone: the version is not kept.
+            Gone: the server does not keep the version.
         """
         row, layout = self.store.versions.get(fragment, version), self.plan.fragments[fragment].version
         return messages.Manifest(
@@ -61,10 +61,10 @@ class ByteRoutes:
         )
 
     async def get_version(self, fragment: int, version: int, digest: str, request: web.Request) -> web.StreamResponse:
-        """Send the file of a version, or a range of it; a swarm's server has the first version alone.
+        """Send the file of a version, or a range of the file. The server of a swarm has only version 0.
 
         Raises:
-            Gone: it is not kept, has another digest, or lies with the workers.
+            Gone: the server does not keep the version, its digest differs, or only the workers of a swarm have it.
         """
         if self.run.swarm is None:
             pinned = self.store.versions.pin(fragment, version)
@@ -77,10 +77,10 @@ class ByteRoutes:
             return await self._send(request, fd, self.plan.fragments[fragment].version.nbytes, digest)
 
     async def get_delta(self, fragment: int, version: int, digest: str, request: web.Request) -> web.StreamResponse:
-        """Send what makes a version of the one before it, or a range of that.
+        """Send the file with the difference between a version and its base version, or a range of the file.
 
         Raises:
-            Gone: there is none, or it has another digest.
+            Gone: there is no difference, or its digest differs.
         """
         pinned = self.store.versions.pin_delta(fragment, version)
         downlink = self.plan.fragments[fragment].downlink
@@ -88,10 +88,11 @@ class ByteRoutes:
         return await self._serve(pinned, nbytes, digest, request)
 
     async def get_model_part(self, fragment: int, version: int, part: int, request: web.Request) -> web.StreamResponse:
-        """Send one part of a version as exports have it, then its BLAKE3 (32 bytes).
+        """Send one part of a version as exports contain it, then the part's BLAKE3 (32 bytes).
 
         Raises:
-            Gone: the version or its outer state is not kept. BadRequest: there is no such part.
+            Gone: the server does not keep the version or its outer state.
+            BadRequest: there is no such part.
         """
         with self.store.versions.pin(fragment, version, with_state=self.plan.has_masters) as pin:
             layout = self.plan.fragments[fragment].version
@@ -106,7 +107,7 @@ class ByteRoutes:
                 request, self.plan.settings.network.idle_timeout_s, lambda count: self._count_down(request, count)
             ) as idle:
                 while (run := await loop.run_in_executor(self.run.io, next, runs, None)) is not None:
-                    if pin.revoked.is_set():  # asked again, it is answered that the version is gone
+                    if pin.revoked.is_set():  # if the client retries, it gets the error `Gone`
                         break_off(request)
                         return response
                     hasher.update(run)
@@ -149,13 +150,14 @@ class ByteRoutes:
         if presence is not None:
             presence.bytes_down += count
 
-    # -- objects: what one process publishes through the server, and others pull from it
+    # -- objects: published by one process, kept by the server, downloaded by others
 
     async def open_object(self, message: messages.ObjectOpen) -> messages.ObjectOpened:
-        """Make room for an object; the secret in the answer is kept nowhere else.
+        """Reserve space for an object. Only the answer has the object's secret; the server does not store it.
 
         Raises:
-            BadRequest: the object is too large, or is cut wrongly. Busy, DiskFull: there is no room now.
+            BadRequest: the object is too large, or its part sizes are invalid.
+            Busy, DiskFull: there is no space now.
         """
         cuts = Cuts(message.head_bytes, message.nbytes, message.part_bytes)
         cuts.require_object("The object")
@@ -171,28 +173,34 @@ class ByteRoutes:
         )
 
     async def complete_object(self, object: str, secret: str, message: messages.ObjectComplete) -> None:
-        """Let an object be pulled from now on; the same request may be repeated.
+        """Complete an object, so that it can be downloaded. The same request may be repeated.
 
         Raises:
-            Gone, AuthError: as `ObjectStore.find`. Conflict: parts are missing, or make up another digest.
-            DiskFull, StoreError: its note could not be written.
+            Gone: the object does not exist or has expired.
+            AuthError: the secret does not belong to the object.
+            Conflict: parts are missing, or the digest differs.
+            DiskFull, StoreError: the record of the object could not be written.
         """
         self.run.objects.complete(self.run.objects.find(object, secret), message.digest)
 
     async def get_object(self, object: str, secret: str) -> messages.BlobManifest:
-        """Return the manifest of a complete object, and its bytes where they travel inline.
+        """Return the manifest of a complete object, with its bytes if the object is inline.
 
         Raises:
-            Gone, AuthError, Conflict: as `ObjectStore.complete_one`.
+            Gone: the object does not exist or has expired.
+            AuthError: the secret does not belong to the object.
+            Conflict: the object is not complete.
         """
         kept = self.run.objects.complete_one(object, secret)
         return messages.BlobManifest.of(kept.manifest, self.run.objects.inline_bytes(kept))
 
     async def get_object_data(self, object: str, secret: str, request: web.Request) -> web.StreamResponse:
-        """Send a complete object, or a range of it; a pull ends when the object is removed.
+        """Send a complete object, or a range of it. If the object is removed meanwhile, close the connection.
 
         Raises:
-            Gone, AuthError, Conflict: as `ObjectStore.complete_one`.
+            Gone: the object does not exist or has expired.
+            AuthError: the secret does not belong to the object.
+            Conflict: the object is not complete.
         """
         kept = self.run.objects.complete_one(object, secret)
         fd = self.run.objects.reader(kept)
@@ -202,9 +210,10 @@ class ByteRoutes:
             os.close(fd)
 
     async def remove_object(self, object: str, secret: str) -> None:
-        """Keep an object no longer; pulls that are under way end.
+        """Delete an object. Its running downloads end with an error.
 
         Raises:
-            Gone, AuthError: as `ObjectStore.find`. AuthError: also if it is the server's own.
+            Gone: the object does not exist or has expired.
+            AuthError: the secret does not belong to the object, or the object is the server's own.
         """
         self.run.objects.remove(object, secret)

@@ -1,4 +1,4 @@
-"""Prometheus metrics: made from the run when they are asked for, so that nothing has to be kept in step."""
+"""Prometheus metrics, computed from the status of the run at each request."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from atoll.server.coordinator.coordinator import Coordinator
 
 
 class RunMetrics(Collector):
-    """The metrics of a run, collected from its status."""
+    """A Prometheus collector that reads the status of a run."""
 
     def __init__(self, run: Coordinator) -> None:
         self._run = run
 
     def collect(self) -> Iterator[Metric]:
-        """Yield them."""
+        """Yield the metrics of the run."""
         status = status_of(self._run)
         yield GaugeMetricFamily("atoll_version", "Version at the head.", value=status.version)
         yield GaugeMetricFamily(

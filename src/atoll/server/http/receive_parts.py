@@ -1,4 +1,7 @@
-"""Parts of updates and objects on their way in: each is written and checked as it comes, by one request at a time."""
+"""Receive the parts of updates and objects. Each part is checked and written as its bytes arrive.
+
+Only one request at a time can send a part.
+"""
 
 from __future__ import annotations
 
@@ -23,14 +26,18 @@ from atoll.tensors.layout import Part
 from atoll.transport.receive_upload import Fill, PartSink, break_off, receive_part, require_part_bytes
 
 PARTS_PER_CONNECTION = 4
-"""Of one rank of a site, on their way at once, for each connection it is to use: a broken one may still be here."""
+"""Most concurrent part uploads of one rank, for each connection that the rank uses.
+
+It is more than 1, because uploads over broken connections may still be open.
+"""
 OBJECT_PARTS = 64
-"""Parts of objects that may be on their way in, of all publishers together."""
+"""Most concurrent uploads of object parts, of all publishers together."""
 SCRATCH_BYTES = 2**18
+"""Size of the buffer for a part of an object, in bytes."""
 
 
 class PartReceiver:
-    """Receives the parts of a run's updates, and of the objects that its server keeps."""
+    """The handlers that receive parts of updates and of objects."""
 
     def __init__(self, coordinator: Coordinator) -> None:
         self._coordinator, plan = coordinator, coordinator.plan
@@ -39,7 +46,15 @@ class PartReceiver:
         self._writers: dict[tuple[str, int], _ObjectPart] = {}
 
     async def put_part(self, lease: Lease, ticket: int, part: int, request: web.Request) -> None:
-        """Take the part of an update that a request brings."""
+        """Receive one part of an update, check it, and record it.
+
+        Raises:
+            BadRequest: there is no such part, or the length of the body is wrong.
+            LeaseLost, Superseded: the lease is void.
+            TicketClosed, UpdateRefused: the ticket is not open.
+            Busy: the site has too many part uploads at once.
+            PartCorrupt: the part does not match its digest.
+        """
         coordinator = self._coordinator
         fragment, settings = coordinator.store.tickets.get(ticket).fragment, coordinator.settings
         layout = coordinator.plan.fragments[fragment].update
@@ -69,7 +84,16 @@ class PartReceiver:
         coordinator.apply(WorkerSeen(lease.site, lease.number))
 
     async def put_object_part(self, object: str, part: int, secret: str, request: web.Request) -> None:
-        """Take the part of an object that a request brings."""
+        """Receive one part of an object, and check it.
+
+        Raises:
+            BadRequest: there is no such part, or the length of the body is wrong.
+            Gone: the object does not exist, has expired, or was withdrawn.
+            AuthError: the secret does not belong to the object.
+            Busy: there are too many uploads of object parts at once.
+            Conflict: the object is complete already.
+            PartCorrupt: the part does not match its digest.
+        """
         coordinator, loop = self._coordinator, asyncio.get_running_loop()
         if (request.content_length or 0) <= routes.DIGEST_BYTES:
             raise BadRequest("The request has no part in it.", "Send its bytes and then their BLAKE3.")
@@ -101,13 +125,19 @@ class PartReceiver:
 
     @contextmanager
     def _under_way_alone(self, key: Hashable, sender: str, most: int, request: web.Request) -> Iterator[None]:
-        """Keep a part for one request.
+        """While the block runs, let only this request upload the part.
 
-        A request for the same part that is still under way is broken off: its sender has given it up, and else it would
-        keep its connection until it stands still for the idle timeout.
+        If another request is still uploading the same part, abort its connection. Its sender has given up on it, and
+        the connection would otherwise stay open until the idle timeout.
+
+        Args:
+            key: identity of the part.
+            sender: sender of the part; the bound holds for its uploads together.
+            most: most uploads of this sender at a time.
+            request: the request that uploads the part.
 
         Raises:
-            Busy: `sender` has `most` parts on their way; each takes memory here.
+            Busy: `sender` has `most` uploads already. The bound limits the server's memory.
         """
         if key in self._under_way:
             break_off(self._under_way[key][1])
@@ -141,7 +171,15 @@ class PartReceiver:
 
 @dataclass(eq=False)
 class _ObjectPart:
-    """A part of an object, written and hashed by a thread of the pool."""
+    """A sink for one part of an object. Pool threads write and hash its bytes.
+
+    Attributes:
+        objects: store of the objects.
+        kept: the object.
+        part: the part.
+        written: number of bytes written.
+        ended: whether `end` was called.
+    """
 
     objects: ObjectStore
     kept: Kept
@@ -156,11 +194,11 @@ class _ObjectPart:
 
     @property
     def complete(self) -> bool:
-        """Whether all of it is written."""
+        """Whether all bytes of the part are written."""
         return self.written == self.part.nbytes
 
     def take(self, fill: Fill) -> None:
-        """Write what there is."""
+        """Write the bytes that `fill` brings, until it brings none or the part is complete."""
         while not self.complete:
             with self.lock:
                 count = fill(self.scratch[: self.part.nbytes - self.written])
@@ -175,6 +213,6 @@ class _ObjectPart:
                 self.written += count
 
     def end(self) -> None:
-        """Nothing is written any more once this returns."""
+        """Stop writing. After this call, no thread writes to the part."""
         with self.lock:
             self.ended = True
