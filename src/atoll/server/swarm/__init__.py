@@ -1,1 +1,1 @@
-"""Swarms at the server: which worker is reached, and which one holds, aggregates and checks what."""
+"""The server's side of a swarm: track which workers reach each other, and assign aggregation and checks to them."""

@@ -1,8 +1,8 @@
-"""A swarm as its server sees it: which worker holds, aggregates and checks what, and what each is told to do.
+"""The server of a swarm: it decides which worker holds, aggregates and checks each version.
 
-The server sees no tensor. What each worker is told follows from the reports of all workers, the journal and
-`rounds/sampling`, so a server that was killed needs their next reports and nothing else. What an aggregating worker had
-collected is lost with it: its round is opened again, and the updates come from their outboxes once more.
+The server sees no tensor. It derives the work of each worker from the reports of all workers, the journal and
+`rounds/sampling`. So a restarted server needs only the next reports. If an aggregating worker is lost, its collected
+updates are lost, too. Then the round is reopened, and the sites send their updates again from their outboxes.
 """
 
 from __future__ import annotations
@@ -38,36 +38,36 @@ from atoll.store.versions import VersionDigests
 LOG = logging.getLogger("atoll.server")
 
 LOOK_S = 1.0
-"""Between two looks at a round that is reduced, while no report comes."""
+"""Seconds between checks of a round that is being reduced, if no report comes."""
 PULLS = 3
-"""Attempts of one worker to pull one update, after which another worker tries."""
+"""Attempts of one worker to pull one update before another worker tries."""
 SLOWER = 10
-"""How many times longer than any round before an aggregator may take, once in a round, before another one tries."""
+"""An aggregator is replaced, once in a round, if it takes this many times longer than the longest earlier round."""
 WARY = 10
-"""Rounds in which a worker that could not aggregate one is asked after the others."""
+"""Number of rounds for which a worker that failed to aggregate comes after the others in the choice."""
 
 
 @dataclass
 class Assignment:
-    """Where the open round of a fragment is aggregated.
+    """The workers that aggregate and check the current round of a fragment. Times are by `time.monotonic`.
 
     Attributes:
-        version: that the round starts from.
-        aggregator: the worker that aggregates; empty if none can.
-        before: the aggregator of the round before.
-        excluded: workers that failed to aggregate this round, oldest failure first.
-        losses: how often an aggregator was lost in this round.
-        lost_s: when the last one was lost.
-        lost: the last one, and why.
-        failures: (ticket, worker) → how often that worker could not pull the update.
-        since_s: since when the aggregator has had work without a pause.
-        busy_s: the longest time that it has had work without a pause.
-        closing: the frozen round that it is to reduce.
-        checker: the worker that checks the new version; it aggregates the next round, unless the user named others.
-        checks_s: since when.
-        unable: workers that could not check it.
-        overflowed: workers with a result of this round that overflows.
-        first: the worker that pulls the initial model from the server.
+        version: version that the round starts from.
+        aggregator: site that aggregates; empty if no site can.
+        before: aggregator of the previous round.
+        excluded: sites that failed to aggregate this round, oldest failure first.
+        losses: number of aggregators lost in this round.
+        lost_s: time of the last loss.
+        lost: site of the last lost aggregator, and the reason.
+        failures: (ticket, site) → number of times that the site's worker could not pull the update.
+        since_s: time since which the aggregator has had work; None if it has none.
+        busy_s: longest uninterrupted time for which the aggregator has had work, in seconds.
+        closing: closed round that the aggregator is to reduce.
+        checker: site that checks the new version. It aggregates the next round, unless the user named others.
+        checks_s: time since which `checker` is the checker.
+        unable: sites that could not check the new version.
+        overflowed: sites at which the result of this round overflows.
+        first: site that pulls the initial model from the server.
     """
 
     version: int = -1
@@ -88,9 +88,9 @@ class Assignment:
     first: str = ""
 
     def lose(self, reason: str) -> None:
-        """Exclude the aggregator, and forget what it was doing."""
+        """Exclude the aggregator, and reset the state of its work."""
         self.lost = f"{self.aggregator}: {reason}"
-        self.excluded.pop(self.aggregator, None)  # it goes behind those that failed longer ago
+        self.excluded.pop(self.aggregator, None)  # move it to the end, as the newest failure
         self.excluded[self.aggregator] = None
         self.aggregator, self.closing, self.checker, self.since_s, self.busy_s = "", None, "", None, 0.0
         self.unable.clear()
@@ -98,14 +98,23 @@ class Assignment:
         self.lost_s = time.monotonic()
 
     def pause_s(self, most_s: float) -> float:
-        """Seconds to wait before workers that have all failed are asked again; longer each time, up to `most_s`."""
-        times = min(self.losses - len(self.excluded), 16)  # a larger power overflows
+        """Return the seconds to wait before a failed worker is asked again; at most 0 if the wait is over.
+
+        The wait doubles with each repeated failure, up to `most_s`.
+        """
+        times = min(self.losses - len(self.excluded), 16)  # a much larger power would overflow
         return self.lost_s + min(2.0 ** max(0, times), most_s) - time.monotonic()
 
 
 @dataclass(frozen=True)
 class Offer:
-    """An update that a worker has formed, and keeps until it counts."""
+    """An update that a worker offers, and keeps in its outbox until it counts.
+
+    Attributes:
+        site: site of the worker.
+        fragment: index of the fragment.
+        said: the request that submits the update; its `source` is the reference to the update.
+    """
 
     site: str
     fragment: int
@@ -113,7 +122,13 @@ class Offer:
 
 
 class SwarmView:
-    """What the server knows of a swarm, and what follows for each worker."""
+    """The server's knowledge of a swarm, and the work that it implies for each worker.
+
+    Attributes:
+        peers: site → record of its worker.
+        assignments: for each fragment, the workers that aggregate and check its round.
+        offers: ticket → offered update.
+    """
 
     def __init__(self, plan: Plan, store: Store, ledger: Ledger) -> None:
         self._plan, self._store, self._ledger, self._settings = plan, store, ledger, plan.settings
@@ -122,11 +137,11 @@ class SwarmView:
         self.offers: dict[int, Offer] = {}
 
     def sources(self, fragment: int, version: int, digest: str) -> list[str]:
-        """Return references to a version at the workers that have it."""
+        """Return the references to a version at the workers that hold it."""
         return [held.source.version for held in self.peers.holding(fragment, version, digest).values()]
 
     def work(self, site: str) -> PeerWork:
-        """Return all that a worker is to have and to do."""
+        """Return the complete work of a site's worker. Its stamp is a checksum of its content."""
         work = PeerWork(
             stamp=0,
             probe=self.peers.to_probe(site),
@@ -145,9 +160,10 @@ class SwarmView:
         return work.model_copy(update={"stamp": 1 + zlib.crc32(work.model_dump_json().encode())})
 
     def _holds(self, site: str, fragment: int) -> list[Hold]:
-        """Return the versions of a fragment that a site is to have.
+        """Return the versions of a fragment that a site should hold.
 
-        These are the newest if it is to hold it, older ones that it has, and the next one if it aggregates or checks.
+        These are: kept versions that the site has; the head version, if the site is one of its chosen holders; and the
+        new version of a closing round, if the site aggregates or checks it.
         """
         at, peer = self.assignments[fragment], self.peers[site]
         wanted = [
@@ -176,13 +192,17 @@ class SwarmView:
         return wanted
 
     def _is_needed(self, site: str) -> bool:
-        """Whether the others can pull something from this site alone; at the end until it and all others have it."""
-        members = self._ledger.state.members  # some may not have reported since the server was started again
+        """Return whether the swarm still needs this site's versions.
+
+        During the run, the swarm needs the site if no other live worker has a head version that the site has. After the
+        end, the swarm needs it until the site and all other live workers have the result.
+        """
+        members = self._ledger.state.members  # includes members that have not reported since a restart of the server
         others = [other for other, member in members.items() if member.alive and other != site]
         for fragment, at in enumerate(self.assignments):
             holding, finished = self.holding(fragment, at.version), self._ledger.state.finished
             if finished and holding and site not in holding:
-                return True  # it does not have all of the result yet
+                return True  # the site does not have the whole result yet
             if site in holding and others:
                 if not any(other in holding for other in others):
                     return True
@@ -191,9 +211,9 @@ class SwarmView:
         return False
 
     def _is_awaited(self, site: str) -> bool:
-        """Whether an update that the site offers has not come yet to the worker that aggregates it."""
+        """Return whether an aggregator has not yet pulled an update that the site offers."""
         for fragment, at in enumerate(self.assignments):
-            over = self._ledger.state.rounds[fragment].phase == "finished"  # what an asynchronous run leaves behind
+            over = self._ledger.state.rounds[fragment].phase == "finished"  # an asynchronous run may leave offers
             mine = [ticket for ticket in self.wanted(fragment) if self.offers[ticket].site == site]
             if mine and not over and at.aggregator != site:
                 there = self.peers[at.aggregator].collected if at.aggregator else {}
@@ -201,14 +221,14 @@ class SwarmView:
                     return True
         return False
 
-    # -- which worker has what
+    # -- which worker holds which version
 
     def holding(self, fragment: int, version: int) -> dict[str, Held]:
-        """Return the workers that have a version of the run."""
+        """Return site → held version for the workers that hold a version of the run."""
         return self.peers.holding(fragment, version, self._store.run_log.version_digest(fragment, version))
 
     def order(self, fragment: int, version: int) -> list[str]:
-        """Return the workers in the order in which they are asked to aggregate."""
+        """Return the live sites in the order of preference for the aggregator of the round from `version`."""
         heard = [site for site in self.peers.alive if self.peers.is_heard(site)]
         staying = [site for site in heard if not self.peers[site].leaving] or heard
         return turn(
@@ -226,18 +246,18 @@ class SwarmView:
         if self._ledger.state.finished:  # every worker gets the result
             return set(self.peers.alive)
         holders, order = self.holding(fragment, at.version), self.order(fragment, at.version)
-        if not holders:  # one worker gets it from the server, the others from that one
+        if not holders:  # one worker pulls the version from the server, and the others pull it from that worker
             at.first = at.first if at.first in order else next(iter(order), "")
             return {at.first}
         return {*holders, *to_hold(order, holders.keys() & set(order))}
 
     def wanted(self, fragment: int) -> list[int]:
-        """Return the tickets of updates that are to be collected, or were."""
+        """Return the live tickets of a fragment with an offered update, sorted; collected ones are included."""
         tickets = self._ledger.state.rounds[fragment].tickets.values()
         return sorted(ticket.id for ticket in tickets if ticket.is_live and ticket.id in self.offers)
 
     def has(self, site: str, closed: ReducedRound) -> bool:
-        """Whether a worker has a new version, with its outer state."""
+        """Return whether a site's worker holds a new version and its outer state."""
         held = self.peers[site].held.get((closed.fragment, closed.version))
         return (
             held is not None
@@ -245,14 +265,14 @@ class SwarmView:
             and held.state_digest == state_id(digests_in(closed.state_digests))
         )
 
-    # -- what the aggregating worker says of its round
+    # -- the aggregating worker's results
 
     def closed(self, at: Assignment) -> ReducedRound | None:
-        """Return the new version as the aggregator reports it; None if it is not done."""
+        """Return the aggregator's result with the new version; None if there is no valid result yet."""
         return next((each for each in self._reported(at) if self._is_sound(each)), None)
 
     def why_not_closed(self, at: Assignment) -> str:
-        """Return why the aggregator could not reduce the round, or what is wrong with its result."""
+        """Return why the aggregator could not reduce the round, or why its result is invalid; empty if neither."""
         for closed in self._reported(at):
             if not self._is_sound(closed):
                 if closed.overflows:
@@ -261,7 +281,7 @@ class SwarmView:
         return ""
 
     def _reported(self, at: Assignment) -> list[ReducedRound]:
-        """Return what the aggregator says of this very round."""
+        """Return the aggregator's results for exactly the round that it is to reduce."""
         closing = at.closing
         if closing is None or not self.peers.is_alive(at.aggregator):
             return []
@@ -269,7 +289,7 @@ class SwarmView:
         return [each for each in self.peers[at.aggregator].closed if (each.fragment, each.version, each.tickets) == key]
 
     def _is_sound(self, closed: ReducedRound) -> bool:
-        """Whether the digests make up a version: they go into the journal, and workers pull by them."""
+        """Return whether the digests of a result fit the version: their number is right, and they give its digest."""
         layout = self._plan.fragments[closed.fragment].version
         try:
             parts, _ = digests_in(closed.part_digests), digests_in(closed.state_digests)
@@ -279,11 +299,19 @@ class SwarmView:
 
 
 class Swarm:
-    """Decides which worker does what; on the server's loop, without waiting for a disk or for a peer.
+    """The coordinator of a swarm: it assigns aggregation and checks to workers, and commits their results.
+
+    It runs on the server's event loop, and waits for no peer.
 
     Args:
-        admission: accepts and refuses updates.
-        wake: wakes the workers that wait for a ticket.
+        plan: plan of the run.
+        store: store of the run.
+        ledger: state of the rounds.
+        admission: object that accepts and refuses updates.
+        wake: callback that wakes the requests of workers that wait for a ticket.
+
+    Attributes:
+        view: the server's knowledge of the swarm.
     """
 
     def __init__(
@@ -293,15 +321,18 @@ class Swarm:
         self._admission, self._wake = admission, wake
         self.view = SwarmView(plan, store, ledger)
         self._news = asyncio.Event()
-        self._longest_s: dict[int, float] = {}  # fragment → the longest busy_s of an earlier round
-        self._lost_at: dict[tuple[int, str], int] = {}  # (fragment, site) → the version from which it could not
-        self._reopened = [0] * len(self.view.assignments)  # fragment → lost aggregators of all rounds
+        self._longest_s: dict[int, float] = {}  # fragment → longest `busy_s` of an earlier round
+        self._lost_at: dict[tuple[int, str], int] = {}  # (fragment, site) → base version of the last failed round
+        self._reopened = [0] * len(self.view.assignments)  # by fragment: number of lost aggregators so far
         self._answers, self._since_ms = 0, int(1e3 * time.time())
 
-    # -- what workers report
+    # -- reports and offers of workers
 
     async def report(self, lease: Lease, message: PeerReport) -> PeerWork:
-        """Take the report of a worker. Return what it is to have and to do, once that differs from what it knows."""
+        """Record the report of a worker. Wait until its work differs from the work that it has, then return the work.
+
+        Return the work also after `message.wait_s`, if a newer report has come, or if a leaving worker may go.
+        """
         site, view = lease.site, self.view
         peer = view.peers.known(site, message.address, lease.process)
         peer.require_own(site, *(text for held in message.held for text in (held.source.version, held.source.state)))
@@ -319,7 +350,17 @@ class Swarm:
             await self.news(left_s)
 
     def offer(self, site: str, ticket: int, fragment: int, said: messages.Complete) -> None:
-        """Take the offer of an update that a worker keeps until it counts."""
+        """Record an offered update.
+
+        Args:
+            site: site that offers the update.
+            ticket: ticket of the update.
+            fragment: index of the fragment.
+            said: the request that submits the update.
+
+        Raises:
+            BadRequest: the reference of the update does not lead to the worker of the site.
+        """
         if (peer := self.view.peers.get(site)) is not None:
             peer.require_own(site, said.source)
         offer = Offer(site, fragment, said)
@@ -328,7 +369,7 @@ class Swarm:
             self.look()
 
     async def news(self, timeout_s: float) -> None:
-        """Return when something has changed, or after the time."""
+        """Wait until the state of the swarm changes, at most `timeout_s` seconds."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self._news.wait()
@@ -339,10 +380,10 @@ class Swarm:
         self._news.set()
         self._news = asyncio.Event()
 
-    # -- what is shown, and what keeps a round waiting
+    # -- status, and reasons why a round waits
 
     def waits(self, site: str, fragment: int) -> str:
-        """Return why a site gets no ticket yet; empty if it does."""
+        """Return why a site gets no ticket yet; empty if the swarm is ready for it."""
         peers = self.view.peers
         if self._ledger.state.rounds[fragment].phase in ("finished", "gathering") or not peers.is_alive(site):
             return ""
@@ -351,7 +392,7 @@ class Swarm:
         return "" if self.view.assignments[fragment].aggregator else self._why_no_aggregator(fragment)
 
     def trouble(self, fragment: int) -> str:
-        """Return what keeps a fragment from its next version, beyond what its round says; empty if nothing does."""
+        """Return the swarm's reason why a fragment does not get its next version; empty if there is none."""
         at, phase = self.view.assignments[fragment], self._ledger.state.rounds[fragment].phase
         if phase in ("open", "closing") and not at.aggregator and self.view.peers.alive:
             return f"waits: {self._why_no_aggregator(fragment)}"
@@ -362,7 +403,7 @@ class Swarm:
         return ""
 
     def status(self, fragment: int) -> status_messages.PlaceStatus:
-        """Return where a fragment is aggregated, and which workers have its newest version."""
+        """Return the aggregator and checker of a fragment, the holders of its head, and the collected updates."""
         view = self.view
         at = view.assignments[fragment]
         there = view.peers[at.aggregator].collected if at.aggregator else {}
@@ -377,7 +418,7 @@ class Swarm:
         at, peers = self.view.assignments[fragment], self.view.peers
         if at.losses and self.view.holding(fragment, at.version):
             return f"no worker could aggregate it, and they are asked again in turn; the last was {at.lost}"
-        if at.version < 1:  # -1 before the first look
+        if at.version < 1:  # -1 before the first `look`
             return "the first worker pulls the initial model"
         summary = json.loads(self._store.versions.get(fragment, at.version).summary_json or "{}")
         had = [summary[role] for role in ("aggregator", "checker") if summary.get(role)]
@@ -386,7 +427,7 @@ class Swarm:
         lacking = f"no worker that is here has version {at.version}"
         if looking:
             return f"{lacking} yet: {' and '.join(looking)} still look through their files"
-        if away:  # others may have come to hold it, too
+        if away:  # any absent member may hold the version
             return f"{lacking}; start {' or '.join(dict.fromkeys(away))} again, with its folder"
         lost = f"{' and '.join(had)} have lost it"
         return f"{lacking}, and {lost}: export a version before it, and begin a new run from that"
@@ -394,7 +435,7 @@ class Swarm:
     # -- decisions
 
     def look(self) -> None:
-        """Bring every fragment to where the reports have it."""
+        """Update the assignments of all fragments from the reports, and evict a worker that peers cannot reach."""
         view, rounds = self.view, self._ledger.state.rounds
         for fragment, round_ in enumerate(rounds):
             at = view.assignments[fragment]
@@ -403,7 +444,7 @@ class Swarm:
                 view.assignments[fragment] = at = Assignment(round_.head, before=at.aggregator)
             if round_.phase == "finished":
                 at.aggregator, at.closing = "", None
-            elif round_.phase != "gathering":  # once it is over, all workers are there that could be asked
+            elif round_.phase != "gathering":  # assign only after all expected sites have joined
                 self._look_at(fragment, at)
         rounds = self._ledger.state.rounds
         live = {ticket.id for round_ in rounds for ticket in round_.tickets.values() if ticket.is_live}
@@ -434,7 +475,7 @@ class Swarm:
         return "" if chosen in at.excluded and at.pause_s(self._settings.network.idle_timeout_s) > 0 else chosen
 
     def _take_in(self, fragment: int, at: Assignment) -> None:
-        """Accept or refuse what the aggregating worker has collected."""
+        """Accept or refuse the updates that the aggregator has collected."""
         view = self.view
         collected = view.peers[at.aggregator].collected
         for ticket in view.wanted(fragment):
@@ -446,11 +487,15 @@ class Swarm:
                     self._could_not_pull(fragment, at, ticket, offer, found.failed)
             elif self._store.tickets.get(ticket).state == "open":
                 self._judge(ticket, offer, found.norm, found.bad)
-            if view.assignments[fragment] is not at or not at.aggregator:  # that closed the round, or cost it
+            if view.assignments[fragment] is not at or not at.aggregator:  # the round closed, or lost its aggregator
                 return
 
     def _could_not_pull(self, fragment: int, at: Assignment, ticket: int, offer: Offer, why: str) -> None:
-        """Have an update offered anew that could not be pulled; if that does not help, let other workers try."""
+        """Handle an update that the aggregator could not pull.
+
+        Up to `PULLS` times, let its site offer the update again. Then let another worker aggregate. If each other
+        holder has failed, too, refuse the update.
+        """
         site = at.aggregator
         at.failures[ticket, site] += 1
         if at.failures[ticket, site] < PULLS or self._store.tickets.get(ticket).state != "open":
@@ -469,11 +514,11 @@ class Swarm:
             if bad:
                 self._admission.refuse(offer.site, ticket, bad)
             self._admission.accept(offer.site, ticket, offer.said, norm)
-        except UpdateRefused:  # the journal has it; its worker is told when it asks
+        except UpdateRefused:  # the journal has the refusal; the worker learns it with its next request
             del self.view.offers[ticket]
 
     def _watch(self, fragment: int, at: Assignment) -> None:
-        """Measure how long the aggregating worker has had work."""
+        """Measure for how long the aggregator has had work."""
         collected = self.view.peers[at.aggregator].collected
         todo = at.closing is not None and self.view.closed(at) is None
         todo = todo or any(ticket not in collected for ticket in self.view.wanted(fragment))
@@ -485,7 +530,7 @@ class Swarm:
             at.since_s = time.monotonic()
 
     def _why_lost(self, fragment: int, at: Assignment) -> str:
-        """Return why the aggregating worker can no longer do it; empty if it can."""
+        """Return why the aggregator has to be replaced; empty if it can go on."""
         site, peers, now_s = at.aggregator, self.view.peers, time.monotonic()
         idle_s = self._settings.network.idle_timeout_s
         if not peers.is_alive(site):
@@ -499,7 +544,7 @@ class Swarm:
             return f"it has not got version {at.version} any more"
         tickets = self._ledger.state.rounds[fragment].tickets.values()
         accepted = [ticket for ticket in tickets if ticket.state == "accepted"]
-        for ticket in accepted:  # neither here, nor offered by its worker
+        for ticket in accepted:  # lost: the aggregator does not have the update, and its site does not offer it
             found = peer.collected.get(ticket.id)
             if (found is None or found.failed) and ticket.id not in self.view.offers:
                 return f"the update of {ticket.site} is lost"
@@ -531,18 +576,24 @@ class Swarm:
     async def aggregate(
         self, fragment: int, base_version: int, tickets: Sequence[int], number: int
     ) -> Committed | None:
-        """Have a frozen round reduced by one worker and checked by another, then move the head.
+        """Let one worker reduce a closed round and another one check the result, then commit the new version.
+
+        Args:
+            fragment: index of the fragment.
+            base_version: version that the round starts from.
+            tickets: numbers of the tickets to reduce, in order.
+            number: number of the round.
 
         Returns:
-            The new version; None if the worker was lost, and the round is open again.
+            The new version; None if the aggregator was lost and the round is open again.
 
         Raises:
             Overflow: the result overflows at every worker that could reduce the round.
-            DiskFull: the journal could not be written; the same call may be made again.
+            DiskFull: the journal could not be written. Call this method again.
         """
-        view, losses = self.view, self._reopened[fragment]  # an assignment may still be that of the round before
+        view, losses = self.view, self._reopened[fragment]  # the assignment may still be that of the previous round
 
-        def is_frozen() -> bool:  # the same tickets may be frozen once more, with other updates
+        def is_frozen() -> bool:  # after a reopening, the same tickets may be frozen again with other updates
             frozen = self._ledger.state.rounds[fragment].frozen == tuple(tickets)
             return frozen and self._reopened[fragment] == losses
 
@@ -568,7 +619,10 @@ class Swarm:
         return None
 
     def _choose_checker(self, fragment: int, at: Assignment) -> None:
-        """Choose the worker that checks the new version; another one if no byte comes to it."""
+        """Choose the worker that checks the new version. Replace a checker that has moved no byte for the idle timeout.
+
+        If every possible checker has failed, replace the aggregator.
+        """
         order = [site for site in self.view.order(fragment, at.version + 1) if site != at.aggregator]
         if at.checker in order and len(order) > 1:
             still_s = time.monotonic() - max(at.checks_s, self.view.peers[at.checker].bytes_s)

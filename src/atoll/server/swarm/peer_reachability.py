@@ -1,4 +1,4 @@
-"""The workers of a swarm as its server knows them: where they are, which others they reach, and what they have."""
+"""The server's records of a swarm's workers: their addresses, the peers that they reach, and the versions they hold."""
 
 from __future__ import annotations
 
@@ -14,22 +14,32 @@ from atoll.rounds.leases import Member
 from atoll.tensors.reference import TensorRef
 
 SETTLED_S = 10.0
-"""How long a worker must fail to reach another one that does report, before one of them is sent away. A worker that was
-started again is tried anew meanwhile."""
+"""Seconds for which a worker must fail to reach a peer before the server evicts one of the two.
+
+The time starts again if the peer is restarted.
+"""
 
 
 @dataclass
 class Peer:
-    """One worker, according to its newest report.
+    """The server's record of one worker, from the worker's newest report. Times are by `time.monotonic`.
 
     Attributes:
-        number: of that report.
-        told: stamp of the last work that it was told.
-        bytes_s: when its work last moved a byte.
-        heard_s: when it last reported.
-        until_s: when its next report is overdue.
-        unreached: address → why it was not reached.
-        tried_s: address → when that was first reported.
+        address: address for other workers.
+        process: id of the worker's process.
+        number: number of the newest report; -1 before the first.
+        told: stamp of the last work that the server sent; None before the first.
+        moved: bytes that the worker's work has moved so far.
+        bytes_s: time when `moved` last changed.
+        heard_s: time of the newest report.
+        until_s: time from which the next report is overdue.
+        leaving: whether the worker wants to leave the run.
+        held: (fragment, version) → version that the worker holds.
+        collected: ticket → result of collecting its update.
+        closed: results of rounds that the worker has reduced.
+        reached: addresses of the workers that this worker has reached.
+        unreached: address → reason why the worker could not reach it.
+        tried_s: unreached address → time when the failure was first reported.
     """
 
     address: str
@@ -49,10 +59,14 @@ class Peer:
     tried_s: dict[str, float] = field(default_factory=dict)
 
     def require_own(self, site: str, *sources: str | None) -> None:
-        """Refuse references that lead to another address, where other workers would follow them.
+        """Refuse references that do not lead to this worker's own address. Other workers will follow them.
+
+        Args:
+            site: site of this worker, for the message.
+            sources: references as text; None values are skipped.
 
         Raises:
-            BadRequest: one does.
+            BadRequest: a reference is invalid or leads to another address.
         """
         for text in sources:
             try:
@@ -66,19 +80,24 @@ class Peer:
                 )
 
     def take(self, report: PeerReport, idle_timeout_s: float) -> bool:
-        """Take a report; return False if a newer one came before it."""
+        """Update the record from a report; return False if a newer report came first.
+
+        Args:
+            report: the report.
+            idle_timeout_s: seconds after the end of the report's wait from which the next report is overdue.
+        """
         if report.number <= self.number:
             return False
         now_s = time.monotonic()
         self.heard_s = now_s
         self.until_s = now_s + report.wait_s + idle_timeout_s
-        if report.moved != self.moved:  # a report that it waits is no progress: its disk may be full
+        if report.moved != self.moved:  # only moved bytes are progress: a reporting worker may have a full disk
             self.moved, self.bytes_s = report.moved, now_s
         self.number, self.leaving = report.number, report.leaving
         before_held, before_closed = self.held, self.closed
         self.held = {(each.fragment, each.version): each for each in report.held}
         self.closed = list(report.closed)
-        if self.told is not None and report.seen != self.told:  # sent before it heard what it is to drop
+        if self.told is not None and report.seen != self.told:  # sent before the worker got the newest work
             self.held = {key: each for key, each in self.held.items() if before_held.get(key) == each}
             self.closed = [each for each in self.closed if each in before_closed]
         self.collected = {each.ticket: each for each in report.collected}
@@ -88,7 +107,10 @@ class Peer:
         return True
 
     def answered(self, work: PeerWork) -> None:
-        """Forget all that it is not told to keep: it drops these when it hears this."""
+        """Record the work that was sent to the worker.
+
+        Remove from the record the versions and results that the work does not list: the worker will drop them.
+        """
         self.told = work.stamp
         rounds = {(each.fragment, each.version, *(share.ticket for share in each.updates)) for each in work.close}
         self.closed = [each for each in self.closed if (each.fragment, each.version, *each.tickets) in rounds]
@@ -98,22 +120,22 @@ class Peer:
 
 
 class Peers(dict[str, Peer]):
-    """Site → what is known of its worker.
+    """A mapping site → record of its worker.
 
     Args:
-        members: returns the members of the run.
+        members: function that returns the members of the run.
     """
 
     def __init__(self, members: Callable[[], Mapping[str, Member]]) -> None:
         super().__init__()
         self._members = members
-        self._apart: dict[str, tuple[str, str]] = {}  # site → its process, and why it cannot take part
+        self._apart: dict[str, tuple[str, str]] = {}  # evicted site → its process, and the reason
 
     def joins(self, message: messages.Join) -> None:
         """Register a worker that joins.
 
         Raises:
-            ConfigError: it gives no address, or other workers could not reach this process of it.
+            ConfigError: the worker gives no address, or this process was evicted as unreachable.
         """
         if not message.peer:
             raise ConfigError(
@@ -127,7 +149,7 @@ class Peers(dict[str, Peer]):
         self.known(message.site, message.peer, message.process)
 
     def known(self, site: str, address: str, process: str) -> Peer:
-        """Return a worker; a new record for another process than before."""
+        """Return the record of a worker. If its process is new, make a new record."""
         peer = self.get(site)
         if peer is None or peer.process != process:
             peer = self[site] = Peer(address, process)
@@ -138,21 +160,21 @@ class Peers(dict[str, Peer]):
 
     @property
     def alive(self) -> list[str]:
-        """The workers that take part, by name."""
+        """Sites of the workers that take part, sorted."""
         members = self._members()
         return sorted(site for site in self if site in members and members[site].alive)
 
     def is_alive(self, site: str) -> bool:
-        """Whether a worker takes part."""
+        """Return whether a worker takes part and has a record here."""
         member = self._members().get(site)
         return member is not None and member.alive and site in self
 
     def is_heard(self, site: str) -> bool:
-        """Whether a worker takes part and reports in time: one that was stopped or has just died does not."""
+        """Return whether a worker takes part and its next report is not overdue."""
         return self.is_alive(site) and time.monotonic() <= self[site].until_s
 
     def strangers_of(self, site: str) -> list[str]:
-        """Return the workers that are not known yet to reach this one, and to be reached by it."""
+        """Return the live workers that have not yet reached this worker, or that this worker has not yet reached."""
         if site not in self:
             return self.alive
         mine = self[site]
@@ -163,7 +185,7 @@ class Peers(dict[str, Peer]):
         ]
 
     def to_probe(self, site: str) -> list[str]:
-        """Return the addresses of workers that a site has not reached yet."""
+        """Return the addresses of live workers that a site has not reached yet."""
         return [
             self[other].address
             for other in self.alive
@@ -171,16 +193,27 @@ class Peers(dict[str, Peer]):
         ]
 
     def holding(self, fragment: int, version: int, digest: str | None) -> dict[str, Held]:
-        """Return the workers that have a version and its outer state; those that may soon be gone come last."""
+        """Return site → held version for the live workers that hold a version.
+
+        Workers that are leaving come late, and workers with an overdue report come last.
+
+        Args:
+            fragment: index of the fragment.
+            version: number of the version.
+            digest: digest of the version; other digests do not match.
+        """
         alive = sorted(self.alive, key=lambda site: (not self.is_heard(site), self[site].leaving, site))
         found = {site: self[site].held.get((fragment, version)) for site in alive}
         return {site: held for site, held in found.items() if held is not None and held.digest == digest}
 
     def apart(self) -> tuple[str, int, str] | None:
-        """Return the worker to evict among those that cannot reach each other: its name, its lease, and the reason.
+        """Return the worker to evict because some workers cannot reach each other.
 
-        It is the one in most of the failing pairs; of several, the one that joined last. A pair counts only once the
-        worker that was not reached has reported: it may be dead, which its heartbeats decide.
+        The evicted worker is the one in most failing pairs; in a tie, the one that joined last. A pair counts only if
+        the unreached worker has reported since the first failure. Otherwise it may be dead, which heartbeats decide.
+
+        Returns:
+            The site, its lease, and the reason; None if no pair has failed for `SETTLED_S`.
         """
         at, now_s = {self[site].address: site for site in self.alive}, time.monotonic()
         pairs = [
