@@ -114,7 +114,7 @@ class TooLate(NamedTuple):
 
 
 class Lost(NamedTuple):
-    """The retries ran out before the network or the server's disk recovered. Local files stay valid."""
+    """The retries ran out before the network or the server's disk recovered. The worker's files stay valid."""
 
     error: AtollError
 

@@ -63,7 +63,7 @@ def changed(members: Members, site: str, event: str, lease: int | None = None) -
 
 
 def refusal(members: Members, site: str, lease: int) -> LeaseRefused | None:
-    """Return the refusal if the holder of `lease` may not act for `site`; None if it may."""
+    """Return the refusal if the holder of `lease` may not act for `site`; None if the holder may."""
     member = members.get(site)
     if member is None:
         return LeaseRefused(site, f"{site!r} has not joined this run")

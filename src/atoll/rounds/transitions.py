@@ -14,7 +14,7 @@ Table = Mapping[tuple[str, str], str]
 
 
 class IllegalTransition(RuntimeError):
-    """An event is not possible in the current state. This is a bug in Atoll; no message of a peer can cause it."""
+    """The error of an event that is not possible in the current state. It means a bug in Atoll, never a bad message."""
 
 
 MEMBER: Table = {

@@ -41,7 +41,7 @@ def may_submit(state: State, site: str, lease: int, ticket: int) -> LeaseRefused
     """Return None if the holder of `lease` may submit an update for `ticket` now.
 
     Otherwise return the refused lease, or a sentence that says what is wrong with the ticket. This includes a ticket
-    with an accepted update: the caller must look in the journal whether a repeated request has the same bytes.
+    with an accepted update: the caller must check in the journal whether a repeated request has the same bytes.
     """
     refused = leases.refusal(state.members, site, lease)
     if refused:

@@ -342,7 +342,7 @@ class Http:
         self._pool.close()
 
     def drop_idle(self) -> None:
-        """Drop the idle connections after an unanswered heartbeat, because they may be half-open."""
+        """Record an unanswered heartbeat, and drop the idle connections, because they may be half-open."""
         self.watch.missed()
         self._pool = self._new_pool()  # do not close the old pool: a call may be about to use it
 

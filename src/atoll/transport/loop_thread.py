@@ -54,7 +54,7 @@ class LoopThread:
             raise self.error
 
     def ready(self) -> None:
-        """Let `start` return."""
+        """Let `start` return. The coroutine calls this when it can answer calls."""
         self._ready.set()
 
     def call(self, work: Callable[[], T], ended: UsageError) -> T:

@@ -98,7 +98,7 @@ class TransferPool:
         self._pool.shutdown()
 
     def break_off(self) -> None:
-        """Begin no further part and cut the running ones, without waiting for them. Callable from any thread."""
+        """Begin no further part, and cut the connections in use, without waiting. Callable from any thread."""
         self.ended.set()
         with self._lock:
             self._cut = True
@@ -106,12 +106,12 @@ class TransferPool:
                 connection.cut()
 
     def give_up(self) -> None:
-        """Break off and record that the network is lost."""
+        """Break off the transfer, and record that the network is lost."""
         self.is_given_up = True
         self.break_off()
 
     def cut(self) -> None:
-        """Break off, and wait until every thread has ended."""
+        """Break off the transfer, and wait until every thread has ended."""
         self.break_off()
         self._pool.shutdown(wait=False, cancel_futures=True)
         self.wait()

@@ -32,7 +32,7 @@ _RANGE = re.compile(r"bytes=([0-9]*)-([0-9]*)")
 
 
 class RangeNotSatisfiable(Exception):
-    """The requested range contains no byte of the file."""
+    """The error of a requested range that contains no byte of the file."""
 
 
 def parse_range(header: str | None, nbytes: int) -> tuple[int, int] | None:
