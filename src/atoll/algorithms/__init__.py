@@ -1,4 +1,4 @@
-"""Algorithms, one a file. What an algorithm of your own is made of is imported from here."""
+"""Algorithms, one per file. To write your own algorithm, import its building blocks from here."""
 
 from atoll.algorithms.base import Algorithm, Correction, LocalContext, LocalRule, Moved, Runs
 

@@ -1,12 +1,13 @@
-"""What an algorithm is: a small frozen value in one file. This file is free of torch.
+"""The types that define an algorithm: a small frozen value in one file. This file does not import torch.
 
     site      w ← local training from w_v, corrected by the algorithm's `LocalRule`;  u = w_v − w  (the pseudo-gradient)
-    server    g = reduce(u_1 … u_k)           per group of tensors, as `reduce` says
+    server    g = reduce(u_1 … u_k)           per group of tensors, with the reducer that `Algorithm.reduce` names
               w_{v+1} = outer step of w_v along g
 
-Groups are `params` (what is trained), `buffers` (averaged as raw values) and any others that the algorithm names. Such
-a group lies beside the model in every version: one tensor for each parameter, of its shape, in fp32 (fp64 for fp64),
-zero at first. Each update carries one tensor for each of them; the server adds their reduction to the version's tensor.
+Two groups always exist: `params` (the float parameters) and `buffers` (averaged as raw values). An algorithm can name
+further groups. Every version stores a further group beside the model: one tensor per parameter, of the parameter's
+shape, in fp32 (fp64 for fp64). These tensors start at zero. Each update carries one tensor for each of them. The server
+reduces these tensors over the updates and adds the result to the version's tensor.
 """
 
 from __future__ import annotations
@@ -27,30 +28,33 @@ Runs = Callable[[str, int, int], "Tensor"]
 """(name, start, stop) → elements [start, stop) of a tensor, flat, on the CPU."""
 
 Moved = Callable[[str, int, int], "Tensor | None"]
-"""(parameter, start, stop) → version − local, elements [start, stop), flat, on the CPU, as it leaves the site: in new
-memory, in fp32 (fp64 for fp64). None where a filter of the site keeps the parameter back."""
+"""(parameter, start, stop) → version − local for elements [start, stop): flat, on the CPU, in new memory, in fp32 (fp64
+for fp64), after the site's filters. None if a filter of the site keeps the parameter out of the update."""
 
 
 class KeptState(Protocol):
-    """What a site keeps between rounds, by the names that `name_beside` gives."""
+    """The tensors that a site keeps between rounds. Their names come from `name_beside`."""
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
-        """Return elements [start, stop) as the last update that counted left them, in new memory."""
+        """Return elements [start, stop) of a kept tensor, as of the site's last counted update, in new memory."""
 
     def write(self, name: str, start: int, values: Tensor) -> None:
-        """Set what the elements from `start` on become, once the update that is being formed counts."""
+        """Set the next values of a kept tensor from element `start` on.
+
+        They take effect when the update that is being formed counts.
+        """
 
 
 @dataclass(frozen=True)
 class LocalContext:
-    """What a correction may use in its round.
+    """The inputs of a correction in one round: the model, the pulled version and the site's kept tensors.
 
-    At ranks other than 0 of a site, the version and the kept state read as zeros: see `Correction.shared`.
+    At ranks other than 0 of a site, the version and the kept tensors read as zeros: see `Correction.shared`.
 
     Attributes:
-        parameters: of the model as it was pulled, name → tensor, frozen ones included.
-        read_version: the tensors of the version that was pulled, by their names in it.
-        kept: what the site keeps between rounds.
+        parameters: the model's parameters, with the pulled values: name → tensor, including frozen parameters.
+        read_version: a function that reads tensors of the pulled version, by their names in the version.
+        kept: the tensors that the site keeps between rounds.
     """
 
     parameters: Mapping[str, Tensor]
@@ -59,27 +63,34 @@ class LocalContext:
 
     @property
     def trainable(self) -> dict[str, Tensor]:
-        """The parameters that are trained, by name."""
+        """The parameters with `requires_grad`, by name."""
         return {name: value for name, value in self.parameters.items() if value.requires_grad}
 
     def version(self, group: str, name: str, start: int = 0, stop: int | None = None) -> Tensor:
-        """Return what the version has for a parameter in a group: flat, on the CPU, by default all of it."""
+        """Return a parameter's tensor of one group of the version: elements [start, stop), flat, on the CPU.
+
+        By default, all elements.
+        """
         tensor = name if group == PARAMS else name_beside(group, name)
         return self.read_version(tensor, start, self._stop(name, stop))
 
     def own(self, group: str, name: str, start: int = 0, stop: int | None = None) -> Tensor:
-        """Return what the site keeps for a parameter in a group: flat, on the CPU, by default all of it."""
+        """Return a parameter's kept tensor of one group of the site: elements [start, stop), flat, on the CPU.
+
+        By default, all elements.
+        """
         return self.kept.read(name_beside(group, name), start, self._stop(name, stop))
 
     def keep(self, group: str, name: str, values: Tensor, start: int = 0) -> None:
-        """Set what the site keeps for a parameter from element `start` on, once the update counts.
+        """Set the next values of a parameter's kept tensor from element `start` on.
 
-        For `Correction.finish`. A tensor of which nothing is set stays as it is; set all elements of one, or none.
+        Call this in `Correction.finish`. The values take effect when the update counts. For each tensor, set either all
+        elements or none; without new values a tensor stays unchanged.
         """
         self.kept.write(name_beside(group, name), start, values.detach().reshape(-1).cpu())
 
     def like(self, name: str, values: Tensor) -> Tensor:
-        """Return flat values in the shape and dtype of a parameter, where it is."""
+        """Return flat values with the shape, dtype and device of a parameter."""
         parameter = self.parameters[name]
         return values.view(parameter.shape).to(parameter.device, parameter.dtype)
 
@@ -88,25 +99,26 @@ class LocalContext:
 
 
 class Correction:
-    """What an algorithm does around the optimizer steps of one round; this one does nothing.
+    """An algorithm's code around the optimizer steps of one round. This base class changes nothing.
 
-    Steps are followed where they happen: under gradient accumulation, with a schedule, or in a framework's loop. With
-    several optimizers each step names the parameters that its optimizer holds.
+    Atoll calls it from hooks of the optimizer. So it also works with gradient accumulation, a learning rate schedule or
+    a framework's training loop. With several optimizers, each call names the parameters of the optimizer that steps.
 
     Attributes:
-        shared: name → tensor that every rank of the site must have alike; those of rank 0 are copied to the others.
+        shared: name → tensor that must be equal at all ranks of the site; Atoll copies rank 0's tensors to the others.
     """
 
     def __init__(self) -> None:
         self.shared: dict[str, Tensor] = {}
 
     def before_step_(self, names: Collection[str]) -> None:
-        """Change the gradients of these parameters in place, before a step. Not all of them have one."""
+        """Change the gradients of these parameters in place, before a step. A parameter's `grad` may be None."""
 
     def penalty(self, names: Collection[str]) -> Tensor | None:
-        """Return what `before_step_` adds the gradient of, 0-d; None: nothing.
+        """Return the penalty term, 0-d; `before_step_` adds the term's gradient. None: there is no such term.
 
-        A line search goes by loss and gradient, so this is added to the loss that a closure returns.
+        Atoll adds the penalty to the loss that a closure returns, because a line search needs loss and gradient to
+        match.
         """
         return None
 
@@ -114,24 +126,24 @@ class Correction:
         """Change these parameters in place, after a step with the learning rate `rate`."""
 
     def finish(self, moved: Moved, rates: float) -> Mapping[str, Runs]:
-        """Return what the update carries for the groups beside the model: group → runs by the parameter's name.
+        """Return the update's tensors for the groups beside the model: group → reader by parameter name.
 
-        Called once, when the update is formed; this is where the kept state is set.
+        Atoll calls this once, when it forms the update. Set the kept tensors here (`LocalContext.keep`).
 
         Args:
-            moved: how the parameters have moved.
+            moved: a function that returns version − local of a parameter.
             rates: Σ η, the sum of the learning rates of the round's steps.
         """
         return {}
 
 
 class LocalRule(ABC):
-    """How an algorithm corrects local training: a frozen dataclass with the algorithm's options as its fields.
+    """An algorithm's rule for correcting local training: a frozen dataclass, its fields are the algorithm's options.
 
     Attributes:
-        keeps: names of the groups of tensors that a site keeps between rounds, each as a group beside the model is: one
-            tensor for each parameter, zero at first. They change when an update of the site counts, and not before.
-        one_rate: whether the rule divides by learning rates: it then needs one optimizer with one learning rate.
+        keeps: names of the groups that a site keeps between rounds. Each group has one tensor per parameter, zero at
+            first. These tensors change only when an update of the site counts.
+        one_rate: whether the rule divides by learning rates. If so, it needs one optimizer with one learning rate.
     """
 
     keeps: ClassVar[tuple[str, ...]] = ()
@@ -139,28 +151,28 @@ class LocalRule(ABC):
 
     @abstractmethod
     def start(self, context: LocalContext) -> Correction:
-        """Return the correction of one round; the model holds the version that was pulled."""
+        """Return the correction for one round. When Atoll calls this, the model holds the pulled version."""
 
 
 @dataclass(frozen=True)
 class Algorithm:
-    """One member of the family.
+    """One algorithm: names of its outer optimizer, reducers and codec, and its local rule.
 
     Attributes:
-        name: in the run file. Sites load it by this name from what is installed with them.
-        citation: title, authors, arXiv number.
+        name: the algorithm's name in the run file. Each site loads the algorithm by this name from its own packages.
+        citation: title, authors and arXiv number of the paper.
         outer: name of the outer optimizer (`registry.TABLES["outer"]`).
-        outer_options: its keyword arguments.
-        reduce: group → reducer, for floating point tensors; integers and flags always take `max`.
-        local: the class of its local rule; None: sites train plainly.
-        codec: how `params` travel unless the run file says otherwise.
-        on_missed: what a DiLoCo loop does that missed a round: `rebase` keeps its local steps, `reset` loses them and
-            says so. A federated loop begins every round anew.
-        own_reducer: whether its reducer of `params` is what makes it, so that no other may take its place.
-        steps_driven: whether a round is `sync_every` local steps (else the site's own script decides).
+        outer_options: keyword arguments of the outer optimizer.
+        reduce: group → name of its reducer, for floating point tensors. Integers and booleans always take `max`.
+        local: the class of the local rule; None: sites train without correction.
+        codec: the default codec of `params`; the run file can name another.
+        on_missed: what a DiLoCo worker does after it missed a round. `rebase` keeps its local steps; `reset` discards
+            them and logs a warning. Has no effect in a federated run: there each round starts from the pulled version.
+        own_reducer: whether the algorithm requires its reducer of `params`. If so, a run file cannot name another.
+        steps_driven: whether a round is `sync_every` local steps. If not, the site's script decides when a round ends.
 
     Raises:
-        UsageError: it counts steps, and has a local rule or groups beside the model, which need whole rounds.
+        UsageError: `steps_driven` is true, but the algorithm has a local rule or groups beside the model.
     """
 
     name: str
@@ -184,7 +196,7 @@ class Algorithm:
 
     @property
     def beside(self) -> tuple[str, ...]:
-        """The groups that lie beside the model in every version."""
+        """The groups that every version stores beside the model."""
         return tuple(group for group in self.reduce if group not in (PARAMS, BUFFERS))
 
     @property
@@ -194,6 +206,6 @@ class Algorithm:
 
     @property
     def local_options(self) -> dict[str, Any]:
-        """The options of its local rule, with their defaults."""
+        """The options of the local rule: name → default."""
         rule: Any = self.local
         return {each.name: each.default for each in dataclasses.fields(rule)} if rule else {}

@@ -1,4 +1,4 @@
-"""For loops that a script writes by hand: an algorithm's correction as a value, and what an update carries given back.
+"""Corrections for hand-written training loops, and checks of the tensors that a script submits for an algorithm.
 
     fl_round.load_into(model)
     prox = atoll.FedProx(model, mu=0.1)
@@ -6,7 +6,7 @@
         train()
     fl_round.submit(model, steps=prox.steps)
 
-`fl_round.correct(model, optimizer)` does the same for any algorithm, without copies of what the version has.
+`fl_round.correct(model, optimizer)` does the same for every algorithm. It needs no copy of the version's tensors.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ class ByHand:
     @property
     @public_api
     def steps(self) -> int:
-        """Optimizer steps so far."""
+        """Number of optimizer steps so far."""
         return self._hooks.steps
 
     def correct(self, optimizer: Given) -> StepHooks:
         """Correct each step of `optimizer`, until `finish` or the end of a `with` block.
 
         Raises:
-            UsageError: it corrects another one already.
+            UsageError: this object already corrects an optimizer.
         """
         return self._hooks.attach(optimizer)
 
@@ -53,12 +53,13 @@ def require_tensors(what: str, given: object, shapes: Shapes) -> dict[str, Tenso
     """Return contiguous CPU tensors in fp32 (fp64 for fp64), one for each parameter.
 
     Args:
-        what: the argument's name, for the message.
-        given: parameter's name → tensor, or anything that becomes one (numpy, DLPack, `__array__`).
-        shapes: of the parameters.
+        what: the argument's name, for messages.
+        given: parameter name → tensor, or an array that converts to a tensor (numpy, DLPack, `__array__`).
+        shapes: parameter name → shape.
 
     Raises:
-        UsageError: it is no such mapping; what is wrong is named.
+        UsageError: `given` is no mapping, a name is missing or unknown, or a tensor has a wrong shape, is not floating
+            point or is not finite. The message names the tensor.
     """
     if not isinstance(given, Mapping):
         raise UsageError(
@@ -89,18 +90,19 @@ def require_tensors(what: str, given: object, shapes: Shapes) -> dict[str, Tenso
 def given_groups(
     given: object, shapes: Mapping[str, Shapes], kept: KeptState | None, keeps: tuple[str, ...]
 ) -> Callable[[Moved], Mapping[str, Runs]]:
-    """Return what gives the groups beside the model that a script hands over, as `StepHooks.finish` does.
+    """Return a function like `StepHooks.finish`: it returns readers of the group tensors that a script submits.
 
-    A group that the site also keeps grows at the site by what is given, as the version's grows by its reduction.
+    If the site keeps a group, reading adds the given values to the site's kept tensors of that group. The server adds
+    the reduction of all sites' values to the version's tensors in the same way.
 
     Args:
-        given: group → parameter's name → tensor.
-        shapes: of the parameters, for each group of the run.
-        kept: what the site keeps; None: nothing.
-        keeps: the groups that it keeps.
+        given: group → parameter name → tensor.
+        shapes: group of the run → parameter name → shape.
+        kept: the tensors that the site keeps; None: the site keeps none.
+        keeps: names of the groups that the site keeps.
 
     Raises:
-        UsageError: a group is missing or unknown, or as `require_tensors`.
+        UsageError: a group is missing or unknown, or a tensor is refused by `require_tensors`.
     """
     if not isinstance(given, Mapping) or set(given) != set(shapes):
         told = f"has {sorted(map(str, given))}" if isinstance(given, Mapping) else f"is a {type(given).__name__}"

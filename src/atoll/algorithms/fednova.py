@@ -5,13 +5,13 @@ Optimization. NeurIPS 2020, arXiv 2007.07481, section 5.
 
     x_{t+1} = x_t − τ_eff · Σ_i p_i · η·d_i          d_i = G_i·a_i / ‖a_i‖₁,   τ_eff = Σ_i p_i·τ_i
 
-For plain local SGD a_i = (1, …, 1), so ‖a_i‖₁ = τ_i, the local steps, and η·d_i = u_i / τ_i with the pseudo-gradient
-u_i = x_t − x_i. In the form of all algorithms here:
+For plain local SGD, a_i = (1, …, 1). Then ‖a_i‖₁ = τ_i, the number of local steps, and η·d_i = u_i / τ_i with the
+pseudo-gradient u_i = x_t − x_i. With g as the reduced pseudo-gradient:
 
     g = (Σ_k p_k·τ_k) · Σ_k p_k · u_k / τ_k          p_k = n_k / n over the round's workers
     x_{t+1} = x_t − g                                SGD, η = 1
 
-The steps that each update reports are τ_k; with equal ones it is FedAvg.
+τ_k is the number of steps that update k reports. If all τ_k are equal, FedNova equals FedAvg.
 """
 
 from __future__ import annotations

@@ -3,12 +3,12 @@
 T. Li, A. K. Sahu, M. Zaheer, M. Sanjabi, A. Talwalkar, V. Smith: Federated Optimization in Heterogeneous Networks.
 MLSys 2020, arXiv 1812.06127, equation 2 and algorithm 2.
 
-    h_k(w; w_t) = F_k(w) + (μ/2)·‖w − w_t‖²          minimised by the site, so
-    g ← ∇F_k(w) + μ·(w − w_t)                        in every local step
+    h_k(w; w_t) = F_k(w) + (μ/2)·‖w − w_t‖²          the loss that site k minimises
+    g ← ∇F_k(w) + μ·(w − w_t)                        its gradient, in every local step
     w_{t+1} = Σ_k (n_k / n) · w^k_{t+1}
 
-μ is set by algorithm = {name = "fedprox", mu = 0.1}; with μ = 0 this is FedAvg. The best in the paper are between
-0.001 and 1.
+Set μ in the run file with algorithm = {name = "fedprox", mu = 0.1}. With μ = 0, FedProx equals FedAvg. In the paper,
+the best values are between 0.001 and 1.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from atoll.errors import UsageError, public_api
 
 @dataclass(frozen=True)
 class ProximalTerm(LocalRule):
-    """Pull every step towards the version that the round began with."""
+    """FedProx's local rule: pull every step towards w_t, the version that the round started from."""
 
     mu: float = 0.01
 
     def start(self, context: LocalContext) -> Correction:
-        """Copy the trainable parameters, w_t; each step then adds μ·(w − w_t) to the gradients."""
+        """Copy the trainable parameters as w_t. The correction then adds μ·(w − w_t) to the gradients of each step."""
         return _Proximal(context.trainable, self.mu)
 
 
 class _Proximal(Correction):
-    """Holds one copy of the trainable parameters, beside them."""
+    """The correction of one round. It holds one copy of the trainable parameters: w_t."""
 
     def __init__(self, parameters: dict[str, Tensor], mu: float) -> None:
         super().__init__()
@@ -72,8 +72,8 @@ class FedProx(ByHand):
     """FedProx (arXiv 1812.06127) for one round of a hand-written loop: g ← g + μ·(w − w_t).
 
     Args:
-        model: as it was pulled; a copy of its trainable parameters, w_t, is kept.
-        mu: μ.
+        model: the model with the pulled values; FedProx keeps a copy of its trainable parameters as w_t.
+        mu: weight of the proximal term, μ ≥ 0.
     """
 
     @public_api
@@ -83,7 +83,7 @@ class FedProx(ByHand):
         super().__init__(StepHooks(model, "FedProx", ProximalTerm(mu)))
 
     def finish(self) -> None:
-        """Let go of the optimizer. Idempotent."""
+        """Stop correcting the optimizer. Idempotent."""
         self._hooks.close()
 
 

@@ -1,13 +1,14 @@
-"""Hooks on the user's own optimizers, whatever wraps them: they count steps, and correct them for one round.
+"""Hooks on the user's optimizers, with or without a wrapper: they count steps and correct each step for one round.
 
     with fl_round.correct(model, optimizer):
-        train()                               # plain training, whatever the algorithm
+        train()                               # the same training code for every algorithm
     fl_round.submit(model)
 
-Steps are counted and learning rates read where they happen: under gradient accumulation, with a schedule, or in a
-framework's loop. Where the gradient is formed inside the step, by a closure, gradients are corrected after the closure,
-each time it is called. The loss that it returns then has the correction's penalty added, since a line search goes by
-loss and gradient.
+The hooks run at each optimizer step and read the current learning rate. So gradient accumulation, schedules and
+frameworks' training loops work unchanged.
+
+If the optimizer takes a closure, the gradients are corrected each time after the closure is called. The correction's
+penalty is then added to the closure's loss, because a line search needs loss and gradient to match.
 """
 
 from __future__ import annotations
@@ -33,14 +34,14 @@ Given = Optimizer | Sequence[Optimizer]
 """One optimizer, or several in the order in which they step."""
 
 
-# -- Optimizers that a script hands over: which of a wrapper's steps, and what they train.
+# -- Optimizers from a script: unwrap them, and check which parameters they hold.
 
 
 def innermost(optimizer: Any) -> Optimizer:
-    """Return the optimizer that calls step hooks: the given one, or what it wraps, as Accelerate's wrapper does.
+    """Return the optimizer that calls step hooks: the given one, or the one inside a wrapper (Accelerate has one).
 
     Raises:
-        UsageError: it is no optimizer of torch, and wraps none.
+        UsageError: `optimizer` is neither a torch optimizer nor a wrapper of one.
     """
     inner = optimizer
     while not _calls_hooks(inner):
@@ -55,15 +56,15 @@ def innermost(optimizer: Any) -> Optimizer:
 
 
 def _calls_hooks(optimizer: object) -> bool:
-    """Whether `Optimizer.__init__` was called, which prepares the hooks; Accelerate's wrapper does not call it."""
+    """Return whether `Optimizer.__init__`, which sets up the hooks, ran. Accelerate's wrapper does not run it."""
     return isinstance(optimizer, Optimizer) and "_optimizer_step_post_hooks" in vars(optimizer)
 
 
 def optimizers_in(given: Given | Any) -> tuple[Optimizer, ...]:
-    """Return one optimizer or a sequence of them, without wrappers.
+    """Return the given optimizers as a tuple, without wrappers.
 
     Raises:
-        UsageError: there is none, one occurs twice, or one is no optimizer.
+        UsageError: the list is empty, an optimizer is in the list twice, or an element is no optimizer.
     """
     if isinstance(given, Mapping | set | frozenset | str):
         raise UsageError(
@@ -78,13 +79,14 @@ def optimizers_in(given: Given | Any) -> tuple[Optimizer, ...]:
 
 
 def require_trains(optimizers: Sequence[Optimizer], parameters: Mapping[str, Tensor]) -> None:
-    """Refuse an optimizer that trains something else.
+    """Check that each optimizer holds parameters of the model.
 
     Args:
-        parameters: of the model, by name.
+        optimizers: the optimizers to check.
+        parameters: the model's parameters, by name.
 
     Raises:
-        UsageError: it holds none of these parameters.
+        UsageError: an optimizer holds none of these parameters.
     """
     ids = set(map(id, parameters.values()))
     for optimizer in optimizers:
@@ -103,10 +105,13 @@ ALL_IN_ONE = "What another one steps is not corrected. Put all parameters into o
 def warn_of_what_none_trains(
     optimizers: Sequence[Optimizer], parameters: Mapping[str, Tensor], site: str, told: str = ALL_AS_A_LIST
 ) -> None:
-    """Warn about trainable parameters that none of the optimizers holds: another one may step them, unseen.
+    """Warn if the optimizers do not hold all trainable parameters: an optimizer unknown to Atoll may step the others.
 
     Args:
-        told: what that leads to, and the remedy.
+        optimizers: all optimizers that Atoll follows.
+        parameters: the model's parameters, by name.
+        site: the site's name, for the message.
+        told: the consequence and the remedy, for the message.
     """
     held = held_by(optimizers)
     trainable = {name: id(value) for name, value in parameters.items() if value.requires_grad}
@@ -124,26 +129,25 @@ def warn_of_what_none_trains(
 
 
 def held_by(optimizers: Sequence[Optimizer]) -> set[int]:
-    """Return the ids of the parameters that they train."""
+    """Return `id(parameter)` of all parameters that the optimizers hold."""
     return {id(value) for each in optimizers for group in each.param_groups for value in group["params"]}
 
 
 def outside_compiled(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """Have `torch.compile` call a hook as it is: it moves tensors in ways that compiled code does not survive."""
+    """Exclude a hook from `torch.compile`: hooks move tensors in ways that break compiled code."""
     return torch.compiler.disable(hook)  # type: ignore[no-any-return,no-untyped-call]
 
 
-# -- A DiLoCo loop counts the steps of several optimizers.
+# -- Step counting for DiLoCo, with one or several optimizers.
 
 
 class Steps:
-    """Calls a function after every step of the last of several optimizers.
+    """Hooks that call a function after every step of the last optimizer in a list.
 
     Args:
-        optimizers: in the order in which they step.
-        after: called once a step, also under `torch.compile`, where a step of the optimizer calls it outside of
-            compiled code.
-        site: for the warning.
+        optimizers: the optimizers, in the order in which they step.
+        after: the function to call, once per step. Under `torch.compile` it runs outside of compiled code.
+        site: the site's name, for the warning.
     """
 
     def __init__(self, optimizers: Sequence[Optimizer], after: Callable[[], None], site: str) -> None:
@@ -173,7 +177,7 @@ class Steps:
         self._begun = True
 
     def _end(self, *_: Any) -> None:
-        if not self._begun:  # where step() of a class calls that of its parent, torch calls the hooks of both
+        if not self._begun:  # if step() of a class calls its parent's step(), torch calls the hooks for both
             return
         self._begun = False
         if not self._warned and self._awaited:
@@ -187,22 +191,25 @@ class Steps:
         self._after()
 
 
-# -- A federated round corrects the steps of its optimizers.
+# -- Step counting and corrections for federated rounds.
 
 
 class StepHooks:
-    """Counts the optimizer steps of one round, and corrects them where the run's algorithm has a local rule.
+    """Hooks that count the optimizer steps of one round and, if the run's algorithm has a local rule, correct them.
 
     Args:
-        model: that is trained; its parameters are known by name.
-        algorithm: its name, for messages.
-        rule: how it corrects local training; None: not at all.
-        version: reads the version that was pulled, by the names of its tensors; None: zeros.
-        kept: what the site keeps between rounds; None: zeros.
+        model: the model that is trained.
+        algorithm: the algorithm's name, for messages.
+        rule: the algorithm's local rule; None: steps are counted but not corrected.
+        version: a function that reads tensors of the pulled version, by name; None: they read as zeros.
+        kept: the tensors that the site keeps between rounds; None: they read as zeros.
 
     Attributes:
-        steps: optimizer steps so far.
-        rates: Σ η over them.
+        steps: number of optimizer steps so far.
+        rates: Σ η, the sum of the learning rates of these steps.
+
+    Raises:
+        UsageError: the rule keeps tensors, and there is a version but no `kept`.
     """
 
     def __init__(
@@ -226,26 +233,28 @@ class StepHooks:
             zeros = _Zeros()
             self.correction = rule.start(LocalContext(self.parameters, version or zeros.read, kept or zeros))
         self._followed: list[_Followed] = []
-        self._unended = False  # a step of the last optimizer, when its hooks were removed
+        self._unended = False  # whether the hooks were removed during a step of the last optimizer
 
     @property
     def changes_training(self) -> bool:
-        """Whether a step with it is another one than without."""
+        """Whether the algorithm corrects the steps."""
         return self.correction is not None
 
     @property
     def shared(self) -> dict[str, Tensor]:
-        """What every rank must have alike."""
+        """The tensors that must be equal at all ranks, by name (`Correction.shared`)."""
         return self.correction.shared if self.correction is not None else {}
 
     def attach(self, optimizer: Given) -> StepHooks:
-        """Follow the steps of an optimizer, or of several in the order in which they step, until `close`.
+        """Add the hooks to the optimizers, until `close`.
 
-        Those of the last one are counted.
+        Args:
+            optimizer: one optimizer, or several in the order in which they step. Only the steps of the last optimizer
+                are counted.
 
         Raises:
-            UsageError: it follows another one already, one of these trains another model, or the algorithm cannot
-                follow such optimizers.
+            UsageError: `attach` was called before, an optimizer trains another model, or the algorithm does not work
+                with these optimizers.
         """
         if self._followed:
             raise UsageError(
@@ -281,11 +290,11 @@ class StepHooks:
             )
 
     def close(self) -> None:
-        """Let go of the optimizers. Idempotent."""
+        """Remove all hooks from the optimizers. Idempotent."""
         for each in self._followed:
             each.close()
             self._unended |= each.is_under_way and each is self._followed[-1]
-        self._followed.clear()  # each refers to this object: the model would outlive the round
+        self._followed.clear()  # breaks a reference cycle that would keep the model in memory after the round
 
     def __enter__(self) -> StepHooks:
         return self
@@ -296,11 +305,11 @@ class StepHooks:
         self.close()
 
     def require_steps(self) -> None:
-        """Refuse a round that was trained without the correction, or not at all.
+        """Check that the algorithm's correction was applied in this round. Without a local rule, accept every round.
 
         Raises:
-            UsageError: training was to be corrected, and there was no step, one that did not end, or none with a
-                learning rate where the algorithm divides by it.
+            UsageError: there was no step, or a step did not end. Or the algorithm divides by the sum of the learning
+                rates, and the sum is not above zero.
         """
         if self.correction is None:
             return
@@ -324,16 +333,19 @@ class StepHooks:
         """Return the algorithm's extra tensors for the update (SCAFFOLD: Δc), and store the site's own (SCAFFOLD: c_i).
 
         Raises:
-            UsageError: as `require_steps`.
+            UsageError: `require_steps` refuses the round.
         """
         self.require_steps()
         return self.correction.finish(moved, self.rates) if self.correction is not None else {}
 
     def rate_of(self, optimizer: Optimizer) -> float:
-        """Return η of the step that is about to happen; where nothing divides by it, the first group's, or 0.
+        """Return η, the learning rate of the next step.
+
+        If the algorithm does not divide by η, return the first parameter group's learning rate, or 0 if it has none.
 
         Raises:
-            UsageError: the algorithm needs one rate, and there are several, none, or one that is no rate.
+            UsageError: the algorithm divides by η, and the optimizer has no learning rate, several different ones, or
+                one that is negative or not finite.
         """
         given = [group.get("lr") for group in optimizer.param_groups]
         if not self.one_rate:
@@ -358,21 +370,23 @@ class StepHooks:
 
 
 class _Followed:
-    """The steps of one optimizer.
+    """The hooks on one optimizer.
 
     Args:
-        names: of the parameters that are corrected around its steps.
-        is_counted: whether its steps are those of the round.
+        hooks: the owner, which counts the steps and has the correction.
+        optimizer: the optimizer to follow.
+        names: names of the parameters that are corrected at this optimizer's steps.
+        is_counted: whether this optimizer's steps are counted as the round's steps.
 
     Attributes:
-        is_under_way: whether a step has begun and not ended.
+        is_under_way: whether a step has started and not ended.
     """
 
     def __init__(self, hooks: StepHooks, optimizer: Optimizer, names: Collection[str], *, is_counted: bool) -> None:
         self._hooks, self._optimizer, self._names, self._is_counted = hooks, optimizer, names, is_counted
         self._rate = 0.0
-        self.is_under_way = self._is_formed = False  # a step; a gradient in it
-        self._depth = 0  # 2 where step() of a class calls that of its parent: torch calls the hooks of both
+        self.is_under_way = self._is_formed = False  # _is_formed: the current step has had a gradient
+        self._depth = 0  # reaches 2 if step() of a class calls its parent's step(): torch calls the hooks for both
         self._handles = [
             optimizer.register_step_pre_hook(outside_compiled(self._begin)),
             optimizer.register_step_post_hook(outside_compiled(lambda *_: self._after())),
@@ -385,7 +399,10 @@ class _Followed:
     def _begin(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """As torch calls it: `args` begin with the optimizer; what is returned takes their place."""
+        """Handle the start of a step: torch's pre-hook. If a closure is given, replace it by a corrected one.
+
+        `args` starts with the optimizer. torch calls the step with the returned arguments.
+        """
         self._depth += 1
         if self._depth > 1:
             return None
@@ -399,7 +416,7 @@ class _Followed:
         return None
 
     def _corrected(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """Return a closure with a corrected gradient, and with the loss that this is the gradient of."""
+        """Return a closure that calls the given one, corrects the gradients, and adds the penalty to the loss."""
 
         def call() -> Any:
             with self._a_failed_step_has_ended():
@@ -418,7 +435,7 @@ class _Followed:
 
     @contextmanager
     def _a_failed_step_has_ended(self) -> Iterator[None]:
-        """Torch calls no hook after it; the next step is not one within it."""
+        """If the block raises, reset the nesting depth: torch calls no post-hook after a failed step."""
         try:
             yield
         except BaseException:
@@ -437,8 +454,8 @@ class _Followed:
         if self._depth:
             return
         self.is_under_way = False
-        if not (self._is_formed or self._has_gradients()):  # an optimizer that steps twice clears them itself
-            return  # a closure that formed no gradient: nothing moved
+        if not (self._is_formed or self._has_gradients()):  # both: some optimizers clear gradients within step()
+            return  # without a gradient the step moved nothing
         if self._hooks.correction is not None:
             with torch.no_grad():
                 self._hooks.correction.after_step_(self._names, self._rate)
@@ -450,10 +467,10 @@ class _Followed:
 
 
 class _Zeros:
-    """A version, or a kept state, that is not here."""
+    """Stand-in for a version or kept tensors that this rank does not have: all values read as zeros."""
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
         return torch.zeros(stop - start)
 
     def write(self, name: str, start: int, values: Tensor) -> None:
-        """Nothing is kept."""
+        """Discard the values."""

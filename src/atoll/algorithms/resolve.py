@@ -1,6 +1,6 @@
-"""A run's settings on top of its algorithm's defaults → what the run does, and the local rule that a site has of it.
+"""Combine a run's settings with its algorithm's defaults, and load the algorithm's local rule at a site.
 
-No torch here; the optimizer's own arguments are checked where it is built (`atoll.outer_optimizers`).
+This file does not import torch. `atoll.outer_optimizers` checks the arguments of the outer optimizer when it builds it.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ _INSTEAD_OF_MOMENTUM = {
     "yogi": "set the decay of its averages: algorithm.outer_optimizer = {betas = [0.9, 0.99]}",
     "adagrad": 'choose algorithm.outer_optimizer = {name = "sgd"}, or "rmsprop"',
 }
-"""Outer optimizers without momentum → what to do instead."""
+"""Outer optimizer without momentum → advice for the error message."""
 
 
 @dataclass(frozen=True)
 class ResolvedAlgorithm:
-    """An algorithm with the run's own choices.
+    """An algorithm together with the settings that the run chose for it.
 
     Attributes:
-        algorithm: what does not change by settings: groups, and what becomes of missed rounds.
-        outer: name or `module:attribute` of the outer optimizer; or itself, where a program has given it.
-        outer_options: its keyword arguments.
-        reducer: name or `module:attribute` of what reduces `params`.
-        reducer_options: its keyword arguments.
-        local: the options of its local rule; None: it has none.
-        codec: how `params` travel.
-        codec_options: its keyword arguments.
-        sync_every: local steps of a round; 0 where the worker decides.
+        algorithm: the algorithm as defined, with everything that settings cannot change.
+        outer: name or `module:attribute` of the outer optimizer; or the callable itself, if a program passed one.
+        outer_options: keyword arguments of the outer optimizer.
+        reducer: name or `module:attribute` of the reducer of `params`.
+        reducer_options: keyword arguments of the reducer.
+        local: options of the local rule; None: the algorithm has no local rule.
+        codec: name or `module:attribute` of the codec of `params`.
+        codec_options: keyword arguments of the codec.
+        sync_every: local steps per round; 0 if the site's script decides when a round ends.
     """
 
     algorithm: Algorithm
@@ -62,24 +62,24 @@ class ResolvedAlgorithm:
 
     @property
     def needs_all(self) -> bool:
-        """Whether a round needs all sites unless the settings say otherwise: of federated algorithms."""
+        """Whether a round by default needs all sites: true for federated algorithms."""
         return not self.algorithm.steps_driven
 
     @property
     def outer_name(self) -> str:
-        """What people call the outer optimizer."""
+        """The outer optimizer's name for messages."""
         return self.outer if isinstance(self.outer, str) else name_of(self.outer)
 
 
 TASKS_ALONE = "fedavg"
-"""The algorithm in the plan of a run without rounds, which may name none: the plainest."""
+"""The algorithm to assume if the settings name none. Only a run without rounds, one that just executes tasks, may."""
 
 
 def require_training(settings: Settings) -> None:
-    """Refuse a run of rounds that does not say how it trains, or for how long.
+    """Check that the settings of a run with rounds name an algorithm and, if it is federated, the number of rounds.
 
     Raises:
-        ConfigError: it names no algorithm, or is a federated run without a number of rounds.
+        ConfigError: the algorithm is missing, or the run is federated and the number of rounds is missing.
     """
     if settings.algorithm.target is None:
         raise ConfigError(
@@ -112,14 +112,15 @@ def _loaded(settings: Settings) -> Algorithm:
 
 
 def resolve(settings: Settings, outer_given: Callable[..., Any] | None = None) -> ResolvedAlgorithm:
-    """Return what a run with these settings does.
+    """Return the algorithm that the settings name, combined with the settings' choices.
 
     Args:
-        outer_given: the outer optimizer, in place of the setting's.
+        settings: the run's settings.
+        outer_given: an outer optimizer from the program; it takes the place of the one in the settings.
 
     Raises:
-        ConfigError: an unknown algorithm, optimizer or codec (the nearest name is offered), an option given twice, or
-            momentum for an optimizer that has none.
+        ConfigError: a name is unknown (the message suggests the nearest one), an option does not exist or has a wrong
+            value, or two settings do not fit together.
     """
     algorithm = _loaded(settings)
     name = settings.algorithm.target or algorithm.name
@@ -174,7 +175,7 @@ def resolve(settings: Settings, outer_given: Callable[..., Any] | None = None) -
 
 
 def _require_whole(settings: Settings, algorithm: str) -> None:
-    """Refuse to stream where the site's script decides when a round ends: then no fragment is ever due."""
+    """Refuse streaming settings if the site's script decides when a round ends: then no fragment would ever be due."""
     for key in ("diloco.num_fragments", "diloco.fragment_sync_delay", "diloco.fragment_update_alpha"):
         if settings.at(key) != default_of(key):
             raise ConfigError(
@@ -184,7 +185,11 @@ def _require_whole(settings: Settings, algorithm: str) -> None:
 
 
 def _outer_options(settings: Settings, algorithm: Algorithm, outer: str | Callable[..., Any]) -> dict[str, Any]:
-    """Defaults belong to the algorithm's own optimizer; another one starts from its own."""
+    """Return the outer optimizer's options: those of the settings, and for the algorithm's own optimizer its defaults.
+
+    Raises:
+        ConfigError: the learning rate or the momentum is out of range, or the optimizer has no momentum.
+    """
     given = settings.algorithm.outer_optimizer.options
     lr, momentum = given.get("lr"), given.get("momentum")
     if lr is not None and not (type(lr) in (int, float) and 0 < lr < math.inf):
@@ -199,12 +204,16 @@ def _outer_options(settings: Settings, algorithm: Algorithm, outer: str | Callab
             )
     defaults = dict(algorithm.outer_options) if outer == algorithm.outer else {}
     if given.get("momentum") == 0:
-        defaults.pop("nesterov", None)  # there is nothing left that Nesterov's rule could look ahead along
+        defaults.pop("nesterov", None)  # torch refuses Nesterov without momentum
     return defaults | given
 
 
 def _delayed(settings: Settings, outer: str | Callable[..., Any], options: dict[str, Any]) -> dict[str, Any]:
-    """The options of SGD as those of delayed Nesterov."""
+    """Convert options of SGD to options of delayed Nesterov.
+
+    Raises:
+        ConfigError: the outer optimizer is not SGD, or has an option that delayed Nesterov does not have.
+    """
     if outer != "sgd":
         name = outer if isinstance(outer, str) else name_of(outer)
         raise ConfigError(
@@ -239,15 +248,15 @@ def _local(settings: Settings, algorithm: Algorithm) -> dict[str, Any] | None:
 
 
 def local_rule(name: str, options: Mapping[str, Any] | None, package: str) -> LocalRule | None:
-    """Return how a site corrects local training: by a rule that is installed here, loaded by its name alone.
+    """Return the local rule of the run's algorithm, from the packages installed at this site.
 
     Args:
-        name: of the run's algorithm.
-        options: of its local rule, as the server gives them; None: sites train plainly.
-        package: that has it at the server, with its version; empty: none is known.
+        name: name of the run's algorithm.
+        options: options of the local rule, from the server; None: the algorithm has no local rule, return None.
+        package: the package that contains the algorithm at the server, with its version; empty if unknown.
 
     Raises:
-        ConfigError: this site does not have it, or has another one of that name.
+        ConfigError: the algorithm is not installed at this site, or the installed one does not fit these options.
     """
     if options is None:
         return None
@@ -265,5 +274,5 @@ def local_rule(name: str, options: Mapping[str, Any] | None, package: str) -> Lo
 
 
 def name_of(given: Callable[..., Any]) -> str:
-    """What people call code that a program has given."""
+    """Return a name for messages, of code that a program passed."""
     return str(getattr(given, "__qualname__", repr(given)))

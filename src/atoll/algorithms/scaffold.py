@@ -9,12 +9,13 @@ for Federated Learning. ICML 2020, arXiv 1910.06378, algorithm 1, option II for 
     server    x ← x − η_g · mean_S (x − y_i)                Atoll: by weight;  η_g = outer_optimizer.lr
               c ← c + Σ_S p_i·Δc_i                          the paper: p_i = 1/N;  Atoll: p_i = w_i / W
 
-Weights define the objective, for model and controls alike. W is the weight of all sites that ever joined: the sum of
-the weights of the sites heard × (N / sites heard). So weights of 1 are the paper's 1/N. A site keeps its first weight.
+The same weights apply to the model and to the controls. A site's weight w_i is the one of its first update. W estimates
+the total weight of all N sites that ever joined: the weight of the sites with an update so far × N / the number of
+these sites. If all weights are 1, w_i / W is the paper's 1/N.
 
-c lies beside the model in every version and Δc_i beside the pseudo-gradient in every update (group `control`). The site
-keeps c_i, and c_i⁺ takes its place when its update counts. When W changes, c ← c·W_before/W: it stays the mean of all
-c_i (reducer `share`).
+Every version stores c beside the model, and every update carries Δc_i beside the pseudo-gradient (group `control`).
+The site keeps c_i. When the site's update counts, c_i⁺ becomes the new c_i. When W changes, the server scales
+c ← c·W_before/W, so that c stays the weighted mean of all c_i (reducer `share`).
 """
 
 from __future__ import annotations
@@ -40,22 +41,22 @@ CONTROL = "control"
 
 @dataclass(frozen=True)
 class ControlVariates(LocalRule):
-    """Shift every step by c − c_i."""
+    """SCAFFOLD's local rule: shift every step by −η·(c − c_i)."""
 
     keeps: ClassVar[tuple[str, ...]] = (CONTROL,)
     one_rate: ClassVar[bool] = True
 
     def start(self, context: LocalContext) -> Correction:
-        """Read c and c_i; after each step, −η·(c − c_i) is added to the parameters.
+        """Read c and c_i. After each step, the correction adds −η·(c − c_i) to the parameters.
 
         Raises:
-            UsageError: a control is not finite; its parameter is named.
+            UsageError: a control variate is not finite. The message names its parameter.
         """
         return _Shifted(context)
 
 
 class _Shifted(Correction):
-    """Holds c − c_i of the trainable parameters: one copy of them, beside them."""
+    """The correction of one round. It holds c − c_i of the trainable parameters, in memory the size of one copy."""
 
     def __init__(self, context: LocalContext) -> None:
         super().__init__()
@@ -75,7 +76,7 @@ class _Shifted(Correction):
             self._y[name].sub_(shift, alpha=rate)
 
     def finish(self, moved: Moved, rates: float) -> Mapping[str, Runs]:
-        """Return Δc_i. A parameter that was not trained, or that a filter keeps back, leaves c_i as it is."""
+        """Return Δc_i. If a parameter was not trained, or a filter kept it back, its c_i stays and its Δc_i is zero."""
 
         def difference(name: str, start: int, stop: int) -> Tensor:
             c_i = self._context.own(CONTROL, name, start, stop)
@@ -95,12 +96,13 @@ class Scaffold(ByHand):
     """SCAFFOLD (arXiv 1910.06378, option II) for one round of a hand-written loop: y ← y − η·(c − c_i) after each step.
 
     Args:
-        model: as it was pulled; a copy of its parameters on the CPU, x, is kept.
-        global_controls: c, parameter's name → tensor of its shape: `fl_round.global_state("control")`.
-        own_controls: c_i, likewise: `fl_round.own_state("control")`.
+        model: the model with the pulled values; Scaffold keeps a copy of its parameters on the CPU as x.
+        global_controls: c, as parameter name → tensor of the parameter's shape: `fl_round.global_state("control")`.
+        own_controls: c_i, in the same form: `fl_round.own_state("control")`.
 
     Raises:
-        UsageError: a control is missing, unknown, of another shape, no tensor of floats or not finite; it is named.
+        UsageError: a control variate is missing, unknown, of another shape, not floating point or not finite. The
+            message names it.
     """
 
     @public_api
@@ -114,19 +116,19 @@ class Scaffold(ByHand):
 
     @property
     def own_controls(self) -> dict[str, Tensor]:
-        """c_i as it was given; after `finish` c_i⁺, which counts only if the update does."""
+        """Before `finish`: the given c_i. After `finish`: c_i⁺, which becomes c_i only if the update counts."""
         return {name: self._own.after[name_beside(CONTROL, name)] for name in self._x}
 
     @public_api
     def finish(self) -> dict[str, Tensor]:
-        """Let go of the optimizer.
+        """Stop correcting the optimizer, and return Δc_i.
 
         Returns:
-            Δc_i = c_i⁺ − c_i, parameter's name → CPU tensor of its shape: what an update carries for the group
-            "control". Zeros where a parameter was not trained.
+            Δc_i = c_i⁺ − c_i, as parameter name → CPU tensor of the parameter's shape: the update's tensors of the
+            group "control". Zeros for a parameter that was not trained.
 
         Raises:
-            UsageError: there was no step, or one that did not end, or none with a learning rate.
+            UsageError: there was no step, a step did not end, or no step had a learning rate above zero.
         """
         self._hooks.close()
         with torch.no_grad():
@@ -140,7 +142,7 @@ class Scaffold(ByHand):
 
 
 class _InMemory:
-    """Controls in memory, as they are and as they become."""
+    """SCAFFOLD's control variates in memory: the current ones (`before`) and the next ones (`after`)."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self.before = {name_beside(CONTROL, name): value for name, value in tensors.items()}
