@@ -1,1 +1,1 @@
-"""Codecs: how updates, and differences between versions, are written as bytes."""
+"""Codecs: encodings of updates, and of differences between versions, as bytes."""

@@ -1,7 +1,8 @@
-"""The codec contract: how the `params` of an update are written on the wire.
+"""The codec contract: the interface that encodes the `params` of an update for the wire.
 
-A codec is a small frozen value. It is fixed-rate: size and offset of what it writes follow from the element count
-alone, so that any run of whole tiles can be decoded without the rest. `atoll.testing.codecs` has its contract suite.
+A codec is a small frozen value. It has a fixed rate: the sizes and offsets of encoded data depend only on the number of
+elements. So any range of whole tiles (4,096 elements each) can be decoded alone. `atoll.testing.codecs` has the
+contract suite.
 """
 
 from __future__ import annotations
@@ -14,45 +15,52 @@ if TYPE_CHECKING:
 
 @runtime_checkable
 class Codec(Protocol):
-    """One way to write tensors as bytes."""
+    """An encoding of tensors as bytes."""
 
     @property
     def name(self) -> str:
-        """The name in the run file and in layouts."""
+        """The codec's name in the run file and in layouts."""
         ...
 
     @property
     def elementwise(self) -> bool:
-        """Whether each element is written by itself, so that segments without padding between them decode as one."""
+        """Whether each element is encoded alone. If so, segments without padding between them decode in one call."""
         ...
 
     @property
     def raw(self) -> bool:
-        """Whether what is written are the elements as they lie in memory, so that they need no decoding."""
+        """Whether the encoded bytes are the elements' bytes in memory, so that they need no decoding."""
         ...
 
     @property
     def feedback(self) -> bool:
-        """Whether a worker keeps what encoding has lost, and adds it to its next update (error feedback)."""
+        """Whether a worker keeps the encoding error and adds it to its next update (error feedback)."""
         ...
 
     def encoded_bytes(self, numel: int, dtype: str) -> int:
-        """Return bytes for `numel` elements of the safetensors `dtype`; additive over multiples of the tile (4,096)."""
+        """Return the encoded size of `numel` elements of the safetensors dtype `dtype`, in bytes.
+
+        Additive over whole tiles: for n a multiple of 4,096, the size of n + m elements is the sum of both sizes.
+        """
         ...
 
     def encode_(self, source: Tensor, target: Tensor, dtype: str) -> None:
-        """Write `source` (1-D, contiguous, any float or integer dtype, any device) into `target`.
+        """Encode `source` into `target`.
 
         Args:
-            source: n elements.
-            target: uint8, CPU, of exactly `encoded_bytes(n, dtype)` bytes.
+            source: the elements: [n], contiguous, any float or integer dtype, on any device.
+            target: buffer for the encoded data: uint8, [`encoded_bytes(n, dtype)`], on the CPU.
             dtype: the tensor's safetensors dtype in the schema.
         """
         ...
 
     def decode_(self, source: Tensor, target: Tensor, dtype: str) -> None:
-        """Write what `source` (uint8, CPU, `encoded_bytes(n, dtype)` bytes) holds into `target` (1-D, n elements).
+        """Decode `source` into `target`.
 
-        `target` may have another dtype than the schema's: the reducer asks for the one it accumulates in.
+        Args:
+            source: the encoded data: uint8, [`encoded_bytes(n, dtype)`], on the CPU.
+            target: buffer for the elements: [n]. Its dtype can differ from the schema's: a reducer decodes into the
+                dtype in which it accumulates.
+            dtype: the tensor's safetensors dtype in the schema.
         """
         ...

@@ -2,11 +2,11 @@
 
     scale = max |x| / levels        code = round(x / scale), half to even        x̂ = code · scale
 
-So |x̂ − x| ≤ scale / 2. A tile of 4,096 elements is written as its 16 scales in fp32 and then its codes; the last tile
-of a segment as the scales and codes of the blocks that it has, the last of them padded with zeros. A block with a
-largest magnitude below 2⁻¹⁰⁰ becomes zeros; one with NaN or Inf comes back without a finite value.
+So |x̂ − x| ≤ scale / 2. The encoded form of a tile (4,096 elements) is its 16 scales in fp32, then its codes. The last
+tile of a segment can have fewer blocks; its last block is padded with zeros. If the largest magnitude of a block is
+below 2⁻¹⁰⁰, the block becomes zeros. If a block contains NaN or Inf, no decoded value of the block is finite.
 
-The width with which Streaming DiLoCo sends its pseudo-gradients (Douillard et al., arXiv 2501.18512).
+Streaming DiLoCo (Douillard et al., arXiv 2501.18512) sends its pseudo-gradients with 4 bits per element.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ SMALLEST = 2.0**-100
 
 
 class BlockCodec(Narrowing):
-    """A codec of blocks.
+    """A codec that quantizes blocks of 256 elements with one scale per block.
 
     Attributes:
-        levels: codes go from −levels to levels.
-        block_bytes: of the codes of one block.
+        levels: the largest code; codes are whole numbers from −levels to levels.
+        block_bytes: size of the codes of one block, in bytes.
     """
 
     levels: ClassVar[int]
@@ -52,7 +52,7 @@ class BlockCodec(Narrowing):
         is_zero = largest < SMALLEST
         inverse = (self.levels / largest).masked_fill_(is_zero, 0.0)
         codes = torch.mul(values, inverse.unsqueeze(1)).round_()
-        if not math.isfinite(float(largest.max())):  # else they are whole numbers from −levels to levels
+        if not math.isfinite(float(largest.max())):  # finite input needs no clamp: its codes are within the levels
             codes.nan_to_num_(0.0).clamp_(-self.levels, self.levels)
         packed, scales = self._packed(codes), (largest / self.levels).masked_fill_(is_zero, 0.0)
         for first, last, shape in _runs(len(values)):
@@ -76,7 +76,7 @@ class BlockCodec(Narrowing):
             target.copy_(values.view(-1)[: target.numel()])
 
     def _split(self, encoded: Tensor, first: int, last: int, shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
-        """Scales [tiles, blocks] in fp32, and codes [tiles, bytes], of blocks [first, last) where they lie encoded."""
+        """Return views of the encoded blocks [first, last): fp32 scales [tiles, blocks] and codes [tiles, bytes]."""
         import torch
 
         nbytes, scale_bytes = SCALE_BYTES + self.block_bytes, SCALE_BYTES * shape[1]
@@ -85,15 +85,15 @@ class BlockCodec(Narrowing):
 
     @abstractmethod
     def _packed(self, codes: Tensor) -> Tensor:
-        """Codes [blocks, 256], whole numbers in fp32, as bytes [blocks, block_bytes]."""
+        """Pack codes [blocks, 256], whole numbers in fp32, into bytes [blocks, block_bytes]."""
 
     @abstractmethod
     def _codes(self, packed: Tensor) -> Tensor:
-        """Return what `_packed` made, of some blocks in each row [rows, bytes], as codes [rows, elements]."""
+        """Unpack bytes from `_packed` into codes: [rows, bytes] → [rows, elements]. A row can hold several blocks."""
 
 
 def _runs(blocks: int) -> Iterator[tuple[int, int, tuple[int, int]]]:
-    """(first, last, (tiles, blocks of each)): the whole tiles of so many blocks, then what is left."""
+    """Yield block ranges as (first, last, (tiles, blocks per tile)): first all whole tiles, then the incomplete one."""
     rest = blocks % BLOCKS_PER_TILE
     whole = blocks - rest
     if whole:
@@ -104,7 +104,7 @@ def _runs(blocks: int) -> Iterator[tuple[int, int, tuple[int, int]]]:
 
 @dataclass(frozen=True)
 class Int8Codec(BlockCodec):
-    """260 bytes for 256 elements; an error of at most 1/254 of the largest in the block."""
+    """The codec `int8`: 260 bytes for 256 elements; errors are at most 1/254 of the block's largest magnitude."""
 
     name: ClassVar[str] = "int8"
     levels: ClassVar[int] = 127
@@ -122,22 +122,22 @@ class Int8Codec(BlockCodec):
 
 
 _ZERO = 8
-"""How the code 0 is written: codes from −7 to 7 as 1 to 15."""
+"""Offset added to each code before packing: codes from −7 to 7 are stored as 1 to 15."""
 
 
 @dataclass(frozen=True)
 class Int4Codec(BlockCodec):
-    """132 bytes for 256 elements; an error of at most 1/14 of the largest in the block."""
+    """The codec `int4`: 132 bytes for 256 elements; errors are at most 1/14 of the block's largest magnitude."""
 
     name: ClassVar[str] = "int4"
     levels: ClassVar[int] = 7
     block_bytes: ClassVar[int] = BLOCK // 2
 
     def _packed(self, codes: Tensor) -> Tensor:
-        """Pack two codes in a byte, the element with the even number in its low half."""
+        """Pack two codes into each byte: the element with the even index into the low 4 bits."""
         import torch
 
-        pairs = codes.add_(_ZERO).to(torch.uint8).view(torch.int16)  # the even one in the low byte
+        pairs = codes.add_(_ZERO).to(torch.uint8).view(torch.int16)  # the even element is the low byte
         return (pairs | pairs >> 4).to(torch.uint8)
 
     def _codes(self, packed: Tensor) -> Tensor:

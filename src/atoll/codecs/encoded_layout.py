@@ -1,4 +1,4 @@
-"""Which codec writes which tensor of an update: the one rule by which server and worker lay an update out alike."""
+"""The choice of a codec for each tensor of an update. Server and worker use this code, so their layouts are equal."""
 
 from __future__ import annotations
 
@@ -21,17 +21,19 @@ _METHODS = ("encoded_bytes", "encode_", "decode_")
 def codecs_of(
     codec: str, options: Mapping[str, Any], *, setting: str = "aggregation.upload_codec", sent: bool = False
 ) -> dict[str, Codec]:
-    """Return every codec of an update with `params` that travel as `codec`, by that name and by its own.
+    """Return name → codec, for all codecs of an update with the given codec of `params`.
+
+    The given codec has two entries: one under the name given here, and one under the codec's own `name`.
 
     Args:
-        options: its keyword arguments: texts and finite numbers, which is what reaches a worker.
-        setting: that names it.
-        sent: whether the name came over the wire. `module:Class` then has to be imported here already: a name that was
-            sent makes no code run.
+        codec: name of the codec of `params`.
+        options: the codec's keyword arguments: texts and finite numbers, since only these are sent to workers.
+        setting: the setting that names the codec, for messages.
+        sent: whether the name came over the wire. If so, the module of a `module:Class` must already be imported: a
+            received name must not run code.
 
     Raises:
-        ConfigError: the name is not registered, it is no codec, or an option is not one of its own, or has a wrong
-            value.
+        ConfigError: the name is unknown, is not the name of a codec, or an option is unknown or has a wrong value.
     """
     if sent:
         _require_imported(codec)
@@ -53,7 +55,7 @@ def codecs_of(
             f"{setting} = {codec!r} lacks a name, or does not say whether it is elementwise or raw, or has feedback.",
             "They are properties of atoll.codecs.base.Codec; atoll.testing.codecs has tests of it.",
         )
-    is_ours = WideCodec.name in (codec, made.name)  # it is no setting, and travels beside every codec
+    is_ours = WideCodec.name in (codec, made.name)  # `wide` is internal: settings cannot name it
     if is_ours or (made.name != codec and made.name in registry.names("codecs")):
         raise ConfigError(
             f"{setting} = {codec!r} calls itself {made.name!r}, as another one does.", "Give it another name."
@@ -74,7 +76,18 @@ def _require_imported(codec: str) -> None:
 
 
 def encoded_layout(schema: Schema, codec: str, codecs: Mapping[str, Codec], part_bytes: int, ranks: int = 1) -> Layout:
-    """Return the layout of an update: `params` by `codec`, or wide if finite values would be lost; the rest raw."""
+    """Return the layout of an update with its codecs.
+
+    `params` are encoded with `codec`. If `codec` is raw and a tensor is fp16 or fp8, the tensor is encoded with `wide`:
+    its differences can exceed its own range. All other groups are raw.
+
+    Args:
+        schema: schema of the model.
+        codec: name of the codec of `params`.
+        codecs: name → codec, from `codecs_of`.
+        part_bytes: largest size of a part, in bytes.
+        ranks: number of ranks among which the update is sharded.
+    """
 
     def encoding(spec: TensorSpec) -> Codec:
         if spec.group != PARAMS:

@@ -1,12 +1,12 @@
-"""Elements as they are, as bf16, or widened to fp32; and what codecs that write floats in fewer bytes share.
+"""Elementwise codecs (raw, bf16, fp16 widened to fp32), and the base class of codecs that shrink floats further.
 
-bfloat16 keeps fp32's exponent and 8 bits of its significand: half the bytes, a relative error of at most 2⁻⁸, and what
-is not finite stays not finite. It is the default of DiLoCo: its pseudo-gradients bear it without loss of quality
-(Douillard et al., Streaming DiLoCo, arXiv 2501.18512, go down to 4 bits).
+bfloat16 keeps fp32's exponent and 8 bits of its significand: half the bytes, and a relative error of at most 2⁻⁸. NaN
+and Inf stay not finite. bf16 is DiLoCo's default, since training loses no quality by this rounding. (Streaming DiLoCo,
+Douillard et al., arXiv 2501.18512, goes down to 4 bits.)
 
-The largest fp16 is 65,504, and 40,000 − (−40,000) is 80,000: the difference of two values may be beyond their range. So
-where `params` travel as they are, fp16 and fp8 are widened (`atoll.codecs.encoded_layout`). bfloat16 has the range of
-fp32 and needs no widening.
+The difference of two values can exceed the range of their dtype. For example, the largest fp16 is 65,504, but
+40,000 − (−40,000) is 80,000. So with the codec `none`, `params` in fp16 and fp8 are widened
+(`atoll.codecs.encoded_layout`). bfloat16 has fp32's range and needs no widening.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Elementwise:
-    """A codec but for its name, for one that writes each element by itself, in the dtype that `stored` names."""
+    """Base class of codecs that cast each element to another dtype (`stored`). Subclasses add `name`."""
 
     elementwise: ClassVar[bool] = True
     raw: ClassVar[bool] = False
@@ -32,15 +32,15 @@ class Elementwise:
 
     @staticmethod
     def stored(dtype: str) -> str:
-        """Return the safetensors dtype in which elements of `dtype` are written."""
+        """Return the safetensors dtype to which elements of `dtype` are encoded."""
         raise NotImplementedError
 
     def encoded_bytes(self, numel: int, dtype: str) -> int:
-        """Return the item size of `stored(dtype)` times `numel`: nothing is written beside the elements."""
+        """Return `numel` times the item size of `stored(dtype)`, in bytes."""
         return numel * ITEM_BYTES[self.stored(dtype)]
 
     def encode_(self, source: Tensor, target: Tensor, dtype: str) -> None:
-        """Cast each element to `stored(dtype)`; a source on another device is copied to the CPU."""
+        """Cast each element to `stored(dtype)`, and copy it to the CPU if it is on another device."""
         from atoll.tensors.dtypes import torch_dtype  # here, so that offsets can be computed without torch
 
         target.view(torch_dtype(self.stored(dtype))).copy_(source)
@@ -54,7 +54,7 @@ class Elementwise:
 
 @dataclass(frozen=True)
 class NoneCodec(Elementwise):
-    """Raw values; nothing is lost."""
+    """The codec `none`: raw values, lossless."""
 
     name: ClassVar[str] = "none"
     raw: ClassVar[bool] = True
@@ -67,48 +67,48 @@ class NoneCodec(Elementwise):
 
 @dataclass(frozen=True)
 class Bf16Codec(Elementwise):
-    """Two bytes per element of every float: the difference of two fp16 or fp8 values may be beyond their own range."""
+    """The codec `bf16`: every float as two bytes. fp8 grows, too: its differences can exceed its own range."""
 
     name: ClassVar[str] = "bf16"
 
     @staticmethod
     def stored(dtype: str) -> str:
-        """Return BF16 for every float, fp64 and fp8 too; integers and booleans keep their dtype."""
+        """Return BF16 for every float dtype (also fp64 and fp8), and `dtype` itself for integers and booleans."""
         return "BF16" if dtype in FLOATS else dtype
 
 
 @dataclass(frozen=True)
 class WideCodec(Elementwise):
-    """Four bytes per element of fp16 and fp8; everything else as it is."""
+    """The codec `wide`: fp16 and fp8 as fp32; all other dtypes raw. For internal use: settings cannot name it."""
 
     name: ClassVar[str] = "wide"
 
     @staticmethod
     def stored(dtype: str) -> str:
-        """Return F32 for fp16 and fp8; every other dtype is kept."""
+        """Return F32 for fp16 and fp8, and `dtype` itself for all others."""
         return "F32" if is_of_short_range(dtype) else dtype
 
 
 def is_of_short_range(dtype: str) -> bool:
-    """Return whether a float has fewer bits of exponent than fp32."""
+    """Return whether the dtype is fp16 or fp8: floats with a smaller range than fp32."""
     return dtype == "F16" or dtype.startswith("F8")
 
 
 _RAW = NoneCodec()
 
 RUN_ELEMENTS = 32 * TILE
-"""Encoded or decoded at a time: 512 KB of fp32, which stay in a core's cache."""
+"""Elements that are encoded or decoded at a time: 512 KB of fp32, so that they stay in a core's cache."""
 
 
 def narrows(dtype: str) -> bool:
-    """Return whether tensors of this dtype are narrowed: floats, fp8 too, which cannot hold its own differences."""
+    """Return whether lossy codecs encode this dtype: true for all floats; integers and booleans are copied raw."""
     return dtype in FLOATS
 
 
 def rows_of(source: Tensor, width: int) -> Tensor:
-    """Return elements [n] in fp32, as rows [rows, width] on the same device, the last padded with zeros; read only.
+    """Return elements [n] as fp32 rows [rows, width] on the same device. The last row is padded with zeros.
 
-    They are the elements themselves where those are whole rows of fp32.
+    If `source` is fp32 and n a multiple of `width`, the rows are a view of `source`. So do not write to the rows.
     """
     import torch  # here, so that offsets can be computed without torch
 
@@ -123,18 +123,18 @@ def rows_of(source: Tensor, width: int) -> Tensor:
 
 
 class Narrowing(ABC):
-    """A codec but for its name, for one that says how it narrows fp32 values."""
+    """Base class of lossy codecs that encode groups of floats. Subclasses add `name` and the encoding of floats."""
 
     elementwise: ClassVar[bool] = False
     raw: ClassVar[bool] = False
     feedback: ClassVar[bool] = True
 
     def encoded_bytes(self, numel: int, dtype: str) -> int:
-        """Return the narrowed size of a float tensor, the raw size of every other."""
+        """Return the encoded size of floats, or the raw size of any other dtype, in bytes."""
         return self._nbytes(numel) if narrows(dtype) else _RAW.encoded_bytes(numel, dtype)
 
     def encode_(self, source: Tensor, target: Tensor, dtype: str) -> None:
-        """Narrow floats in runs of `RUN_ELEMENTS`; copy every other dtype as it is."""
+        """Encode floats, `RUN_ELEMENTS` at a time; copy every other dtype raw."""
         if not narrows(dtype):
             _RAW.encode_(source, target, dtype)
             return
@@ -142,7 +142,7 @@ class Narrowing(ABC):
             self._encode_(source[elements], target[encoded])
 
     def decode_(self, source: Tensor, target: Tensor, dtype: str) -> None:
-        """Restore floats in runs of `RUN_ELEMENTS`; copy every other dtype as it is."""
+        """Decode floats, `RUN_ELEMENTS` at a time; copy every other dtype raw."""
         if not narrows(dtype):
             _RAW.decode_(source, target, dtype)
             return
@@ -150,19 +150,19 @@ class Narrowing(ABC):
             self._decode_(source[encoded], target[elements])
 
     def _runs(self, numel: int) -> Iterator[tuple[slice, slice]]:
-        """Give where elements lie, and where they are written, few enough at a time that scratches stay small."""
+        """Yield (slice of the elements, slice of the encoded bytes), `RUN_ELEMENTS` at a time."""
         for start in range(0, numel, RUN_ELEMENTS):
             stop = min(start + RUN_ELEMENTS, numel)
             yield slice(start, stop), slice(self._nbytes(start), self._nbytes(stop))
 
     @abstractmethod
     def _nbytes(self, numel: int) -> int:
-        """Return bytes of so many elements; additive over multiples of the tile."""
+        """Return the encoded size of `numel` floats, in bytes; additive over whole tiles."""
 
     @abstractmethod
     def _encode_(self, source: Tensor, target: Tensor) -> None:
-        """Write `source` [n], of any float dtype and device, into `target`, uint8 of `_nbytes(n)`, on the CPU."""
+        """Encode `source` ([n], any float dtype, any device) into `target` (uint8, [`_nbytes(n)`], on the CPU)."""
 
     @abstractmethod
     def _decode_(self, source: Tensor, target: Tensor) -> None:
-        """Write what `source` holds into `target` [n], of any float dtype."""
+        """Decode `source` (uint8, [`_nbytes(n)`], on the CPU) into `target` ([n], any float dtype)."""

@@ -1,9 +1,13 @@
-"""Of each tile of 4,096 floats the k largest travel, with 2 bits each and their places; the others are zero.
+"""The codec `topk`: only the k largest floats of each tile (4,096 elements) are encoded; the rest decode as zero.
 
-A tile is written as two magnitudes in fp32, k places of 12 bits in rising order, and k values of 2 bits: sign, and
-which of the two magnitudes. They are the means of the chosen magnitudes below and above these ones' mean. What is not
-sent stays at the worker for later updates. After SparseLoCo (Sarfi et al., arXiv 2508.15706: 1 to 3 % of the elements,
-2 bits, error feedback).
+The encoded form of a tile is:
+
+    two magnitudes      fp32 each: the means of the chosen magnitudes below and above their overall mean
+    k indices           12 bits each, in rising order
+    k values            2 bits each: the sign, and which of the two magnitudes
+
+The worker keeps the encoding error and adds it to its next update. The method follows SparseLoCo (Sarfi et al., arXiv
+2508.15706: 1 to 3 % of the elements, 2 bits, error feedback).
 """
 
 from __future__ import annotations
@@ -21,19 +25,20 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 STEP = 16
-"""k is a multiple of it, so that what is written for a tile ends at a border of 4 bytes."""
+"""k is a multiple of `STEP`, so that the encoded size of a tile is a multiple of 4 bytes."""
 MAGNITUDES_BYTES = 8
 
 
 @dataclass(frozen=True)
 class TopKCodec(Narrowing):
-    """With a density of 1/64, k = 64: 120 bytes for 4,096 elements, 137 times fewer than fp32.
+    """The codec `topk`. With the default density 1/64, k is 64: 120 bytes for 4,096 elements, 137 times less than fp32.
 
     Attributes:
-        density: share of the elements that travel; k is the nearest multiple of 16, at least 16.
+        density: share of the elements to send, above 0 and at most 1. k is density × 4,096, rounded to a multiple of
+            16 and at least 16.
 
     Raises:
-        ConfigError: `density` is no share.
+        ConfigError: `density` is not above 0 and at most 1.
     """
 
     name: ClassVar[str] = "topk"
@@ -47,12 +52,12 @@ class TopKCodec(Narrowing):
 
     @property
     def k(self) -> int:
-        """Elements of a tile that travel."""
+        """Number of elements that are sent of each tile."""
         return max(1, round(self.density * TILE / STEP)) * STEP
 
     @property
     def tile_bytes(self) -> int:
-        """Bytes of an encoded tile: two magnitudes, and 12 + 2 bits for each of its k elements."""
+        """Size of an encoded tile, in bytes: two magnitudes, and 12 + 2 bits for each of the k elements."""
         return MAGNITUDES_BYTES + self.k * 3 // 2 + self.k // 4
 
     def _nbytes(self, numel: int) -> int:
@@ -71,7 +76,7 @@ class TopKCodec(Narrowing):
         for column, group in enumerate((~is_high, is_high)):
             count = group.sum(dim=1).clamp_(min=1)
             magnitudes[:, column].copy_(torch.where(group, sizes, 0.0).sum(dim=1) / count)
-        pairs = places[:, 0::2] | places[:, 1::2] << 12  # three bytes of eight
+        pairs = places[:, 0::2] | places[:, 1::2] << 12  # two indices fill the low three of eight bytes
         where.view(tiles, -1, 3).copy_(pairs.view(torch.uint8).view(tiles, -1, 8)[:, :, :3])
         bits = (chosen < 0).int() | is_high.int() << 1
         shifts = torch.arange(0, 8, 2, device=bits.device, dtype=torch.int32)
@@ -84,7 +89,7 @@ class TopKCodec(Narrowing):
         values = target.zero_() if in_place else torch.zeros(tiles * TILE, dtype=torch.float32, device="cpu")
         magnitudes, codes, where = self._split(source, tiles)
         pairs = torch.zeros(tiles, self.k // 2, 8, dtype=torch.uint8, device="cpu")
-        pairs[:, :, :3].copy_(where.view(tiles, -1, 3))  # three bytes of eight
+        pairs[:, :, :3].copy_(where.view(tiles, -1, 3))  # two indices fill the low three of eight bytes
         both = pairs.view(torch.int64)
         places = torch.cat((both & 0xFFF, both >> 12), dim=2).view(tiles, self.k)
         shifts = torch.arange(0, 8, 2, dtype=torch.int64, device="cpu")
@@ -95,7 +100,10 @@ class TopKCodec(Narrowing):
             target.copy_(values[: target.numel()])
 
     def _split(self, encoded: Tensor, tiles: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Magnitudes [tiles, 2] in fp32, values [tiles, k/4] and places [tiles, 3k/2] where they lie encoded."""
+        """Return views of the encoded tiles: magnitudes [tiles, 2] in fp32, values [tiles, k/4], indices [tiles, 3k/2].
+
+        Values and indices are packed bytes.
+        """
         import torch
 
         rows = encoded[: tiles * self.tile_bytes].view(tiles, self.tile_bytes)
@@ -104,10 +112,11 @@ class TopKCodec(Narrowing):
 
 
 def _largest(sizes: Tensor, k: int) -> Tensor:
-    """Places [tiles, k], in rising order, of the k largest of each row of `sizes` [tiles, n].
+    """Return the indices [tiles, k], in rising order, of the k largest values in each row of `sizes` [tiles, n].
 
-    NumPy finds the k-th largest several times faster than torch the k largest. They are all from it on, unless there
-    are more of its size than places left. NaN is larger than anything, for both.
+    On the CPU, NumPy finds the k-th largest value, several times faster than torch's `topk`. All values that are at
+    least as large are chosen. In rows where ties make these more than k, torch's `topk` chooses. Both treat NaN as the
+    largest value.
     """
     import torch
 
@@ -117,7 +126,7 @@ def _largest(sizes: Tensor, k: int) -> Tensor:
     if sizes.device.type != "cpu":
         return slowly(sizes)
     least = np.partition(sizes.numpy(), sizes.shape[1] - k, axis=1)[:, -k, None]
-    is_chosen = ~(sizes.numpy() < least)  # NaN among them: the server must see it
+    is_chosen = ~(sizes.numpy() < least)  # also chooses NaN, so that the server sees and refuses it
     is_clear = np.count_nonzero(is_chosen, axis=1) == k
     if is_clear.all():
         return torch.from_numpy(np.flatnonzero(is_chosen).reshape(-1, k)).remainder_(sizes.shape[1])

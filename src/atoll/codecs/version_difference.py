@@ -1,14 +1,17 @@
-"""The way down: a version as a difference from the one before it, and what server and workers make of that alike.
+"""Compressed downloads: a version encoded as its difference (delta) from the previous version.
 
     Δ = C(θ' − b)        b' = b + dec(Δ)
 
-θ is the server's master of a parameter, b what every worker holds of it, in the model's dtype. What C loses stays in
-θ' − b', and so is part of the next difference: error feedback without a file of its own. Both sides compute b' by
-`advance_`, in the dtype of accumulation, then cast; the digest of b' says whether they agree. Everything that is no
-float parameter travels as its new values.
+    θ, θ'    the server's full-precision parameter before and after the round
+    b, b'    the parameter in the published versions, in the model's dtype; all workers have the same values
+    C, dec   the codec's encoding and decoding
 
-A delta is laid out as an update is, and cut where the version is: part n of it makes part n of the next version from
-part n of the one before.
+The encoding error stays in θ' − b', so the next difference contains it. This is error feedback that needs no file.
+Server and workers both compute b' with `advance_`: add in the dtype of accumulation, then cast. The digest of b' shows
+whether they agree. Tensors other than float parameters are sent as their new values, without a difference.
+
+A delta has the layout of an update, but is divided into parts like the version: part n of the delta turns part n of the
+previous version into part n of the next one.
 """
 
 from __future__ import annotations
@@ -36,13 +39,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Downlink:
-    """How the versions of one fragment go down.
+    """The format of the compressed downloads of one fragment.
 
     Attributes:
-        codecs: by name, all that the layout names.
-        layout: of a delta.
-        parts: one for each part of the version that is ours; some have no bytes.
-        count: of the version's parts, whosever.
+        codecs: name → codec, for all codecs in the layout.
+        layout: the layout of a delta.
+        parts: the delta's parts: one for each part of the version that belongs to this rank; some are empty.
+        count: number of the version's parts, of all ranks.
     """
 
     codecs: Mapping[str, Codec]
@@ -52,13 +55,18 @@ class Downlink:
 
     @classmethod
     def of(cls, version: Layout, codec: str, options: Mapping[str, Any], *, sent: bool = False) -> Downlink | None:
-        """Return the way down of versions with this layout; None for the codec `none`: they are pulled whole.
+        """Return the format of compressed downloads of versions with this layout.
+
+        None for the codec `none`: then workers download whole versions.
 
         Args:
-            sent: as `codecs_of`.
+            version: layout of the versions.
+            codec: name of the codec of float parameters.
+            options: the codec's keyword arguments.
+            sent: whether the codec's name came over the wire (`codecs_of`).
 
         Raises:
-            ConfigError: the codec is not registered, or an option is not one of its own.
+            ConfigError: the codec's name is unknown, or an option is unknown or has a wrong value.
         """
         if codec == "none":
             return None
@@ -73,28 +81,30 @@ class Downlink:
 
     @functools.cached_property
     def runs(self) -> RunTable:
-        """Of the layout."""
+        """The table of the layout's element ranges, cut at tiles."""
         return RunTable(self.layout, TILE)
 
     def encode_(self, segment: Segment, theta: Tensor, held: Tensor, target: Tensor) -> None:
-        """Write the difference of a run of a parameter into `target`, and bring `held` from b to b'.
+        """Encode the difference θ' − b of a range of a parameter into `target`, and update `held` from b to b'.
 
         Args:
-            segment: of the delta.
+            segment: the parameter's segment in the delta.
             theta: θ' [n], in the dtype of accumulation.
-            held: b [n], in the model's dtype.
-            target: uint8, as many as `layout.piece` says.
+            held: b [n], in the model's dtype; changed in place.
+            target: buffer for the encoded range: uint8, of the size that `layout.piece` gives.
         """
         self.codecs[segment.codec].encode_(theta - held.to(theta.dtype), target, segment.spec.dtype)
         self.advance_(segment, held, target)
 
     def advance_(self, segment: Segment, held: Tensor, encoded: Tensor) -> None:
-        """Bring a run of a tensor from b to b', in place; what is no difference is replaced.
+        """Update a range of a tensor from b to b', in place.
+
+        A float parameter gets the decoded difference added. Any other tensor is replaced by the decoded values.
 
         Args:
-            segment: of the delta.
-            held: [n], on the CPU, in the model's dtype.
-            encoded: uint8, what the delta has of the run.
+            segment: the tensor's segment in the delta.
+            held: b [n], on the CPU, in the model's dtype; changed in place.
+            encoded: the delta's encoded bytes of the range, uint8.
         """
         import torch  # here, so that layouts can be computed without torch
 
@@ -109,39 +119,40 @@ class Downlink:
         held.copy_(held.to(change.dtype) + change)
 
     def digest(self, part_digests: list[bytes] | tuple[bytes, ...]) -> str:
-        """Return what names a delta with these parts."""
+        """Return the digest of a delta, from the digests of its parts."""
         return self.layout.blob_id(part_digests)
 
 
 class DifferenceWriter:
-    """Writes the parts of a delta, one at a time, run by run; of one thread.
+    """A writer of a delta file: one part at a time, one element range at a time. Use one per thread.
 
-    Codecs are fixed-rate and runs begin at tiles, so that each is encoded for itself.
+    Codecs have a fixed rate and ranges start at tiles, so each range can be encoded alone.
 
     Args:
-        downlink: its layout.
-        fd: of the delta.
-        scratch: of the thread.
+        downlink: the format of the delta.
+        fd: descriptor of the delta file.
+        scratch: the thread's scratch memory.
     """
 
     def __init__(self, downlink: Downlink, fd: int, scratch: Scratch) -> None:
         self._downlink, self._fd, self._scratch = downlink, fd, scratch
         self._part: Part
         self._hasher: blake3
-        self._end = 0  # of what is written, in the delta
+        self._end = 0  # offset in the delta file at which to write next
 
     def begin(self, part: Part) -> None:
-        """Go on with what belongs to this part of the version."""
+        """Start the delta's part for this part of the version."""
         self._part, self._hasher = self._downlink.parts[part.index], blake3()
         self._end = self._part.start
 
     def add(self, run: Run, values: Tensor, theta: Tensor | None) -> None:
-        """Encode the next run of the part.
+        """Encode and write the next element range of the part.
 
         Args:
-            run: of the version, n elements.
-            values: [n]; of parameters b, which becomes b'; else what the next version has.
-            theta: θ' [n] of parameters, in the dtype of accumulation.
+            run: the range in the version, n elements.
+            values: [n]. For float parameters b, which is changed to b' in place; for other tensors the next version's
+                values.
+            theta: θ' [n] in the dtype of accumulation for float parameters; None for other tensors.
         """
         there = self._downlink.runs.counterpart(run)
         memory = self._zeros(there.stop)[there.start - there.stop :]
@@ -156,13 +167,13 @@ class DifferenceWriter:
         self._write(there.stop)
 
     def end(self) -> bytes:
-        """Return the BLAKE3 of the part, which is complete."""
+        """Pad the part to its end with zeros, and return its BLAKE3 digest."""
         self._zeros(self._part.stop)
         self._write(self._part.stop)
         return self._hasher.digest()
 
     def _zeros(self, stop: int) -> Tensor:
-        """Return zeros for the delta from its end to `stop`, as aligned in memory as they are in the file."""
+        """Return a zeroed buffer for the file range from `_end` to `stop`, with the same alignment as in the file."""
         shift = self._end % ALIGN_BYTES
         return self._scratch.raw("delta", shift + stop - self._end)[shift:].zero_()
 

@@ -1,4 +1,4 @@
-"""Filters of what travels: updates, payloads of tasks and their answers, at a site or at the server.
+"""Filters: code that changes updates and the payloads of tasks, at a site or at the server.
 
 atoll.join(server, site, filters=[Drop("head.*"), NormClip(1.0, noise=0.5)])
 atoll.Server(model, filters={"clinic-a": [NormClip(10.0)]})

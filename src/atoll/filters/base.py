@@ -1,8 +1,9 @@
-"""The contract of filters, and several filters in a chain.
+"""The contract of filters, and chains of filters.
 
-In rounds a filter gets an update, before it leaves its site or before it is aggregated: the change version − local, of
-`params` (the pseudo-gradient) and of float buffers alike. In tasks it gets the float tensors of a payload or an answer
-as they are. Values are in fp32 or wider, on the CPU; a run has at most `CHUNK_ELEMENTS`, and no tensor is held whole.
+In rounds, a filter changes an update: at the site before it is sent, or at the server before it is aggregated. The
+filter gets the change version − local, of `params` (the pseudo-gradient) and also of float buffers. In tasks, a filter
+gets the float tensors of a payload or an answer, unchanged. Values are in fp32 or fp64, on the CPU. A filter gets at
+most `CHUNK_ELEMENTS` elements at a time.
 """
 
 from __future__ import annotations
@@ -26,17 +27,17 @@ from atoll.tensors.schema import TensorSpec
 
 @dataclass(frozen=True)
 class About:
-    """What is known of an update or a payload, besides its values.
+    """Metadata of an update or of a task's payload. In tasks, only `site` and `task` are set.
 
     Attributes:
-        site: that it comes from, or is sent to.
-        round: counts from 1; in tasks it is 0, as all others but `site` and `task`.
-        version: that the update was trained from.
-        weight: of the update.
-        steps: local optimizer steps; 0 if they were not reported.
-        metrics: that travel with it.
+        site: the site that sends the update or answer, or that gets the payload.
+        round: number of the round, from 1; in tasks 0.
+        version: number of the version that the update was trained from.
+        weight: weight of the update.
+        steps: local optimizer steps; 0 if the site did not report them.
+        metrics: metrics that are sent with the update.
         task: name of the task; empty in rounds.
-        fragment: of the model; 0 also for an update of the whole model.
+        fragment: number of the fragment; 0 also for an update of the whole model.
     """
 
     site: str
@@ -51,14 +52,14 @@ class About:
 
 @dataclass(frozen=True)
 class Outgoing:
-    """An update or a payload as a whole, for a filter that has to look at all of it first.
+    """A whole update or payload, for a filter that needs to read all values before it changes any.
 
     Attributes:
-        about: its metadata.
-        tensors: by name, those that earlier filters keep.
-        changes: (name, start, stop) → those elements [stop − start] after the earlier filters: of version − local, or
-            of the payload.
-        aliases: further name → name, for tensors that are in several places of a payload.
+        about: metadata of the update or payload.
+        tensors: name → spec of the tensors that the earlier filters keep.
+        changes: (name, start, stop) → elements [start, stop) after the earlier filters: of version − local in rounds,
+            of the payload in tasks.
+        aliases: further name → name in `tensors`, for a tensor that is in several places of a payload.
         model: names of all tensors of the model, if the update is of one fragment.
     """
 
@@ -69,14 +70,14 @@ class Outgoing:
     model: Collection[str] = ()
 
     def runs(self) -> Iterator[tuple[str, int, Tensor]]:
-        """Yield (name, first element, values) of all float tensors, in file order, one run at a time."""
+        """Yield (name, first element, values) for all float tensors, at most `CHUNK_ELEMENTS` elements at a time."""
         for name, spec in self.tensors.items():
             if spec.is_float:
                 for start in range(0, spec.numel, CHUNK_ELEMENTS):
                     yield name, start, self.changes(name, start, min(start + CHUNK_ELEMENTS, spec.numel))
 
     def tensor(self, name: str) -> Tensor:
-        """Return the change of one tensor, or the tensor of the payload, whole, in its shape and in new memory.
+        """Return one whole tensor, in its shape and in new memory: its change in rounds, its values in tasks.
 
         Raises:
             KeyError: no float tensor has this name.
@@ -90,39 +91,44 @@ class Outgoing:
 
 
 class Filter:
-    """Changes nothing; a filter overrides what it needs."""
+    """Base class of filters; it changes nothing. Override the methods that your filter needs."""
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"
 
     def begin(self, update: Outgoing) -> None:
-        """Begin with an update or a payload; called once for each, before `keeps` and `apply`.
+        """Prepare for an update or a payload. Atoll calls this once for each, before `keeps` and `apply`.
 
-        A filter that has to look at all of it reads `update.runs()`, which is one more pass over it. Keep what you
-        find, not `update` itself: it holds the model of the round until the next one.
+        If your filter depends on all values, read `update.runs()`: one more pass over the data. Store your results, but
+        not `update` itself: it would keep the round's model in memory.
         """
 
     def keeps(self, spec: TensorSpec) -> bool:
-        """Whether this tensor is sent. If not, the server gets no change of it, and a payload has None in its place."""
+        """Return whether to send this tensor. If not, it counts as unchanged in an update, and is None in a payload."""
         return True
 
     def apply(self, name: str, start: int, values: Tensor) -> Tensor:
-        """Return what to send in place of `values` [n], the elements of `name` from `start` on.
+        """Return the filtered values of n neighbouring elements of a tensor.
 
-        It may be called more than once for the same elements, also from several threads, and returns the same each
-        time. It is not called for integer tensors.
+        Atoll can call this several times for the same elements, also from several threads. Return the same result each
+        time. Atoll does not call this for integer tensors.
+
+        Args:
+            name: name of the tensor.
+            start: index of the first element in the flat tensor.
+            values: the elements, [n]. You may change them in place and return them.
 
         Returns:
-            [n], in the dtype of `values`, which may be changed in place and returned.
+            The filtered elements, [n], in the dtype of `values`.
         """
         return values
 
 
 def require_filters(filters: Sequence[Filter]) -> tuple[Filter, ...]:
-    """Return what a user gave as `filters`.
+    """Return the filters of an argument `filters` as a tuple.
 
     Raises:
-        UsageError: something in it is no filter.
+        UsageError: the argument is a single filter, or an element is no filter.
     """
     if isinstance(filters, Filter):
         raise UsageError(f"filters is {filters!r} alone.", f"Give a list: [{filters!r}].")
@@ -134,12 +140,12 @@ def require_filters(filters: Sequence[Filter]) -> tuple[Filter, ...]:
 
 
 class BadFilter(Exception):
-    """A filter raised, or returned something wrong.
+    """Error: a filter raised, or returned a wrong result.
 
     Attributes:
         filter: the filter.
-        what: what it did, as words after its name.
-        raised: whether it raised; its error is the cause.
+        what: the fault, as words that follow the filter's name.
+        raised: whether the filter raised an error. If so, it is the cause of this error.
     """
 
     def __init__(self, filter_: Filter, what: str, *, raised: bool) -> None:
@@ -148,20 +154,20 @@ class BadFilter(Exception):
 
 
 class Chain:
-    """The change of an update, or the tensors of a payload, after all filters.
+    """A chain of filters over one update or payload. It returns values after all filters.
 
     Args:
-        filters: in order; `begin` of each is called here.
-        specs: by name, the tensors that filters see.
-        about: the metadata.
-        raw: (name, start, stop) → those elements of version − local, or of the payload, before any filter, in new
-            memory, in the dtype of accumulation.
-        aliases: further name → name; a tensor is kept under all its names, or under none.
+        filters: the filters, in order. The constructor calls `begin` and `keeps` of each.
+        specs: name → spec of the tensors to filter.
+        about: metadata of the update or payload.
+        raw: (name, start, stop) → elements [start, stop) before any filter: of version − local, or of the payload. In
+            new memory, in the dtype of accumulation.
+        aliases: further name → name in `specs`. If a filter drops a tensor under one name, all its names are dropped.
         model: names of all tensors of the model, if the update is of one fragment.
-        finite: whether a filter that leaves NaN or Inf is refused here.
+        finite: whether to raise `BadFilter` if a filter's result has NaN or Inf.
 
     Raises:
-        BadFilter: a `begin` or `keeps` raised.
+        BadFilter: `begin` or `keeps` of a filter raised.
     """
 
     def __init__(
@@ -194,26 +200,26 @@ class Chain:
             }
 
     def sends(self, name: str) -> bool:
-        """Whether every filter keeps this tensor."""
+        """Return whether all filters keep this tensor."""
         return name in self._kept
 
     def change(self, name: str, start: int, stop: int) -> Tensor:
-        """Return the elements [stop − start] of a float tensor after all filters; zeros if one does not keep it.
+        """Return elements [start, stop) of a float tensor after all filters; zeros if a filter drops the tensor.
 
         Raises:
-            BadFilter: one raised, or returned another shape or dtype, or NaN or Inf.
+            BadFilter: a filter raised, or returned another shape or dtype. With `finite`, also for NaN or Inf.
         """
         if name not in self._kept:
             return torch.zeros(stop - start, dtype=accumulate_dtype(self.specs[name].dtype), device="cpu")
         return self._behind(name, start, self._raw(name, start, stop), len(self._filters))
 
     def taken(self, name: str, start: int, stop: int) -> Tensor:
-        """Return what the filters have taken off the change of a tensor that is sent: before − after."""
+        """Return what the filters removed from elements [start, stop): values before − values after."""
         raw = self._raw(name, start, stop)
         return raw.sub_(self._behind(name, start, raw.clone(), len(self._filters)))
 
     def _behind(self, name: str, start: int, values: Tensor, count: int) -> Tensor:
-        """Return what the first `count` filters make of `values`, which they may change."""
+        """Return `values` after the first `count` filters. The filters may change `values` in place."""
         wide = values.dtype
         for filter_ in self._filters[:count]:
             found = _call(filter_, f"{name!r}", partial(filter_.apply, name, start, values))
@@ -235,25 +241,25 @@ def _call(filter_: Filter, of: str, call: Callable[[], object]) -> object:
         raise BadFilter(filter_, f"failed at {of}: {type(error).__name__}: {error}", raised=True) from error
 
 
-# -- Filters of payloads: each float tensor passes through all of them while it is written.
+# -- Filters of payloads: each float tensor passes through all filters while it is written, one chunk at a time.
 #
-#     model.w  ──run──▶ fp32 ──filter──▶ … ──filter──▶ its own dtype ──▶ file
+#     model.w  ──chunk──▶ fp32 ──filter──▶ … ──filter──▶ its own dtype ──▶ file
 #
-# Nothing is copied before: the payload has a `Stream` in the place of a tensor, which filters each run when it is read.
-# Integers, booleans and NumPy scalars stay as they are.
+# The tensor is not copied first. In the payload, a `Stream` replaces the tensor and filters each chunk when it is read.
+# Integers, booleans and NumPy scalars are not filtered.
 
 
 T = TypeVar("T")
 
 ByTask = Sequence[Filter] | Mapping[str, Sequence[Filter]]
-"""Filters for every task, or by the name of a task."""
+"""A list of filters for all tasks, or task name → list of filters."""
 
 
 def for_tasks(given: ByTask) -> list[tuple[Filter, frozenset[str]]]:
-    """Return each filter with the names of its tasks; without names it is for every task.
+    """Return (filter, names of its tasks) for each filter. An empty set of names means all tasks.
 
     Raises:
-        UsageError: something in it is no filter.
+        UsageError: an element is no filter.
     """
     if not isinstance(given, Mapping):
         return [(each, frozenset()) for each in require_filters(given)]
@@ -261,16 +267,20 @@ def for_tasks(given: ByTask) -> list[tuple[Filter, frozenset[str]]]:
 
 
 def filtered(packed: Packed, filters: Sequence[Filter], about: About, what: str) -> Packed:
-    """Return a payload as it is to travel: None in the places of dropped tensors, and float tensors filtered.
+    """Return the filtered payload: None in place of dropped tensors, and streams in place of float tensors.
 
-    `begin` and `keeps` of the filters are called here, and `apply` while the payload is written: until then they may
-    not be used for another payload.
+    `begin` and `keeps` of the filters run here. `apply` runs later, while the payload is written. Until then, do not
+    use the same filters for another payload.
 
     Args:
-        what: begins the errors: it names the payload, and says what is not done with it.
+        packed: the payload.
+        filters: the filters, in order.
+        about: metadata of the payload.
+        what: start of error messages: the payload's name, and what did not happen to it.
 
     Raises:
-        UsageError: a filter raised, or would read NaN or Inf; filter and tensor are named.
+        UsageError: a filter failed, or a tensor has NaN or Inf before it is filtered. The message names the filter or
+            the tensor.
     """
     names = _told(lambda: names_of(packed), what) if filters else {}
     if not names:
@@ -283,7 +293,7 @@ def filtered(packed: Packed, filters: Sequence[Filter], about: About, what: str)
         tensor = tensors[name]
         run = run_of(tensor, start, stop) if isinstance(tensor, Tensor) else cursors[name].run(start, stop)
         values = torch.empty(stop - start, dtype=accumulate_dtype(specs[name].dtype)).copy_(run)
-        if not bool(torch.isfinite(values).all()):  # a filter would make NaN of it, or be blamed for it
+        if not bool(torch.isfinite(values).all()):  # checked first, so that the filters are not blamed
             raise UsageError(f"{name!r} has NaN or Inf before it is filtered.", "Drop it first, or send booleans.")
         return values
 
@@ -300,13 +310,13 @@ def filtered(packed: Packed, filters: Sequence[Filter], about: About, what: str)
 
 
 def said(error: BaseException) -> str:
-    """Return an error with the traceback of its cause, as text, so that a log record holds no payload."""
+    """Return an error as text, with its cause's traceback. A log record of the error itself would keep the payload."""
     cause = "" if error.__cause__ is None else "\n" + "".join(traceback.format_exception(error.__cause__)).rstrip()
     return f"{error}{cause}"
 
 
 class _Through(Stream):
-    """A filtered tensor; its errors name the filter already."""
+    """A filtered tensor, as a stream. Its errors already name the filter, so `_chunks` adds nothing."""
 
     def _chunks(self) -> Iterator[Chunk]:
         yield from self.chunks()
@@ -326,7 +336,7 @@ def _runs(chain: Chain, spec: TensorSpec, dtype: torch.dtype, last: str, what: s
 
 @dataclass(eq=False)
 class _Cursor:
-    """Reads runs of a stream, mostly in order; an earlier run reads the stream anew."""
+    """A reader of element ranges of a stream. A range before the current position restarts the stream."""
 
     stream: Stream
     at: int = 0
@@ -334,7 +344,7 @@ class _Cursor:
     chunks: Iterator[memoryview] | None = None
 
     def run(self, start: int, stop: int) -> Tensor:
-        """Elements [start, stop), in new memory."""
+        """Return elements [start, stop), in new memory."""
         size = self.stream.itemsize
         if self.chunks is None or start * size < self.at:
             self.chunks, self.at, self.rest = self.stream.runs(), 0, memoryview(b"")
@@ -342,7 +352,7 @@ class _Cursor:
         self._read(None, start * size - self.at)
         self._read(bytes_of(out), (stop - start) * size)
         if stop * size == self.stream.nbytes:
-            for _ in self.chunks:  # it raises if it has too many
+            for _ in self.chunks:  # the stream raises here if it has too many bytes
                 pass
             self.chunks = None
         return out
@@ -352,7 +362,7 @@ class _Cursor:
         done = 0
         while done < count:
             if not self.rest:
-                self.rest = next(self.chunks)  # it raises if it has too few
+                self.rest = next(self.chunks)  # the stream raises here if it has too few bytes
             run, self.rest = self.rest[: count - done], self.rest[count - done :]
             if into is not None:
                 into[done : done + len(run)] = run

@@ -1,7 +1,7 @@
-"""Drop tensors, clip the norm and add noise, round to fewer digits.
+"""Built-in filters: drop tensors (`Drop`), clip the norm and add noise (`NormClip`), round to fewer digits (`Cast`).
 
-H. B. McMahan et al., *Learning Differentially Private Recurrent Language Models*, arXiv 1710.06963, algorithm 1 (the
-flat clip), with the noise added at the site, so that the update never leaves it without noise:
+`NormClip` follows H. B. McMahan et al., *Learning Differentially Private Recurrent Language Models*, arXiv 1710.06963,
+algorithm 1 (the flat clip). Unlike in the paper, the site adds the noise, so that no update leaves it without noise:
 
     Δ ← Δ · min(1, C / ‖Δ‖₂) + N(0, (z·C)²)
 """
@@ -23,13 +23,13 @@ from atoll.tensors.schema import TensorSpec
 
 
 class Drop(Filter):
-    """Do not send the tensors with matching names.
+    """A filter that does not send the tensors with matching names.
 
-    The mean counts the change of this site to them as zero. What the site has trained in them is overwritten when it
-    loads the next version. The payload of a task has None in their places.
+    In rounds, the mean counts this site's change of a dropped tensor as zero. The site's own training of the tensor is
+    lost when it loads the next version. In tasks, the payload has None in place of a dropped tensor.
 
     Args:
-        patterns: names, or patterns as in a shell: `"head.*"`, `"*.running_mean"`.
+        patterns: names, or shell-style patterns: `"head.*"`, `"*.running_mean"`.
     """
 
     def __init__(self, *patterns: str) -> None:
@@ -41,10 +41,10 @@ class Drop(Filter):
         return f"Drop({', '.join(map(repr, self.patterns))})"
 
     def begin(self, update: Outgoing) -> None:
-        """Refuse a pattern that matches no tensor: what it was to hold back would leave.
+        """Refuse a pattern that matches no tensor: with a misspelt pattern, the tensor would be sent.
 
         Raises:
-            UsageError: naming it.
+            UsageError: a pattern matches no tensor. The message names the pattern.
         """
         what, remedy = "model", "Print the names with `[name for name in model.state_dict()]`."
         if update.about.task:
@@ -58,21 +58,21 @@ class Drop(Filter):
                 )
 
     def keeps(self, spec: TensorSpec) -> bool:
-        """Return False for a name that matches one of the patterns; case matters."""
+        """Return False if the tensor's name matches a pattern. Patterns are case-sensitive."""
         return not any(fnmatchcase(spec.name, pattern) for pattern in self.patterns)
 
 
 class NormClip(Filter):
-    """Scale the update down to a norm, and add Gaussian noise to every element.
+    """A filter that scales the update down to a maximum norm, and adds Gaussian noise to every element.
 
-    The norm is over all float tensors that are sent, buffers included. The (ε, δ) that this gives depends on how often
-    a record is used and on the number of rounds: compute it with a privacy accountant.
+    The norm covers all float tensors that are sent, including buffers. The privacy guarantee (ε, δ) depends on how
+    often a record is used and on the number of rounds. Compute it with a privacy accountant.
 
     Args:
-        max_norm: C, the largest L2 norm that leaves.
-        noise: z, the noise multiplier: the standard deviation is z·C for every element.
-        seed: 32 bytes for tests, which determine the noise of each site and round. By default they are drawn anew for
-            every update, and kept secret: two updates for one round (the first was refused) never share their noise.
+        max_norm: C, the maximum L2 norm.
+        noise: z, the noise multiplier: the noise of each element has the standard deviation z·C.
+        seed: 32 bytes that determine the noise of each site and round; only for tests. By default, a secret seed is
+            drawn for every update. So two updates for one round, if the first was refused, have different noise.
     """
 
     def __init__(self, max_norm: float, noise: float = 0.0, *, seed: bytes | None = None) -> None:
@@ -96,7 +96,7 @@ class NormClip(Filter):
         self._site, self._round = update.about.site, update.about.round
 
     def apply(self, name: str, start: int, values: Tensor) -> Tensor:
-        """Scale the run in place by the factor that `begin` found, then add noise from the key of this update."""
+        """Scale the elements in place by the factor from `begin`, then add noise from this update's key."""
         values = values.mul_(self._scale)
         if self.noise:
             values += torch.randn(len(values), generator=self._generator(name, start), dtype=values.dtype).mul_(
@@ -105,7 +105,7 @@ class NormClip(Filter):
         return values
 
     def _generator(self, name: str, start: int) -> torch.Generator:
-        """Return the generator of the noise for one run, which depends on run, round and site alone."""
+        """Return the noise generator for one range of elements. It depends on key, site, round, tensor and `start`."""
         key = blake3(f"{self._site}\n{self._round}\n{start}\n{name}".encode(), key=self._key).digest(8)
         return torch.Generator().manual_seed(int.from_bytes(key, "little", signed=True))
 
@@ -114,13 +114,12 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Cast(Filter):
-    """Round what is sent to the values of a narrower dtype.
+    """A filter that rounds all values to those of a narrower dtype.
 
-    The number of bytes stays the same: the codec decides it.
+    This does not reduce the number of bytes sent: the codec determines it.
 
     Args:
-        dtype: `bf16` or `fp16`; fp16 cannot hold more than 65504, and what is beyond becomes infinite, which the server
-            refuses.
+        dtype: `bf16` or `fp16`. In fp16, values above 65,504 become infinite, and the server refuses the update.
     """
 
     def __init__(self, dtype: str) -> None:
@@ -132,5 +131,5 @@ class Cast(Filter):
         return f"Cast({self.dtype!r})"
 
     def apply(self, name: str, start: int, values: Tensor) -> Tensor:
-        """Round to the narrower dtype and back, so that shape and dtype of `values` stay."""
+        """Round `values` to the narrower dtype, and cast them back to their own dtype."""
         return values.to(_DTYPES[self.dtype]).to(values.dtype)

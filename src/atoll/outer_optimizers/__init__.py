@@ -1,4 +1,4 @@
-"""A name and options from the run file → a rule that is safe to run, or an error that says what to write instead."""
+"""Build the outer optimizer from its name and options in the run file, and check that it can be one."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ def build_outer(
     options: Mapping[str, Any] | None = None,
     lrs: Mapping[str, float] | None = None,
 ) -> OuterRule:
-    """The outer optimizer `target` with `options`, put through the chunk contract.
+    """Return the outer optimizer `target` with `options`, after a trial run (`chunk_exactness`).
 
     Args:
-        target: a name of `registry.TABLES["outer"]`, `module:attribute`, or the thing itself: a class of
-            `torch.optim`, or a function (parameters, **options) → optimizer.
-        options: keyword arguments. `fused` and `foreach` may be among them; by default `fused` where the class has it
-            for CPU tensors, and never `foreach`.
-        lrs: pattern of names → the learning rate of these parameters.
+        target: a name of `registry.TABLES["outer"]`, `module:attribute`, a class of `torch.optim`, or a function
+            (parameters, **options) → optimizer.
+        options: keyword arguments. They can include `fused` and `foreach`. By default, `fused` is used if the class
+            supports it for CPU tensors, and `foreach` is not used.
+        lrs: shell-style pattern of parameter names → learning rate of these parameters.
 
     Raises:
-        ConfigError: the name, an option or a value is wrong; or the optimizer cannot be an outer one: it couples
-            tensors, needs a closure or sparse gradients, draws random numbers, or keeps state that cannot be stored.
+        ConfigError: the name, an option or a value is wrong. Or the optimizer is unsuitable: it couples tensors, needs
+            a closure or sparse gradients, draws random numbers, or has state that cannot be stored.
     """
     label = target if isinstance(target, str) else getattr(target, "__qualname__", repr(target))
     factory = registry.load("outer", target) if isinstance(target, str) else target
@@ -53,7 +53,7 @@ def build_outer(
 
 
 def _arguments(factory: Callable[..., Optimizer]) -> set[str] | None:
-    """The keyword arguments of an optimizer beside the parameters; None where it takes any."""
+    """Return the optimizer's keyword arguments, without the parameters. None: it takes any, or has no signature."""
     try:
         parameters = list(inspect.signature(factory).parameters.values())
     except (TypeError, ValueError):
@@ -73,7 +73,11 @@ def _require_known(label: str, options: Mapping[str, Any], known: set[str]) -> N
 def _explicit_flags(
     label: str, factory: Callable[..., Optimizer], options: dict[str, Any], known: set[str]
 ) -> dict[str, Any]:
-    """`options` with `fused` and `foreach` said outright: torch's own choice between them depends on its version."""
+    """Return `options` with explicit `fused` and `foreach`, because torch's defaults depend on its version.
+
+    Raises:
+        ConfigError: the optimizer does not accept its options.
+    """
     flags: dict[str, Any] = {}
     if "foreach" in known:
         flags["foreach"] = False
@@ -82,7 +86,7 @@ def _explicit_flags(
     if flags.get("fused") and not options.get("fused"):
         try:
             _try(factory, flags | options)
-        except Exception:  # no fused form for CPU tensors or with these options; other errors come again below
+        except Exception:  # `fused` does not work on the CPU or with these options; other errors recur below
             flags["fused"] = False
     try:
         _try(factory, flags | options, step=False)

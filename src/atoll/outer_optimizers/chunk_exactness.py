@@ -1,8 +1,9 @@
-"""The contract of an outer optimizer, put to each one before a run starts, on tensors of a few thousand elements.
+"""A trial of the outer optimizer before a run starts, on tensors of a few thousand elements.
 
-It must step a tensor in the same way whether it is alone or beside others, today or tomorrow, with its state put away
-in between. If it also steps it in the same way in chunks, bit for bit, it runs chunk by chunk and needs a few MB
-whatever the model's size (`chunk`); if not, on one whole tensor at a time (`tensor`).
+The optimizer must give the same bits in each of these cases: twice from the same numbers, with one tensor or several at
+a time, and with its state stored and restored between steps. If a step in chunks also gives the same bits, the server
+steps each tensor chunk by chunk, in a few MB of memory (`chunk`). If not, the server steps one whole tensor at a time
+(`tensor`).
 """
 
 from __future__ import annotations
@@ -17,21 +18,21 @@ from atoll.errors import ConfigError
 from atoll.outer_optimizers.torch_optimizer import Granularity, OuterRule, State
 
 _SHAPE = (67, 129)
-"""8,643 elements: two borders of tiles, and an end that fills neither a tile nor a vector register."""
+"""8,643 elements: more than two tiles (of 4,096), and a rest that fills neither a tile nor a vector register."""
 
 _CUTS = ((0, 4096, 8192, 8643), (0, 8192, 8643), (0, 64, 8643))
 _ROUNDS = 3
 _INSTEAD = "Choose sgd, adam, adamw, adagrad or rmsprop, or another optimizer that treats each tensor for itself."
 
 Stepped = list[tuple[Tensor, State]]
-"""Per tensor: the parameter and its state after the last round."""
+"""For each tensor: the parameter and its optimizer state after the last round."""
 
 
 def granularity_of(rule: OuterRule) -> Granularity:
-    """How `rule` may be run.
+    """Return whether `rule` can step tensors in chunks or only whole.
 
     Raises:
-        ConfigError: it cannot be an outer optimizer; why, and what to choose instead.
+        ConfigError: the optimizer cannot be an outer optimizer. The message gives the reason and alternatives.
     """
     verdicts = [_judge(rule, dtype) for dtype in (torch.float32, torch.float64)]
     return "chunk" if all(verdict == "chunk" for verdict in verdicts) else "tensor"
@@ -55,7 +56,7 @@ def _judge(rule: OuterRule, dtype: torch.dtype) -> Granularity:
 
 
 def _numbers(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> list[Tensor]:
-    """A parameter, then a gradient per round: several magnitudes, sign changes, zeros."""
+    """Return a random parameter, then one gradient per round: of several magnitudes, with sign changes and zeros."""
     generator = torch.Generator().manual_seed(seed)
     values = [torch.randn(shape, generator=generator, dtype=dtype) for _ in range(1 + _ROUNDS)]
     return [
@@ -65,7 +66,11 @@ def _numbers(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> list[Tens
 
 
 def _plain(rule: OuterRule, tensors: Sequence[Sequence[Tensor]]) -> Stepped:
-    """What torch does by itself: one optimizer object over whole tensors, kept alive for all rounds."""
+    """Step whole tensors as in plain torch: one optimizer object for all rounds.
+
+    Raises:
+        ConfigError: the optimizer makes several parameter groups, or its steps change `param_groups`.
+    """
     leaves = [torch.nn.Parameter(parameter.clone()) for parameter, *_ in tensors]
     optimizer = rule.make(leaves)
     if len(optimizer.param_groups) != 1:
@@ -85,7 +90,11 @@ def _settings(optimizer: torch.optim.Optimizer) -> str:
 
 
 def _put_away(rule: OuterRule, values: Sequence[Tensor]) -> tuple[Tensor, State]:
-    """As `_plain`, but by the rule's stepper: each round starts from stored state and a used optimizer object."""
+    """Step one tensor as the server does: with the rule's `Stepper`, which gets the stored state in each round.
+
+    Raises:
+        ConfigError: the state's names, shapes or dtypes change after the first round.
+    """
     parameter, state, stepper = values[0].clone(), None, rule.stepper()
     for gradient in values[1:]:
         (after,) = stepper.step_([parameter], [gradient.clone()], None if state is None else [state])
@@ -98,12 +107,19 @@ def _put_away(rule: OuterRule, values: Sequence[Tensor]) -> tuple[Tensor, State]
 
 
 def _chunks_equal(rule: OuterRule, values: Sequence[Tensor], whole: tuple[Tensor, State], cuts: Sequence[int]) -> bool:
-    """Whether 1-D runs of the tensor, stepped one after the other, come to the bits of the whole tensor."""
+    """Return whether stepping 1-D chunks of the tensor gives the same bits as stepping the whole tensor.
+
+    Args:
+        rule: the outer optimizer.
+        values: the parameter, then one gradient per round.
+        whole: the parameter and its state after stepping the whole tensor.
+        cuts: the borders of the chunks, as element numbers.
+    """
     pieces = [[value.reshape(-1)[start:stop] for value in values] for start, stop in pairwise(cuts)]
     try:
         stepped = [_put_away(rule, piece) for piece in pieces]
     except Exception:
-        return False  # for example: it steps matrices only
+        return False  # for example: the optimizer only accepts matrices
     parameter, state = whole
     if any(set(chunk_state) != set(state) for _, chunk_state in stepped):
         return False
@@ -129,7 +145,7 @@ def _equal(one: Stepped, two: Stepped) -> bool:
 
 
 def _same(one: object, two: object) -> bool:
-    """Bit for bit; Python's numbers by value."""
+    """Return whether two values are equal: tensors bit for bit, Python numbers by value."""
     if not isinstance(one, Tensor):
         one, two = two, one
     if not isinstance(one, Tensor):

@@ -1,15 +1,15 @@
 """Delayed Nesterov.
 
 B. Liu, R. Chhaparia, A. Douillard, S. Kale, A. A. Rusu, J. Shen, A. Szlam, M. Ranzato: Asynchronous Local-SGD Training
-for Language Modeling. arXiv 2401.09135, algorithm 3 with c = 0. Updates come one at a time; momentum acts on every
-N-th only, on their mean:
+for Language Modeling. arXiv 2401.09135, algorithm 3 with c = 0. Updates are applied one at a time. Momentum is applied
+only at every N-th update, with the mean of the last N:
 
     t mod N ≠ 0    θ ← θ − ε · g_t / N
-    t mod N = 0    m ← β · m + (1/N) · Σ g           the N updates since the last time
+    t mod N = 0    m ← β · m + (1/N) · Σ g           Σ over the last N updates
                    θ ← θ − ε · (β · m + g_t / N)
 
-N equal updates move θ exactly as far as one synchronous step of Nesterov's rule along one of them (m ← β·m + g,
-θ ← θ − ε·(g + β·m)). Some implementations apply ε·g_t undivided in between, and overshoot N-fold.
+N equal updates move θ exactly as far as one synchronous Nesterov step along one of them (m ← β·m + g,
+θ ← θ − ε·(g + β·m)). Implementations that apply ε·g_t without the division by N overshoot N-fold.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from atoll.outer_optimizers.torch_optimizer import EachTensor
 
 
 class DelayedNesterov(EachTensor):
-    """SGD with a Nesterov momentum that acts on every N-th step.
+    """SGD with a Nesterov momentum that is applied at every N-th step.
 
     Args:
-        params: what is stepped.
-        lr: ε.
-        momentum: β.
-        delay: N; 1 is `torch.optim.SGD(nesterov=True)`.
-        undelayed: so many first steps have N = 1: those of a run that begins with synchronous rounds.
+        params: the parameters to step, or torch's parameter groups.
+        lr: ε, the learning rate, above zero.
+        momentum: β, from 0 to below 1.
+        delay: N, at least 1. With N = 1, this is `torch.optim.SGD(nesterov=True)`.
+        undelayed: number of first steps with N = 1, for a run that starts with synchronous rounds.
     """
 
     def __init__(self, params: Any, lr: float = 0.7, momentum: float = 0.9, delay: int = 1, undelayed: int = 0) -> None:

@@ -1,8 +1,10 @@
-"""A stock torch optimizer as a pure rule: (run of parameters, run of gradients, state) → the same, one round later.
+"""A torch optimizer as a pure rule: (parameter chunks, gradient chunks, state) → new parameters and new state.
 
-One parameter per tensor chunk, never across tensors. The state is assigned to `optimizer.state[p]` directly; in a first
-round torch creates it (it is not zeros in Adagrad, NAdam, Rprop …). State of 0 dimensions (`step`) belongs to the
-tensor: a caller that steps a tensor in chunks gives each chunk a clone, and keeps one of the results.
+Each chunk of a tensor is one torch parameter. A stored state is assigned to `optimizer.state[p]`. In the first round,
+torch creates the state: for Adagrad, NAdam, Rprop and others it does not start at zero.
+
+0-d state (`step`) belongs to the whole tensor. If you step a tensor in chunks, give each chunk a clone of its 0-d
+state, and keep one of the results.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ Granularity = Literal["chunk", "tensor"]
 State = dict[str, Tensor]
 
 _PYTHON_DTYPES: dict[type, torch.dtype] = {bool: torch.bool, int: torch.int64, float: torch.float64}
-"""Numbers that an optimizer keeps as Python's → how they are stored."""
+"""Type of a Python number in an optimizer's state → dtype in which it is stored."""
 
 
 @dataclass(frozen=True)
@@ -35,9 +37,9 @@ class StateSpec:
     """One entry of an optimizer's state for one tensor.
 
     Attributes:
-        key: in `optimizer.state[p]`.
-        dtype: safetensors name.
-        shape: None where it has the tensor's; it is then cut as the tensor is.
+        key: the entry's key in `optimizer.state[p]`.
+        dtype: the entry's dtype, as a safetensors name.
+        shape: the entry's shape; None: the shape of the tensor. Such an entry is cut into chunks like the tensor.
     """
 
     key: str
@@ -46,17 +48,18 @@ class StateSpec:
 
     @property
     def elementwise(self) -> bool:
-        """Whether it has one value for each element of the tensor, and is cut as the tensor is."""
+        """Whether the entry has one value per element of the tensor, and is cut into chunks like the tensor."""
         return self.shape is None
 
 
 class OuterRule:
-    """An outer optimizer that passed the probe of `atoll.outer_optimizers.chunk_exactness`; `build_outer` makes it.
+    """An outer optimizer with its options. `build_outer` makes it after a trial run (`chunk_exactness`).
 
     Attributes:
-        label: what the user called it.
-        lrs: pattern of names → the learning rate of these parameters; of several patterns that fit, the first.
-        granularity: `chunk` where steps on runs of a tensor are bit-identical to steps on the tensor, else `tensor`.
+        label: the optimizer's name, as the user wrote it.
+        lrs: shell-style pattern of parameter names → learning rate of these parameters. If several patterns match, the
+            first one applies.
+        granularity: `chunk` if stepping chunks of a tensor gives the same bits as stepping the tensor; else `tensor`.
     """
 
     def __init__(
@@ -72,14 +75,14 @@ class OuterRule:
         self.granularity: Granularity = granularity
         self._factory = factory
         self._options = dict(options)
-        self._lr_of: dict[str, float | None] = {}  # asked for in every window of every round
+        self._lr_of: dict[str, float | None] = {}  # cache: each chunk of each round needs a lookup
         self._specs: dict[object, list[StateSpec]] = {}
 
     def make(self, parameters: Sequence[Tensor]) -> Optimizer:
-        """The optimizer itself over `parameters`, with `fused` and `foreach` as this rule has them.
+        """Return a new torch optimizer of `parameters`. `fused` and `foreach` are False if the rule does not set them.
 
         Raises:
-            ConfigError: the factory made something else.
+            ConfigError: the factory did not return a torch optimizer.
         """
         optimizer = self._factory(list(parameters), **copy.deepcopy(self._options))
         if not isinstance(optimizer, Optimizer):
@@ -91,9 +94,9 @@ class OuterRule:
         return optimizer
 
     def state_specs(self, spec: TensorSpec) -> list[StateSpec]:
-        """What is kept between rounds for a tensor; nothing for buffers, integers and empty tensors.
+        """Return the entries of optimizer state to store for a tensor; none for buffers, integers and empty tensors.
 
-        With granularity `tensor` a tensor of that shape is stepped once to see it.
+        To find them, a trial tensor is stepped once. With granularity `tensor`, it has the shape of the tensor.
         """
         if spec.group != PARAMS or not spec.is_float or not spec.numel:
             return []
@@ -112,17 +115,17 @@ class OuterRule:
         return self._specs[shape, dtype]
 
     def lr_of(self, name: str) -> float | None:
-        """The learning rate of a parameter; None: the optimizer's own."""
+        """Return the learning rate for a parameter name; None: the optimizer's own learning rate."""
         if name not in self._lr_of:
             self._lr_of[name] = next((lr for pattern, lr in self.lrs.items() if fnmatchcase(name, pattern)), None)
         return self._lr_of[name]
 
     def stepper(self) -> Stepper:
-        """What steps; one per thread."""
+        """Return a new `Stepper` of this rule. Use one per thread."""
         return Stepper(self)
 
     def describe(self) -> dict[str, Any]:
-        """What decides the bits of a step, as plain values: to be recorded with the run."""
+        """Return everything that determines the bits of a step, as plain values, for the run's records."""
         optimizer = self.make([torch.nn.Parameter(torch.zeros(1))])
         group = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
         lrs = {"lrs": self.lrs} if self.lrs else {}
@@ -141,7 +144,7 @@ class OuterRule:
 
 
 class Stepper:
-    """Steps runs of tensors with one optimizer object that is used again and again; not for two threads at once."""
+    """A stepper of tensor chunks that reuses one torch optimizer object. Not thread-safe."""
 
     def __init__(self, rule: OuterRule) -> None:
         self._rule = rule
@@ -155,16 +158,17 @@ class Stepper:
         states: Sequence[State] | None,
         names: Sequence[str] = (),
     ) -> list[State]:
-        """Step each of `params` (in place) along its gradient.
+        """Step each of `params`, in place, along its gradient.
 
         Args:
-            params: tensors, or runs of tensors, of one dtype.
-            grads: of the same shapes and dtype; not kept.
-            states: by key, changed in place or replaced; 0-d entries must be this call's own. None: the first round.
-            names: of the tensors, by which some have learning rates of their own; by default none has.
+            params: tensors, or chunks of tensors, of one dtype.
+            grads: the gradients, with the shapes and dtype of `params`.
+            states: the stored state of each of `params`, key → tensor; changed in place or replaced. Do not share 0-d
+                entries between calls. None: the first round, torch creates the state.
+            names: the tensors' names, to look up learning rates by name; empty: all use the optimizer's own.
 
         Returns:
-            The state of each afterwards, by key; numbers of Python's as 0-d tensors.
+            The new state of each of `params`, key → tensor. Python numbers become 0-d tensors.
         """
         leaves = [torch.nn.Parameter(param) for param in params]
         for leaf, grad in zip(leaves, grads, strict=True):
@@ -207,7 +211,7 @@ class Stepper:
 def _grouped(
     group: Mapping[str, Any], leaves: Sequence[torch.nn.Parameter], lrs: Sequence[float | None]
 ) -> list[dict[str, Any]]:
-    """The group's parameters, those of one learning rate in a group each."""
+    """Return copies of a parameter group, one per learning rate, each with the parameters of that rate."""
     of: dict[float, list[torch.nn.Parameter]] = {}
     for leaf, lr in zip(leaves, lrs, strict=True):
         of.setdefault(group["lr"] if lr is None else lr, []).append(leaf)
@@ -215,10 +219,10 @@ def _grouped(
 
 
 def _frozen(state: Mapping[str, Any]) -> State:
-    """A torch state as tensors only.
+    """Return an optimizer's state of one parameter as tensors. Python numbers become 0-d tensors; None is left out.
 
     Raises:
-        ConfigError: it holds something that has no place in a safetensors file.
+        ConfigError: the state has a value that is neither a tensor nor a number, so that safetensors cannot store it.
     """
     frozen: State = {}
     for key, value in state.items():
@@ -232,11 +236,18 @@ def _frozen(state: Mapping[str, Any]) -> State:
 
 
 class EachTensor(Optimizer, ABC):
-    """An optimizer that is one rule for a tensor, its gradient and its state."""
+    """Base class of optimizers that step each tensor alone. Subclasses implement `_step`."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """One step along every gradient; returns what `closure` does, which computes them anew."""
+        """Step every parameter that has a gradient.
+
+        Args:
+            closure: a function that computes the gradients anew and returns the loss.
+
+        Returns:
+            The loss from `closure`; None without one.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -249,4 +260,4 @@ class EachTensor(Optimizer, ABC):
 
     @abstractmethod
     def _step(self, x: Tensor, g: Tensor, group: dict[str, Any]) -> None:
-        """Step `x` in place along `g`; what is kept is in `self.state[x]`."""
+        """Step `x` in place along its gradient `g`. Keep its state in `self.state[x]`."""

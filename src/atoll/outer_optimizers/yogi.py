@@ -1,14 +1,14 @@
 """Yogi.
 
 M. Zaheer, S. J. Reddi, D. Sachan, S. Kale, S. Kumar: Adaptive Methods for Nonconvex Optimization. NeurIPS 2018.
-As FedYogi in S. J. Reddi et al.: Adaptive Federated Optimization. ICLR 2021, arXiv 2003.00295, algorithm 2:
+In the form of FedYogi in S. J. Reddi et al.: Adaptive Federated Optimization. ICLR 2021, arXiv 2003.00295, algorithm 2:
 
     m_t = β₁·m_{t−1} + (1 − β₁)·g_t
     v_t = v_{t−1} − (1 − β₂)·g_t²·sign(v_{t−1} − g_t²)          v₀ = τ²
     x_{t+1} = x_t − η·m_t / (√v_t + τ)
 
-Unlike Adam's, v grows at most by (1 − β₂)·g² in a step, so that one round of large pseudo-gradients does not stop the
-next ones; and there is no correction of the first steps' bias.
+In a step, v changes by at most (1 − β₂)·g². If v is much larger than g², Adam's v shrinks faster. There is no bias
+correction.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from atoll.outer_optimizers.torch_optimizer import EachTensor
 
 
 class Yogi(EachTensor):
-    """As `torch.optim.Adam`, with Yogi's rule for v.
+    """The optimizer Yogi: Adam with Yogi's rule for v, and without bias correction.
 
     Args:
-        params: what is stepped.
-        lr: η.
-        betas: β₁ and β₂.
-        eps: τ.
+        params: the parameters to step, or torch's parameter groups.
+        lr: η, the learning rate, above zero.
+        betas: β₁ and β₂, each from 0 to below 1.
+        eps: τ, above zero.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The reducers of a run: its algorithm's, or another one for what the sites trained."""
+"""Build the reducers of a run: those of its algorithm, with another reducer of `params` if the settings name one."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ def build_reducers(groups: Mapping[str, str], name: str, options: Mapping[str, A
     """Return group → reducer, for floating point tensors.
 
     Args:
-        groups: the algorithm's own table, group → name.
-        name: of the reducer of `params`; where it is not the algorithm's, it says what reduces buffers.
-        options: its keyword arguments.
+        groups: the algorithm's own table, group → name of the reducer.
+        name: name of the reducer of `params`. If it is not the algorithm's own, it also decides how buffers are reduced
+            (`Reducer.buffers`).
+        options: keyword arguments of the reducer of `params`.
 
     Raises:
-        ConfigError: an option is not one of its own, or has a wrong value.
+        ConfigError: an option is unknown or has a wrong value, or the name is not the name of a reducer.
     """
     params = _made(name, options)
     reducers = {group: _made(other, {}) for group, other in groups.items()} | {PARAMS: params}

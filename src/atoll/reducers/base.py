@@ -1,14 +1,14 @@
-"""The reducer contract: how the updates of a round become one.
+"""The reducer contract: the interface that combines the updates of a round into one.
 
-A reducer is a small frozen value. It sees the same run of elements of every update, one *row* per update in the frozen
-order (by site name), and writes one row. Elements never influence each other, so the result does not depend on how a
-tensor is cut into runs. Between two tensors of a run there may be padding: elements of any value. Their result is never
-read. `atoll.testing.reducers` has the contract suite.
+A reducer is a small frozen value. It gets the same range of elements from every update: one *row* per update, ordered
+by site name. It writes one row. Elements must not influence each other, so that the result does not depend on the
+ranges. A range can include padding between two tensors. Padding has arbitrary values, and its result is never read.
+`atoll.testing.reducers` has the contract suite.
 
-    mean          Σ ŵ_k·u_k, ŵ = w / Σ w      streams: one row at a time
-    max           max_k u_k                   streams
-    clipped_mean  Σ ŵ_k·s_k·u_k               streams; s_k follows from the updates' norms
-    median, …     order statistics            needs_all: all rows at once
+    mean          Σ ŵ_k·u_k, ŵ = w / Σ w      one row in memory at a time
+    max           max_k u_k                   one row in memory at a time
+    clipped_mean  Σ ŵ_k·s_k·u_k               one row in memory at a time; s_k depends on the updates' norms
+    median, …     order statistics            all rows in memory at once (`needs_all`)
 """
 
 from __future__ import annotations
@@ -27,13 +27,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RoundFacts:
-    """What a reducer may know of a frozen round. Lists have one entry per update, in the frozen order.
+    """Facts about a closed round for its reducers. The lists have one entry per counted update, ordered by site name.
 
     Attributes:
-        weights: as the sites gave them.
-        norms: L2, of all `params` of each update.
-        steps: local optimizer steps that each update reports.
-        population_weight: of all sites that ever joined; 0 where no reducer of the run needs it.
+        weights: the weight of each update, from its site.
+        norms: the L2 norm over all `params` of each update.
+        steps: the local optimizer steps that each update reports.
+        population_weight: the estimated total weight of all sites that ever joined; 0 if no reducer of the run needs
+            it.
         population_scale: `population_weight` of the base version divided by this round's.
     """
 
@@ -45,13 +46,15 @@ class RoundFacts:
 
 
 class Reducer(ABC):
-    """One way to reduce k rows of n elements to one.
+    """A rule that reduces k rows of n elements to one row.
 
     Attributes:
-        needs_all: whether `rows` must be one tensor [k, n], not one row after the other; windows are then smaller.
-        buffers: name of the reducer of floating point buffers where this one reduces `params`; empty: this one.
-        needs_steps: whether an update must report its local steps.
-        needs_population: whether `population_weight` must be known. Each site then keeps its first weight.
+        needs_all: whether all rows must be in memory at once. If so, the server reduces smaller ranges at a time.
+        buffers: name of the reducer of floating point buffers, in runs where this reducer reduces `params`. Empty: this
+            reducer itself.
+        needs_steps: whether every update must report its local steps.
+        needs_population: whether the reducer needs `population_weight`. If so, a site's weight stays the one of its
+            first counted update.
     """
 
     needs_all: ClassVar[bool] = False
@@ -60,7 +63,7 @@ class Reducer(ABC):
     needs_population: ClassVar[bool] = False
 
     def weigh(self, facts: RoundFacts) -> list[float]:
-        """Return the weight of each row, in the frozen order; asked once a round.
+        """Return the weight of each row, in the order of the rows. The server calls this once per round.
 
         Raises:
             UsageError: there are no updates, or a weight is not finite or not above zero.
@@ -68,7 +71,7 @@ class Reducer(ABC):
         return normalised(facts.weights)
 
     def carry(self, facts: RoundFacts) -> float:
-        """Return s of `v ← s·v + reduction`, for a group that lies beside the model in a version."""
+        """Return s in `v ← s·v + reduction`, where v is a tensor of a group beside the model."""
         return 1.0
 
     @abstractmethod
@@ -76,18 +79,18 @@ class Reducer(ABC):
         """Write the reduction of `rows` into `out`.
 
         Args:
-            rows: k tensors [n] of the dtype of `out`, in the frozen order. Without `needs_all` a row is only valid
-                until the next one is asked for. All may be overwritten.
-            weights: as `weigh` returned them.
-            out: [n], in the dtype in which the tensor is accumulated.
+            rows: k tensors [n] with the dtype of `out`, ordered by site name. You may overwrite them. Without
+                `needs_all`, a row is only valid until the iterator yields the next one.
+            weights: the return value of `weigh`.
+            out: buffer for the result: [n], in the dtype of accumulation.
         """
 
 
 def normalised(weights: Sequence[float]) -> list[float]:
-    """Return the weights of a frozen set, in fp64, divided by their sum.
+    """Return the weights divided by their sum.
 
     Raises:
-        UsageError: there are none, or one is not finite or not above zero.
+        UsageError: there are no weights, or a weight is not finite or not above zero.
     """
     for weight in weights:
         if not math.isfinite(weight) or weight <= 0:

@@ -20,10 +20,10 @@ from atoll.reducers.base import Reducer, RoundFacts, normalised
 
 @dataclass(frozen=True)
 class WeightedMean(Reducer):
-    """Σ ŵ_k·u_k; one row is in memory at a time."""
+    """The reducer `mean`: Σ ŵ_k·u_k, with one row in memory at a time."""
 
     def reduce_(self, rows: Iterable[Tensor], weights: Sequence[float], out: Tensor) -> None:
-        """Add up weight times row in `out`, in the frozen order; rows are not overwritten."""
+        """Add up weight × row in `out`, in the order of the rows. The rows are not overwritten."""
         for index, (row, weight) in enumerate(zip(rows, weights, strict=True)):
             if index == 0:
                 torch.mul(row, weight, out=out)
@@ -33,10 +33,10 @@ class WeightedMean(Reducer):
 
 @dataclass(frozen=True)
 class NormalisedMean(WeightedMean):
-    """τ_eff · Σ ŵ_k·u_k / τ_k, where τ_k are the local steps of update k and τ_eff = Σ ŵ_k·τ_k.
+    """FedNova's mean: τ_eff · Σ ŵ_k·u_k / τ_k, where τ_k are the local steps of update k and τ_eff = Σ ŵ_k·τ_k.
 
-    A site that trains for more steps moves further along the direction of its own data. Divided by its steps, it counts
-    by its weight alone (Wang et al., arXiv 2007.07481, section 5, for plain local SGD).
+    A site that trains for more steps moves further. Divided by its steps, its update counts only by its weight (Wang et
+    al., arXiv 2007.07481, section 5, for plain local SGD).
     """
 
     needs_steps: ClassVar[bool] = True
@@ -45,7 +45,7 @@ class NormalisedMean(WeightedMean):
         """Return ŵ_k·τ_eff / τ_k.
 
         Raises:
-            UsageError: also if an update reports less than one local step.
+            UsageError: a weight is not finite or not above zero, or an update reports less than one local step.
         """
         shares, steps = normalised(facts.weights), facts.steps
         if min(steps) < 1:
@@ -59,17 +59,17 @@ class NormalisedMean(WeightedMean):
 
 @dataclass(frozen=True)
 class Share(WeightedMean):
-    """Σ_k (w_k / W)·u_k, where W is the weight of all sites that ever joined.
+    """SCAFFOLD's mean over all sites: Σ_k (w_k / W)·u_k, where W is the total weight of all sites that ever joined.
 
-    It is the mean over all of them, if the others report zero. When W changes, what the mean adds up in a version is
-    scaled by W_before / W.
+    Sites without an update in the round count as zero. When W changes, the sum that a version stores is scaled by
+    W_before / W.
     """
 
     needs_population: ClassVar[bool] = True
 
     def weigh(self, facts: RoundFacts) -> list[float]:
-        """Return w_k / W; where W is not known, the weights of the weighted mean."""
-        shares = normalised(facts.weights)  # refuses weights that are not finite and above zero
+        """Return w_k / W. If W is unknown (0), return the weights of the weighted mean."""
+        shares = normalised(facts.weights)  # also checks the weights
         total = facts.population_weight
         return [weight / total for weight in facts.weights] if total else shares
 
@@ -80,12 +80,12 @@ class Share(WeightedMean):
 
 @dataclass(frozen=True)
 class Maximum(Reducer):
-    """max_k u_k, without weights. By NumPy: torch has no maximum of unsigned integers above 8 bits."""
+    """The reducer `max`: max_k u_k, without weights. It uses NumPy: torch has no maximum of uint16, uint32 or uint64."""
 
     buffers: ClassVar[str] = ""
 
     def reduce_(self, rows: Iterable[Tensor], weights: Sequence[float], out: Tensor) -> None:
-        """Take the larger of `out` and each row, one row at a time; `weights` are ignored."""
+        """Write the element-wise maximum of the rows into `out`, one row at a time. `weights` are ignored."""
         target = out.numpy()
         for index, row in enumerate(rows):
             if index == 0:

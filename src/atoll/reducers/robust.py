@@ -1,30 +1,30 @@
 """Reducers that a few wrong updates cannot move far: median, trimmed mean, clipped mean.
 
-Rows are sorted by a network (K. E. Batcher: Sorting networks and their applications. AFIPS 1968, odd-even merge sort):
-a fixed list of comparators (i, j), row i ← min, row j ← max of both. Each is two vector instructions a register over
-rows that stay in a core's cache, which is faster than sorting k numbers at a time. Comparators that no wanted rank
-depends on are left out: the median of ten rows takes 50 minima and maxima, a sort of them 64.
+Rows are sorted by a sorting network (K. E. Batcher: Sorting networks and their applications. AFIPS 1968, odd-even merge
+sort). A network is a fixed list of comparators (i, j): row i ← min(row i, row j), row j ← max(row i, row j). This uses
+vector instructions on rows in a core's cache, which is faster than sorting k numbers for each element. Comparators that
+do not affect the needed ranks are skipped: the median of ten rows takes 50 minima and maxima, a full sort 64.
 
-IEEE 754 has two zeros that are equal, and which of them a minimum yields depends on where in a vector register an
-element lies. So the result of such rows gets +0.0 added at last: then the sign of a zero is always +.
+In IEEE 754, −0.0 and +0.0 are equal. Which of them a minimum returns depends on the element's place in a vector
+register. So +0.0 is added to the results: then a zero is always +0.0.
 
 Median and trimmed mean: D. Yin, Y. Chen, K. Ramchandran, P. Bartlett: Byzantine-Robust Distributed Learning: Towards
-Optimal Statistical Rates. ICML 2018, arXiv 1803.01498, definitions 1 and 2. Weights do not count: each site has one
-voice, or a hostile site would claim a large weight.
+Optimal Statistical Rates. ICML 2018, arXiv 1803.01498, definitions 1 and 2. They ignore weights: otherwise a hostile
+site could claim a large one.
 
-    median         g_j = med{ (u_k)_j : k }          of an even number: the mean of the two in the middle
+    median         g_j = med{ (u_k)_j : k }          for an even k: the mean of the two middle values
     trimmed mean   g_j = (1 / |U_j|) · Σ_{u ∈ U_j} u        U_j: (u_k)_j without the ⌊β·k⌋ largest and ⌊β·k⌋ smallest
 
-The median bears up to ⌈k/2⌉ − 1 hostile updates, the trimmed mean ⌊β·k⌋: choose β at least their share. Where the
-sites' data differ, the median is biased against what only few of them know.
+The median tolerates up to ⌈k/2⌉ − 1 hostile updates, the trimmed mean ⌊β·k⌋. Choose β at least as large as the share of
+hostile updates. If the sites' data differ, the median neglects patterns that only a minority of sites has.
 
 Clipped mean: Z. Sun, P. Kairouz, A. T. Suresh, H. B. McMahan: Can You Really Backdoor Federated Learning? arXiv
 1911.07963, section 4.
 
-    g = Σ_k ŵ_k · u_k · min(1, C / ‖u_k‖₂)          ‖u_k‖₂: of all params of the update, as it was accepted
+    g = Σ_k ŵ_k · u_k · min(1, C / ‖u_k‖₂)          ‖u_k‖₂: L2 norm over all params of the accepted update
 
-It helps against large norms, and little against a flipped sign of ordinary size. Without a `max_norm`, C is the median
-of the round's norms.
+The clipped mean limits updates with large norms. It does little against an update of ordinary norm with a flipped sign.
+Without `max_norm`, C is the median of the round's norms.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ Wanted = Literal["min", "max", "both"]
 
 
 def select(rows: Sequence[Tensor], ranks: frozenset[int], spare: Tensor) -> list[Tensor]:
-    """Return the rows of the given ranks (0: the smallest of every element), in rising order.
+    """Sort the rows element by element, and return those of the given ranks, in rising order.
 
     Args:
         rows: k tensors [n]; overwritten.
-        ranks: each below k.
-        spare: [n], of their dtype; overwritten, and one of the returned may lie in it.
+        ranks: the wanted ranks, each below k; rank 0 holds the smallest values.
+        spare: scratch [n] with the dtype of the rows; overwritten. A returned row may use its memory.
     """
     held = list(rows)
     for low, high, wanted in network(len(held), ranks):
@@ -69,7 +69,7 @@ def select(rows: Sequence[Tensor], ranks: frozenset[int], spare: Tensor) -> list
 
 @functools.lru_cache(maxsize=64)
 def network(k: int, ranks: frozenset[int]) -> tuple[tuple[int, int, Wanted], ...]:
-    """Return the comparators, in order, that bring the given ranks of k rows to their places."""
+    """Return the comparators, in order, that move the given ranks of k rows to their places."""
     needed, kept = set(ranks), list[tuple[int, int, Wanted]]()
     for low, high in reversed(list(_merge_sort(k))):
         if low in needed or high in needed:
@@ -79,7 +79,7 @@ def network(k: int, ranks: frozenset[int]) -> tuple[tuple[int, int, Wanted], ...
 
 
 def _merge_sort(k: int) -> Iterator[tuple[int, int]]:
-    """Yield Batcher's network. For a k that is not a power of two, comparators with rows past the end are left out."""
+    """Yield the comparators of Batcher's network for k rows. Comparators with rows past the end are left out."""
     p = 1
     while p < k:
         q = p
@@ -94,13 +94,13 @@ def _merge_sort(k: int) -> Iterator[tuple[int, int]]:
 
 @dataclass(frozen=True)
 class Median(Reducer):
-    """med_k u_k, element by element."""
+    """The reducer `median`: the median of the k values of each element."""
 
     needs_all: ClassVar[bool] = True
     buffers: ClassVar[str] = ""
 
     def reduce_(self, rows: Iterable[Tensor], weights: Sequence[float], out: Tensor) -> None:
-        """Bring the middle ranks to their places and average them; overwrites the rows, ignores `weights`."""
+        """Write the mean of the two middle ranks into `out`. Overwrites the rows; ignores `weights`."""
         held = list(rows)
         k = len(held)
         middle = select(held, frozenset({(k - 1) // 2, k // 2}), spare=out)
@@ -110,13 +110,13 @@ class Median(Reducer):
 
 @dataclass(frozen=True)
 class TrimmedMean(Reducer):
-    """The mean of each element's k values without the largest and smallest.
+    """The reducer `trimmed_mean`: the mean of each element's k values without the ⌊β·k⌋ largest and smallest ones.
 
     Args:
-        trim: β, the share cut off at each end; in [0, 0.5).
+        trim: β, the share of values to cut off at each end, in [0, 0.5).
 
     Raises:
-        ConfigError: `trim` is not in that range.
+        ConfigError: `trim` is not in [0, 0.5).
     """
 
     needs_all: ClassVar[bool] = True
@@ -131,22 +131,22 @@ class TrimmedMean(Reducer):
             )
 
     def reduce_(self, rows: Iterable[Tensor], weights: Sequence[float], out: Tensor) -> None:
-        """Average the ranks between the ⌊β·k⌋ cut off at each end; overwrites the rows, ignores `weights`."""
+        """Write the mean of all ranks but the ⌊β·k⌋ at each end into `out`. Overwrites the rows; ignores `weights`."""
         held = list(rows)
-        cut = int(self.trim * len(held) + 1e-9)  # 0.29 · 100 is 28.999999999999996
+        cut = int(self.trim * len(held) + 1e-9)  # in fp64, 0.29 · 100 is 28.999999999999996
         lowest, *others = select(held, frozenset(range(cut, len(held) - cut)), spare=out)
         for row in others:
-            lowest.add_(row)  # in rising order, so that no order of the sites changes a bit either
+            lowest.add_(row)  # added in rising order, so that the bits do not depend on the order of the sites
         torch.div(lowest, 1 + len(others), out=out)
         out.add_(0.0)
 
 
 @dataclass(frozen=True)
 class ClippedMean(WeightedMean):
-    """The weighted mean of updates that are no longer than C.
+    """The reducer `clipped_mean`: the weighted mean of the updates, each scaled down to an L2 norm of at most C.
 
     Args:
-        max_norm: C; None: the median of the norms in the round.
+        max_norm: C; None: the median of the round's norms.
 
     Raises:
         ConfigError: `max_norm` is not finite or not above zero.
@@ -162,7 +162,7 @@ class ClippedMean(WeightedMean):
             )
 
     def weigh(self, facts: RoundFacts) -> list[float]:
-        """Return ŵ_k·min(1, C / ‖u_k‖₂); an update of norm 0 keeps ŵ_k."""
+        """Return ŵ_k·min(1, C / ‖u_k‖₂); for an update of norm 0, ŵ_k."""
         bound = statistics.median(facts.norms) if self.max_norm is None else self.max_norm
         return [
             weight * min(1.0, bound / norm) if norm else weight

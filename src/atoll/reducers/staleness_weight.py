@@ -1,7 +1,7 @@
-"""How much less an update counts that was trained from an older version: s ↦ a number above 0, at most 1.
+"""Functions that weigh a stale update down: staleness s (in versions) ↦ a factor above 0 and at most 1.
 
-The update's normalised weight is multiplied by it, so that the step is shorter, not only shared out otherwise: with one
-update a step, 1/√(1+s) takes that part of it (FedBuff, arXiv 2106.06639, section 5.2; FedAsync, arXiv 1903.03934).
+The factor multiplies the update's weight after normalisation. So a stale update makes the step shorter, even if it is
+the only update of the step (FedBuff, arXiv 2106.06639, section 5.2; FedAsync, arXiv 1903.03934).
 """
 
 from __future__ import annotations
@@ -16,20 +16,21 @@ StalenessWeight = Callable[[int], float]
 
 
 def constant(s: int) -> float:
-    """1, whatever the staleness."""
+    """Return 1 for every staleness."""
     return 1.0
 
 
 def inverse_sqrt(s: int) -> float:
-    """1/√(1+s)."""
+    """Return 1/√(1+s)."""
     return 1 / math.sqrt(1 + s)
 
 
 def staleness_weight(name: str) -> StalenessWeight:
-    """The function of this name, which is asked once for each update that counts.
+    """Return the staleness function of this name, with a check of its results.
 
     Raises:
-        ConfigError: there is none; or, when it is asked: it gives what is not above 0 and at most 1.
+        ConfigError: the name is unknown or is not a function, or the function fails or returns a number that is not
+            above 0 and at most 1 for s = 0. For other s, the returned function raises this error when called.
     """
     function = registry.load("staleness", name)
     if not callable(function):
