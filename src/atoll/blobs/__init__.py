@@ -1,1 +1,1 @@
-"""Blobs: immutable files that travel in parts, among them model files and objects."""
+"""Blobs: immutable files that are sent in parts. Model files and published objects are blobs."""

@@ -1,8 +1,10 @@
-"""What lets each part of a blob be checked alone: where it is cut, and the digest of each part. The one rule of ids.
+"""Manifests: the part borders and part digests of a blob, so that each part can be checked alone. Also blob ids.
 
-An update, a version, a difference, an outer state and an object are all blobs: immutable files that travel in parts.
-The id of a blob is BLAKE3 over a digest of where it is cut and over the digests of its parts. Files with a `Layout`
-are cut where tensors allow it, and both sides know the layout; all others are cut by `Cuts`, which travel with them.
+Updates, versions, version differences, outer states and objects are blobs: immutable files that are sent in parts. The
+id of a blob is BLAKE3 over a digest of its part borders and over the digests of its parts.
+
+If a file has a `Layout`, the part borders follow from the layout, which both sides know. All other files are divided by
+`Cuts`, which are sent with the file.
 """
 
 from __future__ import annotations
@@ -19,17 +21,17 @@ from atoll.tensors.layout import ALIGN_BYTES, Layout, Part, blob_id
 from atoll.tensors.safetensors_header import MOST_BYTES as MOST_HEAD_BYTES
 
 MOST_PARTS = 400_000
-"""Of a blob: their digests are held in memory, and travel in one message of 27 MB."""
+"""Maximum number of parts of a blob. The digests of all parts are kept in memory and sent in one message of 27 MB."""
 
 
 @dataclass(frozen=True)
 class Cuts:
-    """Where a file is cut: its head first, then the rest, every `part_bytes`.
+    """The part borders of a file: every `part_bytes` of the head, then every `part_bytes` of the rest.
 
     Attributes:
-        head_bytes: of the head, which has parts of its own; 0 for none.
-        nbytes: of the file, head included.
-        part_bytes: the most bytes of one part.
+        head_bytes: size of the head, in bytes; 0 for a file without a head. No part has bytes of both head and rest.
+        nbytes: size of the file including the head, in bytes.
+        part_bytes: largest size of a part, in bytes.
     """
 
     head_bytes: int
@@ -37,10 +39,13 @@ class Cuts:
     part_bytes: int
 
     def require_object(self, what: str) -> None:
-        """Refuse sizes that no object has, before memory is taken for it.
+        """Refuse sizes that no object can have, before memory for the object is allocated.
+
+        Args:
+            what: the object's name, for messages.
 
         Raises:
-            BadRequest: which.
+            BadRequest: a size is out of range, or there would be too many parts.
         """
         if not is_chunk(self.part_bytes):
             raise BadRequest(
@@ -60,21 +65,21 @@ class Cuts:
 
     @functools.cached_property
     def digest(self) -> str:
-        """BLAKE3 of the three sizes, in hex."""
+        """BLAKE3 digest of the three sizes, in hex."""
         return blake3(f"{self.head_bytes} {self.nbytes} {self.part_bytes}".encode()).hexdigest()
 
     @property
     def head_count(self) -> int:
-        """How many parts the head has."""
+        """Number of parts of the head."""
         return -(-self.head_bytes // self.part_bytes)
 
     @property
     def count(self) -> int:
-        """How many parts there are."""
+        """Number of all parts."""
         return self.head_count - (self.head_bytes - self.nbytes) // self.part_bytes
 
     def part(self, index: int) -> Part:
-        """Return the part of this number; parts cover every byte once."""
+        """Return the part with this number, counted from 0. Parts cover every byte of the file once."""
         begin, end, number = 0, self.head_bytes, index
         if index >= self.head_count:
             begin, end, number = self.head_bytes, self.nbytes, index - self.head_count
@@ -87,18 +92,18 @@ class Cuts:
 
 
 def state_id(region_digests: Sequence[bytes]) -> str:
-    """Return what names an outer state, by the digests of its regions; empty where there is none."""
+    """Return the id of an outer state, from the digests of its regions; empty if it has no regions."""
     return blob_id("", region_digests) if region_digests else ""
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """The parts of a blob.
+    """The part borders of a blob, and the digest of each part.
 
     Attributes:
-        cuts: of a file with a layout, its sizes alone.
-        layout_digest: of what decides where it is cut: a layout, or the cuts.
-        part_digests: BLAKE3 of every part.
+        cuts: sizes of the file and its parts. They give the part borders only if the file has no `Layout`.
+        layout_digest: digest of the layout; for a file without one, digest of the cuts.
+        part_digests: BLAKE3 digest of each part.
     """
 
     cuts: Cuts
@@ -107,30 +112,34 @@ class Manifest:
 
     @classmethod
     def of_cuts(cls, cuts: Cuts, part_digests: Sequence[bytes]) -> Manifest:
-        """Return the manifest of a file that is cut by these cuts."""
+        """Return the manifest of a file without a layout."""
         return cls(cuts, cuts.digest, tuple(part_digests))
 
     @classmethod
     def of_layout(cls, layout: Layout, part_digests: Sequence[bytes]) -> Manifest:
-        """Return the manifest of a file that is cut by this layout."""
+        """Return the manifest of a file with a layout."""
         cuts = Cuts(layout.header_bytes, layout.nbytes, layout.part_bytes)
         return cls(cuts, layout.digest, tuple(part_digests))
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the file."""
+        """Size of the file, in bytes."""
         return self.cuts.nbytes
 
     @functools.cached_property
     def id(self) -> str:
-        """What names the blob, in hex."""
+        """The id of the blob, in hex."""
         return blob_id(self.layout_digest, self.part_digests)
 
     def require_id(self, wanted: str, what: str) -> None:
         """Refuse a manifest of another blob.
 
+        Args:
+            wanted: the expected id.
+            what: the blob's name, for messages.
+
         Raises:
-            PartCorrupt: its parts make up another id than the one wanted.
+            PartCorrupt: the manifest's id is not the expected id.
         """
         if self.id != wanted:
             raise PartCorrupt(
@@ -139,10 +148,13 @@ class Manifest:
             )
 
     def require_object(self, what: str) -> None:
-        """Refuse a manifest that no object has.
+        """Refuse a manifest that no object can have.
+
+        Args:
+            what: the object's name, for messages.
 
         Raises:
-            BadRequest: its sizes cannot be, or do not go with its digests.
+            BadRequest: a size is out of range, or the sizes do not match the digests.
         """
         self.cuts.require_object(what)
         if len(self.part_digests) != self.cuts.count or self.layout_digest != self.cuts.digest:

@@ -1,7 +1,7 @@
-"""The model as a safetensors file: exports, results, kept models and checkpoints are all written here.
+"""The model as the bytes of a safetensors file, for exports, results, kept models and checkpoints.
 
-Every tensor is under each of its names, so that the file loads strictly. Extra tensors of the algorithm are left out.
-A file appears complete under its name, or not at all.
+A tied tensor is in the file under each of its names, so that `load_state_dict(strict=True)` works. The file does not
+contain the algorithm's extra tensors.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from atoll.tensors.safetensors_header import read_header
 from atoll.tensors.schema import BUFFERS, Schema, TensorSpec
 
 MASTER = "master"
-"""In an outer state: the name of a parameter's fp32 master, behind the parameter's own."""
+"""Suffix of a master's name in an outer state: the master of parameter `x` is named `x.master`."""
 
 
 def model_header(schema: Schema, metadata: Mapping[str, str] | None = None) -> tuple[bytes, list[TensorSpec]]:
-    """Return the header of a model's file, and the tensors behind it: a tied one again under each further name.
+    """Return the header of a model file, and the file's tensors in order. A tied tensor occurs once for each name.
 
-    Its metadata say which names are tied, and which are buffers.
+    The header's metadata contain the names of tied tensors and of buffers.
 
     Args:
-        schema: of the whole model.
-        metadata: further entries of the header.
+        schema: schema of the whole model.
+        metadata: further metadata entries of the header.
     """
     schema = schema.model
     owners = {spec.name: spec for spec in schema.tensors}
@@ -53,18 +53,19 @@ def model_header(schema: Schema, metadata: Mapping[str, str] | None = None) -> t
 
 
 Source = tuple[Layout, int, int | None]
-"""Of a fragment: the layout of its version, its file, and that of the outer state with the masters."""
+"""Files of one fragment: the version's layout, the version's descriptor, and the descriptor of the outer state with
+the masters (None: there are no masters)."""
 
 
 def model_runs(owners: Sequence[TensorSpec], sources: Sequence[Source]) -> Iterator[memoryview]:
-    """Give the bytes behind the header of a model's file, of versions.
+    """Yield the bytes of a model file after its header, read from the files of a version.
 
     Args:
-        owners: the tensors, in order, as `model_header` returns them.
-        sources: one of each fragment.
+        owners: the tensors in order, from `model_header`.
+        sources: the files of each fragment.
 
     Raises:
-        StateCorrupt: a file ends early.
+        StateCorrupt: a file is too short.
     """
     files = [ModelFile(*source) for source in sources]
     of = {name: file for (layout, *_), file in zip(sources, files, strict=True) for name in layout.by_name}
@@ -73,15 +74,17 @@ def model_runs(owners: Sequence[TensorSpec], sources: Sequence[Source]) -> Itera
 
 
 class ModelFile:
-    """Reads tensors of a version, a run at a time: of each parameter the master, where the run has masters.
+    """A reader of a version's tensors, one chunk at a time. It reads masters where the training run has them.
 
-    Where versions go down by a lossy codec, a version file has what workers hold. What was trained is the master, in
-    the outer state beside it; it is cast to the model's dtype.
+    If workers download versions with a lossy codec, the version file has the rounded parameters that workers hold. The
+    precise parameters are the masters, in the version's outer state. They are read from there and cast to the model's
+    dtype.
 
     Args:
-        layout: of the version.
-        version_fd: the version.
-        state_fd: the outer state beside it; None of the first version, which is the initial model.
+        layout: layout of the version.
+        version_fd: descriptor of the version file.
+        state_fd: descriptor of the version's outer state. None: read all tensors from the version file. Version 0, the
+            initial model, has no outer state.
     """
 
     def __init__(self, layout: Layout, version_fd: int, state_fd: int | None) -> None:
@@ -89,19 +92,19 @@ class ModelFile:
         self._masters = _masters_in(state_fd) if state_fd is not None else {}
 
     def runs(self, spec: TensorSpec) -> Iterator[memoryview]:
-        """Give the bytes of a tensor, a run at a time; each holds until the next is asked for.
+        """Yield the bytes of a tensor, one chunk at a time.
 
         Raises:
-            StateCorrupt: a file ends early.
+            StateCorrupt: a file is too short.
         """
         for start in range(0, spec.numel, CHUNK_ELEMENTS):
             yield bytes_of(self._run(spec, start, min(start + CHUNK_ELEMENTS, spec.numel)))
 
     def part(self, part: Part) -> Iterator[memoryview]:
-        """Give the bytes of a part of the version's file, with the masters in it, a run at a time.
+        """Yield the bytes of a part of the version file, one chunk at a time, with parameters read from the masters.
 
         Raises:
-            StateCorrupt: a file ends early.
+            StateCorrupt: a file is too short.
         """
         header_bytes = min(part.stop, self._layout.header_bytes) - part.start
         if header_bytes > 0:
@@ -110,7 +113,7 @@ class ModelFile:
             yield bytes_of(self._run(piece.segment.spec, start, stop))
 
     def tensor(self, spec: TensorSpec) -> Tensor:
-        """Return a tensor, in new memory."""
+        """Return a whole tensor, in new memory."""
         tensor, at = torch.empty(spec.shape, dtype=torch_dtype(spec.dtype)), 0
         memory = bytes_of(tensor)
         for run in self.runs(spec):
@@ -140,17 +143,18 @@ def _read(fd: int, offset: int, numel: int, dtype: torch.dtype) -> Tensor:
 
 
 def _masters_in(fd: int) -> dict[str, tuple[int, torch.dtype]]:
-    """Tensor → where its master lies in an outer state, and in which dtype."""
+    """Return parameter name → (offset of its master in the outer state, dtype of the master)."""
     header = read_header(lambda at, count: os.pread(fd, count, at), os.fstat(fd).st_size, "the outer state")
     named = [(spec.name.rpartition("."), spec, offset) for spec, offset in header.tensors]
     return {name: (offset, torch_dtype(spec.dtype)) for (name, _, key), spec, offset in named if key == MASTER}
 
 
 def packed_state(state: LazyState, aliases: Mapping[str, str] | None = None) -> Packed:
-    """Take a lazy state apart, as a dict name → tensor: read in runs while it is written, never held.
+    """Return a lazy state as a packed dict, name → tensor. Each tensor is read in chunks while it is written.
 
     Args:
-        aliases: further name → name, of tied tensors that the state has once.
+        state: the lazy state.
+        aliases: further name → name in `state`, for tied tensors that `state` has only once.
     """
     numbers: dict[str, int] = {}
     streams: list[Stream] = []
@@ -160,6 +164,6 @@ def packed_state(state: LazyState, aliases: Mapping[str, str] | None = None) -> 
         streams.append(Stream(lazy.dtype, tuple(lazy.shape), lazy.runs, f"tensor {name!r}"))
     numbers |= {name: numbers[owner] for name, owner in (aliases or {}).items() if name not in numbers}
     skeleton: dict[str, Any] = {name: {"$": "tensor", "index": index} for name, index in numbers.items()}
-    if "$" in skeleton:  # as pack() writes such a dict
+    if "$" in skeleton:  # "$" marks special nodes, so pack() writes a dict with this key as a list of items
         skeleton = {"$": "dict", "items": [[name, node] for name, node in skeleton.items()]}
     return Packed(skeleton, tuple(streams), frozenset())

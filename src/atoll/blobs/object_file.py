@@ -1,11 +1,11 @@
-"""Objects: any tree with tensors ↔ one safetensors file, cut into parts that can be checked alone.
+"""Objects: convert any tree with tensors to one safetensors file, divided into parts, and back.
 
     file   | head: names, dtypes, shapes; the tree's skeleton | tensors, widest elements first, no gaps |
     parts  [0      ][1      ]                                 [2        ][3        ][4        ][5       ]
 
-The head has parts of its own, so that a receiver knows where every tensor belongs before the first of them comes. The
-rest is cut every `part_bytes`, through tensors. Tensors that travel inline while others are streamed are in the head
-itself, beside the skeleton.
+The head has its own parts, so that a receiver knows the place of every tensor before the first tensor arrives. The rest
+is divided every `part_bytes`, also within tensors. If some tensors are sent inline and others are streamed, the inline
+ones are in the head, next to the skeleton.
 """
 
 from __future__ import annotations
@@ -43,27 +43,32 @@ _REMEDY = "Publish it with Atoll, of the same version on both sides."
 
 
 def pack_object(tree: Any) -> Packed:
-    """Take what is published apart: nested dicts, lists and tuples; or a module, for its state. Nothing is copied.
+    """Split a tree into its tensors and a skeleton without them. Nothing is copied.
 
     Args:
-        tree: nested dicts, lists and tuples with tensors, arrays, plain values and registered types; or a module, for
-            its state.
+        tree: nested dicts, lists and tuples with tensors, arrays, plain values and registered types. Or a module: its
+            state is published.
 
     Raises:
-        UsageError: something in it cannot travel; it is named.
+        UsageError: the tree contains a value that cannot be sent. The message names the value.
     """
     return pack(state_of(tree) if isinstance(tree, nn.Module) else tree)
 
 
 def write_object(packed: Packed, fd: int, cut: Cut) -> Manifest:
-    """Write a tree into the file `fd`, in runs of `CHUNK_BYTES`; a `Stream` as its chunks are made.
+    """Write a packed tree into a file, one chunk at a time.
+
+    Args:
+        packed: the tree, from `pack_object`.
+        fd: descriptor of the file.
+        cut: the decision which tensors are in the head, and the part size.
 
     Returns:
         The object's manifest.
 
     Raises:
-        UsageError: it is too large for one object.
-        OSError: as `write`.
+        UsageError: the tree is too large for one object.
+        OSError: writing to the file failed.
     """
     with no_gc():
         head, tensors = _head(packed, cut)
@@ -79,13 +84,13 @@ def write_object(packed: Packed, fd: int, cut: Cut) -> Manifest:
     for tensor in tensors:
         for run in tensor.runs() if isinstance(tensor, Stream) else runs_of(tensor):
             writer.write(run)
-            del run  # before the next one is made
+            del run  # frees its memory before the next chunk is made
     writer.flush()
     return Manifest.of_cuts(cuts, writer.digests)
 
 
 def _head(packed: Packed, cut: Cut) -> tuple[bytes, list[Tensor | Stream]]:
-    """The head, and the tensors behind it in their order."""
+    """Return the head, and the tensors after it in their order."""
     names = _names(packed.skeleton, len(packed.tensors))
     order = sorted(set(range(len(names))) - cut.in_head, key=lambda index: -packed.tensors[index].itemsize)
     tensors = [packed.tensors[index] for index in order]
@@ -101,7 +106,7 @@ def _head(packed: Packed, cut: Cut) -> tuple[bytes, list[Tensor | Stream]]:
 
 
 class _Writer:
-    """Appends to a file, and takes the digest of each part on the way. What is small is gathered to runs."""
+    """A writer that appends to a file and hashes each part. It collects small pieces into larger writes."""
 
     def __init__(self, fd: int, cuts: Cuts) -> None:
         self._fd, self._cuts, self._offset = fd, cuts, 0
@@ -121,7 +126,7 @@ class _Writer:
         self._held_bytes = end
 
     def flush(self) -> None:
-        """Write what is held."""
+        """Write the collected pieces to the file."""
         if self._held_bytes:
             self._append(self._held[: self._held_bytes])
         self._held_bytes = 0
@@ -140,14 +145,14 @@ class _Writer:
 
 @dataclass(frozen=True)
 class Contents:
-    """What an object's head says.
+    """The contents of an object's head.
 
     Attributes:
         skeleton: the tree without its tensors.
-        names: of the tensors, by their index in the tree.
-        layout: where each one lies that is in the file.
-        inline: those that came within the head, by name.
-        streams: whether registered types read some of them in runs.
+        names: names of the tensors, by their index in the tree.
+        layout: places of the tensors in the file, without those in the head.
+        inline: name → tensor, for the tensors in the head.
+        streams: whether the tree has values of registered types that read tensors in chunks.
     """
 
     skeleton: Plain
@@ -158,10 +163,15 @@ class Contents:
 
     @classmethod
     def read(cls, head: bytes | bytearray, cuts: Cuts, what: str) -> Contents:
-        """Read a head strictly; nothing is made for a tensor.
+        """Parse and check a head. This allocates no memory for the tensors outside of the head.
+
+        Args:
+            head: the bytes of the head.
+            cuts: sizes of the file.
+            what: the object's name, for messages.
 
         Raises:
-            BadRequest: it is none of an object, or describes something else than these sizes.
+            BadRequest: the bytes are no head of an object, or do not match the sizes.
         """
         with no_gc():
             return cls._read(head, cuts, what)
@@ -172,7 +182,7 @@ class Contents:
         if header.nbytes != cuts.head_bytes:
             raise BadRequest(f"{what} has a head of {header.nbytes} bytes, not of {cuts.head_bytes}.", _REMEDY)
         widths = [spec.item_bytes for spec, _ in header.tensors if spec.numel]
-        if widths != sorted(widths, reverse=True):  # else runs of bytes would not end at borders of elements
+        if widths != sorted(widths, reverse=True):  # else chunks of bytes would not end at element borders
             raise BadRequest(f"{what} does not have its tensors in the order of their element sizes.", _REMEDY)
         skeleton, names, inline = _payload(header.metadata.get(_PAYLOAD, ""), what)
         segments = [Segment(spec, "none", at, spec.nbytes) for spec, at in header.tensors]
@@ -196,18 +206,19 @@ class Contents:
         return cls(skeleton, names, layout, inline, bool(streams))
 
     def tree(self, tensors: Callable[[str], Any], streams: Callable[[str], Any] | None = None) -> Any:
-        """The tree with these tensors by name, or with what stands for them; each is asked for where it is needed.
+        """Build the tree with the given tensors.
 
         Args:
-            tensors: also of those that came within the head.
-            streams: what consumers of registered types read from; by default what `tensors` gives.
+            tensors: name → tensor, or a stand-in for it; called once for each tensor in the tree, also for those in the
+                head.
+            streams: name → the source that a registered type reads from; by default the result of `tensors`.
         """
         at = functools.cache(lambda index: tensors(self.names[index]))
         return unpack(self.skeleton, at, None if streams is None else lambda index: streams(self.names[index]))
 
     @functools.cached_property
     def segments(self) -> dict[str, Segment]:
-        """Name → where each tensor lies; those of the head follow the file, as `behind` has them."""
+        """Name → place of each tensor. Tensors of the head get places after the end of the file, as in `behind`."""
         segments, at = dict(self.layout.by_name), self.layout.nbytes
         for name, tensor in self.inline.items():
             spec = TensorSpec(name, dtype_name(tensor.dtype), tuple(tensor.shape))
@@ -217,21 +228,22 @@ class Contents:
 
     @property
     def behind(self) -> bytes:
-        """The tensors of the head, one after the other."""
+        """The bytes of the head's tensors, one after the other."""
         return b"".join(bytes_of(tensor) for tensor in self.inline.values())
 
     def by_key(self) -> dict[str, str] | None:
-        """Key → name in the file, for a flat dict of tensors and arrays; None for any other tree."""
+        """Return key → name in the file, if the tree is a flat dict of tensors and arrays; else None."""
         return flat_keys(self.skeleton, self.names)
 
 
 class Stored:
-    """An object that has arrived, in an open file; the file goes with this and what is lazy of it.
+    """A received object in an open file. The file is closed when this object and all lazy tensors of it are deleted.
 
     Args:
-        read: (offset, memory) → fills the memory from the file's byte `offset` on.
+        contents: contents of the object's head.
+        read: (offset, memory) → fills the memory with the file's bytes from `offset` on.
         give_back: closes the file; called once.
-        behind: what follows the file and is not in it: the tensors of its head, unless they were written there.
+        behind: `contents.behind`, if the file does not contain these bytes after its end; else empty.
     """
 
     def __init__(
@@ -251,22 +263,22 @@ class Stored:
                 read(offset, memory)
 
         self.segments = contents.segments
-        self.contents = replace(contents, inline={})  # what is on disk is not held in memory, too
+        self.contents = replace(contents, inline={})  # frees the head's tensors: `read_all` gives their bytes
         self.handle = Handle(read_all, give_back)
 
     @functools.cached_property
     def lazy(self) -> dict[str, LazyTensor]:
-        """By name, the tensors of the head, too."""
+        """Name → lazy tensor, for all tensors including those of the head."""
         with no_gc():
             return {name: LazyTensor(self.handle, segment, None) for name, segment in self.segments.items()}
 
     def tree(self) -> Any:
-        """What was sent, with its tensors in new memory; only what consumers read in runs stays in the file."""
+        """Return the received tree, with its tensors in new memory. Values of registered types read from the file."""
         return self.contents.tree(lambda name: self.lazy[name].resolve(), self.lazy.__getitem__)
 
 
 def flat_keys(skeleton: Plain, names: Sequence[str]) -> dict[str, str] | None:
-    """Key → name, where the tree is a dict of strings with nothing but tensors and arrays; else None."""
+    """Return key → name in the file, if the tree is a flat dict of only tensors and arrays; else None."""
     if not isinstance(skeleton, dict) or "$" in skeleton:
         return None
     kinds = [node["$"] if isinstance(node, dict) and "$" in node else "" for node in skeleton.values()]
@@ -276,7 +288,7 @@ def flat_keys(skeleton: Plain, names: Sequence[str]) -> dict[str, str] | None:
 
 
 def _names(skeleton: Plain, count: int) -> list[str]:
-    """Names of the tensors in the file: their keys where the tree is a flat dict, else their numbers."""
+    """Return the names of the tensors in the file: their keys if the tree is a flat dict, else their numbers."""
     keys = flat_keys(skeleton, [str(index) for index in range(count)])
     if not keys or "__metadata__" in keys:
         return [str(index) for index in range(count)]
@@ -301,7 +313,7 @@ def _payload(text: str, what: str) -> tuple[Plain, tuple[str, ...], dict[str, Te
 
 
 def _as_text(tensor: Tensor | Stream) -> dict[str, Plain]:
-    """An entry of the head; `cut_of` sees to it that a `Stream` is small here."""
+    """Return a tensor as an entry of the head. A `Stream` is read whole: `cut_of` only puts small ones in the head."""
     if isinstance(tensor, Stream):
         with gc_as_usual():
             data = b"".join(tensor.runs())
@@ -312,10 +324,10 @@ def _as_text(tensor: Tensor | Stream) -> dict[str, Plain]:
 
 
 def _from_text(name: str, entry: Plain, what: str) -> Tensor:
-    """A tensor of the head.
+    """Return the tensor of a head's entry.
 
     Raises:
-        BadRequest: it is none.
+        BadRequest: the entry is not a tensor.
     """
     text = entry.pop("base64", None) if isinstance(entry, dict) else None
     spec, _, _ = read_tensor(name, entry, what)

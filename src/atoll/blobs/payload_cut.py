@@ -1,4 +1,4 @@
-"""How a payload travels: which of its tensors in parts, and which inline. Both sides decide by the same rules."""
+"""The decision which tensors of a payload are sent in parts and which inline. Both sides use the same rules."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from atoll.sizes import CHUNK_BYTES
 from atoll.tensors.payload import Packed, unpack
 
 MOST_INLINE_BYTES = 15 * 2**20
-"""Tensors that travel inline have no more: with what describes them they stay below 16 MiB."""
+"""Maximum total size of inline tensors. Together with their descriptions they stay below 16 MiB."""
 DESCRIBED_BYTES = 256
-"""What describes a tensor in a head, with a name of usual length twice."""
+"""Estimated size of a tensor's description in a head. It contains the tensor's name twice."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkSizes:
-    """The most bytes of a part that holds such tensors; 0: they travel inline."""
+    """Maximum part sizes in bytes: for torch tensors (`tensor`) and NumPy arrays (`np`). 0: they are sent inline."""
 
     tensor: int = CHUNK_BYTES
     np: int = CHUNK_BYTES
@@ -29,13 +29,13 @@ INLINE = ChunkSizes(0, 0)
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """How the tensors of one object travel.
+    """The decision how the tensors of one object are sent.
 
     Attributes:
-        part_bytes: the most bytes of a part.
-        inline: whether the whole object comes within its manifest, in one answer.
-        in_head: numbers of the tensors that come within the head, while the others are streamed.
-        too_large: bytes that should have gone inline and are streamed, as they are too many; 0 for none.
+        part_bytes: maximum size of a part, in bytes.
+        inline: whether the whole object is sent inside its manifest, in one answer.
+        in_head: numbers of the tensors that are sent inside the head, while all others are streamed.
+        too_large: bytes that should be sent inline but are streamed because they exceed the limit; 0 for none.
     """
 
     part_bytes: int
@@ -45,7 +45,12 @@ class Cut:
 
 
 def cut_of(packed: Packed, sizes: ChunkSizes) -> Cut:
-    """The cut of a tree's object. Where both kinds are streamed, its parts have the smaller of the two sizes."""
+    """Return the `Cut` of a payload. If tensors and arrays are both streamed, parts have the smaller of the two sizes.
+
+    Args:
+        packed: the payload.
+        sizes: part sizes for tensors and arrays.
+    """
     by_number = [sizes.np if number in packed.arrays else sizes.tensor for number in range(len(packed.tensors))]
     in_head = frozenset(number for number, size in enumerate(by_number) if not size)
     streamed = [size for size in by_number if size]
@@ -53,24 +58,27 @@ def cut_of(packed: Packed, sizes: ChunkSizes) -> Cut:
         return Cut(min(streamed, default=sizes.tensor or sizes.np or CHUNK_BYTES))
     nbytes = sum(packed.tensors[number].nbytes for number in in_head)
     cut = Cut(min(streamed, default=CHUNK_BYTES))
-    described = 2 * len(json.dumps(packed.skeleton)) + DESCRIBED_BYTES * len(packed.tensors)  # text in text: escaped
+    described = 2 * len(json.dumps(packed.skeleton)) + DESCRIBED_BYTES * len(packed.tensors)  # × 2: it is escaped
     if nbytes + described > MOST_INLINE_BYTES:
         return replace(cut, too_large=nbytes)
     return replace(cut, in_head=in_head) if streamed else replace(cut, inline=True)
 
 
 PLAIN_BYTES = 24 * 2**10
-"""A payload without tensors travels as text within its message up to this; text in text may be twice as long."""
+"""Up to this size, the JSON of a payload without tensors is sent inside the task's message.
+
+JSON inside JSON is escaped, which can double its size.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """How a payload travels.
+    """The decision how a payload is sent.
 
     Attributes:
-        plain: its text, where it travels within the message.
-        cut: else that of its object.
-        warning: what the user should know; empty for nothing.
+        plain: the payload's JSON, if it is sent inside the message; else None.
+        cut: the cut of the payload's object, if `plain` is None.
+        warning: a warning for the user; empty for none.
     """
 
     plain: str | None
@@ -79,16 +87,19 @@ class Way:
 
     @property
     def kind(self) -> str:
-        """What status calls it: `skipped` had no tensors to be moved."""
+        """The way's name in the status: `streamed`, `inline`, or `skipped` (there were no tensors to send)."""
         return "skipped" if self.plain is not None else "inline" if self.cut.inline else "streamed"
 
 
 def way_of(name: str, packed: Packed, sizes: ChunkSizes, *, streamed: bool, what: str = "payload") -> Way:
-    """Decide it for a payload of the task `name`; `what` warnings call it.
+    """Decide how a payload is sent.
 
     Args:
-        sizes: of what is streamed.
+        name: name of the task.
+        packed: the payload.
+        sizes: part sizes for streamed tensors and arrays.
         streamed: whether the task is among `workflow.streamed_tasks`.
+        what: the word for the payload in warnings.
     """
     if not packed.tensors:
         text = json.dumps(packed.skeleton, separators=(",", ":"))
@@ -104,10 +115,14 @@ def way_of(name: str, packed: Packed, sizes: ChunkSizes, *, streamed: bool, what
 
 
 def read_plain(text: str, *, build: bool = True) -> Any:
-    """The payload of a text; without `build` it is only looked at.
+    """Return the payload of a text from `Way.plain`.
+
+    Args:
+        text: the payload's JSON.
+        build: whether to build the payload. If not, the text is only checked.
 
     Raises:
-        BadRequest: it is none.
+        BadRequest: the text is not a payload.
     """
     try:
         skeleton = json.loads(text)

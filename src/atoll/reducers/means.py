@@ -80,7 +80,7 @@ class Share(WeightedMean):
 
 @dataclass(frozen=True)
 class Maximum(Reducer):
-    """The reducer `max`: max_k u_k, without weights. It uses NumPy: torch has no maximum of uint16, uint32 or uint64."""
+    """The reducer `max`: max_k u_k, without weights. It uses NumPy: torch has no maximum of uint16 to uint64."""
 
     buffers: ClassVar[str] = ""
 

@@ -1,5 +1,5 @@
-"""For the tests of plugins and of scripts: contracts that an implementation must keep, and runs inside a test.
+"""Helpers for tests of plugins and scripts.
 
-`codecs`, `reducers`, `outer` and `payloads` are contract suites: subclass one, and say what is to be tested. `run`
-starts a server and sites.
+`codecs`, `reducers`, `outer` and `payloads` are contract suites: to test your implementation, subclass a suite and name
+the implementation in it. `run` starts a server and sites inside a test.
 """

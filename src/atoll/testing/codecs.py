@@ -1,4 +1,4 @@
-"""The contract suite of codecs: the base of a codec's own test.
+"""The contract suite of codecs. To test your codec, subclass the suite.
 
 class TestMine(CodecContract):
     codec = MyCodec()
@@ -23,11 +23,11 @@ _SIZES = (0, 1, 63, TILE, TILE + 1, 3 * TILE + 517)
 
 
 class CodecContract:
-    """What every codec promises; subclass it."""
+    """The tests that every codec must pass. Set `codec` and `relative_error` in a subclass."""
 
     codec: ClassVar[Codec]
     relative_error: ClassVar[float]
-    """Of what comes back, against the largest magnitude in the same tile."""
+    """Maximum error of a decoded element, divided by the largest magnitude in its tile."""
 
     def _encode(self, values: Tensor, dtype: str) -> Tensor:
         target = torch.zeros(self.codec.encoded_bytes(values.numel(), dtype), dtype=torch.uint8)
@@ -44,13 +44,13 @@ class CodecContract:
         return torch.randn(numel, generator=generator, dtype=torch.float64).to(torch_dtype(dtype))
 
     def test_it_is_a_codec(self) -> None:
-        """Require the protocol's members, and that two codecs with default options are equal."""
+        """Check that the codec has all members of `Codec`, and equals a second one with default options."""
         assert isinstance(self.codec, Codec)
-        assert self.codec == type(self.codec)()  # a value: no state between calls
+        assert self.codec == type(self.codec)()  # the codec is a value: it has no state between calls
 
     @pytest.mark.parametrize("dtype", sorted(ITEM_BYTES))
     def test_the_rate_is_fixed_and_additive_over_whole_tiles(self, dtype: str) -> None:
-        """Check `encoded_bytes` for every dtype: the place of a tile follows from its number alone."""
+        """Check for every dtype that `encoded_bytes` adds up, so that a tile's offset depends only on its number."""
         size = self.codec.encoded_bytes
         assert size(0, dtype) == 0
         for rest in _SIZES:
@@ -59,7 +59,7 @@ class CodecContract:
     @pytest.mark.parametrize("numel", _SIZES)
     @pytest.mark.parametrize("dtype", _FLOATS)
     def test_a_round_trip_stays_within_the_bound(self, dtype: str, numel: int) -> None:
-        """Decode to fp64; each tile's error is at most `relative_error` times its largest magnitude."""
+        """Decode to fp64, and check that each tile's error is at most `relative_error` × its largest magnitude."""
         values = self._values(numel, dtype)
         back = self._decode(self._encode(values, dtype), numel, dtype, torch.float64)
         for start in range(0, numel, TILE):
@@ -69,7 +69,7 @@ class CodecContract:
 
     @pytest.mark.parametrize("dtype", _FLOATS)
     def test_any_run_of_tiles_decodes_alone_to_the_same_bits(self, dtype: str) -> None:
-        """Decode runs that begin at borders of tiles, each from its own bytes."""
+        """Decode ranges that start at tiles, each from its own bytes, and compare with decoding everything at once."""
         numel = 3 * TILE + 517
         encoded = self._encode(self._values(numel, dtype), dtype)
         whole = self._decode(encoded, numel, dtype)
@@ -80,14 +80,14 @@ class CodecContract:
 
     @pytest.mark.parametrize("dtype", _FLOATS)
     def test_any_run_of_tiles_encodes_alone_to_the_same_bytes(self, dtype: str) -> None:
-        """Encode tile by tile: an update is formed in runs, which need not be whole tensors."""
+        """Encode tile by tile, and compare with encoding everything at once. Workers encode updates in such ranges."""
         values = self._values(3 * TILE + 517, dtype)
         runs = [self._encode(values[start : start + TILE], dtype) for start in range(0, values.numel(), TILE)]
         assert torch.equal(torch.cat(runs), self._encode(values, dtype))
 
     @pytest.mark.parametrize("dtype", _FLOATS)
     def test_segments_without_padding_decode_as_one_where_it_says_so(self, dtype: str) -> None:
-        """Check `elementwise` with two segments that are no whole tiles; skip a codec without it."""
+        """Check that an elementwise codec encodes two segments, of incomplete tiles, like one; skip other codecs."""
         if not self.codec.elementwise:
             pytest.skip("its elements are not written by themselves")
         one, two = self._values(63, dtype), self._values(130, dtype)
@@ -97,7 +97,7 @@ class CodecContract:
     @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
     @pytest.mark.parametrize("dtype", _FLOATS)
     def test_what_is_not_finite_stays_so_and_can_be_detected(self, dtype: str, bad: float) -> None:
-        """Put a NaN or an infinity into the second tile; the first one must stay finite."""
+        """Put NaN or Inf into the second of two tiles, and check that only this tile decodes to a non-finite value."""
         values = self._values(TILE + 5, dtype)
         values[TILE + 3] = bad
         back = self._decode(self._encode(values, dtype), values.numel(), dtype)
@@ -106,7 +106,7 @@ class CodecContract:
 
     @pytest.mark.parametrize("dtype", _FLOATS)
     def test_nan_among_equals_is_not_passed_over(self, dtype: str) -> None:
-        """However many are as large as the largest that are kept: a codec that sorts may lose it there."""
+        """Put one NaN among many equal values, and check that it does not get lost. Codecs that sort can lose it."""
         for equals in (1, 15, 63, 64, TILE - 1):
             values = torch.zeros(TILE, dtype=torch_dtype(dtype))
             values[:equals] = 2.0
@@ -116,7 +116,7 @@ class CodecContract:
     @pytest.mark.parametrize("numel", _SIZES)
     @pytest.mark.parametrize("dtype", _FLOATS)
     def test_what_is_encoded_stays_and_what_is_decoded_overwrites(self, dtype: str, numel: int) -> None:
-        """Use targets that hold other bytes: all of them are set, padding included, and nothing beside them."""
+        """Check that encoding and decoding do not change the source, and overwrite the whole target and nothing else."""
         values = self._values(numel, dtype)
         encoded = self._encode(values, dtype)
         assert torch.equal(values, self._values(numel, dtype))
@@ -132,7 +132,7 @@ class CodecContract:
 
     @pytest.mark.parametrize("dtype", _FLOATS)
     def test_a_program_may_have_another_default_dtype_and_device(self, dtype: str) -> None:
-        """Set the defaults to bf16 and meta: a codec names dtype and device of each tensor that it makes."""
+        """Set torch's default dtype to bf16 and device to meta, and check that the codec does not depend on them."""
         values = self._values(TILE + 517, dtype)
         encoded = self._encode(values, dtype)
         wide = self._decode(encoded, values.numel(), dtype, torch.float64)
@@ -149,7 +149,7 @@ class CodecContract:
         assert torch.equal(target, wide)
 
     def test_the_difference_of_two_fp16_values_stays_finite(self) -> None:
-        """Of those that are written raw, Atoll itself writes another way."""
+        """Encode differences that exceed fp16's range; skip raw codecs, since Atoll widens fp16 with them."""
         if self.codec.raw:
             pytest.skip("it writes them as they are")
         values = torch.tensor([131008.0, -131008.0, 1.0])
@@ -161,20 +161,20 @@ class CodecContract:
 
     @pytest.mark.parametrize("dtype", sorted(set(ITEM_BYTES) - FLOATS))
     def test_integers_come_back_as_they_were(self, dtype: str) -> None:
-        """Require exact values for every integer dtype and BOOL, however lossy the codec is for floats."""
+        """Check that every integer dtype and BOOL is encoded without loss, also by codecs that are lossy for floats."""
         values = torch.arange(300).remainder(2 if dtype == "BOOL" else 128).to(torch_dtype(dtype))
         assert torch.equal(self._decode(self._encode(values, dtype), 300, dtype), values)
 
     @pytest.mark.parametrize("dtype", _FLOATS)
     def test_what_it_says_are_raw_elements_are_their_bytes(self, dtype: str) -> None:
-        """Check `raw`, by which readers skip decoding; skip a codec without it."""
+        """Check that a raw codec writes the elements' bytes, because readers do not decode them; skip other codecs."""
         if not self.codec.raw:
             pytest.skip("it writes them in another way")
         values = self._values(300, dtype)
         assert torch.equal(self._encode(values, dtype), values.view(torch.uint8))
 
     def test_it_decodes_straight_into_the_dtype_of_the_sum(self) -> None:
-        """As fp32 it may be more exact than through fp16, never less."""
+        """Decode fp16 data to fp32, round it to fp16, and compare with decoding to fp16."""
         values = self._values(100, "F16")
         encoded = self._encode(values, "F16")
         wide = self._decode(encoded, 100, "F16", torch.float32)

@@ -1,4 +1,4 @@
-"""The contract suite of outer optimizers: the base of an optimizer's own test.
+"""The contract suite of outer optimizers. To test your optimizer, subclass the suite.
 
 class TestMine(OuterContract):
     target = MyOptimizer                    # or a name, or "module:attribute"
@@ -22,7 +22,10 @@ from atoll.tensors.schema import BUFFERS, TensorSpec
 
 
 class OuterContract:
-    """What every outer optimizer promises; subclass it. References are the optimizer itself, on whole tensors."""
+    """The tests that every outer optimizer must pass. Set `target` and its options in a subclass.
+
+    The expected results come from the same torch optimizer on whole tensors.
+    """
 
     target: ClassVar[str | Callable[..., Optimizer]]
     options: ClassVar[Mapping[str, Any]] = {}
@@ -32,7 +35,7 @@ class OuterContract:
 
     @pytest.fixture
     def rule(self) -> OuterRule:
-        """Build `target` with `options` as a server does, its granularity found by probing."""
+        """Build `target` with `options`, as a server does, including the trial run that finds the granularity."""
         return build_outer(self.target, self.options)
 
     def _numbers(self, dtype: torch.dtype) -> list[Tensor]:
@@ -48,7 +51,7 @@ class OuterContract:
         return parameter.detach(), dict(optimizer.state[parameter])
 
     def _chunked(self, rule: OuterRule, values: list[Tensor], size: int) -> tuple[Tensor, list[State]]:
-        """Every round over all chunks, as the pass does: state cut as the tensor, 0-d state cloned per chunk."""
+        """Step chunk by chunk in each round, as the server does: each chunk has its own state and clone of 0-d state."""
         flat = [value.clone().reshape(-1) for value in values]
         starts = range(0, flat[0].numel(), size)
         states: list[State] = []
@@ -63,13 +66,13 @@ class OuterContract:
         return flat[0].reshape(self.shape), states
 
     def test_it_runs_as_expected(self, rule: OuterRule) -> None:
-        """Compare the granularity that was found with the one that the suite declares."""
+        """Compare the granularity that the trial run found with `granularity`."""
         assert rule.granularity == self.granularity
 
     @pytest.mark.parametrize("size", [7 * 64, 4096, 5 * 4096])
     @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
     def test_chunks_come_to_the_bits_of_the_whole_tensor(self, rule: OuterRule, dtype: torch.dtype, size: int) -> None:
-        """Compare parameter and state after `rounds` rounds; skip a rule of granularity `tensor`."""
+        """Step chunks and the whole tensor, and compare parameter and state; skip optimizers of granularity `tensor`."""
         if rule.granularity == "tensor":
             pytest.skip("it runs on whole tensors")
         values = self._numbers(dtype)
@@ -84,17 +87,17 @@ class OuterContract:
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
     def test_state_put_away_between_rounds_changes_nothing(self, rule: OuterRule, dtype: torch.dtype) -> None:
-        """Step every round with a new stepper and a clone of the state, as after a restart."""
+        """Step each round with a new stepper and a clone of the state, and compare with a single optimizer object."""
         values = self._numbers(dtype)
         parameter, state = values[0].clone(), None
         for gradient in values[1:]:
-            stepper = rule.stepper()  # as after a restart
+            stepper = rule.stepper()  # a server restart also makes a new stepper
             (after,) = stepper.step_([parameter], [gradient.clone()], None if state is None else [state])
             state = {key: value.clone() for key, value in after.items()}
         assert torch.equal(parameter, self._whole(rule, values)[0])
 
     def test_many_tensors_in_one_step_are_stepped_each_for_itself(self, rule: OuterRule) -> None:
-        """Step two tensors together and alone: the results agree to the bit."""
+        """Step two tensors together and alone, and check that the results are bit-identical."""
         values = self._numbers(torch.float32)
         one, two = values[0].clone(), values[1].clone()
         rule.stepper().step_([one, two], [values[2].clone(), values[3].clone()], None)
@@ -104,7 +107,7 @@ class OuterContract:
             assert torch.equal(alone, result)
 
     def test_the_state_is_declared_as_it_is(self, rule: OuterRule) -> None:
-        """Compare `state_specs` with the state after one step: keys, their order, and shapes."""
+        """Compare `state_specs` with the state after one step: keys, order of keys, and shapes."""
         (state,) = rule.stepper().step_([torch.ones(6, 8)], [torch.ones(6, 8)], None)
         declared = rule.state_specs(TensorSpec("w", "BF16", (6, 8)))
         assert [spec.key for spec in declared] == list(state)
@@ -112,12 +115,12 @@ class OuterContract:
             assert state[spec.key].shape == torch.Size((6, 8) if spec.shape is None else spec.shape)
 
     def test_buffers_and_integers_have_no_state(self, rule: OuterRule) -> None:
-        """Ask for the state of a float buffer and of an int8 parameter."""
+        """Check that `state_specs` is empty for a float buffer and for an int8 parameter."""
         assert rule.state_specs(TensorSpec("m", "F32", (3,), BUFFERS)) == []
         assert rule.state_specs(TensorSpec("q", "I8", (3,))) == []
 
     def test_what_decides_the_bits_is_said_outright(self, rule: OuterRule) -> None:
-        """Require values of `fused` and `foreach`, where there are such options: None leaves them to torch."""
+        """Check that `fused` and `foreach` are set if the optimizer has them. None would let torch choose."""
         described = rule.describe()
         assert described["foreach"] is not None or "foreach" not in described["options"]
         assert described["fused"] is not None or "fused" not in described["options"]

@@ -1,4 +1,4 @@
-"""The contract suite of types that `atoll.objects.register` knows: the base of a pair's own test.
+"""The contract suite of types registered with `atoll.objects.register`. To test your type, subclass the suite.
 
 class TestFile(PayloadTypeContract):
     in_memory = False
@@ -31,24 +31,24 @@ from atoll.tensors.payload import pack
 PART_BYTES = 2**20
 LARGE_BYTES = 96 * 2**20
 MORE_BYTES = 32 * 2**20
-"""What sending or receiving `LARGE_BYTES` may take beyond the value: chunks, and what an allocator keeps."""
+"""Allowed memory growth while sending or receiving a value of `LARGE_BYTES`, beyond the value itself."""
 
 
 class PayloadTypeContract:
-    """What every pair of producer and consumer promises; subclass it.
+    """The tests that every registered type (its producer and its consumer) must pass. Override `make` and `same`.
 
     Attributes:
-        in_memory: whether a value lies in memory itself, as a tensor does; a file does not.
+        in_memory: whether a value's data is in memory, as for a tensor. For a file it is not.
     """
 
     in_memory: ClassVar[bool] = True
 
     def make(self, folder: Path, nbytes: int) -> Any:
-        """A value of about `nbytes` bytes, the same at each call with the same `nbytes`; files go into `folder`."""
+        """Return a value of about `nbytes` bytes: equal values for equal `nbytes`. Create files only in `folder`."""
         raise NotImplementedError
 
     def same(self, one: Any, other: Any) -> bool:
-        """Whether two values are equal, to the bit."""
+        """Return whether two values are bit-identical."""
         raise NotImplementedError
 
     @pytest.fixture(autouse=True)
@@ -58,29 +58,29 @@ class PayloadTypeContract:
 
     @pytest.mark.parametrize("nbytes", [0, 1000, 5_000_001])
     def test_it_arrives_as_it_was_sent(self, tmp_path: Path, nbytes: int) -> None:
-        """Send values of no bytes, of a few, and of more than one part."""
+        """Send a value of no bytes, of a few bytes, or of several parts, and compare the received value."""
         value = self.make(tmp_path, nbytes)
         arrived = there_and_back(value)
         assert type(arrived) is type(value)
         assert self.same(arrived, value)
 
     def test_values_differ(self, tmp_path: Path) -> None:
-        """Else the other tests would show nothing."""
+        """Check that `same` finds a difference; otherwise the other tests would prove nothing."""
         assert not self.same(self.make(tmp_path, 1000), self.make(tmp_path, 2000))
 
     def test_sending_does_not_change_it(self, tmp_path: Path) -> None:
-        """Compare a value that was sent with one that was not."""
+        """Send a value, then compare it with an equal value that was not sent."""
         value = self.make(tmp_path, 1000)
         there_and_back(value)
         assert self.same(value, self.make(tmp_path, 1000))
 
     def test_it_can_be_sent_again_and_is_the_same_bytes(self, tmp_path: Path) -> None:
-        """A transfer that breaks begins again."""
+        """Check that sending a value twice gives the same bytes: an interrupted transfer starts again."""
         value = self.make(tmp_path, 100_000)
         assert _digest(value) == _digest(value)
 
     def test_it_lies_among_other_things_and_twice(self, tmp_path: Path) -> None:
-        """Nest values in dicts, lists and tuples, the same one at two places."""
+        """Send values nested in dicts, lists and tuples, one of them in two places."""
         value, other = self.make(tmp_path, 1000), self.make(tmp_path, 70_000)
         tree = {"a": value, "b": [other, {"w": torch.arange(3)}, (value, None)]}
         arrived = there_and_back(tree)
@@ -90,25 +90,25 @@ class PayloadTypeContract:
         assert all(self.same(*pair) for pair in zip(found, (value, value, other), strict=True))
 
     def test_what_stands_for_it_is_small(self, tmp_path: Path) -> None:
-        """The data is in streams and tensors: what travels beside them is held in memory, and has a limit."""
+        """Check that the data is in streams and tensors. The skeleton is kept in memory and must be small."""
         packed = pack(self.make(tmp_path, LARGE_BYTES))
         assert len(json.dumps(packed.skeleton)) < 2**16
         assert sum(part.nbytes for part in packed.tensors) >= LARGE_BYTES / 2
 
     def test_sending_it_takes_a_few_chunks_of_memory(self, tmp_path: Path) -> None:
-        """Write a value of `LARGE_BYTES` to a file with a peak of less than `MORE_BYTES` more."""
+        """Write a value of `LARGE_BYTES` to a file, and check that memory grows by less than `MORE_BYTES`."""
         value = self.make(tmp_path, LARGE_BYTES)
         with tempfile.TemporaryFile(dir=tmp_path) as file:
             assert peak_growth(lambda: write_object(pack(value), file.fileno(), Cut(PART_BYTES))) < MORE_BYTES
 
     def test_receiving_it_takes_a_few_chunks_beyond_the_value(self, tmp_path: Path) -> None:
-        """Read it back with a peak of less than `MORE_BYTES` more, and the value itself if it is in memory."""
+        """Read a value of `LARGE_BYTES`. Memory may grow by `MORE_BYTES`, and by the value's size if `in_memory`."""
         stored, arrived = written(self.make(tmp_path, LARGE_BYTES)), []
         growth = peak_growth(lambda: arrived.append(stored.tree()))
         assert growth < MORE_BYTES + (LARGE_BYTES if self.in_memory else 0)
 
     def test_the_file_that_it_came_in_goes_with_it(self, tmp_path: Path) -> None:
-        """Check that nothing holds the stored file once the value is let go of."""
+        """Check that nothing refers to the stored file after the value is deleted."""
         stored = written(self.make(tmp_path, 1000))
         handle, arrived = weakref.ref(stored.handle), stored.tree()
         del stored, arrived
@@ -116,12 +116,12 @@ class PayloadTypeContract:
         assert handle() is None
 
     def test_it_is_registered(self, tmp_path: Path) -> None:
-        """Require a `Kind` for the value's type, as `atoll.objects.register` adds it."""
+        """Check that the value's type is registered with `atoll.objects.register`."""
         assert kind_of(self.make(tmp_path, 1000)) is not None
 
 
 def written(tree: Any) -> Stored:
-    """A tree as it lies on disk once it has arrived."""
+    """Return a tree as a received object in a file."""
     with tempfile.TemporaryFile() as file:
         cuts = write_object(pack(tree), file.fileno(), Cut(PART_BYTES)).cuts
         fd = os.dup(file.fileno())
@@ -130,14 +130,14 @@ def written(tree: Any) -> Stored:
 
 
 def there_and_back(tree: Any) -> Any:
-    """A tree as the receiver gets it."""
+    """Return a tree after sending and receiving."""
     return written(tree).tree()
 
 
 def peak_growth(work: Callable[[], Any]) -> int:
-    """Bytes by which this process's memory was larger at some moment of `work` than before. Linux only."""
+    """Return the peak memory of this process during `work`, minus its memory before, in bytes. Linux only."""
     gc.collect()
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM, the peak
     before = _kib("VmRSS")
     work()
     return (_kib("VmHWM") - before) * 1024

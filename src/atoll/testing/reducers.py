@@ -1,4 +1,4 @@
-"""The contract suite of reducers: the base of a reducer's own test.
+"""The contract suite of reducers. To test your reducer, subclass the suite.
 
 class TestMine(ReducerContract):
     reducer = MyReducer()
@@ -20,7 +20,7 @@ from atoll.reducers.base import Reducer, RoundFacts, normalised
 
 
 class ReducerContract:
-    """What every reducer promises; subclass it."""
+    """The tests that every reducer must pass. Set `reducer` in a subclass."""
 
     reducer: ClassVar[Reducer]
     dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.float32, torch.float64)
@@ -40,25 +40,25 @@ class ReducerContract:
         return [row.to(dtype) for row in rows]
 
     def test_it_is_a_reducer(self) -> None:
-        """Require an instance of the base class."""
+        """Check that the reducer is an instance of `Reducer`."""
         assert isinstance(self.reducer, Reducer)
 
     def test_one_update_is_its_own_reduction(self) -> None:
-        """Reduce one row at weight 1, in each of `dtypes`: its bits come back."""
+        """Reduce one row with weight 1, for each of `dtypes`, and check that the result has the row's bits."""
         for dtype in self.dtypes:
             (row,) = self._rows(dtype, k=1)
             assert torch.equal(self._reduce([row], [1.0]), row)
 
     def test_equal_updates_are_their_own_reduction(self) -> None:
-        """Reduce four equal rows at weights of 1/4, in each of `dtypes`: the bits of one come back."""
+        """Reduce four equal rows with weight 1/4, for each of `dtypes`, and check that the result has their bits."""
         for dtype in self.dtypes:
             (row,) = self._rows(dtype, k=1)
-            reduced = self._reduce([row] * 4, [0.25] * 4)  # quarters add without rounding
+            reduced = self._reduce([row] * 4, [0.25] * 4)  # quarters add up without rounding
             assert torch.equal(reduced, row)
 
     def test_it_weighs_every_update_and_none_twice_as_much_as_its_share(self) -> None:
-        """Weigh three updates of equal norms: each gets its own weight divided by the sum."""
-        facts = RoundFacts([1.0, 2.0, 1.0], [3.0, 3.0, 3.0], [5, 5, 5])  # equal norms are no reason to clip
+        """Weigh three updates with equal norms and steps, and check that each gets its weight divided by the sum."""
+        facts = RoundFacts([1.0, 2.0, 1.0], [3.0, 3.0, 3.0], [5, 5, 5])  # equal norms, so that nothing is clipped
         weights = self.reducer.weigh(facts)
         assert weights == [0.25, 0.5, 0.25]
 
@@ -70,7 +70,7 @@ class ReducerContract:
 
     @pytest.mark.parametrize("size", [1, 7, 64, 1000])
     def test_no_cut_changes_a_bit(self, size: int) -> None:
-        """Reduce runs of `size` elements and whole rows: a round's memory decides how rows are cut."""
+        """Reduce chunks of `size` elements and whole rows, and compare the bits. Chunk sizes depend on a run's memory."""
         for dtype in self.dtypes:
             rows, weights = self._rows(dtype), normalised([1.0, 2.0, 3.5, 0.1])
             cut = [self._reduce(self._cut(rows, at, size), weights) for at in range(0, rows[0].numel(), size)]
@@ -78,11 +78,11 @@ class ReducerContract:
 
     @pytest.mark.parametrize("size", [1, 7, 64, 1000])
     def test_no_cut_changes_the_sign_of_a_zero(self, size: int) -> None:
-        """Try every combination of signs of four rows of zeros, in floating point."""
+        """Do the same with four rows of zeros, for every combination of signs, and compare the signs of the results."""
         for dtype in self.dtypes:
             if not dtype.is_floating_point:
                 continue
-            zeros = torch.zeros(1237 if size > 7 else 137, dtype=dtype)  # several vectors, and a rest
+            zeros = torch.zeros(1237 if size > 7 else 137, dtype=dtype)  # several vector registers, and a rest
             weights = normalised([1.0, 2.0, 3.5, 0.1])
             for signs in itertools.product([zeros, -zeros], repeat=4):
                 rows = list(signs)
@@ -90,7 +90,7 @@ class ReducerContract:
                 assert torch.equal(torch.signbit(torch.cat(cut)), torch.signbit(self._reduce(rows, weights)))
 
     def test_a_row_may_be_overwritten_by_the_next(self) -> None:
-        """Give all rows in one buffer; skip a reducer that is given them at once."""
+        """Give all rows one after the other in one buffer; skip a reducer with `needs_all`."""
         if self.reducer.needs_all:
             pytest.skip("it is given the rows at once")
         for dtype in self.dtypes:

@@ -1,14 +1,19 @@
-"""Run a server and its sites inside a test, let places of it fail, and read what the run has done.
+"""Run a server and its sites inside a test, make them fail at chosen places, and read the run's history.
 
     settings = {"algorithm": {"name": "fedavg"}, "rounds": {"total": 3, "sites": 2}}
     with serve(build(), folder / "state", settings) as server:
         together(lambda: train("a", server.url), lambda: train("b", server.url))
-        server.run()                                    # until its result is written
+        server.run()                                    # returns when the result is written
     assert [line["version"] for line in history(folder / "state")] == [1, 2, 3]
 
-Failpoints are written `name=action`, with `;` between several. The actions are `kill` (SIGKILL), `stop` (SIGSTOP),
-`enospc`, `emfile` and `eio` (raise that OSError), and `pause:PATH` (create PATH.reached, and wait until PATH exists).
-`name=action@3` acts at the third time that the place is reached, `name=action@1,2` at the first and the second.
+A failpoint is a named place in Atoll's code. Write `name=action` to make it act; separate several by `;`. Actions are:
+
+    kill                  send SIGKILL to this process
+    stop                  send SIGSTOP
+    enospc, emfile, eio   raise this OSError
+    pause:PATH            create PATH.reached, and wait until PATH exists
+
+`name=action@3` acts when the place is reached for the third time, `name=action@1,2` for the first and second time.
 """
 
 from __future__ import annotations
@@ -48,7 +53,7 @@ __all__ = [
 T = TypeVar("T")
 
 POLL_S = 0.01
-_PORTS: Sequence[int] = range(20_000, 32_000)  # below those that Linux gives out by itself, 32,768 to 60,999
+_PORTS: Sequence[int] = range(20_000, 32_000)  # below Linux's ephemeral ports, 32,768 to 60,999
 _HELD_PORTS: list[socket.socket] = []
 
 
@@ -59,12 +64,12 @@ _HELD_PORTS: list[socket.socket] = []
 def serve(
     model: nn.Module | str | None, state_dir: Path | str, settings: Mapping[str, Any] | None = None, **more: Any
 ) -> Iterator[Server]:
-    """Start a server in this process, on a port that no other test uses, and stop it at the end of the block.
+    """Start a server in this process, on a port that no other test uses. Stop it at the end of the block.
 
     Args:
-        model: the initial model, or its name; None for a run of tasks alone.
-        state_dir: where the run is kept. A second server on it goes on with the same run.
-        settings: of the run, by `group.key` or group.
+        model: the initial model, or its name; None for a run that only executes tasks.
+        state_dir: the run's state directory. A second server on the same directory continues the run.
+        settings: the run's settings, as `group.key` → value or group → dict.
         more: further arguments of `atoll.Server`, such as a workflow or filters.
     """
     from atoll.server.serve import Server
@@ -78,7 +83,7 @@ def serve(
 
 
 def status(url: str) -> Status:
-    """Return the status of the run at `url`, without taking part in it.
+    """Return the status of the run at `url`, without joining the run.
 
     Raises:
         ServerUnreachable: no server answers.
@@ -89,9 +94,9 @@ def status(url: str) -> Status:
 
 
 def history(state_dir: Path | str) -> list[dict[str, Any]]:
-    """Return what the server wrote of each round in `exports/metrics.jsonl`, oldest first.
+    """Return the server's records of its rounds (`exports/metrics.jsonl`), oldest first.
 
-    Each has `round`, `version`, `workers`, `metrics`, `bytes_up`, `seconds` and more.
+    Each record has `round`, `version`, `workers`, `metrics`, `bytes_up`, `seconds` and more.
     """
     path = Path(state_dir) / "exports" / "metrics.jsonl"
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
@@ -101,13 +106,13 @@ def history(state_dir: Path | str) -> list[dict[str, Any]]:
 
 
 class Threads:
-    """Run jobs at once, each in a thread. The threads end with the process, so a job that hangs blocks no other."""
+    """Jobs that run at the same time, each in a daemon thread: a job that hangs does not keep the process alive."""
 
     def __init__(self, *jobs: Callable[[], object]) -> None:
         self._ends = [_begun(job) for job in jobs]
 
     def join(self, timeout_s: float = 60.0) -> None:
-        """Wait for all jobs, and raise the first error of one at once.
+        """Wait for all jobs. If a job raises, raise its error at once.
 
         Raises:
             AssertionError: a job still runs after `timeout_s` seconds.
@@ -133,13 +138,19 @@ def _begun(job: Callable[[], object]) -> Future[object]:
 
 
 def together(*jobs: Callable[[], object], timeout_s: float = 60.0) -> None:
-    """Run jobs at once and wait for all of them, as `Threads.join` does."""
+    """Run jobs at the same time, each in a thread, and wait for all of them with `Threads.join`."""
     Threads(*jobs).join(timeout_s)
 
 
 @contextmanager
 def failpoints(text: str) -> Iterator[Callable[[str], int]]:
-    """Switch failpoints on in this process within the block. Yields a function: name → how often it was reached.
+    """Switch failpoints on in this process, until the end of the block.
+
+    Args:
+        text: failpoints and their actions, as described at the top of this file.
+
+    Yields:
+        A function: failpoint's name → number of times that it was reached.
 
     Raises:
         ValueError: an action is unknown.
@@ -155,10 +166,15 @@ def failpoints(text: str) -> Iterator[Callable[[str], int]]:
 
 
 def wait_until(condition: Callable[[], T], what: str, timeout_s: float = 30.0) -> T:
-    """Ask until the answer is true, and return it.
+    """Call `condition` until its result is true, and return the result.
+
+    Args:
+        condition: the function to call.
+        what: the awaited event, for the message.
+        timeout_s: maximum time to wait, in seconds.
 
     Raises:
-        TimeoutError: `what` did not happen in `timeout_s` seconds.
+        TimeoutError: the result is still not true after `timeout_s` seconds.
     """
     end_s = time.monotonic() + timeout_s
     while True:
@@ -171,10 +187,10 @@ def wait_until(condition: Callable[[], T], what: str, timeout_s: float = 30.0) -
 
 
 def free_port() -> int:
-    """Return a port of 127.0.0.1 that is free, and that no other call returns until this process ends.
+    """Return a free port of 127.0.0.1. No other call returns the same port until this process ends.
 
-    The system never gives it to a socket that asks for any port. Otherwise another test could get it before the server
-    that is meant, or between two starts of that server. A named socket holds it against other processes' calls.
+    The port is outside of Linux's ephemeral ports, so the system does not give it to another socket between two starts
+    of a server. A Unix socket named after the port reserves it, also against calls in other processes.
     """
     for port in random.SystemRandom().sample(_PORTS, len(_PORTS)):  # tests seed `random`
         held = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
