@@ -116,7 +116,7 @@ class CodecContract:
     @pytest.mark.parametrize("numel", _SIZES)
     @pytest.mark.parametrize("dtype", _FLOATS)
     def test_what_is_encoded_stays_and_what_is_decoded_overwrites(self, dtype: str, numel: int) -> None:
-        """Check that encoding and decoding do not change the source, and overwrite the whole target and nothing else."""
+        """Check that encoding and decoding keep the source, overwrite the whole target, and write nothing else."""
         values = self._values(numel, dtype)
         encoded = self._encode(values, dtype)
         assert torch.equal(values, self._values(numel, dtype))

@@ -51,7 +51,7 @@ class OuterContract:
         return parameter.detach(), dict(optimizer.state[parameter])
 
     def _chunked(self, rule: OuterRule, values: list[Tensor], size: int) -> tuple[Tensor, list[State]]:
-        """Step chunk by chunk in each round, as the server does: each chunk has its own state and clone of 0-d state."""
+        """Step chunk by chunk in each round, as the server does: each chunk has its own state and 0-d state clones."""
         flat = [value.clone().reshape(-1) for value in values]
         starts = range(0, flat[0].numel(), size)
         states: list[State] = []
@@ -72,7 +72,7 @@ class OuterContract:
     @pytest.mark.parametrize("size", [7 * 64, 4096, 5 * 4096])
     @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
     def test_chunks_come_to_the_bits_of_the_whole_tensor(self, rule: OuterRule, dtype: torch.dtype, size: int) -> None:
-        """Step chunks and the whole tensor, and compare parameter and state; skip optimizers of granularity `tensor`."""
+        """Step chunks and the whole tensor, and compare parameter and state; skip if optimizers need whole tensors."""
         if rule.granularity == "tensor":
             pytest.skip("it runs on whole tensors")
         values = self._numbers(dtype)

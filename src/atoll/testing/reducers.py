@@ -70,7 +70,7 @@ class ReducerContract:
 
     @pytest.mark.parametrize("size", [1, 7, 64, 1000])
     def test_no_cut_changes_a_bit(self, size: int) -> None:
-        """Reduce chunks of `size` elements and whole rows, and compare the bits. Chunk sizes depend on a run's memory."""
+        """Reduce chunks of `size` elements and whole rows, and compare. Chunk sizes depend on the memory of a round."""
         for dtype in self.dtypes:
             rows, weights = self._rows(dtype), normalised([1.0, 2.0, 3.5, 0.1])
             cut = [self._reduce(self._cut(rows, at, size), weights) for at in range(0, rows[0].numel(), size)]
