@@ -1,4 +1,4 @@
-"""Atoll inside other trainers: `lightning`, `transformers` and `peft`, each imported when it is first used."""
+"""Integrations with other frameworks: `lightning`, `transformers` and `peft`. Each is imported on first use."""
 
 from __future__ import annotations
 

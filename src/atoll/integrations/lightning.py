@@ -1,11 +1,12 @@
-"""Lightning: each `trainer.fit` is a round of a federated run, or DiLoCo around the optimizer, as the server chose.
+"""Lightning: each `trainer.fit` is a round of a federated run, or part of a DiLoCo run; the server decides which.
 
     trainer = Trainer(max_epochs=1)
-    atoll.integrations.lightning.patch(trainer)                      # ATOLL_SERVER, ATOLL_SITE; alone without a server
+    atoll.integrations.lightning.patch(trainer)                      # reads ATOLL_SERVER and ATOLL_SITE
     while atoll.integrations.lightning.is_running(trainer):
         trainer.fit(module, datamodule)
 
-The same with a Trainer of `lightning.pytorch` and of `pytorch_lightning`; neither is imported before it is needed.
+Without a server, the script trains alone. Trainers of both `lightning.pytorch` and `pytorch_lightning` work; neither
+package is imported before it is needed.
 """
 
 from __future__ import annotations
@@ -39,12 +40,13 @@ def patch(
     steps: int | Callable[[], int] | None = None,
     **options: Unpack[SiteOptions],
 ) -> AtollCallback:
-    """Make every `trainer.fit` from now on a round of a run; the arguments are `AtollCallback`'s.
+    """Make each later `trainer.fit` a round of a run, by adding an `AtollCallback` with the given arguments.
 
-    Each fit trains `max_epochs` (or `max_steps`) further epochs.
+    Each fit trains `max_epochs` further epochs, or `max_steps` further steps.
 
     Raises:
-        UsageError: it is no Trainer, or is patched already. ConfigError: as `AtollCallback`.
+        UsageError: `trainer` is no Lightning Trainer, or already takes part in a run.
+        ConfigError: see `AtollCallback`.
     """
     from atoll.integrations.lightning_callback import AtollCallback
 
@@ -53,18 +55,18 @@ def patch(
     if any(isinstance(callback, AtollCallback) for callback in trainer.callbacks):
         raise UsageError("This Trainer takes part in a run already.", "Patch it once, or give it one AtollCallback.")
     callback = AtollCallback(server, site, steps=steps, **options)
-    trainer.callbacks.insert(0, callback)  # before the others, which then see the global model
+    trainer.callbacks.insert(0, callback)  # first, so that all other callbacks see the global model
     return callback
 
 
 def is_running(trainer: Any) -> bool:
-    """Return whether the run has another round for this Trainer; wait until it opens.
+    """Return whether the run has another round for this Trainer. Wait until the round opens.
 
-    When the run has none, the module that was fitted last holds the result.
-    Without a server: True before the first fit, then False.
+    After the last round, the result is loaded into the module of the last fit, and this returns False. Without a
+    server, this returns True before the first fit, then False.
 
     Raises:
-        UsageError: the Trainer takes part in no run, or as several sites.
+        UsageError: the Trainer has no Atoll callback, or several.
     """
     return _callback_of(trainer).is_running(trainer)
 
@@ -84,16 +86,20 @@ def _callback_of(trainer: Any) -> AtollCallback:
 
 @public_api
 def evaluates(trainer: Any, module: Any, dataloaders: Any = None, *, datamodule: Any = None) -> None:
-    """Take part in cross-site evaluation: each model is measured by `trainer.validate`, within `is_running`.
+    """Take part in cross-site evaluation: `trainer.validate` measures each model while the script is in `is_running`.
 
-    Call it after `patch`, before the first fit.
+    Call this after `patch` and before the first fit.
 
     Args:
-        module: gets each model in turn; it may be the one that is fitted, which gets its round's model again.
-        dataloaders, datamodule: as `trainer.validate` takes them; by default the module's own.
+        trainer: the patched Trainer.
+        module: the module into which each model is loaded. It can be the one that is fitted: its round's model is
+            loaded again afterwards.
+        dataloaders: validation data for `trainer.validate`; by default the module's own.
+        datamodule: datamodule for `trainer.validate`, in place of `dataloaders`.
 
     Raises:
-        UsageError: the Trainer takes part in no run, or has begun to; or it has several ranks.
+        UsageError: the Trainer has no Atoll callback, has several ranks, has already joined the run, or already
+            evaluates.
     """
     callback = _callback_of(trainer)
     if trainer.world_size > 1:
@@ -116,7 +122,7 @@ def evaluates(trainer: Any, module: Any, dataloaders: Any = None, *, datamodule:
 
 
 def rounds(trainer: Any) -> Iterator[int]:
-    """Count 1, 2, … while the run goes on: `for number in lightning.rounds(trainer): trainer.fit(module)`."""
+    """Yield 1, 2, … while the run has rounds: `for number in lightning.rounds(trainer): trainer.fit(module)`."""
     number = 0
     while is_running(trainer):
         number += 1

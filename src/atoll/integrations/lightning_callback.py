@@ -1,12 +1,12 @@
-"""The callback that makes each `trainer.fit` a round. Lightning is imported here, and only when this file is.
+"""The Lightning callback that makes each `trainer.fit` a round. Importing this file imports Lightning.
 
-    on_fit_start           the global model into the module, on its device
-    on_train_start         hooks on its optimizer, once other callbacks have tuned it
-    on_train_batch_end     samples are counted
-    on_fit_end             the update, with its weight, steps and metrics
-    on_validation_start    outside of fit: the global model, which the next fit keeps
+    on_fit_start           load the global model into the module, on the module's device
+    on_train_start         hook the optimizer, after other callbacks have tuned the learning rate
+    on_train_batch_end     count the samples
+    on_fit_end             submit the update with its weight, steps and metrics
+    on_validation_start    in `trainer.validate`: load the global model; the next fit starts from it, too
 
-Rank 0 talks to the server; the others get the model, and what corrects it, from rank 0.
+Only rank 0 communicates with the server. The other ranks get the model and the correction's tensors from rank 0.
 """
 
 from __future__ import annotations
@@ -36,25 +36,27 @@ else:
 
 
 class AtollCallback(Callback):
-    """One site's part in a run: each `trainer.fit` is a round. Without a server the script trains alone.
+    """A Lightning callback that makes a Trainer a site: each `trainer.fit` is a round.
+
+    Without a server, the script trains alone.
 
     Args:
-        server: address, `http://host:8512`; by default `ATOLL_SERVER`.
-        site: this site's name; by default `ATOLL_SITE`, else made of host and process.
-        weight: this site's share in the mean: a number, or a function that is asked after each fit; by default the
-            samples that were trained on.
-        steps: optimizer steps of a round, in place of those that were counted: a number, or a function.
-        folder: where the base and outbox files lie; by default `ATOLL_DIR`, else `.atoll`.
-        labels: anything to be shown in status.
-        filters: that every update of this site passes through, in this order, before any byte of it leaves.
-        require_server: refuse to train alone where no server is configured.
+        server: address of the server, `http://host:8512`; by default `ATOLL_SERVER`.
+        site: this site's name; by default `ATOLL_SITE`, else made from host and process.
+        weight: weight of this site's updates: a number, or a function that is called after each fit. By default the
+            number of samples that the fit trained on.
+        steps: optimizer steps to report for a round: a number, or a function. By default the counted steps.
+        folder: folder of the base and outbox files; by default `ATOLL_DIR`, else `.atoll`.
+        labels: texts to show in the status, by name.
+        filters: filters of this site's updates, in order. They run at this site before the update is sent.
+        require_server: whether to raise an error if no server is configured, instead of training alone.
 
     Attributes:
-        driver: this site's part in the run.
+        driver: this site's connection to the run.
 
     Raises:
-        UsageError: one is no filter. ConfigError: no server is configured, and one is required; or an ATOLL_ variable
-            is misspelt.
+        UsageError: an element of `filters` is no filter.
+        ConfigError: `require_server` is set but no server is configured; or the name of an ATOLL_ variable is misspelt.
     """
 
     @public_api
@@ -75,9 +77,9 @@ class AtollCallback(Callback):
         self._correction: StepHooks | None = None
         self._module: Any = None
         self._fits = 0
-        self._in_round, self.measuring, self._samples = False, False, 0  # measuring: for cross-site evaluation
-        self._first_step: int | None = None  # the Trainer's count when training began; None: it did not
-        self._open_step: int | None = None  # the one with an unfinished batch
+        self._in_round, self.measuring, self._samples = False, False, 0  # measuring: in cross-site evaluation
+        self._first_step: int | None = None  # the Trainer's global_step when training started; None: not started
+        self._open_step: int | None = None  # the optimizer step during an unfinished batch
         self._global_metrics: dict[str, float] = {}
 
     @property
@@ -87,33 +89,36 @@ class AtollCallback(Callback):
 
     @property
     def state_key(self) -> str:
-        """Its place in a checkpoint; it names the site, since the Trainer takes no two callbacks under one key."""
+        """The callback's key in a checkpoint. It contains the site's name, because keys must be unique in a Trainer."""
         return f"{AtollCallback.__name__}[{self.site}]"
 
     @public_api
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        """Refuse the checkpoint of another site, which the Trainer does not pass to `load_state_dict`."""
+        """Check for the state of another site: the Trainer only passes state under this site's key on.
+
+        `TrainerDriver.load_state_dict` then refuses the other site's state when this site takes part.
+        """
         for key, state in checkpoint.get("callbacks", {}).items():
             if key.startswith(f"{AtollCallback.__name__}[") and key != self.state_key:
                 self.driver.load_state_dict(state)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint of the Trainer holds of this site's part in the run."""
+        """Return the state to store in the Trainer's checkpoint: the run, the site and its versions."""
         return self.driver.state_dict()
 
     @public_api
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Refuse, when this site takes part, a checkpoint that disagrees with the run or the site's folder."""
+        """Keep a checkpoint's state. When this site takes part, it must agree with the run and the site's folder."""
         self.driver.load_state_dict(state_dict)
 
-    # -- what a script asks
+    # -- for the script
 
     @public_api
     def is_running(self, trainer: Any) -> bool:
-        """Return whether the run has another round, as `atoll.integrations.lightning.is_running` does."""
+        """Return whether the run has another round; see `atoll.integrations.lightning.is_running`."""
         ranks = _ranks(trainer)
         if trainer.world_size > 1 and not ranks.together:
-            return not self.driver.finished  # the ranks meet in the first fit, and learn there what rank 0 learns
+            return not self.driver.finished  # before the first fit the ranks are not connected: the fit decides
         running = bool(ranks.from_rank0(self._is_running))
         if not running and self.driver.takes_part:
             self._finish(ranks, self._module)
@@ -127,20 +132,24 @@ class AtollCallback(Callback):
 
     @public_api
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Refuse a Trainer that cannot take part; before a fit, set the module's `atoll_round` and `atoll_rounds`."""
+        """Check that the Trainer can take part. Before a fit, set the module's `atoll_round` and `atoll_rounds`."""
         require_alone([callback for callback in trainer.callbacks if isinstance(callback, AtollCallback)])
         if self.driver.takes_part and stage in ("fit", "validate"):
             lightning_trainer.require_whole_model(trainer)
         if self.driver.takes_part and stage == "fit":
             lightning_trainer.require_own_weights(trainer)
-            if _ranks(trainer).from_rank0(self.driver.state) != "diloco":  # which goes on from a checkpoint
+            if _ranks(trainer).from_rank0(self.driver.state) != "diloco":  # DiLoCo can resume from a checkpoint
                 lightning_trainer.require_fresh(trainer)
-        if stage == "fit":  # before configure_optimizers, which may build its schedule from the round
+        if stage == "fit":  # before configure_optimizers, which may use the round's number for its schedule
             pl_module.atoll_round, pl_module.atoll_rounds = _ranks(trainer).from_rank0(self._place)
 
     @public_api
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        """Await the next round and load its model; or go on with DiLoCo, train alone, or nothing after the last one."""
+        """Wait for the next round and load its model.
+
+        In a DiLoCo run, start or continue DiLoCo. Without a server, train alone. After the last round, load the result
+        and train nothing.
+        """
         self._limits.extend(trainer)
         self._fits, self._module = self._fits + 1, pl_module
         self._in_round = False
@@ -161,18 +170,18 @@ class AtollCallback(Callback):
 
     @public_api
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Hook the optimizer where the algorithm corrects steps, and note where the fit's steps begin."""
+        """Hook the optimizer if the algorithm corrects steps, and store the Trainer's step count."""
         self._first_step = trainer.global_step
-        if self._in_round:  # not in on_fit_start: what a LearningRateFinder tries there is no step of the round
+        if self._in_round:  # not in on_fit_start: the trial steps of a LearningRateFinder are not part of the round
             self._correct(trainer, pl_module, _ranks(trainer))
             self._schedule.look_at(trainer)
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-        """Note that a step is open until its batch ends; `on_fit_end` refuses a round with an open one."""
+        """Mark the step as unfinished until its batch ends. `on_fit_end` refuses a round with an unfinished step."""
         self._open_step = trainer.global_step + 1
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Close the step, count samples where they are the weight, and stop the fit once DiLoCo is over."""
+        """Mark the step as finished, count samples if they are the weight, and stop the fit if DiLoCo is over."""
         self._open_step = None
         diloco = self.driver.diloco
         if self.driver.weight is None and (self._in_round or diloco is not None):
@@ -182,7 +191,7 @@ class AtollCallback(Callback):
 
     @public_api
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
-        """Restore the user's limits; rank 0 submits the round's update, with the samples of all ranks."""
+        """Restore the user's limits, and submit the round's update from rank 0, with the samples of all ranks."""
         self._limits.restore(trainer)
         if self.driver.diloco is not None and self.driver.diloco.over:
             self.driver.stop_diloco()
@@ -198,7 +207,7 @@ class AtollCallback(Callback):
 
     @public_api
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
-        """Load the global model, or the run's result, for `trainer.validate`; nothing in a fit or for a checkpoint."""
+        """Load the global model, or the run's result, if this is `trainer.validate` without a checkpoint."""
         self._validations.begin(trainer)
         if lightning_trainer.is_validating(trainer) and self.driver.takes_part and not self.measuring:
             self._module = pl_module
@@ -210,7 +219,7 @@ class AtollCallback(Callback):
                 self._finish(ranks, pl_module)
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
-        """Credit the metrics to DiLoCo's global version, or keep those of `trainer.validate` for the next update."""
+        """Report the metrics for DiLoCo's global version, or keep those of `trainer.validate` for the next update."""
         if self.measuring:
             return
         if self.driver.diloco is not None:
@@ -219,7 +228,7 @@ class AtollCallback(Callback):
             self._global_metrics = lightning_trainer.metrics_of(trainer)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """End the round here without an update. A further fit joins again, and begins it anew."""
+        """Leave the run without an update of this round. A further fit joins again, and restarts the round."""
         self._limits.restore(trainer)
         self._let_go()
         self._in_round, self._global_metrics = False, {}
@@ -228,13 +237,19 @@ class AtollCallback(Callback):
     # -- rounds
 
     def _place(self) -> list[int]:
-        """Return the number of the round that a fit is, from 1, and how many the run has; 0 where that is open."""
+        """Return [number of the fit's round, number of the run's rounds]. The latter is 0 if it is not known.
+
+        In DiLoCo runs and after the end, return [1, 0]; without a server, [1, 1].
+        """
         if self.driver.state() == "round" and self.driver.round and self.driver.info:
             return [self.driver.round.number, self.driver.info.rounds]
         return [1, 0 if self.driver.takes_part else 1]
 
     def _receive(self, ranks: RankGroup, module: Any) -> bool:
-        """Load the global model into the module. It is pulled once a round; after that it comes from the base file."""
+        """Load the global model into the module at all ranks, and return whether there is one.
+
+        The worker downloads it once per round; later calls read the base file.
+        """
         with torch.inference_mode(mode=False):
             found = bool(ranks.from_rank0(lambda: module is not None and self.driver.load_into(module)))
             if found:
@@ -242,7 +257,7 @@ class AtollCallback(Callback):
         return found
 
     def _finish(self, ranks: RankGroup, module: Any) -> None:
-        """Load the result of the run into the module, if there is one, and leave."""
+        """Load the run's result into the module, if there is one, and leave the run."""
         self.driver.finished = True
         self._receive(ranks, module)
         self._global_metrics = {}
@@ -254,7 +269,7 @@ class AtollCallback(Callback):
         self._limits.train_nothing(trainer)
 
     def _correct(self, trainer: Any, module: Any, ranks: RankGroup) -> None:
-        """Hook the optimizer, at every rank alike, if the run's algorithm corrects local training."""
+        """Hook the optimizer at every rank, if the run's algorithm corrects local training."""
 
         def facts() -> list[Any]:
             assert self.driver.info is not None
@@ -281,10 +296,10 @@ class AtollCallback(Callback):
             ranks.spread_(value for _, value in sorted(self._correction.shared.items()))
 
     def _require_steps(self, trainer: Any) -> int:
-        """Return the optimizer steps of this fit.
+        """Return the number of optimizer steps of this fit.
 
         Raises:
-            UsageError: there was none, or one with a batch that did not end.
+            UsageError: the fit made no step, or a step's batch did not end.
         """
         if self._open_step is not None:
             raise UsageError(
@@ -314,7 +329,7 @@ class AtollCallback(Callback):
     # -- DiLoCo
 
     def _go_on_with_diloco(self, trainer: Any, module: Any, ranks: RankGroup) -> None:
-        """Take part in a DiLoCo run: every H steps of the optimizer are a round, within a fit and across them."""
+        """Start or continue DiLoCo: every H optimizer steps are a round. A round can span several fits."""
         if ranks.together:
             raise UsageError(
                 "The run is DiLoCo's, and the Trainer has several ranks.", "Give each DiLoCo worker one device."

@@ -1,6 +1,7 @@
-"""What the callback asks and tells a Lightning Trainer: limits of a fit, what it refuses, samples, metrics.
+"""Access to a Lightning Trainer for the callback: limits of a fit, checks of the Trainer, samples, metrics.
 
-Nothing is imported from Lightning: `lightning.pytorch` and `pytorch_lightning` have the same names and other classes.
+Apart from `callback_class`, this file does not import Lightning: it works with the Trainers of `lightning.pytorch` and
+`pytorch_lightning`, which have equal names but are different classes.
 """
 
 from __future__ import annotations
@@ -16,14 +17,20 @@ from atoll.errors import ConfigError, UsageError
 from atoll.worker.log_lines import LOG
 
 GLOBAL_PREFIX = "global_"
-"""Before the names of metrics that `trainer.validate` gave of the global model."""
+"""Prefix of the names of metrics that `trainer.validate` measured on the global model."""
 
 STRATEGIES = {"SingleDeviceStrategy", "DDPStrategy"}
-"""And what derives from them: every rank holds the whole model."""
+"""Supported strategies, including their subclasses. With these, every rank has the whole model."""
 
 
 def callback_class() -> type:
-    """Return Lightning's `Callback`, of the package that is imported already; either works with both Trainers."""
+    """Return Lightning's class `Callback`, if possible from the Lightning package that is already imported.
+
+    Both packages' callbacks work with both packages' Trainers.
+
+    Raises:
+        ConfigError: no Lightning package is installed.
+    """
     names = ["lightning.pytorch", "pytorch_lightning"]
     for name in sorted(names, key=lambda name: name not in sys.modules):
         try:
@@ -35,13 +42,16 @@ def callback_class() -> type:
 
 
 class Limits:
-    """Lets `max_epochs`, `max_steps` and their minima count from where a fit begins; afterwards they are the user's."""
+    """The limits of a fit: makes `max_epochs`, `max_steps` and their minima count from the start of each fit.
+
+    After the fit, the Trainer has the user's limits again.
+    """
 
     def __init__(self) -> None:
         self._given: tuple[Any, Any, Any, Any] | None = None
 
     def extend(self, trainer: Any) -> None:
-        """Let the fit that begins train as much as the Trainer says, however much earlier fits trained."""
+        """Raise the limits by the epochs and steps of earlier fits, so that the starting fit trains the full amount."""
         loop, epochs, steps = trainer.fit_loop, trainer.current_epoch, trainer.global_step
         self.restore(trainer)
         self._given = (loop.min_epochs, loop.max_epochs, loop.epoch_loop.min_steps, loop.epoch_loop.max_steps)
@@ -50,11 +60,11 @@ class Limits:
         loop.epoch_loop.max_steps = _further(loop.epoch_loop.max_steps, steps)
 
     def train_nothing(self, trainer: Any) -> None:
-        """Let the fit that begins end at once."""
+        """Make the starting fit end without training."""
         trainer.fit_loop.max_epochs = trainer.current_epoch
 
     def restore(self, trainer: Any) -> None:
-        """Set the limits to what the user wrote."""
+        """Set the Trainer's limits back to the user's values."""
         if self._given is not None:
             loop = trainer.fit_loop
             loop.min_epochs, loop.max_epochs, loop.epoch_loop.min_steps, loop.epoch_loop.max_steps = self._given
@@ -62,14 +72,14 @@ class Limits:
 
 
 class Schedule:
-    """Notices a learning rate schedule that begins anew in each round."""
+    """A check for learning rate schedules that restart in each round."""
 
     def __init__(self) -> None:
         self._first: list[float] | None = None
         self._warned = False
 
     def look_at(self, trainer: Any) -> None:
-        """Warn once of a schedule by epochs that begins a later round at the rates of the first one."""
+        """Warn once if a per-epoch schedule starts a later round with the first round's learning rates."""
         if not any(config.interval == "epoch" for config in trainer.lr_scheduler_configs):
             return
         rates = [group["lr"] for optimizer in trainer.optimizers for group in optimizer.param_groups]
@@ -84,15 +94,15 @@ class Schedule:
 
 
 def _further(limit: int | None, done: int) -> int | None:
-    """Return `limit` beyond `done`; None and −1 are no limit."""
+    """Return `limit` + `done`. Keep None and −1, which mean no limit."""
     return limit if limit is None or limit < 0 else limit + done
 
 
 def require_whole_model(trainer: Any) -> None:
-    """Refuse strategies under which no rank holds the whole model, or that train in a process of their own.
+    """Refuse strategies in which a rank may not have the whole model, or that train in spawned or forked processes.
 
     Raises:
-        UsageError: the strategy, and which do.
+        UsageError: the strategy is not supported. The message names supported ones.
     """
     strategy = trainer.strategy
     launcher = type(strategy.launcher).__name__
@@ -109,10 +119,10 @@ def require_whole_model(trainer: Any) -> None:
 
 
 def require_fresh(trainer: Any) -> None:
-    """Refuse a fit that resumes from a checkpoint: its epochs count as trained, and its weights are not the round's.
+    """Refuse a fit that resumes from a checkpoint: a round must start from the global model.
 
     Raises:
-        UsageError: the checkpoint is named.
+        UsageError: the fit resumes from a checkpoint. The message names the checkpoint.
     """
     if trainer.ckpt_path:
         raise UsageError(
@@ -124,10 +134,15 @@ def require_fresh(trainer: Any) -> None:
 
 
 def the_optimizer(trainer: Any, module: Any, algorithm: str) -> Any:
-    """Return the one optimizer that an algorithm follows.
+    """Return the Trainer's only optimizer, for an algorithm that hooks its steps.
+
+    Args:
+        trainer: the Lightning Trainer.
+        module: the module that is fitted.
+        algorithm: the algorithm's name, for messages.
 
     Raises:
-        UsageError: the steps of this training cannot be followed; the remedy is named.
+        UsageError: the module optimizes manually, or there is not exactly one optimizer.
     """
     if not module.automatic_optimization:
         raise UsageError(
@@ -143,10 +158,10 @@ def the_optimizer(trainer: Any, module: Any, algorithm: str) -> Any:
 
 
 def require_unscaled(trainer: Any, algorithm: str) -> None:
-    """Refuse a gradient scaler: it skips steps, and the gradients that it scaled are not those to correct.
+    """Refuse a gradient scaler: it skips steps, and a correction must not be added to scaled gradients.
 
     Raises:
-        UsageError: the Trainer has one.
+        UsageError: the Trainer has a gradient scaler.
     """
     if getattr(trainer.precision_plugin, "scaler", None) is not None:
         raise UsageError(
@@ -156,13 +171,16 @@ def require_unscaled(trainer: Any, algorithm: str) -> None:
 
 
 def require_own_weights(trainer: Any, algorithm: str = "") -> None:
-    """Refuse callbacks that put an average of weights into the module which the run would take for its training.
+    """Refuse callbacks that replace the module's weights by an average that the run must not use.
+
+    `StochasticWeightAveraging` is always refused. `WeightAveraging` is refused if `algorithm` is given.
 
     Args:
-        algorithm: one that reads where the optimizer's steps led; empty for any other.
+        trainer: the Lightning Trainer.
+        algorithm: name of an algorithm that needs the weights after the last step; empty for other algorithms.
 
     Raises:
-        UsageError: the callback is named, and the remedy.
+        UsageError: the Trainer has such a callback. The message names it.
     """
     for callback in trainer.callbacks:
         if _is_a(callback, "StochasticWeightAveraging"):
@@ -181,10 +199,10 @@ def require_own_weights(trainer: Any, algorithm: str = "") -> None:
 
 
 def require_averaged(trainer: Any) -> None:
-    """Refuse the weights from before the round, which a callback that averaged nothing has put back into the module.
+    """Refuse a fit in which a `WeightAveraging` callback averaged nothing: then it restored the weights before the fit.
 
     Raises:
-        UsageError: the callback is named.
+        UsageError: there is such a callback. The message names it.
     """
     for callback in trainer.callbacks:
         average = getattr(callback, "_average_model", None)
@@ -202,10 +220,10 @@ def _is_a(callback: Any, name: str) -> bool:
 
 
 def samples_of(batch: Any) -> int:
-    """Return the samples of a batch: the first dimension of the first tensor in it.
+    """Return the number of samples in a batch: the first dimension of its first tensor.
 
     Raises:
-        UsageError: it has no tensor.
+        UsageError: the batch has no tensor.
     """
     count = _first_dimension(batch)
     if count is None:
@@ -228,7 +246,7 @@ def _first_dimension(value: Any) -> int | None:
 
 
 def metrics_of(trainer: Any) -> dict[str, float]:
-    """Return what was logged, as numbers."""
+    """Return the Trainer's logged metrics as numbers, without tensors of several elements."""
     return {
         name: float(value)
         for name, value in trainer.callback_metrics.items()
@@ -237,18 +255,18 @@ def metrics_of(trainer: Any) -> dict[str, float]:
 
 
 class Validations:
-    """Tells what validations log apart from what training logs, within one fit."""
+    """A separator of the metrics that validations log from those that training logs, within one fit."""
 
     def __init__(self) -> None:
         self._before: dict[str, Any] = {}
-        self._names: set[str] = set()  # that validations log
+        self._names: set[str] = set()  # names of metrics that validations have logged
 
     def begin(self, trainer: Any) -> None:
-        """Note what was logged when a validation begins."""
+        """Store the metrics at the start of a validation, for the comparison in `end`."""
         self._before = dict(trainer.callback_metrics)
 
     def end(self, trainer: Any) -> dict[str, float]:
-        """Return what this validation logged; nothing for the sanity check, which sees a few batches."""
+        """Return the metrics that this validation logged; none for the sanity check, which uses only a few batches."""
         if trainer.sanity_checking:
             return {}
         logged = {name for name, value in trainer.callback_metrics.items() if value is not self._before.get(name)}
@@ -256,15 +274,15 @@ class Validations:
         return {name: value for name, value in metrics_of(trainer).items() if name in logged}
 
     def of_training(self, trainer: Any) -> dict[str, float]:
-        """Return what was logged, without what validations log."""
+        """Return the logged metrics, without those that validations log."""
         return {name: value for name, value in metrics_of(trainer).items() if name not in self._names}
 
 
 def joined_metrics(of_fit: Mapping[str, float], of_global: Mapping[str, float]) -> dict[str, float]:
-    """Return the metrics of local training, and those of the global model with `GLOBAL_PREFIX`.
+    """Return the metrics of a fit, and those of the global model with `GLOBAL_PREFIX` before their names.
 
     Raises:
-        UsageError: the fit logged such a name itself.
+        UsageError: the fit itself logged a metric under one of the prefixed names.
     """
     named = {GLOBAL_PREFIX + name: value for name, value in of_global.items()}
     for name in named:
@@ -278,5 +296,5 @@ def joined_metrics(of_fit: Mapping[str, float], of_global: Mapping[str, float]) 
 
 
 def is_validating(trainer: Any) -> bool:
-    """Return whether this is `trainer.validate` of the global model: not within fit, and not of a checkpoint."""
+    """Return whether `trainer.validate` runs, without a checkpoint: then it validates the global model."""
     return trainer.state.fn is not None and trainer.state.fn.value == "validate" and not trainer.ckpt_path

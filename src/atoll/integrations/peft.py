@@ -1,10 +1,10 @@
-"""PEFT: the adapter alone travels, and what the run made of it opens with `PeftModel.from_pretrained`.
+"""PEFT: train only an adapter across sites, and open the result with `PeftModel.from_pretrained`.
 
     model = get_peft_model(base, LoraConfig(...))
-    travels = adapter(model)                   # the run's model: the server's, and every worker's
-    fl_round.load_into(travels)                   # in place: model has it too
+    travels = adapter(model)                   # use this as the model of the server and of every worker
+    fl_round.load_into(travels)                   # changes the parameters of `model` in place
 
-The base model lies with every site and never travels; all sites must have the same.
+The base model is never sent. Every site must have the same base model.
 """
 
 from __future__ import annotations
@@ -28,23 +28,24 @@ except ImportError as error:
     raise UsageError("PEFT is not installed.", "pip install 'atoll[peft]'.") from error
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
-"""What `PeftModel.from_pretrained` looks for in a folder."""
+"""Names of the two files that `PeftModel.from_pretrained` reads in a folder."""
 
 
 def adapter(model: PeftModel, name: str | None = None) -> nn.Module:
-    """The tensors of an adapter as a module of its own, under the names that PEFT saves them by.
+    """Return the tensors of an adapter as a module, under the names that PEFT gives them in files.
 
     Args:
-        model: from `get_peft_model`; its own parameters are in the result, so that what happens to one happens to both.
-        name: of the adapter; by default the active one.
+        model: the model from `get_peft_model`. The result shares its parameters: a change of one changes both.
+        name: name of the adapter; by default the active one.
 
     Returns:
-        A module without a forward: for `atoll.Server`, `load_into`, `correct`, `submit`, `atoll.DiLoCo` and the Trainer
-        callback, wherever they take a model.
+        A module without a forward. Use it as the model for `atoll.Server`, `load_into`, `correct`, `submit`,
+        `atoll.DiLoCo` and the Trainer callback.
 
     Raises:
-        UsageError: there is no such adapter, it is merged, or a tensor of it is computed rather than held; it is named.
-            Later, wherever the result is read or filled: the adapter is merged, or the model's is another by then.
+        UsageError: there is no such adapter, the adapter is merged, or PEFT computes one of its tensors only when
+            saving. The result's `state_dict` also raises it: if the adapter has been merged, or if the model no longer
+            has the same tensors.
     """
     if not isinstance(model, PeftModel):
         raise UsageError(f"adapter() got a {type(model).__name__}.", "Give what peft.get_peft_model returned.")
@@ -64,7 +65,10 @@ def adapter(model: PeftModel, name: str | None = None) -> nn.Module:
         _place(root, path, tensor)
 
     def require_live(*_: Any) -> None:
-        """What is pulled must reach the model, and what is sent be what it computes with."""
+        """Check that the model still uses the result's tensors, and that the adapter is not merged.
+
+        Otherwise a loaded global model would not reach the model, or the update would not be from the trained tensors.
+        """
         if any(isinstance(module, BaseTunerLayer) and name in module.merged_adapters for module in model.modules()):
             raise UsageError(
                 f"The adapter {name!r} is merged into the base model, which computes without it.",
@@ -88,9 +92,9 @@ def export(weights: str | Path, config: PeftConfig, folder: str | Path) -> Path:
     """Write `adapter_model.safetensors` and `adapter_config.json`, for `PeftModel.from_pretrained(base, folder)`.
 
     Args:
-        weights: what the run exported of an `adapter`: `exports/model.safetensors`.
-        config: of the adapter: `model.peft_config["default"]`.
-        folder: made if need be.
+        weights: the file that a run exported, with an `adapter` as its model: `exports/model.safetensors`.
+        config: the adapter's configuration: `model.peft_config["default"]`.
+        folder: folder for the two files; created if it does not exist.
 
     Returns:
         The folder.
@@ -106,7 +110,7 @@ def export(weights: str | Path, config: PeftConfig, folder: str | Path) -> Path:
 
 
 class AdapterFolder:
-    """A persistor: what the server saves opens with `PeftModel.from_pretrained(base, folder)`.
+    """A persistor that saves an adapter so that `PeftModel.from_pretrained(base, folder)` opens it.
 
         [model.persistor]
         path = "atoll.integrations.peft:AdapterFolder"
@@ -114,12 +118,13 @@ class AdapterFolder:
         folder = "adapter"
 
     Args:
-        config: an `adapter_config.json`, as `PeftConfig.save_pretrained` writes it. Like `folder`, relative to where
-            the server is started.
-        folder: made if need be; has the newest version, its folder `best` the best one (setting `rounds.best_metric`).
+        config: path of an `adapter_config.json` from `PeftConfig.save_pretrained`, relative to the folder in which the
+            server is started.
+        folder: folder for the newest version, relative in the same way; created if it does not exist. Its subfolder
+            `best` gets the best version (setting `rounds.best_metric`).
 
     Raises:
-        UsageError: there is no such file.
+        UsageError: the file `config` does not exist or has another name.
     """
 
     def __init__(self, config: str, folder: str) -> None:
@@ -132,11 +137,11 @@ class AdapterFolder:
         self._folder = Path(folder)
 
     def save(self, state: Mapping[str, Tensor], info: Mapping[str, Any]) -> None:
-        """Write a version, in place of the one before."""
+        """Write a version, replacing the previous one."""
         _save(self._folder, self._config, state)
 
     def save_best(self, state: Mapping[str, Tensor], info: Mapping[str, Any]) -> None:
-        """Write the best version so far."""
+        """Write the best version so far into the subfolder `best`."""
         _save(self._folder / "best", self._config, state)
 
 
@@ -147,11 +152,11 @@ def _save(folder: Path, config: PeftConfig, state: Mapping[str, Tensor]) -> None
 
 
 def _written(folder: Path, config: PeftConfig, write: Callable[[BinaryIO], object]) -> Path:
-    """Both files of an adapter; each takes the place of the one before it once it is whole."""
-    new = folder / ".new"  # what a save has left that was killed is written over
+    """Write both files of an adapter. Each file replaces the old one only when it is complete."""
+    new = folder / ".new"  # can exist after a killed save; its files are overwritten
     new.mkdir(parents=True, exist_ok=True)
     config = copy.deepcopy(config)
-    config.inference_mode = True  # as PEFT saves it: to go on training from it, load it with is_trainable=True
+    config.inference_mode = True  # as PEFT does when it saves; to continue training, load with is_trainable=True
     config.save_pretrained(str(new))
     with (new / WEIGHTS).open("wb") as file:
         write(file)
@@ -164,7 +169,7 @@ def _written(folder: Path, config: PeftConfig, write: Callable[[BinaryIO], objec
 
 
 def _place(root: nn.Module, path: str, tensor: Tensor) -> None:
-    """Register a tensor under its dotted name, in modules that are made on the way."""
+    """Register a tensor in `root` under its dotted name, and create missing submodules."""
     *parents, leaf = path.split(".")
     module = root
     for parent in parents:

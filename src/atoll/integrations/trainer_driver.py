@@ -1,6 +1,6 @@
-"""One site's part in a run, inside a trainer of any framework: its rounds, DiLoCo, the update, what a checkpoint has.
+"""The part of the trainer callbacks that all frameworks share: joining a run, rounds, DiLoCo, updates, checkpoints.
 
-The callback of a framework holds a `TrainerDriver`. The callback knows the trainer, the driver knows the run.
+The callback of each framework has a `TrainerDriver`. The callback handles the trainer; the driver handles the run.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from atoll.worker.training.federated_loop import Round, Worker, join, run_here, 
 T = TypeVar("T")
 
 State = Literal["alone", "round", "diloco", "finished"]
-"""What training that begins now is: without a server, a round, DiLoCo, or too late since the run is finished."""
+"""The role of training that starts now: without a server, a round of a federated run, DiLoCo, or after the run."""
 
 
 class SiteOptions(TypedDict, total=False):
-    """What the callback of any trainer takes beside `server` and `site`; each class says what it is."""
+    """The options that all callbacks share, besides `server` and `site`. Each callback class documents them."""
 
     weight: float | Callable[[], float] | None
     folder: str | Path | None
@@ -41,16 +41,16 @@ class SiteOptions(TypedDict, total=False):
 
 
 class TrainerDriver:
-    """One site's part in a run. Its arguments are those of the callbacks.
+    """A site's connection to a run, for the callback of a trainer. Its arguments are those of the callbacks.
 
     Attributes:
-        info: of the run, once the server was asked.
-        worker: this site's part in a federated run, once it has joined.
-        round: the round that is open.
-        diloco: this site's part in a DiLoCo run, once it has joined.
-        rounds: that this site has submitted an update to.
+        info: information about the run; None until the server has answered.
+        worker: this site's worker in a federated run; None until it has joined.
+        round: the open round; None between rounds.
+        diloco: this site's `DiLoCo` object in a DiLoCo run; None until it has joined.
+        rounds: number of rounds to which this site has submitted an update.
         finished: whether the run is over.
-        on_join: called with the worker when it has joined.
+        on_join: functions to call with the worker after it has joined.
     """
 
     def __init__(self, server: str | None, site: str | None, **options: Unpack[SiteOptions]) -> None:
@@ -71,12 +71,12 @@ class TrainerDriver:
 
     @property
     def site(self) -> str:
-        """The name of this site; one that was not given is made once, and kept."""
+        """This site's name. If none was given, a name is made on first use and kept."""
         self._given_site = require_site(self._given_site or default_site())
         return self._given_site
 
     def state(self) -> State:
-        """Return what training that begins now is; join the run, and wait for its next round, where need be."""
+        """Return the role of training that starts now. If necessary, join the run and wait for its next round."""
         if not self.takes_part:
             return "alone"
         if self.finished:
@@ -94,18 +94,22 @@ class TrainerDriver:
             self.worker, self._opening = worker, iter(worker)
             for tell in self.on_join:
                 tell(worker)
-            weakref.finalize(self, _leave_as_it_ends, worker)  # a script that just ends leaves, too
+            weakref.finalize(self, _leave_as_it_ends, worker)  # also leaves if the script just ends
         if self.round is None:
             self.round = next(self._opening, None)
         return "finished" if self.round is None else "round"
 
     def forget(self) -> None:
-        """Forget the run of an earlier training: `state` asks the server again."""
+        """Leave the run of an earlier training and forget it. `state` then asks the server for the run again."""
         self.leave()
         self.info, self.rounds, self.finished = None, 0, False
 
     def load_into(self, module: nn.Module) -> bool:
-        """Load the round's global model, or the newest one where no round is open; False if there is none here."""
+        """Load the round's global model into a module; without an open round, the newest one.
+
+        Returns:
+            False if this site has no worker, so that there is no model to load.
+        """
         if self.round is not None:
             self.round.load_into(module)
         elif self.worker is not None:
@@ -113,20 +117,27 @@ class TrainerDriver:
         return self.worker is not None
 
     def submit(self, module: nn.Module, *, samples: int, metrics: dict[str, float], steps: int = 0) -> None:
-        """Submit what the module has become in this round."""
+        """Submit the module as this round's update."""
         assert self.round is not None
         self.round.submit(module, weight=self.weight_of(samples), metrics=metrics, steps=steps)
         self.round = None
         self.rounds += 1
 
     def weight_of(self, samples: int) -> float:
-        """Return this site's share in the mean: what was given, or the samples."""
+        """Return the weight of an update: the one given by the user, else the number of samples."""
         return samples if self.weight is None else asked(self.weight)
 
     def start_diloco(
         self, module: nn.Module, optimizer: Given, weight: float | Callable[[], float], sync_every: int | None = None
     ) -> DiLoCo:
-        """Join a DiLoCo run with this model and optimizer; the model becomes the global one."""
+        """Join a DiLoCo run with this model and optimizer, and load the global model into the module.
+
+        Args:
+            module: the model to train.
+            optimizer: the optimizer, or all optimizers in the order in which they step.
+            weight: weight of this site's updates: a number, or a function.
+            sync_every: the expected number of local steps per round, to compare with the run's; None: no comparison.
+        """
         self.diloco = DiLoCo(
             module, optimizer, server=self.server, site=self.site, weight=weight, sync_every=sync_every, **self._where
         )
@@ -134,7 +145,7 @@ class TrainerDriver:
         return self.diloco.start()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a trainer's checkpoint should hold of this site's part in the run; values of JSON."""
+        """Return the state of this site to store in a trainer's checkpoint, as JSON values."""
         if self.diloco is not None:
             return self.diloco.state_dict()
         if self.info is None:
@@ -142,20 +153,21 @@ class TrainerDriver:
         return {"run": self.info.run, "site": self.site, "versions": []}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Refuse, when this site takes part, a checkpoint that disagrees with the run or the site's folder.
+        """Keep a checkpoint's state. When this site takes part, it must agree with the run and the site's folder.
 
         Raises:
-            UsageError: this is no `state_dict`.
+            UsageError: `state` is not from `state_dict`.
         """
         self._checkpoint = require_checkpoint(state)
 
     def credit(self, metrics: Mapping[str, float], interval: str) -> None:
-        """Send what an evaluation measured, if the model is the global version; warn once where it is not.
+        """Send an evaluation's metrics, if the DiLoCo model is the global version. If it is not, warn once.
 
-        Otherwise `best_metric` would judge a version by what a local model has learned.
+        Metrics of a local model would mislead `rounds.best_metric`, which compares global versions.
 
         Args:
-            interval: the trainer's argument that says how often it evaluates.
+            metrics: metrics of the evaluation, by name.
+            interval: the trainer's argument for the interval of evaluations, for the message.
         """
         diloco = self.diloco
         if diloco is None or not metrics or diloco.credit(dict(metrics)) or diloco.over or self._warned_of_evaluation:
@@ -185,20 +197,20 @@ class TrainerDriver:
 
 
 def _leave_as_it_ends(worker: Worker) -> None:
-    """Leave for a driver that nothing refers to any more: at `sys.exit`, that is before the exit handlers run."""
+    """Leave the run for a driver that was garbage-collected. At `sys.exit`, this is before exit handlers run."""
     worker.leave(what_ends())
 
 
 def asked(value: T | Callable[[], T]) -> T:
-    """Return a value, or what a function returns."""
+    """Return `value`; if it is a function, call it and return its result."""
     return value() if callable(value) else value
 
 
 def require_alone(callbacks: Sequence[Any]) -> None:
-    """Refuse a trainer with several callbacks of Atoll: one would wait in a hook for the update of another.
+    """Refuse a trainer with several Atoll callbacks: one would wait in a hook for the update of another.
 
     Raises:
-        UsageError: there are several; their sites are named.
+        UsageError: there are several callbacks. The message names their sites.
     """
     if len(callbacks) > 1:
         sites = ", ".join(repr(callback.site) for callback in callbacks)

@@ -1,10 +1,10 @@
 """Hugging Face's Trainer as a worker: `Trainer(..., callbacks=[AtollCallback()])`.
 
-One `trainer.train()` spans all rounds of the run: the optimizer with its state, and the learning rate schedule, go on
-from round to round; the global model is loaded into the parameters in place. The server chooses the algorithm:
+One `trainer.train()` spans all rounds of the run. The optimizer's state and the learning rate schedule continue from
+round to round. The global model is loaded into the parameters in place. The server chooses the algorithm:
 
-    FedAvg, FedProx, …             submit, wait and load, every `sync_every` steps or at the end of each epoch
-    DiLoCo                         `atoll.DiLoCo` around the model and the Trainer's optimizer
+    FedAvg, FedProx, …             submit, wait and load: every `sync_every` steps, or at the end of each epoch
+    DiLoCo                         uses `atoll.DiLoCo` with the model and the Trainer's optimizer
 """
 
 from __future__ import annotations
@@ -36,32 +36,33 @@ except ImportError as error:
     raise UsageError("Hugging Face transformers is not installed.", "pip install 'atoll[transformers]'.") from error
 
 _BEGUN = threading.local()
-"""`callback`: a weak reference to the last callback that began in this thread. A thread trains with one Trainer."""
+"""Its attribute `callback` is a weak reference to the last callback that started training in this thread."""
 
 
 class AtollCallback(TrainerCallback):
-    """Makes a Trainer a worker of a run; without a server it trains as it would without this.
+    """A callback that makes Hugging Face's Trainer a worker of a run. Without a server, it changes nothing.
 
     Args:
-        server: address, `http://host:8512`; by default `ATOLL_SERVER`.
-        site: this site's name; by default `ATOLL_SITE`, else made of host and process.
-        sync_every: optimizer steps of a round. By default an epoch; in a DiLoCo run that run's H, from which a given
-            value must not differ.
-        weight: this site's share in the mean: a number, or a function asked once a round. By default the samples of
-            the round; in a DiLoCo run 1.
-        module: what travels, where it is not the Trainer's whole model: `atoll.integrations.peft.adapter(model)`.
-        folder: where the base and outbox files lie; by default `ATOLL_DIR`, else `.atoll`.
-        labels: anything to be shown in status.
-        filters: that every update of this site passes through, in this order, before any byte of it leaves.
-        require_server: refuse to train alone where no server is configured.
+        server: address of the server, `http://host:8512`; by default `ATOLL_SERVER`.
+        site: this site's name; by default `ATOLL_SITE`, else made from host and process.
+        sync_every: optimizer steps per round; by default a round is an epoch. In a DiLoCo run, the run's H applies, and
+            a given value must equal it.
+        weight: weight of this site's updates: a number, or a function that is called once per round. By default the
+            round's number of samples; in a DiLoCo run 1.
+        module: the model to train across sites, if it is only a part of the Trainer's model:
+            `atoll.integrations.peft.adapter(model)`.
+        folder: folder of the base and outbox files; by default `ATOLL_DIR`, else `.atoll`.
+        labels: texts to show in the status, by name.
+        filters: filters of this site's updates, in order. They run at this site before the update is sent.
+        require_server: whether to raise an error if no server is configured, instead of training alone.
 
     Raises:
-        UsageError: one is no filter. ConfigError: no server is configured, and one is required; or an ATOLL_ variable
-            is misspelt.
+        UsageError: an element of `filters` is no filter, or `sync_every` is below 1.
+        ConfigError: `require_server` is set but no server is configured; or the name of an ATOLL_ variable is misspelt.
 
     Attributes:
-        rounds: that this site has submitted an update to.
-        finished: whether the run is over; then the Trainer stops, with the run's result in its model.
+        rounds: number of rounds to which this site has submitted an update.
+        finished: whether the run is over. If so, the Trainer stops, and its model has the run's result.
     """
 
     @public_api
@@ -79,7 +80,7 @@ class AtollCallback(TrainerCallback):
         self.driver = TrainerDriver(server, site, **options)
         self._sync_every, self._module = sync_every, module
         self._taking_part = False
-        self._model: nn.Module | None = None  # that travels
+        self._model: nn.Module | None = None  # the model that is trained across sites
         self._optimizer: Optimizer | None = None
         self._correction: StepHooks | None = None
         self._metrics: dict[str, float] = {}
@@ -93,16 +94,20 @@ class AtollCallback(TrainerCallback):
 
     @property
     def rounds(self) -> int:
-        """Rounds that this site has submitted an update to; 0 before training begins."""
+        """Number of rounds to which this site has submitted an update; 0 before training starts."""
         return self.driver.diloco.rounds if self.driver.diloco is not None else self.driver.rounds
 
     @property
     def finished(self) -> bool:
-        """Whether the run is over; False before training begins."""
+        """Whether the run is over; False before training starts."""
         return self.driver.diloco.over if self.driver.diloco is not None else self.driver.finished
 
     def leave(self, error: BaseException | None = None) -> None:
-        """Stop taking part; for programs that go on after `trainer.train()` has failed. Idempotent."""
+        """Leave the run. Call this if your program continues after `trainer.train()` has failed. Idempotent.
+
+        Args:
+            error: the error that ended the training, for the server; None if it ended normally.
+        """
         was_taking_part, self._taking_part = self._taking_part, False
         driver = self.driver
         if was_taking_part and not driver.takes_part and error is None:
@@ -119,15 +124,15 @@ class AtollCallback(TrainerCallback):
         driver.leave(error)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint holds of this site's part in the run; the Trainer's own checkpoints get it."""
+        """Return the state of this site to store in a checkpoint. The Trainer's own checkpoints contain it."""
         return self.driver.state_dict()
 
     @public_api
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Refuse, when training begins, a checkpoint that disagrees with the run or the site's folder.
+        """Keep a checkpoint's state. When this site takes part, it must agree with the run and the site's folder.
 
         Raises:
-            UsageError: this is no `state_dict`.
+            UsageError: `state` is not from `state_dict`.
         """
         self.driver.load_state_dict(state)
 
@@ -144,7 +149,7 @@ class AtollCallback(TrainerCallback):
         """Join the run and load the global model.
 
         Raises:
-            UsageError: the Trainer runs in several processes, or hides its optimizer, or is several sites.
+            UsageError: the Trainer runs in several processes, hides its optimizer, or has several Atoll callbacks.
             SchemaMismatch: the run trains another model.
         """
         require_plain(args)
@@ -159,7 +164,7 @@ class AtollCallback(TrainerCallback):
         self.leave()
         _leave_failed()
         self.driver.forget()
-        if state.global_step and _in_checkpoint(args, state).is_file():  # the Trainer resumes
+        if state.global_step and _in_checkpoint(args, state).is_file():  # the Trainer resumes from a checkpoint
             self.load_state_dict(json.loads(_in_checkpoint(args, state).read_text(encoding="utf-8")))
         self._model, self._is_scaled = module, bool(args.fp16)
         _BEGUN.callback = weakref.ref(self)
@@ -182,9 +187,9 @@ class AtollCallback(TrainerCallback):
             self._open_round(control)
 
     def _begin_again(self, control: TrainerControl) -> None:
-        """Start the round anew from its global model: the Trainer tries smaller batches after an error.
+        """Restart the round from its global model, when the Trainer retries with smaller batches after an error.
 
-        In a DiLoCo run the weights are where they were, and go on.
+        In a DiLoCo run, continue with the current weights.
         """
         assert self._optimizer is not None
         if self.driver.diloco is not None:
@@ -196,14 +201,14 @@ class AtollCallback(TrainerCallback):
 
     @public_api
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Count the step; at the end of a round submit, wait, and load."""
+        """Count the step. At the end of a round, submit the update, wait, and load the next global model."""
         driver, module = self.driver, self._model
         if module is None or not driver.takes_part:
             return
         with self._leaving():
             if driver.diloco is not None:
                 control.should_training_stop |= driver.diloco.over
-            elif driver.finished:  # the run was over when the Trainer began, and it takes one step nevertheless
+            elif driver.finished:  # the run was over at the start, but the Trainer always makes one step
                 driver.load_into(module)
             else:
                 self._steps += 1
@@ -215,7 +220,7 @@ class AtollCallback(TrainerCallback):
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Where a round is an epoch: submit, wait, and load."""
+        """If a round is an epoch, submit the update, wait, and load the next global model."""
         if self._sync_every is None and self._steps:
             with self._leaving():
                 self._end_round(control)
@@ -228,7 +233,7 @@ class AtollCallback(TrainerCallback):
         logs: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Keep the loss and what evaluations measured for the next update."""
+        """Keep the loss and evaluation metrics for the next update."""
         metrics = metrics_in(logs or {})
         diloco = self.driver.diloco
         if diloco is None:
@@ -241,11 +246,11 @@ class AtollCallback(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Stop taking part."""
+        """Leave the run."""
         self.leave()
 
     def _open_round(self, control: TrainerControl) -> None:
-        """Wait for the next round, and load its global model; the run's result after the last one."""
+        """Wait for the next round and load its global model. After the last round, load the run's result."""
         driver, module = self.driver, self._model
         assert module is not None
         if driver.state() == "finished":
@@ -263,7 +268,7 @@ class AtollCallback(TrainerCallback):
             )
 
     def _end_round(self, control: TrainerControl) -> None:
-        """Submit, and open the next round."""
+        """Submit the update, and wait for the next round."""
         assert self._model is not None
         self.driver.submit(self._model, samples=self._samples, metrics=self._metrics)
         self._steps, self._samples, self._metrics = 0, 0, {}
@@ -271,7 +276,7 @@ class AtollCallback(TrainerCallback):
 
     @contextmanager
     def _leaving(self) -> Iterator[None]:
-        """Leave with an error of this callback: it ends the training, and the Trainer reports it to no callback."""
+        """If the block raises, leave the run with the error: the Trainer does not tell callbacks about errors."""
         try:
             yield
         except BaseException as error:
@@ -284,7 +289,7 @@ def _in_checkpoint(args: TrainingArguments, state: TrainerState) -> Path:
 
 
 def _leave_failed() -> None:
-    """Leave for the Trainer that began before in this thread and did not end: it failed, and its site is free again."""
+    """Leave the run for an earlier Trainer of this thread that failed, so that its site can be used again."""
     earlier = getattr(_BEGUN, "callback", None)
     callback = earlier() if earlier is not None else None
     if callback is not None:
@@ -294,11 +299,11 @@ def _leave_failed() -> None:
 T = TypeVar("T")
 
 _NO_METRICS = ("_runtime", "_per_second", "_time")
-"""Ends of what the Trainer logs beside a metric of an evaluation."""
+"""Suffixes of values that the Trainer logs with an evaluation but that are not metrics."""
 
 
 def require_plain(args: TrainingArguments) -> None:
-    """Refuse training of which this callback would see only a part."""
+    """Refuse training in several processes or with DeepSpeed: the callback would see only a part of it."""
     if args.world_size > 1:
         raise UsageError(
             f"The Trainer runs in {args.world_size} processes, and each would be a worker of its own.",
@@ -312,10 +317,10 @@ def require_plain(args: TrainingArguments) -> None:
 
 
 def callbacks_of_the_caller(kind: type[T]) -> list[T]:
-    """Return the callbacks of a kind of the Trainer that is calling a callback now.
+    """Return the callbacks of class `kind` of the Trainer that currently calls a callback.
 
-    A handler passes its callbacks everything but each other, and the first of two would wait before the second is
-    called. So this looks for the handler among the callers.
+    The Trainer does not pass the list of callbacks to its callbacks. So this searches the call stack for the
+    `CallbackHandler`.
     """
     frame = inspect.currentframe()
     while frame is not None:
@@ -327,23 +332,23 @@ def callbacks_of_the_caller(kind: type[T]) -> list[T]:
 
 
 def samples_of_step(args: TrainingArguments, state: TrainerState, loader: Any) -> int:
-    """Return the samples of the optimizer step that ended: full batches, and what is left at the end of an epoch."""
+    """Return the number of samples of the finished optimizer step: full batches, or the rest at the end of an epoch."""
     batch = state.train_batch_size or args.train_batch_size
     full = int(batch * args.gradient_accumulation_steps)
     try:
         samples, batches = len(loader.dataset), len(loader)
-    except (AttributeError, TypeError):  # a stream of unknown length
+    except (AttributeError, TypeError):  # a dataset of unknown length
         return full
     steps = math.ceil(batches / args.gradient_accumulation_steps)
     if not steps or state.global_step % steps:
         return full
-    if not (batches - 1) * batch < samples <= batches * batch:  # a sampler of its own length, or drop_last
+    if not (batches - 1) * batch < samples <= batches * batch:  # the sampler has another length, or drop_last is set
         samples = batches * batch
     return samples - (steps - 1) * full
 
 
 def metrics_in(logs: dict[str, Any]) -> dict[str, float]:
-    """Return the training loss and `eval_…`, where they are finite numbers; not how long something took."""
+    """Return the training loss and the `eval_…` metrics that are finite numbers, without durations and speeds."""
     numbers = {
         key: value
         for key, value in logs.items()
