@@ -12,10 +12,10 @@
 
     atoll.Simulation(model, settings, script=train, sites=200).run()     # many sites on this machine
 
-One level down: `atoll.recipes` starts a run in one call; `atoll.objects` passes tensors by reference;
-`atoll.functional` has the rounds as functions; `atoll.testing` is for the tests of plugins and scripts.
+Public modules: `atoll.recipes` starts a run in one call. `atoll.objects` passes tensors by reference.
+`atoll.functional` offers rounds as functions. `atoll.testing` helps to test plugins and scripts.
 
-Importing this module is cheap: each name imports what it needs when it is first used.
+Importing this module is fast: each name imports its dependencies on first use.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ _HOMES = {
 
 
 _MODULES = {"algorithms", "functional", "integrations", "objects", "recipes", "testing"}
-"""Public modules one level down; each is imported when it is first used."""
+"""Public submodules; each is imported on first use."""
 
 
 def __getattr__(name: str) -> Any:

@@ -1,8 +1,8 @@
-"""The version of this package, in one place."""
+"""The version of this package."""
 
 from importlib.metadata import PackageNotFoundError, version
 
 try:
     __version__ = version("atoll")
-except PackageNotFoundError:  # run from a source tree that was never installed
+except PackageNotFoundError:  # runs from a source tree that is not installed
     __version__ = "0"

@@ -1,4 +1,4 @@
-"""Processes that a command or a recipe starts and is answerable for: none of them outlives it."""
+"""Child processes of a command or a recipe. They are ended when the command or recipe ends."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from pathlib import Path
 from types import FrameType, TracebackType
 
 GRACE_S = 5.0
-"""From SIGTERM to SIGKILL."""
+"""Time between SIGTERM and SIGKILL, in seconds."""
 
 _PR_SET_PDEATHSIG = 1
 
 
 class Terminated(BaseException):
-    """SIGTERM; not an error, so that nothing on the way catches it."""
+    """The exception that SIGTERM raises. It is a BaseException, so that `except Exception` does not catch it."""
 
 
 def raise_on_sigterm() -> None:
-    """Let SIGTERM unwind the program as Ctrl-C does."""
+    """Make SIGTERM raise `Terminated`, so that it unwinds the program like Ctrl-C."""
 
     def handler(signum: int, frame: FrameType | None) -> None:
         raise Terminated
@@ -34,10 +34,10 @@ def raise_on_sigterm() -> None:
 
 
 class Children:
-    """Starts processes; as a context manager, ends what is left of them.
+    """A set of child processes. At the end of a `with` block, those that still run are stopped.
 
-    Each has a session of its own, so that Ctrl-C reaches them only through `stop`: workers first, the server last. On
-    Linux they also get a SIGTERM when this process is killed.
+    Each child has its own session, so that Ctrl-C does not reach it directly. `stop` ends the children in reverse order
+    of their start. On Linux, the children also get SIGTERM when this process is killed.
     """
 
     def __init__(self) -> None:
@@ -52,15 +52,18 @@ class Children:
         log: Path | None = None,
         piped: bool = False,
     ) -> subprocess.Popen[bytes]:
-        """Start a process that runs this Python on `argv`.
+        """Start a process that runs this Python with `argv`.
 
         Args:
-            log: file for what it prints; both streams, or with `piped` only standard error.
-            piped: give it a pipe for standard input and output each.
+            name: name of the process in `processes`.
+            argv: arguments of the Python interpreter.
+            environment: all environment variables of the process.
+            log: file for its standard output and standard error; with `piped`, only for standard error.
+            piped: whether to connect its standard input and output to pipes.
         """
         file = log.open("wb") if log is not None else None
         try:
-            with _uninterrupted():  # else Ctrl-C may leave a process that is not in the list
+            with _uninterrupted():  # else Ctrl-C could leave a process that is not in the dict
                 process = self.processes[name] = subprocess.Popen(
                     [sys.executable, *argv],
                     env=dict(environment),
@@ -84,7 +87,7 @@ class Children:
         self.stop()
 
     def stop(self) -> None:
-        """SIGTERM, in the reverse order of their start; SIGKILL for what is still there after `GRACE_S`."""
+        """Send SIGTERM to the children, in reverse order of their start. After `GRACE_S`, kill those that still run."""
         with _handled_by(signal.SIG_IGN):  # a second Ctrl-C must not leave half of the processes running
             alive = [process for process in reversed(self.processes.values()) if process.poll() is None]
             for process in alive:
@@ -105,12 +108,12 @@ class Children:
 
 _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 END_WITH_PARENT = partial(_LIBC.prctl, _PR_SET_PDEATHSIG, signal.SIGTERM) if _LIBC is not None else None
-"""`preexec_fn` of a child that gets SIGTERM when this process is killed; None where only Linux could do it."""
+"""A `preexec_fn`: it makes Linux send SIGTERM to the child when this process is killed. None on other systems."""
 
 
 @contextlib.contextmanager
 def _uninterrupted() -> Iterator[None]:
-    """Signals that would unwind the program do so at the end of the block."""
+    """Delay SIGINT and SIGTERM until the end of the block."""
     came: list[int] = []
     try:
         with _handled_by(lambda number, _: came.append(number)):
@@ -122,7 +125,7 @@ def _uninterrupted() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _handled_by(handler: Callable[[int, FrameType | None], object] | signal.Handlers) -> Iterator[None]:
-    """Within, SIGINT and SIGTERM come to `handler`; off the main thread, to which alone they come, nothing is done."""
+    """Let `handler` handle SIGINT and SIGTERM within the block. In other threads than the main thread, do nothing."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,4 +1,4 @@
-"""Every error that Atoll raises, as one tree, and what a public function makes of one.
+"""The tree of all errors that Atoll raises, and the handling of errors that leave a public function.
 
     AtollError                 1   any error of Atoll
     ├── ConfigError            2   a wrong run file, flag or ATOLL_ variable
@@ -29,12 +29,12 @@
     ├── PortInUse              3   no wanted port can be bound
     └── RunFailed              9   the run cannot continue
 
-Each names the side that erred, the value and the remedy. `code` is what travels on the wire and into logs. Those with ↻
-may pass by themselves (`is_transient`): the same call is made again after a pause.
+The numbers are exit codes. Each message names the side that erred, the value and the remedy. `code` is the error's name
+on the wire and in logs. Errors with ↻ can be temporary (`is_transient`): Atoll repeats the same call after a pause.
 
-An error of Atoll reaches a user as one line on standard error, in commands, scripts and simulations alike. `public_api`
-marks what users call: the frames inside Atoll go to the logger `atoll` at DEBUG, and a script that does not catch the
-error ends with one line, which names the line of the script, and with the exit code.
+In commands, scripts and simulations, users see an error of Atoll as one line on standard error. `public_api` marks the
+functions that users call. It logs the frames inside Atoll to the logger `atoll` at DEBUG. A script that does not catch
+the error ends with the exit code and one line, which includes the place in the script.
 """
 
 from __future__ import annotations
@@ -55,16 +55,16 @@ from atoll.format_text import visible, visible_lines
 LOG = logging.getLogger("atoll")
 
 STOPS = (".", "?", "!", ":", "…")
-"""What a cause may end with before the remedy begins."""
+"""Ends of a message after which no full stop is added before the remedy."""
 
 
 class AtollError(Exception):
     """Base of every error that Atoll raises on purpose.
 
     Args:
-        message: which side erred and with which value, in one sentence.
-        remedy: what to do about it, in one sentence; may be empty.
-        trace: of the user's code, where that raised; a command prints it.
+        message: the side that erred and the value, in one sentence.
+        remedy: advice what to do, in one sentence; may be empty.
+        trace: traceback of user code, if user code raised; commands print it.
     """
 
     code: ClassVar[str] = "error"
@@ -80,7 +80,7 @@ class AtollError(Exception):
     def __str__(self) -> str:
         if not self.remedy:
             return self.message
-        stop = "" if self.message.rstrip().endswith(STOPS) else "."  # a cause may be quoted from somewhere else
+        stop = "" if self.message.rstrip().endswith(STOPS) else "."  # quoted causes may have no full stop
         return f"{self.message.rstrip()}{stop} {self.remedy}"
 
 
@@ -91,7 +91,7 @@ class ConfigError(AtollError):
 
 
 class UsageError(AtollError):
-    """A program calls Atoll wrongly, or user code gives what cannot be used."""
+    """A program calls Atoll wrongly, or user code returns an unusable value."""
 
     code, exit_code = "usage", 2
 
@@ -103,19 +103,19 @@ class SchemaMismatch(AtollError):
 
 
 class UpdateRefused(AtollError):
-    """The server has quarantined an update; its round goes on with the others, or waits for another try."""
+    """The server has quarantined an update. The round continues with the others, or waits for a new update."""
 
     code, exit_code = "update_refused", 6
 
 
 class PeerError(AtollError):
-    """The other side reports an error, or something that is not of Atoll answers at its address."""
+    """The other side reports an error, or a program other than Atoll answers at its address."""
 
     code, exit_code = "peer", 6
 
 
 class VersionSkew(PeerError):
-    """The two sides speak different protocols, or one cannot read a message of the other: upgrade one of them."""
+    """The two sides have different protocol versions, or one cannot read the other's message: upgrade one of them."""
 
     code = "version_skew"
 
@@ -127,92 +127,92 @@ class AuthError(PeerError):
 
 
 class LeaseLost(PeerError):
-    """The lease has ended, most often by silence, or the server does not know it: the worker has to join again."""
+    """The lease has ended, usually after missing heartbeats, or the server does not know it. The worker must rejoin."""
 
     code = "lease_lost"
 
 
 class Superseded(PeerError):
-    """A newer process has joined under the name of this site; this one takes no further part."""
+    """A newer process has joined under the name of this site. This process must stop."""
 
     code = "superseded"
 
 
 class TicketClosed(PeerError):
-    """The round of a ticket or a task is over, or it was another site's: ask for the next one."""
+    """The ticket's round or the task is over, or belongs to another site. The worker asks for the next one."""
 
     code = "ticket_closed"
 
 
 class Conflict(PeerError):
-    """A request contradicts what the server has: parts are missing, or other bytes came under the same ticket or id."""
+    """A request contradicts the server's state: parts are missing, or its ticket or id already has other bytes."""
 
     code = "conflict"
 
 
 class PartCorrupt(PeerError):
-    """Bytes that arrived do not match their BLAKE3: the part is to be sent or pulled again."""
+    """Received bytes do not match their BLAKE3 digest: the part must be sent or pulled again."""
 
     code = "part_corrupt"
 
 
 class Gone(PeerError):
-    """What was asked for does not exist, or is no longer kept: a version, its outer state, a ticket, an object."""
+    """The requested version, outer state, ticket or object does not exist, or is no longer kept."""
 
     code = "gone"
 
 
 class Busy(PeerError):
-    """The other side cannot serve the request now; `retry_after_s` says when to ask again, where it is known."""
+    """The other side cannot serve the request now. `retry_after_s` is the time until a retry; None: unknown."""
 
     code = "busy"
 
 
 class BadRequest(PeerError):
-    """A request, a payload or an object is malformed; sent again as it is, it fails again."""
+    """A request, a payload or an object is malformed. Sending the same bytes again fails again."""
 
     code = "bad_request"
 
 
 class TransferError(AtollError):
-    """Bytes do not get through the network to the other side."""
+    """A network error: bytes do not reach the other side."""
 
     code, exit_code = "transfer", 5
 
 
 class ServerUnreachable(TransferError):
-    """Nothing answers at the address; or, where `is_other`, something that is not the server, or cannot prove it."""
+    """No server answers at the address. If `is_other`, the answer came from another program or an unproven server."""
 
     code = "unreachable"
     is_other = False
 
 
 class ServerLost(TransferError):
-    """No server has answered for ATOLL_GIVE_UP_S, or another run is at its address: the worker gives it up."""
+    """The worker gave up: no server has answered for ATOLL_GIVE_UP_S, or another run is at its address."""
 
     code = "server_lost"
 
 
 class TransferStalled(TransferError):
-    """A connection has moved no byte within the idle timeout, or the server answers neither a call nor heartbeats."""
+    """No byte moved on a connection within the idle timeout, or the server answers neither a call nor heartbeats."""
 
     code = "stalled"
 
 
 class TransferAborted(TransferError):
-    """The calling program told a transfer to stop."""
+    """The calling program aborted a transfer."""
 
     code = "aborted"
 
 
 class StoreError(AtollError):
-    """The disk or a file of this machine fails; a client meets `Busy` in its place, or `DiskFull`."""
+    """A disk or file error on this machine. A client of a server with this error gets `Busy` or `DiskFull`."""
 
     code, exit_code = "store", 7
 
 
 class DiskFull(StoreError):
-    """No space or quota is left, or less than `disk.min_free_bytes`; what was acknowledged is not lost."""
+    """The disk or quota is full, or has less than `disk.min_free_bytes` left. No acknowledged data is lost."""
 
     code = "disk_full"
 
@@ -224,25 +224,25 @@ class StateLocked(StoreError):
 
 
 class StateCorrupt(StoreError):
-    """Files on this machine are damaged, cut off, missing or of different moments; they are not used."""
+    """Files on this machine are damaged, cut off, missing or from different points in time. They are not used."""
 
     code = "state_corrupt"
 
 
 class SyncFailed(StoreError):
-    """An fsync failed, so what was written last may be lost; it is never tried again, and the server must end."""
+    """An fsync failed, so the last writes may be lost. It is never repeated, and the server must end."""
 
     code = "sync_failed"
 
 
 class PortInUse(AtollError):
-    """No wanted port can be bound: other processes listen there, or this user may not."""
+    """None of the wanted ports can be bound: other processes listen there, or this user has no permission."""
 
     code, exit_code = "port_in_use", 3
 
 
 class RunFailed(AtollError):
-    """A run, a workflow or a simulation cannot go on."""
+    """A run, a workflow or a simulation cannot continue."""
 
     code, exit_code = "run_failed", 9
 
@@ -252,11 +252,11 @@ def _tree(root: type[AtollError]) -> dict[str, type[AtollError]]:
 
 
 BY_CODE: dict[str, type[AtollError]] = _tree(AtollError)
-"""Wire code → exception class; what a client raises when a server answers with that code."""
+"""Wire code → exception class that a client raises when a server answers with this code."""
 
 
 def causes(error: BaseException) -> Iterator[BaseException]:
-    """Give an error, what it was raised from, and so on; each once, as one may be a cause of its own."""
+    """Yield an error, then its `__cause__`, and so on. Stop at a cycle of causes."""
     seen = set[int]()
     cause: BaseException | None = error
     while cause is not None and id(cause) not in seen:
@@ -265,10 +265,10 @@ def causes(error: BaseException) -> Iterator[BaseException]:
         cause = cause.__cause__
 
 
-# -- Errors that pass: waiting mends them.
+# -- Temporary errors
 
 RETRY_S = 2.0
-"""After how long a write that failed for lack of space or open files is tried again."""
+"""Seconds until the retry of a write that failed for lack of disk space or open files."""
 _NO_MORE_FILES = (errno.EMFILE, errno.ENFILE)
 
 
@@ -283,7 +283,7 @@ def no_more_files(error: BaseException) -> bool:
 
 
 def passing(error: BaseException) -> str | None:
-    """Return in words what is lacking; None for an error that waiting does not mend."""
+    """Return the lacking resource as text, if an error is temporary (full disk, too many open files); else None."""
     if isinstance(error, DiskFull):
         return f"the disk is full: {error}"
     if no_more_files(error):
@@ -292,7 +292,7 @@ def passing(error: BaseException) -> str | None:
 
 
 def out_of_memory(error: BaseException | None) -> RunFailed | None:
-    """Return the error that ends a server without memory for an object or a thread; None for other errors."""
+    """Return the error that ends the server, if memory for an object or a thread is lacking; None for other errors."""
     no_thread = isinstance(error, RuntimeError) and str(error) == "can't start new thread"
     if not no_thread and not isinstance(error, MemoryError):
         return None
@@ -304,14 +304,14 @@ def out_of_memory(error: BaseException | None) -> RunFailed | None:
 
 
 TRANSIENT = (ServerUnreachable, TransferStalled, Busy, DiskFull)
-"""Errors that may pass by themselves: the same call is made again after a pause."""
+"""Errors that can be temporary: Atoll repeats the same call after a pause."""
 
 UNPULLED = (*TRANSIENT, Gone, PartCorrupt, BadRequest)
-"""What a pull from a worker of a swarm may end with; another worker may have the same bytes."""
+"""Errors of a pull from a peer after which the worker tries another peer, which may have the same bytes."""
 
 
 def is_transient(error: BaseException) -> bool:
-    """Return whether an error may pass by itself."""
+    """Return whether an error can be temporary."""
     return isinstance(error, TRANSIENT)
 
 
@@ -321,17 +321,17 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 _MARK = "_is_public_api"
 _ENTRIES = ("__init__", "__call__", "__enter__", "__getitem__")
-"""Methods with an underscore that users call."""
+"""Special methods that users call."""
 
 _hook_before: Callable[[type[BaseException], BaseException, TracebackType | None], Any] | None = None
 
 
 def public_api(target: F) -> F:
-    """Let errors leave a public function without the frames and the causes inside Atoll.
+    """Remove the frames and causes inside Atoll from errors that leave a public function. Use as a decorator.
 
     Args:
-        target: a function; or a class, for its constructor, its public methods and its properties. Generators are left
-            alone: what they raise comes when they are iterated.
+        target: a function. Or a class, for its constructor, public methods and properties, but not for its generator
+            methods: these raise later, during the iteration.
     """
     if not isinstance(target, type):
         function: F = _public_function(target)
@@ -349,7 +349,7 @@ def public_api(target: F) -> F:
 
 
 def is_public_api(function: Callable[..., Any]) -> bool:
-    """Return whether an error that leaves this function ends a script with one line and its exit code."""
+    """Return whether a function is marked with `public_api`."""
     return _MARK in vars(function)
 
 
@@ -374,12 +374,11 @@ def _public_function(function: Any) -> Any:
 
 
 def print_error(error: AtollError, where: str = "") -> None:
-    """Print an error as one line on standard error.
-
-    Where the user's code raised it, its traceback comes before that line.
+    """Print an error as one line on standard error. If it has a traceback of user code, print that first.
 
     Args:
-        where: the place in the user's script that the error came out of.
+        error: the error.
+        where: place in the user's script from which the error came; empty if unknown.
     """
     if error.trace:
         print(visible_lines(error.trace), file=sys.stderr)
@@ -388,28 +387,28 @@ def print_error(error: AtollError, where: str = "") -> None:
 
 
 def print_interrupt_in_a_line(error: BaseException | None = None) -> None:
-    """Let an uncaught Ctrl-C end the program with one line, in place of a traceback.
+    """Make an uncaught Ctrl-C end the program with one line instead of a traceback.
 
-    The exit status stays Python's: the process ends by SIGINT, which a shell calls 130.
+    The exit status stays Python's: the process ends by SIGINT, which a shell reports as 130.
 
     Args:
-        error: what ends a block; nothing is done unless it is an interrupt.
+        error: the error that ended a block. If it is not a KeyboardInterrupt, do nothing. None: always act.
     """
     if (error is None or isinstance(error, KeyboardInterrupt)) and sys.excepthook is sys.__excepthook__:
         _end_with_one_line()
 
 
 def _end_with_one_line() -> None:
-    """Let an uncaught error of Atoll end the program with one line and its `exit_code`, not a traceback and 1."""
+    """Make an uncaught error of Atoll end the program with one line and its `exit_code`, instead of a traceback."""
     global _hook_before
-    interactive = hasattr(sys, "ps1") or sys.flags.interactive  # there an error must not end the session
+    interactive = hasattr(sys, "ps1") or sys.flags.interactive  # an error must not end an interactive session
     if _hook_before is None and not interactive:
         _hook_before, sys.excepthook = sys.excepthook, _print_and_exit
 
 
 def _print_and_exit(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     assert _hook_before is not None
-    is_ours = _hook_before is sys.__excepthook__  # a hook that was there before prints as it likes
+    is_ours = _hook_before is sys.__excepthook__  # else an earlier custom hook prints the error
     if isinstance(error, KeyboardInterrupt) and is_ours:
         print("atoll: interrupted", file=sys.stderr, flush=True)
         return
@@ -422,11 +421,11 @@ def _print_and_exit(kind: type[BaseException], error: BaseException, trace: Trac
 
 
 _PACKAGES = {"site-packages", "dist-packages"}
-"""Folders of installed packages: torch's frames lie between the script and a hook of its optimizer."""
+"""Folders of installed packages. Frames in them, such as torch's between a script and a hook, are skipped."""
 
 
 def _place(trace: TracebackType | None) -> str:
-    """Return the last line of the traceback that is of neither Atoll nor another package, as `train.py, line 7`."""
+    """Return the last place in a traceback outside of Atoll and installed packages, such as `train.py, line 7`."""
     inside = str(Path(__file__).parent)
     frames = [frame for frame in traceback.extract_tb(trace) if not frame.filename.startswith(inside)]
     frames = [each for each in frames if _PACKAGES.isdisjoint(Path(each.filename).parts)] or frames

@@ -1,7 +1,7 @@
-"""Bytes and seconds for people, and text of a peer made harmless for logs and terminals.
+"""Format sizes and durations for messages, and make text from other processes safe for logs and terminals.
 
-A terminal obeys escape sequences, a line feed makes a line of a log that nothing wrote, and bidirectional characters
-show text in another order than it has. All of these are characters that do not print, so each is shown as its escape.
+Unsafe text can contain escape sequences that a terminal executes, line feeds that forge log lines, or bidirectional
+characters that change the visible order. All of these are unprintable characters, so each is shown as an escape.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections import Counter
 
 
 def size(nbytes: float) -> str:
-    """Return bytes for people: 1.2 GB, 3.4 MB, 5.0 kB, 12 B."""
+    """Return a size in bytes as text: 1.2 GB, 3.4 MB, 5.0 kB, 12 B."""
     for limit, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
         if nbytes >= limit:
             return f"{nbytes / limit:.1f} {unit}"
@@ -20,7 +20,7 @@ def size(nbytes: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """0.4 s, 12 s, 3 min 20 s, 2 h 5 min."""
+    """Return a duration as text: 0.4 s, 12 s, 3 min 20 s, 2 h 5 min."""
     if seconds < 10:
         return f"{seconds:.1f} s"
     if seconds < 120:
@@ -30,15 +30,16 @@ def duration(seconds: float) -> str:
 
 
 def time_left(seconds: float | None) -> str:
-    """`about 12 s left`; empty if that is not known."""
+    """Return the remaining time as text, `about 12 s left`; empty for None."""
     return f"about {duration(seconds)} left" if seconds is not None else ""
 
 
 def visible(text: str, most: int | None = None) -> str:
-    r"""Return the text with each character that does not print as its escape: `\x1b`, `\n`, `\u202e`.
+    r"""Return the text with each unprintable character replaced by an escape: `\x1b`, `\n`, `\u202e`.
 
     Args:
-        most: characters of the result; a longer one is cut, never within an escape.
+        text: the text.
+        most: maximum length of the result, in characters. A longer result is cut, but not within an escape.
     """
     if not text.isprintable():
         pieces = [char if char.isprintable() else char.encode("unicode_escape").decode("ascii") for char in text]
@@ -50,34 +51,34 @@ def visible(text: str, most: int | None = None) -> str:
 
 
 def visible_lines(text: str) -> str:
-    """As `visible`, line by line: for text of this process that has lines on purpose, as tracebacks have."""
+    """Return `visible` of each line, joined by line feeds. For text of several lines, such as tracebacks."""
     return "\n".join(map(visible, text.expandtabs(4).split("\n")))
 
 
 class VisibleLines(logging.Formatter):
-    """A formatter of log lines in which nothing is left that a terminal would obey."""
+    """A log formatter that replaces unprintable characters by escapes, so that a terminal does not execute them."""
 
     def __init__(self, prefix: str = "") -> None:
         super().__init__(f"%(asctime)s {prefix}%(message)s", datefmt="%H:%M:%S")
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the record with its traceback, line by line, every character that does not print as its escape."""
+        """Return the record and its traceback as text, with escapes for unprintable characters within lines."""
         return visible_lines(super().format(record))
 
 
 TIMES_SAID = 3
-"""How often lines of one kind are logged where hundreds of simulated sites say the same."""
+"""Maximum number of log lines from one line of code, in simulations with hundreds of sites."""
 
 
 class Seldom(logging.Filter):
-    """Passes on what one line of code says, `TIMES_SAID` times."""
+    """A log filter that passes only the first `TIMES_SAID` records of each line of code."""
 
     def __init__(self) -> None:
         super().__init__()
         self._said: Counter[tuple[str, int]] = Counter()
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Count a record by its file and line; the last one that passes says that more are not shown."""
+        """Return whether to log a record. The last record that passes gets a note that further ones are not shown."""
         place = record.pathname, record.lineno
         self._said[place] += 1
         if self._said[place] == TIMES_SAID:

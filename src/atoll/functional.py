@@ -1,4 +1,4 @@
-"""`atoll.functional`: the rounds of a run as functions, for scripts that cannot be written as a loop over rounds."""
+"""`atoll.functional`: the rounds of a run as functions, for scripts that have no loop over rounds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small JSON files that cover themselves: the last key is the BLAKE3 of the others, so a changed bit shows."""
+"""Small JSON files (notes) with their own digest: the last key is the BLAKE3 of the others, to detect damage."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from atoll.errors import StoreError
 LOG = logging.getLogger("atoll")
 
 KEY = "blake3"
-"""The last key of such a file."""
+"""The last key of a note: its value is the digest."""
 
 
 class NoteDamaged(ValueError):
-    """The text is not what `seal` wrote; `str()` says what is wrong with it."""
+    """Error: a note is not as `seal` wrote it. `str()` gives the reason."""
 
 
 def seal(note: Mapping[str, Any]) -> str:
@@ -32,10 +32,10 @@ def seal(note: Mapping[str, Any]) -> str:
 
 
 def unseal(data: bytes) -> dict[str, Any]:
-    """Return the note that `seal` made.
+    """Return the note from bytes that `seal` made.
 
     Raises:
-        NoteDamaged: it was cut short, or changed since.
+        NoteDamaged: the bytes are cut off or changed.
     """
     try:
         note = json.loads(data.decode())
@@ -52,10 +52,10 @@ def unseal(data: bytes) -> dict[str, Any]:
 
 
 def read_note(path: Path, kind: Any) -> Any:
-    """Return what `write_note` wrote, as an object of `kind`; None if the file is missing or damaged.
+    """Return a note from `write_note` as an object of `kind`; None if the file is missing or damaged.
 
-    A damaged note is removed with a warning. Without its note a file is scrap: what it held is pulled or trained
-    again.
+    A damaged note is removed with a warning. Callers then treat the file that the note described as unusable: its data
+    is pulled or trained again.
     """
     try:
         return peek_note(path, kind)
@@ -70,10 +70,10 @@ def read_note(path: Path, kind: Any) -> Any:
 
 
 def peek_note(path: Path, kind: Any) -> Any:
-    """Return what `write_note` wrote, as an object of `kind`; None if there is no file.
+    """Return a note from `write_note` as an object of `kind`; None if there is no file.
 
     Raises:
-        NoteDamaged: it is not what was written.
+        NoteDamaged: the file is not as `write_note` wrote it.
     """
     try:
         return note_from(path.read_bytes(), kind)
@@ -85,7 +85,7 @@ def note_from(data: bytes, kind: Any) -> Any:
     """Return a note from the bytes of its file, as an object of `kind`.
 
     Raises:
-        NoteDamaged: they are not what was written.
+        NoteDamaged: the bytes are not as `write_note` wrote them, or do not fit `kind`.
     """
     try:
         return kind(**unseal(data))
@@ -94,7 +94,11 @@ def note_from(data: bytes, kind: Any) -> Any:
 
 
 def write_note(path: Path, note: Any) -> None:
-    """Write a dataclass as JSON with its digest: all of it or nothing, whatever happens meanwhile."""
+    """Write a dataclass as a JSON file with a digest. The file is replaced in one step: complete or not at all.
+
+    Raises:
+        StoreError: the file cannot be written.
+    """
     temporary = path.with_suffix(".tmp")
     try:
         temporary.write_text(seal(asdict(note)))

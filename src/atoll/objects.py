@@ -1,4 +1,4 @@
-"""`atoll.objects`: pass trees of tensors between processes by reference, and let your own types travel in them."""
+"""`atoll.objects`: pass trees of tensors between processes by reference. Register your own types to pass them, too."""
 
 from __future__ import annotations
 

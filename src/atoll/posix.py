@@ -1,4 +1,4 @@
-"""What several rooms ask of the system: to read or write all of some bytes, and to own a file."""
+"""System calls for several packages: read and write all bytes of a range, own descriptors, lock and replace files."""
 
 from __future__ import annotations
 
@@ -16,36 +16,37 @@ from pathlib import Path
 from atoll.errors import UsageError
 
 FULL = {errno.ENOSPC, errno.EDQUOT}
-"""What the system says where no space is left."""
+"""The errno values for a full disk or an exceeded quota."""
 
 
 class FolderTaken(Exception):
-    """Another process, or another part of this one, has the lock: `str()` names it, as the file does."""
+    """Error: another process, or another part of this one, has the lock. `str()` is its name from the lock file."""
 
 
 class OwnedFile:
-    """Has the open file `fd`, and gives it back once: when it is told to, or when nothing refers to it any more."""
+    """The owner of the open descriptor `fd`. It closes `fd` once: in `close`, or when this object is deleted."""
 
     fd: int = -1
 
     def close(self) -> None:
-        """Give the file back. Idempotent."""
+        """Close the descriptor. Idempotent."""
         fd, self.fd = self.fd, -1
         if fd >= 0:
             os.close(fd)
 
     def __del__(self) -> None:
-        """One that no code waits for any more, as its request was broken off."""
+        """Close the descriptor, if its request was cancelled so that no code did."""
         self.close()
 
 
 class Descriptor:
-    """Owns the number of an open file, for several threads: it is closed when its owner and all users are done.
+    """An open descriptor that several threads share. It is closed when its owner and all users are done.
 
-    A number that one thread closes while another still uses it may by then name another file of this machine.
+    If one thread closed a descriptor while another thread still used it, the number could by then belong to another
+    file of this process.
 
     Args:
-        fd: the descriptor that this takes over.
+        fd: the open descriptor; this object closes it.
     """
 
     def __init__(self, fd: int) -> None:
@@ -54,15 +55,15 @@ class Descriptor:
 
     @property
     def number(self) -> int:
-        """Return the number, for the owner that knows that it is open; −1 once it is closed."""
+        """The descriptor's number, for its owner; −1 after `close`."""
         return -1 if self._closed else self._fd
 
     @contextmanager
     def used(self) -> Iterator[int]:
-        """Give the number, which names this file until the block is left, even if it is closed meanwhile.
+        """Yield the descriptor's number, and keep it open until the end of the block, even if `close` is called.
 
         Raises:
-            UsageError: it is closed.
+            UsageError: the descriptor is already closed.
         """
         with self._lock:
             if self._closed:
@@ -74,7 +75,7 @@ class Descriptor:
             self._drop()
 
     def close(self) -> None:
-        """Close the file once the threads that use it are done. Idempotent."""
+        """Close the descriptor after all threads in `used` are done. Idempotent."""
         with self._lock:
             done, self._closed = self._closed, True
         if not done:
@@ -89,10 +90,10 @@ class Descriptor:
 
 
 def read_at(fd: int, memory: memoryview, offset: int) -> None:
-    """Fill `memory` from the file's byte `offset` on.
+    """Fill `memory` with the file's bytes from `offset` on.
 
     Raises:
-        EOFError: the file ends before.
+        EOFError: the file is too short.
     """
     done = 0
     while done < len(memory):
@@ -103,7 +104,7 @@ def read_at(fd: int, memory: memoryview, offset: int) -> None:
 
 
 def write_at(fd: int, data: bytes | memoryview, offset: int) -> None:
-    """Write all of `data` from the file's byte `offset` on."""
+    """Write all of `data` into the file, from byte `offset` on."""
     view = memoryview(data)
     done = 0
     while done < len(view):
@@ -111,25 +112,29 @@ def write_at(fd: int, data: bytes | memoryview, offset: int) -> None:
 
 
 def nameless_file(folder: Path | None) -> int:
-    """A new file without a name, which is gone when its last descriptor is closed, however the process ends.
+    """Return the descriptor of a new file without a name.
+
+    The system deletes the file when its last descriptor is closed, also if the process is killed.
 
     Args:
-        folder: of the disk that it lies on; None: that of temporary files.
+        folder: a folder on the disk to use; None: the folder of temporary files.
     """
     with tempfile.TemporaryFile(dir=folder, prefix="atoll-") as file:
         return os.dup(file.fileno())
 
 
 def take_lock(path: Path) -> int:
-    """Own the file `path`, made where there is none; it then names this process. No link is followed.
+    """Lock the file `path`, and write this process's name into it. If the file does not exist, create it.
+
+    Symbolic links are not followed.
 
     Returns:
-        A descriptor: the lock ends when it is closed, and so with the process, however that ends.
+        A descriptor. The lock ends when the descriptor is closed, also if the process is killed.
 
     Raises:
-        FolderTaken: another process has it.
-        FileNotFoundError: its folder is not there; or its holder removed the file at that moment.
-        OSError: it is no plain file, or may not be written.
+        FolderTaken: another process has the lock.
+        FileNotFoundError: the folder does not exist, or the lock's last holder removed the file at the same moment.
+        OSError: `path` is no regular file, or is not writable.
     """
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
@@ -149,15 +154,15 @@ def take_lock(path: Path) -> int:
 
 
 NO_FOLDER_LOCKS = {errno.EBADF, errno.EINVAL, errno.ENOLCK, errno.ENOTSUP}
-"""What file systems say that cannot lock a folder, as NFS."""
+"""The errno values from file systems that cannot lock a folder, such as NFS."""
 
 
 def take_folder(folder: Path) -> int:
-    """Own a folder through its own descriptor; the file `lock` in it only names this process.
+    """Lock a folder through a descriptor of the folder itself. The file `lock` in it contains this process's name.
 
-    So the lock holds where that file is removed. Where the file system cannot lock a folder, the file is the lock.
+    So the lock also holds if the file `lock` is removed. If the file system cannot lock folders, lock the file instead.
 
-    Returns, raises: as `take_lock`.
+    Returns and raises the same as `take_lock`.
     """
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -194,14 +199,16 @@ def replace_file(
     temporary: Path | None = None,
     sync: Callable[[int], None] = os.fsync,
 ) -> None:
-    """Replace `target` by a file of these runs, in one step; a failure leaves what was there, and nothing else.
+    """Replace the file `target` in one step. If that fails, the old file stays and no temporary file is left.
 
     Args:
-        temporary: where the file lies until it is complete; by default a new name beside `target`.
-        sync: brings it to disk before it gets its name.
+        target: path of the file.
+        runs: the new content, in pieces.
+        temporary: path of the incomplete file; by default a new name next to `target`.
+        sync: called with the descriptor to bring the content to disk, before the file is renamed.
 
     Raises:
-        OSError: the disk.
+        OSError: writing or renaming failed.
     """
     path = temporary or target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW

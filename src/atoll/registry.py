@@ -1,8 +1,8 @@
-"""Names that users write → the objects they mean.
+"""The registry of named extensions: codecs, reducers, algorithms and other kinds.
 
-One table per kind; an entry is `"module:attribute"`, imported when it is asked for. Other packages add theirs by
-an entry point in the group `atoll.<kind>` (`[project.entry-points."atoll.codecs"]`); a plugin never shadows a
-built-in name. Where a user may name code of their own, `module:attribute` itself is accepted, or `file.py:attribute`.
+There is one table per kind. An entry is `"module:attribute"`; the module is imported on first use. Other packages add
+entries with an entry point in the group `atoll.<kind>` (`[project.entry-points."atoll.codecs"]`). A built-in name takes
+precedence over a plugin's. In place of a name, users can write `module:attribute` or `file.py:attribute`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from atoll.errors import AtollError, ConfigError
 
 T = TypeVar("T")
 _OURS = ("<frozen importlib", str(importlib.__file__), str(Path(__file__).parent) + os.sep)
-"""Files of the frames that lead to the user's code."""
+"""File name prefixes of the import system and Atoll: frames of these files are left out of tracebacks of user code."""
 
 TABLES: dict[str, dict[str, str]] = {
     "codecs": {
@@ -75,17 +75,17 @@ TABLES: dict[str, dict[str, str]] = {
         "cross_site_evaluation": "atoll.server.tasks.cross_site_evaluation:cross_site_evaluation",
     },
 }
-"""kind → name → "module:attribute". One line here is all that a built-in extension adds outside its own file."""
+"""kind → name → "module:attribute". To add a built-in extension, write its own file and one line here."""
 
 
 def names(kind: str) -> list[str]:
-    """Return every name of `kind` that can be loaded, built-in ones first."""
+    """Return all registered names of a kind: first the built-in ones, then those of plugins."""
     plugins = [point.name for point in entry_points(group=f"atoll.{kind}") if point.name not in TABLES[kind]]
     return [*TABLES[kind], *sorted(plugins)]
 
 
 def package_of(kind: str, name: str) -> str:
-    """Return the package, with its version, that registered a name; empty: no package did."""
+    """Return the package that registered a name, with its version; empty if no package did."""
     if name in TABLES[kind]:
         return f"atoll {version('atoll')}"
     dists = [point.dist for point in entry_points(group=f"atoll.{kind}", name=name)]
@@ -95,14 +95,14 @@ def package_of(kind: str, name: str) -> str:
 OPTIONS = {
     "cross_site_evaluation": ("versions", "site_models", "sites", "evaluation_timeout_s"),
 }
-"""Arguments of registered workflows that a run file may give as keys, without importing them to know."""
+"""Name of a workflow → its arguments that a run file may set. Listed here so that checks need not import it."""
 
 
 def load(kind: str, name: str) -> Any:
-    """Return the object registered as `name`, or the one at `module:attribute`.
+    """Return the object registered as `name`; if `name` is `module:attribute`, the object there.
 
     Raises:
-        ConfigError: the name is not registered (the nearest one is offered), or the module cannot be imported.
+        ConfigError: the name is not registered (the message suggests the nearest one), or importing it failed.
     """
     target = TABLES[kind].get(name)
     if target is None:
@@ -117,8 +117,8 @@ def load_attribute(target: str) -> Any:
     """Return the object at `module:attribute`, or at `file.py:attribute`.
 
     Raises:
-        ConfigError: it is not of that form; the module, the file or the attribute is missing; or its code raises, or
-            exits, as it is imported.
+        ConfigError: `target` has another form; the module, file or attribute does not exist; or the module's code
+            raises or exits during the import.
     """
     module_name, separator, attribute = target.rpartition(":")
     if not separator or not module_name or not attribute:
@@ -148,15 +148,15 @@ def load_attribute(target: str) -> Any:
 
 
 def made(build: Callable[[], T], what: str, remedy: str) -> T:
-    """Return what a class or function of the user makes.
+    """Call `build`, which runs user code, and return its result. Turn its errors into `ConfigError`.
 
     Args:
-        build: calls it.
-        what: cannot be done where it raises.
-        remedy: for arguments that it does not take.
+        build: calls a class or function of the user.
+        what: start of the error message: what failed.
+        remedy: remedy for the error that the class or function does not accept its arguments.
 
     Raises:
-        ConfigError: it raised, or exited.
+        ConfigError: `build` raised or exited. Errors of Atoll are not changed.
     """
     try:
         return build()
@@ -167,17 +167,19 @@ def made(build: Callable[[], T], what: str, remedy: str) -> T:
 
 
 def _raised(what: str, error: BaseException, remedy: str = "") -> ConfigError:
-    """Return what to say of the user's code that raised: where, in a line, and its traceback from there on.
+    """Return a `ConfigError` for an error from user code, with the error's place and the traceback of the user code.
 
     Args:
-        remedy: where none of it has run: it does not take what it was given.
+        what: start of the message: what failed.
+        error: the error.
+        remedy: remedy if no user code ran, since the call did not accept its arguments.
     """
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename.startswith(_OURS):
         trace = trace.tb_next
     if trace is None and remedy:
         return ConfigError(f"{what}: {error}.", remedy)
-    frames = traceback.extract_tb(trace)  # what theirs has called may be ours: a worker follows sys.exit
+    frames = traceback.extract_tb(trace)  # user code may have called Atoll: skip its frames
     lines = [(frame.filename, frame.lineno) for frame in frames if not frame.filename.startswith(_OURS)]
     if isinstance(error, SyntaxError):
         lines.append((error.filename or "", error.lineno))
@@ -193,7 +195,11 @@ def is_file(target: str) -> bool:
 
 
 def _load_file(path: Path) -> ModuleType:
-    """Return the module in a file; a file is run once, and its classes find their module by its name."""
+    """Return the module of a file. The file is executed only once, and its module is registered in `sys.modules`.
+
+    Raises:
+        ConfigError: the file does not exist.
+    """
     name = path.stem
     known = sys.modules.get(name)
     if known is not None and getattr(known, "__file__", None) == str(path.resolve()):
@@ -201,7 +207,7 @@ def _load_file(path: Path) -> ModuleType:
     if not path.is_file():
         raise ConfigError(f"There is no file {str(path)!r}.", "A path in a run file is relative to the run file.")
     if known is not None:
-        name = f"{name}_at_{abs(hash(path.resolve())):x}"  # a module of that name is there already
+        name = f"{name}_at_{abs(hash(path.resolve())):x}"  # another module already has the name
     spec = importlib.util.spec_from_file_location(name, path.resolve())
     assert spec is not None
     assert spec.loader is not None
@@ -226,6 +232,6 @@ def require_known(kind: str, setting: str, name: str) -> None:
 
 
 def nearest(word: str, known: Iterable[str], otherwise: str = "") -> str:
-    """Return the remedy for a wrong name: the known one that is most like it, or `otherwise`."""
+    """Return the remedy for a wrong name: suggest the most similar known name. If none is similar, `otherwise`."""
     close = difflib.get_close_matches(word, list(known), n=1)
     return f"Did you mean {close[0]!r}?" if close else otherwise

@@ -1,13 +1,19 @@
-"""What is one thing for the whole process: torch's threads, collector, memory, a latch for Ctrl-C, failpoints.
+"""Process-wide tools: torch's threads, garbage collector, freed memory, a latch that survives Ctrl-C, and failpoints.
 
-torch is imported when a thread first asks for it, so that commands that only look at a run start quickly.
+torch is imported on first use, so that commands that only read a run's status start quickly.
 
-A failpoint is a place where a test may stop the process. `ATOLL_FAILPOINTS="accept.before=kill;pass.chunk=kill@3"` ends
-the process with SIGKILL the first time that `accept.before` is reached, and the third time that `pass.chunk` is. Other
-actions: `enospc`, `emfile` and `eio` raise that OSError; `pause:PATH` creates `PATH.reached`, and waits until the file
-PATH exists, so that a test can look at a process in a known place; `stop@1,2` stops the process (SIGSTOP) the first and
-the second time, after a line on standard error: a test copies what lies on disk, and continues the process (SIGCONT).
-Without the variable a failpoint costs one truth test of an empty dict.
+A failpoint is a named place in the code where a test can make the process fail. For example,
+`ATOLL_FAILPOINTS="accept.before=kill;pass.chunk=kill@3"` kills the process (SIGKILL) when it first reaches
+`accept.before`, or when it reaches `pass.chunk` for the third time. The actions are:
+
+    kill                  send SIGKILL to this process
+    stop                  print a line on standard error, then send SIGSTOP. A test can copy the files on disk and
+                          continue the process with SIGCONT.
+    enospc, emfile, eio   raise this OSError
+    pause:PATH            create the file PATH.reached, then wait until the file PATH exists
+
+`@3` limits an action to the third time, `@1,2` to the first and second time. The default is `@1`. Without the variable,
+a failpoint only tests whether a dict is empty.
 """
 
 from __future__ import annotations
@@ -29,18 +35,18 @@ T = TypeVar("T")
 
 # -- torch's threads
 #
-# Work on runs that fit a core's cache gains nothing from torch's pool, which would start as many threads again inside
-# every operation. How many torch uses is a number per thread, which a thread takes from the process's when it first
-# asks; `torch.set_num_threads` sets both. So one new thread looks the process's number up, and another restores it.
+# Atoll's threads work on chunks that fit a core's cache. torch's own thread pool would only slow them down. torch has a
+# number of threads per process and per thread; a thread copies the process's number on first use. But
+# `torch.set_num_threads` sets both. So a new thread reads the process's number first, and another one restores it.
 
 _torch_lock = threading.Lock()
 
 
 @contextmanager
 def single_thread() -> Iterator[None]:
-    """Run the body's torch operations on the calling thread only, without changing other threads.
+    """Run torch operations of the block on the calling thread only. Other threads are not affected.
 
-    Costs nothing where the thread already does so (`stay_single_threaded`).
+    If the calling thread is already single-threaded (`stay_single_threaded`), this does nothing.
     """
     import torch
 
@@ -56,7 +62,7 @@ def single_thread() -> Iterator[None]:
 
 
 def stay_single_threaded() -> None:
-    """Do as `single_thread` for the rest of the calling thread's life; for threads of a pool, as its `initializer`."""
+    """Run all further torch operations of the calling thread single-threaded. Use this as a pool's `initializer`."""
     import torch
 
     if torch.get_num_threads() != 1:
@@ -86,17 +92,17 @@ def run_jobs(
     member: Callable[[], Callable[[T], None]],
     cancelled: threading.Event | None = None,
 ) -> None:
-    """Do every job, on `threads` threads that use torch single-threaded; the calling thread only waits.
+    """Run all jobs on new threads that use torch single-threaded, and wait for them.
 
     Args:
-        jobs: begun in order.
-        threads: at least 1.
-        member: called once on each thread; what it returns does that thread's jobs.
-        cancelled: no further job is begun once it is set.
+        jobs: the jobs; they are started in order.
+        threads: number of threads, at least 1.
+        member: called once on each thread; the function that it returns does the thread's jobs.
+        cancelled: once this event is set, no further job is started.
 
     Raises:
-        CancelledError: (concurrent.futures) `cancelled` was set before the last job was begun.
-        Exception: the first that a job raised; no further one is begun.
+        CancelledError: `cancelled` was set before all jobs were started (the class is from concurrent.futures).
+        Exception: the first error of a job. After an error, no further job is started.
     """
     queue, lock, failures, stop = iter(jobs), threading.Lock(), list[BaseException](), threading.Event()
 
@@ -112,7 +118,7 @@ def run_jobs(
                 if cancelled is not None and cancelled.is_set():
                     raise CancelledError
                 do(job)  # type: ignore[arg-type]
-        except BaseException as error:  # brought to the caller below
+        except BaseException as error:  # raised in the calling thread below
             failures.append(error)
             stop.set()
 
@@ -131,9 +137,9 @@ def run_jobs(
 # -- the garbage collector
 
 _gc_lock = threading.Lock()
-_gc_blocks = 0  # `no_gc` blocks of all threads
-_gc_enabled = False  # whether the first of them found it on
-_gc_mine = threading.local()  # `count`: blocks of this thread
+_gc_blocks = 0  # number of open `no_gc` blocks in all threads
+_gc_enabled = False  # whether the collector was enabled before the first of these blocks
+_gc_mine = threading.local()  # `count`: number of open blocks in this thread
 
 
 def _add_gc_blocks(count: int) -> None:
@@ -151,10 +157,10 @@ def _add_gc_blocks(count: int) -> None:
 
 @contextmanager
 def no_gc() -> Iterator[None]:
-    """Within, no collection of cycles begins; a collector that was off stays off.
+    """Disable the cyclic garbage collector within the block, then restore its state.
 
-    What 5,000 tensors need of small objects would set off a hundred collections, one of them of everything: that takes
-    0.1 s in a process with torch, as much as to send the tensors.
+    The small objects for 5,000 tensors would trigger a hundred collections, one of them a full one. In a process with
+    torch, this takes 0.1 s: as long as sending the tensors.
     """
     _add_gc_blocks(1)
     try:
@@ -165,7 +171,7 @@ def no_gc() -> Iterator[None]:
 
 @contextmanager
 def gc_as_usual() -> Iterator[None]:
-    """For code of the user's within `no_gc`, which may take long: this thread delays no collection."""
+    """Suspend this thread's `no_gc` blocks within the block. Use this around user code, which can take long."""
     count: int = getattr(_gc_mine, "count", 0)
     _add_gc_blocks(-count)
     try:
@@ -180,11 +186,14 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # mallopt(3)
 
 
 def return_freed_memory(least_bytes: int = 3 * 2**19) -> None:
-    """Let freed blocks of at least `least_bytes` go back to the system, where the C library is glibc.
+    """Make glibc return freed blocks of at least `least_bytes` to the system. With other C libraries, do nothing.
 
-    By itself glibc keeps such blocks once it has freed one, up to 32 MiB each; small ones that live on lie between
-    them, and a server of 8 MB takes 60. A variable of glibc's (`MALLOC_MMAP_THRESHOLD_`) has precedence. The runs of
-    1 MiB that a download takes are smaller: each again from the system, they cost a tenth of the server's CPU time.
+    After the first free of a large block, glibc by default keeps blocks of up to 32 MiB. Small live blocks between them
+    fragment the heap: a server that needs 8 MB then takes 60 MB. If the environment variable `MALLOC_MMAP_THRESHOLD_`
+    is set, it takes precedence.
+
+    The default is above 1 MiB, the chunk size of downloads: to get each of these chunks from the system would cost a
+    tenth of the server's CPU time.
     """
     if "MALLOC_MMAP_THRESHOLD_" in os.environ:
         return
@@ -197,13 +206,14 @@ def return_freed_memory(least_bytes: int = 3 * 2**19) -> None:
 # -- a latch
 
 LOOK_S = 1.0
-"""A waiter that an interrupt ended may have taken the lock along; the others look again after so long."""
+"""Seconds after which waiting threads check again: a waiter that Ctrl-C ended may still hold the lock."""
 
 
 class Latch:
-    """As `threading.Event`, but it is set once, and `set` never blocks.
+    """An event like `threading.Event` that cannot be cleared, and for which `set` never blocks.
 
-    `threading.Event` takes a lock to set: Ctrl-C within `wait` may leave it locked, and `set` then waits forever.
+    `threading.Event.set` takes a lock. If Ctrl-C interrupts `wait`, the lock can stay locked, and `set` would then wait
+    forever.
     """
 
     def __init__(self) -> None:
@@ -212,24 +222,24 @@ class Latch:
         self._lock.acquire()
 
     def set(self) -> None:
-        """Wake all threads that wait, now and later. Idempotent."""
+        """Set the latch: wake all waiting threads. Later calls of `wait` return at once. Idempotent."""
         self._is_set = True
         self._release()
 
     def is_set(self) -> bool:
-        """Return whether it was set."""
+        """Return whether the latch is set."""
         return self._is_set
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until it is set; return False if the time is over before."""
+        """Wait until the latch is set. Return False if it is not set after `timeout_s` seconds (None: no limit)."""
         until_s = float("inf") if timeout_s is None else time.monotonic() + timeout_s
         while not self._is_set and (left_s := until_s - time.monotonic()) > 0:
             if self._lock.acquire(timeout=min(left_s, LOOK_S)):
-                self._release()  # for the next one
+                self._release()  # for the next waiter
         return self._is_set
 
     def _release(self) -> None:
-        with contextlib.suppress(RuntimeError):  # it is free already
+        with contextlib.suppress(RuntimeError):  # the lock is already free
             self._lock.release()
 
 
@@ -239,7 +249,7 @@ FAILPOINTS_VARIABLE = "ATOLL_FAILPOINTS"
 
 
 def _parse(text: str) -> dict[str, tuple[str, frozenset[int]]]:
-    """Read `name=action[@nth[,nth]]`, separated by `;`, as {name: (action, times)}."""
+    """Parse `name=action[@nth[,nth]]`, separated by `;`, into {name: (action, times)}."""
     actions: dict[str, tuple[str, frozenset[int]]] = {}
     for item in filter(None, text.split(";")):
         name, _, action = item.partition("=")
@@ -255,7 +265,7 @@ _reached_lock = threading.Lock()
 
 
 def switch_failpoints_on(text: str) -> str:
-    """Switch these failpoints on in place of the present ones, and count from zero; returns what was on before."""
+    """Replace the active failpoints by those in `text`, and reset all counts. Return the previous text."""
     global _text, _actions
     with _reached_lock:
         before, _text = _text, text
@@ -265,15 +275,15 @@ def switch_failpoints_on(text: str) -> str:
 
 
 def times_reached(name: str) -> int:
-    """Return how often the failpoint `name` was reached since it was switched on."""
+    """Return how often the failpoint `name` was reached since failpoints were last switched. 0 if it is not active."""
     return _reached.get(name, 0)
 
 
 def failpoint(name: str) -> None:
-    """Do what a test has switched on for this place; else nothing.
+    """Act if a test has switched this failpoint on; else do nothing.
 
     Raises:
-        OSError: ENOSPC, EMFILE or EIO, where the action is `enospc`, `emfile` or `eio`.
+        OSError: ENOSPC, EMFILE or EIO, if the action is `enospc`, `emfile` or `eio`.
     """
     if not _actions or name not in _actions:
         return
@@ -287,10 +297,10 @@ def failpoint(name: str) -> None:
 def _act(name: str, action: str, nth: int) -> None:
     if action == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
-        threading.Event().wait()  # other threads may run for a moment; this one must not go past the point
+        threading.Event().wait()  # the signal takes a moment: meanwhile this thread must not go on
     elif action == "stop":
         os.write(2, f"failpoint {name} stops the process: {nth}\n".encode())
-        signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)  # this thread: it does not go past the point
+        signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)  # to this thread, so that it stops right here
     elif action == "enospc":
         raise OSError(errno.ENOSPC, f"failpoint {name}: no space left on device")
     elif action == "emfile":

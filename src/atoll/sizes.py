@@ -1,4 +1,4 @@
-"""Sizes of the parts of published objects: which ones there can be, and what is usual."""
+"""Sizes of the parts of published objects: the default and the allowed range."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from pydantic import AfterValidator
 from pydantic_core import PydanticCustomError
 
 CHUNK_BYTES = 8 * 2**20
-"""Of a part by default: 2 and 4 MiB take longer, 16 MiB is not faster (decision 0012)."""
+"""Default size of a part, in bytes. Transfers with 2 and 4 MiB are slower, with 16 MiB not faster (decision 0012)."""
 LEAST_CHUNK_BYTES, MOST_CHUNK_BYTES, CHUNK_STEP_BYTES = 2**16, 2**24, 64
 
 
 def is_chunk(nbytes: int) -> bool:
-    """Whether parts can have so many bytes."""
+    """Return whether parts may have this size."""
     return LEAST_CHUNK_BYTES <= nbytes <= MOST_CHUNK_BYTES and nbytes % CHUNK_STEP_BYTES == 0
 
 
@@ -27,4 +27,4 @@ def _chunk(nbytes: int) -> int:
 
 
 ChunkBytes = Annotated[int, AfterValidator(_chunk)]
-"""Bytes of a part, as a setting; 0 for none."""
+"""Type of a setting for the size of a part, in bytes. 0 is also allowed."""
