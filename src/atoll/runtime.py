@@ -35,9 +35,10 @@ T = TypeVar("T")
 
 # -- torch's threads
 #
-# Atoll's threads work on chunks that fit a core's cache. torch's own thread pool would only slow them down. torch has a
-# number of threads per process and per thread; a thread copies the process's number on first use. But
-# `torch.set_num_threads` sets both. So a new thread reads the process's number first, and another one restores it.
+# Atoll's threads work on chunks that fit a core's cache. torch's own pool would start as many threads again inside each
+# operation, for no gain. torch stores a number of threads for the process, and one for each thread. A thread copies the
+# process's number on first use. `torch.set_num_threads` changes both numbers. So `_set_own_threads` reads the process's
+# number in a new thread before, and restores it from another new thread afterwards.
 
 _torch_lock = threading.Lock()
 

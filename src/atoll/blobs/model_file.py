@@ -74,7 +74,7 @@ def model_runs(owners: Sequence[TensorSpec], sources: Sequence[Source]) -> Itera
 
 
 class ModelFile:
-    """A reader of a version's tensors, one chunk at a time. It reads masters where the training run has them.
+    """A reader of a version's tensors, one chunk at a time. If the training run has masters, it reads these.
 
     If workers download versions with a lossy codec, the version file has the rounded parameters that workers hold. The
     precise parameters are the masters, in the version's outer state. They are read from there and cast to the model's

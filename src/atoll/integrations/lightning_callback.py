@@ -94,9 +94,9 @@ class AtollCallback(Callback):
 
     @public_api
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        """Check for the state of another site: the Trainer only passes state under this site's key on.
+        """Find the state of another site in a checkpoint, and keep it, so that it is refused when this site joins.
 
-        `TrainerDriver.load_state_dict` then refuses the other site's state when this site takes part.
+        The Trainer itself would ignore this state: it only restores state under this site's key.
         """
         for key, state in checkpoint.get("callbacks", {}).items():
             if key.startswith(f"{AtollCallback.__name__}[") and key != self.state_key:
@@ -118,7 +118,7 @@ class AtollCallback(Callback):
         """Return whether the run has another round; see `atoll.integrations.lightning.is_running`."""
         ranks = _ranks(trainer)
         if trainer.world_size > 1 and not ranks.together:
-            return not self.driver.finished  # before the first fit the ranks are not connected: the fit decides
+            return not self.driver.finished  # the ranks are only connected in the first fit: there rank 0 asks
         running = bool(ranks.from_rank0(self._is_running))
         if not running and self.driver.takes_part:
             self._finish(ranks, self._module)

@@ -53,7 +53,7 @@ def build_outer(
 
 
 def _arguments(factory: Callable[..., Optimizer]) -> set[str] | None:
-    """Return the optimizer's keyword arguments, without the parameters. None: it takes any, or has no signature."""
+    """Return the names of the optimizer's arguments, without the parameters. None: any are allowed, or unknown."""
     try:
         parameters = list(inspect.signature(factory).parameters.values())
     except (TypeError, ValueError):
