@@ -72,7 +72,7 @@ class ResolvedAlgorithm:
 
 
 TASKS_ALONE = "fedavg"
-"""The algorithm to assume if the settings name none. Only a run without rounds, one that just executes tasks, may."""
+"""The algorithm to assume if the settings name none. They may do so only for a run that just executes tasks."""
 
 
 def require_training(settings: Settings) -> None:

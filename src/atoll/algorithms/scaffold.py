@@ -9,9 +9,9 @@ for Federated Learning. ICML 2020, arXiv 1910.06378, algorithm 1, option II for 
     server    x ← x − η_g · mean_S (x − y_i)                Atoll: by weight;  η_g = outer_optimizer.lr
               c ← c + Σ_S p_i·Δc_i                          the paper: p_i = 1/N;  Atoll: p_i = w_i / W
 
-The same weights apply to the model and to the controls. A site's weight w_i is the one of its first update. W estimates
-the total weight of all N sites that ever joined: the weight of the sites with an update so far × N / the number of
-these sites. If all weights are 1, w_i / W is the paper's 1/N.
+The same weights apply to the model and to the controls. A site's weight w_i is the one of its first counted update. W
+estimates the total weight of all N sites that ever joined: if M sites have a counted update so far, W is the sum of
+their weights × N / M. If all weights are 1, w_i / W is the paper's 1/N.
 
 Every version stores c beside the model, and every update carries Δc_i beside the pseudo-gradient (group `control`).
 The site keeps c_i. When the site's update counts, c_i⁺ becomes the new c_i. When W changes, the server scales
