@@ -1,4 +1,7 @@
-"""`atoll audit`: what each site submitted, what the server decided, and which version it made; checked for changes."""
+"""`atoll audit`: check the audit log of a run for changes, and show its last entries.
+
+The log records what each site submitted, what the server decided, and which versions the server made.
+"""
 
 from __future__ import annotations
 
@@ -34,11 +37,18 @@ def command(
 
 
 def read(state_dir: Path, last: int) -> tuple[int, str, list[tuple[int, str, str, str]]]:
-    """Return (entries in all, the last hash, (number, time, what, detail as JSON) of the last ones).
+    """Check the audit log and the journal; return the log's length, its last hash and its last entries.
+
+    Args:
+        state_dir: the state directory of a run.
+        last: how many entries to return.
+
+    Returns:
+        The number of all entries, the last hash, and a (number, time, kind, detail as JSON) for each last entry.
 
     Raises:
-        UsageError: no run was begun there.
-        StateCorrupt: an entry was changed or removed; or the journal is damaged.
+        UsageError: no run was begun in the directory.
+        StateCorrupt: an entry was changed or removed, or the journal is damaged.
     """
     from atoll.json_files import NoteDamaged
     from atoll.store import verify_journal
@@ -46,7 +56,7 @@ def read(state_dir: Path, last: int) -> tuple[int, str, list[tuple[int, str, str
 
     journal_of(state_dir)
     try:
-        head = read_head(state_dir)  # before the journal: a server may write both meanwhile
+        head = read_head(state_dir)  # before the journal, because a running server may write both
     except NoteDamaged as error:
         raise StateCorrupt(
             f"{state_dir / NAME} is damaged: {error}.", "Look at the disk. The next start of the server makes it anew."

@@ -1,4 +1,4 @@
-"""`atoll config`: the settings in effect and their schema; also how every command reads settings."""
+"""`atoll config`: print the settings in effect, or their schema. Also the settings options that all commands share."""
 
 from __future__ import annotations
 
@@ -45,11 +45,14 @@ TokenFile = Annotated[
 
 
 def read_settings(run_file: Path | None, sets: Sequence[str] | None = None, **flags: Any) -> Settings:
-    """The settings of a command; code that they name is found beside the run file and in the current folder.
+    """Return the settings of a command.
+
+    Add the run file's folder and the current folder to `sys.path`, so that code named in the settings can be imported.
 
     Args:
-        sets: texts of `--set`.
-        flags: of their own: `host`, `port`, `directory`, `token_file`, `rounds`.
+        run_file: the run file, or None.
+        sets: the values of `--set`, each as "group.key=value".
+        flags: the values of `host`, `port`, `directory`, `token_file` and `rounds`; None for an option not given.
 
     Raises:
         ConfigError: as `Settings.read`.
@@ -67,7 +70,7 @@ _KEYS = {
     "token_file": "network.token_file",
     "rounds": "rounds.total",
 }
-"""Flags of their own."""
+"""Command-line option → the setting that it sets."""
 
 
 def _given(sets: Sequence[str] | None, flags: dict[str, Any]) -> dict[str, Any]:
@@ -86,7 +89,7 @@ NAMES = (
 
 @app.command()
 def show(run_file: RunFile = None, sets: Sets = None) -> None:
-    """Print the settings in effect as a run file, each with what named it."""
+    """Print the settings in effect as a run file, each with its source: a file, a variable or the command line."""
     settings = read_settings(run_file, sets)
     for kind, key in NAMES:
         if name := settings.at(key).name:

@@ -1,7 +1,7 @@
-"""`atoll evaluate`: measure models of a run on the data of every site, or show what a server has measured.
+"""`atoll evaluate`: evaluate models of a run on the data of every site, or show the results of a running server.
 
-atoll evaluate run.toml --versions latest,12,best        serves the run's directory for this alone, then ends
-atoll evaluate --server http://host:8512                 shows the matrix of a server that runs, so far
+atoll evaluate run.toml --versions latest,12,best        start a server that only evaluates, print the matrix, end
+atoll evaluate --server http://host:8512                 print the matrix that a running server has so far
 """
 
 from __future__ import annotations
@@ -99,10 +99,11 @@ def _listed(text: str) -> list[str]:
 
 
 def _evaluated(settings: Settings, asked: dict[str, Any]) -> Evaluation:
-    """Serve the state directory until the matrix is complete.
+    """Start a server that only evaluates; return the complete matrix of models × sites.
 
     Raises:
-        UsageError: no run was begun there. AtollError: the server cannot start, or nothing was evaluated.
+        UsageError: no run was begun in the state directory.
+        AtollError: the server cannot start, or no model was evaluated.
     """
     journal_of(settings.disk.state_dir)
     log_lines(sys.stderr)
@@ -129,7 +130,7 @@ def _evaluated(settings: Settings, asked: dict[str, Any]) -> Evaluation:
 
 
 def show(evaluation: Evaluation, *, as_json: bool) -> None:
-    """Print the matrix: JSON, tables of rich on a terminal, else lines of text."""
+    """Print the matrix as JSON if `as_json`, as rich tables on a terminal, else as lines of text."""
     if as_json:
         print(evaluation.model_dump_json(indent=2))
     elif sys.stdout.isatty():

@@ -28,10 +28,11 @@ if TYPE_CHECKING:
 
 READ_BYTES = 2**20
 Source = tuple["Layout", int, int | None]
-"""For each fragment: the layout of its version, its file, and the file of its fp32 masters where there is one."""
+"""One fragment to export: the layout of its version, the descriptor of the version's file, and that of its fp32
+masters (None if the version itself has full precision)."""
 
 ATTEMPTS = 4
-"""How often to pull the newest version, while the head moves on."""
+"""Attempts to pull the newest version. An attempt fails if the server deletes that version meanwhile."""
 
 
 def command(
@@ -164,10 +165,10 @@ def _stored(
 
 
 def best_of_directory(state_dir: Path, out: Path) -> int:
-    """Copy the best version from a state directory, whether its server runs or not; returns the version.
+    """Copy the best version from a state directory, even while its server runs; return the version's number.
 
     Raises:
-        UsageError: there is none.
+        UsageError: the directory has no best version.
     """
     from atoll.server.coordinator.background_writes import BEST_MODEL
 
@@ -184,14 +185,14 @@ def best_of_directory(state_dir: Path, out: Path) -> int:
 
 
 def best_of_server(server: str, out: Path) -> int:
-    """Export the best version of a running server's run; returns the version.
+    """Export the best version from a running server; return the version's number.
 
-    It is copied where the server is on this machine, else pulled as long as it is kept for that.
+    If the server's file of the best version is on this machine, copy that file. Else pull the version from the server.
 
     Raises:
         ServerUnreachable: no server answers.
         UsageError: the run tracks no metric.
-        Gone: none was measured yet, or it can only be copied on the server's machine.
+        Gone: no round has reported the metric yet, or the server no longer offers the best version for download.
     """
     from atoll.protocol import routes, status_messages
     from atoll.transport.http_client import ask
@@ -212,7 +213,7 @@ def best_of_server(server: str, out: Path) -> int:
 
 
 def _version_in(path: Path) -> int:
-    """Return the version that the header of a best model names; -1 where it names none."""
+    """Return the version number in the header of a best-model file; -1 if the header has none."""
     from safetensors import safe_open
 
     with safe_open(path, framework="np") as file:
@@ -235,7 +236,7 @@ def _is_whole(fd: int, layout: Layout, digests: Sequence[bytes], in_chunks: bool
 
     try:
         return is_whole(fd, layout, digests, in_chunks=in_chunks)
-    except BadRequest:  # its header was damaged
+    except BadRequest:  # the file's header is damaged
         return False
 
 
@@ -246,12 +247,17 @@ def _damaged(path: Path) -> StateCorrupt:
 
 
 def from_server(server: str, out: Path, version: int | None = None) -> int:
-    """Export from a running server, without taking part in its run; returns the version.
+    """Export a version from a running server without joining its run; return the version's number.
+
+    Args:
+        server: the address of the server.
+        out: the safetensors file to write.
+        version: the version to export; None: the newest.
 
     Raises:
         ServerUnreachable: no server answers.
         UsageError: the run has no model.
-        Gone: the version is not kept.
+        Gone: the server has deleted the version.
     """
     from atoll.protocol import routes, status_messages
     from atoll.transport.http_client import Http
@@ -277,7 +283,13 @@ def from_server(server: str, out: Path, version: int | None = None) -> int:
 
 
 def _pull(http: Http, heads: Sequence[int], out: Path) -> None:
-    """Fetch a version of each fragment beside `out`, then write them in the order of an exported file."""
+    """Download one version of each fragment into temporary files in the folder of `out`, then write `out`.
+
+    Args:
+        http: the connection to the server.
+        heads: the version of each fragment.
+        out: the safetensors file to write.
+    """
     from atoll.protocol import messages, routes
     from atoll.tensors.layout import version_layout
     from atoll.transport.part_transfer import HttpTransfer
@@ -293,7 +305,7 @@ def _pull(http: Http, heads: Sequence[int], out: Path) -> None:
             fd = nameless_file(out.parent)
             stack.callback(os.close, fd)
             sources.append((layout, fd, None))
-            if info.downlink_codec != "none":  # the version has what workers hold; the server casts its masters
+            if info.downlink_codec != "none":  # the version is quantised; the server sends its fp32 masters, cast
                 for part in layout.parts:
                     path = routes.MODEL_PART.format(fragment=fragment, version=version, part=part.index)
                     _File(fd).write(part.start, _checked(parts, path, part.nbytes))
@@ -309,10 +321,10 @@ def _pull(http: Http, heads: Sequence[int], out: Path) -> None:
 
 
 def _pull_from_workers(manifest: Manifest, info: RunInfo, http: Http, layout: Layout, fd: int) -> None:
-    """Fetch a version of a swarm from one of the workers that have it.
+    """Download a version of a swarm from one of the workers that have the version.
 
     Raises:
-        Gone: no worker has it any more, or none can be reached from here.
+        Gone: no worker has the version any more, or none of those workers can be reached.
     """
     from atoll.errors import AtollError
     from atoll.protocol import routes
@@ -334,10 +346,12 @@ def _pull_from_workers(manifest: Manifest, info: RunInfo, http: Http, layout: La
 
 
 def _checked(parts: HttpTransfer, path: str, nbytes: int) -> memoryview:
-    """Return the bytes at a path, which their BLAKE3 follows; ask again where they arrive damaged.
+    """Download bytes that are followed by their BLAKE3 digest; return the bytes without the digest.
+
+    If they arrive damaged, ask again, `PART_ATTEMPTS` times in all.
 
     Raises:
-        PartCorrupt: they arrived damaged each time.
+        PartCorrupt: the bytes arrived damaged each time.
     """
     from blake3 import blake3
 
@@ -364,7 +378,7 @@ def _write(sources: Sequence[Source], out: Path, schema: Schema, last: Iterable[
 
 
 class _File:
-    """A sink that writes at offsets."""
+    """A file as the target of a download: writes each piece at its offset."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd

@@ -1,4 +1,4 @@
-"""The command `atoll`. Each command has a file, and imports what is heavy when it runs."""
+"""The command `atoll`. Each subcommand has its own file and imports slow modules (PyTorch) only when it runs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from atoll.cli import audit, config, evaluate, export, new, server, simulate, st
 from atoll.errors import AtollError, print_error
 
 INTERRUPTED, TERMINATED = 130, 143
-"""128 + SIGINT and 128 + SIGTERM, as in shells."""
+"""Exit codes after a signal: 128 + SIGINT and 128 + SIGTERM, as in shells."""
 
 app = typer.Typer(
     name="atoll",
@@ -48,14 +48,14 @@ def _root(
 
 
 def main() -> None:
-    """Run `atoll`."""
+    """Run the command line `atoll`: the entry point of the package."""
     run_command(app)
 
 
 def run_command(command: Callable[[], object]) -> None:
-    """Run a command. An error of Atoll becomes one line on standard error, and its exit code that of the process.
+    """Run a command; print an Atoll error as one line on standard error and exit with the error's code.
 
-    Where the user's code raised it, its traceback comes before that line.
+    If the user's code raised the error, print its traceback before that line.
     """
     try:
         command()

@@ -1,4 +1,4 @@
-"""`atoll new`: a commented run file and a training script that work as they are."""
+"""`atoll new`: write a commented run file and a training script that work without changes."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ USUAL = (
     "disk.durability",
     "disk.keep_versions",
 )
-"""The settings that a run file usually has an opinion on."""
+"""The settings that `atoll new` writes into every run file; settings left at their defaults are commented out."""
 
 LOW_COMMUNICATION = (
     "diloco.sync_every",
@@ -55,10 +55,10 @@ LOW_COMMUNICATION = (
     "async.sync_rounds_first",
     "aggregation.download_codec",
 )
-"""Of runs that count local steps: docs/low-communication.md."""
+"""Further settings for DiLoCo runs: docs/low-communication.md."""
 
 SIMULATED = ("run.script",)
-"""Lines for runs that train by rounds, which `atoll simulate` can run, too."""
+"""Further settings for federated runs, which `atoll simulate` can run, too."""
 
 ALGORITHMS = registry.TABLES["algorithms"]
 
@@ -93,7 +93,7 @@ def command(
 
 
 def next_commands(directory: Path, algorithm: str) -> str:
-    """Return the commands to type next."""
+    """Return the text that lists the commands to try next."""
     server = f"http://127.0.0.1:{DEFAULT_PORT}"
     lines = [
         *([] if directory.resolve() == Path.cwd() else [f"  cd {directory}"]),
@@ -111,7 +111,10 @@ def next_commands(directory: Path, algorithm: str) -> str:
 
 
 def run_file(algorithm: str, name: str) -> str:
-    """Return the text of a run file: chosen settings as they are, every other one as a comment with its default."""
+    """Return the text of a run file for an algorithm.
+
+    The settings that `atoll new` chooses are written as values. Other usual settings are comments with their defaults.
+    """
     is_diloco = algorithm == "diloco"
     chosen = {
         "run.name": name[:100],

@@ -45,10 +45,10 @@ LOG = logging.getLogger("atoll.cli")
 CONTEXT: dict[str, Any] = {"help_option_names": ["-h", "--help"]}
 
 REMIND_S = 15.0
-"""Wait this long before the first line about missing sites; also the first pause between two such lines."""
+"""How long a site may be missing before a log line names it; also the first pause between two of these lines."""
 LONGEST_REMIND_S = 600.0
 SPARE_BYTES = 16 << 20
-"""A thread's stack and what its first calls need."""
+"""Memory that must be available: enough for the stack of a new thread and its first calls."""
 MEMORY_LOOK_S = 1.0
 _SAID = b"The server has run out of memory. Start it again, with more: what was acknowledged is not lost.\n"
 
@@ -75,11 +75,13 @@ def command(
 
 
 def run_until_finished(settings: Settings) -> None:
-    """Serve a run, and say what happens; a signal ends it and the next start goes on.
+    """Serve a run until it is finished, and log its progress.
+
+    SIGINT or SIGTERM stops the server; the next start continues the run.
 
     Raises:
-        AtollError: it cannot start, or the run failed.
-        KeyboardInterrupt: Ctrl-C, after everything was put away.
+        AtollError: the server cannot start, or the run failed.
+        KeyboardInterrupt: Ctrl-C came before the run was finished. The server has stopped by then.
     """
     log_lines()
     raise_on_sigterm()
@@ -96,11 +98,11 @@ def run_until_finished(settings: Settings) -> None:
         if settings.model.source is not None:
             folder = shlex.quote(str(settings.disk.state_dir))
             so_far = f"; the model so far: atoll export model.safetensors --dir {folder}"
-        gc.freeze()  # a full collection looks at all that torch has imported, and stops all requests for 0.2 s
+        gc.freeze()  # else a full collection visits every object of torch and stops all requests for 0.2 s
         _announce(server, settings)
         _watch(server)
         seconds = time.monotonic() - begin
-        server.run()  # stays until workers have fetched the result; those bytes count, too
+        server.run()  # returns once workers have downloaded the result, so the summary counts those bytes, too
         LOG.info("%s", _summary(server, seconds))
     except (KeyboardInterrupt, Terminated) as asked:
         server.stop()
@@ -159,7 +161,10 @@ _FOR_TLS = (
 
 
 def _watch(server: Server) -> None:
-    """Show progress until the run is finished: on a terminal as `atoll status --watch`, else lines on missing sites."""
+    """Show progress until the run is finished.
+
+    On a terminal, show the table of `atoll status --watch`. Else log a line when sites are missing.
+    """
     if sys.stdout.isatty():
         with live_table(server.status(), server.url) as show:
             while not server.wait(WATCH_S):
@@ -182,14 +187,20 @@ def _has_rounds(settings: Settings) -> bool:
 
 
 class Reminder:
-    """When to name the missing sites: the same ones again after twice the pause, up to `LONGEST_REMIND_S`."""
+    """Decides when a log line names the missing sites.
+
+    While the same sites are missing, the pause between lines doubles, up to `LONGEST_REMIND_S`.
+
+    Args:
+        now_s: the current time of `time.monotonic`, in seconds.
+    """
 
     def __init__(self, now_s: float) -> None:
         self._said_s, self._pause_s = now_s, REMIND_S
         self._said: object = None
 
     def line(self, fragments: Sequence[status_messages.FragmentStatus], now_s: float) -> str:
-        """What is to be said at `now_s`; empty for nothing."""
+        """Return the line to log at time `now_s`; empty if none is due."""
         late = []
         over = all(fragment.phase == "finished" for fragment in fragments)
         for fragment in fragments:
@@ -199,7 +210,7 @@ class Reminder:
             if missing or not fragment.waiting_for:
                 late.append(fragment.model_copy(update={"waiting_for": missing}))
         text = _together({each.fragment: told for each in late if (told := awaited(each))}, len(fragments))
-        # the same but for the seconds
+        # what the line says, without the seconds that change each time
         now = [(each.fragment, each.reason, [missing.site for missing in each.waiting_for]) for each in late]
         if not text:
             self._said = None
@@ -212,7 +223,10 @@ class Reminder:
 
 
 def _together(told: Mapping[int, str], count: int) -> str:
-    """What each of `count` fragments waits for: once where it is the same for all, else by fragment."""
+    """Join the texts on what each fragment waits for.
+
+    If all `count` fragments have the same text, return that text once. Else put the fragment's number before each text.
+    """
     if count == 1 or (len(told) == count and len(set(told.values())) == 1):
         return next(iter(told.values()), "")
     return "; ".join(f"fragment {fragment} {text}" for fragment, text in told.items())
@@ -246,7 +260,10 @@ def _failed(status: status_messages.Status) -> str:
 
 
 def _missed(status: status_messages.Status) -> str:
-    """Sites that were not in every round of a run of whole models that waits; nothing where all were."""
+    """Return which sites missed rounds, as text; empty if none did.
+
+    Also empty for asynchronous runs and for runs with several fragments.
+    """
     if len(status.fragments) > 1 or not status.history or not status.history[-1].expected:
         return ""
     done = status.history[-1].round
@@ -255,17 +272,17 @@ def _missed(status: status_messages.Status) -> str:
 
 
 def _troubles(status: status_messages.Status) -> str:
-    """Retries and reconnections of all workers; nothing where there were none."""
+    """Return the number of retries and reconnections of all workers as text; empty if there were none."""
     retries = sum(worker.retries for worker in status.workers)
     joins = sum(worker.reconnections for worker in status.workers)
     return f"{retries} retries, {joins} reconnections" if retries or joins else ""
 
 
 def end_without_memory() -> None:
-    """Look now and then whether this process would get memory; end it where it would not. For a thread of its own.
+    """Every second, try to allocate `SPARE_BYTES`; if that fails, end this process at once. Run this in a thread.
 
-    Nothing that was acknowledged is lost, and the next start goes on. It could not end in good order: a thread that
-    gets no memory for its first frame never begins, and Python waits for that without an end.
+    Nothing that was acknowledged is lost, and the next start continues the run. An orderly stop is impossible without
+    memory: a new thread without memory for its first frame never starts, and Python would wait for it forever.
     """
     while True:
         try:

@@ -1,4 +1,4 @@
-"""`atoll simulate`: a run with simulated sites, on this machine or on Ray."""
+"""`atoll simulate`: run a training with simulated sites, on this machine or on Ray."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 LOG = logging.getLogger("atoll.cli")
 
 LINE_S = 1.0
-"""Between two lines of progress, at least."""
+"""Shortest time between two lines of progress."""
 NAMED = 3
 
 
@@ -53,7 +53,7 @@ def command(
     """Run many simulated sites, with no network in between; the same command goes on where it was."""
     log_lines(sys.stderr if json else None)
     server = logging.getLogger("atoll.server")
-    server.setLevel(logging.WARNING)  # it has a line for every worker
+    server.setLevel(logging.WARNING)  # at INFO, the server logs a line for every worker
     server.addFilter(Seldom())
     raise_on_sigterm()
     settings = read_settings(run_file, sets, rounds=rounds, directory=directory)
@@ -62,7 +62,7 @@ def command(
     LOG.info("%s starts; loading PyTorch takes a few seconds", settings.run.name)
     from atoll.simulate.simulation import Simulation
 
-    gc.freeze()  # a full collection would look at all that torch has imported
+    gc.freeze()  # else every full collection visits all objects of torch
     lines = Lines()
     simulation = Simulation(
         settings=settings,
@@ -84,14 +84,14 @@ def command(
 
 
 class Lines:
-    """A line a round, a second apart at least."""
+    """Logs the progress of a simulation: a line for each round, but at most one per `LINE_S`."""
 
     def __init__(self) -> None:
         self._said_s = 0.0
         self._updates, self._rounds = 0, 0
 
     def begin(self, simulation: Simulation) -> None:
-        """Say what begins."""
+        """Log what the simulation will run."""
         settings, self._rounds = simulation.settings, simulation.settings.rounds.total
         LOG.info(
             "%s: %s, %s of %s, %s; files in %s",
@@ -104,7 +104,10 @@ class Lines:
         )
 
     def told(self, round_: status_messages.RoundSummary) -> None:
-        """A round is committed; the first one's seconds are those of the start, too."""
+        """Log a line for a committed round, if a line is due.
+
+        The first line has no pace, because the time before it includes the start of the processes.
+        """
         now_s, first = time.monotonic(), self._said_s == 0.0
         self._updates += len(round_.workers)
         if not first and now_s - self._said_s < LINE_S and round_.round < self._rounds:
@@ -117,7 +120,7 @@ class Lines:
 
 
 def summary(done: Simulated) -> str:
-    """What a simulation came to, in one line."""
+    """Return the result of a simulation as one line of text."""
     if not done.rounds:
         return f"was finished before, at version {done.version}: nothing is trained; {done.model}"
     parts = [
@@ -135,17 +138,17 @@ def summary(done: Simulated) -> str:
 
 
 def _some(sites: Collection[str]) -> str:
-    """Their names, where they are few."""
+    """Return the names of the first `NAMED` sites, and how many more there are."""
     more = len(sites) - NAMED
     return ", ".join(list(sites)[:NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
 def _pace(per_s: float) -> str:
-    """Whole numbers from ten on."""
+    """Return a rate as text: a whole number from ten on, else two significant digits."""
     return f"{per_s:.0f}" if per_s >= 9.5 else f"{per_s:.2g}"
 
 
 def as_json(done: Simulated) -> dict[str, Any]:
-    """The same for programs."""
+    """Return the result of a simulation as a JSON object."""
     paths = {"model": str(done.model), "metrics_file": str(done.metrics_file)}
     return {**vars(done), **paths, "worker_rounds_per_s": done.worker_rounds_per_s}

@@ -1,4 +1,4 @@
-"""Read a run's state directory while no server runs. Nothing here takes a lock or changes a file."""
+"""Read a run's state directory without its server. Nothing here takes a lock or changes a file."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ PHASES = {"open": "open", "frozen": "closing"}
 
 
 def journal_of(state_dir: Path) -> Path:
-    """Return the journal of the run in a state directory.
+    """Return the path of the journal in a state directory.
 
     Raises:
-        UsageError: no run was begun there.
+        UsageError: no run was begun in the directory.
     """
     path = state_dir / "journal.sqlite"
     if not path.exists():
@@ -33,10 +33,10 @@ def journal_of(state_dir: Path) -> Path:
 
 @contextmanager
 def open_journal(state_dir: Path) -> Iterator[sqlite3.Connection]:
-    """Read the journal in one view, while a server may write on; take no lock.
+    """Open the journal read-only, in one transaction; a running server may write to the journal meanwhile.
 
     Raises:
-        UsageError: no run was begun there.
+        UsageError: no run was begun in the directory.
         StateCorrupt: the journal cannot be read.
     """
     path = journal_of(state_dir)
@@ -44,7 +44,7 @@ def open_journal(state_dir: Path) -> Iterator[sqlite3.Connection]:
         with closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)) as db:
             db.execute("BEGIN")
             yield db
-    except (sqlite3.Error, UnicodeDecodeError) as error:  # SQLite's message may quote what is damaged
+    except (sqlite3.Error, UnicodeDecodeError) as error:  # UnicodeDecodeError: SQLite's message may quote damaged bytes
         raise StateCorrupt(f"{path} cannot be read: {error}.", "Compare the directory with a backup.") from error
 
 
@@ -64,15 +64,15 @@ def require_unchanged(db: sqlite3.Connection, state_dir: Path) -> None:
 
 
 def no_run(state_dir: Path) -> UsageError:
-    """Return the error of a directory in which no run was begun."""
+    """Return the error for a directory in which no run was begun."""
     return UsageError(f"{str(state_dir)!r} holds no run.", "Name the disk.state_dir of the run file.")
 
 
 def stored_status(state_dir: Path) -> status_messages.Status:
-    """Return the last status that the server kept, corrected by what the journal knows better.
+    """Return the last status that the server saved, updated with newer facts from the journal.
 
     Raises:
-        UsageError: no run was begun there.
+        UsageError: no run was begun in the directory.
         StateCorrupt: the journal cannot be read.
     """
     with open_journal(state_dir) as db:
@@ -83,7 +83,7 @@ def stored_status(state_dir: Path) -> status_messages.Status:
 
 
 def _kept(state_dir: Path, run: str) -> status_messages.Status:
-    """Return the status that the server kept; the least that can be said where it kept nothing that can be read."""
+    """Return the status that the server saved; a status with the run's id alone if no readable one was saved."""
     try:
         text = (state_dir / status_messages.KEPT).read_text(encoding="utf-8")
         kept = status_messages.Status.model_validate_json(text)
@@ -96,7 +96,8 @@ def _kept(state_dir: Path, run: str) -> status_messages.Status:
 
 def _status(db: sqlite3.Connection, kept: status_messages.Status) -> status_messages.Status:
     epoch, ended = db.execute("SELECT epoch, finished FROM meta").fetchone()
-    finished = bool(ended) or (kept.finished and kept.epoch == epoch)  # a run of tasks alone has no last round
+    # the journal marks a run as finished with its last round, which a run of tasks alone does not have
+    finished = bool(ended) or (kept.finished and kept.epoch == epoch)
     counters = dict(db.execute("SELECT name, value FROM counters").fetchall())
     found = db.execute(
         "SELECT summary_json FROM history WHERE NOT lost AND summary_json != '' ORDER BY seq DESC LIMIT ?", (HISTORY,)

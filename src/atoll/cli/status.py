@@ -1,4 +1,4 @@
-"""`atoll status`: all that is known of a run now, as a table, lines or JSON."""
+"""`atoll status`: show the state of a run as a table, lines of text or JSON."""
 
 from __future__ import annotations
 
@@ -101,7 +101,10 @@ def command(
 
 
 def _show_stored(state_dir: Path, *, json: bool) -> None:
-    """Print what a state directory says, or what the server says that runs on it; the directory has its address."""
+    """Print the status of the server that runs on a state directory; if none does, the status stored there.
+
+    The stored status has the server's address.
+    """
     from atoll.cli.state_directory import stored_status
 
     status, source = stored_status(state_dir), str(state_dir)
@@ -161,7 +164,11 @@ def _on_terminal(status: status_messages.Status, address: str, watch: bool) -> N
 def live_table(
     status: status_messages.Status, address: str, console: Console | None = None
 ) -> Iterator[Callable[..., None]]:
-    """Draw `table`; yields `show(status, trouble="")`, which draws it anew. What is printed appears above it."""
+    """Draw the status table on a terminal and keep it below all printed lines.
+
+    Yields:
+        `show(status, trouble="")`, which redraws the table with `status`, and the line `trouble` below in red.
+    """
     from rich.console import Console, Group
     from rich.live import Live
     from rich.text import Text
@@ -254,7 +261,7 @@ def _of_training(status: status_messages.Status) -> list[str]:
 
 
 def placed(place: status_messages.PlaceStatus) -> str:
-    """Return where a fragment of a swarm is aggregated."""
+    """Return, as text, which workers of a swarm aggregate, check and hold a fragment."""
     there = ", ".join(place.collected) or "no update yet"
     parts = [
         f"aggregated by {place.aggregator}, which has {there}" if place.aggregator else "aggregated by no worker now",
@@ -273,14 +280,14 @@ def plain(status: status_messages.Status, address: str) -> list[str]:
 
 
 def latest(status: status_messages.Status) -> list[str]:
-    """Return the last rounds, or the last tasks of a workflow, a line each."""
+    """Return a line for each of the last rounds, then for each of the last tasks."""
     count = len(status.fragments)
     rounds = [round_line(summary, fragments=count) for summary in status.history[-ROUNDS_SHOWN:]]
     return [visible(line) for line in (*rounds, *(task_line(task) for task in status.sent[-ROUNDS_SHOWN:]))]
 
 
 def table(status: status_messages.Status, address: str) -> RenderableType:
-    """Return the status as a rich table under the lines of the run."""
+    """Return the status for rich: lines about the run, a table of workers, and lines on the last rounds."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text

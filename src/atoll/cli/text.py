@@ -1,4 +1,4 @@
-"""Numbers and lines for people, the same in every command."""
+"""Format numbers and lines of text in the same way for every command."""
 
 from __future__ import annotations
 
@@ -17,22 +17,26 @@ if TYPE_CHECKING:
 
 
 QUIET_S = 30.0
-"""How long a workflow makes no progress before a line says so."""
+"""After this time without progress, the line of a workflow says how long nothing has moved."""
 
 
 def counted(count: int, what: str) -> str:
-    """`1 death`, `2 deaths`."""
+    """Return a count with its noun: "1 death", "2 deaths"."""
     return f"{count} {what}{'' if count == 1 else 's'}"
 
 
 def numbers(metrics: Mapping[str, float], leave_out: Iterable[str] = ()) -> str:
-    """`loss 2.31, tokens_per_s 4.1e+03`."""
+    """Return metrics as text: "loss 2.31, tokens_per_s 4.1e+03"."""
     skipped = set(leave_out)
     return ", ".join(f"{key} {value:.4g}" for key, value in metrics.items() if key not in skipped)
 
 
 def staleness(counts: Mapping[str, int]) -> str:
-    """Return how far behind updates were: "staleness 1.3 on average, at most 4"; empty where none has counted."""
+    """Return how many versions behind the counted updates were: "staleness 1.3 on average, at most 4".
+
+    Args:
+        counts: staleness in versions → how many updates had that staleness. If empty, the text is empty.
+    """
     total = sum(counts.values())
     if not total:
         return ""
@@ -41,16 +45,16 @@ def staleness(counts: Mapping[str, int]) -> str:
 
 
 def awaited(fragment: status_messages.FragmentStatus) -> str:
-    """Return the sites that a round waits for, how long and why; empty where it waits for none."""
+    """Return which sites a round waits for, for how long, and why; empty if the round waits for no site."""
     sites = ", ".join(f"{missing.site} ({duration(missing.for_s)})" for missing in fragment.waiting_for)
-    reason = fragment.reason.removeprefix("is finished").removeprefix("; ")  # the phase says it
-    if sites and reason.startswith("waits for "):  # which says the same without the times
+    reason = fragment.reason.removeprefix("is finished").removeprefix("; ")  # the line already names the phase
+    if sites and reason.startswith("waits for "):  # the reason names the same sites, but without the times
         reason = reason.partition("; ")[2]
     return "; ".join(filter(None, [f"waiting for {sites}" if sites else "", reason]))
 
 
 def round_line(summary: status_messages.RoundSummary, *, fragments: int = 1) -> str:
-    """Return a round in one line, with its fragment where there are several."""
+    """Return one line about a round; if the run has several fragments, the line names the fragment."""
     of = f" of fragment {summary.fragment}" if fragments > 1 else ""
     told = numbers(summary.metrics)
     behind = f" ({', '.join(map(str, summary.staleness))} behind)" if any(summary.staleness) else ""
@@ -63,13 +67,17 @@ def round_line(summary: status_messages.RoundSummary, *, fragments: int = 1) -> 
 
 
 def task_totals(tasks: Mapping[str, int]) -> str:
-    """Return how the payloads of a workflow travelled in all; empty for a run without one."""
+    """Return how many tasks were sent, and in which way; empty if none was sent.
+
+    Args:
+        tasks: way of sending → number of tasks.
+    """
     ways = ", ".join(f"{count} {way}" for way, count in tasks.items())
     return f"{sum(tasks.values())} tasks sent: {ways}" if tasks else ""
 
 
 def task_line(task: status_messages.TaskStatus) -> str:
-    """Return a task of a workflow in one line."""
+    """Return one line about a task: its sites, its answers, and which sites have not answered."""
     count = sum(task.answers.values())
     ways = ", ".join(f"{number} {way}" for way, number in task.answers.items())
     waits = f"; {'waiting for' if task.open else 'none from'} {', '.join(task.missing)}" if task.missing else ""
@@ -80,7 +88,7 @@ def task_line(task: status_messages.TaskStatus) -> str:
 
 
 def workflow_lines(workflows: Sequence[status_messages.WorkflowStatus]) -> list[str]:
-    """Return a line for each workflow of the run; nothing for a run without a list of them."""
+    """Return a line for each workflow of the run; an empty list if `workflow.steps` is not set."""
     lines = []
     for place, each in enumerate(workflows, start=1):
         detail = f"; {each.detail}" if each.detail and each.state != "done" else ""
@@ -91,19 +99,19 @@ def workflow_lines(workflows: Sequence[status_messages.WorkflowStatus]) -> list[
 
 
 def best_line(best: status_messages.BestStatus) -> str:
-    """Return the best version so far in one line."""
+    """Return one line about the best version so far."""
     if best.value is None:
         return f"best {best.metric}: not reported yet"
     return f"best {best.metric} {best.value:.6g}: version {best.version}, measured in round {best.round}"
 
 
 def codecs(status: status_messages.Status) -> str:
-    """`codec bf16`, or `codec int4 up, int8 down`."""
+    """Return the codecs of both directions: "codec bf16", or "codec int4 up, int8 down"."""
     return f"codec {status.codec}" + (f" up, {status.downlink_codec} down" if status.downlink_codec != "none" else "")
 
 
 def streaming(status: status_messages.Status) -> str:
-    """`streaming: 2 fragments, tau 1, alpha 0.5`; empty for whole models that are exchanged at a stop."""
+    """Return the streaming settings: "streaming: 2 fragments, tau 1, alpha 0.5"; empty if streaming is not used."""
     count = len(status.fragments)
     if count == 1 and not status.tau and not status.alpha:
         return ""
@@ -111,22 +119,22 @@ def streaming(status: status_messages.Status) -> str:
 
 
 def optimizer(status: status_messages.Status) -> str:
-    """Return the optimizer that steps on the global model; DiLoCo calls it the outer one."""
+    """Return the outer optimizer as text; for federated runs, the text calls it "server optimizer"."""
     return f"{'outer' if status.sync_every else 'server'} optimizer {status.outer}"
 
 
 def against_data_parallel(status: status_messages.Status) -> str:
-    """Compare the bytes both ways with a ring all-reduce for the same steps; empty for one worker, or without steps.
+    """Compare the bytes sent and received with those of a ring all-reduce for the same steps.
 
-    Empty for a federated run as well, where data-parallel training is no choice. Both count from the start of the
-    server, and only updates that it has: a worker's own count of steps goes back further, and ahead of what was sent.
+    Return an empty text for federated runs, where data-parallel training is no alternative, and for fewer than two
+    workers that have trained. Both sides count only updates that arrived since the server started.
     """
     trained = [worker for worker in status.workers if worker.gradient_bytes]
     sent, received = (sum(getattr(worker, key) for worker in trained) for key in ("bytes_up", "bytes_down"))
     if not status.sync_every or len(trained) < 2 or not sent or not received:
         return ""
     count = len(trained)
-    ring = 2 * (count - 1) / count * sum(worker.gradient_bytes for worker in trained)  # each way, at all workers
+    ring = 2 * (count - 1) / count * sum(worker.gradient_bytes for worker in trained)  # each way, all workers
     return (
         f"data-parallel training would have moved {size(ring)} each way for the same steps: "
         f"{_times(ring / sent)} what went up, {_times(ring / received)} what came down"
@@ -138,7 +146,7 @@ def _times(ratio: float) -> str:
 
 
 class _Lines(logging.StreamHandler[TextIO]):
-    """Writes to the standard output of the moment: a live view replaces it, to show lines above itself."""
+    """A log handler that looks up `sys.stdout` for every line, because a live table replaces `sys.stdout`."""
 
     def __init__(self) -> None:
         logging.Handler.__init__(self)
@@ -149,7 +157,7 @@ class _Lines(logging.StreamHandler[TextIO]):
 
 
 def log_lines(stream: TextIO | None = None) -> None:
-    """Print what Atoll logs as lines with the time of day; by default on standard output."""
+    """Print Atoll's log with the time of day before each line; by default on standard output."""
     handler = _Lines() if stream is None else logging.StreamHandler(stream)
     handler.setFormatter(VisibleLines())
     logger = logging.getLogger("atoll")

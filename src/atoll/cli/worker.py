@@ -1,7 +1,7 @@
-"""`atoll worker -- python train.py`: runs a training script as one worker of a run.
+"""`atoll worker -- python train.py`: run a training script as one worker of a run.
 
-The script finds the server by ATOLL_SERVER, ATOLL_SITE and ATOLL_DIR; a token only ever comes from the environment
-(ATOLL_TOKEN, ATOLL_TOKEN_FILE), because others on the machine can read a command line.
+The script gets the server, the site's name and its folder as ATOLL_SERVER, ATOLL_SITE and ATOLL_DIR. A token comes only
+from the environment (ATOLL_TOKEN, ATOLL_TOKEN_FILE), because other users of the machine can read a command line.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ LONGEST_RESTART_PAUSE_S = 60.0
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 SERVER_PAUSE_S = 1.0
 REPEAT_S = 30.0
-"""While the server does not answer, how long after the last line the same one is printed again."""
+"""While the server does not answer, the pause before the same line is printed again."""
 
 
 def command(
@@ -78,12 +78,16 @@ def command(
 
 
 def _require_server(address: str, told: list[int]) -> str:
-    """Wait for the server as ATOLL_GIVE_UP_S says; a signal ends the wait. Return the name of its run.
+    """Wait for the server to answer, for up to ATOLL_GIVE_UP_S; return the name of its run.
 
-    Print why it does not answer and what to do: at first, when that changes, and every `REPEAT_S`.
+    While the server does not answer, print why: the first time, when the reason changes, and every `REPEAT_S`.
+
+    Args:
+        address: the address of the server.
+        told: the signals received so far; a signal ends the wait.
 
     Raises:
-        ServerUnreachable: it did not answer in that time, or something else answers.
+        ServerUnreachable: the server did not answer in that time, or another program answers.
     """
     from atoll.format_text import duration
     from atoll.protocol import messages, routes
@@ -99,7 +103,7 @@ def _require_server(address: str, told: list[int]) -> str:
             info = ask(address, routes.RUN, messages.RunInfo, timeout_s=timeout_s)
             break
         except ServerUnreachable as error:
-            # a certificate does not become right by waiting
+            # is_other: another program answers, or a certificate is wrong; waiting does not help
             if told or time.monotonic() >= end or error.is_other:
                 raise
             why = str(error)
@@ -112,8 +116,11 @@ def _require_server(address: str, told: list[int]) -> str:
 
 
 def _run(script: list[str], environment: dict[str, str], restarts: int) -> int:
-    """Run the command until it ends well, is told to end, or has failed too often; return its exit code."""
-    ended = _End(0, "")  # of the last command
+    """Run the command, and restart it after a failure, up to `restarts` times; return its last exit code.
+
+    A signal to this process ends the command and prevents further restarts.
+    """
+    ended = _End(0, "")  # the last failure
     leases = Path(tempfile.mkdtemp(prefix="atoll-"))
     environment = environment | {LEASES: str(leases)}
     children: list[subprocess.Popen[bytes]] = []
@@ -142,7 +149,13 @@ def _run(script: list[str], environment: dict[str, str], restarts: int) -> int:
 
 
 class _End(NamedTuple):
-    """How a command ended: its exit code, in words, and whether a signal ended it."""
+    """How a command ended.
+
+    Attributes:
+        code: the exit code; 128 + the signal's number after a signal.
+        failure: how it ended, in words; empty if the command was not started.
+        killed: whether a signal ended the command.
+    """
 
     code: int
     failure: str
@@ -152,7 +165,13 @@ class _End(NamedTuple):
 def _run_once(
     script: list[str], environment: dict[str, str], children: list[subprocess.Popen[bytes]], told: list[int]
 ) -> _End:
-    """Wait for the server, and run the command to its end.
+    """Wait for the server, run the command, and return how the command ended.
+
+    Args:
+        script: the command.
+        environment: its environment.
+        children: a list that gets the running command as its only item, so that signals can be forwarded.
+        told: the signals received so far.
 
     Raises:
         ServerUnreachable: the server did not answer in time.
@@ -160,10 +179,10 @@ def _run_once(
     name = _require_server(environment["ATOLL_SERVER"], told)
     if told:
         return _End(128 + told[-1], "")
-    # a script prints nothing while it loads PyTorch; its arguments are not repeated: one may be a secret
+    # a script prints nothing while it loads PyTorch; its arguments are not printed, because one may be a secret
     found = f"{environment['ATOLL_SERVER']} answers, run {name}"
     print(f"atoll: {found}; starting {script[0]}", file=sys.stderr, flush=True)
-    # a session of its own: Ctrl-C reaches it once, from here, not twice
+    # the command has its own session, so that Ctrl-C reaches it only once, forwarded from here
     children[:] = [_start(script, environment)]
     code = children[0].wait()
     if code < 0:
@@ -173,7 +192,7 @@ def _run_once(
 
 @contextmanager
 def _forwarded_signals(children: list[subprocess.Popen[bytes]]) -> Iterator[list[int]]:
-    """Forward signals to the command within the block; yield those that came."""
+    """Forward signals to the command within the block; yield a list that collects the signals received."""
     told: list[int] = []
 
     def forward(signum: int, frame: FrameType | None) -> None:
@@ -184,7 +203,7 @@ def _forwarded_signals(children: list[subprocess.Popen[bytes]]) -> Iterator[list
 
     before: dict[int, Any] = {}
     for signum in FORWARDED:
-        ignored = signal.getsignal(signum) is signal.SIG_IGN  # by nohup, or in the background of a script: it stays so
+        ignored = signal.getsignal(signum) is signal.SIG_IGN  # nohup, or a background job: keep ignoring
         if signum == signal.SIGTERM or not ignored:
             before[signum] = signal.signal(signum, forward)
     try:
@@ -195,7 +214,13 @@ def _forwarded_signals(children: list[subprocess.Popen[bytes]]) -> Iterator[list
 
 
 def _leave(leases: Path, failure: str, *, killed: bool) -> None:
-    """Take the sites of a command that has ended out of their runs, where it did not do so itself."""
+    """Leave the run for each site of a command that ended without leaving, and print why.
+
+    Args:
+        leases: the folder in which the command noted its leases.
+        failure: how the command ended, in words; the server gets this text.
+        killed: whether a signal ended the command.
+    """
     sites = leave_for(leases, failure)
     if sites or killed:
         left = f"; {', '.join(sites)} left the run" if sites else ""
@@ -214,12 +239,12 @@ def _start(script: list[str], environment: dict[str, str]) -> subprocess.Popen[b
 
 
 def restart_pause_s(attempt: int) -> float:
-    """Before restart `attempt` + 1: 1, 2, 4, … 60 s, so that a command that always fails does not keep others busy."""
+    """Return the pause before restart number `attempt` + 1: 1, 2, 4, … 60 s."""
     return min(RESTART_PAUSE_S * 2.0**attempt, LONGEST_RESTART_PAUSE_S)
 
 
 def _pause(told: list[int], seconds: float) -> None:
-    """Wait before a restart; a signal ends it."""
+    """Wait for `seconds`; return early once `told` has a signal."""
     end = time.monotonic() + seconds
     while not told and time.monotonic() < end:
         time.sleep(0.05)
