@@ -1,4 +1,4 @@
-"""The settings of a run, and where they come from."""
+"""The settings of a run, and how they are read from a run file, the environment and the command line."""
 
 from atoll.config.run_file import NOT_SETTINGS, OTHER_NAMES, require_known, set_values, to_toml, toml_lines, variable_of
 from atoll.config.settings import DEFAULT_PORT, FIELDS, GROUPS, IDLE_TIMEOUT_S, Settings, default_of

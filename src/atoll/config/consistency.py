@@ -1,4 +1,4 @@
-"""Settings that contradict each other, each with what to write instead."""
+"""Check that the settings of a run do not contradict each other; each error names what to write instead."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from atoll.config.workflow_settings import TRAIN, components_of, entries_of
 from atoll.errors import ConfigError
 
 At = Callable[[str], Any]
-"""`group.key` → its value. This file knows settings by their keys alone, since Settings is made with it."""
+"""`group.key` → its value. This file takes settings by their keys, because `Settings` imports this file."""
 IsDefault = Callable[[str], bool]
-"""`group.key` → whether it has its default."""
+"""`group.key` → whether the setting has its default value."""
 
 
 def require_consistent(at: At, is_default: IsDefault) -> None:
-    """Raise on the first contradiction.
+    """Check all settings, and raise on the first contradiction.
 
     Raises:
-        ConfigError: both values, and the remedy.
+        ConfigError: two settings contradict each other. The message has both values and a remedy.
     """
     _require_name(at)
     _require_async(at, is_default)
@@ -33,10 +33,17 @@ def require_consistent(at: At, is_default: IsDefault) -> None:
 
 
 def _refuse_beside(at: At, is_default: IsDefault, this: str, others: Mapping[str, str], instead: str) -> None:
-    """Refuse settings that are not left at their defaults beside another one.
+    """Refuse settings that must keep their defaults because of another setting.
 
     Args:
-        others: `group.key` → why they do not go together.
+        at: gives the value of a setting.
+        is_default: gives whether a setting has its default.
+        this: the other setting with its value, as a clause for the message.
+        others: `group.key` of a setting that must keep its default → the reason.
+        instead: a remedy, for the message: what to do instead of leaving the key out.
+
+    Raises:
+        ConfigError: one of `others` has another value than its default.
     """
     for key, why in others.items():
         if not is_default(key):
@@ -44,7 +51,7 @@ def _refuse_beside(at: At, is_default: IsDefault, this: str, others: Mapping[str
 
 
 def shown(value: Any) -> str:
-    """A value for a message: of a table with a name or a path these alone."""
+    """Return a value as text for a message; a table with a name or a path is shown by that alone."""
     return repr(getattr(value, "target", None) or value)
 
 
@@ -87,11 +94,15 @@ _SYNC_SO_FAR = {
     "workflow.result_filters": "they need the version that an update started from, which may be gone when it comes",
     "workflow.function": "a workflow has no rounds",
 }
-"""What an asynchronous run does not have, and why."""
+"""Settings that asynchronous runs do not support, and why."""
 
 
 def _require_async(at: At, is_default: IsDefault) -> None:
-    """What has a meaning in one kind of run only."""
+    """Check settings that apply only to asynchronous runs or only to synchronous runs.
+
+    Raises:
+        ConfigError: a setting does not apply to this kind of run, or an asynchronous run could never take a step.
+    """
     enabled, floor, fragments = at("async.enabled"), at("rounds.min_sites") or 1, at("diloco.num_fragments")
     for key in _SYNC_ONLY if enabled else _ASYNC_ONLY:
         if not is_default(key):
@@ -124,11 +135,15 @@ _WHOLE_MODELS = {
     "aggregation.aggregator": "an aggregator of your own gets whole models",
     "rounds.sample_fraction": "a site that is not drawn for one fragment would be waited for in the next",
 }
-"""Settings that do not go with several fragments, and why."""
+"""Settings that runs with several fragments do not support, and why."""
 
 
 def _require_streaming(at: At, is_default: IsDefault) -> None:
-    """H, K and τ fit each other (2501.18512, section 2)."""
+    """Check that H, K and τ fit each other (Streaming DiLoCo, arXiv 2501.18512, section 2).
+
+    Raises:
+        ConfigError: the values do not fit, or another setting does not support several fragments.
+    """
     every, fragments, delay = at("diloco.sync_every"), at("diloco.num_fragments"), at("diloco.fragment_sync_delay")
     inflight = at("diloco.max_inflight")
     if every % fragments:
@@ -174,7 +189,7 @@ _NOT_SHARDED = {
     "workflow.function": "tasks have payloads, and no ranks",
     "workflow.steps": "the same holds for theirs",
 }
-"""Settings that do not go with sharded workers so far, and why."""
+"""Settings that runs with sharded workers do not support yet, and why."""
 
 
 def _require_workflows(at: At) -> None:
@@ -215,13 +230,17 @@ _NOT_IN_A_SWARM = {
     "model.ranks": "a sharded worker has the whole model nowhere",
     "disk.durability": "what the server writes through is not where the tensors are",
 }
-"""Settings that do not go with a swarm so far, and why."""
+"""Settings that swarms do not support yet, and why."""
 
 _MADE_BY_WORKERS = ("algorithm.path", "algorithm.outer_optimizer", "aggregation.reducer", "aggregation.upload_codec")
 
 
 def _require_swarm(at: At, is_default: IsDefault) -> None:
-    """What a run has to be that is aggregated by its workers."""
+    """Check the settings of a swarm: a run that its workers aggregate.
+
+    Raises:
+        ConfigError: a setting is not supported in a swarm, or a swarm setting is set although `swarm.enabled` is false.
+    """
     if not at("swarm.enabled"):
         others = {"swarm.aggregators": "the server aggregates"}
         _refuse_beside(at, is_default, "swarm.enabled is false", others, "set swarm.enabled = true")

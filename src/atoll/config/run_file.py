@@ -1,6 +1,6 @@
-"""Where settings come from: the run file, the environment and the command line, each as key → (value, what named it).
+"""Read settings from the run file, the environment and the command line, each as key → (value, source).
 
-A key is `group.key`, or longer where an option of a table is meant: `aggregation.upload_codec.density`.
+A key is `group.key`; the key of an option in a table is longer: `aggregation.upload_codec.density`.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from atoll.errors import ConfigError
 ENV_PREFIX = "ATOLL_"
 
 Fields = Mapping[str, FieldInfo]
-"""The settings that there are, by `group.key`."""
+"""All settings: `group.key` → pydantic's description of the field."""
 Layer = dict[str, tuple[Any, str]]
-"""Key → its value, and the file or the variable that has it."""
+"""Settings of one source: key → (value, the name of the file or variable that has the value)."""
 
 NOT_SETTINGS = frozenset(
     {
@@ -47,11 +47,11 @@ NOT_SETTINGS = frozenset(
         "ATOLL_FAILPOINTS",
     }
 )
-"""ATOLL_* variables that are no setting of a run: they belong to a worker, are secret, are for tests, or
-Atoll sets them itself."""
+"""ATOLL_* variables that are no settings of a run. They belong to a worker, are secret, are for tests, or are set by
+Atoll."""
 
 OTHER_NAMES = {"ATOLL_TOKEN_FILE": "network.token_file"}
-"""Variables of a machine that also are settings of a server on it."""
+"""Variables without the form ATOLL_<GROUP>__<KEY> that set a setting of a server: variable → `group.key`."""
 
 OTHER_KEYS = {
     **dict.fromkeys(("clients", "num_clients", "workers", "num_sites"), "rounds.sites"),
@@ -65,26 +65,28 @@ FOLDERS = ("network.tls_cert", "network.tls_key", "network.token_file", "disk.st
 CODE = ("algorithm", "algorithm.outer_optimizer", "aggregation.reducer", "aggregation.aggregator", "model.persistor")
 FILTERS = ("workflow.result_filters", "workflow.payload_filters")
 TABLES = (*FILTERS, "workflow.steps", "workflow.components")
-"""Settings with paths: files and folders; tables with a `path` that names code; lists of such tables."""
+"""Settings with paths. FOLDERS: paths of files and folders. CODE: tables with a `path` of code. FILTERS, TABLES: lists
+of tables with a `path`."""
 
 
 # -- keys and values
 
 
 def merged(values: Mapping[str, Any], onto: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return values by `group.key` as nested tables; `group` alone may have a table or an object of that group.
+    """Return values by `group.key` as nested tables, merged onto other nested tables.
 
-    Tables merge, except that a table which names something (`name`, `path`) replaces the one in its place. A single
-    `path` takes the place of a `name`, and the other way round.
+    Tables are merged key by key. But a table with `name` or `path` replaces the whole earlier table. A single
+    `path` replaces an earlier `name`, and a `name` an earlier `path`.
 
     Args:
-        onto: nested tables; their values give way.
+        values: `group.key` → value, or `group` → a table or object with settings of that group.
+        onto: earlier nested tables; `values` override them.
     """
     tree = dict(onto or {})
     chosen = {tuple(key.split(".")): value for key, value in flat(values).items()}
     for (group, *names), value in chosen.items():
         other = _INSTEAD.get(names[-1], "") if names else ""
-        both = (group, *names[:-1], other) in chosen  # which is refused
+        both = (group, *names[:-1], other) in chosen  # keep both: validation refuses them
         _set(tree, ["async" if group == "async_" else group, *names], value, "" if both else other)
     return tree
 
@@ -107,7 +109,7 @@ def _set(table: dict[str, Any], path: list[str], value: Any, other: str = "") ->
 
 
 def flat(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Values by `group.key`, where some are given as whole groups."""
+    """Return values by `group.key`; split values that are whole groups into their keys."""
     found: dict[str, Any] = {}
     for key, value in values.items():
         table = value.model_dump(exclude_unset=True) if isinstance(value, BaseModel) else value
@@ -117,7 +119,12 @@ def flat(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def source_of(key: str, source: Mapping[str, str]) -> str:
-    """What named a key: itself, a table around it, or a key in it; empty for nothing."""
+    """Return the source of a key, or else of a table around the key, or else of a key inside it; empty if none.
+
+    Args:
+        key: `group.key`.
+        source: key → name of the file, variable or command line that set the key.
+    """
     parts = key.split(".")
     around = [".".join(parts[:count]) for count in range(len(parts), 0, -1)]
     within = [each for each in source if each.startswith(f"{key}.")]
@@ -125,7 +132,7 @@ def source_of(key: str, source: Mapping[str, str]) -> str:
 
 
 def nearest_key(key: str, fields: Fields) -> str:
-    """The remedy for an unknown key: the one that is most like it, and how to see all."""
+    """Return the remedy for an unknown key: the most similar known key, and how to list all keys."""
     leaf = key.rpartition(".")[2].replace("-", "_")
     own = [each for each in fields if each.startswith(f"{key}.")] if "." not in key else []
     same = [each for each in fields if each.rpartition(".")[2] == leaf]
@@ -139,10 +146,13 @@ def nearest_key(key: str, fields: Fields) -> str:
 
 
 def value_of(key: str, text: str, fields: Fields) -> Any:
-    """What the text of a variable or of `--set` means for a key: TOML for tables, lists and options, else itself.
+    """Parse the text of a variable or of `--set` as the value of a key.
+
+    Text for tables, options and unknown keys is parsed as TOML. Text for a list may also be items with commas. Any
+    other text is returned unchanged, for pydantic to convert.
 
     Raises:
-        ValueError: a table or a list is not TOML.
+        ValueError: the text of a known setting should be TOML, and is not.
     """
     field = fields.get(key)
     if field and not text.lstrip().startswith(("[", "{", '"', "'")):
@@ -163,10 +173,10 @@ def value_of(key: str, text: str, fields: Fields) -> Any:
 
 
 def set_values(texts: Iterable[str], fields: Fields) -> dict[str, Any]:
-    """What `--set group.key=value` says, by key.
+    """Return the values of all options `--set group.key=value`, by key.
 
     Raises:
-        ConfigError: a text is not of that form.
+        ConfigError: a text does not have that form, or its value is not TOML.
     """
     values = {}
     for text in texts:
@@ -187,10 +197,10 @@ def set_values(texts: Iterable[str], fields: Fields) -> dict[str, Any]:
 
 
 def require_known(environ: Mapping[str, str], fields: Fields) -> None:
-    """Refuse a variable that Atoll does not have: it would be ignored, and a script without a server train alone.
+    """Refuse unknown ATOLL_* variables, because a misspelt ATOLL_SERVER would make a script train alone.
 
     Raises:
-        ConfigError: there is one; the nearest name is offered.
+        ConfigError: a variable is unknown. The message suggests the nearest name.
     """
     known = NOT_SETTINGS | OTHER_NAMES.keys() | {variable_of(key) for key in fields}
     for variable in sorted(environ):
@@ -205,12 +215,12 @@ def require_known(environ: Mapping[str, str], fields: Fields) -> None:
 
 
 def variable_of(key: str) -> str:
-    """The variable of `group.key`."""
+    """Return the name of the environment variable for `group.key`."""
     return ENV_PREFIX + key.upper().replace(".", "__")
 
 
 def _key_of(variable: str, fields: Fields) -> str:
-    """The key of a variable, which may be an option of a table; empty if there is none."""
+    """Return the key that a variable sets, which may be an option in a table; empty if no setting belongs to it."""
     if variable in OTHER_NAMES:
         return OTHER_NAMES[variable]
     parts = variable.removeprefix(ENV_PREFIX).lower().split("__")
@@ -221,10 +231,10 @@ def _key_of(variable: str, fields: Fields) -> str:
 
 
 def environment_layer(environ: Mapping[str, str], fields: Fields) -> Layer:
-    """What the variables say that are settings.
+    """Return the settings in the environment.
 
     Raises:
-        ConfigError: a table in one is none, or there is no such variable.
+        ConfigError: an ATOLL_* variable is unknown, or the value of a table is not TOML.
     """
     require_known(environ, fields)
     layer: Layer = {}
@@ -243,10 +253,10 @@ def environment_layer(environ: Mapping[str, str], fields: Fields) -> Layer:
 
 
 def file_layer(path: Path, fields: Fields) -> Layer:
-    """What a run file says; paths in it are relative to its folder.
+    """Return the settings in a run file, with paths made relative to the file's folder.
 
     Raises:
-        ConfigError: it cannot be read.
+        ConfigError: the file cannot be read, or is not TOML.
     """
     try:
         tables = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -266,11 +276,11 @@ def file_layer(path: Path, fields: Fields) -> Layer:
 
 
 Move = Callable[[str], str | Path]
-"""A path that is relative to one folder → the same relative to another."""
+"""A function that makes a path, relative to one folder, relative to another one."""
 
 
 def moved(key: str, value: Any, move: Move) -> Any:
-    """The value of a setting in which the paths of files and folders are moved."""
+    """Return the value of a setting with `move` applied to every path in it."""
     if key in FOLDERS:
         return Path(move(str(value))) if isinstance(value, str | Path) else value
     if isinstance(value, BaseModel):
@@ -297,7 +307,10 @@ def _code(target: Any, move: Move) -> Any:
 
 
 def _moved_table(key: str, table: Any, move: Move) -> Any:
-    """A workflow is called what the run file says, so that it is the same one when the folder has been moved."""
+    """Return a table with `move` applied to its paths.
+
+    A workflow without a name gets its path as the run file has it, so that the name stays when the folder is moved.
+    """
     if not isinstance(table, Mapping):
         return table
     target, versions = table.get("path"), table.get("versions")
@@ -311,14 +324,14 @@ def _moved_table(key: str, table: Any, move: Move) -> Any:
 
 
 BARE = re.compile(r"[A-Za-z0-9_-]+")
-"""A key that TOML takes without quotes."""
+"""Matches keys that TOML allows without quotes."""
 
 
 def to_toml(value: Any) -> str:
-    """A setting's value as TOML.
+    """Return a setting's value as TOML text.
 
     Raises:
-        ConfigError: TOML has no such value.
+        ConfigError: TOML cannot express the value.
     """
     if isinstance(value, bool):
         return str(value).lower()
@@ -331,7 +344,7 @@ def to_toml(value: Any) -> str:
     if isinstance(value, tuple | list):
         return "[" + ", ".join(map(to_toml, value)) + "]"
     if isinstance(value, str | Path):
-        # TOML has the escapes of JSON, and forbids one character more
+        # TOML has the same escapes as JSON, and also forbids DEL
         return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")
     raise ConfigError(
         f"{value!r} is a {type(value).__name__}, which a run file cannot say.",
@@ -344,7 +357,11 @@ def _key(key: Any) -> str:
 
 
 def toml_lines(values: Mapping[str, Any]) -> Iterator[str]:
-    """Values by `group.key`, group by group, as the lines of a run file."""
+    """Yield the lines of a run file with these values, which must be ordered by group.
+
+    Args:
+        values: `group.key` → value.
+    """
     last = ""
     for key, value in values.items():
         group, _, name = key.partition(".")

@@ -1,7 +1,8 @@
-"""The settings of a run: eleven typed groups, frozen, validated once.
+"""The settings of a run: eleven typed groups, immutable, validated once.
 
-A setting is written `group.key`: a key of a table of the run file (TOML), `--set group.key=value` of a command and the
-variable `ATOLL_<GROUP>__<KEY>`; the command line wins over the environment, the environment over the file.
+A setting has a name `group.key`. It can be set in the run file (TOML: a key in the table of its group), as variable
+`ATOLL_<GROUP>__<KEY>`, and by `--set group.key=value`. The command line overrides the environment, which overrides the
+file.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from atoll.config.workflow_settings import with_components
 from atoll.errors import AtollError, ConfigError, public_api
 from atoll.sizes import CHUNK_BYTES, ChunkBytes
 
-# -- What a run lives by, and when a changed value takes effect: the other settings at the server's next start.
+# -- When a changed value takes effect. Settings in none of these lists: at the server's next start.
 
 FROZEN = (
     "algorithm",
@@ -38,14 +39,13 @@ FROZEN = (
     "network.part_bytes",
     "disk.in_files",
 )
-"""Fixed once the run has begun: files on disk depend on them, updates that wait to be applied, or what running sites
-were told."""
+"""Fixed once the run has begun: files on disk, waiting updates or running sites depend on these settings."""
 
 FROZEN_OUTER = ("algorithm.outer_optimizer", "algorithm.outer_lr_of", "async.momentum_every")
-"""Fixed, too: together they define the outer optimizer."""
+"""Also fixed once the run has begun: together, these settings define the outer optimizer."""
 
 AT_THE_BEGINNING = ("model.source", "model.args", "model.buffers", "run.seed")
-"""They define the initial model, which is read once. A start that names a model with other tensors is refused."""
+"""Settings of the initial model, which only the first start reads. A later start with other tensors is refused."""
 
 FOR_SITES = (
     "network.connections",
@@ -53,20 +53,20 @@ FOR_SITES = (
     "network.waiting_heartbeat_s",
     "network.idle_timeout_s",
 )
-"""A site gets them from the server when it starts, and keeps them until it starts again."""
+"""Settings that the server sends to a site when the site's worker starts; a running worker keeps its values."""
 
 DEFAULT_PORT = 8512
 IDLE_TIMEOUT_S = 60.0
 
 
 class Group(BaseModel):
-    """Settings that belong together."""
+    """A group of settings: one table of the run file."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
 
 class Choice(Group):
-    """`{name = …}` for what Atoll or an installed package has, `{path = …}` for your own; other keys are options."""
+    """A choice of code, with its options: `{name = …}` for code of Atoll or a package, `{path = …}` for your own."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -85,12 +85,12 @@ class Choice(Group):
 
     @property
     def target(self) -> str | None:
-        """The name or the path; None where neither is given."""
+        """The name or the path; None if neither is given."""
         return self.name or self.path
 
     @property
     def options(self) -> dict[str, Any]:
-        """The keys beside them."""
+        """All keys besides `name` and `path`: the options of the chosen code."""
         return dict(self.model_extra or {})
 
     def __str__(self) -> str:
@@ -98,7 +98,7 @@ class Choice(Group):
 
 
 class Run(Group):
-    """The run."""
+    """The run's name, and its script, seed and threads."""
 
     name: str = Field("atoll", description="Name of the run, shown in the status and the summary.", max_length=100)
     script: str | None = Field(
@@ -113,7 +113,7 @@ class Run(Group):
 
 
 class Model(Group):
-    """The initial model."""
+    """The initial model, its buffers, and the ranks of sharded workers."""
 
     source: str | None = Field(
         None,
@@ -167,7 +167,7 @@ class Algorithm(Choice):
 
 
 class DiLoCo(Group):
-    """Algorithms that count local steps: DiLoCo, whole or streaming."""
+    """Settings of DiLoCo, with the whole model or with streaming."""
 
     sync_every: int = Field(500, ge=1, description="Local optimizer steps between two synchronisations (DiLoCo's H).")
     num_fragments: int = Field(
@@ -190,7 +190,7 @@ class DiLoCo(Group):
 
 
 class Rounds(Group):
-    """How many rounds, and when one closes."""
+    """The number of rounds, and when a round closes."""
 
     total: int = Field(
         0,
@@ -229,7 +229,7 @@ class Rounds(Group):
 
 
 class Async(Group):
-    """Rounds that wait for no site."""
+    """Asynchronous runs: the server applies updates as they arrive, and no round waits for all sites."""
 
     enabled: bool = Field(
         False, description="Apply updates as they arrive; false: a round waits for its expected sites."
@@ -257,7 +257,7 @@ class Async(Group):
 
 
 class Swarm(Group):
-    """Rounds that workers aggregate."""
+    """Swarms: runs in which workers, not the server, aggregate the updates."""
 
     enabled: bool = Field(
         False,
@@ -270,7 +270,7 @@ class Swarm(Group):
 
 
 class Aggregation(Group):
-    """How updates travel and become one."""
+    """How updates are encoded, checked and combined."""
 
     reducer: Choice = Field(
         default_factory=Choice,
@@ -308,7 +308,7 @@ class Aggregation(Group):
 
 
 class Workflow(Group):
-    """Tasks that the server sends, and what they pass through."""
+    """Workflows, which send tasks to sites, and filters at the server."""
 
     function: str | None = Field(
         None,
@@ -349,7 +349,7 @@ class Workflow(Group):
 
 
 class Network(Group):
-    """How workers reach the server."""
+    """How workers connect to the server."""
 
     host: str = Field("127.0.0.1", description="Address to listen on; any other than loopback needs TLS and a token.")
     port: int | None = Field(
@@ -377,7 +377,7 @@ class Network(Group):
 
 
 class Disk(Group):
-    """What the server keeps, and where."""
+    """What the server stores, and where."""
 
     state_dir: Path = Field(Path("atoll-run"), description="Folder of the run's state. Default: beside the run file.")
     export_dir: Path | None = Field(None, description="Folder of exports. Default: `exports` in `disk.state_dir`.")
@@ -404,7 +404,7 @@ class Disk(Group):
 
 
 class Settings(BaseModel):
-    """Everything that decides what a run does. `Settings.read` builds one from file, environment and command line."""
+    """All settings of a run. `Settings.read` reads them from a run file, the environment and the command line."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True, protected_namespaces=())
 
@@ -433,16 +433,16 @@ class Settings(BaseModel):
         given: Mapping[str, Any] | None = None,
         environ: Mapping[str, str] | None = None,
     ) -> Settings:
-        """Settings from a run file, the environment and the command line (in rising priority).
+        """Read settings from a run file, the environment and the command line (in rising priority).
 
         Args:
-            path: a TOML run file; relative paths in it, and the state directory, are relative to its folder.
-            given: values by `group.key`, of the command line; None means "not given".
-            environ: the environment; by default that of the process.
+            path: a TOML run file; relative paths in the file, and the state directory, are relative to its folder.
+            given: `group.key` → value, from the command line; None means "not given".
+            environ: the environment variables; by default those of the process.
 
         Raises:
-            ConfigError: the file cannot be read, a key is unknown (the nearest valid one is offered), or a value is
-                wrong; the source (file, variable, command line) is named.
+            ConfigError: the file cannot be read, a key is unknown, or a value is wrong. The message names the source
+                (file, variable or command line), and suggests the nearest key for an unknown one.
         """
         return cls.build(*collected(path, given, environ))
 
@@ -451,14 +451,14 @@ class Settings(BaseModel):
     def build(
         cls, values: Settings | Mapping[str, Any] | None = None, source: Mapping[str, str] | None = None
     ) -> Settings:
-        """Settings from a plain mapping.
+        """Build settings from a plain mapping.
 
         Args:
-            values: groups, as mappings or objects, and single values by `group.key`; later ones win.
-            source: `group.key` → what named it, for messages.
+            values: `group.key` → value, or `group` → a mapping or group object; later entries override earlier ones.
+            source: `group.key` → the source of its value, for messages.
 
         Raises:
-            ConfigError: as `read`.
+            ConfigError: a key is unknown, a value is wrong, or values contradict each other.
         """
         if isinstance(values, Settings):
             return values
@@ -468,21 +468,24 @@ class Settings(BaseModel):
             raise _readable(error, source or {}) from None
 
     def changed(self, values: Mapping[str, Any]) -> Settings:
-        """A copy with other values, by `group.key`.
+        """Return a copy with some values replaced.
+
+        Args:
+            values: `group.key` → new value.
 
         Raises:
-            ConfigError: as `read`.
+            ConfigError: a key is unknown, a value is wrong, or values contradict each other.
         """
         return Settings.build(merged(values, self.model_dump(by_alias=True, exclude_unset=True)))
 
     def at(self, key: str) -> Any:
-        """The value of `group.key`."""
+        """Return the value of `group.key`; for a group's name alone, the group."""
         group, _, name = key.partition(".")
         table = getattr(self, attribute(group))
         return getattr(table, name) if name else table
 
     def chosen(self, keys: tuple[str, ...]) -> dict[str, Any]:
-        """Some settings by `group.key`, or whole groups, as JSON."""
+        """Return the settings or groups named in `keys`, as values of JSON, by key."""
         chosen = {}
         for key in keys:
             group, _, name = key.partition(".")
@@ -491,7 +494,7 @@ class Settings(BaseModel):
         return chosen
 
     def by_key(self) -> dict[str, Any]:
-        """Every setting by `group.key`; the options of the algorithm, too."""
+        """Return every setting by `group.key`, including the options of the algorithm."""
         found: dict[str, Any] = {}
         for group in GROUPS:
             found |= {key: self.at(key) for key in FIELDS if key.startswith(f"{group}.")}
@@ -501,12 +504,12 @@ class Settings(BaseModel):
 
     @property
     def exports(self) -> Path:
-        """Folder of the run's `model.safetensors` and `metrics.jsonl`."""
+        """The folder of the run's `model.safetensors` and `metrics.jsonl`."""
         return self.disk.export_dir or self.disk.state_dir / "exports"
 
 
 def attribute(group: str) -> str:
-    """A group's attribute of `Settings`: `async` is a keyword of Python."""
+    """Return the attribute of `Settings` for a group: its name, but `async_` for `async`, a keyword of Python."""
     return "async_" if group == "async" else group
 
 
@@ -517,18 +520,22 @@ GROUPS: dict[str, type[BaseModel]] = {
 FIELDS: dict[str, FieldInfo] = {
     f"{group}.{key}": field for group, kind in GROUPS.items() for key, field in kind.model_fields.items()
 }
-"""Every setting, by `group.key`."""
+"""Every setting: `group.key` → pydantic's description of the field."""
 
 
 def default_of(key: str) -> Any:
-    """The default of `group.key`."""
+    """Return the default of the setting `group.key`."""
     return FIELDS[key].get_default(call_default_factory=True)
 
 
 def collected(
     path: Path | None, given: Mapping[str, Any] | None = None, environ: Mapping[str, str] | None = None
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """The values that `Settings.read` validates, and `group.key` → what named it."""
+    """Merge the settings of all sources, and return them with their sources.
+
+    Returns:
+        The values as nested tables, not validated yet; and `group.key` → the source of its value.
+    """
     line: Layer = {key: (value, "command line") for key, value in (given or {}).items() if value is not None}
     layers = [
         file_layer(path, FIELDS) if path else {},
@@ -544,7 +551,7 @@ def collected(
 
 
 def _readable(error: ValidationError, source: Mapping[str, str]) -> AtollError:
-    """The first complaint of pydantic in Atoll's words."""
+    """Return pydantic's first validation error as an error of Atoll, with the source of the value and a remedy."""
     first = error.errors()[0]
     cause = first.get("ctx", {}).get("error")
     key = ".".join(map(str, first["loc"])) or "settings"

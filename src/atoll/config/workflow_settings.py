@@ -1,4 +1,6 @@
-"""The workflows of a run in their order, and components that they are made of: tables of the run file, read strictly.
+"""Read and check the tables `[[workflow.steps]]` and `[[workflow.components]]` of a run file.
+
+The steps are the run's workflows, in order. A component is an object that workflows refer to by its id.
 
 [[workflow.components]]
 id = "schedule"
@@ -26,26 +28,26 @@ from atoll import registry
 from atoll.errors import ConfigError
 
 TRAIN = "train"
-"""The kind that is the run's rounds, with the settings of the file."""
+"""The kind of the step that executes the run's rounds."""
 
 LIMITS = ("start_timeout_s", "progress_timeout_s")
 _KEYS = ("kind", "path", "name", "args", *LIMITS)
 _COMPONENT_KEYS = ("id", "path", "args")
 REFERS = "@"
-"""In front of the id of a component, where it is referred to."""
+"""Prefix of a reference to a component: "@schedule" refers to the component with the id "schedule"."""
 
 
 @dataclass(frozen=True)
 class WorkflowEntry:
-    """One workflow.
+    """One workflow of the run: a table of `[[workflow.steps]]`.
 
     Attributes:
-        name: what people are told it is.
-        kind: `train`, or a registered one; empty where `path` names a function.
-        path: of a function, or the function itself.
-        args: its keyword arguments, beside the controller.
-        start_timeout_s: how long sites are waited for at its start; 0: for ever; None: as its kind has it.
-        progress_timeout_s: it has failed where for so long nothing moves: no answer, no byte, no step; 0: never.
+        name: the name in logs and the status.
+        kind: `train`, or the name of a registered kind; empty if `path` is set.
+        path: the workflow function, or where to import the function from.
+        args: keyword arguments of the workflow function.
+        start_timeout_s: how long the start waits for sites, in seconds; 0: forever; None: the default of the kind.
+        progress_timeout_s: after this time without any answer, byte or step, the workflow fails; 0: never.
     """
 
     name: str
@@ -57,33 +59,33 @@ class WorkflowEntry:
 
     @property
     def file_name(self) -> str:
-        """Of what it writes, without a suffix."""
+        """The name of the files that this workflow writes, without a suffix."""
         return file_name_of(self.name)
 
 
 @dataclass(frozen=True)
 class Component:
-    """A part that is made once: what `path` names, called with `args`."""
+    """An object that is created once, by calling what `path` names with `args`, and that workflows share."""
 
     path: str
     args: Mapping[str, Any]
 
 
 def file_name_of(workflow: str) -> str:
-    """Of what a workflow of this name writes, without a suffix: different names may come to the same."""
+    """Return the name, without a suffix, of the files that a workflow writes. Two workflows may get the same name."""
     return re.sub(r"[^A-Za-z0-9._-]", "_", workflow).lstrip(".") or "evaluation"
 
 
 def kinds() -> list[str]:
-    """Every kind of workflow that there is."""
+    """Return all kinds of workflows: `train` and the registered ones."""
     return [TRAIN, *registry.names("workflows")]
 
 
 def entries_of(tables: Sequence[Mapping[str, Any]]) -> tuple[WorkflowEntry, ...]:
-    """The tables `[[workflow.steps]]`.
+    """Return the workflows in the tables `[[workflow.steps]]`.
 
     Raises:
-        ConfigError: a table is not understood; its place, the key and the nearest one are named.
+        ConfigError: a table is wrong, or two tables are of the kind `train`. The message names the table.
     """
     entries = tuple(_entry(place, table) for place, table in enumerate(tables, start=1))
     trains = [place for place, entry in enumerate(entries, start=1) if entry.kind == TRAIN]
@@ -124,7 +126,11 @@ def _entry(place: int, table: Mapping[str, Any]) -> WorkflowEntry:
 
 
 def _own_keys(where: str, kind: str, table: Mapping[str, Any]) -> dict[str, Any]:
-    """Keys that are arguments of the kind."""
+    """Return the keys of a table that are arguments of its kind of workflow.
+
+    Raises:
+        ConfigError: the table has an unknown key.
+    """
     more = {key: value for key, value in table.items() if key not in _KEYS}
     known = registry.OPTIONS.get(kind, ())
     for key in more:
@@ -145,10 +151,10 @@ def _limit(where: str, key: str, value: Any) -> float:
 
 
 def components_of(tables: Sequence[Mapping[str, Any]]) -> dict[str, Component]:
-    """The tables `[[workflow.components]]`, by their ids.
+    """Return the components in the tables `[[workflow.components]]`, by id.
 
     Raises:
-        ConfigError: a table is not understood, or two have one id.
+        ConfigError: a table is wrong, or two tables have the same id.
     """
     found: dict[str, Component] = {}
     for place, table in enumerate(tables, start=1):
@@ -171,10 +177,15 @@ def components_of(tables: Sequence[Mapping[str, Any]]) -> dict[str, Component]:
 
 
 def component_at(reference: str, components: Mapping[str, Component], where: str) -> Component:
-    """The component that `@id` refers to.
+    """Return the component that a reference "@id" names.
+
+    Args:
+        reference: the reference.
+        components: id → component.
+        where: the place of the reference, for the message.
 
     Raises:
-        ConfigError: there is none of that id; the nearest is offered.
+        ConfigError: no component has that id. The message suggests the nearest id.
     """
     name = reference.removeprefix(REFERS)
     if name not in components:
@@ -187,21 +198,23 @@ def component_at(reference: str, components: Mapping[str, Component], where: str
 
 
 def is_reference(value: Any) -> bool:
-    """Whether a value of the run file refers to a component."""
+    """Return whether a value of the run file is a reference to a component."""
     return isinstance(value, str) and value.startswith(REFERS) and len(value) > 1
 
 
 def with_components(tables: Mapping[str, Any]) -> dict[str, Any]:
-    """The groups, in which filters, the aggregator and the persistor that refer to a component name what it names.
+    """Return the groups of settings with component references replaced by the components' path and arguments.
+
+    Filters, the aggregator and the persistor may refer to components. References in `workflow.steps` stay.
 
     Raises:
-        ConfigError: there is no such component, or its arguments are given twice.
+        ConfigError: a referenced component does not exist, or the referring table has arguments, too.
     """
     groups = {group: dict(table) if isinstance(table, Mapping) else table for group, table in tables.items()}
     workflow = groups.get("workflow")
     listed = workflow.get("components", ()) if isinstance(workflow, dict) else ()
     if not isinstance(listed, list | tuple) or not all(isinstance(table, Mapping) for table in listed):
-        return groups  # which pydantic refuses
+        return groups  # pydantic will refuse the value
     components = components_of(listed)
     for key in ("result_filters", "payload_filters"):
         if isinstance(workflow, dict) and isinstance(workflow.get(key), list | tuple):
