@@ -84,7 +84,7 @@ NAMES = (
     ("codecs", "aggregation.upload_codec"),
     ("codecs", "aggregation.download_codec"),
 )
-"""Kind → the setting that names one: what can be checked without PyTorch."""
+"""(Kind of extension, setting with a name of that kind): names that can be checked without PyTorch."""
 
 
 @app.command()

@@ -78,12 +78,17 @@ def command(
 
 
 def from_directory(state_dir: Path, out: Path, version: int | None = None) -> int:
-    """Export from a state directory, whether its server runs or not; returns the version. Takes no lock.
+    """Export a version from a state directory without a lock, even while its server runs; return the version's number.
+
+    Args:
+        state_dir: the state directory of a run.
+        out: the safetensors file to write.
+        version: the version to export; None: the newest.
 
     Raises:
-        UsageError: no run was begun there, or one without a model.
-        Gone: the version is not kept, or the masters beside it are not, where it has them; or it lies at the sites.
-        StateCorrupt: its file was damaged.
+        UsageError: no run was begun in the directory, or the run has no model.
+        Gone: the version or its fp32 masters were deleted, or the versions are in memory or at the sites of a swarm.
+        StateCorrupt: the journal or the file of the version is damaged.
     """
     journal_of(state_dir)
     from atoll.store.journal_tables import RUNS
@@ -131,7 +136,14 @@ def _kept(db: sqlite3.Connection) -> list[VersionRow]:
 
 
 def _nothing_if_kept(state_dir: Path, rows: Sequence[VersionRow]) -> Iterator[bytes]:
-    """Refuse what was read where its rows are gone: a server that runs rewrites a file only after that."""
+    """Check that the server still keeps these versions, then yield an empty piece for the end of the exported file.
+
+    A running server deletes the row of a version before it overwrites the version's file. So if all rows are still in
+    the journal, what was read from the files is intact.
+
+    Raises:
+        Gone: the journal has one of the rows no more.
+    """
     with open_journal(state_dir) as db:
         kept = set(_kept(db))
     if not kept.issuperset(rows):
@@ -142,7 +154,12 @@ def _nothing_if_kept(state_dir: Path, rows: Sequence[VersionRow]) -> Iterator[by
 def _stored(
     folder: Path, row: VersionRow, schema: Schema, settings: dict[str, Any], stack: contextlib.ExitStack
 ) -> Source:
-    """Open the files of a version, which are what their digests say."""
+    """Open the files of a version and verify their digests; `stack` closes the files.
+
+    Raises:
+        Gone: the fp32 masters of the version were deleted.
+        StateCorrupt: a file does not have its digest.
+    """
     from atoll.store.file_slots import STATE, VERSION, region_digest, slot_path
     from atoll.tensors.layout import version_layout
 
@@ -366,10 +383,15 @@ def _checked(parts: HttpTransfer, path: str, nbytes: int) -> memoryview:
 
 
 def _write(sources: Sequence[Source], out: Path, schema: Schema, last: Iterable[bytes] = ()) -> None:
-    """Copy versions into the order of an exported file, with tied tensors twice; `out` appears in one step.
+    """Write the tensors of all fragments as one safetensors file, tied tensors under each of their names.
+
+    The file `out` appears complete, in one step.
 
     Args:
-        last: may refuse what was read, before `out` appears.
+        sources: the files of each fragment.
+        out: the file to write.
+        schema: the schema of the whole model.
+        last: iterated after the last tensor; if the iteration raises, `out` does not appear.
     """
     from atoll.blobs.model_file import model_header, model_runs
 

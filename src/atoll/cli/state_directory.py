@@ -49,10 +49,10 @@ def open_journal(state_dir: Path) -> Iterator[sqlite3.Connection]:
 
 
 def require_unchanged(db: sqlite3.Connection, state_dir: Path) -> None:
-    """Refuse a journal with a row that is not what was written.
+    """Check that every row of the journal is as the server wrote it.
 
     Raises:
-        StateCorrupt: there is one.
+        StateCorrupt: a row is damaged or was changed.
     """
     from atoll.store import journal_tables
 

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 WATCH_S = 1.0
 ROUNDS_SHOWN = 5
 HERE = Path("atoll-run")
-"""The state directory of a run file that names none."""
+"""The default state directory, in the current folder."""
 AWAY = "Asking again every second, until it is started; Ctrl-C ends this."
 
 
@@ -114,7 +114,10 @@ def _show_stored(state_dir: Path, *, json: bool) -> None:
 
 
 def _asked_by(stored: status_messages.Status) -> status_messages.Status | None:
-    """Return what the last server of a state directory says; None where it does not run, or tells why not."""
+    """Ask the server at the stored address for its status; return None if this run's server does not answer.
+
+    If another program answers, or the server refuses this command, print why.
+    """
     try:
         live = _ask(stored.address)
     except AtollError as error:
@@ -132,7 +135,7 @@ def _ask(address: str) -> status_messages.Status:
 
 
 def _ask_until_answered(address: str) -> status_messages.Status:
-    """Ask every second while the server is away: it may not be started yet, or be started again."""
+    """Ask the server for its status every second until the server answers, because it may be started later."""
     said = False
     while True:
         try:

@@ -59,7 +59,7 @@ OTHER_KEYS = {
     **dict.fromkeys(("num_rounds", "server_rounds"), "rounds.total"),
     "server": "network.host",
 }
-"""What other programs call a setting."""
+"""Names that other frameworks use for a setting → `group.key`."""
 
 FOLDERS = ("network.tls_cert", "network.tls_key", "network.token_file", "disk.state_dir", "disk.export_dir")
 CODE = ("algorithm", "algorithm.outer_optimizer", "aggregation.reducer", "aggregation.aggregator", "model.persistor")
@@ -254,6 +254,8 @@ def environment_layer(environ: Mapping[str, str], fields: Fields) -> Layer:
 
 def file_layer(path: Path, fields: Fields) -> Layer:
     """Return the settings in a run file, with paths made relative to the file's folder.
+
+    If the file does not set `disk.state_dir`, the default state directory lies beside the file, too.
 
     Raises:
         ConfigError: the file cannot be read, or is not TOML.
