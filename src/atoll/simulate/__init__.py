@@ -1,16 +1,16 @@
-"""Many simulated sites on one machine, or on Ray: the round machine, store and arithmetic of a real run, no sockets.
+"""Simulate many sites on one machine or on Ray, with the server's own rounds, store and arithmetic, without a network.
 
-Simulation             what users start: settings, sites, an engine                        simulation.py
-  Conductor            joins sites, gives out rounds, takes updates, on the server's run   schedule_sites.py
-    Engine             hands jobs to processes, and replaces those that end                engine.py
-      LocalHost        processes of this machine                                           local_processes.py
-      RayHost          actors of Ray                                                       ray_actors.py
-        Station        in such a process: trains one site at a time                        site_process.py
-          SimulatedWorker  a site in one round: its base is the version's file itself,
-                       and its outbox is the spool                                         simulated_worker.py
-          Script       what the user wrote                                                 script.py
+Simulation             the public class: settings, sites, an engine                        simulation.py
+  Conductor            joins sites, hands out rounds and takes updates, at the server      schedule_sites.py
+    Engine             gives jobs to processes, and replaces processes that end            engine.py
+      LocalHost        starts processes on this machine                                    local_processes.py
+      RayHost          starts actors of Ray                                                ray_actors.py
+        Station        inside a process: trains one site at a time                         site_process.py
+          SimulatedWorker  one site in one round: its base is the server's version file,
+                       and its outbox is the server's spool                                simulated_worker.py
+          Script       the user's training code                                            script.py
 
-A site's memory between its rounds is files in the state directory, or what `kept_state.py` sends along with a job.
+Local state of a site lies in the state directory. For Ray, `kept_state.py` sends that state along with each job.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from atoll.errors import ConfigError
 from atoll.registry import nearest
 
 STATE_DIR = "atoll-simulation"
-"""Where a simulation lies, beside the run file: not where the run itself would."""
+"""Default state directory of a simulation, beside the run file. A real run has another one (`disk.state_dir`)."""
 
 ENGINES = ("local", "ray")
 
 
 def require_engine(engine: str, processes: int | None, address: str | None) -> None:
-    """Refuse options that no engine has.
+    """Check the options that choose an engine.
 
     Raises:
-        ConfigError: the argument is named.
+        ConfigError: an option is wrong. The message names it.
     """
     if processes is not None and (type(processes) is not int or processes < 1):
         raise ConfigError(f"processes is {processes!r}.", "Give at least 1.")
@@ -42,7 +42,7 @@ def require_engine(engine: str, processes: int | None, address: str | None) -> N
 
 
 def apart(settings: Settings, folder: Path) -> Settings:
-    """Return the settings with a state directory of the simulation's own, unless the run file in `folder` names one."""
+    """Return the settings with the simulation's default state directory in `folder`, unless another one was chosen."""
     if settings.disk.state_dir != folder / default_of("disk.state_dir"):
         return settings
     return settings.changed({"disk.state_dir": folder / STATE_DIR})

@@ -1,4 +1,4 @@
-"""What is the same wherever simulated sites are trained: jobs go to processes, and a process that ends is replaced."""
+"""The engine of a simulation: gives jobs to processes, and replaces processes that end. Same for local and Ray."""
 
 from __future__ import annotations
 
@@ -15,93 +15,106 @@ from atoll.simulate.job_messages import Answer, Beginning, Job
 LOG = logging.getLogger("atoll.simulate")
 
 ATTEMPTS = 3
-"""A site fails once so many processes have ended while they trained it."""
+"""A site fails after this many processes in a row have ended while training the site."""
 START_S = 120.0
-"""A process has to load the script within this time."""
+"""A new process must have loaded the script within this time."""
 
 
 class Killed(RunFailed):
-    """A process was ended from outside before it was ready."""
+    """The error for a process that a signal killed before it was ready; a new process may succeed."""
 
 
 class Process(Protocol):
-    """A process that trains one simulated site at a time. `pid`: 0 on another machine."""
+    """A process that trains one simulated site at a time.
+
+    Attributes:
+        pid: its process id; 0 if the process is on another machine.
+    """
 
     pid: int
 
     def ready(self) -> None:
-        """Wait until it has loaded the script.
+        """Wait until the process has loaded the script.
 
         Raises:
-            ConfigError: that cannot be loaded. Killed: another one may be ready. RunFailed: no process can be.
+            ConfigError: the script cannot be loaded.
+            Killed: a signal killed the process; a new process may succeed.
+            RunFailed: the process ended or did not start in time; a new process would fail, too.
         """
         ...
 
     def give(self, job: Job) -> None:
-        """Have it train a job, after those that it has; `hear` tells if it has ended."""
+        """Queue a job behind the process's other jobs. If the process has ended, only `hear` reports that."""
         ...
 
     def take_back(self) -> int | None:
-        """Return the ticket of the oldest job that it has not begun, and now never begins; None if there is none."""
+        """Remove the oldest job that the process has not begun, and return its ticket; None if there is no such job."""
         ...
 
     def hear(self) -> tuple[int, Answer] | None:
-        """Wait for the next answer, and return it with the ticket of its job; None once the process has ended."""
+        """Wait for the next answer; return (ticket of the job, answer), or None once the process has ended."""
         ...
 
     def kill(self) -> None:
-        """End it."""
+        """Kill the process."""
         ...
 
     def bury(self) -> str:
-        """Wait for its end, and return how it ended. Idempotent."""
+        """Wait until the process has ended, and return how, in words. Idempotent."""
         ...
 
 
 class Host(Protocol):
-    """Where processes run. `name`: for people; `kind`: of its processes; `ahead`: jobs that one is given ahead."""
+    """A place that runs processes: this machine, or Ray.
+
+    Attributes:
+        name: its name in the log.
+        kind: what the log calls one of its processes.
+        ahead: number of jobs that a process gets in advance, besides the one that it trains.
+    """
 
     name: str
     kind: str
     ahead: int
 
     def open(self) -> None:
-        """Be ready to start processes.
+        """Prepare to start processes.
 
         Raises:
-            ServerUnreachable: it cannot be reached.
+            ServerUnreachable: the Ray cluster cannot be reached.
         """
         ...
 
     def begin(self, beginning: Beginning) -> Process:
-        """Start a process, which begins to load the script."""
+        """Start a process and return it; the process then loads the script."""
         ...
 
     def close(self) -> None:
-        """Free what `open` has made. Idempotent."""
+        """Free what `open` has created. Idempotent."""
         ...
 
 
 class Heard(Protocol):
-    """Hears what the processes of an engine answer, in any thread."""
+    """A receiver of the answers of an engine's processes. The engine calls its methods in any thread."""
 
     def answered(self, job: Job, answer: Answer) -> None:
-        """A job has ended, with this answer."""
+        """Take the answer of a job that has ended."""
         ...
 
     def failed_to_go_on(self, error: Exception) -> None:
-        """The engine cannot go on."""
+        """Take the error because of which the engine cannot continue."""
         ...
 
 
 @dataclass(eq=False)
 class _Member:
-    """A process, and what it is doing.
+    """A process of the engine, with its jobs.
 
     Attributes:
-        jobs: ticket → job that it was given and has not answered, oldest first.
-        since_s: when it was given the first of them, or gave its last answer.
-        stuck: the ticket of the job that took too long; None if the process was not ended for one.
+        process: the process.
+        jobs: ticket → job that the process was given and has not answered, oldest first.
+        since_s: the time at which the process got its first job or gave its last answer, in seconds.
+        stuck: the ticket of the job that took too long, so that the engine killed the process; else None.
     """
 
     process: Process
@@ -121,20 +134,22 @@ class _Member:
 
 
 class Engine:
-    """Processes that train simulated sites, each one at a time.
+    """A group of processes that train simulated sites. Each process trains one site at a time.
 
     Args:
-        host: where they run.
-        processes: how many.
+        host: the place that runs the processes.
+        processes: the number of processes.
 
     Attributes:
-        capacity: jobs that it takes at a time: more than there are processes, so that none waits for the next job.
+        name: the host's name, for the log.
+        capacity: number of jobs that the engine takes at a time. This is more than the number of processes, so that no
+            process waits for its next job.
     """
 
     def __init__(self, host: Host, processes: int) -> None:
         self._host, self._count, self.name = host, processes, host.name
         self.capacity = processes * (1 + max(1, host.ahead))
-        self._lock = threading.Lock()  # guards what follows
+        self._lock = threading.Lock()  # guards the attributes below
         self._crew: list[_Member] = []
         self._waiting: deque[Job] = deque()
         self._closed = False
@@ -142,16 +157,21 @@ class Engine:
         self._heard: Heard
 
     def start(self, beginning: Beginning, heard: Heard) -> None:
-        """Start all processes before waiting for any, then a thread for each; on an error, end all of them.
+        """Start all processes, wait until each is ready, then start a thread for each. On an error, kill all of them.
+
+        Args:
+            beginning: what a process needs before its first job.
+            heard: gets the answers.
 
         Raises:
-            ConfigError: the script cannot be loaded. RunFailed: a process ended before it began.
-            ServerUnreachable: the host cannot be reached.
+            ConfigError: the script cannot be loaded.
+            RunFailed: a process ended before it was ready.
+            ServerUnreachable: the Ray cluster cannot be reached.
         """
         self._beginning, self._heard = beginning, heard
         try:
             self._host.open()
-            for _ in range(self._count):  # all of them first: each needs seconds to import torch
+            for _ in range(self._count):  # start all before waiting for one: each needs seconds to import torch
                 self._crew.append(_Member(self._host.begin(beginning)))
             for member in self._crew:
                 member.process.ready()
@@ -162,16 +182,16 @@ class Engine:
             threading.Thread(target=self._hear, args=(member,), name="atoll-simulate", daemon=True).start()
 
     def put(self, job: Job) -> None:
-        """Train it soon, and report the answer; when its process ends, another one begins it again."""
+        """Queue a job; the engine reports its answer. If the job's process ends, another process trains the job."""
         with self._lock:
             if not self._closed:
                 self._waiting.append(job)
                 self._hand_out()
 
     def free(self, longer_s: float) -> None:
-        """If jobs wait, end the process that has trained one site for longest, and for longer than this.
+        """If jobs wait, kill the process with the longest-running job, provided that job runs longer than `longer_s`.
 
-        The answer of that job is `stuck`; another process takes its place.
+        The engine then reports the answer `stuck` for that job, and starts another process.
         """
         with self._lock:
             if not self._waiting and all(len(member.jobs) <= 1 for member in self._crew):
@@ -183,12 +203,12 @@ class Engine:
                 longest.process.kill()
 
     def pids(self) -> list[int]:
-        """Return the processes on this machine; one that is being replaced is not among them."""
+        """Return the process ids of the processes on this machine, except for one that is being replaced."""
         with self._lock:
             return [member.process.pid for member in self._crew if member.process.pid]
 
     def close(self) -> None:
-        """Kill all processes before burying any, and report no further answer. Idempotent."""
+        """Kill all processes, then wait until each has ended. Report no further answer. Idempotent."""
         with self._lock:
             self._closed = True
             crew, self._crew = self._crew, []
@@ -199,7 +219,10 @@ class Engine:
         self._host.close()
 
     def _hand_out(self) -> None:
-        """Give waiting jobs to the process with the fewest; idle ones take jobs behind a slow one. Under the lock."""
+        """Give waiting jobs to the processes with the fewest jobs. Call this under the lock.
+
+        If no jobs wait, move a job that a busy process has not begun to an idle process.
+        """
         while self._crew:
             member = min(self._crew, key=lambda each: len(each.jobs))
             if self._waiting and len(member.jobs) <= self._host.ahead:
@@ -211,7 +234,10 @@ class Engine:
             member.give(job)
 
     def _hear(self, member: _Member | None) -> None:
-        """Hear a process and its replacements, which die with the thread that started them: this one."""
+        """Report the answers of a process and of its replacements: the main loop of a thread.
+
+        A replacement must be started here: it is killed when the thread that started it ends.
+        """
         try:
             while member is not None:
                 while (told := member.process.hear()) is not None:
@@ -219,7 +245,7 @@ class Engine:
                         job = member.jobs.pop(told[0], None)
                         member.since_s = time.monotonic()
                         self._hand_out()
-                    if job is None:  # the script has forked, and returned twice
+                    if job is None:  # the script forked, and both processes returned from it
                         LOG.warning("ignored an answer to no job: does the script fork, and return twice?")
                     else:
                         self._heard.answered(job, told[1])
@@ -229,7 +255,10 @@ class Engine:
                 self._heard.failed_to_go_on(error)
 
     def _replace(self, member: _Member) -> _Member | None:
-        """Return another process in place of one that has ended; it begins the job that this one had."""
+        """Start a process in place of one that has ended, and return it; None if the engine is closed.
+
+        Queue the jobs of the ended process again.
+        """
         how = member.process.bury()
         with self._lock:
             if self._closed:
@@ -237,7 +266,7 @@ class Engine:
             self._crew.remove(member)
             while (job := member.take_back()) is not None:
                 self._waiting.appendleft(job)
-            begun = list(member.jobs.values())  # one at most
+            begun = list(member.jobs.values())  # at most one job
         doing = f" while it trained {begun[0].site}" if begun else ""
         LOG.warning("%s of the simulation %s%s; another one takes its place", self._host.kind, how, doing)
         for job in begun:
@@ -253,7 +282,7 @@ class Engine:
         return None
 
     def _begin_again(self, job: Job, how: str, *, is_stuck: bool) -> None:
-        """Let another process train a job after its process has ended, unless that happened too often."""
+        """Queue a job again after its process has ended; report a failure if that happened `ATTEMPTS` times."""
         job.attempts += 1
         if is_stuck:
             self._heard.answered(job, Answer(stuck=True))
@@ -264,7 +293,7 @@ class Engine:
                 self._waiting.appendleft(job)
 
     def _begun(self) -> Process:
-        """Return a new process that is ready; try again if it is killed before."""
+        """Start a process, wait until it is ready, and return it. If a signal kills the process before, retry."""
         for attempt in range(1, ATTEMPTS + 1):
             process = self._host.begin(self._beginning)
             try:

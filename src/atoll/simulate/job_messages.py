@@ -1,4 +1,4 @@
-"""What a simulation and the processes that train its sites tell each other, as JSON."""
+"""The messages between a simulation and the processes that train its sites. They travel as JSON."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ from atoll.store.versions import Pin
 
 
 class Beginning(BaseModel):
-    """What a process must know before it trains a site.
+    """The first message to a process: all that the process needs before it trains a site.
 
     Attributes:
-        script: the user's code, as `name_of` gives it.
-        arguments: what it finds in `sys.argv`.
-        path: where it may import from.
-        info, schema_message: of the run, as its server tells every worker.
-        threads: of torch, in each process.
-        seed: of the random numbers that simulated sites draw.
-        sites: folder of what sites keep between their rounds.
+        script: the name of the user's code, as `name_of` returns it.
+        arguments: the script's arguments, which it finds in `sys.argv`.
+        path: folders to import from; they come first in `sys.path`.
+        info: the run, as the server describes it to every worker.
+        schema_message: the schema of the model, as the server sends it to every worker.
+        threads: number of torch's threads in each process.
+        seed: the run's seed, for the random numbers of simulated sites.
+        sites: the folder that holds a folder of local state for each site.
     """
 
     script: str
@@ -39,11 +40,13 @@ class Beginning(BaseModel):
 
 @dataclass(frozen=True)
 class SiteRound:
-    """What a site is told of its round.
+    """One round of one simulated site, as the process gets it.
 
     Attributes:
-        outcomes: of the updates that its files may speak of.
-        counts: whether an update of it counts in the run already.
+        site: name of the site.
+        ticket: the site's ticket for the round.
+        outcomes: outcomes of the earlier updates that the site's local state may depend on.
+        counts: whether an earlier update of this site has been accepted in the run.
     """
 
     site: str
@@ -52,27 +55,28 @@ class SiteRound:
     counts: bool
 
     def to_json(self) -> dict[str, Any]:
-        """Return it for a process."""
+        """Return this round as JSON values, for a process."""
         outcomes = [each.model_dump() for each in self.outcomes]
         return {"site": self.site, "ticket": self.ticket.model_dump(), "outcomes": outcomes, "counts": self.counts}
 
     @classmethod
     def from_json(cls, told: dict[str, Any]) -> SiteRound:
-        """Return what `to_json` gave."""
+        """Return the round that `to_json` encoded."""
         outcomes = tuple(messages.Outcome(**each) for each in told["outcomes"])
         return cls(told["site"], messages.Ticket(**told["ticket"]), outcomes, told["counts"])
 
 
 @dataclass(eq=False)
 class Job:
-    """The round of one simulated site.
+    """The round of one simulated site, as the engine handles it.
 
     Attributes:
+        round: the message for the process.
         base: the version to train from, pinned while a process trains from it.
-        spool_fd: where the update goes; belongs to the store.
-        update_bytes: of an update.
-        release: gives the spool back once no process writes it.
-        attempts: how many processes have begun it and have ended.
+        spool_fd: the file descriptor to which the update is written; belongs to the store.
+        update_bytes: size of an update, in bytes.
+        release: gives the spool back; called when no process writes to it any more.
+        attempts: number of processes that have begun this job and ended before they answered.
     """
 
     round: SiteRound
@@ -84,12 +88,12 @@ class Job:
 
     @property
     def site(self) -> str:
-        """Name of the site that is to be trained."""
+        """Name of the site to train."""
         return self.round.site
 
     @property
     def ticket(self) -> messages.Ticket:
-        """The ticket of its round, which names the version to train from."""
+        """The ticket of the round, which names the version to train from."""
         return self.round.ticket
 
 
@@ -98,13 +102,13 @@ class Answer:
     """The result of a job.
 
     Attributes:
-        update: what it submitted; None where it raised, or returned without an update.
-        stats: of each part of the update, which is in the spool.
-        error: the last line of what it raised; empty if it raised nothing.
-        trace: the whole traceback.
-        bytes_down: of tensors that it has loaded.
-        stuck: it did not return, and its process was ended because other sites wait.
-        disk: `error` is about a disk that is full or fails, not about this site.
+        update: the message with which the site submitted; None if the script raised or returned without an update.
+        stats: statistics of each part of the update. The update itself is in the spool.
+        error: the last line of the script's error; empty if the script raised nothing.
+        trace: the whole traceback of that error.
+        bytes_down: bytes of tensors that the site has loaded.
+        stuck: whether the process was killed because the script did not return while other sites waited.
+        disk: whether `error` is about a full or failing disk, and not about this site.
     """
 
     update: messages.Complete | None = None
@@ -116,14 +120,14 @@ class Answer:
     disk: bool = False
 
     def to_json(self) -> dict[str, Any]:
-        """Return it for the simulation."""
+        """Return this answer as JSON values, for the simulation."""
         update = self.update.model_dump() if self.update is not None else None
         stats = [(each.digest.hex(), each.sumsq.hex(), each.bad) for each in self.stats]
         return {**vars(self), "update": update, "stats": stats}
 
     @classmethod
     def from_json(cls, told: dict[str, Any]) -> Answer:
-        """Return what `to_json` gave."""
+        """Return the answer that `to_json` encoded."""
         update = messages.Complete(**told["update"]) if told["update"] is not None else None
         stats = tuple(PartStats(bytes.fromhex(d), float.fromhex(s), bad) for d, s, bad in told["stats"])
         return cls(**{**told, "update": update, "stats": stats})

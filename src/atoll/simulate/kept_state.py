@@ -1,7 +1,7 @@
-"""The memory of a simulated site: files that it keeps between its rounds, as bytes for another disk, and back.
+"""Move the local state of a simulated site between disks: read its files as bytes, and write them again.
 
-They are written in the order of `worker/exchange/local_state.py`: the note without the pending update, the pending
-file, the note. A kill in between leaves a state from which the round can be trained again.
+The files are written in the same order as in `worker/exchange/local_state.py`: the note without the pending update, the
+pending file, then the full note. So after a kill in between, the round can be trained again.
 """
 
 from __future__ import annotations
@@ -13,27 +13,27 @@ from atoll.json_files import note_from, read_note, write_note
 from atoll.worker.exchange.local_state import TwoPhaseNote
 
 NAMES = ("algorithm", "residual")
-"""Of the files: NAME-0.bin and NAME-1.bin take turns, NAME.json says which counts."""
+"""Names of local state. NAME-0.bin and NAME-1.bin are written in turn; the note NAME.json says which is current."""
 
 Kept = dict[str, bytes]
 """Name of a file → its bytes."""
 
 
 def pending(folder: Path) -> set[int]:
-    """Return the tickets of the updates that these files depend on."""
+    """Return the tickets of the pending updates on which a site's local state depends."""
     notes = [read_note(folder / f"{name}.json", TwoPhaseNote) for name in NAMES]
     return {note.pending for note in notes if note is not None and note.pending}
 
 
 def read_kept(folder: Path) -> Kept:
-    """Return all that a site keeps; nothing before its first round."""
+    """Return the files of a site's local state; empty before the site's first round."""
     if not folder.is_dir():
         return {}
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.suffix in (".bin", ".json")}
 
 
 def put_kept(folder: Path, kept: Kept) -> None:
-    """Write files that `read_kept` returned into a folder that no other process has."""
+    """Write files that `read_kept` returned into a folder that no other process uses."""
     if not kept:
         return
     folder.mkdir(parents=True, exist_ok=True)
@@ -42,7 +42,12 @@ def put_kept(folder: Path, kept: Kept) -> None:
 
 
 def write_kept(folder: Path, kept: Kept) -> None:
-    """Replace what a site kept before a round by what it keeps after it."""
+    """Replace a site's local state from before a round by the state from after the round, safely against a kill.
+
+    Args:
+        folder: the site's folder.
+        kept: the files after the round.
+    """
     for name in NAMES:
         if f"{name}.json" not in kept:
             continue

@@ -1,4 +1,4 @@
-"""Processes of this machine that train simulated sites, each behind a socket pair that also carries descriptors."""
+"""Start processes on this machine that train simulated sites. A socket pair carries messages and file descriptors."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from atoll.simulate.job_messages import Answer, Beginning, Job
 from atoll.simulate.site_process import NUMBER_BYTES, take_number
 
 AHEAD = 8
-"""Jobs that a process is given ahead. With none, processes wait longer for jobs than they train a small model."""
+"""Jobs that a process gets in advance. Without, a process would wait for a job longer than it trains a small model."""
 _MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(16 * 2**20), "MALLOC_TRIM_THRESHOLD_": str(64 * 2**20)}
-"""Let a process keep buffers of a few MiB, instead of asking the kernel for each page again with every update."""
+"""Make malloc keep freed buffers of a few MiB, so that the kernel need not supply their pages again in every round."""
 
 _MAIN = """
 import sys
@@ -31,31 +31,31 @@ main(*map(int, sys.argv[1:4]))
 
 
 class LocalHost:
-    """This machine."""
+    """This machine, as the host of processes."""
 
     name, kind, ahead = "local", "a process", AHEAD
 
     def open(self) -> None:
-        """Do nothing."""
+        """Do nothing: this machine needs no preparation."""
 
     def begin(self, beginning: Beginning) -> LocalProcess:
-        """Start a process, which begins to load the script."""
+        """Start a process and return it; the process then loads the script."""
         return LocalProcess(beginning)
 
     def close(self) -> None:
-        """Do nothing."""
+        """Do nothing: `open` has created nothing."""
 
 
 class LocalProcess:
-    """A process behind a socket pair, and behind a pipe with the numbers of its jobs: see `site_process`."""
+    """A process on this machine, connected by a socket pair and a pipe with the numbers of its jobs: `site_process`."""
 
     def __init__(self, beginning: Beginning) -> None:
-        self._base = ""  # digest of the version that it has
+        self._base = ""  # digest of the version that was sent to the process last
         self._numbers, self._put = OwnedFile(), OwnedFile()
         self._numbers.fd, self._put.fd = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         mine, theirs = ProcessPipe.pair()
-        environment = {"PYTHONHASHSEED": "0"} | _MEMORY | dict(os.environ)  # the order of sets is the same in all
-        for name in ("ATOLL_SERVER", "ATOLL_SITE", "ATOLL_DIR", "ATOLL_FAILPOINTS"):  # these are for other processes
+        environment = {"PYTHONHASHSEED": "0"} | _MEMORY | dict(os.environ)  # same order of sets in every process
+        for name in ("ATOLL_SERVER", "ATOLL_SITE", "ATOLL_DIR", "ATOLL_FAILPOINTS"):  # meant for other processes
             environment.pop(name, None)
         try:
             self._popen = subprocess.Popen(
@@ -66,22 +66,24 @@ class LocalProcess:
                 ],
                 pass_fds=[theirs.fileno(), self._numbers.fd],
                 stdin=subprocess.DEVNULL,
-                stdout=2,  # keep its output apart from a summary
+                stdout=2,  # so that its output does not mix with a summary on standard output
                 env=environment,
-                start_new_session=True,  # Ctrl-C reaches the simulation alone, which ends this
+                start_new_session=True,  # Ctrl-C reaches only the simulation, which then kills this process
             )
         finally:
             theirs.close()
         self.pid = self._popen.pid
         self._channel = ProcessPipe(mine)
-        with contextlib.suppress(OSError):  # `ready` tells how it ended
+        with contextlib.suppress(OSError):  # if the process has ended, `ready` reports that
             self._channel.send({"what": "begin", "beginning": beginning.model_dump(mode="json")})
 
     def ready(self) -> None:
-        """Wait until it has loaded the script.
+        """Wait until the process has loaded the script.
 
         Raises:
-            ConfigError: that cannot be loaded. Killed, RunFailed: it has ended.
+            ConfigError: the script cannot be loaded.
+            Killed: a signal killed the process.
+            RunFailed: the process ended by itself, or did not load the script within `START_S`.
         """
         late = threading.Event()
 
@@ -116,7 +118,7 @@ class LocalProcess:
             raise ConfigError(told["message"], told["remedy"])
 
     def give(self, job: Job) -> None:
-        """Have it train a job; `hear` tells if it has ended."""
+        """Send a job to the process, after the job's version. If the process has ended, only `hear` reports that."""
         with contextlib.suppress(OSError):
             if self._base != job.ticket.base_digest:
                 self._base = job.ticket.base_digest
@@ -125,11 +127,11 @@ class LocalProcess:
             os.write(self._put.fd, job.ticket.id.to_bytes(NUMBER_BYTES, "little"))
 
     def take_back(self) -> int | None:
-        """Take the number of the oldest job that it has not begun out of the pipe."""
+        """Read the number of the oldest job that the process has not begun from the pipe; None if the pipe is empty."""
         return take_number(self._numbers.fd)
 
     def hear(self) -> tuple[int, Answer] | None:
-        """Return the next answer and its job's ticket; None once the process has ended."""
+        """Wait for the next answer; return (ticket of the job, answer), or None once the process has ended."""
         try:
             told, _ = self._channel.receive()
         except (EOFError, OSError):
@@ -138,11 +140,11 @@ class LocalProcess:
         return told.pop("job"), Answer.from_json(told)
 
     def kill(self) -> None:
-        """Kill it."""
+        """Kill the process."""
         self._popen.kill()
 
     def bury(self) -> str:
-        """Wait for its end, end what it has started, and return how it ended. Idempotent."""
+        """Wait until the process has ended, kill its child processes, and return how it ended. Idempotent."""
         with contextlib.suppress(ChildProcessError):
             os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
             with contextlib.suppress(ProcessLookupError):

@@ -1,7 +1,7 @@
-"""Actors of Ray that train simulated sites, on this machine or on a cluster; they share no disk with the simulation.
+"""Train simulated sites in actors of Ray, on this machine or on a cluster. Actors share no disk with the simulation.
 
-Versions, updates and what a site keeps between its rounds travel as Ray's objects. An actor that is lost leaves nothing
-behind, so another one gets the same job.
+Versions, updates and local state travel as Ray objects. The simulation stores all results, so if an actor is lost,
+another actor gets the same job.
 """
 
 from __future__ import annotations
@@ -28,23 +28,25 @@ from atoll.simulate.site_process import Station, answer_to
 
 CONNECT_S = 5.0
 TEMPORARY, FOLDER = "/tmp", "atoll-ray-"
-"""Where Ray has its files, if the simulation starts it; names of sockets in it have to be short."""
+"""Folder of Ray's files, and the prefix of its name, if the simulation starts Ray. Paths of Ray's sockets must be
+short."""
 ACTOR = "atoll-actor-"
-"""Prefix of an actor's folder, followed by its process."""
+"""Prefix of the name of an actor's folder; the actor's process id follows."""
 END_S = 2.0
-"""Time for idle actors to remove their files."""
+"""Time for an idle actor to remove its files before it is killed."""
 INSTALL = "Install it: pip install 'atoll[ray]'; or take engine local, which needs nothing."
 
 
 class Actor:
-    """A process of Ray that trains simulated sites.
+    """The class of a Ray actor: a process that trains simulated sites.
 
     Args:
-        folder: for its files; None: that of temporary files there.
+        beginning: the message `Beginning`, as JSON values.
+        folder: where to create the actor's folder; None: in the temporary folder of the actor's machine.
     """
 
     def __init__(self, beginning: dict[str, Any], folder: str | None) -> None:
-        os.dup2(2, 1)  # what the script prints must not mix with a summary
+        os.dup2(2, 1)  # the script's output must not mix with a summary on standard output
         temporary = folder or tempfile.gettempdir()
         _remove_left_behind(temporary, ACTOR)
         self._folder = tempfile.TemporaryDirectory(dir=temporary, prefix=f"{ACTOR}{os.getpid()}-")
@@ -57,24 +59,29 @@ class Actor:
             self._error = error
 
     def ready(self) -> dict[str, Any]:
-        """Return where it runs, or why it cannot train."""
+        """Return the process id and host of this actor, or the error because of which the actor cannot train."""
         if self._error is not None:
             return {"message": self._error.message, "remedy": self._error.remedy, "trace": self._error.trace}
         return {"pid": os.getpid(), "host": socket.gethostname()}
 
     def end(self) -> None:
-        """Remove its files before it is killed."""
+        """Remove the actor's files. Called before the actor is killed."""
         self._folder.cleanup()
 
     def take(self, version: np.ndarray[Any, Any]) -> None:
-        """Take the version to train from, until the next one comes."""
+        """Store the version to train from; it replaces the last one."""
         write_at(self._base, version.data, 0)
 
     def train(self, job: dict[str, Any], kept: Kept, nbytes: int) -> tuple[dict[str, Any], Any, Kept]:
-        """Train a job, with what its site keeps; return the answer, the update, and what the site keeps from now on.
+        """Train one round of one site.
 
         Args:
-            nbytes: of an update.
+            job: the message `SiteRound`, as JSON values.
+            kept: the site's local state before the round.
+            nbytes: size of an update, in bytes.
+
+        Returns:
+            The answer as JSON values, the bytes of the update (empty without one), and the local state after the round.
         """
         folder = Path(self._folder.name) / job["site"]
         try:
@@ -83,18 +90,18 @@ class Actor:
             update = np.empty(nbytes if answer.update is not None else 0, np.uint8)
             read_at(self._spool, update.data, 0)
             return answer.to_json(), update, read_kept(folder)
-        except OSError as error:  # this machine's disk
+        except OSError as error:  # the disk of the actor's machine
             return answer_to(error).to_json(), np.empty(0, np.uint8), {}
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
 
 class RayHost:
-    """Ray, on this machine or on a cluster.
+    """Ray, on this machine or on a cluster, as the host of processes.
 
     Args:
-        processes: how many actors are to run at once.
-        address: of a cluster; None: Ray is started on this machine, unless this program has one.
+        processes: how many actors run at the same time.
+        address: the address of a Ray cluster; None: start Ray on this machine, unless this program is connected to Ray.
 
     Raises:
         ConfigError: Ray is not installed.
@@ -110,12 +117,16 @@ class RayHost:
         self.ray: Any = ray
         self._count, self._address = processes, address
         self._lock = threading.Lock()  # guards `_version`
-        self._version: tuple[str, Any] = "", None  # digest, and Ray's object
+        self._version: tuple[str, Any] = "", None  # digest of the newest version, and its Ray object
         self.folder: str | None = None
         self._cleanup = contextlib.ExitStack()
 
     def open(self) -> None:
-        """Connect to Ray, or start it, unless this program has connected already."""
+        """Connect to the Ray cluster, or start Ray here. Do nothing if this program is already connected to Ray.
+
+        Raises:
+            ServerUnreachable: Ray cannot be reached or started.
+        """
         if self.ray.is_initialized():
             return
         options: dict[str, Any] = {"address": self._address or "local", "logging_level": logging.ERROR}
@@ -135,19 +146,24 @@ class RayHost:
             raise ServerUnreachable(f"Ray {at}cannot be reached: {last.rstrip('.')}.", _REMEDY) from error
 
     def close(self) -> None:
-        """Call `ray.shutdown` if `open` has called `ray.init`, and remove Ray's folder if it was made. Idempotent."""
+        """Undo what `open` has done: shut Ray down, and remove Ray's folder. Idempotent."""
         self._cleanup.close()
 
     def begin(self, beginning: Beginning) -> RayProcess:
-        """Start an actor, which begins to load the script."""
+        """Start an actor and return it; the actor then loads the script."""
         kind = self.ray.remote(num_cpus=1, max_restarts=0)(Actor)
         return RayProcess(self, kind.remote(beginning.model_dump(mode="json"), self.folder), Path(beginning.sites))
 
     def got(self, ref: Any, timeout_s: float | None = None) -> Any:
-        """Return what an actor answers.
+        """Wait for the result of an actor's method, and return the result.
+
+        Args:
+            ref: the Ray reference of the result.
+            timeout_s: how long the actor may take to start, in seconds; None: forever.
 
         Raises:
-            _Lost: it has ended, or its machine has. RunFailed: it does not begin, or Ray cannot go on.
+            _Lost: the actor or its machine has ended.
+            RunFailed: the actor did not start in time, or Ray failed.
         """
         known = self.ray.exceptions
         try:
@@ -157,11 +173,11 @@ class RayHost:
                 f"Ray has started no process for a simulated site in {timeout_s:g} s.",
                 f"Take fewer processes than {self._count}, or a cluster with as many free CPUs.",
             ) from None
-        except known.OutOfMemoryError as error:  # Ray has killed it, before the machine did
+        except known.OutOfMemoryError as error:  # Ray killed the actor before the kernel would
             raise _Lost(" (its machine had too little memory)") from error
         except (known.RayActorError, known.WorkerCrashedError, known.NodeDiedError, known.ObjectLostError) as error:
             raise _Lost from error
-        except known.RayTaskError:  # a bug of this package in an actor
+        except known.RayTaskError:  # a bug of Atoll in the actor
             raise
         except known.RayError as error:
             last = (str(error).strip().splitlines() or [""])[0]
@@ -171,7 +187,7 @@ class RayHost:
             ) from error
 
     def version(self, job: Job) -> Any:
-        """Return the version of a job as one object of Ray for all actors."""
+        """Return a job's version as a Ray object, which all actors share."""
         with self._lock:
             if self._version[0] != job.ticket.base_digest:
                 content = np.empty(os.fstat(job.base.fd).st_size, np.uint8)
@@ -181,28 +197,31 @@ class RayHost:
 
 
 class _Lost(Exception):
-    """An actor has ended."""
+    """The error for an actor that has ended."""
 
 
 class RayProcess:
-    """An actor, with what its sites keep, which lies here.
+    """An actor of Ray, seen from the simulation.
 
     Args:
-        sites: folder of what sites keep between their rounds.
+        host: the connection to Ray.
+        actor: Ray's handle of the actor.
+        sites: the simulation's folder with the local state of all sites.
     """
 
     def __init__(self, host: RayHost, actor: Any, sites: Path) -> None:
         self._host, self._actor, self._sites = host, actor, sites
-        self._base = ""  # digest of the version that it has
+        self._base = ""  # digest of the version that the actor has
         self._given: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._is_idle, self._how = True, "was lost"
         self.pid = 0
 
     def ready(self) -> None:
-        """Wait until it has loaded the script.
+        """Wait until the actor has loaded the script.
 
         Raises:
-            ConfigError: that cannot be loaded. RunFailed: Ray starts no actor, or it has ended.
+            ConfigError: the script cannot be loaded.
+            RunFailed: Ray did not start the actor in time, or the actor has ended.
         """
         try:
             told = self._host.got(self._actor.ready.remote(), engine.START_S)
@@ -216,14 +235,14 @@ class RayProcess:
         self.pid = told["pid"] if told["host"] == socket.gethostname() else 0
 
     def give(self, job: Job) -> None:
-        """Let `hear` send the job."""
+        """Queue the job; `hear` sends it to the actor."""
         self._given.put(job)
 
     def take_back(self) -> None:
-        """Return None: it has one job at a time."""
+        """Return None: an actor never has a job in advance."""
 
     def hear(self) -> tuple[int, Answer] | None:
-        """Have the next job trained, and return its ticket and its answer; None once the actor has ended."""
+        """Send the next job to the actor and wait; return (ticket, answer), or None once the actor has ended."""
         if (job := self._given.get()) is None:
             return None
         self._is_idle = False
@@ -236,7 +255,7 @@ class RayProcess:
         return job.ticket.id, answer
 
     def _train(self, job: Job) -> Answer:
-        """Train a job with its version and what its site keeps; put the update into the spool."""
+        """Send the actor a job with its version and local state; store the update in the spool, and the new state."""
         folder = self._sites / job.site
         if self._base != job.ticket.base_digest:
             self._host.got(self._actor.take.remote(self._host.version(job)))
@@ -244,7 +263,7 @@ class RayProcess:
         given = self._actor.train.remote(job.round.to_json(), read_kept(folder), job.update_bytes)
         told, update, kept = self._host.got(given)
         answer = Answer.from_json(told)
-        if not answer.disk:  # else it has kept nothing of this round
+        if not answer.disk:  # after an error of its disk, an actor returns no local state
             try:
                 write_at(job.spool_fd, update.data, 0)
                 write_kept(folder, kept)
@@ -253,22 +272,27 @@ class RayProcess:
         return answer
 
     def kill(self) -> None:
-        """Kill the actor; an idle one removes its files first, unless they go with Ray's folder. Idempotent."""
+        """Kill the actor. Let an idle actor remove its files before, unless they are in Ray's folder. Idempotent."""
         ray, is_idle, self._is_idle = self._host.ray, self._is_idle, False
-        with contextlib.suppress(Exception):  # it has ended, or Ray has
+        with contextlib.suppress(Exception):  # the actor or Ray may have ended
             if is_idle and self._host.folder is None and ray.is_initialized():
                 ray.wait([self._actor.end.remote()], timeout=END_S)
             ray.kill(self._actor)
         self._given.put(None)
 
     def bury(self) -> str:
-        """Kill what is left of it; the next actor on its machine removes its files."""
+        """Kill the actor, and return how it ended. The next actor on the same machine removes its files."""
         self.kill()
         return self._how
 
 
 def _remove_left_behind(temporary: str, prefix: str) -> None:
-    """Remove the folders of processes that were killed."""
+    """Remove the folders of processes that no longer run.
+
+    Args:
+        temporary: the folder in which to look.
+        prefix: the prefix of the folders' names; a process id follows.
+    """
     for path in Path(temporary).glob(f"{prefix}*-*"):
         owner = path.name.removeprefix(prefix).partition("-")[0]
         if owner.isdecimal() and not Path(f"/proc/{owner}").exists():
@@ -282,7 +306,7 @@ _REMEDY = (
 
 
 def _require_listening(address: str) -> None:
-    """Refuse an address where no process listens: Ray itself would try for a minute.
+    """Check that a process listens at an address. Without this check, Ray would try to connect for a minute.
 
     Raises:
         ServerUnreachable: no process listens there.

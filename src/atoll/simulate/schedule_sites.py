@@ -1,7 +1,7 @@
-"""The rounds of a simulation: its sites join, get tickets and submit as workers do, without a network.
+"""Run the rounds of a simulation: simulated sites join, get tickets and submit like workers, without a network.
 
-The server's own handlers, round machine and journal decide. Messages of many sites share one transaction of the
-journal, because they come by the thousand; a kill in between only means that these sites train again.
+The calls go to the server's own handlers, rounds and journal. Messages of many sites share one transaction of the
+journal, because thousands arrive. If the process is killed before a commit, these sites train again.
 """
 
 from __future__ import annotations
@@ -32,14 +32,18 @@ from atoll.worker.log_lines import told
 
 
 class Bases:
-    """The versions that sites train from, each pinned while one does; the newest stays pinned in between."""
+    """The versions that simulated sites train from. A version stays pinned at least while a site trains from it.
+
+    Args:
+        versions: the server's versions.
+    """
 
     def __init__(self, versions: Versions) -> None:
         self._versions = versions
         self._users: dict[Pin[VersionRow], int] = {}
 
     def take(self, version: int) -> Pin[VersionRow]:
-        """Pin the version for one more site, and release others that no site trains from."""
+        """Return the pinned version for one more site. If it is newly pinned, release versions that no site uses."""
         base = next((pin for pin in self._users if pin.row.version == version), None)
         if base is None:
             for idle in [pin for pin, count in self._users.items() if not count]:
@@ -51,11 +55,11 @@ class Bases:
         return base
 
     def give_back(self, base: Pin[VersionRow]) -> None:
-        """Note that one site trains from it no more."""
+        """Count that one site fewer trains from the version."""
         self._users[base] -= 1
 
     def release(self) -> None:
-        """Release all: no site trains any more."""
+        """Release all versions. Call this once no site trains any more."""
         for base in self._users:
             base.release()
         self._users.clear()
@@ -65,32 +69,34 @@ LOG = logging.getLogger("atoll.simulate")
 T = TypeVar("T")
 
 TRACES = 3
-"""Tracebacks that are shown in full; of further sites the last line alone."""
+"""Number of tracebacks in the log; further failures are only counted."""
 PATIENCE = 2
-"""Round deadlines that a site may train for while others wait for its process."""
+"""While other sites wait for a process, a site may train in it for this many times `rounds.deadline_s`."""
 LEAST_PATIENCE_S = 10.0
 GATHER_S = 0.004
-"""Answers within this time share one transaction, which costs as much as three answers. Meanwhile processes train the
-jobs that they were given ahead."""
+"""Answers that arrive within this time share one transaction, which takes as long as three answers. Meanwhile,
+processes train the jobs that they got in advance."""
 JOIN_AT_ONCE = 500
 HOST = "simulated"
 
 
 class Conductor:
-    """Runs the rounds of a simulation, on the event loop of its run.
+    """Runs the rounds of a simulation on the server's event loop.
 
     Args:
-        sites: every simulated site.
-        engine: trains them.
-        folder: of what sites keep between their rounds; None: this run's keep nothing.
-        on_round: called with every round that is committed.
+        run: the server's coordinator of the run.
+        sites: names of all simulated sites.
+        engine: the processes that train the sites.
+        folder: the folder with the sites' local state; None if sites have no local state in this run.
+        on_round: called with the summary of every committed round.
 
     Attributes:
-        worker_rounds: updates that were accepted.
-        late: updates that came after their round had closed.
-        refused: site → how many of its updates were refused.
-        failed: site → what ended its part.
-        bytes_up, bytes_down: of tensors that would have travelled.
+        worker_rounds: number of accepted updates.
+        late: number of updates that came after their round had closed.
+        refused: site → number of its refused updates.
+        failed: site → the error that ended its participation.
+        bytes_up: bytes of tensors that sites would have sent.
+        bytes_down: bytes of tensors that sites would have received.
     """
 
     def __init__(
@@ -108,25 +114,25 @@ class Conductor:
         self._lock = threading.Lock()  # guards `_rung`
         self._leases: dict[str, Lease] = {}
         self._jobs: dict[str, Job] = {}
-        self._counted = set[str]()  # sites of which an update counts in the run
+        self._counted = set[str]()  # sites with an accepted update in the run
         self._bases = Bases(run.store.versions)
         self._done = run.state.rounds[0].done
-        self._stuck = Counter[str]()  # site → how often it did not return, since its last update
+        self._stuck = Counter[str]()  # site → how often it did not return since its last accepted update
         self._patience_s = max(LEAST_PATIENCE_S, PATIENCE * run.settings.rounds.deadline_s)
         self._engine_failed: Exception | None = None
         self.worker_rounds = self.late = self.bytes_up = self.bytes_down = 0
         self.failed: dict[str, str] = {}
         self.refused = Counter[str]()
 
-    # -- answers of an engine, in its threads
+    # -- answers of the engine, called in its threads
 
     def answered(self, job: Job, answer: Answer) -> None:
-        """Queue the answer for the loop, and wake it; called in an engine's thread."""
+        """Queue the answer for the event loop, and wake the loop. Called in a thread of the engine."""
         self._heard.append((job, answer))
         self._ring()
 
     def failed_to_go_on(self, error: Exception) -> None:
-        """Keep the error, which `conduct` raises, and wake the loop; called in an engine's thread."""
+        """Store the error, so that `conduct` raises it, and wake the loop. Called in a thread of the engine."""
         self._engine_failed = error
         self._ring()
 
@@ -134,7 +140,7 @@ class Conductor:
         with self._lock:
             rung, self._rung = self._rung, True
         if not rung:
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nothing waits any more
+            with contextlib.suppress(RuntimeError):  # the loop is closed
                 self._loop.call_soon_threadsafe(self._news.set)
 
     # -- the loop
@@ -143,7 +149,8 @@ class Conductor:
         """Run rounds until the run is finished.
 
         Raises:
-            RunFailed: no round can close any more. AtollError: the run failed, or the engine.
+            RunFailed: a round cannot close, because no site is left that could submit.
+            AtollError: the run or the engine failed.
         """
         await self._join()
         watching = [asyncio.ensure_future(each) for each in (self._watch(), self._free_processes())]
@@ -153,7 +160,7 @@ class Conductor:
                 with self._lock:
                     self._rung = False
                 self._raise_what_failed()
-                while self._heard and self._run.filtering.filters:  # which take their time, in other threads
+                while self._heard and self._run.filtering.filters:  # filters wait for other threads
                     await self._take(*self._heard.popleft())
                 with self._together():
                     while self._heard and not self._run.filtering.filters:
@@ -162,7 +169,7 @@ class Conductor:
                 self._tell_of_rounds()
                 self._require_hope()
                 await self._news.wait()
-                if len(self._heard) < len(self._jobs):  # else no worker trains, and nothing more comes
+                if len(self._heard) < len(self._jobs):  # else no site trains, so no further answer comes
                     await asyncio.sleep(GATHER_S)
             self._tell_of_rounds()
             self._raise_what_failed()
@@ -172,7 +179,7 @@ class Conductor:
             self._let_go_of_all()
 
     async def _watch(self) -> None:
-        """Wake the loop whenever the run has changed."""
+        """Wake the loop of `conduct` whenever the run has changed or ended."""
         ended = asyncio.ensure_future(self._run.ended.wait())
         ended.add_done_callback(lambda _: self._news.set())
         try:
@@ -183,14 +190,14 @@ class Conductor:
             ended.cancel()
 
     async def _free_processes(self) -> None:
-        """End processes that train one site for too long while others wait, if rounds have a deadline."""
+        """If rounds have a quorum and deadline, kill processes that train one site for too long while others wait."""
         while self._run.settings.rounds.quorum:
             await asyncio.sleep(self._patience_s / 4)
             self._engine.free(self._patience_s)
 
     @contextlib.contextmanager
     def _together(self) -> Iterator[None]:
-        """Make the block one transaction. If it fails, the run ends, and the next start goes on from before it."""
+        """Run the block as one transaction of the journal. If it fails, the run fails and nothing of it is stored."""
         try:
             with self._run.store.journal.transaction():
                 yield
@@ -205,10 +212,10 @@ class Conductor:
             raise self._engine_failed
 
     def _require_hope(self) -> None:
-        """Refuse to wait for an update that cannot come.
+        """Check that the open round can still close.
 
         Raises:
-            RunFailed: no site trains, and none is left that could.
+            RunFailed: the round waits for updates, but no site trains and none can be asked.
         """
         state = self._run.state
         if self._jobs or self._heard or self._run.failed or state.rounds[0].phase not in ("open", "gathering"):
@@ -235,10 +242,12 @@ class Conductor:
     # -- sites
 
     async def _join(self) -> None:
-        """All of them: round one opens with the last. Those of an earlier start that are no more leave.
+        """Join all sites to the run; round 1 opens once the last one has joined.
+
+        Sites of an earlier start that this simulation does not have leave the run.
 
         Raises:
-            ConfigError: the run is one of real workers; or what one of them has kept is gone.
+            ConfigError: the run has real workers, or the local state of a site is missing.
         """
         begun = bool(self._run.roster)
         real = next((site for site, presence in self._run.roster.items() if presence.host != HOST), None)
@@ -265,7 +274,7 @@ class Conductor:
                         process=f"{self._run.store.run_log.epoch}x{number}",
                     )
                     self._leases[site] = Lease.parse(now(self._run.join(message)).lease)
-            await asyncio.sleep(0)  # a simulation of very many can be ended in between
+            await asyncio.sleep(0)  # so that a large simulation can be stopped meanwhile
 
     def _has_counted(self, site: str) -> bool:
         ticket, known = self._run.store.tickets.last_of(site), self._run.roster.get(site)
@@ -283,13 +292,13 @@ class Conductor:
     # -- jobs
 
     def _give(self) -> None:
-        """Have awaited sites trained, as many as the engine takes."""
+        """Give the engine jobs of the sites that the round waits for, up to the engine's capacity."""
         state = self._run.state
         if state.rounds[0].phase != "open" or len(self._jobs) >= self._engine.capacity:
             return
         self._run.require_space()
         self._offer(site for site, _ in waiting.missing(state, 0))
-        if not self._jobs:  # one that was refused may have another try, where the round cannot close without it
+        if not self._jobs:  # offer all: a refused site may get a new ticket if the round needs it
             self._offer(member.site for member in leases.alive(state.members))
 
     def _offer(self, sites: Iterable[str]) -> None:
@@ -318,7 +327,7 @@ class Conductor:
         )
 
     def _outcomes(self, site: str) -> tuple[messages.Outcome, ...]:
-        """Return the outcomes of the updates that the site's files depend on."""
+        """Return the outcomes of the updates on which the site's local state depends."""
         if self._folder is None:
             return ()
         tickets = sorted(pending(self._folder / site))
@@ -329,7 +338,7 @@ class Conductor:
         self._bases.give_back(job.base)
 
     def _let_go_of_all(self) -> None:
-        """No worker trains any more."""
+        """Close the engine, and release the spools and versions of all jobs."""
         self._engine.close()
         for job in self._jobs.values():
             job.release()
@@ -337,7 +346,7 @@ class Conductor:
         self._bases.release()
 
     async def _take(self, job: Job, answer: Answer) -> None:
-        """Handle the answer of a job as the server handles a worker's messages."""
+        """Handle the answer of a job: submit its update to the server, or end the site's participation."""
         del self._jobs[job.site]
         self._let_go(job)
         lease = self._leases[job.site]
@@ -363,7 +372,7 @@ class Conductor:
         except TicketClosed:
             self.late += 1
             LOG.warning("%s: round %d went on without it", job.site, job.ticket.round)
-        except UpdateRefused:  # the server has said why
+        except UpdateRefused:  # the server has logged why
             self.refused[job.site] += 1
         except LeaseLost:
             self.failed[job.site] = self._run.roster[job.site].error
@@ -374,7 +383,7 @@ class Conductor:
             self._run.bytes_up += nbytes
 
     async def _did_not_return(self, job: Job, lease: Lease) -> None:
-        """Give a site that did not return another try; after several, end its part in the run."""
+        """Count that a site's script did not return in time; after `ATTEMPTS` times, end the site's participation."""
         self._stuck[job.site] += 1
         told_s = f"{self._patience_s:g} s"
         LOG.warning(
@@ -390,7 +399,7 @@ class Conductor:
             await self._end(lease, Answer(error=why))
 
     async def _end(self, lease: Lease, answer: Answer) -> None:
-        """End the part of a site that raised, or returned without an update."""
+        """End the participation of a site that failed or submitted nothing: log why, and leave the run for the site."""
         site = lease.site
         self.failed[site] = answer.error or "it returned without an update"
         if not answer.trace:
@@ -403,10 +412,10 @@ class Conductor:
 
 
 def now(asked: Coroutine[Any, Any, T]) -> T:
-    """Return what a handler answers at once: no handler that is called here has to wait.
+    """Run a handler that never waits, outside of the event loop's scheduling, and return its result.
 
     Raises:
-        RuntimeError: it had to.
+        RuntimeError: the handler waited.
     """
     try:
         asked.send(None)

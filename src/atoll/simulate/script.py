@@ -1,8 +1,8 @@
-"""What a simulated site runs: the user's function or script, by a name that every process can load.
+"""The training code of simulated sites: a function or script, by a name that every process can load.
 
-train.py:train      a function of a worker, as `atoll.join` gives it
-train.py:main       a function of nothing, which calls `atoll.join` itself
-train.py            a script that does
+train.py:train      a function with one argument, the worker that `atoll.join` would return
+train.py:main       a function without arguments, which calls `atoll.join`
+train.py            a script, which calls `atoll.join`
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ if TYPE_CHECKING:
     from atoll.worker.training.federated_loop import Worker
 
 inside = False
-"""Whether this process belongs to a simulation, in which a script may not begin another one."""
+"""Whether this process trains sites of a simulation. A script in it must not start another simulation."""
 
 FORMS = "Write it as train.py:train, as my_package.module:train, or as the script train.py."
 
 
 def require_outside() -> None:
-    """Refuse to begin a simulation in a process of one.
+    """Refuse to start a simulation inside a process that trains sites of a simulation.
 
     Raises:
-        ConfigError: it is one.
+        ConfigError: this process is such a process.
     """
     if inside:
         raise ConfigError(
@@ -40,10 +40,14 @@ def require_outside() -> None:
 
 
 def name_of(script: str | Callable[..., Any]) -> str:
-    """Return the name by which another process finds a script; files are named from the root.
+    """Return the name by which another process can load a script; paths of files become absolute.
+
+    Args:
+        script: a function, or a name of code as above.
 
     Raises:
-        ConfigError: there is no such file. UsageError: the function is not at the top of a file.
+        ConfigError: the file does not exist, or the name names no code.
+        UsageError: the function is not at the top level of a file.
     """
     if callable(script):
         return _name_of_function(script)
@@ -71,14 +75,14 @@ def _name_of_function(function: Callable[..., Any]) -> str:
 
 
 class Script:
-    """The user's code in a process of a simulation, loaded once.
+    """The user's training code in one process of a simulation. A function is loaded once; a script runs each time.
 
     Args:
-        name: as `name_of` gives it.
-        arguments: what the code finds in `sys.argv`.
+        name: the name that `name_of` returned.
+        arguments: the arguments that the code finds in `sys.argv`.
 
     Raises:
-        ConfigError: it cannot be loaded, or takes more than a worker.
+        ConfigError: the code cannot be loaded, or takes more arguments than a worker.
     """
 
     def __init__(self, name: str, arguments: Sequence[str] = ()) -> None:
@@ -93,7 +97,7 @@ class Script:
             self._takes_worker = _takes_worker(name, self._function)
 
     def train(self, worker: Worker) -> None:
-        """Let it train one simulated site, which `atoll.join` gives meanwhile."""
+        """Run the script for one simulated site; in it, `atoll.join` returns that site's worker."""
         sys.argv = list(self._argv)
         if self._function is None:
             runpy.run_path(self.name, run_name="__main__")

@@ -1,7 +1,7 @@
-"""A simulated site's worker: it has no connection, and no files but those that last between its rounds.
+"""The worker of a simulated site: without a connection, and without files other than the site's local state.
 
-Its base is the server's file of the version. Its outbox is the server's spool, written and inspected in one pass, as
-the server inspects what arrives. Updates, error feedback, kept state and filters are those of every worker.
+Its base is the server's file of the version. Its outbox is the server's spool; each part is checked as it is written,
+like a part that arrives at the server. Updates, error feedback, local state and filters work as in every worker.
 """
 
 from __future__ import annotations
@@ -37,7 +37,18 @@ from atoll.worker.training.federated_loop import Model, Round, Worker, matching
 
 @dataclass(frozen=True)
 class Shared:
-    """What every simulated site of a process has in common: made once."""
+    """The objects that all simulated sites of a process share; created once.
+
+    Attributes:
+        info: the description of the run.
+        message: the schema of the run, as the server sends it.
+        split: the model's schema and its fragments.
+        layouts: layouts of version and update, and the codec.
+        inspection: checks the parts of an update.
+        losses: warns about updates that are zero or become zero when encoded.
+        watch: passed to each site's session.
+        rule: the algorithm's rule for local training; None if it has none.
+    """
 
     info: messages.RunInfo
     message: messages.SchemaMessage
@@ -50,7 +61,7 @@ class Shared:
 
     @classmethod
     def of(cls, info: messages.RunInfo, message: messages.SchemaMessage) -> Shared:
-        """Return it for a run, as its server describes it."""
+        """Create the shared objects from the description of a run."""
         split = message.to_split()
         layouts = Layouts.of(info, split.schema)
         inspection = Inspection(layouts.update, layouts.codecs)
@@ -59,14 +70,19 @@ class Shared:
 
 
 _path = lru_cache(8)(Path)
-"""Paths of files that all sites share: making one for each site takes longer than reading a tensor."""
+"""Cached `Path` objects of names that all sites share: creating one takes longer than reading a tensor."""
 
 
 class JobBase(TensorFile):
-    """The file of a version, as the server has it: read only. A `VersionFile`.
+    """The base of a simulated site: the server's file of the version, read-only. Has the interface of `VersionFile`.
+
+    Args:
+        layout: the layout of the version.
+        fd: a file descriptor of the file; this object closes it.
+        note: the note of the version.
 
     Attributes:
-        pulled: whether the site has asked for it; without that nothing can be submitted.
+        pulled: whether the script has pulled the version. Before that, it cannot submit.
     """
 
     def __init__(self, layout: Layout, fd: int, note: BaseNote) -> None:
@@ -75,23 +91,28 @@ class JobBase(TensorFile):
         self.note: BaseNote | None = note
 
     def holds(self, run: str, digest: str) -> bool:
-        """Return False until the site has pulled; then compare the digest alone, as the process has one run."""
+        """Return whether the script has pulled and the base has this digest. The run is always the same one."""
         return self.pulled and self.note is not None and self.note.digest == digest
 
     def begin_local(self) -> None:
-        """Fail: the file is the server's, and stays a version."""
+        """Fail: the server's file must not change."""
         raise AssertionError("the base of a simulated site is a version")
 
     def write(self, offset: int, data: memoryview) -> None:
-        """Fail: the file is the server's, and stays a version."""
+        """Fail: the server's file must not change."""
         raise AssertionError("the base of a simulated site is a version")
 
 
 class JobOutbox:
-    """The update, in the server's spool. An `OutboxFile`.
+    """The outbox of a simulated site: the server's spool. Has the interface of `OutboxFile`.
+
+    Args:
+        layout: the layout of the update.
+        fd: a file descriptor of the spool; the caller closes it.
+        inspection: checks each part.
 
     Attributes:
-        stats: of each part that is there; their digests are those that it was formed with.
+        stats: the statistics of each complete part, in order.
     """
 
     def __init__(self, layout: Layout, fd: int, inspection: Inspection) -> None:
@@ -101,7 +122,7 @@ class JobOutbox:
         self.fd, self._inspection = fd, inspection
 
     def write(self, offset: int, data: memoryview) -> None:
-        """Take the bytes that follow; parts are formed one after the other, and looked at once they are whole."""
+        """Write the next bytes of the update, and check each part that they complete. Parts are written in order."""
         write_at(self.fd, data, offset)
         for part in self.layout.parts[len(self.stats) :]:
             if part.stop > offset + len(data):
@@ -109,41 +130,41 @@ class JobOutbox:
             self.stats.append(self._inspection.look(part, self.fd))
 
     def read_into(self, offset: int, target: memoryview) -> None:
-        """Read back from the server's spool."""
+        """Read bytes of the update from `offset` on into `target`."""
         read_at(self.fd, target, offset)
 
     def begin(self, layout_digest: str) -> None:
-        """Forget the note and the stats; the layout is that of every update of the run."""
+        """Start a new update: forget the note and the statistics. All updates of the run have the same layout."""
         self.clear()
 
     def seal(self, note: OutboxNote) -> None:
-        """Keep the note in memory alone: where the process dies, another one trains the round again."""
+        """Keep the note in memory only: if this process ends, another process trains the round again."""
         self.note = note
 
     def mark_sent(self) -> None:
-        """Do nothing: the server reads it where it is."""
+        """Do nothing: the update is already at the server."""
 
     def is_damaged(self) -> bool:
-        """Return False: the note never outlives the process that has formed the update."""
+        """Return False: an update of an earlier process is never used."""
         return False
 
     def clear(self) -> None:
-        """Forget the note and the stats; the spool's bytes stay until they are overwritten."""
+        """Forget the note and the statistics; the bytes in the spool stay until they are overwritten."""
         self.note = None
         self.stats.clear()
 
     def close(self) -> None:
-        """The file is the server's."""
+        """Do nothing: the caller closes the spool."""
 
 
 class JobFiles:
-    """The base and the outbox of one round. `ExchangeFiles`."""
+    """The base and the outbox of one round. Has the interface of `ExchangeFiles`."""
 
     def __init__(self, base: JobBase, outbox: JobOutbox) -> None:
         self.base, self.outbox = base, outbox
 
     def beside(self) -> JobBase:
-        """The version of the round is the newest there is."""
+        """Return the base: in a simulation, there is no newer version beside the base."""
         return self.base
 
     def is_beside(self, run: str, digest: str) -> bool:
@@ -151,22 +172,22 @@ class JobFiles:
         return False
 
     def drop_beside(self) -> None:
-        """Do nothing: there is none."""
+        """Do nothing: there is no version beside the base."""
 
     def move_up(self) -> None:
-        """Do nothing: there is none."""
+        """Do nothing: there is no version beside the base."""
 
 
 class JobChannel:
-    """The part of a `Channel` that one round calls: the simulation joins, asks for tickets and leaves for its sites.
+    """The methods of `Channel` that one round needs. The simulation itself joins, requests tickets and leaves.
 
     Args:
-        shared: of its process.
+        shared: the objects that all sites of the process share.
         ticket: the ticket of this round.
-        outcomes: ticket → what became of an earlier update of the site.
+        outcomes: ticket → outcome of an earlier update of the site.
 
     Attributes:
-        update: what was submitted; None while nothing was.
+        update: the message with which the site submitted; None before that.
     """
 
     server, lease = "the simulation", ""
@@ -177,18 +198,18 @@ class JobChannel:
         self.update: messages.Complete | None = None
 
     def ticket(self, ticket: int) -> messages.TicketState:
-        """Return the outcome that came with the job; any other ticket counts as expired."""
+        """Return the outcome of a ticket, as it came with the job; "expired" for a ticket without one."""
         outcome = self._outcomes.get(ticket) or messages.Outcome(
             ticket=ticket, state="expired", base_version=0, reason="the run does not know it"
         )
         return messages.TicketState(outcome=outcome, parts=[], part_digests=[])
 
     def head(self, fragment: int) -> VersionRef:
-        """Return the base of the round's ticket, even where the run has moved on."""
+        """Return the base of this round's ticket, even if the run has a newer version."""
         return VersionRef(fragment, self._ticket.base_version, self._ticket.base_digest)
 
     def complete(self, ticket: int, update: messages.Complete, timeout_s: float) -> messages.Receipt:
-        """Keep the update in `update`, and count the bytes that would have travelled."""
+        """Store the message in `update`, count the bytes that a worker would have sent, and return a receipt."""
         self.update = update
         self.counters.add(up=self._shared.layouts.update.nbytes)
         base = self._ticket.base_version
@@ -196,13 +217,13 @@ class JobChannel:
 
 
 class JobPuller:
-    """Brings the version of the round into the tensors; it is there already."""
+    """Pulls the version of the round. Nothing is transferred, because the base is the version's file."""
 
     def __init__(self, base: JobBase, counters: Counters) -> None:
         self._base, self._counters = base, counters
 
     def pull(self, version: VersionRef, into: Tensors | None, patience: Patience, *, beside: bool = False) -> None:
-        """Let the base count as pulled, and load it into the tensors if there are any; ignore all other arguments."""
+        """Mark the base as pulled, and load it into the tensors `into`, if given. Ignore all other arguments."""
         self._base.pulled = True
         if into is not None:
             apply_version.load_(into, self._base)
@@ -210,17 +231,17 @@ class JobPuller:
 
 
 class SimulatedWorker(Worker):
-    """What the user's code iterates over: the one round that its site takes part in.
+    """The worker that the user's code gets in a simulation. Its loop has one round.
 
     Args:
-        shared: of its process.
-        job: what the site is told of the round.
-        base_fd: of the version to train from; belongs to this object from now on.
-        spool_fd: of the ticket's spool; stays the caller's.
-        folder: where the site keeps what lasts between its rounds; made where that is needed.
+        shared: the objects that all sites of the process share.
+        job: the site and its round.
+        base_fd: file descriptor of the version to train from; this object closes it.
+        spool_fd: file descriptor of the ticket's spool; the caller closes it.
+        folder: the folder of the site's local state; created only if the site has local state.
 
     Raises:
-        ConfigError: what it has kept is lost.
+        ConfigError: the site's local state is missing.
     """
 
     def __init__(self, shared: Shared, job: SiteRound, base_fd: int, spool_fd: int, folder: Path) -> None:
@@ -254,12 +275,12 @@ class SimulatedWorker(Worker):
 
     @property
     def update(self) -> messages.Complete | None:
-        """What was submitted; None while nothing was."""
+        """The message with which the site submitted; None before that."""
         return self._channel.update
 
     @property
     def stats(self) -> tuple[PartStats, ...]:
-        """What the parts of the update were found to be; their digests are those that they were formed with."""
+        """The statistics of each part of the update, with the digests that the worker computed from the parts."""
         note = self._outbox.note
         digests = note.part_digests if note is not None else ()
         return tuple(
@@ -268,14 +289,14 @@ class SimulatedWorker(Worker):
         )
 
     def close(self) -> None:
-        """Give every file back. Idempotent."""
+        """Close all files. Idempotent."""
         self._session.cleanup.close()
 
     def leave(self, error: BaseException | None = None) -> None:
-        """Do nothing: the site stays, unless its script raises."""
+        """Do nothing: the site stays in the run for its next round."""
 
     def load_into(self, model: Model) -> Model:
-        """Load the version that this round starts from: the newest there is while it is trained."""
+        """Load the version of this round into the model, and return the model."""
         self._place.exchange.pull(self._ticket.base, matching(self._session, model))
         return model
 

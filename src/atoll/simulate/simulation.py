@@ -1,4 +1,4 @@
-"""`atoll.Simulation`: a run with simulated sites, in a program or by `atoll simulate`."""
+"""`atoll.Simulation`: a run with simulated sites, started by a program or by `atoll simulate`."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from atoll.worker.arguments import require_site
 LOG = logging.getLogger("atoll.simulate")
 
 SITES = "sites"
-"""Folder in the state directory with what sites keep between their rounds."""
+"""Name of the folder, in the state directory, with the local state of all sites."""
 
 
 @dataclass(frozen=True)
@@ -47,17 +47,18 @@ class Simulated:
     """The result of a simulation.
 
     Attributes:
-        model: the result, a safetensors file.
-        metrics_file: a line for each round.
-        version: that the run is at.
-        rounds: of this call; a simulation that was continued has had others before.
-        worker_rounds: accepted updates of this call.
-        seconds: from the first join to the result.
-        bytes_up, bytes_down: of tensors that would have travelled between the sites and a server.
-        metrics: of the last round.
-        failed: site → what ended its part.
-        late: updates that came after their round had closed.
-        refused: site → how many of its updates were refused.
+        model: path of the trained model, a safetensors file.
+        metrics_file: path of a JSON Lines file with a line for each round.
+        version: number of the newest version.
+        rounds: number of rounds in this call. A continued simulation had further rounds before.
+        worker_rounds: number of accepted updates in this call.
+        seconds: time from the first join to the result.
+        bytes_up: bytes of tensors that sites would have sent to a server.
+        bytes_down: bytes of tensors that sites would have received from a server.
+        metrics: the metrics of the last round.
+        failed: site → the error that ended its participation.
+        late: number of updates that came after their round had closed.
+        refused: site → number of its refused updates.
     """
 
     model: Path
@@ -75,31 +76,33 @@ class Simulated:
 
     @property
     def worker_rounds_per_s(self) -> float:
-        """Accepted updates per second."""
+        """Number of accepted updates per second."""
         return self.worker_rounds / self.seconds if self.seconds else 0.0
 
 
 @public_api
 class Simulation:
-    """A run with simulated sites: trained in turn by a few processes, with no network in between.
+    """A run with simulated sites. A few processes train the sites in turn, without a network.
 
     Args:
         model: the initial model, as for `atoll.Server`.
-        settings: of the run, as for `atoll.Server`.
-        script: what each site runs: a function of a worker at the top level of a file, or the name of one
-            (`train.py:train`, `my_package.module:train`), or a script (`train.py`); by default the setting
-            `run.script`.
-        arguments: what the script finds in `sys.argv`.
-        sites: how many, `site-0000` and so on; or their names. By default the setting `rounds.sites`.
-        processes: that train them; by default one for each core.
-        engine: `local`, processes of this machine; or `ray`.
-        address: of a Ray cluster; by default Ray is started on this machine.
-        outer_optimizer, filters: as for `atoll.Server`.
-        on_round: called with every round's summary when it is committed.
+        settings: settings of the run, as for `atoll.Server`.
+        script: the training code of each site: a function with one argument, the worker, at the top level of a file;
+            the name of such a function (`train.py:train`, `my_package.module:train`); or a script (`train.py`). By
+            default the setting `run.script`.
+        arguments: arguments of the script, which it finds in `sys.argv`.
+        sites: the number of sites, with names `site-0000` and so on; or a list of names. By default the setting
+            `rounds.sites`.
+        processes: number of processes that train the sites; by default one for each core.
+        engine: `local` for processes on this machine, or `ray`.
+        address: the address of a Ray cluster; by default, Ray is started on this machine.
+        outer_optimizer: as for `atoll.Server`.
+        filters: as for `atoll.Server`.
+        on_round: called with the summary of every committed round.
 
     Raises:
-        ConfigError: a setting is unknown or wrong, or has no meaning in a simulation.
-        UsageError: another process cannot find the script.
+        ConfigError: a setting is unknown or wrong, or is not supported in a simulation.
+        UsageError: other processes cannot load the script.
     """
 
     def __init__(  # noqa: PLR0913 (options, by keyword)
@@ -144,14 +147,16 @@ class Simulation:
         self._started = False
         self._result: Simulated | None = None
 
-    # -- life
+    # -- start and end
 
     def run(self) -> Simulated:
-        """Simulate until the run is finished, or until `stop`; the same call on the same state directory goes on.
+        """Run the simulation until it is finished, and return the result.
+
+        If the simulation is interrupted, the same call on the same state directory continues it.
 
         Raises:
-            AtollError: it cannot begin, or go on; its message says how to go on.
-            UsageError: it was stopped before its end.
+            AtollError: the simulation cannot start or continue. The message has the remedy.
+            UsageError: `stop` was called before the simulation was finished.
         """
         self.start()
         try:
@@ -165,7 +170,11 @@ class Simulation:
         return self._result
 
     def start(self) -> Simulation:
-        """Begin in a thread, and return at once."""
+        """Start the simulation in a thread, and return at once.
+
+        Raises:
+            UsageError: this simulation was started before.
+        """
         if self._started:
             raise UsageError("The simulation was started already.", "Make a new one for a new start.")
         self._started = True
@@ -173,7 +182,7 @@ class Simulation:
         return self
 
     def stop(self) -> None:
-        """End it and every process. A new one on the same state directory goes on. Idempotent."""
+        """Stop the simulation and its processes. A new one on the same state directory continues it. Idempotent."""
         self._thread.stop()
 
     def __enter__(self) -> Simulation:
@@ -187,12 +196,12 @@ class Simulation:
 
     @property
     def exports(self) -> Path:
-        """Folder of `model.safetensors` and `metrics.jsonl`."""
+        """The folder of `model.safetensors` and `metrics.jsonl`."""
         return self.settings.exports
 
     @property
     def described(self) -> str:
-        """How it runs, in a few words."""
+        """The sites per round and the number of processes, in words."""
         name = "" if self._engine.name == "local" else f" of {self._engine.name}"
         rounds = self.settings.rounds
         asked = Sampling(rounds.sample_fraction, rounds.sample_min).size(len(self.sites))
@@ -200,7 +209,7 @@ class Simulation:
         return f"{per_round}{self._processes} process{'es' * (self._processes != 1)}{name}"
 
     def pids(self) -> list[int]:
-        """The processes that train, those of this machine."""
+        """Return the process ids of the training processes on this machine."""
         return self._engine.pids()
 
     # -- the thread
@@ -249,7 +258,7 @@ class Simulation:
         )
 
     def _simulated(self, run: Coordinator, conductor: Conductor, first: int, seconds: float) -> Simulated:
-        told = run.store.run_log.history(1, 0)[0].summary_json  # empty of version 0
+        told = run.store.run_log.history(1, 0)[0].summary_json  # empty for version 0
         last = status_messages.RoundSummary.model_validate_json(told) if told else None
         return Simulated(
             model=self.exports / "model.safetensors",
@@ -268,7 +277,7 @@ class Simulation:
 
 
 def threads_of(processes: int) -> int:
-    """Return torch's threads in each of so many processes: `OMP_NUM_THREADS`, else the cores divided among them."""
+    """Return the number of torch's threads for each process: `OMP_NUM_THREADS`, else cores divided by processes."""
     told = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
     if told.isdecimal() and int(told):
         return int(told)
@@ -276,7 +285,7 @@ def threads_of(processes: int) -> int:
 
 
 def cores() -> int:
-    """Return how many cores this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -309,10 +318,10 @@ _ONE_WHOLE_MODEL = (
 
 
 def _simulated(settings: Settings, sites: int) -> Settings:
-    """Return the settings of a run with simulated sites.
+    """Return the settings changed for a simulation: the number of sites, no heartbeats, no swarm.
 
     Raises:
-        ConfigError: something in them has no meaning here.
+        ConfigError: a setting is not supported in a simulation.
     """
     for key in _ONE_WHOLE_MODEL:
         if settings.at(key) != default_of(key):
@@ -333,7 +342,7 @@ def _simulated(settings: Settings, sites: int) -> Settings:
             "rounds.sites": sites,
             "network.heartbeat_timeout_s": 0.0,
             "network.heartbeat_interval_s": 0.0,
-            "swarm.enabled": False,  # where a round is reduced changes no bit of it
+            "swarm.enabled": False,  # a swarm computes the same bits as a server
             "swarm.aggregators": (),
         }
     )

@@ -1,14 +1,14 @@
-"""A process that trains simulated sites: it loads the user's code once, and trains one site at a time.
+"""A process that trains simulated sites: it loads the user's code once, then trains one site at a time.
 
-`Station` does so in any process. On this machine `LocalProcess` starts `main`, which ends with the simulation:
+`Station` does the training in any process. On this machine, `LocalProcess` starts a process that runs `main`. Messages:
 
-    from the simulation                 to the simulation
-    begin      what to load             ready | bad    it is loaded | it cannot be
-    version    a version's file
-    train      a job, and its spool     answer         what became of it
+    from the simulation                        to the simulation
+    begin      what to load                    ready | bad    the script is loaded | cannot be loaded
+    version    the file of a version
+    train      a job, and its spool's file     answer         the result of the job
 
-Jobs are given ahead. For each, its number goes into a pipe that both sides read: the side that reads the number has the
-job. So the simulation takes back a job that this process has not begun, and gives it to another one.
+Jobs are sent in advance. For each job, the simulation also writes its number into a pipe that both sides can read: the
+side that reads the number owns the job. So the simulation can take back a job that this process has not begun.
 """
 
 from __future__ import annotations
@@ -46,13 +46,16 @@ from atoll.worker.training.functional_loop import forget
 
 LAST_WORDS_CHARS = 2000
 FOLDERS = 1000
-"""Of sites. Their paths are kept: to make one takes as long as to read a tensor."""
+"""Number of cached `Path` objects of sites' folders: creating one takes as long as reading a tensor."""
 NUMBER_BYTES = 8
 _PR_SET_PDEATHSIG = 1
 
 
 class Station:
-    """Trains the simulated sites that one process is given.
+    """Trains simulated sites in one process.
+
+    Args:
+        beginning: the script, the run's description, and the seed.
 
     Raises:
         ConfigError: the script cannot be loaded.
@@ -65,23 +68,24 @@ class Station:
         self._shared = Shared.of(beginning.info, beginning.schema_message)
         self._folder_of = lru_cache(FOLDERS)(Path(beginning.sites).joinpath)
         self._seed = beginning.seed
-        built_for = (torch.version.cuda, torch.version.hip, getattr(torch.version, "xpu", None))  # asks no device yet
+        built_for = (torch.version.cuda, torch.version.hip, getattr(torch.version, "xpu", None))  # asks no device
         is_cpu = not any(built_for) and not torch.backends.mps.is_built()
-        self._seed_torch = torch.default_generator.manual_seed if is_cpu else torch.manual_seed  # 100 times as long
-        self._begin_random("", 0)  # what it draws when it is loaded is the same in every process
+        self._seed_torch = torch.default_generator.manual_seed if is_cpu else torch.manual_seed  # 100 × slower
+        self._begin_random("", 0)  # the script draws the same numbers in every process while it is loaded
         self._script = Script(beginning.script, beginning.arguments)
-        gc.freeze()  # a full collection would look at all that torch has imported, at every so many simulated sites
+        gc.freeze()  # else full collections, which come often here, visit all objects of torch
 
     def train(self, job: SiteRound, base_fd: int, spool_fd: int) -> Answer:
-        """Train one simulated site's round to its end.
+        """Train one round of one simulated site, and return its answer.
 
         Args:
-            base_fd: of the version to train from; stays the caller's.
-            spool_fd: where the update goes; stays the caller's.
+            job: the site and its round.
+            base_fd: file descriptor of the version to train from; the caller closes it.
+            spool_fd: file descriptor to which the update is written; the caller closes it.
         """
         try:
             worker = SimulatedWorker(self._shared, job, os.dup(base_fd), spool_fd, self._folder_of(job.site))
-        except (AtollError, OSError) as error:  # of what the site has kept
+        except (AtollError, OSError) as error:  # the site's local state is lost or unreadable
             return answer_to(error)
         try:
             self._begin_random(job.site, job.ticket.round)
@@ -98,7 +102,10 @@ class Station:
         return Answer(worker.update, worker.stats, bytes_down=worker.bytes_down)
 
     def _begin_random(self, site: str, round_: int) -> None:
-        """Seed what a site draws by its name and the round, not by which site trained here before."""
+        """Seed torch, random and NumPy from the run's seed, the site's name and the round.
+
+        So a site's random numbers do not depend on the process or on the sites trained in it before.
+        """
         drawn = int.from_bytes(blake3(f"{self._seed} {round_} {site}".encode()).digest(8), "little")
         self._seed_torch(drawn)
         random.seed(drawn)
@@ -106,11 +113,11 @@ class Station:
 
 
 def answer_to(error: BaseException, bytes_down: int = 0) -> Answer:
-    """Return the answer of a site that raised."""
+    """Return the answer for a site that failed with an error; the traceback begins at the user's first line."""
     trace: TracebackType | None = error.__traceback__
     here = os.path.dirname(__file__)
     while trace is not None and trace.tb_next is not None and trace.tb_frame.f_code.co_filename.startswith(here):
-        trace = trace.tb_next  # to the user's first line
+        trace = trace.tb_next  # skip Atoll's frames
     text = "".join(traceback.format_exception(type(error), error.with_traceback(None), trace))
     last = "".join(traceback.format_exception_only(error)).strip()
     words, disk = last[-LAST_WORDS_CHARS:] or type(error).__name__, _of_the_disk(error)
@@ -118,7 +125,7 @@ def answer_to(error: BaseException, bytes_down: int = 0) -> Answer:
 
 
 def _of_the_disk(error: BaseException) -> str:
-    """Return what failed, if it was the disk; else an empty text."""
+    """Return the message of a disk error among an error's causes; empty if there is none."""
     for cause in causes(error):
         if isinstance(cause, StoreError):
             return cause.message
@@ -128,7 +135,7 @@ def _of_the_disk(error: BaseException) -> str:
 
 
 def _say_little() -> None:
-    """Show warnings of simulated sites on standard error, and nothing of what they do."""
+    """Log only warnings of simulated sites, on standard error."""
     logger = logging.getLogger("atoll")
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(VisibleLines("atoll: "))
@@ -138,16 +145,16 @@ def _say_little() -> None:
     logger.propagate = False
 
 
-# -- a process of this machine
+# -- a process on this machine
 
 
 def main(channel_fd: int, numbers_fd: int, parent: int) -> None:
-    """Serve the simulation at the other end until it is gone.
+    """Train jobs of the simulation at the other end of the socket until the simulation has ended.
 
     Args:
-        channel_fd: a socket.
-        numbers_fd: the pipe's end for reading.
-        parent: its process; when that ends, however it does, this one is killed.
+        channel_fd: file descriptor of the socket.
+        numbers_fd: file descriptor of the read end of the pipe with job numbers.
+        parent: process id of the simulation. On Linux, the kernel kills this process when the simulation ends.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -159,10 +166,10 @@ def main(channel_fd: int, numbers_fd: int, parent: int) -> None:
 
 
 def take_number(fd: int) -> int | None:
-    """Return the next number in the pipe; None if there is none now.
+    """Return the next job number from the pipe; None if the pipe is empty.
 
     Raises:
-        EOFError: the simulation is gone.
+        EOFError: the simulation has ended.
     """
     try:
         read = os.read(fd, NUMBER_BYTES)
@@ -174,7 +181,10 @@ def take_number(fd: int) -> int | None:
 
 
 def _print_whole_lines() -> None:
-    """Print whole lines: all processes share standard error, and PYTHONUNBUFFERED would mix parts of their lines."""
+    """Make standard output and error line-buffered, so that lines of different processes do not mix.
+
+    All processes share standard error, and PYTHONUNBUFFERED would print parts of lines.
+    """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(line_buffering=True, write_through=False)
@@ -183,8 +193,8 @@ def _print_whole_lines() -> None:
 class _Child:
     def __init__(self, channel: ProcessPipe, numbers_fd: int) -> None:
         self._channel, self._numbers_fd = channel, numbers_fd
-        self._jobs: dict[int, tuple[dict[str, Any], int]] = {}  # those that came, oldest first
-        self._bases: dict[str, int] = {}  # digest → file, oldest first
+        self._jobs: dict[int, tuple[dict[str, Any], int]] = {}  # received and not begun, oldest first
+        self._bases: dict[str, int] = {}  # digest of a version → its file descriptor, oldest first
 
     def serve(self) -> None:
         told, _ = self._channel.receive()
@@ -203,25 +213,28 @@ class _Child:
             try:
                 answer = station.train(SiteRound.from_json(told), self._bases[told["ticket"]["base_digest"]], spool_fd)
             finally:
-                if os.getpid() != pid:  # the script has forked, and returns here, too
+                if os.getpid() != pid:  # the script forked: this is the child
                     os._exit(1)
                 os.close(spool_fd)
             self._channel.send({"what": "answer", "job": number, **answer.to_json()})
 
     def _next_number(self) -> int:
-        while (number := take_number(self._numbers_fd)) is None:  # no job has come, or it was taken back
+        while (number := take_number(self._numbers_fd)) is None:  # no job, or it was taken back
             select.select([self._numbers_fd], [], [])
         return number
 
     def _job(self, number: int) -> tuple[dict[str, Any], int]:
-        """Return the job of this number; jobs that came before it were taken back."""
+        """Return the job with this number and its spool's descriptor; drop earlier jobs, which were taken back.
+
+        Also close versions older than the one that the job needs.
+        """
         while number not in self._jobs:
             told, fd = self._channel.receive()
             assert fd is not None
             if told["what"] == "version":
                 self._bases[told["digest"]] = fd
                 continue
-            if (before := self._jobs.pop(told["job"], None)) is not None:  # taken back, and given again
+            if (before := self._jobs.pop(told["job"], None)) is not None:  # taken back, then sent again
                 os.close(before[1])
             self._jobs[told["job"]] = told, fd
         while (earlier := next(iter(self._jobs))) != number:
