@@ -1,4 +1,4 @@
-"""A run in one call: a recipe for each algorithm writes a run file and executes it.
+"""Start a whole run with one call: a recipe writes a run file for one algorithm and executes the run.
 
 recipe = FedAvgRecipe(
     name="digits", model=Net(), min_sites=2, num_rounds=5, train_script="train.py"

@@ -1,4 +1,4 @@
-"""The recipes, one for each algorithm or family of them; their pages are docs/algorithms/."""
+"""The recipes, one for each algorithm or family of algorithms. The algorithms are explained in docs/algorithms/."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ OPTIMIZERS = {"sgd": "fedavgm", "adam": "fedadam", "yogi": "fedyogi", "adagrad":
 @public_api
 @dataclass(eq=False)
 class FedAvgRecipe(Recipe):
-    """Federated averaging: the mean of what the sites trained, by weight."""
+    """A run with federated averaging: the new model is the weighted mean of the sites' models."""
 
     algorithm: ClassVar[str] = "fedavg"
 
@@ -25,10 +25,10 @@ class FedAvgRecipe(Recipe):
 @public_api
 @dataclass(eq=False)
 class FedProxRecipe(Recipe):
-    """FedAvg with a term that draws each site towards the global model.
+    """A run with FedProx: FedAvg with a loss term that pulls each site's model towards the global model.
 
     Args:
-        mu: how strongly, μ; the paper's best lie between 0.001 and 1.
+        mu: strength of that term, μ; the best values in the paper are between 0.001 and 1.
     """
 
     algorithm: ClassVar[str] = "fedprox"
@@ -38,11 +38,11 @@ class FedProxRecipe(Recipe):
 @public_api
 @dataclass(eq=False)
 class FedOptRecipe(Recipe):
-    """FedAvg with an optimizer at the server.
+    """A run with FedOpt: FedAvg with an adaptive optimizer or momentum at the server.
 
     Args:
-        server_optimizer: `adam`, `yogi`, `adagrad`, or `sgd` with momentum.
-        server_lr: its learning rate; by default the algorithm's.
+        server_optimizer: the server's optimizer: `adam`, `yogi`, `adagrad`, or `sgd` (with momentum).
+        server_lr: learning rate of the server's optimizer; by default that of the algorithm.
     """
 
     server_optimizer: str = field(default="adam", kw_only=True)
@@ -50,10 +50,10 @@ class FedOptRecipe(Recipe):
 
     @property
     def algorithm(self) -> str:  # type: ignore[override]
-        """Return the algorithm of the run file.
+        """The algorithm in the run file.
 
         Raises:
-            UsageError: there is no such optimizer; the nearest is named.
+            UsageError: `server_optimizer` is unknown. The message suggests the nearest name.
         """
         if self.server_optimizer not in OPTIMIZERS:
             raise UsageError(
@@ -66,10 +66,10 @@ class FedOptRecipe(Recipe):
 @public_api
 @dataclass(eq=False)
 class ScaffoldRecipe(Recipe):
-    """SCAFFOLD: each site corrects its steps by the mean direction of all; for sites with very different data.
+    """A run with SCAFFOLD, for sites with very different data: control variates correct each site's local steps.
 
     Args:
-        server_lr: η_g; by default 1.
+        server_lr: the server's learning rate, η_g; by default 1.
     """
 
     algorithm: ClassVar[str] = "scaffold"
@@ -79,12 +79,12 @@ class ScaffoldRecipe(Recipe):
 @public_api
 @dataclass(eq=False)
 class DiLoCoRecipe(Recipe):
-    """Low-communication training: sites synchronise every `sync_every` local steps.
+    """A run with DiLoCo: low-communication training, in which sites synchronise every `sync_every` local steps.
 
     Args:
-        sync_every: H.
-        outer_lr: of the outer optimizer; by default 0.7.
-        outer_momentum: of the outer optimizer; by default 0.9.
+        sync_every: local steps between two synchronisations, H.
+        outer_lr: learning rate of the outer optimizer; by default 0.7.
+        outer_momentum: momentum of the outer optimizer; by default 0.9.
     """
 
     algorithm: ClassVar[str] = "diloco"
@@ -96,18 +96,18 @@ class DiLoCoRecipe(Recipe):
 @public_api
 @dataclass(eq=False)
 class SwarmRecipe(Recipe):
-    """Rounds that sites aggregate, another one each time: no update goes through the server (docs/swarm.md).
+    """A swarm: sites aggregate the rounds in turn, and no update goes through the server (docs/swarm.md).
 
     Args:
-        algorithm: of the rounds; any that needs no code of your own.
-        aggregators: sites that aggregate, in turn; by default all of them, in an order that the seed draws.
+        algorithm: the algorithm in the run file: any that needs no code of your own.
+        aggregators: the sites that aggregate, in this order; by default all sites, in an order drawn from the seed.
     """
 
     algorithm: str = field(default="fedavg", kw_only=True)  # type: ignore[misc]
     aggregators: str | Sequence[str] = field(default=(), kw_only=True)
 
     def choices(self) -> dict[str, Any]:
-        """Return that sites aggregate, and which ones where that is given."""
+        """Return the settings of the swarm: that it is enabled, and the aggregators if given."""
         given = self.aggregators
         named = {"swarm.aggregators": (given,) if isinstance(given, str) else tuple(given)} if given else {}
         return {"swarm.enabled": True} | named

@@ -1,8 +1,8 @@
-"""Where a recipe runs: on this machine, simulated, or at a server that runs already.
+"""The environments that execute a recipe: real processes here, a simulation, or a running server.
 
-LocalEnv    `atoll server`, and a process for each site; all of them end with the call
-SimEnv      the same sites in simulation, trained in turn by a few processes
-ServerEnv   this site's script takes part in the run of a server, if it is the recipe's
+LocalEnv    start `atoll server` and a process for each site; all of them end before the call returns
+SimEnv      simulate the sites: a few processes train them in turn
+ServerEnv   run the script of this site in the run of a running server, if that run is the recipe's
 """
 
 from __future__ import annotations
@@ -50,28 +50,28 @@ from atoll.worker.session.leave_at_exit import LAST_STATUS
 
 RUN_FILE = "run.toml"
 SITES = "workers"
-"""The sites' own files lie there, in a folder for each."""
+"""Name of the folder that holds a folder of files for each site."""
 
 POLL_S = 0.2
 SCRIPT_POLL_S = 1.0
 START_S = 120.0
 END_S = 45.0
-"""From the end of the run until its processes have ended by themselves."""
+"""How long processes may take to end by themselves after the run has finished."""
 
 LISTENS = re.compile(r"^\d\d:\d\d:\d\d listening on (\S+)$", re.MULTILINE)
-"""A server says this once workers reach it. It stands in a line of its own, as other lines may hold words of a user."""
+"""The server's log line once workers can connect. Matches a whole line, because other lines may contain user text."""
 STOPPED = re.compile(r"^\d\d:\d\d:\d\d stopping; the same command goes on from", re.MULTILINE)
-"""A server says this when it is told to end before its run is finished."""
+"""The server's log line when a signal stops it before its run is finished."""
 FAILURES: dict[int, type[AtollError]] = {
     error.exit_code: error for error in (ConfigError, PortInUse, StateLocked, StoreError, AuthError)
 }
-"""Exit code of a server → the error that it ended with."""
+"""Exit code of a server → the class of the error that ended it."""
 
 OF_THE_CALL = {"ATOLL_SERVER", "ATOLL_SITE", "ATOLL_DIR"}
-"""Each site gets its own."""
+"""Variables that each site's process gets with its own values."""
 
 NOT_COMPARED = {"protocol", "run", "schema_bytes", "trains", "sends_tasks", "keeps_local", "local_package"}
-"""What a server says of a run that is no setting of it."""
+"""Fields of a server's run description that no setting decides."""
 SETTING_OF = {
     "name": "run.name",
     "schema_digest": "model.source",
@@ -88,12 +88,12 @@ SETTING_OF = {
     "downlink_codec": "aggregation.download_codec",
     "downlink_codec_options": "aggregation.download_codec",
 }
-"""What a server says → the setting that decides it, where the names differ."""
+"""Field of a server's run description → the setting that decides it, if the names differ."""
 
 
 @dataclass(frozen=True)
 class _HereEnv(Strict):
-    """What the environments on this machine share."""
+    """Base class of the environments that execute the whole run from this machine."""
 
     sites: int
     folder: str | Path | None = None
@@ -105,10 +105,10 @@ class _HereEnv(Strict):
             require_path(self, "folder", self.folder)
 
     def _prepared(self, recipe: Recipe) -> tuple[Path, Settings]:
-        """Return the folder of the run, with its run file in it, and the settings of that file.
+        """Write the run file into the run's folder; return the folder and the settings in that file.
 
         Raises:
-            UsageError: no round could close with so few sites, or the folder cannot be used.
+            UsageError: there are too few sites for a round, or the folder cannot be used.
         """
         require_sites(recipe, self.sites)
         folder = prepared(recipe, self.folder, self.sites)
@@ -122,17 +122,17 @@ class _HereEnv(Strict):
 @public_api
 @dataclass(frozen=True)
 class LocalEnv(_HereEnv):
-    """Real processes on this machine: a server, and a process for each site.
+    """An environment of real processes on this machine: a server, and a process for each site.
 
     Args:
-        sites: how many; round one waits for all of them.
-        folder: for the run file, logs, state and result; by default a new one in `atoll-recipes`. Where the same run
-            lies there already, it goes on.
-        quiet: print nothing while it runs.
-        threads: of PyTorch in each process; 0: as the environment says.
+        sites: number of sites; round 1 waits for all of them.
+        folder: the folder for the run file, logs, state and result; by default a new one in `atoll-recipes`. If the
+            folder already has the same run, that run is continued.
+        quiet: print nothing during the run.
+        threads: number of PyTorch's threads in each process; 0: as the environment variables say.
 
     Raises:
-        UsageError: a value is of a wrong type.
+        UsageError: a value has a wrong type.
     """
 
     threads: int = 1
@@ -142,7 +142,7 @@ class LocalEnv(_HereEnv):
         require_number(self, "threads", self.threads, 0)
 
     def run(self, recipe: Recipe) -> RunResult:
-        """Execute a recipe. All that was started has ended when this returns or raises.
+        """Execute a recipe, and return the result. No process is left when this method returns or raises.
 
         Raises:
             AtollError: the server could not start, too few sites are left, or the run failed.
@@ -156,17 +156,19 @@ class LocalEnv(_HereEnv):
 @public_api
 @dataclass(frozen=True)
 class SimEnv(_HereEnv):
-    """Simulated sites on this machine, or on Ray: the same rounds, algorithms and script, and the same bits.
+    """An environment of simulated sites, on this machine or on Ray. Results are bit-identical to `LocalEnv`.
 
     Args:
-        sites, folder, quiet: as for `LocalEnv`.
-        processes: that train the sites in turn; by default one for each core.
+        sites: number of sites; round 1 waits for all of them.
+        folder: as for `LocalEnv`.
+        quiet: print nothing during the run.
+        processes: number of processes that train the sites in turn; by default one for each core.
         engine: `local`, or `ray` (`pip install 'atoll[ray]'`).
-        address: of a Ray cluster; by default Ray is started on this machine.
+        address: the address of a Ray cluster; by default, Ray is started on this machine.
 
     Raises:
-        UsageError: a value is of a wrong type.
-        ConfigError: there is no such engine, or not with so many processes.
+        UsageError: a value has a wrong type.
+        ConfigError: `engine`, `processes` or `address` is wrong.
     """
 
     processes: int | None = None
@@ -178,15 +180,15 @@ class SimEnv(_HereEnv):
         require_engine(self.engine, self.processes, self.address)
 
     def run(self, recipe: Recipe) -> RunResult:
-        """Execute a recipe. All that was started has ended when this returns or raises.
+        """Execute a recipe, and return the result. No process is left when this method returns or raises.
 
         Raises:
-            AtollError: it could not begin, or failed.
+            AtollError: the simulation could not start, or it failed.
         """
         folder, settings = self._prepared(recipe)
         settings = apart(settings, folder).changed(
             {"swarm.enabled": False, "swarm.aggregators": ()}
-        )  # to the same bits
+        )  # a swarm computes the same bits
         self._say(f"{settings.run.name}: {self.sites} simulated sites; files in {folder}")
 
         def on_round(summary: RoundSummary) -> None:
@@ -214,21 +216,21 @@ class SimEnv(_HereEnv):
 @public_api
 @dataclass(frozen=True)
 class ServerEnv(Strict):
-    """A server that runs already. It serves one run: it takes no other model or algorithm.
+    """An environment that takes part as one site in the run of a running server.
 
-    So this checks that the run is the recipe's, and takes part in it as one site. The other sites do the same where
-    they are. Start the server on the file that `recipe.write` writes.
+    A server serves one run, so this environment first checks that the run is the recipe's. Start the server on the file
+    that `recipe.write` writes. Every other site makes the same call on its own machine.
 
     Args:
-        url: the server's address; the script has the ATOLL_* variables of this program (a token, an
-            authority of certificates), as under `atoll worker`.
-        site: this site's name; by default ATOLL_SITE, or one made of host and process.
-        threads: of PyTorch in the script; 0: as the environment says.
-        quiet: print nothing; the script prints as it likes.
+        url: the server's address. The script gets the ATOLL_* variables of this program (such as a token or a
+            certificate authority), as under `atoll worker`.
+        site: this site's name; by default ATOLL_SITE, or a name made from host and process.
+        threads: number of PyTorch's threads in the script; 0: as the environment variables say.
+        quiet: print nothing; the script's output is not affected.
 
     Raises:
-        UsageError: a value is of a wrong type.
-        ConfigError: `site` is no name that a server takes.
+        UsageError: a value has a wrong type.
+        ConfigError: `site` is not a valid name.
     """
 
     url: str
@@ -247,10 +249,10 @@ class ServerEnv(Strict):
                 raise ConfigError(f"ServerEnv, site: {error.message}", error.remedy) from None
 
     def run(self, recipe: Recipe) -> RunResult:
-        """Take part; return when the script has ended.
+        """Run the recipe's script in the server's run, wait until the script has ended, and return the result.
 
         Raises:
-            ConfigError: the server's run is another one; each difference is named.
+            ConfigError: the server's run differs from the recipe. The message names each difference.
             UsageError: the run is finished.
             ServerUnreachable: no server answers.
             RunFailed: the script ended with an error.
@@ -283,11 +285,11 @@ class ServerEnv(Strict):
             while True:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(SCRIPT_POLL_S)
-                with contextlib.suppress(AtollError):  # the server may have ended, which ends nothing here
+                with contextlib.suppress(AtollError):  # the server may have ended; wait for the script
                     status = ask(self.url, routes.STATUS, Status)
                 if process.returncode is not None:
                     break
-            if not status.finished and last.exists():  # what the server said as the script left, if it has ended since
+            if not status.finished and last.exists():  # the status that the script got when it left
                 status = Status.model_validate_json(last.read_text(encoding="utf-8"))
         if process.returncode:
             raise RunFailed(
@@ -298,7 +300,7 @@ class ServerEnv(Strict):
 
 
 def differences(recipe: Recipe, info: RunInfo, status: Status) -> list[str]:
-    """Return each difference between a server's run and the recipe, as `name is … there, … here`."""
+    """Return the differences between a server's run and a recipe, each as a text "KEY is … there, … here"."""
     from atoll.server.coordinator.build_status import outer_in_words
     from atoll.server.coordinator.joining import run_info
     from atoll.server.startup import plan_of
@@ -323,14 +325,14 @@ def differences(recipe: Recipe, info: RunInfo, status: Status) -> list[str]:
     ]
 
 
-# -- the folder of an execution
+# -- the folder of a run
 
 
 def require_sites(recipe: Recipe, sites: int) -> None:
-    """Refuse an environment in which no round could close, or not where the recipe says.
+    """Check that a number of sites is enough for a recipe.
 
     Raises:
-        UsageError: it has fewer sites than the recipe wants, or none of a name that is to aggregate.
+        UsageError: there are fewer sites than `min_sites`, or an aggregator is none of the sites.
     """
     if sites < recipe.min_sites:
         raise UsageError(
@@ -347,10 +349,15 @@ def require_sites(recipe: Recipe, sites: int) -> None:
 
 
 def prepared(recipe: Recipe, given: str | Path | None, sites: int) -> Path:
-    """Return the folder of a run, with its run file in it: a new one, or one that has the same run.
+    """Write the run file into the run's folder, unless the folder already has the same run; return the folder.
+
+    Args:
+        recipe: the recipe.
+        given: the folder; None: a new one in `atoll-recipes`.
+        sites: number of sites that round 1 waits for.
 
     Raises:
-        UsageError: there is something else in it, or it cannot be one.
+        UsageError: the folder has other files or another run, or cannot be created.
     """
     try:
         folder = _new_folder(recipe.name) if given is None else Path(given)
@@ -371,7 +378,11 @@ def prepared(recipe: Recipe, given: str | Path | None, sites: int) -> Path:
 
 
 def _is_new(folder: Path, recipe: Recipe, sites: int) -> bool:
-    """Return whether the folder is new and needs a run file; False where it has this very one."""
+    """Return whether the folder needs a run file; False if the folder already has the same run file.
+
+    Raises:
+        UsageError: the folder has other files or another run file.
+    """
     run_file = folder / RUN_FILE
     if run_file.exists():
         if run_file.read_text(encoding="utf-8", errors="replace") != recipe.text(run_file, sites):
@@ -396,16 +407,16 @@ def _new_folder(name: str) -> Path:
         folder = stem.with_name(f"{stem.name}-{number}")
 
 
-# -- what an execution leaves
+# -- results
 
 
 def sites_of(count: int) -> list[str]:
-    """Return the names of an environment's sites."""
+    """Return the names of `count` sites: site-1, site-2 and so on."""
     return [f"site-{number}" for number in range(1, count + 1)]
 
 
 def result_of(settings: Settings, folder: Path, status: Status | None) -> RunResult:
-    """Return what a finished run has left in its folder."""
+    """Return the result of a finished run, read from its folder."""
     model, metrics = model_of(settings, folder), settings.exports / "metrics.jsonl"
     lines = metrics.read_text(encoding="utf-8").splitlines() if metrics.exists() else []
     rows = [{key: value for key, value in json.loads(line).items() if key != "at"} for line in lines]
@@ -420,7 +431,7 @@ def result_of(settings: Settings, folder: Path, status: Status | None) -> RunRes
 
 
 def model_of(settings: Settings, folder: Path) -> Path:
-    """Return where the result of a run with real sites lies; that of a swarm is at each of them."""
+    """Return the path of the trained model; in a swarm, its path at the first site that has it."""
     if settings.swarm.enabled:
         found = sorted((folder / SITES).glob("*/model.safetensors"))
         return found[0] if found else folder / SITES / "model.safetensors"
@@ -428,14 +439,17 @@ def model_of(settings: Settings, folder: Path) -> Path:
 
 
 def round_line(summary: RoundSummary, rounds: int) -> str:
-    """Return a round in a line."""
+    """Return one line about a round: its number, updates and metrics."""
     numbers = ", ".join(f"{key} {value:.4g}" for key, value in sorted(summary.metrics.items()))
     return f"round {summary.round} of {rounds}, {len(summary.workers)} updates{': ' if numbers else ''}{numbers}"
 
 
 @contextlib.contextmanager
 def ended_by_sigterm() -> Iterator[None]:
-    """Unwind the block at SIGTERM, so that what it started ends, and then do what SIGTERM would have done."""
+    """Make SIGTERM unwind the block, so that its processes are ended, and then end this process as SIGTERM does.
+
+    Outside of the main thread, or with another handler of SIGTERM, do nothing.
+    """
     if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
         yield
         return
@@ -455,7 +469,12 @@ def ended_by_sigterm() -> Iterator[None]:
 
 
 def environment(threads: int, **more: str) -> dict[str, str]:
-    """Return the environment of a process: this one's, without the ATOLL_* that are settings of a run."""
+    """Return environment variables for a child process: those of this process, without ATOLL_* settings of a run.
+
+    Args:
+        threads: number of PyTorch's threads; 0: unchanged.
+        more: further variables; they override.
+    """
     kept = NOT_SETTINGS - OF_THE_CALL
     own = {key: value for key, value in os.environ.items() if not key.startswith("ATOLL_") or key in kept}
     if threads:
@@ -464,7 +483,7 @@ def environment(threads: int, **more: str) -> dict[str, str]:
 
 
 class _LocalRun:
-    """One execution by real processes, from the first to the last."""
+    """One execution of a recipe by real processes: starts them, watches the run, and waits for their ends."""
 
     def __init__(self, env: LocalEnv, recipe: Recipe, folder: Path, settings: Settings, children: Children) -> None:
         self._env, self._recipe, self._folder = env, recipe, folder
@@ -476,7 +495,10 @@ class _LocalRun:
         self._keys = {name: str(path.resolve()) for name, path in files.items() if path is not None}
 
     def run(self) -> Status | None:
-        """Start everything, watch it, and wait until it has ended; return the last status, if there was one."""
+        """Start server and sites, and wait until all have ended; return the server's last status.
+
+        Return None if the run was finished before this call.
+        """
         say, settings = self._say, self._settings
         say(f"{settings.run.name}: a server and {len(self._sites)} sites start; files and logs in {self._folder}")
         server = self._start_server()
@@ -485,7 +507,7 @@ class _LocalRun:
             own = {"ATOLL_SERVER": address, "ATOLL_SITE": site, "ATOLL_DIR": str(self._folder.resolve() / SITES)}
             self._spawn(site, self._recipe.argv, environment(self._env.threads, **own, **self._keys))
         status = self._watch(address)
-        if status is None:  # the run was finished before: the sites find no server, and would wait for it
+        if status is None:  # the run was finished before; do not wait for the sites, which wait for a server
             return None
         self._wait_for_ends()
         if code := server.poll():
@@ -499,12 +521,16 @@ class _LocalRun:
     def _start_server(self) -> subprocess.Popen[bytes]:
         port = [] if self._settings.network.port is not None else ["--port", "0"]
         own, beside = environment(self._env.threads), Path(self._recipe.train_script).resolve().parent
-        if beside != Path.cwd():  # a model may lie beside the script; in the current folder the server looks anyway
+        if beside != Path.cwd():  # the model's code may be beside the script
             own["PYTHONPATH"] = os.pathsep.join([str(beside), *filter(None, [own.get("PYTHONPATH")])])
         return self._spawn("server", ["-m", "atoll.cli.main", "server", str(self._folder / RUN_FILE), *port], own)
 
     def _address(self, server: subprocess.Popen[bytes]) -> str:
-        """Return where the server listens, as its log says."""
+        """Wait until the server's log has its address, and return the address.
+
+        Raises:
+            AtollError: the server ended, or logged no address within `START_S`.
+        """
         end_s = time.monotonic() + START_S
         while time.monotonic() < end_s:
             if found := LISTENS.search(self._said("server")):
@@ -515,10 +541,11 @@ class _LocalRun:
         raise RunFailed(f"The server said no address within {START_S:g} s.", f"Look into {self._log('server')}.")
 
     def _watch(self, address: str) -> Status | None:
-        """Watch until the run is finished.
+        """Print progress until the run is finished, and return the server's last status.
 
         Raises:
-            RunFailed: fewer sites are left than a round takes.
+            RunFailed: fewer sites are left than a round needs.
+            AtollError: the server ended with an error.
         """
         status: Status | None = None
         gone: dict[str, int] = {}
@@ -531,7 +558,7 @@ class _LocalRun:
             self._report(status)
             if status.finished:
                 return status
-            for site in ended.keys() - gone.keys():  # before the run was finished: that was asked after
+            for site in ended.keys() - gone.keys():  # ended before the run, as the status is newer
                 self._say(f"{site} {self._end_of(site, ended[site])}")
             gone = ended
             if len(self._sites) - len(gone) < self._floor:
@@ -545,10 +572,10 @@ class _LocalRun:
             time.sleep(POLL_S)
 
     def _last(self, status: Status | None) -> Status | None:
-        """Return the status once the server is gone.
+        """Wait until the server has ended, and return the last status, marked as finished; None without a status.
 
         Raises:
-            AtollError: the server did not end well.
+            AtollError: the server failed or was stopped, or it runs but does not answer.
         """
         try:
             code = self._children.processes["server"].wait(END_S)
@@ -561,7 +588,7 @@ class _LocalRun:
         return status and status.model_copy(update={"finished": True})
 
     def _wait_for_ends(self) -> None:
-        """Wait until every process has ended by itself."""
+        """Wait up to `END_S` for all processes to end by themselves; print which sites did not, or failed."""
         end_s = time.monotonic() + END_S
         while time.monotonic() < end_s and any(each.poll() is None for each in self._children.processes.values()):
             time.sleep(0.05)
@@ -601,7 +628,7 @@ class _LocalRun:
 
 @contextlib.contextmanager
 def _importable(*folders: Path) -> Iterator[None]:
-    """Find modules in these folders within the block: the recipe's model lies there."""
+    """Add folders to `sys.path` within the block, so that the recipe's model can be imported."""
     before = list(sys.path)
     sys.path[:0] = [str(folder) for folder in folders if str(folder) not in sys.path]
     try:

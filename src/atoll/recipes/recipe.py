@@ -1,4 +1,4 @@
-"""What every recipe is: a few arguments, the settings of a run that they stand for, and its initial model."""
+"""The base class of recipes, which turns a few arguments into a run file and an initial model."""
 
 from __future__ import annotations
 
@@ -28,7 +28,11 @@ if TYPE_CHECKING:
 class _Strict(type):
     @public_api
     def __call__(cls, *args: Any, **given: Any) -> Any:
-        """Refuse what `__init__` does not take, and name the argument that is meant."""
+        """Check the arguments against the signature of `__init__`, then create the instance.
+
+        Raises:
+            UsageError: an argument is unknown or missing. The message names it, and the nearest known one.
+        """
         signature = inspect.signature(cls.__init__)  # type: ignore[misc]  # of this very class
         known = [name for name in signature.parameters if name != "self"]
         for name in given:
@@ -43,34 +47,34 @@ class _Strict(type):
 
 
 class Strict(metaclass=_Strict):
-    """A class that refuses an unknown argument with the nearest one that it has, and names those that are missing."""
+    """Base class of classes with helpful errors for arguments that are unknown or missing."""
 
 
 def require_number(owner: object, name: str, value: object, least: int) -> None:
-    """Refuse a value that is not a whole number of at least `least`.
+    """Check that a value is a whole number of at least `least`.
 
     Raises:
-        UsageError: the argument is named.
+        UsageError: the value is something else. The message names the class of `owner` and the argument.
     """
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise UsageError(f"{type(owner).__name__}: {name} is {value!r}.", f"Give a whole number, at least {least}.")
 
 
 def require_path(owner: object, name: str, value: object) -> None:
-    """Refuse a value that is not a path.
+    """Check that a value is a path.
 
     Raises:
-        UsageError: the argument is named.
+        UsageError: the value is something else. The message names the class of `owner` and the argument.
     """
     if not isinstance(value, str | Path):
         raise UsageError(f"{type(owner).__name__}: {name} is {value!r}.", "Give a path, as text or a pathlib.Path.")
 
 
 def script_arguments(owner: object, given: object) -> list[str]:
-    """Return `train_args` as a list.
+    """Return the argument `train_args` as a list.
 
     Raises:
-        UsageError: it is neither a text that a shell would take nor a list of texts.
+        UsageError: `given` is neither a list nor a text that a shell could split.
     """
     if isinstance(given, str):
         try:
@@ -100,7 +104,7 @@ def _unknown(owner: str, name: str, value: Any, known: Sequence[str]) -> UsageEr
 
 
 INITIAL_FILE = "initial.safetensors"
-"""Beside the run file."""
+"""Name of the file with the initial model, beside the run file."""
 
 HOW = 'Give an nn.Module, "my_models:build", {"class_path": "my_models.Net"} or a safetensors file.'
 
@@ -109,8 +113,8 @@ class InitialModel:
     """The initial model of a run.
 
     Args:
-        model: an `nn.Module`, what the setting `model.source` may be, `{"class_path": …, "args": …}`, or None.
-        checkpoint: a safetensors file with its weights, or None.
+        model: an `nn.Module`, a value of the setting `model.source`, `{"class_path": …, "args": …}`, or None.
+        checkpoint: a safetensors file with the model's weights, or None.
 
     Raises:
         UsageError: neither is given, or `model` is something else.
@@ -138,26 +142,26 @@ class InitialModel:
 
     @property
     def _is_written(self) -> bool:
-        """Whether the run file names a file that `write` makes."""
+        """Whether the run file names a file that `write` creates."""
         return self._is_module or (self._checkpoint is not None and self._model is not None)
 
     def settings(self, folder: Path) -> dict[str, Any]:
-        """Return its settings, where the run file lies in `folder`."""
+        """Return the settings that describe this model in a run file that lies in `folder`."""
         if self._is_written or not isinstance(self._model, Mapping):
             return {"model.source": str(folder / INITIAL_FILE) if self._is_written else self._checkpoint or self._model}
         return _source(self._model)
 
     def write(self, folder: Path, settings: Settings) -> None:
-        """Write the file that the run file names, unless it names one that is there already.
+        """Write the initial model into `folder`, unless the run file names code or an existing file.
 
         Raises:
-            ConfigError: the weights are not those of the model, or the file is none.
+            ConfigError: the weights do not fit the model, or the checkpoint is no safetensors file.
         """
         if self._is_written:
             save(folder / INITIAL_FILE, self.tensors(settings), self._weights())
 
     def tensors(self, settings: Settings) -> nn.Module | Tensors:
-        """Return the model as the server sees it; its values count only where there is no module."""
+        """Return the model's tensors as the server would load them. A checkpoint's weights are not loaded into them."""
         from atoll.server.initial_model import initial_model
 
         if self._is_module:
@@ -182,10 +186,10 @@ class InitialModel:
 
 
 def _source(model: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `{"class_path": "my_models.Net", "args": {…}}` as settings.
+    """Return the settings for a model that is given as `{"class_path": "my_models.Net", "args": {…}}`.
 
     Raises:
-        ConfigError: it has other keys.
+        ConfigError: the mapping has other keys, or a value of the wrong type.
     """
     path, args = model.get("class_path"), model.get("args", {})
     if not isinstance(path, str) or not isinstance(args, Mapping) or not model.keys() <= {"class_path", "args"}:
@@ -195,13 +199,17 @@ def _source(model: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def save(path: Path, model: nn.Module | Tensors, weights: Tensors | None = None) -> None:
-    """Write a model as a file that says which names are buffers and which are tied; it appears whole or not at all.
+    """Write a model as a safetensors file, with a header that marks buffers and tied tensors.
+
+    The file appears complete, in one step.
 
     Args:
-        weights: values in place of the model's own.
+        path: the file to write.
+        model: the model; gives the names, dtypes and shapes.
+        weights: values to write instead of the model's own; None: the model's own.
 
     Raises:
-        ConfigError: they are not those of the model.
+        ConfigError: the weights do not fit the model.
     """
     from torch import nn
 
@@ -226,7 +234,7 @@ def save(path: Path, model: nn.Module | Tensors, weights: Tensors | None = None)
 
 
 HEADER = "# Written by "
-"""A run file that begins with this may be written anew."""
+"""Beginning of a run file that a recipe wrote. Only such a file is overwritten."""
 
 ARGUMENTS = {
     "run.name": "name",
@@ -237,25 +245,25 @@ ARGUMENTS = {
     "rounds.min_sites": "min_sites",
     "run.script": "train_script",
 }
-"""Setting → the argument that sets it."""
+"""Setting → the argument of a recipe that sets it."""
 
 ALSO_CHOSEN = ("rounds.sites", "rounds.min_sites")
-"""Of those, the settings that `add_server_config` may choose, too."""
+"""The settings of `ARGUMENTS` that `add_server_config` may override."""
 
 
 @public_api
 @dataclass(frozen=True)
 class RunResult:
-    """What an execution leaves.
+    """The result of executing a recipe.
 
     Attributes:
-        model: the result of the run, a safetensors file; None where it lies on another machine.
-        history: the rounds, oldest first; of a server that runs elsewhere its last ones.
-        finished: whether the run is over; a site may leave a server's run before its end.
-        state_dir: the run's state directory; None where it lies on another machine.
-        folder: of the run file and the logs; None where nothing was written here.
-        status: the last that the server said: sites, bytes, warnings; None of a simulation, and of a run that was
-            finished before.
+        model: path of the trained model, a safetensors file; None if it is on another machine.
+        history: summaries of the rounds, oldest first; with `ServerEnv`, only the last rounds.
+        finished: whether the run is finished. With `ServerEnv`, a site may leave the run before.
+        state_dir: the run's state directory; None if it is on another machine.
+        folder: the folder of the run file and the logs; None with `ServerEnv`.
+        status: the server's last status: sites, bytes, warnings. None for a simulation, and for a run that was finished
+            before this call.
     """
 
     model: Path | None
@@ -267,45 +275,50 @@ class RunResult:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Of the last round, each the mean over the sites that reported it."""
+        """The metrics of the last round, each the mean over the sites that reported it."""
         return dict(self.history[-1].metrics) if self.history else {}
 
 
 def setting(key: str, default: Any = None) -> Any:
-    """Return a field of a recipe that stands for a setting; None leaves the value to the algorithm."""
+    """Return a dataclass field of a recipe that sets a setting; None leaves the setting out.
+
+    Args:
+        key: the setting, as `group.key`.
+        default: the default of the field.
+    """
     return field(default=default, kw_only=True, metadata={"setting": key})
 
 
 class Environment(Protocol):
-    """Where a recipe is executed."""
+    """A place to execute a recipe: `LocalEnv`, `SimEnv` or `ServerEnv`."""
 
     def run(self, recipe: Recipe) -> RunResult:
-        """Execute it, and return what came of it."""
+        """Execute the recipe, and return the result."""
         ...
 
 
 @public_api
 @dataclass(eq=False)
 class Recipe(Strict):
-    """A run of one algorithm.
+    """A run of one algorithm, described by a few arguments.
 
     Args:
-        name: of the run, for people.
+        name: name of the run, shown in logs and the status.
         model: the initial model: an `nn.Module`, `"module:function"`, `{"class_path": …, "args": …}`, or a safetensors
-            file; None where `initial_ckpt` is one.
-        min_sites: sites that round one waits for, and below which no round closes.
-        num_rounds: after which the run is finished.
-        train_script: what a site runs, `train.py`: a script that would be a worker under `atoll worker`.
+            file; None if `initial_ckpt` has the whole model.
+        min_sites: number of sites that round 1 waits for; no round closes with fewer updates.
+        num_rounds: number of rounds after which the run is finished.
+        train_script: path of the script that each site runs, as under `atoll worker`: `train.py`.
         initial_ckpt: a safetensors file with the weights of `model`.
-        train_args: of the script, as one text or a list.
+        train_args: arguments of the script, as one text or a list.
 
     Raises:
-        UsageError: an argument is unknown (the nearest is named), or two of them contradict each other.
-        ConfigError: a value is wrong; the setting is named that it stands for.
+        UsageError: an argument is unknown, or two arguments contradict each other.
+        ConfigError: a value is wrong. The message names the setting that the argument sets.
     """
 
     algorithm: ClassVar[str]
-    """Of the run file."""
+    """The algorithm in the run file."""
 
     name: str
     model: nn.Module | str | Path | Mapping[str, Any] | None
@@ -338,18 +351,25 @@ class Recipe(Strict):
     # -- settings
 
     def choices(self) -> dict[str, Any]:
-        """Return the settings that the algorithm's own arguments stand for (`setting`), without those left out."""
+        """Return the settings that the algorithm's own arguments set, without those that are None."""
         given = {each.metadata["setting"]: getattr(self, each.name) for each in fields(self) if each.metadata}
         return {key: value for key, value in given.items() if value is not None}
 
     def add_server_config(self, config: Mapping[str, Any] | None = None, **given: Any) -> Self:
-        """Choose further settings of the run file (docs/reference/settings.md); what was chosen before gives way.
+        """Set further settings in the run file (docs/reference/settings.md). A later call overrides earlier ones.
 
-        Paths are relative to the current folder. Settings that make sense only together go into one call.
+        Paths are relative to the current folder. Give settings that need each other in one call.
+
+        Args:
+            config: `group.key` → value, or `group` → a mapping of its settings.
+            given: no keyword is allowed; keywords raise an error that shows the right form.
+
+        Returns:
+            This recipe.
 
         Raises:
-            ConfigError: there is no such setting (the nearest is named), a value is wrong, or contradicts another.
-            UsageError: an argument of the recipe says it already, or settings came as keywords.
+            ConfigError: a setting is unknown, a value is wrong, or values contradict each other.
+            UsageError: an argument of the recipe already sets the setting, or settings were given as keywords.
         """
         if given or not isinstance(config, Mapping):
             got = ", ".join([*([repr(config)] if config is not None else []), *(f"{key}=…" for key in given)])
@@ -387,11 +407,11 @@ class Recipe(Strict):
         """Return the run's settings; paths in them are relative to the current folder.
 
         Args:
-            sites: that round one waits for; by default `min_sites`.
-            folder: where an initial model lies that `write` makes.
+            sites: number of sites that round 1 waits for; by default `min_sites`.
+            folder: the folder of the initial model, if `write` creates it.
 
         Raises:
-            ConfigError: a value is wrong, or contradicts another, or the algorithm does not take it.
+            ConfigError: a value is wrong, values contradict each other, or the algorithm does not support an option.
         """
         owner = type(self).__name__
         source = {key: f"{owner}, {argument}" for key, argument in ARGUMENTS.items()}
@@ -412,33 +432,34 @@ class Recipe(Strict):
             "rounds.total": self.num_rounds,
             "rounds.sites": self.min_sites if sites is None else sites,
             "run.script": str(self.train_script),
-            **floor,  # in an asynchronous run no site waits for another, so it is left at 1 there
+            **floor,  # an asynchronous run keeps its default of 1: no site waits for another
             **self.choices(),
             **self._config,
         }
 
     def initial_tensors(self, settings: Settings) -> nn.Module | Mapping[str, Tensor]:
-        """Return the initial model, as the server of this recipe would have it."""
+        """Return the initial model as this recipe's server would load it."""
         return self._initial.tensors(settings)
 
     @property
     def argv(self) -> list[str]:
-        """The script and its arguments."""
+        """The script and its arguments, as a list."""
         return [str(self.train_script), *script_arguments(self, self.train_args)]
 
     # -- run file and execution
 
     def write(self, path: str | Path, sites: int | None = None) -> Path:
-        """Write the run file, and the initial model beside it where `model` is a module or has weights of its own.
+        """Write the run file; if needed, also write the initial model beside it. Return the path of the run file.
 
-        `atoll server` on that file and `atoll worker` with the script are the same run as `execute`, to the bit.
+        `atoll server` on that file, with `atoll worker` for each site, gives bit-identical results to `execute`.
 
         Args:
-            sites: that round one waits for; by default `min_sites`.
+            path: the run file to write.
+            sites: number of sites that round 1 waits for; by default `min_sites`.
 
         Raises:
-            UsageError: there is a file that no recipe wrote.
-            ConfigError: a value is wrong, or the weights are not those of the model.
+            UsageError: `path` is a folder, or a file that no recipe wrote.
+            ConfigError: a value is wrong, or the weights do not fit the model.
         """
         path = Path(path)
         if path.is_dir():
@@ -454,7 +475,7 @@ class Recipe(Strict):
         return path
 
     def text(self, path: Path, sites: int | None = None) -> str:
-        """Return what `write` writes at `path`."""
+        """Return the text of the run file that `write` would write at `path`."""
         settings = self.settings(sites, path.parent)
         chosen = merged(self._values(sites, path.parent))
         written = {
@@ -481,13 +502,13 @@ class Recipe(Strict):
         )
 
     def execute(self, env: Environment) -> RunResult:
-        """Run it, and return when it is finished.
+        """Execute the run in an environment, wait for its end, and return the result.
 
         Args:
             env: `SimEnv(sites=2)`, `LocalEnv(sites=2)` or `ServerEnv("http://host:8512")`.
 
         Raises:
-            AtollError: it could not begin or failed; the message says how to go on.
+            AtollError: the run could not start, or it failed. The message has the remedy.
         """
         if isinstance(env, type) or not callable(getattr(env, "run", None)):
             raise UsageError(
@@ -502,5 +523,5 @@ class Recipe(Strict):
 
 
 def slug(name: str) -> str:
-    """Return a run's name as the name of a folder."""
+    """Return a run's name with only the characters that a folder's name may have."""
     return re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.") or "run"
