@@ -1,4 +1,4 @@
-"""What a trainer's checkpoint holds of a site's part in a run, and whether it still agrees with the site's folder."""
+"""Atoll's entry in a trainer's checkpoint, and the check that the entry still agrees with the site's folder."""
 
 from __future__ import annotations
 
@@ -14,17 +14,20 @@ WITHOUT = "Resume without the checkpoint: the run goes on from the server's stat
 
 
 def checkpoint_of(place: Participation) -> dict[str, Any]:
-    """Return the run, the site, and the version of each fragment that the site trains from; values of JSON."""
+    """Return the entry for a checkpoint, as JSON values.
+
+    The entry holds the run's id, the site's name, and the version of each fragment that the site trains from.
+    """
     notes = [exchange.base.note for exchange in place.exchanges]
     versions = [note.version if note is not None and note.complete else -1 for note in notes]
     return {"run": place.session.info.run, "site": place.site, "versions": versions}
 
 
 def require_checkpoint(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what `checkpoint_of` made.
+    """Return a copy of an entry that `checkpoint_of` returned, or of an empty mapping.
 
     Raises:
-        UsageError: it is something else.
+        UsageError: `state` has other keys.
     """
     if state and state.keys() != KEYS:
         raise UsageError(f"This is no state_dict of Atoll's: it has {', '.join(map(repr, state))}.", WITHOUT)
@@ -32,10 +35,10 @@ def require_checkpoint(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def require_same_run(state: Mapping[str, Any], run: str, site: str) -> None:
-    """Refuse a checkpoint of another run or site.
+    """Check that a checkpoint belongs to this run and site. An empty checkpoint passes.
 
     Raises:
-        UsageError: both are named.
+        UsageError: the checkpoint belongs to another run or site. The message names both.
     """
     if state and (state["run"], state["site"]) != (run, site):
         raise UsageError(
@@ -46,12 +49,12 @@ def require_same_run(state: Mapping[str, Any], run: str, site: str) -> None:
 
 
 def require_agrees(state: Mapping[str, Any], place: Participation) -> None:
-    """Refuse a checkpoint that disagrees with the site's folder, before anything is pulled.
+    """Check that the site's folder is not older than a checkpoint. Call this before pulling.
 
-    A folder that is ahead agrees: the site went on after the checkpoint, and takes the newest version.
+    A newer folder is accepted: the site continued after the checkpoint, and will take the newest version.
 
     Raises:
-        UsageError: the checkpoint is of another run or site, or the folder has not come as far as the checkpoint.
+        UsageError: the checkpoint belongs to another run or site, or the folder has an older version.
     """
     if not state:
         return

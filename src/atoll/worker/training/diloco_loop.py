@@ -3,9 +3,10 @@
 DiLoCo: Distributed Low-Communication Training of Language Models (Douillard et al., arXiv 2311.08105), Algorithm 1:
 every worker takes H inner steps from θ(t−1); the outer gradient is the mean of θ(t−1) − θ_i(t).
 
-An optimizer post-step hook counts the steps; every H of them it synchronises: form the pseudo-gradient, submit it,
-wait for the next version, pull it into the parameters. The inner optimizer keeps its state. A server that cannot be
-reached costs a synchronisation, never local progress: training goes on, and the next pseudo-gradient holds it all.
+A post-step hook of the optimizer counts the steps. After every H steps, the hook forms the pseudo-gradient, submits it,
+waits for the next version, and pulls that version into the parameters. The inner optimizer keeps its state. If the
+server cannot be reached, the synchronisation is skipped, and training continues. The next pseudo-gradient then contains
+all local steps since the last synchronisation.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ from atoll.worker.training.synchroniser import Synchroniser
 T = TypeVar("T")
 
 SYNC_EVERY = 500
-"""H where neither the script nor the run has one."""
+"""Default of H, if neither the script nor the run sets it."""
 
 
 _OTHER_ALGORITHM = (
@@ -72,18 +73,18 @@ _OTHER_ALGORITHM = (
     'run with algorithm.name = "diloco" (atoll new --algorithm diloco).'
 )
 _OF_THE_ALGORITHM = OF_THE_OPTIMIZER - 1
-"""Under this number, in place of a fragment's, a worker warns of the run's algorithm."""
+"""Number of the warning about the run's algorithm. Other warnings have the number of a fragment."""
 
 
 @dataclass(frozen=True)
 class SyncProgress:
-    """What every rank knows of the synchronisations.
+    """The state of the synchronisations that rank 0 shares with every rank.
 
     Attributes:
-        sync_every: H.
-        next_step: the first step after which something may have to be done.
+        sync_every: local steps between two synchronisations, H.
+        next_step: the first step after which an update may be due or a result may have to be merged.
         finished: whether the run is over.
-        lost: whether the server is given up.
+        lost: whether the server has not answered for so long that the worker has given it up.
     """
 
     sync_every: int
@@ -93,18 +94,20 @@ class SyncProgress:
 
 
 _active: weakref.WeakKeyDictionary[object, list[object]] = weakref.WeakKeyDictionary()
-"""Loop → the optimizers and parameters that it claims; held, so that no other object gets the id of one."""
+"""Loop → the optimizers and parameters that the loop claims. They are referenced, so that their ids stay unique."""
 _claiming = threading.Lock()
 
 
 def claim(loop: object, optimizers: Sequence[Optimizer], parameters: Mapping[str, nn.Parameter]) -> None:
-    """Claim optimizers and the parameters that are trained for a loop: two would wait for each other, for ever.
+    """Claim optimizers and trained parameters for one loop. Two loops over the same ones would wait for each other.
 
     Args:
-        parameters: of its model, by name; frozen ones may have several loops.
+        loop: the loop.
+        optimizers: the loop's optimizers.
+        parameters: the parameters of the loop's model, by name. Frozen ones are claimed only if an optimizer has them.
 
     Raises:
-        UsageError: another loop that is active has one of them.
+        UsageError: another active loop has claimed one of them.
     """
     held = held_by(optimizers)
     names = {id(each): name for name, each in parameters.items() if each.requires_grad or id(each) in held}
@@ -121,7 +124,7 @@ def claim(loop: object, optimizers: Sequence[Optimizer], parameters: Mapping[str
 
 
 def release(loop: object) -> None:
-    """Let other loops have what this one has claimed. Idempotent."""
+    """Release the claims of a loop. Idempotent."""
     with _claiming:
         _active.pop(loop, None)
 
@@ -133,15 +136,16 @@ _REMEDY = (
 
 
 def replaced(model: nn.Module, before: Tensors, optimizers: Sequence[Optimizer]) -> Tensors:
-    """The model's tensors as they are now: `before` itself where none was replaced.
+    """Return the model's current tensors; `before` itself if no tensor was replaced.
 
     Args:
-        before: as they were.
-        optimizers: that train the model.
+        model: the model.
+        before: the model's tensors at the start of training, by name.
+        optimizers: the optimizers that train the model.
 
     Raises:
-        UsageError: one has come, gone, or is of another dtype or shape; or the optimizers train another one. It is
-            named.
+        UsageError: a tensor was added, removed, or replaced by one of another dtype or shape, or no optimizer trains a
+            new parameter. The message names the tensor.
     """
     now = named_tensors(model)[0]
     for name in [*before, *now]:
@@ -183,27 +187,29 @@ def _form(tensor: Tensor) -> str:
 
 @public_api
 class DiLoCo:
-    """Low-communication training around any loop; `optimizer.step()` is all that it needs to see.
+    """Low-communication training around any training loop. A hook on `optimizer.step()` does the synchronisation.
 
     Args:
-        model: trained in place; its parameters become the global model's on entry.
-        optimizer: the inner optimizer over its parameters; or several, in the order in which they step. A step is
-            counted, and synchronised, behind the last one.
-        server: address, `http://host:8512`; by default `ATOLL_SERVER`. Without either, plain local training.
-        sync_every: H, local steps between two synchronisations; by default the run's. Another value than the run's
-            is refused when joining.
-        num_fragments: K, parts of the model that are synchronised in turn; likewise.
-        site: this worker's name; by default `ATOLL_SITE`, else made of host and process.
-        weight: this worker's share in the mean: a number, or a function asked at every synchronisation.
-        metrics: asked after every synchronisation, while the model is the global version, and at the start; finite
-            numbers by name, averaged over the workers and credited to that version.
-        folder: where the base and outbox files lie; by default `ATOLL_DIR`, else `.atoll`.
-        labels: anything to be shown in status.
-        filters: that every update of this site passes through, in this order, before any byte of it leaves.
-        max_sync_retries: attempts before a synchronisation with a lost server is skipped; by default
-            `ATOLL_MAX_SYNC_RETRIES`, else 6. Where the network drops packets without a word, there is one attempt,
-            of about 15 s.
-        require_server: refuse to train alone where no server is configured.
+        model: the model, trained in place; on entry, its parameters are set to the global model.
+        optimizer: the inner optimizer of the parameters; or a list of several, in the order in which they step. Each
+            step of the last one counts as one local step.
+        server: address of the server, `http://host:8512`; by default `ATOLL_SERVER`. If neither is given, the script
+            trains alone.
+        sync_every: local steps between two synchronisations, H; by default that of the run. A value that differs from
+            the run's is refused.
+        num_fragments: number of fragments, K, that are synchronised in turn; by default that of the run. A value that
+            differs from the run's is refused.
+        site: this worker's name; by default `ATOLL_SITE`, else made from host and process.
+        weight: this worker's weight in the mean: a number, or a function called at every synchronisation.
+        metrics: a function called at the start and after every synchronisation, while the model is the global version.
+            Returns finite numbers by name, which are averaged over the workers and recorded for that version.
+        folder: the folder of the base and outbox files; by default `ATOLL_DIR`, else `.atoll`.
+        labels: labels of this worker, shown in the status.
+        filters: filters that are applied to every update of this site, in this order, before it is sent.
+        max_sync_retries: attempts to reach a lost server before a synchronisation is skipped; by default
+            `ATOLL_MAX_SYNC_RETRIES`, else 6. If the network silently drops packets, there is only one attempt, of
+            about 15 s.
+        require_server: refuse to train alone if no server is configured.
     """
 
     @public_api
@@ -237,14 +243,14 @@ class DiLoCo:
         self._site = site
         self._given_sync_every, self._given_fragments = sync_every, num_fragments
         self._weight, self._measured = weight, Measured(metrics, lambda: self._named)
-        self.local_metrics: Metrics | None = None  # asked when an update is formed; of frameworks that keep some
+        self.local_metrics: Metrics | None = None  # called when an update is formed; set by integrations
         self._folder, self._labels, self._filters = Path(folder) if folder else None, labels, filters
         self._max_retries = sync_retries(max_sync_retries)
         self._tensors: Tensors = {}
         self._schema = Schema(())
         self._shards: Shards | None = None
         self._checkpoint: dict[str, Any] = {}
-        self._place: Participation | None = None  # at other ranks than 0 where the model is sharded alone
+        self._place: Participation | None = None  # at ranks other than 0, set only if the model is sharded
         self._sync: Synchroniser | None = None
         self._steps: Steps | None = None
         self.step = 0
@@ -253,10 +259,10 @@ class DiLoCo:
         self._started = self._stopped = False
         self.sync_every = sync_every or 0
         self._reports = Reports()
-        self._not_finite: set[str] = set()  # metrics of which that was said
+        self._not_finite: set[str] = set()  # metrics with a warning that they are not finite
         self._pace = (0, time.monotonic())
 
-    # -- life
+    # -- start and end
 
     def __enter__(self) -> DiLoCo:
         return self.start()
@@ -272,11 +278,11 @@ class DiLoCo:
         """Join the run, pull the global model into the parameters, and hook the optimizer.
 
         Raises:
-            ServerLost: the server did not answer for as long as ATOLL_GIVE_UP_S says; a day by default.
-            ServerUnreachable: something else answers at its address.
+            ServerLost: the server did not answer within ATOLL_GIVE_UP_S, by default a day.
+            ServerUnreachable: another program answers at the server's address.
             SchemaMismatch: the run trains another model.
-            UsageError: it is a simulation, was started before, another DiLoCo trains the same parameters, or the
-                checkpoint that was loaded disagrees with the site's folder.
+            UsageError: this object was started before, another DiLoCo trains the same parameters, the loaded checkpoint
+                disagrees with the site's folder, or this process is part of a simulation.
         """
         ensure_lines()
         require_real("atoll.DiLoCo")
@@ -302,7 +308,7 @@ class DiLoCo:
         return self
 
     def _take_back(self, error: BaseException) -> None:
-        """The start failed, maybe after the join: leave nothing that looks alive, so that it can be tried again."""
+        """Undo a failed start: remove the hook and leave the run if it was joined, so that `start` can be retried."""
         self._unhook()
         place, self._place, self._sync, self._progress = self._place, None, None, None
         if place is not None:
@@ -347,7 +353,7 @@ class DiLoCo:
         if self._ranks.is_first:
             told = in_words(info, self.sync_every)
             LOG.info("%s: joined run %s (%s) at %s; %s", site, info.name, info.algorithm, session.channel.server, told)
-            if not info.sync_every:  # only algorithms that count local steps have it
+            if not info.sync_every:  # 0: the run's algorithm does not count local steps
                 text = _OTHER_ALGORITHM.format(info.algorithm)
                 LOG.warning("%s: %s", site, text)
                 session.warn(_OF_THE_ALGORITHM, [text])
@@ -359,7 +365,12 @@ class DiLoCo:
         return self._shards
 
     def _over_ranks(self, work: Callable[[], T], kind: object) -> T:
-        """Do what needs the network: at every rank where the model is sharded, else at rank 0 for all of them."""
+        """Run `work`, which needs the network: at every rank if the model is sharded, else only at rank 0.
+
+        Args:
+            work: the function to run.
+            kind: the type of its result, for sending the result from rank 0 to the other ranks.
+        """
         return work() if self._shards is not None else self._ranks.from_rank0(work, kind)
 
     def _now(self) -> SyncProgress:
@@ -370,17 +381,21 @@ class DiLoCo:
         return SyncProgress(self.sync_every, sync.next_step, sync.finished, lost)
 
     def _learn(self, progress: SyncProgress) -> None:
-        """Be where rank 0 is: its model, and when something is to be done next."""
+        """Take over rank 0's progress and model."""
         self._progress, self.sync_every = progress, progress.sync_every
         self._spread()
 
     def _spread(self) -> None:
-        """Give every rank the whole model of rank 0, where every rank has one."""
+        """Send the model of rank 0 to every rank, unless the model is sharded."""
         if self._shards is None:
             self._ranks.spread_(self._tensors.values())
 
     def stop(self, error: BaseException | None = None) -> None:
-        """Remove the hook and deregister. Steps since the last synchronisation stay in the model, and are reported."""
+        """Remove the hook and leave the run. Local steps since the last synchronisation stay in the model.
+
+        Args:
+            error: the error that ended training, if any.
+        """
         self._unhook()
         place, sync = self._place, self._sync
         if self._stopped:
@@ -393,7 +408,7 @@ class DiLoCo:
             self._stopped = True
             self._end(place, sync, error)
         if error is None and self._progress is not None:
-            self._spread()  # what was merged while the loop ended is every rank's
+            self._spread()  # rank 0 may have merged a result meanwhile
         if place is None or sync is None:
             return
         place.leave(last_words(error))
@@ -432,7 +447,7 @@ class DiLoCo:
             self._say_what_stays(place, sync)
 
     def _say_what_stays(self, place: Participation, sync: Synchroniser) -> None:
-        """Log how many local steps have not reached the run."""
+        """Log how many local steps were not sent to the run; warn if a synchronisation was skipped or failed."""
         counted = sync.counted_step
         steps, turn = self.step - counted, self.sync_every // place.session.info.fragments
         if not steps:
@@ -449,18 +464,18 @@ class DiLoCo:
 
     @public_api
     def state_dict(self) -> dict[str, Any]:
-        """Return what a trainer's checkpoint should hold: the run, the site and its versions; empty without a run.
+        """Return Atoll's entry for a trainer's checkpoint: the run, the site and its versions; empty without a run.
 
-        Parameters, optimizer and schedule are the trainer's to save.
+        The trainer saves parameters, optimizer and schedule itself.
         """
         return checkpoint_of(self._place) if self._place is not None else dict(self._checkpoint)
 
     @public_api
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Let `start` refuse to resume where the checkpoint disagrees with the site's folder.
+        """Load the entry of a checkpoint. `start` then fails if the entry disagrees with the site's folder.
 
         Raises:
-            UsageError: it has started already, or this is no `state_dict`.
+            UsageError: this object was started already, or `state` is not from `state_dict`.
         """
         if self._started:
             raise UsageError("This DiLoCo has started.", "Call load_state_dict before start() or the `with` block.")
@@ -468,7 +483,10 @@ class DiLoCo:
 
     @public_api
     def follow(self, optimizer: Given) -> None:
-        """Go on with another optimizer over the model's parameters, wherever they are now: frameworks make new ones."""
+        """Hook another optimizer instead of the current one, and look up the model's parameters again.
+
+        Integrations call this when a framework creates a new optimizer or moves the parameters.
+        """
         self._optimizers, self.optimizer = optimizers_in(optimizer), optimizer
         self._require_trains()
         if self._place is not None:
@@ -480,18 +498,22 @@ class DiLoCo:
 
     @public_api
     def report(self, **metrics: float) -> None:
-        """Numbers of this worker to be shown in status, and averaged over the workers at the next synchronisation.
+        """Report metrics of this worker. The status shows them, and the next update carries them.
 
-        They count once: a later synchronisation has only what was reported since.
+        The server averages them over the workers. Each reported value is used in one synchronisation only.
+
+        Args:
+            metrics: finite numbers by name.
         """
         self._reports.add(finite_metrics(metrics, self._named, self._not_finite), metrics)
         if self._place is not None:
             self._place.session.tell(metrics=dict(self._reports.newest))
 
     def credit(self, metrics: dict[str, float]) -> bool:
-        """Take numbers that were measured just now for those of the global version; False where the model is none.
+        """Record metrics, measured just now, for the global version; return False if the model is not a global version.
 
-        It is one after a synchronisation, until the next step. For frameworks, which measure when they do.
+        The model is a global version after a synchronisation, until the next step. Integrations call this, because a
+        framework decides itself when it evaluates.
         """
         place, sync = self._place, self._sync
         if place is None or sync is None or place.session.streams or self.step != sync.base_step:
@@ -504,9 +526,9 @@ class DiLoCo:
 
     @property
     def finished(self) -> bool:
-        """Whether a loop that trains as long as there is a run may end: the run is over, or its server is lost.
+        """Whether the training loop may end, because the run is over or the server is lost.
 
-        A loop that goes on nevertheless trains, and asks for the server at every turn; it may come back.
+        A loop that continues trains on, and tries to reach a lost server again at every synchronisation.
         """
         return self.over or self.lost
 
@@ -517,17 +539,17 @@ class DiLoCo:
 
     @property
     def lost(self) -> bool:
-        """Whether the server is given up."""
+        """Whether the server has not answered for so long that the worker has given it up."""
         return self._progress is not None and self._progress.lost
 
     @property
     def rounds(self) -> int:
-        """Results that this worker went on from; 0 at other ranks than the first."""
+        """Number of results that this worker has continued from; 0 at ranks other than 0."""
         return self._sync.rounds if self._sync is not None else 0
 
     @property
     def skipped(self) -> int:
-        """Synchronisations that broke off; 0 at other ranks than the first."""
+        """Number of skipped synchronisations; 0 at ranks other than 0."""
         return self._sync.skipped if self._sync is not None else 0
 
     @property
@@ -536,9 +558,9 @@ class DiLoCo:
 
     @property
     def sync_metrics(self) -> dict[str, float]:
-        """Rounds, retries, reconnections, bytes and seconds waited so far; staleness of the last that counted.
+        """Counters so far: rounds, retries, reconnections, bytes and seconds waited; and the last update's staleness.
 
-        The bytes of a sharded model are those of this rank.
+        If the model is sharded, the bytes are those of this rank.
         """
         session, sync = self._place.session if self._place is not None else None, self._sync
         merges = {}
@@ -565,10 +587,10 @@ class DiLoCo:
             warn_of_what_none_trains(self._optimizers, parameters, self._named)
 
     def _find_tensors(self) -> None:
-        """Find what there is of the model in this process; no other loop may have it.
+        """Look up the model's tensors or shards in this process, and claim them for this loop.
 
         Raises:
-            UsageError: another one has.
+            UsageError: another loop has claimed them, or filters are given and the model is sharded.
         """
         claim(self, self._optimizers, named_parameters(self.model))
         self._shards = None
@@ -585,10 +607,10 @@ class DiLoCo:
         self._shards = shards if self._ranks.together else None
 
     def _tensors_now(self) -> Tensors:
-        """Return the tensors that the model has now: scripts replace buffers, and move parameters.
+        """Return the model's current tensors, because scripts may replace buffers or move parameters.
 
         Raises:
-            UsageError: the model, or what the optimizers train, is another one than that of the run.
+            UsageError: a tensor was added, removed or changed in form, or no optimizer trains a new parameter.
         """
         if not any(map(is_sharded, self.model.parameters())):
             self._tensors = replaced(self.model, self._tensors, self._optimizers)
@@ -623,12 +645,17 @@ class DiLoCo:
         self._pace = (self.step, time.monotonic())
 
     def _act(self) -> SyncProgress | None:
-        """Do what is due; None where nothing was."""
+        """Merge and submit what is due, and return the progress; None if nothing was due."""
         assert self._sync is not None
         return self._now() if self._sync.after_step(self.step) else None
 
     def _info(self, base: VersionRef, steps: int) -> UpdateInfo:
-        """Return what an update from this version says, after so many steps: what rank 0 reports."""
+        """Return weight, steps and metrics of the update that is about to be formed; the same at every rank.
+
+        Args:
+            base: the version that the update was trained from.
+            steps: number of local steps in the update.
+        """
         place = self._place
         assert place is not None
         is_lost = place.exchanges[base.fragment].outbox.note is None
@@ -646,15 +673,15 @@ class DiLoCo:
             return
         step, since = self._pace
         rate = (self.step - step) / max(time.monotonic() - since, 1e-9)
-        state = {} if self._sync.under_way else {"state": "training"}  # else it says itself what it does
+        state = {} if self._sync.under_way else {"state": "training"}  # else the synchroniser reports the state
         self._place.session.tell(step=self.step, steps_per_s=rate, **state)
 
 
 def _require_uncorrected(place: Participation) -> None:
-    """Refuse a run with an algorithm that corrects local steps, or takes more than parameters and buffers.
+    """Refuse a run with an algorithm that `DiLoCo` does not support.
 
     Raises:
-        UsageError: it would train without the correction, or send updates that lack a part.
+        UsageError: the algorithm corrects local steps, or its updates carry more groups than parameters and buffers.
     """
     info, beside = place.session.info, [spec.group for spec in place.session.schema.tensors if spec.is_beside]
     if all(each.rule is None for each in place.exchanges) and not beside:

@@ -1,7 +1,7 @@
-"""The federated loop, `with atoll.join(...) as worker: for fl_round in worker: ...`, and one round of it.
+"""The federated loop: `with atoll.join(...) as worker: for fl_round in worker: ...`.
 
-Each round yields the global model; the script trains it and submits what it became. Without a server the same
-script runs alone: one round, plain local training.
+In each round, the script loads the global model, trains it, and submits the result. Without a server, the same script
+runs alone: one round of plain local training.
 """
 
 from __future__ import annotations
@@ -54,7 +54,11 @@ Model = TypeVar("Model", bound="nn.Module | dict[str, Tensor]")
 
 
 def matching(session: Session, model: nn.Module | Tensors) -> dict[str, Tensor]:
-    """The model's own tensors by name, after its schema was found to be the run's."""
+    """Return a model's own tensors by name, after checking that its schema is the run's.
+
+    Raises:
+        SchemaMismatch: the model's schema differs from that of the run.
+    """
     schema = session.schema.model
     tensors = fits(model, schema)
     if tensors is not None:
@@ -62,7 +66,7 @@ def matching(session: Session, model: nn.Module | Tensors) -> dict[str, Tensor]:
     if isinstance(model, nn.Module):
         tensors, mine = named_tensors(model)[0], schema_of(model)
     else:
-        # a mapping cannot say which of its tensors are buffers, nor which are tied: what the run knows is taken over
+        # a mapping does not say which tensors are buffers or tied: take that from the run's schema
         buffers, tied = {spec.name: spec.group != PARAMS for spec in schema.tensors}, dict(schema.aliases)
         named = named_tensors(unwrapped(model, buffers.keys() | tied.keys()))[0]
         tensors = {name: tensor for name, tensor in named.items() if name not in tied}
@@ -71,7 +75,7 @@ def matching(session: Session, model: nn.Module | Tensors) -> dict[str, Tensor]:
     return tensors
 
 
-# -- One round of a federated run, as a training script has it: the version to train from, and the right to submit.
+# -- One round of a federated run, as the training script sees it.
 
 
 @public_api
@@ -79,9 +83,10 @@ class Round:
     """One round of a federated run: the version to train from, and the ticket to submit under.
 
     Attributes:
-        params: name → CPU tensor or numpy array, as `atoll.functional.receive` gave them; empty where that filled a
-            model, and after `send`, unless that was told to keep them.
-        sent: what `atoll.functional.send` sent, where it was told to keep it.
+        done: whether the round is over for this worker: submitted, or not needed any more.
+        params: name → CPU tensor or numpy array, set by `atoll.functional.receive`. Empty if `receive` filled a model,
+            and after `send` with `clear_cache`.
+        sent: the model that `atoll.functional.send` sent, if `clear_cache` was False; else None.
     """
 
     def __init__(self, place: Participation, ticket: Ticket) -> None:
@@ -96,25 +101,25 @@ class Round:
 
     @property
     def number(self) -> int:
-        """Counts from 1. `load_into` makes it the newest round's where this one is over by then."""
+        """The number of the round, from 1. If the round is already over, `load_into` switches to the newest round."""
         return self._ticket.round
 
     @property
     def version(self) -> int:
-        """The version to train from."""
+        """The number of the version to train from."""
         return self._ticket.base.number
 
     @property
     def base(self) -> VersionRef:
-        """The version to train from."""
+        """The reference of the version to train from: its fragment, number and digest."""
         return self._ticket.base
 
     @public_api
     def load_into(self, model: Model) -> Model:
-        """Pull the global model into `model`, in place, and return it; the round begins anew where it had begun.
+        """Pull the global model into `model`, in place, and return `model`. A second call restarts the round.
 
         Raises:
-            SchemaMismatch: it is not the model of the run; no tensor has moved.
+            SchemaMismatch: `model` has another schema than the run; nothing was transferred.
         """
         tensors = matching(self._session, model)
         if self._hooks is not None:
@@ -125,33 +130,33 @@ class Round:
         return model
 
     def _pull(self, into: dict[str, Tensor]) -> None:
-        """Pull the version of the ticket; where the server no longer has it, that of the newest round.
+        """Pull the version of the ticket; if the server no longer has that version, switch to the newest round.
 
-        Nothing was trained from the old one: a deadline has passed meanwhile, or the server was restored from a backup.
+        Nothing is lost by that, because nothing was trained from the old version. A version can disappear when a
+        deadline passes, or when the server is restored from a backup.
         """
         self._require_joined()
         while isinstance(pull := require(self._exchange.pull(self._ticket.base, into)), VersionGone):
             LOG.info("%s: round %d is taken no more: %s", self._session.site, self.number, pull.error.message)
             reply = require(self._exchange.ask_and_resend())
-            # a run that has ended meanwhile gives no ticket any more: training goes on from its result, in vain
+            # if the run has ended meanwhile, there is no ticket: train from the result; the update will not count
             latest = {"base_version": reply.head.number, "base_digest": reply.head.digest}
             self._ticket = reply.ticket if isinstance(reply, Open) else self._ticket.model_copy(update=latest)
 
     @public_api
     def correct(self, model: nn.Module, optimizer: Given) -> StepHooks:
-        """Have the run's algorithm correct local training, if it does; else steps are counted, and nothing changes.
+        """Hook the optimizer: count its steps, and apply the local correction of the run's algorithm, if it has one.
 
         Args:
-            model: that `load_into` filled, before it is trained.
-            optimizer: all of its trainable parameters are in; or a list of several, in the order in which they step
-                (not where the algorithm divides by the learning rate). Their steps are followed until the round is
-                submitted.
+            model: the model that `load_into` filled. Call `correct` before training it.
+            optimizer: the optimizer of all trainable parameters; or a list of several, in the order in which they step.
+                An algorithm that divides by the learning rate allows only one.
 
         Returns:
-            What counts the steps; a context manager, too, that lets go of the optimizer at its end.
+            The hooks, which stay until the round is submitted. As a context manager, they are removed at its end.
 
         Raises:
-            UsageError: the global model was never pulled, or the round is corrected already.
+            UsageError: the global model was not pulled, or `correct` was called before in this round.
         """
         self._require_base()
         session, exchange = self._session, self._exchange
@@ -168,13 +173,16 @@ class Round:
 
     @public_api
     def global_state(self, group: str) -> dict[str, Tensor]:
-        """Return what the algorithm keeps beside the model in a group, by its name.
+        """Return the global tensors that the algorithm stores beside the model in one group.
+
+        Args:
+            group: name of the group.
 
         Returns:
-            Parameter's name → new CPU tensor of its shape; empty where the run has no such group.
+            Name of a parameter → new CPU tensor of the parameter's shape; empty if the run has no such group.
 
         Raises:
-            UsageError: the global model was never pulled.
+            UsageError: the global model was not pulled.
         """
         self._require_base()
         shapes = self._shapes_beside().get(group, {})
@@ -182,7 +190,14 @@ class Round:
 
     @public_api
     def own_state(self, group: str) -> dict[str, Tensor]:
-        """Return what the algorithm keeps at this site, likewise; zeros until an update counted."""
+        """Return the tensors that the algorithm keeps at this site in one group; zeros until an update has counted.
+
+        Args:
+            group: name of the group.
+
+        Returns:
+            Name of a parameter → new CPU tensor of the parameter's shape; empty if the algorithm keeps no such group.
+        """
         exchange = self._exchange
         if exchange.kept is None or exchange.rule is None or group not in exchange.rule.keeps:
             return {}
@@ -196,10 +211,10 @@ class Round:
 
     @public_api
     def state_dict(self, framework: str = "torch") -> dict[str, Any]:
-        """The global model by name, tied tensors included, in new memory.
+        """Pull the global model, and return its tensors by name in new memory, including tied tensors.
 
         Args:
-            framework: "torch" for CPU tensors, "numpy" for arrays; bf16 and 8-bit floats are fp32 there.
+            framework: "torch" for CPU tensors, "numpy" for arrays. NumPy gets bf16 and 8-bit floats as fp32.
         """
         require_framework(framework)
         tensors = self._new_tensors()
@@ -221,24 +236,23 @@ class Round:
         steps: int = 0,
         groups: Mapping[str, Arrays] | None = None,
     ) -> None:
-        """Submit what `model` has become; returns when the server has it in its journal.
+        """Submit the trained model; return when the server has the update in its journal.
 
         Args:
-            model: a module with the run's schema, or a mapping name → tensor, numpy array, or anything with DLPack or
-                `__array__`; read, not changed.
-            weight: samples, tokens, or any positive number; the mean is by weight.
-            metrics: finite numbers by name; averaged by weight over the workers.
-            steps: local optimizer steps in the round, for status, and what FedNova divides by; by default those that
-                `correct` counted.
-            groups: what the update of a hand-written loop carries beside the model: group → parameter's name → tensor
-                of its shape. `steps` must be given with them.
+            model: a module with the run's schema; or a mapping of names to tensors, numpy arrays, or objects with
+                DLPack or `__array__`. It is not changed.
+            weight: this update's weight in the mean: samples, tokens, or any positive number.
+            metrics: finite numbers by name; the server averages them over the workers, by weight.
+            steps: local optimizer steps in the round; shown in the status, and FedNova's divisor. By default the steps
+                that `correct` counted.
+            groups: tensors that the update carries beside the model, if `correct` is not used: group → name of a
+                parameter → tensor of the parameter's shape. Give `steps`, too.
 
         Raises:
-            UsageError: the round was submitted before, or the global model was never pulled.
-            SchemaMismatch: it is not the model of the run.
-            UsageError: an entry of the mapping is no array; it is named.
-            UsageError: the weight is not a positive finite number, `steps` or a metric is none; or `groups` are not
-                what the run needs, and what is wrong is named.
+            UsageError: the round was submitted before, or the global model was not pulled.
+            UsageError: an entry of the mapping is no array; `weight`, `steps` or a metric is no valid number; or
+                `groups` are not those that the run needs. The message names the wrong entry.
+            SchemaMismatch: `model` has another schema than the run.
         """
         if self.done:
             raise UsageError(
@@ -263,7 +277,7 @@ class Round:
             self._end()
             return
         match self._exchange.submit(self._ticket, tensors, info, finish=finish):
-            case TooLate(error):  # kept, as an update that counted is: the server may fall back to its base
+            case TooLate(error):  # keep the outbox: if the server falls back to the base, it needs this update
                 LOG.warning("%s: round %d went on without this update: %s", self._session.site, self.number, error)
             case Refused() as refusal:
                 self._exchange.refused(refusal)
@@ -273,10 +287,16 @@ class Round:
 
     def _end(self) -> None:
         self.done = True
-        self._hooks, self._session.optimizers = None, []  # they hold the model, which nothing keeps in a wait
+        self._hooks, self._session.optimizers = None, []  # free the model while this worker waits
 
     def _finish(self, given: Mapping[str, Arrays] | None, steps: int) -> Finish | None:
-        """Return what gives the groups beside the model: those that `correct` measured, or a hand-written loop's."""
+        """Return the function that provides the groups beside the model; None if the update has none.
+
+        The groups are measured by `correct`, or `given` by a loop that implements the algorithm by hand.
+
+        Raises:
+            UsageError: the round lacks the algorithm's correction, or `given` does not fit the run or this round.
+        """
         session, exchange, shapes = self._session, self._exchange, self._shapes_beside()
         corrects = self._hooks is not None and self._hooks.changes_training
         if given is None:
@@ -338,10 +358,10 @@ def _read(group: str, shapes: Shapes, runs: Runs) -> dict[str, Tensor]:
 
 @public_api
 class Worker(Answers):
-    """One site's part in a federated run: iterate over its rounds. Made by `atoll.join`.
+    """One site's participation in a federated run, created by `atoll.join`. Iterate over it to get the rounds.
 
-    Where handlers are registered, tasks of the run's other workflows are answered with them within that loop: before
-    the first round and behind the last one.
+    If handlers are registered, the loop also answers tasks of the run's other workflows, before the first round and
+    after the last one.
     """
 
     def __init__(self, place: Participation) -> None:
@@ -352,12 +372,12 @@ class Worker(Answers):
 
     @property
     def bytes_up(self) -> int:
-        """Bytes of tensors sent so far."""
+        """Bytes of tensors that this worker has sent so far."""
         return self._session.counters.bytes_up
 
     @property
     def bytes_down(self) -> int:
-        """Bytes of tensors received so far."""
+        """Bytes of tensors that this worker has received so far."""
         return self._session.counters.bytes_down
 
     @public_api
@@ -372,7 +392,11 @@ class Worker(Answers):
         self.leave(error)
 
     def leave(self, error: BaseException | None = None) -> None:
-        """Deregister; with the error that ended local training, where there was one."""
+        """Leave the run. Idempotent.
+
+        Args:
+            error: the error that ended local training, if any; the server gets its text.
+        """
         if self._left:
             return
         self._left = True
@@ -388,12 +412,13 @@ class Worker(Answers):
 
     @public_api
     def load_into(self, model: Model) -> Model:
-        """Pull the newest global model into `model`, in place; after the last round, that is the result.
+        """Pull the newest global model into `model`, in place, and return `model`.
 
-        A round that is open keeps the version that it started from, and can still be submitted.
+        After the last round, the newest model is the run's result. An open round keeps its base version, so that its
+        update can still be submitted.
 
         Raises:
-            SchemaMismatch: it is not the model of the run.
+            SchemaMismatch: `model` has another schema than the run.
             UsageError: this worker has left its run.
         """
         self._require_joined()
@@ -406,13 +431,13 @@ class Worker(Answers):
 
     @public_api
     def next_round(self, wait_s: float | None = None) -> Round | None:
-        """Wait for the next round, in programs that are no loop over rounds.
+        """Wait for the next round. An alternative to iterating over the worker.
 
         Args:
-            wait_s: for so long at most; None: as long as the run lasts.
+            wait_s: longest time to wait, in seconds; None: no limit.
 
         Returns:
-            The round; None when the run is finished, or the time is over.
+            The round; None when the run is finished, or when the time is over.
         """
         self._require_joined()
         reply = self._next(wait_s)
@@ -420,7 +445,7 @@ class Worker(Answers):
         return self._round
 
     def _next(self, wait_s: float | None) -> Next:
-        """Ask for the next round; what an earlier process has left is sent before."""
+        """Ask the server for the next round; the first time, first send an update that an earlier process has left."""
         if not self._recovered:
             self._place.exchange.recover()
             self._recovered = True
@@ -445,7 +470,7 @@ class Worker(Answers):
             return
         while True:
             reply = self._next(None)
-            if isinstance(reply, Wait):  # tasks come first
+            if isinstance(reply, Wait):  # another workflow comes before the rounds
                 if not self._serve(rounds=True):
                     return
                 continue
@@ -471,14 +496,18 @@ class Worker(Answers):
                 )
 
     def _tell(self, previous: messages.Outcome | None) -> None:
-        """Warn about an update that was formed and did not count; without one, a ticket that is over is no news."""
+        """Warn if the last update was formed but did not count.
+
+        Args:
+            previous: the outcome of this site's previous ticket.
+        """
         note = self._place.exchange.outbox.note
         if previous is None or previous.state != "expired" or note is None or note.ticket != previous.ticket:
             return
         LOG.warning("%s: the update of round %d did not count: %s", self.site, note.round, previous.reason)
 
 
-# -- Without a server: the same script, one round, plain local training; nothing is sent.
+# -- Without a server: one round of plain local training; nothing is sent.
 
 
 class LocalRound(Round):
@@ -495,18 +524,21 @@ class LocalRound(Round):
 
     @public_api
     def load_into(self, model: Model) -> Model:
-        """Return the model as it is."""
+        """Return the model unchanged."""
         self._model = model
         return model
 
     @public_api
     def correct(self, model: nn.Module, optimizer: Given) -> StepHooks:
-        """Count the steps; without a server nothing is corrected."""
+        """Count the optimizer's steps, without any correction."""
         return StepHooks(model).attach(optimizer)
 
     @public_api
     def global_state(self, group: str) -> dict[str, Tensor]:
-        """Return zeros after `load_into`, so that a loop written by hand for an algorithm trains plainly."""
+        """Return a zero tensor for each float parameter, so that a hand-written correction has no effect.
+
+        Empty before `load_into`.
+        """
         named = named_parameters(self._model) if isinstance(self._model, nn.Module) else {}
         return {name: torch.zeros(value.shape) for name, value in named.items() if value.is_floating_point()}
 
@@ -521,7 +553,7 @@ class LocalRound(Round):
         return {name: tensor.clone() for name, tensor in named_tensors(self._model)[0].items()}
 
     def _submit(self, model: nn.Module | Arrays, info: UpdateInfo, groups: Mapping[str, Arrays] | None) -> None:
-        """Log what would have been submitted."""
+        """Log the metrics that would have been submitted."""
         told = ", ".join(f"{key} {value:.4g}" for key, value in finite_metrics(info.metrics, "alone").items())
         self._model = None
         LOG.info("alone: trained without a server%s", f" ({told})" if told else "")
@@ -529,7 +561,7 @@ class LocalRound(Round):
 
 @public_api
 class LocalWorker:
-    """What `atoll.join` gives without a server: the same loop, one round, nothing sent."""
+    """The worker that `atoll.join` returns without a server: its loop has one round, and nothing is sent."""
 
     site = "alone"
     bytes_up = bytes_down = 0
@@ -544,17 +576,17 @@ class LocalWorker:
         self.leave(error)
 
     def leave(self, error: BaseException | None = None) -> None:
-        """Nothing to leave: says so, unless an error ended training."""
+        """Log that the script ran without a server, unless an error ended training."""
         if not self._left and error is None:
             LOG.info("%s", ALONE_ENDED)
         self._left = True
 
     def load_into(self, model: Model) -> Model:
-        """The model as it is."""
+        """Return the model unchanged."""
         return model
 
     def next_round(self, wait_s: float | None = None) -> Round | None:
-        """Return the one round; None afterwards."""
+        """Return the only round; None in later calls."""
         begun, self._begun = self._begun, True
         return None if begun else LocalRound()
 
@@ -562,29 +594,29 @@ class LocalWorker:
         yield LocalRound()
 
     def task(self, name: str) -> Callable[[H], H]:
-        """No tasks come without a server: the handler is given back."""
+        """Return a decorator that does nothing, because no tasks come without a server."""
         return lambda handler: handler
 
     def evaluates(self, function: Any = None, *, model: nn.Module | None = None) -> Any:
-        """No server asks: the function is given back."""
+        """Return the function unchanged, because no server asks for evaluations."""
         return function or (lambda decorated: decorated)
 
     def submits(self, function: Any) -> Any:
-        """No server asks: the function is given back."""
+        """Return the function unchanged, because no server asks for a model."""
         return function
 
     def note(self, text: str) -> None:
-        """No server is told."""
+        """Do nothing, because no server shows the text."""
 
     def tasks(self) -> Iterator[Any]:
-        """None come without a server."""
+        """Return an empty iterator, because no tasks come without a server."""
         return iter(())
 
     def run(self) -> None:
-        """Nothing is to be answered without a server."""
+        """Return at once, because no tasks come without a server."""
 
 
-# -- Where `join` takes part without a server: the place of a simulated site, in a process of a simulation.
+# -- In a process of a simulation, `join` returns the worker of the simulated site.
 
 
 _seat: Worker | None = None
@@ -592,7 +624,7 @@ _seat: Worker | None = None
 
 @contextmanager
 def taken_by(seat: Worker) -> Iterator[None]:
-    """Within, a join in this process is that of this simulated site; `ATOLL_SITE` names it, as at a real site."""
+    """Within the block, make `join` return this simulated site's worker, and set `ATOLL_SITE` to the site's name."""
     global _seat
     _seat, before = seat, os.environ.get("ATOLL_SITE")
     os.environ["ATOLL_SITE"] = seat.site
@@ -607,12 +639,15 @@ def taken_by(seat: Worker) -> Iterator[None]:
 
 
 def seat_here() -> Worker | None:
-    """The simulated site that this process trains at this moment; None outside of simulations."""
+    """Return the worker of the simulated site that this process is training now; None outside of simulations."""
     return _seat
 
 
 def require_real(what: str) -> None:
-    """Refuse, in a simulation, what does not take part in it by rounds: it would train alone, and never end.
+    """Refuse a training loop that a simulation does not support: such a loop would train alone and never end.
+
+    Args:
+        what: name of the loop, for the message.
 
     Raises:
         UsageError: this process trains a simulated site.
@@ -634,23 +669,24 @@ def join(
     filters: Sequence[Filter] = (),
     require_server: bool = False,
 ) -> Worker | LocalWorker:
-    """Take part in a federated run; use it as a context manager and iterate over its rounds.
+    """Join a federated run. Use the result as a context manager, and iterate over its rounds.
 
     Args:
-        server: address, `http://host:8512`; by default `ATOLL_SERVER`. Without either the script runs alone.
-        site: this worker's name; by default `ATOLL_SITE`, else made of host and process.
-        folder: where the base and outbox files lie; by default `ATOLL_DIR`, else `.atoll`.
-        labels: anything to be shown in status.
-        filters: that every update of this site passes through, in this order, before any byte of it leaves.
-        require_server: refuse to train alone where no server is configured.
+        server: address of the server, `http://host:8512`; by default `ATOLL_SERVER`. If neither is given, the script
+            runs alone.
+        site: this worker's name; by default `ATOLL_SITE`, else made from host and process.
+        folder: the folder of the base and outbox files; by default `ATOLL_DIR`, else `.atoll`.
+        labels: labels of this worker, shown in the status.
+        filters: filters that are applied to every update of this site, in this order, before it is sent.
+        require_server: refuse to train alone if no server is configured.
 
     Returns:
-        A `Worker`; where there is no server a `LocalWorker`, which has one round.
+        A `Worker`; without a server a `LocalWorker`, which has one round.
 
     Raises:
-        ConfigError: no server is configured, and one is required; or an ATOLL_ variable is misspelt.
-        ServerLost: the server did not answer for as long as ATOLL_GIVE_UP_S says; a day by default.
-        ServerUnreachable: something else answers at its address.
+        ConfigError: no server is configured although one is required, or an ATOLL_ variable is misspelt.
+        ServerLost: the server did not answer within ATOLL_GIVE_UP_S, by default a day.
+        ServerUnreachable: another program answers at the server's address.
         StateLocked: another process on this machine takes part as the same site.
     """
     if (seat := seat_here()) is not None:
@@ -670,15 +706,15 @@ def join(
 
 
 def takes_part(server: str | None) -> bool:
-    """Whether `join` with this address has a run to take part in: its server's, or the one that is simulated."""
+    """Return whether `join` with this address would take part in a run: of a server, or of a simulation."""
     return bool(server) or seat_here() is not None
 
 
 def run_here(server: str | None, site: str) -> messages.RunInfo | None:
-    """What the run is, before `join` takes part in it; None where a script trains alone.
+    """Return the description of the run that `join` would take part in; None if the script would train alone.
 
     Raises:
-        VersionSkew: the two sides speak different protocols.
+        VersionSkew: server and worker use different versions of the protocol.
         ServerLost, ServerUnreachable: as `join`.
     """
     if (seat := seat_here()) is not None:

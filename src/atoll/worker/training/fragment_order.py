@@ -1,9 +1,9 @@
-"""Which fragment is due: pure, and the same rule for every worker, so that no two workers wait for each other.
+"""Choose the fragment to synchronise next. Every worker uses the same rule, so that no two wait for each other.
 
-In rounds that wait for their workers, the fragment that is due is the one with the lowest (round, number) among those
-that this worker has not submitted. In an undisturbed run that is the cycle 0 … K−1. Where a synchronisation was
-skipped, or a worker joined later, all workers still follow the same order. So the lowest open round of all is always
-the next one of every worker that it waits for.
+In synchronous runs, the next fragment is the one with the lowest (round, number) among the fragments that this worker
+has not submitted. Without disturbances, this is the cycle 0 … K−1. If a synchronisation is skipped or a worker joins
+later, all workers still follow the same order. So the open round with the lowest (round, number) is always the next
+one of every worker that it waits for. This file has no IO.
 """
 
 from __future__ import annotations
@@ -17,17 +17,18 @@ from atoll.protocol import messages
 
 @dataclass(frozen=True)
 class SyncRules:
-    """When fragments are synchronised, and what becomes of local progress.
+    """The run's rules for synchronising fragments.
 
     Attributes:
         every: H, local steps between two synchronisations of one fragment.
-        fragments: K, fragments that are synchronised in turn.
-        tau: local steps between forming an update and merging its result.
-        alpha: share of the local parameters that a merge keeps.
-        max_inflight: fragments of this worker that may be under way at a time.
-        waits: whether rounds wait for their workers.
-        on_missed: what becomes of local steps when the head moved on without them.
-        sync_rounds_first: rounds of an asynchronous run that wait all the same.
+        fragments: K, number of fragments that are synchronised in turn.
+        tau: τ, local steps between forming an update and merging its result.
+        alpha: α, share of the local parameters in a merge.
+        max_inflight: how many fragments of this worker may be in flight at a time.
+        waits: whether the run is synchronous: a round waits for its workers.
+        on_missed: what happens to local steps if the head moved on without them: "rebase" carries them over to the new
+            head, "reset" discards them.
+        sync_rounds_first: number of synchronous rounds at the beginning of an asynchronous run.
     """
 
     every: int
@@ -41,7 +42,12 @@ class SyncRules:
 
     @classmethod
     def of(cls, info: messages.RunInfo, every: int) -> SyncRules:
-        """Return those of a run."""
+        """Return the rules of a run.
+
+        Args:
+            info: the run's description.
+            every: H.
+        """
         return cls(
             every,
             info.fragments,
@@ -55,17 +61,17 @@ class SyncRules:
 
     @property
     def overlap(self) -> bool:
-        """Whether training goes on while an update is on its way."""
+        """Whether training continues while an update is in flight (τ > 0)."""
         return self.tau > 0
 
 
 class Place(NamedTuple):
-    """Where a worker is with one fragment.
+    """A worker's position in one fragment, as needed to choose the next fragment.
 
     Attributes:
-        round: that it takes part in next.
-        is_free: whether the fragment is neither under way nor finished.
-        local_steps: H_w, where the run has given this worker one (DyLU); else 0.
+        round: the round that the worker takes part in next.
+        is_free: whether the fragment is neither in flight nor finished.
+        local_steps: H_w, if the run has given this worker its own number of local steps (DyLU); else 0.
     """
 
     round: int
@@ -74,22 +80,23 @@ class Place(NamedTuple):
 
 
 class FragmentOrder:
-    """The order of one worker's synchronisations.
+    """The order in which one worker synchronises fragments.
 
     Args:
-        first: the fragment that is due first, in rounds that wait for no worker.
+        rules: the run's rules.
+        first: the first fragment to synchronise in an asynchronous run.
     """
 
     def __init__(self, rules: SyncRules, first: int = 0) -> None:
         self._rules, self._next = rules, first
 
     def steps_between(self, places: Sequence[Place]) -> int:
-        """Return the local steps between two turns: H/K, or H_w/K where this worker has an H_w of its own."""
+        """Return the local steps between two synchronisations of any fragment: H/K, or H_w/K with DyLU."""
         h = min((each.local_steps for each in places if each.local_steps), default=self._rules.every)
         return max(1, h // len(places))
 
     def pick(self, places: Sequence[Place]) -> int | None:
-        """Return the fragment that is due; None where each is finished or under way."""
+        """Return the fragment to synchronise next; None if every fragment is finished or in flight."""
         free = [index for index, each in enumerate(places) if each.is_free]
         first = self._rules.sync_rounds_first
         waits = [index for index in free if self._rules.waits or places[index].round <= first]
@@ -98,5 +105,5 @@ class FragmentOrder:
         return min(free, key=lambda index: (index - self._next) % len(places), default=None)
 
     def took(self, fragment: int) -> None:
-        """An update of this fragment was formed."""
+        """Record that an update of this fragment was formed."""
         self._next = (fragment + 1) % self._rules.fragments

@@ -1,4 +1,4 @@
-"""The loop over rounds as functions, for scripts that cannot be turned into one.
+"""`atoll.functional`: the loop over rounds as plain functions, for scripts that cannot use `for fl_round in worker`.
 
     atoll.functional.init()
     while atoll.functional.is_running():
@@ -6,7 +6,8 @@
         train(model)
         atoll.functional.send(model)
 
-One run at a time in a process; settings come from ATOLL_SERVER, ATOLL_SITE and ATOLL_DIR, as `atoll worker` sets them.
+A process takes part in one run at a time. Defaults come from ATOLL_SERVER, ATOLL_SITE and ATOLL_DIR, which
+`atoll worker` sets.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from atoll.worker.training.federated_loop import LocalWorker, Model, Round, Work
 
 
 class _Part:
-    """What this process knows of its run."""
+    """The participation of this process in its run: the worker, and the open round if there is one."""
 
     def __init__(self, worker: Worker | LocalWorker) -> None:
         self.worker = worker
@@ -35,7 +36,7 @@ class _Part:
         self.has_received = self.over = False
 
     def next_round(self) -> Round | None:
-        """The open round, or the next one; it is waited for. None at the end, when the worker has left."""
+        """Return the open round, or wait for the next one. At the end of the run, leave and return None."""
         if self.round is None and not self.over:
             self.round = next(self.rounds, None)
             if self.round is None:
@@ -60,12 +61,12 @@ def init(
     filters: Sequence[Filter] = (),
     require_server: bool = False,
 ) -> None:
-    """Take part in a run; the arguments are those of `join`. Without a server the script runs alone, for one round.
+    """Join a run. The arguments are those of `atoll.join`. Without a server, the script runs alone, for one round.
 
-    The process leaves the run when the run is over, or when the process ends.
+    The process leaves the run when the run is over or when the process ends.
 
     Raises:
-        UsageError: it takes part in one already.
+        UsageError: this process already takes part in a run.
         ConfigError, ServerUnreachable, StateLocked: as `join`.
     """
     global _part
@@ -78,7 +79,7 @@ def init(
 
 @public_api
 def is_running() -> bool:
-    """Whether there is another round; it is waited for, as only then that is known.
+    """Wait for the next round; return whether there is one. If a round is open, return True at once.
 
     Raises:
         UsageError: `init` was not called.
@@ -88,11 +89,13 @@ def is_running() -> bool:
 
 @public_api
 def receive(into: Model | None = None, *, framework: Literal["torch", "numpy"] = "torch") -> Round | None:
-    """The round with its global model, in `params`; None when the run is over. Asked again in the same round, the same.
+    """Pull the global model of the next round, and return the round; None when the run is over.
+
+    The model is in `params` of the round, or in `into`. A further call before `send` returns the same round.
 
     Args:
-        into: a model to be filled in place; then no new tensors are made.
-        framework: of `params`.
+        into: a model to fill in place; `params` then stays empty.
+        framework: the kind of arrays in `params`.
 
     Raises:
         UsageError: `init` was not called.
@@ -120,11 +123,11 @@ def send(
     groups: Mapping[str, Arrays] | None = None,
     clear_cache: bool = True,
 ) -> None:
-    """Submit what the model has become; the arguments are those of `fl_round.submit`. This ends the round.
+    """Submit the trained model, which ends the round. The other arguments are those of `fl_round.submit`.
 
     Args:
-        clear_cache: forget what was received and sent, so that its memory is free while others are awaited; `params` of
-            what `receive` gave is emptied. With False both are kept, in `params` and `sent`.
+        clear_cache: empty `params` of the round, to free memory while this worker waits for the next round. If False,
+            keep the received model in `params` of the round, and the sent model in `sent`.
 
     Raises:
         UsageError: `init` was not called, or nothing was received since the last `send`.
@@ -142,7 +145,7 @@ def send(
 
 
 def forget() -> None:
-    """Another simulated site of this process may begin, however the one before has ended."""
+    """Drop the participation of this process, so that the next simulated site in it can call `init`."""
     global _part
     _part = None
     atexit.unregister(_leave_at_exit)
@@ -155,6 +158,6 @@ def _current() -> _Part:
 
 
 def _leave_at_exit(part: _Part) -> None:
-    """Tell the server that this process ends, and by which error, where nothing caught it."""
+    """Leave the run when the process ends; report the uncaught error that ends the process, if any."""
     if not part.over:
         part.leave(what_ends())

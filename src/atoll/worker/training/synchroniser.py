@@ -1,4 +1,4 @@
-"""The synchronisations of DiLoCo, driven by the optimizer's steps: of the whole model, or of one fragment at a time.
+"""Run DiLoCo's synchronisations as the optimizer steps: of the whole model, or of one fragment at a time.
 
 DiLoCo: Distributed Low-Communication Training of Language Models (Douillard et al., arXiv 2311.08105), Algorithm 1, and
 Streaming DiLoCo with overlapping communication (Douillard et al., arXiv 2501.18512), Algorithm 2. Every H/K local steps
@@ -8,10 +8,10 @@ one fragment p is due:
     b_p ← outer step       at the server
     w_p ← (1−α)·b_p + α·w_p     τ steps later, on the training thread
 
-With τ = 0 the update is sent while it is formed, and the new version is pulled into the parameters. With τ > 0 a thread
-sends the update, waits for the result and pulls it to disk, while training goes on. Nothing but the fragment's own
-tensors changes; the inner optimizer keeps its state. What becomes of a synchronisation that breaks off:
-docs/decisions/0005. docs/walkthrough.md follows one update from here to the next version.
+With τ = 0, training stops while the update is formed and sent, and until the new version is in the parameters. With
+τ > 0, a thread sends the update, waits for the result and pulls it to disk, while training continues. A synchronisation
+changes only the tensors of its fragment; the inner optimizer keeps its state. docs/decisions/0005 says what happens
+when a synchronisation fails. docs/walkthrough.md follows one update from here to the next version.
 """
 
 from __future__ import annotations
@@ -34,21 +34,22 @@ from atoll.worker.session.session import Session
 from atoll.worker.training.fragment_order import FragmentOrder, Place, SyncRules
 
 LOOK_S = 1.0
-"""While other workers are waited for, how often it is looked whether that is still right."""
+"""While this worker waits for other workers, it checks in this interval whether it must do something else first."""
 DRAIN_S = 60.0
-"""At the end, how long what is under way is waited for."""
+"""Longest wait, at the end, for updates in flight and their results."""
 REPEAT_S = 300.0
-"""While an outage lasts, a line about it is repeated after this time at the earliest."""
+"""Shortest time between two log lines about the same outage."""
 
 
 class Outage:
-    """The time from the first synchronisation that is skipped for the network to the next one that is not.
+    """Tracks outages, each from the first synchronisation skipped for a network error to the next successful one.
 
     Args:
-        clock: seconds, from any origin.
+        clock: returns the time in seconds.
 
     Attributes:
-        is_on: whether the last synchronisation was skipped for the network: the next ones try once.
+        is_on: whether the last synchronisation was skipped for a network error. During an outage, each synchronisation
+            tries to reach the server only once.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -57,9 +58,11 @@ class Outage:
         self._skipped, self._said_s = 0, 0.0
 
     def skipped(self, error: BaseException, site: str, what: str, why: str) -> None:
-        """A synchronisation was skipped: log it, unless the same outage was logged in the last `REPEAT_S`.
+        """Record that a synchronisation was skipped, and log that, at most once per `REPEAT_S` of one outage.
 
         Args:
+            error: the error because of which it was skipped.
+            site: the site's name.
             what: the synchronisation, as the log names it.
             why: the reason, as a sentence.
         """
@@ -81,10 +84,11 @@ class Outage:
             )
 
     def ended(self, site: str, told: str) -> None:
-        """The server has answered.
+        """Record that the server has answered; log that if there was an outage.
 
         Args:
-            told: what happens now; follows "the server is back".
+            site: the site's name.
+            told: the end of the log line "the server is back; …".
         """
         if self.is_on:
             more = f" ({self._skipped} were skipped)" if self._skipped > 1 else ""
@@ -93,15 +97,20 @@ class Outage:
 
 
 class FragmentState:
-    """Where a worker is with one fragment.
+    """A worker's state in one fragment.
+
+    Args:
+        exchange: the exchange of the fragment.
 
     Attributes:
-        round: that it takes part in next.
-        ticket: for that round, where there is one.
-        local_steps: H_w, where the run has given this worker one (DyLU); else 0.
-        base_step: the local step after which what is local now began.
-        version: that the base holds.
-        ended: why the run has ended; empty while it goes on.
+        exchange: the exchange of the fragment.
+        index: number of the fragment.
+        round: the round that the worker takes part in next.
+        ticket: the ticket for that round; None if there is none yet.
+        local_steps: H_w, if the run has given this worker its own number of local steps (DyLU); else 0.
+        base_step: the local step from which on local steps are not yet in an accepted update or the base.
+        version: the version in the base.
+        ended: the reason why the run has ended; empty while the run goes on.
     """
 
     def __init__(self, exchange: Exchange) -> None:
@@ -113,11 +122,11 @@ class FragmentState:
 
     @property
     def counted_step(self) -> int:
-        """The last local step with progress that is in an update at the server."""
+        """The last local step that is contained in an update at the server."""
         return self.exchange.counted_step(self.base_step)
 
     def heard(self, reply: Next) -> None:
-        """Take over what the server said of the next round."""
+        """Take over the server's reply about the next round: ticket, round, H_w, and whether the run has ended."""
         self.ended = reply.reason or "finished" if isinstance(reply, Finished) else ""
         self.ticket = reply.ticket if isinstance(reply, Open) else None
         self.round = self.ticket.round if self.ticket else reply.round
@@ -125,17 +134,22 @@ class FragmentState:
 
 
 class PendingSync:
-    """An update on its way, and its result, in a thread of their own.
+    """An update in flight: a thread that sends the update, waits for its result, and pulls that beside the base.
+
+    Args:
+        fragment: the fragment of the update.
+        step: the local step after which the update was formed.
+        retries: attempts to reach a lost server.
 
     Attributes:
-        step: after which the update was formed.
-        sent: set once the server has the update, or all is over.
-        done: set once all is over.
-        reply: what the server said of the result, which is in the file beside the base.
-        refusal: of the update; the result is the head then.
-        broke_off: what became of it, where it did not come to a result.
-        error: what ended the thread.
-        late: whether the result was not there when it was to be merged.
+        step: the local step after which the update was formed.
+        sent: set once the server has the update, or the thread has ended.
+        done: set once the thread has ended.
+        reply: the server's reply about the next round; set once the result is in the file beside the base.
+        refusal: the server's refusal of the update, if any. The result then is the head.
+        broke_off: why there is no result: the update came too late, or the server was lost. Else None.
+        error: the error that ended the thread, if any.
+        late: whether the result had not arrived when it was to be merged.
     """
 
     def __init__(self, fragment: FragmentState, step: int, retries: int) -> None:
@@ -156,7 +170,7 @@ class PendingSync:
                     self._fetch()
                 case Refused() as refusal:
                     self.refusal = refusal
-                    self.fragment.exchange.outbox.clear()  # or the next ticket would have it sent once more
+                    self.fragment.exchange.outbox.clear()  # else the next ticket would resend the update
                     self._fetch()
                 case TooLate() | Lost() as broke_off:
                     self.broke_off = broke_off
@@ -181,25 +195,25 @@ class PendingSync:
 
 
 class Synchroniser:
-    """The synchronisations of one worker.
+    """The driver of one worker's synchronisations.
 
     Args:
-        session: of the worker.
-        exchanges: of the fragments.
-        tensors: gives the model's own, by name.
-        rules: of the run.
-        info_of: what the update says that is about to be formed from a version, after so many steps.
-        measured: is shown the global model after each synchronisation.
-        max_retries: attempts before a synchronisation with a lost server is skipped.
+        session: the worker's session.
+        exchanges: the exchange of each fragment.
+        tensors: returns the model's own tensors by name.
+        rules: the run's rules for synchronising.
+        info_of: returns weight, steps and metrics of an update, from its base version and number of steps.
+        measured: calls the user's metrics function on the global model after each synchronisation.
+        max_retries: attempts to reach a lost server before a synchronisation is skipped.
 
     Attributes:
-        rounds: results that this worker went on from.
-        skipped: synchronisations that broke off.
-        merges_waited: results that were not there when they were to be merged, so that training waited.
-        merges_late: those that were merged later instead, as in asynchronous runs.
-        newest_step: the last step after which an update was formed, or a whole model's synchronisation was skipped.
-        staleness: versions between the base of the last update that counts and its version.
-        finished: whether the run is over, and its result is the model.
+        rounds: number of results that this worker has continued from.
+        skipped: number of skipped synchronisations.
+        merges_waited: number of results for which training had to wait.
+        merges_late: number of results that were merged later than after τ steps, in an asynchronous run.
+        newest_step: the last step after which an update was formed, or the whole model's synchronisation was skipped.
+        staleness: number of versions between the base of the last counted update and the version made from it.
+        finished: whether the run is over and the model is its result.
     """
 
     def __init__(
@@ -218,42 +232,42 @@ class Synchroniser:
         self._fragments = [FragmentState(exchange) for exchange in exchanges]
         self._is_whole = len(self._fragments) == 1
         self._order = FragmentOrder(rules, session.due)
-        self._outage = Outage()  # in it a turn tries once, and holds up nothing
-        self._step = self._due_step = 0  # the last one, and the last after which a fragment had its turn
+        self._outage = Outage()
+        self._step = self._due_step = 0  # the last local step, and the last one after which a fragment was due
         self._pending: list[PendingSync] = []  # oldest first
         self.rounds = self.skipped = self.merges_waited = self.merges_late = self.newest_step = self.staleness = 0
         self.finished = False
 
     @property
     def under_way(self) -> int:
-        """Updates on their way."""
+        """Number of updates in flight."""
         return len(self._pending)
 
     @property
     def counted_step(self) -> int:
-        """The last step after which an update was formed that the server has, of any fragment."""
+        """The last local step that is contained in an update at the server, of any fragment."""
         return max(each.counted_step for each in self._fragments)
 
     @property
     def base_step(self) -> int:
-        """The step after which what is local of the first fragment began."""
+        """The step after which the local steps of the first fragment began that are not yet synchronised."""
         return self._fragments[0].base_step
 
     @property
     def steps_between(self) -> int:
-        """Local steps between two turns."""
+        """Local steps between the synchronisations of two fragments."""
         return self._order.steps_between(self._places)
 
     @property
     def next_step(self) -> int:
-        """The first step after which something may have to be done, so far as is known now."""
+        """The first step after which an update may be due or a result may have to be merged, as known now."""
         soon = self._step + 1
         at = [max(soon, each.step + self._rules.tau) for each in self._pending]
         return min([max(soon, self._due_step + self.steps_between), *at])
 
     @property
     def merges_in_words(self) -> str:
-        """How many results were late: whether tau is long enough; empty where none is merged."""
+        """A text on how many results were late, which shows whether τ is long enough; empty without merges."""
         if self._is_whole and not self._merges:
             return ""
         late = f", {self.merges_late} merged late" if self.merges_late else ""
@@ -261,7 +275,7 @@ class Synchroniser:
 
     @property
     def _merges(self) -> bool:
-        """Whether results come into a file, and from there into the model."""
+        """Whether results are first pulled into a file, and then merged into the model."""
         return self._rules.overlap or self._rules.alpha > 0
 
     @property
@@ -275,10 +289,13 @@ class Synchroniser:
             Place(each.round, not each.ended and each.index not in busy, each.local_steps) for each in self._fragments
         ]
 
-    # -- begin and end
+    # -- start and end
 
     def start(self) -> None:
-        """Send what an earlier process left, and pull every fragment into the model; the server is waited for."""
+        """Send the updates that an earlier process left, then pull every fragment into the model.
+
+        Wait for a server that does not answer for up to ATOLL_GIVE_UP_S.
+        """
         for fragment, reply in zip(self._fragments, self._send_earlier_updates(), strict=True):
             lost = self._load(fragment, reply, 0, WAITS)
             if lost is not None:
@@ -286,12 +303,13 @@ class Synchroniser:
         self._after_new_version()
 
     def _send_earlier_updates(self) -> list[Next]:
-        """Send what an earlier process left; return what each fragment is to begin from.
+        """Send the updates that an earlier process left; return the server's reply for each fragment.
 
-        A round that such an update is in is waited for: what was trained from the version before it would count as new,
-        and be a round old. That round waits for nothing of this worker: all that comes before it in the order that all
-        workers follow is in, too. Where an update before it is not, or may still be asked for, other workers may wait
-        for that one.
+        If a fragment's update is in an open round, wait for that round's result. Otherwise, this worker would train
+        from the version before, and its next update would be a round old.
+
+        With several fragments, wait only if all updates that come earlier in the order of all workers are in. Else
+        other workers may wait for one of those updates, and this worker must not wait for them.
         """
         fragments = self._fragments
         is_in = [each.exchange.recover() is not None for each in fragments]
@@ -307,20 +325,20 @@ class Synchroniser:
             is_waited = is_in[place] and isinstance(reply, Wait) and note is not None and note.round == reply.round
             if self._rules.waits and is_waited:
                 waited.append((reply.round, place))
-            elif not fragment.ended:  # without a ticket it may be taken into the open round, when others end
+            elif not fragment.ended:  # without a ticket, it may still join the open round
                 others.append((fragment.round, place) if fragment.ticket else (0, place))
         for number, place in sorted(waited):
             if others and (number, place) > min(others):
                 break
-            while isinstance(replies[place], Wait) and replies[place].round == number:  # not into another one
+            while isinstance(replies[place], Wait) and replies[place].round == number:  # only this round
                 replies[place] = require(fragments[place].exchange.ask_and_resend(LOOK_S))
             fragments[place].heard(replies[place])
         return replies
 
     def drain(self) -> None:
-        """Finish what is under way, within `DRAIN_S`, and merge it.
+        """Wait for the updates in flight and merge their results, within `DRAIN_S`.
 
-        The end is announced first, so that no round waits for a next update of this worker meanwhile.
+        Announce the end once the updates are sent, so that no round waits for a further update of this worker.
         """
         end_s = time.monotonic() + DRAIN_S
         for pending in self._pending:
@@ -340,18 +358,22 @@ class Synchroniser:
             self._land(pending)
 
     def abandon(self) -> None:
-        """Leave what is under way as it is: its threads move no byte any more, and end."""
+        """Abort the updates in flight: their threads transfer no further byte and end."""
         if self._pending:
             self._fragments[0].exchange.break_off()
 
     # -- one step
 
     def after_step(self, step: int) -> bool:
-        """A local step was made: merge what is ready, and submit what is due; return whether anything was."""
+        """Merge the results that are ready, and submit the fragment that is due; return whether there was any.
+
+        Args:
+            step: the number of the local step that was just made.
+        """
         self._step = step
         ready = [pending for pending in self._pending if self._is_ready(pending)]
         for pending in ready:
-            if pending in self._pending:  # else it was landed while another one was waited for
+            if pending in self._pending:  # else merged during the wait for another result
                 self._land(pending)
         due = not self.finished and step - self._due_step >= self.steps_between
         if due:
@@ -360,9 +382,9 @@ class Synchroniser:
         return due or bool(ready)
 
     def _is_ready(self, pending: PendingSync) -> bool:
-        """Return whether a result is to be merged now; where the run waits for its workers, it then is waited for."""
+        """Return whether to merge a result now. In a synchronous run, that includes a result to wait for."""
         if self._step < pending.step + self._rules.tau:
-            return pending in self._broken()  # its turn comes again, before what is later in the order
+            return pending in self._broken()  # handle failed ones early: they are due again
         if pending.done.is_set():
             return True
         if not self._rules.waits and not pending.late:
@@ -373,13 +395,13 @@ class Synchroniser:
     def _turn(self) -> None:
         while len(self._pending) >= self._rules.max_inflight:
             if not self._rules.waits:
-                return  # what is local stays, and is in the fragment's next update
+                return  # the local steps stay, and will be in the fragment's next update
             self._land(self._pending[0])
         self._submit_next()
 
     def _submit_next(self) -> None:
         """Submit the fragment that is due."""
-        for _ in range(2 * len(self._fragments)):  # a fragment may turn out to be further than was known
+        for _ in range(2 * len(self._fragments)):  # the server may report a later round, so that another one is due
             index = self._order.pick(self._places)
             if index is None:
                 break
@@ -396,10 +418,11 @@ class Synchroniser:
         self._look_whether_finished()
 
     def _prepare(self, fragment: FragmentState) -> bool | Lost:
-        """Have a ticket against the base, in the order that all workers follow.
+        """Get a ticket for a fragment; if the ticket's version is not the base, because the head moved on, catch up.
 
         Returns:
-            Whether the turn goes on, with the fragment that is then due. Else what is local comes in a later one.
+            True: continue with the fragment that is due then. False: the local steps wait for a later synchronisation.
+            `Lost`: the server was lost.
         """
         exchange, waited = fragment.exchange, False
         lost = self._settle(fragment)
@@ -427,10 +450,13 @@ class Synchroniser:
         caught_up = self._catch_up(fragment, reply)
         if isinstance(caught_up, Lost):
             return caught_up
-        return caught_up and (self._is_whole or not waited)  # while it was waited for, others had turns of theirs
+        return caught_up and (self._is_whole or not waited)  # after a wait, several steps' turns are over
 
     def _settle(self, fragment: FragmentState) -> Lost | None:
-        """Take from the local steps what turns out to be in, and forget a ticket that is over."""
+        """Find out whether the last update was accepted after all, and drop a ticket that is over.
+
+        If the update was accepted, its steps no longer count as local steps.
+        """
         steps = fragment.exchange.settle(self._retries)
         if isinstance(steps, Lost):
             return steps
@@ -445,10 +471,11 @@ class Synchroniser:
         return None
 
     def _next_round(self, exchange: Exchange) -> tuple[Next | Lost | None, bool]:
-        """Wait for the next round of a fragment; None where something else has to be done first.
+        """Wait for the next round of a fragment.
 
         Returns:
-            What the server said, and whether it was waited for.
+            The server's reply, or None if a failed update of another fragment must be submitted first; and whether this
+            worker waited.
         """
         if self._is_whole:
             return exchange.ask_and_resend(retries=self._retries), False
@@ -456,12 +483,20 @@ class Synchroniser:
         waited = isinstance(reply, Wait)
         while isinstance(reply, Wait):
             if self._broken():
-                return None, True  # other workers may wait for it, and this one for them
+                return None, True  # a deadlock, if others wait for that update
             reply = exchange.ask_and_resend(LOOK_S if self._pending else None, retries=self._retries)
         return reply, waited
 
     def _catch_up(self, fragment: FragmentState, reply: Next) -> bool | Lost:
-        """The head moved on without this worker; return whether what is local was carried over to it."""
+        """Go on from a head that moved on without this worker: carry the local steps over, or discard them.
+
+        Args:
+            fragment: the fragment.
+            reply: the server's reply, which names the head.
+
+        Returns:
+            True if the local steps were carried over, False if they were discarded, `Lost` if the server was lost.
+        """
         site, name, version = self._session.site, self._name(fragment), fragment.version
         if self._rules.on_missed == "reset":
             missed = self._step - fragment.base_step
@@ -487,9 +522,9 @@ class Synchroniser:
         return True
 
     def _submit(self, fragment: FragmentState) -> None:
-        """Form the update, and send it on its way."""
+        """Form the update of a fragment and send it. With τ = 0, wait for the result; else a thread does all that."""
         ticket, exchange = fragment.ticket, fragment.exchange
-        if fragment.ended or ticket is None:  # none where the head moved while it was pulled, and moves again
+        if fragment.ended or ticket is None:  # no ticket: the head moved again while it was pulled
             return
         info = self._info_of(ticket.base, self._step - fragment.base_step)
         self._order.took(fragment.index)
@@ -517,13 +552,13 @@ class Synchroniser:
             self._skip(fragment, broke_off)
 
     def _await_result(self, fragment: FragmentState) -> Lost | None:
-        """Wait until the round is committed, and go on from its result."""
+        """Wait until the round's version is committed, and load or merge that version."""
         self._session.tell(state="waiting for the others")
         reply = fragment.exchange.ask_and_resend(retries=self._retries)
         if isinstance(reply, Lost):
             return reply
         self._counted(reply)
-        # where a round begins from the global model, steps from a part of it would be lost
+        # if local steps may be discarded, wait for a whole version instead of training from a partial one
         waits = isinstance(reply, Finished) or self._rules.on_missed == "reset"
         patience = Patience(self._retries, None if waits else self._retries)
         return self._load(fragment, reply, self._step, patience, alpha=self._rules.alpha)
@@ -533,7 +568,7 @@ class Synchroniser:
         self.staleness = reply.previous.staleness if reply.previous is not None else 0
 
     def _land(self, pending: PendingSync) -> None:
-        """Merge a result, once it is there."""
+        """Wait for a result and merge it; or handle the refusal or failure of its update."""
         fragment = pending.fragment
         if not pending.done.is_set():
             self.merges_waited += 1
@@ -557,8 +592,8 @@ class Synchroniser:
     def _await(self, pending: PendingSync) -> None:
         """Wait for a result.
 
-        An update that is before it in the order that all workers follow, and broke off, is submitted meanwhile: others
-        may wait for that one, and have not come to this one yet.
+        If an update failed that comes earlier in the order of all workers, submit that one again meanwhile. Other
+        workers may be waiting for it before they submit to the round of this result.
         """
         while not pending.done.wait(LOOK_S):
             for broken in self._broken():
@@ -569,7 +604,7 @@ class Synchroniser:
                 self._submit_next()
 
     def _broken(self) -> list[PendingSync]:
-        """Return the updates that broke off on their way, so that they may have to be submitted anew."""
+        """Return the updates in flight that failed, which may have to be submitted again."""
         return [each for each in self._pending if each.done.is_set() and each.broke_off is not None]
 
     # -- versions into the model
@@ -583,17 +618,23 @@ class Synchroniser:
         *,
         alpha: float = 0.0,
     ) -> Lost | None:
-        """The fragment becomes the head, or is merged with it.
+        """Pull the head of a fragment into the model, or merge it with the local parameters.
 
         Args:
-            step: after which what is local begins then.
-            patience: with a lost server; None: as in a synchronisation, but a pull that has begun is waited for. Where
-                it ends within a pull, training goes on from a model that is the version in part; the next
-                synchronisation carries what it makes of it over to the head.
+            fragment: the fragment.
+            reply: the server's reply, which names the head.
+            step: the step after which local steps count from then on.
+            patience: how long to wait for a lost server; None: the usual number of retries before the pull begins, and
+                ATOLL_GIVE_UP_S within the pull. If the patience ends within the pull, training goes on from a model
+                that has a part of the version. The next synchronisation carries those steps over to the head.
+            alpha: share of the local parameters in a merge; 0: take the version as it is.
+
+        Returns:
+            None on success, `Lost` if the server was lost.
         """
         exchange, own, before = fragment.exchange, self._own(fragment), fragment.exchange.base.note
         patience = patience or Patience(self._retries)
-        # beside the base, too, where an earlier process was about to merge it
+        # also beside the base if an earlier process had begun to pull it there
         beside = alpha > 0 or (self._merges and exchange.is_beside(reply.head))
         into = None if beside else own
         pulled = exchange.pull_newest(reply.head, into, patience, beside=beside)
@@ -611,7 +652,7 @@ class Synchroniser:
         return None
 
     def _merge(self, fragment: FragmentState, reply: Next, step: int, alpha: float) -> None:
-        """Merge the version beside the base into the model; it becomes the base."""
+        """Merge the version beside the base into the model, then make that version the base."""
         files = fragment.exchange.files
         apply_version.merge_(self._own(fragment), files.beside(), alpha)
         fragment.heard(reply)
@@ -629,7 +670,7 @@ class Synchroniser:
         fragment.base_step = self._step
 
     def _count_steps_from(self, fragment: FragmentState, step: int) -> None:
-        """The fragment's local progress is what comes after `step`, beyond what the base holds."""
+        """Count the fragment's local steps from `step` on, relative to the version in the base."""
         note = fragment.exchange.base.note
         assert note is not None
         fragment.exchange.forget_outbox_progress()
@@ -638,7 +679,7 @@ class Synchroniser:
 
     def _after_new_version(self) -> None:
         self._look_whether_finished()
-        if not self.finished:  # the global model is measured, as far as it is here
+        if not self.finished:  # call the user's metrics function
             parts = [(self._own(each), each.exchange.base) for each in self._fragments]
             self._measured.look_at(parts, local=self._rules.alpha > 0)
 
@@ -646,21 +687,28 @@ class Synchroniser:
         tensors = self._tensors()
         return {spec.name: tensors[spec.name] for spec in fragment.exchange.layouts.schema.tensors}
 
-    # -- what else may come
+    # -- failures and the end of the run
 
     def _refused(self, fragment: FragmentState, refusal: Refused) -> None:
-        """The server named what is wrong; begin again from the global model."""
+        """Handle a refused update: log that its local steps are lost, and drop the update.
+
+        Raises:
+            UpdateRefused: too many updates in a row were refused.
+        """
         of = "" if self._is_whole else f" of fragment {fragment.index}"
         LOG.warning("%s: local steps%s since version %d are lost", self._session.site, of, fragment.version)
         fragment.exchange.refused(refusal)
 
     def _skip(self, fragment: FragmentState, broke_off: TooLate | Lost) -> None:
-        """A turn broke off: training goes on, and the next update of the fragment holds it all."""
+        """Skip a synchronisation that failed. The fragment's next update will contain all local steps.
+
+        If the update came too late because the run has ended, load the result instead.
+        """
         if isinstance(broke_off, TooLate) and self._ended_without_us(fragment):
             self._look_whether_finished()
             return
         self.skipped += 1
-        fragment.ticket, fragment.ended = None, ""  # its last version is not here yet
+        fragment.ticket, fragment.ended = None, ""  # its newest version was not pulled
         what = f"of fragment {fragment.index}"
         if self._is_whole:
             what, self.newest_step = f"at step {self._step}", self._step
@@ -668,27 +716,27 @@ class Synchroniser:
         self._outage.skipped(broke_off.error, self._session.site, what, why)
 
     def _ended_without_us(self, fragment: FragmentState) -> bool:
-        """Return whether a ticket was over because the run is: an asynchronous one ends without some updates.
+        """Return whether the run has ended, and its result was loaded. An asynchronous run can end without an update.
 
-        It is no skipped synchronisation then. Where the network is lost on the way, a later turn finds out.
+        If the server is lost meanwhile, return False; a later synchronisation will find out.
         """
         reply = fragment.exchange.ask(0.0, retries=0)
         step = self._step if self._is_whole else fragment.base_step
         return isinstance(reply, Finished) and self._load(fragment, reply, step) is None
 
     def _answered(self) -> None:
-        """The server is there."""
+        """Record that the server has answered, which ends an outage."""
         told = f"synchronised at step {self._step}"
         if self._rules.overlap:
             told = f"synchronising again from step {self._step} on"
         self._outage.ended(self._session.site, told)
 
     def _look_whether_finished(self) -> None:
-        """Where the run is over: the model becomes the run's, with every fragment as the last round left it."""
+        """If every fragment has ended and no update is in flight, load the run's result into the model."""
         if self.finished or self._pending or not all(fragment.ended for fragment in self._fragments):
             return
         self.finished = True
-        if self._merges or not self._is_whole:  # else nothing has changed since it was pulled into the model
+        if self._merges or not self._is_whole:  # else the model already is the result
             for fragment in self._fragments:
                 apply_version.load_(self._own(fragment), fragment.exchange.base)
         ended = self._fragments[0].ended
