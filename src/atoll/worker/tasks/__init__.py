@@ -1,1 +1,1 @@
-"""Tasks of workflows at a site: its handlers, and evaluations of models on its data."""
+"""Tasks at a site: the handlers that answer a workflow's tasks, and the evaluation of models on the site's data."""

@@ -11,9 +11,9 @@
         for task in worker.tasks():            # or, in a loop of your own
             task.answer({"w": task.payload["w"] + 1})
 
-A process that is killed and started again gets its open task again. The worker waits for a server that is gone.
+A process that is killed and started again gets its open task again. While the server does not answer, the worker waits.
 
-This file has handlers by the names of tasks, the loop that calls them, and payloads that are pulled ahead.
+This file has the registration of handlers, the loop that calls them, and the prefetching of payloads.
 """
 
 from __future__ import annotations
@@ -64,18 +64,24 @@ from atoll.worker.session.leave_at_exit import last_words
 from atoll.worker.session.session import Session
 from atoll.worker.tasks.evaluate_models import Evaluate, Models, key_of, uploaded
 
-# -- Tensors of the next task, pulled while a task is still worked on; matched by the id of the task.
+# -- Prefetch: pull the tensors of the next task while the handler of the current task still runs.
 #
-# The server alone decides which task is next. Tensors that were pulled for a task that is over are dropped.
+# The server alone decides which task is next. If another task comes than the prefetched one, its tensors are dropped.
 
 
 PAUSE_S = 1.0
-"""Seconds after a request that failed; the worker's own requests find out what is wrong."""
+"""Pause after a prefetch request that failed. The error is not reported, because the worker's next request shows it."""
 
 
 @dataclass(eq=False)
 class _Next:
-    """A task with tensors on their way, or here; None if it has none, or if they did not come."""
+    """A prefetched task.
+
+    Attributes:
+        task: the task's id.
+        stored: gives the task's tensors once they are on disk; None if the task has none, or if the pull failed.
+        abort: set to end the pull.
+    """
 
     task: str
     stored: Future[Stored | None] = field(default_factory=Future)
@@ -83,11 +89,11 @@ class _Next:
 
 
 class Ahead:
-    """Asks for the next task in a thread, and pulls its tensors to disk.
+    """The prefetcher: a thread that asks for the next task, and pulls its tensors to disk.
 
     Args:
-        connection: of the site.
-        pull: pulls the tensors of a task into a file; the event ends it.
+        connection: the site's session.
+        pull: a function that pulls the tensors of a task into a file, until the given event is set.
     """
 
     def __init__(self, connection: Session, pull: Callable[[tm.ObjectKey, threading.Event], Stored]) -> None:
@@ -98,7 +104,11 @@ class Ahead:
         self._thread: threading.Thread | None = None
 
     def take(self, task: str) -> Stored | None:
-        """Return the tensors of a task that has arrived, if they are or will be pulled; else None."""
+        """Return the prefetched tensors of a task, after waiting for a pull in progress; None if not prefetched.
+
+        Args:
+            task: the id of the task that the server has sent.
+        """
         with self._news:
             found, self._next = self._next, None
             self._in_hand, self._working = task, False
@@ -110,7 +120,7 @@ class Ahead:
         return found.stored.result()
 
     def begin(self) -> None:
-        """Look for the next task: work on this one begins."""
+        """Start to prefetch the next task. Call this when the work on the current task begins."""
         with self._news:
             self._working = True
             self._news.notify()
@@ -119,7 +129,7 @@ class Ahead:
             self._thread.start()
 
     def close(self) -> None:
-        """Pull no more. Idempotent; a request that still waits for a task ends by itself."""
+        """Stop prefetching. Idempotent. A request that still waits for a task ends by itself."""
         with self._news:
             self._closing = True
             if self._next is not None:
@@ -140,7 +150,7 @@ class Ahead:
             except AtollError as error:
                 LOG.debug("%s: cannot look for the next task: %s", self._connection.site, error)
                 with self._news:
-                    if isinstance(error, BadRequest):  # the server does not know this request
+                    if isinstance(error, BadRequest):  # the server does not support prefetching
                         return
                     self._news.wait_for(lambda: self._closing, PAUSE_S)
                 continue
@@ -152,7 +162,7 @@ class Ahead:
     def _ahead_of(self, message: tm.Task) -> None:
         with self._news:
             if self._closing or message.task == self._in_hand or self._next is not None:
-                return  # it has arrived meanwhile, and its tensors are pulled there
+                return  # the worker itself has the task now
             coming = self._next = _Next(message.task)
         stored = None
         try:
@@ -164,17 +174,17 @@ class Ahead:
             coming.stored.set_result(stored)
 
 
-# -- One task of a site: its payload, and how it is answered.
+# -- One task of a site
 
 
 @public_api
 class Task:
-    """One task of this site. The server sends it again until it is answered.
+    """One task for this site. The server sends a task again until this site has answered it.
 
     Attributes:
-        name: `train`, `validate`, `submit_model`, or one of the workflow's own.
-        id: the same for all sites of a broadcast.
-        payload: what the workflow sent; references in it are not resolved.
+        name: name of the task: `train`, `validate`, `submit_model`, or a name of the workflow's own.
+        id: id of the task; the same for all sites of a broadcast.
+        payload: the payload that the workflow sent; references in it are not resolved.
     """
 
     def __init__(self, connection: Session, message: tm.Task, warned: set[str], filters: AnswerFilters) -> None:
@@ -187,21 +197,24 @@ class Task:
 
     @public_api
     def answer(self, payload: Any = None) -> bool:
-        """Answer with any nested dicts, lists and tuples of tensors, arrays and plain values.
+        """Send an answer to the server.
+
+        Args:
+            payload: any nesting of dicts, lists and tuples with tensors, arrays and plain values.
 
         Returns:
-            False if the task is over meanwhile: the answer is not used, and nothing of it is kept.
+            Whether the server took the answer; False if the task was over.
 
         Raises:
-            UsageError: something in it cannot travel, or a filter failed; it is named, and nothing was sent.
-            TransferError: the server answers, but takes no bytes of the tensors.
+            UsageError: a value in the payload cannot be sent, or a filter failed. Nothing was sent.
+            TransferError: the server answers, but the tensors cannot be uploaded.
         """
         answer = self.written(pack(payload))
-        del payload  # its memory is not needed while the answer is on its way
+        del payload  # free its memory during the upload
         return self.deliver(answer)
 
     def written(self, packed: Packed) -> tm.TaskAnswer | Draft:
-        """Filter an answer and return it as it travels: in a message, or from disk."""
+        """Apply the filters to an answer; return it ready to send: as a message, or as a draft on disk to upload."""
         with self._filters.behind(packed, self.name) as packed:
             way = way_of(self.name, packed, chunk_sizes(self._sizes), streamed=self._streamed, what="answer")
             if way.warning and self.name not in self._warned:
@@ -212,28 +225,31 @@ class Task:
             return written(packed, way.cut, None)
 
     def deliver(self, answer: tm.TaskAnswer | Draft) -> bool:
-        """Send what `written` returned; upload a draft first, and close it. Return as `answer` does."""
+        """Send an answer that `written` returned, uploading a draft first. Return whether the server took it."""
         if isinstance(answer, tm.TaskAnswer):
             return self._send(answer)
         ref = uploaded(self._connection, answer, f"answer to {self.described}")
         taken = self._send(tm.TaskAnswer(body=tm.Body(object=key_of(ref))))
         if not taken:
-            with contextlib.suppress(AtollError):  # the server removes it by itself
+            with contextlib.suppress(AtollError):  # else the server removes it later
                 withdraw(ref)
         return taken
 
     @public_api
     def fail(self, error: BaseException | str) -> bool:
-        """Answer that this site cannot do it, and why.
+        """Answer that this site failed at the task.
+
+        Args:
+            error: the reason, which the workflow gets as text.
 
         Returns:
-            As `answer`.
+            Whether the server took the answer; False if the task was over.
         """
         return self._send(tm.TaskAnswer(error=told(error) or "it gave no reason"))
 
     @property
     def described(self) -> str:
-        """Its name and the beginning of its id, for errors."""
+        """The task's name and the beginning of its id, for errors."""
         return f"task {self.name!r} ({self.id[:8]})"
 
     def _send(self, answer: tm.TaskAnswer) -> bool:
@@ -252,16 +268,16 @@ H = TypeVar("H", bound=Callable[..., Any])
 SUBMIT, VALIDATE = "submit_model", "validate"
 
 UNDELIVERED = (TransferError, UsageError, StoreError, BadRequest)
-"""Why an answer is not sent though its handler returned one: a stream fails while it is read, tensors do not get
-through, the disk of this site is full, or the server never keeps so much."""
+"""Errors because of which a handler's answer cannot be sent: a stream fails while it is read, tensors cannot be
+uploaded, the disk of this site is full, or the answer is too large for the server."""
 
 
 OF_EVALUATIONS = -2
-"""The number, in place of a fragment's, of the warning that a worker cannot evaluate while it trains."""
+"""Number of the warning that a DiLoCo loop does not answer evaluations. Other warnings have a fragment's number."""
 
 
 def say_evaluation_follows(connection: Session) -> None:
-    """Warn a site with a script that evaluates only if it opens `atoll.tasks` after its loop."""
+    """If the run ends with an evaluation that asks this site, warn that the script must open `atoll.tasks` for it."""
     if connection.evaluates:
         told = (
             f"the run ends with a cross-site evaluation that asks site {connection.site}, and a DiLoCo loop answers no "
@@ -274,14 +290,14 @@ def say_evaluation_follows(connection: Session) -> None:
 
 @public_api
 class Answers:
-    """What scripts register at a worker, however it takes part, and how its tasks are answered with it.
+    """Base class of workers that answer tasks: registers handlers, and calls them.
 
     Args:
-        session: of the site.
-        filters: that its answers pass through.
-        pulls_ahead: whether the tensors of the next task are pulled while one is worked on.
-        local: returns the model that the site has trained last, from its file.
-        folder: for models that are evaluated; by default that of temporary files.
+        session: the site's session.
+        filters: filters that are applied to the site's answers.
+        pulls_ahead: whether to prefetch the tensors of the next task while a handler runs.
+        local: returns the model that the site has trained last, read from its file; None if there is none.
+        folder: the folder for models while they are evaluated; by default that of temporary files.
     """
 
     _joined_by = "atoll.join"  # the call that takes part again after this worker has left
@@ -312,9 +328,13 @@ class Answers:
 
     @public_api
     def task(self, name: str) -> Callable[[H], H]:
-        """Decorate the function that answers the tasks of a name: payload in, payload out.
+        """Return a decorator that registers a function as the handler of tasks with a name.
 
-        An error that it raises becomes the answer of the site; the worker goes on to the next task.
+        The function takes a payload and returns a payload. If it raises an error, the site answers with that error,
+        and the worker continues with the next task.
+
+        Raises:
+            UsageError: there is a handler for that name already.
         """
 
         def decorate(handler: H) -> H:
@@ -327,17 +347,17 @@ class Answers:
 
     @public_api
     def evaluates(self, function: Evaluate | None = None, *, model: nn.Module | None = None) -> Any:
-        """Register the function by which this site evaluates models, its own and others'; usable as a decorator.
+        """Register the function that evaluates models of the run on this site's data. Usable as a decorator.
 
-        The site then also sends its own model to be evaluated elsewhere: `submits` says which.
+        The site then also sends its own model to be evaluated by other sites; `submits` chooses which model.
 
         Args:
-            function: takes the model and returns metrics: name → number.
-            model: a module that each model is loaded into, in place, and that the function takes; not the one that
-                `submits` returns. None: the function takes a `LazyState`, name → tensor on disk.
+            function: takes a model and returns metrics: name → number.
+            model: a module into which each model is loaded, in place, before the function gets it. Must not be the
+                module that `submits` returns. None: the function gets a `LazyState`, name → tensor on disk.
 
         Raises:
-            UsageError: there is one already.
+            UsageError: a function is registered already.
         """
         if function is None:
             return lambda decorated: self.evaluates(decorated, model=model)
@@ -349,27 +369,32 @@ class Answers:
         return function
 
     def submits(self, function: Callable[[], Any]) -> Callable[[], Any]:
-        """Say which model this site sends to the server, to be evaluated elsewhere; usable as a decorator.
+        """Register the function that returns the model for evaluation by other sites. Usable as a decorator.
+
+        Without such a function, the site sends the model that it submitted last, before filters and codec.
 
         Args:
-            function: returns a module, a mapping name → tensor, or a `LazyState`; None refuses. By default the site
-                sends the model that it submitted last, as it was before filters and codec.
+            function: returns a module, a mapping name → tensor, or a `LazyState`; None if the site sends no model.
         """
         self._models.give = function
         self._builtin[SUBMIT] = self._models.submit
         return function
 
     def note(self, text: str) -> None:
-        """Report what this site is doing: the status shows it, and it counts as progress of the site."""
+        """Report what this site is doing. The status shows the text, and the report counts as progress of the site."""
         self._session.tell(state=text[:64])
 
     def tasks(self) -> Iterator[Task]:
-        """Yield the tasks of this site, each with its payload, until the last workflow has ended."""
+        """Yield each task of this site with its payload, until the last workflow has ended."""
         return self._tasks(rounds=False)
 
     @public_api
     def run(self) -> None:
-        """Answer tasks with the handlers until the last workflow has ended."""
+        """Answer tasks with the registered handlers until the last workflow has ended.
+
+        Raises:
+            UsageError: no handler is registered, or the evaluation of the run needs one more.
+        """
         self._require_evaluator()
         if not self._answers_any:
             raise UsageError("The worker has no handler.", 'Decorate a function with @worker.task("train") first.')
@@ -379,7 +404,7 @@ class Answers:
 
     @property
     def _answers_any(self) -> bool:
-        """Whether any task is answered: by the script's own handlers, or through `evaluates` or `submits`."""
+        """Whether any handler is registered, by `task`, `evaluates` or `submits`."""
         return bool(self._handlers or self._builtin)
 
     @property
@@ -387,14 +412,14 @@ class Answers:
         return VALIDATE in self._builtin or VALIDATE in self._handlers
 
     def _require_joined(self) -> None:
-        """Refuse to go on with a worker that has left its run."""
+        """Refuse to use a worker that has left its run."""
         require_joined(self._session.has_left, self.site, self._joined_by)
 
     def _require_evaluator(self) -> None:
-        """Refuse to begin if a cross-site evaluation will ask for a function that is not registered.
+        """Check that a function for evaluation is registered if the run's cross-site evaluation asks this site.
 
         Raises:
-            UsageError: it is not registered.
+            UsageError: no function is registered.
         """
         if self._session.evaluates and not self._evaluates:
             raise UsageError(
@@ -404,13 +429,13 @@ class Answers:
             )
 
     def _serve(self, *, rounds: bool) -> bool:
-        """Answer tasks with the handlers.
+        """Answer tasks with the handlers until rounds begin, or until the last workflow has ended.
 
         Args:
-            rounds: whether this process takes part in rounds, too, and returns to them when they begin.
+            rounds: whether this process takes part in rounds, too. If False, only the end of the workflows counts.
 
         Returns:
-            Whether rounds begin; else the last workflow has ended.
+            Whether rounds begin; False if the last workflow has ended.
         """
         for task in self._tasks(rounds=rounds):
             handler = self._handlers.get(task.name) or self._builtin.get(task.name)
@@ -420,12 +445,12 @@ class Answers:
                 task.fail(f"there is no handler for task {task.name!r}, only for {known}")
                 continue
             try:
-                packed = pack(handler(task.payload))  # an answer that cannot travel is an error of the handler
+                packed = pack(handler(task.payload))  # an answer that cannot be sent is the handler's error
             except Exception as error:
                 LOG.exception("%s: task %r failed", self.site, task.name)
                 task.fail(error)
                 continue
-            task.payload = None  # its memory is not needed while the answer is on its way
+            task.payload = None  # free its memory during the upload
             try:
                 try:
                     answer = task.written(packed)
@@ -438,7 +463,11 @@ class Answers:
         return self._rounds_begin
 
     def _tasks(self, *, rounds: bool) -> Iterator[Task]:
-        """Yield the tasks of this site, each with its payload, until the last workflow has ended or rounds begin."""
+        """Yield each task of this site with its payload, until the last workflow has ended or rounds begin.
+
+        Args:
+            rounds: whether to stop when rounds begin.
+        """
         self._require_joined()
         session, lost, stalled = self._session, "", ""
         self._rounds_begin = False
@@ -460,7 +489,7 @@ class Answers:
             task = Task(session, reply.task, self._warned, self._filters)
             try:
                 task.payload = self._payload_of(reply.task)
-            except StoreError as error:  # its own disk: the server is told, and does not send it again
+            except StoreError as error:  # this site's disk: fail the task, so that it is not sent again
                 LOG.error("%s: the tensors of %s cannot be kept: %s", self.site, task.described, error)
                 task.fail(error)
                 continue
@@ -473,7 +502,7 @@ class Answers:
                 continue
             except (Gone, BadRequest, PartCorrupt, TransferError) as error:
                 if isinstance(error, Gone) and lost != task.id:
-                    lost = task.id  # the task was closed meanwhile, and does not come again
+                    lost = task.id  # probably the task is over; if it comes again, fail it
                     continue
                 task.fail(error)
                 continue
@@ -503,7 +532,7 @@ class Answers:
         return idle_timeout(None, self._session.info.idle_timeout_s)
 
     def _never_came(self, task: Task, why: TransferStalled) -> TransferStalled:
-        """Return the error that names the task, the site and the server."""
+        """Return and log the error for tensors that stalled twice; it names the task, the site and the server."""
         server = self._session.http.server
         error = TransferStalled(
             f"The tensors of {task.described} do not arrive at site {self.site} from {server}: {why.message}",
@@ -513,14 +542,14 @@ class Answers:
         return error
 
     def _answer_no_more(self) -> None:
-        """Pull nothing ahead any more. Idempotent."""
+        """Stop prefetching. Idempotent."""
         if self._ahead is not None:
             self._ahead.close()
 
 
 @public_api
 class TaskWorker(Answers):
-    """A site that answers tasks; made by `atoll.tasks`. Use it as a context manager."""
+    """A worker that answers tasks and trains no rounds, created by `atoll.tasks`. Use it as a context manager."""
 
     _joined_by = "atoll.tasks"
 
@@ -536,7 +565,11 @@ class TaskWorker(Answers):
         self.close(error)
 
     def close(self, error: BaseException | None = None) -> None:
-        """Deregister. Idempotent."""
+        """Leave the run. Idempotent.
+
+        Args:
+            error: the error that ended the script, if any; the server gets its text.
+        """
         self._answer_no_more()
         self._session.leave(last_words(error))
 
@@ -550,28 +583,30 @@ def tasks(
     request_task_tensors: bool = True,
     filters: ByTask = (),
 ) -> TaskWorker:
-    """Take part in a run that has a workflow.
+    """Join a run as a worker that answers the tasks of its workflows.
 
     Args:
         server: address of the server; by default `ATOLL_SERVER`.
-        site: this worker's name; by default `ATOLL_SITE`, else made of host and process.
-        labels: shown in status.
-        request_task_tensors: whether to pull the tensors of a task after it has arrived. False: pull those of the next
-            task ahead, to disk, while a task is still worked on. Payloads are the same.
-        filters: applied in this order to every answer of this site before it leaves; or by the name of a task.
+        site: this worker's name; by default `ATOLL_SITE`, else made from host and process.
+        labels: labels of this worker, shown in the status.
+        request_task_tensors: whether to pull a task's tensors after the task has arrived. False: prefetch the tensors
+            of the next task to disk while a handler runs. The payloads are the same.
+        filters: filters that are applied to every answer of this site, in this order, before it is sent; or a mapping
+            from the name of a task to its filters.
 
     Returns:
-        The worker; a context manager that deregisters it.
+        The worker. As a context manager, it leaves the run at its end.
 
     Raises:
-        UsageError: no server is named, or something in `filters` is no filter.
-        ServerUnreachable: the server does not answer. VersionSkew: it speaks another protocol.
+        UsageError: no server is named, or an entry of `filters` is no filter.
+        ServerUnreachable: the server does not answer.
+        VersionSkew: server and worker use different versions of the protocol.
     """
     ensure_lines()
     server = server_of(server)
     if not server:
         raise UsageError("Tasks come from a server, and no server is named.", "Give its address, or set ATOLL_SERVER.")
-    for_tasks(filters)  # refused before anything is asked
+    for_tasks(filters)  # check the filters before any request
     session = Session(HttpChannel(http_to(server)), require_site(site or default_site()), labels=labels)
     folder = Path(os.environ.get("ATOLL_DIR", ""))
     kept_in = folder if os.environ.get("ATOLL_DIR") and folder.is_dir() else None

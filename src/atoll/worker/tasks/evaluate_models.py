@@ -1,6 +1,6 @@
-"""A site's part in cross-site evaluation: it evaluates models, and sends its own to the server.
+"""Cross-site evaluation at a site: evaluate models of the run, and send the site's own model to the server.
 
-A model is pulled to disk, and removed once it is evaluated.
+Each model is pulled to disk, and deleted after its evaluation.
 """
 
 from __future__ import annotations
@@ -39,16 +39,18 @@ Evaluate = Callable[[Any], Mapping[str, Any]]
 
 
 class Models:
-    """Evaluates models at one site, and sends its own.
+    """The handlers of one site for cross-site evaluation.
 
     Args:
-        local: returns the model that the site has trained last.
-        folder: for models while they are evaluated.
-        ref_to: makes a reference of the key to an object at the server.
+        connection: the site's session.
+        filters: filters that are applied to the site's own model before it is sent.
+        local: returns the model that the site has trained last; None if there is none.
+        folder: the folder for models while they are evaluated; None: that of temporary files.
+        ref_to: returns a reference for the key of an object at the server.
 
     Attributes:
-        give: returns the site's model, in place of `local`.
-        filled: the module that models of others are loaded into.
+        give: the function of `submits`, which returns the site's model; None: use `local`.
+        filled: the module into which models are loaded for evaluation, if any.
     """
 
     def __init__(
@@ -65,7 +67,13 @@ class Models:
         self.filled: nn.Module | None = None
 
     def evaluate(self, function: Evaluate, model: nn.Module | None, payload: Any) -> dict[str, Any]:
-        """Answer the task `validate` with metrics."""
+        """Handle the task `validate`: pull a model, evaluate it, and return metrics and seconds.
+
+        Args:
+            function: the function of `evaluates`.
+            model: the module to load the model into; None: pass a `LazyState` to the function.
+            payload: the task's payload, with the key and the name of the model.
+        """
         place, name = (payload.get("model"), payload.get("name")) if isinstance(payload, dict) else (None, None)
         if place is None:
             raise UsageError(
@@ -96,11 +104,11 @@ class Models:
         return state
 
     def submit(self, payload: Any) -> dict[str, Any]:
-        """Answer the task `submit_model`: send the site's model to the server, and say what it is called there."""
+        """Handle the task `submit_model`: upload the site's model, and return its key at the server."""
         with self._filters.behind(self._packed(), "submit_model") as packed:
             draft = written(packed, cut_as_told(packed, None), self._folder)
             ref = uploaded(self._connection, draft, "model")
-        return {"model": key_of(ref).model_dump()}  # no address: other sites may reach the server by another name
+        return {"model": key_of(ref).model_dump()}  # without an address, which may differ at other sites
 
     def _packed(self) -> Packed:
         if self.give is not None:
@@ -122,17 +130,19 @@ class Models:
 
 
 STALLS = 2
-"""How often tensors may stand still before they are given up; a single time may pass by itself."""
+"""An upload fails after this many stalls. A single stall may be temporary."""
 
 
 def uploaded(connection: Session, draft: Draft, what: str) -> TensorRef:
-    """Send an object to the server, and close it here.
+    """Upload a draft to the server, then close the draft; return a reference to the object.
 
     Args:
-        what: of this site, in errors.
+        connection: the site's session.
+        draft: the object to upload.
+        what: what the object is, for errors.
 
     Raises:
-        TransferError: the server answers, but takes no bytes of it.
+        TransferError: the server answers, but the upload stalls.
     """
     stalls, server = 0, connection.http.server
     timeout_s = idle_timeout(None, connection.info.idle_timeout_s)
@@ -157,15 +167,20 @@ def uploaded(connection: Session, draft: Draft, what: str) -> TensorRef:
 
 
 def key_of(ref: TensorRef) -> tm.ObjectKey:
-    """Return what the server needs to find an object that this site has sent."""
+    """Return the key by which the server finds an object that this site has uploaded."""
     return tm.ObjectKey(object=ref.object, secret=ref.secret, digest=ref.digest, expires_at=ref.expires_at)
 
 
 def fill_(model: nn.Module, state: LazyState, name: str) -> None:
-    """Load a model from disk into a module, in place, in runs.
+    """Load a model from disk into a module, in place, piece by piece.
+
+    Args:
+        model: the module.
+        state: the model on disk.
+        name: name of the model, for errors.
 
     Raises:
-        SchemaMismatch: it does not fit; the first difference is named.
+        SchemaMismatch: the tensors differ in name, shape or dtype. The message names the first difference.
     """
     tensors, aliases = named_tensors(model)
     what = f"The model {name}"
@@ -190,10 +205,10 @@ def fill_(model: nn.Module, state: LazyState, name: str) -> None:
 
 
 def measured(metrics: Any) -> dict[str, float]:
-    """Return metrics as numbers, which need not be finite.
+    """Return the metrics of an evaluation as floats, which may be infinite or NaN.
 
     Raises:
-        UsageError: it is no dict of names and numbers.
+        UsageError: `metrics` is no dict of names and numbers, or empty.
     """
     if not isinstance(metrics, Mapping) or not metrics:
         what = "nothing" if metrics is None or metrics == {} else f"a {type(metrics).__name__}"
@@ -207,18 +222,24 @@ def measured(metrics: Any) -> dict[str, float]:
     return found
 
 
-# -- The model that a site submitted last, as it was before it left: a file for when others want to evaluate it.
+# -- The model that a site submitted last, before filters and codec, for evaluation by other sites.
 #
-#     local.safetensors     beside base and outbox; replaced with every update, whole or not at all
+#     local.safetensors     beside base and outbox; each update replaces the file in one step
 #
-# It is written only in runs that say they will ask for it, in runs of some MiB. After a kill it is there again.
+# The file is written only if the run will ask for it, some MiB at a time. It survives a killed process.
 
 
 LOCAL_MODEL = "local.safetensors"
 
 
 def keep_local(place: Participation, tensors: Tensors, round_number: int) -> None:
-    """Write the model of this round; where that fails training goes on, and the site has none."""
+    """Write the model that is submitted in this round to the local file. If that fails, log a warning and go on.
+
+    Args:
+        place: the participation of the site.
+        tensors: the model's tensors by name.
+        round_number: the number of the round.
+    """
     path, temporary = place.folder / LOCAL_MODEL, place.folder / f".{LOCAL_MODEL}.tmp"
     specs = place.session.schema.model.tensors
     header = safetensors_header(specs, {"format": "pt", "round": str(round_number)})
@@ -226,7 +247,7 @@ def keep_local(place: Participation, tensors: Tensors, round_number: int) -> Non
     try:
         replace_file(path, itertools.chain([header], runs), temporary=temporary, sync=lambda _: None)
     except OSError as error:
-        path.unlink(missing_ok=True)  # an older one would pass for this round's
+        path.unlink(missing_ok=True)  # an older file would be taken for this round's
         LOG.warning(
             "%s: the model of round %d could not be kept for later workflows: %s",
             place.site,
@@ -236,10 +257,10 @@ def keep_local(place: Participation, tensors: Tensors, round_number: int) -> Non
 
 
 def local_model(place: Participation) -> Packed:
-    """The model as it travels, read in runs.
+    """Return the site's last submitted model, ready to send; its tensors are read from the file piece by piece.
 
     Raises:
-        UsageError: there is none.
+        UsageError: there is no file, or the site has filters, which the file would bypass.
     """
     if place.exchange.filters:
         raise UsageError(

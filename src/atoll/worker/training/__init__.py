@@ -1,1 +1,1 @@
-"""The loops that scripts train in: federated rounds, also as functions, and DiLoCo."""
+"""The training loops of a worker: federated rounds, the same loop as plain functions, and DiLoCo."""
