@@ -23,7 +23,7 @@ def command(
 ) -> None:
     """Check the audit log, compare the journal with it, and show its last entries.
 
-    Note the last hash elsewhere: it stands for all before it.
+    Note the last hash elsewhere: it changes if any entry is changed.
     """
     count, digest, entries = read(state_dir, last)
     if json:

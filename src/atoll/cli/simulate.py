@@ -50,7 +50,7 @@ def command(
         bool, typer.Option("--json", help="Print the summary as JSON; lines go to standard error.")
     ] = False,
 ) -> None:
-    """Run many simulated sites, with no network in between; the same command goes on where it was."""
+    """Train many simulated sites, without a network. The same command continues an interrupted simulation."""
     log_lines(sys.stderr if json else None)
     server = logging.getLogger("atoll.server")
     server.setLevel(logging.WARNING)  # at INFO, the server logs a line for every worker

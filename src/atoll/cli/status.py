@@ -121,7 +121,7 @@ def _asked_by(stored: status_messages.Status) -> status_messages.Status | None:
     try:
         live = _ask(stored.address)
     except AtollError as error:
-        if not isinstance(error, ServerUnreachable) or error.is_other:  # such as a certificate that is refused
+        if not isinstance(error, ServerUnreachable) or error.is_other:  # for example, a refused certificate
             print(f"atoll: {stored.address} answers, but not this command: {error}", file=sys.stderr)
         return None
     return live if live.run == stored.run else None

@@ -18,7 +18,7 @@ from atoll.simulate.job_messages import Answer, Beginning, Job
 from atoll.simulate.site_process import NUMBER_BYTES, take_number
 
 AHEAD = 8
-"""Jobs that a process gets in advance. Without, a process would wait for a job longer than it trains a small model."""
+"""Number of jobs that a process gets in advance. With 0, waiting for a job takes longer than training a small model."""
 _MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(16 * 2**20), "MALLOC_TRIM_THRESHOLD_": str(64 * 2**20)}
 """Make malloc keep freed buffers of a few MiB, so that the kernel need not supply their pages again in every round."""
 

@@ -488,7 +488,7 @@ class Synchroniser:
         return reply, waited
 
     def _catch_up(self, fragment: FragmentState, reply: Next) -> bool | Lost:
-        """Go on from a head that moved on without this worker: carry the local steps over, or discard them.
+        """Catch up with a head that moved on without this worker: carry the local steps over to it, or discard them.
 
         Args:
             fragment: the fragment.
