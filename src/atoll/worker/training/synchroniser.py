@@ -108,7 +108,7 @@ class FragmentState:
         round: the round that the worker takes part in next.
         ticket: the ticket for that round; None if there is none yet.
         local_steps: H_w, if the run has given this worker its own number of local steps (DyLU); else 0.
-        base_step: the local step from which on local steps are not yet in an accepted update or the base.
+        base_step: the local step after which the fragment's local progress begins. Earlier steps are in the base.
         version: the version in the base.
         ended: the reason why the run has ended; empty while the run goes on.
     """
@@ -250,7 +250,7 @@ class Synchroniser:
 
     @property
     def base_step(self) -> int:
-        """The step after which the local steps of the first fragment began that are not yet synchronised."""
+        """The step after which the first fragment's local progress begins."""
         return self._fragments[0].base_step
 
     @property
@@ -382,7 +382,7 @@ class Synchroniser:
         return due or bool(ready)
 
     def _is_ready(self, pending: PendingSync) -> bool:
-        """Return whether to merge a result now. In a synchronous run, that includes a result to wait for."""
+        """Return whether to merge a result now. A synchronous run merges a due result even if training must wait."""
         if self._step < pending.step + self._rules.tau:
             return pending in self._broken()  # handle failed ones early: they are due again
         if pending.done.is_set():
@@ -450,7 +450,7 @@ class Synchroniser:
         caught_up = self._catch_up(fragment, reply)
         if isinstance(caught_up, Lost):
             return caught_up
-        return caught_up and (self._is_whole or not waited)  # after a wait, several steps' turns are over
+        return caught_up and (self._is_whole or not waited)  # after a wait, other workers have had their turns
 
     def _settle(self, fragment: FragmentState) -> Lost | None:
         """Find out whether the last update was accepted after all, and drop a ticket that is over.
