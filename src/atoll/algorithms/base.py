@@ -138,7 +138,7 @@ class Correction:
 
 
 class LocalRule(ABC):
-    """An algorithm's rule for correcting local training: a frozen dataclass, its fields are the algorithm's options.
+    """An algorithm's rule for correcting local training: a frozen dataclass with the algorithm's options as fields.
 
     Attributes:
         keeps: names of the groups that a site keeps between rounds. Each group has one tensor per parameter, zero at

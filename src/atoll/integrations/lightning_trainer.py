@@ -255,7 +255,7 @@ def metrics_of(trainer: Any) -> dict[str, float]:
 
 
 class Validations:
-    """A separator of the metrics that validations log from those that training logs, within one fit."""
+    """A record of the metrics that validations log, to separate them from those that training logs in the same fit."""
 
     def __init__(self) -> None:
         self._before: dict[str, Any] = {}

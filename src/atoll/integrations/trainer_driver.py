@@ -189,7 +189,11 @@ class TrainerDriver:
             diloco.stop(error)
 
     def leave(self, error: BaseException | None = None) -> None:
-        """Leave the run, with the error that ended the training, if one did. Idempotent; `state` joins again."""
+        """Leave the run. A later call of `state` joins again. Idempotent.
+
+        Args:
+            error: the error that ended the training, for the server; None if it ended normally.
+        """
         self.stop_diloco(error)
         worker, self.worker, self.round, self._opening = self.worker, None, None, iter(())
         if worker is not None:

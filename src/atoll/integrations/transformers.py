@@ -36,7 +36,7 @@ except ImportError as error:
     raise UsageError("Hugging Face transformers is not installed.", "pip install 'atoll[transformers]'.") from error
 
 _BEGUN = threading.local()
-"""Its attribute `callback` is a weak reference to the last callback that started training in this thread."""
+"""The attribute `callback` is a weak reference to the last callback that started training in this thread."""
 
 
 class AtollCallback(TrainerCallback):

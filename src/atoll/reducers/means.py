@@ -1,4 +1,4 @@
-"""Weighted mean, mean per local step, share of a population, and element-wise maximum.
+"""Reducers: the weighted mean, FedNova's mean, SCAFFOLD's mean over all sites, and the element-wise maximum.
 
 acc = u₀·ŵ₀;   acc = acc + ŵ_k·u_k   for k = 1 …        (`add_` with `alpha`: one rounding per update)
 """
