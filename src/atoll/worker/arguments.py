@@ -17,7 +17,7 @@ from atoll.worker.log_lines import LOG
 
 
 def default_site() -> str:
-    """Return the site name in `ATOLL_SITE`; if the variable is empty, a name made of host name and process id."""
+    """Return the site name in `ATOLL_SITE`; if the variable is not set, a name made of host name and process id."""
     given = os.environ.get("ATOLL_SITE")
     if given:
         return given

@@ -38,10 +38,10 @@ class Owner(NamedTuple):
 
 @dataclass(frozen=True)
 class TwoPhaseNote:
-    """The note that says what the two files hold.
+    """The note that describes the content of the two files.
 
-    The pending update is the one that was formed last, as long as the server has not said that it counted. A server
-    that falls back may need the state before the last counted update, so the note describes that state, too.
+    The pending update is the update that was formed last, until the server says that the update counted. A server that
+    falls back may need the state before the last counted update, so the note describes that state, too.
 
     Attributes:
         current: index of the file with the current state, 0 or 1.

@@ -451,8 +451,8 @@ class PeerTransfers:
         """Pull an update into a slot, and inspect its values.
 
         Returns:
-            The update, its norm, and what is wrong with its values. The norm is 0 if something is wrong; the text is
-            empty if nothing is.
+            The update, its norm, and a text that says what is wrong with its values. If the values are sound, the text
+            is empty; otherwise the norm is 0.
         """
         layout, inspection = self._plan.fragments[collect.fragment].update, self._inspections[collect.fragment]
         sums, bad = list[float](), list[str]()
