@@ -1,4 +1,4 @@
-"""Which filters the server applies to which sites and tasks: from the run file, or from a program."""
+"""The table of the server's filters by site and task, from the run file or from a program."""
 
 from __future__ import annotations
 
@@ -15,29 +15,31 @@ from atoll.filters.base import ByTask, Filter, for_tasks
 LOG = logging.getLogger("atoll.server")
 
 Given = Sequence[Filter] | Mapping[str, ByTask]
-"""Filters for every site, or by the name of a site: for every task, or by the name of a task."""
+"""A program's filters: for every site, or a mapping site → filters. Those of a site: for every task, or task →
+filters."""
 
 Setting = Literal["workflow.result_filters", "workflow.payload_filters"]
 
 _ARGUMENT = {"workflow.result_filters": "filters", "workflow.payload_filters": "data_filters"}
-"""What a program calls them."""
+"""Setting → the argument of `Server` that a program gives instead."""
 
 _Entry = tuple[Filter, frozenset[str], frozenset[str]]
-"""A filter with its sites and its tasks; none for all."""
+"""A filter, its sites and its tasks; an empty set means all."""
 
 
 class SiteFilters:
-    """Which filters each site's updates or payloads pass through.
+    """The filters of every site, for one direction: tensors from the site, or payloads to the site.
 
-    Each site has copies of its own, since filters keep state.
+    Each site gets its own copies of the filters, because filters keep state.
 
     Args:
-        settings: has them by the name `setting`, in their order.
-        given: by a program, in place of these.
-        setting: of what comes from a site, or of what is sent to one.
+        settings: the run's settings, which list filters under the name `setting`, in the order of application.
+        given: a program's filters, instead of the setting.
+        setting: `workflow.result_filters` for tensors from sites, `workflow.payload_filters` for payloads to sites.
 
     Raises:
-        ConfigError: an entry is not understood. UsageError: what a program gave is no filter, or both are there.
+        ConfigError: an entry of the setting is malformed.
+        UsageError: `given` has an object that is not a filter, or both `given` and the setting have filters.
     """
 
     def __init__(self, settings: Settings, given: Given = (), setting: Setting = "workflow.result_filters") -> None:
@@ -56,7 +58,7 @@ class SiteFilters:
         return bool(self._entries)
 
     def __str__(self) -> str:
-        """Each filter with its sites, for the log."""
+        """Return each filter with its sites and tasks, for the log."""
         return ", ".join(
             f"{each!r} of {', '.join(sorted(sites)) if sites else 'every site'}"
             + (f" in {', '.join(sorted(tasks))}" if tasks else "")
@@ -65,11 +67,11 @@ class SiteFilters:
 
     @property
     def tasks(self) -> list[str]:
-        """Names of the tasks that some are for."""
+        """The sorted names of all tasks that a filter is limited to."""
         return sorted({task for _, _, tasks in self._entries for task in tasks})
 
     def warn_of_strangers(self, sites: Collection[str]) -> None:
-        """Warn once of each filter for a site that is not in `sites`: under a wrong name it filters nothing."""
+        """Warn once about each site that has filters but is not in `sites`: the name may be misspelt."""
         named = {site for _, wanted, _ in self._entries for site in wanted}
         for site in sorted(named.difference(sites, self._told)):
             self._told.add(site)
@@ -77,13 +79,13 @@ class SiteFilters:
             LOG.warning("%s are for site %r, which has not taken part. %s", self._setting, site, hint)
 
     def warn_of_unsent(self, names: Collection[str]) -> None:
-        """Warn of filters for tasks that were not sent; `names` are those that were."""
+        """Warn about each task that has filters but is not in `names`, the tasks that were sent."""
         for task in sorted(set(self.tasks).difference(names)):
             hint = registry.nearest(task, names, f"Those that were: {', '.join(sorted(names)) or 'none'}.")
             LOG.warning("%s are for task %r, which was not sent. %s", self._setting, task, hint)
 
     def of(self, site: str, task: str = "") -> tuple[Filter, ...]:
-        """Return the filters of one site, in their order; those of a task if one is named."""
+        """Return one site's filters in order: those for every task, and those for `task` if a name is given."""
         mine = self._of.get(site)
         if mine is None:
             copies = [(_own(each), sites, tasks) for each, sites, tasks in self._entries if not sites or site in sites]
@@ -92,11 +94,11 @@ class SiteFilters:
 
 
 def _own(filter_: Filter) -> Filter:
-    """Return a copy that shares with others only what cannot be copied, such as a lock."""
+    """Return a copy of a filter. Attributes that cannot be copied, such as locks, stay shared."""
     mine = copy.copy(filter_)
     memo: dict[int, Any] = {id(filter_): mine}
     for name, value in list(vars(mine).items()):
-        trial = dict(memo)  # one that fails leaves half a copy behind
+        trial = dict(memo)  # a failed deepcopy leaves partial copies in its memo
         try:
             vars(mine)[name] = copy.deepcopy(value, trial)
         except Exception as error:

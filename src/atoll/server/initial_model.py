@@ -25,18 +25,18 @@ from atoll.tensors.module_tensors import Tensors, Told, named_tensors, schema_of
 from atoll.tensors.schema import BUFFERS, NOTHING, Schema
 
 NO_MODEL = {NOTHING: torch.zeros(1)}
-"""Stands for the model of a run that has workflows alone: the state directory always has one."""
+"""Placeholder model of a run that has only workflows: every state directory holds a model."""
 
 
 def initial_model(settings: Settings, given: nn.Module | Tensors | None) -> nn.Module | Tensors:
     """Return the model for version 0.
 
     Args:
-        given: by a program that embeds the server; else `settings.model.source` says.
+        given: the model that a program passes; if None, `settings.model.source` names the model.
 
     Raises:
-        ConfigError: none is named, or what is named is not a model; the remedy says how to name one.
-        UsageError: what is given is no model.
+        ConfigError: no model is named, or the named object is not a model; the remedy says how to name one.
+        UsageError: `given` is not a model.
     """
     if given is not None:
         require_model(given)
@@ -67,40 +67,42 @@ def initial_model(settings: Settings, given: nn.Module | Tensors | None) -> nn.M
 
 
 def is_known(settings: Settings, given: nn.Module | Tensors | None, schema: Schema) -> bool:
-    """Return whether the initial model has this schema, as far as can be told without its values.
+    """Return whether the initial model is known to have this schema, without computing its values.
 
-    False says nothing: not every function can be called on the meta device. The caller then builds the model.
+    False means different or unknown: some functions do not run on the meta device. The caller then builds the model.
     """
     return _seen(settings, given) == schema
 
 
 def _seen(settings: Settings, given: nn.Module | Tensors | None) -> Schema | None:
-    """Return the schema of the initial model without its values; None if that is not possible.
+    """Return the schema of the initial model without its values; None if that fails.
 
-    Of a file only the header is read, and a function is called on the meta device, where tensors take no memory and no
-    time.
+    If the model is a file, only the header is read. A function is called on the meta device, where tensors have no
+    storage.
     """
     try:
         if given is None and settings.model.source is not None and (files := _files(settings.model.source)):
             return schema_of(_together(files, _header), settings.model.buffers)
         with warnings.catch_warnings(), torch.device("meta"):
-            warnings.simplefilter("ignore")  # about loaded weights that are not copied
+            warnings.simplefilter("ignore")  # torch warns that loaded weights are not copied to meta tensors
             return schema_of(initial_model(settings, given), settings.model.buffers, values=False)
     except Exception:  # a user's function may raise anything
         return None
 
 
 def loaded_model(settings: Settings, loaded: Tensors, schema: Schema | None = None) -> Tensors:
-    """Return the persistor's model, with what the run's `model` says and a mapping of tensors cannot.
+    """Return the persistor's tensors, completed with the ties and buffers of the run's `model`.
 
-    That is which names are tied and which tensors are buffers. Without a `model` it stays as it is.
+    A mapping of tensors does not say which names are tied and which tensors are buffers. If neither `schema` nor the
+    setting `model.source` is given, return the tensors unchanged.
 
     Args:
-        schema: of the model, where it is known already.
+        loaded: the tensors that the persistor's `load` returned, by name.
+        schema: the model's schema, if it is known already.
 
     Raises:
         ConfigError: tied names have different values.
-        SchemaMismatch: it is another model.
+        SchemaMismatch: the tensors do not fit the run's model.
     """
     if schema is None and settings.model.source is None:
         return loaded
@@ -117,7 +119,7 @@ def loaded_model(settings: Settings, loaded: Tensors, schema: Schema | None = No
             )
         if one is not None and other is None:
             found[owner] = one
-    # in the model's order; tensors that it lacks come last, and are named below
+    # in the model's order; tensors that the model lacks come last, and the error of require_equal names them
     ordered = {spec.name: found.pop(spec.name) for spec in schema.tensors if spec.name in found} | found
     ordered |= {name: ordered[owner] for name, owner in schema.aliases if owner in ordered}
     model = Told(ordered, {spec.name: spec.group == BUFFERS for spec in schema.tensors})
@@ -126,7 +128,7 @@ def loaded_model(settings: Settings, loaded: Tensors, schema: Schema | None = No
 
 
 def _header(path: Path) -> Told:
-    """Return tensors of the shapes in a file, one element of memory each."""
+    """Return tensors with a file's names, shapes and dtypes, each backed by one element of memory."""
     from safetensors import safe_open
 
     with safe_open(path, framework="pt") as file:
@@ -139,10 +141,15 @@ def _header(path: Path) -> Told:
 
 
 def _as_told(path: Path, tensors: dict[str, Tensor], same: Callable[[Tensor, Tensor], bool]) -> Told:
-    """Return what an export says of its tensors, if that still holds.
+    """Return a file's tensors, with the ties and buffers that an export of Atoll lists in its metadata.
 
-    Names that it says are one tensor get one, where they are the same. Its list of buffers is believed whole where the
-    file has them all; else the file was changed, and nothing is known of tensors that are not on the list.
+    If the file holds every listed buffer, all other tensors are known to be parameters. Otherwise the file was changed,
+    and only listed tensors are known to be buffers.
+
+    Args:
+        path: a safetensors file; any file without this metadata is fine, too.
+        tensors: the file's tensors by name. Names that are tied get the same tensor object.
+        same: returns whether two tensors are equal, so that a listed tie still holds.
     """
     from safetensors import safe_open
 
@@ -152,9 +159,9 @@ def _as_told(path: Path, tensors: dict[str, Tensor], same: Callable[[Tensor, Ten
     for name, owner in tied.items() if isinstance(tied, dict) else ():
         if name in tensors and owner in tensors and same(tensors[name], tensors[owner]):
             del tensors[name]
-            tensors[name] = tensors[owner]  # after its owner
+            tensors[name] = tensors[owner]  # inserted again, so that the name comes after its owner
     if not isinstance(buffers, list) or not all(isinstance(name, str) for name in buffers):
-        return Told(unwrapped(tensors), {})  # not an export, which has the names of the wire
+        return Told(unwrapped(tensors), {})  # not an export of Atoll: names may have the prefixes of wrappers
     whole = all(name in tensors for name in buffers)
     return Told(tensors, {name: name in buffers for name in tensors if whole or name in buffers})
 
@@ -167,10 +174,10 @@ def _json(text: str | None) -> object:
 
 
 def _files(model: str) -> list[Path]:
-    """Return the safetensors files that `model` names: one, or those of a folder; none if it names code.
+    """Return the safetensors files that `model` names: one file, or all of a folder; empty if `model` names code.
 
     Raises:
-        ConfigError: the folder has none.
+        ConfigError: the folder has no safetensors file.
     """
     path = Path(model)
     if path.is_dir():
@@ -200,10 +207,10 @@ def _from_files(files: Sequence[Path]) -> Told:
 
 
 def _together(files: Sequence[Path], load: Callable[[Path], Told]) -> Told:
-    """Return the tensors of all files: a large model is saved in several.
+    """Return the tensors of all files as one model: a large model is saved in several files.
 
     Raises:
-        ConfigError: two have a tensor of the same name.
+        ConfigError: two files have a tensor of the same name.
     """
     found = Told({}, {})
     for path in files:
@@ -222,7 +229,7 @@ def schema_for(settings: Settings, model: nn.Module | Tensors) -> Schema:
     """Return the schema that the server issues for this model.
 
     Raises:
-        ConfigError: it has no tensor to train.
+        ConfigError: the model has no float parameter.
     """
     schema = schema_of(model, settings.model.buffers)
     if not any(spec.group == "params" and spec.numel for spec in schema.tensors):
@@ -234,7 +241,7 @@ def write_version(fd: int, layout: Layout, header: bytes, model: nn.Module | Ten
     """Write a model as a version file; return the BLAKE3 of each part.
 
     Raises:
-        ConfigError: a value is not finite; the tensor is named.
+        ConfigError: a value is not finite; the message names the tensor.
     """
     tensors = named_tensors(model)[0]
     digests: list[bytes] = []

@@ -45,37 +45,38 @@ T = TypeVar("T")
 
 PORTS_TO_TRY = 100
 GRACE_S = 30.0
-"""After the last round, how long the server stays for workers that have not fetched the result yet."""
+"""Maximum time that the server stays after the last round, for workers that have not fetched the result yet."""
 GRACE_SAID_S = 1.0
-"""Live workers take it sooner; from then on the log names the workers that the server waits for."""
+"""Time after which the log names the workers that have not fetched the result; live workers usually need less."""
 STATUS_S = 1.0
-"""At most so old is the kept status of a newer version, where the server is killed."""
+"""Interval of checks for a new version. After a new version, the status is saved, because the server may be killed."""
 WATCHED_S = 3.0
-"""A peer that asked for the status so shortly ago asks every second, and shall see that the run is finished."""
+"""If a client asked for the status within this time, the server waits for its next request, for as long at most."""
 READ_BYTES = 2**16
-"""Bytes of a body that are held before a reader takes them; the reader of a part takes more. A body that is not
-expected costs no more than this."""
+"""Bytes of a request body that are buffered before a handler reads them; the handler of a part reads more at a time.
+An unexpected body costs at most this much memory."""
 
 
 @public_api
 class Server:
-    """Serves one run.
+    """The server of one run, in a thread of the calling program.
 
     Args:
-        model: the initial model: a module, a mapping name → tensor, or what the setting `model.source` may be. Read
-            once, when the run begins. None where the settings name it, or the state directory has the run already.
-        workflow: a function of a `controller`, in place of the setting `workflow.function`.
-        outer_optimizer: a class of `torch.optim`, or a function (parameters, **options) → optimizer; or the name of
-            one. A function is called more than once, with parameters of its own making each time: it may not depend on
-            them. What it makes is tried before the run, and refused where a step is not that of each tensor by itself.
-        filters: that updates, or answers to tasks, pass through at the server, for all sites or by a site's name; for
-            answers also `{site: {task: filters}}`. In place of the setting `workflow.result_filters`.
-        data_filters: that payloads of tasks pass through before they are sent, in the same forms; in place of the
-            setting `workflow.payload_filters`.
-        evaluation: arguments of a cross-site evaluation: the server does that alone, over what its state directory has,
-            and leaves the run where it is.
-        settings: of the run: an object, or a mapping of them: `{"rounds": {"total": 10, "sites": 3}}`, or shorter
-            `{"rounds.total": 10, "rounds.sites": 3}`.
+        model: the initial model: a module, a mapping name → tensor, or a text as for the setting `model.source`. The
+            server reads the model once, when the run begins. None if the settings name a model, or if the state
+            directory already holds the run.
+        workflow: a function that takes a `Controller`, or its import path; instead of the setting `workflow.function`.
+        outer_optimizer: a class of `torch.optim`, a function (parameters, **options) → optimizer, or a name or import
+            path. Atoll calls a function several times, each time with other parameters. Before the run, Atoll tests the
+            optimizer, and refuses it if the step of a tensor depends on other tensors.
+        filters: the server's filters of updates and of answers to tasks: for all sites, or by site name. For answers
+            also `{site: {task: filters}}`. Give either these or the setting `workflow.result_filters`.
+        data_filters: the server's filters of task payloads, applied before sending, in the same forms. Give
+            either these or the setting `workflow.payload_filters`.
+        evaluation: arguments of a cross-site evaluation. If given, the server only evaluates the models in its state
+            directory, and does not continue the run.
+        settings: the run's settings: a `Settings` object, or a mapping such as
+            `{"rounds": {"total": 10, "sites": 3}}` or `{"rounds.total": 10, "rounds.sites": 3}`.
 
     Raises:
         ConfigError: a setting is unknown or wrong.
@@ -126,10 +127,11 @@ class Server:
     # -- life
 
     def start(self) -> Server:
-        """Serve in a thread of its own; return when the server listens.
+        """Start to serve in a background thread; return when the server listens.
 
         Raises:
-            PortInUse, StateLocked, StateCorrupt, ConfigError: it cannot.
+            PortInUse, StateLocked, StateCorrupt, ConfigError: the server cannot start.
+            UsageError: this server was started before.
         """
         if self._started:
             raise UsageError("The server was started already.", "Make a new one for a new start.")
@@ -141,14 +143,14 @@ class Server:
         """Serve until the run is finished and its workers have the result, or until `stop`.
 
         Raises:
-            AtollError: the run failed; its message says how to go on.
+            AtollError: the run failed; the message says how to continue.
         """
         if not self._started:
             self.start()
         self._thread.wait()
 
     def stop(self) -> None:
-        """End the server; the next one on the same state directory goes on from there. Idempotent."""
+        """End the server. The next server on the same state directory continues the run. Idempotent."""
         if self._started:
             self._thread.stop()
 
@@ -164,7 +166,7 @@ class Server:
 
     @property
     def url(self) -> str:
-        """Address for workers."""
+        """The URL that workers connect to."""
         host = socket.gethostname() if self.settings.network.host in ("0.0.0.0", "::") else self.settings.network.host
         return address_of(host, self.port, secure=bool(self.settings.network.tls_cert))
 
@@ -179,24 +181,24 @@ class Server:
         return self._thread.error is None and self._run is not None and self._run.finished.is_set()
 
     def status(self) -> status_messages.Status:
-        """Return the status at this moment; after the end, the last one."""
+        """Return the run's current status; after the end of the server, its last status."""
         if self._last_status is not None:
             return self._last_status
         try:
             return self._ask(status_of)
         except UsageError:
-            if self._last_status is not None:  # it ended while it was asked
+            if self._last_status is not None:  # the server ended during the request
                 return self._last_status
             raise
 
     @property
     def evaluation(self) -> Evaluation | None:
-        """The matrix of the last cross-site evaluation, as far as it is filled; None if there was none."""
+        """The matrix of the newest cross-site evaluation, with the cells filled so far; None if there was none."""
         workflows = self._workflows
         return workflows.evaluated() if workflows is not None and workflows.evaluated is not None else None
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until the run is finished; return False if the time is over before.
+        """Wait until the run is finished; return False if the timeout ends first.
 
         Raises:
             AtollError: the run failed.
@@ -207,13 +209,13 @@ class Server:
         return done
 
     def save_state(self, path: str | Path) -> Path:
-        """Write the head as a safetensors file; the state directory itself is always up to date."""
+        """Write the head to `path` as a safetensors file. The state directory itself is always up to date."""
         run = self._require_run()
         return export_model(run.plan, run.store, Path(path))
 
     @classmethod
     def load_state(cls, path: str | Path, **options: Any) -> Server:
-        """Return a server that begins a new run from a file of `save_state`."""
+        """Return a server that begins a new run from a file that `save_state` wrote; `options` go to `Server`."""
         return cls(str(path), **options)
 
     def _require_run(self) -> Coordinator:
@@ -222,7 +224,7 @@ class Server:
         return self._run
 
     def _ask(self, question: Callable[[Coordinator], T]) -> T:
-        """Answer on the server's own loop, where nothing changes meanwhile."""
+        """Return `question(run)`, called on the server's event loop, so that the state does not change meanwhile."""
         run, stopped = self._require_run(), UsageError("The server has stopped.", "Ask while it runs.")
 
         def work() -> T:
@@ -274,7 +276,7 @@ class Server:
                 await accepting.close()
             listener.close()
             await runner.cleanup()
-            if self._run is not None:  # else it never began, and its error is raised
+            if self._run is not None:  # None if the start failed; then the error of the start is raised
                 self._last_status = keep_status(run)
             await run.stop()
         if run.failed is not None:
@@ -297,7 +299,10 @@ class Server:
             wait.cancel()
 
     async def _until_left(self, run: Coordinator) -> None:
-        """Stay until every worker has taken the result and left, for a while at most."""
+        """Wait until every worker has fetched the result and left, for at most `GRACE_S` seconds.
+
+        If a client polls the status, wait for its next request, too, for at most `WATCHED_S` seconds.
+        """
         stopping, loop = self._thread.stopping, asyncio.get_running_loop()
         begin_s, said = loop.time(), False
         while there := ", ".join(sorted(site for site, member in run.state.members.items() if member.alive)):
@@ -313,16 +318,16 @@ class Server:
             await run.changed(0.25)
         watched_s = run.watched_s
         while watched_s is not None and time.monotonic() - watched_s < WATCHED_S and not stopping.is_set():
-            if run.watched_s != watched_s:  # and it was told that the run is finished
+            if run.watched_s != watched_s:  # the client asked again, and saw that the run is finished
                 return
             await run.changed(0.1)
 
 
 def _listen(settings: Settings) -> socket.socket:
-    """Bind a socket to the port of the settings, or to the first free one from 8512 on.
+    """Return a listening socket on the port of the settings, or on the first free port from 8512 on.
 
     Raises:
-        PortInUse: another program has the port. ConfigError: the address is not this machine's.
+        PortInUse: another program uses the port. ConfigError: the address does not belong to this machine.
     """
     wanted = (
         range(DEFAULT_PORT, DEFAULT_PORT + PORTS_TO_TRY) if settings.network.port is None else [settings.network.port]
@@ -357,10 +362,10 @@ def _listen(settings: Settings) -> socket.socket:
 
 
 def _refuse_code(**given: Any) -> None:
-    """In a swarm workers take, filter and reduce updates, and run no code of the server's program.
+    """Refuse code of the server's program in a swarm, where workers receive, filter and reduce updates.
 
     Raises:
-        ConfigError: something was given.
+        ConfigError: an argument has a value.
     """
     for name, value in given.items():
         if value is not None and not (isinstance(value, Sequence) and not value):

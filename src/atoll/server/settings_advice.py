@@ -7,7 +7,7 @@ from atoll.format_text import size
 
 
 def advice(plan: Plan) -> list[str]:
-    """Return a sentence for each warning; the status shows them while the run is served."""
+    """Return the warnings about this plan's settings, one sentence each. The status shows the warnings, too."""
     settings, momentum = plan.settings, plan.algorithm.outer_options.get("momentum")
     mode, sites, advice = settings.async_, settings.rounds.sites, []
     each_steps = not (mode.momentum_every or mode.buffer_size > 1 or mode.grace_s)
@@ -42,7 +42,7 @@ _LARGE_SHARE = 0.25
 
 
 def _of_lost_steps(plan: Plan) -> list[str]:
-    """A merge drops a share 1 − α of the τ local steps that a worker made since it took the update."""
+    """Return a warning if merges drop many local steps: each drops a share 1 − α of the last τ steps."""
     diloco = plan.settings.diloco
     delay, alpha = diloco.fragment_sync_delay, diloco.fragment_update_alpha
     share = delay / diloco.sync_every
@@ -61,9 +61,12 @@ def _of_lost_steps(plan: Plan) -> list[str]:
 
 
 def _of_the_way_down(plan: Plan) -> list[str]:
-    """Warn of differences as large as versions, and of those that add up: asynchronous workers pull each of them."""
+    """Return a warning if encoded downloads save nothing.
+
+    One difference may be as large as a version. An asynchronous worker pulls several differences, which add up.
+    """
     settings = plan.settings
-    behind = -(-settings.rounds.sites // settings.async_.buffer_size)  # versions that come while one worker trains
+    behind = -(-settings.rounds.sites // settings.async_.buffer_size)  # versions committed while one worker trains
     downlinks = [each.downlink for each in plan.fragments]
     one, whole = sum(each.layout.nbytes for each in downlinks if each), sum(each.nbytes for each in plan.versions)
     if any(downlinks) and one >= whole:

@@ -1,4 +1,4 @@
-"""Begin a run or go on with it: the state directory, the first version, and what may not change between two starts."""
+"""Begin a run or continue it: open the state directory, write version 0, and refuse changes of fixed settings."""
 
 from __future__ import annotations
 
@@ -36,17 +36,19 @@ Outer = Callable[..., Optimizer] | None
 """The outer optimizer that a program gives: a class, or a function (parameters, **options) → optimizer."""
 
 SAME_BITS = ("torch", "cpu_capability")
-"""Kept with the outer optimizer: a difference is a warning, not a refusal."""
+"""Entries recorded with the outer optimizer that may differ after a restart: a difference is only a warning."""
 
 
 def settings_beside(caller: str, settings: Settings | Mapping[str, Any] | None, **named: object) -> Settings:
-    """The settings of a program, with what it named by text in other arguments.
+    """Return a program's settings, with its arguments that are texts entered as settings.
 
     Args:
-        named: `model`, `workflow`, `outer_optimizer`; only a text counts.
+        caller: name of the caller, for the error.
+        settings: a `Settings` object, a mapping, or None.
+        named: the arguments `model`, `workflow` and `outer_optimizer`; values that are not texts are ignored.
 
     Raises:
-        UsageError: `settings` is an object already, which says all.
+        UsageError: a text is given beside a complete `Settings` object.
         ConfigError: a setting is unknown or wrong.
     """
     texts = {name: value for name, value in named.items() if isinstance(value, str)}
@@ -65,18 +67,21 @@ def open_run(
     persistor: Persistor,
     outer: Outer = None,
 ) -> tuple[Plan, Store, tuple[str, ...]]:
-    """Begin a run in its state directory, or take up the one that is there.
+    """Begin a run in its state directory, or continue the run that is there.
 
     Args:
-        given: the initial model; else that of the persistor, else that of the settings.
-        persistor: asked for the initial model if the run begins.
-        outer: the outer optimizer, in place of the setting's.
+        given: the initial model. If None, the persistor loads the model; if it has none, the settings name the model.
+        persistor: loads the initial model of a new run.
+        outer: the outer optimizer, instead of the setting.
+
+    Returns:
+        The plan, the store, and a sentence for each thing that a crash has lost.
 
     Raises:
-        ConfigError: the model or a setting cannot be used, or is not the one that the run was begun with.
+        ConfigError: the model or a setting cannot be used, or differs from what the run began with.
         StateLocked: another server owns the directory.
-        StateCorrupt: no version in it is whole.
-        StoreError: a folder lies where the best version is to be.
+        StateCorrupt: no version in the directory is intact.
+        StoreError: a folder is in the place of a file of the best version.
     """
     store = Store(
         settings.disk.state_dir,
@@ -101,7 +106,7 @@ def open_run(
         store.slots.shape([each.elsewhere() for each in shapes] if plan.is_swarm else shapes)
         lost = store.recover()
         if len(store.versions.heads()) < len(plan.fragments):
-            # the run was begun, but killed before its first version
+            # a new run, or one killed before version 0 was written
             if given is None and (loaded := persistor.load()) is not None:
                 given = loaded_model(settings, loaded, plan.schema.model)
             _write_first(plan, store, initial_model(settings, given))
@@ -116,7 +121,7 @@ def plan_of(settings: Settings, given: nn.Module | Tensors | None = None, outer:
     """Return the plan of a run that begins with these settings.
 
     Args:
-        given, outer: as `open_run`.
+        given, outer: the initial model and the outer optimizer, as in `open_run`.
 
     Raises:
         ConfigError: the model or a setting cannot be used.
@@ -145,7 +150,7 @@ def _create(settings: Settings, given: nn.Module | Tensors | None, outer: Outer,
 
 
 def _take_up(settings: Settings, given: nn.Module | Tensors | None, outer: Outer, row: RunRow) -> Plan:
-    """Return the plan of the run that is there; refuse settings or a model that it was not begun with."""
+    """Return the plan of the run in the journal; refuse a model or fixed settings that differ from its beginning."""
     plan = Plan.make(settings, split_of(json.loads(row.schema_json)), outer)
     try:
         before = json.loads(row.settings_json)
@@ -171,10 +176,10 @@ def _take_up(settings: Settings, given: nn.Module | Tensors | None, outer: Outer
 
 
 def _require_same(settings: Settings, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Refuse a setting that is fixed once a run has begun and that this start changes.
+    """Refuse a changed value of a setting that is fixed once a run has begun.
 
     Raises:
-        ConfigError: the first such setting, both values, and the remedy.
+        ConfigError: a value differs; the message names the first setting, both values and the remedy.
     """
     for key in dict.fromkeys([*now, *before]):  # in the order of FROZEN
         old, new = before.get(key), now.get(key)
@@ -188,7 +193,7 @@ def _require_same(settings: Settings, before: Mapping[str, Any], now: Mapping[st
 
 
 def _differing(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return how two tables differ, with the options of the outer optimizer among their other entries."""
+    """Return the differing entries of two tables as [old, new]; `options` are flattened, `SAME_BITS` ignored."""
     flat = [{**{k: v for k, v in each.items() if k != "options"}, **each.get("options", {})} for each in (old, new)]
     same = {key for key in flat[0] if key in flat[1] and flat[0][key] == flat[1][key]} | set(SAME_BITS)
     return [{key: value for key, value in each.items() if key not in same} for each in flat]
@@ -212,7 +217,7 @@ def _frozen(settings: Settings, plan: Plan) -> str:
 
 
 def _write_first(plan: Plan, store: Store, model: nn.Module | Tensors) -> None:
-    """Write version 0 of each fragment that lacks it: the initial model, and zeros beside it."""
+    """Write version 0 of each fragment that has none: the initial model, and zeros for the algorithm's tensors."""
     schema_for(plan.settings, model).require_equal(plan.schema.model, mine="the initial model", theirs="the run")
     for index, fragment in enumerate(plan.fragments):
         if store.versions.kept(index):
@@ -234,7 +239,7 @@ def _write_first(plan: Plan, store: Store, model: nn.Module | Tensors) -> None:
 
 @contextmanager
 def initial_file(folder: Path, fragment: int, flags: int = os.O_RDONLY) -> Iterator[int]:
-    """Open version 0 of a fragment of a swarm, which the first worker pulls from the server."""
+    """Open the file with version 0 of a swarm's fragment, which the first worker pulls from the server."""
     fd = os.open(folder / f"initial-{fragment}.safetensors", flags | os.O_CLOEXEC, 0o600)
     try:
         yield fd

@@ -1,10 +1,10 @@
 """The server's filters: they change a site's update before it is aggregated.
 
-The spool stays as received. When the last part is in, and before the update is accepted, it is read tensor by tensor,
-and the filtered update is written to a file without a name, laid out and encoded like the update. The
-reducers, or the user's aggregator, read that file in place of the spool. A filter that fails then refuses the update;
-`rounds.min_sites` says whether the round goes on without it. After a kill the file is lost, and the server makes it
-again from the spool.
+When the last part has arrived, and before the update is accepted, the filters read the spool tensor by tensor. The
+filtered update goes to a nameless file with the update's layout and encoding; the spool stays unchanged. The reducers,
+or the user's aggregator, read that file instead of the spool. If a filter fails, the update is refused, and
+`rounds.min_sites` decides whether the round goes on. A killed server loses the file, and makes the file again from the
+spool.
 """
 
 from __future__ import annotations
@@ -39,22 +39,22 @@ from atoll.tensors.schema import PARAMS, TensorSpec
 LOG = logging.getLogger("atoll.server")
 
 _Key = tuple[int, str | None]
-"""A ticket and the digest of an update for it: another update may replace it until one is accepted."""
+"""A ticket and the digest of its update: until an update is accepted, the site may send another one."""
 
 HOLDER = "filters"
-"""Name of the filters among the holders of a spool."""
+"""Name under which the filters hold a spool."""
 
 
 class FilterRefused(Exception):
-    """A filter failed on an update; the text follows "its update is refused: "."""
+    """The failure of a filter on an update; the text completes "The update is refused: "."""
 
 
 @dataclass(eq=False)
 class _Left(OwnedFile):
-    """A filtered update, in an open file without a name.
+    """A filtered update in an open nameless file.
 
     Attributes:
-        norm: L2, of its `params`.
+        norm: L2 norm of the update's `params`.
     """
 
     fd: int
@@ -62,10 +62,10 @@ class _Left(OwnedFile):
 
 
 class Filtering:
-    """Runs the filters of a run and keeps the files that they write; on the server's loop, except `source`.
+    """The filters of a run with the files that they have written. Use all but `source` on the server's event loop.
 
     Args:
-        aside: threads for the filters: one that hangs delays its own site alone.
+        aside: threads that run the filters, so that a hanging filter delays only its own site.
     """
 
     def __init__(self, filters: SiteFilters, plan: Plan, store: Store, aside: UserThreads) -> None:
@@ -78,14 +78,14 @@ class Filtering:
         return bool(self.filters) and bool(self.filters.of(site))
 
     async def prepare(self, row: TicketRow, number: int) -> None:
-        """Filter an update that is complete, and keep the result; a second call meanwhile waits for it.
+        """Filter a complete update and keep the filtered file. A concurrent call for the same update waits for it.
 
         Args:
-            row: its ticket, with the digest of the update and what the site said of it.
-            number: of the round.
+            row: the update's ticket, with the update's digest, weight, steps and metrics.
+            number: number of the round.
 
         Raises:
-            FilterRefused: a filter failed, or left what is not finite; filter and tensor are named.
+            FilterRefused: a filter failed, or its output is not finite; the message names the filter and the tensor.
             DiskFull: no space for the file.
             TicketClosed, Gone: the round is over.
         """
@@ -103,7 +103,7 @@ class Filtering:
         self._kept[_key(row)] = await self._aside.run(work, what, f"from {row.site}")
 
     async def refusal(self, row: TicketRow, number: int) -> str:
-        """As `prepare`; return why the update is refused, empty if it is not."""
+        """Filter an update as `prepare` does; return why the update is refused, or an empty text."""
         try:
             await self.prepare(row, number)
         except FilterRefused as error:
@@ -111,10 +111,10 @@ class Filtering:
         return ""
 
     async def prepare_accepted(self, rows: Sequence[TicketRow], number: int) -> None:
-        """As `prepare`, of accepted updates: a restart has lost their filtered files.
+        """Filter accepted updates as `prepare` does, because a restart has lost their filtered files.
 
         Raises:
-            RunFailed: a filter that took one of them before the restart now fails.
+            RunFailed: a filter that succeeded before the restart now fails.
         """
         for row in rows:
             if not self.has(row.site):
@@ -128,14 +128,14 @@ class Filtering:
                 ) from error.__cause__
 
     def source(self, row: TicketRow) -> UpdateInput:
-        """Return what is aggregated of an accepted update: its spool, or its filtered file; from any thread."""
+        """Return the file to aggregate for an accepted update: the filtered file, or the spool. Thread-safe."""
         if not self.has(row.site):
             return UpdateInput(self._store.tickets.spool(row.ticket).fd, row.norm)
         left = self._kept[_key(row)]
         return UpdateInput(left.fd, left.norm)
 
     def sweep(self) -> None:
-        """Drop the files that no round can use any more."""
+        """Close the filtered files, and cancel the filtering, of tickets that have ended."""
         for key in [*self._going, *self._kept]:
             if not self._store.tickets.get(key[0]).is_live:
                 self._forget(key)
@@ -148,7 +148,7 @@ class Filtering:
             kept.close()
 
     def close(self) -> None:
-        """Close the files, and stop filters that still run."""
+        """Close all filtered files, and cancel the filtering that is under way."""
         for key in [*self._going, *self._kept]:
             self._forget(key)
 
@@ -181,7 +181,7 @@ class Filtering:
             raise FilterRefused(f"the server's filter {error}") from error.__cause__
         except SystemExit as error:
             raise FilterRefused(f"a filter of the server called sys.exit({error.code!r})") from error
-        except (UsageError, ConfigError) as error:  # as shipped filters have it
+        except (UsageError, ConfigError) as error:  # Atoll's own filters raise these
             raise FilterRefused(f"a filter of the server says: {error.message}") from error
         except OSError as error:
             raise disk_error(error, self._plan.settings.disk.state_dir / "filters") from error
@@ -189,7 +189,7 @@ class Filtering:
             spool.pool.drop(spool.slot, HOLDER)
             base.release()
             if not done:
-                left.close()  # the traceback would keep it for a while
+                left.close()  # else the traceback would keep the file open for a while
 
 
 def _key(row: TicketRow) -> _Key:
@@ -197,14 +197,14 @@ def _key(row: TicketRow) -> _Key:
 
 
 class _Work:
-    """Takes one update through the filters, a run at a time."""
+    """One pass of an update through the filters, a range of elements at a time."""
 
     def __init__(self, plan: FragmentPlan, codecs: Mapping[str, Codec], spool_fd: int, base_fd: int) -> None:
         self._spool_fd, self._base_fd, self._codecs = spool_fd, base_fd, codecs
         self._layout, self._version = plan.update, plan.version
 
     def write(self, fd: int, filters: Sequence[Filter], about: About, model: Collection[str]) -> float:
-        """Write the filtered update; return the L2 norm of its `params`."""
+        """Write the filtered update to `fd`; return the L2 norm of its `params`."""
         specs = {each.spec.name: each.spec for each in self._layout.segments if not each.spec.is_beside}
         squares = []
         with torch.no_grad(), single_thread():
@@ -226,7 +226,7 @@ class _Work:
         return math.sqrt(math.fsum(squares))
 
     def _run(self, chain: Chain, run: Piece) -> Tensor:
-        """Return a run as it is aggregated, encoded."""
+        """Return the filtered values of a range of elements, encoded."""
         spec, start, stop = run.segment.spec, run.start, run.stop
         if not spec.is_beside and not spec.is_float and not chain.sends(spec.name):
             return self._base(spec, start, stop).view(torch.uint8)
@@ -236,14 +236,14 @@ class _Work:
             values = chain.change(spec.name, start, stop)
         elif not chain.sends(spec.name):
             values = self._base(spec, start, stop)
-        else:  # its own value, to the bit, if no filter changed it
+        else:  # what filters removed + the site's value: bit-exact if unchanged
             values = chain.taken(spec.name, start, stop).add_(self._decoded(self._bytes(run), run))
         encoded = torch.empty(run.nbytes, dtype=torch.uint8)
         self._codecs[run.segment.codec].encode_(values, encoded, spec.dtype)
         return encoded
 
     def _change(self, name: str, start: int, stop: int) -> Tensor:
-        """Return version − local, as received."""
+        """Return base version − local value for a range of elements, as the site sent it."""
         segment = self._layout.by_name[name]
         run = self._layout.piece(segment, start, stop)
         values = self._decoded(self._bytes(run), run)
