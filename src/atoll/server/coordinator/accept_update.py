@@ -1,4 +1,4 @@
-"""What becomes of a complete update: it counts from here on, or is refused with its reason."""
+"""Accept a complete update into the journal, or refuse it with a reason."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from atoll.store.store import Store
 LOG = logging.getLogger("atoll.server")
 
 REFUSALS = 5
-"""Refusals in a row after which a site is sent away: it would train and be refused for ever."""
+"""Refused updates in a row after which the server ends the site's lease: it would train and be refused for ever."""
 LOOK = "look at the learning rate, the data and the loss at this site."
 STEPS = "report them: submit(model, steps=…), or fl_round.correct(model, optimizer), which counts them."
 
 
 class UpdateAdmission:
-    """Takes updates into the journal of one run.
+    """The admission of updates to one run: checks complete updates, then accepts or refuses them.
 
     Args:
-        fail: ends the server.
+        fail: called with an error that must end the server.
         on_accepted: called with the ticket of an accepted update and the number of its round.
 
     Attributes:
-        refused: how many updates were refused, in the whole run.
+        refused: number of updates refused in the whole run.
     """
 
     def __init__(
@@ -45,14 +45,17 @@ class UpdateAdmission:
         self._plan, self._store, self._ledger, self._roster = plan, store, ledger, roster
         self._fail, self._on_accepted = fail, on_accepted
         self.refused = 0
-        self._other_weight: set[str] = set()  # sites that were warned of their other weight
+        self._other_weight: set[str] = set()  # sites that were warned about a changed weight
 
     def accept(self, site: str, ticket: int, message: messages.Complete, norm: float) -> TicketRow:
-        """Take an update that is complete in its spool.
+        """Accept an update that is complete in its spool.
+
+        Args:
+            norm: L2 norm of the update's `params`.
 
         Raises:
-            UpdateRefused: it is not plausible; that is in the journal, too.
-            DiskFull: nothing has changed. StoreError: the server ends.
+            UpdateRefused: the update is not plausible; the journal records the refusal.
+            DiskFull: nothing has changed. StoreError: the store failed, and the server ends.
         """
         self.require_plausible(site, ticket, message, norm)
         try:
@@ -73,7 +76,10 @@ class UpdateAdmission:
         return row
 
     def with_kept_weight(self, site: str, message: messages.Complete) -> messages.Complete:
-        """If a reducer needs the weight of all sites, give each its first weight, which earlier versions hold."""
+        """Return the message, with the site's first weight if a reducer needs the total weight of all sites.
+
+        Such a run keeps each site's first weight, because earlier versions were computed with it.
+        """
         kept = self._store.run_log.kept_weight(site) if self._plan.needs_population else 0.0
         if not kept or message.weight == kept:
             return message
@@ -89,10 +95,10 @@ class UpdateAdmission:
         return message.model_copy(update={"weight": kept})
 
     def require_plausible(self, site: str, ticket: int, message: messages.Complete, norm: float) -> None:
-        """Refuse an update that no training gives.
+        """Refuse an update without steps that the run needs, or with a weight or norm above its limit.
 
         Raises:
-            UpdateRefused: what is wrong with it.
+            UpdateRefused: the update is not plausible; the message says why.
         """
         settings, weight = self._plan.settings, message.weight
         if self._plan.needs_steps and not message.steps:
@@ -111,7 +117,7 @@ class UpdateAdmission:
             )
 
     def refuse(self, site: str, ticket: int, reason: str, remedy: str = LOOK) -> None:
-        """Quarantine an update with its reason; the round goes on with the others, or waits for another try.
+        """Refuse an update and record the reason. After `REFUSALS` in a row, end the site's lease, too.
 
         Raises:
             UpdateRefused: always.
@@ -134,12 +140,12 @@ class UpdateAdmission:
 
 
 def staleness(head: int, version: int, lost: Sequence[int]) -> int:
-    """Return the rounds between a version and the head; `lost` are numbers below the head that no round led to."""
+    """Return how many rounds a version is behind the head. Numbers in `lost`, which no round led to, do not count."""
     return max(0, head - version - sum(number > version for number in lost))
 
 
 def outcome_of(store: Store, row: TicketRow) -> messages.Outcome:
-    """Return what became of a ticket, for its worker."""
+    """Return the state of a ticket as a message for its worker."""
     behind = 0
     if row.version is not None and row.version > row.base_version + 1:
         behind = staleness(row.version - 1, row.base_version, store.run_log.lost_versions(row.fragment))

@@ -1,4 +1,4 @@
-"""Aggregate a frozen round: run the pass over the store's files, and commit the version that comes of it."""
+"""Aggregate a frozen round: reduce its updates from the store's files, and commit the new version."""
 
 from __future__ import annotations
 
@@ -28,10 +28,12 @@ from atoll.store.store import Store
 def frozen_round(
     plan: Plan, store: Store, fragment: int, base_version: int, tickets: Sequence[int], number: int
 ) -> FrozenRound:
-    """Return the record of the round that these tickets were frozen for, as the journal has it.
+    """Return the record of a frozen round, read from the journal.
 
     Args:
-        number: of the round.
+        base_version: the head when the round was frozen.
+        tickets: tickets of the updates that count, in the frozen order.
+        number: number of the round.
     """
     frozen, lost = store.run_log.round(fragment, base_version), store.run_log.lost_versions(fragment)
     summary = json.loads(store.versions.get(fragment, base_version).summary_json or "{}")
@@ -70,7 +72,7 @@ Committed = tuple[VersionRow, status_messages.RoundSummary]
 
 
 class LocalRounds:
-    """Aggregates rounds in this server's process; user code aggregates in a process of its own."""
+    """The aggregation of rounds on the server. A user's aggregator runs in a separate process."""
 
     def __init__(self, plan: Plan, store: Store, filtering: Filtering, io: Executor) -> None:
         self._plan, self._store, self._filtering, self._io = plan, store, filtering, io
@@ -78,13 +80,13 @@ class LocalRounds:
         self._cancelled = threading.Event()
 
     def start(self, fail: Callable[[AtollError], None]) -> None:
-        """Start the aggregator that the settings name, on the event loop.
+        """Start the user's aggregator, if the settings name one. Call this on the event loop.
 
         Args:
-            fail: called on the event loop if the aggregator ends.
+            fail: called on the event loop if the aggregator fails.
 
         Raises:
-            ConfigError, RunFailed: it cannot be started.
+            ConfigError, RunFailed: the aggregator cannot be started.
         """
         if self._plan.settings.aggregation.aggregator.path:
             loop = asyncio.get_running_loop()
@@ -93,22 +95,25 @@ class LocalRounds:
             )
 
     def offer(self, ticket: TicketRow, number: int) -> None:
-        """Give an accepted update to an aggregator that takes them as they arrive."""
+        """Pass an accepted update to the user's aggregator, if that takes updates on arrival."""
         if self._aggregator is not None:
             self._aggregator.offer(self._store, ticket, number)
 
     async def aggregate(self, fragment: int, base_version: int, tickets: Sequence[int], number: int) -> Committed:
-        """Reduce exactly these tickets in this order, step, write the next version and move the head.
+        """Reduce exactly these tickets in this order, take the outer step, and commit the next version as the head.
 
-        The pass runs in a thread of `io`; filtered files that a restart has lost are made anew before.
+        The work runs in a thread of `io`. Filtered files that a restart has lost are made again first.
 
         Args:
-            number: of the round.
+            number: number of the round.
+
+        Returns:
+            The journal's row of the new version, and the summary of the round.
 
         Raises:
             RunFailed: the user's aggregator failed, or the result overflows; the round stays frozen.
-            DiskFull: nothing is lost; the same call may be made again.
-            StateCorrupt: the base is not what was written; the server ends, and falls back when it starts.
+            DiskFull: nothing is lost; the same call can be repeated.
+            StateCorrupt: the base file is damaged; the server ends, and its next start falls back to an intact version.
             StoreError: the disk failed.
             SyncFailed: fsync failed; the server must end.
         """
@@ -157,17 +162,17 @@ class LocalRounds:
         return row, summary
 
     def cancel(self) -> None:
-        """Break off a pass that is under way."""
+        """Cancel an aggregation that is under way."""
         self._cancelled.set()
 
     def end_aggregator(self) -> None:
-        """End the aggregator's process."""
+        """End the process of the user's aggregator, if there is one."""
         if self._aggregator is not None:
             self._aggregator.close()
 
 
 def summary_of(frozen: FrozenRound, seconds: float, grad_norm: float) -> status_messages.RoundSummary:
-    """Return what is shown of a round; metrics are weighted means, per key over the updates that report it."""
+    """Return a round's summary. Each metric is the weighted mean over the updates that report the metric."""
     updates = frozen.updates
     means: dict[str, float] = {}
     counts: dict[str, int] = {}
@@ -196,7 +201,7 @@ def summary_of(frozen: FrozenRound, seconds: float, grad_norm: float) -> status_
 def in_words(
     summary: status_messages.RoundSummary, row: VersionRow, left_s: float | None, *, streams: bool = False
 ) -> str:
-    """A round, for the log, and how long the run still takes."""
+    """Return the log line about a committed round, with the time that the run still takes."""
     left = f"; {told}" if (told := time_left(left_s)) else ""
     of = f" of fragment {summary.fragment}" if streams else ""
     numbers = ", ".join(f"{key} {value:.4g}" for key, value in summary.metrics.items())

@@ -1,4 +1,4 @@
-"""Writes that may lag behind a commit: metrics, exports, the durable version, the best one, the result."""
+"""Writes that follow a commit in the background: metrics, exports, the durable and the best version, the result."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from atoll.server.coordinator.persistor import Best, Persistor
 from atoll.store.journal_tables import HistoryRow, VersionRow
 from atoll.store.store import Store
 
-# -- Files for people: the model as a safetensors file of its own, and one line of metrics a round.
+# -- Exports: the model as a safetensors file, and a file with one line of metrics per round.
 
 
 MODEL = "model.safetensors"
@@ -31,7 +31,7 @@ METRICS = "metrics.jsonl"
 
 
 class Exports:
-    """Writes into the export folder. A model appears whole or not at all; metrics grow by a line a round."""
+    """The files in the export folder: models, each written atomically, and metrics, one line per round."""
 
     def __init__(self, plan: Plan, store: Store) -> None:
         self._plan, self._store = plan, store
@@ -39,12 +39,12 @@ class Exports:
         self._lock = threading.Lock()
 
     def save(self, heads: Sequence[int] | None = None) -> Path:
-        """Export a version (the head by default) as `model-<version>.safetensors`, and as `model.safetensors`.
+        """Export a version as `model.safetensors`, and with `disk.export_every` as `model-<version>.safetensors`, too.
 
-        Tied tensors are written under each of their names, so that the file loads strictly.
+        Tied tensors are written under each of their names, so that `load_state_dict(strict=True)` accepts the file.
 
         Args:
-            heads: the version of each fragment; the model's number is the least of them.
+            heads: the version of each fragment, by default the head. The smallest is the model's number.
         """
         with self._lock:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -54,14 +54,14 @@ class Exports:
             return export_model(self._plan, self._store, self.folder / MODEL, heads)
 
     def append_metrics(self, summary: status_messages.RoundSummary, at: str) -> None:
-        """Add the line of a round."""
+        """Append a round's line to the metrics file; `at` is the time of the commit."""
         with self._lock:
             self.folder.mkdir(parents=True, exist_ok=True)
             with (self.folder / METRICS).open("a", encoding="utf-8") as file:
                 file.write(_line(summary.model_dump_json(), at))
 
     def rewrite_metrics(self) -> None:
-        """Make the file what the journal says: a line may have been lost, or belong to a version that fell."""
+        """Rewrite the metrics file from the journal: after a crash, lines may be missing or belong to lost versions."""
         with self._lock:
             self.folder.mkdir(parents=True, exist_ok=True)
             temporary = self.folder / f".{METRICS}.tmp"
@@ -77,15 +77,15 @@ def export_model(
     heads: Sequence[int] | None = None,
     told: Mapping[str, str] | None = None,
 ) -> Path:
-    """Write a model to `target`, replacing what is there in one step.
+    """Write a model to `target`, atomically replacing an existing file.
 
     Args:
         heads: the version of each fragment; by default the newest.
-        told: more metadata for the header.
+        told: further metadata for the header of the file.
 
     Raises:
-        Gone: a version, or what is needed of it, is not kept.
-        DiskFull: nothing is left behind.
+        Gone: a version, or a file that its export needs, is no longer kept.
+        DiskFull: there is no space; no partial file is left.
         SyncFailed: fsync failed; the server must end.
     """
     header, owners = model_header(plan.schema, told)
@@ -101,11 +101,11 @@ def _line(summary_json: str, at: str) -> str:
     return json.dumps({"at": at, **json.loads(summary_json)}) + "\n"
 
 
-# -- The best version so far, as files for people: `best.safetensors`, and `best.json` that says which it is.
+# -- The best version so far: its model in `best.safetensors`, and its number and metric in `best.json`.
 #
-# Both are inodes of their own, written whole, fsynced, then renamed; the model first, so that the version that
-# `best.json` names is there. The journal's metrics say which version is best; after a kill in between, these files are
-# made again from it.
+# Each file is written to a new inode, fsynced, then renamed. The model comes first, so that the version that
+# `best.json` names always exists. The journal's metrics decide which version is best. If the server is killed between
+# the two files, its next start makes them again.
 
 
 LOG = logging.getLogger("atoll.server")
@@ -114,7 +114,7 @@ BEST_MODEL, BEST_NOTE = "best.safetensors", "best.json"
 
 
 class BestVersion:
-    """Writes into the folder of the exports, one version at a time."""
+    """The files of the best version in the export folder."""
 
     def __init__(self, plan: Plan, store: Store, folder: Path) -> None:
         self._plan, self._store, self._folder = plan, store, folder
@@ -123,15 +123,15 @@ class BestVersion:
 
     @property
     def path(self) -> Path:
-        """Of the model."""
+        """Path of the best model."""
         return self._folder / BEST_MODEL
 
     def save(self, measured: Measured) -> None:
-        """Write the version, unless it is there already.
+        """Write the files of a version, unless they hold this version already.
 
         Raises:
-            Gone: it is no longer kept.
-            DiskFull: what was there before is still there.
+            Gone: the version is no longer kept.
+            DiskFull: there is no space; the previous files are still there.
             SyncFailed: fsync failed; the server must end.
             StoreError: a folder is in the place of a file.
         """
@@ -145,7 +145,7 @@ class BestVersion:
         self.saved = measured
 
     def handed(self, measured: Measured) -> Best:
-        """Return what a persistor gets of the version that was written last."""
+        """Return the version that `save` wrote last, for a persistor, with an open descriptor of its file."""
         rows = (row for row in self._store.run_log.history(None, 0) if row.version == measured.version)
         summary = next((row.summary_json for row in rows), "") or "{}"
         fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
@@ -171,10 +171,9 @@ class BestVersion:
         self._store.journal.sync_folder(self._folder)
 
     def _noted(self) -> Measured | None:
-        """Return which version the model's file holds, by this metric; None if there is none, or it is by another one.
+        """Return the version in `best.safetensors`; None if there is no file, or if another metric chose the version.
 
-        A note that says something else is damaged, or was about to be replaced when the server was killed: it is made
-        again.
+        If `best.json` disagrees, it is damaged, or the server was killed before replacing it. It is then written again.
         """
         told, path = self._header(), self._folder / BEST_NOTE
         if told is None:
@@ -189,7 +188,7 @@ class BestVersion:
         return told
 
     def _header(self) -> Measured | None:
-        """Return what the model's header says; None if it is of another metric, or damaged."""
+        """Return the version in the header of `best.safetensors`; None if missing, damaged or of another metric."""
         from safetensors import SafetensorError, safe_open
 
         try:
@@ -201,10 +200,10 @@ class BestVersion:
 
 
 def require_files(folder: Path) -> None:
-    """Refuse to replace a folder, which may hold anything.
+    """Refuse to replace a folder by a file of the best version.
 
     Raises:
-        StoreError: one lies where one of the files is to be.
+        StoreError: a folder is in the place of a file.
     """
     for path in (folder / BEST_MODEL, folder / BEST_NOTE):
         if path.is_dir():
@@ -212,7 +211,7 @@ def require_files(folder: Path) -> None:
 
 
 def measured_of(history: list[HistoryRow], metric: str) -> list[Measured]:
-    """Return what each round's workers measured of the version that they had pulled, in the order of rounds.
+    """Return each round's value of the metric, with the version that the workers measured: the round's base.
 
     Args:
         history: every version of one fragment, oldest first.
@@ -246,7 +245,7 @@ T = TypeVar("T")
 
 
 class Behind:
-    """Writes behind commits: called on the server's loop, slow work is done by threads of `io`."""
+    """The background writes of a run. Use it on the server's event loop; slow work runs in threads of `io`."""
 
     def __init__(self, plan: Plan, store: Store, io: Executor, persistor: Persistor) -> None:
         self._plan, self._settings, self._store, self._io, self.persistor = plan, plan.settings, store, io, persistor
@@ -256,7 +255,7 @@ class Behind:
         self._durable_in_turn = asyncio.Lock()
 
     def save_initial(self) -> None:
-        """Give a persistor the initial model of a run that has just begun."""
+        """Pass version 0 to the persistor if the run has just begun and `disk.export_every` is set."""
         if self._settings.disk.export_every and max(heads := self._store.versions.heads()) == 0:
             self.persistor.save(self._plan, self._store, heads)
 
@@ -269,11 +268,14 @@ class Behind:
         last: bool,
         finished: bool,
     ) -> None:
-        """Write what may lag behind a commit: the metrics file, an export, the durable version.
+        """Write the round's metrics, an export if one is due, and the durable version.
 
         Args:
+            row: the committed version.
+            summary: summary of its round.
             heads: the version of each fragment.
-            last: whether every other fragment has done this round, too.
+            last: whether every other fragment has finished this round, too.
+            finished: whether the run is finished; `save_result` then passes the version to the persistor.
         """
         loop = asyncio.get_running_loop()
         every = self._settings.disk.export_every
@@ -288,7 +290,7 @@ class Behind:
                     await loop.run_in_executor(self._io, self.exports.save, heads)
                 except Gone as error:
                     LOG.debug("version %d was overtaken before it was exported: %s", row.version, error)
-            # Each holds its version; an older one that ends late would be recorded as the durable one.
+            # One at a time: an older version that is written later would be recorded as the durable one.
             async with self._durable_in_turn:
                 await loop.run_in_executor(self._io, self._store.versions.write_durable, row.fragment)
         except (AtollError, OSError) as error:
@@ -298,7 +300,7 @@ class Behind:
             LOG.error("version %d could not be saved: %s", row.version, reason)
 
     async def save_best(self, measured: Measured) -> None:
-        """Write the best version and give it to the persistor; warn if it is no longer kept."""
+        """Write the best version and pass it to the persistor; warn if the version is no longer kept."""
         try:
             await self._saved("the best version", functools.partial(self.best.save, measured))
             if self.persistor.takes_best:
@@ -313,7 +315,7 @@ class Behind:
             )
 
     async def save_result(self) -> Path | str:
-        """Write the head as the run's result; in a swarm each site does."""
+        """Write the head as the run's result, and return its path. In a swarm, each site writes the result itself."""
         if self._plan.is_swarm:
             return "each site writes it to its own folder"
         path = await self._saved("the result", self.exports.save)
@@ -322,7 +324,7 @@ class Behind:
         return path
 
     async def _saved(self, what: str, save: Callable[[], T]) -> T:
-        """Run `save` in a thread; while space or open files are lacking, try again."""
+        """Run `save` in a thread; retry while disk space or file descriptors are lacking."""
         loop = asyncio.get_running_loop()
         return await until_passed(lambda: loop.run_in_executor(self._io, save), f"{what} could not be saved")
 
@@ -330,10 +332,11 @@ class Behind:
 async def until_passed(
     attempt: Callable[[], Awaitable[T]], problem: str, note: Callable[[str], None] = lambda reason: None
 ) -> T:
-    """Return what an attempt does; while space or open files are lacking, log the problem and try again.
+    """Return the result of `attempt`. While disk space or file descriptors are lacking, log the problem and retry.
 
     Args:
-        note: called with what is lacking.
+        problem: the start of the log line.
+        note: called with the reason before each retry.
     """
     while True:
         try:
@@ -348,6 +351,6 @@ async def until_passed(
 
 
 async def over(*tasks: asyncio.Task[None] | None) -> None:
-    """Wait until these have ended, with or without an error."""
+    """Wait until these tasks have ended, with or without an error. None is ignored."""
     if begun := [task for task in tasks if task is not None]:
         await asyncio.wait(begun)

@@ -23,7 +23,7 @@ HISTORY = 20
 
 @functools.lru_cache(maxsize=4 * HISTORY)
 def _summary(text: str) -> status_messages.RoundSummary:
-    """Read the summary of a round; with hundreds of workers it is long, and the same ones are read again and again."""
+    """Parse the summary of a round. Cached: it is long with hundreds of workers, and every status shows it again."""
     return status_messages.RoundSummary.model_validate_json(text)
 
 
@@ -87,14 +87,14 @@ def status_of(run: Coordinator) -> status_messages.Status:
 
 
 def keep_status(run: Coordinator) -> status_messages.Status:
-    """Return the status of a run, and keep it."""
+    """Return the status of a run, after saving it to disk."""
     status = status_of(run)
     write_status(run, status)
     return status
 
 
 def write_status(run: Coordinator, status: status_messages.Status) -> None:
-    """Keep a status for `atoll status` when no server runs; a full disk does not fail it."""
+    """Save a status to disk, for `atoll status` when no server runs. A failed write is only logged."""
     path = run.settings.disk.state_dir / status_messages.KEPT
     temporary = path.with_name(f".{path.name}.tmp")
     try:
@@ -105,7 +105,13 @@ def write_status(run: Coordinator, status: status_messages.Status) -> None:
 
 
 def outer_in_words(algorithm: ResolvedAlgorithm, lrs: Mapping[str, float]) -> str:
-    """Return `sgd(lr=0.7, momentum=0.9)`; delayed Nesterov's N by that name, without the first steps of the policy."""
+    """Return the outer optimizer as text, such as `sgd(lr=0.7, momentum=0.9)`.
+
+    For delayed Nesterov, `delay` is shown as N, and `undelayed` is left out.
+
+    Args:
+        lrs: pattern of tensor names → learning rate of these tensors.
+    """
     names, shown = {"delay": "N"}, algorithm.outer_options
     if algorithm.outer_name == "delayed_nesterov":
         shown = {key: value for key, value in shown.items() if key != "undelayed"}

@@ -1,8 +1,7 @@
-"""The coordinator of a run: an actor on one event loop, without HTTP.
+"""The coordinator of a run: it carries out the operations of the server's API on one event loop, without HTTP.
 
-It holds the ledger, in which alone the run's state changes, and carries out what an operation asks. What an operation
-reports to the ledger (an accepted update, a new version) is in the journal before. Passes over tensors, files and user
-code run in threads.
+Only the coordinator's ledger changes the run's state. An accepted update or a new version is in the journal before the
+ledger gets the event. Work on tensors and files, and user code, run in threads.
 """
 
 from __future__ import annotations
@@ -71,31 +70,31 @@ from atoll.tensors.layout import Layout
 LOG = logging.getLogger("atoll.server")
 
 COMMIT_S = 1.0
-"""How long a ticket waits for a commit that is under way, whatever its worker has asked for."""
+"""Minimum time that a ticket request waits for a commit that is under way, whatever its `wait_s`."""
 
 
 class Workflows(Protocol):
-    """The workflows of a run.
+    """The workflows of a run, as the coordinator uses them.
 
     Attributes:
-        evaluated: returns the last matrix of a cross-site evaluation, as far as it is filled; None if there is none.
+        evaluated: function that returns the newest evaluation's matrix, filled so far; None if there was no evaluation.
     """
 
     evaluated: Callable[[], task_messages.Evaluation] | None
 
     @property
     def keeps_local(self) -> bool:
-        """Whether sites are asked later for what they have submitted."""
+        """Whether sites keep the models that they submit, because an evaluation asks for them later."""
 
     def will_evaluate(self, site: str) -> bool:
-        """Whether a cross-site evaluation that is still to come asks a site for measurements."""
+        """Return whether a cross-site evaluation that has not ended asks this site for metrics."""
 
     def status(self) -> list[status_messages.WorkflowStatus]:
-        """Return all of them, in their order."""
+        """Return the status of each workflow, in order."""
 
 
 class Coordinator:
-    """One run that is served. Operations have the names of `protocol/openapi.py`; they raise their errors."""
+    """The run that a server serves. Operations have the names in `protocol/openapi.py`, and raise errors from there."""
 
     def __init__(
         self,
@@ -147,7 +146,7 @@ class Coordinator:
         self.trouble: dict[int, str] = {}  # fragment → why its round cannot be written
         self.bytes_up = self.bytes_down = 0
         self.started_s, self.address = time.monotonic(), ""
-        self.watched_s: float | None = None  # when the status was last asked for by other than a site
+        self.watched_s: float | None = None  # when a client that is no site last asked for the status
 
         self.failed: AtollError | None = None
         self.finished, self.trained, self.ended = asyncio.Event(), asyncio.Event(), asyncio.Event()
@@ -155,14 +154,17 @@ class Coordinator:
         self._said_missing = False
         self._tasks: set[asyncio.Task[None]] = set()
         self._saving_best: asyncio.Task[None] | None = None
-        self._behind_last: asyncio.Task[None] | None = None  # of the newest version; it ends as the last of them
+        self._behind_last: asyncio.Task[None] | None = None  # of the newest version; it ends last
         for sentence in lost:
             LOG.warning("%s", sentence)
 
     # -- beginning and end
 
     def start(self, address: str = "") -> None:
-        """Take up what the journal says is to be done; called on the event loop that serves the run at an address.
+        """Start the run: resume the work that the journal records. Call this on the server's event loop.
+
+        Args:
+            address: URL of the server.
 
         Raises:
             ConfigError, RunFailed: the aggregator that the settings name cannot be started.
@@ -176,11 +178,11 @@ class Coordinator:
         self.ledger.restore(self._snapshot)
         self.store.versions.wanted = self._unpulled
         if self._snapshot.finished and not self.state.finished:
-            self.store.run_log.finish(False)  # more rounds were asked for
-        if self.state.progress.best is not None:  # a kill may have come before it was written
+            self.store.run_log.finish(False)  # the settings ask for more rounds now
+        if self.state.progress.best is not None:  # the server may have been killed before writing it
             self._saving_best = self._spawn(self.behind.save_best(self.state.progress.best))
         for fragment, round_ in enumerate(self._snapshot.fragments):
-            if self.swarm is not None:  # what was collected is known again once its worker reports
+            if self.swarm is not None:  # the worker that aggregates reports again what it has collected
                 self.apply(events.AggregatorLost(fragment, "the server was started again"))
             elif round_.frozen and self.state.rounds[fragment].phase == "closing":
                 LOG.info("the round from version %d was closed before the restart: reducing it again", round_.head)
@@ -193,12 +195,12 @@ class Coordinator:
             self.behind.save_initial()
 
     def send_away(self) -> None:
-        """Answer long polls now, because the server is about to end."""
+        """Answer all long polls now, because the server is about to end."""
         self._ending = True
         self.wake()
 
     async def stop(self) -> None:
-        """End every task; what is on disk is where a next start goes on."""
+        """End all tasks, and close the store. The next start continues from the files on disk."""
         self._local_rounds.cancel()
         for task in list(self._tasks):
             task.cancel()
@@ -207,11 +209,11 @@ class Coordinator:
         self.objects.close()
         self._local_rounds.end_aggregator()
         self.filtering.close()
-        self.behind.persistor.close()  # before the store
+        self.behind.persistor.close()  # before the store, which its calls read
         self.store.close()
 
     def fail(self, error: AtollError) -> None:
-        """End the server, because the run cannot go on, and say why."""
+        """Log an error after which the run cannot go on, and end the server."""
         if self.failed is None:
             error = directory_gone(self.settings.disk.state_dir) or error
             LOG.error("%s", error)
@@ -222,15 +224,15 @@ class Coordinator:
 
     @property
     def state(self) -> State:
-        """What the ledger has."""
+        """State of the run in the ledger."""
         return self.ledger.state
 
     def apply(self, event: events.Event) -> tuple[events.Effect, ...]:
-        """As `Ledger.apply`."""
+        """Apply an event to the run's state, as `Ledger.apply` does."""
         return self.ledger.apply(event)
 
     def _act(self, effect: events.Effect) -> None:
-        """Act on a decision that is in the journal."""
+        """Carry out an effect of the round machine, after the journal has recorded the decisions."""
         match effect:
             case events.LeaseEnded():
                 self.attendance.ended(effect, self.state)
@@ -246,14 +248,14 @@ class Coordinator:
             self.wake()
 
     def wake(self) -> None:
-        """Let every request that waits in `changed` look again."""
+        """Wake every request that waits in `changed`."""
         self._changed.set()
 
     def _alive(self) -> list[str]:
         return sorted(site for site, member in self.state.members.items() if member.alive)
 
     async def changed(self, timeout_s: float) -> None:
-        """Return when something has changed that a waiting worker should know, or after the time.
+        """Wait for the next `wake`, for at most `timeout_s` seconds.
 
         Raises:
             Busy: the server ends.
@@ -263,17 +265,17 @@ class Coordinator:
             raise Busy("The server is ending.", "Ask again when it was started again.")
 
     def require_space(self) -> None:
-        """Refuse a request that takes disk while little of it is left.
+        """Refuse a request that needs disk space, if less than `disk.min_free_bytes` is free.
 
         Raises:
-            DiskFull: it can be asked for again later.
+            DiskFull: there is too little space; the request can be repeated later.
         """
         self.store.require_space(self.settings.disk.min_free_bytes)
 
     # -- what a run is
 
     async def get_run(self) -> messages.RunInfo:
-        """Return what a worker must know before it joins; `trains` and `sends_tasks` follow from the workflows."""
+        """Return the properties of the run that a worker needs before it joins."""
         queue, workflows = self.task_queue, self.workflows
         return run_info(self.plan, self.store.run_log.run_id).model_copy(
             update={
@@ -288,10 +290,10 @@ class Coordinator:
         return messages.SchemaMessage.of(self.plan.split)
 
     async def get_evaluation(self) -> task_messages.Evaluation:
-        """Return the matrix of the last cross-site evaluation, as far as it is filled.
+        """Return the matrix of the newest cross-site evaluation, with the cells filled so far.
 
         Raises:
-            Gone: there is none.
+            Gone: there was no evaluation.
         """
         workflows = self.workflows
         if workflows is None or workflows.evaluated is None:
@@ -304,11 +306,11 @@ class Coordinator:
     # -- which sites take part
 
     async def join(self, message: messages.Join) -> messages.Joined:
-        """Grant a site a new lease; an older process of it loses its own.
+        """Grant a site a new lease. An older process of the site loses its lease.
 
         Raises:
-            VersionSkew, ServerLost, SchemaMismatch, ConfigError: as `require_fit`.
-            ConfigError: also if other workers of a swarm cannot reach it.
+            VersionSkew, ServerLost, SchemaMismatch, ConfigError: the site does not fit the run; see `require_fit`.
+            ConfigError: also if, in a swarm, other workers cannot reach the joining worker.
         """
         require_fit(message, self.plan, self.store)
         if self.swarm is not None:
@@ -317,7 +319,7 @@ class Coordinator:
         self.roster[message.site], secret = Presence.joining(message, previous)
         try:
             self.apply(events.WorkerJoined(message.site))
-        except BaseException:  # the process before keeps its place and its lease
+        except BaseException:  # the previous process keeps its place and its lease
             if previous is None:
                 del self.roster[message.site]
             else:
@@ -332,11 +334,14 @@ class Coordinator:
         )
 
     async def leave(self, lease: Lease, message: messages.Leave) -> None:
-        """End the lease of a site; with an error, its training has failed."""
+        """End the lease of a site. If the message has an error, the site's training has failed."""
         self.apply(events.WorkerLeft(lease.site, lease.number, message.error or ""))
 
     async def heartbeat(self, lease: Lease, message: messages.Heartbeat) -> messages.HeartbeatReply:
-        """Note how far a worker is, and whether it submits nothing more; `require_lease` took its sign of life."""
+        """Record a worker's progress, and whether the worker will submit no more updates.
+
+        `require_lease` has already recorded the request as a sign of life.
+        """
         presence = self.roster.get(lease.site)
         if presence is not None:
             presence.note(message)
@@ -348,14 +353,14 @@ class Coordinator:
         )
 
     def require_lease(self, sent: Lease | str | None) -> Lease:
-        """Return the lease of a request that may speak for its site; it is also a sign of life.
+        """Return the lease of a request, if it is valid, and record the request as a sign of life.
 
         Raises:
-            LeaseLost: it has to join again. Superseded: another process has taken its place.
+            LeaseLost: the process has to join again. Superseded: another process has joined under the site's name.
         """
         lease = sent if isinstance(sent, Lease) else Lease.parse(sent)
         presence, member = self.roster.get(lease.site), self.state.members.get(lease.site)
-        # a crash of the machine can give one number to two processes: the one that joined later has the secret
+        # if the server's host crashes, two processes can get one number; the later one has the secret
         if member is not None and lease.number == member.lease and not (presence and lease.opens(presence)):
             reason = f"lease {lease.number} of {lease.site!r} is not known here"
             self._refuse_lease(lease, events.LeaseRefused(lease.site, reason, superseded=True))
@@ -381,10 +386,10 @@ class Coordinator:
     # -- tickets
 
     async def request_ticket(self, lease: Lease, message: messages.TicketRequest) -> messages.TicketReply:
-        """Give the ticket of a fragment's open round; wait up to `wait_s` seconds for it to open.
+        """Return the site's ticket for a fragment's open round; wait up to `wait_s` seconds for a round to open.
 
         Raises:
-            LeaseLost, Superseded: of the lease. Gone: there is no such fragment. Busy: the server ends.
+            LeaseLost, Superseded: the lease is not valid. Gone: there is no such fragment. Busy: the server ends.
             ConfigError: the run has no rounds.
         """
         if message.fragment >= len(self.state.rounds):
@@ -409,7 +414,7 @@ class Coordinator:
                     case events.LeaseRefused():
                         self._refuse_lease(lease, effect)
                     case events.TicketIssued(_, ticket, fragment, base_version, _):
-                        # read once: an asynchronous step may move it at any time, from a thread of its own
+                        # read once: the commit of an asynchronous run may move the head at any time, in another thread
                         if (head := self.store.versions.head(fragment)).version == base_version:
                             return self._reply(
                                 "ticket",
@@ -418,10 +423,10 @@ class Coordinator:
                                 ticket=self.given(lease.site, ticket, fragment, head.version, head.digest),
                                 counted=counted_of(lease.site, self.store) if self.plan.algorithm.keeps else None,
                             )
-                        # such a step is in the journal, and the machine is about to hear of it
+                        # the head has moved in the journal, and the ledger is about to get that event
                         until_s = max(until_s, time.monotonic() + COMMIT_S)
                     case events.TicketWithheld(_, fragment, reason):
-                        # a finished run answers at once, its result is the head; a site that ends with a step, too
+                        # at once if the run is finished, or if the site ends and there is a newer head
                         moved = previous is None or self.store.versions.head(fragment).version > previous.base_version
                         ended = reason == events.ENDS and moved
                         if reason == events.FINISHED or ended or time.monotonic() >= until_s:
@@ -446,7 +451,7 @@ class Coordinator:
         )
 
     def given(self, site: str, ticket: int, fragment: int, base_version: int, digest: str) -> messages.Ticket:
-        """Return a ticket that the machine has issued, as its site gets it."""
+        """Return an issued ticket as a message for its site, and note the site's base version."""
         presence = self.roster.get(site)
         if presence is not None:
             presence.bases[fragment] = base_version
@@ -461,7 +466,7 @@ class Coordinator:
         )
 
     def local_steps(self, site: str) -> int:
-        """Return the local steps between two synchronisations of a site under DyLU; 0: as many as the run's."""
+        """Return a site's local steps between two synchronisations under DyLU; 0 means the run's own number."""
         settings = self.settings
         if not settings.diloco.dynamic_local_steps or not self.plan.algorithm.sync_every:
             return 0
@@ -469,11 +474,14 @@ class Coordinator:
         return dylu_steps(speeds, site, settings.diloco.sync_every, settings.diloco.num_fragments)
 
     def _unpulled(self, fragment: int) -> Collection[int]:
-        """Return versions that open tickets name and their holders have not pulled yet, as far as is known."""
+        """Return base versions of open tickets that the tickets' sites have not pulled yet, as far as known.
+
+        Only asynchronous fragments have such versions; else return none.
+        """
         if not self.state.is_async(fragment):
             return ()
         tickets = [ticket for ticket in self.state.rounds[fragment].tickets.values() if ticket.state == "open"]
-        # what each site has said that it trains from; not known of one fragment of several
+        # the version that each site reports to train from; heartbeats do not report it per fragment
         has = {site: each.beat.version for site, each in self.roster.items()} if len(self.state.rounds) == 1 else {}
         return {
             ticket.base_version
@@ -491,7 +499,7 @@ class Coordinator:
         else:
             now_s = time.monotonic()
             rest, known = self.why(fragment, now_s), waiting.why(state, fragment, now_s)
-            if reason.endswith(known):  # "its update is in; the round waits for b" has it already
+            if reason.endswith(known):  # the reason already ends with this text
                 text = reason + rest.removeprefix(known)
             else:
                 text = rest if rest.startswith(reason) else f"{reason}; the round {rest}"
@@ -506,17 +514,17 @@ class Coordinator:
         )
 
     def why(self, fragment: int, now_s: float) -> str:
-        """Return what a fragment waits for, and what is known of the sites that it waits for."""
+        """Return what a fragment's round waits for, with known problems of the awaited sites."""
         sites = [site for site, _ in waiting.missing(self.state, fragment)]
         place = self.swarm.trouble(fragment) if self.swarm is not None else ""
         silent = why_silent(sites, self.roster, self.state, self.settings.network, now_s)
         return "; ".join(filter(None, [waiting.why(self.state, fragment, now_s), place, *silent]))
 
     async def get_ticket(self, ticket: int) -> messages.TicketState:
-        """Return where a ticket stands, with the parts on disk as long as it is open or accepted.
+        """Return the state of a ticket and, while the ticket is open or accepted, its parts on disk.
 
         Raises:
-            Gone: this run has never issued it.
+            Gone: this run has never issued the ticket.
         """
         row = self.store.tickets.get(ticket)
         parts = self.store.tickets.parts(ticket) if row.is_live else {}
@@ -529,16 +537,16 @@ class Coordinator:
     # -- updates
 
     def require_open(self, lease: Lease, ticket: int) -> None:
-        """Refuse bytes that cannot count.
+        """Refuse bytes of an update that can no longer be accepted.
 
         Raises:
-            LeaseLost, Superseded: of the lease. TicketClosed, UpdateRefused: of the ticket.
+            LeaseLost, Superseded: the lease is not valid. TicketClosed, UpdateRefused: the ticket has ended.
         """
         refusal = waiting.may_submit(self.state, lease.site, lease.number, ticket)
         if isinstance(refusal, events.LeaseRefused):
             self._refuse_lease(lease, refusal)
         elif refusal is not None:
-            row = self.store.tickets.get(ticket)  # the journal's: the machine forgets tickets that have ended
+            row = self.store.tickets.get(ticket)  # from the journal: the round machine forgets ended tickets
             if row.state == "refused":
                 raise why_closed(row)
             text = refusal if row.reason in refusal else f"Ticket {ticket} is over: {row.reason}."
@@ -547,7 +555,11 @@ class Coordinator:
     def record_part(
         self, lease: Lease, ticket: int, part: int, stats: PartStats, writer: PartWriter | None = None
     ) -> None:
-        """Record a part that is in its spool and was checked; `writer` wrote it, if other requests may write, too."""
+        """Record a part that was checked and written to its spool; refuse the update if the check failed.
+
+        Args:
+            writer: wrote the part. If another writer has begun the part since, nothing is recorded.
+        """
         self.require_open(lease, ticket)
         if stats.bad is not None:
             self.admission.refuse(lease.site, ticket, stats.bad)
@@ -555,15 +567,15 @@ class Coordinator:
         self.store.tickets.record_part(ticket, part, stats.digest, stats.sumsq, writer)
 
     async def complete(self, lease: Lease, ticket: int, message: messages.Complete) -> messages.Receipt:
-        """Accept an update that is there in full; the same digest again gets the same receipt.
+        """Accept an update after all its parts have arrived. The same digest again gets the same receipt.
 
-        In a swarm wait until another worker has pulled it, for at most `routes.LONG_POLL_S` seconds.
+        In a swarm, wait until another worker has pulled the update, for at most `routes.LONG_POLL_S` seconds.
 
         Raises:
-            LeaseLost, Superseded: of the lease. BadRequest: in a swarm, it has no source.
-            TicketClosed: the ticket is over or another site's, or the update has another base.
-            Conflict: parts are missing, or do not make up the digest.
-            UpdateRefused: its weight, its norm or the server's filter; or the ticket was refused before.
+            LeaseLost, Superseded: the lease is not valid. BadRequest: in a swarm, the update has no source.
+            TicketClosed: the ticket is over or belongs to another site, or the update has another base.
+            Conflict: parts are missing, or do not match the digest.
+            UpdateRefused: the update is not plausible, a filter refused it, or the ticket was refused before.
         """
         row = self.store.tickets.get(ticket)
         if row.site != lease.site:
@@ -601,7 +613,7 @@ class Coordinator:
         if self.filtering.has(lease.site):
             filtered = replace(row, digest=digest, weight=message.weight, steps=message.steps, metrics=message.metrics)
             reason = await self.filtering.refusal(filtered, self.state.rounds[row.fragment].number)
-            if self.store.tickets.get(ticket).is_in:  # the message came twice, and was taken once
+            if self.store.tickets.get(ticket).is_in:  # a repeated request was accepted meanwhile
                 return await self.complete(lease, ticket, message)
             self.require_open(lease, ticket)
             if _digest(layout, self.store.tickets.parts(ticket)) != digest:
@@ -613,7 +625,7 @@ class Coordinator:
     # -- swarms
 
     async def _offer(self, swarm: Swarm, lease: Lease, row: TicketRow, message: messages.Complete) -> messages.Receipt:
-        """Wait, for some time, until another worker of the swarm has pulled the update."""
+        """Offer an update to the swarm; wait up to `routes.LONG_POLL_S` seconds until another worker has pulled it."""
         if message.source is None:
             raise BadRequest(
                 f"The update of {lease.site} has no source, and in a swarm another worker pulls it.",
@@ -641,7 +653,7 @@ class Coordinator:
             await swarm.news(until_s - time.monotonic())
 
     async def get_swarm_plan(self) -> swarm_messages.SwarmPlan:
-        """Return the settings by which a worker reduces and steps rounds.
+        """Return the settings that a worker needs to reduce rounds and take outer steps.
 
         Raises:
             ConfigError: the run is no swarm.
@@ -650,7 +662,7 @@ class Coordinator:
         return swarm_messages.SwarmPlan(settings=placed_settings(self.plan.settings))
 
     async def work_in_swarm(self, lease: Lease, message: swarm_messages.PeerReport) -> swarm_messages.PeerWork:
-        """Take a worker's report; answer once its work changes, or after the `wait_s` seconds of the report.
+        """Record a worker's report. Return its work once that changes, or after the report's `wait_s` seconds.
 
         Raises:
             ConfigError: the run is no swarm.
@@ -665,8 +677,8 @@ class Coordinator:
     # -- rounds
 
     async def _next_version(self, fragment: int, base_version: int, tickets: tuple[int, ...]) -> None:
-        """Have a frozen round reduced and committed; a full disk is waited for, every other error ends the server."""
-        await over(self._saving_best)  # a commit later, and the version may be gone
+        """Reduce and commit a frozen round. Retry while the disk is full; every other error ends the server."""
+        await over(self._saving_best)  # the next commit may remove the version that is being saved
         number = self.state.rounds[fragment].number
         try:
             committed = await until_passed(
@@ -681,7 +693,7 @@ class Coordinator:
             self._follow_commit(*committed)
 
     def _follow_commit(self, row: VersionRow, summary: status_messages.RoundSummary) -> None:
-        """Count, report, tell the machine, and save what may lag behind."""
+        """Update counters after a commit, pass the event to the ledger, and start the background writes."""
         fragment, tracking = row.fragment, self.ledger.rules.tracking
         self.trouble.pop(fragment, None)
         self.filtering.sweep()
@@ -718,7 +730,7 @@ class Coordinator:
         self.wake()
 
     async def _tick(self) -> None:
-        """Tell the machine that time has passed, whenever that may matter."""
+        """Apply `TimePassed` every second, and at the next deadline."""
         while True:
             deadline_s = waiting.next_deadline_s(self.state)
             pause_s = 1.0 if deadline_s is None else min(1.0, max(0.01, deadline_s - time.monotonic()))
@@ -743,7 +755,7 @@ class Coordinator:
             self._fail_by(error, "The server")
 
     def _fail_by(self, error: BaseException, what: str, remedy: str = "") -> None:
-        """End the server by an error that need not be one of Atoll's."""
+        """End the server with any error; wrap one that is not an `AtollError` in `RunFailed`."""
         error = directory_gone(self.settings.disk.state_dir) or error
         if not isinstance(error, AtollError):
             LOG.error("%s failed", what, exc_info=error)

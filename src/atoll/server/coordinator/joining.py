@@ -1,4 +1,4 @@
-"""Which sites may take part, and what a site must know of a run before it joins."""
+"""Joining a run: the message that describes the run, and the checks of a site that joins."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from atoll.store.store import Store
 
 LOG = logging.getLogger("atoll.server")
 
-# -- What a worker must know of a run before it joins; a recipe compares it with its own settings.
+# -- The description of a run, which a worker reads before it joins and compares with its own settings.
 
 
 def run_info(plan: Plan, run_id: str) -> messages.RunInfo:
-    """Return the message about a run with this plan."""
+    """Return the message that describes a run with this plan."""
     settings, algorithm = plan.settings, plan.algorithm
     return messages.RunInfo(
         protocol=routes.PROTOCOL,
@@ -54,12 +54,12 @@ def run_info(plan: Plan, run_id: str) -> messages.RunInfo:
 
 
 def require_fit(message: messages.Join, plan: Plan, store: Store) -> None:
-    """Refuse a site that could not take part.
+    """Refuse a site that does not fit the run.
 
     Raises:
-        VersionSkew: it speaks another protocol. ServerLost: it means another run.
-        SchemaMismatch: another model.
-        ConfigError: another H, or another number of fragments; or it lacks the state that the run counts on.
+        VersionSkew: the site speaks another protocol. ServerLost: the site names another run.
+        SchemaMismatch: the site has another model.
+        ConfigError: the site has another number of local steps H or of fragments, or has lost its local state.
     """
     if message.protocol != routes.PROTOCOL:
         older = f"worker {message.site}" if message.protocol < routes.PROTOCOL else "the server"
@@ -75,7 +75,7 @@ def require_fit(message: messages.Join, plan: Plan, store: Store) -> None:
             "Start the script again to take part in the new run. To go on with the old one, start its server with the "
             "disk.state_dir that it had.",
         )
-    model = plan.schema.model  # a worker's own model has nothing beside it
+    model = plan.schema.model  # a worker that joins knows the model's tensors, not the algorithm's
     if message.schema_digest not in (None, plan.schema.digest, model.digest):
         raise SchemaMismatch(
             f"The model of worker {message.site} has the schema {str(message.schema_digest)[:12]}, "
@@ -101,12 +101,12 @@ def require_fit(message: messages.Join, plan: Plan, store: Store) -> None:
 
 
 def _require_state(message: messages.Join, store: Store) -> None:
-    """Refuse a site that has lost what the algorithm keeps there, unless it begins at zero on purpose."""
+    """Refuse a site that has lost its local state, unless the site begins again from zero on purpose."""
     site, last = message.site, store.tickets.last_of(message.site)
     counted = next((member.rounds_counted for member in store.run_log.members() if member.site == site), 0)
-    count = counted + (last is not None and last.state == "accepted")  # or is going to
+    count = counted + (last is not None and last.state == "accepted")  # an accepted update is going to count
     if not count:
-        return  # it comes for the first time, or is to begin again: zero is what it has
+        return  # the site is new, or none of its updates counts: its local state is zero
     if message.local_state == "kept" and _stands(message, store):
         return
     told = f"1 update of {site} counts" if count == 1 else f"{count} updates of {site} count"
@@ -127,7 +127,7 @@ def _require_state(message: messages.Join, store: Store) -> None:
 
 
 def counted_of(site: str, store: Store) -> messages.Counted:
-    """Return the site's last counted update; the state that the site keeps must include it."""
+    """Return the site's last counted update, which the site's local state must include."""
     row = store.tickets.last_counted(site)
     return messages.Counted() if row is None else _named(row)
 
@@ -137,9 +137,9 @@ def _named(row: TicketRow) -> messages.Counted:
 
 
 def _stands(message: messages.Join, store: Store) -> bool:
-    """Whether the site has the state behind its last update that counts, and behind one that is going to."""
+    """Return whether the site's local state includes its last counted update, and an accepted one."""
     if not message.local_state_of:
-        return True  # an earlier worker does not tell
+        return True  # workers of an earlier Atoll do not report it
     last = store.tickets.last_of(message.site)
     wanted = [counted_of(message.site, store)]
     if last is not None and last.state == "accepted":

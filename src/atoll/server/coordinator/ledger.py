@@ -1,7 +1,7 @@
 """The ledger: the only place where a run's state changes.
 
-Events go in. The pure machine decides, the decisions are journalled in one transaction, and only then acted on. All of
-it happens on one event loop.
+For each event, the round machine (pure functions) returns effects. The ledger writes the decisions among them to the
+journal in one transaction, and only then carries the effects out. All calls run on one event loop.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from atoll.store.store import Store
 LOG = logging.getLogger("atoll.server")
 
 FACTS = (events.UpdateAccepted, events.UpdateRefused, events.VersionCommitted)
-"""Events that report a row which is in the journal: they must reach the machine, sooner or later."""
+"""Events about rows that are already in the journal. If one cannot be applied now, the ledger applies it later."""
 
 
 class Ledger:
-    """The state of one run.
+    """The state of one run, and its changes by events.
 
     Args:
-        rules: of its rounds.
+        rules: rules of the run's rounds.
         record: writes decisions into the journal, all of them or none.
         act: called with each effect once the decisions are in the journal.
-        clock: monotonic, in seconds.
+        clock: returns monotonic time in seconds.
         on_failure: called with an error of the store after which the run cannot go on.
 
     Attributes:
-        state: what the machine knows, after `restore`. Only this class assigns it.
+        state: state of the round machine, set by `restore`. Only this class assigns it.
     """
 
     state: State
@@ -56,18 +56,22 @@ class Ledger:
         self._untold: list[events.Event] = []
 
     def restore(self, snapshot: Snapshot) -> None:
-        """Begin with what the journal has, and do what a crash has left undone."""
+        """Set the state from the journal's snapshot, and carry out effects that a crash has interrupted."""
         self.state, effects = state_rows.restore(self.rules, snapshot, self._clock())
         self._carry_out(effects)
 
     def apply(self, event: events.Event) -> tuple[events.Effect, ...]:
-        """Let the machine decide about an event, journal what it decided, then act on it.
+        """Apply an event: decide, write the decisions to the journal, then carry out the effects.
 
-        If the disk is full, a fact that is in the journal already waits, and the machine decides nothing before it
-        knows it: it would issue an accepted ticket again. It only goes on to hear that workers live.
+        If the disk is full, an event in `FACTS` waits, because its row is in the journal already. Until the waiting
+        events are applied, only `WorkerSeen` is decided. Without them, the round machine would issue an accepted ticket
+        again.
+
+        Returns:
+            The effects of the event; empty if the event waits.
 
         Raises:
-            DiskFull: the journal could not be written; nothing has changed.
+            DiskFull: the journal could not be written; the state has not changed.
         """
         try:
             if not isinstance(event, events.WorkerSeen):
@@ -110,11 +114,11 @@ def record_in(
     *,
     keep_weights: bool = False,
 ) -> None:
-    """Write the rows of decisions into a store, in one transaction.
+    """Write decisions into the store's journal, in one transaction.
 
     Args:
-        roster: has what a lease's row says of its process.
-        keep_weights: whether a site keeps its first weight (`RunLog.freeze`).
+        roster: presences of the sites, with the process and host for the row of a lease.
+        keep_weights: whether to record each site's first weight (`RunLog.freeze`).
     """
     run_log, tickets = store.run_log, store.tickets
     with store.journal.transaction():
@@ -141,7 +145,7 @@ def record_in(
 
 
 def snapshot_of(store: Store, progress: Progress) -> Snapshot:
-    """Return what the machine starts from; it passes over rows of rounds that have ended."""
+    """Return the journal's state as the snapshot that the round machine starts from, without ended rounds."""
     run_log, tickets, fragments = store.run_log, store.tickets, []
     for fragment, head in enumerate(store.versions.heads()):
         row = run_log.round(fragment, head)

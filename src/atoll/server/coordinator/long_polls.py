@@ -1,7 +1,7 @@
-"""Long polls, woken one at a time.
+"""Long polls that are woken one at a time.
 
-When a version is there, hundreds of workers ask for their ticket. If all of them woke at once, all would be served
-before the event loop takes a heartbeat again. So it takes other work between any two of them.
+A new version wakes hundreds of waiting requests. If all woke at once, the event loop would serve all of them before the
+next heartbeat. Therefore the loop handles other work between two wake-ups.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections import deque
 
 
 class FairEvent:
-    """Wakes the tasks of one event loop that wait for a change, in the order in which they came."""
+    """An event for tasks of one event loop that wakes waiting tasks one by one, in the order of arrival."""
 
     def __init__(self) -> None:
         self._waiting: dict[asyncio.Future[None], None] = {}
@@ -27,7 +27,7 @@ class FairEvent:
             self._wake_one()
 
     async def wait(self, timeout_s: float) -> None:
-        """Return after `set`, or after the time."""
+        """Wait for the next `set`, for at most `timeout_s` seconds."""
         future = asyncio.get_running_loop().create_future()
         self._waiting[future] = None
         try:

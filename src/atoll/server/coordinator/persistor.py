@@ -1,12 +1,12 @@
-"""A user's store of models: where the initial one comes from, and where versions go beside the exports.
+"""A user's persistor: an object that loads the initial model or saves versions.
 
-    load()                    → name → tensor, or None: the run's `model` is used
-    save(state, info)         name → tensor of a version, every `disk.export_every` rounds and at the end
-    save_best(state, info)    the same, of the best version so far
+    load()                    return name → tensor; None: use the run's `model`
+    save(state, info)         save name → tensor of a version, every `disk.export_every` rounds and at the end
+    save_best(state, info)    the same, for the best version so far
 
-At least one of them is there. It is handed real tensors, one copy of the model, which it may keep. `save` and
-`save_best` run in a thread of their own, one call at a time; what they raise is logged, and does not end the run. No
-round waits for them. Of best versions that are found while a call goes on, the newest alone is handed over.
+A persistor has at least one of these methods. `state` holds real tensors, one copy of the model, which the method may
+keep. `save` and `save_best` run in a separate thread, one call at a time, and no round waits for them. Their errors are
+logged and do not end the run. If several best versions are found during a call, only the newest is passed on.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ _Read = Callable[[], tuple[dict[str, Tensor], dict[str, Any]]]
 
 @dataclass(frozen=True)
 class Best:
-    """The best version so far.
+    """The best version so far, for `save_best`.
 
     Attributes:
-        version: its number.
-        metrics: by which it is.
-        summary: of the round that made it.
-        fd: of its export, which is read when its turn comes: the version may be gone by then. Closed by the persistor.
+        version: number of the version.
+        metrics: the metric that makes the version the best, with its value.
+        summary: summary of the round that made the version.
+        fd: descriptor of the exported file, which stays readable if the version is removed. Closed by the persistor.
     """
 
     version: int
@@ -59,17 +59,17 @@ class Best:
 
 
 class Persistor:
-    """The object that the setting `model.persistor` names; where it names none, nothing is loaded or handed over.
+    """The user's persistor that `model.persistor` names. If that is empty, nothing is loaded or saved.
 
     Raises:
-        ConfigError: it is not there, cannot be made, or has none of the methods.
+        ConfigError: the persistor is not found, cannot be made, or has none of the methods.
     """
 
     def __init__(self, settings: Settings) -> None:
         self.name = str(settings.model.persistor.path)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="atoll-persistor")
         self._lock = threading.Lock()
-        self._best: Best | None = None  # the newest one that waits for its turn
+        self._best: Best | None = None  # the best version that waits for `save_best`
         self._user: Any = None
         if not settings.model.persistor.path:
             return
@@ -88,10 +88,10 @@ class Persistor:
         self._user = found
 
     def load(self) -> Tensors | None:
-        """Return the initial model; None if it has none.
+        """Return the persistor's initial model; None if the persistor gives none.
 
         Raises:
-            ConfigError: it raised, or gave no mapping name → tensor.
+            ConfigError: `load` raised, or did not return a mapping name → tensor.
         """
         if not hasattr(self._user, "load"):
             return None
@@ -113,21 +113,22 @@ class Persistor:
         return given
 
     def save(self, plan: Plan, store: Store, heads: Sequence[int], *, final: bool = False) -> Future[None]:
-        """Hand over a version; the future is done afterwards, and never has an error.
+        """Queue a version for the persistor's `save`. The future ends with that call, and never has an error.
 
         Args:
-            heads: the version of each fragment; the model's number is the least of them.
+            heads: the version of each fragment. The smallest is the model's number.
+            final: whether the version is the run's result.
         """
         read = functools.partial(_tensors, plan, store, tuple(heads))
         return self._thread.submit(self._call, "save", plan, min(heads), {"final": final}, read)
 
     @property
     def takes_best(self) -> bool:
-        """Whether it has the method `save_best`."""
+        """Whether the persistor has the method `save_best`."""
         return hasattr(self._user, "save_best")
 
     def save_best(self, plan: Plan, best: Best) -> None:
-        """Hand over the best version so far, soon, in place of one that still waits for its turn."""
+        """Queue the best version for the persistor's `save_best`, instead of an older one that still waits."""
         with self._lock:
             before, self._best = self._best, best
         if before is not None:
@@ -136,11 +137,11 @@ class Persistor:
             self._thread.submit(self._hand_best, plan)
 
     def handed(self) -> Future[None]:
-        """Return a future that is done when everything was handed over."""
+        """Return a future that is done when all queued calls have ended."""
         return self._thread.submit(lambda: None)
 
     def close(self) -> None:
-        """Wait for a call that is under way; drop those behind it."""
+        """Wait for the running call, and drop the queued calls."""
         self._thread.shutdown(wait=True, cancel_futures=True)
         with self._lock:
             best, self._best = self._best, None
@@ -185,7 +186,7 @@ class Persistor:
 
 
 def _tensors(plan: Plan, store: Store, heads: tuple[int, ...]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the model of a version in memory, tied names sharing a tensor, and the summary of its round."""
+    """Return a version's model as name → tensor, and the summary of its round. Tied names share a tensor."""
     state: dict[str, Tensor] = {}
     summary: dict[str, Any] = {}
     for fragment, (planned, version) in enumerate(zip(plan.fragments, heads, strict=True)):
@@ -198,7 +199,7 @@ def _tensors(plan: Plan, store: Store, heads: tuple[int, ...]) -> tuple[dict[str
 
 
 def _exported(plan: Plan, best: Best) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """As `_tensors`, of an open export."""
+    """Return the best version's model and the summary of its round, read from its export; else as `_tensors`."""
     from safetensors import safe_open
 
     model = plan.schema.model

@@ -1,6 +1,6 @@
-"""What the server knows of each site beyond the round machine: for the status, and for warnings of missing sites.
+"""Facts about each site that rounds do not depend on: for the status, and for warnings about missing sites.
 
-It decides nothing about a round: it is what a worker said last, and may be wrong.
+Most are a worker's last report, and may be wrong.
 """
 
 from __future__ import annotations
@@ -30,26 +30,28 @@ LOG = logging.getLogger("atoll.server")
 
 TRAINING = "training"
 STILL = 4.0
+"""Training counts as hanging only after this many times its longest earlier pause."""
 
 
 def _progress(beat: messages.Heartbeat) -> tuple[object, ...]:
-    """Return what changes while a worker makes progress."""
+    """Return the fields of a heartbeat that change while a worker makes progress."""
     return beat.step, beat.version, beat.state, beat.bytes_up, beat.bytes_down
 
 
 @dataclass
 class Presence:
-    """One worker, as last heard of.
+    """The last known facts about one worker.
 
     Attributes:
-        sealed: BLAKE3 of its lease's secret; empty: no lease speaks for it.
-        bases: fragment → the version of its newest ticket for it, whichever server gave it.
-        gradient_bytes: of the fragment of each update that this server accepted, times the local steps in it.
-        heard: whether it gave a sign of life since this server started; `heard_s` is when.
-        moved_s: when a heartbeat last said something else than the one before it: a step, a byte, another state.
-        longest_s: the longest that it took to do so, while it trained.
-        displaced: process → host of those that took part under this name before it, and had not left.
-        rival: what is reported of one of them that still lives; empty where none has shown up.
+        sealed: BLAKE3 of the lease's secret; empty if the site has no lease.
+        beat: the last heartbeat.
+        bases: fragment → base version of the worker's newest ticket, also from before a restart of the server.
+        gradient_bytes: bytes of the fragment × local steps, summed over the updates accepted since the server started.
+        heard: whether the worker sent a request since this server started; `heard_s` is the monotonic time of the last.
+        moved_s: monotonic time of the last heartbeat with progress: a step, a byte, another state.
+        longest_s: longest time between two heartbeats with progress during training, in seconds.
+        displaced: process → host of earlier processes under this name that had not left.
+        rival: the warning about a displaced process that still runs; empty if there is none.
     """
 
     site: str
@@ -76,9 +78,12 @@ class Presence:
 
     @classmethod
     def joining(cls, message: messages.Join, before: Presence | None) -> tuple[Presence, str]:
-        """Return the presence of a process that joins, and the secret of its lease; what its site did still counts.
+        """Return the presence of a joining process, and the secret of its lease.
 
-        It takes the place of the process that had this name until now; warn if that was on another host.
+        The counters of the site are carried over. If a live process on another host has this name, log a warning.
+
+        Args:
+            before: the site's presence until now; None for a new site.
         """
         secret = new_id()
         kept = ("rounds", "bases", "refused_in_a_row", "bytes_up", "bytes_down", "gradient_bytes", "displaced", "rival")
@@ -103,7 +108,7 @@ class Presence:
         return joined, secret
 
     def meets(self, process: str) -> None:
-        """Warn, once, that a displaced process still lives: it has asked again."""
+        """Warn once that a displaced process still runs, because the process has sent a request."""
         if process not in self.displaced:
             return
         there, here = (host or "an unnamed host" for host in (self.displaced.pop(process), self.host))
@@ -115,7 +120,7 @@ class Presence:
         LOG.warning("%s", self.rival)
 
     def note(self, beat: messages.Heartbeat) -> None:
-        """Keep what a heartbeat says."""
+        """Store a heartbeat, and note the time if the heartbeat shows progress."""
         if _progress(beat) != _progress(self.beat):
             now_s = time.monotonic()
             if self.beat.state == TRAINING:
@@ -124,10 +129,10 @@ class Presence:
         self.beat = beat
 
     def hangs_s(self, patience_s: float) -> float:
-        """Return for how long its training has not moved although its heartbeats come; 0 if that may be usual.
+        """Return for how many seconds the training has made no progress; 0 if that is not unusually long.
 
         Args:
-            patience_s: no shorter time is reported, nor one below `STILL` times the longest that it took before.
+            patience_s: shorter times are not reported, nor times below `STILL` × the longest earlier one.
         """
         known = (
             self.beat.step > 0 or self.longest_s > 0
@@ -138,12 +143,12 @@ class Presence:
 
     @property
     def holder(self) -> str:
-        """What the journal keeps of the process that holds the lease."""
+        """The process and the sealed secret of the lease, as one text for the journal."""
         return f"{self.process}:{self.sealed}"
 
     @property
     def ended(self) -> str:
-        """How the worker ended, as the end of a sentence; empty while it takes part."""
+        """How the worker ended, as words after its name; empty while the worker takes part."""
         if self.state == "alive":
             return ""
         return {"dead": "is dead", "failed": "failed", "left": "has left"}.get(self.state, f"is {self.state}")
@@ -151,10 +156,10 @@ class Presence:
 
 @dataclass(frozen=True)
 class Lease:
-    """The sender of a request, as its lease header says: the number fences, the secret proves.
+    """A lease, as the header of a request states it. The number excludes older processes; the secret proves the sender.
 
     Attributes:
-        secret: 128 bits in hex, which only the server and the process that joined know; never logged.
+        secret: 128 bits in hex, known only to the server and the process that joined; never logged.
     """
 
     site: str
@@ -164,16 +169,16 @@ class Lease:
 
     @property
     def header(self) -> str:
-        """What the process sends with each request."""
+        """The lease as the text of a request's header."""
         return f"{self.site}:{self.number}:{self.process}:{self.secret}"
 
     def opens(self, presence: Presence) -> bool:
-        """Return whether its secret is the one that was given; the comparison takes the same time for any other."""
+        """Return whether the lease's secret is the one issued to the site, compared in constant time."""
         return bool(presence.sealed) and hmac.compare_digest(seal(self.secret), presence.sealed)
 
     @classmethod
     def parse(cls, text: str | None) -> Lease:
-        """Read the lease of a request.
+        """Parse the lease header of a request.
 
         Raises:
             BadRequest: the header is missing or malformed.
@@ -187,10 +192,10 @@ class Lease:
 
 
 def roster_of(members: Iterable[MemberRow], versions: Sequence[Mapping[str, int]]) -> dict[str, Presence]:
-    """Return every site that ever joined, by name, as the journal has them when a server starts.
+    """Return site → presence for every site in the journal, when a server starts.
 
     Args:
-        versions: of each fragment, site → the version that its newest ticket is for.
+        versions: for each fragment, site → base version of the site's newest ticket.
     """
     return {
         member.site: Presence(
@@ -211,7 +216,7 @@ def roster_of(members: Iterable[MemberRow], versions: Sequence[Mapping[str, int]
 
 
 def holder_of(text: str | None, roster: Mapping[str, Presence]) -> Presence | None:
-    """Return the worker of a request that needs no lease; None if its lease proves nothing."""
+    """Return the worker of a request that may lack a lease; None without a lease with the right secret."""
     if text is None or not re.match(messages.LEASE_PATTERN, text):
         return None
     lease = Lease.parse(text)
@@ -220,23 +225,23 @@ def holder_of(text: str | None, roster: Mapping[str, Presence]) -> Presence | No
 
 
 def now_text() -> str:
-    """Return the time of the wall clock, for people; it decides nothing."""
+    """Return the current UTC time as ISO 8601 text, for display only."""
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
-# -- Warn of missing sites: when one ends, and when a round closes without it.
+# -- Warnings about missing sites: when a site ends, and when a round closes without a site.
 
 
 class Attendance:
-    """Keeps which sites of a run are missing.
+    """The missing sites of a run, with the warnings about them.
 
     Args:
-        roster: of the run.
-        deaths: workers that were declared dead before this start.
+        roster: site → presence.
+        deaths: number of workers declared dead before this start.
         asked: fragment → sites that its round waited for before this start.
 
     Attributes:
-        deaths: workers that were declared dead, in the whole run.
+        deaths: number of workers declared dead in the whole run.
     """
 
     def __init__(
@@ -244,11 +249,11 @@ class Attendance:
     ) -> None:
         self._roster, self.deaths = roster, deaths
         self._asked = {fragment: set(sites) for fragment, sites in (asked or {}).items()}
-        self._absent: dict[int, frozenset[str]] = {}  # of each fragment
+        self._absent: dict[int, frozenset[str]] = {}  # fragment → missing sites
         self._partial: dict[int, str] = {}
 
     def asks(self, effect: events.RoundOpened | events.ExpectedChanged, state: State) -> None:
-        """Note the sites that a round waits for; all that it ever waits for count as asked."""
+        """Record the sites that a round waits for. Sites that the round stops waiting for stay recorded."""
         fragment, sites = effect.fragment, effect.expected
         if isinstance(effect, events.RoundOpened):
             LOG.debug(
@@ -258,7 +263,7 @@ class Attendance:
         self._asked.setdefault(fragment, set()).update(sites)
 
     def ended(self, effect: events.LeaseEnded, state: State) -> None:
-        """Log that a site no longer takes part, and at once whether rounds can close without it."""
+        """Log that a site no longer takes part, and why no round can close if too few sites are left."""
         why, presence = effect.why, self._roster.setdefault(effect.site, Presence(effect.site))
         presence.state, presence.error = why, effect.detail if why != "left" else ""
         log = LOG.info if why == "left" else LOG.warning
@@ -268,13 +273,13 @@ class Attendance:
             log("%s", told)
 
     def closed(self, summary: status_messages.RoundSummary) -> None:
-        """Warn of a round that closed without a site of the run; once while the same sites are missing."""
+        """Warn if a round closed without a site of the run; log once while the same sites are missing."""
         here, fragment = set(summary.workers), summary.fragment
         asked = self._asked.get(fragment, set())
         complete = len(here) >= summary.expected
         absent = {site for site in self._roster.keys() - here if self._is_missed(site, asked, complete)}
         told = frozenset[str]().union(*self._absent.values())
-        # a site that is not drawn can neither be missing nor come back
+        # sampling: a missing site that is alive again stays listed until a round waits for it
         waits = {site for site in self._absent.get(fragment, ()) if site not in here | asked and self._is_alive(site)}
         self._absent[fragment] = frozenset(absent | waits)
         if absent:
@@ -286,7 +291,7 @@ class Attendance:
 
     def _is_missed(self, site: str, asked: Collection[str], complete: bool) -> bool:
         state = self._roster[site].state
-        if complete:  # with other sites in the place of those that broke off; a site that has left is not missed
+        if complete:  # other sites took the places; a site that has left is not missed
             return state in ("dead", "failed")
         return site in asked or not self._is_alive(site)
 
@@ -318,7 +323,7 @@ _OTHER_MODEL = f"{SchemaMismatch.__module__}.{SchemaMismatch.__name__}"
 
 
 def short_of(state: State, roster: Mapping[str, Presence]) -> str:
-    """Return why no further round can close, and both remedies; empty if enough sites are there, or the run ended."""
+    """Return why no round can close, with remedies; empty if enough sites take part, or if no round is open."""
     here, floor, name = len(state.active_s), state.rules.floor, state.rules.floor_name
     if here >= floor or all(round_.phase in ("gathering", "finished") for round_ in state.rounds):
         return ""
@@ -336,19 +341,19 @@ def short_of(state: State, roster: Mapping[str, Presence]) -> str:
     )
 
 
-# -- How far behind the updates of an asynchronous run are: counted, shown, and warned of if it does harm.
+# -- Staleness of updates: counted for the status, with a warning if updates are far behind.
 
 
 FAR_BEHIND = 5
-"""Versions behind the head from which on an update is worth a warning."""
+"""An update that is more versions behind the head than this causes a warning."""
 
 
 class Stale:
-    """Counts how stale the updates of a run are, since this server started.
+    """The staleness of updates since this server started.
 
     Attributes:
-        counts: versions behind → updates.
-        warnings: for the status.
+        counts: versions behind the head → number of updates, in an asynchronous run.
+        warnings: warnings for the status.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -358,7 +363,7 @@ class Stale:
         self.counts: Counter[int] = Counter()
 
     def look_at(self, summary: status_messages.RoundSummary) -> None:
-        """Count how far behind updates were, and warn of one that is further behind than any before it."""
+        """Count the staleness of a round's updates; warn if one is further behind than any before."""
         if self._is_async:
             self.counts.update(summary.staleness)
         worst = max(summary.staleness, default=0)
@@ -377,18 +382,18 @@ class Stale:
         LOG.warning("%s", told)
 
 
-# -- Why sites are awaited, as far as they themselves say nothing of it.
+# -- Hints about awaited sites that do not report a reason themselves.
 
 QUIET_BEATS = 2.5
-"""Missing heartbeats from which on a site counts as silent."""
+"""A site that sent nothing for this many heartbeat intervals counts as silent."""
 HANGS_S = 120.0
-"""Twice this time without a step is reported if `heartbeat_timeout_s` is 0."""
+"""Stands for `heartbeat_timeout_s` if that is 0: training without progress is reported after twice this time."""
 
 
 def why_silent(
     sites: Sequence[str], roster: Mapping[str, Presence], state: State, network: Network, now_s: float
 ) -> list[str]:
-    """Return which of these sites may not know that the server is back, may be dead, or train no further."""
+    """Return sentences about sites that sent nothing since a restart, send no heartbeats, or make no progress."""
     interval_s, timeout_s, seen_s = network.heartbeat_interval_s, network.heartbeat_timeout_s, state.seen_s
     unheard = [site for site in sites if site in roster and not roster[site].heard]
     told = [f"not heard since the server restarted: {', '.join(unheard)}"] if unheard else []
@@ -409,17 +414,17 @@ def why_silent(
 
 
 ROUNDS = 20
-"""Rounds of each fragment that the estimate uses: older ones say little about the workers of now."""
+"""Rounds of each fragment that the estimate uses; older rounds say little about the current workers."""
 
 
 def left_s(commits_s: Sequence[float], commits_left: int, now_s: float) -> float | None:
-    """Return the seconds that further commits take, by the mean distance of those measured; None if none was.
+    """Return the estimated seconds until `commits_left` more commits; None if no commit was measured.
 
-    The time since the last commit counts as spent, up to one distance: a round that takes longer than the others does
-    not make the next ones shorter.
+    The estimate uses the mean time between commits. The time since the last commit is subtracted, up to one mean: a
+    round that takes longer than the others does not make the next ones shorter.
 
     Args:
-        commits_s: when the first of these rounds was opened, then when versions were committed, in order.
+        commits_s: monotonic times in order: the opening of the first round, then each commit.
     """
     if len(commits_s) < 2:
         return None
@@ -428,10 +433,10 @@ def left_s(commits_s: Sequence[float], commits_left: int, now_s: float) -> float
 
 
 class TimeLeft:
-    """Estimates the time left of a run, from the rounds since this server started.
+    """The estimate of a run's remaining time, from the rounds since this server started.
 
     Args:
-        rounds: of the run, as it was set; 0: until it is stopped.
+        rounds: the setting `rounds.total`; 0 if the run has no end.
     """
 
     def __init__(self, rounds: int, fragments: int) -> None:
@@ -439,13 +444,13 @@ class TimeLeft:
         self._commits_s: deque[float] = deque(maxlen=ROUNDS * fragments + 1)
 
     def committed(self, opened_s: float, now_s: float) -> None:
-        """Note that a version was committed, of a round that was opened at `opened_s`."""
+        """Record a commit at `now_s`, of a round that was opened at `opened_s`."""
         if not self._commits_s:
             self._commits_s.append(opened_s)
         self._commits_s.append(now_s)
 
     def of(self, state: State, now_s: float) -> float | None:
-        """Return seconds; None if the run has no end, is over, has had no round yet, or waits for a site."""
+        """Return the remaining seconds; None if the run has no end, is over, waits for a site, or has had no round."""
         stands_still = len(state.active_s) < state.rules.floor and any(each.phase == "open" for each in state.rounds)
         if not self._rounds or state.finished or stands_still:
             return None

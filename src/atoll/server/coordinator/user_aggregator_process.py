@@ -1,8 +1,8 @@
-"""A user's aggregator, seen from the server: a process of its own that gets spools and gives back one update.
+"""The process of a user's aggregator, seen from the server: it gets spools and returns one update.
 
-A spool that it was given is pinned until the process says that nothing refers to it any more, or has ended; so the
-slot is not rewritten under a lazy tensor that user code keeps. What comes back is a file without a name in the state
-directory: it is gone with the server, and a frozen round that was not committed is aggregated again.
+The server pins each spool until the process reports that it no longer refers to the spool, or until the process ends.
+So the slot is not rewritten under a lazy tensor that user code keeps. The result is a nameless file in the state
+directory, which is lost when the server ends. A frozen round that was not committed is then aggregated again.
 """
 
 from __future__ import annotations
@@ -29,9 +29,11 @@ from atoll.store.journal_tables import TicketRow
 from atoll.store.store import Store
 
 HELD_BY_PROCESS = "aggregator"
-"""Name of the process among the holders of a slot."""
+"""Name under which the process holds the slot of a spool."""
 START_S = 120.0
+"""Maximum time in which the process has to load the aggregator."""
 END_S = 5.0
+"""Time after which a process that does not end is killed."""
 LOOK_S = 0.2
 """How often to check whether the server is stopping."""
 
@@ -45,10 +47,10 @@ main(int(sys.argv[1]))
 
 @dataclass
 class _Pin:
-    """A spool that the process has.
+    """A spool that the process may still read.
 
     Attributes:
-        asked: whether the process was told to give it back.
+        asked: whether the server has asked the process to release the spool.
     """
 
     pool: SlotPool
@@ -57,14 +59,14 @@ class _Pin:
 
 
 class Aggregator:
-    """The process of the run's aggregator, which is started and loads it.
+    """The process that runs the user's aggregator. The constructor waits until the aggregator is loaded.
 
     Args:
-        on_failed: called, by any thread, when the aggregator fails while no round waits for it.
+        on_failed: called from any thread, if the aggregator fails while no round waits for it.
 
     Raises:
-        ConfigError: it cannot be loaded; the message says why.
-        RunFailed: it fails when it is made, or does not begin in two minutes.
+        ConfigError: the aggregator cannot be loaded; the message says why.
+        RunFailed: the process fails before the aggregator is loaded, or loading takes longer than `START_S`.
     """
 
     _process: subprocess.Popen[bytes]
@@ -76,7 +78,7 @@ class Aggregator:
         self.name = str(plan.settings.aggregation.aggregator.path)
         self._layout = result_layout(plan.schema, plan.settings.network.part_bytes)
         self._result_fd: int | None = None
-        self._busy = threading.Lock()  # held while it gets updates or makes its result
+        self._busy = threading.Lock()  # held while updates are sent or a result is made
         self._heard = threading.Condition()  # guards the fields below
         self._heard_s = 0.0
         self._answer: dict[str, Any] | None = None
@@ -104,9 +106,9 @@ class Aggregator:
                 [sys.executable, "-c", _MAIN, str(theirs.fileno()), *sys.path],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
-                stdout=2,  # keep its output apart from that of the server
+                stdout=2,  # stderr: keep its output apart from the server's stdout
                 env=environment,
-                start_new_session=True,  # Ctrl-C reaches the server alone, which ends it
+                start_new_session=True,  # Ctrl-C reaches only the server, which ends the process
             )
         finally:
             theirs.close()
@@ -130,7 +132,7 @@ class Aggregator:
         self._incremental = answer["incremental"]
 
     def close(self) -> None:
-        """End the process, and give back every spool that it had. Idempotent."""
+        """End the process, and release every spool that it had. Idempotent."""
         with self._heard:
             self._closing = True
         self._offers.shutdown(wait=True, cancel_futures=True)
@@ -147,11 +149,11 @@ class Aggregator:
     # -- updates
 
     def offer(self, store: Store, row: TicketRow, number: int) -> None:
-        """Give an accepted update, soon, to an aggregator that takes them as they arrive.
+        """Queue an accepted update for the process, if the aggregator takes updates on arrival.
 
         Args:
-            row: its ticket.
-            number: of the round.
+            row: ticket of the update.
+            number: number of the round.
         """
         if self._incremental:
             self._offers.submit(self._offer, store, row.ticket, number)
@@ -163,19 +165,21 @@ class Aggregator:
                 self._give(store, row, number)
 
     def aggregate(self, store: Store, rows: Sequence[TicketRow], number: int, cancelled: threading.Event) -> int:
-        """Let it make one update of the updates of a frozen round.
+        """Have the aggregator combine the updates of a frozen round into one.
+
+        Updates that the process got on arrival are not sent again. If the process also got others, it is reset first.
 
         Args:
-            rows: in the frozen order. It gets those that it has not had; if it has had others, too, it begins anew.
-            number: of the round.
+            rows: tickets of the updates, in the frozen order.
+            number: number of the round.
 
         Returns:
-            The file of the pseudo-gradient of `params`, laid out by `result_layout`; the next call rewrites it.
+            Descriptor of a file with the pseudo-gradient of `params` in `result_layout`. The next call overwrites it.
 
         Raises:
             CancelledError: `cancelled` was set.
-            DiskFull: no space for the result; the same call may be made again.
-            RunFailed: it raised, gave what cannot be used, stood still or ended; the message says which.
+            DiskFull: no space for the result; the same call can be repeated.
+            RunFailed: the aggregator raised, returned an unusable result, stood still or ended; the message says which.
         """
         with self._busy:
             if self._failed is not None:
@@ -220,7 +224,7 @@ class Aggregator:
             os.close(fd)
 
     def _limit_kept(self) -> None:
-        """Ask for the oldest updates that it keeps beyond their round, if they are too many."""
+        """Ask the process to release its oldest updates, if it keeps more than `aggregation.max_kept_updates`."""
         with self._heard:
             kept = [identity for identity, pin in self._pins.items() if not pin.asked]
             most = self._settings.aggregation.max_kept_updates
@@ -240,7 +244,7 @@ class Aggregator:
         return self._result_fd
 
     def _send(self, message: dict[str, Any], fd: int | None = None) -> None:
-        """End a process that cannot be sent a message; `_listen` reports how it ended."""
+        """Send a message to the process. If that fails, kill the process; `_listen` reports its end."""
         try:
             self._channel.send(message, fd)
         except OSError:
@@ -287,8 +291,8 @@ class Aggregator:
         self._fail(0, f"its process ended with {how}")
 
     def _buried(self) -> int:
-        """Wait for the end of the process; its forks end with it, since they may hold spools, too."""
-        with contextlib.suppress(ChildProcessError, ProcessLookupError):  # another thread was first; no fork is left
+        """Wait for the process to end, kill its forks, which may hold spools, too, and return its exit code."""
+        with contextlib.suppress(ChildProcessError, ProcessLookupError):  # already waited for, or no fork left
             os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)
             os.killpg(self._process.pid, signal.SIGKILL)
         return self._process.wait()
