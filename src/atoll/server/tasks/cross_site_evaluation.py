@@ -1,11 +1,12 @@
-"""Cross-site evaluation: every site's model and the run's own on every site's data, and the matrix that it fills.
+"""Cross-site evaluation: every site evaluates every model on its own data, and the metrics form a matrix.
 
     [[workflow.steps]]
     kind = "cross_site_evaluation"
     versions = ["latest", 12, "best", "other.safetensors"]
 
-The models of the run are written once for all sites; a site sends its own to the server once. Sites pull each model
-from there, to disk, and answer with numbers. All sites work at once, each at its column of the matrix.
+The server writes each model of the run once for all sites, and each site sends its own model to the server once. Sites
+download the models from the server to disk, and answer with metrics. All sites work in parallel; each fills its column
+of the matrix.
 """
 
 from __future__ import annotations
@@ -36,9 +37,9 @@ SUBMIT, VALIDATE = "submit_model", "validate"
 EVALUATION_TIMEOUT_S = 3600.0
 LOOK_S = 0.2
 RETURN_S = 10.0
-"""How long a site that has gone is awaited at least, once: a DiLoCo loop leaves before its script joins again."""
+"""Minimum wait for a site that has gone: a DiLoCo loop leaves before its script joins again."""
 LOUD = 200
-"""Cells up to which each is a line in the log."""
+"""Up to this number of cells, each cell is logged at INFO, else at DEBUG."""
 WORDS = ("latest", "best")
 
 
@@ -49,18 +50,18 @@ def cross_site_evaluation(
     sites: Sequence[str] | None = None,
     evaluation_timeout_s: float = EVALUATION_TIMEOUT_S,
 ) -> Evaluation:
-    """Let every site evaluate every model, and write the matrix into the exports: as JSON, and as tables.
+    """Have every site evaluate every model, and write the matrix to the export folder, as JSON and as Markdown tables.
 
     Args:
-        versions: models of the run: `latest`, `best`, numbers of versions, safetensors files at the server; by default
-            the latest, if the run has a model.
-        site_models: whether sites are asked for theirs.
-        sites: that give data and models; by default all that have ever joined.
-        evaluation_timeout_s: a site without progress for so long, while it evaluates one model, is given up.
+        versions: models of the run: `latest`, `best`, version numbers, or safetensors files at the server. By default
+            the latest version, if the run has a model.
+        site_models: whether the sites' own models are evaluated, too.
+        sites: names of the sites that give data and models; by default all that have ever joined.
+        evaluation_timeout_s: seconds without progress after which a site that evaluates a model is given up; 0: never.
 
     Raises:
         ConfigError: an argument is wrong.
-        RunFailed: not one cell has a value; the reasons are named.
+        RunFailed: no cell has a value; the message names reasons.
     """
     require(versions, site_models, sites, evaluation_timeout_s)
     run = controller.run
@@ -86,10 +87,10 @@ def require(
     sites: Sequence[str] | None = None,
     evaluation_timeout_s: float = EVALUATION_TIMEOUT_S,
 ) -> None:
-    """Refuse wrong arguments before a run begins that reaches the evaluation at its end.
+    """Check the arguments of `cross_site_evaluation` when the server starts, which may be long before the evaluation.
 
     Raises:
-        ConfigError: an argument is wrong; the nearest word is offered.
+        ConfigError: an argument is wrong; the message suggests the nearest word.
     """
     if versions is not None and (isinstance(versions, str) or not isinstance(versions, Sequence)):
         raise ConfigError(f"versions is {versions!r}.", 'Write a list: versions = ["latest"].')
@@ -118,12 +119,12 @@ cross_site_evaluation.require = require  # type: ignore[attr-defined]
 
 @dataclass(eq=False)
 class ModelSource:
-    """A row of the matrix, and where sites pull its model.
+    """A row of the matrix, and the place from which sites download its model.
 
     Attributes:
-        owner: the site that trained the model; empty for one of the run.
-        place: None if it is not known yet, or if there is no model.
-        settled: whether it is known where the model is, or that there is none.
+        owner: the site that trained the model; empty for a model of the run.
+        place: where the model is; None if this is not known yet, or if there is no model.
+        settled: whether `place` is final.
     """
 
     row: EvaluatedModel
@@ -133,12 +134,12 @@ class ModelSource:
 
 
 class EvaluationMatrix:
-    """The models, the sites, and the cells that are filled. It lives on the server's loop.
+    """A matrix of models × sites with the cells filled so far. Use it on the server's event loop.
 
     Args:
-        sources: its rows.
-        sites: its columns.
-        limit_s: a site without progress for so long, while it evaluates one model, is given up.
+        sources: the rows: one model each.
+        sites: the columns: one site each.
+        limit_s: seconds without progress after which a site that evaluates a model is given up; 0: never.
     """
 
     def __init__(
@@ -154,16 +155,19 @@ class EvaluationMatrix:
         self._cells: dict[tuple[str, str], Cell] = {}
         self._working, self._waiting = set(sites), set[str]()
         self._away_since_s: dict[str, float] = {}
-        self._hung: dict[str, tuple[str, Progress]] = {}  # site → why it was given up, and where it stood then
+        self._hung: dict[str, tuple[str, Progress]] = {}  # site → why it was given up, and its progress then
 
     async def fill(self) -> None:
-        """Fill every cell with a value or a reason: all columns at once, each by its own site."""
+        """Fill every cell with metrics or an error, all columns in parallel."""
         done = await asyncio.gather(*map(self._fill_column, self.sites), return_exceptions=True)
         if error := next((each for each in done if each is not None), None):
             raise error
 
     async def _fill_column(self, site: str) -> None:
-        """Have a site send its model, then evaluate all models. No other column waits in vain, whatever this raises."""
+        """Have a site send its model, then evaluate all models.
+
+        If this fails, the site's model counts as missing, so that no other column waits for the model.
+        """
         mine = next((source for source in self.sources if source.owner == site), None)
         try:
             if mine is not None:
@@ -186,16 +190,16 @@ class EvaluationMatrix:
                 self._settle(mine, None, "the site gave no model")
 
     def _settle(self, source: ModelSource, place: Place | None, error: str) -> None:
-        """Record where the model of a site is, or why there is none."""
+        """Record the place of a site's model, or the error if there is no model."""
         source.place, source.settled = place, True
         digest = place.digest if place is not None else ""
         source.row = source.row.model_copy(update={"error": error, "digest": digest})
         self._run.wake()
 
     async def _next_for(self, site: str) -> ModelSource | None:
-        """Return a model that the site has not evaluated yet, when it is there; None if there is no other.
+        """Wait for a model that the site has not evaluated yet, and return it; None if the column is full.
 
-        Sites begin at different rows, so that they do not all pull one model at a time.
+        Each site begins at another row, so that sites do not all download the same model at once.
         """
         begin = self.sites.index(site)
         order = self.sources[begin:] + self.sources[:begin]
@@ -206,7 +210,7 @@ class EvaluationMatrix:
             ready = next((source for source in left if source.settled), None)
             if ready is not None or not left:
                 return ready
-            await self._pause(site)  # until its owner settles it, or leaves
+            await self._pause(site)  # until the column of an owner settles its model
 
     async def _pause(self, site: str) -> None:
         self._waiting.add(site)
@@ -214,10 +218,10 @@ class EvaluationMatrix:
         self._waiting.discard(site)
 
     async def _wait(self, site: str, until: Callable[[], bool]) -> bool:
-        """Wait for a site that has gone or hangs.
+        """Wait for a site that has gone or hangs, until `until()` is true.
 
         Returns:
-            False once no other site works and it is away for `RETURN_S`.
+            True if `until()` is true. False if the site was away for `RETURN_S` and no other site works.
         """
         end_s = self._away_since_s.setdefault(site, time.monotonic()) + RETURN_S
         while not until():
@@ -228,9 +232,9 @@ class EvaluationMatrix:
         return True
 
     async def _ask(self, site: str, task: str, payload: Any) -> tuple[Any, str]:
-        """Return what the site answers, or why it does not.
+        """Send a task to a site; return (payload, "") or (None, error).
 
-        A site that has gone, or hangs, is awaited while others work.
+        If the site has gone or hangs, wait for it while other sites work.
         """
         run = self._run
         if site in self._hung:
@@ -253,11 +257,11 @@ class EvaluationMatrix:
 
     @property
     def progress(self) -> str:
-        """How far it is, for the status."""
+        """The number of filled cells, as text for the status."""
         return f"{len(self._cells)} of {len(self.sources) * len(self.sites)} evaluations"
 
     def so_far(self, *, finished: bool = False) -> Evaluation:
-        """Return the matrix as far as it is filled, cells in the order of rows and columns; from any thread."""
+        """Return the matrix with the cells filled so far, in the order of rows and columns. Thread-safe."""
         keys = [(source.row.name, site) for source in self.sources for site in self.sites]
         return Evaluation(
             run=self._run.store.run_log.run_id,
@@ -270,7 +274,7 @@ class EvaluationMatrix:
 
 
 def _with_metrics(cell: Cell, payload: Any) -> Cell:
-    """Fill a cell with what a site has measured; with an error if that does not map names to numbers."""
+    """Return the cell with the site's metrics, or with an error if the payload does not map names to numbers."""
     metrics = payload.get("metrics") if isinstance(payload, Mapping) else None
     if not isinstance(metrics, Mapping) or not 0 < len(metrics) <= messages.METRICS:
         what = "nothing" if not metrics and isinstance(metrics, Mapping | None) else f"a {type(metrics).__name__}"
@@ -294,7 +298,7 @@ def _with_metrics(cell: Cell, payload: Any) -> Cell:
 
 
 def _export(found: Evaluation, folder: Path, workflow: str) -> None:
-    """Write the matrix: each file whole, or not at all.
+    """Write the matrix as JSON and as Markdown, each file atomically.
 
     Raises:
         RunFailed: no cell has a value.
@@ -313,6 +317,6 @@ def _export(found: Evaluation, folder: Path, workflow: str) -> None:
 
 
 def _one_line(text: str) -> str:
-    """Shorten what a site says to one line, without anything that a terminal would obey."""
+    """Return a site's text as one line of at most 600 printable characters, without terminal control codes."""
     text = " ".join("".join(char if char.isprintable() else " " for char in text).split())
     return text if len(text) <= 600 else f"{text[:597]}…"

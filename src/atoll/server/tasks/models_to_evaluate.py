@@ -1,4 +1,4 @@
-"""Models as objects that sites pull from this server: versions, exports, files of the user's, and models of sites."""
+"""Models that sites download from this server for an evaluation: versions, exports, user files, sites' models."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ LOG = logging.getLogger("atoll.server")
 SUFFIX = ".safetensors"
 
 Place = ObjectKey | TensorRef
-"""Where sites pull a model: from this server, or from where a reference leads."""
+"""Where sites download a model: an object on this server, or a reference to an object of another process."""
 
 
 def is_file(version: str) -> bool:
-    """Whether it names a file rather than a version."""
+    """Return whether the text names a safetensors file rather than a version."""
     return version.endswith(SUFFIX)
 
 
 class ModelsToEvaluate:
-    """Keeps models at the server while an evaluation goes on; as a context manager, removes them.
+    """The models that the server keeps for one evaluation. Leaving the context removes them.
 
-    Other methods are called in the thread of the workflow. Models are written in runs of some MiB.
+    Call the methods in the thread of the workflow, except `of_site`. Models are written a few MiB at a time.
     """
 
     def __init__(self, controller: Controller) -> None:
@@ -57,13 +57,13 @@ class ModelsToEvaluate:
                 payload.discard()
 
         if self._payloads:
-            self._controller.ask(remove())  # a server that ends removes them by itself
+            self._controller.ask(remove())  # if the server ends, it removes its objects itself
 
     def of_run(self, versions: Sequence[str | int] | None) -> list[tuple[EvaluatedModel, Place | None]]:
-        """Return the rows of the run's own models, each once; its error says why a model is not there.
+        """Return rows and places of the run's models, each once. If a model is missing, the row has an `error`.
 
         Args:
-            versions: as `cross_site_evaluation` has them.
+            versions: as in `cross_site_evaluation`.
         """
         if versions is None:
             versions = () if self._run.plan.schema.is_nothing else ("latest",)
@@ -74,9 +74,9 @@ class ModelsToEvaluate:
         return list(found.values())
 
     def of_site(self, answer: Any) -> tuple[Place | None, str]:
-        """Return where the model is that a site has answered with, or why it cannot be pulled; on the server's loop."""
+        """Return (place, "") of the model in a site's answer, or (None, error). Call this on the event loop."""
         model = answer.get("model") if isinstance(answer, dict) else None
-        if isinstance(model, TensorRef):  # from a handler of the user's
+        if isinstance(model, TensorRef):  # returned by a user's handler
             return model, ""
         try:
             key = ObjectKey.model_validate(model)
@@ -111,7 +111,7 @@ class ModelsToEvaluate:
         """Return the file of a model, its row, and whether the file is temporary.
 
         Raises:
-            Gone: there is none, or none any more.
+            Gone: there is no such model, or it is no longer kept.
         """
         run, exports = self._run, self._run.behind.exports.folder
         if isinstance(version, str) and is_file(version):
@@ -130,7 +130,7 @@ class ModelsToEvaluate:
         row = row.model_copy(update={"name": f"version {min(heads)}", "version": min(heads)})
         path = (
             run.settings.disk.state_dir / "objects" / f"evaluated-{os.getpid()}{SUFFIX}"
-        )  # a start removes what is left
+        )  # the next start removes a leftover
         try:
             path.parent.mkdir(mode=0o700, exist_ok=True)
             run.require_space()
@@ -147,7 +147,7 @@ class ModelsToEvaluate:
             ) from None
 
     def _written(self, path: Path) -> ObjectKey:
-        """Write the model of a file as an object that sites may pull."""
+        """Write the model in a file as an object that sites may download; return the object's key."""
         run = self._run
         run.require_space()
         state = LazyState.open(path)

@@ -1,7 +1,7 @@
-"""What tasks send and what sites answer, through the server's filters.
+"""Payloads of tasks and answers of sites, with the server's filters applied.
 
-A payload is one object for all sites, and an object of its own for each site with filters that change it. An answer
-that filters change is written to another file.
+A payload is one object for all sites, plus one object for each site with filters that change the payload. If filters
+change an answer, the result is written to another file.
 """
 
 from __future__ import annotations
@@ -43,10 +43,11 @@ NO_DATA_FILTERS = (
 
 
 class TaskFilters:
-    """Filters of what is sent (`data`) and of what is answered (`results`), by site and task.
+    """The server's filters of payloads (`data`) and of answers (`results`), by site and task.
 
     Args:
-        settings, data, results: as `SiteFilters` has them.
+        settings: the run's settings.
+        data, results: a program's filters, as `given` of `SiteFilters`.
 
     Raises:
         ConfigError, UsageError: as `SiteFilters`.
@@ -58,10 +59,10 @@ class TaskFilters:
         self.results = SiteFilters(settings, results)
 
     def require_rounds(self) -> None:
-        """Refuse filters that only a workflow uses.
+        """Refuse filters that only a run with tasks can use.
 
         Raises:
-            ConfigError: what a round sends would be filtered, or filters name tasks.
+            ConfigError: there are filters of payloads, or filters that name tasks.
         """
         if self.data:
             raise ConfigError(
@@ -89,7 +90,7 @@ class TaskFilters:
 
     @contextmanager
     def sent(self, packed: Packed, site: str, task: str) -> Iterator[Packed]:
-        """Filter a payload for one site, which is written within; `packed` itself if nothing is filtered.
+        """Yield the filtered payload of one site, or `packed` itself without filters. Write it inside the context.
 
         Raises:
             UsageError: a filter failed, here or during the writing.
@@ -103,12 +104,12 @@ class TaskFilters:
             yield filtered(packed, filters, About(site, task=task), what)
 
     async def received_beside(self, threads: UserThreads, answer: Answer, task: str) -> Answer:
-        """Filter an answer as `received`, in a thread beside the loop."""
+        """Filter an answer as `received` does, in a thread for user code."""
         what = f"The server's filters at the answer of {answer.site} to task {task!r}"
         return await threads.run(functools.partial(self.received, answer, task), what, f"from {answer.site}")
 
     def received(self, answer: Answer, task: str) -> Answer:
-        """Filter an answer into a file of its own. Its `error` says if a filter fails."""
+        """Return an answer after the filters, in a new file if they change it. If a filter fails, set `error`."""
         filters = self.results.of(answer.site, task)
         if not filters or answer.contents is None:
             return answer
@@ -147,7 +148,7 @@ class TaskFilters:
 
 
 def _packed(answer: Answer, contents: Contents, what: str) -> Packed:
-    """Take an answer apart; its tensors stay in its file."""
+    """Return an answer as a payload with tensors that are read from the answer's file when needed."""
 
     def read(offset: int, memory: memoryview) -> None:
         try:
@@ -167,10 +168,10 @@ def _packed(answer: Answer, contents: Contents, what: str) -> Packed:
 
 
 class PayloadWriter:
-    """Writes what a workflow sends: in the thread of the workflow, and in threads for what passes filters.
+    """The writer of a workflow's payloads. Filters run in threads for user code, the rest in the workflow's thread.
 
     Args:
-        sizes: of the parts.
+        sizes: sizes of the parts, in bytes.
         ask: runs a coroutine on the server's loop.
     """
 
@@ -183,10 +184,10 @@ class PayloadWriter:
         """Write the payload of a task for its sites. Each site's filters get the original payload.
 
         Args:
-            timeout_s: how long the filters of one site may take, and how long a full disk is waited for.
+            timeout_s: limit for the filters of one site, and for the wait for a full disk; None: no limit.
 
         Raises:
-            UsageError: it cannot travel. DiskFull, StoreError: the disk fails.
+            UsageError: the payload cannot be sent. DiskFull, StoreError: the disk is full, or fails.
         """
         if packed.tensors:
             self._ask(self._wait_for_space(task, timeout_s))
@@ -196,7 +197,7 @@ class PayloadWriter:
         return payloads
 
     async def _wait_for_space(self, task: str, timeout_s: float | None) -> None:
-        """Wait until there is space, as a site does when the server's disk is full."""
+        """Wait until the server's disk has space; raise DiskFull after `timeout_s`."""
         began_s, trouble = time.monotonic(), self._run.trouble
         try:
             while True:
@@ -213,10 +214,10 @@ class PayloadWriter:
             trouble.pop(0, None)
 
     async def filtered(self, task: str, sites: Sequence[str], packed: Packed, timeout_s: float | None) -> TaskPayloads:
-        """Write the payload of each site with filters that change it, on the server's loop.
+        """Write a payload for each site with filters that change it. Call this on the server's event loop.
 
-        All sites at once, since the filters of one may hang. A type of the user's is read for one site after the
-        other: its code need not be thread-safe.
+        The sites run in parallel, because the filters of one site may hang. If the payload has a user's own tensor
+        type, the sites run one after another, because the type's code need not be thread-safe.
         """
         payloads = TaskPayloads()
         sites = [site for site in sites if self._filters.data.of(site, task)]
@@ -252,7 +253,7 @@ class PayloadWriter:
             return None if own is packed else self.written(task, own)
 
     def written(self, task: str, packed: Packed) -> TaskPayload:
-        """Write a payload as it is, in this thread; one without tensors needs no file."""
+        """Write a packed payload in this thread. A small payload without tensors becomes text and needs no file."""
         objects, queue = self._run.objects, self._run.task_queue
         streamed = task in self._run.settings.workflow.streamed_tasks
         way = way_of(task, packed, self._sizes, streamed=streamed)

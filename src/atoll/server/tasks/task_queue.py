@@ -1,6 +1,6 @@
-"""The tasks that are open, their payloads and answers; and the two operations by which sites take part.
+"""The open tasks with their payloads and answers, and the two operations that sites call.
 
-All of it runs on the event loop of the server, except for writing a payload.
+Everything runs on the server's event loop, except for writing payloads and reading answers.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ from atoll.tensors.reference import new_id
 LOG = logging.getLogger("atoll.server")
 
 SHOWN = 20
-"""Tasks in a status."""
+"""Maximum number of tasks in a status."""
 REMEMBERED = 10_000
-"""Answers that are recognised when they are repeated after their task is over."""
+"""Number of the last answers that the server recognises if a site repeats them, even after their task is over."""
 
 
 @dataclass(eq=False)
 class Answer(OwnedFile):
-    """What a site answered. The bytes of an object are an open file without a name; `close` gives it back.
+    """A site's answer to a task. If the payload is an object, its bytes are in an open file; `close` closes the file.
 
     Attributes:
-        key: identifies the answer, which may be sent again.
+        key: identifies the answer, which the site may send again.
         error: why the site failed; empty if it did not.
         way: how the payload travelled: streamed, inline or skipped.
-        text: the payload, if it came within the message.
-        contents: the payload, if it came as an object.
-        lost: `gone` or `stuck` if the site was given up; empty for an answer of its own.
+        text: the payload, if it was in the message.
+        contents: the payload, if it was an object.
+        lost: `gone` or `stuck` if the server gave the site up; empty if the site answered.
     """
 
     site: str
@@ -63,11 +63,11 @@ class Answer(OwnedFile):
 
 @dataclass(eq=False)
 class TaskPayload:
-    """What sites are sent: text within the message, or an object that is written, then held while sites read it.
+    """A payload for sites: text in the message, or an object that the server keeps while sites read it.
 
     Attributes:
-        way: how it travels: streamed, inline or skipped.
-        body: as the message has it; an object is in it after `hold`.
+        way: how the payload travels: streamed, inline or skipped.
+        body: the payload in the message; `hold` sets it for an object.
     """
 
     objects: ObjectStore
@@ -78,10 +78,10 @@ class TaskPayload:
 
     @classmethod
     def write(cls, objects: ObjectStore, packed: Packed, cut: Cut) -> TaskPayload:
-        """Write an object that no site may read yet; from any thread.
+        """Write a payload as an object that sites may read after `hold`. Thread-safe.
 
         Raises:
-            UsageError: it cannot travel. DiskFull, StoreError: the disk fails.
+            UsageError: the payload cannot be sent. DiskFull, StoreError: the disk is full, or fails.
         """
         object_id, fd = objects.draft()
         try:
@@ -97,30 +97,30 @@ class TaskPayload:
 
     @classmethod
     def taken_over(cls, objects: ObjectStore, key: tm.ObjectKey) -> TaskPayload:
-        """Make an object that a site has sent one that other sites may read. Errors as `ObjectStore.make_own`."""
+        """Return an object from a site as a payload that other sites may read. Raises as `ObjectStore.make_own`."""
         kept = objects.make_own(key.object, key.secret)
         return cls(objects, "streamed", tm.Body(object=key_to(kept, key.secret)), _kept=kept)
 
     @property
     def key(self) -> tm.ObjectKey:
-        """What a site needs to read it, if it is an object that is held."""
+        """The key with which a site reads the object; only for an object, after `hold`."""
         assert self.body.object is not None
         return self.body.object
 
     def hold(self) -> None:
-        """Let sites read it. Errors as `ObjectStore.hold`."""
+        """Let sites read the payload. Raises as `ObjectStore.hold`."""
         if self._draft is not None:
             self._kept, secret = self.objects.hold(*self._draft, inline=self.way == "inline")
             self._draft, self.body = None, tm.Body(object=key_to(self._kept, secret))
 
     def discard(self) -> None:
-        """Remove it. Idempotent."""
+        """Remove the object of the payload, if there is one. Idempotent."""
         if self._kept is not None:
             self.objects.drop(self._kept)
         self.__del__()
 
     def __del__(self) -> None:
-        """Remove what was given up before sites could read it."""
+        """Remove an object that was written but never held."""
         draft, self._draft = self._draft, None
         if draft is not None:
             self.objects.discard(draft[0])
@@ -131,9 +131,9 @@ class TaskPayloads:
     """The payloads of one task.
 
     Attributes:
-        shared: for every site without its own; None if every site has its own.
-        own: by site.
-        failed: site → what its filter failed with; it is sent nothing.
+        shared: the payload of every site without an own one; None if there is no such site.
+        own: site → its own payload, changed by filters.
+        failed: site → error of its filters; the site gets no payload.
     """
 
     shared: TaskPayload | None = None
@@ -144,17 +144,18 @@ class TaskPayloads:
         return iter([*([self.shared] if self.shared else []), *self.own.values()])
 
     def discard(self) -> None:
-        """Remove all of them. Idempotent."""
+        """Remove all payloads. Idempotent."""
         for payload in self:
             payload.discard()
 
 
 @dataclass(eq=False)
 class OpenTask:
-    """A task that sites are to answer.
+    """A task that waits for answers.
 
     Attributes:
-        arriving: (site, key) → the work that reads and filters an answer; cancelled when the task is over.
+        begun_s: monotonic time of sending.
+        arriving: (site, key) → work that reads and filters an answer; cancelled when the task is over.
     """
 
     number: int
@@ -167,7 +168,7 @@ class OpenTask:
 
     @property
     def way(self) -> str:
-        """How the payload travels; to the first site if it differs."""
+        """How the payload travels: streamed, inline or skipped. If sites differ, that of the first payload."""
         return next((payload.way for payload in self.payloads), "skipped")
 
     @property
@@ -181,7 +182,7 @@ class OpenTask:
         return sum(not answer.error for answer in self.answers.values())
 
     def status(self, *, is_open: bool) -> TaskStatus:
-        """Return what the status shows of it."""
+        """Return the status of this task."""
         ways = Counter("failed" if answer.error else answer.way for answer in self.answers.values())
         return TaskStatus(
             number=self.number,
@@ -200,19 +201,20 @@ class TaskQueue:
 
     Args:
         objects: keeps payloads and answers.
-        wake: wakes everything that waits for a task or for an answer.
-        alive: returns the sites that take part.
-        changed: returns when something has changed, or after the seconds given.
-        require_lease: raises unless the lease still speaks for its site.
+        wake: wakes all calls that wait for a task or for an answer.
+        alive: returns the names of the sites that take part.
+        changed: waits for the next `wake`, for at most the given seconds.
+        require_lease: raises unless the lease is still valid.
         require_space: raises DiskFull while there is no space for another file.
-        io: reads files.
+        io: threads that read files.
 
     Attributes:
         active: whether the run sends tasks at any time.
-        trains: whether the run has rounds at any time; `rounds` says where it is.
+        trains: whether the run has rounds at any time.
+        rounds: whether the rounds are to come, running now, or over.
         follows: whether tasks come after the rounds.
         moves: number of tasks sent and answers taken.
-        answer_filter: filters the answer to the task of a name; None if the run has no such filters.
+        answer_filter: function (answer, task name) → filtered answer; None if the run has no such filters.
         names: names of all tasks that were sent.
     """
 
@@ -241,7 +243,7 @@ class TaskQueue:
         self._taken: dict[tuple[str, str], str] = {}  # (task, site) → key of its answer
 
     def require_workflow(self) -> None:
-        """Refuse tasks on a server that has rounds alone.
+        """Refuse a request for tasks on a server that has only rounds.
 
         Raises:
             ConfigError: the run sends no tasks.
@@ -250,7 +252,7 @@ class TaskQueue:
             raise ConfigError("This server has no workflow, so it sends no tasks.", "Take part with atoll.join.")
 
     def require_rounds(self) -> None:
-        """Refuse rounds on a server that sends tasks alone.
+        """Refuse a request for a ticket on a server that has only tasks.
 
         Raises:
             ConfigError: the run has no rounds.
@@ -263,10 +265,11 @@ class TaskQueue:
     def open(
         self, name: str, sites: Sequence[str], payloads: TaskPayloads, *, streamed: bool, sizes: ChunkSizes
     ) -> OpenTask:
-        """Send a task to these sites. What failed for a site counts as its answer.
+        """Send a task to these sites. If the filters of a site failed, their error counts as its answer.
 
         Args:
-            streamed, sizes: how answers are to travel.
+            streamed: whether sites stream their answers.
+            sizes: sizes of the parts of answers, in bytes.
 
         Raises:
             Busy, DiskFull, StoreError: as `ObjectStore.hold`; then no site may read any of the payloads.
@@ -297,11 +300,11 @@ class TaskQueue:
         return task
 
     def give_up(self, task: OpenTask, site: str, lost: str, why: str) -> None:
-        """Stop waiting for the answer of a site: this counts as its answer, and a later one is refused."""
+        """Stop waiting for a site's answer: `why` counts as its answer, and a later answer is refused."""
         self._set_answer(task, Answer(site, "", error=why, lost=lost))
 
     def close(self, task: OpenTask) -> None:
-        """Refuse further answers, and remove the payloads. Idempotent."""
+        """End a task: refuse further answers, and remove the payloads. Idempotent."""
         if self._open.pop(task.message.task, None) is not None:
             self._over.append(task.status(is_open=False))
         for arriving in task.arriving.values():
@@ -320,14 +323,14 @@ class TaskQueue:
         self.warnings[name] = text
 
     def status(self) -> list[TaskStatus]:
-        """Return the last tasks that were sent, oldest first."""
+        """Return the status of the last `SHOWN` tasks, oldest first."""
         running = [task.status(is_open=True) for task in self._open.values()]
         return sorted([*self._over, *running], key=lambda task: task.number)[-SHOWN:]
 
     # -- what a site does
 
     def next_for(self, site: str, besides: str | None = None) -> tm.Task | None:
-        """Return the oldest task that the site has not answered, other than `besides`."""
+        """Return the site's oldest unanswered task, except the one with the id `besides`; None if there is none."""
         for task in self._open.values():
             if site in task.missing and task.message.task != besides:
                 own = task.payloads.own.get(site)
@@ -335,7 +338,7 @@ class TaskQueue:
         return None
 
     def is_taken(self, task_id: str, site: str, key: str) -> bool:
-        """Return whether this same answer was taken before.
+        """Return whether the server already has this same answer.
 
         Raises:
             Conflict: the site has given another answer. TicketClosed: as `open_for`.
@@ -348,7 +351,7 @@ class TaskQueue:
         return before is not None
 
     def open_for(self, task_id: str, site: str) -> OpenTask:
-        """Return an open task of a site.
+        """Return the site's open task with this id.
 
         Raises:
             TicketClosed: the task is over, or was not for this site.
@@ -363,7 +366,7 @@ class TaskQueue:
         return task
 
     def answer(self, task_id: str, answer: Answer) -> None:
-        """Take an answer; close it if it is a repetition.
+        """Record an answer. If the answer is a repetition, close its file and ignore it.
 
         Raises:
             Conflict, TicketClosed: as `is_taken`.
@@ -387,7 +390,7 @@ class TaskQueue:
     # -- the operations: a site asks for its next task, and answers it
 
     async def request_task(self, lease: Lease, message: tm.TaskRequest) -> tm.TaskReply:
-        """Give the next open task of a site, or wait up to `wait_s` seconds for one.
+        """Return the site's next open task; wait up to `wait_s` seconds for one.
 
         Raises:
             ConfigError: the run sends no tasks. Busy: the server ends.
@@ -407,16 +410,17 @@ class TaskQueue:
             if left_s <= 0:
                 return tm.TaskReply(status="wait")
             await self._changed(left_s)
-            self._require_lease(lease)  # it may have been lost meanwhile: then another process gets the task
+            self._require_lease(lease)  # if it was lost meanwhile, another process gets the task
 
     async def answer_task(self, lease: Lease, task: str, message: tm.TaskAnswer) -> None:
-        """Take an answer: an error, a payload as JSON, or an object, which belongs to the server from then on.
+        """Record a site's answer: an error, a payload as JSON, or an object. The server then owns the object.
 
-        The same answer may be repeated. The object of an answer that is refused is removed, unless the disk is full.
+        The same answer may be repeated. If the answer is refused, its object is removed, except if the disk is full.
 
         Raises:
-            ConfigError: the run sends no tasks. BadRequest: it is malformed. Conflict, TicketClosed: as `is_taken`.
-            Gone, AuthError, PartCorrupt: its object is not here, the secret is wrong, or it is cut off.
+            ConfigError: the run sends no tasks. BadRequest: the answer is malformed.
+            Conflict, TicketClosed: as `is_taken`.
+            Gone, AuthError, PartCorrupt: the object is not on this server, its secret is wrong, or its file is cut off.
         """
         site, body = lease.site, message.body
         given = body.object if body is not None else None
@@ -431,20 +435,20 @@ class TaskQueue:
                 self.answer(task, Answer(site, key, error=message.error or "it gave no reason"))
             elif given is None:
                 text = body.plain or ""
-                read_plain(text, build=False)  # refuse what is no payload
+                read_plain(text, build=False)  # raises if the text is no payload
                 self.answer(task, Answer(site, key, text=text))
             else:
                 await self._take_once(task, site, key, given)
-        except DiskFull:  # the site asks again, and finds it
+        except DiskFull:  # the site repeats the answer, and finds the object
             raise
         except AtollError:
             if given is not None:
-                with contextlib.suppress(AtollError):  # it was taken, or never came
+                with contextlib.suppress(AtollError):  # the object was taken before, or never came
                     self.objects.remove(given.object, given.secret)
             raise
 
     async def _take_once(self, task_id: str, site: str, key: str, given: tm.ObjectKey) -> None:
-        """Take an answer that came as an object. A site that asks again meanwhile waits for the same work.
+        """Record an answer that is an object. If the site repeats the answer meanwhile, it waits for the same work.
 
         Raises:
             TicketClosed: the task ended before the answer was read and filtered.
@@ -467,16 +471,16 @@ class TaskQueue:
             if self.answer_filter is not None:
                 answer = await self.answer_filter(answer, task.message.name)
             self.answer(task.message.task, answer)
-        except Exception:  # when cancelled, a thread may still read the file: it closes with its last reference
+        except Exception:  # not if cancelled: a thread may still read the file, which closes with its last reference
             answer.close()
             raise
 
 
 def read_contents(file: OwnedFile, cuts: Cuts, what: str) -> Contents:
-    """Read the head of an answer; in a thread.
+    """Read the head of an answer's file. Call this in a thread.
 
     Raises:
-        BadRequest: it is no object. PartCorrupt: the file is cut off.
+        BadRequest: the file is no object. PartCorrupt: the file is cut off.
     """
     head = os.pread(file.fd, cuts.head_bytes, 0)
     if len(head) != cuts.head_bytes:
@@ -485,7 +489,7 @@ def read_contents(file: OwnedFile, cuts: Cuts, what: str) -> Contents:
 
 
 def key_to(kept: Kept, secret: str) -> tm.ObjectKey:
-    """Return what a site needs to pull an object from this server."""
+    """Return the key with which a site downloads an object from this server."""
     expires_at = int(max(kept.expires_at, time.time()))
     return tm.ObjectKey(
         object=kept.object, secret=secret, digest=kept.manifest.id, expires_at=min(expires_at, 10**12 - 1)

@@ -1,8 +1,7 @@
-"""The user's code at the server: functions and `@id` components of the run file, and threads that run it.
+"""The user's code at the server: functions and `@id` components of the run file, and threads that run user code.
 
-A pool waits for its threads when it ends, and the interpreter does: a filter that hangs would hold up all other sites,
-and then the end of the server. So the user's code runs in daemon threads, a few at a time, and the log names what takes
-long.
+At its end, the interpreter waits for the threads of a pool, so a hanging filter would block the end of the server.
+Therefore user code runs in daemon threads, a few at a time. The log names calls that take long.
 """
 
 from __future__ import annotations
@@ -26,28 +25,36 @@ T = TypeVar("T")
 K = TypeVar("K", bound=Hashable)
 
 Function = Callable[[Any], Any]
-"""A workflow: it takes a `Controller`."""
+"""A workflow's function: it takes a `Controller`."""
 
 SAY_S = 30.0
-"""How long a call takes before the log names it."""
+"""Time after which the log names a call that is not done."""
 AT_ONCE = 8
-"""Calls at a time; each holds a few runs of elements."""
+"""Maximum number of calls at a time; each holds some ranges of tensor elements in memory."""
 LAZY = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
-"""Whether a call of a function runs none of its code."""
+"""Tests for functions that run no code when called: coroutine functions and generators."""
 
 
 async def shared(
     under_way: dict[K, asyncio.Future[None]], key: K, begin: Callable[[], Coroutine[Any, Any, None]]
 ) -> bool:
-    """Wait for work that is done once, however many ask for it; return False if it is cancelled in `under_way`.
+    """Wait for shared work: the first caller of a key begins the work, later callers wait for the same work.
 
-    Errors of the work are raised to all that wait; a caller that is cancelled leaves it under way.
+    An error of the work is raised to all callers. If a caller is cancelled, the work goes on.
+
+    Args:
+        under_way: the running work by key. To cancel work, cancel its future.
+        key: identifies the work.
+        begin: returns the coroutine that does the work.
+
+    Returns:
+        False if the work itself was cancelled, else True.
     """
 
     def end(done: asyncio.Future[None]) -> None:
         del under_way[key]
         if not done.cancelled():
-            done.exception()  # the request that waited was told, or asks again
+            done.exception()  # read the error: waiting requests raise it, or come again
 
     if key not in under_way:
         under_way[key] = asyncio.ensure_future(begin())
@@ -63,25 +70,25 @@ async def shared(
 
 
 class UserThreads:
-    """Runs the user's code in threads beside an event loop."""
+    """Daemon threads that run the user's code beside an event loop."""
 
     def __init__(self) -> None:
         self._room = asyncio.Semaphore(AT_ONCE)
         self._locks: dict[str, asyncio.Lock] = {}
 
     async def run(self, call: Callable[[], T], what: str, key: str, timeout_s: float | None = None) -> T:
-        """Return or raise what `call` does, in a thread of its own.
+        """Run `call` in a new thread; return its result or raise its error.
 
-        The thread goes on if the caller is cancelled, and then holds up calls of the same `key` only.
+        If the caller is cancelled, the thread goes on. It then delays only calls with the same `key`.
 
         Args:
             what: names the code and its work, for the log.
-            key: calls of one key run one after the other: a filter keeps state from the begin of a payload to its end.
-            timeout_s: how long to wait for earlier calls, and then how long the call may take.
+            key: calls with the same key run one after another: a filter keeps state until the end of a payload.
+            timeout_s: seconds to wait for earlier calls with this key, and again for the call itself; None: no limit.
 
         Raises:
-            TimeoutError: it was not done in that time.
-            UsageError: it called sys.exit, or the like.
+            TimeoutError: a limit has passed.
+            UsageError: the call raised SystemExit or another exception that is no `Exception`.
         """
         lock = self._locks.setdefault(key, asyncio.Lock())
         async with asyncio.timeout(timeout_s):
@@ -93,11 +100,11 @@ class UserThreads:
                 async with asyncio.timeout(timeout_s):
                     return await result
         finally:
-            if result is None:  # no thread was started, which would release it
+            if result is None:  # no thread was started that would release the lock
                 lock.release()
 
     def _begin(self, call: Callable[[], T], what: str, lock: asyncio.Lock) -> asyncio.Future[T]:
-        """Start the thread, which releases the lock at its end."""
+        """Start the thread that runs `call`; at its end, the lock is released."""
         loop = asyncio.get_running_loop()
         result: asyncio.Future[T] = loop.create_future()
         slow = loop.call_later(SAY_S, LOG.warning, "%s: not done after %g s. Look at their code.", what, SAY_S)
@@ -114,7 +121,7 @@ class UserThreads:
                 set_result = functools.partial(result.set_result, call())
             except Exception as error:
                 set_result = functools.partial(result.set_exception, error)
-            except BaseException as error:  # passed on, it would end the server
+            except BaseException as error:  # raised in the event loop, it would end the server
                 ended = UsageError(f"{what} ended with {error!r}.", "Let them raise an Exception.")
                 set_result = functools.partial(result.set_exception, ended)
             with contextlib.suppress(RuntimeError):  # the server has ended meanwhile
@@ -129,7 +136,7 @@ class UserThreads:
 
 
 class Components:
-    """The components of a run, each made when it is first referred to.
+    """The components of a run. Each is made at the first reference to it.
 
     Raises:
         ConfigError: the tables of the run file are wrong.
@@ -144,7 +151,7 @@ class Components:
         """Return the function of a workflow with its arguments bound; it takes the controller.
 
         Raises:
-            ConfigError: it is not found, is not callable, or does not take these arguments.
+            ConfigError: the function is not found, is not callable, or does not take these arguments.
         """
         where, found = f"workflow {entry.name!r}", entry.path
         if entry.kind:
@@ -175,7 +182,7 @@ class Components:
         return functools.partial(found, **args)
 
     def _filled(self, value: Any, where: str) -> Any:
-        """Replace references in a value of the run file by their components; `@@` stands for a plain `@`."""
+        """Return a value of the run file with `@id` references replaced by components; `@@` stands for `@`."""
         if isinstance(value, dict):
             return {key: self._filled(item, where) for key, item in value.items()}
         if isinstance(value, list):

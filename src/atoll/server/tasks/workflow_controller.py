@@ -1,4 +1,4 @@
-"""Workflows: a function of the user's that sends tasks to sites and collects results, in a thread of the server.
+"""The controller of a workflow: a user's function in a thread of the server that sends tasks and collects results.
 
     def main(controller):
         model = {"w": torch.zeros(10)}
@@ -6,7 +6,7 @@
             results = controller.broadcast("train", model, min_responses=2, timeout_s=600)
             model = {"w": sum(result.payload["w"] for result in results) / len(results)}
 
-A server that is started again calls the function again from its beginning.
+After a restart of the server, the function is called again from its beginning.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ LOG = logging.getLogger("atoll.server")
 T = TypeVar("T")
 
 SAY_S = 30.0
-"""How long sites are awaited before the log names them."""
+"""Time after which the log names the sites that have not answered."""
 
 _SITE: TypeAdapter[str] = TypeAdapter(messages.Site)
 
 
-# -- Progress. Limits of time count from the last progress. Heartbeats alone do not count as progress.
+# -- Progress. Limits such as `progress_timeout_s` count from the last progress. Heartbeats alone are no progress.
 
 Progress = tuple[object, ...]
 
 
 def progress_of(run: Coordinator, site: str) -> Progress:
-    """Return what changes while a site works: bytes, steps, and the state that it reports."""
+    """Return the values that change while a site works: bytes, steps, and its reported state."""
     presence = run.roster.get(site)
     if presence is None:
         return ()
@@ -61,7 +61,7 @@ def progress_of(run: Coordinator, site: str) -> Progress:
 
 
 def progress_of_run(run: Coordinator) -> Progress:
-    """Return what changes while anything of a run moves, at the server or at a site."""
+    """Return the values that change while the server or any site of a run makes progress."""
     return (
         run.task_queue.moves,
         run.bytes_up,
@@ -73,7 +73,7 @@ def progress_of_run(run: Coordinator) -> Progress:
 
 
 def why_gone(run: Coordinator, site: str) -> str:
-    """Return why a site cannot be asked, as words after its name; empty if it takes part."""
+    """Return why a site does not take part, as words after its name; empty if the site takes part."""
     member = run.state.members.get(site)
     if member is not None and member.alive:
         return ""
@@ -88,18 +88,18 @@ class AnswerLimits:
     """How many answers a workflow needs, and how long it waits for them.
 
     Attributes:
-        min_responses, timeout_s, progress_timeout_s: as `Controller.broadcast` has them.
+        min_responses, timeout_s, progress_timeout_s: as in `Controller.broadcast`.
         gone_too: whether a site that has gone is given up at once.
 
     Raises:
-        UsageError: a value is no number of at least 0.
+        UsageError: a value is not a number, or is negative.
     """
 
     min_responses: int | None = None
     timeout_s: float | None = None
     progress_timeout_s: float = 0.0
     gone_too: bool = False
-    _seen: dict[str, tuple[Progress, float]] = field(default_factory=dict)  # what each site did last, and when
+    _seen: dict[str, tuple[Progress, float]] = field(default_factory=dict)  # site → its last progress, and when
 
     def __post_init__(self) -> None:
         for name, remedy in (
@@ -108,7 +108,7 @@ class AnswerLimits:
             ("progress_timeout_s", "Give seconds; 0 sets no limit."),
         ):
             value = getattr(self, name)
-            if value is not None and (type(value) not in (int, float) or not value >= 0):  # NaN, too
+            if value is not None and (type(value) not in (int, float) or not value >= 0):  # also if it is NaN
                 raise UsageError(f"{name} is {value!r}.", remedy)
 
     def over(self, run: Coordinator, site: str) -> tuple[str, str]:
@@ -130,11 +130,11 @@ class AnswerLimits:
 
 
 class Result:
-    """What a site answered.
+    """One site's answer to a task.
 
     Attributes:
-        site: its name.
-        task: the name of the task.
+        site: name of the site.
+        task: name of the task.
         error: why the site failed; empty if it did not.
         lost: `gone` or `stuck` if the site was given up, and `error` says why; else empty.
     """
@@ -156,12 +156,12 @@ class Result:
 
     @property
     def ok(self) -> bool:
-        """Whether there is a payload."""
+        """Whether the site answered with a payload."""
         return not self.error
 
     @property
     def payload(self) -> Any:
-        """What the site sent, with the same structure; its tensors are loaded at the first access.
+        """The payload that the site sent, with the same structure. Tensors are loaded at the first access.
 
         Raises:
             RunFailed: the site failed.
@@ -194,17 +194,17 @@ def _read(fd: int, memory: memoryview, offset: int) -> None:
 
 
 class ServerStops(BaseException):
-    """Ends the thread of a workflow when its server stops; `except Exception` does not catch it."""
+    """Raised in the thread of a workflow when the server stops. `except Exception` does not catch it."""
 
 
 class Controller:
-    """Sends the tasks of a workflow and collects what sites answer.
+    """The interface of a workflow to the sites: it sends tasks and collects answers.
 
-    Several threads of a workflow may use it at a time. A site gets its tasks one after the other, oldest first.
+    Several threads of a workflow may use one controller. A site gets its tasks one after another, oldest first.
 
     Attributes:
-        name: of the workflow, as the run file has it.
-        run: the state of the server, for the workflows that Atoll ships; it may change without notice.
+        name: name of the workflow, as in the run file.
+        run: the server's coordinator, for the workflows that Atoll ships; its interface may change without notice.
     """
 
     def __init__(
@@ -228,14 +228,14 @@ class Controller:
         self._note(str(text)[:200])
 
     def sites(self, at_least: int = 0, *, timeout_s: float | None = None) -> list[str]:
-        """Return the sites that take part now, in the order of their names.
+        """Return the names of the sites that take part now, sorted.
 
         Args:
-            at_least: wait until so many do.
-            timeout_s: how long at most; None: for ever.
+            at_least: wait until this number of sites take part.
+            timeout_s: maximum wait in seconds; None: no limit.
 
         Raises:
-            RunFailed: they did not come in time.
+            RunFailed: fewer sites joined in time.
         """
         alive = self.run.task_queue.alive
 
@@ -263,23 +263,23 @@ class Controller:
         """Send a task to several sites, and wait until every site has answered with a payload or an error.
 
         Args:
-            task: its name: `train`, `validate`, `submit_model`, or one of your own.
-            payload: nested dicts, lists and tuples with tensors, arrays and plain values. It is written once for all
-                sites, and once more for each site with filters.
-            sites: their names; by default all that take part when it is sent, at least `min_responses` of them.
-            min_responses: how many payloads are needed. With these, sites that are dead or have left are not awaited;
-                fewer are an error. None: sites that are gone are awaited, and all answers are returned.
-            timeout_s: seconds after which no more answers are awaited; None: for ever. A full disk is awaited for as
-                long, and a site with filters that take longer is not sent the task: that is its answer.
-            progress_timeout_s: a site without progress for so long (no byte, no step, no new state) is given up: that
-                is its answer; 0: never.
+            task: name of the task: `train`, `validate`, `submit_model`, or one of your own.
+            payload: nested dicts, lists and tuples with tensors, arrays and plain values. The server writes the payload
+                once for all sites, and again for each site with filters.
+            sites: names of sites. By default all that take part when the task is sent, at least `min_responses`.
+            min_responses: number of payloads that are needed; fewer are an error. Once they have come, sites that are
+                dead or have left are not awaited. None: all sites are awaited, even gone ones.
+            timeout_s: maximum wait for answers, in seconds; None: no limit. The same limit holds for the wait for a
+                full disk, and for a site's filters. If the filters take longer, this error is the site's answer.
+            progress_timeout_s: seconds without progress (no byte, no step, no new state) after which a site is given
+                up. The reason is the site's answer. 0: never.
 
         Returns:
-            A result for each site that answered, in the order of their names.
+            A result for each site that answered, sorted by site name.
 
         Raises:
-            RunFailed: fewer than `min_responses` payloads came; sites that failed or are missing are named.
-            UsageError: the payload cannot travel, an argument is wrong, or one of `sites` has never joined though
+            RunFailed: fewer than `min_responses` payloads came; the message names sites that failed or are missing.
+            UsageError: the payload cannot be sent, an argument is wrong, or one of `sites` has never joined although
                 `rounds.sites` sites have.
             DiskFull: the server's disk was full for `timeout_s`, or became full while the payload was written.
         """
@@ -294,10 +294,10 @@ class Controller:
         timeout_s: float | None = None,
         progress_timeout_s: float = 0.0,
     ) -> Result:
-        """Send a task to one site, as `broadcast`.
+        """Send a task to one site and return its result; arguments and errors as in `broadcast`.
 
         Raises:
-            RunFailed: it did not answer in time.
+            RunFailed: the site did not answer in time.
         """
         results = self.broadcast(
             task, payload, sites=[site], timeout_s=timeout_s, progress_timeout_s=progress_timeout_s
@@ -307,9 +307,9 @@ class Controller:
         return results[0]
 
     async def attempt(self, site: str, task: str, payload: Any, progress_timeout_s: float) -> Result:
-        """Send a task without tensors to one site, on the server's loop.
+        """Send a task without tensors to one site. Call this on the server's event loop.
 
-        If the site has gone, or makes no progress, the result says so (`Result.lost`).
+        If the site has gone, or makes no progress, `Result.lost` says so.
         """
         limits = AnswerLimits(progress_timeout_s=progress_timeout_s, gone_too=True)
         packed = pack(payload)
@@ -320,7 +320,7 @@ class Controller:
         return Result(task, answer)
 
     def ask(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine on the server's loop.
+        """Run a coroutine on the server's event loop, and return its result.
 
         Raises:
             ServerStops: the server ends.
@@ -340,7 +340,7 @@ class Controller:
                 self._asked.discard(asked)
 
     def stop(self) -> None:
-        """Cancel what the workflow waits for, and refuse further calls."""
+        """Cancel the workflow's pending calls, and refuse further ones."""
         with self._lock:
             self._stopped = True
             asked = list(self._asked)
@@ -371,10 +371,10 @@ class Controller:
         return [Result(task, answer) for answer in sorted(answers, key=lambda answer: answer.site)]
 
     async def _require_joined(self, task: str, sites: Sequence[str], timeout_s: float | None) -> None:
-        """Wait until these sites have joined once, while fewer than `rounds.sites` sites have.
+        """Wait until each of these sites has joined at least once, or until `rounds.sites` sites have joined.
 
         Raises:
-            UsageError: one has not; the nearest name is offered.
+            UsageError: a site has never joined; the message suggests the nearest name.
         """
         roster, wanted, queue = self.run.roster, self.run.settings.rounds.sites, self.run.task_queue
         waits = f"{task} waits"
@@ -441,7 +441,7 @@ class Controller:
     async def _until(
         self, done: Callable[[], bool], timeout_s: float | None, awaited: Callable[[], str] | None = None
     ) -> bool:
-        """Wait until `done`; return False after the timeout. The log has what is awaited from time to time."""
+        """Wait until `done()` is true; return False after the timeout. Log `awaited()` from time to time."""
         begin_s = time.monotonic()
         deadline_s, say_s = begin_s + (math.inf if timeout_s is None else timeout_s), begin_s + SAY_S
         while not done():
@@ -456,7 +456,7 @@ class Controller:
 
 
 def _named(sites: Sequence[str]) -> list[str]:
-    """Return sites in the order of their names, each once."""
+    """Return the given site names, sorted and without duplicates; raise UsageError for an invalid one."""
     if isinstance(sites, str):
         raise UsageError(f"sites is the string {sites!r}.", f"Give a list: [{sites!r}].")
     given = list(sites)

@@ -1,7 +1,7 @@
-"""The workflows of a run, one after the other: its rounds, evaluations, functions of the user's.
+"""The workflows of a run, in order: its rounds, evaluations and functions of the user.
 
-A server that is started again does not repeat workflows that have ended, which the journal records. Training goes on
-where it was; a workflow of tasks begins again from its beginning.
+The journal records which of `workflow.steps` have ended, and a restarted server does not repeat them. Training
+continues from its last version; a workflow of tasks begins again from its beginning.
 """
 
 from __future__ import annotations
@@ -34,15 +34,21 @@ LOG = logging.getLogger("atoll.server")
 T = TypeVar("T")
 
 LOOK_S = 1.0
-"""How often to look for progress."""
+"""Interval of checks for progress."""
 LATER_START_S = 600.0
-"""How long an evaluation after other workflows waits for a site: all may have left."""
+"""Maximum wait for sites of an evaluation after other workflows: all sites may have left."""
 EVALUATES = "cross_site_evaluation"
 
 
 @dataclass(eq=False)
 class WorkflowRun:
-    """One workflow, and how far it is. Times are monotonic."""
+    """One workflow, its state and its progress. Times are monotonic.
+
+    Attributes:
+        moved_s: time of the last progress.
+        detail: text about the progress, for the status.
+        notes: number of calls of `note`.
+    """
 
     entry: WorkflowEntry
     function: Function | None = None
@@ -55,16 +61,16 @@ class WorkflowRun:
 
     @property
     def trains(self) -> bool:
-        """Whether it is the rounds of the run; every other workflow sends tasks."""
+        """Whether this workflow is the rounds of the run; every other workflow sends tasks."""
         return self.entry.kind == TRAIN
 
     def note(self, text: str) -> None:
-        """Show how far it is; from any thread."""
+        """Set the text about the progress that the status shows. Thread-safe."""
         self.detail = text
         self.notes += 1
 
     def status(self) -> status_messages.WorkflowStatus:
-        """Return what the status shows of it."""
+        """Return the status of this workflow."""
         running, now_s = self.state == "running", time.monotonic()
         end_s = now_s if running else self.ended_s
         return status_messages.WorkflowStatus(
@@ -78,13 +84,13 @@ class WorkflowRun:
 
 
 class WorkflowSchedule:
-    """All workflows of a run.
+    """All workflows of a run, in order.
 
     Args:
-        settings: have them as `workflow.steps` or `workflow.function`.
-        given: a function in place of these.
-        filters: of what is sent and answered.
-        evaluation: arguments of the only workflow, a cross-site evaluation beside the run.
+        settings: the run's settings, with `workflow.steps` or `workflow.function`.
+        given: a program's function, instead of these settings.
+        filters: filters of payloads and answers.
+        evaluation: arguments of a cross-site evaluation, which is then the only workflow.
 
     Raises:
         ConfigError: a table of the run file is wrong.
@@ -115,7 +121,7 @@ class WorkflowSchedule:
                 f"{times} evaluations write their results to {name}.json, which is named after each.",
                 'Give each a name of its own: {kind = "cross_site_evaluation", name = "before"}.',
             )
-        self.evaluated: Callable[[], Evaluation] | None = None  # the last matrix, as far as it is filled
+        self.evaluated: Callable[[], Evaluation] | None = None  # returns the newest matrix, filled so far
         self._controller: Controller | None = None
         self._task: asyncio.Task[None] | None = None
 
@@ -127,10 +133,11 @@ class WorkflowSchedule:
         filters: TaskFilters,
         evaluation: Mapping[str, Any] | None = None,
     ) -> WorkflowSchedule | None:
-        """Return the workflows of a server; None if it has rounds alone.
+        """Return the workflows of a server; None if the run has only rounds.
 
         Raises:
-            UsageError: two are named, or the models of a swarm are to be evaluated. ConfigError: it has rounds, too.
+            UsageError: two workflows are given, or the models of a swarm are to be evaluated.
+            ConfigError: a function is given, and the run has rounds, too.
         """
         if evaluation is not None:
             if settings.swarm.enabled:
@@ -164,23 +171,23 @@ class WorkflowSchedule:
 
     @property
     def keeps_local(self) -> bool:
-        """Whether sites are asked later for what they have submitted."""
+        """Whether sites keep the models that they submit, because an evaluation asks for them later."""
         return self.trains and any(
             step.entry.kind == EVALUATES and step.entry.args.get("site_models", True) for step in self.steps
         )
 
     def will_evaluate(self, site: str) -> bool:
-        """Whether a cross-site evaluation that is still to come asks a site for measurements."""
+        """Return whether a cross-site evaluation that has not ended asks this site for metrics."""
         return any(
             step.entry.kind == EVALUATES and step.state != "done" and site in (step.entry.args.get("sites") or [site])
             for step in self.steps
         )
 
     def load(self) -> None:
-        """Import the functions and make the components, before anything of the run is touched.
+        """Import the functions and make the components. Call this before the run is opened.
 
         Raises:
-            ConfigError: one is not found, is not callable, or does not take its arguments.
+            ConfigError: a function is not found, is not callable, or does not take its arguments.
         """
         components = Components(self._settings)
         for step in self.steps:
@@ -188,13 +195,13 @@ class WorkflowSchedule:
                 step.function = components.function_of(step.entry)
 
     def start(self, run: Coordinator) -> None:
-        """Begin, or go on after a restart; on the server's event loop."""
+        """Begin the workflows, or continue them after a restart. Call this on the server's event loop."""
         self._run, queue = run, run.task_queue
         queue.active, queue.trains = self.sends_tasks, self.trains
         queue.rounds = "to come"
         train = next((place for place, step in enumerate(self.steps) if step.trains), None)
         queue.follows = train is not None and train + 1 < len(self.steps)
-        if self._filters.results and self.sends_tasks:  # without them no answer needs a thread
+        if self._filters.results and self.sends_tasks:  # without filters no answer needs a thread
             queue.answer_filter = functools.partial(self._filters.received_beside, run.user_threads)
         if self._filters.data:
             LOG.info("what is sent to sites passes through filters: %s", self._filters.data)
@@ -203,23 +210,25 @@ class WorkflowSchedule:
         self._task = asyncio.get_running_loop().create_task(self._main())
 
     def stop(self) -> None:
-        """End what runs: the next call of a function to its controller ends its thread."""
+        """Stop the running workflow: its function's next call of the controller ends the function's thread."""
         if self._task is not None:
             self._task.cancel()
         if self._controller is not None:
             self._controller.stop()
 
     def status(self) -> list[status_messages.WorkflowStatus]:
-        """Return what the status shows, in order."""
+        """Return the status of each workflow, in order."""
         return [step.status() for step in self.steps]
 
     # -- on the loop
 
     def _mark_ended(self, train: int | None) -> None:
-        """Mark the workflows that ended before this start.
+        """Mark the workflows that ended before this start, as recorded in the journal.
+
+        If the settings ask for more rounds now, training and later workflows run again.
 
         Raises:
-            ConfigError: the journal has other workflows.
+            ConfigError: the journal has other workflows in these places.
         """
         ended = self._run.store.run_log.ended_workflows()
         for place, name in ended.items():
@@ -235,7 +244,7 @@ class WorkflowSchedule:
         if train is not None and train in ended:
             if self._run.state.finished:
                 self._run.task_queue.rounds = "over"
-            else:  # more rounds were asked for
+            else:  # the settings ask for more rounds now
                 self._run.store.run_log.forget_workflows_from(train)
                 ended = {place: name for place, name in ended.items() if place < train}
         for place in ended:
@@ -263,7 +272,7 @@ class WorkflowSchedule:
             finally:
                 step.ended_s = time.monotonic()
         if self.trains:
-            await self._run.trained.wait()  # the result is exported, also if training was over at the start
+            await self._run.trained.wait()  # until the result is exported, even if training ended before this start
         LOG.info("the workflow %s has ended", self.steps[-1].entry.name)
         self._filters.warn_of_unsent(self._run.task_queue.names)
         self._run.task_queue.finish()
@@ -289,13 +298,13 @@ class WorkflowSchedule:
             run.wake()
 
     def _require_begun(self, step: WorkflowRun) -> None:
-        """Require that `rounds.sites` sites join in time; training begins with them.
+        """Check that training has begun within the start timeout; it begins when `rounds.sites` sites have joined.
 
         Raises:
-            RunFailed: they did not.
+            RunFailed: too few sites joined in time.
         """
         if any(round_.phase == "gathering" for round_ in self._run.state.rounds):
-            step.moved_s = time.monotonic()  # nothing can move before
+            step.moved_s = time.monotonic()  # no progress is possible before
             self._require_in_time(step, self._settings.rounds.sites, step.entry.start_timeout_s)
 
     def _require_in_time(self, step: WorkflowRun, wanted: int, limit_s: float | None) -> None:
@@ -322,7 +331,7 @@ class WorkflowSchedule:
             controller.stop()  # also for threads that the function has left running
         if isinstance(error, AtollError) and step.entry.kind:
             raise error
-        if error is not None:  # sys.exit, too: the server would wait for ever
+        if error is not None:  # SystemExit, too: else the server would wait for ever
             LOG.error("the workflow %s failed", step.entry.name, exc_info=error)
             raise RunFailed(
                 f"The workflow {step.entry.name} failed: {type(error).__name__}: {error}",
@@ -330,10 +339,10 @@ class WorkflowSchedule:
             )
 
     async def _wait_for_sites(self, step: WorkflowRun, place: int) -> None:
-        """Wait for the first sites.
+        """Wait until enough sites take part for a workflow of tasks.
 
         Raises:
-            RunFailed: they did not come in time.
+            RunFailed: too few sites joined in time.
         """
         limit_s = step.entry.start_timeout_s
         if limit_s is None:
@@ -354,10 +363,13 @@ class WorkflowSchedule:
     async def _watched(
         self, work: Awaitable[T], step: WorkflowRun, look: Callable[[WorkflowRun], None] = lambda step: None
     ) -> T:
-        """Return what `work` does, as long as there is progress.
+        """Return the result of `work`; fail if the run makes no progress meanwhile.
+
+        Args:
+            look: called at each check; its errors are raised, too.
 
         Raises:
-            RunFailed: there was none for `progress_timeout_s`. Whatever `look` raises.
+            RunFailed: there was no progress for `progress_timeout_s`.
         """
         future, limit_s = asyncio.ensure_future(work), step.entry.progress_timeout_s
         seen: object = None
@@ -386,7 +398,7 @@ def _call(
     loop: asyncio.AbstractEventLoop,
     ended: asyncio.Future[BaseException | None],
 ) -> None:
-    """Call the function in a thread of its own. What it raises becomes the result: it may be sys.exit."""
+    """Call the workflow's function in its thread. `ended` gets the exception that the function raises, or None."""
     assert function is not None
     error: BaseException | None = None
     try:
