@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 READ_BYTES = 2**20
 Source = tuple["Layout", int, int | None]
 """One fragment to export: the layout of its version, the descriptor of the version's file, and that of its fp32
-masters (None if the version itself has full precision)."""
+masters (None: export the values in the version itself)."""
 
 ATTEMPTS = 4
 """Attempts to pull the newest version. An attempt fails if the server deletes that version meanwhile."""

@@ -278,7 +278,7 @@ def file_layer(path: Path, fields: Fields) -> Layer:
 
 
 Move = Callable[[str], str | Path]
-"""A function that makes a path, relative to one folder, relative to another one."""
+"""A function that rewrites a path relative to one folder as a path relative to another folder."""
 
 
 def moved(key: str, value: Any, move: Move) -> Any:

@@ -65,7 +65,7 @@ class WorkflowEntry:
 
 @dataclass(frozen=True)
 class Component:
-    """An object that is created once, by calling what `path` names with `args`, and that workflows share."""
+    """A component of the run file: an object that is created by calling what `path` names with `args`."""
 
     path: str
     args: Mapping[str, Any]

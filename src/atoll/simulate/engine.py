@@ -293,7 +293,7 @@ class Engine:
                 self._waiting.appendleft(job)
 
     def _begun(self) -> Process:
-        """Start a process, wait until it is ready, and return it. If a signal kills the process before, retry."""
+        """Start a process, wait until the process is ready, and return it. If a signal kills it first, retry."""
         for attempt in range(1, ATTEMPTS + 1):
             process = self._host.begin(self._beginning)
             try:
