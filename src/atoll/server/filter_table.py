@@ -15,8 +15,7 @@ from atoll.filters.base import ByTask, Filter, for_tasks
 LOG = logging.getLogger("atoll.server")
 
 Given = Sequence[Filter] | Mapping[str, ByTask]
-"""A program's filters: for every site, or a mapping site → filters. Those of a site: for every task, or task →
-filters."""
+"""A program's filters: for every site, or site → filters. A site's filters are for every task, or task → filters."""
 
 Setting = Literal["workflow.result_filters", "workflow.payload_filters"]
 

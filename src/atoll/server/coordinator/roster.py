@@ -323,7 +323,7 @@ _OTHER_MODEL = f"{SchemaMismatch.__module__}.{SchemaMismatch.__name__}"
 
 
 def short_of(state: State, roster: Mapping[str, Presence]) -> str:
-    """Return why no round can close, with remedies; empty if enough sites take part, or if no round is open."""
+    """Return why no round can close, with remedies; empty if enough sites take part, or before and after all rounds."""
     here, floor, name = len(state.active_s), state.rules.floor, state.rules.floor_name
     if here >= floor or all(round_.phase in ("gathering", "finished") for round_ in state.rounds):
         return ""

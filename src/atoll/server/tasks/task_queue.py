@@ -45,7 +45,7 @@ class Answer(OwnedFile):
     Attributes:
         key: identifies the answer, which the site may send again.
         error: why the site failed; empty if it did not.
-        way: how the payload travelled: streamed, inline or skipped.
+        way: how the payload travelled: as an object, `streamed` or `inline`; or `skipped`, as text in the message.
         text: the payload, if it was in the message.
         contents: the payload, if it was an object.
         lost: `gone` or `stuck` if the server gave the site up; empty if the site answered.
@@ -66,7 +66,7 @@ class TaskPayload:
     """A payload for sites: text in the message, or an object that the server keeps while sites read it.
 
     Attributes:
-        way: how the payload travels: streamed, inline or skipped.
+        way: how the payload travels: as an object, `streamed` or `inline`; or `skipped`, as text in the message.
         body: the payload in the message; `hold` sets it for an object.
     """
 
