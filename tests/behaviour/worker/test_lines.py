@@ -59,3 +59,16 @@ def test_a_diloco_loop_names_the_runs_algorithm_and_warns_of_another_one(
         loop.report(loss=1.0)  # the status has it from the same heartbeat as the warnings
         status = wait_until(lambda: (told := server.status()).workers[0].metrics and told, "a heartbeat")
         assert [text.partition(",")[0] for text in status.warnings] == ["a: the run's algorithm is fedavg"] * warns
+
+
+@pytest.mark.covers("X4")
+def test_a_diloco_loop_in_a_run_that_ends_with_an_evaluation_keeps_both_warnings(tmp_path: Path) -> None:
+    steps = [{"kind": "train"}, {"kind": "cross_site_evaluation"}]
+    settings = {"algorithm.name": "fedavg", "rounds.sites": 1, "workflow.steps": steps}
+    with serve(tmp_path, **settings) as server, diloco(server, tmp_path, sync_every=500) as loop:
+        loop.report(loss=1.0)
+        status = wait_until(lambda: (told := server.status()).workers[0].metrics and told, "a heartbeat")
+    assert [text.partition(",")[0] for text in status.warnings] == [
+        "a: the run's algorithm is fedavg",
+        "a: the run ends with a cross-site evaluation that asks site a",
+    ]

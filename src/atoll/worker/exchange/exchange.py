@@ -54,7 +54,7 @@ from atoll.worker.exchange.encode_update import Filtered, Losses
 from atoll.worker.exchange.local_state import AlgorithmState, LocalState, Residuals
 from atoll.worker.exchange.pull_version import WAITS, Patience, Sources
 from atoll.worker.log_lines import LOG, Progress, progress, size
-from atoll.worker.session.session import Session
+from atoll.worker.session.session import OF_THE_OPTIMIZER, Session
 
 AGAIN_S = 1.0
 """In a swarm: seconds before an update is offered again that another worker could not pull."""
@@ -66,8 +66,6 @@ Finish = Callable[[Moved], Mapping[str, Runs]]
 MAX_REFUSALS = 5
 """Refused updates in a row after which a worker gives up."""
 
-OF_THE_OPTIMIZER = -1
-"""The key of warnings about the optimizer in `Session.warn`, where other warnings have a fragment's number."""
 MOMENTS_NAMED = 3
 
 

@@ -58,6 +58,9 @@ LONGEST_BACKOFF_S = 8.0
 HEARTBEAT_RETRY_S = 2.0
 HEARTBEAT_GAP_S = 1.0
 """Least seconds between two heartbeats, however often the worker's state changes."""
+OF_THE_OPTIMIZER, OF_EVALUATIONS, OF_THE_ALGORITHM = -1, -2, -3
+"""Keys of warnings that are not about a fragment, for `Session.warn`."""
+
 SAY_EVERY_S = 15.0
 """Seconds between two log lines while the worker waits for a round."""
 
@@ -247,7 +250,7 @@ class Session:
         """Replace the warnings about a fragment in the next heartbeat.
 
         Args:
-            fragment: the fragment's number, or another key, such as -1 for the optimizer.
+            fragment: the fragment's number, or one of the keys below zero, such as `OF_THE_OPTIMIZER`.
             warnings: the new warnings; empty: none.
         """
         with self._telling:

@@ -61,7 +61,7 @@ from atoll.worker.exchange.encode_update import AnswerFilters
 from atoll.worker.log_lines import LOG, ensure_lines, told
 from atoll.worker.session.channel import HttpChannel
 from atoll.worker.session.leave_at_exit import last_words
-from atoll.worker.session.session import Session
+from atoll.worker.session.session import OF_EVALUATIONS, Session
 from atoll.worker.tasks.evaluate_models import Evaluate, Models, key_of, uploaded
 
 # -- Prefetch: pull the tensors of the next task while the handler of the current task still runs.
@@ -270,10 +270,6 @@ SUBMIT, VALIDATE = "submit_model", "validate"
 UNDELIVERED = (TransferError, UsageError, StoreError, BadRequest)
 """Errors because of which a handler's answer cannot be sent: a stream fails while it is read, tensors cannot be
 uploaded, the disk of this site is full, or the answer is too large for the server."""
-
-
-OF_EVALUATIONS = -2
-"""Number of the warning that a DiLoCo loop does not answer evaluations. Other warnings have a fragment's number."""
 
 
 def say_evaluation_follows(connection: Session) -> None:

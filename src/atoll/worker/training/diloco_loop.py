@@ -49,13 +49,13 @@ from atoll.tensors.module_tensors import (
 from atoll.tensors.schema import Schema
 from atoll.transport.http_client import server_of
 from atoll.worker.arguments import default_site, finite_metrics, positive, require_site, sync_retries
-from atoll.worker.exchange.exchange import OF_THE_OPTIMIZER
 from atoll.worker.exchange.participation import LoopTerms, Participation, take_part
 from atoll.worker.log_lines import ALONE, ALONE_ENDED, LOG, ensure_lines, in_words, size
 from atoll.worker.metrics import Measured, Metrics, Reports
 from atoll.worker.session.leave_at_exit import last_words
 from atoll.worker.session.ranks import ALONE as ONE_RANK
 from atoll.worker.session.ranks import RankGroup
+from atoll.worker.session.session import OF_THE_ALGORITHM
 from atoll.worker.tasks.answer_tasks import say_evaluation_follows
 from atoll.worker.training.checkpoint import checkpoint_of, require_agrees, require_checkpoint
 from atoll.worker.training.federated_loop import require_real
@@ -72,8 +72,6 @@ _OTHER_ALGORITHM = (
     "the run's algorithm is {}, not diloco: its outer step and codec are not DiLoCo's. If you want DiLoCo, begin a new "
     'run with algorithm.name = "diloco" (atoll new --algorithm diloco).'
 )
-_OF_THE_ALGORITHM = OF_THE_OPTIMIZER - 1
-"""Number of the warning about the run's algorithm. Other warnings have the number of a fragment."""
 
 
 @dataclass(frozen=True)
@@ -356,7 +354,7 @@ class DiLoCo:
             if not info.sync_every:  # 0: the run's algorithm does not count local steps
                 text = _OTHER_ALGORITHM.format(info.algorithm)
                 LOG.warning("%s: %s", site, text)
-                session.warn(_OF_THE_ALGORITHM, [text])
+                session.warn(OF_THE_ALGORITHM, [text])
         say_evaluation_follows(session)
         return self._now()
 
