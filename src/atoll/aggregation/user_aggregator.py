@@ -77,7 +77,7 @@ class AllAtOnce:
 
 
 class Incremental:
-    """An aggregator of form (b): it passes each call on to the user's object."""
+    """A user's aggregator that takes updates one by one. Each call is passed on to the user's object."""
 
     incremental = True
 

@@ -299,7 +299,7 @@ class AtollCallback(Callback):
         """Return the number of optimizer steps of this fit.
 
         Raises:
-            UsageError: the fit made no step, or a step's batch did not end.
+            UsageError: the fit made no optimizer step, or the batch of its last optimizer step did not end.
         """
         if self._open_step is not None:
             raise UsageError(

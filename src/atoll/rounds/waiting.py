@@ -79,7 +79,7 @@ def staleness(state: State, ticket: Ticket) -> int:
 def due(state: State, site: str) -> int:
     """Return the fragment that a site should train first: the one with the fewest committed rounds.
 
-    Fragments of which the current round has the site's accepted update come last.
+    If the server has already accepted the site's update for a fragment's current round, that fragment comes last.
     """
     accepted = [
         (ticket := round_.tickets.get(site)) is not None and ticket.state == "accepted" for round_ in state.rounds

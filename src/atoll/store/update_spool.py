@@ -150,7 +150,7 @@ class Spool:
         return writer
 
     def require_written(self, part: int, writer: PartWriter | None) -> None:
-        """Raise an error unless the part is completely written by `writer`. None accepts any writer.
+        """Raise an error unless `writer` has written the whole part. None stands for any writer.
 
         Raises:
             WriterCancelled: a newer writer has begun the part, or the part is incomplete.

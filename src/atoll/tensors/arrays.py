@@ -124,4 +124,4 @@ def require_framework(name: str) -> None:
         UsageError: `name` is another framework.
     """
     if name not in ("torch", "numpy"):
-        raise UsageError(f"The framework is {name!r}.", 'Ask for "torch" or "numpy"; others convert from these.')
+        raise UsageError(f"Atoll has no tensors of {name!r}.", 'Ask for "torch" or "numpy", and convert what you get.')

@@ -177,7 +177,7 @@ def _move(sent: Sequence[Sequence[Run]], into: Sequence[Sequence[Run]], swap: Sw
 
     Args:
         sent: for each rank, the elements to send.
-        into: for each rank, the elements that its data is written into.
+        into: for each rank, the elements that receive the data from that rank.
         swap: the all-to-all exchange.
     """
     outgoing = [

@@ -65,7 +65,7 @@ def read_header(read: Callable[[int, int], bytes], file_bytes: int, what: str) -
     for spec, start, stop in tensors:
         if start != end:
             how = "overlaps the one before" if start < end else "leaves a gap before it"
-            raise _wrong(what, f"has {spec.name!r} at byte {start} of its data, which {how}")
+            raise _wrong(what, f"places {spec.name!r} at byte {start}, where it {how}")
         end = stop
     if begin + end != file_bytes:
         raise _wrong(what, f"has {file_bytes - begin} bytes of data, where its head describes {end}")

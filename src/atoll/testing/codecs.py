@@ -87,7 +87,7 @@ class CodecContract:
 
     @pytest.mark.parametrize("dtype", _FLOATS)
     def test_segments_without_padding_decode_as_one_where_it_says_so(self, dtype: str) -> None:
-        """Check that an elementwise codec encodes two segments, of incomplete tiles, like one; skip other codecs."""
+        """Check that an elementwise codec gives the same bytes for two joined segments as for one; skip others."""
         if not self.codec.elementwise:
             pytest.skip("its elements are not written by themselves")
         one, two = self._values(63, dtype), self._values(130, dtype)

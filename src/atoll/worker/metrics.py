@@ -53,10 +53,10 @@ Metrics = Callable[[], dict[str, float]]
 
 
 class Measured:
-    """The metrics of the newest global version, as a function of the script measures them.
+    """The metrics of the newest global version, measured by a function of the user's script.
 
     Args:
-        ask: the script's function, which returns the metrics of the model as it is; None: nothing is measured.
+        ask: the script's function. It returns the metrics of the model's current weights. If None, nothing is measured.
         site: gives the site's name, for warnings.
     """
 

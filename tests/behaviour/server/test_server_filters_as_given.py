@@ -55,7 +55,9 @@ def test_rounds_refuse_filters_that_only_tasks_can_have() -> None:
         )
         with pytest.raises(ConfigError, match=told):
             new_server(START, **options)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match=r"name the tasks train, and a run of rounds has none.*Leave tasks out"):
+    with pytest.raises(
+        ConfigError, match=r"name the tasks train, but a run of rounds sends no tasks.*Remove the key tasks"
+    ):
         new_server(START, filters={"a": {"train": [Halved()]}})
 
 

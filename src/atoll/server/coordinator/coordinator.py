@@ -628,7 +628,7 @@ class Coordinator:
         """Offer an update to the swarm; wait up to `routes.LONG_POLL_S` seconds until another worker has pulled it."""
         if message.source is None:
             raise BadRequest(
-                f"The update of {lease.site} has no source, and in a swarm another worker pulls it.",
+                f"The update of {lease.site} does not say where to pull it. In a swarm another worker has to pull it.",
                 "Use the same Atoll version on both sides.",
             )
         until_s = time.monotonic() + routes.LONG_POLL_S

@@ -47,10 +47,11 @@ class TaskFilters:
 
     Args:
         settings: the run's settings.
-        data, results: a program's filters, as `given` of `SiteFilters`.
+        data, results: filters that a program passes to `atoll.Server`, instead of those of the settings.
 
     Raises:
-        ConfigError, UsageError: as `SiteFilters`.
+        ConfigError: an entry of the settings is malformed, or a run of rounds cannot apply it.
+        UsageError: an object is not a filter, or both a program and the settings give filters.
     """
 
     def __init__(self, settings: Settings, data: Given = (), results: Given = ()) -> None:
@@ -73,9 +74,9 @@ class TaskFilters:
             )
         if self.results.tasks:
             raise ConfigError(
-                f"workflow.result_filters name the tasks {', '.join(self.results.tasks)}, and a run of rounds has "
-                "none.",
-                "Leave tasks out; sites names the sites with filtered updates.",
+                f"workflow.result_filters name the tasks {', '.join(self.results.tasks)}, but a run of rounds sends no "
+                "tasks.",
+                "Remove the key tasks. The key sites chooses the sites with filtered updates.",
             )
 
     def warn_of_strangers(self, sites: Collection[str]) -> None:
