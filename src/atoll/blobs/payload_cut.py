@@ -106,7 +106,7 @@ def way_of(name: str, packed: Packed, sizes: ChunkSizes, *, streamed: bool, what
         small = len(text) <= PLAIN_BYTES
         warning = f"task {name!r} is among workflow.streamed_tasks, but its {what} has no tensors: it goes inline"
         cut = replace(cut_of(packed, sizes), inline=len(text) <= MOST_INLINE_BYTES)
-        return Way(text if small else None, cut, warning if streamed else "")
+        return Way(text if small else None, cut, warning if streamed and cut.inline else "")
     cut = cut_of(packed, sizes if streamed else INLINE)
     if not cut.too_large:
         return Way(None, cut)

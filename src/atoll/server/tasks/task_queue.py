@@ -379,13 +379,13 @@ class TaskQueue:
         if (own := task.payloads.own.get(answer.site)) is not None:
             own.discard()  # no other site reads it
         self._set_answer(task, answer)
-        while len(self._taken) > REMEMBERED:
-            del self._taken[next(iter(self._taken))]
         self.wake()
 
     def _set_answer(self, task: OpenTask, answer: Answer) -> None:
         task.answers[answer.site] = answer
         self._taken[task.message.task, answer.site] = answer.key
+        while len(self._taken) > REMEMBERED:
+            del self._taken[next(iter(self._taken))]
 
     # -- the operations: a site asks for its next task, and answers it
 
