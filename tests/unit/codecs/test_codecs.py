@@ -151,7 +151,6 @@ def test_bytes_against_fp32():
     assert TopKCodec(density=1e-9).k == 16
 
 
-@pytest.mark.covers("X3")
 def test_the_contract_suite_takes_a_codec_with_options_of_its_own() -> None:
     class Denser(CodecContract):
         codec = TopKCodec(density=1 / 32)
@@ -159,6 +158,7 @@ def test_the_contract_suite_takes_a_codec_with_options_of_its_own() -> None:
     Denser().test_it_is_a_codec()
 
 
+@pytest.mark.covers("X3")
 @pytest.mark.parametrize("density", [0, -0.1, 1.5, "much", None])
 def test_a_density_that_is_none_is_refused(density):
     with pytest.raises(ConfigError, match=r"The codec topk has density = .*between 0 and 1"):
