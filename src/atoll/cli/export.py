@@ -196,7 +196,7 @@ def best_of_directory(state_dir: Path, out: Path) -> int:
             "A run with rounds.best_metric keeps one once the metric was reported; in disk.export_dir, where that is "
             "set.",
         )
-    number = _version_in(path)
+    number = int(_metadata(path).get("version", -1))
     _copy(path, out)
     return number
 
@@ -204,7 +204,7 @@ def best_of_directory(state_dir: Path, out: Path) -> int:
 def best_of_server(server: str, out: Path) -> int:
     """Export the best version from a running server; return the version's number.
 
-    If the server's file of the best version is on this machine, copy that file. Else pull the version from the server.
+    If the server's file is on this machine, and has this version and value, copy it. Else pull the version.
 
     Raises:
         ServerUnreachable: no server answers.
@@ -219,9 +219,11 @@ def best_of_server(server: str, out: Path) -> int:
         raise UsageError("The run tracks no metric.", "Start it with rounds.best_metric = the name of one.")
     if best.version is None:
         raise Gone(f"No round has reported {best.metric!r} yet.", "Ask again when one has, or export the newest.")
-    if best.file and Path(best.file).is_file() and _version_in(Path(best.file)) == best.version:
-        _copy(Path(best.file), out)
-        return best.version
+    if best.file and Path(best.file).is_file():
+        told = _metadata(Path(best.file))  # on this machine another run may have a file of the same name
+        if (told.get("version"), told.get(best.metric)) == (str(best.version), repr(best.value)):
+            _copy(Path(best.file), out)
+            return best.version
     try:
         return from_server(server, out, best.version)
     except Gone as error:
@@ -229,12 +231,12 @@ def best_of_server(server: str, out: Path) -> int:
         raise Gone(f"Version {best.version} is the best, but is no longer kept to be pulled.", where) from error
 
 
-def _version_in(path: Path) -> int:
-    """Return the version number in the header of a best-model file; -1 if the header has none."""
+def _metadata(path: Path) -> dict[str, str]:
+    """Return the metadata in the header of a best-model file: its version, and the value of the metric."""
     from safetensors import safe_open
 
     with safe_open(path, framework="np") as file:
-        return int((file.metadata() or {}).get("version", -1))
+        return file.metadata() or {}
 
 
 def _copy(source: Path, out: Path) -> None:

@@ -15,6 +15,7 @@ from kit.client import Client
 from kit.servers import plain_server
 from kit.sites import clients
 from safetensors import safe_open
+from safetensors.torch import save_file
 
 import atoll
 from atoll.cli import export
@@ -185,10 +186,12 @@ def test_export_of_the_best(tmp_path: Path) -> None:
             export.best_of_server(server.url, out)
         work(server, tmp_path, [{"acc": 0.95}])  # of version 4, which is still kept to be pulled
         assert saved(server) == 4
-        (server.exports / "best.safetensors").unlink()
+        other = {"version": "4", "acc": "0.1"}  # of another run, which is on this machine under the same path
+        save_file({"w": torch.zeros(2)}, server.exports / "best.safetensors", other)
         assert export.best_of_server(server.url, out) == 4
         with safe_open(out, framework="pt") as file:
             assert file.get_tensor("w").tolist() == [4.0, 4.0]
+        (server.exports / "best.safetensors").unlink()
         with pytest.raises(UsageError, match="There is no"):
             export.best_of_directory(tmp_path / "state", out)
         (tmp_path / "elsewhere").rename(server.exports / "best.safetensors")
