@@ -151,7 +151,7 @@ def test_a_site_that_was_not_drawn_is_not_missed(tmp_path: Path, caplog: pytest.
         "rounds.sites": 6,
         "rounds.sample_fraction": 0.5,
         "rounds.quorum": 2,
-        "rounds.deadline_s": 0.5,
+        "rounds.deadline_s": 2.0,
         "rounds.total": 4,
     }
     with serving(tmp_path, **{**QUICK, **settings}) as server:
