@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -18,6 +19,10 @@ from kit import (
     stop_group,
     tensors_digest,
 )
+from kit.models import wide_model
+from kit.wire import WireSite
+
+import atoll
 
 SCRIPT = """
 import os
@@ -112,3 +117,28 @@ def test_a_stopped_group_writes_nothing_until_it_goes_on(tmp_path: Path, nursery
 
 def _state(pid: int) -> str:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+def test_a_site_on_the_wire_trains_as_one_that_has_joined(tmp_path: Path) -> None:
+    """Several parts and an integer buffer: the same bits as `submit` leaves."""
+
+    def add_(tensors: Mapping[str, torch.Tensor]) -> None:
+        for name, tensor in tensors.items():
+            tensor += 3 if name.endswith("num_batches_tracked") else 0.5
+
+    for place in ("joined", "wire"):
+        with serve(tmp_path / place, wide_model(), rounds=2, sites=1) as server:
+            if place == "joined":
+                with atoll.join(server.url, site="a", folder=tmp_path / "w") as worker:
+                    for fl_round in worker:
+                        state = fl_round.state_dict()
+                        add_(state)
+                        fl_round.submit(state)
+            else:
+                site = WireSite(server.url, "a")
+                for _ in range(2):
+                    site.train(add_).submit()
+                assert site.ask()["status"] == "finished"
+                site.leave()
+            server.run()
+    assert tensors_digest(exported(tmp_path / "joined")) == tensors_digest(exported(tmp_path / "wire"))

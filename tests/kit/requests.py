@@ -9,10 +9,20 @@ import urllib.request
 from typing import Any
 
 
+def get(url: str, path: str, lease: str = "") -> tuple[int, dict[str, Any]]:
+    """Status and body of the answer."""
+    return send(url, "GET", path, None, lease)
+
+
 def post(url: str, path: str, body: dict[str, Any], lease: str = "") -> tuple[int, dict[str, Any]]:
     """Status and body of the answer."""
+    return send(url, "POST", path, json.dumps(body).encode(), lease)
+
+
+def send(url: str, method: str, path: str, body: bytes | None, lease: str = "") -> tuple[int, dict[str, Any]]:
+    """Status and body of the answer."""
     headers = {"Content-Type": "application/json"} | ({"Atoll-Lease": lease} if lease else {})
-    request = urllib.request.Request(url + path, json.dumps(body).encode(), headers, method="POST")
+    request = urllib.request.Request(url + path, body, headers, method=method)
     try:
         with urllib.request.urlopen(request, timeout=30) as reply:
             return reply.status, json.loads(reply.read() or b"{}")
