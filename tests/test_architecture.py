@@ -91,20 +91,20 @@ FORBIDDEN_PAIRS = [
 """Path → module that it never imports, although LAYERS would let it."""
 
 LINES: dict[str, int] = {
-    ".": 950,
+    ".": 960,
     "aggregation": 1_170,
     "algorithms": 820,
     "blobs": 450,
     "cli": 1_620,
     "cli/templates": 80,
-    "codecs": 430,
+    "codecs": 450,
     "config": 1_090,
     "filters": 280,
     "integrations": 950,
     "outer_optimizers": 400,
     "protocol": 1_120,
     "recipes": 810,
-    "reducers": 230,
+    "reducers": 250,
     "rounds": 1_010,
     "server": 970,
     "server/coordinator": 2_160,

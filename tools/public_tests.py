@@ -3,9 +3,9 @@
     python tools/public_tests.py              the share, and for each folder
     python tools/public_tests.py --internal   also what each file imports that is not public
 
-Public are the names of `atoll.__all__` and the modules in `PUBLIC`. What a file imports at its head counts for all its
-test functions, what a function imports counts for that one, and what a helper in `tests` imports counts for the files
-that import the helper.
+Public are the names of `atoll.__all__`, the modules in `PUBLIC`, and what these list in their `__all__`. What a file
+imports at its head counts for all its test functions, what a function imports counts for that one, and what a helper
+in `tests` imports counts for the files that import the helper.
 """
 
 from __future__ import annotations
@@ -19,7 +19,19 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 TESTS = ROOT / "tests"
-PUBLIC = ("errors", "filters", "functional", "integrations", "objects", "recipes", "testing")
+PUBLIC = (
+    "algorithms",
+    "codecs",
+    "errors",
+    "filters",
+    "functional",
+    "integrations",
+    "objects",
+    "outer_optimizers",
+    "recipes",
+    "reducers",
+    "testing",
+)
 
 
 @cache
@@ -28,12 +40,13 @@ def parsed(path: Path) -> ast.Module:
 
 
 @cache
-def public_names() -> frozenset[str]:
-    """`atoll.__all__`."""
-    for node in parsed(ROOT / "src" / "atoll" / "__init__.py").body:
+def names_of(module: str = "") -> frozenset[str] | None:
+    """`__all__` of `atoll`, or of this module in it; None if it has none, so that all its names are public."""
+    path = ROOT / "src" / "atoll" / module
+    for node in parsed(path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
             return frozenset(ast.literal_eval(node.value))
-    raise LookupError("src/atoll/__init__.py has no __all__")
+    return None
 
 
 def imported(node: ast.AST) -> Iterator[str]:
@@ -45,8 +58,11 @@ def imported(node: ast.AST) -> Iterator[str]:
 
 
 def is_public(name: str) -> bool:
-    parts = name.split(".")
-    return len(parts) == 1 or parts[1] in PUBLIC or (len(parts) == 2 and parts[1] in public_names())
+    _, *parts = name.split(".")
+    if parts and parts[0] in PUBLIC:
+        names = names_of(parts[0])
+        return len(parts) == 1 or names is None or parts[1] in names
+    return not parts or (len(parts) == 1 and parts[0] in (names_of() or ()))
 
 
 def helper(importer: Path, name: str) -> Path | None:

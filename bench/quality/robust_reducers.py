@@ -28,7 +28,7 @@ from results import FOLDER, Gate, write
 from atoll.aggregation.make_version import NextFiles, RoundFiles, UpdateFile, make_version
 from atoll.aggregation.outer_state import state_layout
 from atoll.aggregation.plan import FragmentPlan, Plan
-from atoll.codecs.plain import NoneCodec
+from atoll.codecs import NoneCodec
 from atoll.outer_optimizers import build_outer
 from atoll.protocol.values import FrozenRound, FrozenUpdate
 from atoll.reducers import build_reducers

@@ -13,7 +13,8 @@
     atoll.Simulation(model, settings, script=train, sites=200).run()     # many sites on this machine
 
 Public modules: `atoll.recipes` starts a run in one call. `atoll.objects` passes tensors by reference.
-`atoll.functional` offers rounds as functions. `atoll.testing` helps to test plugins and scripts.
+`atoll.functional` offers rounds as functions. `atoll.testing` helps to test plugins and scripts. Import what an
+extension is made of from `atoll.algorithms`, `codecs`, `filters`, `outer_optimizers` and `reducers`.
 
 Importing this module is fast: each name imports its dependencies on first use.
 """
@@ -67,7 +68,19 @@ _HOMES = {
 }
 
 
-_MODULES = {"algorithms", "functional", "integrations", "objects", "recipes", "testing"}
+_MODULES = {
+    "algorithms",
+    "codecs",
+    "errors",
+    "filters",
+    "functional",
+    "integrations",
+    "objects",
+    "outer_optimizers",
+    "recipes",
+    "reducers",
+    "testing",
+}
 """Public submodules; each is imported on first use."""
 
 

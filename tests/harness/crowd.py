@@ -13,7 +13,8 @@ import aiohttp
 import torch
 from blake3 import blake3
 
-from atoll.codecs.encoded_layout import codecs_of, encoded_layout
+from atoll.codecs import build_codecs
+from atoll.codecs.encoded_layout import encoded_layout
 from atoll.protocol import messages, routes
 from atoll.tensors.chunks import bytes_of
 
@@ -36,7 +37,7 @@ class Crowd:
     def __init__(self, url: str, info: messages.RunInfo, schema: messages.SchemaMessage, train_s: float) -> None:
         self.errors: Counter[str] = Counter()
         self._url, self._info, self._train_s = url, info, train_s
-        codecs = codecs_of(info.codec, info.codec_options)
+        codecs = build_codecs(info.codec, info.codec_options)
         self._layout = encoded_layout(schema.to_split().schema, info.codec, codecs, info.part_bytes)
         content = bytes_of(torch.full((-(-self._layout.nbytes // 4),), 1e-3))
         self._parts = [bytes(content[part.start : part.stop]) for part in self._layout.parts]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from atoll import registry
-from atoll.reducers.base import normalised
+from atoll.reducers import normalised
 
 RUN_ELEMENTS = 2**18
 STEP = 1e-3

@@ -41,7 +41,7 @@ from atoll.aggregation.user_aggregator import (
     result_layout,
     write_result,
 )
-from atoll.codecs.encoded_layout import codecs_of, encoded_layout
+from atoll.codecs.encoded_layout import build_codecs, encoded_layout
 from atoll.errors import AtollError
 from atoll.posix import read_at
 from atoll.tensors.layout import Segment
@@ -200,7 +200,7 @@ class _Child:
     def _begin(self, message: dict[str, Any], _: int | None) -> None:
         torch.set_num_threads(message["threads"])
         schema = Schema.from_json(message["schema"])
-        self._codecs = codecs_of(message["codec"], message["codec_options"])
+        self._codecs = build_codecs(message["codec"], message["codec_options"])
         self._layout = encoded_layout(schema, message["codec"], self._codecs, message["part_bytes"])
         self._result = result_layout(schema, message["part_bytes"])
         self._user = load(message["aggregator"], message["options"])

@@ -18,7 +18,7 @@ from atoll.aggregation.outer_state import RUNS, Column, Entries, entries, state_
 from atoll.aggregation.user_aggregator import Accumulated, result_layout
 from atoll.algorithms.resolve import ResolvedAlgorithm, resolve
 from atoll.codecs.base import Codec
-from atoll.codecs.encoded_layout import codecs_of, encoded_layout
+from atoll.codecs.encoded_layout import build_codecs, encoded_layout
 from atoll.codecs.version_difference import Downlink
 from atoll.config import Settings
 from atoll.errors import ConfigError
@@ -171,7 +171,7 @@ class Plan:
             ConfigError: the algorithm, codec, reducer or outer optimizer cannot be used. The message says why.
         """
         algorithm = resolve(settings, outer)
-        codecs = codecs_of(algorithm.codec, algorithm.codec_options)
+        codecs = build_codecs(algorithm.codec, algorithm.codec_options)
         if settings.aggregation.aggregator.path:
             codecs[Accumulated.name] = Accumulated()
         rule = build_outer(algorithm.outer, algorithm.outer_options, settings.algorithm.outer_lr_of)

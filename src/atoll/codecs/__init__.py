@@ -1,1 +1,25 @@
-"""Codecs: encodings of updates, and of differences between versions, as bytes."""
+"""Codecs: encodings of updates, and of differences between versions, as bytes. To write a codec, import from here.
+
+`Codec` says what a codec has. `Elementwise` is the base class of codecs that cast each element, `Narrowing` of those
+that encode groups of floats, whole tiles of `TILE` elements alone.
+"""
+
+from atoll.codecs.base import Codec
+from atoll.codecs.block_quantization import Int4Codec, Int8Codec
+from atoll.codecs.encoded_layout import build_codecs
+from atoll.codecs.plain import Bf16Codec, Elementwise, Narrowing, NoneCodec
+from atoll.codecs.topk import TopKCodec
+from atoll.tensors.layout import TILE
+
+__all__ = [
+    "TILE",
+    "Bf16Codec",
+    "Codec",
+    "Elementwise",
+    "Int4Codec",
+    "Int8Codec",
+    "Narrowing",
+    "NoneCodec",
+    "TopKCodec",
+    "build_codecs",
+]

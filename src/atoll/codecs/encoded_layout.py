@@ -18,7 +18,7 @@ from atoll.tensors.schema import PARAMS, Schema, TensorSpec
 _METHODS = ("encoded_bytes", "encode_", "decode_")
 
 
-def codecs_of(
+def build_codecs(
     codec: str, options: Mapping[str, Any], *, setting: str = "aggregation.upload_codec", sent: bool = False
 ) -> dict[str, Codec]:
     """Return name → codec, for all codecs of an update with the given codec of `params`.
@@ -40,7 +40,8 @@ def codecs_of(
     found = registry.load("codecs", codec)
     if not isinstance(found, type) or not all(callable(getattr(found, each, None)) for each in _METHODS):
         raise ConfigError(
-            f"{setting} = {codec!r} is no codec.", f"Name a class that has {', '.join(_METHODS)}: atoll.codecs.base."
+            f"{setting} = {codec!r} is no codec.",
+            f"Name a class with the methods of atoll.codecs.Codec: {', '.join(_METHODS)}.",
         )
     made = registry.made(
         lambda: found(**options),
@@ -53,7 +54,7 @@ def codecs_of(
     if not isinstance(made, Codec):
         raise ConfigError(
             f"{setting} = {codec!r} lacks a name, or does not say whether it is elementwise or raw, or has feedback.",
-            "They are properties of atoll.codecs.base.Codec; atoll.testing.codecs has tests of it.",
+            "They are properties of atoll.codecs.Codec; atoll.testing.codecs has tests of it.",
         )
     is_ours = WideCodec.name in (codec, made.name)  # `wide` is internal: settings cannot name it
     if is_ours or (made.name != codec and made.name in registry.names("codecs")):
@@ -84,7 +85,7 @@ def encoded_layout(schema: Schema, codec: str, codecs: Mapping[str, Codec], part
     Args:
         schema: schema of the model.
         codec: name of the codec of `params`.
-        codecs: name → codec, from `codecs_of`.
+        codecs: name → codec, from `build_codecs`.
         part_bytes: largest size of a part, in bytes.
         ranks: number of ranks among which the update is sharded.
     """

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from blake3 import blake3
 
 from atoll.codecs.base import Codec
-from atoll.codecs.encoded_layout import codecs_of
+from atoll.codecs.encoded_layout import build_codecs
 from atoll.posix import write_at
 from atoll.runtime import failpoint
 from atoll.tensors.byte_runs import Run, RunTable
@@ -63,14 +63,14 @@ class Downlink:
             version: layout of the versions.
             codec: name of the codec of float parameters.
             options: the codec's keyword arguments.
-            sent: whether the codec's name came over the wire (`codecs_of`).
+            sent: whether the codec's name came over the wire (`build_codecs`).
 
         Raises:
             ConfigError: the codec's name is unknown, or an option is unknown or has a wrong value.
         """
         if codec == "none":
             return None
-        codecs = codecs_of(codec, options, setting="aggregation.download_codec", sent=sent)
+        codecs = build_codecs(codec, options, setting="aggregation.download_codec", sent=sent)
 
         def encoding(spec: TensorSpec) -> Codec:
             return codecs[codec if spec.is_stepped else "none"]

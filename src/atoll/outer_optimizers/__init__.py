@@ -1,4 +1,4 @@
-"""Build the outer optimizer from its name and options in the run file, and check that it can be one."""
+"""Outer optimizers: the step of the global model. Any torch optimizer that passes a trial run can be one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,11 @@ from torch.optim import Optimizer
 from atoll import registry
 from atoll.errors import ConfigError
 from atoll.outer_optimizers.chunk_exactness import granularity_of
-from atoll.outer_optimizers.torch_optimizer import OuterRule
+from atoll.outer_optimizers.delayed_nesterov import DelayedNesterov
+from atoll.outer_optimizers.torch_optimizer import EachTensor, OuterRule
+from atoll.outer_optimizers.yogi import Yogi
+
+__all__ = ["DelayedNesterov", "EachTensor", "OuterRule", "Yogi", "build_outer"]
 
 
 def build_outer(

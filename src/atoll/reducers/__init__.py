@@ -1,4 +1,4 @@
-"""Build the reducers of a run: those of its algorithm, with another reducer of `params` if the settings name one."""
+"""Reducers: what makes one update of the updates of a round. To write a reducer, derive it from `Reducer`."""
 
 from __future__ import annotations
 
@@ -7,18 +7,37 @@ from typing import Any
 
 from atoll import registry
 from atoll.errors import ConfigError
-from atoll.reducers.base import Reducer
+from atoll.reducers.base import Reducer, RoundFacts, normalised
+from atoll.reducers.means import Maximum, NormalisedMean, Share, WeightedMean
+from atoll.reducers.robust import ClippedMean, Median, TrimmedMean
 from atoll.tensors.schema import BUFFERS, PARAMS
+
+__all__ = [
+    "ClippedMean",
+    "Maximum",
+    "Median",
+    "NormalisedMean",
+    "Reducer",
+    "RoundFacts",
+    "Share",
+    "TrimmedMean",
+    "WeightedMean",
+    "build_reducers",
+    "normalised",
+]
 
 
 def build_reducers(groups: Mapping[str, str], name: str, options: Mapping[str, Any]) -> dict[str, Reducer]:
-    """Return group → reducer, for floating point tensors.
+    """Build the reducers of a run: those of its algorithm, with another one of `params` if the settings name one.
 
     Args:
         groups: the algorithm's own table, group → name of the reducer.
         name: name of the reducer of `params`. If it is not the algorithm's own, it also decides how buffers are reduced
             (`Reducer.buffers`).
         options: keyword arguments of the reducer of `params`.
+
+    Returns:
+        Group → its reducer, for floating point tensors.
 
     Raises:
         ConfigError: an option is unknown or has a wrong value, or the name is not the name of a reducer.
@@ -40,6 +59,6 @@ def _made(name: str, options: Mapping[str, Any]) -> Reducer:
     if not isinstance(reducer, Reducer):
         raise ConfigError(
             f"reducer = {name!r} makes a {type(reducer).__name__}, not a reducer.",
-            "Derive the class from `atoll.reducers.base.Reducer`.",
+            "Derive the class from `atoll.reducers.Reducer`.",
         )
     return reducer

@@ -87,6 +87,37 @@ def test_what_cannot_be_is_refused_with_the_remedy(settings, words):
         resolve(Settings.build(settings))
 
 
+def test_delayed_nesterov_is_made_of_sgd():
+    settings = Settings.build(
+        {
+            "algorithm.name": "diloco",
+            "async.enabled": True,
+            "async.momentum_every": 4,
+            "async.sync_rounds_first": 3,
+            "algorithm.outer_optimizer.lr": 0.5,
+        }
+    )
+    resolved = resolve(settings)
+    assert resolved.outer == "delayed_nesterov"
+    assert resolved.outer_options == {"lr": 0.5, "momentum": 0.9, "delay": 4, "undelayed": 3}
+    sync = resolve(Settings.build({"algorithm.name": "diloco", "async.momentum_every": 4}))
+    assert sync.outer_options == {"lr": 0.7, "momentum": 0.9, "delay": 4, "undelayed": 0}
+
+
+@pytest.mark.covers("L19")
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"algorithm.outer_optimizer.name": "adam"}, "the outer optimizer is 'adam'"),
+        ({"algorithm.name": "fedyogi"}, "the outer optimizer is 'yogi'"),
+        ({"algorithm.outer_optimizer.weight_decay": 0.1}, "weight_decay = 0.1, which delayed Nesterov"),
+    ],
+)
+def test_delayed_nesterov_of_another_optimizer_is_refused(settings, says):
+    with pytest.raises(ConfigError, match=says):
+        resolve(Settings.build({"algorithm.name": "diloco", "async.momentum_every": 2, **settings}))
+
+
 def test_no_torch_is_imported():
     code = (
         "import sys; from atoll.algorithms.resolve import resolve; from atoll.config import Settings\n"

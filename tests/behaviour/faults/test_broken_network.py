@@ -18,7 +18,7 @@ from kit import SITES, train_
 from kit.models import wide_model
 
 import atoll
-from atoll.codecs.plain import NoneCodec
+from atoll.codecs import NoneCodec
 from atoll.errors import AtollError, Conflict, Superseded, TicketClosed
 from atoll.protocol import messages, routes
 from atoll.protocol.values import Accepted, UpdateInfo

@@ -32,7 +32,8 @@ from kit import local_step
 from kit.models import wide_model
 
 import atoll
-from atoll.codecs.encoded_layout import codecs_of, encoded_layout
+from atoll.codecs import build_codecs
+from atoll.codecs.encoded_layout import encoded_layout
 from atoll.errors import ServerUnreachable
 from atoll.protocol.values import Lost, UpdateInfo
 from atoll.tensors.fragments import split
@@ -63,7 +64,7 @@ def test_a_broken_transfer_of_a_fragment_resumes_at_the_part(
     tmp_path: Path, server: atoll.Server, streamed: Result
 ) -> None:
     """The connection breaks within the second part of a fragment's update: the first is not sent again."""
-    codecs = codecs_of("int8", {})
+    codecs = build_codecs("int8", {})
     layouts = [
         encoded_layout(part, "int8", codecs, PART_BYTES) for part in split(schema_of(wide_model()), FRAGMENTS).schemas
     ]

@@ -29,7 +29,7 @@ from harness.proxy import BEFORE_HEADER, Fault, Proxy
 from kit.models import wide_model
 
 import atoll
-from atoll.codecs.plain import NoneCodec
+from atoll.codecs import NoneCodec
 from atoll.tensors.layout import update_layout
 from atoll.tensors.module_tensors import schema_of
 from atoll.worker.exchange.participation import LoopTerms, take_part

@@ -16,8 +16,7 @@ from torch import nn
 
 import atoll
 from atoll.errors import ConfigError, UsageError
-from atoll.reducers.base import RoundFacts
-from atoll.reducers.means import NormalisedMean
+from atoll.reducers import NormalisedMean, RoundFacts
 from atoll.testing.reducers import ReducerContract
 
 

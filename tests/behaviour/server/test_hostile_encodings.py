@@ -12,8 +12,7 @@ from kit.servers import plain_server
 from kit.sites import clients, finish
 from torch import Tensor
 
-from atoll.codecs.base import Codec
-from atoll.codecs.encoded_layout import codecs_of
+from atoll.codecs import Codec, build_codecs
 
 
 class Forged:
@@ -71,7 +70,7 @@ def test_forged_bytes(
     settings = {"rounds.total": 2, "aggregation.upload_codec.name": codec}
     with plain_server(tmp_path, start, **settings) as server:
         (site,) = clients(server, tmp_path, "a").values()
-        place, honest = site._place, codecs_of(codec, {})[codec]
+        place, honest = site._place, build_codecs(codec, {})[codec]
         assert place is not None
         moved = torch.linspace(1, 2, 300)
         for forged in (True, False):

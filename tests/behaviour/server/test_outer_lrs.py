@@ -12,7 +12,7 @@ from kit.sites import clients, finish, play_round
 from torch import Tensor, nn
 
 from atoll.errors import ConfigError
-from atoll.outer_optimizers.delayed_nesterov import DelayedNesterov
+from atoll.outer_optimizers import DelayedNesterov
 
 ROUNDS = 4
 LRS = {"head.bias": 2.0, "head.*": 0.25}

@@ -13,7 +13,7 @@ from kit.servers import plain_server
 from kit.sites import clients, finish, play_round
 
 import atoll
-from atoll.codecs.encoded_layout import codecs_of
+from atoll.codecs import build_codecs
 from atoll.errors import ConfigError, StoreError
 from atoll.worker.exchange.participation import take_part
 
@@ -114,7 +114,7 @@ def test_a_server_cannot_have_a_site_import_or_call_what_it_names(own: str, tmp_
     ):
         for sent in (False, True):
             with pytest.raises(ConfigError, match="is no codec"):
-                codecs_of(name, options, sent=sent)
+                build_codecs(name, options, sent=sent)
     assert not (tmp_path / "ran").exists()
 
 

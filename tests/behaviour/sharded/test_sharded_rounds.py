@@ -18,7 +18,7 @@ from atoll.tensors.module_tensors import schema_of
 
 def raw(ranks: int) -> tuple[Layout, Layout]:
     """The layouts of a version and of an update without a codec."""
-    from atoll.codecs.plain import NoneCodec
+    from atoll.codecs import NoneCodec
 
     schema = schema_of(build())
     return version_layout(schema, 2**16, ranks), update_layout(schema.tensors, lambda _: NoneCodec(), 2**16, ranks)

@@ -14,8 +14,8 @@ PACKAGE = '''\
 from dataclasses import dataclass, replace
 
 from atoll.algorithms.base import Algorithm
-from atoll.codecs.plain import Bf16Codec
-from atoll.reducers.means import WeightedMean
+from atoll.codecs import Bf16Codec
+from atoll.reducers import WeightedMean
 
 
 class Fp16Codec(Bf16Codec):

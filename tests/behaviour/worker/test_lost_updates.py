@@ -13,8 +13,7 @@ from kit.servers import plain_server
 from torch import Tensor
 
 import atoll
-from atoll.codecs.block_quantization import Int8Codec
-from atoll.codecs.plain import Bf16Codec
+from atoll.codecs import Bf16Codec, Int8Codec
 from atoll.filters.base import Filter
 from atoll.tensors.byte_runs import Run
 from atoll.tensors.layout import Piece, Segment

@@ -11,9 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from atoll.codecs.base import Codec
-from atoll.codecs.encoded_layout import codecs_of, encoded_layout
-from atoll.codecs.plain import Bf16Codec, NoneCodec
+from atoll.codecs import Bf16Codec, Codec, NoneCodec, build_codecs
+from atoll.codecs.encoded_layout import encoded_layout
 from atoll.errors import StateLocked
 from atoll.tensors.byte_runs import RunTable
 from atoll.tensors.chunks import CHUNK_ELEMENTS, bytes_of, run_of
@@ -386,7 +385,7 @@ def test_odd_tensors_are_encoded_as_if_each_were_alone(
     local = {name: (tensor.double() - torch.randn(tensor.shape)).to(dtype) for name, tensor in start.items()}
     local["long"] = local["long"].t().contiguous().t()
     local["tile"] = torch.stack([local["tile"], local["tile"]], dim=2)[:, :, 0]
-    codecs = codecs_of(codec, {})
+    codecs = build_codecs(codec, {})
     schema = schema_of(start)
     layout = encoded_layout(schema, codec, codecs, part_bytes)
     outbox, base = Outbox(tmp_path, layout), base_with(tmp_path, start)

@@ -12,10 +12,10 @@ from atoll.aggregation.make_version import ClosedRound, NextFiles, RoundFiles, U
 from atoll.aggregation.outer_state import state_layout, version_regions
 from atoll.aggregation.plan import FragmentPlan, Plan
 from atoll.aggregation.user_aggregator import Accumulated
-from atoll.codecs.plain import Bf16Codec, NoneCodec
+from atoll.codecs import Bf16Codec, NoneCodec
 from atoll.outer_optimizers import build_outer
 from atoll.protocol.values import FrozenRound, FrozenUpdate
-from atoll.reducers.means import WeightedMean
+from atoll.reducers import WeightedMean
 from atoll.store.file_slots import region_digest
 from atoll.tensors.dtypes import accumulate_dtype, torch_dtype
 from atoll.tensors.layout import update_layout, version_header, version_layout

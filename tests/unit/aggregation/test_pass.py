@@ -16,7 +16,7 @@ from safetensors import safe_open
 from atoll.aggregation.make_version import NextFiles
 from atoll.aggregation.outer_state import state_regions, version_regions
 from atoll.errors import StateCorrupt, UsageError
-from atoll.reducers.robust import Median
+from atoll.reducers import Median
 from atoll.tensors.chunks import Scratch
 from atoll.tensors.layout import TILE
 from atoll.tensors.schema import Schema, TensorSpec

@@ -11,7 +11,7 @@ from pass_world import MIXED, PART_BYTES, REDUCERS, World
 
 from atoll.aggregation.make_version import ClosedRound
 from atoll.aggregation.user_aggregator import result_layout, write_result
-from atoll.reducers.means import Share
+from atoll.reducers import Share
 from atoll.tensors.dtypes import accumulate_dtype
 from atoll.tensors.schema import Schema
 

@@ -5,10 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from atoll import Settings
-from atoll.algorithms.resolve import resolve
-from atoll.errors import ConfigError
-from atoll.outer_optimizers.delayed_nesterov import DelayedNesterov
+from atoll.outer_optimizers import DelayedNesterov
 
 
 def steps(optimizer: torch.optim.Optimizer, leaf: torch.nn.Parameter, gradients: list[float]) -> list[float]:
@@ -66,34 +63,3 @@ def test_groups_have_their_own_rates():
         leaf.grad = torch.ones_like(leaf)
     optimizer.step()
     assert (one.item(), two.item()) == (-0.5, -0.25)
-
-
-def test_settings_make_it_of_sgd():
-    settings = Settings.build(
-        {
-            "algorithm.name": "diloco",
-            "async.enabled": True,
-            "async.momentum_every": 4,
-            "async.sync_rounds_first": 3,
-            "algorithm.outer_optimizer.lr": 0.5,
-        }
-    )
-    resolved = resolve(settings)
-    assert resolved.outer == "delayed_nesterov"
-    assert resolved.outer_options == {"lr": 0.5, "momentum": 0.9, "delay": 4, "undelayed": 3}
-    sync = resolve(Settings.build({"algorithm.name": "diloco", "async.momentum_every": 4}))
-    assert sync.outer_options == {"lr": 0.7, "momentum": 0.9, "delay": 4, "undelayed": 0}
-
-
-@pytest.mark.covers("L19")
-@pytest.mark.parametrize(
-    ("settings", "says"),
-    [
-        ({"algorithm.outer_optimizer.name": "adam"}, "the outer optimizer is 'adam'"),
-        ({"algorithm.name": "fedyogi"}, "the outer optimizer is 'yogi'"),
-        ({"algorithm.outer_optimizer.weight_decay": 0.1}, "weight_decay = 0.1, which delayed Nesterov"),
-    ],
-)
-def test_other_optimizers_are_refused_by_name(settings, says):
-    with pytest.raises(ConfigError, match=says):
-        resolve(Settings.build({"algorithm.name": "diloco", "async.momentum_every": 2, **settings}))

@@ -12,9 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from atoll.codecs.base import Codec
-from atoll.codecs.block_quantization import Int8Codec
-from atoll.codecs.plain import Bf16Codec, NoneCodec
+from atoll.codecs import Bf16Codec, Codec, Int8Codec, NoneCodec
 from atoll.tensors.byte_runs import MOST_BUFFERS, MOST_BYTES, Move, Run, RunTable, joined, read_pieces
 from atoll.tensors.chunks import bytes_of
 from atoll.tensors.layout import TILE, Layout, update_layout, version_layout

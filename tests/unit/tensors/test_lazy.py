@@ -139,7 +139,7 @@ def test_lazy_values_are_not_pickled(path: Path) -> None:
 
 def test_encoded_tensors_are_decoded_when_they_are_loaded(path: Path) -> None:
     """Three bf16 values that stand for fp32: 1.5, −2, 0."""
-    from atoll.codecs.plain import Bf16Codec
+    from atoll.codecs import Bf16Codec
     from atoll.tensors.layout import Segment
     from atoll.tensors.schema import TensorSpec
 

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 from harness.processes import wait_until
 
-from atoll.codecs.plain import NoneCodec
+from atoll.codecs import NoneCodec
 from atoll.errors import UsageError
 from atoll.posix import Descriptor
 from atoll.tensors.layout import Layout, update_layout

@@ -15,7 +15,7 @@ import pytest
 from blake3 import blake3
 from harness.processes import wait_until
 
-from atoll.codecs.plain import NoneCodec
+from atoll.codecs import NoneCodec
 from atoll.errors import AtollError, PartCorrupt, TicketClosed
 from atoll.protocol import messages
 from atoll.tensors.layout import Layout, Part, update_layout

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from atoll.algorithms.base import LocalRule, Moved, Runs
 from atoll.codecs.base import Codec
-from atoll.codecs.encoded_layout import codecs_of, encoded_layout
+from atoll.codecs.encoded_layout import build_codecs, encoded_layout
 from atoll.codecs.version_difference import Downlink
 from atoll.errors import TRANSIENT, Conflict, Gone, TicketClosed, UpdateRefused
 from atoll.filters.base import About, Filter
@@ -123,7 +123,7 @@ class Layouts:
             schema: the fragment's schema.
             rank: if the model is sharded, the rank of this process, to select its parts; None: all parts.
         """
-        codecs = codecs_of(info.codec, info.codec_options, sent=True)
+        codecs = build_codecs(info.codec, info.codec_options, sent=True)
         version = version_layout(schema, info.part_bytes, info.ranks)
         update = encoded_layout(schema, info.codec, codecs, info.part_bytes, info.ranks)
         if rank is not None:
