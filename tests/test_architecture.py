@@ -21,9 +21,9 @@ from size import sizes
 PACKAGE = Path(__file__).parents[1] / "src" / "atoll"
 
 LAYERS: list[set[str]] = [
-    {"_version", "format_text"},
+    {"format_text"},
     {"errors"},
-    {"child_processes", "json_files", "posix", "runtime", "sizes"},
+    {"child_processes", "json_files", "posix", "runtime"},
     {"registry"},
     {"config"},
     {"tensors"},
@@ -91,19 +91,19 @@ FORBIDDEN_PAIRS = [
 """Path → module that it never imports, although LAYERS would let it."""
 
 LINES: dict[str, int] = {
-    ".": 960,
+    ".": 940,
     "aggregation": 1_170,
     "algorithms": 820,
     "blobs": 450,
     "cli": 1_620,
     "cli/templates": 80,
     "codecs": 450,
-    "config": 1_090,
+    "config": 1_100,
     "filters": 280,
     "integrations": 950,
     "outer_optimizers": 400,
     "protocol": 1_120,
-    "recipes": 810,
+    "recipes": 800,
     "reducers": 250,
     "rounds": 1_010,
     "server": 970,
@@ -114,7 +114,7 @@ LINES: dict[str, int] = {
     "simulate": 1_560,
     "store": 2_550,
     "tensors": 1_900,
-    "testing": 490,
+    "testing": 470,
     "transport": 2_450,
     "worker": 240,
     "worker/exchange": 1_980,
@@ -206,7 +206,7 @@ def forbidden_imports(package: Path) -> list[str]:
             for start, module in FORBIDDEN_PAIRS:
                 if path.as_posix().startswith(start) and f"{name}.".startswith(f"{module}."):
                     found.append(f"{path}:{line}: {start} imports {name}")
-            private = parts[-1].startswith("_") and not parts[-1].startswith("__") and parts[-1] != "_version"
+            private = parts[-1].startswith("_") and not parts[-1].startswith("__")
             if parts[0] == "atoll" and private:
                 found.append(f"{path}:{line}: {name} is private")
     return found

@@ -35,7 +35,7 @@ def run_tool(root: Path, test_source: str) -> subprocess.CompletedProcess[str]:
     """The tool on a checkout whose one test file holds `test_source`."""
     for name, text in {
         "docs/behaviours.toml": LIST,
-        "src/atoll/testing/codecs.py": SUITE,
+        "src/atoll/testing/contracts.py": SUITE,
         "tests/room/test_it.py": test_source,
     }.items():
         path = root / name

@@ -24,7 +24,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from atoll._version import __version__
     from atoll.algorithms.fedprox import FedProx
     from atoll.algorithms.scaffold import Scaffold
     from atoll.config import Settings
@@ -36,6 +35,8 @@ if TYPE_CHECKING:
     from atoll.worker.tasks.answer_tasks import tasks
     from atoll.worker.training.diloco_loop import DiLoCo
     from atoll.worker.training.federated_loop import join
+
+__version__: str
 
 __all__ = [
     "AtollError",
@@ -61,7 +62,6 @@ _HOMES = {
     "Settings": "atoll.config:Settings",
     "Simulation": "atoll.simulate.simulation:Simulation",
     "TensorRef": "atoll.tensors.reference:TensorRef",
-    "__version__": "atoll._version:__version__",
     "join": "atoll.worker.training.federated_loop:join",
     "resolve": "atoll.tensors.lazy_tensors:resolve",
     "tasks": "atoll.worker.tasks.answer_tasks:tasks",
@@ -89,6 +89,10 @@ def __getattr__(name: str) -> Any:
 
     if name in _MODULES:
         return import_module(f"atoll.{name}")
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("atoll")
     if name not in _HOMES:
         import difflib
 

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 from blake3 import blake3
 
+from atoll.config.settings import CHUNK_STEP_BYTES, LEAST_CHUNK_BYTES, MOST_CHUNK_BYTES, is_chunk
 from atoll.errors import BadRequest, PartCorrupt
-from atoll.sizes import CHUNK_STEP_BYTES, LEAST_CHUNK_BYTES, MOST_CHUNK_BYTES, is_chunk
 from atoll.tensors.layout import ALIGN_BYTES, Layout, Part, blob_id
 from atoll.tensors.safetensors_header import MOST_BYTES as MOST_HEAD_BYTES
 

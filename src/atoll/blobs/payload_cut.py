@@ -6,8 +6,8 @@ import json
 from dataclasses import dataclass, replace
 from typing import Any
 
+from atoll.config.settings import CHUNK_BYTES
 from atoll.errors import BadRequest
-from atoll.sizes import CHUNK_BYTES
 from atoll.tensors.payload import Packed, unpack
 
 MOST_INLINE_BYTES = 15 * 2**20

@@ -1,7 +1,7 @@
 """The codec contract: the interface that encodes the `params` of an update for the wire.
 
 A codec is a small frozen value. It has a fixed rate: the sizes and offsets of encoded data depend only on the number of
-elements. So any range of whole tiles (4,096 elements each) can be decoded alone. `atoll.testing.codecs` has the
+elements. So any range of whole tiles (4,096 elements each) can be decoded alone. `atoll.testing.contracts` has the
 contract suite.
 """
 

@@ -54,7 +54,7 @@ def build_codecs(
     if not isinstance(made, Codec):
         raise ConfigError(
             f"{setting} = {codec!r} lacks a name, or does not say whether it is elementwise or raw, or has feedback.",
-            "They are properties of atoll.codecs.Codec; atoll.testing.codecs has tests of it.",
+            "They are properties of atoll.codecs.Codec; atoll.testing.contracts has tests of it.",
         )
     is_ours = WideCodec.name in (codec, made.name)  # `wide` is internal: settings cannot name it
     if is_ours or (made.name != codec and made.name in registry.names("codecs")):

@@ -12,14 +12,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic.fields import FieldInfo
+from pydantic_core import PydanticCustomError
 
 from atoll.config.consistency import require_consistent
 from atoll.config.run_file import Layer, environment_layer, file_layer, merged, nearest_key, source_of
 from atoll.config.workflow_settings import with_components
 from atoll.errors import AtollError, ConfigError, public_api
-from atoll.sizes import CHUNK_BYTES, ChunkBytes
 
 # -- When a changed value takes effect. Settings in none of these lists: at the server's next start.
 
@@ -57,6 +57,27 @@ FOR_SITES = (
 
 DEFAULT_PORT = 8512
 IDLE_TIMEOUT_S = 60.0
+CHUNK_BYTES = 8 * 2**20
+"""Default size of a part of a published object in bytes. Decision 0012: 2 and 4 MiB are slower, 16 not faster."""
+LEAST_CHUNK_BYTES, MOST_CHUNK_BYTES, CHUNK_STEP_BYTES = 2**16, 2**24, 64
+
+
+def is_chunk(nbytes: int) -> bool:
+    """Return whether parts may have this size."""
+    return LEAST_CHUNK_BYTES <= nbytes <= MOST_CHUNK_BYTES and nbytes % CHUNK_STEP_BYTES == 0
+
+
+def _chunk(nbytes: int) -> int:
+    if nbytes and not is_chunk(nbytes):
+        raise PydanticCustomError(
+            "chunk",
+            f"it should be 0, or {LEAST_CHUNK_BYTES} to {MOST_CHUNK_BYTES} and a multiple of {CHUNK_STEP_BYTES}",
+        )
+    return nbytes
+
+
+ChunkBytes = Annotated[int, AfterValidator(_chunk)]
+"""Type of a setting for the size of a part, in bytes. 0 is also allowed."""
 
 
 class Group(BaseModel):

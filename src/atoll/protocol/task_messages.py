@@ -7,8 +7,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field, StringConstraints
 
+from atoll.config.settings import MOST_CHUNK_BYTES
 from atoll.protocol.messages import Count, Hex16, Hex32, Message, Metrics, Text
-from atoll.sizes import MOST_CHUNK_BYTES
 
 TaskName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}$")]
 """Name of a task: `train`, `validate`, `submit_model`, or a name that the user chose."""

@@ -3,7 +3,7 @@
 A reducer is a small frozen value. It gets the same range of elements from every update: one *row* per update, ordered
 by site name. It writes one row. Elements must not influence each other, so that the result does not depend on the
 ranges. A range can include padding between two tensors. Padding has arbitrary values, and its result is never read.
-`atoll.testing.reducers` has the contract suite.
+`atoll.testing.contracts` has the contract suite.
 
     mean          Σ ŵ_k·u_k, ŵ = w / Σ w      one row in memory at a time
     max           max_k u_k                   one row in memory at a time

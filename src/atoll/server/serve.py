@@ -8,6 +8,7 @@ import logging
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
@@ -15,7 +16,6 @@ from typing import Any, TypeVar
 from torch import nn
 from torch.optim import Optimizer
 
-from atoll._version import __version__
 from atoll.algorithms.resolve import require_training
 from atoll.config import DEFAULT_PORT, Settings
 from atoll.errors import ConfigError, PortInUse, UsageError, public_api
@@ -250,7 +250,7 @@ class Server:
             listener.close()
             raise
         self._model = None  # version 0 is on disk: free the memory of the model
-        runner = runner_of(make_app(run, self._gate, __version__), HTTP_LOG, read_bytes=READ_BYTES, linger_s=2.0)
+        runner = runner_of(make_app(run, self._gate, version("atoll")), HTTP_LOG, read_bytes=READ_BYTES, linger_s=2.0)
         accepting: Listener | None = None
         try:
             await runner.setup()

@@ -23,6 +23,7 @@ from atoll.blobs.manifest import Manifest
 from atoll.blobs.object_file import Contents, Stored, pack_object
 from atoll.blobs.payload_cut import ChunkSizes, Cut, cut_of
 from atoll.config import IDLE_TIMEOUT_S, Settings, variable_of
+from atoll.config.settings import CHUNK_BYTES, CHUNK_STEP_BYTES, LEAST_CHUNK_BYTES, MOST_CHUNK_BYTES
 from atoll.errors import (
     AtollError,
     AuthError,
@@ -40,7 +41,6 @@ from atoll.errors import (
 from atoll.posix import read_at, write_at
 from atoll.protocol import messages, routes
 from atoll.runtime import no_gc
-from atoll.sizes import CHUNK_BYTES, CHUNK_STEP_BYTES, LEAST_CHUNK_BYTES, MOST_CHUNK_BYTES
 from atoll.tensors.chunks import Scatter
 from atoll.tensors.dtypes import dtype_name, torch_dtype
 from atoll.tensors.layout import Part

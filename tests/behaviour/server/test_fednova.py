@@ -17,7 +17,7 @@ from torch import nn
 import atoll
 from atoll.errors import ConfigError, UsageError
 from atoll.reducers import NormalisedMean, RoundFacts
-from atoll.testing.reducers import ReducerContract
+from atoll.testing.contracts import ReducerContract
 
 
 class TestNormalisedMean(ReducerContract):

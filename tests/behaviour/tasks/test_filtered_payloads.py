@@ -30,7 +30,7 @@ from atoll.server.tasks.task_queue import Answer, read_contents
 from atoll.server.tasks.workflow_controller import Result
 from atoll.store.kept_objects import ObjectStore
 from atoll.tensors.payload import Packed, names_of, pack
-from atoll.testing.payloads import MORE_BYTES, peak_growth
+from atoll.testing.contracts import MORE_BYTES, peak_growth
 from atoll.worker.exchange.encode_update import AnswerFilters
 
 PART_BYTES = 2**20

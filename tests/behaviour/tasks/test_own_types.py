@@ -16,7 +16,7 @@ from torch import Tensor
 
 from atoll.objects import Stream, register
 from atoll.registry import load_attribute
-from atoll.testing.payloads import PayloadTypeContract
+from atoll.testing.contracts import PayloadTypeContract
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "own_types.py"
 File = load_attribute(f"{EXAMPLE}:File")

@@ -17,7 +17,7 @@ from atoll.errors import BadRequest, UsageError
 from atoll.objects import LazyTensor, Stream, register
 from atoll.registry import load_attribute
 from atoll.tensors.payload import pack, unpack
-from atoll.testing.payloads import MORE_BYTES, peak_growth
+from atoll.testing.contracts import MORE_BYTES, peak_growth
 
 sys.path.insert(0, str(Path(__file__).parent))
 from typed_process import File, Torn, Word

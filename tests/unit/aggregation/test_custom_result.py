@@ -14,7 +14,7 @@ from torch import Tensor
 from atoll.aggregation.user_aggregator import Accumulated, BadResult, load, result_layout, write_result
 from atoll.errors import ConfigError
 from atoll.tensors.schema import BUFFERS, Schema, TensorSpec
-from atoll.testing.codecs import CodecContract
+from atoll.testing.contracts import CodecContract
 
 SCHEMA = Schema(
     (

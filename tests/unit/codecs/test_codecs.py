@@ -5,7 +5,7 @@ import torch
 
 from atoll.codecs import Bf16Codec, Codec, Int4Codec, Int8Codec, NoneCodec, TopKCodec, build_codecs
 from atoll.errors import ConfigError
-from atoll.testing.codecs import CodecContract
+from atoll.testing.contracts import CodecContract
 
 
 class TestNone(CodecContract):

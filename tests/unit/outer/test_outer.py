@@ -5,7 +5,7 @@ import torch
 
 from atoll.errors import ConfigError
 from atoll.outer_optimizers import build_outer
-from atoll.testing.outer import OuterContract
+from atoll.testing.contracts import OuterContract
 
 pytestmark = pytest.mark.covers("L1")
 

@@ -17,7 +17,7 @@ from atoll.reducers import (
     build_reducers,
     normalised,
 )
-from atoll.testing.reducers import ReducerContract
+from atoll.testing.contracts import ReducerContract
 
 
 class TestMean(ReducerContract):
