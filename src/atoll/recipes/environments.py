@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -22,6 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from atoll import registry
 from atoll.algorithms.resolve import resolve
 from atoll.child_processes import Children, Terminated, raise_on_sigterm
@@ -32,7 +33,6 @@ from atoll.errors import (
     ConfigError,
     PortInUse,
     RunFailed,
-    ServerUnreachable,
     StateLocked,
     StoreError,
     UsageError,
@@ -40,7 +40,7 @@ from atoll.errors import (
 )
 from atoll.protocol import routes
 from atoll.protocol.messages import RunInfo
-from atoll.protocol.status_messages import RoundSummary, Status
+from atoll.protocol.status_messages import KEPT, RoundSummary, Status
 from atoll.recipes.recipe import Recipe, RunResult, Strict, require_number, require_path, slug
 from atoll.rounds.state import Rules
 from atoll.simulate import apart, require_engine
@@ -49,6 +49,7 @@ from atoll.worker.arguments import require_site
 from atoll.worker.session.leave_at_exit import LAST_STATUS
 
 RUN_FILE = "run.toml"
+SERVER = "server"
 SITES = "workers"
 """Name of the folder that holds a folder of files for each site."""
 
@@ -58,10 +59,6 @@ START_S = 120.0
 END_S = 45.0
 """How long processes may take to end by themselves after the run has finished."""
 
-LISTENS = re.compile(r"^\d\d:\d\d:\d\d listening on (\S+)$", re.MULTILINE)
-"""The server's log line once workers can connect. Matches a whole line, because other lines may contain user text."""
-STOPPED = re.compile(r"^\d\d:\d\d:\d\d stopping; the same command goes on from", re.MULTILINE)
-"""The server's log line when a signal stops it before its run is finished."""
 FAILURES: dict[int, type[AtollError]] = {
     error.exit_code: error for error in (ConfigError, PortInUse, StateLocked, StoreError, AuthError)
 }
@@ -483,136 +480,133 @@ def environment(threads: int, **more: str) -> dict[str, str]:
 
 
 class _LocalRun:
-    """One execution of a recipe by real processes: starts them, watches the run, and waits for their ends."""
+    """One execution of a recipe by real processes: starts them, watches the run, and waits for their ends.
+
+    The server's status comes from the file that the server keeps in its state directory.
+    """
 
     def __init__(self, env: LocalEnv, recipe: Recipe, folder: Path, settings: Settings, children: Children) -> None:
         self._env, self._recipe, self._folder = env, recipe, folder
         self._settings, self._children, self._say = settings, children, env._say
         self._sites = sites_of(env.sites)
-        self._floor = Rules.from_settings(settings, needs_all=resolve(settings).needs_all).floor
-        self._last_round = 0
-        files = {"ATOLL_TOKEN_FILE": settings.network.token_file, "ATOLL_TLS_CA": settings.network.tls_cert}
-        self._keys = {name: str(path.resolve()) for name, path in files.items() if path is not None}
 
     def run(self) -> Status | None:
         """Start server and sites, and wait until all have ended; return the server's last status.
 
         Return None if the run was finished before this call.
         """
-        say, settings = self._say, self._settings
-        say(f"{settings.run.name}: a server and {len(self._sites)} sites start; files and logs in {self._folder}")
-        server = self._start_server()
-        address = self._address(server)
-        for site in self._sites:
-            own = {"ATOLL_SERVER": address, "ATOLL_SITE": site, "ATOLL_DIR": str(self._folder.resolve() / SITES)}
-            self._spawn(site, self._recipe.argv, environment(self._env.threads, **own, **self._keys))
-        status = self._watch(address)
-        if status is None:  # the run was finished before; do not wait for the sites, which wait for a server
-            return None
+        say, name = self._say, self._settings.run.name
+        say(f"{name}: a server and {len(self._sites)} sites start; files and logs in {self._folder}")
+        begun = self._start_server()
+        if begun.finished:
+            say(f"{name} was finished before; nothing is trained")
+        else:
+            self._start_sites(begun.address)
+            self._watch()
         self._wait_for_ends()
-        if code := server.poll():
-            raise self._server_failed(code)
-        say(f"{settings.run.name} is finished: {model_of(settings, self._folder)}")
-        return status
+        if begun.finished:
+            return None
+        say(f"{name} is finished: {model_of(self._settings, self._folder)}")
+        return self._status()
 
-    def _spawn(self, name: str, argv: list[str], variables: Mapping[str, str]) -> subprocess.Popen[bytes]:
-        return self._children.spawn(name, argv, environment=dict(variables), log=self._log(name))
+    def _start_server(self) -> Status:
+        """Start the server, and return its first status, which has its address.
 
-    def _start_server(self) -> subprocess.Popen[bytes]:
+        Raises:
+            AtollError: the server ended, or kept no status within `START_S`.
+        """
+        before = self._status()
         port = [] if self._settings.network.port is not None else ["--port", "0"]
         own, beside = environment(self._env.threads), Path(self._recipe.train_script).resolve().parent
         if beside != Path.cwd():  # the model's code may be beside the script
             own["PYTHONPATH"] = os.pathsep.join([str(beside), *filter(None, [own.get("PYTHONPATH")])])
-        return self._spawn("server", ["-m", "atoll.cli.main", "server", str(self._folder / RUN_FILE), *port], own)
-
-    def _address(self, server: subprocess.Popen[bytes]) -> str:
-        """Wait until the server's log has its address, and return the address.
-
-        Raises:
-            AtollError: the server ended, or logged no address within `START_S`.
-        """
+        self._spawn(SERVER, ["-m", "atoll.cli.main", "server", str(self._folder / RUN_FILE), *port], own)
         end_s = time.monotonic() + START_S
         while time.monotonic() < end_s:
-            if found := LISTENS.search(self._said("server")):
-                return found.group(1)
-            if (code := server.poll()) is not None:
-                raise self._server_failed(code)
+            self._require_server()
+            status = self._status()
+            if status is not None and (before is None or status.epoch > before.epoch):
+                return status
             time.sleep(0.05)
-        raise RunFailed(f"The server said no address within {START_S:g} s.", f"Look into {self._log('server')}.")
+        raise RunFailed(f"The server has not begun within {START_S:g} s.", f"Look into {self._log(SERVER)}.")
 
-    def _watch(self, address: str) -> Status | None:
-        """Print progress until the run is finished, and return the server's last status.
+    def _start_sites(self, address: str) -> None:
+        network = self._settings.network
+        files = {"ATOLL_TOKEN_FILE": network.token_file, "ATOLL_TLS_CA": network.tls_cert}
+        own = {name: str(path.resolve()) for name, path in files.items() if path is not None}
+        own |= {"ATOLL_SERVER": address, "ATOLL_DIR": str(self._folder.resolve() / SITES)}
+        for site in self._sites:
+            self._spawn(site, self._recipe.argv, environment(self._env.threads, **own, ATOLL_SITE=site))
+
+    def _spawn(self, name: str, argv: list[str], variables: Mapping[str, str]) -> None:
+        self._children.spawn(name, argv, environment=variables, log=self._log(name))
+
+    def _watch(self) -> None:
+        """Print progress until the run is finished.
 
         Raises:
             RunFailed: fewer sites are left than a round needs.
-            AtollError: the server ended with an error.
+            AtollError: the server ended before the run.
         """
-        status: Status | None = None
-        gone: dict[str, int] = {}
+        floor = Rules.from_settings(self._settings, needs_all=resolve(self._settings).needs_all).floor
+        told, last_round = set[str](), 0
         while True:
-            ended = {site: code for site in self._sites if (code := self._children.processes[site].poll()) is not None}
-            try:
-                status = ask(address, routes.STATUS, Status, environ=os.environ | self._keys)
-            except ServerUnreachable:
-                return self._last(status)
-            self._report(status)
-            if status.finished:
-                return status
-            for site in ended.keys() - gone.keys():  # ended before the run, as the status is newer
-                self._say(f"{site} {self._end_of(site, ended[site])}")
-            gone = ended
-            if len(self._sites) - len(gone) < self._floor:
+            gone = {name: code for name, each in self._children.processes.items() if (code := each.poll()) is not None}
+            time.sleep(POLL_S)  # so that the status is newer than these ends
+            status = self._status()
+            if status is not None:
+                for summary in status.history:
+                    if summary.fragment == 0 and summary.round > last_round:
+                        last_round = summary.round
+                        self._say(round_line(summary, status.rounds))
+                if status.finished:
+                    return
+            if SERVER in gone:
+                raise self._server_failed(gone[SERVER])
+            for site in gone.keys() - told:
+                self._say(f"{site} {self._end_of(site, gone[site])}")
+            told |= gone.keys()
+            if len(self._sites) - len(gone) < floor:
                 site, code = next(reversed(gone.items()))
                 left = f"{len(self._sites) - len(gone)} of {len(self._sites)}"
                 raise RunFailed(
-                    f"{site} {self._end_of(site, code)} before the run was finished; a round takes "
-                    f"{self._floor} sites, and {left} are left.",
+                    f"{site} {self._end_of(site, code)} before the run was finished; a round takes {floor} sites, and "
+                    f"{left} are left.",
                     f"Look into {self._log(site)}. The same call with folder={str(self._folder)!r} goes on.",
                 )
-            time.sleep(POLL_S)
-
-    def _last(self, status: Status | None) -> Status | None:
-        """Wait until the server has ended, and return the last status, marked as finished; None without a status.
-
-        Raises:
-            AtollError: the server failed or was stopped, or it runs but does not answer.
-        """
-        try:
-            code = self._children.processes["server"].wait(END_S)
-        except subprocess.TimeoutExpired:
-            raise RunFailed("The server answers no more.", f"Look into {self._log('server')}.") from None
-        if code or STOPPED.search(self._said("server")):
-            raise self._server_failed(code)
-        if status is None:
-            self._say(f"{self._settings.run.name} was finished before; nothing is trained")
-        return status and status.model_copy(update={"finished": True})
 
     def _wait_for_ends(self) -> None:
-        """Wait up to `END_S` for all processes to end by themselves; print which sites did not, or failed."""
+        """Wait up to `END_S` for all processes to end by themselves; print which sites did not, or failed.
+
+        Raises:
+            AtollError: the server ended with an error.
+        """
         end_s = time.monotonic() + END_S
         while time.monotonic() < end_s and any(each.poll() is None for each in self._children.processes.values()):
             time.sleep(0.05)
-        for site in self._sites:
-            code = self._children.processes[site].poll()
-            if code is None:
-                self._say(f"{site} still runs {END_S:g} s after the run, and is ended now")
-            elif code:
-                self._say(f"{site} {self._end_of(site, code)} after the run was finished")
+        for name, process in self._children.processes.items():
+            if name != SERVER and process.returncode is None:
+                self._say(f"{name} still runs {END_S:g} s after the run, and is ended now")
+            elif name != SERVER and process.returncode:
+                self._say(f"{name} {self._end_of(name, process.returncode)} after the run was finished")
+        self._require_server()
 
-    def _report(self, status: Status) -> None:
-        for summary in status.history:
-            if summary.fragment == 0 and summary.round > self._last_round:
-                self._last_round = summary.round
-                self._say(round_line(summary, status.rounds))
+    def _require_server(self) -> None:
+        if code := self._children.processes[SERVER].poll():
+            raise self._server_failed(code)
+
+    def _status(self) -> Status | None:
+        """Return the status that the server has kept last; None if there is none that can be read."""
+        try:
+            return Status.model_validate_json((self._settings.disk.state_dir / KEPT).read_bytes())
+        except (OSError, ValidationError):
+            return None
 
     def _log(self, name: str) -> Path:
         return self._folder / f"{name}.log"
 
-    def _said(self, name: str) -> str:
-        return self._log(name).read_text(encoding="utf-8", errors="replace")
-
     def _last_line(self, name: str) -> str:
-        lines = self._said(name).strip().splitlines()
+        lines = self._log(name).read_text(encoding="utf-8", errors="replace").strip().splitlines()
         return lines[-1] if lines else "it said nothing"
 
     def _end_of(self, site: str, code: int) -> str:
@@ -622,8 +616,8 @@ class _LocalRun:
 
     def _server_failed(self, code: int) -> AtollError:
         kind = FAILURES.get(code, RunFailed)
-        said = self._last_line("server").removeprefix("atoll: ")
-        return kind(f"The server ended with {code}: {said}", f"{self._log('server')} has more.")
+        said = self._last_line(SERVER).removeprefix("atoll: ")
+        return kind(f"The server ended with {code}: {said}", f"{self._log(SERVER)} has more.")
 
 
 @contextlib.contextmanager

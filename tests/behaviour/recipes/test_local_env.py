@@ -25,7 +25,6 @@ from atoll.recipes import (
     ScaffoldRecipe,
     SimEnv,
     SwarmRecipe,
-    environments,
 )
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forked")]
@@ -42,16 +41,6 @@ def running(folder: Path) -> list[str]:
             except OSError:
                 continue
     return found
-
-
-def test_what_a_server_says_is_told_from_words_of_the_user() -> None:
-    """A run's name is in the log, and a model may print."""
-    said = "11:59:59 listening on http://name starts\nlistening on http://printed\n12:00:01 listening on http://it:1\n"
-    assert [found.group(1) for found in environments.LISTENS.finditer(said)] == ["http://it:1"]
-    assert not environments.STOPPED.search("12:00:00 stopping; the same command goes on is its name\n")
-    assert environments.STOPPED.search(
-        "12:00:01 x\n12:00:02 stopping; the same command goes on from where the run is\n"
-    )
 
 
 def by_hand(nursery: Nursery, run_file: Path, sites: list[str]) -> Path:
@@ -198,6 +187,25 @@ def test_a_server_that_fails_in_the_middle_says_why(tmp_path: Path, monkeypatch:
     with pytest.raises(RunFailed, match=r"The server ended with 9: .*no quorum of ours.* here/server\.log has more"):
         made.execute(LocalEnv(sites=1, folder="here", quiet=True))
     assert running(tmp_path) == []
+
+
+@pytest.mark.covers("P11")
+def test_a_server_that_is_stopped_in_the_middle_is_no_finished_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SIGTERM stops a server with the exit code 0. The same call goes on where it was."""
+    stop = """if fl_round.number == 2 and not open("marks", "a+").tell():
+            import os, pathlib, signal
+            here = pathlib.Path.cwd()
+            for process in filter(lambda each: each.name.isdigit(), pathlib.Path("/proc").iterdir()):
+                if b"atoll.cli.main" in (process / "cmdline").read_bytes() and (process / "cwd").readlink() == here:
+                    os.kill(int(process.name), signal.SIGTERM)"""
+    project(tmp_path, monkeypatch, train(more=stop))
+    with pytest.raises(RunFailed, match=r"The server ended with 0: .* stopping; the same command goes on"):
+        recipe(min_sites=1).execute(LocalEnv(sites=1, folder="here", quiet=True))
+    Path("marks").write_text("now it works")
+    result = recipe(min_sites=1).execute(LocalEnv(sites=1, folder="here", quiet=True))
+    assert [row.round for row in result.history] == [1, 2]
 
 
 @pytest.mark.covers("P11")
