@@ -79,6 +79,7 @@ class Proxy:
     Attributes:
         faults: waiting to happen; each is removed when it does.
         requests: request lines in the order in which they came.
+        posted: line and body of every POST.
         moved_bytes: up and down, one pair for every connection there was.
     """
 
@@ -87,6 +88,7 @@ class Proxy:
         self.moved_bytes: list[dict[str, int]] = []
         self.faults: list[Fault] = []
         self.requests: list[str] = []
+        self.posted: list[tuple[str, bytearray]] = []
         self._lock = threading.Lock()
         self._links: set[_Link] = set()
         self._cut = self._silent = False
@@ -198,7 +200,7 @@ class _Link:
         self._ended = threading.Event()
         self.moved_bytes = {"up": 0, "down": 0}
         self.frozen = False
-        self.request = ""
+        self.request, self.posted = "", bytearray()
         self._threads = [
             threading.Thread(target=self._pump, args=(client, server, "up"), daemon=True),
             threading.Thread(target=self._pump, args=(server, client, "down"), daemon=True),
@@ -231,6 +233,11 @@ class _Link:
                     if begins and direction == "up":
                         self.request = piece.split(b"\r\n", 1)[0].decode("latin-1")
                         self._proxy._saw(self.request)
+                        self.posted = bytearray()
+                        if self.request.startswith("POST "):
+                            self._proxy.posted.append((self.request, self.posted))
+                    elif direction == "up" and self.request.startswith("POST "):
+                        self.posted += piece
                     self._pass(target, direction, offset, piece)
             if self.frozen:
                 self._stay()  # the other side does not learn that this one has gone

@@ -19,9 +19,12 @@ def post(url: str, path: str, body: dict[str, Any], lease: str = "") -> tuple[in
     return send(url, "POST", path, json.dumps(body).encode(), lease)
 
 
-def send(url: str, method: str, path: str, body: bytes | None, lease: str = "") -> tuple[int, dict[str, Any]]:
-    """Status and body of the answer."""
-    headers = {"Content-Type": "application/json"} | ({"Atoll-Lease": lease} if lease else {})
+def send(
+    url: str, method: str, path: str, body: bytes | None = None, lease: str = "", secret: str = ""
+) -> tuple[int, dict[str, Any]]:
+    """Status and body of the answer. `secret` is that of an object."""
+    shown = {"Atoll-Lease": lease, "Atoll-Secret": secret}
+    headers = {"Content-Type": "application/json"} | {name: value for name, value in shown.items() if value}
     request = urllib.request.Request(url + path, body, headers, method=method)
     try:
         with urllib.request.urlopen(request, timeout=30) as reply:

@@ -11,12 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from harness.processes import wait_until
 from object_world import TREES, differences, model
 
 import atoll
 from atoll import resolve
-from atoll.transport.part_transfer import PulledPart
 
 
 class File:
@@ -61,22 +59,7 @@ def publish(what: str, **options: Any) -> None:
         signal.pause()
 
 
-def hold_still(go: str) -> None:
-    """Let every connection stand still within a part of the tensors, until the file `go` is there."""
-    take = PulledPart.take
-
-    def hold(arriving: PulledPart, run: memoryview) -> None:
-        if arriving.part.index:  # the first part is that of the head
-            Path(f"{go}.reached").touch()
-            wait_until(Path(go).exists, go)
-        take(arriving, run)
-
-    PulledPart.take = hold  # type: ignore[method-assign]
-
-
-def fetch(ref: str, how: str = "memory", what: str = "flat", abort: str = "", hold: str = "", **options: Any) -> None:
-    if hold:
-        hold_still(hold)
+def fetch(ref: str, how: str = "memory", what: str = "flat", abort: str = "", **options: Any) -> None:
     if abort:
         options["abort"] = File(abort)
     if how == "into":

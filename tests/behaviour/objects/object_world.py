@@ -1,20 +1,49 @@
-"""What the tests of objects publish, and how they start the other end as a process."""
+"""What the tests of objects publish, what HTTP says of it, and how they start the other end as a process."""
 
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from harness.processes import Nursery, Process, wait_until
+from kit.requests import send
 from torch import Tensor, nn
 
 from atoll import TensorRef
 
 SCRIPT = Path(__file__).with_name("object_process.py")
 PART = 2**16
+SIZES = ("ATOLL_WORKFLOW__TENSOR_PART_BYTES", "ATOLL_WORKFLOW__ARRAY_PART_BYTES")
+"""The variables with the size of a part: of torch tensors, and of arrays. 0: inline."""
+
+
+def manifest_of(ref: TensorRef) -> dict[str, Any]:
+    """What a publisher, or a server, says of an object."""
+    status, manifest = send(ref.server, "GET", f"/v1/objects/{ref.object}", secret=ref.secret)
+    assert status == 200, manifest
+    return manifest
+
+
+def nameless_files(folder: Path) -> int:
+    """Files without a name in a folder that this process has open."""
+    found = 0
+    for entry in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):
+            target = str(entry.readlink())
+            found += target.startswith(str(folder)) and target.endswith("(deleted)")
+    return found
+
+
+def connections_at(port: int) -> int:
+    """Connections that whatever listens on this port of 127.0.0.1 has taken and not closed yet."""
+    lines = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    listens, of_no_process = "0A", "0"
+    mine = [line for line in lines if int(line[1].partition(":")[2], 16) == port]
+    return sum(line[3] != listens and line[9] != of_no_process for line in mine)
 
 
 def flat() -> dict[str, Any]:
@@ -86,10 +115,21 @@ def publishing(nursery: Nursery, folder: Path, what: str, **options: Any) -> tup
     return process, TensorRef.parse(text.strip())
 
 
-def fetching(nursery: Nursery, folder: Path, ref: TensorRef, **options: Any) -> Process:
+def fetching(nursery: Nursery, folder: Path, ref: TensorRef, failpoints: str = "", **options: Any) -> Process:
     """A process that fetches, holds what came against what it should be, and prints "same" or what went wrong."""
     told = json.dumps({"ref": str(ref), **options})
-    return nursery.start(str(SCRIPT), "fetch", told, cwd=folder)
+    return nursery.start(str(SCRIPT), "fetch", told, cwd=folder, failpoints=failpoints)
+
+
+def paused(nursery: Nursery, folder: Path, ref: TensorRef, **options: Any) -> tuple[Process, Path]:
+    """A process that fetches `large()` and stands still in the middle, and the file that lets it go on.
+
+    Each of its two connections has brought a part of the tensors; the first part of all is that of the head.
+    """
+    go = folder / "go"
+    process = fetching(nursery, folder, ref, f"pull.part=pause:{go}@2,3", what="large", **options)
+    wait_until(Path(f"{go}.reached").exists, "the first part of the tensors")
+    return process, go
 
 
 def said(process: Process, timeout_s: float = 30.0) -> str:

@@ -8,33 +8,27 @@ what is streamed; what is not is in the head.
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
-import socket
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from harness.proxy import Proxy
+from kit.peers import Peer
+from kit.requests import get, joined, post
 from kit.servers import new_server
-from object_world import PART, differences
+from kit.workflows import AnsweringSites
+from object_world import PART, SIZES, differences, manifest_of
 
 import atoll
-from atoll import Settings
-from atoll.blobs.manifest import Cuts
-from atoll.blobs.object_file import pack_object, write_object
-from atoll.blobs.payload_cut import MOST_INLINE_BYTES, ChunkSizes, Cut, cut_of
-from atoll.config import variable_of
+from atoll import Settings, TensorRef, resolve
 from atoll.errors import ConfigError, TransferStalled, UsageError
-from atoll.protocol import messages, routes
-from atoll.protocol import task_messages as tm
-from atoll.store.kept_objects import Kept, ObjectStore
-from atoll.tensors.lazy_tensors import LazyState, resolve
-from atoll.transport.object_server import nameless
 
 EIGHT = 8 * 2**20
+MOST_INLINE_BYTES = 15 * 2**20
 TORCH, NUMPY = 6 * PART, 3 * PART
 KEYS = ("workflow.tensor_part_bytes", "workflow.array_part_bytes")
 
@@ -54,96 +48,70 @@ def tree() -> dict[str, Any]:
     return {"t": torch.arange(TORCH // 4, dtype=torch.float32), "a": array, "again": [array], "lr": 0.5}
 
 
-def told(cuts: Cuts, inline: bool) -> tuple[int, int, bool]:
-    return cuts.part_bytes, cuts.nbytes - cuts.head_bytes, inline
+def told(message: dict[str, Any]) -> tuple[int, int, bool]:
+    """What a manifest, or the request to keep an object, says of its sizes."""
+    return message["part_bytes"], message["nbytes"] - message["head_bytes"], bool(message.get("inline"))
 
 
 def options(torch_size: int | None, numpy_size: int | None) -> dict[str, int]:
     return {key: size for key, size in zip(KEYS, (torch_size, numpy_size), strict=True) if size is not None}
 
 
-@contextmanager
-def echoing(folder: Path, settings: Settings, came: dict[str, Any]) -> Iterator[atoll.Server]:
-    """A server whose workflow sends the tree to site `a` and keeps what comes back."""
+def choose(monkeypatch: pytest.MonkeyPatch, *sizes: int | None) -> None:
+    """Set the variables of torch's size and of NumPy's, where there is one."""
+    for variable, size in zip(SIZES, sizes, strict=True):
+        if size is not None:
+            monkeypatch.setenv(variable, str(size))
+
+
+def both_ways(folder: Path, settings: Settings) -> list[tuple[int, int, bool]]:
+    """How the payload of a task and its answer travel; they must be the same bits."""
+    came: dict[str, Any] = {}
 
     def main(controller: Any) -> None:
         came["back"] = controller.send("a", "train", tree(), timeout_s=30).payload
 
     settings = settings.changed({"network.port": 0, "disk.state_dir": folder / "state"})
-    with atoll.Server(workflow=main, settings=settings) as server:
-        yield server
-
-
-def both_ways(folder: Path, settings: Settings, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, bool]]:
-    """How the payload of a task and its answer travel; they must be the same bits."""
-    came: dict[str, Any] = {}
-    found: list[tuple[int, int, bool]] = []
-    take = ObjectStore.take
-
-    def spy(store: ObjectStore, object_id: str, secret: str) -> tuple[Kept, int]:
-        kept, fd = take(store, object_id, secret)
-        found.append(told(kept.cuts, kept.inline))
-        return kept, fd
-
-    monkeypatch.setattr(ObjectStore, "take", spy)
-    with echoing(folder, settings, came) as server:
-        with atoll.tasks(server.url, "a") as worker:
-            http = worker._session.http
-            request = tm.TaskRequest(wait_s=20.0)
-            task = http.post(routes.TASKS, request, tm.TaskReply, timeout_s=30.0).task
-            assert task is not None
-            assert task.body.object is not None
-            http.secret = task.body.object.secret
-            path = routes.OBJECT.format(object=task.body.object.object)
-            manifest = http.get(path, messages.BlobManifest)
-            http.secret = ""
-            found.append(told(manifest.manifest().cuts, manifest.inline is not None))
-            worker.task("train")(lambda payload: payload)
-            worker.run()
-        server.run()  # once the site has left: it would be waited for
+    with atoll.Server(workflow=main, settings=settings) as server, Proxy(server.port) as proxy:
+        assert get(server.url, "/v1/run")[1]["idle_timeout_s"] == settings.network.idle_timeout_s
+        _, reply = post(server.url, "/v1/tasks", {"wait_s": 20.0}, joined(server.url, "a"))
+        key = reply["task"]["body"]["object"]
+        sent = told(manifest_of(TensorRef("127.0.0.1", server.port, False, **key)))
+        AnsweringSites(proxy.url, "a", {"train": lambda payload: payload}).join()
+        server.run()
     assert differences(tree(), came["back"]) == []
     assert came["back"]["a"] is came["back"]["again"][0]
-    return found
+    (answered,) = [json.loads(body) for line, body in proxy.posted if line.startswith("POST /v1/objects ")]
+    return [sent, told(answered)]
 
 
 @pytest.mark.covers("P13", "P2")
 @pytest.mark.parametrize("case", CASES)
-def test_a_task_and_its_answer_travel_as_is_set_and_the_bits_are_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
-) -> None:
+def test_a_task_and_its_answer_travel_as_is_set_and_the_bits_are_the_same(tmp_path: Path, case: str) -> None:
     torch_size, numpy_size, expected = CASES[case]
     settings = Settings.build(options(torch_size, numpy_size))
-    assert both_ways(tmp_path, settings, monkeypatch) == [expected, expected]
+    assert both_ways(tmp_path, settings) == [expected, expected]
 
 
 @pytest.mark.covers("P13")
 @pytest.mark.parametrize("source", ["file", "variable", "flag", "keyword"])
-def test_every_source_has_the_same_effect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str) -> None:
+def test_every_source_has_the_same_effect(tmp_path: Path, source: str) -> None:
     given = {**options(0, PART), "network.idle_timeout_s": 7.5}
     path = tmp_path / "run.toml"
     path.write_text("".join(f"{key} = {value}\n" for key, value in given.items()) if source == "file" else "")
-    environ = {variable_of(key): str(value) for key, value in given.items()} if source == "variable" else {}
+    variables = (*SIZES, "ATOLL_NETWORK__IDLE_TIMEOUT_S")
+    environ = dict(zip(variables, map(str, given.values()), strict=True)) if source == "variable" else {}
     flags = {key: str(value) for key, value in given.items()} if source == "flag" else {}
     settings = new_server(**given).settings if source == "keyword" else Settings.read(path, flags, environ)
-    seen: list[float] = []
-    monkeypatch.setattr("atoll.worker.tasks.answer_tasks.fetch", _noting(seen, atoll.objects.fetch))
-    assert both_ways(tmp_path, settings, monkeypatch) == [CASES["torch inline"][2]] * 2
-    assert seen == [7.5]
-
-
-def _noting(seen: list[float], fetch: Any) -> Any:
-    def noted(ref: Any, **more: Any) -> Any:
-        seen.append(more["idle_timeout_s"])
-        return fetch(ref, **more)
-
-    return noted
+    assert settings.network.idle_timeout_s == 7.5
+    assert both_ways(tmp_path, settings) == [CASES["torch inline"][2]] * 2
 
 
 @pytest.mark.covers("P13")
 def test_a_workers_own_environment_decides_for_its_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ATOLL_WORKFLOW__TENSOR_PART_BYTES", "0")
     monkeypatch.setenv("ATOLL_WORKFLOW__ARRAY_PART_BYTES", str(PART))
-    sent, answered = both_ways(tmp_path, Settings.build({}), monkeypatch)
+    sent, answered = both_ways(tmp_path, Settings.build({}))
     assert sent == CASES["default"][2]
     assert answered == CASES["torch inline"][2]
 
@@ -151,16 +119,14 @@ def test_a_workers_own_environment_decides_for_its_answers(tmp_path: Path, monke
 @pytest.mark.covers("P13", "P8")
 @pytest.mark.parametrize("case", CASES)
 def test_what_a_process_publishes_is_cut_as_its_environment_says(monkeypatch: pytest.MonkeyPatch, case: str) -> None:
-    torch_size, numpy_size, expected = CASES[case]
-    for key, size in options(torch_size, numpy_size).items():
-        monkeypatch.setenv(variable_of(key), str(size))
+    *sizes, expected = CASES[case]
+    choose(monkeypatch, *sizes)
     with atoll.objects.Publisher() as publisher:
         ref = publisher.publish(tree())
-        served = publisher._host._objects[ref.object]
-        assert told(served.manifest.cuts, served.inline) == expected
+        assert told(manifest_of(ref)) == expected
         assert differences(tree(), atoll.objects.fetch(ref)) == []
         chosen = publisher.publish(tree(), chunk_bytes=2 * PART)  # what is said counts more
-        assert publisher._host._objects[chosen.object].manifest.cuts.part_bytes == 2 * PART
+        assert manifest_of(chosen)["part_bytes"] == 2 * PART
 
 
 def every_kind() -> dict[str, Any]:
@@ -181,13 +147,11 @@ def every_kind() -> dict[str, Any]:
 def test_tensors_within_a_head_come_to_memory_to_disk_and_in_place(
     monkeypatch: pytest.MonkeyPatch, torch_size: int, numpy_size: int
 ) -> None:
-    for key, size in options(torch_size, numpy_size).items():
-        monkeypatch.setenv(variable_of(key), str(size))
+    choose(monkeypatch, torch_size, numpy_size)
     published = every_kind()
     ref = atoll.objects.publish(published)
     assert differences(published, atoll.objects.fetch(ref)) == []
     lazy = atoll.objects.fetch(ref, to_disk=True)
-    assert isinstance(lazy, LazyState)
     as_torch = {key: torch.as_tensor(value) for key, value in published.items()}
     assert differences(as_torch, resolve(lazy)) == []
     target = {key: torch.zeros_like(value) for key, value in as_torch.items()}
@@ -204,38 +168,36 @@ def test_what_is_too_large_to_go_inline_is_streamed_and_said(
     """15 MiB of tensors and what describes them are more than 15 MiB; 1,000 bytes less are not: 256 describe one of
     the two, and the text of the tree has less than 100 bytes."""
     large = {"w": torch.zeros(MOST_INLINE_BYTES, dtype=torch.uint8), "a": np.zeros(2)}
-    packed = pack_object(large)
-    assert cut_of(packed, ChunkSizes(0, PART)) == Cut(PART, too_large=MOST_INLINE_BYTES)
-    assert cut_of(packed, ChunkSizes(0, 0)) == Cut(EIGHT, too_large=MOST_INLINE_BYTES + 16)
-    fits = pack_object({"w": large["w"][:-1000], "a": large["a"]})
-    assert cut_of(fits, ChunkSizes(0, PART)) == Cut(PART, in_head=frozenset({0}))
-    monkeypatch.setenv("ATOLL_WORKFLOW__TENSOR_PART_BYTES", "0")
-    with caplog.at_level(logging.WARNING, "atoll"):
-        ref = atoll.objects.publish(large)
-    assert f"{MOST_INLINE_BYTES} bytes of tensors are too many to travel inline: they are streamed" in caplog.text
-    assert torch.equal(atoll.objects.fetch(ref)["w"], large["w"])
+    fits = {"w": large["w"][:-1000], "a": large["a"]}
+    with caplog.at_level(logging.WARNING, "atoll"), atoll.objects.Publisher() as publisher:
+        choose(monkeypatch, 0, PART)
+        assert told(manifest_of(publisher.publish(fits))) == (PART, 16, False)  # the array alone
+        assert "too many" not in caplog.text
+        ref = publisher.publish(large)
+        assert told(manifest_of(ref)) == (PART, MOST_INLINE_BYTES + 16, False)
+        assert f"{MOST_INLINE_BYTES} bytes of tensors are too many to travel inline: they are streamed" in caplog.text
+        assert torch.equal(atoll.objects.fetch(ref)["w"], large["w"])
+        choose(monkeypatch, 0, 0)
+        assert told(manifest_of(publisher.publish(large))) == (EIGHT, MOST_INLINE_BYTES + 16, False)
 
 
 @pytest.mark.covers("P13")
-def test_the_most_that_goes_inline_fits_into_one_answer() -> None:
+def test_the_most_that_goes_inline_fits_into_one_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     """10,000 tensors of 1 KiB are 9.8 MiB, what describes them (256 bytes each, and the tree's text) 3 MiB."""
-    tensors = {f"{index:05}": torch.zeros(1024, dtype=torch.uint8) for index in range(10_000)}
-    packed = pack_object(tensors)
-    cut = cut_of(packed, ChunkSizes(0, 0))
-    fd = nameless(None)
-    with open(fd, "rb"):
-        nbytes = write_object(packed, fd, cut).nbytes
-    assert cut.inline
-    assert nbytes <= routes.INLINE_BYTES
+    choose(monkeypatch, 0, 0)
+    ref = atoll.objects.publish({f"{index:05}": torch.zeros(1024, dtype=torch.uint8) for index in range(10_000)})
+    manifest = manifest_of(ref)
+    assert manifest["inline"]
+    assert manifest["nbytes"] <= 16 * 2**20
+    assert len(atoll.objects.fetch(ref)) == 10_000
 
 
 @pytest.mark.covers("P13", "X3")
-@pytest.mark.parametrize("key", KEYS)
+@pytest.mark.parametrize(("key", "variable"), list(zip(KEYS, SIZES, strict=True)))
 @pytest.mark.parametrize("value", ["-1", "1", "65535", "65600001", "16777280", "65568", "8 MiB", "1.5", ""])
 def test_a_size_that_cannot_be_is_refused_by_its_source(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str, value: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str, variable: str, value: str
 ) -> None:
-    variable = variable_of(key)
     with pytest.raises(ConfigError, match=rf"command line: {key} = "):
         Settings.read(None, {key: value}, {})
     monkeypatch.setenv(variable, value)
@@ -263,7 +225,6 @@ def test_the_idle_timeout_comes_from_the_environment_and_a_wrong_one_is_refused(
         with pytest.raises(ConfigError, match=r"ATOLL_NETWORK__IDLE_TIMEOUT_S: network\.idle_timeout_s = 'never'"):
             call()
     monkeypatch.setenv("ATOLL_NETWORK__IDLE_TIMEOUT_S", "0.2")
-    with socket.create_server(("127.0.0.1", 0)) as silent:  # takes connections, and says nothing
-        gone = dataclasses.replace(ref, port=silent.getsockname()[1])
-        with pytest.raises(TransferStalled, match=r"moved no byte for 0\.2 s"):
-            atoll.objects.fetch(gone)
+    silent = Peer(lambda _: peer.ended.wait(60))
+    with silent as peer, pytest.raises(TransferStalled, match=r"moved no byte for 0\.2 s"):
+        atoll.objects.fetch(dataclasses.replace(ref, port=peer.port))

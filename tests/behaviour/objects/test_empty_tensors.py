@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from kit import Threads, exported, serve
-from object_world import differences
+from kit import exported, serve
+from kit.workflows import play
+from object_world import PART, differences
+from object_world import SIZES as VARIABLES
 from torch import nn
 
 import atoll
 from atoll import resolve
-from atoll.config import variable_of
 from atoll.filters import Cast, NormClip
 from atoll.objects import Stream, register
 
-PART = 2**16
+KEYS = ("workflow.tensor_part_bytes", "workflow.array_part_bytes")
 SIZES = {
     "both streamed": (PART, PART),
     "torch inline": (0, PART),
@@ -99,44 +99,30 @@ def same(one: Any, other: Any) -> bool:
     return differences(one, other) == []
 
 
-def echo(url: str, **options: Any) -> None:
-    with atoll.tasks(url, "a", **options) as worker:
-        worker.task("echo")(lambda payload: payload)
-        worker.run()
+def echoed(folder: Path, sent: dict[str, Any], settings: dict[str, Any], **options: Any) -> dict[str, Any]:
+    """What comes back of payloads from a site that answers with what it was sent."""
+
+    def workflow(controller: Any) -> dict[str, Any]:
+        return {key: controller.send("a", "echo", payload, timeout_s=30).payload for key, payload in sent.items()}
+
+    came: dict[str, Any] = play(folder, workflow, {"echo": lambda payload: payload}, **settings, **options)
+    return came
 
 
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("streamed", [True, False], ids=["a streamed task", "another task"])
 def test_tasks_and_answers_carry_empty_tensors(tmp_path: Path, sizes: str, streamed: bool) -> None:
-    torch_size, numpy_size = SIZES[sizes]
     sent = payloads() | streams()
-    came: dict[str, Any] = {}
-
-    def main(controller: Any) -> None:
-        for key, payload in sent.items():
-            came[key] = controller.send("a", "echo", payload, timeout_s=30).payload
-
-    with atoll.Server(
-        workflow=main,
-        settings={
-            "disk.state_dir": tmp_path / "state",
-            "network.port": 0,
-            "workflow.streamed_tasks": ("echo",) if streamed else (),
-            "workflow.tensor_part_bytes": torch_size,
-            "workflow.array_part_bytes": numpy_size,
-        },
-    ) as server:
-        site = Threads(partial(echo, server.url))
-        server.run()
-        site.join()
+    settings = dict(zip(KEYS, SIZES[sizes], strict=True)) | {"workflow.streamed_tasks": ("echo",) if streamed else ()}
+    came = echoed(tmp_path, sent, settings)
     assert [key for key in sent if not same(sent[key], came[key])] == []
 
 
 @pytest.mark.parametrize("sizes", SIZES)
 def test_references_lead_to_empty_tensors(monkeypatch: pytest.MonkeyPatch, sizes: str, tmp_path: Path) -> None:
     """To memory, to disk as a whole and lazily, and in place."""
-    for key, size in zip(("tensor", "array"), SIZES[sizes], strict=True):
-        monkeypatch.setenv(variable_of(f"workflow.{key}_part_bytes"), str(size))
+    for variable, size in zip(VARIABLES, SIZES[sizes], strict=True):
+        monkeypatch.setenv(variable, str(size))
     with atoll.objects.Publisher() as publisher:
         for key, payload in (payloads() | streams()).items():
             ref = publisher.publish(payload)
@@ -169,29 +155,9 @@ def filled(value: Any) -> Any:
 def test_filters_pass_empty_tensors_on(tmp_path: Path) -> None:
     """At the server before a task, at the site before its answer, at the server behind it."""
     sent = payloads()
-    came: dict[str, Any] = {}
-
-    def main(controller: Any) -> None:
-        for key, payload in sent.items():
-            came[key] = controller.send("a", "echo", payload, timeout_s=30).payload
-
-    def chain() -> dict[str, list[Any]]:
-        return {"a": [NormClip(1e9), Cast("bf16")]}
-
-    with atoll.Server(
-        workflow=main,
-        settings={
-            "disk.state_dir": tmp_path / "state",
-            "network.port": 0,
-            "workflow.streamed_tasks": ("echo",),
-            "workflow.tensor_part_bytes": 0,
-        },
-        data_filters=chain(),
-        filters=chain(),
-    ) as server:
-        site = Threads(partial(echo, server.url, filters=[NormClip(1e9)]))
-        server.run()
-        site.join()
+    settings = {"workflow.streamed_tasks": ("echo",), KEYS[0]: 0}
+    chains = {key: {"a": [NormClip(1e9), Cast("bf16")]} for key in ("data_filters", "filters")}
+    came = echoed(tmp_path, sent, settings, options={"a": {"filters": [NormClip(1e9)]}}, **chains)
     assert [key for key in sent if described(sent[key]) != described(came[key])] == []
 
 

@@ -7,7 +7,6 @@ more. With two connections the 17 are asked for in runs of 17 // 4 = 4: 5 reques
 from __future__ import annotations
 
 import base64
-import contextlib
 import dataclasses
 import json
 import os
@@ -15,39 +14,39 @@ import re
 import signal
 import socket
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from urllib.error import HTTPError
+from urllib.request import urlopen
 
 import pytest
 import torch
 from blake3 import blake3
-from harness.processes import Nursery, Process, wait_until
+from harness.processes import Nursery, wait_until
 from harness.proxy import Fault, Proxy
-from object_world import PART, differences, fetching, flat, large, publishing, said
+from kit.peers import Connection, Peer, Request
+from kit.requests import begin_request
+from object_world import (
+    PART,
+    connections_at,
+    differences,
+    fetching,
+    flat,
+    large,
+    nameless_files,
+    paused,
+    publishing,
+    said,
+)
 
 import atoll
 from atoll import TensorRef
-from atoll.blobs.manifest import MOST_PARTS, Cuts, Manifest
-from atoll.blobs.object_file import Contents, write_object
-from atoll.blobs.payload_cut import Cut
-from atoll.errors import AuthError, BadRequest, Gone, PartCorrupt, TransferAborted, TransferStalled
-from atoll.posix import write_at
-from atoll.protocol import routes
-from atoll.protocol.messages import BlobManifest
-from atoll.tensors.payload import pack
-from atoll.transport import part_transfer
-from atoll.transport.object_server import ServedBlob, nameless
-from atoll.transport.part_connection import PartConnection
+from atoll.errors import AtollError, AuthError, BadRequest, Gone, PartCorrupt, TransferAborted, TransferStalled
 
 DATA = "GET .*/data"
 UNDISTURBED = 1 + 17
 """Requests for the part of the head and for those of the tensors."""
-
-
-def served(publisher: atoll.objects.Publisher, ref: TensorRef) -> ServedBlob:
-    return publisher._host._objects[ref.object]
 
 
 @pytest.mark.covers("P1", "P2")
@@ -85,67 +84,36 @@ def test_a_transfer_that_moves_no_byte_ends_by_the_idle_timeout() -> None:
             atoll.objects.fetch(dataclasses.replace(ref, port=proxy.port), idle_timeout_s=0.2)
 
 
-@contextmanager
-def silent() -> Iterator[tuple[int, list[socket.socket]]]:
-    """A port that takes connections and says nothing, and the connections that came."""
-    came: list[socket.socket] = []
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-
-        def accept() -> None:
-            with contextlib.suppress(OSError):
-                while True:
-                    came.append(listener.accept()[0])
-
-        thread = threading.Thread(target=accept)
-        thread.start()
-        try:
-            yield listener.getsockname()[1], came
-        finally:
-            listener.shutdown(socket.SHUT_RDWR)
-            thread.join()
-            for sock in came:
-                sock.close()
-
-
 @pytest.mark.covers("P5")
 def test_a_peer_that_never_answers_is_asked_once() -> None:
     ref = atoll.objects.publish(flat(), chunk_bytes=PART)
-    with silent() as (port, came):
+    with Peer(lambda _: peer.ended.wait(60)) as peer:
         with pytest.raises(TransferStalled, match=rf"{ref.object[:8]} .*moved no byte for 0\.2 s"):
-            atoll.objects.fetch(dataclasses.replace(ref, port=port), idle_timeout_s=0.2)
-        assert len(came) == 1
-    with silent() as (port, came):
+            atoll.objects.fetch(dataclasses.replace(ref, port=peer.port), idle_timeout_s=0.2)
+        assert len(peer.connections) == 1
         with pytest.raises(TransferStalled, match=r"moved no byte for 0\.2 s"):
-            atoll.objects.publish(flat(), server=f"http://127.0.0.1:{port}", idle_timeout_s=0.2)
-        assert len(came) == 1
+            atoll.objects.publish(flat(), server=peer.url, idle_timeout_s=0.2)
+        assert len(peer.connections) == 2
 
 
 @pytest.mark.covers("P5")
 def test_a_publisher_that_falls_silent_in_the_middle_is_not_asked_again_and_again(
-    nursery: Nursery, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    nursery: Nursery, tmp_path: Path
 ) -> None:
     """It is stopped, not killed: connections stay, new ones are taken. Of the two that stand still, the first one may
     be tried again, as the other has moved later; and either may have had the end of a run in its buffer before."""
     publisher, ref = publishing(nursery, tmp_path, "large")
-    arrived: list[str] = []
-    asked: list[str] = []
-    get = PartConnection.get
+    asked: list[int] = []
 
-    def stop(name: str) -> None:
-        arrived.append(name)
-        if len(arrived) == 2:  # the first part is that of the head
-            os.kill(publisher.pid, signal.SIGSTOP)
+    def stop() -> None:
+        os.kill(publisher.pid, signal.SIGSTOP)
+        asked.append(proxy.count(DATA))
 
-    def spy(lane: PartConnection, path: str, *given: Any) -> Any:
-        if len(arrived) >= 2 and ref.object in path:  # a worker that another test left behind may ask for others
-            asked.append(path)
-        return get(lane, path, *given)
-
-    monkeypatch.setattr(part_transfer, "failpoint", stop)
-    monkeypatch.setattr(PartConnection, "get", spy)
-    with pytest.raises(TransferStalled, match=rf"{ref.object[:8]} .*moved no byte for 0\.5 s"):
-        atoll.objects.fetch(ref, idle_timeout_s=0.5, to_disk=tmp_path)
-    assert len(asked) <= 3  # four attempts each would be 6 more at least
+    with Proxy(ref.port) as proxy:
+        proxy.faults.append(Fault(DATA, "down", at=2**20, action="stall", wait=stop))  # the head is smaller
+        with pytest.raises(TransferStalled, match=rf"{ref.object[:8]} .*moved no byte for 0\.5 s"):
+            atoll.objects.fetch(dataclasses.replace(ref, port=proxy.port), idle_timeout_s=0.5, to_disk=tmp_path)
+        assert proxy.count(DATA) - asked[0] <= 3  # four attempts each would be 6 more at least
     publisher.kill()
 
 
@@ -167,37 +135,28 @@ def test_an_abort_ends_a_transfer_that_stands_still(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def paused(nursery: Nursery, folder: Path, ref: TensorRef, **options: Any) -> tuple[Process, Path]:
-    """A process that fetches `large()` and stands still in the middle, and the file that lets it go on."""
-    go = folder / "go"
-    process = fetching(nursery, folder, ref, what="large", hold=str(go), **options)
-    wait_until(Path(f"{go}.reached").exists, "the first part of the tensors")
-    return process, go
-
-
 @pytest.mark.covers("P5")
 def test_a_receivers_abort_ends_the_sending_too(nursery: Nursery, tmp_path: Path) -> None:
     with atoll.objects.Publisher() as publisher:
         ref = publisher.publish(large(), chunk_bytes=16 * 2**20)
         process, go = paused(nursery, tmp_path, ref, abort=str(tmp_path / "abort"))
-        assert served(publisher, ref).readers > 0
+        assert connections_at(ref.port) >= 2
         (tmp_path / "abort").touch()
-        wait_until(lambda: not served(publisher, ref).readers, "the end of the sending")
+        wait_until(lambda: not connections_at(ref.port), "the end of the sending")
         go.touch()
         assert said(process).startswith("TransferAborted")
 
 
 @pytest.mark.covers("P5")
 def test_withdrawing_ends_the_receiving_too(nursery: Nursery, tmp_path: Path) -> None:
-    with atoll.objects.Publisher() as publisher:
+    with atoll.objects.Publisher(folder=tmp_path) as publisher:
         ref = publisher.publish(large(), chunk_bytes=16 * 2**20)
         process, go = paused(nursery, tmp_path, ref)
-        held = served(publisher, ref)
-        assert held.readers > 0
+        assert nameless_files(tmp_path) == 1
         assert publisher.withdraw(ref)
         go.touch()
         assert re.match(rf"Gone: Reference {ref.object[:8]} .*withdrawn", said(process))
-        wait_until(lambda: held.fd == -1, "the end of its file")
+        wait_until(lambda: not nameless_files(tmp_path), "the end of its file")
 
 
 @pytest.mark.covers("P5", "X3")
@@ -212,23 +171,19 @@ def test_a_publisher_killed_in_the_middle_is_named(nursery: Nursery, tmp_path: P
 
 
 @pytest.mark.covers("P3", "T3")
-def test_stalled_receivers_hold_up_no_others() -> None:
+def test_stalled_receivers_hold_up_no_others(tmp_path: Path) -> None:
     big = {"w": torch.arange(2**23, dtype=torch.int32)}  # 32 MiB: more than sockets hold
-    with atoll.objects.Publisher(idle_timeout_s=0.5) as publisher:
+    with atoll.objects.Publisher(idle_timeout_s=0.5, folder=tmp_path) as publisher:
         ref = publisher.publish(big)
-        path = routes.OBJECT_DATA.format(object=ref.object)
-        stalled = [socket.create_connection(("127.0.0.1", ref.port), timeout=20) for _ in range(12)]
-        try:
-            for sock in stalled:  # three times as many as the publisher has threads; they read nothing
-                sock.sendall(
-                    f"GET {path} HTTP/1.1\r\nHost: localhost\r\n{routes.SECRET_HEADER}: {ref.secret}\r\n\r\n".encode()
-                )
-            wait_until(lambda: served(publisher, ref).readers == 12, "all of them")
+        line = f"GET /v1/objects/{ref.object}/data"
+        stalled = [begin_request(ref.port, line, Atoll_Secret=ref.secret) for _ in range(12)]
+        try:  # three times as many as the publisher has threads
+            for sock in stalled:
+                assert sock.recv(1, socket.MSG_PEEK)  # it is being sent; no more of it is read
             assert torch.equal(atoll.objects.fetch(ref)["w"], big["w"])
-            wait_until(lambda: not served(publisher, ref).readers, "the end of those that stand still")
-            held = served(publisher, ref)
+            wait_until(lambda: not connections_at(ref.port), "the end of those that stand still")
             publisher.withdraw(ref)
-            assert held.fd == -1
+            assert nameless_files(tmp_path) == 0
         finally:
             for sock in stalled:
                 sock.close()
@@ -237,52 +192,36 @@ def test_stalled_receivers_hold_up_no_others() -> None:
 # -- what is not what it should be
 
 
-def sound() -> tuple[Manifest, bytes]:
-    """A manifest and all bytes of its object."""
-    fd = nameless(None)
-    with open(fd, "rb") as file:
-        packed = pack({"a": torch.arange(4.0), "b": torch.arange(3, dtype=torch.int8)})
-        return write_object(packed, fd, Cut(PART)), file.read()
+OBJECT, SECRET = "1" * 32, "2" * 32
 
 
-def checked(body: bytes, wanted_id: str) -> None:
-    """What a receiver asks of the manifest in an answer."""
-    manifest = BlobManifest.read(body, "Object x").manifest()
-    manifest.require_object("Object x")
-    manifest.require_id(wanted_id, "Object x")
-
-
-@pytest.mark.covers("D3")
-@pytest.mark.parametrize("case", ["json", "list", "field", "text", "huge_part", "head", "count", "parts", "other"])
-def test_a_manifest_that_is_none_is_refused(case: str) -> None:
-    manifest, _ = sound()
-    told = json.loads(BlobManifest.of(manifest).model_dump_json())
-    change: dict[str, Callable[[], object]] = {
-        "json": lambda: None,
-        "list": lambda: None,
-        "field": lambda: told.update(extra=1),
-        "text": lambda: told.update(nbytes="12"),
-        "huge_part": lambda: told.update(part_bytes=2**40),
-        "head": lambda: told.update(head_bytes=2**30),
-        "count": lambda: told["part_digests"].append("0" * 64),
-        "parts": lambda: told.update(nbytes=PART * (MOST_PARTS + 2)),
-        "other": lambda: told["part_digests"].reverse(),
+def manifest(head_bytes: int, data: bytes) -> dict[str, Any]:
+    """That of an object with this head, and these bytes in all."""
+    borders = [*range(0, head_bytes, PART), *range(head_bytes, len(data), PART), len(data)]
+    return {
+        "head_bytes": head_bytes,
+        "nbytes": len(data),
+        "part_bytes": PART,
+        "layout_digest": blake3(f"{head_bytes} {len(data)} {PART}".encode()).hexdigest(),
+        "part_digests": [blake3(data[start:stop]).hexdigest() for start, stop in pairwise(borders)],
     }
-    change[case]()
-    body = {"json": b"<html>", "list": b"[]"}.get(case, json.dumps(told).encode())
-    with pytest.raises(PartCorrupt if case == "other" else BadRequest, match="Object x"):
-        checked(body, manifest.id)
 
 
-@pytest.mark.covers("D3")
-def test_damaged_bytes_within_a_manifest_are_refused() -> None:
-    manifest, data = sound()
-    for wrong, error in ((data[:-1], BadRequest), (data[:-1] + b"\xff", PartCorrupt)):
-        with pytest.raises(error):
-            BlobManifest.of(manifest, wrong).inline_bytes(manifest, "Object x")
-    told = BlobManifest.of(manifest).model_copy(update={"inline": "!" + base64.b64encode(data).decode()})
-    with pytest.raises(BadRequest, match="base64"):
-        told.inline_bytes(manifest, "Object x")
+def fetched(told: Any, data: bytes, digest: str) -> Any:
+    """What comes of a reference to a publisher that answers with this manifest and these bytes."""
+
+    def answer(connection: Connection, request: Request) -> None:
+        if request.path.endswith("/data"):
+            connection.answer(206, data[request.range])
+        else:
+            connection.answer(200, told if isinstance(told, bytes) else json.dumps(told).encode())
+
+    with Peer.answering(answer) as peer:
+        return atoll.objects.fetch(TensorRef("127.0.0.1", peer.port, False, OBJECT, SECRET, digest, 2**31))
+
+
+def id_of(told: dict[str, Any]) -> str:
+    return blake3(bytes.fromhex(told["layout_digest"] + "".join(told["part_digests"]))).hexdigest()
 
 
 def head_of(table: object, payload: object, *, raw: bytes | None = None) -> bytes:
@@ -335,42 +274,66 @@ HOSTILE: dict[str, bytes] = {
 }
 
 
+HEAD = head_of(ONE, FITS)
+DATA_OF_ONE = HEAD + torch.arange(2.0).numpy().tobytes()
+SOUND = manifest(len(HEAD), DATA_OF_ONE)
+
+
+@pytest.mark.covers("D3")
+@pytest.mark.parametrize(
+    ("told", "error"),
+    [
+        (b"<html>", BadRequest),
+        (b"[]", BadRequest),
+        (SOUND | {"extra": 1}, BadRequest),
+        (SOUND | {"nbytes": "12"}, BadRequest),
+        (SOUND | {"part_bytes": 2**40}, BadRequest),
+        (SOUND | {"head_bytes": 2**30}, BadRequest),
+        (SOUND | {"part_digests": [*SOUND["part_digests"], "0" * 64]}, BadRequest),
+        (SOUND | {"nbytes": PART * 400_002}, BadRequest),
+        (SOUND | {"part_digests": SOUND["part_digests"][::-1]}, PartCorrupt),
+        (SOUND | {"inline": base64.b64encode(DATA_OF_ONE[:-1]).decode()}, BadRequest),
+        (SOUND | {"inline": base64.b64encode(DATA_OF_ONE[:-1] + b"\xff").decode()}, PartCorrupt),
+        (SOUND | {"inline": "!" + base64.b64encode(DATA_OF_ONE).decode()}, BadRequest),
+    ],
+    ids=[
+        *("json", "list", "field", "text", "huge part", "head", "count", "parts", "other"),
+        *("inline short", "inline damaged", "inline no base64"),
+    ],
+)
+def test_a_manifest_that_is_none_is_refused(told: Any, error: type[AtollError]) -> None:
+    assert fetched(SOUND, DATA_OF_ONE, id_of(SOUND))["a"].tolist() == [0.0, 1.0]
+    with pytest.raises(error, match=OBJECT[:8]):
+        fetched(told, DATA_OF_ONE, id_of(SOUND))
+
+
 @pytest.mark.covers("D3")
 @pytest.mark.parametrize("case", HOSTILE)
 def test_a_hostile_head_is_refused_by_name_before_memory_is_taken(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    head = HOSTILE[case]
-    data = head + bytes(8)
-    cuts = Cuts(len(head), len(data), PART)
-    fd = nameless(None)
-    write_at(fd, data, 0)
-    digests = tuple(blake3(data[part.start : part.stop]).digest() for part in cuts.parts())
-    manifest = Manifest.of_cuts(cuts, digests)
-    with atoll.objects.Publisher() as publisher:
-        ref = publisher.publish({})
-        publisher._host._objects[ref.object] = dataclasses.replace(served(publisher, ref), manifest=manifest, fd=fd)
-        made: list[object] = []
-        monkeypatch.setattr(torch, "empty", lambda *shape, **_: made.append(shape))
-        with pytest.raises(BadRequest, match=ref.object[:8]):
-            atoll.objects.fetch(dataclasses.replace(ref, digest=manifest.id))
-        assert made == []
+    data = HOSTILE[case] + bytes(8)
+    told = manifest(len(HOSTILE[case]), data)
+    made: list[object] = []
+    monkeypatch.setattr(torch, "empty", lambda *shape, **_: made.append(shape))
+    with pytest.raises(BadRequest, match=OBJECT[:8]):
+        fetched(told, data, id_of(told))
+    assert made == []
 
 
 @pytest.mark.covers("D3")
-def test_a_head_that_is_not_as_long_as_its_manifest_says_is_refused() -> None:
-    head = head_of(ONE, FITS)
-    assert Contents.read(head, Cuts(len(head), len(head) + 8, PART), "Object x").names == ("a",)
-    for cuts in (Cuts(len(head) + 64, len(head) + 72, PART), Cuts(len(head), len(head) + 9, PART)):
-        with pytest.raises(BadRequest, match="Object x"):
-            Contents.read(head + bytes(64), cuts, "Object x")
+@pytest.mark.parametrize(("head_bytes", "more"), [(64, 64), (0, 1)], ids=["head", "tensors"])
+def test_a_head_that_is_not_as_long_as_its_manifest_says_is_refused(head_bytes: int, more: int) -> None:
+    data = DATA_OF_ONE + bytes(more)
+    told = manifest(len(HEAD) + head_bytes, data)
+    with pytest.raises(BadRequest, match=OBJECT[:8]):
+        fetched(told, data, id_of(told))
 
 
 @pytest.mark.covers("P1")
 def test_a_publisher_refuses_what_it_does_not_publish() -> None:
     with atoll.objects.Publisher() as publisher:
         ref = publisher.publish({})
-        with socket.create_connection(("127.0.0.1", publisher.port), timeout=20) as raw:
-            raw.sendall(b"GET /v1/run HTTP/1.1\r\nHost: localhost\r\n\r\n")
-            assert raw.recv(100).startswith(b"HTTP/1.1 404 ")
+        with pytest.raises(HTTPError, match="404"):
+            urlopen(f"http://127.0.0.1:{publisher.port}/v1/run")
         with pytest.raises(AuthError):
             publisher.withdraw(dataclasses.replace(ref, secret="0" * 32))
         assert not publisher.withdraw(dataclasses.replace(ref, object="0" * 32))

@@ -8,10 +8,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-import socket
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,40 +21,32 @@ import torch
 from blake3 import blake3
 from harness.processes import Nursery, free_port, wait_until
 from harness.proxy import Fault, Proxy
-from kit.servers import new_server
-from object_world import PART, SCRIPT, differences, fetching, flat, said
+from kit.peers import Connection, Peer, Request
+from kit.requests import post, send
+from kit.servers import plain_server
+from object_world import PART, SCRIPT, differences, fetching, flat, manifest_of, paused, said
 from safetensors.torch import load_file, save_file
 from torch import nn
 
 import atoll
 from atoll import TensorRef
-from atoll.blobs.manifest import Cuts, Manifest
 from atoll.errors import (
     AtollError,
     AuthError,
     BadRequest,
     Busy,
-    Conflict,
     DiskFull,
     Gone,
-    PartCorrupt,
     TransferAborted,
     TransferError,
 )
-from atoll.protocol import messages, routes
-from atoll.transport.http_client import Http
-from atoll.transport.part_transfer import HttpTransfer
 
 PUT = "PUT .*/parts/5 "
 
 
 def serve(folder: Path, **options: Any) -> atoll.Server:
     """A server whose only work is to keep objects."""
-    return new_server(
-        nn.Linear(2, 2),
-        **{"algorithm.name": "fedavg"},
-        **{"network.port": 0, "disk.state_dir": folder / "state", **options},
-    )
+    return plain_server(folder, nn.Linear(2, 2), **options)
 
 
 def files(folder: Path) -> list[str]:
@@ -166,12 +159,9 @@ def test_an_upload_that_was_told_to_stop_leaves_nothing(tmp_path: Path) -> None:
 @pytest.mark.covers("D4", "P3")
 def test_an_upload_of_which_nothing_comes_any_more_is_removed(tmp_path: Path) -> None:
     with serve(tmp_path, **{"network.idle_timeout_s": 0.3}) as server:
-        http = Http(server.url)
-        opening = messages.ObjectOpen(head_bytes=64, nbytes=128, part_bytes=PART, expires_s=1000.0)
-        http.post(routes.OBJECTS, opening, messages.ObjectOpened)
+        assert opened(server, 64, 128)[0] == 200
         assert files(tmp_path) == [".part"]
         wait_until(lambda: not files(tmp_path), "its end")
-        http.close()
 
 
 @pytest.mark.covers("P1", "P2")
@@ -218,80 +208,75 @@ def test_publishing_needs_the_token_and_fetching_the_reference_alone(
             foreign = dataclasses.replace(ref, **{field: "0" * 32})
             with pytest.raises((AuthError, Gone), match=foreign.object[:8]):
                 atoll.objects.fetch(foreign)
-            http = Http(server.url)
-            http.secret = foreign.secret
-            with pytest.raises((AuthError, Gone)):
-                http.delete(routes.OBJECT.format(object=foreign.object))
+            with suppress(AuthError):
+                assert not atoll.objects.withdraw(foreign)
         assert differences(flat(), atoll.objects.fetch(ref)) == []
 
 
 @pytest.mark.covers("X2")
 def test_a_token_does_not_go_where_somebodys_reference_leads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ATOLL_TOKEN", "the-token-of-the-run")
-    came = bytearray()
-    with socket.create_server(("127.0.0.1", 0)) as listener:
 
-        def answer() -> None:
-            client, _ = listener.accept()
-            with client:
-                while b"\r\n\r\n" not in came:
-                    came.extend(client.recv(4096))
-                client.sendall(b"HTTP/1.1 410 Gone\r\nContent-Length: 0\r\n\r\n")
+    def answer(connection: Connection, _: Request) -> None:
+        connection.answer(410)
 
-        thread = threading.Thread(target=answer)
-        thread.start()
-        port = listener.getsockname()[1]
-        ref = TensorRef("127.0.0.1", port, False, "1" * 32, "2" * 32, "3" * 64, 1)
-        with pytest.raises(AtollError):
-            atoll.objects.fetch(ref)
-        thread.join()
-    assert f"{routes.SECRET_HEADER}: {'2' * 32}".encode() in came
-    assert b"token" not in came
+    with Peer.answering(answer) as peer, pytest.raises(AtollError):
+        atoll.objects.fetch(TensorRef("127.0.0.1", peer.port, False, "1" * 32, "2" * 32, "3" * 64, 1))
+    (request,) = peer.requests
+    assert request.headers["atoll-secret"] == "2" * 32
+    assert not any("token" in text for text in (*request.headers, *request.headers.values()))
 
 
-def opened(server: atoll.Server, cuts: Cuts) -> tuple[Http, str]:
-    """An object that takes parts, and who may send them."""
-    http = Http(server.url)
-    message = messages.ObjectOpen(
-        head_bytes=cuts.head_bytes, nbytes=cuts.nbytes, part_bytes=cuts.part_bytes, expires_s=100.0
-    )
-    answer = http.post(routes.OBJECTS, message, messages.ObjectOpened)
-    http.secret = answer.secret
-    return http, answer.object
+def opened(server: atoll.Server, head_bytes: int, nbytes: int, part_bytes: int = PART) -> tuple[int, dict[str, Any]]:
+    """Ask for room for an object; status and body of the answer."""
+    sizes = {"head_bytes": head_bytes, "nbytes": nbytes, "part_bytes": part_bytes}
+    return post(server.url, "/v1/objects", {**sizes, "expires_s": 100.0})
 
 
 @pytest.mark.covers("P1", "X3")
 def test_an_object_is_complete_with_all_its_parts_or_not_at_all(tmp_path: Path) -> None:
-    cuts = Cuts(64, 64 + 100, PART)
+    """Two parts: a head of 64 bytes, and 100 bytes. Its digest is one of its sizes and of both parts' digests."""
     data = bytes(range(164))
-    source = tmp_path / "source"
-    source.write_bytes(data)
-    digests = [blake3(data[:64]).digest(), blake3(data[64:]).digest()]
-    with serve(tmp_path) as server, source.open("rb") as file:
-        http, object_id = opened(server, cuts)
-        parts, path_of = HttpTransfer(http, 1, 10.0), routes.parts_of_object(object_id)
-        complete = routes.OBJECT_COMPLETE.format(object=object_id)
-        whole = messages.ObjectComplete(digest=Manifest.of_cuts(cuts, digests).id)
-        parts.push(path_of, file.fileno(), cuts.parts()[:1], digests)
-        with pytest.raises(Conflict, match="lacks 1 of 2 parts"):
-            http.send(complete, whole)
-        with pytest.raises(Conflict, match="has not arrived yet"):
-            http.get(routes.OBJECT.format(object=object_id), messages.BlobManifest)
-        with pytest.raises(PartCorrupt):
-            parts.push(path_of, file.fileno(), cuts.parts()[1:], digests[:1] * 2)  # another digest than its own
-        with pytest.raises(Conflict, match="lacks 1"):
-            http.send(complete, whole)
-        parts.push(path_of, file.fileno(), cuts.parts()[1:], digests)
-        with pytest.raises(Conflict, match="do not make up its digest"):
-            http.send(complete, messages.ObjectComplete(digest="0" * 64))
-        http.send(complete, whole)
-        http.send(complete, whole)  # the answer may have been lost
-        with pytest.raises(Conflict, match="is complete"):
-            parts.push(path_of, file.fileno(), cuts.parts()[1:], digests)
-        told = http.get(routes.OBJECT.format(object=object_id), messages.BlobManifest)
-        assert told.part_digests == [digest.hex() for digest in digests]
-        parts.close()
-        http.close()
+    parts = [data[:64], data[64:]]
+    digests = [blake3(part).digest() for part in parts]
+    whole = blake3(blake3(f"64 164 {PART}".encode()).digest() + b"".join(digests)).hexdigest()
+    with serve(tmp_path) as server:
+        status, place = opened(server, 64, 164)
+        assert status == 200
+
+        def ask(method: str, path: str = "", body: bytes | None = None) -> tuple[int, str]:
+            """Status, and the message of a refusal."""
+            path = f"/v1/objects/{place['object']}{path}"
+            status, reply = send(server.url, method, path, body, secret=place["secret"])
+            return status, reply.get("message", "")
+
+        def put(index: int, digest: bytes) -> tuple[int, str]:
+            return ask("PUT", f"/parts/{index}", parts[index] + digest)
+
+        def complete(digest: str = whole) -> tuple[int, str]:
+            return ask("POST", "/complete", json.dumps({"digest": digest}).encode())
+
+        def refused(answer: tuple[int, str], words: str) -> bool:
+            return answer[0] == 409 and words in answer[1]
+
+        assert put(0, digests[0])[0] == 204
+        assert refused(complete(), "lacks 1 of 2 parts")
+        assert refused(ask("GET"), "has not arrived yet")
+        assert put(1, digests[0])[0] == 422  # another digest than its own
+        assert refused(complete(), "lacks 1")
+        assert put(1, digests[1])[0] == 204
+        assert refused(complete("0" * 64), "do not make up its digest")
+        for _ in range(2):  # the answer may have been lost
+            assert complete()[0] == 204
+        assert refused(put(1, digests[1]), "is complete")
+        ref = TensorRef("127.0.0.1", server.port, False, place["object"], place["secret"], whole, 0)
+        assert manifest_of(ref)["part_digests"] == [digest.hex() for digest in digests]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[atoll.Server]:
+    with serve(tmp_path_factory.mktemp("sizes")) as server:
+        yield server
 
 
 @pytest.mark.covers("D3")
@@ -300,20 +285,18 @@ def test_an_object_is_complete_with_all_its_parts_or_not_at_all(tmp_path: Path) 
     [(63, 128, PART), (64, 63, PART), (64, 128, 2**15), (64, 128, 2**25), (64, 2**50, PART), (2**27, 2**28, PART)],
 )
 def test_sizes_that_no_object_has_are_refused_before_a_file_is_made(
-    tmp_path: Path, sizes: tuple[int, int, int]
+    server: atoll.Server, sizes: tuple[int, int, int]
 ) -> None:
-    with serve(tmp_path) as server, pytest.raises(BadRequest, match="The object"):
-        opened(server, Cuts(*sizes))
-    assert files(tmp_path) == []
+    status, reply = opened(server, *sizes)
+    assert (status, "The object" in reply["message"]) == (400, True)
+    assert files(server.settings.disk.state_dir.parent) == []
 
 
 @pytest.mark.covers("P5", "D4")
 def test_withdrawing_breaks_off_pulls_from_the_server(nursery: Nursery, tmp_path: Path) -> None:
     with serve(tmp_path) as server:
         ref = atoll.objects.publish({"w": torch.zeros(2**25)}, server=server.url)
-        go = tmp_path / "go"
-        process = fetching(nursery, tmp_path, ref, what="large", hold=str(go))
-        wait_until(Path(f"{go}.reached").exists, "the first part of the tensors")
+        process, go = paused(nursery, tmp_path, ref)
         assert atoll.objects.withdraw(ref)
         assert files(tmp_path) == []
         go.touch()

@@ -5,6 +5,7 @@ The network stands still in all of these; what a thread that was left behind wou
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -17,6 +18,7 @@ from pathlib import Path
 
 import pytest
 from harness.processes import wait_until
+from kit.peers import Connection, Peer
 
 from atoll.codecs import NoneCodec
 from atoll.errors import UsageError
@@ -43,39 +45,24 @@ class StandingStill:
         self.nbytes = 0  # of all connections
         self._lock = threading.Lock()
         self.connections: list[socket.socket] = []
-        self._listener = socket.socket()
-        self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**16)
-        self._listener.bind(("127.0.0.1", 0))
-        self._listener.listen()
-        self.port = self._listener.getsockname()[1]
-        self._threads = [threading.Thread(target=self._accept, daemon=True)]
-        self._threads[0].start()
+        self.port = 0
 
-    def _accept(self) -> None:
-        while True:
-            try:
-                connection, _ = self._listener.accept()
-            except OSError:
-                return
-            self._threads.append(threading.Thread(target=self._read, args=(connection,), daemon=True))
-            self._threads[-1].start()
+    def read(self, connection: Connection) -> None:
+        sock, got = connection.sock, bytearray()
 
-    def _read(self, connection: socket.socket) -> None:
-        with connection:
-            got = bytearray(connection.recv(1000))
+        def take(data: bytes) -> bool:
+            got.extend(data)
             with self._lock:
-                self.nbytes += len(got)
-            self.connections.append(connection)
-            self.go.wait(60.0)
-            connection.settimeout(60.0)
-            try:
-                while data := connection.recv(2**20):
-                    got += data
-                    with self._lock:
-                        self.nbytes += len(data)
-            except OSError:
+                self.nbytes += len(data)
+            return bool(data)
+
+        take(sock.recv(1000))
+        self.connections.append(sock)
+        self.go.wait(60.0)
+        with contextlib.suppress(OSError):
+            while take(sock.recv(2**20)):
                 pass
-            self.received.append(bytes(got))
+        self.received.append(bytes(got))
 
     @property
     def accepted(self) -> int:
@@ -88,19 +75,14 @@ class StandingStill:
         wait_until(lambda: len(self.received) == self.accepted, "the end of every connection")
         return self.received
 
-    def close(self) -> None:
-        self.go.set()
-        self._listener.shutdown(socket.SHUT_RDWR)  # wakes `accept`
-        self._listener.close()
-        for thread in self._threads:
-            thread.join()
-
 
 @pytest.fixture
 def peer() -> Iterator[StandingStill]:
-    peer = StandingStill()
-    yield peer
-    peer.close()
+    standing = StandingStill()
+    with Peer(standing.read, receive_bytes=2**16) as peer:
+        standing.port = peer.port
+        yield standing
+        standing.go.set()
 
 
 @pytest.fixture

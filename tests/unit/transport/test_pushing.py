@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import os
 import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 from blake3 import blake3
 from harness.processes import wait_until
+from kit.peers import Connection, Peer, Request
 
 from atoll.codecs import NoneCodec
 from atoll.errors import AtollError, PartCorrupt, TicketClosed
-from atoll.protocol import messages
 from atoll.tensors.layout import Layout, Part, update_layout
 from atoll.tensors.schema import TensorSpec
 from atoll.transport.http_client import Http
@@ -27,53 +27,35 @@ PARTS = 6
 LAYOUT: Layout = update_layout([TensorSpec("w", "F32", (PARTS * 4096,))], lambda spec: NoneCodec(), 4096 * 4)
 
 
-class Receiver(ThreadingHTTPServer):
+class Receiver:
     """Takes parts; `answers` has what it says to a part beside yes, one after the other."""
 
-    daemon_threads = True
-
     def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), Handler)
         self.bodies: dict[int, list[bytes]] = {}
         self.answers: dict[int, list[AtollError]] = {}
         self.open = threading.Event()
         self.open.set()
+        self.url = ""
 
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_address[1]}"
-
-
-class Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-    server: Receiver
-
-    def do_PUT(self) -> None:
-        part = int(self.path.rpartition("/")[2])
-        body = self.rfile.read(int(self.headers["Content-Length"]))
-        self.server.bodies.setdefault(part, []).append(body)
-        self.server.open.wait(10.0)
-        errors = self.server.answers.get(part)
-        error = errors.pop(0) if errors else None
-        said = messages.Problem(code=error.code, message=str(error)).model_dump_json().encode() if error else b"{}"
-        self.send_response(409 if error else 200)
-        self.send_header("Content-Length", str(len(said)))
-        self.end_headers()
-        self.wfile.write(said)
-
-    def log_message(self, *_: object) -> None:
-        pass
+    def answer(self, connection: Connection, request: Request) -> None:
+        part = int(request.path.rpartition("/")[2])
+        self.bodies.setdefault(part, []).append(connection.body(request))
+        self.open.wait(10.0)
+        errors = self.answers.get(part)
+        if errors:
+            error = errors.pop(0)
+            connection.answer(409, json.dumps({"code": error.code, "message": str(error)}).encode())
+        else:
+            connection.answer(200, b"{}")
 
 
 @pytest.fixture
 def receiver() -> Iterator[Receiver]:
-    with Receiver() as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-        thread.start()
-        yield server
-        server.open.set()
-        server.shutdown()
-        thread.join()
+    receiver = Receiver()
+    with Peer.answering(receiver.answer) as peer:
+        receiver.url = peer.url
+        yield receiver
+        receiver.open.set()
 
 
 class Writer:

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from blake3 import blake3
+from kit.peers import Connection, Peer, Request
 
 from atoll.errors import TransferStalled
 from atoll.tensors.layout import Part
@@ -25,62 +26,32 @@ PARTS = [Part(0, 0, PART, ()), Part(1, PART, 2 * PART, ())]
 DIGESTS = [blake3(DATA[part.start : part.stop]).digest() for part in PARTS]
 
 
-class Peer(ThreadingHTTPServer):
-    """Says nothing to the first request, brings the second one slowly until a third comes; or says nothing at all."""
-
-    daemon_threads = True
-
-    def __init__(self, *, moves: bool) -> None:
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.moves = moves
-        self.lock, self.requests = threading.Lock(), 0
-        self.third, self.ended = threading.Event(), threading.Event()
+def says_nothing() -> Peer:
+    """It reads the head of each request, and nothing else."""
+    peer: Peer = Peer.answering(lambda *_: peer.ended.wait(60))
+    return peer
 
 
-class Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-    server: Peer
+def moves_slowly() -> Peer:
+    """Says nothing to the first request, and brings the second one slowly until a third comes."""
+    third = threading.Event()
 
-    def do_GET(self) -> None:
-        with self.server.lock:
-            self.server.requests += 1
-            number = self.server.requests
-        if number == 1 or not self.server.moves:
-            self.server.ended.wait(60)
-            self.close_connection = True
+    def answer(connection: Connection, request: Request) -> None:
+        number = len(peer.requests)
+        if number == 1:
+            peer.ended.wait(60)
             return
-        first, last = (int(text) for text in self.headers["Range"].removeprefix("bytes=").split("-"))
-        body = DATA[first : last + 1]
-        self.send_response(206)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        at = 0
+        body, at = DATA[request.range], 0
+        connection.answer(206, nbytes=len(body))
         if number > 2:
-            self.server.third.set()
-        while at < PART and not self.server.third.wait(0.1):
-            self.wfile.write(body[at : at + RUN])
+            third.set()
+        while at < PART and not third.wait(0.1):
+            connection.sock.sendall(body[at : at + RUN])
             at += RUN
-        self.wfile.write(body[at:])
+        connection.sock.sendall(body[at:])
 
-    def do_PUT(self) -> None:
-        with self.server.lock:
-            self.server.requests += 1
-        self.server.ended.wait(60)
-        self.close_connection = True
-
-    def log_message(self, *_: object) -> None: ...
-
-
-@pytest.fixture(params=[True, False], ids=["moves", "silent"])
-def peer(request: pytest.FixtureRequest) -> Iterator[Peer]:
-    server = Peer(moves=request.param)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
-    thread.start()
-    yield server
-    server.ended.set()
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    peer = Peer.answering(answer)
+    return peer
 
 
 class Held:
@@ -91,36 +62,44 @@ class Held:
         self.data[offset : offset + len(data)] = data
 
 
+@contextmanager
+def transfer(peer: Peer, idle_s: float) -> Iterator[HttpTransfer]:
+    http = Http(peer.url)
+    parts = HttpTransfer(http, 2, idle_s)
+    try:
+        yield parts
+    finally:
+        parts.close()
+        http.close()
+
+
 @pytest.mark.covers("P5")
-def test_what_stands_still_is_tried_again_as_long_as_others_move(peer: Peer) -> None:
-    http, held = Http(f"http://127.0.0.1:{peer.server_address[1]}"), Held()
-    parts = HttpTransfer(http, 2, 2.0 if peer.moves else 0.2)
-    if peer.moves:
+def test_what_stands_still_is_tried_again_as_long_as_others_move() -> None:
+    held = Held()
+    with moves_slowly() as peer, transfer(peer, 2.0) as parts:
         parts.pull("/data", DIGESTS, PARTS, [held])
         assert held.data == DATA
-        assert peer.requests == 3
-        assert http.counters.retries == 1
-    else:
-        with pytest.raises(TransferStalled, match=r"moved no byte for 0\.2 s"):
-            parts.pull("/data", DIGESTS, PARTS, [held])
-        assert peer.requests == 2  # neither of the two is asked for again
-    parts.close()
-    http.close()
+        assert len(peer.requests) == 3
+        assert parts._http.counters.retries == 1
 
 
 @pytest.mark.covers("P5")
-@pytest.mark.parametrize("peer", [False], indirect=True)
-def test_what_buffers_take_for_a_silent_peer_does_not_keep_a_transfer_alive(peer: Peer, tmp_path: Path) -> None:
+def test_a_peer_that_says_nothing_is_asked_once_over_each_connection() -> None:
+    with says_nothing() as peer, transfer(peer, 0.2) as parts:
+        with pytest.raises(TransferStalled, match=r"moved no byte for 0\.2 s"):
+            parts.pull("/data", DIGESTS, PARTS, [Held()])
+        assert len(peer.requests) == 2
+
+
+@pytest.mark.covers("P5")
+def test_what_buffers_take_for_a_silent_peer_does_not_keep_a_transfer_alive(tmp_path: Path) -> None:
     """Each of the two connections gets some MB into the buffers between the two. The first that stands still may be
     tried again, as the other has moved later; what the buffers take of that does not count."""
     (tmp_path / "file").write_bytes(DATA)
-    http = Http(f"http://127.0.0.1:{peer.server_address[1]}")
-    parts = HttpTransfer(http, 2, 0.2)
-    with (tmp_path / "file").open("rb") as file, pytest.raises(TransferStalled):
-        parts.push(lambda index: f"/parts/{index}", file.fileno(), PARTS, DIGESTS)
-    assert peer.requests <= 3
-    parts.close()
-    http.close()
+    with says_nothing() as peer, transfer(peer, 0.2) as parts, (tmp_path / "file").open("rb") as file:
+        with pytest.raises(TransferStalled):
+            parts.push(lambda index: f"/parts/{index}", file.fileno(), PARTS, DIGESTS)
+        assert len(peer.requests) <= 3
 
 
 @pytest.mark.covers("P5")
