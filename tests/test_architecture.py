@@ -68,6 +68,7 @@ LIGHT: dict[str, set[str]] = {
     "atoll.integrations.lightning": {"lightning", "pytorch_lightning", "aiohttp"},
     "atoll.cli.main": {"torch", "aiohttp", "matplotlib"},
     "atoll.recipes": {"torch", "aiohttp"},
+    "atoll.algorithms.resolve": {"torch"},
     "atoll.config": {"torch", "aiohttp"},
     "atoll.registry": {"torch"},
     "atoll.tensors.schema": {"torch", "numpy"},

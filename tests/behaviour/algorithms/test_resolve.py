@@ -1,126 +1,89 @@
-"""Settings on top of an algorithm's defaults."""
+"""Settings on top of an algorithm's defaults, as a server says what it runs by."""
 
-import subprocess
-import sys
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
 
 import pytest
+from kit.requests import get
+from kit.servers import new_server
+from torch import nn
 
-from atoll import Settings
-from atoll.algorithms.base import Algorithm
-from atoll.algorithms.resolve import resolve
+import atoll
+from atoll.algorithms import Algorithm
 from atoll.errors import ConfigError
 
 mine = Algorithm(name="mine", citation="", outer="adam", outer_options={"lr": 0.1})
 not_one = 3
 
 
-def test_diloco_as_in_the_paper():
-    run = resolve(Settings.build({"algorithm.name": "diloco", "diloco.sync_every": 200}))
-    assert (run.outer, run.outer_options) == ("sgd", {"lr": 0.7, "momentum": 0.9, "nesterov": True})
-    assert (run.codec, run.sync_every, run.algorithm.on_missed) == ("bf16", 200, "rebase")
+def server_of(folder: Path, **settings: Any) -> atoll.Server:
+    """A server of DiLoCo, where the settings name no other algorithm."""
+    return new_server(nn.Linear(1, 1), **{"disk.state_dir": folder / "state", "network.port": 0} | settings)
 
 
-def test_fedavg_as_in_the_paper():
-    run = resolve(Settings.build({"algorithm.name": "fedavg"}))
-    assert (run.outer, run.outer_options) == ("sgd", {"lr": 1.0, "momentum": 0.0})
-    assert (run.codec, run.sync_every, run.algorithm.on_missed) == ("none", 0, "reset")
+OUTER = "algorithm.outer_optimizer"
+CASES: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
+    "diloco as in the paper": (
+        {"diloco.sync_every": 200},
+        "sgd(lr=0.7, momentum=0.9, nesterov=True)",
+        {"codec": "bf16", "sync_every": 200, "on_missed": "rebase"},
+    ),
+    "fedavg as in the paper": (
+        {"algorithm.name": "fedavg", "rounds.total": 1},
+        "sgd(lr=1.0, momentum=0.0)",
+        {"codec": "none", "sync_every": 0, "on_missed": "reset"},
+    ),
+    "settings win over defaults": (
+        {f"{OUTER}.lr": 0.5, f"{OUTER}.momentum": 0.8, "aggregation.upload_codec.name": "none"},
+        "sgd(lr=0.5, momentum=0.8, nesterov=True)",
+        {"codec": "none"},
+    ),
+    "another optimizer starts from its own defaults": (
+        {f"{OUTER}.name": "adam", f"{OUTER}.lr": 0.01, f"{OUTER}.eps": 1e-6},
+        "adam(lr=0.01, eps=1e-06)",
+        {},
+    ),
+    "no momentum leaves nothing for Nesterov": ({f"{OUTER}.momentum": 0.0}, "sgd(lr=0.7, momentum=0.0)", {}),
+    "an algorithm of one's own": (
+        {"algorithm.path": f"{__name__}:mine", "rounds.total": 1},
+        "adam(lr=0.1)",
+        {"algorithm": "mine"},
+    ),
+    "delayed Nesterov is made of SGD": (
+        {"async.momentum_every": 4, f"{OUTER}.lr": 0.5},
+        "delayed_nesterov(lr=0.5, momentum=0.9, N=4)",
+        {},
+    ),
+}
 
 
-def test_settings_win_over_defaults():
-    run = resolve(
-        Settings.build(
-            {
-                "algorithm.name": "diloco",
-                "algorithm.outer_optimizer.lr": 0.5,
-                "algorithm.outer_optimizer.momentum": 0.8,
-                "aggregation.upload_codec.name": "none",
-            }
-        )
-    )
-    assert run.outer_options == {"lr": 0.5, "momentum": 0.8, "nesterov": True}
-    assert run.codec == "none"
+@pytest.mark.parametrize("case", CASES)
+def test_a_run_has_the_defaults_of_its_algorithm_and_what_is_set(tmp_path: Path, case: str) -> None:
+    settings, outer, told = CASES[case]
+    with server_of(tmp_path, **settings) as server:
+        assert server.status().outer == outer
+        run = get(server.url, "/v1/run")[1]
+    assert {key: run[key] for key in told} == told
 
 
-def test_another_optimizer_starts_from_its_own_defaults():
-    run = resolve(
-        Settings.build(
-            {
-                "algorithm.name": "diloco",
-                "algorithm.outer_optimizer.name": "adam",
-                "algorithm.outer_optimizer.lr": 0.01,
-                "algorithm.outer_optimizer.eps": 1e-6,
-            }
-        )
-    )
-    assert (run.outer, run.outer_options) == ("adam", {"lr": 0.01, "eps": 1e-6})
-
-
-def test_no_momentum_leaves_nothing_for_nesterov():
-    settings = {"algorithm.name": "diloco", "algorithm.outer_optimizer.momentum": 0.0}
-    assert resolve(Settings.build(settings)).outer_options == {
-        "lr": 0.7,
-        "momentum": 0.0,
-    }
-
-
-def test_an_algorithm_of_ones_own():
-    assert resolve(Settings.build({"algorithm.path": f"{__name__}:mine"})).algorithm is mine
-
-
+@pytest.mark.covers("L19")
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
         ({"algorithm.name": "dilocco"}, "Did you mean 'diloco'"),
         ({"algorithm.path": f"{__name__}:not_one"}, "not an algorithm"),
-        ({"algorithm.outer_optimizer.name": "adem"}, "Did you mean 'adam'"),
+        ({f"{OUTER}.name": "adem"}, "Did you mean 'adam'"),
         ({"aggregation.upload_codec.name": "bf61"}, "Did you mean 'bf16'"),
-        (
-            {"algorithm.outer_optimizer.name": "adam", "algorithm.outer_optimizer.momentum": 0.9},
-            "adam has no momentum.*betas",
-        ),
-        ({"algorithm.outer_optimizer.lr": 0}, "Give a number above 0"),
-        ({"algorithm.outer_optimizer.momentum": 1.0}, "Give 0 or more, below 1"),
+        ({f"{OUTER}.name": "adam", f"{OUTER}.momentum": 0.9}, "adam has no momentum.*betas"),
+        ({f"{OUTER}.lr": 0}, "Give a number above 0"),
+        ({f"{OUTER}.momentum": 1.0}, "Give 0 or more, below 1"),
+        ({"async.momentum_every": 2, f"{OUTER}.name": "adam"}, "the outer optimizer is 'adam'"),
+        ({"async.momentum_every": 2, "algorithm.name": "fedyogi"}, "the outer optimizer is 'yogi'"),
+        ({"async.momentum_every": 2, f"{OUTER}.weight_decay": 0.1}, "weight_decay = 0.1, which delayed Nesterov"),
     ],
 )
-def test_what_cannot_be_is_refused_with_the_remedy(settings, words):
+def test_what_cannot_be_is_refused_with_the_remedy(tmp_path: Path, settings: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        resolve(Settings.build(settings))
-
-
-def test_delayed_nesterov_is_made_of_sgd():
-    settings = Settings.build(
-        {
-            "algorithm.name": "diloco",
-            "async.enabled": True,
-            "async.momentum_every": 4,
-            "async.sync_rounds_first": 3,
-            "algorithm.outer_optimizer.lr": 0.5,
-        }
-    )
-    resolved = resolve(settings)
-    assert resolved.outer == "delayed_nesterov"
-    assert resolved.outer_options == {"lr": 0.5, "momentum": 0.9, "delay": 4, "undelayed": 3}
-    sync = resolve(Settings.build({"algorithm.name": "diloco", "async.momentum_every": 4}))
-    assert sync.outer_options == {"lr": 0.7, "momentum": 0.9, "delay": 4, "undelayed": 0}
-
-
-@pytest.mark.covers("L19")
-@pytest.mark.parametrize(
-    ("settings", "says"),
-    [
-        ({"algorithm.outer_optimizer.name": "adam"}, "the outer optimizer is 'adam'"),
-        ({"algorithm.name": "fedyogi"}, "the outer optimizer is 'yogi'"),
-        ({"algorithm.outer_optimizer.weight_decay": 0.1}, "weight_decay = 0.1, which delayed Nesterov"),
-    ],
-)
-def test_delayed_nesterov_of_another_optimizer_is_refused(settings, says):
-    with pytest.raises(ConfigError, match=says):
-        resolve(Settings.build({"algorithm.name": "diloco", "async.momentum_every": 2, **settings}))
-
-
-def test_no_torch_is_imported():
-    code = (
-        "import sys; from atoll.algorithms.resolve import resolve; from atoll.config import Settings\n"
-        "resolve(Settings()); import atoll.codecs.plain, atoll.codecs.plain; assert 'torch' not in sys.modules"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
+        server_of(tmp_path, **settings).start()

@@ -93,10 +93,8 @@ def test_what_is_no_metric_is_said_to_the_site(tmp_path: Path, gives: Any, words
 
 @pytest.mark.covers("P9")
 def test_a_model_of_long_tensors_goes_into_the_module_as_it_is(tmp_path: Path) -> None:
-    """It is read in runs, of which the tensor takes several."""
-    from atoll.config.settings import CHUNK_BYTES
-
-    expected = torch.arange(2.5 * CHUNK_BYTES // 4).view(1, -1)
+    """It is read in runs of 8 MiB, of which the tensor takes three."""
+    expected = torch.arange(2.5 * 2**23 // 4).view(1, -1)
 
     def wrong(model: Any) -> dict[str, Any]:
         return {"loss": (model.weight != expected).sum()}

@@ -10,12 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+from harness.processes import wait_until
+from kit.requests import get
+from kit.wire import WireSite
 from recipe_world import module, project, recipe
 from safetensors.torch import load_file, save_file
 
 import atoll
 from atoll import Settings
-from atoll.algorithms.resolve import resolve
 from atoll.errors import AtollError, ConfigError, SchemaMismatch, UsageError
 from atoll.recipes import (
     DiLoCoRecipe,
@@ -29,8 +31,6 @@ from atoll.recipes import (
     SimEnv,
     SwarmRecipe,
 )
-from atoll.rounds.state import Rules
-from atoll.server.initial_model import initial_model, schema_for
 
 
 @pytest.fixture(autouse=True)
@@ -287,9 +287,23 @@ def test_a_recipe_sets_what_a_run_file_and_a_variable_set() -> None:
     assert {key: written.at(key) for key in config} == config
 
 
-def test_an_asynchronous_run_waits_for_no_site() -> None:
-    settings = recipe(DiLoCoRecipe).add_server_config({"async.enabled": True}).settings()
-    assert Rules.from_settings(settings, needs_all=resolve(settings).needs_all).floor == 1
+def schema_of(folder: Path, settings: Settings, *model: Any) -> dict[str, Any]:
+    """The tensors of a run by these settings, as its server says."""
+    given = settings.changed({"network.port": 0, "disk.state_dir": folder})
+    with atoll.Server(*model, settings=given) as server:
+        return get(server.url, "/v1/schema")[1]
+
+
+def test_an_asynchronous_run_waits_for_no_site(tmp_path: Path) -> None:
+    """min_sites of the recipe is 2. Both take part; then one of them has left."""
+    config = {"async.enabled": True, "aggregation.upload_codec.name": "none"}
+    given = {"network.port": 0, "disk.state_dir": tmp_path / "state"}
+    settings = recipe(DiLoCoRecipe).add_server_config(config).settings().changed(given)
+    with atoll.Server(settings=settings) as server:
+        site, other = WireSite(server.url, "a"), WireSite(server.url, "b")
+        other.leave()
+        site.train(1.0).submit()
+        wait_until(lambda: server.status().version == 1, "a version of one site")
 
 
 @pytest.mark.covers("P11", "P7")
@@ -302,7 +316,7 @@ def test_a_module_is_written_as_the_initial_model_with_its_buffers_and_ties(tmp_
     state = net.state_dict()
     assert loaded.keys() == state.keys()
     assert all(torch.equal(loaded[name], state[name]) for name in state)
-    assert schema_for(settings, initial_model(settings, None)) == schema_for(settings, net)
+    assert schema_of(tmp_path / "one", settings) == schema_of(tmp_path / "other", settings, net)
 
 
 @pytest.mark.covers("P11", "P17")
@@ -321,7 +335,7 @@ def test_weights_of_a_checkpoint_in_a_model(kind: str, tmp_path: Path) -> None:
     assert settings.model.source is not None
     written = load_file(settings.model.source)
     assert all(torch.equal(written[name], state[name]) for name in state)
-    assert schema_for(settings, initial_model(settings, None)) == schema_for(settings, net)
+    assert schema_of(tmp_path / "one", settings) == schema_of(tmp_path / "other", settings, net)
 
 
 def test_a_checkpoint_of_another_model_or_a_pickle_is_refused(tmp_path: Path) -> None:

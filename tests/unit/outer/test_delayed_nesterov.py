@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from atoll import Settings
+from atoll.algorithms.resolve import resolve
 from atoll.outer_optimizers import DelayedNesterov
 
 
@@ -63,3 +65,10 @@ def test_groups_have_their_own_rates():
         leaf.grad = torch.ones_like(leaf)
     optimizer.step()
     assert (one.item(), two.item()) == (-0.5, -0.25)
+
+
+def test_the_first_rounds_of_an_asynchronous_run_that_are_synchronous_are_undelayed() -> None:
+    settings = {"algorithm.name": "diloco", "async.momentum_every": 4}
+    late = {"async.enabled": True, "async.sync_rounds_first": 3}
+    assert resolve(Settings.build(settings)).outer_options["undelayed"] == 0
+    assert resolve(Settings.build(settings | late)).outer_options["undelayed"] == 3
