@@ -6,7 +6,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+import safetensors.torch
+import torch
 from harness.processes import Nursery
+from kit.servers import new_simulation
+from torch import nn
 
 import atoll
 
@@ -114,3 +118,80 @@ def told(output: str) -> dict[str, Any]:
 def model_of(folder: Path) -> bytes:
     """The result, to the byte."""
     return (folder / "exports" / "model.safetensors").read_bytes()
+
+
+def workers_of(folder: Path) -> list[list[str]]:
+    """Who took part in each round."""
+    lines = (folder / "exports" / "metrics.jsonl").read_text().splitlines()
+    return [[name[-1] for name in json.loads(line)["workers"]] for line in lines]
+
+
+# -- a model of which the result is derived by hand
+
+MOVES = '''\
+"""Every site moves each parameter by its number plus one, in each round."""
+
+import os
+from pathlib import Path
+
+import torch
+from torch import nn
+
+HERE = Path(__file__).parent
+with (HERE / "loaded").open("a") as file:
+    file.write(f"{os.getpid()}\\n")
+
+
+def build() -> nn.Module:
+    return nn.Linear(3, 2)
+
+
+def train(worker) -> None:
+    model, number = build(), int(worker.site[-4:])
+    for fl_round in worker:
+        fl_round.load_into(model)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(number + 1.0)
+        fl_round.submit(model, weight=1.0, metrics={"number": number, "threads": torch.get_num_threads()})
+
+
+def remember(worker) -> None:
+    """As `train`, and says how much memory its process has."""
+    held = torch.ones(8 * 2**20)  # 32 MB of a simulated site's own, past what stays with the process when it is freed
+    train(worker)
+    status = Path("/proc/self/status").read_text().splitlines()
+    anonymous = next(line.split()[1] for line in status if line.startswith("RssAnon:"))
+    with (HERE / "memory").open("a") as file:
+        file.write(f"{int(anonymous) * 1024 * int(held[0])}\\n")
+
+
+def opened(worker) -> None:
+    """As `train`, and says how many files its process has open."""
+    train(worker)
+    with (HERE / "opened").open("a") as file:
+        file.write(f"{len(os.listdir('/proc/self/fd'))}\\n")
+'''
+
+
+def start() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Linear(3, 2)
+
+
+def run(folder: Path, client: Any, **options: Any) -> Any:
+    """A simulation of four sites that train with `client`, to its end; state is in `folder`/state."""
+    given = {
+        "sites": 4,
+        "processes": 1,
+        "rounds.total": 2,
+        "algorithm.name": "fedavg",
+        "disk.state_dir": folder / "state",
+    }
+    return new_simulation(start(), script=client, **given | options).run()
+
+
+def moved(done: Any) -> float:
+    """By how much the first weight has moved."""
+    result = safetensors.torch.load_file(done.model)
+    return float(result["weight"][0, 0] - start().weight[0, 0].detach())

@@ -8,10 +8,9 @@ from contextlib import closing
 
 import pytest
 from kit import serve
+from kit.requests import get
 
 import atoll
-from atoll.protocol import messages, routes
-from atoll.transport.serve_range import RangeNotSatisfiable, parse_range
 
 
 @pytest.fixture(scope="module")
@@ -25,19 +24,17 @@ class Version:
 
     def __init__(self, server: atoll.Server) -> None:
         self._port = server.port
-        _, manifest, _ = self._get(routes.MANIFEST.format(fragment=0, version=0))
-        digest = messages.Manifest.model_validate_json(manifest).digest
-        self._path = routes.VERSION_DATA.format(fragment=0, version=0, digest=digest)
+        digest = get(server.url, "/v1/fragments/0/versions/0")[1]["digest"]
+        self._path = f"/v1/fragments/0/versions/0/{digest}"
         self.etag = f'"{digest}"'
         _, self.content, _ = self.get()
 
     def get(self, **headers: str) -> tuple[int, bytes, dict[str, str]]:
         """Status, body and headers of an answer; `If_Range` stands for If-Range."""
-        return self._get(self._path, **headers)
-
-    def _get(self, path: str, **headers: str) -> tuple[int, bytes, dict[str, str]]:
         with closing(http.client.HTTPConnection("127.0.0.1", self._port, timeout=30)) as connection:
-            connection.request("GET", path, headers={name.replace("_", "-"): text for name, text in headers.items()})
+            connection.request(
+                "GET", self._path, headers={name.replace("_", "-"): text for name, text in headers.items()}
+            )
             answer = connection.getresponse()
             return answer.status, answer.read(), dict(answer.getheaders())
 
@@ -148,6 +145,8 @@ def test_if_range_asks_for_the_whole_file_where_it_is_another_one(version: Versi
 @pytest.mark.covers("P2")
 @pytest.mark.parametrize("text", ["bytes=0-", "bytes=0-0", "bytes=-5", "bytes=-0", "bytes=1-"])
 def test_an_empty_file_has_no_range(text: str) -> None:
+    from atoll.transport.serve_range import RangeNotSatisfiable, parse_range
+
     assert parse_range(None, 0) is None
     with pytest.raises(RangeNotSatisfiable):
         parse_range(text, 0)
