@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from harness import processes
+from harness import fork_server, processes
 from hypothesis import HealthCheck, settings
 
 for _variable in [name for name in os.environ if name.startswith("ATOLL_")]:
@@ -20,7 +20,9 @@ settings.register_profile("atoll", deadline=None, suppress_health_check=[HealthC
 settings.load_profile("atoll")
 
 # Processes that tests start import the harness and the kit, too.
-os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(Path(__file__).parent), os.environ.get("PYTHONPATH"))))
+_paths = [str(Path(__file__).parent), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(filter(None, _paths)))
+fork_server.install()  # also for the processes of pytest-xdist
 
 BEHAVIOURS = Path(__file__).parents[1] / "docs" / "behaviours.toml"
 
@@ -64,9 +66,16 @@ def interruptible() -> Iterator[None]:
         yield
 
 
+@pytest.fixture
+def fresh_processes() -> Iterator[None]:
+    """For tests of imports, or of a start itself: Python processes are not forked from one that has imported all."""
+    with fork_server.fresh_processes():
+        yield
+
+
 @pytest.fixture(scope="session")
 def nursery() -> Iterator[processes.Nursery]:
-    """One for all tests of this process: what it starts takes milliseconds instead of seconds of importing."""
-    sharded = ("torch.distributed.fsdp", "torch.distributed.tensor")
-    with processes.Nursery((*processes.PRELOAD, *sharded)) as nursery:
-        yield nursery
+    """Starts processes that end with the tests."""
+    nursery = processes.Nursery()
+    yield nursery
+    nursery.close()

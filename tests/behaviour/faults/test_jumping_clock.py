@@ -6,12 +6,10 @@ import contextlib
 import os
 import sqlite3
 import sys
-from collections.abc import Iterator
 from datetime import datetime, timedelta
 from pathlib import Path
 
 import pytest
-from harness import processes
 from harness.processes import Nursery, wait_until
 from kit import FederatedSites, ForkedServer, ForkedSite, exported, serve, tensors_digest
 
@@ -63,13 +61,12 @@ def clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def jumping(clock: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Nursery]:
-    with monkeypatch.context() as preloaded:
-        preloaded.setenv("LD_PRELOAD", str(LIBRARY))
-        preloaded.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), *sys.path]))
-        nursery = Nursery((*processes.PRELOAD, "sleep_by_select"))
-    with nursery:
-        yield nursery
+def jumping(clock: Path, tmp_path: Path, nursery: Nursery, monkeypatch: pytest.MonkeyPatch) -> Nursery:
+    """Starts processes under libfaketime; another preloaded library keeps the fork server from forking them."""
+    (tmp_path / "sitecustomize.py").write_text("import sleep_by_select\n")
+    monkeypatch.setenv("LD_PRELOAD", str(LIBRARY))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(Path(__file__).parent), *sys.path]))
+    return nursery
 
 
 @pytest.mark.slow

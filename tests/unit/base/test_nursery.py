@@ -5,12 +5,10 @@ from __future__ import annotations
 import json
 import signal
 import socket
-import subprocess
-import sys
+from contextlib import closing
 from pathlib import Path
 
 import pytest
-from harness import processes
 from harness.processes import Nursery, free_port, interruptible, wait_until
 
 from atoll.testing import run
@@ -22,7 +20,7 @@ def test_ctrl_c_reaches_what_it_starts_where_it_was_started_to_ignore_it(tmp_pat
     script = tmp_path / "waits.py"
     script.write_text("import time\nprint('ready', flush=True)\ntime.sleep(60)\n")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    with Nursery(preload=()) as nursery:
+    with closing(Nursery()) as nursery:
         process = nursery.start(str(script), cwd=tmp_path)
         wait_until(lambda: "ready" in process.output(), "that the script waits")
         process.send(signal.SIGINT)
@@ -36,19 +34,6 @@ def test_what_a_test_makes_interruptible_is_as_before_behind_it() -> None:
     with interruptible(), pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-
-
-def test_a_process_does_not_end_as_an_earlier_one_did_that_had_its_pid(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards against servers that ended with 5 as soon as they began, once a run of the suite had used all pids."""
-    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
-        ended = {child.pid: 5}
-        monkeypatch.setattr(processes, "_fork", lambda request, answers: child.pid)
-        assert processes._answer({"do": "start"}, 0, ended) == child.pid
-        assert processes._answer({"do": "poll", "pid": child.pid}, 0, ended) is None
-        child.kill()
-        status = wait_until(lambda: processes._answer({"do": "poll", "pid": child.pid}, 0, ended), "its end")
-        assert status == -signal.SIGKILL
-        assert processes._answer({"do": "poll", "pid": child.pid}, 0, ended) == -signal.SIGKILL
 
 
 def test_a_free_port_is_not_one_that_a_socket_may_be_given() -> None:
@@ -69,7 +54,7 @@ def test_gives_each_process_another_free_port(tmp_path: Path, monkeypatch: pytes
         f"import json, signal\nfrom atoll.testing import run\nrun._PORTS = {ports[:3]}\n"
         "print(json.dumps([run.free_port(), run.free_port()]), flush=True)\nsignal.pause()\n"
     )
-    with Nursery(preload=()) as nursery:
+    with closing(Nursery()) as nursery:
         other = nursery.start(str(tmp_path / "other.py"), cwd=tmp_path)
         wait_until(lambda: other.output().endswith("]\n"), "its two ports")
         theirs = json.loads(other.output())
@@ -84,7 +69,7 @@ def test_gives_each_process_another_free_port(tmp_path: Path, monkeypatch: pytes
 def test_reports_each_stop_of_a_process_once(tmp_path: Path) -> None:
     script = tmp_path / "waits.py"
     script.write_text("from atoll.runtime import failpoint\nfailpoint('here')\nfailpoint('here')\n")
-    with Nursery(preload=()) as nursery:
+    with closing(Nursery()) as nursery:
         process = nursery.start(str(script), cwd=tmp_path, failpoints="here=stop@1,2")
         for _ in range(2):
             wait_until(process.stopped, "the stop")
@@ -98,7 +83,7 @@ def test_reports_each_stop_of_a_process_once(tmp_path: Path) -> None:
 def test_stops_a_process_and_lets_it_go_on(tmp_path: Path) -> None:
     script = tmp_path / "counts.py"
     script.write_text("import time\nfor n in range(10_000):\n    print(n, flush=True)\n    time.sleep(0.001)\n")
-    with Nursery(preload=()) as nursery:
+    with closing(Nursery()) as nursery:
         process = nursery.start(str(script), cwd=tmp_path)
         wait_until(lambda: "5\n" in process.output(), "some lines")
         process.stop()

@@ -1,0 +1,417 @@
+"""Python processes that start in milliseconds, forked from one that has imported torch and Atoll.
+
+`install()` changes how `subprocess.Popen` starts this Python with a script, `-c` or `-m`, and how it starts `atoll`: a
+fork server does it. Other programs and other flags start as ever, and so does everything within `fresh_processes()`.
+
+The process is an ordinary child of the one that starts it: with its own pid, environment, folder, descriptors, signals
+and exit status. It may start further processes in the same way. Only what depends on a first import differs: modules
+that are imported already, the seed of hashes, and what torch takes from the environment when it is imported.
+
+The fork server forks twice, and the process between ends. Linux then gives the new process to the nearest ancestor that
+adopts orphans. That is the one that asked: while it asks it is a subreaper, and the fork server is its child.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import fcntl
+import functools
+import gc
+import importlib
+import inspect
+import json
+import os
+import runpy
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from atoll.child_processes import END_WITH_PARENT
+
+PRELOAD = (
+    "atoll.cli.main",
+    "atoll.cli.server",
+    "atoll.recipes",
+    "atoll.server.serve",
+    "atoll.simulate.site_process",
+    "atoll.testing.run",
+    "atoll.worker.training.diloco_loop",
+    "atoll.worker.training.federated_loop",
+    "pytest",
+    "torch._dynamo",  # torch.optim imports it when the first optimizer is made
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor",
+)
+"""Imported once, for all processes."""
+
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_LIBC = ctypes.CDLL(None)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+_MOST_BYTES, _MOST_FDS = 2**20, 64
+_FREE_FD = 200
+"""Descriptors of the fork server have at least this number: smaller ones belong to the program."""
+_THREADS = "OMP_NUM_THREADS"
+_OF_THE_START = ("PYTHON", "LD_", "LC_", "LANG", "ATEN_", "TORCH_", "MKL_", "KMP_", "CUDA_")
+"""Variables that begin so have an effect only when Python starts or torch is imported …"""
+_LATER = frozenset({"PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE", "PYTHONHASHSEED"})
+"""… except these. The processes of a fork server have one seed of hashes, so sets have one order in all of them."""
+
+_really_execute = subprocess.Popen._execute_child  # type: ignore[attr-defined]
+_parameters = inspect.signature(_really_execute)
+
+
+def end_with_test() -> None:
+    """For `preexec_fn`: SIGKILL ends the process when its parent ends, and SIGINT interrupts it in any case.
+
+    A shell without job control makes what it starts in the background ignore SIGINT, with all descendants.
+    """
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+_KNOWN_PREEXEC: dict[str, Callable[[], object] | None] = {
+    "none": None,
+    "end_with_parent": END_WITH_PARENT,
+    "end_with_test": end_with_test,
+}
+
+
+class _Here:
+    """What this process knows of its fork server."""
+
+    preload: Sequence[str] = ()
+    channel: socket.socket | None = None
+    owner = 0
+    lock = threading.Lock()
+    fresh = 0
+    environment: Mapping[str, str] = {}
+    path: Sequence[str] = ()
+
+
+def install(preload: Sequence[str] = PRELOAD) -> None:
+    """Let `subprocess.Popen` fork Python processes from now on. The first one waits for the imports."""
+    _Here.preload = _Here.preload or preload
+    subprocess.Popen._execute_child = _execute_child  # type: ignore[attr-defined]
+
+
+@contextmanager
+def fresh_processes() -> Iterator[None]:
+    """Start Python as ever within the block: for tests of what is imported, or of a start itself."""
+    _Here.fresh += 1
+    try:
+        yield
+    finally:
+        _Here.fresh -= 1
+
+
+# -- the process that asks
+
+
+def _execute_child(popen: Any, *args: Any, **kwargs: Any) -> None:
+    given = _parameters.bind(popen, *args, **kwargs).arguments
+    pid = 0
+    if not _Here.fresh and _Here.owner in (0, os.getpid()) and (request := _request(given)):
+        with _Here.lock:
+            pid = _ask(_channel(), request, given)
+    if not pid:
+        _really_execute(popen, *args, **kwargs)
+        return
+    popen.pid, popen._child_created = pid, True
+    popen._close_pipe_fds(*(given[name] for name in _PIPES))
+
+
+_PIPES = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
+
+
+def _request(given: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return what the fork server has to know, or None if it cannot start the process."""
+    argv = given["args"]
+    if (
+        isinstance(argv, str | bytes | os.PathLike)
+        or given["shell"]
+        or given["executable"] not in (None, sys.executable)
+    ):
+        return None
+    argv = [os.fsdecode(word) for word in argv]
+    env = {**os.environ} if given["env"] is None else {os.fsdecode(k): os.fsdecode(v) for k, v in given["env"].items()}
+    cwd = os.fsdecode(given["cwd"] or os.getcwd())
+    program = _program(argv, env, cwd)
+    before = next((name for name, known in _KNOWN_PREEXEC.items() if known is given["preexec_fn"]), None)
+    if program is None or before is None or not given["close_fds"] or not _same_start(env):
+        return None
+    if any(given[name] not in (None, -1) for name in ("gid", "gids", "uid", "umask")) or not Path(cwd).is_dir():
+        return None
+    return {
+        "program": program,
+        "env": env,
+        "cwd": cwd,
+        "preexec": before,
+        "session": given["start_new_session"],
+        "group": given.get("process_group", -1),
+        "ignored": [number for number in _SIGNALS if signal.getsignal(number) is signal.SIG_IGN],
+        "blocked": [int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, ())],
+    }
+
+
+def _program(argv: list[str], env: Mapping[str, str], cwd: str) -> list[str] | None:
+    """Return the arguments of Python, or None if this is not Python or has flags that only a start can heed."""
+    if argv[0] != sys.executable:
+        command = shutil.which(argv[0], path=env.get("PATH")) if Path(argv[0]).name == "atoll" else None
+        return None if command is None else [command, *argv[1:]]
+    words = argv[1:]
+    if words[:1] == ["-u"]:
+        env["PYTHONUNBUFFERED"] = "1"  # type: ignore[index]
+        words = words[1:]
+    if len(words) > 1 and words[0] in ("-c", "-m"):
+        return words
+    return words if words and not words[0].startswith("-") and Path(cwd, words[0]).is_file() else None
+
+
+def _same_start(env: Mapping[str, str]) -> bool:
+    """Return whether the variables that only a start heeds are those of the fork server."""
+    ours = _Here.environment or os.environ
+    names = {name for name in (*env, *ours) if name.startswith(_OF_THE_START) and name not in _LATER}
+    return all(env.get(name) == ours.get(name) for name in names) and env.get(_THREADS, "").isdecimal()
+
+
+def _channel() -> socket.socket:
+    """Return the connection to the fork server of this process, after it has been started."""
+    if _Here.channel is None:
+        mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        _Here.channel, _Here.owner, _Here.environment = mine, os.getpid(), {**os.environ}
+        code = f"from harness.fork_server import begin; begin({theirs.fileno()})"
+        with theirs, fresh_processes():
+            started = subprocess.Popen(
+                [sys.executable, "-c", code, *_Here.preload],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=2,
+                env=os.environ | {"OPENBLAS_NUM_THREADS": "1"},  # a process that forks has one thread
+            )
+        started.returncode = 0  # it ends with this process: not to be waited for
+    return _Here.channel
+
+
+def _ask(channel: socket.socket, request: Mapping[str, Any], given: Mapping[str, Any]) -> int:
+    """Have the fork server start a process, and return its pid; 0 if the fork server has ended."""
+    wanted = [given["p2cread"], given["c2pwrite"], given["errwrite"]]
+    fds = [number if fd == -1 else fd for number, fd in enumerate(wanted)] + sorted(given["pass_fds"])
+    with open(os.devnull, "rb") as null:
+        fds = [fd if _is_open(fd) else null.fileno() for fd in fds]
+        data = json.dumps({**request, "fds": [0, 1, 2, *sorted(given["pass_fds"])]}).encode()
+        _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1)
+        try:
+            socket.send_fds(channel, [data], fds)
+            return int(channel.recv(64) or b"0")
+        except OSError:
+            return 0
+        finally:
+            _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 0)
+
+
+def _is_open(fd: int) -> bool:
+    try:
+        fcntl.fcntl(fd, fcntl.F_GETFD)
+    except OSError:
+        return False
+    return True
+
+
+# -- the fork server, and the process that it starts
+
+
+def begin(number: int) -> None:
+    """Be the first fork server: import what is given as arguments, then serve. Never returns."""
+    for module in sys.argv[1:]:
+        importlib.import_module(module)
+    _Here.preload, _Here.environment, _Here.path = tuple(sys.argv[1:]), {**os.environ}, tuple(sys.path[1:])
+    gc.collect()
+    gc.freeze()  # or each process would copy all objects when it collects garbage
+    _serve(socket.socket(fileno=_moved(number)))
+
+
+def _serve(channel: socket.socket) -> None:
+    """Fork a process for each request, until the other end closes. Never returns."""
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    for number in _SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    while True:
+        data, fds, _, _ = socket.recv_fds(channel, _MOST_BYTES, _MOST_FDS)
+        if not data:
+            os._exit(0)
+        told, tell = os.pipe()
+        between = os.fork()
+        if not between:
+            between = os.getpid()
+            pid = os.fork()
+            if pid:
+                os.write(tell, str(pid).encode())
+                os._exit(0)
+            os.close(told)
+            os.close(tell)
+            channel.close()
+            _become(json.loads(data), fds, between)
+        for fd in (*fds, tell):
+            os.close(fd)
+        os.waitpid(between, 0)
+        answer = os.read(told, 64)
+        os.close(told)
+        channel.send(answer)
+
+
+def _become(request: dict[str, Any], fds: list[int], between: int) -> None:
+    """Turn this fork into the process that was asked for, and end with it. Never returns."""
+    while os.getppid() == between:  # until the process that asked has adopted this one
+        time.sleep(0.0002)
+    if request["session"]:
+        os.setsid()
+    elif request["group"] not in (None, -1):
+        os.setpgid(0, request["group"])
+    _fork_own_server(fds)
+    _take(request, fds)
+    code = _code_of(functools.partial(_run, request["program"]))
+    with contextlib.suppress(BaseException):
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            stream.flush()
+    if code < 0:
+        signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    os._exit(code)
+
+
+def _fork_own_server(fds: Sequence[int]) -> None:
+    """Fork the server of the processes that this one will start."""
+    mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    if not os.fork():
+        mine.close()
+        for fd in fds:
+            os.close(fd)
+        _serve(theirs)
+    theirs.close()
+    _Here.channel, _Here.owner = socket.socket(fileno=_moved(mine.detach())), os.getpid()
+
+
+def _moved(fd: int) -> int:
+    """Return the descriptor under a number that no program uses."""
+    moved = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, _FREE_FD)
+    os.close(fd)
+    return moved
+
+
+def _take(request: dict[str, Any], fds: list[int]) -> None:
+    """Take the environment, folder, descriptors, signals and paths of the request."""
+    fds = [_moved(fd) for fd in fds]
+    for fd, number in zip(fds, request["fds"], strict=True):
+        os.dup2(fd, number)
+        os.close(fd)
+    os.chdir(request["cwd"])
+    os.environ.clear()
+    os.environ.update(request["env"])
+    for number in _SIGNALS:
+        usual = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+        signal.signal(number, signal.SIG_IGN if number in request["ignored"] else usual)
+    _LIBC.prctl(_PR_SET_PDEATHSIG, 0)
+    preexec = _KNOWN_PREEXEC[request["preexec"]]
+    if preexec is not None:
+        preexec()
+    signal.pthread_sigmask(signal.SIG_SETMASK, request["blocked"])
+    _open_streams()
+    _set_path(request["program"])
+    subprocess.Popen._execute_child = _execute_child  # type: ignore[attr-defined]
+    torch: Any = sys.modules.get("torch")
+    if torch is not None and int(os.environ[_THREADS]) != torch.get_num_threads():
+        torch.set_num_threads(int(os.environ[_THREADS]))
+    numpy: Any = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed()  # the other generators do this by themselves
+    runtime: Any = sys.modules.get("atoll.runtime")
+    if runtime is not None:
+        runtime.switch_failpoints_on(os.environ.get(runtime.FAILPOINTS_VARIABLE, ""))
+
+
+def _open_streams() -> None:
+    """Make standard streams on the new descriptors, as Python does when it starts."""
+    direct = bool(os.environ.get("PYTHONUNBUFFERED"))
+    sys.stdin = sys.__stdin__ = open(0, encoding="utf-8", closefd=False)  # type: ignore[misc] # noqa: SIM115
+    for name, number, errors in (("stdout", 1, "strict"), ("stderr", 2, "backslashreplace")):
+        stream = open(number, "w", encoding="utf-8", errors=errors, closefd=False)  # noqa: SIM115
+        stream.reconfigure(line_buffering=number == 2 or stream.isatty(), write_through=direct)
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
+
+
+def _set_path(program: Sequence[str]) -> None:
+    """Set `sys.path` to what it would be in a new process."""
+    first = {"-c": "", "-m": os.getcwd()}.get(program[0]) if program[0] in ("-c", "-m") else None
+    first = str(Path(program[0]).resolve().parent) if first is None else first
+    theirs, ours = (
+        [str(Path(name).absolute()) for name in env.get("PYTHONPATH", "").split(os.pathsep) if name]
+        for env in (_Here.environment, os.environ)
+    )
+    rest = [name for name in _Here.path if name not in ours and (name not in theirs or theirs == ours)]
+    sys.path[:] = [first, *_Here.path] if theirs == ours else [first, *ours, *rest]
+    importlib.invalidate_caches()
+
+
+def _run(program: list[str]) -> None:
+    """Run the program as Python's `__main__`."""
+    main = sys.modules["__main__"]
+    main.__dict__.clear()
+    main.__dict__.update(__name__="__main__", __doc__=None, __package__=None, __loader__=None, __spec__=None)
+    main.__dict__["__builtins__"] = sys.modules["builtins"]
+    kind, *rest = program
+    if kind == "-m":
+        sys.argv = ["-m", *rest[1:]]
+        sys.modules.pop(rest[0], None)  # runpy warns of a module that is there already
+        runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+    elif kind == "-c":
+        sys.argv = ["-c", *rest[1:]]
+        exec(compile(rest[0], "<string>", "exec"), main.__dict__)  # noqa: S102
+    else:
+        sys.argv = program
+        main.__dict__["__file__"] = kind
+        exec(compile(Path(kind).read_bytes(), kind, "exec"), main.__dict__)  # noqa: S102
+
+
+def _code_of(run: Callable[[], None]) -> int:
+    """Run the program and return its exit code, −n if signal n ends it; print its error as Python does."""
+    sys.excepthook = sys.__excepthook__ = _without_frames_of_this_file(sys.__excepthook__)
+    try:
+        run()
+    except SystemExit as error:
+        if error.code is None or isinstance(error.code, int):
+            return (error.code or 0) & 0xFF
+        print(error.code, file=sys.stderr)
+        return 1
+    except BaseException as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+        return -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
+    return 0
+
+
+Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
+
+
+def _without_frames_of_this_file(hook: Hook) -> Hook:
+    def shown(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        look, rest = trace, trace
+        while look is not None:
+            rest = look.tb_next if look.tb_frame.f_code.co_filename == __file__ else rest
+            look = look.tb_next
+        hook(kind, error.with_traceback(rest), rest)
+
+    return shown
