@@ -403,6 +403,7 @@ def test_evaluation_mode_of_a_model_is_no_eval(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("module", LIGHT)
+@pytest.mark.usefixtures("fresh_processes")
 def test_what_a_quick_command_imports_is_light(module: str) -> None:
     script = f"import sys, {module}; print(*sys.modules)"
     outcome = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)

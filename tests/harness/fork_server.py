@@ -333,8 +333,10 @@ def _take(request: dict[str, Any], fds: list[int]) -> None:
     _set_path(request["program"])
     subprocess.Popen._execute_child = _execute_child  # type: ignore[attr-defined]
     torch: Any = sys.modules.get("torch")
-    if torch is not None and int(os.environ[_THREADS]) != torch.get_num_threads():
-        torch.set_num_threads(int(os.environ[_THREADS]))
+    if torch is not None:
+        torch.default_generator.seed()  # a random one, as when torch is imported
+        if int(os.environ[_THREADS]) != torch.get_num_threads():
+            torch.set_num_threads(int(os.environ[_THREADS]))
     numpy: Any = sys.modules.get("numpy")
     if numpy is not None:
         numpy.random.seed()  # the other generators do this by themselves
@@ -377,14 +379,14 @@ def _run(program: list[str]) -> None:
     if kind == "-m":
         sys.argv = ["-m", *rest[1:]]
         sys.modules.pop(rest[0], None)  # runpy warns of a module that is there already
-        runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+        runpy._run_module_as_main(rest[0])  # type: ignore[attr-defined] # what Python itself calls
     elif kind == "-c":
         sys.argv = ["-c", *rest[1:]]
         exec(compile(rest[0], "<string>", "exec"), main.__dict__)  # noqa: S102
     else:
         sys.argv = program
-        main.__dict__["__file__"] = kind
-        exec(compile(Path(kind).read_bytes(), kind, "exec"), main.__dict__)  # noqa: S102
+        path = main.__dict__["__file__"] = str(Path(kind).absolute())
+        exec(compile(Path(path).read_bytes(), path, "exec"), main.__dict__)  # noqa: S102
 
 
 def _code_of(run: Callable[[], None]) -> int:

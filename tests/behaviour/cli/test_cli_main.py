@@ -75,6 +75,7 @@ def test_a_wrong_command_line_is_exit_2_and_says_why(canned, atoll_command, word
     assert said in " ".join(outcome.stderr.split())
 
 
+@pytest.mark.usefixtures("fresh_processes")
 def test_asking_for_status_imports_neither_torch_nor_aiohttp(canned, monkeypatch) -> None:
     import subprocess
 

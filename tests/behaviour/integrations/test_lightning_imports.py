@@ -10,6 +10,7 @@ import pytest
 from lightning_world import PACKAGES
 
 
+@pytest.mark.usefixtures("fresh_processes")
 def test_importing_it_is_cheap_and_brings_no_lightning() -> None:
     in_a_fresh_process(
         "import sys, atoll; a = atoll.integrations.lightning; import atoll.integrations.lightning as b; "
@@ -22,6 +23,7 @@ def test_importing_it_is_cheap_and_brings_no_lightning() -> None:
 @pytest.mark.slow
 @pytest.mark.covers("S1")
 @pytest.mark.parametrize("name", [PACKAGES[0], pytest.param(PACKAGES[1], marks=pytest.mark.long)])
+@pytest.mark.usefixtures("fresh_processes")
 def test_controls_are_imported_when_a_run_has_them(tmp_path: Path, name: str) -> None:
     in_a_fresh_process(
         "import sys\n"
