@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import hashlib
+import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -15,17 +17,31 @@ from torch.utils import cpp_extension
 SOURCE = Path(__file__).with_name("far.cpp")
 
 
-def compiled(folder: Path) -> Path:
-    """The library, in a quarter of a minute; who has no compiler skips the test."""
+LIBRARIES = Path(__file__).parents[3] / ".pytest_cache" / "far_device"
+
+
+def compiled() -> Path:
+    """Return the library. Compiling takes a quarter of a minute, so what the same command has made is kept.
+
+    Without a compiler, the test is skipped.
+    """
     compiler = shutil.which("g++")
     if compiler is None:
         pytest.skip("needs g++")
-    library, torch_folder = folder / "far.so", cpp_extension.library_paths()[0]
+    torch_folder = cpp_extension.library_paths()[0]
     include = [f"-I{path}" for path in cpp_extension.include_paths()]
     abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
-    command = [compiler, "-O0", "-shared", "-fPIC", "-std=c++20", "-w", abi, *include, str(SOURCE), "-o", str(library)]
-    done = subprocess.run([*command, f"-L{torch_folder}", "-ltorch_cpu", "-lc10"], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-4000:]
+    command = [compiler, "-O0", "-shared", "-fPIC", "-std=c++20", "-w", abi, *include, str(SOURCE)]
+    command += [f"-L{torch_folder}", "-ltorch_cpu", "-lc10"]
+    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
+    made_from = "\n".join([*command, version, torch.__version__, SOURCE.read_text(encoding="utf-8")])
+    library = LIBRARIES / f"{hashlib.sha256(made_from.encode()).hexdigest()}.so"
+    if not library.exists():
+        LIBRARIES.mkdir(parents=True, exist_ok=True)
+        new = library.with_suffix(f".{os.getpid()}")
+        done = subprocess.run([*command, "-o", str(new)], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr[-4000:]
+        new.rename(library)
     return library
 
 

@@ -20,7 +20,7 @@ SCRIPT = Path(__file__).with_name("every_way.py")
 @pytest.mark.timeout(400)
 @pytest.mark.covers("P1", "L7", "L16")
 def test_every_way_leaves_the_same_bits_on_another_device(nursery: Nursery, tmp_path: Path) -> None:
-    library = compiled(tmp_path)
+    library = compiled()
     touched, far, cpu = (
         nursery.start(str(SCRIPT), how, str(library), str(tmp_path / how), cwd=tmp_path)
         for how in ("touched", "far", "cpu")
