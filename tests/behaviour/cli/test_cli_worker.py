@@ -24,6 +24,7 @@ print({key: value for key, value in os.environ.items() if key.startswith('ATOLL_
 
 
 @pytest.mark.covers("P6")
+@pytest.mark.usefixtures("fresh_processes")
 def test_the_script_finds_its_server_in_the_environment(canned, atoll_command, tmp_path) -> None:
     outcome = atoll_command(
         "worker", "--server", canned.url, "--site", "a", "--dir", "files", "--", sys.executable, "-c", SHOW

@@ -16,14 +16,11 @@ from harness.processes import Nursery, wait_until
 from kit import FederatedSites, ForkedServer, ForkedSite, serve
 
 FORKS = """
-import importlib, json, os, sys
+import json, os, sys
 sys.path.insert(0, {tests!r})
 import torch
 import atoll
-from harness.processes import PRELOAD
 from kit.models import build_model
-for module in PRELOAD:
-    importlib.import_module(module)
 {imports}
 names, pids = [], []
 for site, end in {ends!r}:

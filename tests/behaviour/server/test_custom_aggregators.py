@@ -189,6 +189,7 @@ class AsTheyArrive:
 
 
 @pytest.mark.covers("D7")
+@pytest.mark.usefixtures("fresh_processes")
 def test_one_that_raises_ends_the_run_by_name_and_a_mended_one_goes_on_with_the_same_updates(tmp_path: Path) -> None:
     write(tmp_path, MEAN.replace("yield name, result", 'raise ValueError("no such luck")'))
     port = free_port()

@@ -9,7 +9,7 @@ import pytest
 from simulated_world import MOVES
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def ray_here() -> Iterator[None]:
     """Ray in the test's process, which simulations use and leave as it is."""
     ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'atoll[ray]'")

@@ -52,7 +52,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     return run(tmp_path_factory.mktemp("undisturbed"), "local")
 
 
-@pytest.mark.covers("V2")
+@pytest.mark.covers("V1", "V2")
 @pytest.mark.slow
 def test_what_an_actor_had_is_trained_by_another_one_when_it_is_killed(
     ray_here: None,
