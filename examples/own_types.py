@@ -111,8 +111,8 @@ def site() -> None:
         @worker.task("train")
         def train(payload: dict[str, Any]) -> dict[str, Any]:
             weights = payload["weights"].dense()
-            log = Path(folder) / "training.log"
-            log.write_text("".join(f"step {step}: norm {weights.norm():.3f}\n" for step in range(100_000)))
+            log, norm = Path(folder) / "training.log", weights.norm().item()
+            log.write_text("".join(f"step {step}: norm {norm:.3f}\n" for step in range(100_000)))
             return {"log": File(log), "sum": weights.sum().item()}
 
         worker.run()
