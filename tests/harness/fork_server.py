@@ -409,13 +409,21 @@ def _code_of(run: Callable[[], None]) -> int:
     """Run the program and return its exit code, −n if signal n ends it; print its error as Python does."""
     sys.excepthook = sys.__excepthook__ = _without_frames_of_this_file(sys.__excepthook__)
     try:
-        run()
-    except SystemExit as error:
+        return _code_without_exit(run)
+    except SystemExit as error:  # of the program, or of its `sys.excepthook`
         if error.code is None or isinstance(error.code, int):
             return (error.code or 0) & 0xFF
         print(error.code, file=sys.stderr)
         return 1
+
+
+def _code_without_exit(run: Callable[[], None]) -> int:
+    try:
+        run()
+    except SystemExit:
+        raise
     except BaseException as error:
+        sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
         sys.excepthook(type(error), error, error.__traceback__)
         return -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
     return 0

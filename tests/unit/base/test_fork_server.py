@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import subprocess
@@ -18,6 +19,8 @@ PROGRAMS = {
     "exits": "raise SystemExit(300)",
     "exits below zero": "import sys; sys.exit(-1)",
     "exits with words": "raise SystemExit('words')",
+    "exits in a hook": "import sys; sys.excepthook = lambda *_: sys.exit(7); 1 / 0",
+    "knows its error at exit": "import atexit, sys; atexit.register(lambda: print(repr(sys.last_value))); 1 / 0",
     "is interrupted": "raise KeyboardInterrupt",
     "is killed": "import os; os.kill(os.getpid(), 9)",
     "has threads": "import threading, time\nthreading.Thread(target=lambda: (time.sleep(0.1), print('late'))).start()",
@@ -32,11 +35,11 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.parametrize("way", ["-c", "-m", "script"])
-@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize(
+    ("program", "way"),
+    [*((program, "-c") for program in PROGRAMS), *itertools.product(("prints", "fails", "exits"), ("-m", "script"))],
+)
 def test_does_what_a_fresh_process_does(tmp_path: Path, program: str, way: str) -> None:
-    if way != "-c" and program not in ("prints", "fails", "exits"):
-        pytest.skip("shown with -c")
     (tmp_path / "program.py").write_text(PROGRAMS[program])
     words = {"-c": ["-c", PROGRAMS[program]], "-m": ["-m", "program"], "script": ["program.py"]}[way]
     command = [sys.executable, *words, "--flag"]
