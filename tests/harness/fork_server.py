@@ -37,8 +37,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from atoll.child_processes import END_WITH_PARENT
-
 PRELOAD = (
     "atoll.cli.main",
     "atoll.cli.server",
@@ -83,9 +81,16 @@ def end_with_test() -> None:
 
 _KNOWN_PREEXEC: dict[str, Callable[[], object] | None] = {
     "none": None,
-    "end_with_parent": END_WITH_PARENT,
+    "end_with_parent": functools.partial(_LIBC.prctl, _PR_SET_PDEATHSIG, signal.SIGTERM),
     "end_with_test": end_with_test,
 }
+
+
+def _same_call(one: Callable[[], object] | None, other: Callable[[], object] | None) -> bool:
+    """Whether both are one function, or call one C function with the same arguments, as Atoll does."""
+    if isinstance(one, functools.partial) and isinstance(other, functools.partial):
+        return (one.func.__name__, one.args) == (other.func.__name__, other.args)
+    return one is other
 
 
 class _Here:
@@ -148,7 +153,7 @@ def _request(given: Mapping[str, Any]) -> dict[str, Any] | None:
     env = {**os.environ} if given["env"] is None else {os.fsdecode(k): os.fsdecode(v) for k, v in given["env"].items()}
     cwd = os.fsdecode(given["cwd"] or os.getcwd())
     program = _program(argv, env, cwd)
-    before = next((name for name, known in _KNOWN_PREEXEC.items() if known is given["preexec_fn"]), None)
+    before = next((name for name, known in _KNOWN_PREEXEC.items() if _same_call(known, given["preexec_fn"])), None)
     if program is None or before is None or not given["close_fds"] or not _same_start(env):
         return None
     if any(given[name] not in (None, -1) for name in ("gid", "gids", "uid", "umask")) or not Path(cwd).is_dir():

@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from atoll.runtime import FAILPOINTS_VARIABLE
 from atoll.testing.run import free_port, wait_until
 from harness.fork_server import end_with_test
 
@@ -128,7 +127,7 @@ class Nursery:
             errors: file for its standard error, where that is to be apart.
         """
         environment = {key: value for key, value in os.environ.items() if not key.startswith("ATOLL_")}
-        environment |= dict(env or {}) | ({FAILPOINTS_VARIABLE: failpoints} if failpoints else {})
+        environment |= dict(env or {}) | ({"ATOLL_FAILPOINTS": failpoints} if failpoints else {})
         log = log or cwd / f"{Path(argv[0]).stem}-{len(self._started)}.log"
         with log.open("ab") as out, (errors or log).open("ab") as err:
             popen = subprocess.Popen(
