@@ -37,7 +37,8 @@ class Fault:
         direction: `up` breaks the request, `down` its answer.
         at: so many bytes of the body pass first; `BEFORE_HEADER`: not even the header does.
         action: `reset` (RST to both sides), `close` (an orderly end to both), `stall` (the connection stays and moves
-            nothing more), `flip` (the lowest bit of byte `at`; the message goes on).
+            nothing more), `flip` (the lowest bit of byte `at`; the message goes on), `hold` (the message goes on after
+            `wait`).
         reached: set when it happens.
         wait: called before it happens, when the bytes before it are on their way; may wait for what becomes of them.
         in_header: with `BEFORE_HEADER`, says how many bytes of the header that it is given pass first; else none do.
@@ -46,7 +47,7 @@ class Fault:
     request: str
     direction: Literal["up", "down"]
     at: int
-    action: Literal["reset", "close", "stall", "flip"]
+    action: Literal["reset", "close", "stall", "flip", "hold"]
     reached: threading.Event = field(default_factory=threading.Event)
     wait: Callable[[], None] = lambda: None
     in_header: Callable[[bytes], int] | None = None
@@ -277,6 +278,9 @@ class _Link:
         target.sendall(piece[:index])
         fault.wait()
         fault.reached.set()
+        if fault.action == "hold":
+            target.sendall(piece[index:])
+            return
         if fault.action == "stall":
             self._stay()
         self.end(reset=fault.action == "reset")

@@ -2,56 +2,79 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
+import json
+import re
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from queue import Queue
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from harness.proxy import Proxy
+from kit import Threads
+from kit.workflows import play, workflow_server
 from torch import Tensor
 
-from atoll import Settings
-from atoll.blobs.object_file import Contents, Stored, write_object
-from atoll.blobs.payload_cut import Cut
+import atoll
 from atoll.errors import UsageError
-from atoll.filters import CHUNK_ELEMENTS, About, Cast, Drop, Filter, NormClip, Outgoing
-from atoll.filters.base import filtered
+from atoll.filters import CHUNK_ELEMENTS, Cast, Drop, Filter, NormClip, Outgoing
 from atoll.objects import Stream, register
-from atoll.posix import read_at
-from atoll.server.tasks.task_payloads import TaskFilters
-from atoll.server.tasks.task_queue import Answer, read_contents
-from atoll.server.tasks.workflow_controller import Result
-from atoll.store.kept_objects import ObjectStore
-from atoll.tensors.payload import Packed, names_of, pack
 from atoll.testing.contracts import MORE_BYTES, peak_growth
-from atoll.worker.exchange.encode_update import AnswerFilters
-
-PART_BYTES = 2**20
 
 
-def behind(tree: Any, filters: list[Filter]) -> Packed:
-    return filtered(pack(tree), filters, About("a", task="train"), "It is not sent")
+class Answers:
+    """A site of a run, whose answers pass filters of its own.
+
+    Attributes:
+        proxy: what the site's requests pass.
+    """
+
+    def __init__(self, controller: Any, proxy: Proxy) -> None:
+        self._controller, self.proxy = controller, proxy
+
+    def send(self, tree: Any, filters: list[Filter]) -> Any:
+        """The server's result of a task that the site answers with this tree."""
+
+        def site() -> None:
+            with atoll.tasks(self.proxy.url, "a", filters=filters) as worker:
+                task = next(worker.tasks())
+                try:
+                    task.answer(tree)
+                except UsageError as error:
+                    task.fail(error)
+
+        answering = Threads(site)
+        result = self._controller.send("a", "train", None, timeout_s=60)
+        answering.join()
+        return result
+
+    def __call__(self, tree: Any, filters: list[Filter]) -> Any:
+        """What the server has of an answer."""
+        return self.send(tree, filters).payload
+
+    def bytes_of_last(self) -> int:
+        """Bytes of the object of the last answer."""
+        bodies = [body for line, body in self.proxy.posted if line.startswith("POST /v1/objects ")]
+        return int(json.loads(bodies[-1])["nbytes"])
 
 
-def arrived(tree: Any, filters: list[Filter]) -> Any:
-    """What the other side has of a payload."""
-    return sent(behind(tree, filters))
+@pytest.fixture(scope="module")
+def arrived(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Answers]:
+    """What arrives of a site's answers, in one run."""
+    begun, over = Queue[Any](), threading.Event()
 
+    def main(controller: Any) -> None:
+        begun.put(controller)
+        assert over.wait(600)
 
-def sent(packed: Packed) -> Any:
-    """What the other side has of a payload that is packed."""
-    with tempfile.TemporaryFile() as file:
-        fd = file.fileno()
-        manifest = write_object(packed, fd, Cut(PART_BYTES))
-        contents = Contents.read(os.pread(fd, manifest.cuts.head_bytes, 0), manifest.cuts, "The payload")
-        return Stored(contents, lambda offset, memory: read_at(fd, memory, offset), lambda: None).tree()
+    with workflow_server(tmp_path_factory.mktemp("run"), main) as server, Proxy(server.port) as proxy:
+        yield Answers(begun.get(timeout=30), proxy)
+        over.set()
+        assert server.wait(30)
 
 
 class Halved(Filter):
@@ -81,33 +104,37 @@ register(
 
 
 @pytest.mark.covers("T8")
-def test_tensors_are_called_by_their_path() -> None:
+def test_tensors_are_called_by_their_path(arrived: Answers) -> None:
     """A flat dict has its keys; numbers, NumPy's too, are no tensors."""
+    names: list[str] = []
+
+    class Named(Filter):
+        def begin(self, update: Outgoing) -> None:
+            names.extend(update.tensors)
+
     one, two, three, four = (torch.full((1,), float(number)) for number in range(4))
-    flat = pack({"head.w": one, "head.b": two})
-    assert names_of(flat) == {0: ("head.w",), 1: ("head.b",)}
-    tree = pack({"model": {"w": one, "layers": [two, {"b": np.ones(2)}]}, 7: (three,), "n": np.float64(2.0), "$": four})
-    assert sorted(names_of(tree).values()) == [
-        ("$",),
-        ("7.0",),
-        ("model.layers.0",),
-        ("model.layers.1.b",),
-        ("model.w",),
-    ]
-    assert names_of(pack(one)) == {0: ("payload",)}
-    assert names_of(pack({"s": Series(3)})) == {0: ("s.values",)}
+    tree = {"model": {"w": one, "layers": [two, {"b": np.ones(2)}]}, 7: (three,), "n": np.float64(2.0), "$": four}
+    for payload, expected in (
+        ({"head.w": one, "head.b": two}, ["head.b", "head.w"]),
+        (tree, ["$", "7.0", "model.layers.0", "model.layers.1.b", "model.w"]),
+        (one, ["payload"]),
+        ({"s": Series(3)}, ["s.values"]),
+    ):
+        names.clear()
+        arrived(payload, [Named()])
+        assert sorted(names) == expected
 
 
 @pytest.mark.covers("T8")
-def test_two_tensors_of_one_name_are_refused() -> None:
+def test_two_tensors_of_one_name_are_refused(arrived: Answers) -> None:
     tree = {"a": {"b": torch.ones(1)}, "a.b": torch.zeros(1)}
-    with pytest.raises(UsageError, match=r"It is not sent: Two tensors of the payload are called 'a.b'"):
-        behind(tree, [Halved()])
-    assert behind(tree, []).skeleton == pack(tree).skeleton  # nobody needs names
+    error = arrived.send(tree, [Halved()]).error
+    assert re.search(r"is not sent: Two tensors of the payload are called 'a.b'", error), error
+    assert repr(arrived(tree, [])) == repr(tree)  # no filter needs names
 
 
 @pytest.mark.covers("T8", "T1")
-def test_a_filter_that_changes_nothing_changes_no_bit() -> None:
+def test_a_filter_that_changes_nothing_changes_no_bit(arrived: Answers) -> None:
     generator = torch.Generator().manual_seed(0)
     large = torch.randn(CHUNK_ELEMENTS + 5, generator=generator)
     shared = large[:7].clone()
@@ -140,7 +167,7 @@ def test_a_filter_that_changes_nothing_changes_no_bit() -> None:
 
 
 @pytest.mark.covers("T8")
-def test_shipped_filters_see_the_tensors_of_a_payload_as_they_are() -> None:
+def test_shipped_filters_see_the_tensors_of_a_payload_as_they_are(arrived: Answers) -> None:
     """(3, 4) and 12 have the norm 13, of which half is left; the integer, and the number of NumPy, stay."""
     tree = {"w": torch.tensor([3.0, 4.0]), "b": np.array([12.0]), "n": torch.tensor(100), "loss": np.float64(100.0)}
     found = arrived(tree, [NormClip(6.5)])
@@ -151,15 +178,15 @@ def test_shipped_filters_see_the_tensors_of_a_payload_as_they_are() -> None:
 
 
 @pytest.mark.covers("T8", "T1")
-def test_what_is_dropped_has_none_in_its_place_and_does_not_travel() -> None:
+def test_what_is_dropped_has_none_in_its_place_and_does_not_travel(arrived: Answers) -> None:
+    """Neither of 4 MB: what is left has less than 4 KB, its description included."""
     tree = {
-        "head": {"w": torch.ones(3), "n": torch.tensor(1)},
+        "head": {"w": torch.ones(10**6), "n": torch.tensor(1)},
         "body": [torch.zeros(1), np.ones(2)],
         "lr": np.float32(1),
     }
-    packed = behind(tree, [Drop("head.*", "body.0")])
-    assert len(packed.tensors) == 2  # body.1, and the number
     found = arrived(tree, [Drop("head.*", "body.0")])
+    assert arrived.bytes_of_last() < 4000
     assert found["head"] == {"w": None, "n": None}
     assert found["body"][0] is None
     assert isinstance(found["body"][1], np.ndarray)
@@ -167,7 +194,7 @@ def test_what_is_dropped_has_none_in_its_place_and_does_not_travel() -> None:
 
 
 @pytest.mark.covers("T8")
-def test_a_tensor_in_two_places_is_dropped_by_either_name_and_counts_once() -> None:
+def test_a_tensor_in_two_places_is_dropped_by_either_name_and_counts_once(arrived: Answers) -> None:
     """Else a head that is tied to the body would leave under the body's name. (3, 4) has the norm 5, not √50."""
     tied = torch.tensor([3.0, 4.0])
     tree = {"body": {"w": tied}, "head": {"w": tied, "b": torch.zeros(1)}}
@@ -180,7 +207,7 @@ def test_a_tensor_in_two_places_is_dropped_by_either_name_and_counts_once() -> N
 
 
 @pytest.mark.covers("T8")
-def test_a_filter_sees_what_those_before_it_left_and_may_ask_for_the_whole() -> None:
+def test_a_filter_sees_what_those_before_it_left_and_may_ask_for_the_whole(arrived: Answers) -> None:
     class Looking(Filter):
         def begin(self, update: Outgoing) -> None:
             about = update.about
@@ -194,7 +221,7 @@ def test_a_filter_sees_what_those_before_it_left_and_may_ask_for_the_whole() -> 
 
 
 @pytest.mark.covers("T8", "T13")
-def test_a_stream_of_an_own_type_is_filtered_run_by_run() -> None:
+def test_a_stream_of_an_own_type_is_filtered_run_by_run(arrived: Answers) -> None:
     """Read thrice: for the norm, by a filter that looks at its end first, and to be sent. 1²+…+4² = 30."""
 
     class Backwards(Filter):
@@ -221,7 +248,7 @@ MASK = {"mask": torch.tensor([0.0, -torch.inf]), "head": torch.ones(2)}
 
 
 @pytest.mark.covers("T8")
-def test_a_mask_of_infinities_is_no_obstacle_to_a_filter_that_only_drops() -> None:
+def test_a_mask_of_infinities_is_no_obstacle_to_a_filter_that_only_drops(arrived: Answers) -> None:
     assert torch.equal(arrived(MASK, [Drop("head")])["mask"], MASK["mask"])
 
 
@@ -242,61 +269,32 @@ def test_a_mask_of_infinities_is_no_obstacle_to_a_filter_that_only_drops() -> No
     ids=["mask", "infinite", "name", "nan", "overflow"],
 )
 def test_what_a_filter_may_not_do_is_told_with_its_name_and_the_tensor(
-    tree: Any, filters: list[Filter], told: str
+    arrived: Answers, tree: Any, filters: list[Filter], told: str
 ) -> None:
-    with pytest.raises(UsageError, match=told):
-        arrived(tree, filters)
+    error = arrived.send(tree, filters).error
+    assert re.search(told, error), error
 
 
 @pytest.mark.covers("T8", "D1")
 @pytest.mark.parametrize("filters", [[Halved()], [NormClip(1.0, noise=1.0), Cast("bf16")]], ids=["plain", "norm"])
-def test_filtering_takes_a_few_runs_of_memory(tmp_path: Path, filters: list[Filter]) -> None:
+def test_filtering_takes_a_few_runs_of_memory(arrived: Answers, filters: list[Filter]) -> None:
     """Tensors of 64 MiB in memory, of 64 MiB across its rows, and a stream of as much, of which nothing is held."""
     tree = {"w": torch.ones(2**24), "across": torch.ones(2**12, 2**12).t(), "s": Series(2**24, step=2**16)}
-    with tempfile.TemporaryFile(dir=tmp_path) as file:
-        behind({"w": torch.ones(1)}, filters)  # what is loaded once
-        growth = peak_growth(lambda: write_object(behind(tree, filters), file.fileno(), Cut(PART_BYTES)))
-    assert growth < MORE_BYTES
+    arrived({"w": torch.ones(1)}, filters)  # what is loaded once
+    assert peak_growth(lambda: arrived.send(tree, filters)) < MORE_BYTES
 
 
 @pytest.mark.covers("T8", "D1")
 def test_filtering_an_answer_that_has_come_takes_a_few_runs_of_memory(tmp_path: Path) -> None:
     """64 MiB on disk become half of it on disk; the file that came is closed, and the other has no name."""
-    objects = ObjectStore(tmp_path / "objects", max_bytes=2**30, max_expires_s=60.0, idle_timeout_s=60.0)
-    filters = TaskFilters(Settings.build({"disk.state_dir": tmp_path}), results={"a": [NormClip(2.0**11)]})
-    object_id, fd = objects.draft()
-    manifest = write_object(pack({"w": torch.ones(2**24)}), fd, Cut(PART_BYTES))  # of the norm 2¹²
-    answer = Answer("a", "key", way="streamed", fd=fd)
-    answer.contents = read_contents(answer, manifest.cuts, "It")
-    behind: list[Answer] = []
-    assert peak_growth(lambda: behind.append(filters.received(answer, "train"))) < MORE_BYTES
-    assert (answer.fd, behind[0].error, behind[0].way) == (-1, "", "streamed")
-    (tensor,) = Result("train", behind[0]).payload.values()
+    tree, growth = {"w": torch.ones(2**24)}, list[int]()  # of the norm 2¹²
+
+    def workflow(controller: Any) -> Any:
+        results: list[Any] = [controller.send("a", "train", 1, timeout_s=60)]
+        growth.append(peak_growth(lambda: results.append(controller.send("a", "train", None, timeout_s=60))))
+        return results[1].payload["w"]
+
+    handlers = {"train": lambda small: {"w": torch.ones(1)} if small else tree}
+    tensor = play(tmp_path, workflow, handlers, filters={"a": [NormClip(2.0**11)]})
     assert torch.equal(tensor, torch.full((2**24,), 0.5))
-    objects.discard(object_id)
-    assert list((tmp_path / "objects").iterdir()) == []
-
-
-@pytest.mark.covers("T8")
-def test_two_answers_of_one_site_do_not_meet_in_its_filter() -> None:
-    """Each is divided by its own first value."""
-    meeting = threading.Barrier(2)
-
-    class ByTheFirst(Filter):
-        def begin(self, update: Outgoing) -> None:
-            self.by = update.changes("w", 0, 1).item()
-            with suppress(threading.BrokenBarrierError):  # nobody else comes, as it should be
-                meeting.wait(0.5)
-
-        def apply(self, name: str, start: int, values: Tensor) -> Tensor:
-            return values.div_(self.by)
-
-    at_site = AnswerFilters([ByTheFirst()], "a")
-
-    def taken(value: float) -> Any:
-        with at_site.behind(pack({"w": torch.full((3,), value)}), "train") as mine:
-            return sent(mine)["w"].tolist()
-
-    with ThreadPoolExecutor(2) as pool:
-        found = list(pool.map(taken, [2.0, 4.0]))
-    assert found == [[1.0] * 3] * 2
+    assert growth[0] < MORE_BYTES

@@ -15,13 +15,12 @@ import torch
 from torch import Tensor
 
 from atoll.objects import Stream, register
-from atoll.registry import load_attribute
 from atoll.testing.contracts import PayloadTypeContract
 
-EXAMPLE = Path(__file__).parents[3] / "examples" / "own_types.py"
-File = load_attribute(f"{EXAMPLE}:File")
-Quantised = load_attribute(f"{EXAMPLE}:Quantised")
+sys.path.insert(0, str(Path(__file__).parents[3] / "examples"))
+from own_types import File, Quantised
 
+EXAMPLE = Path(__file__).parents[3] / "examples" / "own_types.py"
 BLOCK = 2**20
 
 

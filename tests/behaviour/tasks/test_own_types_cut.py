@@ -14,15 +14,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from kit.requests import send
 
 import atoll
-from atoll.blobs import object_file
-from atoll.blobs.payload_cut import MOST_INLINE_BYTES, ChunkSizes, Cut, cut_of
 from atoll.objects import LazyTensor, Stream, register
-from atoll.tensors.payload import pack
-from atoll.transport.object_server import written
 
 PART = 2**16
+MOST_INLINE_BYTES = 15 * 2**20
 BLOB = bytes(range(256)) * (4 * PART // 256)
 ARRAY = np.arange(2 * PART // 4, dtype=np.int32)
 
@@ -65,55 +63,60 @@ def same(arrived: Any) -> bool:
     return blobs and array and torch.equal(arrived["t"], torch.arange(3))
 
 
+def choose(monkeypatch: pytest.MonkeyPatch, tensors: int, arrays: int) -> None:
+    """The sizes of a part; 0: inline."""
+    monkeypatch.setenv("ATOLL_WORKFLOW__TENSOR_PART_BYTES", str(tensors))
+    monkeypatch.setenv("ATOLL_WORKFLOW__ARRAY_PART_BYTES", str(arrays))
+
+
+def streamed_bytes(ref: atoll.TensorRef) -> int:
+    """What of an object is not in its head."""
+    manifest = send(ref.server, "GET", f"/v1/objects/{ref.object}", secret=ref.secret)[1]
+    assert not manifest["inline"]
+    return int(manifest["nbytes"] - manifest["head_bytes"])
+
+
 @pytest.mark.covers("P13", "T13")
 @pytest.mark.parametrize(
-    ("sizes", "streamed_bytes", "in_head"),
-    [
-        (ChunkSizes(PART, 2 * PART), 10 * PART + 24, frozenset()),
-        (ChunkSizes(0, PART), 2 * PART, frozenset({0, 1, 3})),
-        (ChunkSizes(PART, 0), 8 * PART + 24, frozenset({2})),
-    ],
+    ("sizes", "streamed"),
+    [((PART, 2 * PART), 10 * PART + 24), ((0, PART), 2 * PART), ((PART, 0), 8 * PART + 24)],
     ids=["streamed", "torch inline", "numpy inline"],
 )
 def test_a_stream_is_cut_as_a_torch_tensor_is(
-    monkeypatch: pytest.MonkeyPatch, sizes: ChunkSizes, streamed_bytes: int, in_head: frozenset[int]
+    monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, int], streamed: int
 ) -> None:
     """Two blobs of 4 parts (each is produced, so each travels), an array of 2, and 3 int64 of torch: 24 bytes."""
-    packed = pack(tree())
-    cut = cut_of(packed, sizes)
-    assert cut == Cut(PART, in_head=in_head)
-    draft = written(packed, cut, None)
-    assert draft.manifest.cuts.nbytes - draft.manifest.cuts.head_bytes == streamed_bytes
-    draft.close()
-    monkeypatch.setenv("ATOLL_WORKFLOW__TENSOR_PART_BYTES", str(sizes.tensor))
-    monkeypatch.setenv("ATOLL_WORKFLOW__ARRAY_PART_BYTES", str(sizes.np))
+    choose(monkeypatch, *sizes)
     ref = atoll.objects.publish(tree())
+    assert streamed_bytes(ref) == streamed
     assert same(atoll.objects.fetch(ref))
     assert same(atoll.objects.fetch(ref, to_disk=True) | {"a": ARRAY, "t": torch.arange(3)})
 
 
 @pytest.mark.covers("P13", "T13")
-def test_a_stream_that_is_too_large_to_go_inline_is_not_read_into_the_head() -> None:
-    packed = pack([Blob(bytes(MOST_INLINE_BYTES))])
-    assert cut_of(packed, ChunkSizes(0, 0)) == Cut(8 * 2**20, too_large=MOST_INLINE_BYTES)
-    assert cut_of(packed, ChunkSizes(0, PART)).in_head == frozenset()
+@pytest.mark.parametrize("arrays", [0, PART])
+def test_a_stream_that_is_too_large_to_go_inline_is_not_read_into_the_head(
+    monkeypatch: pytest.MonkeyPatch, arrays: int
+) -> None:
+    choose(monkeypatch, 0, arrays)
+    assert streamed_bytes(atoll.objects.publish([Blob(bytes(MOST_INLINE_BYTES))])) == MOST_INLINE_BYTES
 
 
 @pytest.mark.covers("T5", "T13")
 def test_small_chunks_of_a_stream_are_written_in_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """2,622 chunks of 100 bytes and the head fit into one run of 2 MiB."""
     writes: list[int] = []
-    write_at = object_file.write_at
+    pwrite = os.pwrite
 
-    def note(fd: int, data: memoryview, offset: int) -> None:
+    def note(fd: int, data: memoryview, offset: int) -> int:
         writes.append(len(data))
-        write_at(fd, data, offset)
+        return pwrite(fd, data, offset)
 
-    monkeypatch.setattr(object_file, "write_at", note)
-    draft = written(pack(Blob(BLOB)), Cut(PART), None)
-    assert writes == [draft.manifest.cuts.nbytes]
-    assert os.pread(draft.fd, len(BLOB), draft.manifest.cuts.head_bytes) == BLOB
-    draft.close()
+    monkeypatch.setattr(os, "pwrite", note)
+    ref = atoll.objects.publish(Blob(BLOB), chunk_bytes=PART)
+    assert len(writes) == 1
+    assert writes[0] > streamed_bytes(ref) == len(BLOB)
+    assert atoll.objects.fetch(ref) == Blob(BLOB)
 
 
 @pytest.mark.covers("T13")
@@ -123,8 +126,7 @@ def test_code_of_a_type_finds_the_collector_as_it_was(
     monkeypatch: pytest.MonkeyPatch, enabled: bool, sizes: tuple[int, int]
 ) -> None:
     """It is put off around small objects of Atoll's own; what a user's code leaves may be more."""
-    monkeypatch.setenv("ATOLL_WORKFLOW__TENSOR_PART_BYTES", str(sizes[0]))
-    monkeypatch.setenv("ATOLL_WORKFLOW__ARRAY_PART_BYTES", str(sizes[1]))
+    choose(monkeypatch, *sizes)
     collecting.clear()
     if not enabled:
         gc.disable()

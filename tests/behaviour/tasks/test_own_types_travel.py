@@ -15,15 +15,13 @@ from kit.workflows import workflow_server
 import atoll
 from atoll.errors import BadRequest, UsageError
 from atoll.objects import LazyTensor, Stream, register
-from atoll.registry import load_attribute
-from atoll.tensors.payload import pack, unpack
 from atoll.testing.contracts import MORE_BYTES, peak_growth
 
-sys.path.insert(0, str(Path(__file__).parent))
-from typed_process import File, Torn, Word
+sys.path.insert(0, str(Path(__file__).parents[3] / "examples"))
+from own_types import File, Quantised
+from typed_process import Torn, Word
 
 SCRIPT = Path(__file__).with_name("typed_process.py")
-Quantised = load_attribute(f"{Path(__file__).parents[3] / 'examples' / 'own_types.py'}:Quantised")
 FORTY_MIB = 40 * 2**20
 
 
@@ -142,8 +140,8 @@ class Thing:
 @pytest.mark.covers("T13")
 def test_what_cannot_be_registered_is_refused() -> None:
     register(Thing, "tests.thing", lambda _: None, lambda _: Thing())
-    register(Thing, "tests.thing", lambda _: 1, lambda _: Thing())  # once more: the newer one holds
-    assert pack(Thing()).skeleton == {"$": "registered", "type": "tests.thing", "as": 1}
+    register(Thing, "tests.thing", lambda _: 1, lambda sent: ["newer", sent])  # once more: the newer one holds
+    assert atoll.objects.fetch(atoll.objects.publish(Thing())) == ["newer", 1]
     for type_, name, what in (
         (dict, "tests.dict", "'dict' cannot be registered"),
         (torch.Tensor, "tests.tensor", "'Tensor' cannot be registered"),
@@ -168,36 +166,20 @@ def test_a_producer_or_consumer_that_fails_and_a_stream_alone_are_named_by_their
     register(Loop, "tests.loop", lambda loop: {"again": loop}, lambda _: Loop())
     register(Bad, "tests.bad", lambda bad: {"f": open}, lambda sent: sent["missing"])
     with pytest.raises(UsageError, match=r"payload\['a'\] \(as tests.loop\)\['again'\] is payload\['a'\] again"):
-        pack({"a": Loop()})
+        atoll.objects.publish({"a": Loop()})
     with pytest.raises(UsageError, match=r"payload \(as tests.bad\)\['f'\] is a builtin_function_or_method"):
-        pack(Bad())
+        atoll.objects.publish(Bad())
+    register(Bad, "tests.bad", lambda bad: {}, lambda sent: sent["missing"])
     with pytest.raises(BadRequest, match=r"payload\[0\]: the consumer of 'tests.bad' failed: KeyError: 'missing'"):
-        unpack([{"$": "registered", "type": "tests.bad", "as": {}}], ())
+        atoll.objects.fetch(atoll.objects.publish([Bad()]))
     with pytest.raises(UsageError, match="payload is a Stream, which cannot travel"):
-        pack(Stream(torch.uint8, (1,), lambda: [b"a"]))
+        atoll.objects.publish(Stream(torch.uint8, (1,), lambda: [b"a"]))
     with pytest.raises(UsageError, match="is a Missing, which cannot travel"):
-        pack([Missing()])
+        atoll.objects.publish([Missing()])
 
 
 class Missing:
     pass
-
-
-@pytest.mark.covers("T13")
-@pytest.mark.parametrize(
-    "skeleton",
-    [
-        {"$": "stream", "index": 0},
-        {"$": "registered", "type": "tests.short"},
-        {"$": "registered", "type": 3, "as": None},
-        {"$": "registered", "type": "tests.short", "as": {"$": "stream", "index": -1}},
-        {"$": "registered", "type": "tests.short", "as": {"$": "stream", "index": 1}},
-    ],
-    ids=["stream alone", "nothing in it", "no name", "negative", "not there"],
-)
-def test_a_damaged_skeleton_is_refused_also_where_nothing_is_built(skeleton: Any) -> None:
-    with pytest.raises(BadRequest):
-        unpack(skeleton, [torch.ones(1)], build=False)
 
 
 @pytest.mark.covers("T13")
@@ -214,7 +196,3 @@ def test_a_damaged_skeleton_is_refused_also_where_nothing_is_built(skeleton: Any
 def test_a_stream_is_held_to_what_it_says(chunks: list[Any], what: str) -> None:
     with pytest.raises(UsageError, match=what):
         list(Stream(torch.int16, (3,), lambda: chunks).runs())
-
-
-def test_nothing_is_built_at_a_server_that_only_looks() -> None:
-    assert unpack({"a": {"$": "registered", "type": "nobody.knows", "as": None}}, (), build=False) == {"a": None}

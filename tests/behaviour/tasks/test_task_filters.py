@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import gc
+import logging
+import os
 import re
 import threading
 import weakref
@@ -17,6 +20,8 @@ import pytest
 import torch
 from bad_filters import Infinite, Shorter, Undecided
 from harness.processes import wait_until
+from harness.proxy import Proxy
+from kit.wire import WireSite
 from kit.workflows import AnsweringSites, files_of_objects, kept_objects, play, workflow_server
 from torch import Tensor
 
@@ -24,10 +29,6 @@ import atoll
 from atoll import Settings
 from atoll.errors import Busy, ConfigError, RunFailed, UsageError
 from atoll.filters import CHUNK_ELEMENTS, Drop, Filter, NormClip, Outgoing
-from atoll.protocol import task_messages as tm
-from atoll.server.filter_table import SiteFilters
-from atoll.server.tasks import user_code
-from atoll.worker.tasks.answer_tasks import Task
 
 STREAMS = pytest.mark.parametrize("stream", [(), ("train",)], ids=["inline", "streamed"])
 TREE = {"w": torch.ones(3)}
@@ -268,28 +269,34 @@ def test_two_payloads_of_one_site_do_not_meet_in_its_filter(tmp_path: Path) -> N
     assert all(torch.equal(each, torch.ones(size)) for each in came)
 
 
-class Noted(Filter):
-    """Keeps what it knows of a payload in a dict, beside a lock."""
-
-    def __init__(self) -> None:
-        self.norms: dict[str, float] = {}
-        self.lock = threading.Lock()
-        self.pair = [self.norms, self.lock]  # half of it can be copied
-
-
 @pytest.mark.covers("T8")
 def test_a_filter_keeps_nothing_of_one_site_for_another(tmp_path: Path) -> None:
     """Each site has a copy of its own; only what cannot be copied is shared."""
+    seen: dict[str, list[Any]] = {"a": [], "b": []}
+
+    class Noted(Filter):
+        """Keeps what it knows of a payload in a dict, beside a lock."""
+
+        def __init__(self) -> None:
+            self.norms: dict[str, float] = {}
+            self.lock = threading.Lock()
+            self.pair = [self.norms, self.lock]  # half of it can be copied
+
+        def begin(self, update: Outgoing) -> None:
+            self.norms[update.about.site] = 1.0
+            seen[update.about.site].append(self)
+
+    def workflow(controller: Any) -> None:
+        for _ in range(2):
+            controller.broadcast("train", TREE, sites=["a", "b"], timeout_s=30)
+
     given = Noted()
-    filters = SiteFilters(Settings.build({"disk.state_dir": tmp_path}), [given])
-    (a,), (b,) = filters.of("a"), filters.of("b")
-    assert isinstance(a, Noted)
-    assert isinstance(b, Noted)
-    a.norms["w"] = 1.0
-    assert (b.norms, given.norms) == ({}, {})
+    play(tmp_path, workflow, {"train": echo}, "ab", data_filters=[given])
+    (a, again), (b, _) = seen["a"], seen["b"]
+    assert a is again
+    assert (a.norms, b.norms, given.norms) == ({"a": 1.0}, {"b": 1.0}, {})
     assert a.lock is b.lock
     assert a.pair is b.pair
-    assert filters.of("a") == (a,)
 
 
 # -- what fails: where a filter of site b works × how it fails → what b's result says
@@ -370,13 +377,18 @@ def test_a_name_that_no_tensor_has_is_told_with_the_nearest(tmp_path: Path) -> N
 def test_a_task_that_no_site_can_be_sent_has_its_errors_at_once(tmp_path: Path) -> None:
     """No site is asked, so none is waited for."""
 
-    def workflow(controller: Any) -> Any:
-        failed, sent = controller.send("a", "train", model()), controller.send("a", "measure", 1, timeout_s=30)
-        return failed.error, sent.payload, controller.run.task_queue.status()[0]
+    came: list[Any] = []
 
-    error, sent, row = play(tmp_path, workflow, {"measure": echo}, data_filters=[Broken()])
-    assert "The payload of task 'train' for site a is not sent: the filter Broken()" in error
-    assert sent == 1
+    def main(controller: Any) -> None:
+        came.extend((controller.send("a", "train", model()), controller.send("a", "measure", 1, timeout_s=30)))
+
+    with workflow_server(tmp_path, main, data_filters=[Broken()]) as server:
+        sites = AnsweringSites(server.url, "a", {"measure": echo})
+        server.run()
+        sites.join()
+        row = server.status().sent[0]
+    assert "The payload of task 'train' for site a is not sent: the filter Broken()" in came[0].error
+    assert came[1].payload == 1
     assert (row.answers, row.missing) == ({"failed": 1}, [])
 
 
@@ -385,20 +397,28 @@ def test_a_task_that_no_site_can_be_sent_has_its_errors_at_once(tmp_path: Path) 
 def test_a_disk_that_is_full_is_told_as_such(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
     """What a site is sent ends the workflow's call, as without filters; what it answered is that site's failure."""
 
-    def full(*_: Any) -> Any:
-        raise OSError(28, "No space left on device")
+    filtering, pwrite = threading.Event(), os.pwrite
+
+    class Filling(Halved):
+        def begin(self, update: Outgoing) -> None:
+            filtering.set()
+
+    def full(fd: int, data: memoryview, offset: int) -> int:
+        if filtering.is_set() and os.readlink(f"/proc/self/fd/{fd}").startswith(str(tmp_path)):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return pwrite(fd, data, offset)
 
     def workflow(controller: Any) -> tuple[str, bool]:
         with monkeypatch.context() as patched:
-            for module in ("task_payloads", "task_queue"):
-                patched.setattr(f"atoll.server.tasks.{module}.write_object", full)
+            patched.setattr(os, "pwrite", full)
             try:
                 told = controller.send("a", "train", model(), timeout_s=30).error
             except atoll.AtollError as error:
                 told = str(error)
         return told, controller.send("a", "train", model(), timeout_s=30).ok
 
-    told, goes_on = play(tmp_path, workflow, {"train": echo}, **{where: [Halved()]})
+    told, goes_on = play(tmp_path, workflow, {"train": echo}, **{where: [Filling()]})
+    assert filtering.is_set()
     assert "is full" in told
     assert goes_on
 
@@ -432,13 +452,10 @@ def test_refuses_what_is_no_filter_before_any_site_is_asked() -> None:
 
 
 @pytest.mark.covers("T8", "T2")
-def test_an_answer_that_comes_again_while_it_is_filtered_counts_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_answer_that_comes_again_while_it_is_filtered_counts_once(tmp_path: Path) -> None:
     """A site that got no word in time says it again: it waits for the same, and the filter works once."""
     begun, go, begins = threading.Event(), threading.Event(), list[str]()
     came: list[Any] = []
-    kept: list[tuple[str, tm.TaskAnswer]] = []
 
     class Slow(Filter):
         def begin(self, update: Outgoing) -> None:
@@ -451,32 +468,22 @@ def test_an_answer_that_comes_again_while_it_is_filtered_counts_once(
 
     with (
         workflow_server(tmp_path, main, filters=[Slow(), Halved()]) as server,
-        atoll.tasks(server.url, "a") as worker,
+        Proxy(server.port) as proxy,
+        ThreadPoolExecutor(2) as pool,
     ):
-        task = next(iter(worker.tasks()))
-        queue, http = server._run.task_queue, task._connection.http  # type: ignore[union-attr]
-        send, is_taken, asked = http.send, queue.is_taken, list[str]()
-
-        def counted(*which: str) -> bool:
-            asked.append(which[0])
-            return is_taken(*which)
-
-        def noted(path: str, message: Any, **options: Any) -> None:
-            if isinstance(message, tm.TaskAnswer):
-                kept.append((path, message))
-            send(path, message, **options)
-
-        monkeypatch.setattr(http, "send", noted)
-        monkeypatch.setattr(queue, "is_taken", counted)
-        with ThreadPoolExecutor(2) as pool:
-            first = pool.submit(task.answer, {"w": torch.tensor([2.0, 4.0])})
-            assert begun.wait(30)
-            again = pool.submit(send, *kept[0])
-            wait_until(lambda: len(asked) == 2, "that both wait")
-            go.set()
-            assert first.result(30) is True
-            again.result(30)
+        site = WireSite(proxy.url, "a")
+        task = site.post("/v1/tasks", {"wait_s": 20.0})[1]["task"]
+        ref = atoll.objects.publish({"w": torch.tensor([2.0, 4.0])}, server=server.url)
+        key = {name: getattr(ref, name) for name in ("object", "secret", "digest", "expires_at")}
+        answers = [pool.submit(site.post, f"/v1/tasks/{task['task']}/answer", {"body": {"object": key}})]
+        assert begun.wait(30)
+        answers.append(pool.submit(site.post, f"/v1/tasks/{task['task']}/answer", {"body": {"object": key}}))
+        wait_until(lambda: proxy.count("POST .*/answer") == 2, "that both wait")
+        site.beat()  # over another connection; the server has had time to begin with the other request
+        go.set()
+        assert [answer.result(30)[0] for answer in answers] == [204, 204]
         assert server.wait(30)
+        site.leave()
     assert begins == ["a"]
     assert came == [1.0, 2.0]
 
@@ -502,25 +509,27 @@ def test_sends_no_payload_through_a_filter_that_hangs_and_serves_the_others(tmp_
     }
 
 
+HANG = "acdefghi"
+"""As many sites as the server runs the code of users for at a time: eight. It has a filter of b's, too."""
+
+
 @pytest.mark.covers("T8")
-def test_a_filter_that_hangs_at_every_task_leaves_room_for_the_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """There is room for two at a time. a has been sent three tasks in vain before b is sent one; its filter, which is
-    at the first, begins none of the others.
-    """
-    monkeypatch.setattr(user_code, "AT_ONCE", 2)
+def test_filters_that_hang_leave_room_for_the_others(tmp_path: Path) -> None:
+    """Those of all eight hang before b is sent a task. The one of a, which is at its first task, begins no other."""
     go, begun = threading.Event(), list[int]()
 
     def workflow(controller: Any) -> Any:
         try:
-            tried = [controller.send("a", "train", TREE, timeout_s=0.3).ok for _ in range(3)]
-            return tried, len(begun), controller.send("b", "train", TREE, timeout_s=30).payload["w"].tolist()
+            tried = controller.broadcast("train", TREE, sites=list(HANG), timeout_s=1.0)
+            again = controller.send("a", "train", TREE, timeout_s=0.3)
+            sent = controller.send("b", "train", TREE, timeout_s=30)
+            return [each.ok for each in (*tried, again)], len(begun), sent.payload["w"].tolist()
         finally:
             go.set()
 
-    filters = {"a": [Waiting(go, lambda: begun.append(1))], "b": [Filter()]}
-    assert play(tmp_path, workflow, {"train": echo}, "ab", data_filters=filters) == ([False] * 3, 1, [1.0] * 3)
+    filters = {site: [Waiting(go, lambda: begun.append(1))] for site in HANG} | {"b": [Filter()]}
+    came = play(tmp_path, workflow, {"train": echo}, HANG + "b", data_filters=filters)
+    assert came == ([False] * 9, 8, [1.0] * 3)
 
 
 @pytest.mark.covers("T8")
@@ -540,37 +549,25 @@ def test_hanging_filters_do_not_wait_for_each_other(tmp_path: Path) -> None:
 
 @pytest.mark.covers("T8", "T7")
 def test_answers_that_hang_in_filters_are_let_go_with_their_task(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """There is room for one at a time. a is told that its tasks are over, and b's answer is filtered then."""
-    monkeypatch.setattr(user_code, "AT_ONCE", 1)
-    go, taken, begun, deliver = (
-        threading.Event(),
-        list[bool](),
-        list[int](),
-        Task.deliver,
-    )
-
-    def told(task: Any, answer: Any) -> bool:
-        taken.append(deliver(task, answer))
-        return taken[-1]
-
-    monkeypatch.setattr(Task, "deliver", told)
+    """All eight are told that their task is over, and b's answer is filtered then."""
+    go, begun = threading.Event(), list[int]()
 
     def workflow(controller: Any) -> Any:
         try:
-            for number in (1, 2):
-                assert controller.broadcast("train", TREE, sites=["a"], timeout_s=1.0) == []
-                wait_until(lambda number=number: len(taken) == number, "that a is told")  # type: ignore[misc]
-            assert (taken, begun) == ([False, False], [1])
+            assert controller.broadcast("train", TREE, sites=list(HANG), timeout_s=2.0) == []
+            wait_until(lambda: caplog.text.count("it is over") == len(HANG), "that they are told")
+            assert begun
             return controller.send("b", "train", TREE, timeout_s=30).payload["w"].tolist()
         finally:
             go.set()
             wait_until(lambda: files_of_objects(tmp_path) == [], "the end of what was being filtered")
 
-    filters = {"a": [Waiting(go, lambda: begun.append(1))], "b": [Filter()]}
+    filters = {site: [Waiting(go, lambda: begun.append(1))] for site in HANG} | {"b": [Filter()]}
     settings = {"filters": filters, "workflow.streamed_tasks": ("train",)}
-    assert play(tmp_path, workflow, {"train": echo}, "ab", **settings) == [1.0] * 3
+    with caplog.at_level(logging.WARNING, "atoll"):
+        assert play(tmp_path, workflow, {"train": echo}, HANG + "b", **settings) == [1.0] * 3
 
 
 @pytest.mark.covers("T8", "T3")

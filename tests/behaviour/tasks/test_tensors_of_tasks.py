@@ -14,12 +14,11 @@ import torch
 from harness.processes import wait_until
 from harness.proxy import BEFORE_HEADER, Fault, Proxy
 from kit import together
+from kit.wire import WireSite
 from kit.workflows import AnsweringSites, kept_objects, plain, workflow_server
 
 import atoll
 from atoll.errors import RunFailed
-from atoll.protocol import messages, routes
-from atoll.protocol import task_messages as tm
 
 SHARED = torch.arange(300_000.0)
 FIRST = {
@@ -225,9 +224,7 @@ def test_tensors_of_answers_come_before_their_messages_and_are_matched_by_task(t
 
 
 @pytest.mark.covers("T2")
-def test_an_answer_that_comes_before_its_tensors_is_refused_and_the_task_stays_open(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_answer_that_comes_before_its_tensors_is_refused_and_the_task_stays_open(tmp_path: Path) -> None:
     """The other order does not exist for answers: a message names what is here and whole. No site of ours does this."""
     came: dict[str, Any] = {}
 
@@ -235,16 +232,15 @@ def test_an_answer_that_comes_before_its_tensors_is_refused_and_the_task_stays_o
         came["payload"] = controller.send("a", "train", FIRST, timeout_s=60).payload
 
     with workflow_server(tmp_path, main) as server:
-        with atoll.tasks(server.url, "a") as worker:
-            for task in worker.tasks():
-                opening = messages.ObjectOpen(head_bytes=64, nbytes=4096, part_bytes=2**20, inline=False, expires_s=60)
-                opened = worker._session.http.post(routes.OBJECTS, opening, messages.ObjectOpened)
-                key = tm.ObjectKey(object=opened.object, secret=opened.secret, digest="0" * 64, expires_at=2**31)
-                assert not task._send(tm.TaskAnswer(body=tm.Body(object=key)))
-                assert f"Object {opened.object[:8]} has not arrived yet" in caplog.text
-                assert len(kept_objects(tmp_path)) == 1  # the task's own; of the answer nothing
-                assert "payload" not in came
-                assert task.answer(task.payload)
+        site = WireSite(server.url, "a")
+        task = site.post("/v1/tasks", {"wait_s": 20.0})[1]["task"]
+        sizes = {"head_bytes": 64, "nbytes": 4096, "part_bytes": 2**20}
+        _, opened = site.post("/v1/objects", sizes | {"expires_s": 60})
+        key = {"object": opened["object"], "secret": opened["secret"], "digest": "0" * 64, "expires_at": 2**31}
+        status, refused = site.post(f"/v1/tasks/{task['task']}/answer", {"body": {"object": key}})
+        assert (status, refused["message"]) == (409, f"Object {opened['object'][:8]} has not arrived yet.")
+        assert "payload" not in came
+        AnsweringSites(server.url, "a", {"train": lambda payload: payload}).join()
         server.run()
     assert plain(came["payload"]) == plain(FIRST)
     assert kept_objects(tmp_path) == []

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +13,12 @@ import torch
 from harness.processes import Nursery, Process, free_port, wait_until
 from kit.client import Client
 from kit.servers import plain_server
-from kit.workflows import kept_objects, plain, play, workflow_server
+from kit.wire import WireSite
+from kit.workflows import AnsweringSites, files_of_objects, kept_objects, plain, workflow_server
 
 import atoll
 from atoll import TensorRef
-from atoll.blobs.payload_cut import PLAIN_BYTES, ChunkSizes, way_of
-from atoll.errors import BadRequest, ConfigError, Conflict, RunFailed, UsageError
-from atoll.protocol import routes
-from atoll.protocol import task_messages as tm
-from atoll.tensors.payload import pack
-from atoll.transport.http_client import Http, http_to
-from atoll.worker.session.channel import HttpChannel
-from atoll.worker.session.session import Session
+from atoll.errors import ConfigError, Conflict, RunFailed, UsageError
 
 SCRIPT = Path(__file__).with_name("task_process.py")
 
@@ -42,36 +34,30 @@ def site(nursery: Nursery, folder: Path, server: atoll.Server, name: str) -> Pro
     return nursery.start(str(SCRIPT), server.url, name, cwd=folder)
 
 
-@contextmanager
-def connected(url: str, name: str) -> Iterator[Http]:
-    """The requests of a site, by hand."""
-    connection = Session(HttpChannel(http_to(url)), name)
-    connection.join()
-    try:
-        yield connection.http
-    finally:
-        connection.leave()
-
-
 @pytest.mark.covers("T1", "T4", "T7", "T9", "T11", "T14")
 @pytest.mark.parametrize("stream", [(), ("echo",)], ids=["inline", "streamed"])
 def test_a_payload_comes_back_as_it_was_sent_and_leaves_nothing(tmp_path: Path, stream: tuple[str, ...]) -> None:
     """5 payloads go out: 1 tree with tensors, 3 plain ones, and a text that is an object though it has no tensors."""
-    long, small = "x" * (PLAIN_BYTES + 1), (None, 0.1, [b"b", ()])
+    long, small = "x" * (24 * 2**10 + 1), (None, 0.1, [b"b", ()])
+    came: list[Any] = []
 
-    def workflow(controller: Any) -> Any:
-        assert controller.sites() == ["a", "b"]
-        came = [(each.site, each.payload) for each in controller.broadcast("echo", TREE, min_responses=2, timeout_s=30)]
-        came += [("a", controller.send("a", "echo", value, timeout_s=30).payload) for value in small]
+    def main(controller: Any) -> None:
+        assert controller.sites(at_least=2, timeout_s=30) == ["a", "b"]
+        came.extend(
+            (each.site, each.payload) for each in controller.broadcast("echo", TREE, min_responses=2, timeout_s=30)
+        )
+        came.extend(("a", controller.send("a", "echo", value, timeout_s=30).payload) for value in small)
         came.append(("b", controller.send("b", "echo", long, timeout_s=30).payload))
-        return came, kept_objects(tmp_path), dict(controller.run.task_queue.counts)
+        assert kept_objects(tmp_path) == []
 
-    came, left, counts = play(
-        tmp_path, workflow, {"echo": lambda payload: payload}, "ab", **{"workflow.streamed_tasks": stream}
-    )
+    with workflow_server(tmp_path, main, **{"workflow.streamed_tasks": stream}) as server:
+        sites = AnsweringSites(server.url, "ab", {"echo": lambda payload: payload})
+        server.run()
+        sites.join()
+        counts = server.status().tasks
     assert plain(came) == plain([("a", TREE), ("b", TREE), *(("a", value) for value in small), ("b", long)])
-    assert left == []
     streamed = {"streamed": 1, "inline": 1, "skipped": 3}
+    assert files_of_objects(tmp_path) == []
     assert counts == (streamed if stream else {"streamed": 0, "inline": 2, "skipped": 3})
 
 
@@ -286,30 +272,33 @@ def test_sites_outlive_a_restart_and_get_the_new_tasks(nursery: Nursery, tmp_pat
 
 
 @pytest.mark.covers("T4", "T11")
-def test_how_a_payload_travels_and_what_is_warned_of() -> None:
+def test_how_a_payload_travels_and_what_is_warned_of(tmp_path: Path) -> None:
     """Inline are 16 MiB, of which 1 MiB is for the head: 15 MiB of tensors and their text are one byte too many."""
-    fits, large = torch.empty(15 * 2**20 - 1000, dtype=torch.uint8), torch.empty(15 * 2**20, dtype=torch.uint8)
-    found = {
-        case: way_of("t", pack(payload), ChunkSizes(), streamed=streamed)
-        for case, payload, streamed in (
-            ("small", [fits], False),
-            ("large", [large], False),
-            ("streamed", [fits], True),
-            ("nothing", {"lr": 0.1}, True),
-            ("plain", {"lr": 0.1}, False),
-        )
-    }
-    assert {case: way.kind for case, way in found.items()} == {
+    fits, large = torch.zeros(15 * 2**20 - 1000, dtype=torch.uint8), torch.zeros(15 * 2**20, dtype=torch.uint8)
+    payloads = {"small": [fits], "large": [large], "streamed": [fits], "nothing": {"lr": 0.1}, "plain": {"lr": 0.1}}
+
+    def main(controller: Any) -> None:
+        for task, payload in payloads.items():
+            controller.send("a", task, payload, timeout_s=60)
+
+    settings = {"workflow.streamed_tasks": ("streamed", "nothing")}
+    with workflow_server(tmp_path, main, **settings) as server:
+        sites = AnsweringSites(server.url, "a", dict.fromkeys(payloads, lambda _: None))
+        server.run()
+        sites.join()
+        found = server.status()
+    assert {task.name: task.way for task in found.sent} == {
         "small": "inline",
         "large": "streamed",
         "streamed": "streamed",
         "nothing": "skipped",
         "plain": "skipped",
     }
-    warned = {case: way.warning for case, way in found.items() if way.warning}
-    assert list(warned) == ["large", "nothing"]
-    assert "too many to go inline: it is streamed" in warned["large"]
-    assert "has no tensors: it goes inline" in warned["nothing"]
+    of_large, of_nothing = found.warnings
+    assert (
+        "the payload of task 'large' has 15728640 bytes of tensors, too many to go inline: it is streamed" in of_large
+    )
+    assert "task 'nothing' is among workflow.streamed_tasks, but its payload has no tensors" in of_nothing
 
 
 @pytest.mark.covers("T7", "T14")
@@ -320,26 +309,31 @@ def test_a_site_cannot_end_the_payload_that_others_still_need(tmp_path: Path) ->
     def main(controller: Any) -> None:
         came["error"] = controller.send("a", "train", {"w": torch.ones(2)}, timeout_s=30).error
 
-    with workflow_server(tmp_path, main) as server, connected(server.url, "a") as http:
-        reply = http.post(routes.TASKS, tm.TaskRequest(wait_s=20.0), tm.TaskReply)
-        assert reply.task is not None
-        key, answer = reply.task.body.object, routes.TASK_ANSWER.format(task=reply.task.task)
-        assert key is not None
-        place = ("127.0.0.1", server.port, False)
-        ref = TensorRef(*place, key.object, key.secret, key.digest, key.expires_at)
+    with workflow_server(tmp_path, main) as server:
+        site = WireSite(server.url, "a")
+        task = site.post("/v1/tasks", {"wait_s": 20.0})[1]["task"]
+        key = task["body"]["object"]
+
+        def answer(**message: Any) -> tuple[int, str]:
+            """Status, and the message of a refusal."""
+            status, reply = site.post(f"/v1/tasks/{task['task']}/answer", message)
+            return status, reply.get("message", "")
+
+        ref = TensorRef("127.0.0.1", server.port, False, **key)
         with pytest.raises(Conflict, match="is the server's own"):
             atoll.objects.withdraw(ref)
-        with pytest.raises(Conflict, match="is the server's own"):
-            http.send(answer, tm.TaskAnswer(body=tm.Body(object=key)))
-        with pytest.raises(BadRequest, match="a payload or an error"):
-            http.send(answer, tm.TaskAnswer())
-        with pytest.raises(BadRequest, match="no JSON"):
-            http.send(answer, tm.TaskAnswer(body=tm.Body(plain="{")))
+        for message, status, words in (
+            ({"body": {"object": key}}, 409, "is the server's own"),
+            ({}, 400, "a payload or an error"),
+            ({"body": {"plain": "{"}}, 400, "no JSON"),
+        ):
+            assert answer(**message)[0] == status
+            assert words in answer(**message)[1]
         assert torch.equal(atoll.objects.fetch(ref)["w"], torch.ones(2))
         for _ in range(2):  # the acknowledgement was lost: the same is taken once
-            http.send(answer, tm.TaskAnswer(error="no"))
-        with pytest.raises(Conflict, match="has answered"):
-            http.send(answer, tm.TaskAnswer(error="another"))
+            assert answer(error="no")[0] == 204
+        assert answer(error="another")[0] == 409
         assert server.wait(30)
+        site.leave()
     assert came == {"error": "no"}
     assert kept_objects(tmp_path) == []

@@ -10,28 +10,22 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from harness.processes import wait_until
+from harness.proxy import BEFORE_HEADER, Fault, Proxy
 from kit import build_model, together
 from kit.servers import plain_server
+from kit.wire import WireSite
 from kit.workflows import AnsweringSites, play, workflow_server
 
 import atoll
-from atoll.blobs import object_file
-from atoll.errors import DiskFull, RunFailed, Superseded, UsageError
+from atoll.errors import DiskFull, RunFailed, UsageError
 from atoll.filters import Drop
-from atoll.protocol import routes
-from atoll.protocol import task_messages as tm
-from atoll.server.coordinator.build_status import status_of
-from atoll.server.tasks import task_payloads
-from atoll.server.tasks.task_queue import Answer
-from atoll.server.tasks.workflow_controller import Result
-from atoll.transport.http_client import http_to
-from atoll.worker.session.channel import HttpChannel
-from atoll.worker.session.session import Session
+from atoll.objects import register
 
 TREE = {"w": torch.ones(3)}
 
@@ -196,13 +190,16 @@ def test_a_site_tells_what_its_server_would_not_take_and_goes_on(
 
 @pytest.mark.covers("T14", "X3")
 def test_a_site_with_a_full_disk_says_so_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(fd: int, *_: Any) -> None:
+    pwrite = os.pwrite
+
+    def full(fd: int, data: memoryview, offset: int) -> int:
         if not os.readlink(f"/proc/self/fd/{fd}").startswith(str(tmp_path)):  # a site's, not the server's
             raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
+        return pwrite(fd, data, offset)
 
     def workflow(controller: Any) -> Any:
         with monkeypatch.context() as patched:
-            patched.setattr(object_file, "write_at", full)
+            patched.setattr(os, "pwrite", full)
             large = controller.send("a", "large", timeout_s=30)
         return large.error, controller.send("a", "large", timeout_s=30).payload
 
@@ -211,60 +208,85 @@ def test_a_site_with_a_full_disk_says_so_and_goes_on(tmp_path: Path, monkeypatch
     assert len(payload) == 2**20
 
 
+class Slow:
+    """A type of the user's own; see below for what makes one of what came."""
+
+
 @pytest.mark.covers("T14")
-def test_a_payload_that_two_threads_ask_for_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[Any] = []
+def test_a_payload_that_two_threads_ask_for_is_made_once(tmp_path: Path) -> None:
+    made: list[Slow] = []
     asked = threading.Barrier(2)
-    text = Result._tree
 
-    def slow(result: Result) -> Any:
-        made.append(result)
+    def make(_: Any) -> Slow:
         asked.wait(30)
-        return text(result)
+        made.append(Slow())
+        return made[-1]
 
-    monkeypatch.setattr(Result, "_tree", slow)
-    result = Result("train", Answer("a", "key", text='{"kind":"plain"}'))
+    register(Slow, "tests.slow", lambda _: None, make)
 
-    def second() -> Any:
-        asked.wait(30)
-        return result.payload
+    def workflow(controller: Any) -> Any:
+        result = controller.send("a", "give", timeout_s=30)
 
-    with ThreadPoolExecutor(2) as pool:
-        found = [pool.submit(lambda: result.payload), pool.submit(second)]
-        assert found[0].result(30) is found[1].result(30)
-    assert made == [result]
+        def second() -> Any:
+            asked.wait(30)
+            return result.payload
+
+        with ThreadPoolExecutor(2) as pool:
+            first, other = pool.submit(lambda: result.payload), pool.submit(second)
+            return first.result(30), other.result(30)
+
+    first, other = play(tmp_path, workflow, {"give": lambda _: Slow()})
+    assert [first, other] == made * 2
 
 
 # -- full disks of the server
+
+
+class LowDisk:
+    """While it is `low`, a file system has 10 bytes left for those that ask."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.low = threading.Event()
+        self.asked = 0
+        self.once = False
+        self._real = os.statvfs
+        monkeypatch.setattr(os, "statvfs", self.measured)
+
+    def measured(self, path: Any) -> Any:
+        if not self.low.is_set():
+            return self._real(path)
+        self.asked += 1
+        if self.once:
+            self.low.clear()
+        return SimpleNamespace(f_bavail=10, f_frsize=1)
 
 
 @pytest.mark.covers("T2", "X3")
 def test_a_payload_waits_for_space_and_is_sent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """256 MB are to be kept free. Three times less is, then more; status says so meanwhile."""
-    monkeypatch.setattr(task_payloads, "RETRY_S", 0.01)
-    free = iter([10, 10, 10])
-    warned: list[list[str]] = []
+    """256 MB are to be kept free. Less is, then more; status says so meanwhile."""
+    disk = LowDisk(monkeypatch)
+    disk.low.set()
+    came: list[Any] = []
 
-    def workflow(controller: Any) -> Any:
-        def measured() -> int:
-            warned.append(status_of(controller.run).warnings)
-            return next(free, 2**40)
-
-        monkeypatch.setattr(controller.run.store, "free_bytes", measured)
-        (result,) = controller.broadcast("train", TREE, timeout_s=30)
-        warned.append(status_of(controller.run).warnings)
-        return result.payload["w"].tolist()
+    def main(controller: Any) -> None:
+        (result,) = controller.broadcast("train", TREE, timeout_s=60)
+        came.append(result.payload["w"].tolist())
 
     settings = {"disk.min_free_bytes": 256 * 10**6, "workflow.streamed_tasks": ("train",)}
-    assert play(tmp_path, workflow, {"train": echo}, **settings) == [1.0] * 3
     told = "The server has 0 MB of disk left, and keeps 256 MB free. It goes on when there is space; nothing is lost."
+    with workflow_server(tmp_path, main, **settings) as server:
+        sites = AnsweringSites(server.url, "a", {"train": echo})
+        wait_until(lambda: server.status().warnings == [told], "a warning")
+        disk.low.clear()
+        server.run()
+        sites.join()
+        assert server.status().warnings == []
+    assert came == [[1.0] * 3]
     assert [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR] == [
         f"task 'train' cannot be sent: {told}"
     ]
-    assert warned[:4] == [[], [told], [told], [told]]
-    assert warned[-1] == []
 
 
 @pytest.mark.covers("T2", "X3")
@@ -272,39 +294,36 @@ def test_a_disk_that_stays_full_is_waited_for_no_longer_than_the_task(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A payload without tensors takes no disk."""
-    monkeypatch.setattr(task_payloads, "RETRY_S", 0.01)
+    disk = LowDisk(monkeypatch)
 
     def workflow(controller: Any) -> Any:
-        monkeypatch.setattr(controller.run.store, "free_bytes", lambda: 0)
+        disk.low.set()
         with pytest.raises(DiskFull, match="0 MB of disk left"):
             controller.broadcast("train", TREE, timeout_s=0.1)
         return controller.broadcast("train", {"plain": 1}, timeout_s=30)[0].payload
 
-    assert play(tmp_path, workflow, {"train": echo}, **{"disk.min_free_bytes": 1}) == {"plain": 1}
+    assert play(tmp_path, workflow, {"train": echo}, **{"disk.min_free_bytes": 20}) == {"plain": 1}
 
 
 @pytest.mark.covers("T8", "X3")
 def test_an_answer_that_is_filtered_waits_for_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The site is told to come back, and what it has sent is still there: it is sent once."""
-    asked, opened = list[int](), list[int]()
+    """The disk is full when the answer's tensors are there, and its message is not. The site is told to come back."""
+    disk, came = LowDisk(monkeypatch), list[Any]()
+    disk.once = True
 
-    def workflow(controller: Any) -> Any:
-        run, begin = controller.run, controller.run.objects.open
+    def main(controller: Any) -> None:
+        came.append(controller.send("a", "train", None, timeout_s=60).payload)
 
-        def required() -> None:
-            asked.append(1)
-            if len(asked) == 1:
-                run.store.require_space(2**60)
-
-        monkeypatch.setattr(run.task_queue, "_require_space", required)
-        monkeypatch.setattr(run.objects, "open", lambda *a, **k: opened.append(1) or begin(*a, **k))  # type: ignore[func-returns-value]
-        return controller.send("a", "train", None, timeout_s=30).payload
-
-    settings = {"filters": [Drop("b")], "workflow.streamed_tasks": ("train",)}
-    payload = play(tmp_path, workflow, {"train": lambda _: TREE | {"b": torch.ones(2)}}, **settings)
-    assert payload["w"].tolist() == [1.0] * 3
-    assert payload["b"] is None
-    assert (len(asked), len(opened)) == (2, 1)
+    settings = {"filters": [Drop("b")], "workflow.streamed_tasks": ("train",), "disk.min_free_bytes": 20}
+    message = Fault("POST /v1/tasks/.*/answer", "up", at=BEFORE_HEADER, action="hold", wait=disk.low.set)
+    with workflow_server(tmp_path, main, **settings) as server, Proxy(server.port) as proxy:
+        proxy.faults.append(message)
+        AnsweringSites(proxy.url, "a", {"train": lambda _: TREE | {"b": torch.ones(2)}}).join()
+        server.run()
+        assert (proxy.count("POST /v1/objects "), proxy.count("POST /v1/tasks/.*/answer")) == (1, 2)
+    assert disk.asked == 1
+    assert came[0]["w"].tolist() == [1.0] * 3
+    assert came[0]["b"] is None
 
 
 @pytest.mark.covers("T8")
@@ -327,34 +346,24 @@ def test_warns_of_filters_for_no_site_with_the_nearest_name(tmp_path: Path, capl
 
 
 @pytest.mark.covers("F19", "T14")
-def test_a_process_that_another_has_replaced_is_given_no_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_another_has_replaced_is_given_no_task(tmp_path: Path) -> None:
     """The first one waits for a task when the second one joins under its name; the task is the second one's."""
-    looked, go = threading.Event(), threading.Event()
+    go = threading.Event()
 
     def main(controller: Any) -> None:
         assert go.wait(30)
         controller.send("a", "train", timeout_s=30)
 
-    with workflow_server(tmp_path, main) as server, ThreadPoolExecutor() as pool:
-        first, second = (Session(HttpChannel(http_to(server.url)), "a") for _ in range(2))
-        first.join()
-        queue = server._run.task_queue  # type: ignore[union-attr]
-        next_for = queue.next_for
-
-        def noted(*which: Any) -> Any:
-            looked.set()
-            return next_for(*which)
-
-        monkeypatch.setattr(queue, "next_for", noted)
-        waiting = pool.submit(first.http.post, routes.TASKS, tm.TaskRequest(wait_s=20.0), tm.TaskReply)
-        assert looked.wait(30)
-        second.join()
+    with workflow_server(tmp_path, main) as server, Proxy(server.port) as proxy, ThreadPoolExecutor() as pool:
+        first = WireSite(proxy.url, "a", process="1" * 32)
+        waiting = pool.submit(first.post, "/v1/tasks", {"wait_s": 20.0})
+        wait_until(lambda: proxy.count("POST /v1/tasks "), "a process that waits")
+        first.beat()  # over another connection; the server has had time to begin with the other request
+        second = WireSite(server.url, "a", process="2" * 32)
         go.set()
-        with pytest.raises(Superseded):
-            waiting.result(30)
-        task = second.http.post(routes.TASKS, tm.TaskRequest(wait_s=20.0), tm.TaskReply).task
-        assert task is not None
-        second.http.send(routes.TASK_ANSWER.format(task=task.task), tm.TaskAnswer(error="done"))
+        status, refused = waiting.result(30)
+        assert (status, refused["code"]) == (409, "superseded")
+        task = second.post("/v1/tasks", {"wait_s": 20.0})[1]["task"]
+        assert second.post(f"/v1/tasks/{task['task']}/answer", {"error": "done"})[0] == 204
         assert server.wait(30)
-        first.leave()
         second.leave()

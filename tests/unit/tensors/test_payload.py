@@ -242,3 +242,24 @@ def test_a_stream_that_does_not_end_is_stopped_where_it_has_given_too_much() -> 
     with pytest.raises(UsageError, match=r"a stream gave more than the 4 bytes of torch.uint8\[4\]"):
         handed.extend(len(run) for run in Stream(torch.uint8, (4,), chunks).runs())
     assert (asked, handed) == ([0, 1], [3])
+
+
+@pytest.mark.covers("T13")
+@pytest.mark.parametrize(
+    "skeleton",
+    [
+        {"$": "stream", "index": 0},
+        {"$": "registered", "type": "tests.short"},
+        {"$": "registered", "type": 3, "as": None},
+        {"$": "registered", "type": "tests.short", "as": {"$": "stream", "index": -1}},
+        {"$": "registered", "type": "tests.short", "as": {"$": "stream", "index": 1}},
+    ],
+    ids=["stream alone", "nothing in it", "no name", "negative", "not there"],
+)
+def test_a_damaged_skeleton_is_refused_also_where_nothing_is_built(skeleton: Any) -> None:
+    with pytest.raises(BadRequest):
+        unpack(skeleton, [torch.ones(1)], build=False)
+
+
+def test_nothing_is_built_at_a_server_that_only_looks() -> None:
+    assert unpack({"a": {"$": "registered", "type": "nobody.knows", "as": None}}, (), build=False) == {"a": None}
