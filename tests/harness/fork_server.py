@@ -61,7 +61,7 @@ _MOST_BYTES, _MOST_FDS = 2**20, 64
 _FREE_FD = 200
 """Descriptors of the fork server have at least this number: smaller ones belong to the program."""
 _THREADS = "OMP_NUM_THREADS"
-_OF_THE_START = ("PYTHON", "LD_", "LC_", "LANG", "ATEN_", "TORCH_", "KMP_", "CUDA_")
+_OF_THE_START = ("PYTHON", "LD_", "LC_", "LANG", "ATEN_", "TORCH_", "KMP_")
 """Variables that begin so have an effect only when Python starts or torch is imported …"""
 _LATER = frozenset({"PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE", "PYTHONHASHSEED"})
 """… except these. The processes of a fork server have one seed of hashes, so sets have one order in all of them."""

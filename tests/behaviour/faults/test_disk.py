@@ -339,11 +339,11 @@ def test_releases_and_names_a_worker_with_a_failing_disk(nursery: Nursery, tmp_p
     with serving(tmp_path, **{"rounds.min_sites": 1}) as server:
         other = Sites(server.url, tmp_path, names=["b"])
         site = SiteProcess(nursery, tmp_path, server.url, "a").start("worker.write=enospc@3")
-        assert site.wait() == 1
+        assert site.wait() == StoreError.exit_code == 7
         other.join()
         worker = next(worker for worker in server.status().workers if worker.site == "a")
         server.run()
     assert worker.state == "failed"
     assert "cannot be written (failpoint worker.write: no space left on device). Look at the disk" in worker.error
-    assert "Traceback" in site.output()
+    assert f"atoll: {worker.error.removeprefix('atoll.errors.StoreError: ')}" in site.output()
     assert Result(tmp_path).counted() == [("b", 1), ("b", 2), ("b", 3)]

@@ -26,10 +26,25 @@ def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[object]:
 schema = schemathesis.pytest.from_fixture("api")
 
 
+def few_cases(most: int) -> settings:
+    return settings(max_examples=most, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+
+
 @pytest.mark.covers("F38", "F39")
 @schema.parametrize()
-@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@few_cases(4)
 def test_every_answer_is_a_documented_one(case: schemathesis.Case) -> None:
+    require_documented(case)
+
+
+@pytest.mark.long
+@schema.parametrize()
+@few_cases(24)
+def test_every_answer_to_more_requests_is_a_documented_one(case: schemathesis.Case) -> None:
+    require_documented(case)
+
+
+def require_documented(case: schemathesis.Case) -> None:
     # a made-up lease, ticket or version is well-formed and still refused (409, 410): that is not a fault
     case.call_and_validate(timeout=30.0, excluded_checks=[positive_data_acceptance])
 
