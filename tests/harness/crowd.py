@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import json
+import math
 import random
+import struct
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import aiohttp
-import torch
 from blake3 import blake3
-
-from atoll.codecs import build_codecs
-from atoll.codecs.encoded_layout import encoded_layout
-from atoll.protocol import messages, routes
-from atoll.tensors.chunks import bytes_of
+from kit.wire import TILE, cuts
 
 HEADERS = {"Content-Type": "application/octet-stream"}
 
@@ -27,30 +23,27 @@ class Crowd:
     Every update is 1e-3 for every element of every parameter.
 
     Args:
-        url: of a server whose models are of fp32 parameters alone.
+        url: of a server whose models are of fp32 parameters alone, and whose updates are not encoded.
         train_s: how long a worker trains, give or take a fifth.
 
     Attributes:
         errors: what went wrong, and how often.
     """
 
-    def __init__(self, url: str, info: messages.RunInfo, schema: messages.SchemaMessage, train_s: float) -> None:
+    def __init__(self, url: str, run: dict[str, Any], schema: dict[str, Any], train_s: float) -> None:
         self.errors: Counter[str] = Counter()
-        self._url, self._info, self._train_s = url, info, train_s
-        codecs = build_codecs(info.codec, info.codec_options)
-        self._layout = encoded_layout(schema.to_split().schema, info.codec, codecs, info.part_bytes)
-        content = bytes_of(torch.full((-(-self._layout.nbytes // 4),), 1e-3))
-        self._parts = [bytes(content[part.start : part.stop]) for part in self._layout.parts]
+        self._url, self._model_bytes, self._train_s = url, run["schema_bytes"], train_s
+        sizes = [(4 * math.prod(entry["shape"]), 4 * TILE) for entry in schema["tensors"]]
+        places = list(cuts(sizes, run["part_bytes"]))
+        content = struct.pack("<f", 1e-3) * (places[-1][1] // 4)
+        self._parts = [content[start:stop] for start, stop in places]
         self._digests = [blake3(part).digest() for part in self._parts]
 
     @classmethod
     async def at(cls, url: str, session: aiohttp.ClientSession, train_s: float) -> Crowd:
         """For the run that is served there."""
-        async with session.get(url + routes.RUN) as response:
-            info = messages.RunInfo.model_validate_json(await response.text())
-        async with session.get(url + routes.SCHEMA) as response:
-            schema = messages.SchemaMessage.model_validate_json(await response.text())
-        return cls(url, info, schema, train_s)
+        async with session.get(f"{url}/v1/run") as run, session.get(f"{url}/v1/schema") as schema:
+            return cls(url, await run.json(), await schema.json(), train_s)
 
     async def one(self, session: aiohttp.ClientSession, site: str, joined: Callable[[str], None] | None = None) -> None:
         """One worker, until the run is finished.
@@ -58,49 +51,46 @@ class Crowd:
         Args:
             joined: told its lease; who takes it speaks for the worker then, and lets it leave. Else it leaves itself.
         """
-        join = messages.Join(protocol=routes.PROTOCOL, site=site, process=site.replace("-", ""))
-        lease = (await self._post(session, routes.WORKERS, join, {}))["lease"]
+        join = {"protocol": 1, "site": site, "process": site.replace("-", "")}
+        lease = (await self._post(session, "/v1/workers", join, {}))["lease"]
         if joined is not None:
             joined(lease)
-        headers = {routes.LEASE_HEADER: lease}
+        headers = {"Atoll-Lease": lease}
         while True:
-            asked = messages.TicketRequest(wait_s=routes.LONG_POLL_S)
-            reply = await self._post(session, routes.TICKETS, asked, headers)
+            reply = await self._post(session, "/v1/tickets", {"wait_s": 20.0}, headers)
             if reply["status"] == "finished":
                 if joined is None:
-                    await self._post(session, routes.LEAVE, messages.Leave(), headers)
+                    await self._post(session, "/v1/workers/leave", {}, headers)
                 return
             if reply["status"] == "ticket":
                 await self._round(session, reply["ticket"], headers)
 
     async def _round(self, session: aiohttp.ClientSession, ticket: dict[str, Any], headers: dict[str, str]) -> None:
-        version, digest = ticket["base_version"], ticket["base_digest"]
-        path = routes.VERSION_DATA.format(fragment=0, version=version, digest=digest)
+        path = "/v1/fragments/0/versions/{base_version}/{base_digest}".format(**ticket)
         async with session.get(self._url + path, headers=headers) as response:
             body = await response.read()
-            if response.status != 200 or len(body) < self._info.schema_bytes:
+            if response.status != 200 or len(body) < self._model_bytes:
                 self.errors[f"pull: {response.status}, {len(body)} bytes"] += 1
         await asyncio.sleep(self._train_s * random.uniform(0.8, 1.2))
-        for part, data, check in zip(self._layout.parts, self._parts, self._digests, strict=True):
-            url = self._url + routes.PART.format(ticket=ticket["id"], part=part.index)
+        path = f"/v1/tickets/{ticket['id']}"
+        for index, (data, check) in enumerate(zip(self._parts, self._digests, strict=True)):
+            url = f"{self._url}{path}/parts/{index}"
             async with session.put(url, data=data + check, headers=headers | HEADERS) as response:
                 if response.status != 204:
                     self.errors[f"part: {response.status} {(await response.text())[:200]}"] += 1
-        complete = messages.Complete(
-            digest=self._layout.blob_id(self._digests), base_digest=digest, weight=1.0, steps=1, metrics={}
-        )
-        await self._post(session, routes.COMPLETE.format(ticket=ticket["id"]), complete, headers)
+        digest = blake3(bytes.fromhex(ticket["layout_digest"]) + b"".join(self._digests)).hexdigest()
+        complete = {"digest": digest, "base_digest": ticket["base_digest"], "steps": 1}
+        await self._post(session, f"{path}/complete", complete, headers)
 
     async def _post(
-        self, session: aiohttp.ClientSession, path: str, message: messages.Message, headers: dict[str, str]
+        self, session: aiohttp.ClientSession, path: str, message: dict[str, Any], headers: dict[str, str]
     ) -> dict[str, Any]:
-        sent = {"Content-Type": "application/json"} | headers
-        async with session.post(self._url + path, data=message.model_dump_json(), headers=sent) as response:
-            text = await response.text()
+        async with session.post(self._url + path, json=message, headers=headers) as response:
             if response.status == 204:
                 return {}
             if response.status != 200:
+                text = await response.text()
                 self.errors[f"{path}: {response.status} {text[:200]}"] += 1
                 raise RuntimeError(f"{path}: {response.status} {text[:500]}")
-            answer: dict[str, Any] = json.loads(text)
+            answer: dict[str, Any] = await response.json()
             return answer

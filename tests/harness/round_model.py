@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from atoll import registry
+from atoll.codecs import build_codecs
 from atoll.reducers import normalised
 
 RUN_ELEMENTS = 2**18
@@ -86,7 +86,7 @@ def is_exact(model: Mapping[str, Tensor], workers: Sequence[int], rounds: int, c
     without one b = θ.
     """
     weights = normalised([weight_of(worker) for worker in workers])
-    pack, pack_down = registry.load("codecs", codec)(), registry.load("codecs", down)()
+    pack, pack_down = build_codecs(codec, {})[codec], build_codecs(down, {})[down]
     for tensor in model.values():
         for start, stop in runs(tensor.numel()):
             theta = initial(start, stop)

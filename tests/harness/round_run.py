@@ -9,6 +9,7 @@ import select
 import shutil
 import statistics
 import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -18,8 +19,6 @@ from typing import Any
 import urllib3
 from kit.tls import write_certificate
 
-from atoll.child_processes import Children
-from atoll.cli.text import size
 from atoll.errors import RunFailed, UsageError
 from harness.process_figures import Peaks, cpu_s, memory_files_bytes
 
@@ -83,8 +82,8 @@ def measure(bench: Bench, say: Callable[[str], None]) -> dict[str, Any]:
         _require_space(bench, folder)
         peaks = Peaks()
         try:
-            with Children() as children:
-                return _Conductor(bench, folder, children, peaks, say).conduct()
+            with Processes() as processes:
+                return _Conductor(bench, folder, processes, peaks, say).conduct()
         finally:
             peaks.close()
 
@@ -101,9 +100,39 @@ def _require_space(bench: Bench, folder: Path) -> None:
     free = shutil.disk_usage(folder).free
     if free < bench.disk_bytes:
         raise UsageError(
-            f"{folder.parent} has {size(free)} free; this needs about {size(bench.disk_bytes)}.",
+            f"{folder.parent} has {free / 1e6:.1f} MB free; this needs about {bench.disk_bytes / 1e6:.1f} MB.",
             "Name another folder with --dir.",
         )
+
+
+class Processes(dict[str, subprocess.Popen[bytes]]):
+    """Processes by name, with pipes for input and output. What still runs at the end of the block is ended."""
+
+    def start(self, name: str, argv: list[str], environment: dict[str, str], log: Path) -> subprocess.Popen[bytes]:
+        """Start a process with this standard error, in a session of its own: Ctrl-C ends it through this process."""
+        with log.open("wb") as errors:
+            self[name] = subprocess.Popen(
+                argv,
+                env=environment,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                start_new_session=True,
+            )
+        return self[name]
+
+    def __enter__(self) -> Processes:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in reversed(self.values()):
+            process.terminate()
+        for process in self.values():
+            with process:  # closes its pipes
+                try:
+                    process.wait(5.0)
+                except subprocess.TimeoutExpired:
+                    process.kill()
 
 
 class _Child:
@@ -140,9 +169,9 @@ class _Child:
 
 class _Conductor:
     def __init__(
-        self, bench: Bench, folder: Path, children: Children, peaks: Peaks, say: Callable[[str], None]
+        self, bench: Bench, folder: Path, processes: Processes, peaks: Peaks, say: Callable[[str], None]
     ) -> None:
-        self.bench, self.folder, self.children, self.peaks, self.say = bench, folder, children, peaks, say
+        self.bench, self.folder, self.processes, self.peaks, self.say = bench, folder, processes, peaks, say
 
     def conduct(self) -> dict[str, Any]:
         bench = self.bench
@@ -151,7 +180,7 @@ class _Conductor:
         for worker in workers:
             worker.expect("loaded")
             self.peaks.begin(worker.process.pid)
-        self.say(f"{bench.workers} workers hold {size(bench.total_bytes)} in {bench.tensors} tensors; the rounds begin")
+        self.say(f"{bench.workers} workers hold {bench.gb:g} GB in {bench.tensors} tensors; the rounds begin")
         server_cpu_s = cpu_s(server.process.pid)
         for worker in workers:
             worker.go()
@@ -250,9 +279,8 @@ class _Conductor:
     ) -> _Child:
         path, log = self.folder / f"{name}.json", self.folder / f"{name}.log"
         path.write_text(json.dumps(options), encoding="utf-8")
-        argv = [str(Path(__file__).with_name("round_child.py")), role, str(path)]
-        environment = _environment(threads) | more
-        return _Child(self.children.spawn(name, argv, environment=environment, log=log, piped=True), log, server)
+        argv = [sys.executable, str(Path(__file__).with_name("round_child.py")), role, str(path)]
+        return _Child(self.processes.start(name, argv, _environment(threads) | more, log), log, server)
 
     def _figures(
         self, server: _Child, workers: list[_Child], trained: list[dict[str, Any]], server_cpu_s: float, exact: bool

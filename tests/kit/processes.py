@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +38,41 @@ def toml(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     return str(value) if isinstance(value, int | float) else f'"{value}"'
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a command ended, and what it printed."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+def command(nursery: Nursery, folder: Path, *words: str, program: str = "atoll", **environment: str) -> Outcome:
+    """Run `atoll WORDS` in a folder to its end.
+
+    Args:
+        program: the path of a script, to run that.
+        environment: further environment variables.
+    """
+    with tempfile.TemporaryDirectory() as printed:
+        log, errors = Path(printed) / "out", Path(printed) / "err"
+        process = nursery.start(
+            program, *words, cwd=folder, env={"COLUMNS": "120"} | environment, log=log, errors=errors
+        )
+        code = process.wait(100)
+        return Outcome(code, log.read_text(), errors.read_text())
+
+
+def export(nursery: Nursery, out: Path, *words: str) -> int | str:
+    """The version that `atoll export OUT WORDS` wrote; where it is refused, its exit code and the reason."""
+    outcome = command(nursery, out.parent, "export", str(out), *words)
+    if outcome.returncode:
+        return f"exit {outcome.returncode}: {outcome.stderr}"
+    found = re.fullmatch(rf"version (\d+): {re.escape(str(out))}\n", outcome.stdout)
+    assert found, outcome.stdout
+    return int(found[1])
 
 
 class ForkedServer:

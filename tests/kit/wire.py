@@ -8,21 +8,28 @@ status, receipt = update.complete()
 
 from __future__ import annotations
 
+import json
 import socket
 import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import safetensors.torch
 import torch
 from blake3 import blake3
-from torch import Tensor
+from torch import Tensor, nn
 
+import atoll
+from atoll.testing.run import wait_until
 from kit.requests import begin_request, get, joined, post, send
 
+T = TypeVar("T")
+
 DIGEST_BYTES = 32
-_TILE, _ALIGN = 4096, 64
+TILE, _ALIGN = 4096, 64
+NAMES = {torch.float64: "F64", torch.float32: "F32", torch.int64: "I64"}
+"""dtype → its name in safetensors."""
 
 
 @dataclass
@@ -158,23 +165,59 @@ class WireSite:
                 value = base[name] - local[name] if entry["group"] == "params" else local[name]
                 raw = value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
                 body += raw + bytes(-len(raw) % _ALIGN)
-                sizes.append((len(raw), _TILE * value.element_size()))
-        cuts = list(_cuts(sizes, get(self.url, "/v1/run")[1]["part_bytes"]))
-        parts = [body[start:stop] for start, stop in cuts]
+                sizes.append((len(raw), TILE * value.element_size()))
+        part_bytes = get(self.url, "/v1/run")[1]["part_bytes"]
+        parts = [body[start:stop] for start, stop in cuts(sizes, part_bytes)]
         digests = b"".join(blake3(part).digest() for part in parts)
         digest = blake3(bytes.fromhex(ticket["layout_digest"]) + digests).hexdigest()
         return WireUpdate(self, ticket["id"], parts, {"digest": digest, "weight": 1.0, "steps": 1} | message)
 
 
-def _cuts(sizes: list[tuple[int, int]], part_bytes: int) -> Iterator[tuple[int, int]]:
-    """Where an update is cut into parts: a part is filled, and ends at a whole tile.
+def heard(server: atoll.Server, site: str, send: Callable[[], T]) -> T:
+    """Send a request of a site that is silent, and wait until the server has heard of the site."""
+
+    def silence_s() -> float:
+        return next(worker.last_heartbeat_s for worker in server.status().workers if worker.site == site)
+
+    wait_until(lambda: silence_s() > 0.3, "some silence")
+    sent = send()
+    wait_until(lambda: silence_s() < 0.3, "the request at the server")
+    return sent
+
+
+def update_parts(model: nn.Module, part_bytes: int) -> list[tuple[int, int]]:
+    """Where an update of the model is cut, without a codec: first and last byte of each part."""
+    return list(cuts([(tensor.nbytes, TILE * tensor.element_size()) for _, tensor in _stored(model)], part_bytes))
+
+
+def version_parts(model: nn.Module, part_bytes: int) -> list[tuple[int, int]]:
+    """Where a version of the model, which is a safetensors file, is cut."""
+    table: dict[str, Any] = {"__metadata__": {"format": "pt", "atoll.schema": "0" * 64}}
+    sizes, offset = list[tuple[int, int]](), 0
+    for name, tensor in _stored(model):
+        end = offset + tensor.nbytes
+        table[name] = {"dtype": NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [offset, end]}
+        sizes.append((tensor.nbytes, TILE * tensor.element_size()))
+        offset = end
+    text = json.dumps(table, separators=(",", ":"))
+    return list(cuts(sizes, part_bytes, header_bytes=8 + len(text) + -(8 + len(text)) % _ALIGN))
+
+
+def _stored(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """The tensors in the order of files: the widest elements first."""
+    return sorted(model.state_dict().items(), key=lambda item: -item[1].element_size())
+
+
+def cuts(sizes: list[tuple[int, int]], part_bytes: int, *, header_bytes: int = 0) -> Iterator[tuple[int, int]]:
+    """Where an update is cut into parts, or a file with a header: a part is filled, and ends at a whole tile.
 
     Args:
         sizes: bytes of each tensor, and of one of its tiles.
+        header_bytes: before the first tensor, less than a part; then the tensors follow each other without gaps.
     """
-    start = end = offset = 0
+    start, end, offset = 0, header_bytes, header_bytes
     for nbytes, tile in sizes:
-        behind = offset + nbytes + -nbytes % _ALIGN
+        behind = offset + nbytes + (0 if header_bytes else -nbytes % _ALIGN)
         at = offset
         while at < offset + nbytes:
             tiles = (start + part_bytes - at) // tile

@@ -12,11 +12,12 @@ from kit.sites import finish, play_round
 from torch import Tensor
 
 import atoll
-from atoll import registry
-from atoll.tensors.dtypes import accumulate_dtype, dtype_name
+from atoll.codecs import build_codecs
 
 WEIGHTS = {"a": 1.0, "b": 2.5}
 BUFFERS = ("bn.*",)
+NAMES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+"""dtype → its name in safetensors."""
 
 
 def start() -> dict[str, Tensor]:
@@ -77,7 +78,7 @@ class Reference:
         self, model: dict[str, Tensor], up: str = "none", down: str = "int8", options: dict[str, Any] | None = None
     ) -> None:
         self.held = {name: tensor.clone() for name, tensor in model.items()}
-        self.up, self.down = registry.load("codecs", up)(), registry.load("codecs", down)(**(options or {}))
+        self.up, self.down = build_codecs(up, {})[up], build_codecs(down, options or {})[down]
         self.theta = {
             name: torch.nn.Parameter(tensor.to(wide(tensor)))
             for name, tensor in model.items()
@@ -136,17 +137,18 @@ class Reference:
 
 
 def wide(tensor: Tensor) -> torch.dtype:
-    return accumulate_dtype(dtype_name(tensor.dtype))
+    """What a tensor is accumulated in."""
+    return torch.float64 if tensor.dtype is torch.float64 else torch.float32
 
 
 def through(codec: Any, values: Tensor, dtype: torch.dtype) -> Tensor:
     """What comes out of a codec at the other end."""
     flat = values.reshape(-1)
-    encoded = torch.zeros(codec.encoded_bytes(flat.numel(), dtype_name(dtype)), dtype=torch.uint8)
+    encoded = torch.zeros(codec.encoded_bytes(flat.numel(), NAMES[dtype]), dtype=torch.uint8)
     if flat.numel():
-        codec.encode_(flat, encoded, dtype_name(dtype))
+        codec.encode_(flat, encoded, NAMES[dtype])
         flat = torch.empty_like(flat)
-        codec.decode_(encoded, flat, dtype_name(dtype))
+        codec.decode_(encoded, flat, NAMES[dtype])
     return flat.view(values.shape)
 
 
@@ -175,5 +177,10 @@ def finish_as(reference: Reference, server: atoll.Server, sites: dict[str, Clien
 
 def down_bytes(client: Client) -> int:
     """Of tensors, that this client's process has received so far."""
-    assert client._place is not None
-    return client._place.session.counters.bytes_down
+    received: int = client.worker.bytes_down
+    return received
+
+
+def pull_head(client: Client, reference: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The newest version, in tensors as those of the reference."""
+    return client.worker.load_into({name: torch.zeros_like(tensor) for name, tensor in reference.items()})

@@ -13,15 +13,12 @@ import pytest
 import torch
 from async_world import START, Clients, gradient, nesterov
 from harness.processes import wait_until
-from kit.servers import new_server, plain_server
-from test_fall_back import damage_head, slow_disk, wait_until_durable
+from kit.servers import plain_server
+from test_fall_back import wait_until_durable
 from torch import nn
 
 import atoll
 from atoll.errors import Gone
-from atoll.rounds.events import TicketRequested, VersionCommitted
-from atoll.server.coordinator.background_writes import Exports
-from atoll.server.coordinator.coordinator import Coordinator
 
 
 @pytest.mark.covers("L5")
@@ -126,6 +123,9 @@ def test_a_ticket_asked_for_at_a_commit_is_of_the_version_that_its_digest_names(
     world: Callable[..., Clients], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """b's step is in the journal, and the machine hears of it only after a has asked."""
+    from atoll.rounds.events import TicketRequested, VersionCommitted
+    from atoll.server.coordinator.coordinator import Coordinator
+
     run = world()
     run.pull("a", "b")
     apply, committed, held = Coordinator.apply, threading.Event(), list[Any]()
@@ -154,6 +154,8 @@ def test_a_ticket_asked_for_at_a_commit_is_of_the_version_that_its_digest_names(
 def test_an_export_that_is_overtaken_does_not_keep_a_version_from_becoming_durable(
     world: Callable[..., Clients], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from atoll.server.coordinator.background_writes import Exports
+
     def overtaken(*_: Any) -> None:
         raise Gone("Version 1 is not kept.")
 
@@ -162,28 +164,3 @@ def test_an_export_that_is_overtaken_does_not_keep_a_version_from_becoming_durab
     run.pull("a")
     run.submit("a", gradient(0))
     wait_until_durable(run.server, 1)
-
-
-@pytest.mark.covers("L3", "F41")
-def test_a_lost_version_loses_no_update(tmp_path: Path) -> None:
-    """a is at version 1 when version 2, of b's update, is lost; b has gone on from it, and sends it again."""
-    with slow_disk(newest=1), ExitStack() as stack:
-        run = Clients(
-            tmp_path, stack, **{"algorithm.outer_optimizer.lr": 1.0, "algorithm.outer_optimizer.momentum": 0.0}
-        )
-        run.pull("a", "b")
-        run.submit("a", gradient(0))
-        wait_until_durable(run.server, 1)
-        run.pull("a")
-        run.submit("b", gradient(1))
-        run.pull("b")
-        run.server.stop()
-        damage_head(tmp_path / "state")
-        run.server = new_server(run.model, **run.options).start()
-        assert run.server.status().fragments[0].version == 1
-        run.pull("b")  # sends again first
-        run.pull("a")  # its ticket was of a version that may have been lost, too
-        run.submit("a", gradient(2))
-        wait_until(lambda: len(run.server.status().history) == 3, "three updates")
-        expected = START - gradient(0) - gradient(1) - gradient(2)
-        assert torch.allclose(run.weight(), expected, rtol=0, atol=1e-12)

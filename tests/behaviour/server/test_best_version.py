@@ -5,23 +5,22 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from harness.processes import wait_until
+from harness.processes import Nursery, wait_until
 from kit.client import Client
+from kit.processes import command, export
 from kit.servers import plain_server
 from kit.sites import clients
 from safetensors import safe_open
 from safetensors.torch import save_file
 
 import atoll
-from atoll.cli import export
-from atoll.cli.status import headline
 from atoll.errors import ConfigError, Gone, UsageError
-from atoll.store.journal import Journal
 
 
 def serve(folder: Path, **settings: Any) -> atoll.Server:
@@ -60,14 +59,14 @@ def saved(server: atoll.Server) -> int:
 
 
 @pytest.mark.covers("X41")
-def test_the_best_version_is_the_one_that_was_measured_and_survives_a_restart(tmp_path: Path) -> None:
+def test_the_best_version_is_the_one_that_was_measured_and_survives_a_restart(tmp_path: Path, nursery: Nursery) -> None:
     exports = tmp_path / "saved"
     with serve(tmp_path, **{"disk.export_dir": exports}) as server:
         # round 1 measures version 0, round 2 version 1, …: the best is version 2
         work(server, tmp_path, [{"acc": 0.1}, {"acc": 0.3}, {"acc": 0.8}, {"acc": 0.5}])
         assert saved(server) == 2
-        status = server.status()
-        assert "best acc 0.8: version 2, measured in round 3" in headline(status, "here")
+        shown = command(nursery, tmp_path, "status", "--server", server.url).stdout
+        assert "best acc 0.8: version 2, measured in round 3" in shown
         note, values = best_of(exports)
         assert note == {"version": 2, "round": 3, "metric": "acc", "mode": "max", "value": 0.8}
         assert values == [2.0, 2.0]
@@ -171,37 +170,39 @@ def test_the_mean_over_the_workers_decides(tmp_path: Path) -> None:
             client.close()
 
 
-def test_export_of_the_best(tmp_path: Path) -> None:
+def test_export_of_the_best(tmp_path: Path, nursery: Nursery) -> None:
     out = tmp_path / "best.safetensors"
+
+    def exported(*source: str) -> int | str:
+        return export(nursery, out, "--best", *source)
+
+    def require_refused(error: type[atoll.AtollError], words: str, *source: str) -> None:
+        assert re.search(f"^exit {error.exit_code}: .*{words}", str(exported(*source)))
+
     with serve(tmp_path) as server:
-        with pytest.raises(Gone, match="No round has reported 'acc'"):
-            export.best_of_server(server.url, out)
+        at = ("--server", server.url)
+        require_refused(Gone, "No round has reported 'acc'", *at)
         work(server, tmp_path, [{"acc": 0.9}, {"acc": 0.3}, {"acc": 0.3}, {"acc": 0.3}])
         assert saved(server) == 0
-        assert export.best_of_server(server.url, out) == 0
+        assert exported(*at) == 0
         original = (server.exports / "best.safetensors").read_bytes()
         assert out.read_bytes() == original
         (server.exports / "best.safetensors").rename(tmp_path / "elsewhere")  # as on another machine
-        with pytest.raises(Gone, match=r"Copy .*best\.safetensors on the server's machine"):
-            export.best_of_server(server.url, out)
+        require_refused(Gone, r"Copy .*best\.safetensors on the server's machine", *at)
         work(server, tmp_path, [{"acc": 0.95}])  # of version 4, which is still kept to be pulled
         assert saved(server) == 4
         other = {"version": "4", "acc": "0.1"}  # of another run, which is on this machine under the same path
         save_file({"w": torch.zeros(2)}, server.exports / "best.safetensors", other)
-        assert export.best_of_server(server.url, out) == 4
+        assert exported(*at) == 4
         with safe_open(out, framework="pt") as file:
             assert file.get_tensor("w").tolist() == [4.0, 4.0]
         (server.exports / "best.safetensors").unlink()
-        with pytest.raises(UsageError, match="There is no"):
-            export.best_of_directory(tmp_path / "state", out)
+        require_refused(UsageError, "There is no", "--dir", str(tmp_path / "state"))
         (tmp_path / "elsewhere").rename(server.exports / "best.safetensors")
-        assert export.best_of_directory(tmp_path / "state", out) == 0
+        assert exported("--dir", str(tmp_path / "state")) == 0
         assert out.read_bytes() == original
-    with (
-        serve(tmp_path / "other", **{"rounds.best_metric": None}) as server,
-        pytest.raises(UsageError, match="tracks no metric"),
-    ):
-        export.best_of_server(server.url, out)
+    with serve(tmp_path / "other", **{"rounds.best_metric": None}) as server:
+        require_refused(UsageError, "tracks no metric", "--server", server.url)
 
 
 @pytest.mark.parametrize(
@@ -221,6 +222,8 @@ def test_settings_that_mean_nothing_are_refused(tmp_path: Path, settings: dict[s
 def test_what_best_json_says_is_on_the_disk_before_it_has_its_name_and_the_name_after_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from atoll.store.journal import Journal
+
     done: list[tuple[str, str]] = []
     sync, replace = Journal.sync, os.replace
 

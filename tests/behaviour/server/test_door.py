@@ -16,7 +16,6 @@ from kit.servers import plain_server
 from kit.tls import write_certificate
 from torch import nn
 
-from atoll.protocol import routes
 from atoll.server import serve
 from atoll.transport import listener
 
@@ -30,7 +29,7 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def healthy(connection: http.client.HTTPConnection) -> bool:
-    connection.request("GET", routes.HEALTH)
+    connection.request("GET", "/healthz")
     return connection.getresponse().read() == b"ok\n"
 
 
@@ -78,24 +77,6 @@ def test_as_many_files_as_the_system_allows_may_be_open() -> None:
         assert resource.getrlimit(resource.RLIMIT_NOFILE) == (most, hard)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-
-
-def ask_for_ever(talk: socket.socket) -> None:
-    while True:
-        talk.sendall(f"GET {routes.OPENAPI} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode() * 100)
-
-
-@pytest.mark.parametrize("tls", [False, True])
-def test_ends_a_client_that_never_reads_its_answers(tmp_path: Path, tls: bool) -> None:
-    options = write_certificate(tmp_path) if tls else {}
-    with plain_server(tmp_path, nn.Linear(2, 2), **{"network.idle_timeout_s": 0.2}, **options) as server:
-        raw = socket.socket()
-        raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        raw.settimeout(30)
-        raw.connect(("127.0.0.1", server.port))
-        talk = trusting().wrap_socket(raw) if tls else raw
-        with talk, pytest.raises((ConnectionError, ssl.SSLError)):
-            ask_for_ever(talk)
 
 
 def test_an_unfinished_handshake_takes_no_place_for_ever(few: None, tmp_path: Path) -> None:

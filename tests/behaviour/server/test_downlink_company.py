@@ -2,34 +2,34 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from down_world import Reference, down_bytes, finish_as, mixed, play, require_equal, serve, start, through, trained
+from harness.processes import Nursery
 from harness.proxy import Fault, Proxy
 from kit.client import Client
+from kit.processes import export
 from kit.sites import clients, finish, play_round
 from own_world import MEAN, write
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import atoll
-from atoll import registry
-from atoll.cli import export
+from atoll.codecs import build_codecs
 from atoll.errors import Gone, StateCorrupt
 from atoll.filters import NormClip
 
 
-def whole_pull(server: atoll.Server, folder: Path) -> tuple[dict[str, Tensor], int]:
-    """What a new site gets, and its bytes."""
+def whole_pull(server: atoll.Server, folder: Path, model: Any) -> tuple[dict[str, Tensor], int]:
+    """What a new site gets, with what its file has beside the model; and its bytes."""
     client = Client(server.url, site="joiner", folder=folder / "joiner").register()
-    session = client._place
-    assert session is not None
-    reply = session.exchange.ask(wait_s=0.0)
-    session.exchange.pull(reply.head, None)
-    state, nbytes = load_file(session.exchange.base.path), down_bytes(client)
+    client.worker.load_into(model)
+    (base,) = (folder / "joiner").rglob("base.safetensors")
+    state, nbytes = load_file(base), down_bytes(client)
     client.close()
     return state, nbytes
 
@@ -50,7 +50,7 @@ def test_differences_and_whole_pulls_lead_to_the_same_model(tmp_path: Path, opti
             play_round(sites, number, lambda site, state: trained(state, site, number))  # noqa: B023
         for client in sites.values():
             assert client.next_round() == 4
-        held, nbytes = whole_pull(server, tmp_path)
+        held, nbytes = whole_pull(server, tmp_path, start())
         for client in sites.values():
             require_equal({name: client.pull()[name] for name in held}, held)
             assert down_bytes(client) < 2 * nbytes  # three differences are less than a version
@@ -88,7 +88,7 @@ def test_controls_travel_as_they_are_beside_the_differences(tmp_path: Path) -> N
                 client.submit(model)
         for client in sites.values():
             assert client.next_round() == 4
-        held, nbytes = whole_pull(server, tmp_path)
+        held, nbytes = whole_pull(server, tmp_path, model)
         for client in sites.values():
             require_equal(client.pull(), {name: held[name] for name in ("weight", "bias")})
             controls = client.round.global_state("control")
@@ -101,7 +101,7 @@ def test_controls_travel_as_they_are_beside_the_differences(tmp_path: Path) -> N
 def test_diloco_trains_from_what_went_down_and_submits_against_it(tmp_path: Path) -> None:
     """H = 1: w = b − 1 → u = 1 up to rounding; θ ← θ − lr·C(u + e), b ← b + dec(D(θ − b)); the loop ends with b."""
     start = {"weight": torch.randn(1, 9000, generator=torch.Generator().manual_seed(0))}
-    up, down = registry.load("codecs", "bf16")(), registry.load("codecs", "int4")()
+    up, down = build_codecs("bf16", {})["bf16"], build_codecs("int4", {})["int4"]
     theta, held = start["weight"].clone(), start["weight"].clone()
     model = nn.Linear(9000, 1, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -141,32 +141,36 @@ def test_diloco_trains_from_what_went_down_and_submits_against_it(tmp_path: Path
     ],
     ids=["plain", "momentum", "adam", "whole-tensors"],
 )
-def test_masters_that_were_damaged_are_never_exported(tmp_path: Path, options: dict[str, Any]) -> None:
+def test_masters_that_were_damaged_are_never_exported(
+    tmp_path: Path, nursery: Nursery, options: dict[str, Any]
+) -> None:
     out = tmp_path / "model.safetensors"
     with serve(tmp_path, **{"rounds.total": 1}, **options) as server:
         sites = clients(server, tmp_path)
         play_round(sites, 1, lambda site, state: trained(state, site, 1))
         exported = finish(server, sites)
-    assert export.from_directory(tmp_path / "state", out) == 1
+    state = str(tmp_path / "state")
+    assert export(nursery, out, "--dir", state) == 1
     require_equal(load_file(out), exported)
     (path,) = (tmp_path / "state" / "slots").glob("state-*")
     data = bytearray(path.read_bytes())
     for place in (9, len(data) // 2, len(data) - 1):
         data[place] ^= 1
         path.write_bytes(data)
-        with pytest.raises(StateCorrupt, match=r"state-0-.* is not what its digest says"):
-            export.from_directory(tmp_path / "state", tmp_path / "never.safetensors")
+        refused = str(export(nursery, tmp_path / "never.safetensors", "--dir", state))
+        assert refused.startswith(f"exit {StateCorrupt.exit_code}: ")
+        assert re.search(r"state-0-.* is not what its digest says", refused)
         data[place] ^= 1
     assert not (tmp_path / "never.safetensors").exists()
 
 
 @pytest.mark.covers("L16")
-def test_atoll_export_takes_the_masters_from_a_server_and_from_its_directory(tmp_path: Path) -> None:
+def test_atoll_export_takes_the_masters_from_a_server_and_from_its_directory(tmp_path: Path, nursery: Nursery) -> None:
     """θ, and the same file bit for bit as the server's own export: of the head, and of a version that is still kept."""
     reference, theta, out = Reference(mixed()), {}, tmp_path / "model.safetensors"
     with serve(tmp_path, mixed()) as server, Proxy(server.port) as line:
         sites = clients(server, tmp_path)
-        assert export.from_server(server.url, out) == 0
+        assert export(nursery, out, "--server", server.url) == 0
         require_equal(load_file(out), mixed())  # the initial model is both
         for number in (1, 2):
             play(sites, number, reference)
@@ -176,7 +180,7 @@ def test_atoll_export_takes_the_masters_from_a_server_and_from_its_directory(tmp
         flipped = Fault(r"GET .*/model/1 ", "down", at=1000, action="flip")
         broken = Fault(r"GET .*/model/2 ", "down", at=5000, action="reset")
         line.faults += [flipped, broken]
-        assert export.from_server(line.url, out) == 2
+        assert export(nursery, out, "--server", line.url) == 2
         assert flipped.reached.is_set()
         assert broken.reached.is_set()
         assert (line.count(r"GET .*/model/1 "), line.count(r"GET .*/model/3 ")) == (2, 1)  # they alone came again
@@ -184,17 +188,17 @@ def test_atoll_export_takes_the_masters_from_a_server_and_from_its_directory(tmp
         assert out.read_bytes() == own.read_bytes()
         require_equal(load_file(out), theta[2])
         assert not torch.equal(theta[2]["large"], reference.held["large"])
-        assert export.from_server(server.url, out, version=1) == 1
+        assert export(nursery, out, "--server", server.url, "--version", "1") == 1
         require_equal(load_file(out), theta[1])
-        with pytest.raises(Gone):
-            export.from_server(server.url, out, version=9)
+        refused = str(export(nursery, out, "--server", server.url, "--version", "9"))
+        assert refused.startswith(f"exit {Gone.exit_code}: ")
         for client in sites.values():
             client.close()
-    assert export.from_directory(tmp_path / "state", out) == 2
+    assert export(nursery, out, "--dir", str(tmp_path / "state")) == 2
     assert out.read_bytes() == own.read_bytes()
 
 
-def test_atoll_export_takes_the_masters_of_every_fragment_from_a_server(tmp_path: Path) -> None:
+def test_atoll_export_takes_the_masters_of_every_fragment_from_a_server(tmp_path: Path, nursery: Nursery) -> None:
     model, out = nn.Sequential(nn.Linear(60, 70), nn.Linear(70, 80)), tmp_path / "model.safetensors"
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     options: dict[str, Any] = {
@@ -209,5 +213,7 @@ def test_atoll_export_takes_the_masters_of_every_fragment_from_a_server(tmp_path
                 optimizer.zero_grad()
                 model(torch.ones(1, 60)).square().mean().backward()
                 optimizer.step()
-        assert export.from_server(server.url, out) == min(each.version for each in server.status().fragments) == 3
+        assert (
+            export(nursery, out, "--server", server.url) == min(each.version for each in server.status().fragments) == 3
+        )
         assert out.read_bytes() == server.save_state(tmp_path / "own.safetensors").read_bytes()

@@ -22,9 +22,6 @@ from torch import Tensor
 import atoll
 from atoll.errors import Superseded
 from atoll.filters import Filter
-from atoll.server.tasks import user_code
-from atoll.server.update_filters import Filtering
-from atoll.store.journal_tables import TicketRow
 
 START = {"w": torch.zeros(2)}
 
@@ -58,6 +55,8 @@ def test_the_rounds_go_on_without_its_site_and_the_server_ends(
     tmp_path: Path, go: threading.Event, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its rounds are closed by their deadline, with b alone."""
+    from atoll.server.tasks import user_code
+
     monkeypatch.setattr(user_code, "SAY_S", 0.05)
     hanging, rounds = Hanging(go), 4
     options = {"rounds.total": rounds, "rounds.quorum": 1, "rounds.min_sites": 1, "rounds.deadline_s": 0.3}
@@ -111,10 +110,12 @@ def test_what_is_left_of_one_update_is_not_taken_for_another_that_came_in_its_pl
     """a sends (1, 1), and is started again elsewhere while the filter is at it. Then it sends (3, 3), with the same
     ticket: that is what the run comes to.
     """
+    from atoll.server.update_filters import Filtering
+
     asked: list[str | None] = []
     refusal = Filtering.refusal
 
-    async def counted(filtering: Filtering, row: TicketRow, number: int) -> str:
+    async def counted(filtering: Filtering, row: Any, number: int) -> str:
         asked.append(row.digest)
         return await refusal(filtering, row, number)
 
@@ -211,6 +212,8 @@ def open_files() -> list[str]:
 @pytest.mark.covers("T8", "X3")
 def test_a_turn_that_comes_to_nothing_is_given_back(go: threading.Event, monkeypatch: pytest.MonkeyPatch) -> None:
     """There is one place, and a has it. b is given up while it waits for it, then no thread can be started for b."""
+    from atoll.server.tasks import user_code
+
     monkeypatch.setattr(user_code, "AT_ONCE", 1)
 
     async def main() -> str:

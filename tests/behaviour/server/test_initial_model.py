@@ -9,20 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+from kit.requests import get
 from kit.servers import plain_server
-from kit.sites import clients, federated
+from kit.sites import federated
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 
 from atoll import Settings
 from atoll.errors import ConfigError
-from atoll.server.initial_model import initial_model, is_known, schema_for
-
-RUN = """\
-algorithm.name = "fedavg"
-model.source = {model}
-"""
 
 
 class Scaled(nn.Module):
@@ -33,26 +28,34 @@ class Scaled(nn.Module):
         self.w = nn.Parameter(torch.full((size,), by))
 
 
-def built(**settings: Any) -> dict[str, list[float]]:
-    model = initial_model(Settings.build(settings), None)
-    tensors: Any = model.state_dict() if isinstance(model, nn.Module) else model
-    return {name: tensor.tolist() for name, tensor in tensors.items()}
+Begun = tuple[dict[str, list[float]], dict[str, Any]]
 
 
-def read(folder: Path, model: str) -> Settings:
-    path = folder / "run.toml"
-    path.write_text(RUN.format(model=model), encoding="utf-8")
-    return Settings.read(path, environ={})
+@pytest.fixture
+def begun(tmp_path: Path) -> Callable[..., Begun]:
+    """Begin a run from a source: the values of version 0, and the schema as sites are told it."""
+
+    def begin(source: Path | str, **model: Any) -> Begun:
+        settings = {"model.source": str(source)} | {f"model.{key}": value for key, value in model.items()}
+        with plain_server(tmp_path / f"run-{len(list(tmp_path.glob('run-*')))}", **settings) as server:
+            state = load_file(server.save_state(tmp_path / "version-0.safetensors"))
+            return {name: tensor.tolist() for name, tensor in state.items()}, get(server.url, "/v1/schema")[1]
+
+    return begin
+
+
+def groups(schema: dict[str, Any]) -> dict[str, str]:
+    return {entry["name"]: entry["group"] for entry in schema["tensors"]}
 
 
 @pytest.mark.covers("P7", "P17")
-def test_calls_code_by_name_with_its_arguments() -> None:
-    assert built(**{"model.source": f"{__name__}:Scaled", "model.args": {"size": 2, "by": 3.0}}) == {"w": [3.0, 3.0]}
+def test_calls_code_by_name_with_its_arguments(begun: Callable[..., Begun]) -> None:
+    assert begun(f"{__name__}:Scaled", args={"size": 2, "by": 3.0})[0] == {"w": [3.0, 3.0]}
 
 
-def test_names_code_with_wrong_arguments() -> None:
+def test_names_code_with_wrong_arguments(begun: Callable[..., Begun]) -> None:
     with pytest.raises(ConfigError, match=r"Scaled' cannot be called.*model\.args"):
-        built(**{"model.source": f"{__name__}:Scaled", "model.args": {"length": 2}})
+        begun(f"{__name__}:Scaled", args={"length": 2})
 
 
 @pytest.fixture
@@ -66,38 +69,29 @@ def parts(tmp_path: Path) -> Path:
 
 
 @pytest.mark.covers("P7")
-def test_a_folder_is_all_of_its_files(parts: Path) -> None:
-    assert built(**{"model.source": str(parts)}) == {"a": [1.0, 1.0], "b": [2.0, 2.0, 2.0]}
-    settings = read(parts.parent, '"model"')  # beside the run file
-    assert settings.model.source == str(parts)
-    schema = schema_for(settings, initial_model(settings, None))
-    assert is_known(settings, None, schema)
+def test_a_run_begins_with_all_files_of_a_folder_beside_the_run_file(parts: Path, begun: Callable[..., Begun]) -> None:
+    assert begun(parts)[0] == {"a": [1.0, 1.0], "b": [2.0, 2.0, 2.0]}
+    run_file = parts.parent / "run.toml"
+    run_file.write_text('algorithm.name = "fedavg"\nmodel.source = "model"\n')
+    assert Settings.read(run_file, environ={}).model.source == str(parts)
 
 
-@pytest.mark.covers("P7", "P8")
-def test_a_run_begins_with_a_folder(parts: Path, tmp_path: Path) -> None:
-    with plain_server(tmp_path, **{"model.source": str(parts), "rounds.total": 1}) as server:
-        (client,) = clients(server, tmp_path, "a").values()
-        client.next_round()
-        found = client.pull()
-        client.close()
-    assert {name: tensor.tolist() for name, tensor in found.items()} == {"a": [1.0, 1.0], "b": [2.0, 2.0, 2.0]}
-
-
-def test_a_folder_without_a_model_and_one_with_two_are_refused(parts: Path, tmp_path: Path) -> None:
+def test_a_folder_without_a_model_and_one_with_two_are_refused(
+    parts: Path, tmp_path: Path, begun: Callable[..., Begun]
+) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(ConfigError, match=r"no \.safetensors file.*save_file"):
-        built(**{"model.source": str(tmp_path / "empty")})
+        begun(tmp_path / "empty")
     save_file({"b": torch.zeros(1)}, parts / "other.safetensors")
     with pytest.raises(ConfigError, match=r"other\.safetensors.*has the tensor 'b'"):
-        built(**{"model.source": str(parts)})
+        begun(parts)
 
 
 @pytest.mark.covers("P17", "X2")
 @pytest.mark.parametrize("name", ["model.pt", "model.pth", "pytorch_model.bin", "last.ckpt"])
-def test_a_pickle_is_refused_with_what_converts_it(name: str) -> None:
+def test_a_pickle_is_refused_with_what_converts_it(name: str, begun: Callable[..., Begun]) -> None:
     with pytest.raises(ConfigError, match=r"is a pickle.*save_file\(model\.state_dict\(\), 'model\.safetensors'\)"):
-        built(**{"model.source": name})
+        begun(name)
 
 
 def begins(model: nn.Module | str, folder: Path, build: Callable[[], nn.Module]) -> Any:
@@ -119,23 +113,20 @@ class Tied(nn.Module):
 
 
 @pytest.mark.covers("P7")
-def test_a_run_begins_with_the_export_of_a_tied_model(tmp_path: Path) -> None:
+def test_a_run_begins_with_the_export_of_a_tied_model(tmp_path: Path, begun: Callable[..., Begun]) -> None:
     """Guards against two tensors where there was one: every worker was refused as another model."""
     begins(Tied(), tmp_path / "one", Tied)
     export = tmp_path / "one" / "state" / "exports" / "model.safetensors"
     model = begins(str(export), tmp_path / "two", Tied)
     assert torch.equal(model.head.weight, load_file(export)["head.weight"])
-    settings = Settings.build({"model.source": str(export)})
-    schema = schema_for(settings, initial_model(settings, None))
-    assert dict(schema.aliases) == {"head.weight": "table.weight"}
-    assert is_known(settings, None, schema)
+    assert begun(export)[1]["aliases"] == [{"name": "head.weight", "owner": "table.weight"}]
 
 
 @pytest.mark.parametrize("told", ['{"head.weight": "table.weight"}', '{"head.weight": "gone"}', "[1]", "no JSON"])
-def test_names_that_no_longer_are_one_tensor_stay_two(tmp_path: Path, told: str) -> None:
+def test_names_that_no_longer_are_one_tensor_stay_two(tmp_path: Path, begun: Callable[..., Begun], told: str) -> None:
     file = tmp_path / "changed.safetensors"
     save_file({"table.weight": torch.zeros(5, 2), "head.weight": torch.ones(5, 2)}, file, {"atoll.tied": told})
-    assert sorted(built(**{"model.source": str(file)})["head.weight"][0]) == [1.0, 1.0]
+    assert begun(file)[0]["head.weight"][0] == [1.0, 1.0]
 
 
 class Scaling(nn.Module):
@@ -150,7 +141,9 @@ class Scaling(nn.Module):
 
 
 @pytest.mark.covers("P8")
-def test_an_export_says_which_tensors_are_buffers_and_a_run_that_begins_with_it_knows(tmp_path: Path) -> None:
+def test_an_export_says_which_tensors_are_buffers_and_a_run_that_begins_with_it_knows(
+    tmp_path: Path, begun: Callable[..., Begun]
+) -> None:
     """Guards against groups guessed by names: every worker with the module was refused."""
     begins(Scaling(), tmp_path / "one", Scaling)
     export = tmp_path / "one" / "state" / "exports" / "model.safetensors"
@@ -159,29 +152,22 @@ def test_an_export_says_which_tensors_are_buffers_and_a_run_that_begins_with_it_
     assert json.loads(metadata["atoll.buffers"]) == ["scale", "again.scale"]
     assert metadata["format"] == "pt"  # as `from_pretrained` asks for
     begins(str(export), tmp_path / "two", Scaling)
-    settings = Settings.build({"model.source": str(export)})
-    schema = schema_for(settings, initial_model(settings, None))
-    assert {spec.name: spec.group for spec in schema.tensors} == {"running_mean": "params", "scale": "buffers"}
-    assert is_known(settings, None, schema)
+    assert groups(begun(export)[1]) == {"running_mean": "params", "scale": "buffers"}
 
 
-def test_the_buffers_setting_adds_to_what_a_file_says(tmp_path: Path) -> None:
+def test_the_buffers_setting_adds_to_what_a_file_says(tmp_path: Path, begun: Callable[..., Begun]) -> None:
     file = tmp_path / "model.safetensors"
     save_file({"a": torch.ones(1), "b": torch.ones(1), "c": torch.ones(1)}, file, {"atoll.buffers": '["a"]'})
-    settings = Settings.build({"model.source": str(file), "model.buffers": ["b"]})
-    schema = schema_for(settings, initial_model(settings, None))
-    assert {spec.name: spec.group for spec in schema.tensors} == {"a": "buffers", "b": "buffers", "c": "params"}
+    assert groups(begun(file, buffers=["b"])[1]) == {"a": "buffers", "b": "buffers", "c": "params"}
 
 
 @pytest.mark.parametrize("told", ["[]", '["gone", "own"]', "{}", "no JSON", '[["x"]]'])
 def test_a_list_of_buffers_that_is_no_longer_the_files_leaves_the_names_of_batch_normalisation(
-    tmp_path: Path, told: str
+    tmp_path: Path, begun: Callable[..., Begun], told: str
 ) -> None:
     file = tmp_path / "model.safetensors"
     save_file({name: torch.ones(1) for name in ("bn.running_mean", "own", "w")}, file, {"atoll.buffers": told})
-    settings = Settings.build({"model.source": str(file)})
-    schema = schema_for(settings, initial_model(settings, None))
-    groups = {spec.name: spec.group for spec in schema.tensors}
-    assert groups["w"] == "params"
-    assert groups["own"] == ("buffers" if "own" in told else "params")
-    assert groups["bn.running_mean"] == ("params" if told == "[]" else "buffers")
+    found = groups(begun(file)[1])
+    assert found["w"] == "params"
+    assert found["own"] == ("buffers" if "own" in told else "params")
+    assert found["bn.running_mean"] == ("params" if told == "[]" else "buffers")

@@ -18,8 +18,6 @@ from kit.client import Client
 from kit.servers import plain_server
 from torch import nn
 
-from atoll.transport import receive_upload
-
 BENCH = Path(__file__).resolve().parents[3] / "bench" / "largest_round.py"
 _spec = importlib.util.spec_from_file_location("largest_round", BENCH)
 assert _spec is not None
@@ -35,10 +33,10 @@ _spec.loader.exec_module(largest_round)
 def test_a_model_ten_times_as_large_takes_no_more_memory_on_either_side(codec: str) -> None:
     how: dict[str, Any] = {
         "workers": 2,
-        "rounds.total": 2,
+        "rounds": 2,
         "tensors": 20,
-        "aggregation.upload_codec.name": codec,
-        "aggregation.download_codec.name": codec,
+        "codec": codec,
+        "downlink_codec": codec,
     }
     small = measure(Bench(gb=0.012, **how), lambda _: None)
     large = measure(Bench(gb=0.12, **how), lambda _: None)
@@ -103,6 +101,8 @@ def test_receiving_a_part_builds_no_tensor_and_holds_a_few_chunks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A spy around the receive path: torch makes nothing meanwhile, and Python holds at most a few runs of bytes."""
+    from atoll.transport import receive_upload
+
     made: list[str] = []
     peak_bytes: list[int] = []
     receive = receive_upload.receive_part

@@ -15,7 +15,6 @@ from kit.sites import clients, finish, play_round
 import atoll
 from atoll.codecs import build_codecs
 from atoll.errors import ConfigError, StoreError
-from atoll.worker.exchange.participation import take_part
 
 OWN = '''
 from dataclasses import dataclass
@@ -106,7 +105,7 @@ def test_a_server_cannot_have_a_site_import_or_call_what_it_names(own: str, tmp_
         with pytest.raises(
             ConfigError, match=r"'own_codec:Thousandths', code that this program has not imported.*Impo"
         ):
-            take_part(server.url, "a", folder=tmp_path / "w")
+            atoll.join(server.url, "a", folder=tmp_path / "w")
         assert "own_codec" not in sys.modules
     for name, options in (
         ("subprocess:Popen", {"args": f"touch {tmp_path}/ran", "shell": 1}),

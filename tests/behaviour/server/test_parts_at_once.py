@@ -1,7 +1,6 @@
 """What a faulty site can make the server hold: so many parts at once, and little of what no request asked for."""
 
 import contextlib
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,21 +9,17 @@ import pytest
 import torch
 from aiohttp import web
 from harness.processes import wait_until
-from kit.by_hand import formed, part_body, put_part
-from kit.requests import answer, begin_request
+from kit.requests import answer, begin_request, get
 from kit.servers import plain_server
 from kit.tls import write_certificate
+from kit.wire import DIGEST_BYTES, WireSite
 from safetensors.torch import load_file
 from torch import nn
 
 import atoll
-from atoll.protocol import messages, routes
-from atoll.server.http.receive_parts import PARTS_PER_CONNECTION
-from atoll.transport import receive_upload, serve_range
-from atoll.transport.http_client import Http
-from atoll.worker.exchange.participation import Participation, take_part
 
-PART_BYTES, DIGEST_BYTES = 2**16, routes.DIGEST_BYTES
+PART_BYTES, MOST_PARTS = 2**16, 4
+"""Parts of one site that the server takes at a time over one connection."""
 
 
 @pytest.fixture
@@ -34,62 +29,52 @@ def server(tmp_path: Path) -> Iterator[atoll.Server]:
         yield server
 
 
-@pytest.fixture
-def place(server: atoll.Server, tmp_path: Path) -> Iterator[Participation]:
-    place = take_part(server.url, "a", folder=tmp_path / "w")
-    yield place
-    place.leave()
-
-
 @pytest.mark.covers("D1", "F37")
-def test_a_site_sends_only_so_many_parts_at_once(server: atoll.Server, place: Participation) -> None:
-    lease, ticket = place.session.http.lease, formed(place).id
-
-    def begun(part: int) -> socket.socket:
-        return put_part(server.port, lease, ticket, part, PART_BYTES + DIGEST_BYTES, b"x")
-
+def test_a_site_sends_only_so_many_parts_at_once(server: atoll.Server) -> None:
+    update = WireSite(server.url).train()
     with contextlib.ExitStack() as ends:
-        first = [ends.enter_context(begun(part)) for part in range(PARTS_PER_CONNECTION)]
+        first = [ends.enter_context(update.begin(part, b"x")) for part in range(MOST_PARTS)]
         wait_until(lambda: server.status().bytes_up == len(first), "their first bytes")
-        status, told = answer(begun(PARTS_PER_CONNECTION))
+        status, told = answer(update.begin(MOST_PARTS, b"x"))
         assert status == 429
         assert "a has 4 parts on their way" in told["message"]
-        ends.enter_context(begun(0))  # again: it takes the place of the one before
+        ends.enter_context(update.begin(0, b"x"))  # again: it takes the place of the one before
         with contextlib.suppress(ConnectionResetError):
             assert first[0].recv(1) == b""
         wait_until(lambda: server.status().bytes_up == len(first) + 1, "its first byte")
-    place.exchange.deliver()  # nothing of it is in the way of an update
+    update.submit()  # nothing of it is in the way of an update
     wait_until(lambda: server.status().fragments[0].version == 1, "the round")
 
 
 @pytest.mark.parametrize("nbytes", [1, PART_BYTES, 2 * (PART_BYTES + DIGEST_BYTES)])
-def test_a_request_brings_one_whole_part(server: atoll.Server, place: Participation, nbytes: int) -> None:
-    status, told = answer(put_part(server.port, place.session.http.lease, formed(place).id, 0, nbytes))
+def test_a_request_brings_one_whole_part(server: atoll.Server, nbytes: int) -> None:
+    status, told = answer(WireSite(server.url).train().begin(0, nbytes=nbytes))
     assert status == 400
     assert f"a Content-Length of {nbytes}, not {PART_BYTES + DIGEST_BYTES}" in told["message"]
 
 
 @pytest.mark.covers("L9")
 def test_a_part_that_has_arrived_is_a_sign_of_life(tmp_path: Path) -> None:
-    """The request for it is one, too; the site sends nothing else meanwhile."""
-    silent = {"network.heartbeat_interval_s": 0, "network.heartbeat_timeout_s": 0}
-    with plain_server(tmp_path, nn.Linear(64, 64), **silent) as server:
-        place = take_part(server.url, "a", folder=tmp_path / "w")
-        ticket, body = formed(place), part_body(place, 0)
-        run = server._require_run()
-        before_s = run.state.seen_s["a"]
-        raw = put_part(server.port, place.session.http.lease, ticket.id, 0, len(body))
-        wait_until(lambda: run.state.seen_s["a"] > before_s, "the sign of life that every request is")
-        asked_s = run.state.seen_s["a"]
-        raw.sendall(body)
-        wait_until(lambda: run.state.seen_s["a"] > asked_s, "the sign of life of the part", 15.0)
+    """The request for it is one, too; the site sends nothing else. A second of silence is worth a word here."""
+    settings = {"network.heartbeat_interval_s": 0.4, "network.heartbeat_timeout_s": 0}
+    with plain_server(tmp_path, nn.Linear(64, 64), **settings) as server:
+
+        def silent() -> bool:
+            return "no sign of life from a" in server.status().fragments[0].reason
+
+        update = WireSite(server.url).train()
+        raw = update.begin(0)
+        wait_until(silent, "the word")
+        raw.sendall(update.body(0))
         assert answer(raw)[0] == 204
-        place.leave()
+        assert not silent()
 
 
 @pytest.mark.covers("D1")
 def test_holds_little_of_an_unread_body(server: atoll.Server, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against buffers that are large for every request, since those of parts under TLS have to be."""
+    from atoll.transport import serve_range
+
     limits: list[int] = []
     serve = serve_range.serve_file
 
@@ -98,16 +83,16 @@ def test_holds_little_of_an_unread_body(server: atoll.Server, monkeypatch: pytes
         return await serve(request, *arguments, **options)
 
     monkeypatch.setattr("atoll.server.http.byte_routes.serve_file", spied)
-    http = Http(server.url)
-    manifest = http.get(routes.MANIFEST.format(fragment=0, version=0), messages.Manifest)
-    http.close()
-    path = routes.VERSION_DATA.format(fragment=0, version=0, digest=manifest.digest)
-    with begin_request(server.port, f"GET {path}", Content_Length=1000000) as raw:
+    path = "/v1/fragments/0/versions/0"
+    digest = get(server.url, path)[1]["digest"]
+    with begin_request(server.port, f"GET {path}/{digest}", Content_Length=1000000) as raw:
         assert raw.recv(100).startswith(b"HTTP/1.1 200 ")
     assert limits == [2**17]
 
 
 def test_only_so_many_transfers_move_large_runs() -> None:
+    from atoll.transport import receive_upload
+
     with contextlib.ExitStack() as ends:
         wide = [ends.enter_context(receive_upload._run_bytes()) for _ in range(receive_upload.WIDE)]
         with receive_upload._run_bytes() as one_more:
@@ -122,6 +107,8 @@ def test_under_tls_the_bytes_are_the_same_in_runs_of_any_size(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wide: int
 ) -> None:
     """And what is held for each of them keeps to it."""
+    from atoll.transport import receive_upload, serve_range
+
     monkeypatch.setattr(receive_upload, "WIDE", wide)
     limits: set[int] = set()
     receive = receive_upload.receive_part

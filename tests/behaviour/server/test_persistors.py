@@ -16,13 +16,12 @@ from harness.processes import wait_until
 from kit.client import Client
 from kit.servers import plain_server
 from kit.sites import clients, federated, finish, play_round
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import atoll
-from atoll.errors import ConfigError, SchemaMismatch
-from atoll.server import startup
-from atoll.server.coordinator.persistor import Best, Persistor
-from atoll.tensors.lazy_tensors import LazyTensor
+from atoll.errors import ConfigError, DiskFull, SchemaMismatch
+from atoll.testing.run import failpoints
 
 START = {"w": torch.arange(3.0), "bn.running_mean": torch.ones(1)}
 
@@ -101,20 +100,15 @@ def test_it_gets_real_tensors_also_when_nothing_was_aggregated(tmp_path: Path) -
         pass
     assert [info["version"] for _, _, info in Shelf.handed] in ([], [0])  # the end may come before its thread begins
     Shelf.handed.clear()
-    server = server_of(tmp_path).start()
-    persistor, run = server._run.behind.persistor, server._run  # type: ignore[union-attr]
-    persistor.save(run.plan, run.store, (0,)).result(30)
-    export = server.save_state(tmp_path / "version-0.safetensors")
-    persistor.save_best(run.plan, Best(0, {"accuracy": 0.5}, {}, os.open(export, os.O_RDONLY)))
-    persistor.handed().result(30)
-    server.stop()
+    with server_of(tmp_path, **{"rounds.best_metric": "accuracy", "rounds.best_mode": "max"}) as server:
+        measure(clients(server, tmp_path, "a")["a"], [0.5])
+        wait_until(lambda: any(kind == "best" for kind, _, _ in Shelf.handed), "the best version, which is the first")
     assert Shelf.loads == 1  # the second start found the run
-    for kind, state, info in Shelf.handed:
-        assert info["version"] == 0
-        assert info.get("best") == ({"accuracy": 0.5} if kind == "best" else None)
-        assert not any(isinstance(value, LazyTensor) for value in state.values())
-        assert torch.equal(state["w"], START["w"])
-    assert [kind for kind, _, _ in Shelf.handed][-2:] == ["save", "best"]
+    _, state, info = next(each for each in Shelf.handed if each[0] == "best")
+    assert (info["version"], info["best"]) == (0, {"accuracy": 0.5})
+    for _, state, info in Shelf.handed:
+        assert {type(value) for value in state.values()} == {Tensor}
+        assert torch.equal(state["w"], START["w"] + info["version"])
 
 
 @pytest.mark.covers("D14")
@@ -122,9 +116,8 @@ def test_tied_tensors_come_under_each_name_and_scaffolds_controls_do_not(tmp_pat
     model = nn.ModuleDict({"one": nn.Linear(2, 2, bias=False), "two": nn.Linear(2, 2, bias=False)})
     model["two"].weight = model["one"].weight
     with server_of(tmp_path, model, **{"algorithm.name": "scaffold"}) as server:
-        run = server._run
-        assert run is not None
-        run.behind.persistor.save(run.plan, run.store, (0,)).result(30)
+        assert server.status().version == 0
+        wait_until(lambda: Shelf.handed, "version 0")
     _, state, _ = Shelf.handed[-1]
     assert state.keys() == {"one.weight", "two.weight"}
     assert state["one.weight"] is state["two.weight"]
@@ -174,18 +167,11 @@ def test_a_tied_tensor_that_comes_as_two_different_ones_is_refused(tmp_path: Pat
 
 @pytest.mark.covers("D14")
 def test_it_gives_the_same_two_again_where_the_run_was_killed_before_its_first_version(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
     Shelf.initial = as_a_file_has_it(Tied())
-
-    def killed(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(startup, "write_version", killed)
-        server = server_of(tmp_path, model=f"{__name__}:Tied")
-        with pytest.raises(KeyboardInterrupt):
-            server.start()
+    with failpoints("slot.create=enospc"), pytest.raises(DiskFull):
+        server_of(tmp_path, model=f"{__name__}:Tied").start()
     with server_of(tmp_path, model=f"{__name__}:Tied") as server:
         assert server.status().fragments[0].version == 0
     assert Shelf.loads == 2
@@ -246,8 +232,8 @@ def test_one_that_cannot_be_used_ends_the_start(
 def test_one_that_only_saves_leaves_the_initial_model_to_the_settings(tmp_path: Path) -> None:
     file = tmp_path / "only_saves.py"
     file.write_text("class Store:\n    def save(self, state, info): ...\n")
-    settings = atoll.Settings.build({"model.persistor.path": f"{file}:Store"})
-    assert Persistor(settings).load() is None
+    with plain_server(tmp_path, START, **{"model.persistor.path": f"{file}:Store"}) as server:
+        assert torch.equal(load_file(server.save_state(tmp_path / "now.safetensors"))["w"], START["w"])
 
 
 @pytest.mark.covers("D14", "X41")

@@ -2,31 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from kit import serve
+from kit.wire import WireSite
 
 import atoll
 from atoll.errors import Superseded
-from atoll.protocol import messages, routes
-from atoll.transport.http_client import Http
-
-
-@contextlib.contextmanager
-def joined(url: str, host: str, process: str) -> Iterator[Http]:
-    """The requests of a process of site a on some machine, by hand."""
-    with contextlib.closing(Http(url)) as http:
-        join = messages.Join(protocol=routes.PROTOCOL, site="a", host=host, process=process)
-        http.lease = http.post(routes.WORKERS, join, messages.Joined).lease
-        yield http
-
-
-def beat(http: Http) -> None:
-    http.post(routes.HEARTBEAT, messages.Heartbeat(), messages.HeartbeatReply)
 
 
 @pytest.mark.covers("F19")
@@ -34,22 +18,22 @@ def test_reports_both_hosts_of_one_site_name_and_that_a_living_process_was_displ
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING, "atoll.server")
-    with serve(tmp_path) as server, joined(server.url, "ward-1", "one") as first:
-        beat(first)
-        with joined(server.url, "ward-2", "two") as second:
-            reports = [record.message for record in caplog.records if "ward-1" in record.message]
-            assert len(reports) == 1
-            assert "ward-2" in reports[0]
-            assert server.status().warnings == []  # the first one may have ended
-            with pytest.raises(Superseded) as refused:
-                beat(first)
-            assert "ward-2" in refused.value.message
-            beat(second)
+    with serve(tmp_path) as server:
+        first = WireSite(server.url, host="ward-1", process="one")
+        first.beat()
+        second = WireSite(server.url, host="ward-2", process="two")
+        reports = [record.message for record in caplog.records if "ward-1" in record.message]
+        assert len(reports) == 1
+        assert "ward-2" in reports[0]
+        assert server.status().warnings == []  # the first one may have ended
+        status, refused = first.post("/v1/heartbeat", {})
+        assert (status, refused["code"]) == (409, "superseded")
+        assert "ward-2" in refused["message"]
+        second.beat()
         (told,) = server.status().warnings
         assert "ward-1" in told
         assert "ward-2" in told
-        with pytest.raises(Superseded):
-            beat(first)
+        assert first.post("/v1/heartbeat", {})[1]["code"] == "superseded"
         assert [record.message for record in caplog.records].count(told) == 1
 
 
@@ -58,16 +42,24 @@ def test_a_site_that_is_started_again_on_its_machine_is_no_second_one(
 ) -> None:
     caplog.set_level(logging.WARNING, "atoll.server")
     with serve(tmp_path, **{"rounds.sites": 3}) as server:
-        with joined(server.url, "ward-1", "one"):
-            pass
-        with joined(server.url, "ward-1", "two") as http:
-            beat(http)
+        WireSite(server.url, host="ward-1", process="one")
+        WireSite(server.url, host="ward-1", process="two").beat()
         with atoll.join(server.url, "b", folder=tmp_path / "w"):
             pass
         with atoll.join(server.url, "b", folder=tmp_path / "w"):
             pass
         assert server.status().warnings == []
     assert caplog.records == []
+
+
+def test_each_displaced_process_is_known_also_after_a_third_join(tmp_path: Path) -> None:
+    with serve(tmp_path) as server:
+        first, second, _ = (
+            WireSite(server.url, host=f"ward-{process}", process=process) for process in ("one", "two", "three")
+        )
+        for displaced, host in ((first, "ward-one"), (second, "ward-two")):
+            displaced.post("/v1/heartbeat", {})
+            assert f"on {host} and on ward-three" in server.status().warnings[0]
 
 
 def test_two_processes_of_one_machine_with_folders_of_their_own_are_reported(

@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 from filter_world import START, Halved
+from harness.processes import Nursery
+from kit.processes import Outcome, command
 from kit.servers import new_server
 
 import atoll
-from atoll.config import FIELDS, Settings, set_values
+from atoll import Settings
 from atoll.errors import ConfigError, UsageError
 
 
@@ -73,8 +75,13 @@ def test_a_filter_in_a_file_beside_the_run_file_and_in_a_variable(tmp_path: Path
     assert settings.workflow.result_filters == ({"path": "cast", "args": ["bf16"]},)
 
 
-def test_set_takes_a_list_of_tables() -> None:
-    key, tables = "workflow.result_filters", [{"path": "drop", "args": ["w"]}]
-    assert set_values([f'{key}=[{{path = "drop", args = ["w"]}}]'], FIELDS) == {key: tables}
-    with pytest.raises(ConfigError, match=r"workflow\.result_filters"):
-        Settings.read(None, set_values([f"{key}=drop"], FIELDS), {})
+def test_set_takes_a_list_of_tables(nursery: Nursery, tmp_path: Path) -> None:
+    def shown(value: str) -> Outcome:
+        chosen = ("--set", "algorithm.name=fedavg", "--set", f"workflow.result_filters={value}")
+        return command(nursery, tmp_path, "config", "show", *chosen)
+
+    tables = '[{path = "drop", args = ["w"]}]'
+    assert f"result_filters = {tables}  # command line" in shown(tables).stdout
+    refused = shown("drop")
+    assert refused.returncode == ConfigError.exit_code
+    assert "workflow.result_filters" in refused.stderr

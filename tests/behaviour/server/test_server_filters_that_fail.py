@@ -8,40 +8,30 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from bad_filters import Infinite, Shorter, Undecided
-from filter_world import Halved, become, join, play, serving
+from filter_world import Halved, become, join, serving
 from harness.processes import free_port, wait_until
 from kit.sites import finish
+from kit.wire import WireSite
+from safetensors.torch import load_file
 from torch import Tensor
 
-from atoll.errors import DiskFull, RunFailed
+from atoll.errors import RunFailed
 from atoll.filters import Drop, Filter, Outgoing
-from atoll.protocol import messages, routes
-from atoll.server.update_filters import HOLDER
-from atoll.store.journal_tables import TicketRow
 from atoll.testing.run import failpoints
 
 
 @pytest.mark.covers("T8")
-def test_a_disk_without_space_for_what_filters_leave_is_told_as_such(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_without_space_for_what_filters_leave_is_told_as_such(tmp_path: Path) -> None:
     """The site is told to come back, and does."""
-    raised: list[type[BaseException]] = []
     with serving(tmp_path, **{"rounds.sites": 1}, filters=[Halved()]) as server:
-        prepare = server._run.filtering.prepare  # type: ignore[union-attr]
-
-        async def noted(row: TicketRow, number: int) -> None:
-            try:
-                await prepare(row, number)
-            except BaseException as error:
-                raised.append(type(error))
-                raise
-
-        monkeypatch.setattr(server._run.filtering, "prepare", noted)  # type: ignore[union-attr]
+        update = WireSite(server.url).train(lambda tensors: tensors["w"].copy_(torch.tensor([2.0, 4.0]))).push()
         with failpoints("filters.write=enospc"):
-            assert play(server, tmp_path, {"a": become([2.0, 4.0], 0.0)})["w"].tolist() == [1.0, 2.0]
-    assert raised == [DiskFull]
+            assert update.complete()[1]["code"] == "disk_full"
+            assert update.complete()[0] == 200
+        server.wait(30)
+        assert load_file(server.save_state(tmp_path / "result.safetensors"))["w"].tolist() == [1.0, 2.0]
 
 
 class Broken(Filter):
@@ -119,6 +109,9 @@ def test_an_update_that_is_completed_twice_at_once_is_accepted_once(
     The filter, which keeps state, works once; and no other update takes the place of what it reads.
     """
 
+    from atoll.protocol import messages, routes
+    from atoll.server.update_filters import HOLDER
+
     class Slow(Filter):
         def begin(self, update: Outgoing) -> None:
             begins.append(update.about.site)
@@ -130,7 +123,7 @@ def test_an_update_that_is_completed_twice_at_once_is_accepted_once(
     with serving(tmp_path, **{"rounds.sites": 1}, filters=[Slow()]) as server:
         refusal, asked = server._run.filtering.refusal, list[int]()  # type: ignore[union-attr]
 
-        async def counted(row: TicketRow, *rest: Any) -> str:
+        async def counted(row: Any, *rest: Any) -> str:
             asked.append(row.ticket)
             return await refusal(row, *rest)
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import urllib.error
-import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,11 +9,11 @@ import pytest
 import torch
 from kit import serve
 from kit.client import Client
+from kit.requests import post
 from torch import nn
 
 import atoll
 from atoll.errors import ConfigError
-from atoll.protocol import routes
 
 HOSTILE = {
     "slash": "a/b",
@@ -49,25 +46,18 @@ HOSTILE = {
 FINE = ["a", "0", "A-1_b.c", "a..b", "a-", "a" * 64]
 
 
-def join(url: str, site: str) -> tuple[int, str]:
-    """Join by a plain request, as a program that checks nothing would: status and body of the answer."""
-    body = json.dumps({"protocol": routes.PROTOCOL, "site": site}).encode()
-    request = urllib.request.Request(url + routes.WORKERS, body, {"Content-Type": "application/json"})
-    try:
-        with urllib.request.urlopen(request) as answer:
-            return answer.status, answer.read().decode()
-    except urllib.error.HTTPError as error:
-        with error:
-            return error.code, error.read().decode()
-
-
 @pytest.mark.covers("F39")
 def test_the_server_admits_no_site_of_a_hostile_name(tmp_path: Path) -> None:
     with serve(tmp_path) as server:
-        answers = {case: join(server.url, site)[0] for case, site in {"empty": "", **HOSTILE}.items()}
+
+        def join(site: str) -> int:
+            """As a program that checks nothing would."""
+            return post(server.url, "/v1/workers", {"protocol": 1, "site": site})[0]
+
+        answers = {case: join(site) for case, site in {"empty": "", **HOSTILE}.items()}
         assert answers == dict.fromkeys(answers, 400)
         assert server.status().workers == []
-        assert [join(server.url, site)[0] for site in FINE] == [200] * len(FINE)
+        assert [join(site) for site in FINE] == [200] * len(FINE)
         assert [worker.site for worker in server.status().workers] == sorted(FINE)
 
 

@@ -1,17 +1,26 @@
-"""A disk that is slower than the rounds: versions become durable later, and no more of them are kept."""
+"""A disk that is slower than the rounds: versions become durable later, no more of them are kept, and none is lost."""
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from async_world import START, Clients, gradient
 from harness.processes import wait_until
 from kit import serve
 from kit.client import Client
+from kit.servers import new_server
+from test_fall_back import begun_at, damage_head, wait_until_durable
 from torch import nn
 
+import atoll
 from atoll.store.journal import Journal
+from atoll.store.versions import Versions
 
 
 @pytest.mark.covers("F26")
@@ -55,3 +64,114 @@ def test_rounds_that_overtake_the_disk_keep_no_more_versions(tmp_path: Path, mon
     assert most_at_once == 1
     assert max(versions) <= 5
     assert synced <= 4  # versions 1, 2, 6 and 7; fewer where the first write begins late
+
+
+@contextmanager
+def slow_disk(newest: int) -> Iterator[None]:
+    """While it lasts, no version above `newest` becomes durable."""
+    write_durable = Versions.write_durable
+
+    def write(self: Versions, fragment: int = 0) -> int | None:
+        behind = self.head(fragment).version > newest
+        return self.durable(fragment) if behind else write_durable(self, fragment)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Versions, "write_durable", write)
+        yield
+
+
+def lose_power(server: atoll.Server, model: nn.Module, options: dict[str, Any]) -> atoll.Server:
+    """End the server, lose its version 2, and start it again."""
+    server.stop()
+    damage_head(options["disk.state_dir"])
+    server = new_server(model, **options).start()
+    assert server.status().fragments[0].version == 1
+    return server
+
+
+@pytest.mark.covers("F41")
+@pytest.mark.parametrize("disturbed", [False, True])
+def test_a_diloco_worker_submits_again_what_was_not_durable_and_trains_nothing_again(
+    tmp_path: Path, disturbed: bool
+) -> None:
+    """Guards against an outbox that is cleared when the next version is pulled, or rewritten for a lost one's ticket.
+
+    H = 2 and steps of −1: 8 → 6 → 4 → 2. The power is lost in the middle of round 3, when version 2 is not durable.
+    """
+    options = begun_at(tmp_path) | {
+        "algorithm.name": "diloco",
+        "aggregation.upload_codec.name": "none",
+        "algorithm.outer_optimizer.lr": 1.0,
+        "algorithm.outer_optimizer.momentum": 0.0,
+        "diloco.sync_every": 2,
+    }
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.constant_(model.weight, 8.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    seen: list[float] = []
+    with slow_disk(newest=1):
+        server = new_server(model, **options).start()
+        with atoll.DiLoCo(model, optimizer, server=server.url, site="a", folder=tmp_path / "w") as diloco:
+            for step in range(1, 7):
+                optimizer.zero_grad()
+                model.weight.sum().backward()
+                optimizer.step()
+                seen.append(model.weight.item())
+                if step == 2:
+                    wait_until_durable(server, 1)
+                if step == 5 and disturbed:
+                    server = lose_power(server, model, options)
+            assert (diloco.finished, diloco.rounds, diloco.skipped) == (True, 3, 0)
+        server.run()
+    assert seen == [7.0, 6.0, 5.0, 4.0, 3.0, 2.0]
+
+
+@pytest.mark.covers("F41")
+def test_a_round_from_a_lost_version_leaves_the_outbox_as_it_is(tmp_path: Path) -> None:
+    """Guards against an outbox that is rewritten for the ticket of a version that the server has lost."""
+    options = begun_at(tmp_path)
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.constant_(model.weight, 0.0)
+    trained: list[tuple[float, float]] = []
+    with slow_disk(newest=1):
+        server = new_server(model, **options).start()
+        with atoll.join(server.url, site="a", folder=tmp_path / "w") as worker:
+            for fl_round in worker:
+                fl_round.load_into(model)
+                before = model.weight.item()
+                with torch.no_grad():
+                    model.weight.add_(1.0 if trained else 16.0)
+                trained.append((before, model.weight.item()))
+                if len(trained) == 2:
+                    wait_until_durable(server, 1)
+                if len(trained) == 3:
+                    server = lose_power(server, model, options)
+                fl_round.submit(model)
+            assert worker.load_into(model).weight.item() == 18.0
+        server.run()
+    assert trained == [(0.0, 16.0), (16.0, 17.0), (17.0, 18.0), (17.0, 18.0)]  # round 2 only once
+
+
+@pytest.mark.covers("L3", "F41")
+def test_a_lost_version_loses_no_update(tmp_path: Path) -> None:
+    """a is at version 1 when version 2, of b's update, is lost; b has gone on from it, and sends it again."""
+    with slow_disk(newest=1), ExitStack() as stack:
+        run = Clients(
+            tmp_path, stack, **{"algorithm.outer_optimizer.lr": 1.0, "algorithm.outer_optimizer.momentum": 0.0}
+        )
+        run.pull("a", "b")
+        run.submit("a", gradient(0))
+        wait_until_durable(run.server, 1)
+        run.pull("a")
+        run.submit("b", gradient(1))
+        run.pull("b")
+        run.server.stop()
+        damage_head(tmp_path / "state")
+        run.server = new_server(run.model, **run.options).start()
+        assert run.server.status().fragments[0].version == 1
+        run.pull("b")  # sends again first
+        run.pull("a")  # its ticket was of a version that may have been lost, too
+        run.submit("a", gradient(2))
+        wait_until(lambda: len(run.server.status().history) == 3, "three updates")
+        expected = START - gradient(0) - gradient(1) - gradient(2)
+        assert torch.allclose(run.weight(), expected, rtol=0, atol=1e-12)

@@ -1,10 +1,11 @@
-"""Readers that stall in the middle of a version while rounds go on: the version's own bytes, or none."""
+"""Readers that stall: in the middle of a version while rounds go on, or at answers that they never read."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import socket
+import ssl
 from pathlib import Path
 
 import pytest
@@ -12,9 +13,8 @@ from harness.processes import wait_until
 from kit.client import Client
 from kit.requests import begin_request
 from kit.servers import plain_server
+from kit.tls import write_certificate
 from torch import nn
-
-from atoll.protocol import routes
 
 
 def rest_of(raw: socket.socket, got: bytes) -> bytes:
@@ -39,7 +39,7 @@ def test_a_stalled_reader_gets_its_own_version_or_is_cut_off(tmp_path: Path) -> 
                     (base,) = (tmp_path / "w").rglob("base.safetensors")
                     note = json.loads(base.with_suffix(".json").read_text())
                     versions.append(base.read_bytes())
-                    path = routes.VERSION_DATA.format(fragment=0, version=number, digest=note["digest"])
+                    path = f"/v1/fragments/0/versions/{number}/{note['digest']}"
                     raw = begin_request(server.port, f"GET {path}", receive_bytes=4096, Connection="close")
                     readers.append((raw, raw.recv(1000)))
                 client.submit({name: tensor + 1.0 for name, tensor in state.items()})
@@ -50,3 +50,21 @@ def test_a_stalled_reader_gets_its_own_version_or_is_cut_off(tmp_path: Path) -> 
     for body, version in zip(bodies, versions, strict=True):
         assert version.startswith(body), "bytes of another version arrived"
     assert [body == version for body, version in zip(bodies, versions, strict=True)] == [False, True, True]
+
+
+def ask_for_ever(talk: socket.socket) -> None:
+    while True:
+        talk.sendall(b"GET /openapi.json HTTP/1.1\r\nHost: localhost\r\n\r\n" * 100)
+
+
+@pytest.mark.parametrize("tls", [False, True])
+def test_ends_a_client_that_never_reads_its_answers(tmp_path: Path, tls: bool) -> None:
+    options = write_certificate(tmp_path) if tls else {}
+    with plain_server(tmp_path, nn.Linear(2, 2), **{"network.idle_timeout_s": 0.2}, **options) as server:
+        raw = socket.socket()
+        raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        raw.settimeout(30)
+        raw.connect(("127.0.0.1", server.port))
+        talk = ssl._create_unverified_context().wrap_socket(raw) if tls else raw
+        with talk, pytest.raises((ConnectionError, ssl.SSLError)):
+            ask_for_ever(talk)

@@ -9,17 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness.processes import wait_until
+from harness.processes import Nursery, wait_until
+from kit.processes import command
 from kit.servers import plain_server
-from kit.sites import clients
+from kit.wire import WireSite
 from torch import nn
 
 import atoll
-from atoll.cli import status as cli_status
-from atoll.protocol import messages
-from atoll.protocol.values import Wait
-from atoll.server.coordinator.roster import ROUNDS, TimeLeft, left_s
-from atoll.worker.log_lines import in_wait
 
 
 @pytest.mark.covers("X4")
@@ -40,11 +36,15 @@ from atoll.worker.log_lines import in_wait
 def test_the_time_left_is_the_mean_round_times_those_left(
     commits_s: tuple[float, ...], commits_left: int, now_s: float, left: float | None
 ) -> None:
+    from atoll.server.coordinator.roster import left_s
+
     assert left_s(commits_s, commits_left, now_s) == left
 
 
 def test_what_was_long_ago_does_not_count(tmp_path: Path) -> None:
     """Rounds of an hour, then as many of a second as are looked at."""
+    from atoll.server.coordinator.roster import ROUNDS, TimeLeft
+
     with serve(tmp_path, **{"rounds.total": 100}) as server:
         run = server._run
         assert run is not None
@@ -63,17 +63,16 @@ def serve(folder: Path, **settings: object) -> atoll.Server:
 
 @pytest.mark.covers("X4")
 def test_status_and_the_servers_lines_say_how_long_a_run_still_takes(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, nursery: Nursery, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
     told: list[float | None] = []
     with serve(tmp_path, **{"rounds.total": 4}) as server:
         with atoll.join(server.url, site="a", folder=tmp_path / "w") as worker:
             for fl_round in worker:
-                status = server.status()
-                told.append(status.left_s)
-                shown = cli_status.headline(status, server.url)[1]
-                assert bool(re.search(r"rounds 4 in all, up .* s, about \d\.\d s left$", shown)) == (
+                told.append(server.status().left_s)
+                shown = command(nursery, tmp_path, "status", "--server", server.url).stdout.splitlines()[1]
+                assert bool(re.search(r"rounds 4 in all, up .* s, about \d+\.\d s left$", shown)) == (
                     fl_round.number > 1
                 )
                 fl_round.submit({name: torch.zeros_like(t) for name, t in fl_round.state_dict().items()})
@@ -86,7 +85,7 @@ def test_status_and_the_servers_lines_say_how_long_a_run_still_takes(
 
 
 def test_a_run_that_goes_on_until_it_is_stopped_has_no_time_left(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, nursery: Nursery, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
     with (
@@ -97,30 +96,29 @@ def test_a_run_that_goes_on_until_it_is_stopped_has_no_time_left(
             fl_round.submit(fl_round.state_dict())
             if fl_round.number == 3:
                 break
-        status = server.status()
-    assert status.left_s is None
-    assert "left" not in cli_status.headline(status, server.url)[1]
+        assert server.status().left_s is None
+        assert "left" not in command(nursery, tmp_path, "status", "--server", server.url).stdout.splitlines()[1]
     assert not any("left" in line for line in caplog.messages if line.startswith("round "))
 
 
 @pytest.mark.covers("X4")
 def test_the_server_tells_waiting_sites_the_time_left(tmp_path: Path) -> None:
     with serve(tmp_path, **{"rounds.total": 5, "rounds.sites": 2}) as server:
-        a, b = clients(server, tmp_path).values()
-        for client in (a, b, a):
-            assert client.next_round() is not None
-            client.submit(client.pull())
-        place = a._place
-        assert place is not None
-        reply = place.exchange.ask(wait_s=0.0)
-        assert isinstance(reply, Wait)
-        assert reply.left_s is not None
-        a.close()
-        b.close()
+        a, b = (WireSite(server.url, site) for site in "ab")
+        updates = [site.train() for site in (a, b)]
+        for update in updates:
+            update.submit()
+        a.train().submit()
+        reply = a.ask(wait_s=0.0)
+        assert reply["status"] == "wait"
+        assert reply["left_s"] is not None
 
 
 @pytest.mark.covers("X4")
 def test_a_worker_that_waits_says_it_too() -> None:
+    from atoll.protocol import messages
+    from atoll.worker.log_lines import in_wait
+
     reply = messages.TicketReply(
         status="wait", head_version=1, head_digest="0" * 64, reason="round 2 waits for b", left_s=200.0
     )

@@ -5,18 +5,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness.processes import free_port, wait_until
-from kit.by_hand import formed
+from harness.processes import Nursery, free_port, wait_until
 from kit.client import Client
+from kit.processes import command
 from kit.servers import plain_server
+from kit.wire import WireSite
 from torch import nn
 
 import atoll
-from atoll.cli.status import COLUMNS, worker_row
-from atoll.cli.text import awaited
-from atoll.server import serve
-from atoll.worker.exchange.participation import take_part
-from atoll.worker.session.session import Session
 
 UNHEARD = "not heard since the server restarted"
 SILENT: dict[str, Any] = {"network.heartbeat_timeout_s": 0, "network.heartbeat_interval_s": 0}
@@ -24,32 +20,26 @@ SILENT: dict[str, Any] = {"network.heartbeat_timeout_s": 0, "network.heartbeat_i
 
 
 @pytest.mark.covers("L13", "X4")
-def test_a_site_that_is_silent_since_the_restart_is_told_apart(tmp_path: Path) -> None:
+def test_a_site_that_is_silent_since_the_restart_is_told_apart(tmp_path: Path, nursery: Nursery) -> None:
     settings = SILENT | {"rounds.sites": 2, "network.port": free_port()}
-    server = plain_server(tmp_path, nn.Linear(4, 3), **settings).start()
-    sessions = {site: take_part(server.url, site, folder=tmp_path / "w") for site in ("a", "b")}
-    for place in sessions.values():
-        assert place.exchange.ask(wait_s=5.0).ticket is not None
-    assert UNHEARD not in server.status().fragments[0].reason
-    server.stop()
+    with plain_server(tmp_path, nn.Linear(4, 3), **settings) as server:
+        a, b = (WireSite(server.url, site) for site in "ab")
+        for site in (a, b):
+            site.ticket()
+        assert UNHEARD not in server.status().fragments[0].reason
 
     with plain_server(tmp_path, **settings) as server:
-        (fragment,) = server.status().fragments
-        assert awaited(fragment).endswith(f"; {UNHEARD}: a, b")
-
-        sessions["a"].session.beat()
-        status = server.status()
-        assert awaited(status.fragments[0]).endswith(f"; {UNHEARD}: b")
-        cells = {worker.site: worker_row(worker)[COLUMNS.index("heard")] for worker in status.workers}
-        assert cells["a"].endswith(" s ago")
-        assert cells["b"] == "not since the server restarted"
-        sessions["late"] = take_part(server.url, "late", folder=tmp_path / "w")
-        assert sessions["late"].exchange.ask(wait_s=0.0).reason.endswith(f"; {UNHEARD}: b")
-
-        sessions["b"].session.beat()
+        assert server.status().fragments[0].reason.endswith(f"; {UNHEARD}: a, b")
+        a.beat()
+        assert server.status().fragments[0].reason.endswith(f"; {UNHEARD}: b")
+        shown = command(nursery, tmp_path, "status", "--server", server.url).stdout.splitlines()
+        rows = {line.split()[0]: line for line in shown}
+        assert f"; {UNHEARD}: b" in "\n".join(shown)
+        assert " s ago" in rows["a"]
+        assert "not since the server restarted" in rows["b"]
+        assert WireSite(server.url, "late").ask(wait_s=0.0)["reason"].endswith(f"; {UNHEARD}: b")
+        b.beat()
         assert UNHEARD not in server.status().fragments[0].reason
-        for place in sessions.values():
-            place.leave()
 
 
 @pytest.mark.covers("X4")
@@ -58,29 +48,22 @@ def test_a_site_that_is_silent_since_the_restart_is_told_apart(tmp_path: Path) -
     [(3600.0, " (declared dead after 3600 s of silence)"), (0.0, "")],
     ids=["dies", "stays"],
 )
-def test_names_a_site_that_misses_heartbeats_and_the_consequence(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, timeout_s: float, then: str
-) -> None:
+def test_names_a_site_that_misses_heartbeats_and_the_consequence(tmp_path: Path, timeout_s: float, then: str) -> None:
     """At 2.5 intervals of silence, long before the end; nothing changes in the words from then on."""
-    monkeypatch.setattr(Session, "_heartbeats", lambda _: None)  # nothing is sent but what this test sends
     beats = {"network.heartbeat_interval_s": 0.4, "network.heartbeat_timeout_s": timeout_s}
     with plain_server(tmp_path, nn.Linear(4, 3), **beats, **{"rounds.sites": 3}) as server:
-        sessions = {site: take_part(server.url, site, folder=tmp_path / "w") for site in ("a", "b", "c")}
+        sites = {site: WireSite(server.url, site) for site in "abc"}
 
-        def reason(*beating: str) -> str:
+        def reason(beating: str) -> str:
             for site in beating:
-                sessions[site].session.beat()
+                sites[site].beat()
             return server.status().fragments[0].reason
 
-        def said(ending: str, *beating: str) -> None:
-            wait_until(lambda: reason(*beating).endswith(ending), f"{ending!r} in the reason", 10)
-
-        assert "no sign of life" not in reason("a", "b", "c")
-        said(f"; no sign of life from c{then}", "a", "b")
-        said(f"; no sign of life from b, c{then}", "a")
-        wait_until(lambda: "no sign of life" not in reason("a", "b", "c"), "all are heard again", 10)
-        for place in sessions.values():
-            place.leave()
+        assert "no sign of life" not in reason("abc")
+        for beating, silent in (("ab", "c"), ("a", "b, c")):
+            ending = f"; no sign of life from {silent}{then}"
+            wait_until(lambda: reason(beating).endswith(ending), ending, 10)  # noqa: B023
+        wait_until(lambda: "no sign of life" not in reason("abc"), "all are heard again", 10)
 
 
 @pytest.mark.covers("X4")
@@ -103,7 +86,7 @@ def test_a_site_that_is_silent_since_the_restart_is_shown_with_the_version_it_ha
     with plain_server(tmp_path, **settings) as server:
         assert not server.status().workers[0].heard
         assert shown(server) == (2, 0)
-        take_part(server.url, "a", folder=tmp_path / "elsewhere").leave()  # joins, and asks for nothing
+        WireSite(server.url).leave()  # joins, and asks for nothing
         assert shown(server) == (2, 0)
     client.close()
 
@@ -112,14 +95,13 @@ def test_a_site_that_is_silent_since_the_restart_is_shown_with_the_version_it_ha
 def test_the_end_names_the_sites_it_waits_for_and_those_that_never_came(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    from atoll.server import serve
+
     monkeypatch.setattr(serve, "GRACE_S", 0.5)
     monkeypatch.setattr(serve, "GRACE_SAID_S", 0.0)
     caplog.set_level(logging.INFO, "atoll.server")
     with plain_server(tmp_path, nn.Linear(4, 3), **{"rounds.total": 1}) as server:
-        vanished = take_part(server.url, "vanished", folder=tmp_path / "w")
-        formed(vanished)
-        vanished.exchange.deliver()
+        WireSite(server.url, "vanished").train().submit()
         server.run()
-    vanished.leave()
     assert "waiting for vanished to take the result, 0.5 s at most" in caplog.text
     assert "vanished did not fetch the result within 0.5 s" in caplog.text

@@ -1,24 +1,12 @@
-"""What the server knows of one worker: the processes that had its name, and whether its training hangs."""
+"""What the server knows of one worker: whether its training hangs."""
 
 from __future__ import annotations
 
 import pytest
 
-from atoll.protocol import messages, routes
+from atoll.protocol import messages
 from atoll.server.coordinator import roster
 from atoll.server.coordinator.roster import STILL, Presence
-
-
-def test_every_displaced_process_is_known_also_after_a_third_join() -> None:
-    third: Presence | None = None
-    for name in ("p1", "p2", "p3"):
-        join = messages.Join(protocol=routes.PROTOCOL, site="a", host=f"host-{name}", process=name)
-        third, _ = Presence.joining(join, third)
-    assert third is not None
-    assert third.displaced == {"p1": "host-p1", "p2": "host-p2"}
-    third.meets("p1")
-    assert "host-p1" in third.rival
-    assert third.displaced == {"p2": "host-p2"}
 
 
 def test_a_training_hangs_after_four_times_as_long_as_a_step_took(monkeypatch: pytest.MonkeyPatch) -> None:
