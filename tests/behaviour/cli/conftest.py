@@ -2,98 +2,94 @@
 
 from __future__ import annotations
 
-import tempfile
+import json
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 from harness.processes import Nursery
-
-from atoll.protocol import messages, routes, status_messages
+from kit.processes import Outcome, command
 
 ROOT = Path(__file__).parents[3]
 
-RUN = messages.RunInfo(
-    protocol=routes.PROTOCOL,
-    run="r" * 32,
-    name="canned",
-    algorithm="fedavg",
-    on_missed="reset",
-    rounds=3,
-    sync_every=0,
-    schema_digest="0" * 64,
-    schema_bytes=8,
-    fragments=1,
-    codec="none",
-    part_bytes=65536,
-    connections=1,
-    heartbeat_interval_s=30,
-    heartbeat_timeout_s=120,
-    idle_timeout_s=60,
-)
+RUN: dict[str, Any] = {
+    "protocol": 1,
+    "run": "r" * 32,
+    "name": "canned",
+    "algorithm": "fedavg",
+    "on_missed": "reset",
+    "rounds": 3,
+    "sync_every": 0,
+    "schema_digest": "0" * 64,
+    "schema_bytes": 8,
+    "fragments": 1,
+    "codec": "none",
+    "part_bytes": 65536,
+    "connections": 1,
+    "heartbeat_interval_s": 30,
+    "heartbeat_timeout_s": 120,
+    "idle_timeout_s": 60,
+}
 
-WORKER = status_messages.WorkerStatus(
-    site="clinic-a",
-    host="box",
-    state="alive",
-    doing="training",
-    last_heartbeat_s=2.0,
-    step=1250,
-    steps_per_s=4.5,
-    rounds=2,
-    version=2,
-    bytes_up=3_400_000,
-    bytes_down=1_200_000_000,
-    gradient_bytes=5_000_000_000,
-    retries=1,
-    metrics={"loss": 2.25},
-)
+WORKER: dict[str, Any] = {
+    "site": "clinic-a",
+    "host": "box",
+    "state": "alive",
+    "doing": "training",
+    "last_heartbeat_s": 2.0,
+    "step": 1250,
+    "steps_per_s": 4.5,
+    "rounds": 2,
+    "version": 2,
+    "bytes_up": 3_400_000,
+    "bytes_down": 1_200_000_000,
+    "gradient_bytes": 5_000_000_000,
+    "retries": 1,
+    "metrics": {"loss": 2.25},
+}
 
-STATUS = status_messages.Status(
-    run="r" * 32,
-    name="canned",
-    algorithm="fedavg",
-    policy="barrier",
-    protocol=routes.PROTOCOL,
-    epoch=1,
-    rounds=3,
-    uptime_s=200.0,
-    model_bytes=4_000_000,
-    fragments=[
-        status_messages.FragmentStatus(
-            fragment=0,
-            version=2,
-            phase="collecting",
-            waiting_for=[status_messages.Missing(site="clinic-b", for_s=31.0)],
-            reason="round 3 needs 2 updates",
-        )
+STATUS: dict[str, Any] = {
+    "run": "r" * 32,
+    "name": "canned",
+    "algorithm": "fedavg",
+    "policy": "barrier",
+    "protocol": 1,
+    "epoch": 1,
+    "rounds": 3,
+    "uptime_s": 200.0,
+    "model_bytes": 4_000_000,
+    "fragments": [
+        {
+            "fragment": 0,
+            "version": 2,
+            "phase": "collecting",
+            "waiting_for": [{"site": "clinic-b", "for_s": 31.0}],
+            "reason": "round 3 needs 2 updates",
+        }
     ],
-    workers=[
-        WORKER,
-        WORKER.model_copy(update={"site": "clinic-b", "state": "dead", "error": "no heartbeat for 120 s"}),
+    "workers": [WORKER, WORKER | {"site": "clinic-b", "state": "dead", "error": "no heartbeat for 120 s"}],
+    "history": [
+        {
+            "fragment": 0,
+            "round": 2,
+            "version": 2,
+            "workers": ["clinic-a", "clinic-b"],
+            "weights": [1.0, 3.0],
+            "metrics": {"loss": 2.5},
+            "counts": {"loss": 2},
+            "seconds": 0.25,
+            "bytes_up": 8_000_000,
+        }
     ],
-    history=[
-        status_messages.RoundSummary(
-            fragment=0,
-            round=2,
-            version=2,
-            workers=["clinic-a", "clinic-b"],
-            weights=[1.0, 3.0],
-            metrics={"loss": 2.5},
-            counts={"loss": 2},
-            seconds=0.25,
-            bytes_up=8_000_000,
-        )
-    ],
-    bytes_up=16_000_000,
-    bytes_down=24_000_000,
-    deaths=1,
-    durable_version=2,
-)
+    "bytes_up": 16_000_000,
+    "bytes_down": 24_000_000,
+    "deaths": 1,
+    "durable_version": 2,
+}
 
 
 class Canned:
@@ -101,8 +97,8 @@ class Canned:
 
     def __init__(self) -> None:
         self.answers: dict[str, tuple[int, str]] = {
-            routes.RUN: (200, RUN.model_dump_json()),
-            routes.STATUS: (200, STATUS.model_dump_json()),
+            "/v1/run": (200, json.dumps(RUN)),
+            "/v1/status": (200, json.dumps(STATUS)),
         }
         self.asked: list[str | None] = []
         canned = self
@@ -134,22 +130,13 @@ def canned() -> Iterator[Canned]:
     thread.join()
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """How a command ended, and what it printed."""
-
-    returncode: int
-    stdout: str
-    stderr: str
-
-
 Command = Callable[..., Outcome]
 
 
 @pytest.fixture
 def atoll_command(nursery: Nursery, tmp_path: Path) -> Command:
     """Run `atoll ARGS` in an empty folder, with further environment variables as keywords."""
-    return partial(run_forked, nursery, tmp_path, "atoll")
+    return partial(command, nursery, tmp_path)
 
 
 @pytest.fixture
@@ -157,14 +144,6 @@ def script(nursery: Nursery, tmp_path: Path) -> Command:
     """Run a script of the project, by its path from the root, in an empty folder."""
 
     def run(path: str, *args: str) -> Outcome:
-        return run_forked(nursery, tmp_path, str(ROOT / path), *args)
+        return command(nursery, tmp_path, *args, program=str(ROOT / path))
 
     return run
-
-
-def run_forked(nursery: Nursery, folder: Path, *args: str, **environment: str) -> Outcome:
-    with tempfile.TemporaryDirectory() as printed:
-        log, errors = Path(printed) / "out", Path(printed) / "err"
-        process = nursery.start(*args, cwd=folder, env={"COLUMNS": "120"} | environment, log=log, errors=errors)
-        code = process.wait(100)
-        return Outcome(code, log.read_text(), errors.read_text())

@@ -12,10 +12,9 @@ from typing import Any
 import pytest
 import torch
 from harness import process_figures, round_model
-from harness.round_run import Bench, measure
+from harness.round_run import Bench, Processes, measure
 from safetensors.torch import load_file
 
-from atoll.child_processes import Children
 from atoll.errors import RunFailed
 
 ROOT = Path(__file__).parents[3]
@@ -186,17 +185,17 @@ def test_a_server_that_ends_is_told_with_its_last_words_and_no_worker_waits_for_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spawned: dict[str, subprocess.Popen[bytes]] = {}
-    spawn = Children.spawn
+    start = Processes.start
 
-    def recorded(self: Children, name: str, *arguments: Any, **more: Any) -> subprocess.Popen[bytes]:
-        spawned[name] = spawn(self, name, *arguments, **more)
+    def recorded(self: Processes, name: str, *arguments: Any) -> subprocess.Popen[bytes]:
+        spawned[name] = start(self, name, *arguments)
         return spawned[name]
 
     def say(text: str) -> None:
         if "the rounds begin" in text:
             spawned["server"].kill()
 
-    monkeypatch.setattr(Children, "spawn", recorded)
+    monkeypatch.setattr(Processes, "start", recorded)
     bench = Bench(gb=0.002, workers=2, rounds=3, tensors=7, folder=tmp_path)
     with pytest.raises(RunFailed, match="server ended with -9 before worker-000 had trained: no word"):
         measure(bench, say)

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import json
+import re
 import sqlite3
 from contextlib import closing
 from pathlib import Path
 
 import pytest
 import torch
+from harness.processes import Nursery
+from kit.damage import flip_bit
+from kit.processes import export
 from safetensors import safe_open
 from torch import nn
 
 from atoll import Server
-from atoll.cli import export
-from atoll.errors import Gone, StateCorrupt, UsageError
-from atoll.posix import replace_file
+from atoll.errors import AtollError, Gone, StateCorrupt, UsageError
 
 
 class Tied(nn.Module):
@@ -64,34 +66,41 @@ def leftovers(folder: Path) -> list[str]:
     return [path.name for path in folder.iterdir() if path.name.startswith(".")]
 
 
+def require_refused(outcome: int | str, error: type[AtollError], words: str) -> None:
+    assert re.search(f"^exit {error.exit_code}: .*{words}", str(outcome))
+
+
 @pytest.mark.covers("P8")
-def test_from_a_running_server_without_taking_part(server, model, tmp_path) -> None:
+def test_from_a_running_server_without_taking_part(nursery: Nursery, server, model, tmp_path) -> None:
     out = tmp_path / "exports" / "model.safetensors"
     out.parent.mkdir()
-    assert export.from_server(server.url, out) == 0
+    assert export(nursery, out, "--server", server.url) == 0
     require_same(out, model)
     assert server.status().workers == []
     assert leftovers(out.parent) == []
 
 
 @pytest.mark.covers("P8")
-def test_from_the_directory_of_a_stopped_server(server, model, tmp_path) -> None:
+def test_from_the_directory_of_a_stopped_server(nursery: Nursery, server, model, tmp_path) -> None:
     server.stop()
     out = tmp_path / "model.safetensors"
-    assert export.from_directory(tmp_path / "state", out) == 0
+    assert export(nursery, out, "--dir", str(tmp_path / "state")) == 0
     require_same(out, model)
     assert leftovers(tmp_path) == []
 
 
-def test_a_directory_is_read_while_its_server_runs_and_not_changed(server, model, tmp_path) -> None:
+def test_a_directory_is_read_while_its_server_runs_and_not_changed(nursery: Nursery, server, model, tmp_path) -> None:
     """An export of a folder takes no lock, so that a server that starts meanwhile finds the folder free."""
     out, before = tmp_path / "model.safetensors", server.status().epoch
-    assert export.from_directory(tmp_path / "state", out) == 0
+    assert export(nursery, out, "--dir", str(tmp_path / "state")) == 0
     require_same(out, model)
     assert server.status().epoch == before
 
 
 def test_what_a_server_may_have_rewritten_meanwhile_is_not_written(server, tmp_path, monkeypatch) -> None:
+    from atoll.cli import export
+    from atoll.posix import replace_file
+
     server.stop()
 
     def replaced_late(*args) -> None:
@@ -122,21 +131,19 @@ def test_without_a_server_the_state_directory_is_named(atoll_command) -> None:
     assert outcome.stderr.endswith("--dir reads a state directory without its server.\n")
 
 
-def test_a_directory_without_a_run_is_refused_and_left_as_it_is(tmp_path) -> None:
+def test_a_directory_without_a_run_is_refused_and_left_as_it_is(nursery: Nursery, tmp_path) -> None:
     (tmp_path / "empty").mkdir()
-    with pytest.raises(UsageError, match="holds no run"):
-        export.from_directory(tmp_path / "empty", tmp_path / "model.safetensors")
+    refused = export(nursery, tmp_path / "model.safetensors", "--dir", str(tmp_path / "empty"))
+    require_refused(refused, UsageError, "holds no run")
     assert list((tmp_path / "empty").iterdir()) == []
 
 
-def test_a_version_that_is_not_kept_leaves_the_old_file(server, tmp_path) -> None:
+def test_a_version_that_is_not_kept_leaves_the_old_file(nursery: Nursery, server, tmp_path) -> None:
     out = tmp_path / "model.safetensors"
     out.write_bytes(b"old")
-    with pytest.raises(Gone, match=r"The newest is version 0; with disk\.export_every"):
-        export.from_server(server.url, out, version=7)
-    server.stop()
-    with pytest.raises(Gone, match=r"The newest is version 0; with disk\.export_every"):
-        export.from_directory(tmp_path / "state", out, version=7)
+    for source in (("--server", server.url), ("--dir", str(tmp_path / "state"))):
+        refused = export(nursery, out, *source, "--version", "7")
+        require_refused(refused, Gone, r"The newest is version 0; with disk\.export_every")
     assert out.read_bytes() == b"old"
     assert leftovers(tmp_path) == []
 
@@ -147,15 +154,11 @@ def test_the_command_says_which_version_it_wrote(server, atoll_command, tmp_path
     assert (tmp_path / "out" / "model.safetensors").exists()
 
 
-def test_a_damaged_version_is_never_exported(server, tmp_path) -> None:
+def test_a_damaged_version_is_never_exported(nursery: Nursery, server, tmp_path) -> None:
     server.stop()
     (slot,) = (tmp_path / "state" / "slots").glob("version-*")
-    with slot.open("r+b") as file:
-        file.seek(-1, 2)
-        last = file.read(1)
-        file.seek(-1, 2)
-        file.write(bytes([last[0] ^ 1]))
-    with pytest.raises(StateCorrupt, match="digest"):
-        export.from_directory(tmp_path / "state", tmp_path / "model.safetensors")
+    flip_bit(slot, -1)
+    refused = export(nursery, tmp_path / "model.safetensors", "--dir", str(tmp_path / "state"))
+    require_refused(refused, StateCorrupt, "digest")
     assert leftovers(tmp_path) == []
     assert not (tmp_path / "model.safetensors").exists()

@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 
 import pytest
-from typer.testing import CliRunner
-
-from atoll.cli import main as cli
-from atoll.errors import PortInUse
+from harness.processes import wait_until
 
 COMMANDS = ["server", "worker", "simulate", "status", "export", "evaluate", "audit", "new"]
 
 
 @pytest.mark.parametrize("arguments", [[], *([command] for command in COMMANDS)])
-def test_every_command_explains_itself(arguments: list[str]) -> None:
-    outcome = CliRunner().invoke(cli.app, [*arguments, "--help"])
-    assert outcome.exit_code == 0, outcome.output
-    assert "Usage" in outcome.output
-
-
-def test_every_command_is_listed() -> None:
-    listing = CliRunner().invoke(cli.app, ["--help"]).output
-    assert [command for command in COMMANDS if command not in listing] == []
+def test_every_command_explains_itself(atoll_command, arguments: list[str]) -> None:
+    outcome = atoll_command(*arguments, "--help")
+    assert outcome.returncode == 0, outcome.stderr
+    assert "Usage" in outcome.stdout
+    if not arguments:
+        assert [command for command in COMMANDS if command not in outcome.stdout] == []
 
 
 def test_version(atoll_command) -> None:
@@ -32,27 +27,13 @@ def test_version(atoll_command) -> None:
     assert outcome.stdout == f"atoll {atoll.__version__}\n"
 
 
-@pytest.mark.covers("X3")
-def test_an_error_is_one_line_with_the_remedy_and_its_exit_code(monkeypatch, capsys) -> None:
-    def fail() -> None:
-        raise PortInUse("Port 8512 on 127.0.0.1 is in use.", "Choose another\nwith --port.")
-
-    monkeypatch.setattr(cli, "app", fail)
-    with pytest.raises(SystemExit) as ended:
-        cli.main()
-    assert ended.value.code == PortInUse.exit_code == 3
-    assert capsys.readouterr().err == "atoll: Port 8512 on 127.0.0.1 is in use. Choose another with --port.\n"
-
-
-def test_ctrl_c_is_130(monkeypatch, capsys) -> None:
-    def interrupted() -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(cli, "app", interrupted)
-    with pytest.raises(SystemExit) as ended:
-        cli.main()
-    assert ended.value.code == 130
-    assert capsys.readouterr().err == ""
+@pytest.mark.usefixtures("interruptible")
+def test_ctrl_c_is_130(nursery, tmp_path) -> None:
+    waiting = nursery.start("atoll", "status", "--server", "http://127.0.0.1:9", "--watch", cwd=tmp_path)
+    wait_until(lambda: "does not answer" in waiting.output(), "that it waits")
+    waiting.send(signal.SIGINT)
+    assert waiting.wait() == 130
+    assert "Traceback" not in waiting.output()
 
 
 WRONG = [

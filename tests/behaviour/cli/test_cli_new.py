@@ -75,11 +75,10 @@ def test_is_simulated_to_the_same_bits_on_any_number_of_processes(
 
 
 @pytest.mark.parametrize("algorithm", ["fedavg", "diloco"])
-def test_writes_the_real_defaults_as_comments(algorithm: str) -> None:
+def test_writes_the_real_defaults_as_comments(atoll_command, tmp_path: Path, algorithm: str) -> None:
     """Uncommenting every line that shows a value changes nothing."""
-    from atoll.cli import new
-
-    text = new.run_file(algorithm, "x")
+    atoll_command("new", "x", "--algorithm", algorithm)
+    text = (tmp_path / "x" / "run.toml").read_text()
     assert ("# num_fragments = 1" in text) == (algorithm == "diloco")
     setting = re.compile(r"^# (\w+ =.*)$", re.MULTILINE)
     values = tomllib.loads(setting.sub(r"\1", text))
@@ -112,8 +111,7 @@ def test_names_a_folder_that_cannot_be_written_in_one_line(atoll_command, tmp_pa
     assert outcome.stderr.count("\n") == 1
 
 
-def test_quotes_a_name_that_toml_would_misread() -> None:
-    from atoll.cli import new
-
+def test_quotes_a_name_that_toml_would_misread(atoll_command, tmp_path: Path) -> None:
     name = 'a"b\\c'
-    assert tomllib.loads(new.run_file("diloco", name))["run"]["name"] == name
+    atoll_command("new", name)
+    assert tomllib.loads((tmp_path / name / "run.toml").read_text())["run"]["name"] == name

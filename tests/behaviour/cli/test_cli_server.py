@@ -1,76 +1,111 @@
-"""Flags of `atoll server`: made from the settings, one for each."""
+"""Flags and settings of `atoll server`, and `atoll config show`."""
 
 from __future__ import annotations
 
 import re
+import tomllib
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
-from typer.testing import CliRunner
+from harness.processes import Nursery, Process, free_port, wait_until
 
-from atoll import Settings
-from atoll.cli import main as cli
-from atoll.cli import server
-from atoll.errors import ConfigError
-from atoll.protocol import status_messages
+from atoll.errors import ServerUnreachable
+from atoll.testing.run import Status, status
+
+Show = Callable[..., dict[str, Any]]
 
 
 @pytest.fixture
-def read(monkeypatch):
-    """Parse a command line of `atoll server` as far as the settings."""
-    seen: list[Settings] = []
+def show(atoll_command) -> Show:
+    """Group → its settings, as `atoll config show` prints them."""
 
-    def stop(settings: Settings) -> None:
-        seen.append(settings)
+    def shown(*arguments: str) -> dict[str, Any]:
+        outcome = atoll_command("config", "show", *arguments)
+        assert outcome.returncode == 0, outcome.stderr
+        return tomllib.loads(outcome.stdout)
 
-    monkeypatch.setattr(server, "run_until_finished", stop)
+    return shown
 
-    def parse(*arguments: str) -> Settings:
-        outcome = CliRunner().invoke(cli.app, ["server", *arguments], catch_exceptions=False)
-        assert outcome.exit_code == 0, outcome.output
-        return seen[-1]
 
-    return parse
+@pytest.mark.covers("L12", "L23")
+def test_sets_what_runs_choose(show: Show) -> None:
+    chosen = {
+        "algorithm.name": "diloco",
+        "network.insecure": "yes",
+        "model.buffers": "*mean, *var",
+        "async.enabled": "true",
+        "aggregation.upload_codec.name": "none",
+        "algorithm.outer_optimizer": "{lr = 0.5, betas = [0.9, 0.95]}",
+        "diloco.num_fragments": "2",
+        "diloco.sync_every": "30",
+        "diloco.fragment_update_alpha": "0.5",
+        "async.max_staleness": "3",
+        "disk.export_dir": "out",
+    }
+    found = show(*(each for key, value in chosen.items() for each in ("--set", f"{key}={value}")))
+    assert found["network"]["insecure"] is True
+    assert found["model"]["buffers"] == ["*mean", "*var"]
+    assert (found["async"]["enabled"], found["async"]["max_staleness"]) == (True, 3)
+    assert found["aggregation"]["upload_codec"]["name"] == "none"
+    assert found["algorithm"]["outer_optimizer"].items() >= {"lr": 0.5, "betas": [0.9, 0.95]}.items()
+    diloco = found["diloco"]
+    assert (diloco["num_fragments"], diloco["sync_every"], diloco["fragment_update_alpha"]) == (2, 30, 0.5)
+    assert found["disk"]["export_dir"] == "out"
+
+
+RUN_FILE = """
+model.source = "own:build"
+algorithm.name = "fedavg"
+rounds.total = 7
+disk.state_dir = "state"
+disk.min_free_bytes = 0
+"""
+OWN = """
+import beside
+from torch import nn
+
+def build():
+    return nn.Linear(2, 2)
+"""
+
+
+@pytest.fixture
+def start(nursery: Nursery, tmp_path: Path) -> Callable[..., tuple[Process, Status]]:
+    """Start `atoll server there/run.toml` with further arguments; its process, and its status."""
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "run.toml").write_text(RUN_FILE)
+    (tmp_path / "there" / "own.py").write_text(OWN)
+    (tmp_path / "beside.py").write_text("")
+
+    def started(*arguments: str) -> tuple[Process, Status]:
+        port = free_port()
+        process = nursery.start("atoll", "server", "there/run.toml", "--port", str(port), *arguments, cwd=tmp_path)
+
+        def answer() -> Status | None:
+            assert process.poll() is None, process.output()
+            with suppress(ServerUnreachable):
+                return status(f"http://127.0.0.1:{port}")
+            return None
+
+        return process, wait_until(answer, "its answer")
+
+    return started
 
 
 @pytest.mark.covers("L12")
-def test_set_and_flags_become_settings(read) -> None:
-    settings = read("--set", "diloco.sync_every=30", "--set", "network.insecure=yes", "--dir", "here", "--rounds", "3")
-    assert (settings.diloco.sync_every, settings.network.insecure, settings.rounds.total) == (30, True, 3)
-    assert settings.disk.state_dir == Path("here")
-    settings = read("--host", "::1", "--port", "0", "--token-file", "token", "--set", "model.buffers=*mean, *var")
-    assert (settings.network.host, settings.network.port) == ("::1", 0)
-    assert settings.network.token_file == Path("token")
-    assert settings.model.buffers == ("*mean", "*var")
-
-
-@pytest.mark.covers("L23")
-def test_sets_what_low_communication_runs_choose(read) -> None:
-    chosen = [
-        "async.enabled=true",
-        "aggregation.upload_codec.name=none",
-        "algorithm.outer_optimizer={lr = 0.5, betas = [0.9, 0.95]}",
-        "diloco.num_fragments=2",
-        "diloco.sync_every=20",
-        "diloco.fragment_update_alpha=0.5",
-        "diloco.dynamic_local_steps=true",
-        "async.max_staleness=3",
-        "disk.export_dir=out",
-    ]
-    settings = read(*(each for text in chosen for each in ("--set", text)))
-    assert (settings.async_.enabled, settings.async_.max_staleness) == (True, 3)
-    assert settings.aggregation.upload_codec.name == "none"
-    assert settings.algorithm.outer_optimizer.options == {"lr": 0.5, "betas": [0.9, 0.95]}
-    assert (settings.diloco.num_fragments, settings.diloco.sync_every) == (2, 20)
-    assert (settings.diloco.fragment_update_alpha, settings.diloco.dynamic_local_steps) == (0.5, True)
-    assert settings.disk.export_dir == Path("out")
-
-
-def test_a_flag_wins_over_the_run_file(read, tmp_path) -> None:
-    (tmp_path / "run.toml").write_text('algorithm.name = "fedavg"\nrounds.total = 7\ndisk.state_dir = "state"\n')
-    settings = read(str(tmp_path / "run.toml"), "--rounds", "9")
-    assert (settings.algorithm.target, settings.rounds.total) == ("fedavg", 9)
-    assert settings.disk.state_dir == tmp_path / "state"
+def test_flags_win_over_the_run_file_and_modules_beside_it_and_here_can_be_imported(start, tmp_path: Path) -> None:
+    process, said = start()
+    assert said.rounds == 7
+    assert (tmp_path / "there" / "state").is_dir()
+    process.kill()
+    process, said = start("--rounds", "9", "--dir", "here", "--host", "0.0.0.0", "--set", "network.insecure=true")
+    assert said.rounds == 9
+    assert (tmp_path / "here").is_dir()
+    assert "127.0.0.1" not in said.address
+    process.kill()
 
 
 @pytest.mark.parametrize(
@@ -82,62 +117,19 @@ def test_a_flag_wins_over_the_run_file(read, tmp_path) -> None:
         (["--set", "rounds.min_sites=5"], ["rounds.min_sites is 5", "rounds.sites is 1"]),
     ],
 )
-def test_a_wrong_value_names_the_flag_and_the_remedy(arguments: list[str], words: list[str]) -> None:
-    outcome = CliRunner().invoke(cli.app, ["server", *arguments])
-    assert isinstance(outcome.exception, ConfigError)
-    assert [word for word in words if word not in str(outcome.exception)] == []
-
-
-def test_modules_beside_the_run_file_and_in_the_current_folder_can_be_imported(read, tmp_path, monkeypatch) -> None:
-    import sys
-
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    (tmp_path / "there").mkdir()
-    (tmp_path / "there" / "run.toml").write_text("")
-    monkeypatch.chdir(tmp_path)
-    read("there/run.toml")
-    assert {str(tmp_path), str(tmp_path / "there")} <= set(sys.path)
+def test_a_wrong_value_names_the_flag_and_the_remedy(atoll_command, arguments: list[str], words: list[str]) -> None:
+    outcome = atoll_command("server", *arguments)
+    assert outcome.returncode == 2
+    assert [word for word in words if word not in outcome.stderr] == []
 
 
 @pytest.mark.parametrize("present", [True, False])
-def test_a_run_file_that_was_not_named_is_offered(tmp_path, monkeypatch, present: bool) -> None:
+def test_a_run_file_that_was_not_named_is_offered(atoll_command, tmp_path, present: bool) -> None:
     if present:
         (tmp_path / "run.toml").write_text('model.source = "model:build"\n')
-    monkeypatch.chdir(tmp_path)
-    outcome = CliRunner().invoke(cli.app, ["server", "--port", "0"])
-    assert isinstance(outcome.exception, ConfigError)
-    assert ("Did you mean: atoll server run.toml?" in str(outcome.exception)) is present
-
-
-def fragment(
-    reason: str = "", *, number: int = 0, phase: str = "open", **awaited_s: float
-) -> status_messages.FragmentStatus:
-    missing = [status_messages.Missing(site=site, for_s=seconds) for site, seconds in awaited_s.items()]
-    return status_messages.FragmentStatus(fragment=number, version=1, phase=phase, waiting_for=missing, reason=reason)
-
-
-def test_names_late_sites_only() -> None:
-    reminder = server.Reminder(0.0)
-    assert reminder.line([fragment("waits for a and b", a=14.0, b=2.0)], 100.0) == ""
-    assert reminder.line([fragment("waits for a and b", a=15.0, b=2.0)], 101.0) == "waiting for a (15 s)"
-    assert server.Reminder(0.0).line([fragment("waits for 2 sites to join")], 20.0) == "waits for 2 sites to join"
-
-
-def test_what_all_fragments_wait_for_is_said_once_and_those_that_are_finished_wait_for_nothing() -> None:
-    joins = [fragment("waits for 2 sites to join"), fragment("waits for 2 sites to join", number=1)]
-    assert server.Reminder(0.0).line(joins, 20.0) == "waits for 2 sites to join"
-    one = [fragment("waits for a", a=20.0), fragment("waits for b", number=1, b=2.0)]
-    assert server.Reminder(0.0).line(one, 20.0) == "fragment 0 waiting for a (20 s)"
-    last = [fragment("is finished", phase="finished"), fragment("waits for a", number=1, a=20.0)]
-    assert server.Reminder(0.0).line(last, 20.0) == "fragment 1 waiting for a (20 s)"
-
-
-def test_the_same_is_said_again_after_twice_the_pause_up_to_ten_minutes() -> None:
-    reminder = server.Reminder(0.0)
-    said = [second for second in range(3000) if reminder.line([fragment(a=float(second))], float(second))]
-    # pauses of 15, 30, 60, 120, 240, 480, then 600 s, not 960
-    assert said == [15, 45, 105, 225, 465, 945, 1545, 2145, 2745]
-    assert reminder.line([fragment(a=3000.0, b=20.0)], 3000.0) == "waiting for a (50 min 0 s), b (20 s)"
+    outcome = atoll_command("server", "--port", "0")
+    assert outcome.returncode == 2
+    assert ("Did you mean: atoll server run.toml?" in outcome.stderr) is present
 
 
 def test_config_show_refuses_unknown_names_and_says_where_a_value_comes_from(atoll_command, tmp_path) -> None:

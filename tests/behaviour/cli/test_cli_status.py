@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import threading
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -16,23 +16,25 @@ from kit.servers import new_server
 from torch import nn
 
 import atoll
-from atoll.cli import status
-from atoll.cli.text import against_data_parallel
-from atoll.protocol import messages, status_messages
-
-
-def together(*jobs: Callable[[], None]) -> None:
-    threads = [threading.Thread(target=job) for job in jobs]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60.0)
-        assert not thread.is_alive()
+from atoll.testing.run import Status, together
 
 
 @pytest.fixture
-def known(canned) -> status_messages.Status:
-    return status_messages.Status.model_validate_json(canned.answers["/v1/status"][1])
+def known(canned) -> dict[str, Any]:
+    return json.loads(canned.answers["/v1/status"][1])
+
+
+@pytest.fixture
+def lines(canned, atoll_command) -> Callable[[dict[str, Any]], list[str]]:
+    """What `atoll status` prints of a status."""
+
+    def shown(status: dict[str, Any]) -> list[str]:
+        canned.answers["/v1/status"] = (200, json.dumps(status))
+        outcome = atoll_command("status", "--server", canned.url)
+        assert outcome.returncode == 0, outcome.stderr
+        return outcome.stdout.splitlines()
+
+    return shown
 
 
 @pytest.mark.covers("L13")
@@ -55,33 +57,29 @@ def test_plain_lines_name_the_awaited_and_align_the_workers(canned, atoll_comman
 
 
 @pytest.mark.covers("L16")
-def test_bytes_each_way_stand_against_data_parallel_training(known) -> None:
+def test_bytes_each_way_stand_against_data_parallel_training(known, lines) -> None:
     """Each of two workers would have moved 2·(1/2) times the 5 GB of gradients in its updates: 10 GB in all.
 
     6.8 MB went up, a 1,471st; 2.4 GB came down, a 4.2th.
     """
-    lines = status.headline(
-        known.model_copy(update={"sync_every": 500, "codec": "int8", "downlink_codec": "int4"}), "http://there"
-    )
-    assert "codec int8 up, int4 down, " in lines[1]
-    assert lines[3] == (
+    of_diloco = known | {"sync_every": 500, "codec": "int8", "downlink_codec": "int4"}
+    shown = lines(of_diloco)
+    assert "codec int8 up, int4 down, " in shown[1]
+    assert shown[3] == (
         "data-parallel training would have moved 10.0 GB each way for the same steps: 1471 × what went up, "
         "4.2 × what came down"
     )
-    alone = known.model_copy(
-        update={"sync_every": 500, "workers": known.workers[:1]}
-    )  # who is alone has nobody to reduce with
-    assert not any("data-parallel" in line for line in status.headline(alone, "http://there"))
+    alone = of_diloco | {"workers": known["workers"][:1]}  # one worker alone has nothing to reduce
+    assert not any("data-parallel" in line for line in lines(alone))
 
 
 def test_json_is_the_message_itself(canned, atoll_command, known) -> None:
     outcome = atoll_command("status", "--server", canned.url, "--json")
-    assert status_messages.Status.model_validate_json(outcome.stdout) == known
+    assert Status.model_validate_json(outcome.stdout) == Status.model_validate(known)
 
 
 def test_watching_ends_with_the_run(canned, atoll_command, known) -> None:
-    finished = known.model_copy(update={"finished": True})
-    canned.answers["/v1/status"] = (200, finished.model_dump_json())
+    canned.answers["/v1/status"] = (200, json.dumps(known | {"finished": True}))
     outcome = atoll_command("status", "--server", canned.url, "--watch", "--json")
     (line,) = outcome.stdout.splitlines()
     assert json.loads(line)["finished"] is True
@@ -130,7 +128,7 @@ def test_watching_waits_for_a_server_that_is_started_and_started_again_and_sees_
 
 
 @pytest.mark.covers("L16", "L14")
-def test_the_comparison_is_of_one_start_of_the_server_to_the_byte(tmp_path) -> None:
+def test_the_comparison_is_of_one_start_of_the_server_to_the_byte(tmp_path, lines) -> None:
     """Two workers, H = 4, a weight of 16 bytes: 4 × 16 of gradients in a round, whoever counts steps since when."""
     model = nn.Linear(2, 2, bias=False)
     options = {
@@ -159,7 +157,8 @@ def test_the_comparison_is_of_one_start_of_the_server_to_the_byte(tmp_path) -> N
         assert {worker.site: worker.gradient_bytes for worker in told.workers} == {
             site: done.count(site) * 4 * 16 for site in "ab"
         }
-        assert f"would have moved {len(done) * 4 * 16} B each way" in against_data_parallel(told)
+        shown = "\n".join(lines(told.model_dump(mode="json")))
+        assert f"would have moved {len(done) * 4 * 16} B each way" in shown
 
 
 def test_the_server_comes_from_the_environment(canned, atoll_command) -> None:
@@ -168,8 +167,8 @@ def test_the_server_comes_from_the_environment(canned, atoll_command) -> None:
 
 
 def test_an_error_of_the_server_keeps_its_exit_code(canned, atoll_command) -> None:
-    problem = messages.Problem(code="auth", message="The server wants a token.", remedy="Set ATOLL_TOKEN.")
-    canned.answers["/v1/status"] = (401, problem.model_dump_json())
+    problem = {"code": "auth", "message": "The server wants a token.", "remedy": "Set ATOLL_TOKEN."}
+    canned.answers["/v1/status"] = (401, json.dumps(problem))
     outcome = atoll_command("status", "--server", canned.url)
     assert outcome.returncode == 8
     assert outcome.stderr == "atoll: The server wants a token. Set ATOLL_TOKEN.\n"
@@ -178,8 +177,10 @@ def test_an_error_of_the_server_keeps_its_exit_code(canned, atoll_command) -> No
 def test_the_table_for_terminals_has_the_same_words(known) -> None:
     from rich.console import Console
 
+    from atoll.cli import status
+
     console = Console(width=200, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    console.print(status.table(known, "http://there"))
+    console.print(status.table(Status.model_validate(known), "http://there"))
     text = console.export_text()
     console.file.close()
     for word in ("canned at http://there", "clinic-a", "no heartbeat for 120 s", "waiting for clinic-b (31 s)"):
@@ -194,15 +195,17 @@ def test_what_is_said_while_the_live_table_is_shown_stands_above_it(known, monke
 
     from rich.console import Console
 
+    from atoll.cli import status
     from atoll.cli.text import _Lines
 
     out = io.StringIO()
     monkeypatch.setattr(sys, "stdout", out)
     handler = _Lines()
     console = Console(width=200, file=out, force_terminal=True)
-    with status.live_table(known, "http://there", console) as show:
+    of_now = Status.model_validate(known)
+    with status.live_table(of_now, "http://there", console) as show:
         handler.emit(logging.LogRecord("atoll", logging.INFO, "", 0, "round 3: version 3", (), None))
-        show(known.model_copy(update={"name": "later"}), "http://there does not answer")
+        show(of_now.model_copy(update={"name": "later"}), "http://there does not answer")
     before, after = out.getvalue().split("round 3: version 3")
     assert "canned at http://there" in before
     assert after.index("canned at http://there") < after.index("later at http://there")  # drawn again below the line
@@ -210,31 +213,28 @@ def test_what_is_said_while_the_live_table_is_shown_stands_above_it(known, monke
     assert "http://there does not answer" in after
 
 
-def test_a_run_without_workers_says_so(known) -> None:
-    alone = known.model_copy(update={"workers": [], "history": []})
-    assert status.plain(alone, "http://there")[-1] == "no worker has joined yet"
+def test_a_run_without_workers_says_so(known, lines) -> None:
+    assert lines(known | {"workers": [], "history": []})[-1] == "no worker has joined yet"
 
 
 @pytest.mark.covers("L5", "L6", "L13")
-def test_an_asynchronous_run_says_how_far_behind_updates_were(known) -> None:
-    worker = known.workers[0].model_copy(update={"staleness": 3, "local_steps": 166})
-    last = known.history[-1].model_copy(update={"staleness": [0, 4]})
+def test_an_asynchronous_run_says_how_far_behind_updates_were(known, lines) -> None:
+    worker = known["workers"][0] | {"staleness": 3, "local_steps": 166}
+    last = known["history"][-1] | {"staleness": [0, 4]}
     outer = "delayed_nesterov(lr=0.7, momentum=0.9, N=4)"
-    asynchronous = known.model_copy(
-        update={
-            "sync_every": 500,
-            "policy": "async, 2 updates a step",
-            "outer": outer,
-            "tau": 20,
-            "alpha": 0.5,
-            "staleness": {"0": 2, "1": 1, "4": 1},  # (0 + 0 + 1 + 4) / 4 = 1.25
-            "workers": [worker],
-            "history": [last],
-        }
-    )
-    lines = status.plain(asynchronous, "http://there")
-    assert "async, 2 updates a step" in lines[0]
-    assert "streaming: 1 fragment, tau 20, alpha 0.5" in lines
-    assert f"outer optimizer {outer}; staleness 1.2 on average, at most 4" in lines
-    assert "4.50 (H 166)" in "\n".join(lines)
-    assert "from clinic-a, clinic-b (0, 4 behind);" in lines[-1]
+    asynchronous = {
+        "sync_every": 500,
+        "policy": "async, 2 updates a step",
+        "outer": outer,
+        "tau": 20,
+        "alpha": 0.5,
+        "staleness": {"0": 2, "1": 1, "4": 1},  # (0 + 0 + 1 + 4) / 4 = 1.25
+        "workers": [worker],
+        "history": [last],
+    }
+    shown = lines(known | asynchronous)
+    assert "async, 2 updates a step" in shown[0]
+    assert "streaming: 1 fragment, tau 20, alpha 0.5" in shown
+    assert f"outer optimizer {outer}; staleness 1.2 on average, at most 4" in shown
+    assert "4.50 (H 166)" in "\n".join(shown)
+    assert "from clinic-a, clinic-b (0, 4 behind);" in shown[-1]

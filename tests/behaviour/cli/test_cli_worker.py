@@ -10,12 +10,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
+import torch
+from harness.processes import free_port, wait_until
+from kit import serve
+from torch import nn
 
 import atoll
-from atoll.cli import worker
-from atoll.cli.main import main
-from atoll.errors import ConfigError, ServerUnreachable, VersionSkew
-from atoll.worker.arguments import sync_retries
+from atoll.errors import ConfigError, VersionSkew
 
 SHOW = """
 import os
@@ -36,15 +37,14 @@ def test_the_script_finds_its_server_in_the_environment(canned, atoll_command, t
 
 @pytest.mark.covers("L23")
 def test_sync_retries_reach_the_script(canned, atoll_command, monkeypatch) -> None:
-    script = "from atoll.worker.arguments import sync_retries; print('tries', sync_retries(None), sync_retries(1))"
+    """How often a lost server is then asked, tests/behaviour/worker shows."""
     flags = ("--server", canned.url, "--max-sync-retries", "2")
-    outcome = atoll_command("worker", *flags, "--", sys.executable, "-c", script)
-    assert "tries 2 1" in outcome.stdout
+    outcome = atoll_command("worker", *flags, "--", sys.executable, "-c", SHOW)
+    assert "'ATOLL_MAX_SYNC_RETRIES': '2'" in outcome.stdout
     monkeypatch.setenv("ATOLL_MAX_SYNC_RETRIES", "few")
+    model = nn.Linear(1, 1)
     with pytest.raises(ConfigError, match="ATOLL_MAX_SYNC_RETRIES is 'few'"):
-        sync_retries(None)
-    monkeypatch.delenv("ATOLL_MAX_SYNC_RETRIES")
-    assert sync_retries(None) == 6
+        atoll.DiLoCo(model, torch.optim.SGD(model.parameters()), server=canned.url, site="a")
 
 
 def test_the_commands_own_flags_are_left_to_it(canned, atoll_command) -> None:
@@ -67,39 +67,17 @@ def test_its_exit_code_is_the_commands(canned, atoll_command, end: str, code: in
     assert atoll_command("worker", "--server", canned.url, "--", sys.executable, "-c", end).returncode == code
 
 
-def test_a_server_that_does_not_answer_is_exit_5_and_the_command_is_not_started(tmp_path, monkeypatch, capsys) -> None:
-    script = f"open({str(tmp_path / 'ran')!r}, 'w')"
-    argv = ["atoll", "worker", "--server", "http://127.0.0.1:9", "--", sys.executable, "-c", script]
-    monkeypatch.setattr(sys, "argv", argv)
-    monkeypatch.setenv("ATOLL_GIVE_UP_S", "0.3")
-    monkeypatch.setattr(worker, "SERVER_PAUSE_S", 0.05)
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert ended.value.code == 5
-    lines = capsys.readouterr().err.splitlines()
-    assert lines[0].startswith("atoll: waiting for http://127.0.0.1:9 ")
-    assert lines[1].startswith("atoll: http://127.0.0.1:9 does not answer")
-    assert len(lines) == 2
-    assert not (tmp_path / "ran").exists()
-
-
-def test_a_server_that_is_not_up_yet_is_waited_for(canned, monkeypatch, capsys) -> None:
-    from atoll.transport import http_client
-
-    real, refused = http_client.ask, iter([True, True])
-
-    def late(*arguments: Any, **options: Any) -> Any:
-        if next(refused, False):
-            raise ServerUnreachable("It does not answer.", "Wait.")
-        return real(*arguments, **options)
-
-    monkeypatch.setattr(http_client, "ask", late)
-    monkeypatch.setattr(worker, "SERVER_PAUSE_S", 0.0)
-    assert worker._run([sys.executable, "-c", "raise SystemExit(3)"], {"ATOLL_SERVER": canned.url}, 0) == 3
-    starting = f"atoll: {canned.url} answers, run canned; starting {sys.executable}"
-    waiting, started = capsys.readouterr().err.splitlines()
-    assert waiting.startswith(f"atoll: waiting for {canned.url} ")
-    assert started == starting
+def test_a_server_that_is_not_up_yet_is_waited_for(nursery, tmp_path) -> None:
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    script = ("--", sys.executable, "-c", "raise SystemExit(3)")
+    process = nursery.start("atoll", "worker", "--server", url, *script, cwd=tmp_path)
+    wait_until(process.output, "that it waits")
+    with serve(tmp_path, **{"network.port": port, "run.name": "late"}):
+        assert process.wait() == 3
+    waiting, started = process.output().splitlines()
+    assert waiting.startswith(f"atoll: waiting for {url} ")
+    assert started == f"atoll: {url} answers, run late; starting {sys.executable}"
 
 
 @pytest.mark.covers("X2", "X4")
@@ -108,13 +86,12 @@ def test_it_says_at_once_what_it_starts_but_not_the_arguments(canned, atoll_comm
     assert outcome.stderr == f"atoll: {canned.url} answers, run canned; starting {sys.executable}\n"
 
 
-def test_a_restart_waits_for_the_server_and_counts_one_that_is_away(monkeypatch, capsys) -> None:
-    monkeypatch.setenv("ATOLL_GIVE_UP_S", "0.01")
-    monkeypatch.setattr(worker, "RESTART_PAUSE_S", 0.0)
-    with pytest.raises(ServerUnreachable):
-        worker._run(["no-such-command"], {"ATOLL_SERVER": "http://127.0.0.1:9"}, 2)
-    lines = capsys.readouterr().err.splitlines()
-    assert len([line for line in lines if "does not answer" in line and "; restart " in line]) == 2
+def test_a_restart_waits_for_the_server_and_counts_one_that_is_away(atoll_command) -> None:
+    argv = ["worker", "--server", "http://127.0.0.1:9", "--site", "a", "--restarts", "1", "--", "true"]
+    outcome = atoll_command(*argv, ATOLL_GIVE_UP_S="0.01")
+    assert outcome.returncode == 5
+    lines = outcome.stderr.splitlines()
+    assert len([line for line in lines if "does not answer" in line and "; restart 1 of 1" in line]) == 1
 
 
 def test_something_else_than_atoll_is_told(canned, atoll_command) -> None:
@@ -127,7 +104,7 @@ def test_something_else_than_atoll_is_told(canned, atoll_command) -> None:
 @pytest.mark.covers("F32")
 def test_another_protocol_version_says_which_side_to_upgrade(canned, tmp_path) -> None:
     status, body = canned.answers["/v1/run"]
-    canned.answers["/v1/run"] = (status, body.replace('"protocol":1', '"protocol":2'))
+    canned.answers["/v1/run"] = (status, body.replace('"protocol": 1', '"protocol": 2'))
     with pytest.raises(VersionSkew, match="Upgrade Atoll at this worker"):
         atoll.join(canned.url, site="a", folder=tmp_path)
 

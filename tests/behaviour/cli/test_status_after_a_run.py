@@ -8,12 +8,10 @@ from pathlib import Path
 
 import pytest
 from harness.processes import Nursery, free_port, wait_until
-from kit import FederatedSites, serve
+from kit import FederatedSites, ForkedServer, serve
 from kit.tls import write_certificate
 
 import atoll
-from atoll.cli import status as shown
-from atoll.cli.state_directory import stored_status
 from atoll.testing.run import Status
 
 
@@ -71,16 +69,19 @@ def test_says_that_no_server_answers_after_it_was_stopped(nursery: Nursery, tmp_
     assert "where no server answers, `atoll server` goes on" in fragment["reason"]
 
 
-def test_the_directory_has_the_status_of_a_version_where_its_server_is_killed(tmp_path: Path) -> None:
-    """Of a server that runs: a kill leaves what is in the directory at that moment."""
-    with serve(tmp_path, **{"rounds.sites": 1, "rounds.best_metric": "loss", "rounds.total": 2}) as server:
+def test_the_directory_has_the_status_of_a_version_where_its_server_is_killed(nursery: Nursery, tmp_path: Path) -> None:
+    with ForkedServer(nursery, tmp_path, **{"rounds.sites": 1, "rounds.best_metric": "loss"}) as server:
         with atoll.join(server.url, site="a", folder=tmp_path / "workers") as worker:
             fl_round = next(iter(worker))
             fl_round.submit(fl_round.state_dict(), weight=1, metrics={"loss": 0.5})
-            wait_until(lambda: stored_status(tmp_path / "state").bytes_up > 0, "the status of version 1")
-            best = stored_status(tmp_path / "state").best
-    assert best is not None
-    assert best.value == 0.5
+            wait_until(
+                lambda: '"value":0.5' in (tmp_path / "state" / "status.json").read_text(), "that version 1 is saved"
+            )
+            server.kept.close()
+    code, said = status_of(nursery, tmp_path, "--dir", "state", "--json")
+    assert code == 0, said
+    assert json.loads(said)["best"]["value"] == 0.5
+    assert json.loads(said)["bytes_up"] > 0
 
 
 def test_says_why_the_server_on_the_directory_cannot_be_asked(nursery: Nursery, tmp_path: Path) -> None:
@@ -106,11 +107,11 @@ def test_refuses_a_folder_without_a_run_and_an_address_beside_the_folder(nursery
     ids=["fedavg", "diloco"],
 )
 def test_words_of_diloco_are_in_the_status_of_diloco_alone(
-    tmp_path: Path, settings: dict[str, object], words: set[str]
+    nursery: Nursery, tmp_path: Path, settings: dict[str, object], words: set[str]
 ) -> None:
     with serve(tmp_path, **settings) as server:
-        lines = "\n".join(shown.headline(server.status(), server.url))
-    assert {word for word in ("sync every", "outer", "data-parallel", "fragment") if word in lines} == words
+        _, said = status_of(nursery, tmp_path, "--server", server.url)
+    assert {word for word in ("sync every", "outer", "data-parallel", "fragment") if word in said} == words
 
 
 @pytest.mark.covers("L13")

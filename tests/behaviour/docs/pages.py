@@ -5,12 +5,16 @@ code.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+import shlex
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+Commands = Mapping[str, frozenset[str]]
+"""Command, such as "config show", → its flags; "" is `atoll` itself."""
 
 _FENCE = re.compile(r"^ *```(.*)$")
 _MARK = re.compile(r"^<!-- run: (\w+) -->$")
@@ -84,3 +88,14 @@ def table_rows(page: Path, heading: str) -> list[list[str]]:
     section = re.split(r"^#+ ", section, flags=re.MULTILINE)[0]
     tables = re.findall(r"(?:^\|.*\n?)+", section, re.MULTILINE)
     return [[cell.strip() for cell in row.strip("| ").split(" | ")] for t in tables for row in t.splitlines()[2:]]
+
+
+def require_command(commands: Commands, called: str, line: str) -> None:
+    """The words of a command line of `atoll` are a command and flags of it."""
+    words, command = shlex.split(re.split(r" (?:&&|;|\|) ", called)[0], comments=True), ""
+    while any(path.startswith(f"{command} ".lstrip()) and path != command for path in commands):
+        command = f"{command} {words.pop(0) if words else ''}".strip(" ")
+        assert command in commands, f"{line!r}: no such command"
+    own = words[: words.index("--")] if "--" in words else words
+    flags = {word.partition("=")[0] for word in own if word.startswith("--")}
+    assert flags <= commands[command], f"{line!r}: no such flag"

@@ -10,20 +10,17 @@ import sys
 import urllib.request
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
-import typer
 from torch import nn
 
 import atoll
-from atoll.cli.main import app
-from atoll.config import FIELDS, NOT_SETTINGS, OTHER_NAMES, variable_of
 
 sys.path.insert(0, str(Path(__file__).parent))
-from pages import PAGES, ROOT, anchors, command_lines, inline_code, links, prose, table_rows
+from pages import PAGES, ROOT, Commands, anchors, command_lines, inline_code, links, prose, require_command, table_rows
 
 DOCS = ROOT / "docs"
+SETTINGS = atoll.Settings().by_key()
 by_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 
 LEFTOVERS = re.compile(r"(?<![\w.])/(?:root|home|Users|mnt)/|\bTODO\b|\bFIXME\b|lorem ipsum", re.IGNORECASE)
@@ -52,26 +49,9 @@ def test_every_page_is_reached_from_the_index() -> None:
     assert set(PAGES) <= seen
 
 
-def options_of(command: Any) -> set[str]:
-    return {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
-
-
-def below(command: Any) -> dict[str, Any]:
-    """A group's commands by name. Not by isinstance: which click it is built on is typer's own affair."""
-    return getattr(command, "commands", {})
-
-
-def every_command(command: Any) -> list[Any]:
-    return [command, *(each for sub in below(command).values() for each in every_command(sub))]
-
-
-ATOLL = typer.main.get_command(app)
-
-
 @by_page
-def test_every_command_and_flag_exists(page: Path) -> None:
-    round_flags = flags_of_script("bench/round.py")
-    anywhere = set().union(*map(options_of, every_command(ATOLL)), {"--help"}, round_flags)
+def test_every_command_and_flag_exists(page: Path, commands: Commands) -> None:
+    anywhere = flags_of_script("bench/round.py").union(*commands.values())
     for line in command_lines(page):
         for script, rest in re.findall(r"(?:^|[\s(])python ((?:bench|examples)/\S+\.py)([^\n]*)", line):
             flags = {word.partition("=")[0] for word in shlex.split(rest, comments=True) if re.match(r"--\S+$", word)}
@@ -80,7 +60,7 @@ def test_every_command_and_flag_exists(page: Path) -> None:
             words = shlex.split(line, comments=True)
             assert {word.partition("=")[0] for word in words if word.startswith("--")} <= anywhere, line
         for called in re.findall(r"(?:^|[\s(])atoll ([a-z][^\n]*)", line):
-            require_command(called, line)
+            require_command(commands, called, line)
 
 
 @cache
@@ -96,18 +76,6 @@ def flags_of_script(script: str) -> set[str]:
     }
 
 
-def require_command(called: str, line: str) -> None:
-    words = shlex.split(re.split(r" (?:&&|;|\|) ", called)[0], comments=True)
-    command: Any = ATOLL
-    while commands := below(command):
-        name = words.pop(0) if words else ""
-        assert name in commands, f"{line!r}: no such command"
-        command = commands[name]
-    own = words[: words.index("--")] if "--" in words else words
-    flags = {word.partition("=")[0] for word in own if word.startswith("--")}
-    assert flags <= options_of(command) | {"--help"}, f"{line!r}: no such flag"
-
-
 @by_page
 def test_every_make_target_exists(page: Path) -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
@@ -118,7 +86,9 @@ def test_every_make_target_exists(page: Path) -> None:
 
 @by_page
 def test_every_variable_exists(page: Path) -> None:
-    known = NOT_SETTINGS | OTHER_NAMES.keys() | {variable_of(key) for key in FIELDS}
+    known = {f"ATOLL_{key.upper().replace('.', '__')}" for key in SETTINGS}
+    known.add("ATOLL_LEASES")  # `atoll worker` and its script tell each other by it
+    known |= set(re.findall(r"ATOLL_\w+", (DOCS / "reference" / "settings.md").read_text(encoding="utf-8")))
     written = set(re.findall(r"\bATOLL_[A-Z][A-Z_]*[A-Z]\b", page.read_text(encoding="utf-8")))
     if page.parent.name != "reference" and page.name != "behaviours.md":
         assert written <= known, written - known
@@ -145,9 +115,9 @@ def test_every_setting_in_the_pages_exists() -> None:
         others = page.name == "behaviours.md" or page.name.startswith("from-")  # whose names are not ours alone
         for code in [] if others else inline_code(page):
             if found := re.fullmatch(r"([a-z_.]+) = .+", code):
-                assert found.group(1) in {*FIELDS, *OPTIONS}, f"{page.name}: {code}"
+                assert found.group(1) in {*SETTINGS, *OPTIONS}, f"{page.name}: {code}"
             if re.fullmatch(r"(heartbeat|idle|round|min|max|keep|num)_[a-z_]+", code):
-                assert code in {*FIELDS, *ARGUMENTS}, f"{page.name}: {code}"
+                assert code in {*SETTINGS, *ARGUMENTS}, f"{page.name}: {code}"
 
 
 @by_page
