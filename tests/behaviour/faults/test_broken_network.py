@@ -16,22 +16,16 @@ from harness.processes import wait_until
 from harness.proxy import BEFORE_HEADER, Fault, Proxy
 from kit import SITES, train_
 from kit.models import wide_model
+from kit.wire import DIGEST_BYTES, WireSite, update_parts, version_parts
 
 import atoll
-from atoll.codecs import NoneCodec
-from atoll.errors import AtollError, Conflict, Superseded, TicketClosed
-from atoll.protocol import messages, routes
-from atoll.protocol.values import Accepted, UpdateInfo
-from atoll.tensors.layout import update_layout, version_layout
-from atoll.tensors.module_tensors import named_tensors, schema_of
-from atoll.worker.exchange.participation import Participation, take_part
+from atoll.errors import AtollError, Superseded
 
-VERSION = version_layout(schema_of(wide_model()), PART_BYTES)
-UPDATE = update_layout(schema_of(wide_model()).tensors, lambda _: NoneCodec(), PART_BYTES)
-LENGTH = UPDATE.parts[2].nbytes
-DIGEST_BYTES = 32
+VERSION, UPDATE = version_parts(wide_model(), PART_BYTES), update_parts(wide_model(), PART_BYTES)
+VERSION_BYTES, UPDATE_BYTES = VERSION[-1][1], UPDATE[-1][1]
+LENGTH = UPDATE[2][1] - UPDATE[2][0]
 DATA = "GET /v1/fragments/0/versions/0/[0-9a-f]{64} "
-GETS, PUTS = len(VERSION.parts), list(range(len(UPDATE.parts)))
+GETS, PUTS = len(VERSION), list(range(len(UPDATE)))
 """Requests for parts when nothing breaks: six of each, over one connection."""
 
 
@@ -52,7 +46,7 @@ def one_round(folder: Path, server: atoll.Server, url: str) -> tuple[int, int]:
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Result:
     folder = tmp_path_factory.mktemp("undisturbed")
     with serving(folder, **{"rounds.sites": 1, "rounds.total": 1}) as server:
-        assert one_round(folder, server, server.url) == (UPDATE.nbytes, VERSION.nbytes)
+        assert one_round(folder, server, server.url) == (UPDATE_BYTES, VERSION_BYTES)
     return Result(folder)
 
 
@@ -91,8 +85,8 @@ def test_an_upload_that_breaks_or_is_damaged_is_sent_again_from_that_part(
     up, _ = one_round(tmp_path, server, proxy.url)
     assert proxy.faults == []
     assert parts_sent(proxy) == [0, 1, 2, 2, 3, 4, 5]
-    assert UPDATE.nbytes <= up <= UPDATE.nbytes + LENGTH
-    assert action != "flip" or up == UPDATE.nbytes + LENGTH
+    assert UPDATE_BYTES <= up <= UPDATE_BYTES + LENGTH
+    assert action != "flip" or up == UPDATE_BYTES + LENGTH
     assert Result(tmp_path).bits == alone.bits
 
 
@@ -114,11 +108,11 @@ def test_a_download_that_breaks_or_is_damaged_is_fetched_again_from_that_part(
     _, down = one_round(tmp_path, server, proxy.url)
     assert proxy.faults == []
     assert proxy.count(DATA) == GETS + 1
-    broken = next(part for part in VERSION.parts if part.stop > at)
+    start, stop = next(part for part in VERSION if part[1] > at)
     if action == "flip":
-        assert down == VERSION.nbytes + broken.nbytes
+        assert down == VERSION_BYTES + stop - start
     else:
-        assert VERSION.nbytes <= down <= VERSION.nbytes + max(at - broken.start, 0)
+        assert VERSION_BYTES <= down <= VERSION_BYTES + max(at - start, 0)
     assert Result(tmp_path).bits == alone.bits
 
 
@@ -139,42 +133,19 @@ def test_a_lost_acknowledgement_is_asked_for_again_and_counts_once(
     assert result.counted() == [("a", 1)]
 
 
-def submitted(server: atoll.Server, folder: Path) -> tuple[Participation, str]:
-    """A place whose update of round 1 is acknowledged; its outbox still holds it."""
-    place = take_part(server.url, "a", folder=folder / "workers")
-    reply = place.exchange.ask()
-    assert reply.ticket is not None
-    model = wide_model()
-    place.exchange.pull(reply.ticket.base, named_tensors(model)[0])
-    place.exchange.form(reply.ticket, named_tensors(model)[0], UpdateInfo(1.0, 1, {}))
-    delivered = place.exchange.deliver()
-    assert isinstance(delivered, Accepted)
-    return place, delivered.digest
-
-
 @pytest.mark.covers("F17", "F18")
 def test_the_same_submission_again_gets_the_same_receipt_and_other_bytes_get_a_conflict(tmp_path: Path) -> None:
     with serving(tmp_path) as server:
-        other = take_part(server.url, "b", folder=tmp_path / "workers")  # the round waits for it meanwhile
-        place, digest = submitted(server, tmp_path)
-        note = place.exchange.outbox.note
-        assert note is not None
-        path = routes.COMPLETE.format(ticket=note.ticket)
-        again = messages.Complete(digest=note.digest, weight=note.weight, steps=note.steps)
-        assert place.session.http.post(path, again, messages.Receipt).digest == digest
-        with pytest.raises(Conflict, match="holds the update"):
-            place.session.http.post(path, again.model_copy(update={"digest": "0" * 64}), messages.Receipt)
-        # nor can its bytes be written over
-        with pytest.raises(TicketClosed):
-            place.exchange.transfer.push(
-                lambda part: routes.PART.format(ticket=note.ticket, part=part),
-                place.exchange.outbox.fd,
-                UPDATE.parts[:1],
-                [bytes.fromhex(text) for text in note.part_digests],
-            )
-        assert place.session.http.post(path, again, messages.Receipt).digest == digest
-        place.leave()
-        other.leave()
+        a, _ = (WireSite(server.url, site) for site in "ab")  # the round waits for b meanwhile
+        update = a.train(1.0).push()
+        receipt = update.complete()
+        assert receipt[0] == 200
+        assert update.complete() == receipt
+        status, told = update.complete(digest="0" * 64)
+        assert (status, told["code"]) == (409, "conflict")
+        assert "holds the update" in told["message"]
+        assert update.put(0)[1]["code"] == "ticket_closed"  # nor can its bytes be written over
+        assert update.complete() == receipt
 
 
 @pytest.mark.covers("F19")

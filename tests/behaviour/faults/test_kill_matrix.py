@@ -31,11 +31,8 @@ from fault_world import (
 from harness.processes import Nursery, wait_until
 from kit import Threads, ask_journal, exported
 from kit.models import wide_model
+from kit.wire import version_parts
 from torch import Tensor, nn
-
-from atoll.codecs.version_difference import Downlink
-from atoll.tensors.layout import version_layout
-from atoll.tensors.module_tensors import schema_of
 
 pytestmark = pytest.mark.slow
 
@@ -273,16 +270,13 @@ def test_every_acknowledged_update_of_an_asynchronous_run_counts_once(
         assert torch.allclose(result[name].double(), start.detach().double() - moved, rtol=0, atol=1e-5), name
 
 
-WHOLE = version_layout(schema_of(wide_model()), PART_BYTES)
+def bytes_behind(parts: int) -> int:
+    """Bytes of a version behind its first parts."""
+    return sum(stop - start for start, stop in version_parts(wide_model(), PART_BYTES)[parts:])
 
 
-def bytes_behind(parts: int, *, of_difference: bool = False) -> int:
-    """Bytes of a version, or of the difference between two, behind its first parts."""
-    if not of_difference:
-        return sum(part.nbytes for part in WHOLE.parts[parts:])
-    downlink = Downlink.of(WHOLE, "int8", {})
-    assert downlink is not None
-    return sum(part.nbytes for part in downlink.parts[parts:])
+BEHIND_TWO_OF_A_DIFFERENCE = -1
+"""Stands for the bytes of a difference between two versions behind its first two parts."""
 
 
 def site_case(mode: str, name: str, place: str, goes_on: tuple[str, int, str, int] | None = None) -> Any:
@@ -312,7 +306,7 @@ def site_case(mode: str, name: str, place: str, goes_on: tuple[str, int, str, in
             "down",
             "pulling-a-difference",
             "pull.part=kill@8",
-            ("trains", 2, "down", bytes_behind(2, of_difference=True)),
+            ("trains", 2, "down", BEHIND_TWO_OF_A_DIFFERENCE),
         ),
         site_case("down", "training", "training", ("trains", 2, "down", 0)),
     ],
@@ -325,12 +319,20 @@ def test_a_killed_site_goes_on_where_it_was(
     place: str,
     goes_on: tuple[str, int, str, int] | None,
 ) -> None:
+    from atoll.codecs.version_difference import Downlink
+    from atoll.tensors.layout import version_layout
+    from atoll.tensors.module_tensors import schema_of
+
     settings = {**MODES[mode].settings, "network.connections": 1, "rounds.min_sites": 1}
     with serving(tmp_path, **settings) as server, beside(server, Sites(server.url, tmp_path, names=["b"])):
         site = SiteProcess(nursery, tmp_path, server.url, "a")
         again = site.killed_in_training_and_again(2) if place == "training" else site.killed_and_again(place)
     if goes_on is not None:
         what, number, way, nbytes = goes_on
+        if nbytes == BEHIND_TWO_OF_A_DIFFERENCE:
+            downlink = Downlink.of(version_layout(schema_of(wide_model()), PART_BYTES), "int8", {})
+            assert downlink is not None
+            nbytes = sum(part.nbytes for part in downlink.parts[2:])
         line = told(again, what)
         assert (line["round"], line[way]) == (number, nbytes)
     result = Result(tmp_path)

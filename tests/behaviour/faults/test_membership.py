@@ -10,10 +10,7 @@ from pathlib import Path
 import pytest
 from fault_world import EVERY_SITE_AND_ROUND, Result, SiteProcess, Sites, said, serving
 from harness.processes import Nursery, wait_until
-from kit.models import train_, wide_model
-
-from atoll.protocol.values import UpdateInfo
-from atoll.worker.exchange.participation import take_part
+from kit.wire import WireSite
 
 
 @pytest.mark.covers("F33")
@@ -69,7 +66,7 @@ def test_below_min_sites_a_round_never_closes(tmp_path: Path) -> None:
     with serving(
         tmp_path, **{"rounds.min_sites": 2, "rounds.quorum": 2, "rounds.deadline_s": 0.2, "rounds.total": 1}
     ) as server:
-        silent = take_part(server.url, "b", folder=tmp_path / "workers")
+        silent = WireSite(server.url, "b")
         alone = Sites(server.url, tmp_path, names=["a"])
         wait_until(
             lambda: "the deadline has passed, 1 of 2 updates are in" in server.status().fragments[0].reason, "it"
@@ -108,12 +105,10 @@ def test_a_worker_that_comes_and_goes_disturbs_no_other(tmp_path: Path) -> None:
         other = Sites(server.url, tmp_path, during=during, names=["a"])
         tickets = set()
         for _ in range(20):
-            place = take_part(server.url, "b", folder=tmp_path / "workers")
-            reply = place.exchange.ask()
-            assert reply.ticket is not None
-            tickets.add(reply.ticket.id)
+            guest = WireSite(server.url, "b")
+            tickets.add(guest.ticket()["id"])
             assert steady.wait(30)
-            place.leave()
+            guest.leave()
         assert len(tickets) == 1
         done.set()
         other.join()
@@ -150,20 +145,11 @@ def test_a_clock_that_jumps_by_a_day_changes_nothing(
 
 
 @pytest.mark.covers("F4", "F8")
-def test_an_update_that_an_earlier_process_left_is_sent_by_the_next_one(tmp_path: Path) -> None:
-    """A process that formed its update and could send nothing: its successor does, without training."""
-    from atoll.tensors.module_tensors import named_tensors
-
+def test_an_update_that_an_earlier_process_left_is_sent_by_the_next_one(nursery: Nursery, tmp_path: Path) -> None:
+    """A process that formed its update, and was killed before it could complete it: its successor does, untrained."""
     with serving(tmp_path, **{"rounds.sites": 1, "rounds.total": 1}) as server:
-        first = take_part(server.url, "a", folder=tmp_path / "workers")
-        reply = first.exchange.ask()
-        assert reply.ticket is not None
-        model = wide_model()
-        tensors = named_tensors(model)[0]
-        first.exchange.pull(reply.ticket.base, tensors)
-        train_(model, "a", 1)
-        first.exchange.form(reply.ticket, tensors, UpdateInfo(1.0, 1, {}))
-        first.leave()
+        first = SiteProcess(nursery, tmp_path, server.url, "a").start("outbox.sealed=kill")
+        assert first.wait() == -signal.SIGKILL
         sites = Sites(server.url, tmp_path, names=["a"])
         sites.join()
         server.run()

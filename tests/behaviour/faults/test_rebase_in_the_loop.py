@@ -13,12 +13,11 @@ import pytest
 import torch
 from harness.processes import free_port, wait_until
 from harness.proxy import BEFORE_HEADER, Fault, Proxy
-from kit import Threads, serve
+from kit import Threads, ask_journal, serve
+from kit.client import Client
 from torch import nn
 
 import atoll
-from atoll.protocol.values import UpdateInfo
-from atoll.worker.exchange.participation import Participation, take_part
 
 SETTINGS: dict[str, Any] = {
     "algorithm.name": "diloco",
@@ -59,11 +58,10 @@ def lose_an_answer(proxy: Proxy) -> None:
     proxy.faults.append(Fault("POST .*/complete ", "down", at=BEFORE_HEADER, action="reset"))
 
 
-def pending_steps(loop: atoll.DiLoCo) -> int:
+def newest_steps(folder: Path) -> int:
     """Local steps that the newest update speaks of."""
-    assert loop._place is not None
-    assert loop._place.exchange.outbox.note is not None
-    return loop._place.exchange.outbox.note.steps
+    ((steps,),) = ask_journal(folder, "SELECT steps FROM tickets WHERE digest IS NOT NULL ORDER BY ticket DESC LIMIT 1")
+    return int(steps)
 
 
 @pytest.mark.covers("L10", "L25")
@@ -90,7 +88,7 @@ def test_local_progress_is_carried_over_to_the_head_before_the_next_update(tmp_p
                 model.step(optimizer)
                 assert number != 2 or (diloco.rounds, diloco.skipped) == (0, 1)
             assert diloco.finished
-            assert pending_steps(diloco) == 2  # those of the first update are not told again
+            assert newest_steps(tmp_path) == 2  # those of the first update are not told again
     assert seen == [6.0, 5.0]
     assert model.values == (6.0,)
 
@@ -135,7 +133,7 @@ def test_where_the_algorithm_says_reset_local_progress_is_lost_and_named(
                 seen.append(model.x.item())
                 diloco.report(loss=model.x.item())
             assert diloco.finished
-            assert pending_steps(diloco) == 2  # neither those that counted nor those that were lost
+            assert newest_steps(tmp_path) == 2  # neither those that counted nor those that were lost
         # of the last report before the second and the sixth step
         assert [row.metrics for row in server.status().history] == [{"loss": 7.0}, {"loss": 6.0}]
     assert seen == [7.0, 6.0, 5.0, 7.0, 6.0, 6.0]
@@ -173,14 +171,11 @@ def test_diloco_trains_on_without_its_server_and_brings_everything_in_when_it_is
             diloco.stop()
 
 
-def submit_two_steps(place: Participation) -> None:
+def submit_two_steps(client: Client) -> None:
     """8 → 6 in the round that is open; then the process ends."""
-    ticket = place.exchange.ask(wait_s=5.0).ticket
-    assert ticket is not None
-    tensors = {"x": torch.zeros(1)}
-    place.exchange.pull(ticket.base, tensors)
-    place.exchange.submit(ticket, {"x": tensors["x"] - 2.0}, UpdateInfo(1.0, 2, {}))
-    place.leave()
+    assert client.next_round() is not None
+    client.submit({"x": client.pull()["x"] - 2.0}, steps=2)
+    client.close()
 
 
 @pytest.mark.covers("F4", "L25")
@@ -192,8 +187,8 @@ def test_a_site_restarted_after_its_acknowledgement_waits_for_the_round(tmp_path
     """
     changed = {"rounds.sites": 2, "algorithm.outer_optimizer.lr": 1.0}
     with serve(tmp_path, Numbers(8.0), **SETTINGS | changed) as server:
-        b = take_part(server.url, "b", folder=tmp_path / "w")
-        submit_two_steps(take_part(server.url, "a", folder=tmp_path / "w"))
+        b = Client(server.url, "b", folder=tmp_path / "w").register()
+        submit_two_steps(Client(server.url, "a", folder=tmp_path / "w"))
 
         def submit_once_a_waits() -> None:
             def waits(each: Any) -> bool:

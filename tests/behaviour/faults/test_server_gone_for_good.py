@@ -17,8 +17,8 @@ from harness.processes import wait_until
 from kit.models import wide_model
 from kit.servers import new_server
 
+import atoll
 from atoll.errors import ConfigError, ServerLost
-from atoll.worker.session.session import OutageTimer, give_up_s
 
 SCRIPT = str(Path(__file__).with_name("lost_worker.py"))
 
@@ -78,6 +78,8 @@ def test_a_site_that_was_stopped_meanwhile_ends_in_bounded_time(tmp_path: Path, 
 
 
 def test_a_server_that_is_back_in_time_is_no_lost_one() -> None:
+    from atoll.worker.session.session import OutageTimer
+
     now_s = 0.0
     silence = OutageTimer("http://there", lambda: now_s)
     silence.failed()
@@ -93,10 +95,8 @@ def test_a_server_that_is_back_in_time_is_no_lost_one() -> None:
     assert "http://there has not answered for 24 h 0 min" in str(silence.error())
 
 
-def test_how_long_is_a_setting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ATOLL_GIVE_UP_S", "0")
-    assert give_up_s() == float("inf")
+def test_how_long_is_a_setting(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for wrong in ("soon", "-1", "nan"):
         monkeypatch.setenv("ATOLL_GIVE_UP_S", wrong)
         with pytest.raises(ConfigError, match=f"ATOLL_GIVE_UP_S is '{wrong}'"):
-            give_up_s()
+            atoll.join("http://127.0.0.1:9", site="a", folder=tmp_path)

@@ -9,10 +9,6 @@ import pytest
 from fault_world import PART_BYTES, Result, ServerProcess, Sites
 from harness.processes import Nursery, wait_until
 from harness.proxy import Fault, Proxy
-from kit.models import wide_model
-
-from atoll.tensors.layout import version_layout
-from atoll.tensors.module_tensors import schema_of
 
 
 @pytest.mark.covers("F6")
@@ -39,7 +35,6 @@ def test_goes_on_after_a_kill_while_all_sites_train(nursery: Nursery, tmp_path: 
 @pytest.mark.covers("F7")
 def test_killed_in_the_middle_of_a_part(nursery: Nursery, tmp_path: Path, undisturbed: Result) -> None:
     """Half a part is on its way when the server dies; what it had before is not sent again."""
-    parts = len(version_layout(schema_of(wide_model()), PART_BYTES).parts)
     with ServerProcess(nursery, tmp_path, **{"network.connections": 1}) as server, Proxy(server.port) as proxy:
         stall = Fault("PUT .*/parts/3 ", "up", at=PART_BYTES // 2, action="stall")
         proxy.faults.append(stall)
@@ -56,7 +51,6 @@ def test_killed_in_the_middle_of_a_part(nursery: Nursery, tmp_path: Path, undist
         sent = [
             int(line.split("/parts/")[1].split()[0]) for line in proxy.requests if line.startswith(f"{ticket}/parts/")
         ]
-        assert parts == 6
         # a request a part: 0, 1 and 2 were there before the kill, and are not sent again
         assert [part for part in sent if part != 3] == [0, 1, 2, 4, 5]
         assert sent.count(3) >= 2  # tried again a few times while nothing answered

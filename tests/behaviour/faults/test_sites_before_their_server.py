@@ -15,7 +15,6 @@ from kit.client import Client
 
 import atoll
 from atoll.errors import ServerLost
-from atoll.worker.session import session as session_module
 
 AFTER_15_S = 7
 """Attempts that earlier were all that a site made."""
@@ -55,6 +54,8 @@ def test_a_site_gives_up_when_the_setting_says(
 
 @pytest.mark.covers("L10")
 def test_a_site_waits_for_its_server_by_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from atoll.worker.session import session as session_module
+
     monkeypatch.setattr(session_module, "FIRST_BACKOFF_S", 0.01)
     monkeypatch.setattr(session_module, "LONGEST_BACKOFF_S", 0.01)
     with serve(tmp_path, **{"rounds.sites": 1, "rounds.total": 1}) as server, Proxy(server.port) as proxy:

@@ -16,9 +16,7 @@ from kit.tls import write_certificate
 
 import atoll
 from atoll.errors import AuthError, ServerUnreachable, StateLocked
-from atoll.protocol import messages, routes
 from atoll.testing.run import status
-from atoll.transport.http_client import ask
 
 
 def start(nursery: Nursery, folder: Path, *flags: str, **settings: object) -> tuple[int, str]:
@@ -179,9 +177,9 @@ def test_a_certificate_of_another_authority_is_refused_before_the_token_is_sent(
         with pytest.raises(ServerUnreachable, match=r"cannot prove that it is the server.*ATOLL_TLS_CA"):
             atoll.join(server.url, site="a", folder=tmp_path / "workers")
         with pytest.raises(ServerUnreachable, match=r"cannot prove that it is the server.*ATOLL_TLS_CA"):
-            ask(server.url, routes.RUN, messages.RunInfo)  # as the commands do
+            status(server.url)  # as the commands do
         with pytest.raises(ServerUnreachable, match=r"A server with TLS needs https://\."):
-            ask(server.url.replace("https", "http"), routes.RUN, messages.RunInfo)
+            status(server.url.replace("https", "http"))
 
 
 @pytest.mark.covers("X2")

@@ -32,19 +32,7 @@ from kit import local_step
 from kit.models import wide_model
 
 import atoll
-from atoll.codecs import build_codecs
-from atoll.codecs.encoded_layout import encoded_layout
 from atoll.errors import ServerUnreachable
-from atoll.protocol.values import Lost, UpdateInfo
-from atoll.tensors.fragments import split
-from atoll.tensors.layout import version_layout
-from atoll.tensors.module_tensors import schema_of
-from atoll.worker.exchange.exchange import Exchange
-from atoll.worker.exchange.participation import LoopTerms, take_part
-from atoll.worker.session.session import Session
-from atoll.worker.training import synchroniser
-
-FRAGMENTS = STREAMING["diloco.num_fragments"]
 
 
 @pytest.fixture(scope="module")
@@ -64,12 +52,6 @@ def test_a_broken_transfer_of_a_fragment_resumes_at_the_part(
     tmp_path: Path, server: atoll.Server, streamed: Result
 ) -> None:
     """The connection breaks within the second part of a fragment's update: the first is not sent again."""
-    codecs = build_codecs("int8", {})
-    layouts = [
-        encoded_layout(part, "int8", codecs, PART_BYTES) for part in split(schema_of(wide_model()), FRAGMENTS).schemas
-    ]
-    fragment = max(range(FRAGMENTS), key=lambda index: len(layouts[index].parts))
-    assert len(layouts[fragment].parts) >= 2
     with Proxy(server.port) as proxy:
         broken = Fault("PUT .*/parts/1 ", "up", at=1000, action="reset")
         proxy.faults.append(broken)
@@ -140,6 +122,8 @@ def test_training_goes_on_without_the_server_and_nothing_is_lost(
 def test_while_the_server_is_away_the_first_turn_is_patient_and_the_others_try_once(
     tmp_path: Path, server: atoll.Server, monkeypatch: pytest.MonkeyPatch, streamed: Result
 ) -> None:
+    from atoll.worker.session.session import Session
+
     attempts: list[int | None] = []
     patiently = Session.patiently
 
@@ -176,6 +160,10 @@ def test_submits_a_broken_off_update_while_it_waits_for_a_result(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """a's update of fragment 0 breaks off twice, and b's of fragment 1: a waits in 1 for b, and b in 0 for a."""
+    from atoll.protocol.values import Lost
+    from atoll.worker.exchange.exchange import Exchange
+    from atoll.worker.training import synchroniser
+
     broken = [("a", 0), ("a", 0), ("b", 1)]
     send = Exchange.deliver
 
@@ -264,6 +252,9 @@ def test_a_joiner_falls_in_with_the_cycle(tmp_path: Path) -> None:
 
 def test_an_earlier_process_left_updates_of_two_fragments(tmp_path: Path, server: atoll.Server) -> None:
     """Both outboxes are sent by the next process; of fragment 2, whose ticket it never had, its second round counts."""
+    from atoll.protocol.values import UpdateInfo
+    from atoll.worker.exchange.participation import LoopTerms, take_part
+
     place = take_part(server.url, "a", folder=tmp_path / "workers", loop=LoopTerms())
     take_part(server.url, "b", folder=tmp_path / "elsewhere", loop=LoopTerms())  # until the next process of b comes
     for fragment in (0, 1):
@@ -288,6 +279,10 @@ def test_killed_while_a_fragment_comes_down_it_resumes_at_the_part(
     nursery: Nursery, tmp_path: Path, server: atoll.Server
 ) -> None:
     """Of the first result of fragment 0 three parts had come when it was killed; the bases of the others are whole."""
+    from atoll.tensors.fragments import split
+    from atoll.tensors.layout import version_layout
+    from atoll.tensors.module_tensors import schema_of
+
     parts = [version_layout(each, PART_BYTES).parts for each in split(schema_of(wide_model()), 3).schemas]
     assert len(parts[0]) > 3
     with beside(server, StreamingSites(server.url, tmp_path, names=["b"], steps=100)):

@@ -27,17 +27,9 @@ from fault_world import (
 from harness.processes import Nursery, Process, wait_until
 from harness.proxy import BEFORE_HEADER, Fault, Proxy
 from kit.models import wide_model
+from kit.wire import WireSite, update_parts
 
 import atoll
-from atoll.codecs import NoneCodec
-from atoll.tensors.layout import update_layout
-from atoll.tensors.module_tensors import schema_of
-from atoll.worker.exchange.participation import LoopTerms, take_part
-
-
-def update_bytes() -> list[int]:
-    layout = update_layout(schema_of(wide_model()).tensors, lambda _: NoneCodec(), PART_BYTES)
-    return [part.nbytes for part in layout.parts]
 
 
 @pytest.fixture
@@ -63,7 +55,7 @@ def test_killed_while_submitting_it_resumes_at_the_part(
     begins = told(again, "begins")
     # its update was formed: it is not trained again, and the three parts of its first request are not sent again
     assert begins["round"] == 2
-    assert begins["up"] == sum(update_bytes()[3:])
+    assert begins["up"] == sum(stop - start for start, stop in update_parts(wide_model(), PART_BYTES)[3:])
     result = Result(tmp_path)
     result.require_same(undisturbed)
     assert result.tickets == len(EVERY_SITE_AND_ROUND), "an open ticket is given again, not another one"
@@ -84,7 +76,7 @@ def test_ctrl_c_ends_it_soon_though_the_network_stands_still(
 ) -> None:
     """Guards against threads that outlive Ctrl-C: the process stayed until `idle_timeout_s`, which is 60, was over."""
     with serving(tmp_path, **settings, **{"network.connections": 1}) as server, Proxy(server.port) as proxy:
-        take_part(server.url, "b", folder=tmp_path / "workers", loop=LoopTerms())
+        WireSite(server.url, "b")
         proxy.faults.append(fault)
         site = SiteProcess(nursery, tmp_path, proxy.url, "a", script).start()
         assert fault.reached.wait(30.0)
