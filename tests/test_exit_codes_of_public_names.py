@@ -16,9 +16,9 @@ import atoll
 import atoll.recipes
 from atoll.errors import is_public_api
 from atoll.worker.tasks.answer_tasks import Task, TaskWorker
-from atoll.worker.training.federated_loop import LocalRound, LocalWorker, Round, Worker
+from atoll.worker.training.federated_loop import Round, Worker
 
-GIVEN = (LocalRound, LocalWorker, Round, Task, TaskWorker, Worker)
+GIVEN = (Round, Task, TaskWorker, Worker)
 """Classes of what public functions return."""
 
 FORWARDED = {

@@ -29,7 +29,7 @@ def formed(
     """
     ticket = place.exchange.ask(wait_s=10.0).ticket
     assert ticket is not None
-    specs = place.exchange.layouts.schema.model.tensors
+    specs = place.exchange.local.layouts.schema.model.tensors
     tensors = {spec.name: torch.empty(spec.shape, dtype=torch_dtype(spec.dtype)) for spec in specs}
     place.exchange.pull(ticket.base, tensors)
     if change_ is not None:

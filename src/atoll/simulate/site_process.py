@@ -40,8 +40,8 @@ from atoll.format_text import Seldom, VisibleLines
 from atoll.posix import FULL
 from atoll.simulate.job_messages import Answer, Beginning, SiteRound
 from atoll.simulate.script import Script
-from atoll.simulate.simulated_worker import Shared, SimulatedWorker
-from atoll.worker.training.federated_loop import taken_by
+from atoll.simulate.simulated_site import Shared, SimulatedSite
+from atoll.worker.training.federated_loop import Worker, taken_by
 from atoll.worker.training.functional_loop import forget
 
 LAST_WORDS_CHARS = 2000
@@ -84,22 +84,23 @@ class Station:
             spool_fd: file descriptor to which the update is written; the caller closes it.
         """
         try:
-            worker = SimulatedWorker(self._shared, job, os.dup(base_fd), spool_fd, self._folder_of(job.site))
+            site = SimulatedSite(self._shared, job, os.dup(base_fd), spool_fd, self._folder_of(job.site))
         except (AtollError, OSError) as error:  # the site's local state is lost or unreadable
             return answer_to(error)
         try:
             self._begin_random(job.site, job.ticket.round)
+            worker = Worker(site)
             with taken_by(worker):
                 self._script.train(worker)
         except KeyboardInterrupt:
             raise
         except BaseException as error:
             if not (isinstance(error, SystemExit) and not error.code):
-                return answer_to(error, worker.bytes_down)
+                return answer_to(error, site.counters.bytes_down)
         finally:
-            worker.close()
+            site.close()
             forget()
-        return Answer(worker.update, worker.stats, bytes_down=worker.bytes_down)
+        return Answer(site.update, site.stats, bytes_down=site.counters.bytes_down)
 
     def _begin_random(self, site: str, round_: int) -> None:
         """Seed torch, random and NumPy from the run's seed, the site's name and the round.

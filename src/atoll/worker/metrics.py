@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from atoll.tensors.module_tensors import Tensors
 from atoll.worker.arguments import finite_metrics
 from atoll.worker.exchange import apply_version
-from atoll.worker.exchange.base_and_outbox import VersionFile
+from atoll.worker.exchange.base_and_outbox import BaseFile
 
 
 class Reports:
@@ -66,7 +66,7 @@ class Measured:
         self._metrics: dict[str, float] = {}
         self._not_finite: set[str] = set()  # names that a warning was logged for, until their value is finite
 
-    def look_at(self, parts: Sequence[tuple[Tensors, VersionFile]], *, local: bool) -> None:
+    def look_at(self, parts: Sequence[tuple[Tensors, BaseFile]], *, local: bool) -> None:
         """Measure the newest versions of all fragments.
 
         The versions are loaded into the model. Afterwards the model gets its local values back from a copy. If the

@@ -209,7 +209,7 @@ def test_trains_plainly_alone() -> None:
     import site_code
 
     with atoll.join() as worker:
-        (fl_round,) = worker
+        fl_round = next(iter(worker))
         local = fl_round.load_into(site_code.One())
         optimizer = torch.optim.SGD(local.parameters(), lr=0.1)
         with fl_round.correct(local, optimizer) as steps:
@@ -237,7 +237,7 @@ def test_never_loads_it_from_a_path_of_the_server(tmp_path: Path, monkeypatch: p
         tmp_path, model(), **settings(**{"algorithm.name": None, "algorithm.path": own, "rounds.total": 1})
     ) as server:
         with atoll.join(server.url, site="a", folder=tmp_path / "sites") as worker:
-            assert type(worker._place.exchange.rule).__module__ == "feddyn_local"
+            assert type(worker._backend.place.exchange.local.rule).__module__ == "feddyn_local"
             monkeypatch.setattr("atoll.registry.entry_points", lambda **_: ())
             with pytest.raises(ConfigError, match="package that has the entry point 'feddyn_local'"):
                 atoll.join(server.url, site="b", folder=tmp_path / "sites")

@@ -152,7 +152,6 @@ def test_a_name_has_one_handler(tmp_path: Path) -> None:
 def test_without_a_server_handlers_are_taken_and_never_called() -> None:
     with atoll.join() as worker:
         assert worker.task("count")(len) is len
-        assert worker.evaluates(measure) is measure
         assert worker.evaluates(model=nn.Linear(1, 1))(measure) is measure
         assert worker.submits(measure) is measure
         worker.note("nothing")

@@ -177,7 +177,7 @@ def test_warm_up_steps_without_a_rate_do_no_harm(tmp_path: Path) -> None:
         assert module.w.item() == pytest.approx(0.28)
         trainer.fit(module, data())
         assert callback.driver.worker is not None
-        c = callback.driver.worker._place.exchange.base.values_of("atoll.control.w", 0, 1)
+        c = callback.driver.worker._backend.place.exchange.base.values_of("atoll.control.w", 0, 1)
         assert c.item() == pytest.approx(-0.28 / 0.3)
 
 
@@ -190,11 +190,11 @@ def test_controls_that_are_malformed_in_a_later_round_are_refused(tmp_path: Path
         trainer.fit(module, data())
         assert atoll.integrations.lightning.is_running(trainer)
         assert callback.driver.worker is not None
-        exchange = callback.driver.worker._place.exchange
+        exchange = callback.driver.worker._backend.place.exchange
         if spoil == "missing":
-            exchange.kept = None
+            exchange.local.kept = None
         else:
-            controls = exchange.kept
+            controls = exchange.local.kept
             assert controls is not None
             controls._files[controls.note.current].write(0, memoryview(bytes(b"\xff" * 4 * 3)))
         expected = "this site holds none" if spoil == "missing" else r"control of 'w' is not finite.*Remove this site"
@@ -285,7 +285,7 @@ def test_a_parameter_that_is_unfrozen_later_is_corrected_from_then_on(tmp_path: 
         assert atoll.integrations.lightning.is_running(trainer)
         trainer.fit(module, data())
         assert callback.driver.worker is not None
-        base = callback.driver.worker._place.exchange.base
+        base = callback.driver.worker._backend.place.exchange.base
         assert base.values_of("atoll.control.frozen", 0, 2).tolist() == pytest.approx([1.0, 1.0])
         assert module.frozen.tolist() == pytest.approx([0.4, 0.4])  # one site: c = c_1 corrects nothing
         assert {name: value.data_ptr() for name, value in module.named_parameters()} == kept  # in place

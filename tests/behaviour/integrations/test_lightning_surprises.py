@@ -30,7 +30,7 @@ def test_steps_that_another_callback_tries_before_training_are_none_of_the_round
         trainer.validate(module, data(), verbose=False)  # pulls the second version
         assert callback.driver.worker is not None
         assert module.w.item() == pytest.approx(0.271)
-        c = callback.driver.worker._place.exchange.base.values_of("atoll.control.w", 0, 1)
+        c = callback.driver.worker._backend.place.exchange.base.values_of("atoll.control.w", 0, 1)
         assert c.item() == pytest.approx(-0.271 / 0.3)
 
 

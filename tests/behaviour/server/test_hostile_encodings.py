@@ -74,7 +74,7 @@ def test_forged_bytes(
         assert place is not None
         moved = torch.linspace(1, 2, 300)
         for forged in (True, False):
-            place.exchange.layouts.codecs[codec] = Forged(honest, change) if forged else honest
+            place.exchange.local.layouts.codecs[codec] = Forged(honest, change) if forged else honest
             site.next_round()
             site.submit({name: tensor - (moved if name == "w" else 1) for name, tensor in site.pull().items()})
             assert server.status().refused == bool(refused)

@@ -13,7 +13,7 @@ from atoll.errors import ConfigError
 from atoll.tensors.fragments import split
 from atoll.tensors.module_tensors import schema_of
 from atoll.transport.http_client import http_to
-from atoll.worker.session.channel import HttpChannel
+from atoll.worker.session.channel import Channel
 from atoll.worker.session.session import Session
 
 THREE: dict[str, Any] = {"K": 3, "H": 9}
@@ -64,7 +64,7 @@ def test_refuses_at_the_join_a_worker_that_streams_otherwise(tmp_path: Path) -> 
 @pytest.mark.covers("L8")
 def test_a_worker_hears_how_the_model_is_cut(tmp_path: Path) -> None:
     with serve(tmp_path, K=3, H=9, tau=2, alpha=0.5, inflight=2) as server:
-        connection = Session(HttpChannel(http_to(server.url)), "a")
+        connection = Session(Channel(http_to(server.url)), "a")
         assert connection.split == split(schema_of(build()), 3)
         assert [[spec.name for spec in part.tensors] for part in connection.split.schemas] == names_of(3)
         info = connection.info

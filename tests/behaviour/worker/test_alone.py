@@ -11,6 +11,7 @@ from kit import diloco, take_steps
 from torch import nn
 
 import atoll
+from atoll.errors import UsageError
 
 BEGIN = "no server is configured (ATOLL_SERVER): training alone"
 END = "alone: nothing was sent, and Atoll saved nothing; the script keeps the model, or loses it"
@@ -39,6 +40,23 @@ def test_join_gives_one_round_and_says_that_nothing_was_sent(
     assert torch.equal(model.weight, before)
     assert caplog.messages == [BEGIN, "alone: trained without a server (loss 0.5)", END]
     assert list(tmp_path.iterdir()) == []
+
+
+def test_refuses_alone_what_a_run_refuses_and_gives_tied_tensors() -> None:
+    """So that a script that is tried without a server does not fail in its first run."""
+    model = nn.ModuleList([nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)])
+    model[1].weight = model[0].weight
+    with atoll.join() as worker:
+        loop = iter(worker)
+        fl_round = next(loop)
+        fl_round.load_into(model)
+        held = fl_round.state_dict()
+        assert held.keys() == {"0.weight", "1.weight"}
+        assert all(torch.equal(value, model[0].weight) for value in held.values())
+        with pytest.raises(UsageError, match=r"'0\.weight' is a str"):
+            fl_round.submit({"0.weight": "heavy"})
+        with pytest.raises(UsageError, match="Round 1 ended without an update from alone"):
+            next(loop)
 
 
 @pytest.mark.covers("L2")

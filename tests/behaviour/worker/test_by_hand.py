@@ -80,7 +80,7 @@ def test_rounds_by_hand_are_those_of_the_paper(serve: Any, tmp_path: Path, part:
     for site, loop in loops.items():
         assert next(loop, None) is None
         assert workers[site].load_into(One()).w.item() == pytest.approx(x, rel=1e-5)
-        assert workers[site]._place.exchange.base.values_of("atoll.control.w", 0, 1).item() == pytest.approx(
+        assert workers[site]._backend.place.exchange.base.values_of("atoll.control.w", 0, 1).item() == pytest.approx(
             c, rel=1e-5
         )
         workers[site].leave()
@@ -94,16 +94,16 @@ def test_the_update_carries_the_step_count_and_the_scripts_own_wins(serve: Any, 
     with atoll.join(server.url, site="a", folder=tmp_path / "a") as worker:
         rounds = iter(worker)
         with_the_helper(next(rounds), 1.0)
-        assert worker._place.exchange.outbox.note.steps == STEPS
+        assert worker._backend.place.exchange.outbox.note.steps == STEPS
         with_the_round(next(rounds), 1.0)
-        assert worker._place.exchange.outbox.note.steps == STEPS
+        assert worker._backend.place.exchange.outbox.note.steps == STEPS
         fl_round = next(rounds)
         model = fl_round.load_into(One())
         optimizer = torch.optim.SGD([model.w], lr=ETA)
         with fl_round.correct(model, optimizer):
             train(model, optimizer, 1.0)
         fl_round.submit(model, steps=70)
-        assert worker._place.exchange.outbox.note.steps == 70
+        assert worker._backend.place.exchange.outbox.note.steps == 70
 
 
 GOOD = {"w": torch.zeros(1), "frozen": torch.zeros(2)}

@@ -74,9 +74,9 @@ def test_a_base_that_is_not_what_its_note_says_is_pulled_again(
     with atoll.join(server.url, site="a", folder=tmp_path / "w") as worker:
         mine = nn.Linear(300, 100)
         next(iter(worker)).load_into(mine)
-        sizes = [part.nbytes for part in worker._place.exchange.layouts.version.parts]
+        sizes = [part.nbytes for part in worker._backend.place.exchange.local.layouts.version.parts]
         assert worker.bytes_down == sum(sizes[part] for part in parts)
-        base = worker._place.exchange.base
+        base = worker._backend.place.exchange.base
         assert base.differing(base.note.part_digests) == []
     assert torch.equal(mine.weight, model().weight)
     assert torch.equal(mine.bias, model().bias)

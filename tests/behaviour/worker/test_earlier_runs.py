@@ -26,7 +26,7 @@ def one_run(folder: Path, name: str, **settings: Any) -> Path:
     """Take part as `a` in a run of one round; returns the site's folder of this run."""
     with plain_server(folder / name, nn.Linear(8, 4), rounds=1, **settings) as server:
         with atoll.join(server.url, site="a", folder=folder / "w") as worker:
-            mine: Path = worker._place.folder
+            mine: Path = worker._backend.place.folder
             worker.evaluates(lambda model: {"loss": 0.0})
             for fl_round in worker:
                 model = fl_round.load_into(nn.Linear(8, 4))

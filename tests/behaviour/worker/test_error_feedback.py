@@ -40,8 +40,8 @@ def client(server: atoll.Server, folder: Path) -> Client:
 def residual(client: Client) -> list[float]:
     session = client._place
     assert session is not None
-    assert session.exchange.residuals is not None
-    return session.exchange.residuals.read("w", 0, 2).tolist()
+    assert session.exchange.local.residuals is not None
+    return session.exchange.local.residuals.read("w", 0, 2).tolist()
 
 
 def trained(client: Client, change: list[float]) -> dict[str, Tensor]:
@@ -98,11 +98,11 @@ def test_what_arrives_and_what_is_left_is_what_was_trained(
             site.submit(model)
         place = site._place
         assert place is not None
-        assert place.exchange.residuals is not None
+        assert place.exchange.local.residuals is not None
         assert site.next_round() is None
-        place.exchange.residuals.settle(place.session.outcome)
+        place.exchange.local.residuals.settle(place.session.outcome)
         left = {
-            name: place.exchange.residuals.read(name, 0, tensor.numel()).view(tensor.shape)
+            name: place.exchange.local.residuals.read(name, 0, tensor.numel()).view(tensor.shape)
             for name, tensor in moved.items()
         }
         site.close()
@@ -143,16 +143,16 @@ def test_a_base_that_was_advanced_has_it_in_the_local_progress(tmp_path: Path, s
         place.exchange.submit(reply.ticket, weights, info)
         following = place.exchange.ask()
         assert following.ticket is not None
-        assert place.exchange.residuals is not None
+        assert place.exchange.local.residuals is not None
         if settled:
-            place.exchange.local.settle()
-            assert place.exchange.residuals.read("w", 0, 2).tolist() == [0.0, pytest.approx(0.4)]
+            place.exchange.local.state.settle()
+            assert place.exchange.local.residuals.read("w", 0, 2).tolist() == [0.0, pytest.approx(0.4)]
         place.exchange.advance_base()
         weights["w"] -= torch.tensor([127.0, 0.0])
         place.exchange.form(following.ticket, weights, info)
-        place.exchange.local.settle()  # it is not in
-        left = place.exchange.residuals._files[1 - place.exchange.residuals.note.current]
-        assert left.values(place.exchange.residuals._segments["w"], 0, 2).tolist() == [0.0, pytest.approx(0.4)]
+        place.exchange.local.state.settle()  # it is not in
+        left = place.exchange.local.residuals._files[1 - place.exchange.local.residuals.note.current]
+        assert left.values(place.exchange.local.residuals._segments["w"], 0, 2).tolist() == [0.0, pytest.approx(0.4)]
         place.leave()
 
 

@@ -47,7 +47,7 @@ def test_a_resumed_pull_fills_the_model_too(server: atoll.Server, tmp_path: Path
     note = place.exchange.base.note
     assert note is not None
     place.exchange.base.begin(BaseNote(**{**note.__dict__, "complete": False}))  # as a kill before `finish` leaves it
-    part = place.exchange.layouts.version.parts[1]
+    part = place.exchange.local.layouts.version.parts[1]
     place.exchange.base.write(part.start, memoryview(bytes(100)))
     tensors = model(seed=9)
     place.exchange.pull(ticket.base, tensors)

@@ -63,7 +63,7 @@ def test_a_third_site_that_joins_rescales_c(server: atoll.Server, tmp_path: Path
     loops = {**known["loops"], "c": iter(late)}
     for site, target in {**TARGETS, "c": 5.0}.items():
         round_ = step(loops[site], target)
-        base = round_._place.exchange.base.values_of("atoll.control.w", 0, 1).item()
+        base = round_._backend.place.exchange.base.values_of("atoll.control.w", 0, 1).item()
         assert base == pytest.approx((own["a"] + own["b"] + 0.0) / 3, rel=1e-5)
     assert c_before == pytest.approx((own["a"] + own["b"]) / 2)  # as it would have been with two
     leave(known)
@@ -124,9 +124,9 @@ def test_a_refused_update_leaves_the_control_as_it_was(tmp_path: Path) -> None:
                 round_.submit(model)
                 if number == 1:
                     # the first attempt is forgotten: x = 0, y = 0.1, Δc = c⁺ = (0 − 0.1)/0.1 = −1
-                    assert worker._place.exchange.kept.read("atoll.control.w", 0, 1).item() == 0.0
-            worker._place.exchange.kept.settle(worker._session.outcome)
-            values = worker._place.exchange.kept.read("atoll.control.w", 0, 1)
+                    assert worker._backend.place.exchange.local.kept.read("atoll.control.w", 0, 1).item() == 0.0
+            worker._backend.place.exchange.local.kept.settle(worker._session.outcome)
+            values = worker._backend.place.exchange.local.kept.read("atoll.control.w", 0, 1)
         assert server.status().refused == 1
     assert values.item() != 0.0
     assert torch.isfinite(values).all()

@@ -81,7 +81,7 @@ def test_a_round_is_not_submitted_against_a_base_that_is_not_its_own(
     with atoll.join(server.url, site="a", folder=tmp_path / "w") as worker:
         round_ = next(iter(worker))
         model = round_.load_into(nn.Linear(8, 4))
-        base = worker._place.exchange.base
+        base = worker._backend.place.exchange.base
         base.begin(replace(base.note, **change))
         if "digest" in change:
             base.finish()

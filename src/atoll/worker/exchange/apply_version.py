@@ -20,7 +20,7 @@ from atoll.tensors.dtypes import accumulate_dtype, torch_dtype
 from atoll.tensors.layout import chunks
 from atoll.tensors.module_tensors import Tensors
 from atoll.tensors.schema import PARAMS
-from atoll.worker.exchange.base_and_outbox import OutboxFile, VersionFile
+from atoll.worker.exchange.base_and_outbox import BaseFile, Outbox, TensorFile
 
 _WIDEST_BYTES = 8
 """Bytes of one element of the widest dtype."""
@@ -31,7 +31,7 @@ def _scratch() -> memoryview:
     return bytes_of(torch.empty(CHUNK_ELEMENTS * _WIDEST_BYTES, dtype=torch.uint8, device="cpu"))
 
 
-def rebase_(tensors: AnyTensors, old: VersionFile, new: VersionFile) -> None:
+def rebase_(tensors: AnyTensors, old: TensorFile, new: TensorFile) -> None:
     """Set w ← b_new + (w − b_old) in place: carry local progress over from one version to another.
 
     Buffers take the new version's values.
@@ -58,7 +58,7 @@ def rebase_(tensors: AnyTensors, old: VersionFile, new: VersionFile) -> None:
                 assign_run_(tensors[spec.name], start, head)
 
 
-def merge_(tensors: Tensors, version: VersionFile, alpha: float) -> None:
+def merge_(tensors: Tensors, version: TensorFile, alpha: float) -> None:
     """Set w ← (1−α)·b + α·w in place for the tensors of a version.
 
     α = 0 loads the version, α = 1 leaves the model unchanged. Between the two, integers and flags take the version's
@@ -80,7 +80,7 @@ def merge_(tensors: Tensors, version: VersionFile, alpha: float) -> None:
                 assign_run_(tensors[spec.name], start, values)
 
 
-def advance_base_(base: VersionFile, outbox: OutboxFile, codecs: Mapping[str, Codec]) -> None:
+def advance_base_(base: BaseFile, outbox: Outbox, codecs: Mapping[str, Codec]) -> None:
     """Set base ← base − dec(update) in the base file; dec(update) is the outbox's update as the server decodes it."""
     scratch = _scratch()
     encoded = _scratch()
@@ -102,7 +102,7 @@ def advance_base_(base: VersionFile, outbox: OutboxFile, codecs: Mapping[str, Co
                 base.write(offset, scratch[: (stop - start) * spec.item_bytes])
 
 
-def load_(tensors: AnyTensors, base: VersionFile) -> None:
+def load_(tensors: AnyTensors, base: TensorFile) -> None:
     """Copy the values of the base file into the tensors, in place.
 
     A contiguous CPU tensor of the file's dtype is read into directly; every other tensor goes through a buffer.
@@ -131,7 +131,7 @@ def load_(tensors: AnyTensors, base: VersionFile) -> None:
         base.read_pieces(moves())
 
 
-def store_(base: VersionFile, tensors: Tensors) -> None:
+def store_(base: BaseFile, tensors: Tensors) -> None:
     """Copy the tensors to their places in the base file."""
     with torch.no_grad(), single_thread():
         for part in base.layout.parts:

@@ -21,7 +21,6 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from blake3 import blake3
@@ -85,96 +84,6 @@ class OutboxNote:
     round: int = 0
     sent: bool = False
     site: str = ""
-
-
-class VersionFile(Protocol):
-    """A file with a version of one fragment."""
-
-    layout: Layout
-    note: BaseNote | None
-
-    def holds(self, run: str, digest: str) -> bool:
-        """Return whether the file holds every byte of the version with this digest."""
-
-    def read_into(self, offset: int, target: memoryview) -> None:
-        """Fill `target` from the file's byte `offset` on."""
-
-    def read_pieces(self, moves: Iterable[Move]) -> None:
-        """Fill each buffer from its offset in the file. Read neighbouring ranges by one call.
-
-        Args:
-            moves: pairs of an offset in the file and the buffer to fill.
-        """
-
-    def elements(self, piece: Piece, start: int, stop: int, scratch: memoryview, dtype: torch.dtype) -> Tensor:
-        """Return elements [start, stop) of a piece's tensor, in `scratch`."""
-
-    def values_of(self, name: str, start: int, stop: int) -> Tensor:
-        """Return elements [start, stop) of a tensor, in new memory."""
-
-    def begin_local(self) -> None:
-        """Remove the digests from the note, before local values are written over the version."""
-
-    def write(self, offset: int, data: memoryview) -> None:
-        """Write `data` from the file's byte `offset` on."""
-
-
-class OutboxFile(Protocol):
-    """A file with the update that was formed last. `note` is None until the update is complete."""
-
-    layout: Layout
-    note: OutboxNote | None
-    path: Path
-    nbytes: int
-
-    @property
-    def fd(self) -> int:
-        """The number of the file's descriptor. Do not close the descriptor."""
-
-    def write(self, offset: int, data: memoryview) -> None:
-        """Write `data` from the file's byte `offset` on."""
-
-    def read_into(self, offset: int, target: memoryview) -> None:
-        """Fill `target` from the file's byte `offset` on."""
-
-    def begin(self, layout_digest: str) -> None:
-        """Remove the note, before an update of this layout is formed."""
-
-    def seal(self, note: OutboxNote) -> None:
-        """Write the note of an update that is complete. From here on the update survives this process."""
-
-    def mark_sent(self) -> None:
-        """Record in the note that the server has the update."""
-
-    def clear(self) -> None:
-        """Remove the note, so that the update is not sent again."""
-
-    def is_damaged(self) -> bool:
-        """Return whether the file's bytes differ from the digests in the note."""
-
-
-class ExchangeFiles(Protocol):
-    """The files of one fragment at a site."""
-
-    @property
-    def base(self) -> VersionFile:
-        """The file of the version that the worker trains from."""
-
-    @property
-    def outbox(self) -> OutboxFile:
-        """The file of the update that was formed last."""
-
-    def beside(self) -> VersionFile:
-        """Open the file beside the base, for a version that is pulled while the base is still needed."""
-
-    def is_beside(self, run: str, digest: str) -> bool:
-        """Return whether this or an earlier process began to pull the version into the file beside the base."""
-
-    def drop_beside(self) -> None:
-        """Close the file beside the base."""
-
-    def move_up(self) -> None:
-        """Replace the base with the file beside it, which must be complete."""
 
 
 class TensorFile:
@@ -493,7 +402,7 @@ class Outbox(PartsFile):
 
 
 class DiskFiles:
-    """The files of one fragment in a site's folder; implements `ExchangeFiles`.
+    """The files of one fragment in a site's folder.
 
     Args:
         folder: the site's folder in the run; locked by the caller.

@@ -9,33 +9,37 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from pathlib import Path
+from typing import Protocol, TypeVar
 
 import torch
 from blake3 import blake3
 from torch import Tensor
 
-from atoll.algorithms.base import Runs
+from atoll.algorithms.base import LocalRule, Moved, Runs
+from atoll.algorithms.by_hand import Shapes
 from atoll.codecs.base import Codec
+from atoll.codecs.encoded_layout import build_codecs, encoded_layout
+from atoll.codecs.version_difference import Downlink
 from atoll.errors import UsageError
 from atoll.filters.base import About, BadFilter, ByTask, Chain, Filter, filtered, for_tasks
+from atoll.protocol import messages
+from atoll.protocol.messages import Ticket
+from atoll.protocol.values import UpdateInfo
 from atoll.runtime import single_thread
 from atoll.tensors.byte_runs import Run, RunTable
 from atoll.tensors.chunks import CHUNK_ELEMENTS, AnyTensors, bytes_of, run_of
 from atoll.tensors.dtypes import accumulate_dtype, torch_dtype
-from atoll.tensors.layout import ALIGN_BYTES, Part, Piece
+from atoll.tensors.layout import ALIGN_BYTES, Layout, Part, Piece, version_layout
 from atoll.tensors.module_tensors import Tensors
 from atoll.tensors.payload import Packed
 from atoll.tensors.schema import PARAMS, Schema, name_beside
-from atoll.worker.exchange.base_and_outbox import OutboxFile, VersionFile
+from atoll.worker.exchange.base_and_outbox import TensorFile, name_of
+from atoll.worker.exchange.local_state import AlgorithmState, LocalState, Owner, Residuals
 from atoll.worker.log_lines import LOG, told
-
-if TYPE_CHECKING:
-    from atoll.worker.exchange.local_state import Residuals
-
 
 # -- A site's filters: between the model and the outbox, or between an answer to a task and its file. Each range of
 # elements passes through all filters in their order.
@@ -59,7 +63,7 @@ class Filtered:
     """
 
     def __init__(
-        self, filters: Sequence[Filter], base: VersionFile, tensors: Tensors, about: About, model: Collection[str] = ()
+        self, filters: Sequence[Filter], base: TensorFile, tensors: Tensors, about: About, model: Collection[str] = ()
     ) -> None:
         self._base, self._tensors = base, tensors
         specs = {each.spec.name: each.spec for each in base.layout.segments if not each.spec.is_beside}
@@ -97,7 +101,7 @@ class Filtered:
         return taken.add_(local)  # bit-identical to `local` if no filter changed the value
 
 
-def change_of(base: VersionFile, tensors: AnyTensors, name: str, start: int, stop: int) -> Tensor:
+def change_of(base: TensorFile, tensors: AnyTensors, name: str, start: int, stop: int) -> Tensor:
     """Return the unfiltered change of a tensor: version − local, [stop − start], on the CPU in new memory."""
     wide = accumulate_dtype(base.layout.by_name[name].spec.dtype)
     values = base.values_of(name, start, stop).to(wide)
@@ -290,12 +294,21 @@ class Formed:
     is_zero: bool
 
 
+class UpdateTarget(Protocol):
+    """What an update is written to: the outbox of a worker, or the server's spool in a simulation."""
+
+    layout: Layout
+
+    def write(self, offset: int, data: memoryview) -> None:
+        """Write `data` from byte `offset` of the update on. Parts are written in order."""
+
+
 @dataclass
 class UpdateFormer:
     """An encoder that writes one update of `tensors` against `base` into the outbox.
 
     Attributes:
-        outbox: the file to write. Its layout decides the order, codec and place of each tensor.
+        outbox: what to write to. Its layout decides the order, codec and place of each tensor.
         base: the version that the site trained from.
         tensors: the model's own tensors, by name; not changed.
         codecs: all codecs that the layout uses, by name.
@@ -307,8 +320,8 @@ class UpdateFormer:
         is_zero: whether the pseudo-gradient was zero everywhere so far.
     """
 
-    outbox: OutboxFile
-    base: VersionFile
+    outbox: UpdateTarget
+    base: TensorFile
     tensors: AnyTensors
     codecs: Mapping[str, Codec]
     runs: RunTable
@@ -450,3 +463,192 @@ class UpdateFormer:
 def _is_zero(delta: Tensor) -> bool:
     """Return whether all elements are zero. Check 64 elements first: usually one of them is not zero."""
     return not (bool(delta[:64].any()) or bool(delta.any()))
+
+
+# -- One fragment at one site: what training starts from and leaves behind, whatever the way to the server.
+
+
+@dataclass(frozen=True)
+class Layouts:
+    """The layouts and codecs of one fragment's versions and updates.
+
+    Attributes:
+        schema: the fragment's schema.
+        version: layout of a version; if the model is sharded, the parts of one rank.
+        update: layout of an update; if the model is sharded, the parts of one rank.
+        codec: the codec of parameters.
+        codecs: all codecs that `update` uses, by name.
+        runs: neighbouring pieces of an update that are encoded together.
+        downlink: encoding of the differences between versions; None: versions are downloaded whole.
+    """
+
+    schema: Schema
+    version: Layout
+    update: Layout
+    codec: Codec
+    codecs: Mapping[str, Codec]
+    runs: RunTable
+    downlink: Downlink | None
+
+    @classmethod
+    def of(cls, info: messages.RunInfo, schema: Schema, rank: int | None = None) -> Layouts:
+        """Return the layouts of a fragment in a run.
+
+        Args:
+            info: the run's description.
+            schema: the fragment's schema.
+            rank: if the model is sharded, the rank of this process, to select its parts; None: all parts.
+        """
+        codecs = build_codecs(info.codec, info.codec_options, sent=True)
+        version = version_layout(schema, info.part_bytes, info.ranks)
+        update = encoded_layout(schema, info.codec, codecs, info.part_bytes, info.ranks)
+        if rank is not None:
+            version, update = version.of_rank(rank), update.of_rank(rank)
+        downlink = Downlink.of(version, info.downlink_codec, info.downlink_codec_options, sent=True)
+        runs = RunTable(update, CHUNK_ELEMENTS)
+        return cls(schema, version, update, codecs[info.codec], codecs, runs, downlink)
+
+
+Finish = Callable[[Moved], Mapping[str, Runs]]
+"""(change of the model) → the update's values for each group beside the model. Also writes the algorithm's state."""
+
+
+@dataclass(eq=False)
+class LocalFragment:
+    """One fragment at one site, without a connection: what training starts from, and how it becomes an update.
+
+    The fragment is the whole model unless the run streams.
+
+    Attributes:
+        site: the site's name.
+        info: the run's description.
+        layouts: layouts and codecs of the fragment.
+        base: the file of the version that the site trains from.
+        outcome_of: gives the outcome of a ticket.
+        losses: the check for change that encoding loses.
+        rule: the algorithm's correction of local training; None: no correction.
+        number: the fragment's number; None: the run has one fragment.
+        model: names of all tensors of the model if the run has several fragments, else empty.
+        filters: the filters that the updates pass through.
+        residuals: the encoding error of earlier updates; None: the codec has no error feedback.
+        kept: the algorithm's state at the site; None: the algorithm keeps none.
+        state: all files of the site's local state: those of `residuals` and `kept`.
+        is_corrected: whether a round of this process has been corrected, and its optimizers were checked.
+    """
+
+    site: str
+    info: messages.RunInfo
+    layouts: Layouts
+    base: TensorFile
+    outcome_of: Callable[[int], messages.Outcome]
+    losses: Losses
+    rule: LocalRule | None = None
+    number: int | None = None
+    model: Collection[str] = ()
+    filters: Sequence[Filter] = ()
+    residuals: Residuals | None = field(init=False, default=None)
+    kept: AlgorithmState | None = field(init=False, default=None)
+    state: LocalState = field(init=False)
+    is_corrected: bool = field(init=False, default=False)
+
+    def open_state(self, folder: Path, opened: ExitStack, *, sparse: bool = False) -> None:
+        """Open the site's local state: the residuals of a lossy codec, and the state of the algorithm, if it keeps one.
+
+        Args:
+            folder: the site's folder in the run; locked by the caller.
+            opened: closes the files.
+            sparse: whether only one rank's share is kept here.
+        """
+        owner, schema = Owner(self.site, self.info.run), self.layouts.schema
+        if self.layouts.codec.feedback:
+            self.residuals = Residuals(folder, schema, name_of("residual", self.number), owner=owner, sparse=sparse)
+            opened.callback(self.residuals.close)
+        if self.number is None and self.rule is not None and self.rule.keeps:
+            self.kept = AlgorithmState(folder, schema, self.rule.keeps, owner)
+            opened.callback(self.kept.close)
+        self.state = LocalState(self.outcome_of, self.residuals, self.kept)
+
+    @property
+    def parameter_shapes(self) -> Shapes:
+        """Name of a parameter → its shape."""
+        return {spec.name: spec.shape for spec in self.layouts.schema.tensors if spec.group == PARAMS}
+
+    @property
+    def groups(self) -> Mapping[str, Shapes]:
+        """The groups that the algorithm stores beside the model: name of a group → the parameters' shapes."""
+        groups = sorted({spec.group for spec in self.layouts.schema.tensors if spec.is_beside})
+        return dict.fromkeys(groups, self.parameter_shapes) if groups else {}
+
+    def global_state(self, group: str) -> dict[str, Tensor]:
+        """Return the base's tensors beside the model in a group: name of a parameter → new tensor of its shape."""
+        return _read(group, self.groups.get(group, {}), self.base.values_of)
+
+    def own_state(self, group: str) -> dict[str, Tensor]:
+        """Return the tensors that the algorithm keeps at this site in a group, in the same form."""
+        if self.kept is None or self.rule is None or group not in self.rule.keeps:
+            return {}
+        return _read(group, self.parameter_shapes, self.kept.read)
+
+    def filtered(self, ticket: Ticket, tensors: Tensors, info: UpdateInfo) -> Filtered | None:
+        """Return the values of an update behind the site's filters; None if the site has no filters.
+
+        Args:
+            ticket: the ticket of the update.
+            tensors: the model's own tensors, by name.
+            info: weight, steps and metrics of the update.
+        """
+        if not self.filters:
+            return None
+        metrics, fragment = dict(info.metrics), self.number or 0
+        about = About(self.site, ticket.round, ticket.base.number, info.weight, info.steps, metrics, fragment=fragment)
+        return Filtered(self.filters, self.base, tensors, about, self.model)
+
+    def form(
+        self,
+        target: UpdateTarget,
+        ticket: Ticket,
+        tensors: AnyTensors,
+        *,
+        filtered: Filtered | None = None,
+        finish: Finish | None = None,
+        on_part: Callable[[Part, bytes], None] | None = None,
+    ) -> Formed:
+        """Write the bytes of the update of this ticket, and the local state that becomes current if the update counts.
+
+        The local state is assigned to the update here, before the caller seals an outbox. If the process is killed in
+        between, the next process forms the update again under the same ticket.
+
+        Args:
+            target: what to write the update to.
+            ticket: the ticket of the update.
+            tensors: the model's own tensors, by name.
+            filtered: what `filtered` returned.
+            finish: gives the update's groups beside the model; None: no such groups.
+            on_part: called with each part and its BLAKE3 as soon as the part is written.
+        """
+        self.state.begin(ticket.id)
+        if self.residuals is not None:
+            self.residuals.follow(ticket.base.number, self.site)
+        moved = filtered.moved if filtered is not None else partial(change_of, self.base, tensors)
+        with torch.no_grad():
+            beside = finish(moved) if finish is not None else {}
+        codecs, runs = self.layouts.codecs, self.layouts.runs
+        former = UpdateFormer(target, self.base, tensors, codecs, runs, beside, filtered, self.residuals, self.losses)
+        formed = former.form(on_part)
+        whole = target.layout.rank is None
+        self.state.belongs_to(ticket.id, ticket.base.number, formed.digest if whole else "")
+        return formed
+
+    def warnings_about(self, formed: Formed, steps: int) -> list[str]:
+        """Log what is wrong with an update that was formed. Return the warnings for the server's status.
+
+        Args:
+            formed: the update.
+            steps: its local steps.
+        """
+        self.losses.end(formed.is_zero, steps, bool(self.filters))
+        return self.losses.warnings
+
+
+def _read(group: str, shapes: Shapes, runs: Runs) -> dict[str, Tensor]:
+    return {name: runs(name_beside(group, name), 0, math.prod(shape)).reshape(shape) for name, shape in shapes.items()}

@@ -8,7 +8,7 @@ has to send, and `transport/part_transfer` moves their bytes.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,12 +18,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from atoll.algorithms.base import LocalRule, Moved, Runs
-from atoll.codecs.base import Codec
-from atoll.codecs.encoded_layout import build_codecs, encoded_layout
-from atoll.codecs.version_difference import Downlink
 from atoll.errors import TRANSIENT, Conflict, Gone, TicketClosed, UpdateRefused
-from atoll.filters.base import About, Filter
 from atoll.protocol import messages, routes
 from atoll.protocol.messages import Ticket, VersionRef
 from atoll.protocol.values import (
@@ -41,18 +36,15 @@ from atoll.protocol.values import (
     require,
 )
 from atoll.runtime import failpoint
-from atoll.tensors.byte_runs import RunTable
-from atoll.tensors.chunks import CHUNK_ELEMENTS, AnyTensors
+from atoll.tensors.chunks import AnyTensors
 from atoll.tensors.fsdp_shards import Shards
-from atoll.tensors.layout import Layout, Part, version_layout
+from atoll.tensors.layout import Part
 from atoll.tensors.module_tensors import Tensors
-from atoll.tensors.schema import Schema
 from atoll.transport.part_transfer import HttpTransfer
 from atoll.worker.exchange import apply_version, encode_update
-from atoll.worker.exchange.base_and_outbox import ExchangeFiles, OutboxNote
-from atoll.worker.exchange.encode_update import Filtered, Losses
-from atoll.worker.exchange.local_state import AlgorithmState, LocalState, Residuals
-from atoll.worker.exchange.pull_version import WAITS, Patience, Sources
+from atoll.worker.exchange.base_and_outbox import BaseNote, DiskFiles, OutboxNote
+from atoll.worker.exchange.encode_update import Filtered, Finish, LocalFragment
+from atoll.worker.exchange.pull_version import WAITS, Patience, Puller, Sources
 from atoll.worker.log_lines import LOG, Progress, progress, size
 from atoll.worker.session.session import OF_THE_OPTIMIZER, Session
 
@@ -60,20 +52,10 @@ AGAIN_S = 1.0
 """In a swarm: seconds before an update is offered again that another worker could not pull."""
 MAX_CONFLICTS = 3
 """Conflicts after which a submission fails. A part of an abandoned attempt may arrive late and replace a newer one."""
-Finish = Callable[[Moved], Mapping[str, Runs]]
-"""(change of the model) → the update's values for each group beside the model. Also writes the algorithm's state."""
-
 MAX_REFUSALS = 5
 """Refused updates in a row after which a worker gives up."""
 
 MOMENTS_NAMED = 3
-
-
-class Pulls(Protocol):
-    """An object that pulls versions, such as `Puller`."""
-
-    def pull(self, version: VersionRef, into: Tensors | None, patience: Patience, *, beside: bool = False) -> None:
-        """Pull a version, and load it into the tensors unless `into` is None. Arguments and errors: `Puller.pull`."""
 
 
 class Outlet(Sources, Protocol):
@@ -92,47 +74,6 @@ class Outlet(Sources, Protocol):
         """Stop serving the fragment's update."""
 
 
-@dataclass(frozen=True)
-class Layouts:
-    """The layouts and codecs of one fragment's versions and updates.
-
-    Attributes:
-        schema: the fragment's schema.
-        version: layout of a version; if the model is sharded, the parts of one rank.
-        update: layout of an update; if the model is sharded, the parts of one rank.
-        codec: the codec of parameters.
-        codecs: all codecs that `update` uses, by name.
-        runs: neighbouring pieces of an update that are encoded together.
-        downlink: encoding of the differences between versions; None: versions are downloaded whole.
-    """
-
-    schema: Schema
-    version: Layout
-    update: Layout
-    codec: Codec
-    codecs: Mapping[str, Codec]
-    runs: RunTable
-    downlink: Downlink | None
-
-    @classmethod
-    def of(cls, info: messages.RunInfo, schema: Schema, rank: int | None = None) -> Layouts:
-        """Return the layouts of a fragment in a run.
-
-        Args:
-            info: the run's description.
-            schema: the fragment's schema.
-            rank: if the model is sharded, the rank of this process, to select its parts; None: all parts.
-        """
-        codecs = build_codecs(info.codec, info.codec_options, sent=True)
-        version = version_layout(schema, info.part_bytes, info.ranks)
-        update = encoded_layout(schema, info.codec, codecs, info.part_bytes, info.ranks)
-        if rank is not None:
-            version, update = version.of_rank(rank), update.of_rank(rank)
-        downlink = Downlink.of(version, info.downlink_codec, info.downlink_codec_options, sent=True)
-        runs = RunTable(update, CHUNK_ELEMENTS)
-        return cls(schema, version, update, codecs[info.codec], codecs, runs, downlink)
-
-
 @dataclass(eq=False)
 class Exchange:
     """The exchange of one fragment at one worker: base, outbox and ticket. Use it from one thread at a time.
@@ -140,36 +81,23 @@ class Exchange:
     Attributes:
         session: the worker's lease, heartbeats and calls.
         puller: pulls versions into the base.
-        transfer: sends the parts of updates; None: bytes in the outbox are at the server already (simulation).
-        layouts: layouts and codecs of the fragment.
+        transfer: sends the parts of updates.
         files: the fragment's files at this site.
-        losses: the check for change that encoding loses.
-        number: the fragment's number; None: the run has one fragment.
-        filters: the filters that the updates pass through.
-        residuals: the encoding error of earlier updates; None: the codec has no error feedback.
-        kept: the algorithm's state at the site; None: the algorithm keeps none.
-        rule: the algorithm's correction of local training; None: no correction.
+        local: the fragment at this site: its base, local state and filters; forms updates.
         outlet: in a swarm: serves this worker's updates, and finds versions at other workers.
         shards: gives this rank's shards of the model; None: the model is not sharded.
         base: the file of the version that the worker trains from.
         outbox: the file of the update that was formed last.
-        local: all files of the site's local state.
         refusals: number of updates of this process that were refused in a row.
         resuming: whether an earlier process filled the outbox, so that the server may have some parts already.
         settled: ticket of the outbox's update, once the progress since the base no longer includes that update.
     """
 
     session: Session
-    puller: Pulls
-    transfer: HttpTransfer | None
-    layouts: Layouts
-    files: ExchangeFiles
-    losses: Losses
-    number: int | None = None
-    filters: Sequence[Filter] = ()
-    residuals: Residuals | None = None
-    kept: AlgorithmState | None = None
-    rule: LocalRule | None = None
+    puller: Puller
+    transfer: HttpTransfer
+    files: DiskFiles
+    local: LocalFragment
     outlet: Outlet | None = None
     shards: Callable[[], Shards] | None = None
     refusals: int = 0
@@ -178,10 +106,9 @@ class Exchange:
     _warned_of_optimizer: bool = False
 
     def __post_init__(self) -> None:
-        self.site = self.session.site
-        self.fragment, self._named = self.number or 0, "" if self.number is None else f" fragment {self.number}"
+        self.site, number = self.session.site, self.local.number
+        self.fragment, self._named = number or 0, "" if number is None else f" fragment {number}"
         self.base, self.outbox = self.files.base, self.files.outbox
-        self.local = LocalState(self.session.require_outcome, self.residuals, self.kept)
 
     # -- what comes next
 
@@ -194,8 +121,8 @@ class Exchange:
             ConfigError: the site has lost the algorithm's state (`AlgorithmState.follow`).
         """
         reply = self.session.next_ticket(self.fragment, wait_s=wait_s, retries=retries)
-        if isinstance(reply, Open) and reply.counted is not None and self.kept is not None:
-            self.kept.follow(reply.counted)
+        if isinstance(reply, Open) and reply.counted is not None and self.local.kept is not None:
+            self.local.kept.follow(reply.counted)
         return reply
 
     def ask_and_resend(self, wait_s: float | None = None, *, retries: int | None = None) -> Next | Lost:
@@ -213,7 +140,7 @@ class Exchange:
             if isinstance(sent, Lost):
                 return sent
             if not sent:
-                self.local.settle()
+                self.local.state.settle()
                 return reply
 
     def is_over(self, ticket: Ticket, retries: int | None = None) -> bool | Lost:
@@ -274,7 +201,7 @@ class Exchange:
                 LOG.warning("%s is damaged: the update in it is not sent. Look at the disk.", self.outbox.path)
                 return False
             if held != note:
-                self.local.moves_to(note.ticket, note.base_version, held.ticket)
+                self.local.state.moves_to(note.ticket, note.base_version, held.ticket)
                 self.outbox.seal(note)
             return True
 
@@ -374,8 +301,7 @@ class Exchange:
 
     def break_off(self) -> None:
         """End all running transfers, of any fragment, at once."""
-        if self.transfer is not None:
-            self.transfer.break_off()
+        self.transfer.break_off()
 
     def rebase(self, version: VersionRef, tensors: Tensors, *, retries: int | None = None) -> Pulled | Lost:
         """Carry the local progress since the base over to another version, which becomes the base.
@@ -416,7 +342,7 @@ class Exchange:
             finish: gives the update's groups beside the model; None: no such groups.
             retries: retries after a network error; None: as long as ATOLL_GIVE_UP_S says.
         """
-        if self.outlet is not None or self.transfer is None or len(self.outbox.layout.all_parts) == 1:
+        if self.outlet is not None or len(self.outbox.layout.all_parts) == 1:
             self.form(ticket, tensors, info, finish=finish)
             return self.deliver(retries)
         path_of = routes.parts_of(ticket.id)
@@ -443,18 +369,12 @@ class Exchange:
             finish: gives the update's groups beside the model; None: no such groups.
             on_part: called with each part and its BLAKE3 as soon as the part is in the outbox.
         """
-        filtered = None
-        if self.filters:
-            weight, steps, metrics = info.weight, info.steps, dict(info.metrics)
-            about = About(self.site, ticket.round, ticket.base.number, weight, steps, metrics, fragment=self.fragment)
-            model = [spec.name for spec in self.session.schema.model.tensors] if self._named else ()
-            filtered = Filtered(self.filters, self.base, tensors, about, model)
         if self.shards is None:
+            filtered = self.local.filtered(ticket, tensors, info)
             formed = self._write(ticket, tensors, on_part, finish, filtered)
         else:
             formed = self._form_shares(ticket, self.shards(), on_part)
-        self.losses.end(formed.is_zero, info.steps, bool(self.filters))
-        self.session.warn(self.fragment, self.losses.warnings)
+        self.session.warn(self.fragment, self.local.warnings_about(formed, info.steps))
         self.outbox.seal(
             OutboxNote(
                 run=self.session.info.run,
@@ -499,28 +419,11 @@ class Exchange:
         finish: Finish | None,
         filtered: Filtered | None,
     ) -> encode_update.Formed:
-        """Write the update's bytes into the outbox, but not its note.
-
-        The local state is assigned to the update before the outbox is sealed. If the process is killed in between, the
-        next process forms the update again under the same ticket.
-        """
+        """Write the update's bytes into the outbox, but not its note."""
         if self.outlet is not None:
             self.outlet.retract(self.fragment)
         self.outbox.begin(ticket.layout_digest)
-        self.local.begin(ticket.id)
-        if self.residuals is not None:
-            self.residuals.follow(ticket.base.number, self.site)
-        moved = filtered.moved if filtered is not None else partial(encode_update.change_of, self.base, tensors)
-        with torch.no_grad():
-            beside = finish(moved) if finish is not None else {}
-        layouts, residuals, losses = self.layouts, self.residuals, self.losses
-        former = encode_update.UpdateFormer(
-            self.outbox, self.base, tensors, layouts.codecs, layouts.runs, beside, filtered, residuals, losses
-        )
-        formed = former.form(on_part)
-        whole = self.outbox.layout.rank is None
-        self.local.belongs_to(ticket.id, ticket.base.number, formed.digest if whole else "")
-        return formed
+        return self.local.form(self.outbox, ticket, tensors, filtered=filtered, finish=finish, on_part=on_part)
 
     def deliver(self, retries: int | None = None) -> Delivered:
         """Send the outbox's update: the parts that the server lacks, then the message that the update is complete."""
@@ -589,8 +492,6 @@ class Exchange:
             if has is None:
                 has = self.session.parts_at_server(note.ticket, digests)
             bar.resume()
-            if self.transfer is None:
-                return
             self.transfer.push(
                 routes.parts_of(note.ticket),
                 self.outbox.fd,
@@ -692,7 +593,8 @@ class Exchange:
     @property
     def unsettled(self) -> OutboxNote | None:
         """The outbox's note if its update was formed from the base and has no known outcome yet; else None."""
-        note, base = self.outbox.note, self.base.note
+        note: OutboxNote | None = self.outbox.note
+        base: BaseNote | None = self.base.note
         if note is None or base is None or note.ticket == self.settled or note.base_digest != base.digest:
             return None
         return note
@@ -734,10 +636,10 @@ class Exchange:
 
         The encoding error of the update is then part of the local progress. So the residual is taken back.
         """
-        if self.residuals is not None and self.outbox.note is not None:
-            self.residuals.take_back(self.outbox.note.ticket)
+        if self.local.residuals is not None and self.outbox.note is not None:
+            self.local.residuals.take_back(self.outbox.note.ticket)
         self.base.begin_local()
-        apply_version.advance_base_(self.base, self.outbox, self.layouts.codecs)
+        apply_version.advance_base_(self.base, self.outbox, self.local.layouts.codecs)
 
     def make_base_of(self, tensors: Tensors) -> None:
         """Copy the tensors into the base file. From here on, local progress is the change since this moment."""

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from atoll.algorithms.base import LocalRule
 from atoll.algorithms.resolve import local_rule
 from atoll.errors import ConfigError
 from atoll.filters.base import Filter, require_filters
@@ -18,12 +17,11 @@ from atoll.tensors.fsdp_shards import Shards
 from atoll.tensors.schema import Schema
 from atoll.transport.http_client import http_to
 from atoll.transport.part_transfer import HttpTransfer
-from atoll.worker.exchange.base_and_outbox import DiskFiles, folder_of, locked, name_of, remove_earlier
-from atoll.worker.exchange.encode_update import Losses
-from atoll.worker.exchange.exchange import Exchange, Layouts, Outlet
-from atoll.worker.exchange.local_state import AlgorithmState, Owner, Residuals
+from atoll.worker.exchange.base_and_outbox import DiskFiles, folder_of, locked, remove_earlier
+from atoll.worker.exchange.encode_update import Layouts, LocalFragment, Losses
+from atoll.worker.exchange.exchange import Exchange, Outlet
 from atoll.worker.exchange.pull_version import Puller
-from atoll.worker.session.channel import HttpChannel
+from atoll.worker.session.channel import Channel
 from atoll.worker.session.leave_at_exit import last_words
 from atoll.worker.session.ranks import ALONE, RankGroup
 from atoll.worker.session.session import Session
@@ -105,7 +103,7 @@ def take_part(
             run's algorithm is not installed at this site.
     """
     filters, http, terms = require_filters(filters), http_to(server), loop or LoopTerms()
-    session = Session(HttpChannel(http), site, labels=labels, ranks=terms.ranks)
+    session = Session(Channel(http), site, labels=labels, ranks=terms.ranks)
     info, opened = session.info, session.cleanup
     try:
         _check(session, loop)
@@ -122,11 +120,11 @@ def take_part(
             for index, each in enumerate(parts)
         )
         for each in exchanges:
-            each.filters = filters
+            each.local.filters = filters
         session.join(sync_every=terms.sync_every, num_fragments=terms.num_fragments)
         for each in exchanges:
-            if each.kept is not None:
-                each.kept.begin_at_zero()
+            if each.local.kept is not None:
+                each.local.kept.begin_at_zero()
         remove_earlier(where, site, share)
         if start_peer is not None:
             start_peer()
@@ -179,53 +177,23 @@ def _open(
     layouts = Layouts.of(info, schema, session.ranks.rank if sharded else None)
     files = DiskFiles(folder, layouts.version, layouts.update, fragment, session.site)
     opened.callback(files.close)
-    rule = local_rule(info.algorithm, info.local, info.local_package)
-    residuals, kept = open_kept(session, folder, layouts, rule, fragment, sparse=sharded)
-    if kept is not None:
-        kept.begin_anew_where_told(session.site)
-        session.told_of_state = partial(getattr, kept, "told")
-    return Exchange(
-        session,
-        Puller(session, transfer, files, layouts.downlink, fragment, outlet),
-        transfer,
+    local = LocalFragment(
+        session.site,
+        info,
         layouts,
-        files,
+        files.base,
+        session.require_outcome,
         Losses(session.site, layouts.codec, layouts.schema),
-        number=fragment,
-        residuals=residuals,
-        kept=kept,
-        rule=rule,
-        outlet=outlet,
-        shards=shards,
+        local_rule(info.algorithm, info.local, info.local_package),
+        fragment,
+        [] if fragment is None else [spec.name for spec in session.schema.model.tensors],
     )
-
-
-def open_kept(
-    session: Session,
-    folder: Path,
-    layouts: Layouts,
-    rule: LocalRule | None,
-    fragment: int | None = None,
-    *,
-    sparse: bool = False,
-) -> tuple[Residuals | None, AlgorithmState | None]:
-    """Open the local state of a fragment: the residuals of a lossy codec, and the state of the algorithm.
-
-    Args:
-        fragment: the fragment's number; None: the run has one fragment.
-        sparse: whether only one rank's share is kept here.
-
-    Returns:
-        The residuals, None if the codec has no error feedback; and the algorithm's state, None if it keeps none.
-    """
-    owner, residuals, kept = Owner(session.site, session.info.run), None, None
-    if layouts.codec.feedback:
-        residuals = Residuals(folder, layouts.schema, name_of("residual", fragment), owner=owner, sparse=sparse)
-        session.cleanup.callback(residuals.close)
-    if fragment is None and rule is not None and rule.keeps:
-        kept = AlgorithmState(folder, layouts.schema, rule.keeps, owner)
-        session.cleanup.callback(kept.close)
-    return residuals, kept
+    local.open_state(folder, opened, sparse=sharded)
+    if local.kept is not None:
+        local.kept.begin_anew_where_told(session.site)
+        session.told_of_state = partial(getattr, local.kept, "told")
+    puller = Puller(session, transfer, files, layouts.downlink, fragment, outlet)
+    return Exchange(session, puller, transfer, files, local, outlet, shards)
 
 
 def _open_peer(session: Session, folder: Path) -> tuple[Outlet, Callable[[], None]]:

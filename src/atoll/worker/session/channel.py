@@ -1,99 +1,19 @@
-"""The calls of a worker to the server: the interface `Channel`, and its implementation over HTTP."""
+"""The calls of a worker to the server."""
 
 from __future__ import annotations
-
-from typing import Protocol
 
 from atoll.errors import Gone
 from atoll.protocol import messages, routes
 from atoll.protocol.messages import VersionRef
 from atoll.protocol.status_messages import Status
-from atoll.transport.http_client import Counters, Http, Watch
+from atoll.transport.http_client import Http
 
 POLL_MARGIN_S = 10.0
 """Seconds that the timeout of a long poll exceeds the longest wait at the server."""
 
 
-class Channel(Protocol):
-    """The calls of a worker to the server. They block, do not retry, and are thread-safe.
-
-    Attributes:
-        server: address of the server, for messages.
-        lease: the worker's lease, which every call carries; empty before the worker has joined.
-        counters: bytes and retries so far.
-        watch: ends calls that get no answer because the network is silent.
-    """
-
-    server: str
-    lease: str
-    counters: Counters
-    watch: Watch
-
-    def run(self) -> messages.RunInfo:
-        """Return the description of the run."""
-
-    def schema(self) -> messages.SchemaMessage:
-        """Return the schema of the run's model."""
-
-    def join(self, message: messages.Join) -> messages.Joined:
-        """Join the run, and return the new lease with its terms."""
-
-    def heartbeat(self, message: messages.Heartbeat, timeout_s: float) -> messages.HeartbeatReply:
-        """Report that this worker is alive, and its progress."""
-
-    def health(self, timeout_s: float) -> None:
-        """Ask for any answer, and return once the server has given one."""
-
-    def next_ticket(self, fragment: int, wait_s: float, tasks: bool) -> messages.TicketReply:
-        """Ask for the ticket of the next round, for at most `wait_s` seconds.
-
-        Args:
-            fragment: the fragment's number.
-            wait_s: seconds to wait for the ticket; 0: answer at once.
-            tasks: whether this process answers tasks, too.
-        """
-
-    def ticket(self, ticket: int) -> messages.TicketState:
-        """Return a ticket's outcome, and which parts of its update arrived. An unknown ticket counts as expired."""
-
-    def manifest(self, fragment: int, number: int) -> messages.Manifest:
-        """Return the manifest of a version.
-
-        Raises:
-            Gone: the server no longer keeps the version.
-        """
-
-    def head(self, fragment: int) -> VersionRef:
-        """Return the newest version.
-
-        Raises:
-            Gone: another version became the head during the call; ask again.
-        """
-
-    def complete(self, ticket: int, update: messages.Complete, timeout_s: float) -> messages.Receipt:
-        """Tell the server that all parts of an update have been sent.
-
-        Raises:
-            TicketClosed: the round went on without the update.
-            Gone: the round went on without the update, and the server has forgotten the ticket.
-            UpdateRefused: the update cannot count.
-            Conflict: the parts at the server do not match `update`.
-        """
-
-    def leave(self, error: str | None, timeout_s: float) -> None:
-        """Deregister.
-
-        Args:
-            error: the error that ended training; None: training ended well.
-            timeout_s: seconds to wait for the answer.
-        """
-
-    def close(self) -> None:
-        """Close the connections."""
-
-
-class HttpChannel:
-    """A `Channel` over HTTP.
+class Channel:
+    """The calls of a worker to the server, over HTTP. They block, do not retry, and are thread-safe.
 
     Args:
         http: the connections to the server. Other calls of the worker use them, too.

@@ -28,7 +28,6 @@ from atoll.errors import (
     Superseded,
     TicketClosed,
     TransferStalled,
-    UsageError,
     VersionSkew,
 )
 from atoll.format_text import duration
@@ -38,7 +37,7 @@ from atoll.runtime import Latch
 from atoll.tensors.fragments import Split
 from atoll.transport.http_client import Http, unanswered
 from atoll.worker.log_lines import LOG, in_wait, told
-from atoll.worker.session.channel import Channel, HttpChannel
+from atoll.worker.session.channel import Channel
 from atoll.worker.session.leave_at_exit import (
     GOODBYE_S,
     forget_lease,
@@ -147,7 +146,6 @@ class Session:
         site: the site's name.
         labels: labels of the worker, shown in the status.
         ranks: the ranks of the worker. Rank 0 joins, sends heartbeats and asks; every rank gets the answers.
-        run: the run's description and fragments; None: ask the server for them.
 
     Attributes:
         info: description of the run.
@@ -156,7 +154,6 @@ class Session:
         heartbeat: the next heartbeat; changed by `tell`.
         counters: bytes and retries so far.
         optimizers: the optimizers that train in this process, as far as they are known.
-        corrects: whether a round in this process has been corrected, and the log lines about that were written.
         on_wait: called from time to time while the worker waits for the server or for other workers.
         durable_versions: for each fragment, the newest version that survives a power loss of the server.
         peer_address: in a swarm, the address where other workers reach this one; else empty.
@@ -177,7 +174,6 @@ class Session:
         *,
         labels: dict[str, str] | None = None,
         ranks: RankGroup = ALONE,
-        run: tuple[messages.RunInfo, Split] | None = None,
     ) -> None:
         self.site, self.channel, self.ranks = site, channel, ranks
         self.silence, self.counters = OutageTimer(channel.server), channel.counters
@@ -185,7 +181,7 @@ class Session:
         self.heartbeat, self._news, self._telling = messages.Heartbeat(), threading.Event(), threading.RLock()
         self._warnings: dict[int, list[str]] = {}
         self.optimizers: Collection[Any] = ()
-        self.finished = self.has_left = self.corrects = False
+        self.finished = self.has_left = False
         self.before_leave: Callable[[], None] = lambda: None
         self.cleanup = contextlib.ExitStack()
         self.on_wait: Callable[[], None] = ranks.tick
@@ -198,7 +194,7 @@ class Session:
         self._join_lock = threading.Lock()
         self._beat: threading.Thread | None = None
         self._fatal: AtollError | None = None
-        self.info, self.split = run or self._read_run()
+        self.info, self.split = self._read_run()
         self.schema = self.split.schema
 
     def _read_run(self) -> tuple[messages.RunInfo, Split]:
@@ -213,13 +209,7 @@ class Session:
 
     @property
     def http(self) -> Http:
-        """The HTTP connections to the server, for the calls of tasks, objects and swarms.
-
-        Raises:
-            UsageError: the site is simulated and has no connections.
-        """
-        if not isinstance(self.channel, HttpChannel):
-            raise UsageError(f"Site {self.site} is simulated, and has no server.", "Take part with real workers.")
+        """The HTTP connections to the server, for the calls of tasks, objects and swarms."""
         return self.channel.http
 
     @property
@@ -423,8 +413,7 @@ class Session:
                 if self._beat is not None:
                     self.tell(state="failed" if error else "left")
                     self._send_heartbeat(GOODBYE_S)
-                if isinstance(self.channel, HttpChannel):
-                    keep_last_status(self.channel.http)
+                keep_last_status(self.http)
                 self.channel.leave(told(error) if error else None, GOODBYE_S)
             forget_lease(self.site, self.channel.lease)
         except (AtollError, OSError) as problem:

@@ -27,7 +27,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from torch import nn
 
@@ -52,17 +52,16 @@ from atoll.filters.base import ByTask, for_tasks, said
 from atoll.protocol import routes
 from atoll.protocol import task_messages as tm
 from atoll.tensors.payload import Packed, pack
-from atoll.tensors.reference import TensorRef
 from atoll.transport.http_client import http_to, server_of
 from atoll.transport.object_client import chunk_sizes, fetch, fetch_stored, idle_timeout, withdraw
 from atoll.transport.object_server import Draft, written
 from atoll.worker.arguments import default_site, require_joined, require_site
 from atoll.worker.exchange.encode_update import AnswerFilters
 from atoll.worker.log_lines import LOG, ensure_lines, told
-from atoll.worker.session.channel import HttpChannel
+from atoll.worker.session.channel import Channel
 from atoll.worker.session.leave_at_exit import last_words
 from atoll.worker.session.session import OF_EVALUATIONS, Session
-from atoll.worker.tasks.evaluate_models import Evaluate, Models, key_of, uploaded
+from atoll.worker.tasks.evaluate_models import Evaluate, Models, key_of, reference_to, uploaded
 
 # -- Prefetch: pull the tensors of the next task while the handler of the current task still runs.
 #
@@ -93,11 +92,10 @@ class Ahead:
 
     Args:
         connection: the site's session.
-        pull: a function that pulls the tensors of a task into a file, until the given event is set.
     """
 
-    def __init__(self, connection: Session, pull: Callable[[tm.ObjectKey, threading.Event], Stored]) -> None:
-        self._connection, self._pull = connection, pull
+    def __init__(self, connection: Session) -> None:
+        self._connection = connection
         self._news = threading.Condition()
         self._in_hand, self._working, self._closing = "", False, False
         self._next: _Next | None = None
@@ -167,7 +165,9 @@ class Ahead:
         stored = None
         try:
             if message.body.object is not None:
-                stored = self._pull(message.body.object, coming.abort)
+                ref, info = reference_to(self._connection, message.body.object), self._connection.info
+                timeout_s = idle_timeout(None, info.idle_timeout_s)
+                stored = fetch_stored(ref, idle_timeout_s=timeout_s, abort=coming.abort)
         except AtollError as error:
             LOG.debug("%s: task %r was not pulled ahead: %s", self._connection.site, message.name, error)
         finally:
@@ -286,10 +286,11 @@ def say_evaluation_follows(connection: Session) -> None:
 
 @public_api
 class Answers:
-    """Base class of workers that answer tasks: registers handlers, and calls them.
+    """Base class of workers that answer tasks: registers handlers, and calls them. A context manager.
 
     Args:
-        session: the site's session.
+        site: the site's name.
+        session: the site's session; None: no server sends tasks, so the handlers are never called.
         filters: filters that are applied to the site's answers.
         pulls_ahead: whether to prefetch the tensors of the next task while a handler runs.
         local: returns the model that the site has trained last, read from its file; None if there is none.
@@ -300,16 +301,17 @@ class Answers:
 
     def __init__(
         self,
-        session: Session,
-        filters: ByTask,
+        site: str,
+        session: Session | None = None,
+        filters: ByTask = (),
         *,
         pulls_ahead: bool = False,
         local: Callable[[], Packed] | None = None,
         folder: Path | None = None,
     ) -> None:
-        self._session, self._filters = session, AnswerFilters(filters, session.site)
-        self._ahead = Ahead(session, self._stored) if pulls_ahead else None
-        self._models = Models(session, self._filters, local, folder, self._ref_to)
+        self._site, self._session, self._filters = site, session, AnswerFilters(filters, site)
+        self._ahead = Ahead(session) if pulls_ahead and session is not None else None
+        self._models = Models(site, session, self._filters, local, folder)
         self._handlers: dict[str, Handler] = {}
         self._builtin: dict[str, Handler] = {}
         self._warned: set[str] = set()
@@ -318,7 +320,28 @@ class Answers:
     @property
     def site(self) -> str:
         """The site's name in the run."""
-        return self._session.site
+        return self._site
+
+    @public_api
+    def __enter__(self) -> Self:
+        self._require_joined()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        print_interrupt_in_a_line(error)
+        self.leave(error)
+
+    def leave(self, error: BaseException | None = None) -> None:
+        """Leave the run. Idempotent.
+
+        Args:
+            error: the error that ended the script, if any; the server gets its text.
+        """
+        self._answer_no_more()
+        if self._session is not None:
+            self._session.leave(last_words(error))
 
     # -- what scripts call
 
@@ -378,7 +401,8 @@ class Answers:
 
     def note(self, text: str) -> None:
         """Report what this site is doing. The status shows the text, and the report counts as progress of the site."""
-        self._session.tell(state=text[:64])
+        if self._session is not None:
+            self._session.tell(state=text[:64])
 
     def tasks(self) -> Iterator[Task]:
         """Yield each task of this site with its payload, until the last workflow has ended."""
@@ -409,7 +433,7 @@ class Answers:
 
     def _require_joined(self) -> None:
         """Refuse to use a worker that has left its run."""
-        require_joined(self._session.has_left, self.site, self._joined_by)
+        require_joined(self._session is not None and self._session.has_left, self.site, self._joined_by)
 
     def _require_evaluator(self) -> None:
         """Check that a function for evaluation is registered if the run's cross-site evaluation asks this site.
@@ -417,7 +441,7 @@ class Answers:
         Raises:
             UsageError: no function is registered.
         """
-        if self._session.evaluates and not self._evaluates:
+        if self._session is not None and self._session.evaluates and not self._evaluates:
             raise UsageError(
                 f"The run ends with a cross-site evaluation, and site {self.site} has no function that evaluates.",
                 "Register one before the loop, with worker.evaluates(function); or leave the site out of the "
@@ -465,8 +489,10 @@ class Answers:
             rounds: whether to stop when rounds begin.
         """
         self._require_joined()
-        session, lost, stalled = self._session, "", ""
         self._rounds_begin = False
+        if self._session is None:
+            return
+        session, lost, stalled = self._session, "", ""
         request = tm.TaskRequest(wait_s=routes.LONG_POLL_S, rounds=rounds)
         ask = functools.partial(
             session.http.post, routes.TASKS, request, tm.TaskReply, timeout_s=routes.LONG_POLL_S + 10.0
@@ -484,14 +510,14 @@ class Answers:
                 continue
             task = Task(session, reply.task, self._warned, self._filters)
             try:
-                task.payload = self._payload_of(reply.task)
+                task.payload = self._payload_of(session, reply.task)
             except StoreError as error:  # this site's disk: fail the task, so that it is not sent again
                 LOG.error("%s: the tensors of %s cannot be kept: %s", self.site, task.described, error)
                 task.fail(error)
                 continue
             except TRANSIENT as error:
                 if isinstance(error, TransferStalled) and stalled == task.id:
-                    task.fail(self._never_came(task, error))
+                    task.fail(never_came(session, task, error))
                     continue
                 stalled = task.id if isinstance(error, TransferStalled) else stalled
                 LOG.warning("%s: task %r did not arrive, asking again: %s", self.site, task.name, error)
@@ -507,35 +533,14 @@ class Answers:
                 self._ahead.begin()
             yield task
 
-    def _payload_of(self, message: tm.Task) -> Any:
+    def _payload_of(self, session: Session, message: tm.Task) -> Any:
         stored = self._ahead.take(message.task) if self._ahead is not None else None
         if stored is not None:
             return stored.tree()
         if message.body.object is None:
             return read_plain(message.body.plain or "")
-        return fetch(self._ref_to(message.body.object), idle_timeout_s=self._idle_timeout_s())
-
-    def _stored(self, key: tm.ObjectKey, abort: threading.Event) -> Stored:
-        return fetch_stored(self._ref_to(key), idle_timeout_s=self._idle_timeout_s(), abort=abort)
-
-    def _ref_to(self, key: tm.ObjectKey) -> TensorRef:
-        http = self._session.http
-        return TensorRef(
-            http.host, http.port, http.secure is not None, key.object, key.secret, key.digest, key.expires_at
-        )
-
-    def _idle_timeout_s(self) -> float:
-        return idle_timeout(None, self._session.info.idle_timeout_s)
-
-    def _never_came(self, task: Task, why: TransferStalled) -> TransferStalled:
-        """Return and log the error for tensors that stalled twice; it names the task, the site and the server."""
-        server = self._session.http.server
-        error = TransferStalled(
-            f"The tensors of {task.described} do not arrive at site {self.site} from {server}: {why.message}",
-            why.remedy,
-        )
-        LOG.error("%s: %s", self.site, error)
-        return error
+        ref = reference_to(session, message.body.object)
+        return fetch(ref, idle_timeout_s=idle_timeout(None, session.info.idle_timeout_s))
 
     def _answer_no_more(self) -> None:
         """Stop prefetching. Idempotent."""
@@ -543,31 +548,22 @@ class Answers:
             self._ahead.close()
 
 
+def never_came(session: Session, task: Task, why: TransferStalled) -> TransferStalled:
+    """Return and log the error for tensors that stalled twice; it names the task, the site and the server."""
+    server = session.http.server
+    error = TransferStalled(
+        f"The tensors of {task.described} do not arrive at site {session.site} from {server}: {why.message}",
+        why.remedy,
+    )
+    LOG.error("%s: %s", session.site, error)
+    return error
+
+
 @public_api
 class TaskWorker(Answers):
     """A worker that answers tasks and trains no rounds, created by `atoll.tasks`. Use it as a context manager."""
 
     _joined_by = "atoll.tasks"
-
-    @public_api
-    def __enter__(self) -> TaskWorker:
-        self._require_joined()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        print_interrupt_in_a_line(error)
-        self.close(error)
-
-    def close(self, error: BaseException | None = None) -> None:
-        """Leave the run. Idempotent.
-
-        Args:
-            error: the error that ended the script, if any; the server gets its text.
-        """
-        self._answer_no_more()
-        self._session.leave(last_words(error))
 
 
 @public_api
@@ -603,10 +599,11 @@ def tasks(
     if not server:
         raise UsageError("Tasks come from a server, and no server is named.", "Give its address, or set ATOLL_SERVER.")
     for_tasks(filters)  # check the filters before any request
-    session = Session(HttpChannel(http_to(server)), require_site(site or default_site()), labels=labels)
+    site = require_site(site or default_site())
+    session = Session(Channel(http_to(server)), site, labels=labels)
     folder = Path(os.environ.get("ATOLL_DIR", ""))
     kept_in = folder if os.environ.get("ATOLL_DIR") and folder.is_dir() else None
-    worker = TaskWorker(session, filters, pulls_ahead=not request_task_tensors, folder=kept_in)
+    worker = TaskWorker(site, session, filters, pulls_ahead=not request_task_tensors, folder=kept_in)
     session.join()
     LOG.info("%s: takes part in %s at %s", session.site, session.info.name, session.http.server)
     return worker

@@ -42,11 +42,11 @@ class Models:
     """The handlers of one site for cross-site evaluation.
 
     Args:
-        connection: the site's session.
+        site: the site's name.
+        session: the site's session; None: no server asks for evaluations.
         filters: filters that are applied to the site's own model before it is sent.
         local: returns the model that the site has trained last; None if there is none.
         folder: the folder for models while they are evaluated; None: that of temporary files.
-        ref_to: returns a reference for the key of an object at the server.
 
     Attributes:
         give: the function of `submits`, which returns the site's model; None: use `local`.
@@ -55,16 +55,20 @@ class Models:
 
     def __init__(
         self,
-        connection: Session,
+        site: str,
+        session: Session | None,
         filters: AnswerFilters,
         local: Callable[[], Packed] | None,
         folder: Path | None,
-        ref_to: Callable[[tm.ObjectKey], TensorRef],
     ) -> None:
-        self._connection, self._filters, self._local, self._folder = connection, filters, local, folder
-        self._ref_to = ref_to
+        self._site, self._session, self._filters, self._local, self._folder = site, session, filters, local, folder
         self.give: Callable[[], Any] | None = None
         self.filled: nn.Module | None = None
+
+    @property
+    def _connection(self) -> Session:
+        assert self._session is not None  # the task came from the server
+        return self._session
 
     def evaluate(self, function: Evaluate, model: nn.Module | None, payload: Any) -> dict[str, Any]:
         """Handle the task `validate`: pull a model, evaluate it, and return metrics and seconds.
@@ -94,7 +98,9 @@ class Models:
     def _fetched(self, place: Any) -> LazyState:
         connection = self._connection
         try:
-            ref = place if isinstance(place, TensorRef) else self._ref_to(tm.ObjectKey.model_validate(place))
+            ref = (
+                place if isinstance(place, TensorRef) else reference_to(connection, tm.ObjectKey.model_validate(place))
+            )
         except ValidationError:
             raise BadRequest("The task names no model.", "Use the same Atoll version on both sides.") from None
         timeout_s = idle_timeout(None, connection.info.idle_timeout_s)
@@ -114,16 +120,16 @@ class Models:
         if self.give is not None:
             given = self.give()
             if given is None:
-                raise UsageError(f"Site {self._connection.site} gives no model.")
+                raise UsageError(f"Site {self._site} gives no model.")
             if given is self.filled:
                 raise UsageError(
-                    f"Site {self._connection.site} would give the module that the models of others are put into.",
+                    f"Site {self._site} would give the module that the models of others are put into.",
                     "Give worker.evaluates a module of its own: model=copy.deepcopy(model).",
                 )
             return packed_state(given) if isinstance(given, LazyState) else pack_object(given)
         if self._local is None:
             raise UsageError(
-                f"Site {self._connection.site} has no model: this process has trained none.",
+                f"Site {self._site} has no model: this process has trained none.",
                 "Say with worker.submits(function) which model it has.",
             )
         return self._local()
@@ -164,6 +170,12 @@ def uploaded(connection: Session, draft: Draft, what: str) -> TensorRef:
         return connection.patiently(upload, None, f"send its {what}")
     finally:
         draft.close()
+
+
+def reference_to(connection: Session, key: tm.ObjectKey) -> TensorRef:
+    """Return a reference for the key of an object at the server."""
+    http, secret = connection.http, key.secret
+    return TensorRef(http.host, http.port, http.secure is not None, key.object, secret, key.digest, key.expires_at)
 
 
 def key_of(ref: TensorRef) -> tm.ObjectKey:
@@ -262,7 +274,7 @@ def local_model(place: Participation) -> Packed:
     Raises:
         UsageError: there is no file, or the site has filters, which the file would bypass.
     """
-    if place.exchange.filters:
+    if place.exchange.local.filters:
         raise UsageError(
             f"Site {place.site} has filters for what it submits, and its model as it is would leave without passing "
             "them.",

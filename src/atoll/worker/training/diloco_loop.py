@@ -682,7 +682,7 @@ def _require_uncorrected(place: Participation) -> None:
         UsageError: the algorithm corrects local steps, or its updates carry more groups than parameters and buffers.
     """
     info, beside = place.session.info, [spec.group for spec in place.session.schema.tensors if spec.is_beside]
-    if all(each.rule is None for each in place.exchanges) and not beside:
+    if all(each.local.rule is None for each in place.exchanges) and not beside:
         return
     what = f"takes {beside[0]!r} beside the model in each update" if beside else "corrects local steps"
     raise UsageError(

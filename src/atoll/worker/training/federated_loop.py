@@ -6,21 +6,20 @@ runs alone: one round of plain local training.
 
 from __future__ import annotations
 
-import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal, TypeVar, overload
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from atoll.algorithms.base import Runs
-from atoll.algorithms.by_hand import Shapes, given_groups
+from atoll.algorithms.by_hand import given_groups
 from atoll.algorithms.optimizer_hooks import (
     ALL_CORRECTED,
     ALL_IN_ONE,
@@ -29,50 +28,25 @@ from atoll.algorithms.optimizer_hooks import (
     optimizers_in,
     warn_of_what_none_trains,
 )
-from atoll.errors import UsageError, print_interrupt_in_a_line, public_api
+from atoll.errors import UsageError, public_api
 from atoll.filters.base import Filter, require_filters
 from atoll.protocol import messages
 from atoll.protocol.messages import Ticket, VersionRef
-from atoll.protocol.values import Lost, Next, Open, Refused, TooLate, UpdateInfo, VersionGone, Wait, require
-from atoll.tensors.arrays import Arrays, as_tensors, require_framework, to_numpy
+from atoll.protocol.values import Next, Open, UpdateInfo, Wait
+from atoll.tensors.arrays import Arrays, require_framework, to_numpy
 from atoll.tensors.dtypes import torch_dtype
-from atoll.tensors.module_tensors import Tensors, Told, fits, named_parameters, named_tensors, schema_of, unwrapped
-from atoll.tensors.schema import PARAMS, name_beside
 from atoll.transport.http_client import http_to, server_of
 from atoll.worker.arguments import counted, default_site, finite_metrics, positive, require_joined, require_site
-from atoll.worker.exchange.exchange import Finish
+from atoll.worker.exchange.encode_update import Finish, LocalFragment
 from atoll.worker.exchange.participation import Participation, take_part
-from atoll.worker.log_lines import ALONE, ALONE_ENDED, LOG, ensure_lines, size
-from atoll.worker.session.channel import HttpChannel
-from atoll.worker.session.leave_at_exit import last_words
+from atoll.worker.log_lines import ALONE, LOG, ensure_lines
+from atoll.worker.session.channel import Channel
 from atoll.worker.session.session import Session
-from atoll.worker.tasks.answer_tasks import Answers
-from atoll.worker.tasks.evaluate_models import keep_local, local_model
+from atoll.worker.tasks.answer_tasks import Answers, Task
+from atoll.worker.tasks.evaluate_models import local_model
+from atoll.worker.training.round_backends import RoundBackend, ScriptAlone, ServerBackend
 
-H = TypeVar("H")
 Model = TypeVar("Model", bound="nn.Module | dict[str, Tensor]")
-
-
-def matching(session: Session, model: nn.Module | Tensors) -> dict[str, Tensor]:
-    """Return a model's own tensors by name, after checking that its schema is the run's.
-
-    Raises:
-        SchemaMismatch: the model's schema differs from that of the run.
-    """
-    schema = session.schema.model
-    tensors = fits(model, schema)
-    if tensors is not None:
-        return tensors
-    if isinstance(model, nn.Module):
-        tensors, mine = named_tensors(model)[0], schema_of(model)
-    else:
-        # a mapping does not say which tensors are buffers or tied: take that from the run's schema
-        buffers, tied = {spec.name: spec.group != PARAMS for spec in schema.tensors}, dict(schema.aliases)
-        named = named_tensors(unwrapped(model, buffers.keys() | tied.keys()))[0]
-        tensors = {name: tensor for name, tensor in named.items() if name not in tied}
-        mine = replace(schema_of(Told(tensors, buffers)), aliases=schema.aliases)
-    mine.require_equal(schema, mine=f"worker {session.site}", theirs="the server")
-    return tensors
 
 
 # -- One round of a federated run, as the training script sees it.
@@ -89,13 +63,10 @@ class Round:
         sent: the model that `atoll.functional.send` sent, if `clear_cache` was False; else None.
     """
 
-    def __init__(self, place: Participation, ticket: Ticket) -> None:
-        self._begin()
-        self._place, self._session, self._exchange = place, place.session, place.exchange
-        self._ticket, self.done = ticket, False
+    def __init__(self, backend: RoundBackend, ticket: Ticket) -> None:
+        self._backend, self._ticket, self.done = backend, ticket, False
         self._hooks: StepHooks | None = None
-
-    def _begin(self) -> None:
+        self._optimizers: Sequence[Optimizer] = ()
         self.params: dict[str, Any] = {}
         self.sent: nn.Module | Arrays | None = None
 
@@ -121,27 +92,16 @@ class Round:
         Raises:
             SchemaMismatch: `model` has another schema than the run; nothing was transferred.
         """
-        tensors = matching(self._session, model)
+        tensors = self._backend.tensors_of(model)
         if self._hooks is not None:
             self._hooks.close()
             self._hooks = None
         self._pull(tensors)
-        self._session.tell(state="training", version=self._ticket.base.number)
         return model
 
     def _pull(self, into: dict[str, Tensor]) -> None:
-        """Pull the version of the ticket; if the server no longer has that version, switch to the newest round.
-
-        Nothing is lost by that, because nothing was trained from the old version. A version can disappear when a
-        deadline passes, or when the server is restored from a backup.
-        """
         self._require_joined()
-        while isinstance(pull := require(self._exchange.pull(self._ticket.base, into)), VersionGone):
-            LOG.info("%s: round %d is taken no more: %s", self._session.site, self.number, pull.error.message)
-            reply = require(self._exchange.ask_and_resend())
-            # if the run has ended meanwhile, there is no ticket: train from the result; the update will not count
-            latest = {"base_version": reply.head.number, "base_digest": reply.head.digest}
-            self._ticket = reply.ticket if isinstance(reply, Open) else self._ticket.model_copy(update=latest)
+        self._ticket = self._backend.pull(self._ticket, into)
 
     @public_api
     def correct(self, model: nn.Module, optimizer: Given) -> StepHooks:
@@ -159,16 +119,16 @@ class Round:
             UsageError: the global model was not pulled, or `correct` was called before in this round.
         """
         self._require_base()
-        session, exchange = self._session, self._exchange
-        if self._hooks is None:
-            read = exchange.base.values_of
-            self._hooks = StepHooks(model, session.info.algorithm, exchange.rule, read, exchange.kept)
-        session.optimizers = list(optimizers_in(optimizer))
+        local = self._backend.local
+        if self._hooks is None and local is not None:
+            self._hooks = StepHooks(model, local.info.algorithm, local.rule, local.base.values_of, local.kept)
+        self._hooks = self._hooks or StepHooks(model)
+        self._optimizers = optimizers_in(optimizer)
         attached = self._hooks.attach(optimizer)
-        if attached.changes_training and not session.corrects:  # once, not in every round
+        if local is not None and attached.changes_training and not local.is_corrected:  # once, not in every round
             told = ALL_IN_ONE if attached.one_rate else ALL_CORRECTED
-            warn_of_what_none_trains(session.optimizers, attached.parameters, session.site, told)
-            session.corrects = True
+            warn_of_what_none_trains(self._optimizers, attached.parameters, local.site, told)
+            local.is_corrected = True
         return attached
 
     @public_api
@@ -185,8 +145,7 @@ class Round:
             UsageError: the global model was not pulled.
         """
         self._require_base()
-        shapes = self._shapes_beside().get(group, {})
-        return _read(group, shapes, self._exchange.base.values_of)
+        return self._backend.global_state(group)
 
     @public_api
     def own_state(self, group: str) -> dict[str, Tensor]:
@@ -198,10 +157,7 @@ class Round:
         Returns:
             Name of a parameter → new CPU tensor of the parameter's shape; empty if the algorithm keeps no such group.
         """
-        exchange = self._exchange
-        if exchange.kept is None or exchange.rule is None or group not in exchange.rule.keeps:
-            return {}
-        return _read(group, self._parameter_shapes(), exchange.kept.read)
+        return self._backend.own_state(group)
 
     @overload
     def state_dict(self, framework: Literal["torch"] = "torch") -> dict[str, Tensor]: ...
@@ -221,7 +177,7 @@ class Round:
         return to_numpy(tensors) if framework == "numpy" else tensors
 
     def _new_tensors(self) -> dict[str, Tensor]:
-        schema = self._session.schema.model
+        schema = self._backend.schema
         owned = {s.name: torch.empty(s.shape, dtype=torch_dtype(s.dtype), device="cpu") for s in schema.tensors}
         self._pull(owned)
         return owned | {alias: owned[owner] for alias, owner in schema.aliases}
@@ -258,36 +214,18 @@ class Round:
             raise UsageError(
                 f"Round {self.number} was submitted already.", "Submit once, then go on to the next round."
             )
-        self._submit(model, UpdateInfo(positive(weight), counted(steps), metrics or {}), groups)
-
-    def _submit(self, model: nn.Module | Arrays, info: UpdateInfo, groups: Mapping[str, Arrays] | None) -> None:
+        info = UpdateInfo(positive(weight), counted(steps), metrics or {})
         self._require_joined()
-        schema = self._session.schema.model
-        tensors = matching(self._session, model if isinstance(model, nn.Module) else as_tensors(model, schema))
+        tensors = self._backend.tensors_of(model)
         self._require_base()
         if self._hooks is not None:
             self._hooks.close()
             info = replace(info, steps=info.steps or self._hooks.steps)
         finish = self._finish(groups, info.steps)
-        info = replace(info, metrics=finite_metrics(info.metrics, self._session.site))
-        if self._session.info.keeps_local and not self._exchange.filters:
-            keep_local(self._place, tensors, self.number)
-        if require(self._exchange.is_over(self._ticket)):
-            LOG.warning("%s: round %d is over, it does not count", self._session.site, self.number)
-            self._end()
-            return
-        match self._exchange.submit(self._ticket, tensors, info, finish=finish):
-            case TooLate(error):  # keep the outbox: if the server falls back to the base, it needs this update
-                LOG.warning("%s: round %d went on without this update: %s", self._session.site, self.number, error)
-            case Refused() as refusal:
-                self._exchange.refused(refusal)
-            case Lost(error):
-                raise error
-        self._end()
-
-    def _end(self) -> None:
+        info = replace(info, metrics=finite_metrics(info.metrics, self._backend.site))
+        self._backend.submit(self._ticket, tensors, info, finish, self._optimizers)
         self.done = True
-        self._hooks, self._session.optimizers = None, []  # free the model while this worker waits
+        self._hooks, self._optimizers = None, ()  # free the model while this worker waits
 
     def _finish(self, given: Mapping[str, Arrays] | None, steps: int) -> Finish | None:
         """Return the function that provides the groups beside the model; None if the update has none.
@@ -297,22 +235,25 @@ class Round:
         Raises:
             UsageError: the round lacks the algorithm's correction, or `given` does not fit the run or this round.
         """
-        session, exchange, shapes = self._session, self._exchange, self._shapes_beside()
+        local = self._backend.local
+        if local is None:  # nothing is sent
+            return None
+        groups, algorithm = local.groups, local.info.algorithm
         corrects = self._hooks is not None and self._hooks.changes_training
         if given is None:
             if self._hooks is not None:
                 self._hooks.require_steps()
                 return self._hooks.finish if corrects else None
-            if exchange.rule is None:
+            if local.rule is None:
                 return None
-            by_hand = ", or submit the groups of a loop written by hand" if shapes else ""
+            by_hand = ", or submit the groups of a loop written by hand" if groups else ""
             raise UsageError(
-                f"Round {self.number} of {session.info.algorithm} was trained without its correction.",
+                f"Round {self.number} of {algorithm} was trained without its correction.",
                 f"Call fl_round.correct(model, optimizer) after fl_round.load_into(model), before training{by_hand}.",
             )
-        if not shapes:
+        if not groups:
             raise UsageError(
-                f"Round {self.number} of {session.info.algorithm} got groups, and the run has none beside the model.",
+                f"Round {self.number} of {algorithm} got groups, and the run has none beside the model.",
                 "Leave them out.",
             )
         if corrects:
@@ -320,7 +261,7 @@ class Round:
                 f"Round {self.number} got groups, and fl_round.correct has measured them already.",
                 "Use one of the two.",
             )
-        if exchange.filters:
+        if local.filters:
             raise UsageError(
                 f"The groups of round {self.number} would leave this site without passing its filters.",
                 "Use fl_round.correct(model, optimizer), which forms them from what the filters leave; or join without "
@@ -331,29 +272,18 @@ class Round:
                 f"Round {self.number} got groups and steps={steps}.",
                 "Say with steps= how many optimizer steps they were measured over.",
             )
-        return given_groups(given, shapes, exchange.kept, exchange.rule.keeps if exchange.rule else ())
-
-    def _parameter_shapes(self) -> Shapes:
-        return {spec.name: spec.shape for spec in self._session.schema.tensors if spec.group == PARAMS}
-
-    def _shapes_beside(self) -> Mapping[str, Shapes]:
-        groups = sorted({spec.group for spec in self._session.schema.tensors if spec.is_beside})
-        return dict.fromkeys(groups, self._parameter_shapes())
+        return given_groups(given, groups, local.kept, local.rule.keeps if local.rule else ())
 
     def _require_joined(self) -> None:
-        require_joined(self._session.has_left, self._session.site, "atoll.join")
+        require_joined(self._backend.has_left, self._backend.site, "atoll.join")
 
     def _require_base(self) -> None:
         self._require_joined()
-        if not self._exchange.base.holds(self._session.info.run, self._ticket.base.digest):
+        if not self._backend.has_base(self._ticket):
             raise UsageError(
                 f"Round {self.number} has no base: the global model was not pulled.",
                 "Call fl_round.load_into(model) before training.",
             )
-
-
-def _read(group: str, shapes: Shapes, runs: Runs) -> dict[str, Tensor]:
-    return {name: runs(name_beside(group, name), 0, math.prod(shape)).reshape(shape) for name, shape in shapes.items()}
 
 
 @public_api
@@ -361,35 +291,31 @@ class Worker(Answers):
     """One site's participation in a federated run, created by `atoll.join`. Iterate over it to get the rounds.
 
     If handlers are registered, the loop also answers tasks of the run's other workflows, before the first round and
-    after the last one.
+    after the last one. Without a server, the loop has one round, and nothing is sent.
+
+    Args:
+        backend: gives the rounds.
+        place: the participation in a run at a server, which also sends tasks; None: no server sends tasks.
     """
 
-    def __init__(self, place: Participation) -> None:
-        self._place = place
-        super().__init__(place.session, place.exchange.filters, local=lambda: local_model(place), folder=place.folder)
-        self._left = self._recovered = False
+    def __init__(self, backend: RoundBackend, place: Participation | None = None) -> None:
+        if place is None:
+            super().__init__(backend.site)
+        else:
+            filters, local = place.exchange.local.filters, partial(local_model, place)
+            super().__init__(backend.site, place.session, filters, local=local, folder=place.folder)
+        self._backend, self._has_ended = backend, False
         self._round: Round | None = None
 
     @property
     def bytes_up(self) -> int:
         """Bytes of tensors that this worker has sent so far."""
-        return self._session.counters.bytes_up
+        return self._backend.counters.bytes_up
 
     @property
     def bytes_down(self) -> int:
         """Bytes of tensors that this worker has received so far."""
-        return self._session.counters.bytes_down
-
-    @public_api
-    def __enter__(self) -> Worker:
-        self._require_joined()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        print_interrupt_in_a_line(error)
-        self.leave(error)
+        return self._backend.counters.bytes_down
 
     def leave(self, error: BaseException | None = None) -> None:
         """Leave the run. Idempotent.
@@ -397,36 +323,25 @@ class Worker(Answers):
         Args:
             error: the error that ended local training, if any; the server gets its text.
         """
-        if self._left:
-            return
-        self._left = True
-        said = last_words(error)
-        self._answer_no_more()
-        self._place.leave(said)
-        LOG.info(
-            "%s: left after sending %s and receiving %s",
-            self.site,
-            size(self._session.counters.bytes_up),
-            size(self._session.counters.bytes_down),
-        )
+        if not self._has_ended:
+            self._has_ended = True
+            self._answer_no_more()
+            self._backend.leave(error)
 
     @public_api
     def load_into(self, model: Model) -> Model:
         """Pull the newest global model into `model`, in place, and return `model`.
 
         After the last round, the newest model is the run's result. An open round keeps its base version, so that its
-        update can still be submitted.
+        update can still be submitted. Without a server, the model stays as it is.
 
         Raises:
             SchemaMismatch: `model` has another schema than the run.
             UsageError: this worker has left its run.
         """
         self._require_joined()
-        tensors = matching(self._session, model)
         keep = self._round.base if self._round is not None and not self._round.done else None
-        self._place.exchange.pull_head(tensors, keep=keep)
-        if keep is not None:
-            self._session.tell(state="training")
+        self._backend.load_newest(self._backend.tensors_of(model), keep)
         return model
 
     @public_api
@@ -440,16 +355,14 @@ class Worker(Answers):
             The round; None when the run is finished, or when the time is over.
         """
         self._require_joined()
-        reply = self._next(wait_s)
-        self._round = Round(self._place, reply.ticket) if isinstance(reply, Open) else None
+        reply = self._backend.next_round(wait_s)
+        self._round = Round(self._backend, reply.ticket) if isinstance(reply, Open) else None
         return self._round
 
-    def _next(self, wait_s: float | None) -> Next:
-        """Ask the server for the next round; the first time, first send an update that an earlier process has left."""
-        if not self._recovered:
-            self._place.exchange.recover()
-            self._recovered = True
-        return require(self._place.exchange.ask_and_resend(wait_s))
+    def _tasks(self, *, rounds: bool) -> Iterator[Task]:
+        if self is _seat:
+            raise UsageError(f"Site {self.site} is simulated, and has no server.", "Take part with real workers.")
+        return super()._tasks(rounds=rounds)
 
     def __iter__(self) -> Iterator[Round]:
         rounds = self._rounds()
@@ -462,32 +375,21 @@ class Worker(Answers):
         return next(rounds, None)
 
     def _rounds(self) -> Iterator[Round]:
-        info = self._session.info
-        self._session.answers_tasks = True
         self._require_evaluator()
-        if not info.trains and self._answers_any:
-            self._serve(rounds=False)
-            return
-        while True:
-            reply = self._next(None)
+        if self._session is not None:
+            self._session.answers_tasks = True
+            if not self._session.info.trains and self._answers_any:
+                self._serve(rounds=False)
+                return
+        while (reply := self._backend.next_round(None)) is not None:
             if isinstance(reply, Wait):  # another workflow comes before the rounds
                 if not self._serve(rounds=True):
                     return
                 continue
-            self._tell(reply.previous)
             if not isinstance(reply, Open):
-                if reply.tasks and not self._answers_any:
-                    LOG.warning(
-                        "%s: training is over, and the run goes on with tasks, for which this site has no handler: "
-                        "register them before the loop, with worker.evaluates(function) or worker.task(name)",
-                        self.site,
-                    )
-                elif reply.tasks:
-                    self._serve(rounds=False)
-                told = f" ({reply.reason})" if reply.reason != "finished" else ""
-                LOG.info("%s: the run is finished at version %d%s", self.site, reply.head.number, told)
+                self._end_of_rounds(reply)
                 return
-            round_ = self._round = Round(self._place, reply.ticket)
+            round_ = self._round = Round(self._backend, reply.ticket)
             yield round_
             if not round_.done:
                 raise UsageError(
@@ -495,125 +397,18 @@ class Worker(Answers):
                     "Call fl_round.submit(model) once in every round; leave the `with` block to stop taking part.",
                 )
 
-    def _tell(self, previous: messages.Outcome | None) -> None:
-        """Warn if the last update was formed but did not count.
-
-        Args:
-            previous: the outcome of this site's previous ticket.
-        """
-        note = self._place.exchange.outbox.note
-        if previous is None or previous.state != "expired" or note is None or note.ticket != previous.ticket:
-            return
-        LOG.warning("%s: the update of round %d did not count: %s", self.site, note.round, previous.reason)
-
-
-# -- Without a server: one round of plain local training; nothing is sent.
-
-
-class LocalRound(Round):
-    """The one round of a script that runs without a server."""
-
-    number = 1
-    version = 0
-    done = False
-
-    @public_api
-    def __init__(self) -> None:
-        self._begin()
-        self._model: nn.Module | Tensors | None = None
-
-    @public_api
-    def load_into(self, model: Model) -> Model:
-        """Return the model unchanged."""
-        self._model = model
-        return model
-
-    @public_api
-    def correct(self, model: nn.Module, optimizer: Given) -> StepHooks:
-        """Count the optimizer's steps, without any correction."""
-        return StepHooks(model).attach(optimizer)
-
-    @public_api
-    def global_state(self, group: str) -> dict[str, Tensor]:
-        """Return a zero tensor for each float parameter, so that a hand-written correction has no effect.
-
-        Empty before `load_into`.
-        """
-        named = named_parameters(self._model) if isinstance(self._model, nn.Module) else {}
-        return {name: torch.zeros(value.shape) for name, value in named.items() if value.is_floating_point()}
-
-    own_state = global_state
-
-    def _new_tensors(self) -> dict[str, Tensor]:
-        if self._model is None:
-            raise UsageError(
-                "There is no global model without a server.",
-                "Fill a model first: fl_round.load_into(model), or atoll.functional.receive(into=model).",
+    def _end_of_rounds(self, reply: Next) -> None:
+        """Answer the tasks that come after the rounds, and log that the run is finished."""
+        if reply.tasks and not self._answers_any:
+            LOG.warning(
+                "%s: training is over, and the run goes on with tasks, for which this site has no handler: register "
+                "them before the loop, with worker.evaluates(function) or worker.task(name)",
+                self.site,
             )
-        return {name: tensor.clone() for name, tensor in named_tensors(self._model)[0].items()}
-
-    def _submit(self, model: nn.Module | Arrays, info: UpdateInfo, groups: Mapping[str, Arrays] | None) -> None:
-        """Log the metrics that would have been submitted."""
-        told = ", ".join(f"{key} {value:.4g}" for key, value in finite_metrics(info.metrics, "alone").items())
-        self._model = None
-        LOG.info("alone: trained without a server%s", f" ({told})" if told else "")
-
-
-@public_api
-class LocalWorker:
-    """The worker that `atoll.join` returns without a server: its loop has one round, and nothing is sent."""
-
-    site = "alone"
-    bytes_up = bytes_down = 0
-    _left = _begun = False
-
-    def __enter__(self) -> LocalWorker:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.leave(error)
-
-    def leave(self, error: BaseException | None = None) -> None:
-        """Log that the script ran without a server, unless an error ended training."""
-        if not self._left and error is None:
-            LOG.info("%s", ALONE_ENDED)
-        self._left = True
-
-    def load_into(self, model: Model) -> Model:
-        """Return the model unchanged."""
-        return model
-
-    def next_round(self, wait_s: float | None = None) -> Round | None:
-        """Return the only round; None in later calls."""
-        begun, self._begun = self._begun, True
-        return None if begun else LocalRound()
-
-    def __iter__(self) -> Iterator[Round]:
-        yield LocalRound()
-
-    def task(self, name: str) -> Callable[[H], H]:
-        """Return a decorator that does nothing, because no tasks come without a server."""
-        return lambda handler: handler
-
-    def evaluates(self, function: Any = None, *, model: nn.Module | None = None) -> Any:
-        """Return the function unchanged, because no server asks for evaluations."""
-        return function or (lambda decorated: decorated)
-
-    def submits(self, function: Any) -> Any:
-        """Return the function unchanged, because no server asks for a model."""
-        return function
-
-    def note(self, text: str) -> None:
-        """Do nothing, because no server shows the text."""
-
-    def tasks(self) -> Iterator[Any]:
-        """Return an empty iterator, because no tasks come without a server."""
-        return iter(())
-
-    def run(self) -> None:
-        """Return at once, because no tasks come without a server."""
+        elif reply.tasks:
+            self._serve(rounds=False)
+        told = f" ({reply.reason})" if reply.reason != "finished" else ""
+        LOG.info("%s: the run is finished at version %d%s", self.site, reply.head.number, told)
 
 
 # -- In a process of a simulation, `join` returns the worker of the simulated site.
@@ -668,7 +463,7 @@ def join(
     labels: dict[str, str] | None = None,
     filters: Sequence[Filter] = (),
     require_server: bool = False,
-) -> Worker | LocalWorker:
+) -> Worker:
     """Join a federated run. Use the result as a context manager, and iterate over its rounds.
 
     Args:
@@ -681,7 +476,7 @@ def join(
         require_server: refuse to train alone if no server is configured.
 
     Returns:
-        A `Worker`; without a server a `LocalWorker`, which has one round.
+        The worker; without a server, it has one round.
 
     Raises:
         ConfigError: no server is configured although one is required, or an ATOLL_ variable is misspelt.
@@ -690,19 +485,25 @@ def join(
         StateLocked: another process on this machine takes part as the same site.
     """
     if (seat := seat_here()) is not None:
-        seat._place.exchange.filters = require_filters(filters)
+        _run_of(seat).filters = require_filters(filters)
         return seat
     ensure_lines()
     server = server_of(server, require_server=require_server)
     if not server:
         LOG.info("%s", ALONE)
-        return LocalWorker()
+        return Worker(ScriptAlone())
     site = require_site(site or default_site())
     where = Path(folder) if folder else None
     place = take_part(server, site, folder=where, labels=labels, filters=filters)
     session = place.session
     LOG.info("%s: joined run %s (%s) at %s", site, session.info.name, session.info.algorithm, session.channel.server)
-    return Worker(place)
+    return Worker(ServerBackend(place), place)
+
+
+def _run_of(seat: Worker) -> LocalFragment:
+    local = seat._backend.local
+    assert local is not None  # a simulated site takes part in a run
+    return local
 
 
 def takes_part(server: str | None) -> bool:
@@ -718,9 +519,9 @@ def run_here(server: str | None, site: str) -> messages.RunInfo | None:
         ServerLost, ServerUnreachable: as `join`.
     """
     if (seat := seat_here()) is not None:
-        return seat._session.info
+        return _run_of(seat).info
     if not server:
         return None
-    session = Session(HttpChannel(http_to(server)), site)
+    session = Session(Channel(http_to(server)), site)
     session.channel.close()
     return session.info

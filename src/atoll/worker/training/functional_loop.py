@@ -23,13 +23,13 @@ from atoll.errors import UsageError, public_api
 from atoll.filters.base import Filter
 from atoll.tensors.arrays import Arrays
 from atoll.worker.session.leave_at_exit import what_ends
-from atoll.worker.training.federated_loop import LocalWorker, Model, Round, Worker, join
+from atoll.worker.training.federated_loop import Model, Round, Worker, join
 
 
 class _Part:
     """The participation of this process in its run: the worker, and the open round if there is one."""
 
-    def __init__(self, worker: Worker | LocalWorker) -> None:
+    def __init__(self, worker: Worker) -> None:
         self.worker = worker
         self.rounds: Iterator[Round] = iter(worker)
         self.round: Round | None = None

@@ -685,7 +685,7 @@ class Synchroniser:
 
     def _own(self, fragment: FragmentState) -> Tensors:
         tensors = self._tensors()
-        return {spec.name: tensors[spec.name] for spec in fragment.exchange.layouts.schema.tensors}
+        return {spec.name: tensors[spec.name] for spec in fragment.exchange.local.layouts.schema.tensors}
 
     # -- failures and the end of the run
 

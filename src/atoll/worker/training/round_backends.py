@@ -1,0 +1,300 @@
+"""How a round gets its version and hands over its update: `RoundBackend`, and two of its three implementations.
+
+    ServerBackend   a worker of a run: versions and updates travel to and from a server
+    ScriptAlone     no server is configured: the script's model is the version, and no update is sent
+    SimulatedSite   a site of a simulation: it reads and writes the server's files (simulate/simulated_site.py)
+
+`Round` and `Worker` (`federated_loop.py`) are the same for all three.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from atoll.errors import UsageError
+from atoll.protocol.messages import Ticket, VersionRef
+from atoll.protocol.values import Lost, Next, Open, Refused, TooLate, UpdateInfo, VersionGone, Wait, require
+from atoll.tensors.arrays import Arrays, as_tensor, as_tensors, require_model
+from atoll.tensors.module_tensors import Tensors, Told, fits, named_parameters, named_tensors, schema_of, unwrapped
+from atoll.tensors.schema import PARAMS, Schema
+from atoll.transport.http_client import Counters
+from atoll.worker.exchange.encode_update import Finish, LocalFragment
+from atoll.worker.exchange.participation import Participation
+from atoll.worker.log_lines import ALONE_ENDED, LOG, size
+from atoll.worker.session.leave_at_exit import last_words
+from atoll.worker.tasks.evaluate_models import keep_local
+
+
+class RoundBackend(Protocol):
+    """What a worker and its rounds need of the place where they run.
+
+    Attributes:
+        counters: bytes of tensors that were sent and received.
+    """
+
+    counters: Counters
+
+    @property
+    def site(self) -> str:
+        """The site's name."""
+
+    @property
+    def local(self) -> LocalFragment | None:
+        """The site's base, filters and local state; None: there is no run, so nothing to correct or to check."""
+
+    @property
+    def has_left(self) -> bool:
+        """Whether the worker has left the run."""
+
+    @property
+    def schema(self) -> Schema:
+        """The schema of the model.
+
+        Raises:
+            UsageError: it is not known yet, because there is no run.
+        """
+
+    def tensors_of(self, model: nn.Module | Arrays) -> dict[str, Tensor]:
+        """Return a model's own tensors by name, after checking that its schema is the run's.
+
+        Raises:
+            SchemaMismatch: the model's schema differs from that of the run.
+            UsageError: an entry of a mapping is no array.
+        """
+
+    def next_round(self, wait_s: float | None) -> Next | None:
+        """Wait for the next ticket, for at most `wait_s` seconds; None: without a limit.
+
+        Returns:
+            The answer of the run; None if there is no further round here.
+        """
+
+    def pull(self, ticket: Ticket, into: Tensors) -> Ticket:
+        """Load the version of a ticket into tensors.
+
+        Returns:
+            The ticket to submit under. It is another one if the version of `ticket` was no longer there.
+        """
+
+    def load_newest(self, into: Tensors, keep: VersionRef | None) -> None:
+        """Load the newest version into tensors. If `keep` is not None, keep that version as the base."""
+
+    def has_base(self, ticket: Ticket) -> bool:
+        """Return whether the version of a ticket was pulled."""
+
+    def global_state(self, group: str) -> dict[str, Tensor]:
+        """Return the version's tensors beside the model in a group: name of a parameter → new tensor of its shape."""
+
+    def own_state(self, group: str) -> dict[str, Tensor]:
+        """Return the tensors that the algorithm keeps at this site in a group, in the same form."""
+
+    def submit(
+        self, ticket: Ticket, tensors: Tensors, info: UpdateInfo, finish: Finish | None, optimizers: Sequence[Optimizer]
+    ) -> None:
+        """Form the update of a ticket and hand it over. Return when it is taken, or when the round goes on without it.
+
+        Args:
+            ticket: the ticket of the update.
+            tensors: the model's own tensors, by name; not changed.
+            info: weight, steps and metrics of the update.
+            finish: gives the update's groups beside the model; None: no such groups.
+            optimizers: the optimizers that trained the model, as far as they are known.
+        """
+
+    def leave(self, error: BaseException | None) -> None:
+        """End the participation, because of `error` if it is not None."""
+
+
+def matching(schema: Schema, site: str, model: nn.Module | Arrays) -> dict[str, Tensor]:
+    """Return a model's own tensors by name, after checking that its schema is that of the run.
+
+    Raises:
+        SchemaMismatch: the model's schema differs from `schema`.
+        UsageError: an entry of a mapping is no array.
+    """
+    if not isinstance(model, nn.Module):
+        model = as_tensors(model, schema)
+    tensors = fits(model, schema)
+    if tensors is not None:
+        return tensors
+    if isinstance(model, nn.Module):
+        tensors, mine = named_tensors(model)[0], schema_of(model)
+    else:
+        # a mapping does not say which tensors are buffers or tied: take that from the run's schema
+        buffers, tied = {spec.name: spec.group != PARAMS for spec in schema.tensors}, dict(schema.aliases)
+        named = named_tensors(unwrapped(model, buffers.keys() | tied.keys()))[0]
+        tensors = {name: tensor for name, tensor in named.items() if name not in tied}
+        mine = replace(schema_of(Told(tensors, buffers)), aliases=schema.aliases)
+    mine.require_equal(schema, mine=f"worker {site}", theirs="the server")
+    return tensors
+
+
+class ServerBackend:
+    """A worker that has joined a run at a server. It resumes what an earlier process of the site has left."""
+
+    def __init__(self, place: Participation) -> None:
+        self.place, self.site = place, place.site
+        self.counters, self.local = place.session.counters, place.exchange.local
+        self.schema = place.session.schema.model
+        self.global_state, self.own_state = self.local.global_state, self.local.own_state
+        self._recovered = False
+
+    @property
+    def has_left(self) -> bool:
+        """Whether the worker has left, also by a signal or at the end of the process."""
+        return self.place.session.has_left
+
+    def tensors_of(self, model: nn.Module | Arrays) -> dict[str, Tensor]:
+        """Compare the model with the schema that the server has named."""
+        return matching(self.schema, self.site, model)
+
+    def next_round(self, wait_s: float | None) -> Next:
+        """Ask the server. The first time, first send an update that an earlier process has left."""
+        exchange = self.place.exchange
+        if not self._recovered:
+            exchange.recover()
+            self._recovered = True
+        reply = require(exchange.ask_and_resend(wait_s))
+        previous, note = reply.previous, exchange.outbox.note
+        if isinstance(reply, Wait) or previous is None or note is None or note.ticket != previous.ticket:
+            return reply
+        if previous.state == "expired":
+            LOG.warning("%s: the update of round %d did not count: %s", self.site, note.round, previous.reason)
+        return reply
+
+    def pull(self, ticket: Ticket, into: Tensors) -> Ticket:
+        """Pull the version of the ticket; if the server no longer has that version, switch to the newest round.
+
+        Nothing is lost by that, because nothing was trained from the old version. A version can disappear when a
+        deadline passes, or when the server is restored from a backup.
+        """
+        exchange = self.place.exchange
+        while isinstance(pull := require(exchange.pull(ticket.base, into)), VersionGone):
+            LOG.info("%s: round %d is taken no more: %s", self.site, ticket.round, pull.error.message)
+            reply = require(exchange.ask_and_resend())
+            # if the run has ended meanwhile, there is no ticket: train from the result; the update will not count
+            latest = {"base_version": reply.head.number, "base_digest": reply.head.digest}
+            ticket = reply.ticket if isinstance(reply, Open) else ticket.model_copy(update=latest)
+        self.place.session.tell(state="training", version=ticket.base.number)
+        return ticket
+
+    def load_newest(self, into: Tensors, keep: VersionRef | None) -> None:
+        """Pull the head, beside the base if that has to stay."""
+        self.place.exchange.pull_head(into, keep=keep)
+        if keep is not None:
+            self.place.session.tell(state="training")
+
+    def has_base(self, ticket: Ticket) -> bool:
+        """Return whether the base file holds the version."""
+        return self.place.exchange.base.holds(self.local.info.run, ticket.base.digest)
+
+    def submit(
+        self, ticket: Ticket, tensors: Tensors, info: UpdateInfo, finish: Finish | None, optimizers: Sequence[Optimizer]
+    ) -> None:
+        """Send the update; return when the server has it in its journal, or does not take it."""
+        session, exchange = self.place.session, self.place.exchange
+        session.optimizers = optimizers
+        if self.local.info.keeps_local and not self.local.filters:
+            keep_local(self.place, tensors, ticket.round)
+        if require(exchange.is_over(ticket)):
+            LOG.warning("%s: round %d is over, it does not count", self.site, ticket.round)
+        else:
+            match exchange.submit(ticket, tensors, info, finish=finish):
+                case TooLate(error):  # keep the outbox: if the server falls back to the base, it needs this update
+                    LOG.warning("%s: round %d went on without this update: %s", self.site, ticket.round, error)
+                case Refused() as refusal:
+                    exchange.refused(refusal)
+                case Lost(error):
+                    raise error
+        session.optimizers = []  # free the model while this worker waits
+
+    def leave(self, error: BaseException | None) -> None:
+        """Deregister from the server, and close the files."""
+        self.place.leave(last_words(error))
+        sent, received = size(self.counters.bytes_up), size(self.counters.bytes_down)
+        LOG.info("%s: left after sending %s and receiving %s", self.site, sent, received)
+
+
+class ScriptAlone:
+    """A script without a server: one round of plain local training. The model that it loads stays as it is."""
+
+    site, has_left = "alone", False
+    local: LocalFragment | None = None
+
+    def __init__(self) -> None:
+        self.counters = Counters()
+        self._model: nn.Module | Tensors | None = None
+        self._has_begun = False
+
+    @property
+    def schema(self) -> Schema:
+        """The schema of the loaded model."""
+        return schema_of(self._loaded())
+
+    def _loaded(self) -> nn.Module | Tensors:
+        if self._model is None:
+            raise UsageError(
+                "There is no global model without a server.",
+                "Fill a model first: fl_round.load_into(model), or atoll.functional.receive(into=model).",
+            )
+        return self._model
+
+    def tensors_of(self, model: nn.Module | Arrays) -> dict[str, Tensor]:
+        """Take this model for the version, whatever its schema."""
+        if not isinstance(model, nn.Module):
+            require_model(model)
+            model = {name: as_tensor(name, value) for name, value in model.items()}
+        self._model = model
+        return named_tensors(model)[0]
+
+    def next_round(self, wait_s: float | None) -> Next | None:
+        """Return the only round; None in later calls."""
+        if self._has_begun:
+            return None
+        self._has_begun = True
+        nothing = "0" * 64
+        ticket = Ticket(id=0, fragment=0, round=1, base_version=0, base_digest=nothing, layout_digest=nothing)
+        return Open(ticket.base, ticket=ticket)
+
+    def pull(self, ticket: Ticket, into: Tensors) -> Ticket:
+        """Copy the loaded model, unless `into` is that model."""
+        for name, tensor in named_tensors(self._loaded())[0].items():
+            if into[name].data_ptr() != tensor.data_ptr():
+                into[name].copy_(tensor)
+        return ticket
+
+    def load_newest(self, into: Tensors, keep: VersionRef | None) -> None:
+        """Leave the model as it is."""
+
+    def has_base(self, ticket: Ticket) -> bool:
+        """Return True: every model is a version to train from."""
+        return True
+
+    def global_state(self, group: str) -> dict[str, Tensor]:
+        """Return zeros for each float parameter, so that a hand-written correction has no effect.
+
+        Empty before a model is loaded.
+        """
+        named = named_parameters(self._model) if isinstance(self._model, nn.Module) else {}
+        return {name: torch.zeros(value.shape) for name, value in named.items() if value.is_floating_point()}
+
+    own_state = global_state
+
+    def submit(
+        self, ticket: Ticket, tensors: Tensors, info: UpdateInfo, finish: Finish | None, optimizers: Sequence[Optimizer]
+    ) -> None:
+        """Log the metrics that would have been submitted, and forget the model."""
+        told = ", ".join(f"{key} {value:.4g}" for key, value in info.metrics.items())
+        LOG.info("alone: trained without a server%s", f" ({told})" if told else "")
+        self._model = None
+
+    def leave(self, error: BaseException | None) -> None:
+        """Log that the script ran without a server, unless an error ended training."""
+        if error is None:
+            LOG.info("%s", ALONE_ENDED)
