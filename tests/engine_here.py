@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from atoll.simulate import script, simulation, site_process
-from atoll.simulate.engine import Heard
-from atoll.simulate.job_messages import Beginning, Job
+from atoll.simulate import script, simulated_site, simulation
+from atoll.simulate.engine import Beginning, Heard, Job
 
 
 class Here:
@@ -25,7 +24,7 @@ class Here:
         self._threads: list[threading.Thread] = []
 
     def start(self, beginning: Beginning, heard: Heard) -> None:
-        trains = site_process.Station(beginning)
+        trains = simulated_site.Station(beginning)
 
         def serve() -> None:
             while (job := self._jobs.get()) is not None:
@@ -50,7 +49,7 @@ class Here:
 def simulate_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let `atoll.Simulation` take this engine, and leave the process as it was."""
     monkeypatch.setattr(simulation, "Engine", Here)
-    monkeypatch.setattr(site_process, "_say_little", lambda: None)  # loggers are the tests'
+    monkeypatch.setattr(simulated_site, "_say_little", lambda: None)  # loggers are the tests'
     for name in ("path", "argv"):
         monkeypatch.setattr(sys, name, [*getattr(sys, name)])
     monkeypatch.delenv("ATOLL_SITE", raising=False)

@@ -112,17 +112,17 @@ LINES: dict[str, int] = {
     "server/http": 540,
     "server/swarm": 600,
     "server/tasks": 1_580,
-    "simulate": 1_560,
+    "simulate": 1_460,
     "store": 2_550,
     "tensors": 1_900,
     "testing": 470,
     "transport": 2_450,
     "worker": 240,
-    "worker/exchange": 1_980,
+    "worker/exchange": 2_000,
     "worker/peer": 780,
-    "worker/session": 890,
-    "worker/tasks": 560,
-    "worker/training": 1_580,
+    "worker/session": 860,
+    "worker/tasks": 570,
+    "worker/training": 1_610,
 }
 """Folder → code lines that it may have. Raise one only in a commit that says what the reader gets for it."""
 

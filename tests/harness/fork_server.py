@@ -42,7 +42,7 @@ PRELOAD = (
     "atoll.cli.server",
     "atoll.recipes",
     "atoll.server.serve",
-    "atoll.simulate.site_process",
+    "atoll.simulate.local_processes",
     "atoll.testing.run",
     "atoll.worker.training.diloco_loop",
     "atoll.worker.training.federated_loop",

@@ -20,8 +20,7 @@ from atoll.transport.http_client import server_of
 from atoll.worker.arguments import default_site, require_site
 from atoll.worker.log_lines import LOG, ensure_lines
 from atoll.worker.session.leave_at_exit import what_ends
-from atoll.worker.training.checkpoint import require_checkpoint, require_same_run
-from atoll.worker.training.diloco_loop import DiLoCo
+from atoll.worker.training.diloco_loop import DiLoCo, require_checkpoint, require_same_run
 from atoll.worker.training.federated_loop import Round, Worker, join, run_here, takes_part
 
 T = TypeVar("T")

@@ -5,12 +5,12 @@ Simulation             the public class: settings, sites, an engine             
     Engine             gives jobs to processes, and replaces processes that end            engine.py
       LocalHost        starts processes on this machine                                    local_processes.py
       RayHost          starts actors of Ray                                                ray_actors.py
-        Station        inside a process: trains one site at a time                         site_process.py
+        Station        inside a process: trains one site at a time                         simulated_site.py
           SimulatedSite  one site in one round: its base is the server's version file,
                        and its update goes to the server's spool                           simulated_site.py
           Script       the user's training code                                            script.py
 
-Local state of a site lies in the state directory. For Ray, `kept_state.py` sends that state along with each job.
+Local state of a site lies in the state directory. For Ray, that state travels with each job.
 """
 
 from __future__ import annotations

@@ -1,22 +1,39 @@
-"""Start processes on this machine that train simulated sites. A socket pair carries messages and file descriptors."""
+"""Processes on this machine that train simulated sites: `LocalProcess` in the simulation, `main` in the process.
+
+A process loads the user's code once, then trains one site at a time. A socket pair carries messages and descriptors:
+
+    from the simulation                        to the simulation
+    begin      what to load                    ready | bad    the script is loaded | cannot be loaded
+    version    the file of a version
+    train      a job, and its spool's file     answer         the result of the job
+
+Jobs are sent in advance. For each job, the simulation also writes its number into a pipe that both sides can read: the
+side that reads the number owns the job. So the simulation can take back a job that the process has not begun.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import io
 import os
+import select
 import signal
+import socket
 import subprocess
 import sys
 import threading
+from typing import Any
 
 from atoll.aggregation.aggregator_process import ProcessPipe
-from atoll.errors import ConfigError, RunFailed
+from atoll.errors import AtollError, ConfigError, RunFailed
 from atoll.posix import OwnedFile
 from atoll.simulate import engine
-from atoll.simulate.engine import Killed
-from atoll.simulate.job_messages import Answer, Beginning, Job
-from atoll.simulate.site_process import NUMBER_BYTES, take_number
+from atoll.simulate.engine import Answer, Beginning, Job, Killed, SiteRound
+from atoll.simulate.simulated_site import Station
 
+NUMBER_BYTES = 8
+_PR_SET_PDEATHSIG = 1
 AHEAD = 8
 """Number of jobs that a process gets in advance. With 0, waiting for a job takes longer than training a small model."""
 _MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(16 * 2**20), "MALLOC_TRIM_THRESHOLD_": str(64 * 2**20)}
@@ -25,7 +42,7 @@ _MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(16 * 2**20), "MALLOC_TRIM_THRESHOLD_": 
 _MAIN = """
 import sys
 sys.path[:] = sys.argv[4:]
-from atoll.simulate.site_process import main
+from atoll.simulate.local_processes import main
 main(*map(int, sys.argv[1:4]))
 """
 
@@ -47,7 +64,7 @@ class LocalHost:
 
 
 class LocalProcess:
-    """A process on this machine, connected by a socket pair and a pipe with the numbers of its jobs: `site_process`."""
+    """A process on this machine, seen from the simulation."""
 
     def __init__(self, beginning: Beginning) -> None:
         self._base = ""  # digest of the version that was sent to the process last
@@ -152,3 +169,105 @@ class LocalProcess:
         self._channel.close()
         code = self._popen.wait()
         return f"ended with signal {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+
+
+# -- in the process
+
+
+def main(channel_fd: int, numbers_fd: int, parent: int) -> None:
+    """Train jobs of the simulation at the other end of the socket until the simulation has ended.
+
+    Args:
+        channel_fd: file descriptor of the socket.
+        numbers_fd: file descriptor of the read end of the pipe with job numbers.
+        parent: process id of the simulation. On Linux, the kernel kills this process when the simulation ends.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(0)
+    _print_whole_lines()
+    with contextlib.suppress(EOFError, OSError):
+        _Child(ProcessPipe(socket.socket(fileno=channel_fd)), numbers_fd).serve()
+
+
+def take_number(fd: int) -> int | None:
+    """Return the next job number from the pipe; None if the pipe is empty.
+
+    Raises:
+        EOFError: the simulation has ended.
+    """
+    try:
+        read = os.read(fd, NUMBER_BYTES)
+    except BlockingIOError:
+        return None
+    if not read:
+        raise EOFError
+    return int.from_bytes(read, "little")
+
+
+def _print_whole_lines() -> None:
+    """Make standard output and error line-buffered, so that lines of different processes do not mix.
+
+    All processes share standard error, and PYTHONUNBUFFERED would print parts of lines.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(line_buffering=True, write_through=False)
+
+
+class _Child:
+    def __init__(self, channel: ProcessPipe, numbers_fd: int) -> None:
+        self._channel, self._numbers_fd = channel, numbers_fd
+        self._jobs: dict[int, tuple[dict[str, Any], int]] = {}  # received and not begun, oldest first
+        self._bases: dict[str, int] = {}  # digest of a version → its file descriptor, oldest first
+
+    def serve(self) -> None:
+        told, _ = self._channel.receive()
+        try:
+            station = Station(Beginning.model_validate(told["beginning"]))
+        except AtollError as error:
+            if error.trace:
+                print(error.trace, file=sys.stderr)
+            self._channel.send({"what": "bad", "message": error.message, "remedy": error.remedy})
+            return
+        self._channel.send({"what": "ready"})
+        pid = os.getpid()
+        while True:
+            number = self._next_number()
+            told, spool_fd = self._job(number)
+            try:
+                answer = station.train(SiteRound.from_json(told), self._bases[told["ticket"]["base_digest"]], spool_fd)
+            finally:
+                if os.getpid() != pid:  # the script forked: this is the child
+                    os._exit(1)
+                os.close(spool_fd)
+            self._channel.send({"what": "answer", "job": number, **answer.to_json()})
+
+    def _next_number(self) -> int:
+        while (number := take_number(self._numbers_fd)) is None:  # no job, or it was taken back
+            select.select([self._numbers_fd], [], [])
+        return number
+
+    def _job(self, number: int) -> tuple[dict[str, Any], int]:
+        """Return the job with this number and its spool's descriptor; drop earlier jobs, which were taken back.
+
+        Also close versions older than the one that the job needs.
+        """
+        while number not in self._jobs:
+            told, fd = self._channel.receive()
+            assert fd is not None
+            if told["what"] == "version":
+                self._bases[told["digest"]] = fd
+                continue
+            if (before := self._jobs.pop(told["job"], None)) is not None:  # taken back, then sent again
+                os.close(before[1])
+            self._jobs[told["job"]] = told, fd
+        while (earlier := next(iter(self._jobs))) != number:
+            os.close(self._jobs.pop(earlier)[1])
+        told, spool_fd = self._jobs.pop(number)
+        for digest in list(self._bases):
+            if digest == told["ticket"]["base_digest"]:
+                break
+            os.close(self._bases.pop(digest))
+        return told, spool_fd

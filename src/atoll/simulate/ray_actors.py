@@ -22,9 +22,9 @@ import numpy as np
 from atoll.errors import AtollError, ConfigError, RunFailed, ServerUnreachable, StoreError
 from atoll.posix import nameless_file, read_at, write_at
 from atoll.simulate import engine
-from atoll.simulate.job_messages import Answer, Beginning, Job, SiteRound
-from atoll.simulate.kept_state import Kept, put_kept, read_kept, write_kept
-from atoll.simulate.site_process import Station, answer_to
+from atoll.simulate.engine import Answer, Beginning, Job, SiteRound
+from atoll.simulate.simulated_site import Station, answer_to
+from atoll.worker.exchange.local_state import Kept, put_kept, read_kept, write_kept
 
 CONNECT_S = 5.0
 TEMPORARY, FOLDER = "/tmp", "atoll-ray-"

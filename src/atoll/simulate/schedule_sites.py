@@ -22,12 +22,11 @@ from atoll.rounds import events, leases, waiting
 from atoll.server.coordinator.accept_update import outcome_of
 from atoll.server.coordinator.coordinator import Coordinator
 from atoll.server.coordinator.roster import Lease
-from atoll.simulate.engine import ATTEMPTS, Engine
-from atoll.simulate.job_messages import Answer, Job, SiteRound
-from atoll.simulate.kept_state import pending
+from atoll.simulate.engine import ATTEMPTS, Answer, Engine, Job, SiteRound
 from atoll.store.file_slots import WRITER
 from atoll.store.journal_tables import VersionRow
 from atoll.store.versions import Pin, Versions
+from atoll.worker.exchange.local_state import pending
 from atoll.worker.log_lines import told
 
 

@@ -1,4 +1,6 @@
-"""A simulated site in one round: the third `RoundBackend`, without a connection and without files of base and outbox.
+"""Training of simulated sites in a process: one site at a time, one round at a time.
+
+`SimulatedSite` is the third `RoundBackend`, without a connection and without files of base and outbox.
 
 Its base is the server's file of the version. Its update is written to the server's spool; each part is checked as it
 is written, like a part that arrives at the server. Filters, error feedback and local state work as in every worker.
@@ -6,23 +8,36 @@ is written, like a part that arrives at the server. Filters, error feedback and 
 
 from __future__ import annotations
 
+import gc
+import logging
+import os
+import random
+import sys
+import traceback
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
+from types import TracebackType
 
+import numpy as np
+import torch
+from blake3 import blake3
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from atoll.aggregation.check_arriving_parts import Inspection, PartStats
 from atoll.algorithms.base import LocalRule
 from atoll.algorithms.resolve import local_rule
-from atoll.posix import Descriptor, write_at
+from atoll.errors import AtollError, StoreError, causes
+from atoll.format_text import Seldom, VisibleLines
+from atoll.posix import FULL, Descriptor, write_at
 from atoll.protocol import messages
 from atoll.protocol.messages import Ticket, VersionRef
 from atoll.protocol.values import Next, Open, UpdateInfo
-from atoll.simulate.job_messages import SiteRound
+from atoll.simulate.engine import Answer, Beginning, SiteRound
+from atoll.simulate.script import Script
 from atoll.tensors.arrays import Arrays
 from atoll.tensors.layout import Layout
 from atoll.tensors.module_tensors import Tensors
@@ -31,7 +46,13 @@ from atoll.transport.http_client import Counters
 from atoll.worker.exchange import apply_version
 from atoll.worker.exchange.base_and_outbox import TensorFile
 from atoll.worker.exchange.encode_update import Finish, Layouts, LocalFragment, Losses
+from atoll.worker.training.federated_loop import Worker, taken_by
+from atoll.worker.training.functional_loop import forget
 from atoll.worker.training.round_backends import matching
+
+LAST_WORDS_CHARS = 2000
+FOLDERS = 1000
+"""Number of cached `Path` objects of sites' folders: creating one takes as long as reading a tensor."""
 
 
 @dataclass(frozen=True)
@@ -200,3 +221,98 @@ class SimulatedSite:
 
     def leave(self, error: BaseException | None) -> None:
         """Do nothing: the site stays in the run for its next round."""
+
+
+class Station:
+    """Trains simulated sites in one process.
+
+    Args:
+        beginning: the script, the run's description, and the seed.
+
+    Raises:
+        ConfigError: the script cannot be loaded.
+    """
+
+    def __init__(self, beginning: Beginning) -> None:
+        sys.path[:] = [*beginning.path, *(each for each in sys.path if each not in beginning.path)]
+        torch.set_num_threads(beginning.threads)
+        _say_little()
+        self._shared = Shared.of(beginning.info, beginning.schema_message)
+        self._folder_of = lru_cache(FOLDERS)(Path(beginning.sites).joinpath)
+        self._seed = beginning.seed
+        built_for = (torch.version.cuda, torch.version.hip, getattr(torch.version, "xpu", None))  # asks no device
+        is_cpu = not any(built_for) and not torch.backends.mps.is_built()
+        self._seed_torch = torch.default_generator.manual_seed if is_cpu else torch.manual_seed  # 100 × slower
+        self._begin_random("", 0)  # the script draws the same numbers in every process while it is loaded
+        self._script = Script(beginning.script, beginning.arguments)
+        gc.freeze()  # else full collections, which come often here, visit all objects of torch
+
+    def train(self, job: SiteRound, base_fd: int, spool_fd: int) -> Answer:
+        """Train one round of one simulated site, and return its answer.
+
+        Args:
+            job: the site and its round.
+            base_fd: file descriptor of the version to train from; the caller closes it.
+            spool_fd: file descriptor to which the update is written; the caller closes it.
+        """
+        try:
+            site = SimulatedSite(self._shared, job, os.dup(base_fd), spool_fd, self._folder_of(job.site))
+        except (AtollError, OSError) as error:  # the site's local state is lost or unreadable
+            return answer_to(error)
+        try:
+            self._begin_random(job.site, job.ticket.round)
+            worker = Worker(site)
+            with taken_by(worker):
+                self._script.train(worker)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            if not (isinstance(error, SystemExit) and not error.code):
+                return answer_to(error, site.counters.bytes_down)
+        finally:
+            site.close()
+            forget()
+        return Answer(site.update, site.stats, bytes_down=site.counters.bytes_down)
+
+    def _begin_random(self, site: str, round_: int) -> None:
+        """Seed torch, random and NumPy from the run's seed, the site's name and the round.
+
+        So a site's random numbers do not depend on the process or on the sites trained in it before.
+        """
+        drawn = int.from_bytes(blake3(f"{self._seed} {round_} {site}".encode()).digest(8), "little")
+        self._seed_torch(drawn)
+        random.seed(drawn)
+        np.random.seed(drawn % 2**32)
+
+
+def answer_to(error: BaseException, bytes_down: int = 0) -> Answer:
+    """Return the answer for a site that failed with an error; the traceback begins at the user's first line."""
+    trace: TracebackType | None = error.__traceback__
+    here = os.path.dirname(__file__)
+    while trace is not None and trace.tb_next is not None and trace.tb_frame.f_code.co_filename.startswith(here):
+        trace = trace.tb_next  # skip Atoll's frames
+    text = "".join(traceback.format_exception(type(error), error.with_traceback(None), trace))
+    last = "".join(traceback.format_exception_only(error)).strip()
+    words, disk = last[-LAST_WORDS_CHARS:] or type(error).__name__, _of_the_disk(error)
+    return Answer(error=disk or words, trace=text, bytes_down=bytes_down, disk=bool(disk))
+
+
+def _of_the_disk(error: BaseException) -> str:
+    """Return the message of a disk error among an error's causes; empty if there is none."""
+    for cause in causes(error):
+        if isinstance(cause, StoreError):
+            return cause.message
+        if isinstance(cause, OSError) and cause.errno in FULL:
+            return f"{cause.filename or 'a file'}: {cause.strerror}."
+    return ""
+
+
+def _say_little() -> None:
+    """Log only warnings of simulated sites, on standard error."""
+    logger = logging.getLogger("atoll")
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(VisibleLines("atoll: "))
+    handler.addFilter(Seldom())
+    logger.handlers[:] = [handler]
+    logger.setLevel(logging.WARNING)
+    logger.propagate = False

@@ -27,8 +27,7 @@ from atoll.server.filter_table import Given
 from atoll.server.startup import open_run, settings_beside
 from atoll.server.tasks.task_payloads import TaskFilters
 from atoll.simulate import STATE_DIR, require_engine
-from atoll.simulate.engine import Engine
-from atoll.simulate.job_messages import Beginning
+from atoll.simulate.engine import Beginning, Engine
 from atoll.simulate.local_processes import LocalHost
 from atoll.simulate.schedule_sites import Conductor, now
 from atoll.simulate.script import name_of, require_outside

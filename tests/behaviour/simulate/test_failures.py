@@ -92,7 +92,7 @@ def test_the_rounds_go_on_without_a_site_that_fails(
         assert "; 1 update refused: site-0003; " in summary(done)
     if "site-0002" in done.failed:
         assert 'client.py", line' in caplog.text  # the user's own
-        assert "site_process.py" not in caplog.text
+        assert "simulated_site.py" not in caplog.text
 
 
 @pytest.mark.covers("V2", "X3")

@@ -9,8 +9,8 @@ import pytest
 from harness.processes import wait_until
 
 from atoll.simulate import engine
-from atoll.simulate.job_messages import Answer, Beginning, Job
-from atoll.simulate.site_process import answer_to
+from atoll.simulate.engine import Answer, Beginning, Job
+from atoll.simulate.simulated_site import answer_to
 
 
 def test_an_exception_that_is_its_own_cause_is_told() -> None:

@@ -10,8 +10,8 @@ import torch
 
 from atoll.json_files import NoteDamaged
 from atoll.protocol.messages import Outcome
-from atoll.simulate import kept_state
 from atoll.tensors.schema import TensorSpec
+from atoll.worker.exchange import local_state
 from atoll.worker.exchange.local_state import Owner, TwoPhaseFile
 
 SPECS = [TensorSpec("w", "F32", (4,))]
@@ -50,11 +50,11 @@ def value(folder: Path) -> float:
 def test_it_is_the_same_afterwards(tmp_path: Path) -> None:
     here, there = tmp_path / "here", tmp_path / "there"
     for ticket in (1, 2, 3):
-        kept_state.put_kept(there, kept_state.read_kept(here))
+        local_state.put_kept(there, local_state.read_kept(here))
         trained(there, ticket)
-        kept_state.write_kept(here, kept_state.read_kept(there))
-        assert kept_state.pending(here) == {ticket}
-        assert kept_state.read_kept(here) == kept_state.read_kept(there)
+        local_state.write_kept(here, local_state.read_kept(there))
+        assert local_state.pending(here) == {ticket}
+        assert local_state.read_kept(here) == local_state.read_kept(there)
     assert value(here) == 3.0
 
 
@@ -64,7 +64,7 @@ def test_ended_at_any_step_the_round_can_be_trained_again(
 ) -> None:
     here, there = tmp_path / "here", tmp_path / "there"
     trained(here, 1)
-    kept_state.put_kept(there, kept_state.read_kept(here))
+    local_state.put_kept(there, local_state.read_kept(here))
     trained(there, 2)
     done = 0
 
@@ -74,11 +74,11 @@ def test_ended_at_any_step_the_round_can_be_trained_again(
             raise KeyboardInterrupt
         done += 1
 
-    write_note, write_bytes = kept_state.write_note, Path.write_bytes
-    monkeypatch.setattr(kept_state, "write_note", lambda *given: (once_too_often(), write_note(*given)))
+    write_note, write_bytes = local_state.write_note, Path.write_bytes
+    monkeypatch.setattr(local_state, "write_note", lambda *given: (once_too_often(), write_note(*given)))
     monkeypatch.setattr(Path, "write_bytes", lambda *given: (once_too_often(), write_bytes(*given)))
     with pytest.raises(KeyboardInterrupt):
-        kept_state.write_kept(here, kept_state.read_kept(there))
+        local_state.write_kept(here, local_state.read_kept(there))
     monkeypatch.undo()
     assert value(here) == 1.0  # the update of ticket 1 was counted, that of ticket 2 is formed again
 
@@ -89,13 +89,13 @@ def test_a_damaged_note_is_said_and_removed_here_and_refused_from_there(
 ) -> None:
     here, there = tmp_path / "here", tmp_path / "there"
     trained(there, 1)
-    kept_state.write_kept(here, kept_state.read_kept(there))
-    kept, note = kept_state.read_kept(here), here / "algorithm.json"
+    local_state.write_kept(here, local_state.read_kept(there))
+    kept, note = local_state.read_kept(here), here / "algorithm.json"
     with pytest.raises(NoteDamaged):
-        kept_state.write_kept(here, kept | {note.name: change(kept[note.name])})
-    assert kept_state.read_kept(here) == kept
+        local_state.write_kept(here, kept | {note.name: change(kept[note.name])})
+    assert local_state.read_kept(here) == kept
     note.write_bytes(change(kept[note.name]))
     caplog.set_level("WARNING", "atoll")
-    assert kept_state.pending(here) == set()
+    assert local_state.pending(here) == set()
     assert [str(note) in line and "damaged" in line for line in caplog.messages] == [True]
     assert not note.exists()

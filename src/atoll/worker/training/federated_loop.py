@@ -120,9 +120,9 @@ class Round:
         """
         self._require_base()
         local = self._backend.local
-        if self._hooks is None and local is not None:
-            self._hooks = StepHooks(model, local.info.algorithm, local.rule, local.base.values_of, local.kept)
-        self._hooks = self._hooks or StepHooks(model)
+        if self._hooks is None:
+            terms = (local.info.algorithm, local.rule, local.base.values_of, local.kept) if local is not None else ()
+            self._hooks = StepHooks(model, *terms)
         self._optimizers = optimizers_in(optimizer)
         attached = self._hooks.attach(optimizer)
         if local is not None and attached.changes_training and not local.is_corrected:  # once, not in every round
