@@ -68,7 +68,7 @@ LOG = logging.getLogger("atoll.simulate")
 T = TypeVar("T")
 
 TRACES = 3
-"""Number of tracebacks in the log; further failures are only counted."""
+"""Number of tracebacks in the log; of a further failure, the log has the last line."""
 PATIENCE = 2
 """While other sites wait for a process, a site may train in it for this many times `rounds.deadline_s`."""
 LEAST_PATIENCE_S = 10.0
@@ -401,12 +401,10 @@ class Conductor:
         """End the participation of a site that failed or submitted nothing: log why, and leave the run for the site."""
         site = lease.site
         self.failed[site] = answer.error or "it returned without an update"
-        if not answer.trace:
-            LOG.warning("%s takes part no more: %s", site, self.failed[site])
-        elif len(self.failed) <= TRACES:
+        if answer.trace and len(self.failed) <= TRACES:
             LOG.error("%s raised, and takes part no more:\n%s", site, answer.trace.rstrip())
-        elif len(self.failed) == TRACES + 1:
-            LOG.error("%s raised, too; tracebacks of further ones are not shown", site)
+        else:
+            LOG.error("%s takes part no more: %s", site, self.failed[site])
         await self._run.leave(lease, messages.Leave(error=told(answer.error) if answer.error else None))
 
 

@@ -139,11 +139,14 @@ def sync_retries(given: int | None) -> int:
     The number is `given` if it is not None, else `ATOLL_MAX_SYNC_RETRIES` if that is set, else 6.
 
     Raises:
+        UsageError: `given` is no integer, or is negative.
         ConfigError: `ATOLL_MAX_SYNC_RETRIES` is no whole number, or is negative.
     """
-    text = os.environ.get("ATOLL_MAX_SYNC_RETRIES", "")
-    if given is not None or not text:
-        return SYNC_RETRIES if given is None else given
+    if given is not None:
+        if not isinstance(given, int) or given < 0:
+            raise UsageError(f"max_sync_retries is {given!r}.", "Give a whole number, at least 0.")
+        return given
+    text = os.environ.get("ATOLL_MAX_SYNC_RETRIES", "") or str(SYNC_RETRIES)
     if not text.isdecimal():
         raise ConfigError(f"ATOLL_MAX_SYNC_RETRIES is {text!r}.", "Set it to a whole number, at least 0.")
     return int(text)

@@ -95,6 +95,17 @@ def test_the_rounds_go_on_without_a_site_that_fails(
         assert "simulated_site.py" not in caplog.text
 
 
+def test_names_every_site_that_fails_and_prints_three_tracebacks(
+    here: None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(RunFailed):
+        simulation(tmp_path, raising("True")).run()
+    lines = [line for line in caplog.messages if "takes part no more" in line]
+    assert ["Traceback" in line for line in lines] == [True, True, True, False]
+    assert sorted(line.split()[0] for line in lines) == [f"site-000{number}" for number in range(4)]
+    assert "ValueError: no data at site-000" in lines[3]
+
+
 @pytest.mark.covers("V2", "X3")
 def test_a_round_that_cannot_close_ends_with_9_and_goes_on_once_mended(
     here: None, tmp_path: Path, undisturbed: bytes

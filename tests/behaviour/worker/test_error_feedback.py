@@ -280,6 +280,22 @@ def test_a_server_that_went_back_takes_it_along(tmp_path: Path, caplog: pytest.L
     again.close()
 
 
+def test_what_is_left_after_a_take_back_is_of_the_update_before(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Update 8, from version 4, is taken back: another one from version 4 still adds what update 7 left."""
+    mine = counted_residuals(tmp_path / "w")
+    mine.begin()
+    mine.write("w", 0, torch.tensor([5.0, 6.0]))
+    mine.belongs_to(8, version=4)
+    mine.settle(outcome("counted"))
+    mine.take_back(8)
+    mine.follow(4, "a")
+    assert mine.read("w", 0, 2).tolist() == [1.0, 2.0]
+    assert caplog.text == ""
+    mine.close()
+
+
 @pytest.mark.parametrize("owner", [Owner("b", "r"), Owner("a", "s")], ids=["site", "run"])
 def test_what_another_site_or_run_has_left_over_is_dropped(tmp_path: Path, owner: Owner) -> None:
     counted_residuals(tmp_path / "w").close()

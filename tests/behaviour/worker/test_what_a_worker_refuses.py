@@ -138,3 +138,10 @@ def test_a_layout_or_schema_that_is_not_the_servers_is_refused_before_a_byte_mov
         with pytest.raises(VersionSkew, match="does not have the digest"):
             split_of(place.session.channel.schema(), info)
         place.leave()
+
+
+@pytest.mark.parametrize("tries", [-1, 2.5])
+def test_refuses_a_number_of_retries_that_no_synchronisation_can_have(tries: Any) -> None:
+    model = nn.Linear(2, 1)
+    with pytest.raises(UsageError, match=f"max_sync_retries is {tries}"):
+        atoll.DiLoCo(model, torch.optim.SGD(model.parameters()), max_sync_retries=tries)

@@ -237,7 +237,7 @@ class TwoPhaseFile:
         if self.note.pending == ticket:
             self._write(replace(self.note, pending=0))
         elif self.note.counted == ticket:
-            self._write(replace(self.note, current=1 - self.note.current, counted=0, before_version=NOTHING))
+            self._write(replace(self.note.back(), pending=0, pending_version=-1, pending_update=""))
 
     def _write(self, note: TwoPhaseNote) -> None:
         self.note = replace(note, site=self._owner.site, run=self._owner.run)
