@@ -169,27 +169,21 @@ class Process(Protocol):
             Killed: a signal killed the process; a new process may succeed.
             RunFailed: the process ended or did not start in time; a new process would fail, too.
         """
-        ...
 
     def give(self, job: Job) -> None:
         """Queue a job behind the process's other jobs. If the process has ended, only `hear` reports that."""
-        ...
 
     def take_back(self) -> int | None:
         """Remove the oldest job that the process has not begun, and return its ticket; None if there is no such job."""
-        ...
 
     def hear(self) -> tuple[int, Answer] | None:
         """Wait for the next answer; return (ticket of the job, answer), or None once the process has ended."""
-        ...
 
     def kill(self) -> None:
         """Kill the process."""
-        ...
 
     def bury(self) -> str:
         """Wait until the process has ended, and return how, in words. Idempotent."""
-        ...
 
 
 class Host(Protocol):
@@ -211,15 +205,12 @@ class Host(Protocol):
         Raises:
             ServerUnreachable: the Ray cluster cannot be reached.
         """
-        ...
 
     def begin(self, beginning: Beginning) -> Process:
         """Start a process and return it; the process then loads the script."""
-        ...
 
     def close(self) -> None:
         """Free what `open` has created. Idempotent."""
-        ...
 
 
 class Heard(Protocol):
@@ -227,11 +218,9 @@ class Heard(Protocol):
 
     def answered(self, job: Job, answer: Answer) -> None:
         """Take the answer of a job that has ended."""
-        ...
 
     def failed_to_go_on(self, error: Exception) -> None:
         """Take the error because of which the engine cannot continue."""
-        ...
 
 
 @dataclass(eq=False)

@@ -80,12 +80,12 @@ class Exchange:
 
     Attributes:
         session: the worker's lease, heartbeats and calls.
-        puller: pulls versions into the base.
-        transfer: sends the parts of updates.
+        transfer: the connections that parts are sent and pulled over.
         files: the fragment's files at this site.
         local: the fragment at this site: its base, local state and filters; forms updates.
         outlet: in a swarm: serves this worker's updates, and finds versions at other workers.
         shards: gives this rank's shards of the model; None: the model is not sharded.
+        puller: pulls versions into the base.
         base: the file of the version that the worker trains from.
         outbox: the file of the update that was formed last.
         refusals: number of updates of this process that were refused in a row.
@@ -94,7 +94,6 @@ class Exchange:
     """
 
     session: Session
-    puller: Puller
     transfer: HttpTransfer
     files: DiskFiles
     local: LocalFragment
@@ -109,6 +108,7 @@ class Exchange:
         self.site, number = self.session.site, self.local.number
         self.fragment, self._named = number or 0, "" if number is None else f" fragment {number}"
         self.base, self.outbox = self.files.base, self.files.outbox
+        self.puller = Puller(self.session, self.transfer, self.files, self.local.layouts.downlink, number, self.outlet)
 
     # -- what comes next
 

@@ -20,7 +20,6 @@ from atoll.transport.part_transfer import HttpTransfer
 from atoll.worker.exchange.base_and_outbox import DiskFiles, folder_of, locked, remove_earlier
 from atoll.worker.exchange.encode_update import Layouts, LocalFragment, Losses
 from atoll.worker.exchange.exchange import Exchange, Outlet
-from atoll.worker.exchange.pull_version import Puller
 from atoll.worker.session.channel import Channel
 from atoll.worker.session.leave_at_exit import last_words
 from atoll.worker.session.ranks import ALONE, RankGroup
@@ -192,8 +191,7 @@ def _open(
     if local.kept is not None:
         local.kept.begin_anew_where_told(session.site)
         session.told_of_state = partial(getattr, local.kept, "told")
-    puller = Puller(session, transfer, files, layouts.downlink, fragment, outlet)
-    return Exchange(session, puller, transfer, files, local, outlet, shards)
+    return Exchange(session, transfer, files, local, outlet, shards)
 
 
 def _open_peer(session: Session, folder: Path) -> tuple[Outlet, Callable[[], None]]:

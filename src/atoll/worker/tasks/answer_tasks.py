@@ -285,8 +285,10 @@ def say_evaluation_follows(connection: Session) -> None:
 
 
 @public_api
-class Answers:
-    """Base class of workers that answer tasks: registers handlers, and calls them. A context manager.
+class TaskWorker:
+    """A worker that answers tasks, created by `atoll.tasks`. Use it as a context manager.
+
+    `atoll.join` creates a `Worker`, which answers tasks in the same way, and takes part in rounds, too.
 
     Args:
         site: the site's name.
@@ -297,7 +299,7 @@ class Answers:
         folder: the folder for models while they are evaluated; by default that of temporary files.
     """
 
-    _joined_by = "atoll.join"  # the call that takes part again after this worker has left
+    _joined_by = "atoll.tasks"  # the call that takes part again after this worker has left
 
     def __init__(
         self,
@@ -557,13 +559,6 @@ def never_came(session: Session, task: Task, why: TransferStalled) -> TransferSt
     )
     LOG.error("%s: %s", session.site, error)
     return error
-
-
-@public_api
-class TaskWorker(Answers):
-    """A worker that answers tasks and trains no rounds, created by `atoll.tasks`. Use it as a context manager."""
-
-    _joined_by = "atoll.tasks"
 
 
 @public_api

@@ -42,7 +42,7 @@ from atoll.worker.exchange.participation import Participation, take_part
 from atoll.worker.log_lines import ALONE, LOG, ensure_lines
 from atoll.worker.session.channel import Channel
 from atoll.worker.session.session import Session
-from atoll.worker.tasks.answer_tasks import Answers, Task
+from atoll.worker.tasks.answer_tasks import Task, TaskWorker
 from atoll.worker.tasks.evaluate_models import local_model
 from atoll.worker.training.round_backends import RoundBackend, ScriptAlone, ServerBackend
 
@@ -287,7 +287,7 @@ class Round:
 
 
 @public_api
-class Worker(Answers):
+class Worker(TaskWorker):
     """One site's participation in a federated run, created by `atoll.join`. Iterate over it to get the rounds.
 
     If handlers are registered, the loop also answers tasks of the run's other workflows, before the first round and
@@ -297,6 +297,8 @@ class Worker(Answers):
         backend: gives the rounds.
         place: the participation in a run at a server, which also sends tasks; None: no server sends tasks.
     """
+
+    _joined_by = "atoll.join"
 
     def __init__(self, backend: RoundBackend, place: Participation | None = None) -> None:
         if place is None:
