@@ -198,19 +198,6 @@ def test_tied_tensors_travel_once_and_arrive_under_both_names() -> None:
     assert untied[2].weight.data_ptr() != untied[0].weight.data_ptr()
 
 
-@pytest.mark.covers("P4", "X3")
-@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
-def test_what_cannot_travel_is_refused_by_name() -> None:
-    for value, words in (
-        (torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8), "qint8"),
-        (torch.ones(2).to_sparse(), "sparse"),
-        (np.array(["text"]), "array of"),
-        (object(), "object"),
-    ):
-        with pytest.raises(UsageError, match=rf"payload\['bad'\] is .*{words}"):
-            atoll.objects.publish({"good": torch.ones(1), "bad": value})
-
-
 @pytest.mark.covers("P14", "X3")
 @pytest.mark.parametrize(
     ("options", "words"),

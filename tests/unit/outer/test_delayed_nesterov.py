@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from atoll import Settings
-from atoll.algorithms.resolve import resolve
 from atoll.outer_optimizers import DelayedNesterov
 
 
@@ -68,6 +67,8 @@ def test_groups_have_their_own_rates():
 
 
 def test_the_first_rounds_of_an_asynchronous_run_that_are_synchronous_are_undelayed() -> None:
+    from atoll.algorithms.resolve import resolve
+
     settings = {"algorithm.name": "diloco", "async.momentum_every": 4}
     late = {"async.enabled": True, "async.sync_rounds_first": 3}
     assert resolve(Settings.build(settings)).outer_options["undelayed"] == 0

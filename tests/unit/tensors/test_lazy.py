@@ -2,17 +2,15 @@
 
 import gc
 import os
-import sys
 import threading
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
 from atoll.errors import BadRequest, UsageError
-from atoll.tensors.lazy_tensors import Handle, LazyState, LazyTensor, release, resolve
+from atoll.tensors.lazy_tensors import Handle, LazyState, release, resolve
 
 TENSORS = {"w": torch.arange(6.0).reshape(2, 3), "b": torch.tensor([1, 2], dtype=torch.int16), "e": torch.empty(0, 2)}
 
@@ -27,39 +25,6 @@ def open_files(path: Path) -> int:
     """Descriptors of this process that name the file, even when it is unlinked."""
     names = (os.path.realpath(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd"))
     return sum(name.removesuffix(" (deleted)") == str(path) for name in names)
-
-
-@pytest.mark.covers("D5", "D15")
-def test_it_is_a_mapping_that_loads_on_access_only(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    state = LazyState.open(path)
-    reads: list[int] = []
-    read = state._handle._read
-    monkeypatch.setattr(state._handle, "_read", lambda at, memory: (reads.append(len(memory)), read(at, memory)))
-    assert set(state) == {"w", "b", "e"}
-    assert len(state) == 3
-    assert "w" in state
-    assert "x" not in state
-    refs = {name: state.ref(name) for name in state}
-    assert (refs["w"].shape, refs["w"].dtype, refs["w"].numel()) == ((2, 3), torch.float32, 6)
-    assert reads == []
-    assert torch.equal(state["w"], TENSORS["w"])
-    assert reads == [24]
-    assert all(torch.equal(tensor, TENSORS[name]) for name, tensor in state.items())
-    with pytest.raises(KeyError):
-        state["x"]
-
-
-@pytest.mark.covers("D5")
-def test_a_lazy_tensor_is_small_and_no_tensor_and_what_it_gives_outlives_the_file(path: Path) -> None:
-    lazy = LazyState.open(path).ref("w")
-    assert not isinstance(lazy, torch.Tensor)
-    assert sys.getsizeof(lazy) <= 100
-    assert not hasattr(lazy, "__dict__")
-    tensor = lazy.resolve()
-    assert tensor.data_ptr() != lazy.resolve().data_ptr()
-    lazy.release()
-    path.unlink()
-    assert torch.equal(tensor, TENSORS["w"])
 
 
 @pytest.mark.covers("D6")
@@ -113,30 +78,6 @@ def test_a_release_waits_for_readers() -> None:
     assert memory == b"xxx"
 
 
-@pytest.mark.covers("D15")
-def test_resolving_a_tree_loads_each_tensor_once(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    state = LazyState.open(path)
-    reads: list[int] = []
-    read = state._handle._read
-    monkeypatch.setattr(state._handle, "_read", lambda at, memory: (reads.append(at), read(at, memory)))
-    given = torch.ones(1)
-    tree: Any = {"model": state, "again": [state.ref("w"), given, ("x", state.ref("b"))]}
-    loaded = resolve(tree)
-    assert len(reads) == 3
-    assert loaded["again"][0] is loaded["model"]["w"]
-    assert loaded["again"][1] is given
-    assert loaded["again"][2][0] == "x"
-    assert torch.equal(loaded["again"][2][1], TENSORS["b"])
-    assert not any(isinstance(value, LazyTensor) for value in loaded["model"].values())
-
-
-def test_lazy_values_are_not_pickled(path: Path) -> None:
-    state = LazyState.open(path)
-    for value in (state, state.ref("w")):
-        with pytest.raises(UsageError, match="pickled"):
-            value.__reduce_ex__(4)  # what a pickler begins with
-
-
 def test_encoded_tensors_are_decoded_when_they_are_loaded(path: Path) -> None:
     """Three bf16 values that stand for fp32: 1.5, −2, 0."""
     from atoll.codecs import Bf16Codec
@@ -155,21 +96,6 @@ def test_encoded_tensors_are_decoded_when_they_are_loaded(path: Path) -> None:
     assert list(state) == ["w", "v"]
     assert torch.equal(state["v"], state["w"])
     assert [run.tolist() for run in state.ref("w").runs(8)] == [[1.5, -2.0], [0.0]]
-
-
-@pytest.mark.covers("T13")
-def test_a_lazy_tensor_is_read_in_runs_of_new_memory(path: Path) -> None:
-    """w has 6 elements of 4 bytes: runs of 9 bytes hold 2, those of 3 bytes 1 all the same."""
-    state = LazyState.open(path)
-    for most_bytes, counts in ((9, [2, 2, 2]), (16, [4, 2]), (3, [1] * 6), (2**20, [6])):
-        runs = list(state.ref("w").runs(most_bytes))
-        assert [run.numel() for run in runs] == counts
-        assert torch.equal(torch.cat(runs), TENSORS["w"].flatten())
-    assert list(state.ref("e").runs()) == []
-    lazy = state.ref("b")
-    release(lazy)
-    with pytest.raises(UsageError, match="released"):
-        next(lazy.runs())
 
 
 def test_a_file_that_is_none_leaves_no_descriptor(tmp_path: Path) -> None:
