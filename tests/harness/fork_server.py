@@ -38,15 +38,20 @@ from types import TracebackType
 from typing import Any
 
 PRELOAD = (
+    "atoll.algorithms.fedavg",
     "atoll.cli.main",
     "atoll.cli.server",
     "atoll.recipes",
     "atoll.server.serve",
     "atoll.simulate.local_processes",
     "atoll.testing.run",
+    "atoll.worker.peer.agent",
     "atoll.worker.training.diloco_loop",
     "atoll.worker.training.federated_loop",
+    "encodings.idna",  # of the first name of a host that is looked up
+    "kit",
     "pytest",
+    "safetensors.torch",
     "torch._dynamo",  # torch.optim imports it when the first optimizer is made
     "torch.distributed.fsdp",
     "torch.distributed.tensor",
@@ -61,7 +66,7 @@ _MOST_BYTES, _MOST_FDS = 2**20, 64
 _FREE_FD = 200
 """Descriptors of the fork server have at least this number: smaller ones belong to the program."""
 _THREADS = "OMP_NUM_THREADS"
-_OF_THE_START = ("PYTHON", "LD_", "LC_", "LANG", "ATEN_", "TORCH_", "KMP_")
+_OF_THE_START = ("PYTHON", "LD_", "LC_", "LANG", "ATEN_", "KMP_")
 """Variables that begin so have an effect only when Python starts or torch is imported …"""
 _LATER = frozenset({"PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE", "PYTHONHASHSEED"})
 """… except these. The processes of a fork server have one seed of hashes, so sets have one order in all of them."""
