@@ -37,7 +37,7 @@ from atoll.worker.session.ranks import RankGroup
 def test_every_rank_is_told(nursery: Nursery, tmp_path: Path, ranks: int, how: dict[str, Any], what: str) -> None:
     with World(nursery, tmp_path, H=2, rounds=1, sites=1) as world:
         for each in world.site("a", ranks=ranks, **how):
-            assert each.wait(60) == 1
+            assert each.wait(60) == UsageError.exit_code
             assert what in " ".join(each.output().split()), each.output()
 
 
@@ -45,7 +45,7 @@ def test_every_rank_is_told(nursery: Nursery, tmp_path: Path, ranks: int, how: d
 def test_hybrid_sharding_is_refused(nursery: Nursery, tmp_path: Path) -> None:
     with World(nursery, tmp_path, H=2, rounds=1, sites=1, **{"model.ranks": 4}) as world:
         for each in world.site("a", ranks=4, sharded="hybrid"):
-            assert each.wait(60) == 1
+            assert each.wait(60) == UsageError.exit_code
             assert "over a mesh of (2, 2) ranks, and 4 ranks are one worker" in each.output()
 
 
