@@ -1,5 +1,6 @@
 """What is seen of a part before it may count, in whatever pieces its bytes arrive."""
 
+import itertools
 import math
 import os
 from collections.abc import Iterator
@@ -100,7 +101,7 @@ def test_the_pieces_in_which_bytes_arrive_change_nothing_and_take_no_memory(monk
 def test_it_takes_no_more_bytes_than_the_part_has(tmp_path):
     world = World(tmp_path)
     part, content = world.update_layout.parts[0], content_of(world)
-    stats, runs = arrive(Inspection(world.update_layout, CODECS), part, content + b"behind", iter([2**30]))
+    stats, runs = arrive(Inspection(world.update_layout, CODECS), part, content + b"behind", itertools.repeat(2**30))
     assert b"".join(runs) == content[: part.nbytes]
     assert stats == stats_of(world.update_layout, content)[0]
 

@@ -103,9 +103,7 @@ class ByteRoutes:
             response.content_length = layout.parts[part].nbytes + routes.DIGEST_BYTES
             await response.prepare(request)
             hasher, loop = blake3(), asyncio.get_running_loop()
-            with Idle(
-                request, self.plan.settings.network.idle_timeout_s, lambda count: self._count_down(request, count)
-            ) as idle:
+            with Idle(request, self.plan.settings.network.idle_timeout_s, self._counter(request)) as idle:
                 while (run := await loop.run_in_executor(self.run.io, next, runs, None)) is not None:
                     if pin.revoked.is_set():  # if the client retries, it gets the error `Gone`
                         break_off(request)
@@ -141,14 +139,19 @@ class ByteRoutes:
             pool=self.run.io,
             idle_timeout_s=self.plan.settings.network.idle_timeout_s,
             revoked=revoked,
-            on_bytes=lambda count: self._count_down(request, count),
+            on_bytes=self._counter(request),
         )
 
-    def _count_down(self, request: web.Request, count: int) -> None:
-        self.run.bytes_down += count
+    def _counter(self, request: web.Request) -> Callable[[int], None]:
+        """Return a function that counts bytes sent, for the server and for the site that asked, if it has a lease."""
         presence = holder_of(request.headers.get(routes.LEASE_HEADER), self.run.roster)
-        if presence is not None:
-            presence.bytes_down += count
+
+        def count(nbytes: int) -> None:
+            self.run.bytes_down += nbytes
+            if presence is not None:
+                presence.bytes_down += nbytes
+
+        return count
 
     # -- objects: published by one process, kept by the server, downloaded by others
 
