@@ -68,8 +68,8 @@ TABLES: dict[str, dict[str, str]] = {
         "delayed_nesterov": "atoll.outer_optimizers.delayed_nesterov:DelayedNesterov",
     },
     "staleness": {
-        "constant": "atoll.reducers.staleness_weight:constant",
-        "inverse_sqrt": "atoll.reducers.staleness_weight:inverse_sqrt",
+        "constant": "atoll.reducers:constant",
+        "inverse_sqrt": "atoll.reducers:inverse_sqrt",
     },
     "workflows": {
         "cross_site_evaluation": "atoll.server.tasks.cross_site_evaluation:cross_site_evaluation",

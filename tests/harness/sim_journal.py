@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, replace
 from atoll.rounds import events
 from atoll.rounds.early_stopping import Measured, Tracking
 from atoll.rounds.leases import Member
+from atoll.rounds.machine import restore
 from atoll.rounds.state import FragmentSnapshot, Rules, Snapshot, State
-from atoll.rounds.state_rows import restore
 from atoll.rounds.transitions import Ticket
 
 

@@ -11,7 +11,7 @@ from fractions import Fraction
 from functools import partial
 from typing import Protocol
 
-from atoll.rounds import events, state_rows, waiting
+from atoll.rounds import events, machine, waiting
 from atoll.rounds.state import Rules, State
 from atoll.server.coordinator.ledger import FACTS, Ledger
 from harness.sim_checks import Checks, MadeUpdate
@@ -193,8 +193,8 @@ class SimServer:
         if self.mutant == "lost expected":
             lost = [replace(f, expected=f.expected and ()) for f in journal.fragments]
             journal = replace(journal, fragments=tuple(lost))
-        restored, undone = state_rows.restore(self.rules, journal, self._clock_s())
-        twice = state_rows.restore(self.rules, snapshot(restored), self._clock_s())
+        restored, undone = machine.restore(self.rules, journal, self._clock_s())
+        twice = machine.restore(self.rules, snapshot(restored), self._clock_s())
         self.checks.require(twice == (restored, ()), "restoring what was restored changes it")
         self._armed_s = None
         self.ledger = self._new_ledger()
@@ -223,7 +223,7 @@ class SimServer:
     def _compare(self) -> None:
         if self.state.ending:  # a restart awaits them until they say it again
             return
-        restored, undone = state_rows.restore(self.rules, self.journal.snapshot(), self._clock_s())
+        restored, undone = machine.restore(self.rules, self.journal.snapshot(), self._clock_s())
         self.checks.require(
             undone == () and snapshot(restored) == snapshot(self.state),
             f"the journal makes {snapshot(restored)} of {snapshot(self.state)}; undone: {undone}",

@@ -25,9 +25,8 @@ from atoll.errors import ConfigError
 from atoll.outer_optimizers import build_outer
 from atoll.outer_optimizers.torch_optimizer import OuterRule
 from atoll.posix import nameless_file
-from atoll.reducers import build_reducers
+from atoll.reducers import StalenessWeight, build_reducers, constant, staleness_weight
 from atoll.reducers.base import Reducer
-from atoll.reducers.staleness_weight import StalenessWeight, constant, staleness_weight
 from atoll.store.store import FileShape, FragmentShapes
 from atoll.tensors.byte_runs import Run, RunTable
 from atoll.tensors.dtypes import torch_dtype

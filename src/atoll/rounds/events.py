@@ -1,6 +1,6 @@
 """Events of a run, and effects: the actions that the round machine requests. Values only.
 
-Effects that are a `Decision` go to the journal, and `state_rows.restore` restores the state from them. They may be
+Effects that are a `Decision` go to the journal, and `machine.restore` restores the state from them. They may be
 written one by one, in order: if a crash comes between two, `restore` completes the rest.
 """
 

@@ -69,7 +69,7 @@ def above_one(s: int) -> float:
 
 
 def test_a_weight_of_staleness_that_is_none_is_refused() -> None:
-    from atoll.reducers.staleness_weight import staleness_weight
+    from atoll.reducers import staleness_weight
 
     weight = staleness_weight(f"{__name__}:above_one")
     with pytest.raises(ConfigError, match=r"gives 2\.0 for 1 versions"):

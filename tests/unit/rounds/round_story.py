@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from harness.sim_journal import SimJournal, initial, snapshot
 
-from atoll.rounds import events, machine, state_rows, waiting
+from atoll.rounds import events, machine, waiting
 from atoll.rounds.state import Rules
 
 
@@ -30,7 +30,7 @@ class Story:
                 self.journal.move_head(fragment, version, value)
         for effect in effects:
             self.journal.apply(effect)
-        restored, undone = state_rows.restore(self.rules, self.journal.snapshot(), self.now_s)
+        restored, undone = machine.restore(self.rules, self.journal.snapshot(), self.now_s)
         assert not undone
         assert snapshot(restored) == snapshot(self.state)
         return effects

@@ -9,7 +9,7 @@ import pytest
 from harness.schedules import Schedule, Violation, explore, simulate
 from round_story import closed
 
-from atoll.rounds import state_rows, waiting
+from atoll.rounds import machine, waiting
 from atoll.rounds.closing_policy import Async
 from atoll.rounds.events import FINISHED, RunFinished, TicketsExpired
 from atoll.rounds.state import Rules
@@ -186,7 +186,7 @@ def test_a_run_ends_at_its_number_of_versions_and_keeps_what_was_acknowledged(st
     assert [effect.tickets for effect in effects if isinstance(effect, TicketsExpired)] == [(tickets["c"],)]
     assert run.withheld("b") == FINISHED
     assert run.journal.tickets[tickets["b"]].state == "accepted"
-    more, undone = state_rows.restore(
+    more, undone = machine.restore(
         Rules(3, policy=Async(), rounds=2), run.journal.snapshot(), run.now_s
     )  # a start with more rounds counts it
     assert closed(undone) == [(tickets["b"],)]
@@ -205,8 +205,8 @@ def restarts_forget_older_tickets(monkeypatch):
         fresh = [t for t in journal.tickets if t.base_version == journal.fragments[t.fragment].head]
         return original(rules, replace(journal, tickets=tuple(fresh)), now_s)
 
-    original = state_rows.restore
-    monkeypatch.setattr(state_rows, "restore", restore)
+    original = machine.restore
+    monkeypatch.setattr(machine, "restore", restore)
 
 
 def stale_updates_are_let_through(monkeypatch):

@@ -5,7 +5,7 @@ import math
 import pytest
 from round_story import Story
 
-from atoll.rounds import state_rows
+from atoll.rounds import machine
 from atoll.rounds.early_stopping import Measured, Progress, Tracking
 from atoll.rounds.events import BestFound, RoundOpened, RunFinished, VersionCommitted
 from atoll.rounds.state import Rules
@@ -96,10 +96,10 @@ def test_a_restart_with_other_settings_judges_the_same_metrics_anew():
     assert run.state.finished
     journal = run.journal.snapshot()
     patient = Rules(sites=1, tracking=Tracking("acc", patience=5))
-    assert not state_rows.restore(patient, journal, 0.0)[0].finished
-    assert state_rows.restore(run.rules, journal, 0.0)[0].finished
+    assert not machine.restore(patient, journal, 0.0)[0].finished
+    assert machine.restore(run.rules, journal, 0.0)[0].finished
     # killed between the commit and the word that the run is finished: the same again, and said now
     run.journal.finished = False
-    state, effects = state_rows.restore(run.rules, run.journal.snapshot(), 0.0)
+    state, effects = machine.restore(run.rules, run.journal.snapshot(), 0.0)
     assert state.finished
     assert effects == (RunFinished(),)

@@ -6,7 +6,7 @@ import pytest
 from harness.sim_journal import initial
 from round_story import Story, closed
 
-from atoll.rounds import events, machine, state_rows, waiting
+from atoll.rounds import events, machine, waiting
 from atoll.rounds.leases import Member
 from atoll.rounds.state import FragmentSnapshot, Rules, Snapshot
 
@@ -190,7 +190,7 @@ def test_may_submit_checks_the_owner_of_the_ticket(story):
 
 def test_a_heartbeat_touches_nothing_but_when_the_worker_was_seen(story):
     run = story(sites=500)
-    state, _ = state_rows.restore(
+    state, _ = machine.restore(
         run.rules,
         Snapshot(
             (FragmentSnapshot(0),),

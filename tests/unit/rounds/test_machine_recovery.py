@@ -8,7 +8,7 @@ import pytest
 from harness.sim_journal import snapshot
 from round_story import Story
 
-from atoll.rounds import events, machine, state_rows, waiting
+from atoll.rounds import events, machine, waiting
 from atoll.rounds.closing_policy import QuorumDeadline
 from atoll.rounds.leases import Member
 from atoll.rounds.state import FragmentSnapshot, Rules, Snapshot
@@ -20,11 +20,11 @@ OPEN = FragmentSnapshot(0, ("a", "b"), started=True)
 
 def restart(run: Story, now_s: float = 0.0) -> tuple[events.Effect, ...]:
     """Stop the server of `run` and start it again from the journal."""
-    run.state, effects = state_rows.restore(run.rules, run.journal.snapshot(), now_s)
+    run.state, effects = machine.restore(run.rules, run.journal.snapshot(), now_s)
     run.now_s = now_s
     for effect in effects:
         run.journal.apply(effect)
-    again, nothing = state_rows.restore(run.rules, run.journal.snapshot(), now_s)
+    again, nothing = machine.restore(run.rules, run.journal.snapshot(), now_s)
     assert nothing == ()
     assert snapshot(again) == snapshot(run.state)
     return effects
@@ -131,25 +131,25 @@ UNDONE = {
 def test_restoring_does_what_a_crash_has_left_undone(case):
     journal, undone = UNDONE[case]
     rules = Rules(sites=2)
-    state, effects = state_rows.restore(rules, journal, 3.0)
+    state, effects = machine.restore(rules, journal, 3.0)
     assert effects == undone
-    assert state_rows.restore(rules, journal, 3.0) == (state, effects)  # killed again before a write: the same
-    assert state_rows.restore(rules, snapshot(state), 3.0) == (state, ())  # and after it: nothing is left
+    assert machine.restore(rules, journal, 3.0) == (state, effects)  # killed again before a write: the same
+    assert machine.restore(rules, snapshot(state), 3.0) == (state, ())  # and after it: nothing is left
 
 
 @pytest.mark.covers("F12")
 def test_the_last_commit_is_in_the_end_of_the_run_is_not():
     rules = Rules(sites=1, rounds=3)
     journal = Snapshot((FragmentSnapshot(3, started=True),), MEMBERS[:1])
-    state, effects = state_rows.restore(rules, journal, 0.0)
+    state, effects = machine.restore(rules, journal, 0.0)
     assert effects == (events.RunFinished(),)
     assert state.finished
-    assert state_rows.restore(rules, replace(journal, finished=True), 0.0) == (state, ())
+    assert machine.restore(rules, replace(journal, finished=True), 0.0) == (state, ())
 
 
 def test_a_finished_run_goes_on_when_it_is_given_more_rounds():
     journal = Snapshot((FragmentSnapshot(3, started=True),), MEMBERS[:1], finished=True)
-    state, effects = state_rows.restore(Rules(sites=1, rounds=5), journal, 0.0)
+    state, effects = machine.restore(Rules(sites=1, rounds=5), journal, 0.0)
     assert effects == (events.RoundOpened(0, 3, ("a",)), events.Woken(0))
     assert not state.finished
 
@@ -157,7 +157,7 @@ def test_a_finished_run_goes_on_when_it_is_given_more_rounds():
 def test_tickets_of_rounds_that_are_over_are_ignored():
     old = (Ticket(1, "a", 0, 0, "counted"), Ticket(2, "b", 0, 0, "expired"))
     journal = Snapshot((FragmentSnapshot(1, ("a", "b")),), MEMBERS, old)
-    state, effects = state_rows.restore(Rules(sites=2), journal, 0.0)
+    state, effects = machine.restore(Rules(sites=2), journal, 0.0)
     assert effects == ()
     state, (issued,) = machine.step(state, events.TicketRequested("a", 1, 0), 0.0)
     assert issued == events.TicketIssued("a", 3, 0, 1, new=True)
@@ -178,7 +178,7 @@ def test_rounds_are_counted_where_numbers_of_versions_were_lost() -> None:
     """Guards against a run of three rounds that ends at version 3, though version 2 was lost and did not count."""
     rules = Rules(sites=1, rounds=3)
     lost = Snapshot((FragmentSnapshot(1, started=True),), (Member("a", 1, alive=True),))
-    state, _ = state_rows.restore(rules, lost, 0.0)
+    state, _ = machine.restore(rules, lost, 0.0)
     for ticket, version, number in ((1, 3, 2), (2, 4, 3)):
         assert (state.rounds[0].phase, state.rounds[0].number) == ("open", number)
         for event in (
@@ -187,7 +187,7 @@ def test_rounds_are_counted_where_numbers_of_versions_were_lost() -> None:
             events.VersionCommitted(0, version),
         ):
             state, effects = machine.step(state, event, 1.0)
-        again = state_rows.restore(rules, snapshot(state), 1.0)[0]
+        again = machine.restore(rules, snapshot(state), 1.0)[0]
         assert (again.rounds[0].done, again.finished) == (number, number == 3)
     assert (state.finished, state.rounds[0].head, state.rounds[0].lost) == (True, 4, 1)
     assert events.RunFinished() in effects

@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 
 from atoll import Settings
-from atoll.rounds import state_rows
+from atoll.rounds import machine
 from atoll.rounds.events import RoundOpened
 from atoll.rounds.sampling import Sampling
 from atoll.rounds.state import Rules
@@ -92,7 +92,7 @@ def test_a_restarted_server_draws_the_same(story) -> None:
     run.submit(*run.expected())
     journal = run.journal
     journal.move_head(0, 1)  # committed, and killed before the next round was opened
-    restored, effects = state_rows.restore(rules, journal.snapshot(), 0.0)
+    restored, effects = machine.restore(rules, journal.snapshot(), 0.0)
     assert RoundOpened(0, 1, tuple(rules.sampling.draw("ab", 0, 1))) in effects
     assert tuple(restored.rounds[0].expected) == tuple(rules.sampling.draw("ab", 0, 1))
 

@@ -11,7 +11,7 @@ import pytest
 from harness import schedules
 from harness.schedules import MUTANTS, Fault, Schedule, Violation, explore, simulate
 
-from atoll.rounds import machine, opening, state_rows
+from atoll.rounds import machine, opening
 from atoll.rounds.events import AggregatorLost, ExpectedChanged
 
 PLAIN = Schedule(workers=3, sites=3, min_sites=2, quorum=0, deadline_s=30, fragments=1)
@@ -66,8 +66,8 @@ def every_restart_opens_the_round_anew(monkeypatch):
     def restored(rules, journal, tickets, now_s):
         return original(rules, replace(journal, expected=None), tickets, now_s)
 
-    original = state_rows._restored
-    monkeypatch.setattr(state_rows, "_restored", restored)
+    original = machine._restored
+    monkeypatch.setattr(machine, "_restored", restored)
 
 
 def the_dead_are_waited_for(monkeypatch):
@@ -79,8 +79,8 @@ def leases_start_again(monkeypatch):
         state, effects = original(rules, journal, now_s)
         return replace(state, next_lease=1), effects
 
-    original = state_rows.restore
-    monkeypatch.setattr(state_rows, "restore", restore)
+    original = machine.restore
+    monkeypatch.setattr(machine, "restore", restore)
 
 
 @pytest.mark.parametrize(

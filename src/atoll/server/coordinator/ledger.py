@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, MutableMapping, Sequence
 
 from atoll.errors import DiskFull, StoreError, passing
-from atoll.rounds import events, machine, state_rows
+from atoll.rounds import events, machine
 from atoll.rounds.early_stopping import Progress
 from atoll.rounds.leases import Member
 from atoll.rounds.state import FragmentSnapshot, Rules, Snapshot, State
@@ -57,7 +57,7 @@ class Ledger:
 
     def restore(self, snapshot: Snapshot) -> None:
         """Set the state from the journal's snapshot, and carry out effects that a crash has interrupted."""
-        self.state, effects = state_rows.restore(self.rules, snapshot, self._clock())
+        self.state, effects = machine.restore(self.rules, snapshot, self._clock())
         self._carry_out(effects)
 
     def apply(self, event: events.Event) -> tuple[events.Effect, ...]:

@@ -10,12 +10,14 @@ import logging
 import os
 import re
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any, TypeVar
 
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 from pydantic import BaseModel, ValidationError
 
 from atoll.errors import AtollError, BadRequest, StoreError, no_more_files, out_of_memory, passing
@@ -25,7 +27,6 @@ from atoll.server.coordinator.build_status import status_of
 from atoll.server.coordinator.coordinator import Coordinator
 from atoll.server.http.auth import Gate
 from atoll.server.http.byte_routes import ByteRoutes
-from atoll.server.http.prometheus import RunMetrics
 from atoll.server.http.receive_parts import PartReceiver
 from atoll.store.journal import journal_failed
 from atoll.store.store import directory_gone
@@ -232,3 +233,31 @@ def _failed(coordinator: Coordinator, request: web.Request, error: Exception) ->
         coordinator.fail(failed)
         return problem("busy", failed.message, "Ask again when it was started again.", 2.0)
     return problem("error", "The server failed; its log says why.")
+
+
+class RunMetrics(Collector):
+    """A Prometheus collector that computes its metrics from the status of a run at each request."""
+
+    def __init__(self, run: Coordinator) -> None:
+        self._run = run
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the metrics of the run."""
+        status = status_of(self._run)
+        yield GaugeMetricFamily("atoll_version", "Version at the head.", value=status.version)
+        yield GaugeMetricFamily(
+            "atoll_awaited_workers",
+            "Workers the round waits for.",
+            value=max(len(fragment.waiting_for) for fragment in status.fragments),
+        )
+        yield GaugeMetricFamily(
+            "atoll_workers", "Workers alive.", value=sum(worker.state == "alive" for worker in status.workers)
+        )
+        yield CounterMetricFamily("atoll_received_bytes", "Bytes of updates received.", value=status.bytes_up)
+        yield CounterMetricFamily("atoll_sent_bytes", "Bytes of versions sent.", value=status.bytes_down)
+        yield CounterMetricFamily("atoll_deaths", "Workers declared dead.", value=status.deaths)
+        yield CounterMetricFamily("atoll_refused", "Updates refused.", value=status.refused)
+        per_worker = GaugeMetricFamily("atoll_worker_step", "Local step of a worker.", labels=["site"])
+        for worker in status.workers:
+            per_worker.add_metric([worker.site], worker.step)
+        yield per_worker
