@@ -14,8 +14,9 @@ corresponds to one byte run of each column. Entries have one of two groups:
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
+from itertools import combinations
 
 from atoll.blobs.model_file import MASTER
 from atoll.errors import ConfigError
@@ -121,7 +122,8 @@ def tail_region(state: Layout) -> Ranges:
 def is_whole(fd: int, version: Layout, digests: Sequence[bytes], *, in_chunks: bool) -> bool:
     """Return whether an outer state file matches its digests. The file's own header tells how it was cut.
 
-    If the outer optimizer steps in chunks and every tensor is a scalar, the header does not tell. Then return True.
+    If the outer optimizer steps in chunks and every tensor is a scalar, the header does not tell. Then the digests have
+    to match one of the ways to cut it.
 
     Args:
         fd: the outer state file.
@@ -132,12 +134,16 @@ def is_whole(fd: int, version: Layout, digests: Sequence[bytes], *, in_chunks: b
     header = read_header(lambda at, count: os.pread(fd, count, at), os.fstat(fd).st_size, "the outer state")
     shapes = {segment.spec.name: segment.spec.shape for segment in version.segments}
     split = [(spec.name.rpartition("."), spec) for spec, _ in header.tensors]
-    if in_chunks and not any(shapes.get(name) for (name, _, _), _ in split):
-        return True  # if all tensors are scalars, the header does not show the groups
+    keys = {key for (_, _, key), _ in split}
     cut = {key for (name, _, key), spec in split if in_chunks and shapes.get(name) and spec.shape == shapes[name]}
-    specs = [replace(spec, group=RUNS if key in cut else WHOLES) for (_, _, key), spec in split]
-    layout = file_layout(specs, os.pread(fd, header.nbytes, 0))
-    regions = state_regions(version, layout)
-    return len(regions) == len(digests) and all(
-        region_digest(fd, region) == digest for region, digest in zip(regions, digests, strict=True)
-    )
+    are_scalars = in_chunks and not any(shapes.get(name) for (name, _, _), _ in split)
+    ways = [set(some) for n in range(len(keys) + 1) for some in combinations(keys, n)] if are_scalars else [cut]
+
+    def matches(cut: Set[str]) -> bool:
+        specs = [replace(spec, group=RUNS if key in cut else WHOLES) for (_, _, key), spec in split]
+        regions = state_regions(version, file_layout(specs, os.pread(fd, header.nbytes, 0)))
+        return len(regions) == len(digests) and all(
+            region_digest(fd, region) == digest for region, digest in zip(regions, digests, strict=True)
+        )
+
+    return any(map(matches, ways))

@@ -338,7 +338,7 @@ class Tickets:
         """Open a round of a swarm again, because the worker that collected its accepted updates was lost.
 
         The accepted ones among `tickets` become open. If the round is frozen, it becomes open. A repeated call changes
-        no ticket and no round.
+        nothing, and leaves no entry in the audit log.
         """
         with self._journal.transaction():
             rows = [row for row in map(self.get, tickets) if row.state == "accepted"]
@@ -349,15 +349,16 @@ class Tickets:
             )
             self._journal.count("bytes", -sum(row.bytes for row in rows))
             self._journal.after_commit(lambda: self._drop_spools(rows, "open", "it is collected again"))
-            self._journal.execute(
+            thawed = self._journal.execute(
                 "UPDATE rounds SET state = 'open', tickets = '[]' WHERE fragment = ? AND base_version = ? "
                 "AND state = 'frozen'",
                 fragment,
                 base_version,
             )
-            self._audit.append(
-                "reopened", fragment=fragment, base_version=base_version, tickets=list(tickets), reason=reason
-            )
+            if rows or thawed:
+                self._audit.append(
+                    "reopened", fragment=fragment, base_version=base_version, tickets=list(tickets), reason=reason
+                )
 
     def _end_open(self, tickets: Sequence[int], state: TicketState, reason: str) -> None:
         with self._journal.transaction():

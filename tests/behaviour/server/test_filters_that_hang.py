@@ -235,5 +235,30 @@ def test_a_turn_that_comes_to_nothing_is_given_back(go: threading.Event, monkeyp
     assert asyncio.run(main()) == "b"
 
 
+@pytest.mark.covers("T8")
+def test_filters_that_hang_give_their_places_to_other_sites(
+    go: threading.Event, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from atoll.server.tasks import user_code
+
+    monkeypatch.setattr(user_code, "AT_ONCE", 2)
+    monkeypatch.setattr(user_code, "SAY_S", 0.05)
+
+    async def main() -> tuple[str, set[bool]]:
+        beside = user_code.UserThreads()
+        hanging = [
+            asyncio.ensure_future(beside.run(lambda: go.wait(60), f"The filter of {each}", each)) for each in "ab"
+        ]
+        await asyncio.sleep(0)  # they have the places
+        async with asyncio.timeout(30):
+            found = await beside.run(lambda: "c", "It", "c")
+        go.set()
+        return found, set(await asyncio.gather(*hanging))
+
+    assert asyncio.run(main()) == ("c", {True})
+    for site in "ab":
+        assert f"The filter of {site}: not done after" in caplog.text
+
+
 def none_left(thread: threading.Thread) -> None:
     raise RuntimeError("can't start new thread")

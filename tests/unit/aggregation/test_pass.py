@@ -10,15 +10,17 @@ from itertools import pairwise
 import pytest
 import torch
 from blake3 import blake3
-from pass_world import REDUCERS, Reference, World, values
+from pass_world import OPENED, REDUCERS, Reference, World, values
 from safetensors import safe_open
 
 from atoll.aggregation.make_version import NextFiles
-from atoll.aggregation.outer_state import state_regions, version_regions
+from atoll.aggregation.outer_state import is_whole, state_layout, state_regions, version_regions
 from atoll.errors import StateCorrupt, UsageError
+from atoll.outer_optimizers import build_outer
 from atoll.reducers import Median
+from atoll.store.file_slots import region_digest
 from atoll.tensors.chunks import Scratch
-from atoll.tensors.layout import TILE
+from atoll.tensors.layout import TILE, version_layout
 from atoll.tensors.schema import Schema, TensorSpec
 
 OUTER = [
@@ -284,3 +286,19 @@ def test_a_pass_gives_its_memory_back_without_the_collector(tmp_path, threads):
     finally:
         gc.enable()
     assert after == before
+
+
+@pytest.mark.parametrize("shape", [(), (3,)])
+def test_outer_state_with_a_changed_byte_is_not_whole(shape: tuple[int, ...]) -> None:
+    """Of scalars alone, the file does not tell which entries are cut with the version's parts."""
+    specs = [TensorSpec("a", "BF16", shape), TensorSpec("b", "BF16", shape)]
+    version, made = version_layout(Schema.build(specs)), state_layout(specs, build_outer("adam", {"lr": 0.1}))
+    assert made is not None
+    header, layout = made
+    fd = os.memfd_create("state")
+    OPENED.append(fd)
+    os.pwrite(fd, header.ljust(layout.nbytes, b"\1"), 0)
+    digests = [region_digest(fd, region) for region in state_regions(version, layout)]
+    assert is_whole(fd, version, digests, in_chunks=True)
+    os.pwrite(fd, b"\2", layout.nbytes - 1)
+    assert not is_whole(fd, version, digests, in_chunks=True)

@@ -388,5 +388,7 @@ def test_another_update_may_come_under_a_ticket_that_is_open_again(store: Store)
 @pytest.mark.covers("P10")
 def test_the_same_again_and_what_has_counted_change_nothing(store: Store) -> None:
     tickets = play_round(store, 0)
+    entries = audited(store)
     store.tickets.reopen(0, 0, tickets, "it has gone")
+    assert audited(store) == entries
     assert [store.tickets.get(ticket).state for ticket in tickets] == ["counted", "counted"]

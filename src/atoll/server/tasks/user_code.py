@@ -1,7 +1,8 @@
 """The user's code at the server: functions and `@id` components of the run file, and threads that run user code.
 
 At its end, the interpreter waits for the threads of a pool, so a hanging filter would block the end of the server.
-Therefore user code runs in daemon threads, a few at a time. The log names calls that take long.
+Therefore user code runs in daemon threads, a few at a time. The log names calls that take long. Such a call gives its
+place to the next, so that hanging filters of some sites do not hold up all others.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ Function = Callable[[Any], Any]
 """A workflow's function: it takes a `Controller`."""
 
 SAY_S = 30.0
-"""Time after which the log names a call that is not done."""
+"""Time after which the log names a call that is not done, and the next call gets its place."""
 AT_ONCE = 8
-"""Maximum number of calls at a time; each holds some ranges of tensor elements in memory."""
+"""Maximum number of calls in their first `SAY_S`; each holds some ranges of tensor elements in memory."""
 LAZY = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
 """Tests for functions that run no code when called: coroutine functions and generators."""
 
@@ -97,11 +98,15 @@ class UserThreads:
         try:
             async with self._room:
                 result = self._begin(call, what, lock)
-                async with asyncio.timeout(timeout_s):
-                    return await result
+                async with asyncio.timeout(timeout_s) as limit:
+                    await asyncio.wait([result], timeout=SAY_S)
+            async with asyncio.timeout_at(limit.when()):
+                return await result
         finally:
             if result is None:  # no thread was started that would release the lock
                 lock.release()
+            else:
+                result.cancel()  # if the caller is cancelled, nothing else reads the result
 
     def _begin(self, call: Callable[[], T], what: str, lock: asyncio.Lock) -> asyncio.Future[T]:
         """Start the thread that runs `call`; at its end, the lock is released."""
