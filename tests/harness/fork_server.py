@@ -105,6 +105,7 @@ class _Here:
     channel: socket.socket | None = None
     owner = 0
     lock = threading.Lock()
+    asked = 0
     fresh = 0
     environment: Mapping[str, str] = {}
     path: Sequence[str] = ()
@@ -220,11 +221,15 @@ def _ask(channel: socket.socket, request: Mapping[str, Any], given: Mapping[str,
     fds = [number if fd == -1 else fd for number, fd in enumerate(wanted)] + sorted(given["pass_fds"])
     with open(os.devnull, "rb") as null:
         fds = [fd if _is_open(fd) else null.fileno() for fd in fds]
-        data = json.dumps({**request, "fds": [0, 1, 2, *sorted(given["pass_fds"])]}).encode()
+        _Here.asked += 1
+        data = json.dumps({**request, "number": _Here.asked, "fds": [0, 1, 2, *sorted(given["pass_fds"])]}).encode()
         _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1)
         try:
             socket.send_fds(channel, [data], fds)
-            return int(channel.recv(64) or b"0")
+            while answer := channel.recv(64).split():
+                if int(answer[0]) == _Here.asked:  # else one that Ctrl-C has kept an earlier call from reading
+                    return int(answer[1])
+            return 0
         except OSError:
             return 0
         finally:
@@ -276,36 +281,36 @@ def _serve(channel: socket.socket) -> None:
         data, fds, _, _ = socket.recv_fds(channel, _MOST_BYTES, _MOST_FDS)
         if not data:
             os._exit(0)
+        request = json.loads(data)
         told, tell = os.pipe()
         between = os.fork()
         if not between:
             between = os.getpid()
-            pid = os.fork()
-            if pid:
-                os.write(tell, str(pid).encode())
+            if os.fork():
                 os._exit(0)
             os.close(told)
-            os.close(tell)
             channel.close()
-            _become(json.loads(data), fds, between)
+            _become(request, fds, between, _moved(tell))
         for fd in (*fds, tell):
             os.close(fd)
         os.waitpid(between, 0)
-        answer = os.read(told, 64)
+        answer = os.read(told, 64)  # its pid, once it is what was asked for: signals and its group may be used then
         os.close(told)
-        channel.send(answer)
+        channel.send(b"%d %s" % (request["number"], answer or b"0"))
 
 
-def _become(request: dict[str, Any], fds: list[int], between: int) -> None:
-    """Turn this fork into the process that was asked for, and end with it. Never returns."""
+def _become(request: dict[str, Any], fds: list[int], between: int, tell: int) -> None:
+    """Turn this fork into the process that was asked for, tell its pid, and end with it. Never returns."""
     while os.getppid() == between:  # until the process that asked has adopted this one
         time.sleep(0.0002)
     if request["session"]:
         os.setsid()
     elif request["group"] not in (None, -1):
         os.setpgid(0, request["group"])
-    _fork_own_server(fds)
+    _fork_own_server([*fds, tell])
     _take(request, fds)
+    os.write(tell, str(os.getpid()).encode())
+    os.close(tell)
     code = _code_of(functools.partial(_run, request["program"]))
     with contextlib.suppress(BaseException):
         threading._shutdown()  # type: ignore[attr-defined]

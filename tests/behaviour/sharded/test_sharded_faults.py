@@ -54,7 +54,7 @@ def test_a_rank_is_killed(nursery: Nursery, tmp_path: Path, rank: int) -> None:
         ranks = world.site("a", failpoints=(points[0], points[1]))
         assert ranks[rank].wait(60) == -signal.SIGKILL
         assert ranks[1 - rank].wait(60) == RunFailed.exit_code
-        assert "atoll: Another rank of this worker has ended" in ranks[1 - rank].output()
+        assert "Another rank of this worker has ended" in ranks[1 - rank].output()
         world.ended(world.site("a"))
     assert counted(tmp_path) == [("a", version, 1) for version in range(3)]
 
