@@ -14,10 +14,10 @@ import os
 import random
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from types import TracebackType
 
@@ -139,14 +139,14 @@ class SimulatedSite:
         self.site, self.schema, self._inspection = job.site, shared.schema, shared.inspection
         self.counters, self.stats = Counters(), tuple[PartStats, ...]()
         self.update: messages.Complete | None = None
-        self._outcomes = {outcome.ticket: outcome for outcome in job.outcomes}
         self._has_begun = self._has_pulled = False
         base = TensorFile(_path(f"version {job.ticket.base_version}"), Descriptor(base_fd), layouts.version.nbytes)
         base.layout = layouts.version
         self._opened = ExitStack()
         self._opened.callback(base.close)
         shared.losses.site = job.site
-        self.local = LocalFragment(job.site, shared.info, layouts, base, self._outcome_of, shared.losses, shared.rule)
+        outcome_of = partial(_outcome_among, {outcome.ticket: outcome for outcome in job.outcomes})
+        self.local = LocalFragment(job.site, shared.info, layouts, base, outcome_of, shared.losses, shared.rule)
         self.global_state, self.own_state = self.local.global_state, self.local.own_state
         try:
             self._open_state(folder, job.counts)
@@ -165,12 +165,6 @@ class SimulatedSite:
                 local.kept.require_kept()
             local.kept.begin_at_zero()
         local.state.settle()
-
-    def _outcome_of(self, ticket: int) -> messages.Outcome:
-        """Return the outcome of a ticket, as it came with the job; "expired" for a ticket without one."""
-        return self._outcomes.get(ticket) or messages.Outcome(
-            ticket=ticket, state="expired", base_version=0, reason="the run does not know it"
-        )
 
     def close(self) -> None:
         """Close all files. Idempotent."""
@@ -221,6 +215,13 @@ class SimulatedSite:
 
     def leave(self, error: BaseException | None) -> None:
         """Do nothing: the site stays in the run for its next round."""
+
+
+def _outcome_among(outcomes: Mapping[int, messages.Outcome], ticket: int) -> messages.Outcome:
+    """Return the outcome of a ticket, as it came with the job; "expired" for a ticket without one."""
+    return outcomes.get(ticket) or messages.Outcome(
+        ticket=ticket, state="expired", base_version=0, reason="the run does not know it"
+    )
 
 
 class Station:
