@@ -54,14 +54,6 @@ def push(place: Participation, *indices: int) -> messages.Complete:
     return messages.Complete(digest=note.digest, weight=note.weight, steps=1)
 
 
-def part_body(place: Participation, index: int) -> bytes:
-    """One part of the update and its digest."""
-    outbox = place.exchange.outbox
-    data = bytearray(outbox.layout.parts[index].nbytes)
-    outbox.read_into(outbox.layout.parts[index].start, memoryview(data))
-    return bytes(data) + bytes.fromhex(note_of(place).part_digests[index])
-
-
 def put_part(
     port: int, lease: str, ticket: int, part: int, nbytes: int, sent: bytes = b"", **headers: object
 ) -> socket.socket:

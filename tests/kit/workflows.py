@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from harness.processes import Nursery
 
 import atoll
 from atoll.testing.run import Threads
@@ -73,6 +74,20 @@ def play(
         answering.join()
     assert files_of_objects(folder) == []
     return came[0]
+
+
+def play_as_processes(
+    nursery: Nursery, script: Path, folder: Path, main: Callable[[Any], None], names: Iterable[str], **settings: Any
+) -> Any:
+    """Run a workflow to its end with a script for each of these sites; the status at the end. Nothing of it is left."""
+    with workflow_server(folder, main, **settings) as server:
+        workers = [nursery.start(str(script), server.url, name, cwd=folder) for name in names]
+        assert server.wait(60)
+        server.run()
+        status = server.status()
+    assert [worker.wait() for worker in workers] == [0] * len(workers)
+    assert kept_objects(folder) == []
+    return status
 
 
 def kept_objects(folder: Path) -> list[str]:

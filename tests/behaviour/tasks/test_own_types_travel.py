@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from harness.processes import Nursery
-from kit.workflows import workflow_server
+from kit.workflows import play_as_processes
 
 import atoll
 from atoll.errors import BadRequest, UsageError
@@ -29,12 +29,7 @@ def play(
     nursery: Nursery, folder: Path, main: Callable[[Any], None], stream_tasks: tuple[str, ...] = ("echo",)
 ) -> None:
     """Run a workflow with the site a; nothing of it is left."""
-    with workflow_server(folder, main, **{"workflow.streamed_tasks": stream_tasks}) as server:
-        worker = nursery.start(str(SCRIPT), server.url, "a", cwd=folder)
-        assert server.wait(60)
-        server.run()
-    assert worker.wait() == 0
-    assert list((folder / "state" / "objects").glob("*")) == []
+    play_as_processes(nursery, SCRIPT, folder, main, "a", **{"workflow.streamed_tasks": stream_tasks})
 
 
 def file_of(folder: Path, nbytes: int) -> Any:

@@ -14,7 +14,7 @@ from harness.processes import Nursery, Process, free_port, wait_until
 from kit.client import Client
 from kit.servers import plain_server
 from kit.wire import WireSite
-from kit.workflows import AnsweringSites, files_of_objects, kept_objects, plain, workflow_server
+from kit.workflows import AnsweringSites, files_of_objects, kept_objects, plain, play_as_processes, workflow_server
 
 import atoll
 from atoll import TensorRef
@@ -75,11 +75,7 @@ def test_a_handler_that_raises_is_a_result_that_names_it_and_the_others_go_on(nu
         except RunFailed as error:
             came["refused"] = str(error)
 
-    with workflow_server(tmp_path, main) as server:
-        workers = [site(nursery, tmp_path, server, name) for name in "ab"]
-        assert server.wait(60)
-        server.run()
-    assert [worker.wait() for worker in workers] == [0, 0]
+    play_as_processes(nursery, SCRIPT, tmp_path, main, "ab")
     good, bad = came["validated"]
     assert good.ok
     assert good.payload == {"accuracy": 6.0}
@@ -91,7 +87,6 @@ def test_a_handler_that_raises_is_a_result_that_names_it_and_the_others_go_on(nu
         == "there is no handler for task 'unknown', only for echo, hang, submit_model, train, train_from, validate"
     )
     assert "got 1 of 2 answers: b failed: ValueError: no data here" in came["refused"]
-    assert kept_objects(tmp_path) == []
 
 
 @pytest.mark.covers("T14", "T7")
@@ -188,16 +183,11 @@ def test_a_reference_in_a_payload_is_followed_where_it_is_used_alone(nursery: Nu
         ref = controller.send("a", "submit_model", {"elements": elements}, timeout_s=30).payload["ref"]
         came.update(controller.send("b", "train_from", {"ref": ref}, timeout_s=30).payload, same=ref)
 
-    with workflow_server(tmp_path, main) as server:
-        workers = [site(nursery, tmp_path, server, name) for name in "ab"]
-        assert server.wait(60)
-        server.run()
-        status = server.status()
-    assert [worker.wait() for worker in workers] == [0, 0]
+    status = play_as_processes(nursery, SCRIPT, tmp_path, main, "ab")
     assert (came["kind"], came["ref"]) == ("TensorRef", came["same"])
-    assert came["ref"].port != server.port
+    assert came["ref"].port != int(status.address.rpartition(":")[2])
     assert came["sum"] == elements
-    assert came["objects"] == kept_objects(tmp_path) == []
+    assert came["objects"] == []
     assert (status.bytes_up, status.bytes_down) == (0, 0)
 
 
