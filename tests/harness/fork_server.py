@@ -61,6 +61,7 @@ PRELOAD = (
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _MADV_COLLAPSE, _HUGE = 25, 2**21
 _LIBC = ctypes.CDLL(None)
+_prctl: Callable[..., int] = getattr(_LIBC, "prctl", lambda *_: 0)  # Linux alone has it
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _MOST_BYTES, _MOST_FDS = 2**20, 64
 _FREE_FD = 200
@@ -80,13 +81,13 @@ def end_with_test() -> None:
 
     A shell without job control makes what it starts in the background ignore SIGINT, with all descendants.
     """
-    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 _KNOWN_PREEXEC: dict[str, Callable[[], object] | None] = {
     "none": None,
-    "end_with_parent": functools.partial(_LIBC.prctl, _PR_SET_PDEATHSIG, signal.SIGTERM),
+    "end_with_parent": functools.partial(_prctl, _PR_SET_PDEATHSIG, signal.SIGTERM),
     "end_with_test": end_with_test,
 }
 
@@ -112,9 +113,10 @@ class _Here:
 
 
 def install(preload: Sequence[str] = PRELOAD) -> None:
-    """Let `subprocess.Popen` fork Python processes from now on. The first one waits for the imports."""
+    """Let `subprocess.Popen` fork Python processes from now on, on Linux. The first one waits for the imports."""
     _Here.preload = _Here.preload or preload
-    subprocess.Popen._execute_child = _execute_child  # type: ignore[attr-defined]
+    if sys.platform == "linux":
+        subprocess.Popen._execute_child = _execute_child  # type: ignore[attr-defined]
 
 
 @contextmanager
@@ -223,7 +225,7 @@ def _ask(channel: socket.socket, request: Mapping[str, Any], given: Mapping[str,
         fds = [fd if _is_open(fd) else null.fileno() for fd in fds]
         _Here.asked += 1
         data = json.dumps({**request, "number": _Here.asked, "fds": [0, 1, 2, *sorted(given["pass_fds"])]}).encode()
-        _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1)
+        _prctl(_PR_SET_CHILD_SUBREAPER, 1)
         try:
             socket.send_fds(channel, [data], fds)
             while answer := channel.recv(64).split():
@@ -233,7 +235,7 @@ def _ask(channel: socket.socket, request: Mapping[str, Any], given: Mapping[str,
         except OSError:
             return 0
         finally:
-            _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 0)
+            _prctl(_PR_SET_CHILD_SUBREAPER, 0)
 
 
 def _is_open(fd: int) -> bool:
@@ -274,7 +276,7 @@ def _gather_in_huge_pages() -> None:
 
 def _serve(channel: socket.socket) -> None:
     """Fork a process for each request, until the other end closes. Never returns."""
-    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     for number in _SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     while True:
@@ -355,7 +357,7 @@ def _take(request: dict[str, Any], fds: list[int]) -> None:
     for number in _SIGNALS:
         usual = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
         signal.signal(number, signal.SIG_IGN if number in request["ignored"] else usual)
-    _LIBC.prctl(_PR_SET_PDEATHSIG, 0)
+    _prctl(_PR_SET_PDEATHSIG, 0)
     preexec = _KNOWN_PREEXEC[request["preexec"]]
     if preexec is not None:
         preexec()
