@@ -67,7 +67,7 @@ _MOST_BYTES, _MOST_FDS = 2**20, 64
 _FREE_FD = 200
 """Descriptors of the fork server have at least this number: smaller ones belong to the program."""
 _THREADS = "OMP_NUM_THREADS"
-_OF_THE_START = ("PYTHON", "LD_", "LC_", "LANG", "ATEN_", "KMP_")
+_OF_THE_START = ("PYTHON", "LD_", "LC_", "LANG", "ATEN_")
 """Variables that begin so have an effect only when Python starts or torch is imported …"""
 _LATER = frozenset({"PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE", "PYTHONHASHSEED"})
 """… except these. The processes of a fork server have one seed of hashes, so sets have one order in all of them."""
@@ -207,13 +207,14 @@ def _channel() -> socket.socket:
         code = f"from harness.fork_server import begin; begin({theirs.fileno()})"
         with theirs, fresh_processes():
             started = subprocess.Popen(
-                [sys.executable, "-c", code, *_Here.preload],
+                [sys.executable, "-c", code],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=2,
                 env=os.environ | {"OPENBLAS_NUM_THREADS": "1"},  # a process that forks has one thread
             )
         started.returncode = 0  # it ends with this process: not to be waited for
+        mine.send(json.dumps(_Here.preload).encode())  # no arguments: a test may look for a process by its command line
     return _Here.channel
 
 
@@ -250,17 +251,19 @@ def _is_open(fd: int) -> bool:
 
 
 def begin(number: int) -> None:
-    """Be the first fork server: import what is given as arguments, then serve. Never returns."""
-    for module in sys.argv[1:]:
+    """Be the first fork server: import what the other end names, then serve. Never returns."""
+    channel = socket.socket(fileno=_moved(number))
+    _Here.preload = json.loads(channel.recv(_MOST_BYTES))
+    for module in _Here.preload:
         importlib.import_module(module)
-    _Here.preload, _Here.environment, _Here.path = tuple(sys.argv[1:]), {**os.environ}, tuple(sys.path[1:])
+    _Here.environment, _Here.path = {**os.environ}, tuple(sys.path[1:])
     torch: Any = sys.modules.get("torch")
     if torch is not None:
         torch.nn.functional.linear(torch.ones(2, 2), torch.ones(2, 2))  # the first one costs 20 ms
     gc.collect()
     gc.freeze()  # or each process would copy all objects when it collects garbage
     _gather_in_huge_pages()
-    _serve(socket.socket(fileno=_moved(number)))
+    _serve(channel)
 
 
 def _gather_in_huge_pages() -> None:

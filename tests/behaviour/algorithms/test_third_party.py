@@ -222,7 +222,8 @@ def test_refuses_a_run_at_a_site_that_does_not_have_it(tmp_path: Path, nursery: 
     with serve(tmp_path, model(), **settings()) as server:
         script = tmp_path / "site.py"
         script.write_text(f"import atoll\natoll.join({server.url!r}, site='a', folder='sites')\n")
-        process = nursery.start(str(script), cwd=tmp_path)  # which has imported what it needs without the package
+        without = os.environ["PYTHONPATH"].partition(os.pathsep)[2]
+        process = nursery.start(str(script), cwd=tmp_path, env={"PYTHONPATH": without})
         assert process.wait(60) != 0
         said = process.output()
         assert "algorithm 'feddyn_local' corrects local training, and this site does not have it" in said

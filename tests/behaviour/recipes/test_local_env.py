@@ -190,6 +190,7 @@ def test_a_server_that_fails_in_the_middle_says_why(tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.covers("P11")
+@pytest.mark.usefixtures("fresh_processes")  # the site knows the server by its command line
 def test_a_server_that_is_stopped_in_the_middle_is_no_finished_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
