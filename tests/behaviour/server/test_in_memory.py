@@ -11,6 +11,7 @@ import pytest
 import torch
 from harness.process_figures import memory_files_bytes
 from harness.processes import wait_until
+from kit import ask_journal
 from kit.servers import plain_server
 from kit.sites import clients, finish, play_round
 from torch import Tensor
@@ -47,9 +48,8 @@ def play(server: atoll.Server, folder: Path) -> tuple[str, list[str]]:
     sites = clients(server, folder)
     for number in (1, 2, 3):
         play_round(sites, number, train, {"b": 2.0})
-    run = server._require_run()
-    wait_until(lambda: run.state.finished, "the last commit")
-    digests = [row.digest for row in run.store.run_log.history(None)]
+    wait_until(lambda: server.finished, "the last commit")
+    digests = [digest for (digest,) in ask_journal(folder, "SELECT digest FROM history ORDER BY seq")]
     finish(server, sites)
     server.run()
     return hashlib.sha256((server.exports / "model.safetensors").read_bytes()).hexdigest(), digests
