@@ -92,11 +92,11 @@ FORBIDDEN_PAIRS = [
 """Path → module that it never imports, although LAYERS would let it."""
 
 LINES: dict[str, int] = {
-    ".": 940,
-    "aggregation": 1_170,
+    ".": 1_010,
+    "aggregation": 1_130,
     "algorithms": 820,
     "blobs": 450,
-    "cli": 1_620,
+    "cli": 1_630,
     "cli/templates": 80,
     "codecs": 450,
     "config": 1_100,

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import os
 import sqlite3
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from atoll.cli.state_directory import journal_of, no_run, open_journal, require_unchanged
-from atoll.errors import Gone, PartCorrupt, ServerUnreachable, StateCorrupt, UsageError
+from atoll.cli.state_directory import no_run, open_journal, require_unchanged, stored_status
+from atoll.errors import BadRequest, Gone, PartCorrupt, ServerUnreachable, StateCorrupt, UsageError
 from atoll.posix import nameless_file, replace_file, write_at
 
 if TYPE_CHECKING:
     from atoll.protocol.messages import Manifest, RunInfo
+    from atoll.protocol.status_messages import BestStatus
     from atoll.store.journal_tables import VersionRow
     from atoll.tensors.layout import Layout
     from atoll.tensors.schema import Schema
@@ -90,7 +90,6 @@ def from_directory(state_dir: Path, out: Path, version: int | None = None) -> in
         Gone: the version or its fp32 masters were deleted, or the versions are in memory or at the sites of a swarm.
         StateCorrupt: the journal or the file of the version is damaged.
     """
-    journal_of(state_dir)
     from atoll.store.journal_tables import RUNS
     from atoll.tensors.fragments import split_of
 
@@ -125,7 +124,7 @@ def from_directory(state_dir: Path, out: Path, version: int | None = None) -> in
             _stored(state_dir / "slots", row, schema, settings, stack)
             for row, schema in zip(rows, split.schemas, strict=True)
         ]
-        _write(sources, out, split.schema, _nothing_if_kept(state_dir, rows))
+        _write(sources, out, split.schema, lambda: _require_kept(state_dir, rows))
     return min(row.version for row in rows)
 
 
@@ -135,8 +134,8 @@ def _kept(db: sqlite3.Connection) -> list[VersionRow]:
     return [VERSIONS.read(row) for row in db.execute(f"{VERSIONS.select} ORDER BY fragment")]
 
 
-def _nothing_if_kept(state_dir: Path, rows: Sequence[VersionRow]) -> Iterator[bytes]:
-    """Check that the server still keeps these versions, then yield an empty piece for the end of the exported file.
+def _require_kept(state_dir: Path, rows: Sequence[VersionRow]) -> None:
+    """Check that the server still keeps these versions.
 
     A running server deletes the row of a version before it overwrites the version's file. So if all rows are still in
     the journal, what was read from the files is intact.
@@ -148,7 +147,6 @@ def _nothing_if_kept(state_dir: Path, rows: Sequence[VersionRow]) -> Iterator[by
         kept = set(_kept(db))
     if not kept.issuperset(rows):
         raise Gone("The server went on meanwhile, and does not keep this version any more.", "Export again.")
-    yield b""
 
 
 def _stored(
@@ -160,6 +158,7 @@ def _stored(
         Gone: the fp32 masters of the version were deleted.
         StateCorrupt: a file does not have its digest.
     """
+    from atoll.aggregation.outer_state import is_whole
     from atoll.store.file_slots import STATE, VERSION, region_digest, slot_path
     from atoll.tensors.layout import version_layout
 
@@ -176,25 +175,29 @@ def _stored(
     path = slot_path(folder, STATE, row.fragment, row.state_slot)
     masters = stack.enter_context(path.open("rb")).fileno()
     in_chunks = settings["algorithm.outer_optimizer"]["granularity"] == "chunk"
-    if not _is_whole(masters, layout, row.state_digests, in_chunks):
-        raise _damaged(path)
-    return layout, file, masters
+    with contextlib.suppress(BadRequest):  # the file's header is damaged
+        if is_whole(masters, layout, row.state_digests, in_chunks=in_chunks):
+            return layout, file, masters
+    raise _damaged(path)
 
 
 def best_of_directory(state_dir: Path, out: Path) -> int:
-    """Copy the best version from a state directory, even while its server runs; return the version's number.
+    """Copy the best version from a run's folder of exports, even while its server runs; return the version's number.
 
     Raises:
-        UsageError: the directory has no best version.
+        UsageError: no run was begun in the directory, or there is no file of its best version.
+        StateCorrupt: the journal cannot be read.
     """
     from atoll.server.coordinator.background_writes import BEST_MODEL
 
-    path = state_dir / "exports" / BEST_MODEL
+    best, path = stored_status(state_dir).best, state_dir / "exports" / BEST_MODEL
+    if best is not None and _is_file_of(best):
+        path = Path(best.file)  # in disk.export_dir, where that is set
     if not path.is_file():
         raise UsageError(
             f"There is no {str(path)!r}.",
-            "A run with rounds.best_metric keeps one once the metric was reported; in disk.export_dir, where that is "
-            "set.",
+            "A run with rounds.best_metric keeps one once the metric was reported. Where disk.export_dir is set, it is "
+            "there; while the server runs, --server finds it.",
         )
     number = int(_metadata(path).get("version", -1))
     _copy(path, out)
@@ -219,16 +222,25 @@ def best_of_server(server: str, out: Path) -> int:
         raise UsageError("The run tracks no metric.", "Start it with rounds.best_metric = the name of one.")
     if best.version is None:
         raise Gone(f"No round has reported {best.metric!r} yet.", "Ask again when one has, or export the newest.")
-    if best.file and Path(best.file).is_file():
-        told = _metadata(Path(best.file))  # on this machine another run may have a file of the same name
-        if (told.get("version"), told.get(best.metric)) == (str(best.version), repr(best.value)):
-            _copy(Path(best.file), out)
-            return best.version
+    if _is_file_of(best):
+        _copy(Path(best.file), out)
+        return best.version
     try:
         return from_server(server, out, best.version)
     except Gone as error:
         where = f"Copy {best.file} on the server's machine." if best.file else "Ask again in a moment."
         raise Gone(f"Version {best.version} is the best, but is no longer kept to be pulled.", where) from error
+
+
+def _is_file_of(best: BestStatus) -> bool:
+    """Return whether the file that a status names is on this machine and has the status's version and value.
+
+    Another run may have a file of the same name here.
+    """
+    if not best.file or not Path(best.file).is_file():
+        return False
+    told = _metadata(Path(best.file))
+    return (told.get("version"), told.get(best.metric)) == (str(best.version), repr(best.value))
 
 
 def _metadata(path: Path) -> dict[str, str]:
@@ -247,16 +259,6 @@ def _copy(source: Path, out: Path) -> None:
 def _require_model(schema: Schema, where: str) -> None:
     if schema.is_nothing:
         raise UsageError(f"The run at {where} has no model, only workflows.", "Export from one that trains.")
-
-
-def _is_whole(fd: int, layout: Layout, digests: Sequence[bytes], in_chunks: bool) -> bool:
-    from atoll.aggregation.outer_state import is_whole
-    from atoll.errors import BadRequest
-
-    try:
-        return is_whole(fd, layout, digests, in_chunks=in_chunks)
-    except BadRequest:  # the file's header is damaged
-        return False
 
 
 def _damaged(path: Path) -> StateCorrupt:
@@ -286,7 +288,8 @@ def from_server(server: str, out: Path, version: int | None = None) -> int:
     token = read_token(Path(token_file) if token_file else None)
     http = Http(server, token=token, ca=os.environ.get("ATOLL_TLS_CA"))
     try:
-        for attempt in range(1, ATTEMPTS + 1):
+        attempts = ATTEMPTS if version is None else 1
+        while True:
             heads = [each.version for each in http.get(routes.STATUS, status_messages.Status).fragments]
             if version is not None:
                 heads = [version] * len(heads)
@@ -294,9 +297,9 @@ def from_server(server: str, out: Path, version: int | None = None) -> int:
                 _pull(http, heads, out)
                 return min(heads)
             except Gone:
-                if version is not None or attempt == ATTEMPTS:
+                attempts -= 1
+                if not attempts:
                     raise
-        raise AssertionError("unreachable")
     finally:
         http.close()
 
@@ -327,19 +330,19 @@ def _pull(http: Http, heads: Sequence[int], out: Path) -> None:
             if info.downlink_codec != "none":  # the version is quantised; the server sends its fp32 masters, cast
                 for part in layout.parts:
                     path = routes.MODEL_PART.format(fragment=fragment, version=version, part=part.index)
-                    _File(fd).write(part.start, _checked(parts, path, part.nbytes))
+                    _File(fd, out).write(part.start, _checked(parts, path, part.nbytes))
                 continue
             manifest = http.get(routes.MANIFEST.format(fragment=fragment, version=version), messages.Manifest)
             path = routes.VERSION_DATA.format(fragment=fragment, version=version, digest=manifest.digest)
             digests = [bytes.fromhex(digest) for digest in manifest.part_digests]
             if info.placement == "swarm" and version:
-                _pull_from_workers(manifest, info, http, layout, fd)
+                _pull_from_workers(manifest, info, http, layout, _File(fd, out))
             else:
-                parts.pull(path, digests, layout.parts, [_File(fd)])
+                parts.pull(path, digests, layout.parts, [_File(fd, out)])
         _write(sources, out, split.schema)
 
 
-def _pull_from_workers(manifest: Manifest, info: RunInfo, http: Http, layout: Layout, fd: int) -> None:
+def _pull_from_workers(manifest: Manifest, info: RunInfo, http: Http, layout: Layout, file: _File) -> None:
     """Download a version of a swarm from one of the workers that have the version.
 
     Raises:
@@ -355,7 +358,7 @@ def _pull_from_workers(manifest: Manifest, info: RunInfo, http: Http, layout: La
             with connected(source, info.idle_timeout_s, http.counters) as (ref, parts):
                 path = routes.OBJECT_DATA.format(object=ref.object)
                 digests = [bytes.fromhex(digest) for digest in manifest.part_digests]
-                return parts.pull(path, digests, layout.parts, [_File(fd)])
+                return parts.pull(path, digests, layout.parts, [file])
         except AtollError as error:
             why = error.message
     raise Gone(
@@ -384,7 +387,9 @@ def _checked(parts: HttpTransfer, path: str, nbytes: int) -> memoryview:
     raise PartCorrupt(f"{path} arrived damaged {PART_ATTEMPTS} times.", "Look at the network.")
 
 
-def _write(sources: Sequence[Source], out: Path, schema: Schema, last: Iterable[bytes] = ()) -> None:
+def _write(
+    sources: Sequence[Source], out: Path, schema: Schema, require_intact: Callable[[], None] = lambda: None
+) -> None:
     """Write the tensors of all fragments as one safetensors file, tied tensors under each of their names.
 
     The file `out` appears complete, in one step.
@@ -393,19 +398,29 @@ def _write(sources: Sequence[Source], out: Path, schema: Schema, last: Iterable[
         sources: the files of each fragment.
         out: the file to write.
         schema: the schema of the whole model.
-        last: iterated after the last tensor; if the iteration raises, `out` does not appear.
+        require_intact: called once everything was read; if it raises, `out` does not appear.
     """
     from atoll.blobs.model_file import model_header, model_runs
 
-    header, owners = model_header(schema)
-    replace_file(out, itertools.chain([header], model_runs(owners, sources), last))
+    def content() -> Iterator[bytes | memoryview]:
+        header, owners = model_header(schema)
+        yield header
+        yield from model_runs(owners, sources)
+        require_intact()
+
+    replace_file(out, content())
 
 
 class _File:
-    """A file as the target of a download: writes each piece at its offset."""
+    """A file without a name as the target of a download for `out`: writes each piece at its offset."""
 
-    def __init__(self, fd: int) -> None:
-        self._fd = fd
+    def __init__(self, fd: int, out: Path) -> None:
+        self._fd, self._out = fd, out
 
     def write(self, offset: int, data: memoryview) -> None:
-        write_at(self._fd, data, offset)
+        from atoll.store.file_slots import disk_error
+
+        try:
+            write_at(self._fd, data, offset)
+        except OSError as error:  # a plain OSError would be taken for one of the network
+            raise disk_error(error, self._out) from error

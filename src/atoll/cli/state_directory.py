@@ -15,7 +15,7 @@ from atoll.errors import StateCorrupt, UsageError
 from atoll.protocol import routes, status_messages
 
 HISTORY = 20
-STILL = "as this directory has it; where no server answers, `atoll server` goes on with this run"
+AS_STORED = "as read from this directory; if no server runs, `atoll server` continues the run"
 PHASES = {"open": "open", "frozen": "closing"}
 
 
@@ -125,7 +125,7 @@ def _fragments(db: sqlite3.Connection, *, finished: bool) -> list[status_message
             version=version or 0,
             phase="finished" if finished else PHASES.get(states.get(fragment, ""), "gathering"),
             waiting_for=[],
-            reason="" if finished else STILL,
+            reason="" if finished else AS_STORED,
         )
         for fragment, version in db.execute("SELECT fragment, version FROM heads ORDER BY fragment").fetchall()
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 import sqlite3
@@ -17,7 +18,7 @@ from safetensors import safe_open
 from torch import nn
 
 from atoll import Server
-from atoll.errors import AtollError, Gone, StateCorrupt, UsageError
+from atoll.errors import AtollError, Gone, StateCorrupt, StoreError, UsageError
 
 
 class Tied(nn.Module):
@@ -114,6 +115,18 @@ def test_what_a_server_may_have_rewritten_meanwhile_is_not_written(server, tmp_p
         export.from_directory(tmp_path / "state", tmp_path / "model.safetensors")
     assert not (tmp_path / "model.safetensors").exists()
     assert leftovers(tmp_path) == []
+
+
+def test_a_full_disk_is_named_and_not_taken_for_the_network(server, tmp_path, monkeypatch) -> None:
+    from atoll.cli import export
+
+    def full(*args) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(export, "write_at", full)
+    with pytest.raises(StoreError, match="The disk of .* is full"):
+        export.from_server(server.url, tmp_path / "model.safetensors")
+    assert list(tmp_path.glob("*.safetensors")) == []
 
 
 @pytest.mark.parametrize("name", ["notes.txt", "model.pt", "model"])

@@ -66,7 +66,7 @@ def test_says_that_no_server_answers_after_it_was_stopped(nursery: Nursery, tmp_
     assert code == 0, said
     (fragment,) = json.loads(said)["fragments"]
     assert fragment["phase"] == "gathering"
-    assert "where no server answers, `atoll server` goes on" in fragment["reason"]
+    assert "if no server runs, `atoll server` continues the run" in fragment["reason"]
 
 
 def test_the_directory_has_the_status_of_a_version_where_its_server_is_killed(nursery: Nursery, tmp_path: Path) -> None:

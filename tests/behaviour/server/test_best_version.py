@@ -205,6 +205,15 @@ def test_export_of_the_best(tmp_path: Path, nursery: Nursery) -> None:
         require_refused(UsageError, "tracks no metric", "--server", server.url)
 
 
+def test_exports_the_best_of_a_directory_that_has_its_exports_elsewhere(tmp_path: Path, nursery: Nursery) -> None:
+    out = tmp_path / "best.safetensors"
+    with serve(tmp_path, **{"disk.export_dir": tmp_path / "elsewhere"}) as server:
+        work(server, tmp_path, [{"acc": 0.9}, {"acc": 0.3}])
+        assert saved(server) == 0
+    assert export(nursery, out, "--best", "--dir", str(tmp_path / "state")) == 0
+    assert out.read_bytes() == (tmp_path / "elsewhere" / "best.safetensors").read_bytes()
+
+
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
