@@ -1,10 +1,13 @@
-"""Child processes of a command or a recipe. They are ended when the command or recipe ends."""
+"""Child processes: those of a command or a recipe, which end with it, and those that get messages through a pipe."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import json
+import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -13,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import FrameType, TracebackType
+from typing import Any
 
 GRACE_S = 5.0
 """Time between SIGTERM and SIGKILL, in seconds."""
@@ -50,7 +54,6 @@ class Children:
         *,
         environment: Mapping[str, str],
         log: Path | None = None,
-        piped: bool = False,
     ) -> subprocess.Popen[bytes]:
         """Start a process that runs this Python with `argv`.
 
@@ -58,8 +61,7 @@ class Children:
             name: name of the process in `processes`.
             argv: arguments of the Python interpreter.
             environment: all environment variables of the process.
-            log: file for its standard output and standard error; with `piped`, only for standard error.
-            piped: whether to connect its standard input and output to pipes.
+            log: file for its standard output and standard error.
         """
         file = log.open("wb") if log is not None else None
         try:
@@ -67,9 +69,9 @@ class Children:
                 process = self.processes[name] = subprocess.Popen(
                     [sys.executable, *argv],
                     env=dict(environment),
-                    stdin=subprocess.PIPE if piped else subprocess.DEVNULL,
-                    stdout=subprocess.PIPE if piped else file,
-                    stderr=file if piped else subprocess.STDOUT,
+                    stdin=subprocess.DEVNULL,
+                    stdout=file,
+                    stderr=subprocess.STDOUT,
                     start_new_session=True,
                     preexec_fn=END_WITH_PARENT,
                 )
@@ -99,11 +101,6 @@ class Children:
                 except subprocess.TimeoutExpired:
                     process.kill()
                     process.wait()
-            for process in self.processes.values():
-                for stream in (process.stdin, process.stdout):
-                    if stream is not None:
-                        with contextlib.suppress(OSError):
-                            stream.close()
 
 
 _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
@@ -135,3 +132,121 @@ def _handled_by(handler: Callable[[int, FrameType | None], object] | signal.Hand
     finally:
         for number, earlier in before.items():
             signal.signal(number, earlier)
+
+
+# -- a process that gets messages
+
+
+MOST_BYTES = 2**16
+"""Maximum size of a message in a `ProcessPipe`. A longer message is sent as a memory file."""
+LONG = b"+"
+"""Sent in place of a message that is in a memory file."""
+
+
+class ProcessPipe:
+    """One end of the connection between two processes. A message is JSON, and may carry a file descriptor.
+
+    Any thread may call `send`; only one may call `receive`.
+
+    Args:
+        end: one socket of `pair`. The pipe closes it.
+    """
+
+    def __init__(self, end: socket.socket) -> None:
+        self._socket = end
+
+    @staticmethod
+    def pair() -> tuple[socket.socket, socket.socket]:
+        """Return two connected sockets that preserve message boundaries."""
+        return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+    def send(self, message: dict[str, Any], fd: int | None = None) -> None:
+        """Send a message. The other side gets a duplicate of `fd`; the caller keeps `fd` and closes it.
+
+        Raises:
+            OSError: the other side has closed the connection.
+        """
+        data = json.dumps(message).encode()
+        with contextlib.ExitStack() as stack:
+            fds = [] if fd is None else [fd]
+            if len(data) > MOST_BYTES:
+                text = stack.enter_context(open(os.memfd_create("message", os.MFD_CLOEXEC), "wb", buffering=0))
+                text.write(data)
+                data, fds = LONG, [text.fileno(), *fds]
+            if fds:
+                socket.send_fds(self._socket, [data], fds)
+            else:
+                self._socket.send(data)
+
+    def receive(self) -> tuple[dict[str, Any], int | None]:
+        """Return the next message and its file descriptor, which the caller closes; None if it has no file.
+
+        Raises:
+            EOFError: the other side has closed the connection.
+        """
+        try:
+            data, fds, _, _ = socket.recv_fds(self._socket, MOST_BYTES, 2)
+        except ConnectionError as error:
+            raise EOFError from error
+        if not data:
+            raise EOFError
+        for each in fds:
+            os.set_inheritable(each, False)
+        if data == LONG:
+            with open(fds.pop(0), "rb") as text:
+                text.seek(0)
+                data = text.read()
+        return json.loads(data), fds[0] if fds else None
+
+    def close(self) -> None:
+        """Close the connection. A running `receive`, here or at the other side, raises `EOFError`. Idempotent."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+
+class PipedProcess:
+    """A process that runs `main` of a module with one end of a `ProcessPipe`; this process has the other end, `pipe`.
+
+    What it prints goes to standard error, apart from this process's standard output. Ctrl-C does not reach it.
+
+    Args:
+        module: the module. The process has this process's `sys.path`.
+        numbers: further arguments of `main`, after the descriptor of its end.
+        environment: all environment variables of the process.
+        inherited: file descriptors that the process gets, in addition to its end.
+    """
+
+    def __init__(
+        self, module: str, *numbers: int, environment: Mapping[str, str], inherited: Sequence[int] = ()
+    ) -> None:
+        mine, theirs = ProcessPipe.pair()
+        numbers = theirs.fileno(), *numbers
+        code = f"import sys; sys.path[:] = sys.argv[1:]; from {module} import main; main{numbers}"
+        try:
+            self._popen = subprocess.Popen(
+                [sys.executable, "-c", code, *sys.path],
+                pass_fds=[theirs.fileno(), *inherited],
+                stdin=subprocess.DEVNULL,
+                stdout=2,
+                env=dict(environment),
+                start_new_session=True,
+            )
+        finally:
+            theirs.close()
+        self.pid, self.pipe = self._popen.pid, ProcessPipe(mine)
+
+    def kill(self) -> None:
+        """Kill the process."""
+        self._popen.kill()
+
+    def bury(self) -> int:
+        """Wait until the process has ended, kill the processes that it has forked, and return its exit code.
+
+        Idempotent. The code is negative if a signal ended the process.
+        """
+        with contextlib.suppress(ChildProcessError, ProcessLookupError):  # already waited for, or no fork left
+            os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
+            os.killpg(self.pid, signal.SIGKILL)
+        self.pipe.close()
+        return self._popen.wait()

@@ -1,6 +1,4 @@
-"""The child process that runs a user's aggregator, and the messages between this process and the server.
-
-A message is JSON, and may carry a file descriptor:
+"""The child process that runs a user's aggregator, and its messages to and from the server.
 
     from the server                           to the server
     begin      load the aggregator            ready | bad    loaded | loading failed
@@ -16,9 +14,7 @@ runs. A third thread sends messages, because an update may be dropped at any mom
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import json
 import os
 import queue
 import socket
@@ -41,78 +37,13 @@ from atoll.aggregation.user_aggregator import (
     result_layout,
     write_result,
 )
+from atoll.child_processes import ProcessPipe
 from atoll.codecs.encoded_layout import build_codecs, encoded_layout
 from atoll.errors import AtollError
 from atoll.posix import read_at
 from atoll.tensors.layout import Segment
 from atoll.tensors.lazy_tensors import Handle, LazyState
 from atoll.tensors.schema import BUFFERS, Schema, TensorSpec
-
-MOST_BYTES = 2**16
-"""Maximum size of a message on the socket. A longer message is sent as a memory file."""
-LONG = b"+"
-"""Sent in place of a message that is in a memory file."""
-
-
-class ProcessPipe:
-    """One end of the connection between server and child. Any thread may call `send`; only one may call `receive`.
-
-    Args:
-        end: one socket of `pair`. The pipe closes it.
-    """
-
-    def __init__(self, end: socket.socket) -> None:
-        self._socket = end
-
-    @staticmethod
-    def pair() -> tuple[socket.socket, socket.socket]:
-        """Return two connected sockets that preserve message boundaries."""
-        return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-
-    def send(self, message: dict[str, Any], fd: int | None = None) -> None:
-        """Send a message. The other side gets a duplicate of `fd`; the caller keeps `fd` and closes it.
-
-        Raises:
-            OSError: the other side has closed the connection.
-        """
-        data = json.dumps(message).encode()
-        with contextlib.ExitStack() as stack:
-            fds = [] if fd is None else [fd]
-            if len(data) > MOST_BYTES:
-                text = stack.enter_context(open(os.memfd_create("message", os.MFD_CLOEXEC), "wb", buffering=0))
-                text.write(data)
-                data, fds = LONG, [text.fileno(), *fds]
-            if fds:
-                socket.send_fds(self._socket, [data], fds)
-            else:
-                self._socket.send(data)
-
-    def receive(self) -> tuple[dict[str, Any], int | None]:
-        """Return the next message and its file descriptor, which the caller closes; None if it has no file.
-
-        Raises:
-            EOFError: the other side has closed the connection.
-        """
-        try:
-            data, fds, _, _ = socket.recv_fds(self._socket, MOST_BYTES, 2)
-        except ConnectionError as error:
-            raise EOFError from error
-        if not data:
-            raise EOFError
-        for each in fds:
-            os.set_inheritable(each, False)
-        if data == LONG:
-            with open(fds.pop(0), "rb") as text:
-                text.seek(0)
-                data = text.read()
-        return json.loads(data), fds[0] if fds else None
-
-    def close(self) -> None:
-        """Close the connection. A running `receive`, here or at the other side, raises `EOFError`. Idempotent."""
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
-        self._socket.close()
-
 
 PROGRESS_S = 0.1
 """Minimum seconds between two `progress` messages."""

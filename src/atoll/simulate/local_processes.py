@@ -20,12 +20,11 @@ import os
 import select
 import signal
 import socket
-import subprocess
 import sys
 import threading
 from typing import Any
 
-from atoll.aggregation.aggregator_process import ProcessPipe
+from atoll.child_processes import PipedProcess, ProcessPipe
 from atoll.errors import AtollError, ConfigError, RunFailed
 from atoll.posix import OwnedFile
 from atoll.simulate import engine
@@ -38,13 +37,6 @@ AHEAD = 8
 """Number of jobs that a process gets in advance. With 0, waiting for a job takes longer than training a small model."""
 _MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(16 * 2**20), "MALLOC_TRIM_THRESHOLD_": str(64 * 2**20)}
 """Make malloc keep freed buffers of a few MiB, so that the kernel need not supply their pages again in every round."""
-
-_MAIN = """
-import sys
-sys.path[:] = sys.argv[4:]
-from atoll.simulate.local_processes import main
-main(*map(int, sys.argv[1:4]))
-"""
 
 
 class LocalHost:
@@ -70,29 +62,16 @@ class LocalProcess:
         self._base = ""  # digest of the version that was sent to the process last
         self._numbers, self._put = OwnedFile(), OwnedFile()
         self._numbers.fd, self._put.fd = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-        mine, theirs = ProcessPipe.pair()
         environment = {"PYTHONHASHSEED": "0"} | _MEMORY | dict(os.environ)  # same order of sets in every process
         for name in ("ATOLL_SERVER", "ATOLL_SITE", "ATOLL_DIR", "ATOLL_FAILPOINTS"):  # meant for other processes
             environment.pop(name, None)
-        try:
-            self._popen = subprocess.Popen(
-                [
-                    *(sys.executable, "-c", _MAIN),
-                    *map(str, (theirs.fileno(), self._numbers.fd, os.getpid())),
-                    *sys.path,
-                ],
-                pass_fds=[theirs.fileno(), self._numbers.fd],
-                stdin=subprocess.DEVNULL,
-                stdout=2,  # so that its output does not mix with a summary on standard output
-                env=environment,
-                start_new_session=True,  # Ctrl-C reaches only the simulation, which then kills this process
-            )
-        finally:
-            theirs.close()
-        self.pid = self._popen.pid
-        self._channel = ProcessPipe(mine)
+        numbers = self._numbers.fd
+        self._process = PipedProcess(
+            "atoll.simulate.local_processes", numbers, os.getpid(), environment=environment, inherited=[numbers]
+        )
+        self.pid, self._pipe = self._process.pid, self._process.pipe
         with contextlib.suppress(OSError):  # if the process has ended, `ready` reports that
-            self._channel.send({"what": "begin", "beginning": beginning.model_dump(mode="json")})
+            self._pipe.send({"what": "begin", "beginning": beginning.model_dump(mode="json")})
 
     def ready(self) -> None:
         """Wait until the process has loaded the script.
@@ -111,10 +90,9 @@ class LocalProcess:
         slow = threading.Timer(engine.START_S, end)
         slow.start()
         try:
-            told, _ = self._channel.receive()
+            told, _ = self._pipe.receive()
         except EOFError:
-            self.bury()
-            code = self._popen.returncode
+            code = self._process.bury()
             if late.is_set():
                 raise RunFailed(
                     f"A process of the simulation has not begun within {engine.START_S:g} s, and was ended.",
@@ -139,8 +117,8 @@ class LocalProcess:
         with contextlib.suppress(OSError):
             if self._base != job.ticket.base_digest:
                 self._base = job.ticket.base_digest
-                self._channel.send({"what": "version", "digest": self._base}, job.base.fd)
-            self._channel.send({"what": "train", "job": job.ticket.id, **job.round.to_json()}, job.spool_fd)
+                self._pipe.send({"what": "version", "digest": self._base}, job.base.fd)
+            self._pipe.send({"what": "train", "job": job.ticket.id, **job.round.to_json()}, job.spool_fd)
             os.write(self._put.fd, job.ticket.id.to_bytes(NUMBER_BYTES, "little"))
 
     def take_back(self) -> int | None:
@@ -150,7 +128,7 @@ class LocalProcess:
     def hear(self) -> tuple[int, Answer] | None:
         """Wait for the next answer; return (ticket of the job, answer), or None once the process has ended."""
         try:
-            told, _ = self._channel.receive()
+            told, _ = self._pipe.receive()
         except (EOFError, OSError):
             return None
         del told["what"]
@@ -158,16 +136,11 @@ class LocalProcess:
 
     def kill(self) -> None:
         """Kill the process."""
-        self._popen.kill()
+        self._process.kill()
 
     def bury(self) -> str:
         """Wait until the process has ended, kill its child processes, and return how it ended. Idempotent."""
-        with contextlib.suppress(ChildProcessError):
-            os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.pid, signal.SIGKILL)
-        self._channel.close()
-        code = self._popen.wait()
+        code = self._process.bury()
         return f"ended with signal {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 
 

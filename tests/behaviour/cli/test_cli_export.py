@@ -124,7 +124,7 @@ def test_a_full_disk_is_named_and_not_taken_for_the_network(server, tmp_path, mo
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(export, "write_at", full)
-    with pytest.raises(StoreError, match="The disk of .* is full"):
+    with pytest.raises(StoreError, match=r"The disk of .* is full"):
         export.from_server(server.url, tmp_path / "model.safetensors")
     assert list(tmp_path.glob("*.safetensors")) == []
 

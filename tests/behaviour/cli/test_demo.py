@@ -85,7 +85,7 @@ def test_the_ring_formula(tmp_path, monkeypatch) -> None:
     assert "66.7 MB each, 67 × as much" in ring
 
 
-def test_children_are_ended_also_where_they_ignore_a_request(monkeypatch) -> None:
+def test_children_are_ended_also_where_they_ignore_a_request(tmp_path: Path, monkeypatch) -> None:
     from atoll import child_processes
     from atoll.child_processes import Children
 
@@ -94,9 +94,8 @@ def test_children_are_ended_also_where_they_ignore_a_request(monkeypatch) -> Non
         "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('on', flush=True); time.sleep(60)"
     )
     with Children() as group:
-        process = group.spawn("stubborn", ["-c", stubborn], environment=os.environ, piped=True)
-        assert process.stdout is not None
-        assert process.stdout.readline() == b"on\n"
+        process = group.spawn("stubborn", ["-c", stubborn], environment=os.environ, log=tmp_path / "log")
+        wait_until((tmp_path / "log").read_text, "its first word")
     assert process.returncode == -signal.SIGKILL
 
 

@@ -7,11 +7,7 @@ directory, which is lost when the server ends. A frozen round that was not commi
 
 from __future__ import annotations
 
-import contextlib
 import os
-import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -19,9 +15,9 @@ from concurrent.futures import CancelledError, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from atoll.aggregation.aggregator_process import ProcessPipe
 from atoll.aggregation.plan import Plan
 from atoll.aggregation.user_aggregator import result_layout
+from atoll.child_processes import PipedProcess
 from atoll.errors import AtollError, ConfigError, RunFailed
 from atoll.server.update_filters import Filtering
 from atoll.store.file_slots import Slot, SlotPool, disk_error
@@ -36,13 +32,6 @@ END_S = 5.0
 """Time after which a process that does not end is killed."""
 LOOK_S = 0.2
 """How often to check whether the server is stopping."""
-
-_MAIN = """
-import sys
-sys.path[:] = sys.argv[2:]
-from atoll.aggregation.aggregator_process import main
-main(int(sys.argv[1]))
-"""
 
 
 @dataclass
@@ -69,9 +58,6 @@ class Aggregator:
         RunFailed: the process fails before the aggregator is loaded, or loading takes longer than `START_S`.
     """
 
-    _process: subprocess.Popen[bytes]
-    _channel: ProcessPipe
-
     def __init__(self, plan: Plan, on_failed: Callable[[AtollError], object], filtering: Filtering) -> None:
         self._filtering = filtering
         self._plan, self._settings, self._on_failed = plan, plan.settings, on_failed
@@ -89,7 +75,9 @@ class Aggregator:
         self._closed: set[int] = set()
         self._next_id, self._incremental = 0, False
         self._offers = ThreadPoolExecutor(1, thread_name_prefix="atoll-offer")
-        self._start()
+        environment = {key: value for key, value in os.environ.items() if key != "ATOLL_FAILPOINTS"}
+        self._process = PipedProcess("atoll.aggregation.aggregator_process", environment=environment)
+        threading.Thread(target=self._listen, name="atoll-aggregator", daemon=True).start()
         try:
             self._load()
         except BaseException:
@@ -97,23 +85,6 @@ class Aggregator:
             raise
 
     # -- life
-
-    def _start(self) -> None:
-        mine, theirs = ProcessPipe.pair()
-        environment = {key: value for key, value in os.environ.items() if key != "ATOLL_FAILPOINTS"}
-        try:
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", _MAIN, str(theirs.fileno()), *sys.path],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=2,  # stderr: keep its output apart from the server's stdout
-                env=environment,
-                start_new_session=True,  # Ctrl-C reaches only the server, which ends the process
-            )
-        finally:
-            theirs.close()
-        self._channel = ProcessPipe(mine)
-        threading.Thread(target=self._listen, name="atoll-aggregator", daemon=True).start()
 
     def _load(self) -> None:
         begin = {
@@ -136,10 +107,10 @@ class Aggregator:
         with self._heard:
             self._closing = True
         self._offers.shutdown(wait=True, cancel_futures=True)
-        self._channel.close()
+        self._process.pipe.close()
         slow = threading.Timer(END_S, self._process.kill)
         slow.start()
-        self._buried()
+        self._process.bury()
         slow.cancel()
         self._drop_all()
         if self._result_fd is not None:
@@ -246,7 +217,7 @@ class Aggregator:
     def _send(self, message: dict[str, Any], fd: int | None = None) -> None:
         """Send a message to the process. If that fails, kill the process; `_listen` reports its end."""
         try:
-            self._channel.send(message, fd)
+            self._process.pipe.send(message, fd)
         except OSError:
             self._process.kill()
 
@@ -281,21 +252,14 @@ class Aggregator:
     def _listen(self) -> None:
         while True:
             try:
-                message, _ = self._channel.receive()
+                message, _ = self._process.pipe.receive()
             except (EOFError, OSError):
                 break
             self._hear(message)
-        code = self._buried()
+        code = self._process.bury()
         self._drop_all()
         how = f"signal {-code}" if code < 0 else f"exit code {code}"
         self._fail(0, f"its process ended with {how}")
-
-    def _buried(self) -> int:
-        """Wait for the process to end, kill its forks, which may hold spools, too, and return its exit code."""
-        with contextlib.suppress(ChildProcessError, ProcessLookupError):  # already waited for, or no fork left
-            os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)
-            os.killpg(self._process.pid, signal.SIGKILL)
-        return self._process.wait()
 
     def _hear(self, message: dict[str, Any]) -> None:
         if message["what"] == "error":

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from atoll.aggregation.aggregator_process import ProcessPipe
+from atoll.child_processes import ProcessPipe
 
 
 @pytest.fixture
