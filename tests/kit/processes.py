@@ -150,3 +150,16 @@ def atoll_worker(
         process.kill()
         with process:  # closes the pipes: a script that outlives it may hold their other ends
             pass
+
+
+def export_model(nursery: Nursery, folder: Path, name: str, *source: str) -> int:
+    """Write `folder`/`name` by `atoll export`; the version that it has written.
+
+    Args:
+        source: `--dir` or `--server` with a value.
+    """
+    process = nursery.start("atoll", "export", name, *source, cwd=folder, log=folder / f"{name}.log")
+    assert process.wait(60) == 0, process.output()
+    said = re.search(r"^version (\d+): ", process.output(), re.MULTILINE)
+    assert said is not None, process.output()
+    return int(said[1])

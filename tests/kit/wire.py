@@ -125,6 +125,9 @@ class WireSite:
     def ticket(self, fragment: int = 0) -> dict[str, Any]:
         """The ticket of the round that is open, or opens next."""
         reply = self.ask(fragment)
+        for _ in range(5):
+            if reply["status"] == "wait":
+                reply = self.ask(fragment)
         assert reply["status"] == "ticket", reply
         ticket: dict[str, Any] = reply["ticket"]
         return ticket

@@ -14,7 +14,6 @@ from kit.servers import new_server
 from sharded_world import SETTINGS, World, build, expected, require_close, rows, start_site, trained
 
 from atoll.errors import RunFailed, ServerUnreachable, StoreError
-from atoll.store.versions import Versions
 from atoll.testing.run import status
 
 
@@ -133,6 +132,8 @@ def test_a_server_that_falls_back_gets_every_ranks_share_again(
     nursery: Nursery, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Version 2 is lost while the worker trains from it; what made it comes from the outboxes of both ranks."""
+    from atoll.store.versions import Versions
+
     write_durable = Versions.write_durable
 
     def write_first(self: Versions, fragment: int = 0) -> int | None:

@@ -6,15 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from harness.processes import Nursery
 from kit.servers import new_server
 from sharded_world import World
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
+import atoll
 from atoll import Settings
 from atoll.errors import ConfigError, UsageError
-from atoll.worker.session.ranks import RankGroup
 
 
 @pytest.mark.covers("P4", "X3")
@@ -57,7 +58,7 @@ def test_fsdp1_is_refused() -> None:
     with pytest.raises(
         UsageError, match=r"\(FSDP1\), and its parameters are flat\. Shard it with torch.distributed.fsdp"
     ):
-        RankGroup.here(nn.Sequential(model))
+        atoll.DiLoCo(nn.Sequential(model), torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1))
 
 
 @pytest.mark.parametrize(
@@ -76,8 +77,6 @@ def test_settings_that_do_not_go_with_ranks(more: dict[str, Any], what: str) -> 
 
 
 def test_controls_do_not_go_with_ranks(tmp_path: Path) -> None:
-    import atoll
-
     with pytest.raises(ConfigError, match=r"ranks is 2, and algorithm\.name is 'scaffold'.*not sharded so far"):
         atoll.Server(
             nn.Linear(2, 2),
@@ -92,7 +91,6 @@ def test_controls_do_not_go_with_ranks(tmp_path: Path) -> None:
 
 
 def test_a_run_keeps_its_number_of_ranks(tmp_path: Path) -> None:
-
     settings: dict[str, Any] = {"network.port": 0, "disk.state_dir": tmp_path, "disk.min_free_bytes": 0}
     new_server(nn.Linear(2, 2), **{"model.ranks": 2}, **settings).start().stop()
     for ranks in (1, 3):

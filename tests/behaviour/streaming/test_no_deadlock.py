@@ -10,32 +10,29 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from harness.processes import wait_until
 from harness.proxy import BEFORE_HEADER, Fault, Proxy
+from kit.wire import WireSite
 from streaming_world import Sites, build, serve, versions
 
 import atoll
-from atoll.protocol.values import Accepted, UpdateInfo
-from atoll.worker.exchange.participation import LoopTerms, take_part
 
 OPTIONS = {"sites": 2, "K": 2, "H": 4, "rounds": 3}
 
 
-class Hand:
+class Hand(WireSite):
     """A site that takes part in the rounds of a fragment when it is told to."""
-
-    def __init__(self, url: str, folder: Path, site: str = "b") -> None:
-        self.place = take_part(url, site, folder=folder, loop=LoopTerms())
 
     def submits(self, fragment: int, change: float = 0.0) -> None:
         """To the round that is open, or opens next."""
-        exchange = self.place.exchanges[fragment]
-        ticket = exchange.ask_and_resend(30.0).ticket
-        assert ticket is not None
-        exchange.pull(ticket.base, None)
-        local = {name: value + change for name, value in build().state_dict().items()}
-        exchange.form(ticket, local, UpdateInfo(1.0, 2, {}))
-        assert isinstance(exchange.deliver(), Accepted)
+
+        def train_(tensors: dict[str, torch.Tensor]) -> None:
+            start = build().state_dict()
+            for name in tensors:
+                tensors[name] = start[name] + change
+
+        self.train(train_, fragment=fragment, steps=2).submit()
 
 
 def doing(server: atoll.Server, site: str) -> tuple[str, int] | None:
@@ -53,7 +50,7 @@ def held() -> Iterator[threading.Event]:
 def test_a_worker_that_ends_holds_up_no_round_of_the_others(tmp_path: Path) -> None:
     """a ends after 4 steps with fragment 1 under way; b closes round 2 of fragment 0 before it submits fragment 1."""
     with serve(tmp_path, **OPTIONS, tau=1) as server:
-        b = Hand(server.url, tmp_path / "b")
+        b = Hand(server.url, "b")
         a = Sites(server.url, tmp_path, ["a"], 4)
         b.submits(0)
         wait_until(lambda: versions(server) == [1, 0], "round 1 of fragment 0, of both")
@@ -63,7 +60,7 @@ def test_a_worker_that_ends_holds_up_no_round_of_the_others(tmp_path: Path) -> N
         b.submits(1)
         a.join()
         assert a.loops["a"].rounds == 2, "the result that it stayed for is in its model"
-        b.place.leave()
+        b.leave()
 
 
 @pytest.mark.covers("L10", "L7")
@@ -78,9 +75,9 @@ def test_a_failed_update_is_sent_again_before_a_later_round_is_waited_for(
         serve(tmp_path, **OPTIONS, tau=3, inflight=2) as server,
         Proxy(server.port) as proxy,
     ):
-        before = take_part(server.url, "a", folder=tmp_path / "before", loop=LoopTerms())
-        b = Hand(server.url, tmp_path / "b")
-        assert before.exchanges[0].ask_and_resend(30.0).ticket is not None
+        before = Hand(server.url, "a")
+        b = Hand(server.url, "b")
+        before.ticket(fragment=0)
         before.leave()
         proxy.faults.append(Fault("POST .*/complete ", "up", at=BEFORE_HEADER, action="reset", wait=held.wait))
         a = Sites(proxy.url, tmp_path, ["a"], 1000, max_sync_retries=0)
@@ -92,7 +89,7 @@ def test_a_failed_update_is_sent_again_before_a_later_round_is_waited_for(
             b.submits(fragment)
         a.join()
         assert versions(server) == [3, 3]
-        b.place.leave()
+        b.leave()
 
 
 @pytest.mark.covers("L4", "L7")
@@ -103,9 +100,9 @@ def test_a_worker_that_waited_submits_to_the_next_round_with_the_others(tmp_path
     waits for it in round 1 of fragment 1.
     """
     with serve(tmp_path, **OPTIONS | {"sites": 1, "rounds": 2}, tau=1) as server:
-        b = Hand(server.url, tmp_path / "b")
-        for exchange in b.place.exchanges:
-            assert exchange.ask_and_resend(30.0).ticket is not None
+        b = Hand(server.url, "b")
+        for fragment in (0, 1):
+            b.ticket(fragment)
         a = Sites(server.url, tmp_path, ["a"], 100)
         wait_until(lambda: doing(server, "a") == ("waiting for the round", 2), "a, which waits for fragment 0")
         b.submits(0, change=0.1)
@@ -119,4 +116,4 @@ def test_a_worker_that_waited_submits_to_the_next_round_with_the_others(tmp_path
         a.join()
         assert versions(server) == [2, 2]
         assert a.loops["a"].rounds == 2
-        b.place.leave()
+        b.leave()

@@ -13,9 +13,7 @@ import pytest
 import safetensors.torch
 from harness.processes import free_port
 from streaming_world import Trace, expected, require_close, serve
-from torch import Tensor, nn
-
-from atoll.worker.session.ranks import RankGroup
+from torch import Tensor
 
 SCRIPT = Path(__file__).with_name("rank_of_a_site.py")
 
@@ -69,9 +67,3 @@ def test_ranks_together_are_one_worker(tmp_path: Path, how: dict[str, Any]) -> N
     for rank in (0, 1):
         require_close({site: trace_of(tmp_path / f"{site}-{rank}.safetensors") for site in "ab"}, right)
     assert [worker.site for worker in server.status().workers] == ["a", "b"]
-
-
-def test_a_single_process_has_no_ranks_to_ask() -> None:
-    ranks = RankGroup.here(nn.Linear(1, 1))
-    assert (ranks.is_first, ranks.together) == (True, False)
-    assert ranks.from_rank0(lambda: 3) == 3

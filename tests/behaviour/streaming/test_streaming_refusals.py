@@ -6,15 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from streaming_world import build, loop_of, names_of, serve
+from kit.requests import get
+from streaming_world import loop_of, names_of, serve
 
 import atoll
 from atoll.errors import ConfigError
-from atoll.tensors.fragments import split
-from atoll.tensors.module_tensors import schema_of
-from atoll.transport.http_client import http_to
-from atoll.worker.session.channel import Channel
-from atoll.worker.session.session import Session
 
 THREE: dict[str, Any] = {"K": 3, "H": 9}
 PLAIN: dict[str, Any] = {"algorithm.outer_optimizer.lr": None, "algorithm.outer_optimizer.momentum": None}
@@ -64,9 +60,9 @@ def test_refuses_at_the_join_a_worker_that_streams_otherwise(tmp_path: Path) -> 
 @pytest.mark.covers("L8")
 def test_a_worker_hears_how_the_model_is_cut(tmp_path: Path) -> None:
     with serve(tmp_path, K=3, H=9, tau=2, alpha=0.5, inflight=2) as server:
-        connection = Session(Channel(http_to(server.url)), "a")
-        assert connection.split == split(schema_of(build()), 3)
-        assert [[spec.name for spec in part.tensors] for part in connection.split.schemas] == names_of(3)
-        info = connection.info
-        assert (info.fragments, info.tau, info.alpha, info.max_inflight) == (3, 2, 0.5, 2)
-        connection.http.close()
+        schema, info = (get(server.url, path)[1] for path in ("/v1/schema", "/v1/run"))
+    cut: list[list[str]] = [[], [], []]
+    for entry, fragment in zip(schema["tensors"], schema["fragments"], strict=True):
+        cut[fragment].append(entry["name"])
+    assert cut == names_of(3)
+    assert (info["fragments"], info["tau"], info["alpha"], info["max_inflight"]) == (3, 2, 0.5, 2)

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from harness.processes import free_port
+from harness.processes import Nursery, free_port
 from kit import diloco, flip_bit
+from kit.processes import export_model
 from streaming_world import Sites, build, copied, equal, expected, require_close, serve, versions
 from torch import nn
 
-from atoll.cli.export import from_directory, from_server
 from atoll.errors import ConfigError
 
 
@@ -49,7 +49,7 @@ def test_the_split_is_saved_and_a_restart_goes_on_in_the_middle_of_a_cycle(tmp_p
 
 
 @pytest.mark.covers("L8")
-def test_what_people_open_is_the_whole_model(tmp_path: Path) -> None:
+def test_what_people_open_is_the_whole_model(nursery: Nursery, tmp_path: Path) -> None:
     """Exports, the state, a persistor's tensors and `atoll export` put the heads of all fragments together."""
     torch.manual_seed(1)
 
@@ -74,12 +74,12 @@ def test_what_people_open_is_the_whole_model(tmp_path: Path) -> None:
                 model(torch.randn(8, 4)).square().sum().backward()
                 optimizer.step()
             assert loop.finished
-            assert from_server(server.url, tmp_path / "served.safetensors") == 2
+            assert export_model(nursery, tmp_path, "served.safetensors", "--server", server.url) == 2
             state = safetensors.torch.load_file(server.save_state(tmp_path / "state.safetensors"))
         result = copied(model)
         server.run()
     exports = server.exports
-    assert from_directory(tmp_path / "state", tmp_path / "kept.safetensors") == 2
+    assert export_model(nursery, tmp_path, "kept.safetensors", "--dir", "state") == 2
     for path in (exports / "model.safetensors", tmp_path / "served.safetensors", tmp_path / "kept.safetensors"):
         assert equal(safetensors.torch.load_file(path), result), path
         Tied().load_state_dict(safetensors.torch.load_file(path), strict=True)

@@ -7,76 +7,66 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from harness.processes import wait_until
 from kit import serve
+from kit.requests import get
+from kit.wire import WireSite
 
 import atoll
-from atoll.errors import BadRequest
-from atoll.protocol import messages, routes
-from atoll.protocol.swarm_messages import CollectedUpdate, Held, PeerReport, PeerWork, ReducedRound, Source
-from atoll.transport.http_client import Http
 
 ADDRESSES = {"a": "http://127.0.0.1:9", "b": "http://127.0.0.1:10"}
 
 
-class Site:
+class Site(WireSite):
     """A site of a swarm that says what the test tells it to say."""
 
     def __init__(self, url: str, name: str) -> None:
-        self.http, self.name, self.address = Http(url), name, ADDRESSES[name]
+        self.address = ADDRESSES[name]
+        super().__init__(url, name, peer=self.address)
         self._reports = self._seen = 0
-        join = messages.Join(protocol=routes.PROTOCOL, site=name, peer=self.address)
-        self.http.lease = self.http.post(routes.WORKERS, join, messages.Joined).lease
-        manifest = self.http.get(routes.MANIFEST.format(fragment=0, version=0), messages.Manifest)
-        self.part_digests = manifest.part_digests
-        self.held = Held(fragment=0, version=0, digest=manifest.digest, source=Source(version=self.reference()))
+        self.version = get(url, "/v1/fragments/0/versions/0")[1]
+        source = {"version": self.reference()}
+        self.held = {"fragment": 0, "version": 0, "digest": self.version["digest"], "source": source}
 
     def reference(self, place: str = "") -> str:
         """To a file at a place, by default this site's."""
         place = place or self.address.removeprefix("http://")
         return f"atoll-ref://{place}/{'0' * 32}?expires=1#{'0' * 32}.{'0' * 64}"
 
-    def report(
-        self, *collected: CollectedUpdate, closed: Sequence[ReducedRound] = (), held: Held | None = None
-    ) -> PeerWork:
+    def try_report(self, **said: Any) -> tuple[int, dict[str, Any]]:
+        """Status and body of the answer."""
         self._reports += 1
         reached = [address for name, address in ADDRESSES.items() if name != self.name]
-        report = PeerReport(
-            address=self.address,
-            number=self._reports,
-            seen=self._seen,
-            held=[held or self.held],
-            reached=reached,
-            collected=list(collected),
-            closed=list(closed),
-        )
-        work = self.http.post(routes.SWARM, report, PeerWork)
-        self._seen = work.stamp
+        report = {"address": self.address, "number": self._reports, "seen": self._seen, "reached": reached}
+        return self.post("/v1/swarm", report | {"held": [self.held]} | said)
+
+    def report(self, *collected: dict[str, Any], closed: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
+        """What it is told to do."""
+        status, work = self.try_report(collected=list(collected), closed=list(closed))
+        assert status == 200, work
+        self._seen = work["stamp"]
         return work
 
     def state_of(self, ticket: int) -> str:
-        return self.http.get(routes.TICKET.format(ticket=ticket), messages.TicketState).outcome.state
+        return str(get(self.url, f"/v1/tickets/{ticket}", self.lease)[1]["outcome"]["state"])
 
 
 class Offer:
     """An update of a site, offered until another one has collected it."""
 
     def __init__(self, pool: Executor, site: Site, digest: str, place: str = "") -> None:
-        request = messages.TicketRequest(wait_s=10.0)
-        ticket = site.http.post(routes.TICKETS, request, messages.TicketReply, timeout_s=30.0).ticket
-        assert ticket is not None
-        self.ticket, self._digest, self._source = ticket.id, digest, site.reference(place)
-        complete = messages.Complete(digest=digest, weight=1.0, steps=1, source=self._source)
-        path = routes.COMPLETE.format(ticket=self.ticket)
-        self.receipt: Future[messages.Receipt] = pool.submit(
-            site.http.post, path, complete, messages.Receipt, timeout_s=60.0
+        self.ticket, self._digest, self._source = site.ticket()["id"], digest, site.reference(place)
+        complete = {"digest": digest, "weight": 1.0, "steps": 1, "source": self._source}
+        self.receipt: Future[tuple[int, dict[str, Any]]] = pool.submit(
+            site.post, f"/v1/tickets/{self.ticket}/complete", complete
         )
 
-    def collected(self, digest: str = "", bad: str = "") -> CollectedUpdate:
+    def collected(self, digest: str = "", bad: str = "") -> dict[str, Any]:
         """What the aggregating site says of it; by default that it has it."""
-        return CollectedUpdate(ticket=self.ticket, digest=digest or self._digest, source=self._source, bad=bad)
+        return {"ticket": self.ticket, "digest": digest or self._digest, "source": self._source, "bad": bad}
 
 
 @contextmanager
@@ -95,7 +85,6 @@ def swarm(folder: Path) -> Iterator[tuple[atoll.Server, Site, Site]]:
         for _ in range(2):
             a.report(), b.report()
         yield server, a, b
-        a.http.close(), b.http.close()
 
 
 def aggregator(server: atoll.Server) -> str:
@@ -109,14 +98,14 @@ def test_counts_a_collected_update_only_with_the_digest_that_was_offered(tmp_pat
     """The aggregating site collected an earlier update under the ticket: it has yet to collect the offered one."""
     with swarm(tmp_path) as (_, a, b), ThreadPoolExecutor() as pool:
         offer, earlier = Offer(pool, b, "1" * 64), "2" * 64
-        wait_until(lambda: a.report().collect or offer.receipt.done(), "the offer")
+        wait_until(lambda: a.report()["collect"] or offer.receipt.done(), "the offer")
         a.report(offer.collected(earlier))
         assert a.state_of(offer.ticket) == "open"
         a.report(offer.collected(earlier, bad="it holds NaN"))
         assert a.state_of(offer.ticket) == "open"
         a.report(offer.collected())
         assert a.state_of(offer.ticket) == "accepted"
-        assert offer.receipt.result(60).accepted
+        assert offer.receipt.result(60)[1]["accepted"]
 
 
 @pytest.mark.covers("P10", "X3")
@@ -124,17 +113,17 @@ def test_replaces_an_aggregator_with_digests_of_no_version(tmp_path: Path) -> No
     """As many digests as a version has, each of them well-formed; but the version that is named has others."""
     with swarm(tmp_path) as (server, a, b), ThreadPoolExecutor() as pool:
         offers = [Offer(pool, a, "1" * 64), Offer(pool, b, "2" * 64)]
-        wait_until(lambda: len(a.report().collect) == 2, "both offers")
+        wait_until(lambda: len(a.report()["collect"]) == 2, "both offers")
         collected = [offer.collected() for offer in offers]
-        (close,) = wait_until(lambda: a.report(*collected).close, "the round that is to be reduced")
+        (close,) = wait_until(lambda: a.report(*collected)["close"], "the round that is to be reduced")
         assert aggregator(server) == "a"
-        closed = ReducedRound(
-            fragment=0,
-            version=close.version,
-            tickets=[share.ticket for share in close.updates],
-            digest="0" * 64,
-            part_digests=base64.b64encode(bytes.fromhex("".join(a.part_digests))).decode(),
-        )
+        closed = {
+            "fragment": 0,
+            "version": close["version"],
+            "tickets": [share["ticket"] for share in close["updates"]],
+            "digest": "0" * 64,
+            "part_digests": base64.b64encode(bytes.fromhex("".join(a.version["part_digests"]))).decode(),
+        }
         a.report(*collected, closed=[closed])
         assert aggregator(server) == "b"
         assert server.status().version == 0
@@ -146,13 +135,13 @@ def test_replaces_an_aggregator_with_digests_of_no_version(tmp_path: Path) -> No
 def test_refuses_a_reference_that_leads_elsewhere(tmp_path: Path, place: str) -> None:
     with swarm(tmp_path) as (_, a, b):
         for version, state in ((place, ""), ("", place)):
-            source = Source(version=a.reference(version), state=a.reference(state))
-            with pytest.raises(BadRequest, match=f"does not lead to {a.address}"):
-                a.report(held=a.held.model_copy(update={"source": source}))
+            source = {"version": a.reference(version), "state": a.reference(state)}
+            status, told = a.try_report(held=[a.held | {"source": source}])
+            assert (status, f"does not lead to {a.address}" in told["message"]) == (400, True)
         with ThreadPoolExecutor() as pool:
             offer = Offer(pool, b, "1" * 64, place)
-            with pytest.raises(BadRequest, match=f"does not lead to {b.address}"):
-                offer.receipt.result(60)
+            status, told = offer.receipt.result(60)
+            assert (status, f"does not lead to {b.address}" in told["message"]) == (400, True)
 
 
 @pytest.mark.covers("P10")
@@ -160,5 +149,5 @@ def test_takes_a_report_of_a_version_of_many_parts(tmp_path: Path) -> None:
     """20,000 digests are those of 320 GB in parts of 16 MiB."""
     digests = base64.b64encode(bytes(32 * 20_000)).decode()
     with swarm(tmp_path) as (_, a, _b):
-        closed = ReducedRound(fragment=0, version=1, tickets=[1], digest="0" * 64, part_digests=digests)
-        assert a.report(closed=[closed]).stamp
+        closed = {"fragment": 0, "version": 1, "tickets": [1], "digest": "0" * 64, "part_digests": digests}
+        assert a.report(closed=[closed])["stamp"]

@@ -25,7 +25,6 @@ from swarm_world import (
 )
 
 import atoll
-from atoll.cli.export import from_directory
 from atoll.errors import ConfigError, Gone, UsageError
 from atoll.filters import NormClip
 
@@ -188,7 +187,7 @@ def test_the_only_holder_of_the_newest_version_stays_until_another_has_it(nurser
 
 
 @pytest.mark.covers("P10")
-def test_each_site_has_the_result_and_nothing_else_is_left(tmp_path: Path) -> None:
+def test_each_site_has_the_result_and_nothing_else_is_left(nursery: Nursery, tmp_path: Path) -> None:
     with serve_swarm(tmp_path, **PLAIN | {"algorithm.name": "scaffold"}) as server:
         ran = Sites(server.url, tmp_path)
         ran.join()
@@ -201,8 +200,11 @@ def test_each_site_has_the_result_and_nothing_else_is_left(tmp_path: Path) -> No
         assert all(torch.equal(found[name], value) for name, value in expected.items())
         assert not list((tmp_path / "workers" / site).glob("*/spool-*"))
     state = server.settings.disk.state_dir
-    with pytest.raises(Gone, match=r"version 3 lies at its sites.*Take model\.safetensors from a site's folder"):
-        from_directory(state, tmp_path / "out.safetensors")
+    export = nursery.start("atoll", "export", "out.safetensors", "--dir", str(state), cwd=tmp_path)
+    assert export.wait(60) == Gone.exit_code
+    said = " ".join(export.output().split())
+    assert "version 3 lies at its sites" in said
+    assert "Take model.safetensors from a site's folder" in said
     with pytest.raises(UsageError, match=r"its server has none to evaluate\. .*versions = "):
         atoll.Server(settings=server.settings, evaluation={})
 

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import re
-import time
 from pathlib import Path
 
 import pytest
 from harness.processes import Nursery, wait_until
 from swarm_world import SITES, Result, ServerProcess, Sites, serve_swarm, sites
-
-from atoll.server.swarm.assignments import Assignment
 
 
 def faulty(fault: str, **env: str) -> dict[str, str]:
@@ -73,9 +70,3 @@ def test_the_collecting_worker_refuses_an_update_that_is_too_large(
     assert [summary["workers"] for summary in result.history] == [["a", "c"]] * 2
     assert {site for site, _, state in result.tickets if state == "refused"} == {"b"}
     assert "b: update refused: its norm is 24.89, above aggregation.max_update_norm 22" in caplog.text
-
-
-@pytest.mark.covers("P10")
-def test_workers_that_have_all_failed_for_days_are_asked_again_within_the_idle_timeout() -> None:
-    at = Assignment(losses=100_000, lost_s=time.monotonic(), excluded={"a": None, "b": None, "c": None})
-    assert 59.0 < at.pause_s(60.0) <= 60.0

@@ -12,7 +12,6 @@ from kit.servers import plain_server
 from torch import nn
 
 import atoll
-from atoll.worker.training.federated_loop import Round
 
 ETA, STEPS = 0.1, 3
 TARGETS = {"a": 1.0, "b": -3.0}  # each site's loss is (w − target)²/2, so its gradient is w − target
@@ -29,11 +28,16 @@ class One(nn.Module):
 
 
 @contextmanager
-def first_round(folder: Path, algorithm: str = "scaffold", model: nn.Module | None = None) -> Iterator[Round]:
+def first_round(folder: Path, algorithm: str = "scaffold", model: nn.Module | None = None) -> Iterator[Any]:
     """The first of two rounds of a run of one site."""
     with plain_server(folder, model or One(), algorithm=algorithm, sites=1, rounds=2) as server:
         with atoll.join(server.url, site="a", folder=folder / "w") as worker:
             yield next(iter(worker))
+
+
+def controls(value: float) -> dict[str, torch.Tensor]:
+    """Control variates of `One`."""
+    return {"w": torch.full((1,), value), "frozen": torch.zeros(2)}
 
 
 def train(model: Any, optimizer: torch.optim.Optimizer, target: float, steps: int = STEPS) -> None:

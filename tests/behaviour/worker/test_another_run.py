@@ -10,14 +10,11 @@ from typing import Any
 import pytest
 import torch
 from harness.processes import free_port, wait_until
-from kit import DiLoCoSites, FederatedSites, Threads, local_step, serve
+from kit import DiLoCoSites, FederatedSites, Threads, local_step, post, serve
 from torch import nn
 
 import atoll
 from atoll.errors import ServerLost
-from atoll.protocol.messages import Join, Joined
-from atoll.protocol.routes import PROTOCOL, WORKERS
-from atoll.transport.http_client import Http
 
 
 @pytest.mark.covers("L10")
@@ -81,10 +78,7 @@ def test_a_site_of_tasks_answers_none_of_another_run(tmp_path: Path) -> None:
 def test_a_server_refuses_a_join_that_means_another_run(tmp_path: Path) -> None:
     """The run may change between the worker's question, which run there is, and its joining."""
     with serve(tmp_path) as server:
-        join = Join(protocol=PROTOCOL, site="a", run="0" * 32)
-        http = Http(server.url)
-        with pytest.raises(ServerLost) as raised:
-            http.post(WORKERS, join, Joined)
-        http.close()
-        assert server.status().run in str(raised.value)
+        status, reply = post(server.url, "/v1/workers", {"protocol": 1, "site": "a", "run": "0" * 32})
+        assert (status, reply["code"]) == (409, "server_lost")
+        assert server.status().run in reply["message"]
         assert server.status().workers == []

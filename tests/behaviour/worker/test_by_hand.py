@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from kit import ask_journal
 from kit.servers import plain_server
 from safetensors.torch import load_file
 from scaffold_world import ETA, STEPS, TARGETS, One, one_round, train
@@ -74,15 +75,15 @@ def test_rounds_by_hand_are_those_of_the_paper(serve: Any, tmp_path: Path, part:
     loops = {site: iter(worker) for site, worker in workers.items()}
     x, c, own = 0.0, 0.0, dict.fromkeys(TARGETS, 0.0)
     for _ in range(3):
+        before = c
         x, c, own, y = one_round(x, c, own)
         for site, target in TARGETS.items():
-            assert part(next(loops[site]), target).w.item() == pytest.approx(y[site], rel=1e-5)
+            fl_round = next(loops[site])
+            assert part(fl_round, target).w.item() == pytest.approx(y[site], rel=1e-5)
+            assert fl_round.global_state("control")["w"].item() == pytest.approx(before, rel=1e-5)
     for site, loop in loops.items():
         assert next(loop, None) is None
         assert workers[site].load_into(One()).w.item() == pytest.approx(x, rel=1e-5)
-        assert workers[site]._backend.place.exchange.base.values_of("atoll.control.w", 0, 1).item() == pytest.approx(
-            c, rel=1e-5
-        )
         workers[site].leave()
     assert server.wait(60)
     assert load_file(server.exports / "model.safetensors").keys() == {"w", "frozen", "count"}  # no controls
@@ -94,16 +95,19 @@ def test_the_update_carries_the_step_count_and_the_scripts_own_wins(serve: Any, 
     with atoll.join(server.url, site="a", folder=tmp_path / "a") as worker:
         rounds = iter(worker)
         with_the_helper(next(rounds), 1.0)
-        assert worker._backend.place.exchange.outbox.note.steps == STEPS
         with_the_round(next(rounds), 1.0)
-        assert worker._backend.place.exchange.outbox.note.steps == STEPS
         fl_round = next(rounds)
         model = fl_round.load_into(One())
         optimizer = torch.optim.SGD([model.w], lr=ETA)
         with fl_round.correct(model, optimizer):
             train(model, optimizer, 1.0)
         fl_round.submit(model, steps=70)
-        assert worker._backend.place.exchange.outbox.note.steps == 70
+    assert server.wait(30)
+    assert ask_journal(tmp_path, "SELECT steps FROM tickets WHERE state = 'counted' ORDER BY ticket") == [
+        (STEPS,),
+        (STEPS,),
+        (70,),
+    ]
 
 
 GOOD = {"w": torch.zeros(1), "frozen": torch.zeros(2)}

@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from harness.proxy import BEFORE_HEADER, Fault, Proxy
 from kit import diloco, serve, take_steps
 
 import atoll
-from atoll.errors import TRANSIENT
-from atoll.worker.training.synchroniser import REPEAT_S, Outage
 
 H = 4
 STREAMS = {"K": 2, "tau": 1}
@@ -72,20 +71,18 @@ def test_does_not_warn_where_no_turn_was_skipped(tmp_path: Path, caplog: pytest.
     assert [3] in [numbers(record) for record in caplog.records]  # of 11 steps 8 are in two updates
 
 
-def test_logs_an_outage_again_after_some_minutes_with_the_number_of_skipped_turns(
-    caplog: pytest.LogCaptureFixture,
+@pytest.mark.covers("X4")
+def test_an_update_that_does_not_arrive_has_no_line_with_a_rate(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level("INFO", "atoll")
-    now_s = [0.0]
-    outage = Outage(lambda: now_s[0])
-    lost = TRANSIENT[0]("gone", "")
-    for now_s[0] in (0.0, 100.0, REPEAT_S, REPEAT_S + 100.0, 2 * REPEAT_S):
-        outage.skipped(lost, "a", "at step 1", "Why.")
-    assert [numbers(record) for record in warnings(caplog)] == [[], [3], [5]]
-    assert outage.is_on
-    outage.ended("a", "goes on")
-    outage.ended("a", "goes on")
-    assert not outage.is_on
-    assert len([record for record in caplog.records if record.levelno == logging.INFO]) == 1
-    outage.skipped(lost, "a", "at step 2", "Why.")
-    assert len(warnings(caplog)) == 4
+    """The line of a short transfer comes at DEBUG."""
+    caplog.set_level("DEBUG", "atoll")
+    with serve(tmp_path, algorithm="diloco", H=H, sites=1) as server, Proxy(server.port) as proxy:
+        with diloco(proxy.url, tmp_path, max_sync_retries=0) as loop:
+            proxy.faults += [Fault("PUT .*", "up", BEFORE_HEADER, "reset") for _ in range(100)]
+            take_steps(loop, H)
+            assert loop.skipped == 1
+            assert "a: submitting" not in caplog.text
+            proxy.faults.clear()
+            take_steps(loop, H)
+            assert "a: submitting" in caplog.text

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from harness.processes import Nursery
 from kit import atoll_worker
 from kit.servers import plain_server
 from safetensors.torch import load_file
@@ -20,7 +21,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import atoll
 from atoll.errors import UsageError
 from atoll.filters import Drop
-from atoll.worker.training import functional_loop
 
 ROUNDS = 2
 
@@ -31,12 +31,14 @@ def server(tmp_path: Path) -> Iterator[atoll.Server]:
         yield server
 
 
-@pytest.fixture(autouse=True)
-def _as_in_a_new_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(functional_loop, "_part", None)
+@pytest.fixture
+def to_the_end(server: atoll.Server) -> Iterator[None]:
+    """After a test its run goes to the end: this process takes part in one run at a time."""
     yield
-    if functional_loop._part is not None:
-        functional_loop._part.leave()
+    while atoll.functional.is_running():
+        model = ones()
+        atoll.functional.receive(into=model)
+        atoll.functional.send(model)
 
 
 def ones() -> nn.Linear:
@@ -88,7 +90,7 @@ def no_collector() -> Iterator[None]:
 
 
 @pytest.mark.covers("P15", "P6", "T6")
-@pytest.mark.usefixtures("no_collector")
+@pytest.mark.usefixtures("no_collector", "to_the_end")
 @pytest.mark.parametrize("clear_cache", [True, False])
 def test_what_was_sent_and_received_is_forgotten_at_once_unless_told(
     server: atoll.Server, tmp_path: Path, clear_cache: bool
@@ -108,7 +110,7 @@ def test_what_was_sent_and_received_is_forgotten_at_once_unless_told(
 
 
 @pytest.mark.covers("T6")
-@pytest.mark.usefixtures("no_collector")
+@pytest.mark.usefixtures("no_collector", "to_the_end")
 @pytest.mark.parametrize("filters", [[], [Drop("bias")]], ids=["plain", "filtered"])
 @pytest.mark.parametrize("call", ["send", "submit"])
 def test_memory_of_what_was_sent_is_free_at_once(
@@ -136,6 +138,7 @@ def test_memory_of_what_was_sent_is_free_at_once(
     assert seen[1]() is None
 
 
+@pytest.mark.usefixtures("to_the_end")
 @pytest.mark.covers("T8")
 def test_what_is_sent_passes_the_sites_filters(server: atoll.Server, tmp_path: Path) -> None:
     """The weights stay as they were, the biases become 6."""
@@ -150,6 +153,7 @@ def test_what_is_sent_passes_the_sites_filters(server: atoll.Server, tmp_path: P
     assert (model.weight.unique().tolist(), model.bias.unique().tolist()) == ([1.0], [6.0])
 
 
+@pytest.mark.usefixtures("to_the_end")
 @pytest.mark.covers("P15")
 def test_an_error_keeps_the_round_so_that_it_can_be_sent_again(server: atoll.Server, tmp_path: Path) -> None:
     atoll.functional.init(server.url, "a", folder=tmp_path / "a")
@@ -163,10 +167,26 @@ def test_an_error_keeps_the_round_so_that_it_can_be_sent_again(server: atoll.Ser
         atoll.functional.send(ones())
 
 
+BEFORE_INIT = """
+import atoll
+
+for call in (atoll.functional.is_running, atoll.functional.receive, lambda: atoll.functional.send({})):
+    try:
+        call()
+    except atoll.errors.UsageError as error:
+        print(error)
+"""
+
+
+def test_calls_before_init_say_what_to_call(nursery: Nursery, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(BEFORE_INIT)
+    process = nursery.start(str(tmp_path / "script.py"), cwd=tmp_path)
+    assert process.wait() == 0
+    assert process.output().count("atoll.functional.init() first") == 3
+
+
+@pytest.mark.usefixtures("to_the_end")
 def test_calls_out_of_order_say_what_to_call(server: atoll.Server, tmp_path: Path) -> None:
-    for call in (atoll.functional.is_running, atoll.functional.receive, lambda: atoll.functional.send(ones())):
-        with pytest.raises(UsageError, match=r"atoll\.functional\.init\(\) first"):
-            call()
     atoll.functional.init(server.url, "a", folder=tmp_path / "a")
     with pytest.raises(UsageError, match="twice"):
         atoll.functional.init(server.url, "a", folder=tmp_path / "a")
@@ -174,6 +194,7 @@ def test_calls_out_of_order_say_what_to_call(server: atoll.Server, tmp_path: Pat
         atoll.functional.receive(framework="jax")  # type: ignore[arg-type]
 
 
+@pytest.mark.usefixtures("to_the_end")
 @pytest.mark.covers("P15")
 def test_without_a_server_there_is_one_round() -> None:
     atoll.functional.init()
@@ -192,6 +213,7 @@ def test_without_a_server_there_is_one_round() -> None:
     assert model.weight.unique().tolist() == pytest.approx([0.9])
 
 
+@pytest.mark.usefixtures("to_the_end")
 def test_alone_there_are_no_tensors_to_give() -> None:
     atoll.functional.init()
     with pytest.raises(UsageError, match="no global model without a server"):

@@ -2,77 +2,28 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
-from itertools import pairwise
 from pathlib import Path
 from typing import Literal
 
 import pytest
 from harness.processes import wait_until
 from harness.proxy import BEFORE_HEADER, Fault, Proxy
+from kit import diloco, take_steps
+from kit.models import build_model
 from kit.servers import plain_server
 from torch import nn
 
 import atoll
-from atoll.protocol import status_messages
-from atoll.worker.exchange.participation import Participation, take_part
-from atoll.worker.session import session as session_module
-from atoll.worker.session.session import Session
+
+SILENT = {"network.heartbeat_interval_s": 600.0, "network.heartbeat_timeout_s": 0}
+"""A heartbeat that waits for its interval comes far behind the end of a test."""
 
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[atoll.Server]:
-    """Its heartbeat interval is far longer than a test."""
-    with plain_server(
-        tmp_path, nn.Linear(8, 4), **{"network.heartbeat_interval_s": 600.0, "network.heartbeat_timeout_s": 0}
-    ) as server:
+    with plain_server(tmp_path, nn.Linear(8, 4), **SILENT) as server:
         yield server
-
-
-def told(server: atoll.Server) -> status_messages.WorkerStatus:
-    (worker,) = server.status().workers
-    return worker
-
-
-def say(place: Participation, **values: object) -> None:
-    place.session.tell(**values)
-
-
-@pytest.mark.covers("L13")
-def test_a_change_of_state_is_told_without_waiting_for_the_interval(
-    server: atoll.Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(session_module, "HEARTBEAT_GAP_S", 0.01)
-    place = take_part(server.url, "a", folder=tmp_path / "w")
-    for step, state in enumerate(("training", "submitting to round 1", "waiting for the others")):
-        say(place, state=state, step=step)
-        wait_until(lambda step=step, state=state: (told(server).doing, told(server).step) == (state, step), state)
-    place.leave()
-
-
-def test_however_often_the_state_changes_heartbeats_keep_their_distance(
-    server: atoll.Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(session_module, "HEARTBEAT_GAP_S", 0.1)
-    sent: list[float] = []
-    send = Session._send_heartbeat
-
-    def counted(self: Session, *more: float) -> None:
-        if self.http.server == server.url:  # a place of an earlier test may still be ending
-            sent.append(time.monotonic())
-        send(self, *more)
-
-    monkeypatch.setattr(Session, "_send_heartbeat", counted)
-    place = take_part(server.url, "a", folder=tmp_path / "w")
-
-    def changed() -> bool:
-        say(place, state=f"state {time.monotonic()}")
-        return len(sent) >= 5
-
-    wait_until(changed, "five heartbeats")
-    assert min(later - earlier for earlier, later in pairwise(sent[:5])) > 0.09
-    place.leave()
 
 
 @pytest.mark.covers("L9", "F22")
@@ -84,38 +35,38 @@ def test_a_heartbeat_that_stays_unanswered_is_followed_soon_by_another(
     with Proxy(int(server.url.rpartition(":")[2])) as proxy:
         faults = [Fault("POST .*heartbeat", "down", BEFORE_HEADER, action) for _ in range(2)]
         proxy.faults += faults
-        place = take_part(proxy.url, "a", folder=tmp_path / "w")
+        worker = atoll.join(proxy.url, "a", folder=tmp_path / "w")
         wait_until(lambda: proxy.count("POST .*heartbeat") >= 3, "a third heartbeat")
         assert all(fault.reached.is_set() for fault in faults)
-        place.leave()
+        worker.leave()
+
+
+def told(server: atoll.Server) -> tuple[str, str, int]:
+    """State, what it does, and its step."""
+    (worker,) = server.status().workers
+    return worker.state, worker.doing, worker.step
 
 
 @pytest.mark.covers("L13")
-@pytest.mark.parametrize(("error", "doing"), [(None, "left"), ("ValueError: no data", "failed")])
-def test_the_last_figures_are_told_on_leaving(
-    server: atoll.Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: str | None, doing: str
-) -> None:
-    monkeypatch.setattr(session_module, "HEARTBEAT_GAP_S", 0.01)
-    place = take_part(server.url, "a", folder=tmp_path / "w")
-    say(place, state="training")
-    wait_until(lambda: told(server).doing == "training", "a heartbeat")
-    say(place, step=41)  # no change of state, so it waits
-    place.leave(error)
-    worker = told(server)
-    assert (worker.state, worker.doing, worker.step) == (doing, doing, 41)
+def test_a_change_of_state_is_told_without_waiting_for_the_interval(server: atoll.Server, tmp_path: Path) -> None:
+    model = nn.Linear(8, 4)
+    with atoll.join(server.url, "a", folder=tmp_path / "w") as worker:
+        fl_round = worker.next_round()
+        fl_round.load_into(model)
+        wait_until(lambda: told(server)[1] == "training", "training")
+        fl_round.submit(model)
+        wait_until(lambda: told(server)[1] == "submitting to round 1", "the update")
 
 
 @pytest.mark.covers("L13")
-def test_a_server_that_stands_still_is_left_soon(
-    server: atoll.Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Guards against a goodbye of half a minute or more after Ctrl-C; the server learns of it by the silence."""
-    monkeypatch.setattr(session_module, "GOODBYE_S", 0.2)
-    with Proxy(int(server.url.rpartition(":")[2])) as proxy:
-        place = take_part(proxy.url, "a", folder=tmp_path / "w")
-        wait_until(lambda: proxy.count("POST .*heartbeat"), "a heartbeat")
-        proxy.faults += [Fault("POST .*heartbeat", "up", BEFORE_HEADER, "stall") for _ in range(2)]
-        proxy.faults.append(Fault("POST .*leave", "up", BEFORE_HEADER, "stall"))
-        begin = time.monotonic()
-        place.leave()
-        assert time.monotonic() - begin < 10.0
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_last_figures_are_told_on_leaving(tmp_path: Path, fails: bool) -> None:
+    """Steps are no change of state, so they wait for the next heartbeat: in ten minutes."""
+    with plain_server(tmp_path, build_model(), algorithm="diloco", H=100, **SILENT) as server:
+        loop = diloco(server, tmp_path).start()
+        wait_until(lambda: told(server)[1] == "training", "a heartbeat")
+        take_steps(loop, 41)
+        assert told(server)[2] == 0
+        error = ValueError("no data") if fails else None
+        loop.__exit__(type(error) if error else None, error, None)
+        assert told(server) == (("failed", "failed", 41) if fails else ("left", "left", 41))

@@ -1,34 +1,30 @@
 """What is in the model and the base file after a pull, whatever happened on the way."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from harness.proxy import Fault, Proxy
+from kit import rewrite_note
 from kit.servers import plain_server
 from torch import nn
 
 import atoll
-from atoll.errors import Gone, ServerUnreachable, StoreError
-from atoll.tensors.layout import Part
-from atoll.tensors.module_tensors import named_tensors
-from atoll.transport.part_transfer import HttpTransfer
-from atoll.worker.exchange import base_and_outbox
-from atoll.worker.exchange.base_and_outbox import BaseNote
-from atoll.worker.exchange.participation import take_part
+from atoll.errors import Gone
 
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[atoll.Server]:
     torch.manual_seed(0)
-    with plain_server(tmp_path, nn.Linear(300, 100), part_bytes=2**16) as server:
+    with plain_server(tmp_path, nn.Linear(300, 100), part_bytes=2**16, **{"network.connections": 1}) as server:
         yield server
 
 
 def model(seed: int = 0) -> dict[str, torch.Tensor]:
     torch.manual_seed(seed)
-    return named_tensors(nn.Linear(300, 100))[0]
+    return dict(nn.Linear(300, 100).state_dict())
 
 
 def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
@@ -37,51 +33,34 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 
 @pytest.mark.covers("F1", "P8")
 def test_a_resumed_pull_fills_the_model_too(server: atoll.Server, tmp_path: Path) -> None:
-    """Guards against `pull` without `load_` where it was resumed: the model kept what it had for the parts that were
-    there.
-    """
-    place = take_part(server.url, "a", folder=tmp_path / "w")
-    ticket = place.exchange.ask().ticket
-    assert ticket is not None
-    place.exchange.pull(ticket.base, None)
-    note = place.exchange.base.note
-    assert note is not None
-    place.exchange.base.begin(BaseNote(**{**note.__dict__, "complete": False}))  # as a kill before `finish` leaves it
-    part = place.exchange.local.layouts.version.parts[1]
-    place.exchange.base.write(part.start, memoryview(bytes(100)))
-    tensors = model(seed=9)
-    place.exchange.pull(ticket.base, tensors)
-    assert same(tensors, model())
-    place.leave()
+    """Guards against a resumed pull that leaves the model what it had for the parts that were there."""
+    with atoll.join(server.url, "a", folder=tmp_path / "w") as worker:
+        worker.next_round().load_into(model())
+    (base,) = tmp_path.rglob("base.safetensors")
+    rewrite_note(base.with_suffix(".json"), complete=False)  # as a kill before the end leaves it
+    with base.open("r+b") as file:
+        file.seek(2**16)
+        file.write(bytes(100))
+    with atoll.join(server.url, "a", folder=tmp_path / "w") as worker:
+        assert same(worker.next_round().load_into(model(seed=9)), model())
+        assert 0 < worker.bytes_down <= 2**16
 
 
 @pytest.mark.covers("P8")
-def test_a_pull_that_breaks_off_goes_on_with_the_parts_that_are_missing(
-    server: atoll.Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    place = take_part(server.url, "a", folder=tmp_path / "w")
-    ticket = place.exchange.ask().ticket
-    assert ticket is not None
-    asked: list[list[int]] = []
-
-    def pull(path: str, digests: Sequence[bytes], parts: Sequence[Part], *rest: Any, **more: Any) -> None:
-        asked.append([part.index for part in parts])
-        if len(asked) == 1:
-            really(path, digests, parts[:1], *rest, **more)
-            raise ServerUnreachable("The network is gone.")
-        really(path, digests, parts, *rest, **more)
-
-    really = place.exchange.transfer.pull
-    monkeypatch.setattr(place.exchange.transfer, "pull", pull)
-    tensors = model(seed=9)
-    place.exchange.pull(ticket.base, tensors)
-    assert asked == [[0, 1, 2], [1, 2]]
-    assert same(tensors, model())
-    place.leave()
+def test_a_pull_that_breaks_off_goes_on_with_the_parts_that_are_missing(server: atoll.Server, tmp_path: Path) -> None:
+    """Every part is a request: the second one is broken off, and no other is sent twice."""
+    requests = "GET .*/versions/0/[0-9a-f]{64}"
+    with Proxy(server.port) as proxy:
+        fault = Fault(requests, "down", 60_000, "reset")  # parts of 49 kB, 64 KiB and 6 kB
+        proxy.faults.append(fault)
+        with atoll.join(proxy.url, "a", folder=tmp_path / "w") as worker:
+            assert same(worker.next_round().load_into(model(seed=9)), model())
+        assert fault.reached.is_set()
+        assert proxy.count(requests) == 3 + 1
 
 
 class HalfFrozen(nn.Module):
-    """Two parts, one of which no round changes."""
+    """Three parts; the first and the half of the second are of a tensor that no round changes."""
 
     def __init__(self, value: float) -> None:
         super().__init__()
@@ -90,29 +69,17 @@ class HalfFrozen(nn.Module):
 
 
 @pytest.mark.covers("F1", "P8")
-@pytest.mark.parametrize("arrived", [0, 1])
-def test_a_part_that_is_as_it_was_comes_into_a_model_that_has_not_got_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arrived: int
-) -> None:
+@pytest.mark.parametrize("at", [1000, 60_000], ids=["first part", "second part"])
+def test_a_part_that_is_as_it_was_comes_into_a_model_that_has_not_got_it(tmp_path: Path, at: int) -> None:
     """The base file has it of the version before, so a look at the file would leave it out behind a broken attempt."""
-    really, cut = HttpTransfer.pull, [False]
-
-    def pull(
-        self: HttpTransfer, path: str, digests: Sequence[bytes], parts: Sequence[Part], *rest: Any, **more: Any
-    ) -> None:
-        if cut[0]:
-            cut[0] = False
-            really(self, path, digests, parts[:arrived], *rest, **more)
-            raise ServerUnreachable("The network is gone.")
-        really(self, path, digests, parts, *rest, **more)
-
-    monkeypatch.setattr(HttpTransfer, "pull", pull)
-    with plain_server(tmp_path, HalfFrozen(1.0), rounds=2, part_bytes=2**16) as server:
-        with atoll.join(server.url, site="a", folder=tmp_path / "w") as worker:
+    settings = {"rounds": 2, "part_bytes": 2**16, "network.connections": 1}
+    with plain_server(tmp_path, HalfFrozen(1.0), **settings) as server, Proxy(server.port) as proxy:
+        fault = Fault("GET .*/versions/1/[0-9a-f]{64}", "down", at, "reset")
+        proxy.faults.append(fault)
+        with atoll.join(proxy.url, site="a", folder=tmp_path / "w") as worker:
             for fl_round in worker:
-                cut[0] = fl_round.number == 2
                 model = fl_round.load_into(HalfFrozen(-7.0))  # a new one in each round
-                assert not cut[0]
+                assert fault.reached.is_set() == (fl_round.number == 2)
                 assert model.frozen.unique().tolist() == [1.0]
                 assert model.trained.unique().tolist() == [float(fl_round.number)]
                 with torch.no_grad():
@@ -120,22 +87,16 @@ def test_a_part_that_is_as_it_was_comes_into_a_model_that_has_not_got_it(
                 fl_round.submit(model)
 
 
-@pytest.mark.covers("F3")
-def test_a_note_is_replaced_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards against `write_note` that writes into the note itself."""
-    path = tmp_path / "base.json"
-    note = BaseNote("run", 0, 1, "0" * 64, [], True)
-    base_and_outbox.write_note(path, note)
-
-    def half(self: Path, text: str, *_: object, **__: object) -> int:
-        with open(self, "w") as file:
-            file.write(text[:10])
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(Path, "write_text", half)
-    with pytest.raises(StoreError, match="No space left"):
-        base_and_outbox.write_note(path, BaseNote("run", 0, 2, "1" * 64, [], True))
-    assert base_and_outbox.read_note(path, BaseNote) == note
+@pytest.mark.covers("P8")
+def test_a_pull_fills_large_small_and_turned_tensors_alike(tmp_path: Path) -> None:
+    """Parts of 1 MiB; `large` (1.2 MB) is received where it is, the others are not."""
+    torch.manual_seed(3)
+    source = {"large": torch.randn(600, 500), "turned": torch.randn(400, 300).t(), "small": torch.randn(7)}
+    with plain_server(tmp_path, source, part_bytes=2**20) as server:
+        with atoll.join(server.url, "a", folder=tmp_path / "w") as worker:
+            fl_round = worker.next_round()
+            for _ in range(2):  # the second time from the base file, which has all of it, too
+                assert same(fl_round.load_into({name: torch.zeros_like(each) for name, each in source.items()}), source)
 
 
 def falling(folder: Path, size: int, rounds: int, outer_lr: float) -> atoll.Server:
@@ -191,9 +152,11 @@ def test_a_pull_that_ends_with_gone_is_begun_anew_and_no_step_is_lost(
     arrived: int,
     left: float,
 ) -> None:
+    from atoll.transport.part_transfer import HttpTransfer
+
     pull, broken = HttpTransfer.pull, [True]
 
-    def once(self: HttpTransfer, path: str, digests: Any, parts: Sequence[Part], sinks: Any, **more: Any) -> None:
+    def once(self: HttpTransfer, path: str, digests: Any, parts: Any, sinks: Any, **more: Any) -> None:
         if broken:
             broken.clear()
             pull(self, path, digests, parts[:arrived], sinks, **more)
@@ -209,19 +172,3 @@ def test_a_pull_that_ends_with_gone_is_begun_anew_and_no_step_is_lost(
                 fall(model, optimizer)
             assert diloco.step == 2 * rounds
         assert model.weight.detach().unique().tolist() == [left]
-
-
-@pytest.mark.covers("P8")
-def test_a_pull_fills_large_small_and_turned_tensors_alike(tmp_path: Path) -> None:
-    """Parts of 1 MiB; `large` (1.2 MB) is received where it is, in runs of at least `ROOM_BYTES`, the others not."""
-    torch.manual_seed(3)
-    source = {"large": torch.randn(600, 500), "turned": torch.randn(400, 300).t(), "small": torch.randn(7)}
-    with plain_server(tmp_path, source, part_bytes=2**20) as server:
-        place = take_part(server.url, "a", folder=tmp_path / "w")
-        ticket = place.exchange.ask().ticket
-        assert ticket is not None
-        for _ in range(2):  # the second time from the base file, which has all of it, too
-            target = {name: torch.zeros_like(tensor) for name, tensor in source.items()}
-            place.exchange.pull(ticket.base, target)
-            assert same(target, source)
-        place.leave()

@@ -7,15 +7,10 @@ from typing import Any
 import pytest
 import torch
 from kit.servers import plain_server
-from scaffold_world import ETA, TARGETS, One, first_round, one_round, train
+from scaffold_world import ETA, TARGETS, One, controls, first_round, one_round, train
 
 import atoll
-from atoll.algorithms.optimizer_hooks import StepHooks
-from atoll.algorithms.scaffold import ControlVariates
 from atoll.errors import UsageError
-from atoll.protocol import messages
-from atoll.tensors.module_tensors import schema_of
-from atoll.worker.exchange.local_state import AlgorithmState, Owner
 
 ROUNDS = 3
 
@@ -63,8 +58,7 @@ def test_a_third_site_that_joins_rescales_c(server: atoll.Server, tmp_path: Path
     loops = {**known["loops"], "c": iter(late)}
     for site, target in {**TARGETS, "c": 5.0}.items():
         round_ = step(loops[site], target)
-        base = round_._backend.place.exchange.base.values_of("atoll.control.w", 0, 1).item()
-        assert base == pytest.approx((own["a"] + own["b"] + 0.0) / 3, rel=1e-5)
+        assert round_.global_state("control")["w"].item() == pytest.approx((own["a"] + own["b"] + 0.0) / 3, rel=1e-5)
     assert c_before == pytest.approx((own["a"] + own["b"]) / 2)  # as it would have been with two
     leave(known)
     late.leave()
@@ -111,6 +105,7 @@ def take_part(round_: Any, target: float, weight: float = 1.0) -> None:
 
 
 def test_a_refused_update_leaves_the_control_as_it_was(tmp_path: Path) -> None:
+    own = []
     with plain_server(tmp_path, One(), algorithm="scaffold", sites=1, rounds=2) as server:
         with atoll.join(server.url, site="a", folder=tmp_path / "a") as worker:
             for number, round_ in enumerate(worker):
@@ -122,14 +117,10 @@ def test_a_refused_update_leaves_the_control_as_it_was(tmp_path: Path) -> None:
                     with torch.no_grad():
                         model.w.fill_(float("nan"))
                 round_.submit(model)
-                if number == 1:
-                    # the first attempt is forgotten: x = 0, y = 0.1, Δc = c⁺ = (0 − 0.1)/0.1 = −1
-                    assert worker._backend.place.exchange.local.kept.read("atoll.control.w", 0, 1).item() == 0.0
-            worker._backend.place.exchange.local.kept.settle(worker._session.outcome)
-            values = worker._backend.place.exchange.local.kept.read("atoll.control.w", 0, 1)
+                own.append(round_.own_state("control")["w"].item())
         assert server.status().refused == 1
-    assert values.item() != 0.0
-    assert torch.isfinite(values).all()
+    # the first attempt is forgotten: x = 0, y = 0.1, Δc = c⁺ = (0 − 0.1)/0.1 = −1
+    assert own == [0.0, 0.0, pytest.approx(-1.0)]
 
 
 @pytest.mark.parametrize(
@@ -168,19 +159,17 @@ def unequal(round_: Any, model: One) -> None:
     train(model, optimizer, 1.0, steps=1)
 
 
-def test_a_schedule_is_followed(tmp_path: Path) -> None:
+def test_a_schedule_is_followed() -> None:
     """Rates 0, 0.1, 0.2: Δc = (x − y)/0.3; the warm-up step without a rate does no harm."""
-    with first_round(tmp_path) as round_:
-        model = round_.load_into(One())
-        optimizer = torch.optim.SGD([model.w], lr=0.0)
-        correction = round_.correct(model, optimizer)
+    model = One()
+    optimizer = torch.optim.SGD([model.w], lr=0.0)
+    scaffold = atoll.Scaffold(model, controls(0.0), controls(0.0))
+    with scaffold.correct(optimizer):
         for rate in (0.0, 0.1, 0.2):
             optimizer.param_groups[0]["lr"] = rate
             train(model, optimizer, 1.0, steps=1)
-        assert (correction.steps, correction.rates) == (3, pytest.approx(0.3))
-        y = 1 - 0.9 * 0.8
-        delta = correction.finish(lambda name, start, stop: torch.tensor([-y]))["control"]
-        assert delta("w", 0, 1).item() == pytest.approx(-y / 0.3)
+    assert scaffold.steps == 3
+    assert scaffold.finish()["w"].item() == pytest.approx(-(1 - 0.9 * 0.8) / 0.3)
 
 
 def test_a_round_is_corrected_once(tmp_path: Path) -> None:
@@ -202,29 +191,18 @@ def test_a_models_own_names_do_not_collide_with_those_of_controls(tmp_path: Path
         pass
 
 
-def test_a_tensor_of_which_an_update_sets_nothing_stays_as_it_is(tmp_path: Path) -> None:
-    """Two updates that count: the first sets both tensors, the second one of them, where the files take turns."""
-    state = AlgorithmState(tmp_path, schema_of(One()), ["momentum"], Owner("a", "r"))
-    for ticket, tensors in enumerate([{"w": [5.0], "frozen": [1.0, 2.0]}, {"w": [6.0]}], start=1):
-        state.begin()
-        for name, values in tensors.items():
-            state.write(f"atoll.momentum.{name}", 0, torch.tensor(values))
-        state.belongs_to(ticket, ticket)
-        state.settle(lambda number: messages.Outcome(ticket=number, state="counted", base_version=0))
-    assert state.read("atoll.momentum.w", 0, 1).tolist() == [6.0]
-    assert state.read("atoll.momentum.frozen", 0, 2).tolist() == [1.0, 2.0]
-    state.close()
-
-
 def test_a_step_without_gradients_is_none() -> None:
-    """Nothing is corrected where the optimizer moved nothing; behind one with them, w ← w − η·g − η·(c − c_i)."""
+    """Nothing is corrected where the optimizer moved nothing; behind one with them, w ← w − η·g − η·(c − c_i).
+
+    Δc = (0 − w)/η − c = 3/0.5 − 4: the first step adds no rate.
+    """
     model = One()
     optimizer = torch.optim.SGD([model.w], lr=0.5)
-    shifted = StepHooks(model, "scaffold", ControlVariates())
-    shifted.shared["w"].fill_(4.0)
-    with shifted.attach(optimizer):
+    scaffold = atoll.Scaffold(model, controls(4.0), controls(0.0))
+    with scaffold.correct(optimizer):
         optimizer.step()
-        assert (model.w.item(), shifted.steps, shifted.rates) == (0.0, 0, 0.0)
+        assert (model.w.item(), scaffold.steps) == (0.0, 0)
         model.w.grad = torch.tensor([2.0])
         optimizer.step()
-    assert (model.w.item(), shifted.steps, shifted.rates) == (-3.0, 1, 0.5)  # 0 − 0.5·2 − 0.5·4
+    assert (model.w.item(), scaffold.steps) == (-3.0, 1)  # 0 − 0.5·2 − 0.5·4
+    assert scaffold.finish()["w"].item() == pytest.approx(2.0)

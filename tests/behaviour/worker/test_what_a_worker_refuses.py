@@ -1,4 +1,4 @@
-"""What a worker refuses by itself: weights, metrics, another layout, another schema."""
+"""What a worker refuses by itself: weights, metrics, and what is no model."""
 
 import math
 from pathlib import Path
@@ -10,39 +10,31 @@ from kit.servers import plain_server
 from torch import nn
 
 import atoll
-from atoll.errors import UsageError, VersionSkew
-from atoll.protocol.values import UpdateInfo
-from atoll.tensors.module_tensors import named_tensors
-from atoll.worker.arguments import finite_metrics
-from atoll.worker.exchange.participation import take_part
-from atoll.worker.session.session import split_of
+from atoll.errors import UsageError
+
+
+class Strict(torch.Tensor):
+    """Not to be asked for its value while it requires a gradient: torch warns of that once in a process."""
+
+    def __float__(self) -> float:
+        assert not self.requires_grad
+        return super().__float__()
 
 
 @pytest.mark.covers("L15")
-def test_metrics_that_are_not_finite_are_left_out_with_a_warning(
+def test_metrics_are_as_the_script_has_them_and_those_not_finite_are_left_out_with_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Guards against `finite_metrics` that passes them on: the server refused the update for its loss being NaN."""
+    """Guards against a NaN that is passed on: the server refused the update for its loss."""
+    loss = torch.ones((), requires_grad=True).as_subclass(Strict) * 0.25
+    assert loss.requires_grad
     with plain_server(tmp_path, nn.Linear(2, 1), rounds=1) as server:
         with atoll.join(server.url, site="a", folder=tmp_path / "w") as worker:
             for fl_round in worker:
-                fl_round.submit(fl_round.load_into(nn.Linear(2, 1)), metrics={"loss": math.nan, "accuracy": 0.5})
-        assert server.status().history[0].metrics == {"accuracy": 0.5}
+                metrics = {"loss": math.nan, "accuracy": 0.5, "of-torch": loss}
+                fl_round.submit(fl_round.load_into(nn.Linear(2, 1)), metrics=metrics)
+        assert server.status().history[0].metrics == {"accuracy": 0.5, "of-torch": 0.25}
     assert "the metric 'loss' is nan; it is left out" in caplog.text
-
-
-@pytest.mark.covers("L15")
-def test_a_loss_is_a_metric_as_the_script_has_it() -> None:
-    """Guards against torch's warning about a scalar that requires a gradient, of which it warns once in a process."""
-
-    class Strict(torch.Tensor):
-        def __float__(self) -> float:
-            assert not self.requires_grad
-            return super().__float__()
-
-    loss = torch.ones((), requires_grad=True).as_subclass(Strict) * 0.25
-    assert loss.requires_grad
-    assert finite_metrics({"loss": loss}, "a") == {"loss": 0.25}
 
 
 @pytest.mark.covers("L14")
@@ -119,25 +111,6 @@ def test_what_is_no_model_is_named(tmp_path: Path) -> None:
             fl_round.submit(model)
     with pytest.raises(UsageError, match="The model is of type OrderedDict"):
         atoll.DiLoCo(model.state_dict(), optimizer)  # type: ignore[arg-type]
-
-
-@pytest.mark.covers("F30")
-def test_a_layout_or_schema_that_is_not_the_servers_is_refused_before_a_byte_moves(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Guards against `form` without the comparison of layouts; `_fetch_schema` without that of schemas."""
-    with plain_server(tmp_path, nn.Linear(2, 1), rounds=0) as server:
-        place = take_part(server.url, "a", folder=tmp_path / "w")
-        ticket = place.exchange.ask().ticket
-        assert ticket is not None
-        tensors = named_tensors(nn.Linear(2, 1))[0]
-        place.exchange.pull(ticket.base, tensors)
-        with pytest.raises(VersionSkew, match="in another way"):
-            place.exchange.form(ticket.model_copy(update={"layout_digest": "0" * 64}), tensors, UpdateInfo(1.0, 0, {}))
-        info = place.session.info.model_copy(update={"schema_digest": "0" * 64})
-        with pytest.raises(VersionSkew, match="does not have the digest"):
-            split_of(place.session.channel.schema(), info)
-        place.leave()
 
 
 @pytest.mark.parametrize("tries", [-1, 2.5])

@@ -1,19 +1,15 @@
-"""Lines of a transfer: rate and time left are of what the connection carries now."""
+"""Lines that a worker logs: of a transfer, with its rate and the time left; of a run; of an outage."""
 
 from __future__ import annotations
 
 import logging
-from pathlib import Path
 
 import pytest
-import torch
-from kit.by_hand import formed
-from kit.servers import plain_server
 
+from atoll.errors import TRANSIENT
 from atoll.protocol import messages
-from atoll.protocol.values import Lost
-from atoll.worker.exchange.participation import take_part
 from atoll.worker.log_lines import Progress, in_words
+from atoll.worker.training.synchroniser import REPEAT_S, Outage
 
 MB = 1_000_000
 
@@ -66,18 +62,6 @@ def test_the_last_line_says_how_long_a_transfer_was_interrupted(clock: Clock, ca
 
 
 @pytest.mark.covers("X4")
-def test_a_transfer_that_failed_has_no_last_line_with_a_rate(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.DEBUG, "atoll")  # the line of a short transfer comes at this level
-    with plain_server(tmp_path, {"w": torch.ones(4)}) as server:
-        place = take_part(server.url, "a", folder=tmp_path / "w")
-        formed(place)
-        server.stop()
-        assert isinstance(place.exchange.deliver(retries=0), Lost)
-        place.leave()
-    assert "a: submitting" not in caplog.text
-
-
-@pytest.mark.covers("X4")
 def test_what_a_worker_does_in_a_run_is_said_in_words() -> None:
     info = messages.RunInfo.model_construct(codec="bf16", fragments=1)
     assert in_words(info, 60) == "H = 60, codec bf16"
@@ -99,3 +83,30 @@ def test_a_part_that_stalled_for_long_leaves_no_mark_either(clock: Clock, caplog
         "a: submitting: 6.0 MB of 100.0 MB",
         "a: submitting: 11.0 MB of 100.0 MB, 1.0 MB/s, 89 s left",
     ]
+
+
+def numbers(record: logging.LogRecord) -> list[object]:
+    return [each for each in record.args or () if isinstance(each, int)]
+
+
+def warnings(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
+    return [record for record in caplog.records if record.name == "atoll" and record.levelno == logging.WARNING]
+
+
+def test_logs_an_outage_again_after_some_minutes_with_the_number_of_skipped_turns(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO", "atoll")
+    now_s = [0.0]
+    outage = Outage(lambda: now_s[0])
+    lost = TRANSIENT[0]("gone", "")
+    for now_s[0] in (0.0, 100.0, REPEAT_S, REPEAT_S + 100.0, 2 * REPEAT_S):
+        outage.skipped(lost, "a", "at step 1", "Why.")
+    assert [numbers(record) for record in warnings(caplog)] == [[], [3], [5]]
+    assert outage.is_on
+    outage.ended("a", "goes on")
+    outage.ended("a", "goes on")
+    assert not outage.is_on
+    assert len([record for record in caplog.records if record.levelno == logging.INFO]) == 1
+    outage.skipped(lost, "a", "at step 2", "Why.")
+    assert len(warnings(caplog)) == 4

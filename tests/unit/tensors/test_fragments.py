@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from atoll.errors import ConfigError
 from atoll.protocol import messages
 from atoll.tensors.fragments import Split, cut, split, split_of
 from atoll.tensors.module_tensors import schema_of
@@ -50,21 +49,6 @@ def test_every_tensor_is_in_one_fragment_and_neighbours_stay_together(sizes: lis
     assert together == list(schema.tensors)
 
 
-@pytest.mark.covers("L8")
-def test_equal_layers_are_shared_out_equally() -> None:
-    made = split(schema_of(nn.Sequential(*(nn.Linear(8, 8) for _ in range(12)))), 4)
-    assert [each.nbytes for each in made.schemas] == [3 * (8 * 8 + 8) * 4] * 4
-
-
-@pytest.mark.covers("L8")
-def test_fragments_are_balanced_by_bytes_not_by_tensors() -> None:
-    """One tensor of 8 elements is as large as the four behind it; by their number, the cut would be in the middle."""
-    sizes = [8, 2, 2, 2, 2, 4]
-    made = split(Schema.build([TensorSpec(f"{index}.weight", "F32", (size,)) for index, size in enumerate(sizes)]), 2)
-    assert made.places == (0, 0, 1, 1, 1, 1)
-    assert [each.nbytes for each in made.schemas] == [40, 40]
-
-
 class Tied(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -72,43 +56,6 @@ class Tied(nn.Module):
         self.body = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4), nn.BatchNorm1d(4, affine=False))
         self.head = nn.Linear(4, 10, bias=False)
         self.head.weight = self.embedding.weight
-
-
-@pytest.mark.covers("L8")
-def test_tied_tensors_and_the_buffers_of_a_module_stay_together() -> None:
-    made = split(schema_of(Tied()), 3)
-    place = dict(zip((spec.name for spec in made.schema.tensors), made.places, strict=True))
-    parts = made.schemas
-    assert [alias for part in parts for alias in part.aliases] == [("head.weight", "embedding.weight")]
-    assert ("head.weight", "embedding.weight") in parts[place["embedding.weight"]].aliases
-    for buffer in ("running_mean", "running_var", "num_batches_tracked"):
-        assert place[f"body.1.{buffer}"] == place["body.1.weight"]
-        assert place[f"body.3.{buffer}"] == place["body.2.bias"], "without parameters: with those before it"
-
-
-def test_layers_of_mixed_width_stay_with_their_neighbours() -> None:
-    """A schema lists fp32 before bf16: the norms would all come first."""
-    model = nn.Sequential(*(nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8).bfloat16()) for _ in range(4)))
-    made = split(schema_of(model), 4)
-    assert [{spec.name.partition(".")[0] for spec in part.tensors} for part in made.schemas] == [
-        {"0"},
-        {"1"},
-        {"2"},
-        {"3"},
-    ]
-
-
-def test_every_fragment_has_something_to_train() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
-    for count in range(1, 7):
-        for part in split(schema_of(model), count).schemas:
-            assert any(spec.group == PARAMS and spec.numel for spec in part.tensors)
-
-
-def test_more_fragments_than_parameters_are_refused_with_the_remedy() -> None:
-    with pytest.raises(ConfigError, match=r"diloco\.num_fragments is 3, but the model has 2 parameters") as caught:
-        split(schema_of(nn.Linear(2, 2)), 3)
-    assert "at most 2" in caught.value.remedy
 
 
 @pytest.mark.covers("L8")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +14,7 @@ from atoll.protocol import messages
 from atoll.protocol.swarm_messages import Held, Hold, PeerReport, PeerWork, ReducedRound, Source, Unreached, in_text
 from atoll.protocol.values import FrozenRound, FrozenUpdate
 from atoll.rounds.leases import Member
-from atoll.server.swarm.assignments import SwarmView
+from atoll.server.swarm.assignments import Assignment, SwarmView
 from atoll.server.swarm.peer_reachability import Peers
 
 DIGEST, OTHER = "1" * 64, "2" * 64
@@ -184,3 +185,9 @@ def test_a_version_is_checked_once_its_outer_state_is_there_too() -> None:
         held = Held(fragment=0, version=3, digest=DIGEST, state_digest=state, source=source)
         report(view.peers, "b", number, held=[held])
         assert view.has("b", closed) is has
+
+
+@pytest.mark.covers("P10")
+def test_workers_that_have_all_failed_for_days_are_asked_again_within_the_idle_timeout() -> None:
+    at = Assignment(losses=100_000, lost_s=time.monotonic(), excluded={"a": None, "b": None, "c": None})
+    assert 59.0 < at.pause_s(60.0) <= 60.0
