@@ -213,7 +213,7 @@ def _address(log: Path, server: subprocess.Popen[bytes]) -> str:
                 f"The server ended with {server.returncode}: {_last_line(log)}", f"{log} has the whole story."
             )
         time.sleep(0.05)
-    raise RunFailed(f"The server said no address within {START_S:g} s.", f"Look into {log}.")
+    raise RunFailed(f"The server printed no address within {START_S:g} s.", f"See {log}.")
 
 
 def _start_workers(demo: Demo, children: Children, address: str) -> list[str]:

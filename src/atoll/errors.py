@@ -287,7 +287,7 @@ def passing(error: BaseException) -> str | None:
     if isinstance(error, DiskFull):
         return f"the disk is full: {error}"
     if no_more_files(error):
-        return "too many files are open: the server may not open another; raise its limit (ulimit -n)."
+        return "too many files are open; raise the server's limit (ulimit -n)."
     return None
 
 
@@ -298,8 +298,8 @@ def out_of_memory(error: BaseException | None) -> RunFailed | None:
         return None
     return RunFailed(
         "The server has run out of memory.",
-        "Give it more, or lower disk.max_pinned_versions or run.threads. Start it again: what was acknowledged is not "
-        "lost.",
+        "Give it more memory, or lower disk.max_pinned_versions or run.threads; then start it again. "
+        "Acknowledged updates are not lost.",
     )
 
 

@@ -47,7 +47,7 @@ def unseal(data: bytes) -> dict[str, Any]:
     if not isinstance(digest, str):
         raise NoteDamaged("its digest is missing")
     if blake3(json.dumps(note, sort_keys=True).encode()).hexdigest() != digest:
-        raise NoteDamaged("its content is not what its digest says")
+        raise NoteDamaged("its content does not match its digest")
     return dict(note)
 
 
@@ -61,7 +61,8 @@ def read_note(path: Path, kind: Any) -> Any:
         return peek_note(path, kind)
     except NoteDamaged as error:
         LOG.warning(
-            "%s is damaged: %s. It is removed, and what it described is pulled or trained again. Look at the disk.",
+            "%s is damaged: %s. It is removed, and the data that it described is downloaded or trained "
+            "again. Check the disk.",
             path,
             error,
         )
@@ -90,7 +91,7 @@ def note_from(data: bytes, kind: Any) -> Any:
     try:
         return kind(**unseal(data))
     except TypeError as error:
-        raise NoteDamaged(f"it is of another version of Atoll ({error})") from None
+        raise NoteDamaged(f"another version of Atoll wrote it ({error})") from None
 
 
 def write_note(path: Path, note: Any) -> None:
@@ -106,5 +107,5 @@ def write_note(path: Path, note: Any) -> None:
     except OSError as error:
         raise StoreError(
             f"{path} cannot be written ({error.strerror}).",
-            "Look at the disk. If a worker's folder was removed, start that worker again: it pulls anew.",
+            "Check the disk. If a worker's folder was removed, start that worker again; it downloads the model anew.",
         ) from error

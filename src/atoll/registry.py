@@ -122,13 +122,13 @@ def load_attribute(target: str) -> Any:
     """
     module_name, separator, attribute = target.rpartition(":")
     if not separator or not module_name or not attribute:
-        raise ConfigError(f"{target!r} does not name code.", "Write it as module:attribute, say my_models:build.")
+        raise ConfigError(f"{target!r} does not name a Python object.", "Use module:attribute, say my_models:build.")
     try:
         module = _load_file(Path(module_name)) if is_file(target) else importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"{target!r}: no module named {error.name!r}.",
-            "Start the command in the folder of the module, or install the package that has it.",
+            "Start the command in the folder of the module, or install the package that contains it.",
         ) from error
     except AtollError:
         raise
@@ -140,8 +140,8 @@ def load_attribute(target: str) -> Any:
         here, found = Path(f"{module_name}.py"), getattr(module, "__file__", None) or "a part of Python"
         if not is_file(target) and here.is_file() and Path(found) != here.resolve():
             raise ConfigError(
-                f"{target!r}: the module {module_name} is {found} and has no {attribute!r}.",
-                f"Write {here}:{attribute}, or rename {here}: its name is taken.",
+                f"{target!r}: the module {module_name} is {found}, and has no {attribute!r}.",
+                f"Use {here}:{attribute}, or rename {here}, because its name is used by another module.",
             ) from None
         public = [entry for entry in vars(module) if not entry.startswith("_")]
         raise ConfigError(f"{target!r}: {module_name} has no {attribute!r}.", nearest(attribute, public)) from None
@@ -186,7 +186,7 @@ def _raised(what: str, error: BaseException, remedy: str = "") -> ConfigError:
     at = f" ({lines[-1][0]}, line {lines[-1][1]})" if lines else ""
     last = "".join(traceback.format_exception_only(error)).strip().splitlines()[-1]
     told = "".join(traceback.format_exception(type(error), error, trace)).rstrip()
-    return ConfigError(f"{what}: {last.rstrip('.')}{at}.", "Mend it, and start again.", told)
+    return ConfigError(f"{what}: {last.rstrip('.')}{at}.", "Correct it, and start again.", told)
 
 
 def is_file(target: str) -> bool:

@@ -115,7 +115,7 @@ class _Child:
         except BadResult as error:
             self._tell_error(message, f"it {error}")
         except MemoryError:
-            self._tell_error(message, "the machine has too little memory for it")
+            self._tell_error(message, "the machine does not have enough memory for the aggregator")
         except Exception as error:
             if isinstance(error, AtollError) and message["what"] == "begin":
                 if error.trace:

@@ -126,8 +126,8 @@ class Inspection:
             overflow = bool(_values(piece.numel, torch.float64).isfinite().all())
         if not (squares < math.inf or overflow):
             is_overflow = not bool(_values(piece.numel, torch.float64).isnan().any())
-            overflow_told = f"{spec.name} holds Inf: an overflow of what {spec.dtype} or its codec can hold"
-            bad.append(overflow_told if is_overflow else f"{spec.name} holds NaN or Inf")
+            overflow_told = f"{spec.name} contains Inf, which {spec.dtype} or its codec cannot represent"
+            bad.append(overflow_told if is_overflow else f"{spec.name} contains NaN or Inf")
         return squares
 
     def _quick_squares(self, run: Run, encoded: torch.Tensor) -> float:
@@ -258,11 +258,10 @@ class Overflow(RunFailed):
     def __init__(self, message: str) -> None:
         super().__init__(
             message,
-            "Begin a new run in another disk.state_dir from that version (atoll export) with a lower "
-            "algorithm.outer_optimizer.lr or "
-            "algorithm.outer_optimizer.momentum, smaller updates (the filter norm_clip), or a model in bf16 or fp32. "
-            "A server that is "
-            "started on this disk.state_dir again comes to the same.",
+            "Start a new run from that version (atoll export) in another disk.state_dir. Use a lower "
+            "algorithm.outer_optimizer.lr or algorithm.outer_optimizer.momentum, smaller updates (the filter "
+            "norm_clip), or a model in bf16 or fp32. A restart with this disk.state_dir ends with the same "
+            "error.",
         )
 
 
@@ -292,7 +291,7 @@ def require_finite(run: Run, values: torch.Tensor, base_fd: int) -> None:
         before = torch.empty(1, dtype=dtype)
         read_at(base_fd, bytes_of(before), piece.offset + at * dtype.itemsize)
         raise Overflow(
-            f"The round's result overflows {spec.dtype}, which holds values up to {torch.finfo(dtype).max:g}: element "
-            f"{piece.start + at} of {spec.name!r} would go from {float(before):g} to {float(elements[at]):g}. No "
-            "version is published; the last one stays."
+            f"The round's result does not fit into {spec.dtype}, which represents values up to "
+            f"{torch.finfo(dtype).max:g}: element {piece.start + at} of {spec.name!r} would go from "
+            f"{float(before):g} to {float(elements[at]):g}. No new version is published."
         )

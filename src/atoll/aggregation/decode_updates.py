@@ -109,6 +109,6 @@ def read_at(fd: int, target: memoryview, offset: int) -> None:
         posix.read_at(fd, target, offset)
     except EOFError:
         raise StateCorrupt(
-            f"A file that the round is made of ends before byte {offset + len(target)}, which it should have.",
-            "Something else has cut it off: look at the disk.",
+            f"A file that the round needs ends before byte {offset + len(target)}.",
+            "Another program has shortened it: check the disk.",
         ) from None

@@ -133,8 +133,8 @@ class BaseDamaged(StateCorrupt):
 
     def __init__(self, what: str) -> None:
         super().__init__(
-            f"The {what} that the round starts from is not what was written: its disk has changed it.",
-            "Look at the disk.",
+            f"The {what} that the round starts from is damaged: its digest differs.",
+            "Check the disk.",
         )
 
 

@@ -179,9 +179,8 @@ class Plan:
         if settings.async_.staleness_weight != "constant" and reducers[PARAMS].needs_all:
             raise ConfigError(
                 f"async.staleness_weight is {settings.async_.staleness_weight!r}, but the reducer "
-                f"{algorithm.reducer!r} has no "
-                "weights.",
-                'Leave async.staleness_weight out, or choose aggregation.reducer = {name = "mean"}.',
+                f"{algorithm.reducer!r} ignores weights.",
+                'Leave async.staleness_weight out, or set aggregation.reducer = {name = "mean"}.',
             )
 
         def fragment(schema: Schema) -> FragmentPlan:
@@ -282,8 +281,8 @@ def _require_fitting(settings: Settings, split: Split) -> None:
     for pattern in settings.algorithm.outer_lr_of:
         if not any(fnmatchcase(name, pattern) for name in names):
             raise ConfigError(
-                f"algorithm.outer_lr_of has {pattern!r}, which is the name of no parameter.",
-                registry.nearest(pattern, names, "Patterns are as those of files: head.*, *.bias."),
+                f"algorithm.outer_lr_of contains {pattern!r}, but no parameter has such a name.",
+                registry.nearest(pattern, names, "Patterns are shell patterns: head.*, *.bias."),
             )
 
 

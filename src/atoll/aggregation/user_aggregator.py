@@ -101,20 +101,20 @@ def load(target: str, options: Mapping[str, Any]) -> AllAtOnce | Incremental:
     if isinstance(found, type):
         found = registry.made(
             lambda: kind(**options),
-            f"The aggregator {target!r} cannot be made",
-            "Write its keyword arguments beside the path in aggregation.aggregator.",
+            f"The aggregator {target!r} cannot be created",
+            "Write its keyword arguments next to the path in aggregation.aggregator.",
         )
     elif options and hasattr(found, "aggregate"):
         raise ConfigError(
-            f"aggregation.aggregator has arguments, but {target!r} is an object already.",
-            "Name its class, or give none.",
+            f"aggregation.aggregator has arguments, but {target!r} is an object, not a class.",
+            "Use its class, or leave the arguments out.",
         )
     if callable(getattr(found, "accept", None)):
         missing = [name for name in ("aggregate", "reset") if not callable(getattr(found, name, None))]
         if missing:
             raise ConfigError(
                 f"The aggregator {target!r} has accept, but no {' and no '.join(missing)}.",
-                "It takes accept(update), aggregate() and reset(); or aggregate(updates) alone.",
+                "Give it accept(update), aggregate() and reset(), or only aggregate(updates).",
             )
         return Incremental(found)
     if callable(getattr(found, "aggregate", None)):
@@ -123,7 +123,7 @@ def load(target: str, options: Mapping[str, Any]) -> AllAtOnce | Incremental:
         return AllAtOnce(lambda updates: found(updates, **options))
     raise ConfigError(
         f"The aggregator {target!r} is a {type(found).__name__}, which has no aggregate.",
-        "Name a function of the updates, or a class with aggregate(updates).",
+        "Use a function of the updates, or a class with aggregate(updates).",
     )
 
 
@@ -170,14 +170,14 @@ def write_result(fd: int, layout: Layout, given: object, progress: Callable[[], 
     missing = dict(layout.by_name)
     for pair in given:
         if not isinstance(pair, tuple) or len(pair) != 2 or not isinstance(pair[0], str):
-            raise BadResult(f"gave {_kind(pair)} where a (name, tensor) pair belongs")
+            raise BadResult(f"returned {_kind(pair)} instead of a (name, tensor) pair")
         name, value = pair
         segment = missing.pop(name, None)
         if segment is None:
             if name in layout.by_name:
-                raise BadResult(f"gave {name!r} twice")
-            hint = registry.nearest(name, layout.by_name, "An aggregator gives parameters only.")
-            raise BadResult(f"gave {name!r}, which is no parameter of the model ({hint.rstrip('.')})")
+                raise BadResult(f"returned {name!r} twice")
+            hint = registry.nearest(name, layout.by_name, "Return only parameters.")
+            raise BadResult(f"returned {name!r}, which is not a parameter of the model ({hint.rstrip('.')})")
         write_at(fd, bytes_of(_checked(segment, value)), segment.offset)
         progress()
     if missing:
@@ -194,18 +194,18 @@ def _checked(segment: Segment, value: object) -> Tensor:
     if isinstance(value, LazyTensor):
         value = value.resolve()
     if not isinstance(value, Tensor):
-        raise BadResult(f"gave {_kind(value)} for {spec.name!r}, not a tensor")
+        raise BadResult(f"returned {_kind(value)} for {spec.name!r}, not a tensor")
     if value.layout is not torch.strided or value.is_nested or value.is_meta:
-        raise BadResult(f"gave {spec.name!r} as a tensor that is not dense, or on the meta device")
+        raise BadResult(f"returned {spec.name!r} as a tensor that is not dense or has no values (meta device)")
     if tuple(value.shape) != tuple(spec.shape):
-        raise BadResult(f"gave {spec.name!r} with the shape {list(value.shape)}, the model's is {list(spec.shape)}")
+        raise BadResult(f"returned {spec.name!r} with the shape {list(value.shape)}, the model has {list(spec.shape)}")
     allowed = {torch_dtype(spec.dtype), accumulate_dtype(spec.dtype)}
     if value.dtype not in allowed:
         names = " or ".join(sorted(dtype_name(dtype) for dtype in allowed))
-        raise BadResult(f"gave {spec.name!r} as {dtype_name(value.dtype)}, which must be {names}")
+        raise BadResult(f"returned {spec.name!r} as {dtype_name(value.dtype)}, but must return {names}")
     tensor = value.detach().to("cpu", accumulate_dtype(spec.dtype)).contiguous()
     if not bool(torch.isfinite(tensor).all()):
-        raise BadResult(f"gave NaN or Inf in {spec.name!r}")
+        raise BadResult(f"returned NaN or Inf in {spec.name!r}")
     return tensor
 
 

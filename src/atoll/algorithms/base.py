@@ -189,9 +189,9 @@ class Algorithm:
     def __post_init__(self) -> None:
         if self.steps_driven and (self.local or self.beside):
             raise UsageError(
-                f"The algorithm {self.name!r} counts steps, and corrects local training or keeps tensors beside the "
-                "model.",
-                "Leave steps_driven out: these need whole rounds, which the site's script ends.",
+                f"The algorithm {self.name!r} sets steps_driven, but it corrects local training or keeps "
+                "tensors besides the model.",
+                "Leave steps_driven out: such algorithms need rounds that end in the site's script.",
             )
 
     @property

@@ -63,25 +63,26 @@ def require_tensors(what: str, given: object, shapes: Shapes) -> dict[str, Tenso
     """
     if not isinstance(given, Mapping):
         raise UsageError(
-            f"{what} is a {type(given).__name__}.", "Give a mapping from parameters' names to tensors of their shapes."
+            f"{what} is a {type(given).__name__}, not a mapping.",
+            "Use a mapping from parameter names to tensors of the same shapes.",
         )
     for name in shapes:
         if name not in given:
-            raise UsageError(f"{what} lacks {name!r}.", "Give one for each parameter, zeros for those not trained.")
+            raise UsageError(f"{what} has no entry for {name!r}.", "Add it; zeros if it is not trained.")
     tensors = {}
     for name, value in given.items():
         if name not in shapes:
-            raise UsageError(f"{what} has {name!r}, which is no parameter.", "Use the parameters' own names.")
+            raise UsageError(f"{what} has an entry for {name!r}, which is not a parameter.", "Use parameter names.")
         tensor = as_tensor(f"{what}[{name!r}]", value).detach()
         if tuple(tensor.shape) != shapes[name]:
             raise UsageError(
-                f"{what}[{name!r}] has the shape {list(tensor.shape)}, the parameter {list(shapes[name])}.",
+                f"{what}[{name!r}] has the shape {list(tensor.shape)}, but the parameter has {list(shapes[name])}.",
                 "Give a tensor of the parameter's shape.",
             )
         if not tensor.is_floating_point():
-            raise UsageError(f"{what}[{name!r}] is {tensor.dtype}.", "Give one of floating point numbers.")
+            raise UsageError(f"{what}[{name!r}] is {tensor.dtype}, not floating point.", "Use a float dtype.")
         if not bool(torch.isfinite(tensor).all()):
-            raise UsageError(f"{what}[{name!r}] holds NaN or Inf.", "Look at the learning rate and the loss.")
+            raise UsageError(f"{what}[{name!r}] contains NaN or Inf.", "Check the learning rate and the loss.")
         wide = torch.float64 if tensor.dtype == torch.float64 else torch.float32
         tensors[name] = tensor.to("cpu", wide).contiguous()
     return tensors
@@ -106,7 +107,7 @@ def given_groups(
     """
     if not isinstance(given, Mapping) or set(given) != set(shapes):
         told = f"has {sorted(map(str, given))}" if isinstance(given, Mapping) else f"is a {type(given).__name__}"
-        raise UsageError(f"groups {told}, and the run has {sorted(shapes)}.", "Give a mapping with exactly these.")
+        raise UsageError(f"groups {told}, but the run needs {sorted(shapes)}.", "Pass exactly these keys.")
     tensors = {group: require_tensors(f"groups[{group!r}]", given[group], each) for group, each in shapes.items()}
 
     def run(group: str, name: str, start: int, stop: int) -> Tensor:

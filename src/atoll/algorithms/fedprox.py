@@ -51,8 +51,8 @@ class _Proximal(Correction):
                 continue
             if g.is_sparse:
                 raise UsageError(
-                    f"The gradient of {name!r} is sparse, and FedProx adds a dense term to it.",
-                    "Build the embedding with sparse=False, or run fedavg.",
+                    f"The gradient of {name!r} is sparse, but FedProx adds a dense term to it.",
+                    "Build the embedding with sparse=False, or use fedavg.",
                 )
             g.add_(self._w[name].detach() - self._w_t[name], alpha=self._mu)
 
@@ -79,7 +79,7 @@ class FedProx(ByHand):
     @public_api
     def __init__(self, model: nn.Module, mu: float) -> None:
         if not 0 <= mu < float("inf"):
-            raise UsageError(f"mu is {mu}.", "Give a number that is finite and not negative.")
+            raise UsageError(f"mu is {mu}.", "Use a finite number, at least 0.")
         super().__init__(StepHooks(model, "FedProx", ProximalTerm(mu)))
 
     def finish(self) -> None:

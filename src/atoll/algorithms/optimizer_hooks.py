@@ -48,8 +48,8 @@ def innermost(optimizer: Any) -> Optimizer:
         inner = getattr(inner, "optimizer", None)
         if inner is None:
             raise UsageError(
-                f"The optimizer is a {type(optimizer).__name__}, which calls no step hooks.",
-                "Use one that is a torch.optim.Optimizer, or that keeps one as its attribute `optimizer`.",
+                f"The optimizer is a {type(optimizer).__name__}, which does not call step hooks.",
+                "Use a torch.optim.Optimizer, or a wrapper that has one in its attribute `optimizer`.",
             )
     assert isinstance(inner, Optimizer)
     return inner
@@ -68,13 +68,14 @@ def optimizers_in(given: Given | Any) -> tuple[Optimizer, ...]:
     """
     if isinstance(given, Mapping | set | frozenset | str):
         raise UsageError(
-            f"The optimizers are in a {type(given).__name__}.", "Give a list, in the order in which they step."
+            f"The optimizers are in a {type(given).__name__}, not a list.",
+            "Pass a list, in the order in which the optimizers step.",
         )
     found = tuple(map(innermost, given)) if isinstance(given, Iterable) else (innermost(given),)
     if not found:
-        raise UsageError("There is no optimizer in the list.", "Give those that train the model by their step().")
+        raise UsageError("The list of optimizers is empty.", "Pass the optimizers that train the model.")
     if len(set(map(id, found))) < len(found):
-        raise UsageError("An optimizer is in the list twice.", "Give each once, in the order in which they step.")
+        raise UsageError("The list contains an optimizer twice.", "Pass each once, in the order in which they step.")
     return found
 
 
@@ -93,13 +94,16 @@ def require_trains(optimizers: Sequence[Optimizer], parameters: Mapping[str, Ten
         if ids.isdisjoint(held_by([optimizer])):
             raise UsageError(
                 f"The optimizer {type(optimizer).__name__} holds none of the model's parameters.",
-                "Build it with optimizer(model.parameters(), ...), of the model that is trained.",
+                "Build it with model.parameters() of the model that is trained.",
             )
 
 
-ALL_AS_A_LIST = "What another one steps is not seen, and drifts from the run's model. Give all optimizers, as a list"
-ALL_CORRECTED = "What another one steps is not corrected. Give all optimizers, as a list"
-ALL_IN_ONE = "What another one steps is not corrected. Put all parameters into one optimizer"
+ALL_AS_A_LIST = (
+    "Steps of another optimizer are not noticed, and its parameters drift away from the run's model. Pass "
+    "all optimizers, as a list"
+)
+ALL_CORRECTED = "Steps of another optimizer are not corrected. Pass all optimizers, as a list"
+ALL_IN_ONE = "Steps of another optimizer are not corrected. Put all parameters into one optimizer"
 
 
 def warn_of_what_none_trains(
@@ -118,8 +122,8 @@ def warn_of_what_none_trains(
     missing = [name for name, each in trainable.items() if each not in held]
     if missing:
         LOG.warning(
-            "%s: the optimizer holds %d of the model's %d trainable parameters; %r is not among them. %s; or set "
-            "requires_grad = False where nothing is trained.",
+            "%s: the optimizer holds only %d of the model's %d trainable parameters; %r is not among them. "
+            "%s, or set requires_grad = False for parameters that are not trained.",
             site,
             len(trainable) - len(missing),
             len(trainable),
@@ -182,8 +186,8 @@ class Steps:
         self._begun = False
         if not self._warned and self._awaited:
             LOG.warning(
-                "%s: the last optimizer of the list stepped before %s. A synchronisation follows the last one: give "
-                "them in the order in which they step.",
+                "%s: the last optimizer in the list stepped before %s, but a synchronisation follows the "
+                "last one. Pass the optimizers in the order in which they step.",
                 self._site,
                 ", ".join(self._awaited.values()),
             )
@@ -227,8 +231,8 @@ class StepHooks:
         if rule is not None:
             if rule.keeps and version is not None and kept is None:
                 raise UsageError(
-                    f"{algorithm} keeps {', '.join(rule.keeps)} at a site, and this site holds none.",
-                    "Begin a new run.",
+                    f"{algorithm} keeps {', '.join(rule.keeps)} at each site, but this site has none.",
+                    "Start a new run.",
                 )
             zeros = _Zeros()
             self.correction = rule.start(LocalContext(self.parameters, version or zeros.read, kept or zeros))
@@ -258,7 +262,7 @@ class StepHooks:
         """
         if self._followed:
             raise UsageError(
-                "The round is corrected already, by another call.", "Call it once, with all optimizers as a list."
+                "The round is already corrected by another call.", "Call correct() once, with all optimizers in a list."
             )
         *others, last = optimizers_in(optimizer)
         require_trains([*others, last], self.parameters)
@@ -276,17 +280,17 @@ class StepHooks:
     def _require_one_rate(self, optimizers: Sequence[Optimizer]) -> None:
         if len(optimizers) > 1:
             raise UsageError(
-                f"{self.algorithm} follows one optimizer, and these are {len(optimizers)}: it divides what a round "
-                "moved by the sum of one optimizer's learning rates.",
-                "Put all parameters into one optimizer, with one learning rate; or run fedprox or fedavg.",
+                f"{self.algorithm} supports one optimizer, not {len(optimizers)}: it divides the change of a "
+                "round by the sum of one optimizer's learning rates.",
+                "Put all parameters into one optimizer with one learning rate, or use fedprox or fedavg.",
             )
         kind = type(optimizers[0])
         if any("LBFGS" in each.__name__ for each in kind.__mro__):
             raise UsageError(
-                f"{kind.__name__} chooses the length of its steps by itself, and {self.algorithm} divides what a step "
-                "moved by its learning rate.",
-                "Use an optimizer that steps by its learning rate times a direction, as SGD does; or run fedprox "
-                "or fedavg.",
+                f"{kind.__name__} chooses its own step length, but {self.algorithm} divides the change of a "
+                "step by the learning rate.",
+                "Use an optimizer that steps by its learning rate times a direction, as SGD does, or use "
+                "fedprox or fedavg.",
             )
 
     def close(self) -> None:
@@ -315,8 +319,8 @@ class StepHooks:
             return
         if self._unended or (self._followed and self._followed[-1].is_under_way):
             raise UsageError(
-                "An optimizer step began and did not end: its correction is missing.",
-                "Let optimizer.step() return before the round is submitted.",
+                "optimizer.step() has not returned yet, so its step is not corrected.",
+                "Submit the round after optimizer.step() has returned.",
             )
         if not self.steps:
             raise UsageError(
@@ -325,8 +329,8 @@ class StepHooks:
             )
         if self.one_rate and not self.rates > 0:
             raise UsageError(
-                f"The learning rates of this round's {self.steps} steps sum up to {self.rates:g}.",
-                f"{self.algorithm} divides by the sum: at least one step needs a learning rate above zero.",
+                f"The sum of the learning rates of this round's {self.steps} steps is {self.rates:g}.",
+                f"Use a learning rate above zero in at least one step: {self.algorithm} divides by the sum.",
             )
 
     def finish(self, moved: Moved) -> Mapping[str, Runs]:
@@ -352,19 +356,20 @@ class StepHooks:
             return float(given[0] or 0.0)
         if None in given:
             raise UsageError(
-                f"{type(optimizer).__name__} has no learning rate: it chooses its steps by itself.",
-                f"{self.algorithm} needs one: give lr=, or another optimizer, or run fedavg.",
+                f"{type(optimizer).__name__} has no learning rate, because it chooses its own step length.",
+                f"{self.algorithm} needs one: set lr, use another optimizer, or use fedavg.",
             )
         rates = {float(rate) for rate in given if rate is not None}
         if len(rates) > 1:
             raise UsageError(
                 f"The optimizer has the learning rates {', '.join(f'{rate:g}' for rate in sorted(rates))}.",
-                f"{self.algorithm} needs one for all parameter groups.",
+                f"Use the same learning rate for all parameter groups: {self.algorithm} needs that.",
             )
         (rate,) = rates
         if not (math.isfinite(rate) and rate >= 0):
             raise UsageError(
-                f"The learning rate is {rate:g}.", f"{self.algorithm} needs one that is finite and not negative."
+                f"The learning rate is {rate:g}.",
+                f"Use a finite learning rate, at least 0: {self.algorithm} needs that.",
             )
         return rate
 

@@ -84,14 +84,13 @@ def require_training(settings: Settings) -> None:
     if settings.algorithm.target is None:
         raise ConfigError(
             "algorithm.name is not set.",
-            f"Set it to one of {', '.join(registry.names('algorithms'))}: fedavg averages the models of the sites, "
-            "diloco synchronises every diloco.sync_every local steps.",
+            f"Set it to one of {', '.join(registry.names('algorithms'))}. For example, fedavg averages the "
+            "models of the sites, and diloco synchronises every diloco.sync_every local steps.",
         )
     if not _loaded(settings).steps_driven and "total" not in settings.rounds.model_fields_set:
         raise ConfigError(
-            f"rounds.total is not set, and {settings.algorithm} is a federated algorithm: each round is a round of "
-            "every site's script.",
-            "Set rounds.total to the number of rounds; 0 goes on until the server is stopped.",
+            f"rounds.total is not set, but the federated algorithm {settings.algorithm} needs a number of rounds.",
+            "Set rounds.total to the number of rounds; 0: run until the server is stopped.",
         )
 
 
@@ -101,12 +100,12 @@ def _loaded(settings: Settings) -> Algorithm:
     if not isinstance(algorithm, Algorithm):
         raise ConfigError(
             f"algorithm.path = {name!r} is a {type(algorithm).__name__}, not an algorithm.",
-            "It has to name a value of atoll.algorithms.base.Algorithm.",
+            "Set the path of a value of the class atoll.algorithms.base.Algorithm.",
         )
     if ":" not in name and algorithm.name != name:
         raise ConfigError(
-            f"The entry point {name!r} gives an algorithm named {algorithm.name!r}.",
-            "Give both one name: sites load the algorithm by it.",
+            f"The entry point {name!r} has an algorithm with another name, {algorithm.name!r}.",
+            "Use the same name for both, because sites load the algorithm by this name.",
         )
     return algorithm
 
@@ -127,16 +126,16 @@ def resolve(settings: Settings, outer_given: Callable[..., Any] | None = None) -
     has_state = bool(algorithm.beside or algorithm.keeps)
     if settings.model.ranks > 1 and has_state:
         raise ConfigError(
-            f"model.ranks is {settings.model.ranks}, and algorithm.name is {name!r}: the tensors that it keeps beside "
-            "the model are not sharded so far.",
-            "Set model.ranks = 1 and train without sharding, or choose another algorithm.",
+            f"model.ranks is {settings.model.ranks}, but algorithm.name is {name!r}: this algorithm's own "
+            "tensors cannot be sharded.",
+            "Set model.ranks = 1 and train without sharding, or use another algorithm.",
         )
     if not algorithm.steps_driven:
         _require_whole(settings, name)
         if settings.diloco.dynamic_local_steps:
             raise ConfigError(
                 f"diloco.dynamic_local_steps is set, but in {name!r} the worker's script decides when a round ends.",
-                "Leave diloco.dynamic_local_steps out, or choose algorithm.name = 'diloco', which counts local steps.",
+                "Leave diloco.dynamic_local_steps out, or use algorithm.name = 'diloco', which counts local steps.",
             )
     outer = outer_given or settings.algorithm.outer_optimizer.target or algorithm.outer
     if isinstance(outer, str):
@@ -146,13 +145,14 @@ def resolve(settings: Settings, outer_given: Callable[..., Any] | None = None) -
     own = algorithm.reduce["params"]
     if algorithm.own_reducer and reducer != own:
         raise ConfigError(
-            f"aggregation.reducer = {reducer!r} would take the place of {own!r}, which is what makes {algorithm.name}.",
-            "Leave aggregation.reducer out, or choose it with algorithm.name = 'fedavg'.",
+            f"aggregation.reducer = {reducer!r} would replace {own!r}, an essential part of {algorithm.name}.",
+            "Leave aggregation.reducer out, or use it with algorithm.name = 'fedavg'.",
         )
     if settings.async_.enabled and has_state:
         raise ConfigError(
-            f"algorithm.name is {name!r}, and async.enabled is true: the tensors that it keeps change by rounds.",
-            "Set async.enabled = false, or choose another algorithm.",
+            f"algorithm.name is {name!r}, but async.enabled is true: this algorithm's own tensors change only "
+            "in rounds.",
+            "Set async.enabled = false, or use another algorithm.",
         )
     registry.require_known("staleness", "async.staleness_weight", settings.async_.staleness_weight)
     outer_options = _outer_options(settings, algorithm, outer)
@@ -180,7 +180,7 @@ def _require_whole(settings: Settings, algorithm: str) -> None:
         if settings.at(key) != default_of(key):
             raise ConfigError(
                 f"{key} is {settings.at(key)}, but in {algorithm!r} the worker's script decides when a round ends.",
-                f"Leave {key} out, or choose algorithm.name = 'diloco', which counts local steps.",
+                f"Leave {key} out, or use algorithm.name = 'diloco', which counts local steps.",
             )
 
 
@@ -193,14 +193,14 @@ def _outer_options(settings: Settings, algorithm: Algorithm, outer: str | Callab
     given = settings.algorithm.outer_optimizer.options
     lr, momentum = given.get("lr"), given.get("momentum")
     if lr is not None and not (type(lr) in (int, float) and 0 < lr < math.inf):
-        raise ConfigError(f"algorithm.outer_optimizer.lr is {lr!r}.", "Give a number above 0.")
+        raise ConfigError(f"algorithm.outer_optimizer.lr is {lr!r}.", "Use a number above 0.")
     if momentum is not None:
         if type(momentum) not in (int, float) or not 0 <= momentum < 1:
-            raise ConfigError(f"algorithm.outer_optimizer.momentum is {momentum!r}.", "Give 0 or more, below 1.")
+            raise ConfigError(f"algorithm.outer_optimizer.momentum is {momentum!r}.", "Use a number from 0 to below 1.")
         if isinstance(outer, str) and outer in _INSTEAD_OF_MOMENTUM:
             raise ConfigError(
                 f"algorithm.outer_optimizer.momentum is {momentum:g}, but {outer} has no momentum.",
-                f"Leave it out, or {_INSTEAD_OF_MOMENTUM[outer]}.",
+                f"Leave momentum out, or {_INSTEAD_OF_MOMENTUM[outer]}.",
             )
     defaults = dict(algorithm.outer_options) if outer == algorithm.outer else {}
     if given.get("momentum") == 0:
@@ -217,17 +217,16 @@ def _delayed(settings: Settings, outer: str | Callable[..., Any], options: dict[
     if outer != "sgd":
         name = outer if isinstance(outer, str) else name_of(outer)
         raise ConfigError(
-            f"async.momentum_every is {settings.async_.momentum_every}, but the outer optimizer is {name!r}: what "
-            "delayed Nesterov "
-            "applies between two steps of momentum is a share of SGD's step, and has no counterpart there.",
+            f"async.momentum_every is {settings.async_.momentum_every}, but the outer optimizer is {name!r}: "
+            "delayed Nesterov exists only for SGD.",
             "Leave async.momentum_every out, or algorithm.outer_optimizer.",
         )
     for key, value in options.items():
         if key not in ("lr", "momentum") and not (key == "nesterov" and value):
             raise ConfigError(
-                f"algorithm.outer_optimizer has {key} = {value!r}, which delayed Nesterov (async.momentum_every) "
-                "does not.",
-                "It has lr and momentum.",
+                f"algorithm.outer_optimizer has {key} = {value!r}, an option that delayed Nesterov "
+                "(async.momentum_every) does not have.",
+                "Its options are lr and momentum.",
             )
     lr, momentum = options.get("lr", 1.0), options.get("momentum", 0.0)
     first = settings.async_.sync_rounds_first if settings.async_.enabled else 0
@@ -238,12 +237,13 @@ def _local(settings: Settings, algorithm: Algorithm) -> dict[str, Any] | None:
     known = algorithm.local_options
     for key, value in settings.algorithm.options.items():
         if key not in known:
-            has = f"It has {', '.join(known)}." if known else "Leave it out."
+            has = f"Its settings are {', '.join(known)}." if known else "Leave it out."
             raise ConfigError(
-                f"algorithm has {key!r}, which {algorithm.name} does not.", registry.nearest(key, known, has)
+                f"algorithm has the setting {key!r}, which {algorithm.name} does not have.",
+                registry.nearest(key, known, has),
             )
         if type(value) not in (int, float) or not (math.isfinite(value) and value >= 0):
-            raise ConfigError(f"algorithm.{key} is {value!r}.", "Give a number of at least 0.")
+            raise ConfigError(f"algorithm.{key} is {value!r}.", "Use a number of at least 0.")
     return known | settings.algorithm.options if algorithm.local else None
 
 
@@ -260,17 +260,17 @@ def local_rule(name: str, options: Mapping[str, Any] | None, package: str) -> Lo
     """
     if options is None:
         return None
-    install = f"Install {package}" if package else f"Install the package that has the entry point {name!r}"
-    install += " at this site, in the group atoll.algorithms, as at the server." if not package else " at this site."
+    install = f"Install {package}" if package else f"Install the package with the entry point {name!r}"
+    install += " of the group atoll.algorithms at this site, as at the server." if not package else " at this site."
     if name not in registry.names("algorithms"):
         raise ConfigError(
-            f"The run's algorithm {name!r} corrects local training, and this site does not have it.", install
+            f"The run's algorithm {name!r} corrects local training, but it is not installed at this site.", install
         )
     algorithm = registry.load("algorithms", name)
     if not isinstance(algorithm, Algorithm) or algorithm.local is None:
-        raise ConfigError(f"The algorithm {name!r} that is installed here does not correct local training.", install)
+        raise ConfigError(f"The algorithm {name!r} installed at this site does not correct local training.", install)
     rule = algorithm.local
-    return registry.made(lambda: rule(**options), f"The options {dict(options)!r} of {name!r} do not fit", install)
+    return registry.made(lambda: rule(**options), f"The options {dict(options)!r} do not fit {name!r}", install)
 
 
 def name_of(given: Callable[..., Any]) -> str:

@@ -9,7 +9,7 @@ for Federated Learning. ICML 2020, arXiv 1910.06378, algorithm 1, option II for 
     server    x ← x − η_g · mean_S (x − y_i)                Atoll: by weight;  η_g = outer_optimizer.lr
               c ← c + Σ_S p_i·Δc_i                          the paper: p_i = 1/N;  Atoll: p_i = w_i / W
 
-The same weights apply to the model and to the controls. A site's weight w_i is the one of its first counted update. W
+The same weights apply to the model and to the controls. A site's weight w_i is that of its first counted update. W
 estimates the total weight of all N sites that ever joined: if M sites have a counted update so far, W is the sum of
 their weights × N / M. If all weights are 1, w_i / W is the paper's 1/N.
 
@@ -65,9 +65,10 @@ class _Shifted(Correction):
             shift = context.version(CONTROL, name) - context.own(CONTROL, name)
             if not bool(torch.isfinite(shift).all()):
                 raise UsageError(
-                    f"The control of {name!r} is not finite: this site's file of it is damaged, or the run's is.",
-                    "Remove this site's folder under ATOLL_DIR and start it with ATOLL_NEW_STATE=1; if it is said "
-                    "again, begin a new run.",
+                    f"SCAFFOLD's control variate of {name!r} is not finite: the file of this site or of the "
+                    "run is damaged.",
+                    "Remove this site's folder under ATOLL_DIR, and start the site with ATOLL_NEW_STATE=1. "
+                    "If this error comes again, start a new run.",
                 )
             self.shared[name] = context.like(name, shift)
 

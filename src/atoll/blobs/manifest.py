@@ -50,12 +50,13 @@ class Cuts:
         if not is_chunk(self.part_bytes):
             raise BadRequest(
                 f"{what} has parts of {self.part_bytes} bytes.",
-                f"Parts have {LEAST_CHUNK_BYTES} to {MOST_CHUNK_BYTES} bytes, a multiple of {CHUNK_STEP_BYTES}.",
+                f"Use part sizes from {LEAST_CHUNK_BYTES} to {MOST_CHUNK_BYTES} bytes, a multiple of "
+                f"{CHUNK_STEP_BYTES}.",
             )
         if not 0 < self.head_bytes <= MOST_HEAD_BYTES or self.head_bytes % ALIGN_BYTES or self.head_bytes > self.nbytes:
             raise BadRequest(
-                f"{what} has a head of {self.head_bytes} of its {self.nbytes} bytes.",
-                "Publish it with Atoll, of the same version on both sides.",
+                f"{what} has a header of {self.head_bytes} bytes, but only {self.nbytes} bytes in all.",
+                "Publish it with the same version of Atoll on both sides.",
             )
         if self.count > MOST_PARTS:
             raise BadRequest(
@@ -143,8 +144,8 @@ class Manifest:
         """
         if self.id != wanted:
             raise PartCorrupt(
-                f"{what} is not what its reference says: the digests of its parts make up another one.",
-                "Check which process serves it and what lies in between, then publish it again.",
+                f"{what} does not match its reference: the digests of its parts differ.",
+                "Check which process serves it, and any proxy between; then publish it again.",
             )
 
     def require_object(self, what: str) -> None:
@@ -159,5 +160,5 @@ class Manifest:
         self.cuts.require_object(what)
         if len(self.part_digests) != self.cuts.count or self.layout_digest != self.cuts.digest:
             raise BadRequest(
-                f"{what} has {self.cuts.count} parts, and digests of {len(self.part_digests)}.", "Publish it again."
+                f"{what} has {self.cuts.count} parts, but {len(self.part_digests)} digests.", "Publish it again."
             )

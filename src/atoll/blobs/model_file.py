@@ -137,7 +137,7 @@ def _read(fd: int, offset: int, numel: int, dtype: torch.dtype) -> Tensor:
         read_at(fd, bytes_of(values), offset)
     except EOFError as error:
         raise StateCorrupt(
-            f"A file of a version was cut off: {error}.", "Restart the server; it verifies its files."
+            f"A file of a version was shortened: {error}.", "Restart the server, which then verifies its files."
         ) from None
     return values
 

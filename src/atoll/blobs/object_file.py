@@ -39,7 +39,7 @@ from atoll.tensors.safetensors_header import read_header, read_tensor
 from atoll.tensors.schema import TensorSpec
 
 _PAYLOAD = "atoll.payload"
-_REMEDY = "Publish it with Atoll, of the same version on both sides."
+_REMEDY = "Publish it with the same version of Atoll on both sides."
 
 
 def pack_object(tree: Any) -> Packed:
@@ -75,9 +75,9 @@ def write_object(packed: Packed, fd: int, cut: Cut) -> Manifest:
     cuts = Cuts(len(head), len(head) + sum(tensor.nbytes for tensor in tensors), cut.part_bytes)
     if len(head) > MOST_HEAD_BYTES or cuts.count > MOST_PARTS:
         raise UsageError(
-            f"The object has a head of {len(head)} bytes and {cuts.count} parts; "
-            f"the most are {MOST_HEAD_BYTES} and {MOST_PARTS}.",
-            "Publish it in pieces, or with a larger chunk_bytes.",
+            f"The object has a header of {len(head)} bytes and {cuts.count} parts, but may have at most "
+            f"{MOST_HEAD_BYTES} bytes and {MOST_PARTS} parts.",
+            "Publish it as several objects, or with a larger chunk_bytes.",
         )
     writer = _Writer(fd, cuts)
     writer.write(memoryview(head))
@@ -180,19 +180,19 @@ class Contents:
     def _read(cls, head: bytes | bytearray, cuts: Cuts, what: str) -> Contents:
         header = read_header(lambda at, count: bytes(head[at : at + count]), cuts.nbytes, what)
         if header.nbytes != cuts.head_bytes:
-            raise BadRequest(f"{what} has a head of {header.nbytes} bytes, not of {cuts.head_bytes}.", _REMEDY)
+            raise BadRequest(f"{what} has a header of {header.nbytes} bytes, not of {cuts.head_bytes}.", _REMEDY)
         widths = [spec.item_bytes for spec, _ in header.tensors if spec.numel]
         if widths != sorted(widths, reverse=True):  # else chunks of bytes would not end at element borders
-            raise BadRequest(f"{what} does not have its tensors in the order of their element sizes.", _REMEDY)
+            raise BadRequest(f"{what} does not have its tensors ordered by element size.", _REMEDY)
         skeleton, names, inline = _payload(header.metadata.get(_PAYLOAD, ""), what)
         segments = [Segment(spec, "none", at, spec.nbytes) for spec, at in header.tensors]
         described = [*(segment.spec.name for segment in segments), *inline]
         if sorted(names) != sorted(described) or len(set(names)) != len(names):
-            raise BadRequest(f"{what} names other tensors in its payload than in its head.", _REMEDY)
+            raise BadRequest(f"{what} has other tensors in its payload than in its header.", _REMEDY)
 
         def at(index: int) -> object:
             if index >= len(names):
-                raise BadRequest(f"{what} names tensor {index} in its payload, and has {len(names)}.", _REMEDY)
+                raise BadRequest(f"{what} refers to tensor {index} in its payload, but has {len(names)}.", _REMEDY)
             return None
 
         streams: set[int] = set()
@@ -302,13 +302,13 @@ def _payload(text: str, what: str) -> tuple[Plain, tuple[str, ...], dict[str, Te
     try:
         payload = json.loads(text)
     except (ValueError, RecursionError):
-        raise BadRequest(f"{what} has no payload in its head.", _REMEDY) from None
+        raise BadRequest(f"{what} has no payload in its header.", _REMEDY) from None
     names = payload.get("names") if isinstance(payload, dict) else None
     if not isinstance(names, list) or not all(type(name) is str for name in names) or "skeleton" not in payload:
-        raise BadRequest(f"{what} has a payload without names or without a skeleton.", _REMEDY)
+        raise BadRequest(f"{what} has a payload without tensor names or without a skeleton.", _REMEDY)
     inline = payload.get("inline", {})
     if not isinstance(inline, dict):
-        raise BadRequest(f"{what} has a payload without inline tensors where they are announced.", _REMEDY)
+        raise BadRequest(f"{what} has a payload that lacks its inline tensors.", _REMEDY)
     return payload["skeleton"], tuple(names), {name: _from_text(name, entry, what) for name, entry in inline.items()}
 
 
@@ -336,6 +336,6 @@ def _from_text(name: str, entry: Plain, what: str) -> Tensor:
     except (binascii.Error, ValueError):
         data = bytearray()
     if len(data) != spec.nbytes or type(text) is not str:
-        raise BadRequest(f"{what} has {name!r} in its head with {len(data)} of {spec.nbytes} bytes.", _REMEDY)
+        raise BadRequest(f"{what} has {name!r} in its header with {len(data)} bytes instead of {spec.nbytes}.", _REMEDY)
     dtype = torch_dtype(spec.dtype)
     return torch.frombuffer(data, dtype=dtype).view(spec.shape) if data else torch.empty(spec.shape, dtype=dtype)

@@ -104,14 +104,16 @@ def way_of(name: str, packed: Packed, sizes: ChunkSizes, *, streamed: bool, what
     if not packed.tensors:
         text = json.dumps(packed.skeleton, separators=(",", ":"))
         small = len(text) <= PLAIN_BYTES
-        warning = f"task {name!r} is among workflow.streamed_tasks, but its {what} has no tensors: it goes inline"
+        warning = f"workflow.streamed_tasks has task {name!r}, but its {what} has no tensors: sent inside the message"
         cut = replace(cut_of(packed, sizes), inline=len(text) <= MOST_INLINE_BYTES)
         return Way(text if small else None, cut, warning if streamed and cut.inline else "")
     cut = cut_of(packed, sizes if streamed else INLINE)
     if not cut.too_large:
         return Way(None, cut)
-    warning = f"the {what} of task {name!r} has {cut.too_large} bytes of tensors, too many to go inline: it is streamed"
-    return Way(None, cut, warning if streamed else warning + "; name the task in workflow.streamed_tasks")
+    warning = (
+        f"the {what} of task {name!r} has {cut.too_large} bytes of tensors, too many for one message: sent in parts"
+    )
+    return Way(None, cut, warning if streamed else warning + "; add it to workflow.streamed_tasks")
 
 
 def read_plain(text: str, *, build: bool = True) -> Any:
@@ -127,5 +129,5 @@ def read_plain(text: str, *, build: bool = True) -> Any:
     try:
         skeleton = json.loads(text)
     except (ValueError, RecursionError):
-        raise BadRequest("The payload is no JSON.", "Use the same Atoll version on both sides.") from None
+        raise BadRequest("The payload is not JSON.", "Use the same Atoll version on both sides.") from None
     return unpack(skeleton, (), build=build)

@@ -17,8 +17,8 @@ from atoll.format_text import visible
 
 
 def command(
-    state_dir: Annotated[Path, typer.Argument(help="State directory of a server, whether it runs or not.")],
-    last: Annotated[int, typer.Option(min=0, help="Entries to show.")] = 20,
+    state_dir: Annotated[Path, typer.Argument(help="State directory of a server, running or stopped.")],
+    last: Annotated[int, typer.Option(min=0, help="How many of the last entries to print.")] = 20,
     json: Annotated[bool, typer.Option("--json", help="Print as JSON.")] = False,
 ) -> None:
     """Check the audit log, compare the journal with it, and show its last entries.
@@ -33,7 +33,7 @@ def command(
     for seq, at, what, detail in entries:
         told = ", ".join(f"{key} {value}" for key, value in json_module.loads(detail).items())
         print(visible(f"{seq:>6}  {at}  {what:<10} {told}"))
-    print(f"{count} entries, unbroken; the last hash is {digest}")
+    print(f"{count} entries checked, none changed or removed; the last hash is {digest}")
 
 
 def read(state_dir: Path, last: int) -> tuple[int, str, list[tuple[int, str, str, str]]]:
@@ -59,7 +59,8 @@ def read(state_dir: Path, last: int) -> tuple[int, str, list[tuple[int, str, str
         head = read_head(state_dir)  # before the journal, because a running server may write both
     except NoteDamaged as error:
         raise StateCorrupt(
-            f"{state_dir / NAME} is damaged: {error}.", "Look at the disk. The next start of the server makes it anew."
+            f"{state_dir / NAME}, the file with the audit log's last hash, is damaged: {error}.",
+            "Check the disk for errors. The server writes this file again at its next start.",
         ) from None
     with open_journal(state_dir) as db:
 

@@ -26,13 +26,13 @@ Sets = Annotated[
     list[str] | None,
     typer.Option(
         "--set",
-        help="One setting, as group.key=value; may be repeated. `atoll config schema` has them all.",
+        help="One setting, as group.key=value; can be repeated. `atoll config schema` lists all settings.",
         metavar="GROUP.KEY=VALUE",
         show_default=False,
     ),
 ]
 Rounds = Annotated[
-    int | None, typer.Option(help="Rounds after which the run is finished (rounds.total).", show_default=False)
+    int | None, typer.Option(help="Number of rounds until the run is finished (rounds.total).", show_default=False)
 ]
 Dir = Annotated[
     Path | None, typer.Option("--dir", help="Folder of the run's state (disk.state_dir).", show_default=False)

@@ -31,44 +31,45 @@ def command(
     run_file: Annotated[
         Path | None,
         typer.Argument(
-            help="Run file of the run; its state directory has the models.", show_default=False, metavar="[RUN.TOML]"
+            help="Run file; its state directory has the models to evaluate.", show_default=False, metavar="[RUN.TOML]"
         ),
     ] = None,
     server: Annotated[
         str | None,
-        typer.Option(help="Show the matrix of a server that runs, and evaluate nothing.", show_default=False),
+        typer.Option(help="Show the results of the server at this address instead.", show_default=False),
     ] = None,
     versions: Annotated[
         str | None,
         typer.Option(
-            help="Of latest, best, numbers of versions, .safetensors files; with commas. By default latest.",
+            help="Comma-separated models: latest, best, version numbers, .safetensors files. Default: latest.",
             show_default=False,
         ),
     ] = None,
     site_models: Annotated[
-        bool, typer.Option("--site-models/--no-site-models", help="Whether sites are asked for their own models.")
+        bool, typer.Option("--site-models/--no-site-models", help="Also evaluate the sites' own models.")
     ] = True,
     sites: Annotated[
         str | None,
         typer.Option(
-            help="Sites to measure on, with commas; by default all that have ever joined.", show_default=False
+            help="Comma-separated names of the sites that evaluate. Default: all that ever joined.", show_default=False
         ),
     ] = None,
     evaluation_timeout_s: Annotated[
-        float, typer.Option("--evaluation-timeout-s", min=0, help="Give up a site that shows no progress for so long.")
+        float, typer.Option("--evaluation-timeout-s", min=0, help="Skip a site after this long without progress.")
     ] = 3600.0,
     sets: Sets = None,
     port: Port = None,
     out: Annotated[
-        Path | None, typer.Option(help="Also write it to a file: .json, or Markdown.", show_default=False)
+        Path | None,
+        typer.Option(help="Write the results here, too: JSON if *.json, else Markdown.", show_default=False),
     ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON in place of tables.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
     """Evaluate models of a run, and those of its sites, on the data of each site."""
     if (run_file is None) == (server is None):
         raise UsageError(
-            "Give one of a run file and --server.",
-            "atoll evaluate run.toml evaluates what its state directory has; --server shows what a server has found.",
+            "Give either a run file or --server.",
+            "A run file starts an evaluation of stored models; --server shows the results of a running server.",
         )
     if server is not None:
         from atoll.protocol import routes
@@ -114,16 +115,16 @@ def _evaluated(settings: Settings, asked: dict[str, Any]) -> Evaluation:
     server = Server(settings=settings, evaluation=asked)
     try:
         server.start()
-        LOG.info("listening on %s; start sites that evaluate: worker.evaluates(function)", server.url)
+        LOG.info("listening on %s; on each site, start a script that calls worker.evaluates(function)", server.url)
         for name in asked.get("versions", ()):
             if isinstance(name, str) and is_file(name) and not Path(name).is_file():
-                LOG.warning("%s is not in %s: its row stays empty, unless it is there when sites are", name, Path.cwd())
-        LOG.info("waits for %s; --set rounds.sites=N for another number", counted(settings.rounds.sites, "site"))
+                LOG.warning("%s is not in %s yet; without it, its row stays empty", name, Path.cwd())
+        LOG.info("waiting for %s; for another number: --set rounds.sites=N", counted(settings.rounds.sites, "site"))
         server.run()
         assert server.evaluation is not None
         return server.evaluation
     except Terminated:
-        LOG.info("stopped; nothing of the run has changed")
+        LOG.info("stopped; the run is unchanged")
         raise
     finally:
         server.stop()

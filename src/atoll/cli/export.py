@@ -36,31 +36,31 @@ ATTEMPTS = 4
 
 
 def command(
-    out: Annotated[Path, typer.Argument(help="File to write; appears whole or not at all.", metavar="OUT.safetensors")],
+    out: Annotated[Path, typer.Argument(help="File to write, complete or not at all.", metavar="OUT.safetensors")],
     server: Annotated[
-        str | None, typer.Option(help="Address; by default ATOLL_SERVER, else port 8512 here.", show_default=False)
+        str | None, typer.Option(help="Server address. Default: ATOLL_SERVER, else port 8512 here.", show_default=False)
     ] = None,
     state_dir: Annotated[
         Path | None,
-        typer.Option("--dir", help="State directory of a server, whether it runs or not.", show_default=False),
+        typer.Option("--dir", help="State directory of a server, running or stopped.", show_default=False),
     ] = None,
     version: Annotated[
-        int | None, typer.Option(min=0, help="A version that is still kept; by default the newest.", show_default=False)
+        int | None, typer.Option(min=0, help="Version to export. Default: the newest.", show_default=False)
     ] = None,
     best: Annotated[
-        bool, typer.Option("--best", help="The best version so far, by the run's rounds.best_metric; not the newest.")
+        bool, typer.Option("--best", help="Export the best version by rounds.best_metric instead of the newest.")
     ] = False,
 ) -> None:
     """Write the model to OUT.safetensors, tied tensors under each of their names."""
     if server is not None and state_dir is not None:
-        raise UsageError("Both --server and --dir are given.", "Give one: a running server, or a state directory.")
+        raise UsageError("Both --server and --dir are given.", "Use only one of them.")
     if out.is_dir():
-        raise UsageError(f"{str(out)!r} is a folder.", f"Name a file: {out / 'model.safetensors'}.")
+        raise UsageError(f"{str(out)!r} is a folder, not a file.", f"Give a file name: {out / 'model.safetensors'}.")
     if out.suffix != ".safetensors":
         name = out.with_suffix(".safetensors")
-        raise UsageError(f"{str(out)!r} does not end in .safetensors, as every export does.", f"Name it {name}.")
+        raise UsageError(f"{str(out)!r} does not end in .safetensors, as an export must.", f"Use {name}.")
     if best and version is not None:
-        raise UsageError("Both --best and --version are given.", "Give one of them.")
+        raise UsageError("Both --best and --version are given.", "Use one of them.")
     out.parent.mkdir(parents=True, exist_ok=True)
     if state_dir is not None:
         written = best_of_directory(state_dir, out) if best else from_directory(state_dir, out, version)
@@ -72,7 +72,7 @@ def command(
             written = best_of_server(address, out) if best else from_server(address, out, version)
         except ServerUnreachable as error:
             raise ServerUnreachable(
-                error.message, f"{error.remedy} --dir reads a state directory without its server.".strip()
+                error.message, f"{error.remedy} Without a server, use --dir STATE_DIRECTORY.".strip()
             ) from error
     print(f"version {written}: {out}")
 
@@ -108,16 +108,16 @@ def from_directory(state_dir: Path, out: Path, version: int | None = None) -> in
     newest = max(heads.values(), default=0)
     if settings["swarm.enabled"] and newest:
         raise Gone(
-            f"The run is a swarm: version {newest} lies at its sites, not in {state_dir}.",
-            "Take model.safetensors from a site's folder (ATOLL_DIR, by default .atoll, then its name), which is "
-            "there at the end; or, while server and sites run, ask with --server.",
+            f"The run is a swarm: version {newest} is stored at its sites, not in {state_dir}.",
+            "While the server and the sites run, export with --server. After the run, take model.safetensors "
+            "from a site's folder: .atoll/SITE, or ATOLL_DIR/SITE.",
         )
     if not settings["disk.in_files"]:
-        raise Gone("The run keeps its versions in memory.", "Ask its server with --server, or take a file of exports.")
+        raise Gone("The run keeps its versions in memory.", "Use --server, or a file in exports/.")
     if len(rows) < split.count:
         raise Gone(
-            f"{state_dir} has no version {newest if version is None else version}.",
-            f"The newest is version {newest}; with disk.export_every, files of others stay in exports/.",
+            f"{state_dir} does not have version {newest if version is None else version}.",
+            f"Its newest version is {newest}; disk.export_every keeps older ones as files in exports/.",
         )
     with contextlib.ExitStack() as stack:
         sources = [
@@ -146,7 +146,7 @@ def _require_kept(state_dir: Path, rows: Sequence[VersionRow]) -> None:
     with open_journal(state_dir) as db:
         kept = set(_kept(db))
     if not kept.issuperset(rows):
-        raise Gone("The server went on meanwhile, and does not keep this version any more.", "Export again.")
+        raise Gone("The running server deleted this version during the export.", "Export again.")
 
 
 def _stored(
@@ -171,7 +171,7 @@ def _stored(
     if settings["aggregation.download_codec.name"] == "none" or not row.state_digests:
         return layout, file, None
     if row.state_slot is None:
-        raise Gone(f"The masters of version {row.version} are not kept.", "Export the newest version.")
+        raise Gone(f"The fp32 values of version {row.version} are no longer kept.", "Export the newest version.")
     path = slot_path(folder, STATE, row.fragment, row.state_slot)
     masters = stack.enter_context(path.open("rb")).fileno()
     in_chunks = settings["algorithm.outer_optimizer"]["granularity"] == "chunk"
@@ -195,7 +195,7 @@ def best_of_directory(state_dir: Path, out: Path) -> int:
         path = Path(best.file)  # in disk.export_dir, where that is set
     if not path.is_file():
         raise UsageError(
-            f"There is no {str(path)!r}.",
+            f"There is no best version: {str(path)!r} does not exist.",
             "A run with rounds.best_metric keeps one once the metric was reported. Where disk.export_dir is set, it is "
             "there; while the server runs, --server finds it.",
         )
@@ -219,17 +219,17 @@ def best_of_server(server: str, out: Path) -> int:
 
     best = ask(server, routes.STATUS, status_messages.Status).best
     if best is None:
-        raise UsageError("The run tracks no metric.", "Start it with rounds.best_metric = the name of one.")
+        raise UsageError("The run does not track a best version.", "Set rounds.best_metric.")
     if best.version is None:
-        raise Gone(f"No round has reported {best.metric!r} yet.", "Ask again when one has, or export the newest.")
+        raise Gone(f"No round has reported the metric {best.metric!r} yet.", "Try again later, or export the newest.")
     if _is_file_of(best):
         _copy(Path(best.file), out)
         return best.version
     try:
         return from_server(server, out, best.version)
     except Gone as error:
-        where = f"Copy {best.file} on the server's machine." if best.file else "Ask again in a moment."
-        raise Gone(f"Version {best.version} is the best, but is no longer kept to be pulled.", where) from error
+        where = f"Copy {best.file} on the server's machine." if best.file else "Export again in a moment."
+        raise Gone(f"The server no longer keeps version {best.version}, the best one, for download.", where) from error
 
 
 def _is_file_of(best: BestStatus) -> bool:
@@ -258,12 +258,12 @@ def _copy(source: Path, out: Path) -> None:
 
 def _require_model(schema: Schema, where: str) -> None:
     if schema.is_nothing:
-        raise UsageError(f"The run at {where} has no model, only workflows.", "Export from one that trains.")
+        raise UsageError(f"The run at {where} has only workflows, no model.", "Export from a run that trains a model.")
 
 
 def _damaged(path: Path) -> StateCorrupt:
     return StateCorrupt(
-        f"{path} is not what its digest says.", "Start the server once: it falls back to a version that is whole."
+        f"{path} is damaged: its digest differs.", "Start the server once: it falls back to an undamaged version."
     )
 
 
@@ -352,7 +352,7 @@ def _pull_from_workers(manifest: Manifest, info: RunInfo, http: Http, layout: La
     from atoll.protocol import routes
     from atoll.worker.peer.peer_transfers import connected
 
-    why = "no worker that takes part has it."
+    why = "no connected worker has this version."
     for source in manifest.sources:
         try:
             with connected(source, info.idle_timeout_s, http.counters) as (ref, parts):
@@ -362,8 +362,8 @@ def _pull_from_workers(manifest: Manifest, info: RunInfo, http: Http, layout: La
         except AtollError as error:
             why = error.message
     raise Gone(
-        f"Version {manifest.version} of this swarm cannot be pulled: {why}",
-        "Ask again from a machine that reaches the workers, while they take part; at the end each has the result.",
+        f"Version {manifest.version} of this swarm cannot be downloaded: {why}",
+        "Export where the workers can be reached, while they take part. At the end, each has the model on its disk.",
     )
 
 
@@ -384,7 +384,7 @@ def _checked(parts: HttpTransfer, path: str, nbytes: int) -> memoryview:
         body = memoryview(parts.read(path, nbytes + routes.DIGEST_BYTES))
         if len(body) == nbytes + routes.DIGEST_BYTES and blake3(body[:nbytes]).digest() == body[nbytes:]:
             return body[:nbytes]
-    raise PartCorrupt(f"{path} arrived damaged {PART_ATTEMPTS} times.", "Look at the network.")
+    raise PartCorrupt(f"{path} arrived damaged {PART_ATTEMPTS} times in a row.", "Check the network.")
 
 
 def _write(

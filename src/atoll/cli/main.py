@@ -15,7 +15,7 @@ INTERRUPTED, TERMINATED = 130, 143
 
 app = typer.Typer(
     name="atoll",
-    help="Train one PyTorch model across sites that share neither their data nor a fast network.",
+    help="Train one PyTorch model at several sites that keep their data and are connected by slow networks.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,

@@ -65,24 +65,24 @@ ALGORITHMS = registry.TABLES["algorithms"]
 
 def command(
     directory: Annotated[
-        Path, typer.Argument(help="Folder to write into; it is created if it does not exist.", metavar="[DIR]")
+        Path, typer.Argument(help="Folder to write into; created if missing.", metavar="[DIR]")
     ] = Path("."),
     algorithm: Annotated[
-        str, typer.Option(help=f"What the server is to run: {', '.join(ALGORITHMS)}.", metavar="NAME")
+        str, typer.Option(help=f"Algorithm of the run: {', '.join(ALGORITHMS)}.", metavar="NAME")
     ] = "fedavg",
 ) -> None:
     """Write run.toml and train.py: a run that works as it is, for you to change."""
     if algorithm not in ALGORITHMS:
-        hint = registry.nearest(algorithm, ALGORITHMS, f"It has {', '.join(ALGORITHMS)}.")
-        raise UsageError(f"Atoll has no algorithm {algorithm!r}.", hint)
+        hint = registry.nearest(algorithm, ALGORITHMS, f"Use one of {', '.join(ALGORITHMS)}.")
+        raise UsageError(f"There is no algorithm {algorithm!r}.", hint)
     script = "train_diloco.py" if algorithm == "diloco" else "train_fedavg.py"  # all federated algorithms share one
     contents = {
         "run.toml": run_file(algorithm, directory.resolve().name or "atoll"),
         "train.py": (files("atoll.cli") / "templates" / script).read_text(encoding="utf-8"),
     }
-    another = "Name another folder: atoll new my-run."
+    another = "Give another folder: atoll new my-run."
     if present := [name for name in contents if (directory / name).exists()]:
-        raise UsageError(f"{str(directory)!r} has {', '.join(present)} already; nothing was written.", another)
+        raise UsageError(f"{str(directory)!r} already has {', '.join(present)}; nothing was written.", another)
     try:
         directory.mkdir(parents=True, exist_ok=True)
         for name, content in contents.items():
@@ -97,14 +97,14 @@ def next_commands(directory: Path, algorithm: str) -> str:
     server = f"http://127.0.0.1:{DEFAULT_PORT}"
     lines = [
         *([] if directory.resolve() == Path.cwd() else [f"  cd {directory}"]),
-        "  python train.py                  # alone: does the script train?",
-        "  atoll server run.toml            # then the server, and in two more terminals:",
+        "  python train.py                  # try the script alone, without a server",
+        "  atoll server run.toml            # start the server, then in two more terminals:",
         *(f"  atoll worker --server {server} --site {site} -- python train.py" for site in "ab"),
-        "  atoll status --watch             # what each site does, and which sites the server waits for",
+        "  atoll status --watch             # show what each site does and which sites the server waits for",
         *(
             []
             if algorithm == "diloco"
-            else ["  atoll simulate run.toml --set rounds.sites=20   # or twenty sites on this machine"]
+            else ["  atoll simulate run.toml --set rounds.sites=20   # or simulate twenty sites on this machine"]
         ),
     ]
     return "\n".join(lines)
@@ -126,9 +126,9 @@ def run_file(algorithm: str, name: str) -> str:
         **({"diloco.sync_every": 20} if is_diloco else {"run.script": "train.py"}),
     }
     lines = [
-        "# A run of Atoll: `atoll server run.toml`. A key can also be given as `--set rounds.total=10`, and as a",
-        "# variable of the environment (ATOLL_ROUNDS__TOTAL=10). A line that is commented out shows the default. These",
-        "# are the usual settings; `atoll config show` lists all.",
+        "# A run of Atoll: `atoll server run.toml`. A setting can also be given as `--set rounds.total=10`, or as an",
+        "# environment variable (ATOLL_ROUNDS__TOTAL=10). A line that is commented out shows the default. These are",
+        "# the usual settings; `atoll config show run.toml` lists all.",
     ]
     usual = {*USUAL, *(LOW_COMMUNICATION if is_diloco else SIMULATED)}
     for group in GROUPS:

@@ -87,7 +87,7 @@ def run_until_finished(settings: Settings) -> None:
     raise_on_sigterm()
     return_freed_memory()
     threading.Thread(target=end_without_memory, name="memory", daemon=True).start()
-    LOG.info("%s starts; loading PyTorch takes a few seconds", settings.run.name)
+    LOG.info("starting %s; loading PyTorch takes a few seconds", settings.run.name)
     from atoll.server.serve import Server
 
     server = Server(settings=settings)
@@ -97,7 +97,7 @@ def run_until_finished(settings: Settings) -> None:
         server.start()
         if settings.model.source is not None:
             folder = shlex.quote(str(settings.disk.state_dir))
-            so_far = f"; the model so far: atoll export model.safetensors --dir {folder}"
+            so_far = f"; to export the model so far: atoll export model.safetensors --dir {folder}"
         gc.freeze()  # else a full collection visits every object of torch and stops all requests for 0.2 s
         _announce(server, settings)
         _watch(server)
@@ -109,10 +109,10 @@ def run_until_finished(settings: Settings) -> None:
         if server.finished:
             LOG.info("%s", _summary(server, time.monotonic() - begin))
             LOG.info(
-                "stopping; a site that has not fetched the result yet gets it when the same command is started again"
+                "stopping; to serve the result to sites that have not downloaded it yet, start the same command again"
             )
             return
-        LOG.info("stopping; the same command goes on from where the run is%s", so_far)
+        LOG.info("stopping; to continue the run, start the same command again%s", so_far)
         if isinstance(asked, KeyboardInterrupt):
             raise
     finally:
@@ -123,9 +123,9 @@ def _announce(server: Server, settings: Settings) -> None:
     status = server.status()
     LOG.info("listening on %s", server.url)
     if not _has_rounds(settings):
-        LOG.info("run %s (%s): a workflow; files in %s", status.name, status.run[:8], settings.disk.state_dir)
+        LOG.info("run %s (%s): workflow; files in %s", status.name, status.run[:8], settings.disk.state_dir)
         name = settings.workflow.function or " → ".join(each.name for each in status.workflows)
-        LOG.info("the workflow %s begins; start workers that take part with atoll.tasks", name)
+        LOG.info("starting the workflow %s; start workers with a script that uses atoll.tasks", name)
         return
     if status.workflows:
         LOG.info("workflows: %s", " → ".join(each.name for each in status.workflows))
@@ -138,14 +138,14 @@ def _announce(server: Server, settings: Settings) -> None:
         size(status.model_bytes),
         codecs(status),
         f", sync every {status.sync_every}" if status.sync_every else "",
-        f"{status.rounds} rounds" if status.rounds else "until it is stopped",
+        f"{status.rounds} rounds" if status.rounds else "until stopped",
         settings.exports,
     )
-    dylu = "DyLU: slower workers take fewer steps" if status.dylu else ""
+    dylu = "DyLU on: slower workers take fewer steps per round" if status.dylu else ""
     LOG.info("%s", "; ".join(filter(None, [streaming(status), dylu, optimizer(status)])))
     version = status.version
     if version:
-        LOG.info("going on at version %d", version)
+        LOG.info("continuing at version %d", version)
     if not status.finished:
         LOG.info(
             "start a worker: atoll worker --server %s --site NAME -- python train.py%s",
@@ -155,8 +155,8 @@ def _announce(server: Server, settings: Settings) -> None:
 
 
 _FOR_TLS = (
-    "; with a host that the certificate names, ATOLL_TLS_CA where the authority is your own, and the token in "
-    "ATOLL_TOKEN_FILE"
+    "; use a host name that the certificate contains, ATOLL_TLS_CA if you use your own authority, and "
+    "ATOLL_TOKEN_FILE for the token"
 )
 
 
@@ -267,7 +267,9 @@ def _missed(status: status_messages.Status) -> str:
     if len(status.fragments) > 1 or not status.history or not status.history[-1].expected:
         return ""
     done = status.history[-1].round
-    missed = [f"{each.site} was in {each.rounds} of {done} rounds" for each in status.workers if each.rounds < done]
+    missed = [
+        f"{each.site} took part in {each.rounds} of {done} rounds" for each in status.workers if each.rounds < done
+    ]
     return listed(missed) if missed else ""
 
 

@@ -33,22 +33,20 @@ NAMED = 3
 def command(
     run_file: Annotated[Path, typer.Argument(help="Run file (TOML).", metavar="RUN.TOML")],
     arguments: Annotated[
-        list[str] | None, typer.Argument(help="What the script finds in sys.argv, after `--`.", metavar="-- ARGS")
+        list[str] | None, typer.Argument(help="Arguments of the script (its sys.argv), after `--`.", metavar="-- ARGS")
     ] = None,
     sets: Sets = None,
     processes: Annotated[
-        int | None, typer.Option(min=1, help="Processes that train them; by default one a core.", show_default=False)
+        int | None, typer.Option(min=1, help="Training processes. Default: one for each CPU core.", show_default=False)
     ] = None,
-    engine: Annotated[str, typer.Option(help="local, processes of this machine; or ray.")] = "local",
+    engine: Annotated[str, typer.Option(help="local: processes on this machine; ray: a Ray cluster.")] = "local",
     address: Annotated[
         str | None,
-        typer.Option(help="Of a Ray cluster, host:6379; by default Ray is started here.", show_default=False),
+        typer.Option(help="Address of a Ray cluster (host:6379). Default: start Ray here.", show_default=False),
     ] = None,
     rounds: Rounds = None,
     directory: Dir = None,
-    json: Annotated[
-        bool, typer.Option("--json", help="Print the summary as JSON; lines go to standard error.")
-    ] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON; log to standard error.")] = False,
 ) -> None:
     """Train many simulated sites, without a network. The same command continues an interrupted simulation."""
     log_lines(sys.stderr if json else None)
@@ -59,7 +57,7 @@ def command(
     settings = read_settings(run_file, sets, rounds=rounds, directory=directory)
     if directory is None:
         settings = apart(settings, run_file.parent)
-    LOG.info("%s starts; loading PyTorch takes a few seconds", settings.run.name)
+    LOG.info("starting %s; loading PyTorch takes a few seconds", settings.run.name)
     from atoll.simulate.simulation import Simulation
 
     gc.freeze()  # else every full collection visits all objects of torch
@@ -76,7 +74,7 @@ def command(
     try:
         done = simulation.run()
     except (KeyboardInterrupt, Terminated):
-        LOG.info("stopping; the same command goes on from where the simulation is")
+        LOG.info("stopping; to continue the simulation, start the same command again")
         raise
     LOG.info("%s", summary(done))
     if json:
@@ -122,13 +120,13 @@ class Lines:
 def summary(done: Simulated) -> str:
     """Return the result of a simulation as one line of text."""
     if not done.rounds:
-        return f"was finished before, at version {done.version}: nothing is trained; {done.model}"
+        return f"the simulation was already finished, at version {done.version}; nothing was trained; {done.model}"
     parts = [
         f"finished at version {done.version} after {duration(done.seconds)}",
         f"{counted(done.rounds, 'round')}, {counted(done.worker_rounds, 'worker-round')}, "
-        f"{_pace(done.worker_rounds_per_s)} a second",
-        f"{size(done.bytes_up)} up and {size(done.bytes_down)} down would have travelled",
-        f"{counted(done.late, 'update')} came too late" if done.late else "",
+        f"{_pace(done.worker_rounds_per_s)} worker-rounds/s",
+        f"a run with real sites would have sent {size(done.bytes_up)} up and {size(done.bytes_down)} down",
+        f"{counted(done.late, 'update')} too late to count" if done.late else "",
         f"{counted(sum(done.refused.values()), 'update')} refused: {_some(done.refused)}" if done.refused else "",
         f"{counted(len(done.failed), 'simulated site')} failed: {_some(done.failed)}" if done.failed else "",
         numbers(done.metrics),

@@ -45,7 +45,7 @@ def open_journal(state_dir: Path) -> Iterator[sqlite3.Connection]:
             db.execute("BEGIN")
             yield db
     except (sqlite3.Error, UnicodeDecodeError) as error:  # UnicodeDecodeError: SQLite's message may quote damaged bytes
-        raise StateCorrupt(f"{path} cannot be read: {error}.", "Compare the directory with a backup.") from error
+        raise StateCorrupt(f"{path} cannot be read: {error}.", "Restore the directory from a backup.") from error
 
 
 def require_unchanged(db: sqlite3.Connection, state_dir: Path) -> None:
@@ -58,14 +58,14 @@ def require_unchanged(db: sqlite3.Connection, state_dir: Path) -> None:
 
     if (changed := journal_tables.changed_row(db)) is not None:
         raise StateCorrupt(
-            f"{journal_of(state_dir)} is damaged or was changed: {changed} is not what was written.",
-            "Compare the directory with a backup.",
+            f"{journal_of(state_dir)} is damaged or was changed: the content of {changed} does not match its checksum.",
+            "Restore the directory from a backup.",
         )
 
 
 def no_run(state_dir: Path) -> UsageError:
     """Return the error for a directory in which no run was begun."""
-    return UsageError(f"{str(state_dir)!r} holds no run.", "Name the disk.state_dir of the run file.")
+    return UsageError(f"There is no run in {str(state_dir)!r}.", "Give the run file's disk.state_dir.")
 
 
 def stored_status(state_dir: Path) -> status_messages.Status:

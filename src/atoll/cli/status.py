@@ -42,23 +42,23 @@ WATCH_S = 1.0
 ROUNDS_SHOWN = 5
 HERE = Path("atoll-run")
 """The default state directory, in the current folder."""
-AWAY = "Asking again every second, until it is started; Ctrl-C ends this."
+AWAY = "Asking again every second until the server answers; Ctrl-C stops this."
 
 
 def command(
     server: Annotated[
-        str | None, typer.Option(help="Address; by default ATOLL_SERVER, else port 8512 here.", show_default=False)
+        str | None, typer.Option(help="Server address. Default: ATOLL_SERVER, else port 8512 here.", show_default=False)
     ] = None,
     json: Annotated[
-        bool, typer.Option("--json", help="Print the answer as it is; with --watch, one line each.")
+        bool, typer.Option("--json", help="Print the status as JSON; with --watch, one line for each answer.")
     ] = False,
     watch: Annotated[bool, typer.Option("--watch", help="Ask again every second, until the run is finished.")] = False,
     state_dir: Annotated[
         Path | None,
         typer.Option(
             "--dir",
-            help="Ask the server that runs on this state directory, or read the directory where none does. Without an "
-            "address, this is done for atoll-run here where no server answers at port 8512.",
+            help="Show the run of this state directory: from its server, or from its files if the server is down. "
+            "Without --dir and --server, atoll-run is used if no server answers at port 8512.",
             show_default=False,
         ),
     ] = None,
@@ -68,7 +68,7 @@ def command(
 
     if state_dir is not None:
         if server is not None or watch:
-            raise UsageError("--dir finds the server by itself, and asks once.", "Leave out --server and --watch.")
+            raise UsageError("--dir cannot be combined with --server or --watch.", "Leave those out.")
         _show_stored(state_dir, json=json)
         return
     address = server_address(server)
@@ -80,10 +80,10 @@ def command(
             status = _ask_until_answered(address)
         elif named or watch or not (HERE / "journal.sqlite").exists():
             raise ServerUnreachable(
-                error.message, f"{error.remedy} Of a run that is over, --dir shows the end.".strip()
+                error.message, f"{error.remedy} To see a run that is over, give --dir with its state directory.".strip()
             ) from error
         else:
-            print(f"atoll: {error.message} Reading the state directory {HERE} instead.", file=sys.stderr)
+            print(f"atoll: {error.message} Showing the status stored in {HERE} instead.", file=sys.stderr)
             _show_stored(HERE, json=json)
             return
     if sys.stdout.isatty() and not json:
@@ -122,7 +122,7 @@ def _asked_by(stored: status_messages.Status) -> status_messages.Status | None:
         live = _ask(stored.address)
     except AtollError as error:
         if not isinstance(error, ServerUnreachable) or error.is_other:  # for example, a refused certificate
-            print(f"atoll: {stored.address} answers, but not this command: {error}", file=sys.stderr)
+            print(f"atoll: the server at {stored.address} refuses to answer: {error}", file=sys.stderr)
         return None
     return live if live.run == stored.run else None
 
@@ -216,7 +216,7 @@ def worker_row(worker: status_messages.WorkerStatus) -> list[str]:
         size(worker.bytes_up),
         size(worker.bytes_down),
         f"{worker.retries}" + (f" (+{worker.reconnections} reconnections)" if worker.reconnections else ""),
-        f"{duration(worker.last_heartbeat_s)} ago" if worker.heard else "not since the server restarted",
+        f"{duration(worker.last_heartbeat_s)} ago" if worker.heard else "none since the server restarted",
         worker.error or numbers(worker.metrics),
     ]
     return [visible(cell) for cell in cells]

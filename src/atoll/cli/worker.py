@@ -39,27 +39,25 @@ REPEAT_S = 30.0
 
 def command(
     script: Annotated[
-        list[str], typer.Argument(help="The command, after `--`: python train.py …", metavar="-- COMMAND")
+        list[str], typer.Argument(help="The command to run, after `--`: python train.py …", metavar="-- COMMAND")
     ],
     server: Annotated[
-        str | None, typer.Option(help="Address of the server; by default ATOLL_SERVER.", show_default=False)
+        str | None, typer.Option(help="Address of the server. Default: ATOLL_SERVER.", show_default=False)
     ] = None,
     site: Annotated[
-        str | None, typer.Option(help="This worker's name; by default made of host and process.", show_default=False)
+        str | None, typer.Option(help="Name of the site. Default: from host and process number.", show_default=False)
     ] = None,
     directory: Annotated[
         Path | None,
-        typer.Option("--dir", help="Folder of the worker's files, each as large as the model.", show_default=False),
+        typer.Option("--dir", help="Folder for the worker's files, each as large as the model.", show_default=False),
     ] = None,
     max_sync_retries: Annotated[
         int | None,
         typer.Option(
-            min=0, help="Attempts before DiLoCo skips a synchronisation with a lost server.", show_default=False
+            min=0, help="Attempts to reach the server before DiLoCo skips a synchronisation.", show_default=False
         ),
     ] = None,
-    restarts: Annotated[
-        int, typer.Option(min=0, help="Start a command that failed or was killed again, so often.")
-    ] = 0,
+    restarts: Annotated[int, typer.Option(min=0, help="How often to restart a command that fails or is killed.")] = 0,
 ) -> None:
     """Run a training script as a worker. A token comes from ATOLL_TOKEN or ATOLL_TOKEN_FILE, never from a flag."""
     from atoll.transport.http_client import server_address
@@ -69,7 +67,9 @@ def command(
     if site is not None:
         environment["ATOLL_SITE"] = require_site(site)
     elif "ATOLL_SITE" not in environment and restarts:
-        raise UsageError("--restarts needs a name that stays the same.", "Give --site NAME, or set ATOLL_SITE.")
+        raise UsageError(
+            "--restarts needs a site name that stays the same after a restart.", "Give --site NAME, or set ATOLL_SITE."
+        )
     if directory is not None:
         environment["ATOLL_DIR"] = str(directory.resolve())
     if max_sync_retries is not None:
@@ -187,7 +187,7 @@ def _run_once(
     code = children[0].wait()
     if code < 0:
         return _End(128 - code, f"{signal.Signals(-code).name} ended the command", killed=True)
-    return _End(code, f"the command ended with {code}")
+    return _End(code, f"the command ended with exit code {code}")
 
 
 @contextmanager
@@ -232,10 +232,12 @@ def _start(script: list[str], environment: dict[str, str]) -> subprocess.Popen[b
         return subprocess.Popen(script, env=environment, start_new_session=True, preexec_fn=END_WITH_PARENT)
     except FileNotFoundError:
         raise UsageError(
-            f"There is no command {script[0]!r}.", "Name it after `--`, for example: -- python train.py"
+            f"The command {script[0]!r} was not found.", "Give a command after `--`, for example: -- python train.py"
         ) from None
     except PermissionError:
-        raise UsageError(f"{script[0]!r} cannot be executed.", f"Name its interpreter: -- python {script[0]}") from None
+        raise UsageError(
+            f"{script[0]!r} is not an executable file.", f"Put its interpreter first: -- python {script[0]}"
+        ) from None
 
 
 def restart_pause_s(attempt: int) -> float:

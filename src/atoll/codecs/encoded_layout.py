@@ -40,26 +40,27 @@ def build_codecs(
     found = registry.load("codecs", codec)
     if not isinstance(found, type) or not all(callable(getattr(found, each, None)) for each in _METHODS):
         raise ConfigError(
-            f"{setting} = {codec!r} is no codec.",
+            f"{setting} = {codec!r} is not a codec.",
             f"Name a class with the methods of atoll.codecs.Codec: {', '.join(_METHODS)}.",
         )
     made = registry.made(
         lambda: found(**options),
         f"{setting} = {dict(options)!r}",
-        f"They are the keyword arguments of {codec!r}.",
+        f"Use only keyword arguments of {codec!r}.",
     )
     for option, value in options.items():
         if type(value) not in (str, int, float) or (isinstance(value, float) and not math.isfinite(value)):
-            raise ConfigError(f"{setting}: {option} = {value!r}.", "An option is a text or a finite number.")
+            raise ConfigError(f"{setting}: {option} = {value!r}.", "Use a string or a finite number.")
     if not isinstance(made, Codec):
         raise ConfigError(
-            f"{setting} = {codec!r} lacks a name, or does not say whether it is elementwise or raw, or has feedback.",
+            f"{setting} = {codec!r} lacks one of the properties name, elementwise, raw and feedback.",
             "They are properties of atoll.codecs.Codec; atoll.testing.contracts has tests of it.",
         )
     is_ours = WideCodec.name in (codec, made.name)  # `wide` is internal: settings cannot name it
     if is_ours or (made.name != codec and made.name in registry.names("codecs")):
         raise ConfigError(
-            f"{setting} = {codec!r} calls itself {made.name!r}, as another one does.", "Give it another name."
+            f"{setting} = {codec!r} has the name {made.name!r}, which another codec has already.",
+            "Give it another name.",
         )
     return {"none": NoneCodec(), WideCodec.name: WideCodec(), codec: made, made.name: made}
 
@@ -71,8 +72,9 @@ def _require_imported(codec: str) -> None:
     module = Path(target).stem if registry.is_file(codec) else target
     if module not in sys.modules:
         raise ConfigError(
-            f"The run names the codec {codec!r}, code that this program has not imported.",
-            f"Import {module} in your script before it joins, where you trust it; a server alone cannot have it run.",
+            f"The run uses the codec {codec!r}, code that this program has not imported.",
+            f"If you trust it, import {module} in your script before it joins; a server alone cannot make a "
+            "site run code.",
         )
 
 

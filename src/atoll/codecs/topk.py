@@ -47,7 +47,8 @@ class TopKCodec(Narrowing):
     def __post_init__(self) -> None:
         if type(self.density) not in (int, float) or not 0 < self.density <= 1:
             raise ConfigError(
-                f"The codec topk has density = {self.density!r}.", "Give the share to send: between 0 and 1."
+                f"The codec topk has density = {self.density!r}.",
+                "Use the share of elements to send: above 0, at most 1.",
             )
 
     @property

@@ -47,7 +47,7 @@ def _refuse_beside(at: At, is_default: IsDefault, this: str, others: Mapping[str
     """
     for key, why in others.items():
         if not is_default(key):
-            raise ConfigError(f"{key} is {shown(at(key))}, and {this}: {why}.", f"Leave {key} out, or {instead}.")
+            raise ConfigError(f"{key} is {shown(at(key))}, but {this}: {why}.", f"Leave {key} out, or {instead}.")
 
 
 def shown(value: Any) -> str:
@@ -57,7 +57,7 @@ def shown(value: Any) -> str:
 
 def _require_name(at: At) -> None:
     if not at("run.name").isprintable():
-        raise ConfigError(f"run.name is {at('run.name')!r}.", "Write it in one line: logs and the status show it so.")
+        raise ConfigError(f"run.name is {at('run.name')!r}.", "Use one line of printable characters.")
 
 
 def _require_rounds(at: At) -> None:
@@ -74,8 +74,8 @@ def _require_rounds(at: At) -> None:
         )
     if quorum and not at("rounds.deadline_s"):
         raise ConfigError(
-            f"rounds.quorum is {quorum}, but rounds.deadline_s is 0, so it never takes effect.",
-            "Set rounds.deadline_s to the seconds after which the quorum suffices.",
+            f"rounds.quorum is {quorum}, but rounds.deadline_s is 0, so the quorum never takes effect.",
+            "Set rounds.deadline_s to the number of seconds after which the quorum is enough.",
         )
 
 
@@ -89,9 +89,9 @@ _ASYNC_ONLY = (
 )
 _SYNC_ONLY = ("rounds.quorum", "rounds.deadline_s", "rounds.sample_fraction")
 _SYNC_SO_FAR = {
-    "rounds.best_metric": "metrics describe the version that a site pulled, which may be gone when they come",
-    "aggregation.aggregator": "an aggregator takes the updates of one round, and here the next ones come meanwhile",
-    "workflow.result_filters": "they need the version that an update started from, which may be gone when it comes",
+    "rounds.best_metric": "a metric belongs to the pulled version, which may be deleted before the metric arrives",
+    "aggregation.aggregator": "an aggregator needs the updates of one round, not of several",
+    "workflow.result_filters": "filters need the update's base, which may be deleted before the update arrives",
     "workflow.function": "a workflow has no rounds",
 }
 """Settings that asynchronous runs do not support, and why."""
@@ -108,7 +108,7 @@ def _require_async(at: At, is_default: IsDefault) -> None:
         if not is_default(key):
             now, other = str(enabled).lower(), str(not enabled).lower()
             raise ConfigError(
-                f"{key} is {at(key)!r}, but async.enabled is {now}: it has a meaning in "
+                f"{key} is {at(key)!r}, but async.enabled is {now}: the setting applies to "
                 f"{'synchronous' if enabled else 'asynchronous'} runs only.",
                 f"Leave {key} out, or set async.enabled = {other}.",
             )
@@ -116,14 +116,14 @@ def _require_async(at: At, is_default: IsDefault) -> None:
         return
     if floor > at("async.buffer_size"):
         raise ConfigError(
-            f"async.enabled is true, and rounds.min_sites is {floor}, but async.buffer_size is "
-            f"{at('async.buffer_size')}: no step would ever have enough updates.",
+            f"async.enabled is true and rounds.min_sites is {floor}, but async.buffer_size is "
+            f"{at('async.buffer_size')}: an asynchronous step would never get enough updates.",
             f"Set async.buffer_size to at least {floor}, or rounds.min_sites to {at('async.buffer_size')}.",
         )
     if floor > 1 and fragments > 1:
         raise ConfigError(
-            f"async.enabled is true, rounds.min_sites is {floor}, and diloco.num_fragments is {fragments}: a "
-            "step could wait for sites that wait for a step of another fragment.",
+            f"async.enabled is true, rounds.min_sites is {floor} and diloco.num_fragments is {fragments}: "
+            "sites that wait for a step of one fragment could block the step of another fragment forever.",
             "Leave rounds.min_sites out, or set diloco.num_fragments to 1.",
         )
     _refuse_beside(at, is_default, "async.enabled is true", _SYNC_SO_FAR, "set async.enabled = false")
@@ -131,9 +131,9 @@ def _require_async(at: At, is_default: IsDefault) -> None:
 
 _WHOLE_MODELS = {
     "workflow.function": "a workflow has no rounds",
-    "rounds.best_metric": "a metric is of a whole model, and no round of a fragment ends with one",
-    "aggregation.aggregator": "an aggregator of your own gets whole models",
-    "rounds.sample_fraction": "a site that is not drawn for one fragment would be waited for in the next",
+    "rounds.best_metric": "a metric describes a whole model, but a round updates only one fragment",
+    "aggregation.aggregator": "your own aggregator needs whole models",
+    "rounds.sample_fraction": "the next fragment's round could wait for a site that was not drawn",
 }
 """Settings that runs with several fragments do not support, and why."""
 
@@ -152,30 +152,30 @@ def _require_streaming(at: At, is_default: IsDefault) -> None:
             key=lambda other: abs(other - every),
         )
         raise ConfigError(
-            f"diloco.sync_every is {every}, and diloco.num_fragments is {fragments}: one fragment is due every "
-            "sync_every/num_fragments steps, which has to be a whole number.",
+            f"diloco.sync_every is {every} and diloco.num_fragments is {fragments}: sync_every must be a "
+            "multiple of num_fragments, because one fragment is due every sync_every/num_fragments steps.",
             f"Set diloco.sync_every to {' or '.join(map(str, near))}.",
         )
     if inflight > fragments:
         raise ConfigError(
-            f"diloco.max_inflight is {inflight}, but diloco.num_fragments is {fragments}: each is under way once at a "
-            "time.",
+            f"diloco.max_inflight is {inflight}, but diloco.num_fragments is {fragments}: each fragment can "
+            "be in flight only once at a time.",
             f"Set diloco.max_inflight to at most {fragments}.",
         )
     longest = inflight * every // fragments
     if delay > longest:
         raise ConfigError(
-            f"diloco.fragment_sync_delay is {delay}, but with diloco.sync_every {every}, num_fragments {fragments} and "
-            f"max_inflight {inflight} results have to be merged within {longest} steps.",
+            f"diloco.fragment_sync_delay is {delay}, but with diloco.sync_every {every}, num_fragments "
+            f"{fragments} and max_inflight {inflight} a result must be merged within {longest} steps.",
             f"Set diloco.fragment_sync_delay to at most {longest}, or allow more fragments in flight.",
         )
     if delay and delay >= every and at("diloco.fragment_update_alpha") == 0:
         raise ConfigError(
-            f"diloco.fragment_sync_delay is {delay}, diloco.sync_every is {every}, and diloco.fragment_update_alpha is "
-            f"0: a merge takes the global parameters in place of the local ones, {delay} steps after the update was "
-            "taken, so that every local step would be lost.",
-            f"Set diloco.fragment_sync_delay to a small part of sync_every, as {max(1, every // 10)}; or "
-            "diloco.fragment_update_alpha above 0, as 0.5.",
+            f"diloco.fragment_sync_delay is {delay}, diloco.sync_every is {every}, and "
+            f"diloco.fragment_update_alpha is 0. A merge then replaces the local parameters {delay} steps "
+            "after the update was formed, so all local steps would be lost.",
+            "Set diloco.fragment_sync_delay to a small part of sync_every, for example "
+            f"{max(1, every // 10)}, or diloco.fragment_update_alpha to a number above 0, for example 0.5.",
         )
     if fragments > 1:
         this, instead = f"diloco.num_fragments is {fragments}", "set diloco.num_fragments to 1"
@@ -183,11 +183,11 @@ def _require_streaming(at: At, is_default: IsDefault) -> None:
 
 
 _NOT_SHARDED = {
-    "diloco.num_fragments": "a fragment is sent while training goes on, and ranks exchange what tiles have of two",
-    "diloco.fragment_sync_delay": "the same holds for results that are merged later",
-    "diloco.fragment_update_alpha": "a merge that keeps a share is of whole tensors",
-    "workflow.function": "tasks have payloads, and no ranks",
-    "workflow.steps": "the same holds for theirs",
+    "diloco.num_fragments": "sharded workers cannot synchronise fragments while they train",
+    "diloco.fragment_sync_delay": "sharded workers cannot merge results later",
+    "diloco.fragment_update_alpha": "sharded workers cannot merge a share of the local parameters",
+    "workflow.function": "sharded workers cannot answer tasks",
+    "workflow.steps": "sharded workers cannot answer tasks of workflows",
 }
 """Settings that runs with sharded workers do not support yet, and why."""
 
@@ -197,38 +197,39 @@ def _require_workflows(at: At) -> None:
     components_of(at("workflow.components"))
     if function and entries:
         raise ConfigError(
-            f"workflow.function is {function!r}, and workflow.steps has {len(entries)}.",
-            f'Give that one among the steps: {{path = "{function}"}}.',
+            f"workflow.function is {function!r}, but workflow.steps is set, too (number of steps: {len(entries)}).",
+            f'Leave workflow.function out, and add it to workflow.steps: {{path = "{function}"}}.',
         )
     if function and total:
         raise ConfigError(
-            f"workflow.function is {function!r}, and rounds.total is {total}: a run has a workflow or rounds.",
-            "Leave rounds.total out; the run is finished when the workflow returns.",
+            f"workflow.function is {function!r}, but rounds.total is {total}: a run has either a workflow or rounds.",
+            "Leave rounds.total out: the run is finished when the workflow returns.",
         )
     trains = [entry.kind == TRAIN for entry in entries]
     if entries and total and not any(trains):
         raise ConfigError(
-            f"rounds.total is {total}, and workflow.steps has no training: {', '.join(each.name for each in entries)}.",
+            f"rounds.total is {total}, but no step in workflow.steps trains: "
+            f"{', '.join(each.name for each in entries)}.",
             'Add {kind = "train"} to workflow.steps, or leave rounds.total out.',
         )
     if any(trains[:-1]) and not total and not at("rounds.early_stop_after"):
         raise ConfigError(
-            f"rounds.total is 0, so training never ends, and workflow {entries[trains.index(True) + 1].name!r} comes "
-            "after it.",
-            "Set rounds.total, or rounds.early_stop_after.",
+            "rounds.total is 0, so training never ends, but workflow "
+            f"{entries[trains.index(True) + 1].name!r} comes after it.",
+            "Set rounds.total or rounds.early_stop_after.",
         )
 
 
 _NOT_IN_A_SWARM = {
-    "workflow.function": "a workflow has no rounds to place",
-    "workflow.steps": "an evaluation takes the versions of the server, which has none",
-    "aggregation.aggregator": "an aggregator of your own runs at the server",
-    "workflow.result_filters": "they run at the server, which sees no update; filter at the sites",
-    "model.persistor": "it runs at the server, which has no tensors",
-    "disk.export_every": "the server has no tensors to export; the run's result is at every site",
-    "rounds.best_metric": "the server has no tensors of the best version to keep",
-    "model.ranks": "a sharded worker has the whole model nowhere",
-    "disk.durability": "what the server writes through is not where the tensors are",
+    "workflow.function": "a workflow has no rounds for workers to aggregate",
+    "workflow.steps": "an evaluation needs the server's versions, but in a swarm the server has none",
+    "aggregation.aggregator": "your own aggregator runs at the server, which has no tensors in a swarm",
+    "workflow.result_filters": "these filters run at the server, which gets no updates in a swarm; filter at the sites",
+    "model.persistor": "the persistor runs at the server, which has no tensors in a swarm",
+    "disk.export_every": "the server has no tensors to export in a swarm; each site has the run's result",
+    "rounds.best_metric": "the server has no tensors in a swarm and cannot keep the best version",
+    "model.ranks": "no rank of a sharded worker has the whole model",
+    "disk.durability": "in a swarm the tensors are not on the server's disk",
 }
 """Settings that swarms do not support yet, and why."""
 
@@ -242,18 +243,18 @@ def _require_swarm(at: At, is_default: IsDefault) -> None:
         ConfigError: a setting is not supported in a swarm, or a swarm setting is set although `swarm.enabled` is false.
     """
     if not at("swarm.enabled"):
-        others = {"swarm.aggregators": "the server aggregates"}
+        others = {"swarm.aggregators": "without a swarm, the server aggregates"}
         _refuse_beside(at, is_default, "swarm.enabled is false", others, "set swarm.enabled = true")
         return
     this, instead = "swarm.enabled is true", "set swarm.enabled = false"
     _refuse_beside(at, is_default, this, _NOT_IN_A_SWARM, instead)
     if at("aggregation.download_codec").target not in (None, "none"):
-        others = {"aggregation.download_codec": "differences are made where all versions pass"}
+        others = {"aggregation.download_codec": "no process of a swarm has all versions"}
         _refuse_beside(at, is_default, this, others, instead)
     if at("rounds.sites") < 2:
         raise ConfigError(
-            f"{this}, and rounds.sites is {at('rounds.sites')}: the worker that aggregates needs a second one, "
-            "which checks each version and holds it, too.",
+            f"{this}, but rounds.sites is {at('rounds.sites')}: a second worker must check each version and "
+            "keep a copy.",
             "Set rounds.sites to 2 or more, or swarm.enabled = false.",
         )
     paths = {key: getattr(at(key), "path", at(key)) for key in _MADE_BY_WORKERS}
@@ -261,9 +262,9 @@ def _require_swarm(at: At, is_default: IsDefault) -> None:
     for key, path in (paths | {"async.staleness_weight": weight if ":" in weight else None}).items():
         if path:
             raise ConfigError(
-                f"{key.removesuffix('.path')} is {path!r}, and {this}: workers run no code that a server names.",
-                "Register it by an entry point of a package that every site has installed, or set swarm.enabled = "
-                "false.",
+                f"{key.removesuffix('.path')} is {path!r}, but {this}: workers do not run code that the server names.",
+                "Make the code an entry point of a package that every site has installed, or set "
+                "swarm.enabled = false.",
             )
 
 
@@ -272,49 +273,49 @@ def _require_the_rest(at: At) -> None:
     best, download = at("rounds.best_metric"), at("aggregation.download_codec")
     if download.options and download.target in (None, "none"):
         raise ConfigError(
-            f"aggregation.download_codec has {download.options!r}, but names no codec: versions travel as they are.",
-            "Add its name, or leave the options out.",
+            f"aggregation.download_codec has {download.options!r}, but no name of a codec.",
+            "Add the name of the codec, or leave the options out.",
         )
     for key in ("aggregation.aggregator", "model.persistor"):
         if at(key).name or (at(key).options and not at(key).path):
             raise ConfigError(
-                f"{key} is {at(key).model_dump(exclude_none=True)!r}, which names no code.",
-                f'Write {key} = {{path = "my_file.py:attribute"}}, with its arguments beside the path.',
+                f"{key} is {at(key).model_dump(exclude_none=True)!r}, which has no path.",
+                f'Write {key} = {{path = "my_file.py:attribute"}}, and add arguments as further keys.',
             )
     if timeout_s and not interval_s:
         raise ConfigError(
-            f"network.heartbeat_interval_s is 0, but network.heartbeat_timeout_s is {timeout_s:g}: workers without "
-            "heartbeats would be declared dead while they train.",
+            f"network.heartbeat_interval_s is 0, but network.heartbeat_timeout_s is {timeout_s:g}: workers "
+            "would send no heartbeats and be declared dead while they train.",
             "Set both to 0.",
         )
     if timeout_s and interval_s >= timeout_s:
         raise ConfigError(
-            f"network.heartbeat_interval_s is {interval_s:g}, not below network.heartbeat_timeout_s, which is "
-            f"{timeout_s:g}: every worker would be declared dead.",
-            "Set the timeout to at least three intervals.",
+            f"network.heartbeat_interval_s is {interval_s:g}, but network.heartbeat_timeout_s is only "
+            f"{timeout_s:g}: workers would be declared dead between two heartbeats.",
+            "Set the timeout to at least three times the interval.",
         )
     if at("aggregation.aggregator").path and at("aggregation.reducer").target:
         raise ConfigError(
             f"Both aggregation.aggregator {shown(at('aggregation.aggregator'))} and aggregation.reducer "
             f"{shown(at('aggregation.reducer'))} are set.",
-            "Set one of them.",
+            "Set only one of them.",
         )
     if not at("disk.in_files") and at("disk.durability") == "power":
         raise ConfigError(
-            "disk.durability is 'power', but disk.in_files is false: memory survives no power loss.",
+            "disk.durability is 'power', but disk.in_files is false: data in memory does not survive a power loss.",
             "Set disk.durability to 'process', or disk.in_files to true.",
         )
     if at("rounds.early_stop_after") and best is None:
         raise ConfigError(
-            f"rounds.early_stop_after is {at('rounds.early_stop_after')}, but no rounds.best_metric is set: nothing "
-            "would ever stop.",
+            f"rounds.early_stop_after is {at('rounds.early_stop_after')}, but rounds.best_metric is not set, "
+            "so the run would never stop early.",
             "Set rounds.best_metric to the name of a metric that workers report.",
         )
     if best is not None and at("disk.keep_versions") < 2:
         raise ConfigError(
-            f"rounds.best_metric is set, but disk.keep_versions is {at('disk.keep_versions')}: the version that "
-            "workers measured would be gone when its metric is known.",
+            f"rounds.best_metric is set, but disk.keep_versions is {at('disk.keep_versions')}: a version "
+            "would be deleted before its metric arrives.",
             "Set disk.keep_versions to at least 2.",
         )
     if (at("network.tls_cert") is None) != (at("network.tls_key") is None):
-        raise ConfigError("Only one of network.tls_cert and network.tls_key is given.", "Give both, or neither.")
+        raise ConfigError("Only one of network.tls_cert and network.tls_key is set.", "Set both, or neither.")

@@ -141,8 +141,8 @@ def nearest_key(key: str, fields: Fields) -> str:
     leaves = {each.rpartition(".")[2]: each for each in fields}
     like = [leaves[each] for each in difflib.get_close_matches(leaf, list(leaves), n=1, cutoff=0.7)]
     for found in (*own[:1], *same, *alike, *like):
-        return f"Did you mean {found}? `atoll config schema` has all settings."
-    return "`atoll config schema` has all settings."
+        return f"Did you mean {found}? `atoll config schema` lists all settings."
+    return "`atoll config schema` lists all settings."
 
 
 def value_of(key: str, text: str, fields: Fields) -> Any:
@@ -182,14 +182,16 @@ def set_values(texts: Iterable[str], fields: Fields) -> dict[str, Any]:
     for text in texts:
         key, equals, value = text.partition("=")
         if not equals or "." not in key:
-            form = "Write --set group.key=value: --set rounds.total=3."
+            form = "Use the form --set group.key=value, for example --set rounds.total=3."
             raise ConfigError(
-                f"--set {text!r} is not understood.", f"{form} {nearest_key(key.strip(), fields)}" if equals else form
+                f"--set {text!r} is not valid.", f"{form} {nearest_key(key.strip(), fields)}" if equals else form
             )
         try:
             values[key.strip()] = value_of(key.strip(), value.strip(), fields)
         except ValueError:
-            raise ConfigError(f"--set {text!r} is not TOML.", f"Write {key}={{key = 1}}, as in a run file.") from None
+            raise ConfigError(
+                f"The value in --set {text!r} is not valid TOML.", f"Write {key}={{key = 1}}, as in a run file."
+            ) from None
     return values
 
 
@@ -209,7 +211,7 @@ def require_known(environ: Mapping[str, str], fields: Fields) -> None:
             close = difflib.get_close_matches(variable.removeprefix(ENV_PREFIX), names, n=1)
             meant = f"Did you mean {ENV_PREFIX}{close[0]}? Else give yours" if close else "Give yours"
             raise ConfigError(
-                f"The environment has {variable}, which is no variable of Atoll.",
+                f"The environment variable {variable} is unknown to Atoll.",
                 f"{meant} a name that does not begin with {ENV_PREFIX}, or remove it.",
             )
 
@@ -244,7 +246,7 @@ def environment_layer(environ: Mapping[str, str], fields: Fields) -> Layer:
                 layer[key] = (value_of(key, environ[variable], fields), variable)
             except ValueError:
                 raise ConfigError(
-                    f"{variable} is {environ[variable]!r}.", "Write a TOML table: {key = value}."
+                    f"{variable} is {environ[variable]!r}, not a TOML table.", "Write it as a table: {key = value}."
                 ) from None
     return layer
 
@@ -263,11 +265,11 @@ def file_layer(path: Path, fields: Fields) -> Layer:
     try:
         tables = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ConfigError(f"There is no run file {str(path)!r}.", "`atoll new` writes one.") from None
+        raise ConfigError(f"The run file {str(path)!r} does not exist.", "`atoll new` writes one.") from None
     except IsADirectoryError:
-        raise ConfigError(f"{str(path)!r} is a folder.", f"Name the run file in it: {path / 'run.toml'}.") from None
+        raise ConfigError(f"{str(path)!r} is a folder.", f"Give the run file: {path / 'run.toml'}.") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: {error}.", "A run file is TOML: tables of key = value, one a line.") from None
+        raise ConfigError(f"{path}: {error}.", "A run file is TOML: tables with one key = value a line.") from None
     values: dict[str, Any] = {}
     for group, table in tables.items():
         values |= (
@@ -349,8 +351,8 @@ def to_toml(value: Any) -> str:
         # TOML has the same escapes as JSON, and also forbids DEL
         return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")
     raise ConfigError(
-        f"{value!r} is a {type(value).__name__}, which a run file cannot say.",
-        "Use numbers, text, true, false, lists and tables of them.",
+        f"A run file cannot contain {value!r}, which is a {type(value).__name__}.",
+        "Use only numbers, strings, true, false, lists and tables.",
     )
 
 

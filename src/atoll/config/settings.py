@@ -91,17 +91,17 @@ class Choice(Group):
 
     model_config = ConfigDict(extra="allow")
 
-    name: str | None = Field(None, min_length=1, description="A name known to Atoll or an installed package.")
+    name: str | None = Field(None, min_length=1, description="Name of a part of Atoll or of an installed package.")
     path: str | None = Field(
-        None, min_length=1, description="Your own, as `my_file.py:attribute` or `module:attribute`."
+        None, min_length=1, description="Your own implementation, as `my_file.py:attribute` or `module:attribute`."
     )
 
     @model_validator(mode="after")
     def _one(self) -> Self:
         if self.name and self.path:
-            raise ConfigError(f"name is {self.name!r}, and path is {self.path!r}.", "Give one of them.")
+            raise ConfigError(f"name is {self.name!r}, but path is set, too: {self.path!r}.", "Set only one of them.")
         if self.name and ":" in self.name:
-            raise ConfigError(f"name is {self.name!r}, which names code.", f"Write path = {self.name!r}.")
+            raise ConfigError(f"name is {self.name!r}, a path to code.", f"Write path = {self.name!r}.")
         return self
 
     @property
@@ -124,11 +124,11 @@ class Run(Group):
     name: str = Field("atoll", description="Name of the run, shown in the status and the summary.", max_length=100)
     script: str | None = Field(
         None,
-        description="Training function or script of each site in `atoll simulate`: `my_file.py:function`, "
-        "`module:function` or `my_file.py`.",
+        description="What each site trains with in `atoll simulate`: a function, as `my_file.py:function` or "
+        "`module:function`, or a script, as `my_file.py`.",
     )
     seed: int = Field(
-        0, description="Seed for building the initial model and, in a simulation, for random numbers of its sites."
+        0, description="Seed for building the initial model; in a simulation, also for the random numbers of the sites."
     )
     threads: int = Field(0, ge=0, description="Threads of the aggregation; 0: one per core, at most 8.")
 
@@ -144,20 +144,20 @@ class Model(Group):
     args: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments of `module:function`.")
     buffers: tuple[str, ...] = Field(
         (),
-        description="Further tensors to average as buffers instead of stepping, as shell patterns. Needed only if "
-        "the initial model is a file without this information.",
+        description="Shell patterns of tensors that are averaged like buffers instead of stepped by the outer "
+        "optimizer. Needed only if the initial model is a file, which does not say what is a buffer.",
     )
     ranks: int = Field(
         1,
         ge=1,
         le=4096,
-        description="Ranks of each sharded worker (FSDP2); no part belongs to two ranks. Other workers may have any "
-        "number of ranks.",
+        description="Number of ranks of each sharded worker (FSDP2); parts are cut so that each belongs to one rank. "
+        "Workers that are not sharded may have any number of ranks.",
     )
     persistor: Choice = Field(
         default_factory=Choice,
-        description="Your own store of models, `{path = …}` and its keyword arguments: an object with `load` and "
-        "`save`. Paths among the arguments are relative to the folder in which the server starts.",
+        description="Your own storage for models, `{path = …}` with its keyword arguments: an object with `load` and "
+        "`save`. Relative paths in the arguments start at the server's working directory.",
     )
 
 
@@ -167,8 +167,8 @@ class Algorithm(Choice):
     name: str | None = Field(
         None,
         min_length=1,
-        description="`diloco`, `fedavg`, `fedprox`, `fednova`, … or of an installed package. A run "
-        "with rounds has to name one.",
+        description="`diloco`, `fedavg`, `fedprox`, `fednova`, … or a name from an installed package. Required for "
+        "runs with rounds.",
     )
     path: str | None = Field(
         None,
@@ -177,27 +177,27 @@ class Algorithm(Choice):
     )
     outer_optimizer: Choice = Field(
         default_factory=Choice,
-        description="`{name = …}` of `torch.optim`, `delayed_nesterov` or `yogi`, or `{path = …}`, with its "
-        "arguments (`lr`, `momentum`, …). The algorithm provides the defaults.",
+        description="Outer optimizer and its arguments (`lr`, `momentum`, …): `{name = …}` with a name in "
+        "`torch.optim`, `delayed_nesterov` or `yogi`, or `{path = …}`. The algorithm has defaults.",
     )
     outer_lr_of: dict[str, Annotated[float, Field(gt=0)]] = Field(
         default_factory=dict,
-        description='Outer learning rates of some parameters by name: `{"head.*" = 0.3}`. The first matching '
-        "pattern counts.",
+        description='Outer learning rates of some parameters, by pattern of their names: `{"head.*" = 0.3}`. The first '
+        "matching pattern counts.",
     )
 
 
 class DiLoCo(Group):
     """Settings of DiLoCo, with the whole model or with streaming."""
 
-    sync_every: int = Field(500, ge=1, description="Local optimizer steps between two synchronisations (DiLoCo's H).")
+    sync_every: int = Field(500, ge=1, description="Local optimizer steps between two synchronisations (H).")
     num_fragments: int = Field(
         1,
         ge=1,
-        description="Fragments of the model, synchronised in turn, one every sync_every/num_fragments steps.",
+        description="Number of fragments of the model. One is synchronised every sync_every/num_fragments steps.",
     )
     fragment_sync_delay: int = Field(
-        0, ge=0, description="Local steps between forming a fragment's update and merging its result (τ)."
+        0, ge=0, description="Local steps between forming a fragment's update and merging the result (τ)."
     )
     fragment_update_alpha: float = Field(
         0.0, ge=0, le=1, description="Share of the local parameters that a merge keeps (α); 0: take the global ones."
@@ -205,8 +205,8 @@ class DiLoCo(Group):
     max_inflight: int = Field(1, ge=1, description="Fragments of one worker that may be in flight at once.")
     dynamic_local_steps: bool = Field(
         False,
-        description="Let slower workers of an asynchronous run take fewer local steps: H·(their speed/the fastest) "
-        "(DyLU).",
+        description="DyLU: in an asynchronous run, give slower workers fewer local steps: H × their speed / the "
+        "highest speed.",
     )
 
 
@@ -216,36 +216,36 @@ class Rounds(Group):
     total: int = Field(
         0,
         ge=0,
-        description="Rounds after which the run is finished; 0: until it is stopped. A run of a federated "
-        "algorithm has to set it.",
+        description="Number of rounds until the run is finished; 0: it runs until stopped. Required for federated "
+        "algorithms.",
     )
-    sites: int = Field(1, ge=1, description="Sites that round one waits for.")
+    sites: int = Field(1, ge=1, description="Number of sites that round 1 waits for.")
     min_sites: int | None = Field(
         None,
         ge=1,
-        description="Smallest number of updates with which a round closes. Default: all `rounds.sites` (with "
-        "`rounds.sample_fraction`: the drawn ones) for federated algorithms; 1 for DiLoCo, asynchronous "
-        "runs and runs with a quorum.",
+        description="Smallest number of updates with which a round closes. Default for federated algorithms: all "
+        "`rounds.sites`, or with `rounds.sample_fraction` the drawn ones. Default for DiLoCo, asynchronous "
+        "runs and runs with a quorum: 1.",
     )
     quorum: int = Field(0, ge=0, description="Updates that are enough after the deadline; 0: all expected.")
-    deadline_s: float = Field(0.0, ge=0, description="Seconds after which a quorum closes a round; 0: never.")
+    deadline_s: float = Field(0.0, ge=0, description="Seconds after which `rounds.quorum` is enough; 0: no deadline.")
     sample_fraction: float = Field(
-        1.0, gt=0, le=1, description="Share of the sites that a round asks for, drawn anew in each round."
+        1.0, gt=0, le=1, description="Share of the sites that is drawn at random for each round."
     )
-    sample_min: int = Field(1, ge=1, description="Smallest number of sites that a round asks for.")
-    sample_seed: int = Field(0, description="Seed of the draws.")
+    sample_min: int = Field(1, ge=1, description="Smallest number of sites that is drawn for a round.")
+    sample_seed: int = Field(0, description="Seed for drawing sites.")
     best_metric: str | None = Field(
         None,
         min_length=1,
-        description="Metric by which the best version is kept as `best.safetensors`. A round's mean belongs to the "
-        "version that its workers pulled.",
+        description="Metric that decides which version is kept as `best.safetensors`. The mean over a round's workers "
+        "belongs to the version that they pulled.",
     )
-    best_mode: Literal["max", "min"] = Field("max", description="Whether the largest or the smallest value is best.")
+    best_mode: Literal["max", "min"] = Field("max", description="Whether the largest or smallest value is best.")
     early_stop_after: int = Field(
         0, ge=0, description="End the run after this many rounds without an improvement; 0: never."
     )
     early_stop_min_delta: float = Field(
-        0.0, ge=0, description="Smallest difference that counts as an improvement for early stopping."
+        0.0, ge=0, description="Smallest change of `rounds.best_metric` that counts as an improvement."
     )
 
 
@@ -253,27 +253,27 @@ class Async(Group):
     """Asynchronous runs: the server applies updates as they arrive, and no round waits for all sites."""
 
     enabled: bool = Field(
-        False, description="Apply updates as they arrive; false: a round waits for its expected sites."
+        False, description="true: apply updates as they arrive. false: a round waits for the expected sites."
     )
     buffer_size: int = Field(1, ge=1, description="Updates averaged in one asynchronous step (FedBuff's K).")
     grace_s: float = Field(
         0.0,
         ge=0,
-        description="Seconds that an asynchronous step waits for further updates; `inf`: until all have arrived.",
+        description="Seconds that an asynchronous step waits for more updates; `inf`: until all sites have submitted.",
     )
     max_staleness: int | None = Field(
-        None, ge=0, description="Refuse updates with a base more than this many versions behind the head."
+        None, ge=0, description="Refuse updates with a base more than this many versions behind the newest one."
     )
     staleness_weight: str = Field(
         "constant",
-        description="Factor of an update that is s versions behind: `constant` (1), `inverse_sqrt` (1/√(1+s)), or "
-        "`module:function` from s to a number above 0 and at most 1.",
+        description="Factor for an update with a base s versions old: `constant` (1), `inverse_sqrt` (1/√(1+s)), or "
+        "`module:function`, which maps s to a number above 0 and at most 1.",
     )
     sync_rounds_first: int = Field(0, ge=0, description="Synchronous rounds at the start of an asynchronous run.")
     momentum_every: int = Field(
         0,
         ge=0,
-        description="Updates between two momentum steps (delayed Nesterov's N); 0: momentum acts on every update.",
+        description="Updates between two momentum steps (delayed Nesterov's N); 0: momentum at every update.",
     )
 
 
@@ -282,11 +282,11 @@ class Swarm(Group):
 
     enabled: bool = Field(
         False,
-        description="Aggregate each round on a different worker; tensors then travel only between workers.",
+        description="Swarm: workers aggregate the rounds in turn, and tensors travel only between workers.",
     )
     aggregators: tuple[str, ...] = Field(
         (),
-        description="Sites that aggregate in turn. Default: all, in an order that depends on `run.seed`.",
+        description="Names of the sites that aggregate in turn. Default: all sites, in an order made from `run.seed`.",
     )
 
 
@@ -295,34 +295,34 @@ class Aggregation(Group):
 
     reducer: Choice = Field(
         default_factory=Choice,
-        description="How updates are combined, `{name = …}` with its options: `mean`, `clipped_mean`, `median`, "
-        "`trimmed_mean`, `normalised_mean` (FedNova), or `{path = …}`. Default: the algorithm's, "
-        "usually the mean.",
+        description="How updates are combined: `{name = …}` with options, where name is `mean`, `clipped_mean`, "
+        "`median`, `trimmed_mean` or `normalised_mean` (FedNova), or `{path = …}`. Default: set by the "
+        "algorithm, usually the mean.",
     )
     aggregator: Choice = Field(
         default_factory=Choice,
-        description="Your own aggregator instead of the reducer, `{path = …}` and its keyword arguments.",
+        description="Your own aggregator instead of a reducer: `{path = …}` with its keyword arguments.",
     )
     aggregator_timeout_s: float = Field(
         600.0,
         ge=0,
-        description="Seconds without progress after which the server ends the aggregator, and the run fails; 0: no "
+        description="Seconds without progress after which the server stops the aggregator and the run fails; 0: no "
         "limit.",
     )
     max_kept_updates: int = Field(
         32,
         ge=0,
-        description="Updates of earlier rounds that the aggregator may keep on disk; beyond it the oldest are removed.",
+        description="Number of updates of earlier rounds that the aggregator may keep on disk; the oldest are removed.",
     )
     upload_codec: Choice = Field(
         default_factory=Choice,
-        description="Encoding of updates, `{name = …}` with its options: `none`, `bf16`, `int8`, `int4`, `topk` "
-        "(with `density`), or `{path = …}`. Default: bf16 for DiLoCo, else none.",
+        description="Encoding of updates: `{name = …}` with options, where name is `none`, `bf16`, `int8`, `int4` or "
+        "`topk` (with `density`), or `{path = …}`. Default: `bf16` for DiLoCo, else `none`.",
     )
     download_codec: Choice = Field(
         default_factory=Choice,
-        description="Encoding of versions as differences, `{name = …}` with its options: `int8`, `int4`, …. "
-        "Default: `none`, whole versions.",
+        description="Encoding for downloads of a version as the difference from the one before: `{name = …}` with "
+        "options, where name is `int8`, `int4`, …. Default: `none`, which sends whole versions.",
     )
     max_update_norm: float = Field(1e12, ge=0, description="Refuse updates with a larger L2 norm; 0: no limit.")
     max_weight: float = Field(1e12, gt=0, description="Refuse updates with a larger weight.")
@@ -333,40 +333,40 @@ class Workflow(Group):
 
     function: str | None = Field(
         None,
-        description="Function that sends tasks to sites and collects answers, instead of rounds: "
-        "`my_file.py:attribute` or `module:attribute`. It is called with a `controller`.",
+        description="Function that is called with a `controller` instead of running rounds; it sends tasks to sites "
+        "and collects answers. Write it as `my_file.py:attribute` or `module:attribute`.",
     )
     steps: tuple[dict[str, Any], ...] = Field(
         (),
-        description="What the run does, in this order: tables `{kind}` with `train` (the rounds) or "
-        "`cross_site_evaluation`, or `{path, args}` for your own function, each with optional "
-        "`start_timeout_s` and `progress_timeout_s`. Default: the rounds.",
+        description="Steps of the run, in order: tables `{kind}`, where kind is `train` (the rounds) or "
+        "`cross_site_evaluation`, or `{path, args}` for your own function. Each may set `start_timeout_s` "
+        "and `progress_timeout_s`. Default: only the rounds.",
     )
     components: tuple[dict[str, Any], ...] = Field(
         (),
-        description="Objects that workflows, filters, the aggregator and the persistor refer to as `@id`: tables "
-        "`{id, path, args}`.",
+        description="Objects that other settings refer to as `@id`: tables `{id, path, args}`. Workflows, filters, the "
+        "aggregator and the persistor may refer to them.",
     )
     payload_filters: tuple[dict[str, Any], ...] = Field(
         (),
-        description="Filters of the server on payloads of tasks; tables like those of `workflow.result_filters`. "
-        "Not for runs that only have rounds.",
+        description="Filters that the server applies to payloads of tasks: tables like those of "
+        "`workflow.result_filters`. Runs that only have rounds do not support them.",
     )
     result_filters: tuple[dict[str, Any], ...] = Field(
         (),
-        description="Filters of the server on updates and on answers to tasks, in this order: tables `{path, args, "
-        "sites, tasks}`. `path` is `drop`, `norm_clip`, `cast` or your own `module:attribute`, `args` "
-        "its arguments, `sites` and `tasks` limit it to these names.",
+        description="Filters that the server applies, in this order, to updates and to answers to tasks: tables "
+        "`{path, args, sites, tasks}`. `path` is `drop`, `norm_clip`, `cast` or your own "
+        "`module:attribute`. `sites` and `tasks` limit a filter to these names.",
     )
     streamed_tasks: tuple[str, ...] = Field(
-        ("train",), description="Tasks with tensors streamed in parts; tensors of other tasks travel inline."
+        ("train",), description="Tasks that send tensors in parts. Others send them inside the message."
     )
     tensor_part_bytes: ChunkBytes = Field(
         CHUNK_BYTES,
-        description="Part size of streamed torch tensors in tasks, answers and `atoll.objects.publish`: 65536 to "
-        "16777216, a multiple of 64; 0: inline.",
+        description="Part size for sending torch tensors in tasks, answers and `atoll.objects.publish`: 65536 to "
+        "16777216, a multiple of 64; 0: send them inside the message.",
     )
-    array_part_bytes: ChunkBytes = Field(CHUNK_BYTES, description="The same for NumPy arrays; 0: inline.")
+    array_part_bytes: ChunkBytes = Field(CHUNK_BYTES, description="The same for NumPy arrays; 0: inside the message.")
 
 
 class Network(Group):
@@ -374,24 +374,24 @@ class Network(Group):
 
     host: str = Field("127.0.0.1", description="Address to listen on; any other than loopback needs TLS and a token.")
     port: int | None = Field(
-        None, ge=0, le=65535, description="Port to listen on; 0: any free one. Default: 8512 or the next free one."
+        None, ge=0, le=65535, description="Port to listen on; 0: any free port. Default: 8512, or the next free port."
     )
-    tls_cert: Path | None = Field(None, description="Certificate chain (PEM).")
-    tls_key: Path | None = Field(None, description="Private key of the certificate (PEM, mode 0600).")
+    tls_cert: Path | None = Field(None, description="File with the certificate chain (PEM).")
+    tls_key: Path | None = Field(None, description="File with the private key of the certificate (PEM, mode 0600).")
     token_file: Path | None = Field(None, description="File (mode 0600) with the bearer token; or set ATOLL_TOKEN.")
-    insecure: bool = Field(False, description="Listen beyond loopback without TLS or without a token.")
-    heartbeat_interval_s: float = Field(30.0, ge=0, description="Seconds between two heartbeats; 0: none.")
+    insecure: bool = Field(False, description="Allow other addresses than loopback without TLS or a token.")
+    heartbeat_interval_s: float = Field(30.0, ge=0, description="Seconds between two heartbeats; 0: no heartbeats.")
     heartbeat_timeout_s: float = Field(
-        120.0, ge=0, description="Seconds of silence after which a worker is declared dead; 0: never."
+        120.0, ge=0, description="Seconds without a heartbeat after which a worker is declared dead; 0: never."
     )
     waiting_heartbeat_s: float = Field(
         5.0,
         gt=0,
-        description="Seconds between heartbeats during an unanswered call of a worker. Two unanswered heartbeats in "
-        "a row end the call; so does one unanswered heartbeat followed by an answered one.",
+        description="Seconds between the heartbeats that a worker sends while a call is unanswered. The call ends "
+        "after two heartbeats in a row without an answer, or if a heartbeat is answered after one was not.",
     )
     idle_timeout_s: float = Field(
-        IDLE_TIMEOUT_S, gt=0, description="Seconds without a byte after which a transfer has failed."
+        IDLE_TIMEOUT_S, gt=0, description="Seconds without a byte after which a transfer fails."
     )
     connections: int = Field(2, ge=1, le=64, description="Parallel connections of a worker for tensors.")
     part_bytes: int = Field(16 * 2**20, ge=2**16, le=16 * 2**20, description="Largest size of a part.")
@@ -400,27 +400,29 @@ class Network(Group):
 class Disk(Group):
     """What the server stores, and where."""
 
-    state_dir: Path = Field(Path("atoll-run"), description="Folder of the run's state. Default: beside the run file.")
+    state_dir: Path = Field(Path("atoll-run"), description="Folder for the run's state. Default: beside the run file.")
     export_dir: Path | None = Field(None, description="Folder of exports. Default: `exports` in `disk.state_dir`.")
-    export_every: int = Field(0, ge=0, description="Export the model every this many rounds; 0: only at the end.")
+    export_every: int = Field(0, ge=0, description="Rounds between two exports of the model; 0: only at the end.")
     in_files: bool = Field(
-        True, description="Keep updates and versions in files; false: in memory, and the run ends with its server."
+        True, description="Keep updates and versions in files; false: in memory, so a stopped run cannot continue."
     )
     durability: Literal["process", "power"] = Field(
         "process", description="What an acknowledged update survives: a kill of the server, or a power loss."
     )
-    keep_versions: int = Field(2, ge=1, description="Versions kept for slow readers.")
+    keep_versions: int = Field(2, ge=1, description="Number of versions to keep for slow downloads.")
     max_pinned_versions: int = Field(
-        4, ge=1, description="Further versions that slow pulls may hold; beyond it the oldest is removed."
+        4, ge=1, description="Further versions for slow downloads; beyond it the oldest is removed."
     )
     objects_max_bytes: int = Field(
         64 * 2**30, ge=0, description="Largest total size of published objects at the server; 0: none."
     )
-    objects_expire_s: float = Field(86400.0, gt=0, description="Longest time that the server keeps a published object.")
+    objects_expire_s: float = Field(
+        86400.0, gt=0, description="Longest time that the server keeps an object, in seconds."
+    )
     min_free_bytes: int = Field(
         256 * 2**20,
         ge=0,
-        description="Free disk space below which the server refuses uploads (507) and sends no payload.",
+        description="Free disk space below which the server refuses uploads (HTTP 507) and sends no payloads.",
     )
 
 
@@ -580,15 +582,15 @@ def _readable(error: ValidationError, source: Mapping[str, str]) -> AtollError:
     if isinstance(cause, AtollError):
         return type(cause)(f"{where}: {key}: {cause.message}", cause.remedy) if first["loc"] else cause
     if first["type"] == "extra_forbidden":
-        return ConfigError(f"{where}: there is no setting {key!r}.", nearest_key(key, FIELDS))
+        return ConfigError(f"{where}: the setting {key!r} does not exist.", nearest_key(key, FIELDS))
     if key in GROUPS:
         return ConfigError(
-            f"{where}: {key} = {first['input']!r}, but {key} is a group of settings.",
+            f"{where}: {key} = {first['input']!r}, but {key} is a group of settings, not a setting.",
             nearest_key(key, FIELDS),
         )
     field = FIELDS.get(key)
     message = first["msg"][0].lower() + first["msg"][1:]
     if first["type"] == "model_type":
-        message = f"it is a table: {key} = {{name = {first['input']!r}}}"
+        message = f"this setting is a table: write {key} = {{name = {first['input']!r}}}"
     remedy = f"{key}: {field.description}" if field and field.description else ""
     return ConfigError(f"{where}: {key} = {first['input']!r}: {message}.", remedy)

@@ -91,8 +91,8 @@ def entries_of(tables: Sequence[Mapping[str, Any]]) -> tuple[WorkflowEntry, ...]
     trains = [place for place, entry in enumerate(entries, start=1) if entry.kind == TRAIN]
     if len(trains) > 1:
         raise ConfigError(
-            f"Workflows {' and '.join(map(str, trains))} are both of the kind 'train': a run trains once.",
-            "Leave one out; rounds says how many rounds there are.",
+            f"Workflows {' and '.join(map(str, trains))} are both of the kind 'train', but a run trains only once.",
+            "Leave one out, and set the number of rounds with rounds.total.",
         )
     return entries
 
@@ -102,25 +102,25 @@ def _entry(place: int, table: Mapping[str, Any]) -> WorkflowEntry:
     kind, path = table.get("kind", ""), table.get("path", "")
     if not isinstance(kind, str) or not (isinstance(path, str) or callable(path)) or bool(kind) == bool(path):
         raise ConfigError(
-            f"{where} is {dict(table)!r}.",
-            f'Give it one of kind ({", ".join(kinds())}) and path = "my_file.py:function".',
+            f"{where} is {dict(table)!r}, which does not have exactly one of kind and path.",
+            f'Set either kind ({", ".join(kinds())}) or path = "my_file.py:function".',
         )
     if kind and kind not in kinds():
         raise ConfigError(
-            f"{where} is of the kind {kind!r}, and there are {', '.join(kinds())}.",
-            registry.nearest(kind, kinds(), 'A function of your own is path = "my_file.py:function".'),
+            f"{where} has the unknown kind {kind!r}; the kinds are {', '.join(kinds())}.",
+            registry.nearest(kind, kinds(), 'For your own function, use path = "my_file.py:function".'),
         )
     args = table.get("args", {})
     if kind == TRAIN and args:
         raise ConfigError(
-            f"{where}, of the kind 'train', has args = {args!r}, which mean nothing to it.",
-            "What training does is said by the settings of the run file: rounds, algorithm and so on.",
+            f"{where} has args = {args!r}, but the kind 'train' takes no arguments.",
+            "Use the settings of the run file instead (rounds, algorithm and so on).",
         )
     if not isinstance(args, Mapping) or not all(isinstance(key, str) for key in args):
-        raise ConfigError(f"{where} has args = {args!r}.", "Write a table: args = {rounds = 3}.")
+        raise ConfigError(f"{where} has args = {args!r}, which is not a table.", "Write a table: args = {rounds = 3}.")
     name = table.get("name", kind or (path if isinstance(path, str) else getattr(path, "__name__", "workflow")))
     if not isinstance(name, str) or not 0 < len(name) <= 200:
-        raise ConfigError(f"{where} has name = {name!r}.", "Give it 1 to 200 letters.")
+        raise ConfigError(f"{where} has name = {name!r}.", "Use 1 to 200 characters.")
     limits = {key: _limit(where, key, table[key]) for key in LIMITS if key in table}
     return WorkflowEntry(name, kind, path, {**_own_keys(where, kind, table), **args}, **limits)
 
@@ -138,15 +138,15 @@ def _own_keys(where: str, kind: str, table: Mapping[str, Any]) -> dict[str, Any]
             of = f"of the kind {kind!r}" if kind else "with a path"
             known_keys = [*_KEYS, *known]
             raise ConfigError(
-                f"{where}, {of}, has the key {key!r}, and there are {', '.join(known_keys)}.",
-                registry.nearest(key, known_keys, "Arguments of a function go into args."),
+                f"{where}, {of}, has the unknown key {key!r}; the keys are {', '.join(known_keys)}.",
+                registry.nearest(key, known_keys, "Put the arguments of a function into args."),
             )
     return more
 
 
 def _limit(where: str, key: str, value: Any) -> float:
     if type(value) not in (int, float) or not 0 <= value < math.inf:
-        raise ConfigError(f"{where} has {key} = {value!r}.", "Give seconds; 0 sets no limit.")
+        raise ConfigError(f"{where} has {key} = {value!r}.", "Give a number of seconds; 0: no limit.")
     return float(value)
 
 
@@ -161,17 +161,17 @@ def components_of(tables: Sequence[Mapping[str, Any]]) -> dict[str, Component]:
         for key in table:
             if key not in _COMPONENT_KEYS:
                 raise ConfigError(
-                    f"Component {place} has the key {key!r}, and there are {', '.join(_COMPONENT_KEYS)}.",
-                    registry.nearest(key, _COMPONENT_KEYS, "What it is made with goes into args."),
+                    f"Component {place} has the unknown key {key!r}; the keys are {', '.join(_COMPONENT_KEYS)}.",
+                    registry.nearest(key, _COMPONENT_KEYS, "Put the arguments of the component into args."),
                 )
         name, path, args = table.get("id"), table.get("path"), table.get("args", {})
         if not isinstance(name, str) or not name or not isinstance(path, str) or not isinstance(args, Mapping):
             raise ConfigError(
-                f"Component {place} is {dict(table)!r}.",
-                'Write {id = "schedule", path = "my_file.py:Schedule", args = {first = 0.1}}; args may be left out.',
+                f"Component {place} is {dict(table)!r}, which is not a valid table.",
+                'Write {id = "schedule", path = "my_file.py:Schedule", args = {first = 0.1}}; args is optional.',
             )
         if name in found:
-            raise ConfigError(f"Two components have the id {name!r}.", "Give each its own.")
+            raise ConfigError(f"Two components have the id {name!r}.", "Use a different id for each component.")
         found[name] = Component(path, dict(args))
     return found
 
@@ -191,7 +191,7 @@ def component_at(reference: str, components: Mapping[str, Component], where: str
     if name not in components:
         known = ", ".join(components) or "none"
         raise ConfigError(
-            f"{where} refers to the component {name!r}, and there are: {known}.",
+            f"{where} refers to the unknown component {name!r}; the components are: {known}.",
             registry.nearest(name, components, f'Add [[workflow.components]] with id = "{name}".'),
         )
     return components[name]
@@ -225,8 +225,9 @@ def with_components(tables: Mapping[str, Any]) -> dict[str, Any]:
             found = component_at(table["path"], components, f"{group}.{key}")
             if len(table) > 1:
                 raise ConfigError(
-                    f"{group}.{key} is {dict(table)!r}, but its path is a component with args of its own.",
-                    "Give the arguments at the component.",
+                    f"{group}.{key} is {dict(table)!r}, but its path refers to a component, which has its own "
+                    "arguments.",
+                    "Put the arguments into the args of the component.",
                 )
             groups[group][key] = {**found.args, "path": found.path}
     return groups
@@ -238,6 +239,7 @@ def _filter(entry: Any, components: Mapping[str, Component], key: str) -> Any:
     found = component_at(entry["path"], components, key)
     if entry.get("args"):
         raise ConfigError(
-            f"{key} has {dict(entry)!r}, but its path is a component with args of its own.", "Leave args out here."
+            f"{key} has {dict(entry)!r}, but its path refers to a component, which has its own arguments.",
+            "Put them into the args of the component.",
         )
     return {**entry, "path": found.path, "args": dict(found.args)}

@@ -131,7 +131,7 @@ def require_filters(filters: Sequence[Filter]) -> tuple[Filter, ...]:
         UsageError: the argument is a single filter, or an element is no filter.
     """
     if isinstance(filters, Filter):
-        raise UsageError(f"filters is {filters!r} alone.", f"Give a list: [{filters!r}].")
+        raise UsageError(f"filters is {filters!r}, not a list.", f"Pass a list: [{filters!r}].")
     given = tuple(filters)  # a generator can be read only once
     for each in given:
         if not isinstance(each, Filter):
@@ -192,7 +192,7 @@ class Chain:
 
             further = {alias: name for alias, name in aliases.items() if name in kept}
             outgoing = Outgoing(about, kept, before, further, model)
-            _call(filter_, f"the begin of {whole}", partial(filter_.begin, outgoing))
+            _call(filter_, f"the start of {whole}", partial(filter_.begin, outgoing))
             named = list(kept.items())
             named += [(name, replace(kept[name], name=alias)) for alias, name in further.items()]
             self._kept -= {
@@ -228,7 +228,7 @@ class Chain:
                 raise BadFilter(filter_, f"made {told} where {name!r} had {wide} {list(values.shape)}", raised=False)
             values = found.to("cpu")
             if self._finite and not bool(torch.isfinite(values).all()):
-                raise BadFilter(filter_, f"left NaN or Inf in {name!r}", raised=False)
+                raise BadFilter(filter_, f"returned NaN or Inf in {name!r}", raised=False)
         return values
 
 
@@ -328,8 +328,8 @@ def _runs(chain: Chain, spec: TensorSpec, dtype: torch.dtype, last: str, what: s
         values = _told(partial(chain.change, spec.name, start, stop), what).to(dtype)
         if dtype.itemsize < 4 and not bool(torch.isfinite(values.float()).all()):
             raise UsageError(
-                f"{what}: what filter {last} left of {spec.name!r} is beyond what {dtype} can hold.",
-                "Send the tensor in a wider dtype, or filter it to smaller values.",
+                f"{what}: after filter {last}, {spec.name!r} has values that {dtype} cannot represent.",
+                "Send the tensor in a wider dtype, or make its values smaller.",
             )
         yield values
 
@@ -374,7 +374,7 @@ def _told(call: Callable[[], T], what: str) -> T:
     try:
         return call()
     except BadFilter as error:
-        remedy = "Look at its code." if error.raised else "It returns as many elements, finite, of their dtype."
+        remedy = "Check its code." if error.raised else "Return as many finite elements, with the same dtype."
         raise UsageError(f"{what}: the filter {error}.", remedy) from error.__cause__
     except UsageError as error:
         raise UsageError(f"{what}: {error.message}", error.remedy) from error

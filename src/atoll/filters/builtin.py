@@ -34,7 +34,7 @@ class Drop(Filter):
 
     def __init__(self, *patterns: str) -> None:
         if not patterns:
-            raise UsageError("Drop() names no tensor.", 'Give it names or patterns: Drop("head.*").')
+            raise UsageError("Drop() needs at least one tensor name.", 'Pass names or patterns: Drop("head.*").')
         self.patterns = patterns
 
     def __repr__(self) -> str:
@@ -46,14 +46,14 @@ class Drop(Filter):
         Raises:
             UsageError: a pattern matches no tensor. The message names the pattern.
         """
-        what, remedy = "model", "Print the names with `[name for name in model.state_dict()]`."
+        what, remedy = "model", "Print the names: `[name for name in model.state_dict()]`."
         if update.about.task:
-            what, remedy = "payload", "A tensor is called by its path in the payload, as in 'model.w'."
+            what, remedy = "payload", "The name of a tensor is its path in the payload, for example 'model.w'."
         names = [*update.tensors, *update.aliases, *update.model]
         for pattern in self.patterns:
             if not any(fnmatchcase(name, pattern) for name in names):
                 raise UsageError(
-                    f"{self!r}: no tensor of the {what} is called {pattern!r}; nothing was sent.",
+                    f"{self!r}: no tensor of the {what} has the name {pattern!r}; nothing was sent.",
                     nearest(pattern, names, remedy),
                 )
 
@@ -79,7 +79,7 @@ class NormClip(Filter):
         if not (math.isfinite(max_norm) and max_norm > 0):
             raise UsageError(f"NormClip: the norm {max_norm:g} is not a positive number.", "Say NormClip(1.0).")
         if not (math.isfinite(noise) and noise >= 0):
-            raise UsageError(f"NormClip: the noise {noise:g} is not a number of at least 0.", "0 adds none.")
+            raise UsageError(f"NormClip: the noise {noise:g} is not a number of at least 0.", "Use 0 for no noise.")
         self.max_norm, self.noise = max_norm, noise
         self._seed = seed
         self._key, self._site, self._round, self._scale = b"", "", 0, 1.0
@@ -124,7 +124,7 @@ class Cast(Filter):
 
     def __init__(self, dtype: str) -> None:
         if dtype not in _DTYPES:
-            raise UsageError(f"Cast({dtype!r}): it casts to {' and '.join(_DTYPES)}.", nearest(dtype, _DTYPES))
+            raise UsageError(f"Cast({dtype!r}): only {' and '.join(_DTYPES)} are possible.", nearest(dtype, _DTYPES))
         self.dtype = dtype
 
     def __repr__(self) -> str:

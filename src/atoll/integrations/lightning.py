@@ -51,9 +51,9 @@ def patch(
     from atoll.integrations.lightning_callback import AtollCallback
 
     if not hasattr(trainer, "callbacks") or not hasattr(trainer, "fit_loop"):
-        raise UsageError(f"{type(trainer).__name__} is not a Lightning Trainer.", "Give the Trainer that fits.")
+        raise UsageError(f"{type(trainer).__name__} is not a Lightning Trainer.", "Pass the Trainer used for fit.")
     if any(isinstance(callback, AtollCallback) for callback in trainer.callbacks):
-        raise UsageError("This Trainer takes part in a run already.", "Patch it once, or give it one AtollCallback.")
+        raise UsageError("This Trainer already takes part in a run.", "Call patch once, or use one AtollCallback.")
     callback = AtollCallback(server, site, steps=steps, **options)
     trainer.callbacks.insert(0, callback)  # first, so that all other callbacks see the global model
     return callback
@@ -77,9 +77,7 @@ def _callback_of(trainer: Any) -> AtollCallback:
 
     found = [callback for callback in trainer.callbacks if isinstance(callback, AtollCallback)]
     if not found:
-        raise UsageError(
-            "The Trainer has 0 callbacks of Atoll.", "Call atoll.integrations.lightning.patch(trainer) first, once."
-        )
+        raise UsageError("The Trainer has no AtollCallback.", "Call atoll.integrations.lightning.patch(trainer) first.")
     require_alone(found)
     return found[0]
 
@@ -104,11 +102,11 @@ def evaluates(trainer: Any, module: Any, dataloaders: Any = None, *, datamodule:
     callback = _callback_of(trainer)
     if trainer.world_size > 1:
         raise UsageError(
-            f"The Trainer has {trainer.world_size} ranks, and models are evaluated at one.",
-            "Evaluate in a script of one rank: atoll.tasks and worker.evaluates.",
+            f"The Trainer has {trainer.world_size} ranks, but models can be evaluated only with one rank.",
+            "Evaluate in a script with one rank, with atoll.tasks and worker.evaluates.",
         )
     if callback.driver.on_join or callback.driver.worker is not None or callback.driver.diloco is not None:
-        raise UsageError("The Trainer has begun, or evaluates already.", "Call it once, before the first fit.")
+        raise UsageError("The Trainer has already started or evaluates.", "Call evaluates() once, before fit.")
 
     def measure(model: Any) -> dict[str, float]:
         callback.measuring = True

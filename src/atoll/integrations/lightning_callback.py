@@ -329,15 +329,15 @@ class AtollCallback(Callback):
         """
         if self._open_step is not None:
             raise UsageError(
-                f"Optimizer step {self._open_step} was not followed by on_train_batch_end: the Trainer's hooks "
-                "were interrupted, by a StopIteration for example, and what its batch did is not complete.",
-                "Do not raise from a hook of a batch; to end early, set trainer.should_stop = True.",
+                f"The Trainer did not call on_train_batch_end after optimizer step {self._open_step}, for "
+                "example because a hook raised StopIteration. The results of that batch are incomplete.",
+                "Do not raise in a batch hook. To stop early, set trainer.should_stop = True.",
             )
         steps = trainer.global_step - self._first_step if self._first_step is not None else 0
         if not steps:
             raise UsageError(
                 "This fit made no optimizer step, so the round has no update.",
-                "Look at max_epochs, limit_train_batches, and at the data.",
+                "Check max_epochs, limit_train_batches and the data.",
             )
         return int(steps)
 
@@ -358,7 +358,7 @@ class AtollCallback(Callback):
         """Start or continue DiLoCo: every H optimizer steps are a round. A round can span several fits."""
         if ranks.together:
             raise UsageError(
-                "The run is DiLoCo's, and the Trainer has several ranks.", "Give each DiLoCo worker one device."
+                "The run uses DiLoCo, but the Trainer has several ranks.", "Give each DiLoCo worker one device."
             )
         require_own_weights(trainer, "diloco")
         optimizer = the_optimizer(trainer, module, "diloco")
@@ -432,8 +432,9 @@ class Schedule:
         elif rates == self._first and not self._warned:
             self._warned = True
             LOG.warning(
-                "the learning rate schedule begins anew in each round, so it stays at its first epochs: build it from "
-                "self.atoll_round and self.atoll_rounds in configure_optimizers (docs/tutorial-lightning.md, Epochs)"
+                "the learning rate schedule starts anew in each round, so it stays in its first epochs: "
+                "build it from self.atoll_round and self.atoll_rounds in configure_optimizers "
+                "(docs/tutorial-lightning.md, Epochs)"
             )
 
 
@@ -452,13 +453,13 @@ def require_whole_model(trainer: Any) -> None:
     launcher = type(strategy.launcher).__name__
     if launcher == "_MultiProcessingLauncher":
         raise UsageError(
-            "The Trainer trains in processes that it spawns or forks, which cannot be joined with this one's run.",
+            "The Trainer trains in processes that it spawns or forks; they cannot take part in this process's run.",
             "Use strategy='ddp'.",
         )
     if not STRATEGIES & {kind.__name__ for kind in type(strategy).__mro__}:
         raise UsageError(
-            f"Atoll does not know the Trainer's strategy {type(strategy).__name__}.",
-            "Use one device, or strategy='ddp': every rank must hold the whole model.",
+            f"Atoll does not support the Trainer's strategy {type(strategy).__name__}.",
+            "Use one device or strategy='ddp', because every rank must have the whole model.",
         )
 
 
@@ -470,9 +471,9 @@ def require_fresh(trainer: Any) -> None:
     """
     if trainer.ckpt_path:
         raise UsageError(
-            f"This fit resumes from the checkpoint {str(trainer.ckpt_path)!r}, and a round begins with the global "
-            "model.",
-            "Leave ckpt_path out: the run goes on from the server's state. Under Slurm, "
+            f"This fit resumes from the checkpoint {str(trainer.ckpt_path)!r}, but a round must start from "
+            "the global model.",
+            "Leave ckpt_path out: the run continues from the server's state. Under Slurm, also set "
             "plugins=[SLURMEnvironment(auto_requeue=False)].",
         )
 
@@ -490,13 +491,13 @@ def the_optimizer(trainer: Any, module: Any, algorithm: str) -> Any:
     """
     if not module.automatic_optimization:
         raise UsageError(
-            f"{type(module).__name__} optimizes manually, and {algorithm} follows the steps that the Trainer makes.",
-            "Set automatic_optimization = True, or run fedavg.",
+            f"{type(module).__name__} uses manual optimization, but {algorithm} needs the Trainer's steps.",
+            "Set automatic_optimization = True, or use fedavg.",
         )
     if len(trainer.optimizers) != 1:
         raise UsageError(
-            f"{type(module).__name__} has {len(trainer.optimizers)} optimizers, and {algorithm} follows one.",
-            "Put all parameters into one optimizer, or run fedavg.",
+            f"{type(module).__name__} has {len(trainer.optimizers)} optimizers, but {algorithm} supports only one.",
+            "Put all parameters into one optimizer, or use fedavg.",
         )
     return trainer.optimizers[0]
 
@@ -509,8 +510,8 @@ def require_unscaled(trainer: Any, algorithm: str) -> None:
     """
     if getattr(trainer.precision_plugin, "scaler", None) is not None:
         raise UsageError(
-            f"The Trainer scales gradients (precision {trainer.precision}), and {algorithm} corrects steps.",
-            "Use precision='bf16-mixed' or '32-true', or run fedavg.",
+            f"The Trainer scales gradients (precision {trainer.precision}), but {algorithm} needs unscaled gradients.",
+            "Use precision='bf16-mixed' or '32-true', or use fedavg.",
         )
 
 
@@ -529,16 +530,16 @@ def require_own_weights(trainer: Any, algorithm: str = "") -> None:
     for callback in trainer.callbacks:
         if _is_a(callback, "StochasticWeightAveraging"):
             raise UsageError(
-                "StochasticWeightAveraging keeps its average and its start from fit to fit: after the first round it "
-                "would submit a mean over earlier rounds' models.",
-                "Use EMAWeightAveraging or WeightAveraging, which begin anew in each fit, or none: the server averages "
-                "already.",
+                "StochasticWeightAveraging keeps its average from one fit to the next: after the first "
+                "round, it would submit a mean over the models of earlier rounds.",
+                "Use EMAWeightAveraging or WeightAveraging, which start anew in each fit, or no averaging: "
+                "the server averages already.",
             )
         if algorithm and _is_a(callback, "WeightAveraging"):
             raise UsageError(
-                f"{type(callback).__name__} replaces the weights by an average at the end of each fit, and {algorithm} "
-                "reads where the optimizer's steps led.",
-                "Leave it out, or run fedavg.",
+                f"{type(callback).__name__} replaces the weights by an average at the end of each fit, but "
+                f"{algorithm} needs the weights after the last optimizer step.",
+                "Remove this callback, or use fedavg.",
             )
 
 
@@ -552,10 +553,10 @@ def require_averaged(trainer: Any) -> None:
         average = getattr(callback, "_average_model", None)
         if _is_a(callback, "WeightAveraging") and not int(getattr(average, "n_averaged", 1)):
             raise UsageError(
-                f"{type(callback).__name__} averaged nothing in this fit, and has put back the weights from before "
-                "the round.",
-                "Let it average in every fit: lower update_starting_at_step or update_starting_at_epoch, or look at "
-                "should_update.",
+                f"{type(callback).__name__} averaged nothing in this fit, and restored the weights from "
+                "before the round.",
+                "Make it average in every fit: lower update_starting_at_step or update_starting_at_epoch, or "
+                "check should_update.",
             )
 
 
@@ -572,8 +573,8 @@ def samples_of(batch: Any) -> int:
     count = _first_dimension(batch)
     if count is None:
         raise UsageError(
-            f"How many samples a batch of {type(batch).__name__} has is not known.",
-            "Give the weight: atoll.integrations.lightning.patch(trainer, weight=number_of_samples).",
+            f"The number of samples in a batch of type {type(batch).__name__} is unknown.",
+            "Pass the update's weight: atoll.integrations.lightning.patch(trainer, weight=number_of_samples).",
         )
     return count
 
@@ -632,8 +633,8 @@ def joined_metrics(of_fit: Mapping[str, float], of_global: Mapping[str, float]) 
     for name in named:
         if name in of_fit:
             raise UsageError(
-                f"The module logs {name!r}, which is Atoll's name for {name.removeprefix(GLOBAL_PREFIX)!r} of the "
-                "global model.",
+                f"The module logs {name!r}, a name that Atoll uses for {name.removeprefix(GLOBAL_PREFIX)!r} "
+                "of the global model.",
                 "Log it under another name.",
             )
     return {**of_fit, **named}

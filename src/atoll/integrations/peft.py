@@ -48,7 +48,7 @@ def adapter(model: PeftModel, name: str | None = None) -> nn.Module:
             has the same tensors.
     """
     if not isinstance(model, PeftModel):
-        raise UsageError(f"adapter() got a {type(model).__name__}.", "Give what peft.get_peft_model returned.")
+        raise UsageError(f"adapter() got a {type(model).__name__}.", "Pass the result of peft.get_peft_model.")
     name = name or model.active_adapter
     if name not in model.peft_config:
         raise UsageError(f"The model has no adapter {name!r}.", f"It has {', '.join(map(repr, model.peft_config))}.")
@@ -59,8 +59,8 @@ def adapter(model: PeftModel, name: str | None = None) -> nn.Module:
     for path, tensor in saved.items():
         if id(tensor) not in held:
             raise UsageError(
-                f"{path!r} is computed when the adapter is saved, not held by the model.",
-                "Atoll trains adapters that consist of parameters: LoRA and its relatives.",
+                f"{path!r} is computed when the adapter is saved; it is not a parameter or buffer of the model.",
+                "Use an adapter that consists of parameters, for example LoRA.",
             )
         _place(root, path, tensor)
 
@@ -71,16 +71,16 @@ def adapter(model: PeftModel, name: str | None = None) -> nn.Module:
         """
         if any(isinstance(module, BaseTunerLayer) and name in module.merged_adapters for module in model.modules()):
             raise UsageError(
-                f"The adapter {name!r} is merged into the base model, which computes without it.",
-                "Call model.unmerge_adapter() before the round goes on.",
+                f"The adapter {name!r} is merged into the base model, so training would not change it.",
+                "Call model.unmerge_adapter() before the round continues.",
             )
         there = {id(tensor) for tensor in model.state_dict(keep_vars=True).values()}
         for path, tensor in [*root.named_parameters(), *root.named_buffers()]:
             if id(tensor) not in there:
                 raise UsageError(
-                    f"The model has another {path!r} than adapter() found: the adapter was made anew, or the model "
-                    "moved.",
-                    "Call adapter(model) again, once the model is where it trains.",
+                    f"{path!r} of the model was replaced after adapter() was called: the adapter was created "
+                    "again, or the model moved.",
+                    "Call adapter(model) again once the model is on its training device.",
                 )
 
     require_live()
@@ -104,7 +104,7 @@ def export(weights: str | Path, config: PeftConfig, folder: str | Path) -> Path:
     """
     source, folder = Path(weights), Path(folder)
     if not source.is_file():
-        raise UsageError(f"There is no file {str(source)!r}.", "Give the exports/model.safetensors of the run.")
+        raise UsageError(f"The file {str(source)!r} does not exist.", "Pass exports/model.safetensors of the run.")
     with source.open("rb") as content:
         return _written(folder, config, lambda file: shutil.copyfileobj(content, file))
 
@@ -130,8 +130,8 @@ class AdapterFolder:
     def __init__(self, config: str, folder: str) -> None:
         if Path(config).name != CONFIG or not Path(config).is_file():
             raise UsageError(
-                f"There is no {CONFIG} at {str(Path(config).absolute())!r}.",
-                f"Write it with model.peft_config['default'].save_pretrained(FOLDER), and name FOLDER/{CONFIG}.",
+                f"{CONFIG} does not exist at {str(Path(config).absolute())!r}.",
+                f"Write it with model.peft_config['default'].save_pretrained(FOLDER), and pass FOLDER/{CONFIG}.",
             )
         self._config: PeftConfig = PeftConfig.from_pretrained(str(Path(config).parent))
         self._folder = Path(folder)

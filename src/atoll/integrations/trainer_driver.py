@@ -173,9 +173,9 @@ class TrainerDriver:
             return
         self._warned_of_evaluation = True
         LOG.warning(
-            "An evaluation measured a local model: its metrics are not sent. The model is the global one right after "
-            "a synchronisation, in a run without fragments, tau and alpha: set %s to a multiple of the run's "
-            "sync_every, %d steps.",
+            "The metrics of an evaluation are not sent, because the evaluated model was not the global one. "
+            "The model is global only right after a synchronisation, in a run without fragments, tau and "
+            "alpha: set %s to a multiple of the run's sync_every, %d steps.",
             interval,
             diloco.sync_every,
         )
@@ -218,6 +218,6 @@ def require_alone(callbacks: Sequence[Any]) -> None:
     if len(callbacks) > 1:
         sites = ", ".join(repr(callback.site) for callback in callbacks)
         raise UsageError(
-            f"The Trainer has {len(callbacks)} callbacks of Atoll, for the sites {sites}.",
-            "Give it one: a Trainer is one site. Another site is another process, with a Trainer of its own.",
+            f"The Trainer has {len(callbacks)} Atoll callbacks, for the sites {sites}, but a Trainer is one site.",
+            "Use one callback. Run another site in another process with its own Trainer.",
         )

@@ -76,7 +76,7 @@ class AtollCallback(TrainerCallback):
         **options: Unpack[SiteOptions],
     ) -> None:
         if sync_every is not None and sync_every < 1:
-            raise UsageError(f"sync_every is {sync_every}.", "Give the number of optimizer steps of a round.")
+            raise UsageError(f"sync_every is {sync_every}.", "Give the number of optimizer steps per round.")
         self.driver = TrainerDriver(server, site, **options)
         self._sync_every, self._module = sync_every, module
         self._taking_part = False
@@ -114,7 +114,7 @@ class AtollCallback(TrainerCallback):
             LOG.info("%s", ALONE_ENDED)
         if driver.round is not None and self._steps and error is None:
             LOG.warning(
-                "the Trainer ended %d steps into round %d: they stay local. An update needs %s.",
+                "the Trainer ended after %d steps of round %d; these steps are not sent, because an update needs %s.",
                 self._steps,
                 driver.round.number,
                 "a whole epoch" if self._sync_every is None else f"{self._sync_every} steps",
@@ -196,7 +196,7 @@ class AtollCallback(TrainerCallback):
             self.driver.diloco.follow(self._optimizer)
             control.should_training_stop |= self.finished
         elif self.driver.round is not None:
-            LOG.info("the Trainer begins anew, and so does round %d", self.driver.round.number)
+            LOG.info("the Trainer starts anew, so round %d does, too", self.driver.round.number)
             self._open_round(control)
 
     @public_api
@@ -263,8 +263,8 @@ class AtollCallback(TrainerCallback):
         self._correction = driver.round.correct(module, self._optimizer)
         if self._is_scaled and self._correction.changes_training:
             raise UsageError(
-                "The Trainer scales gradients (fp16), and this run's algorithm corrects local training.",
-                "Train in bf16 or fp32: a correction must not meet scaled gradients.",
+                "The Trainer scales gradients (fp16), but this run's algorithm needs unscaled gradients.",
+                "Train in bf16 or fp32.",
             )
 
     def _end_round(self, control: TrainerControl) -> None:
@@ -306,13 +306,13 @@ def require_plain(args: TrainingArguments) -> None:
     """Refuse training in several processes or with DeepSpeed: the callback would see only a part of it."""
     if args.world_size > 1:
         raise UsageError(
-            f"The Trainer runs in {args.world_size} processes, and each would be a worker of its own.",
-            "Start one process a site: without torchrun, or with --nproc-per-node 1.",
+            f"The Trainer runs in {args.world_size} processes, and each of them would be a separate worker.",
+            "Start one process per site: without torchrun, or with --nproc-per-node 1.",
         )
     if args.deepspeed:
         raise UsageError(
-            "The Trainer runs under DeepSpeed, which keeps parameters and steps to itself.",
-            "Train without it; a run of several sites does what its data parallelism would.",
+            "The Trainer runs under DeepSpeed, which hides parameters and steps from Atoll.",
+            "Train without DeepSpeed. For data parallelism, start several sites.",
         )
 
 

@@ -40,7 +40,7 @@ def build_outer(
     label = target if isinstance(target, str) else getattr(target, "__qualname__", repr(target))
     factory = registry.load("outer", target) if isinstance(target, str) else target
     if not callable(factory):
-        raise ConfigError(f"algorithm.outer_optimizer {label!r} is a {type(factory).__name__}, not something to call.")
+        raise ConfigError(f"algorithm.outer_optimizer {label!r} is a {type(factory).__name__}, which cannot be called.")
     given = {key: tuple(value) if isinstance(value, list) else value for key, value in (options or {}).items()}
     known = _arguments(factory)
     if known is not None:
@@ -70,7 +70,7 @@ def _arguments(factory: Callable[..., Optimizer]) -> set[str] | None:
 def _require_known(label: str, options: Mapping[str, Any], known: set[str]) -> None:
     for key in options:
         if key not in known:
-            remedy = registry.nearest(key, known, f"It has {', '.join(sorted(known))}.")
+            remedy = registry.nearest(key, known, f"Its options are {', '.join(sorted(known))}.")
             raise ConfigError(f"The outer optimizer {label!r} has no option {key!r}.", remedy)
 
 

@@ -22,7 +22,7 @@ _SHAPE = (67, 129)
 
 _CUTS = ((0, 4096, 8192, 8643), (0, 8192, 8643), (0, 64, 8643))
 _ROUNDS = 3
-_INSTEAD = "Choose sgd, adam, adamw, adagrad or rmsprop, or another optimizer that treats each tensor for itself."
+_INSTEAD = "Use sgd, adam, adamw, adagrad or rmsprop, or another optimizer that steps each tensor by itself."
 
 Stepped = list[tuple[Tensor, State]]
 """For each tensor: the parameter and its optimizer state after the last round."""
@@ -43,12 +43,12 @@ def _judge(rule: OuterRule, dtype: torch.dtype) -> Granularity:
     try:
         together = _plain(rule, tensors)
         if not _equal(together, _plain(rule, tensors)):
-            raise ConfigError("two steps from the same numbers differ (it draws random ones?).")
+            raise ConfigError("two steps from the same numbers give different results; it may use random numbers.")
         apart = [stepped for tensor in tensors for stepped in _plain(rule, [tensor])]
         if not _equal(together, apart):
-            raise ConfigError("it steps a tensor differently when another one is beside it.")
+            raise ConfigError("it steps a tensor differently if another tensor is present.")
         if not _equal(apart, [_put_away(rule, tensor) for tensor in tensors]):
-            raise ConfigError("it keeps something between steps outside `optimizer.state`, which would be lost.")
+            raise ConfigError("it keeps data between steps outside `optimizer.state`, which would be lost.")
     except Exception as error:
         reason = error.message if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}."
         raise ConfigError(f"{rule.label!r} cannot be an outer optimizer: {reason}", _INSTEAD) from error
@@ -74,7 +74,7 @@ def _plain(rule: OuterRule, tensors: Sequence[Sequence[Tensor]]) -> Stepped:
     leaves = [torch.nn.Parameter(parameter.clone()) for parameter, *_ in tensors]
     optimizer = rule.make(leaves)
     if len(optimizer.param_groups) != 1:
-        raise ConfigError(f"it makes {len(optimizer.param_groups)} parameter groups of one list.")
+        raise ConfigError(f"it creates {len(optimizer.param_groups)} parameter groups from one list.")
     settings = _settings(optimizer)
     for index in range(1, 1 + _ROUNDS):
         for leaf, values in zip(leaves, tensors, strict=True):
@@ -101,7 +101,7 @@ def _put_away(rule: OuterRule, values: Sequence[Tensor]) -> tuple[Tensor, State]
         if state is not None and [(k, v.shape, v.dtype) for k, v in state.items()] != [
             (k, v.shape, v.dtype) for k, v in after.items()
         ]:
-            raise ConfigError("its state changes its form after the first round.")
+            raise ConfigError("the structure of its state changes after the first round.")
         state = {key: value.clone() for key, value in after.items()}
     return parameter, state or {}
 

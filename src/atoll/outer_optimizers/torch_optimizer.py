@@ -86,7 +86,7 @@ class OuterRule:
         """
         optimizer = self._factory(list(parameters), **copy.deepcopy(self._options))
         if not isinstance(optimizer, Optimizer):
-            raise ConfigError(f"it made a {type(optimizer).__name__}, not a torch.optim.Optimizer.")
+            raise ConfigError(f"it created a {type(optimizer).__name__}, not a torch.optim.Optimizer.")
         for group in [*optimizer.param_groups, optimizer.defaults]:
             for flag in ("fused", "foreach"):
                 if flag in group and group[flag] is None:

@@ -75,58 +75,58 @@ class Message(BaseModel):
 class Problem(BaseModel):
     """Description of an error: the body of every answer with an error status."""
 
-    code: str = Field(description="A stable word for the kind of error; see docs/reference.")
-    message: Shown = Field(description="What is wrong, and the value.")
+    code: str = Field(description="A stable name of the kind of error; see docs/reference.")
+    message: Shown = Field(description="What happened, with the value.")
     remedy: Shown = Field("", description="What to do about it.")
-    retry_after_s: float | None = Field(None, description="When to ask again, where that helps.")
+    retry_after_s: float | None = Field(None, description="Seconds until a retry may help; null: none.")
 
 
 class RunInfo(Message):
     """The facts about a run that a worker needs before it joins."""
 
     protocol: int = Field(description="Protocol version of the server.")
-    run: RunId = Field(description="Id of the run; changes when a state directory is begun anew.")
+    run: RunId = Field(description="Id of the run; a new state directory gives a new id.")
     name: Shown
     algorithm: str
     local: dict[str, float] | None = Field(
-        None, description="Options of the algorithm's local rule; null: sites train plainly."
+        None, description="Options of the algorithm's local rule; null: local training is not corrected."
     )
     local_package: str = Field(
-        "", description="The package that has the algorithm at the server, with its version; empty: none is known."
+        "", description="Package of the algorithm at the server, with its version; empty if unknown."
     )
     on_missed: Literal["rebase", "reset"] = Field(
-        description="Whether local steps of a missed round are carried over to the next version, or lost."
+        description="What happens to the local steps of a missed round: carried over to the next version, or lost."
     )
-    rounds: Count = Field(description="Rounds of the run; 0: until it is stopped.")
+    rounds: Count = Field(description="Number of rounds; 0: until stopped.")
     sync_every: Count = Field(description="Local steps between two synchronisations; 0: the worker decides.")
-    mode: Literal["sync", "async"] = Field("sync", description="Whether rounds wait for the workers they expect.")
-    sync_rounds_first: Count = Field(0, description="Rounds of an asynchronous run that wait for them nevertheless.")
+    mode: Literal["sync", "async"] = Field("sync", description="Whether a round waits for its expected workers.")
+    sync_rounds_first: Count = Field(0, description="Number of synchronous rounds at the start of an asynchronous run.")
     schema_digest: Hex32
     schema_bytes: Count = Field(description="Bytes of the model's tensors.")
     fragments: int = Field(ge=1, description="Parts of the model that are synchronised in turn.")
-    tau: Count = Field(0, description="Local steps between taking a fragment's update and merging its result.")
+    tau: Count = Field(0, description="Local steps between forming a fragment's update and merging the result.")
     alpha: float = Field(0.0, ge=0, le=1, description="Share of the local parameters that a merge keeps.")
-    max_inflight: int = Field(1, ge=1, description="Fragments of one worker that may be under way at a time.")
-    codec: str = Field(description="How `params` are encoded in an update.")
+    max_inflight: int = Field(1, ge=1, description="Fragments of one worker that may be in flight at once.")
+    codec: str = Field(description="Codec of `params` in an update.")
     codec_options: dict[str, str | int | float] = Field(
         default_factory=dict, description="The codec's keyword arguments."
     )
-    downlink_codec: str = Field("none", description="How versions go down, as differences; none: whole.")
+    downlink_codec: str = Field("none", description="Codec of version differences; none: whole versions.")
     downlink_codec_options: dict[str, str | int | float] = Field(
-        default_factory=dict, description="That codec's keyword arguments."
+        default_factory=dict, description="The downlink codec's keyword arguments."
     )
     part_bytes: int = Field(gt=0)
     placement: Literal["server", "swarm"] = Field("server", description="Where rounds are aggregated.")
-    ranks: int = Field(1, ge=1, description="Ranks of sharded workers; no part is of two of them.")
-    connections: int = Field(gt=0, description="Parallel connections a worker should use for tensors.")
+    ranks: int = Field(1, ge=1, description="Number of ranks of sharded workers; each part belongs to one rank.")
+    connections: int = Field(gt=0, description="Number of parallel connections for tensors.")
     heartbeat_interval_s: float = Field(ge=0)
     heartbeat_timeout_s: float = Field(ge=0)
-    waiting_heartbeat_s: float = Field(5.0, gt=0, description="Between two heartbeats while a call is unanswered.")
+    waiting_heartbeat_s: float = Field(5.0, gt=0, description="Seconds between heartbeats while a call is unanswered.")
     idle_timeout_s: float = Field(gt=0)
-    trains: bool = Field(True, description="Whether it has rounds at any time.")
-    sends_tasks: bool = Field(False, description="Whether it has workflows that send tasks.")
+    trains: bool = Field(True, description="Whether the run ever has rounds.")
+    sends_tasks: bool = Field(False, description="Whether the run has workflows that send tasks.")
     keeps_local: bool = Field(
-        False, description="Whether sites are to keep the model that they submit: they are asked for it later."
+        False, description="Whether sites keep the model that they submit, for a later evaluation."
     )
 
 
@@ -134,9 +134,9 @@ class TensorEntry(Message):
     """One tensor of the model."""
 
     name: str
-    dtype: str = Field(description="As in safetensors: F32, BF16, I64, …")
+    dtype: str = Field(description="Name of the dtype as in safetensors: F32, BF16, I64, …")
     shape: list[Count]
-    group: str = Field(description="How it is reduced: params or buffers.")
+    group: str = Field(description="Group: params or buffers, or a group of the algorithm.")
 
 
 class Alias(Message):
@@ -152,7 +152,7 @@ class SchemaMessage(Message):
     tensors: list[TensorEntry]
     aliases: list[Alias] = Field(description="Further names of tied tensors.")
     fragments: list[Count] = Field(
-        default_factory=list, description="The fragment that each tensor is in; empty where there is one."
+        default_factory=list, description="Fragment number of each tensor; empty if the run has one fragment."
     )
 
     @classmethod
@@ -181,7 +181,7 @@ class SchemaMessage(Message):
             return Split.whole(schema)
         if len(self.fragments) != len(schema.tensors) or set(self.fragments) != set(range(max(self.fragments) + 1)):
             raise VersionSkew(
-                "The server's schema does not say which fragment each tensor is in.", "Upgrade Atoll on both sides."
+                "The server's schema does not list the fragment of each tensor.", "Upgrade Atoll on both sides."
             )
         return Split(schema, tuple(self.fragments))
 
@@ -190,7 +190,7 @@ class Counted(Message):
     """The update after which a site's local state was saved. Without a base version: no update, the state is zero."""
 
     base_version: Count | None = None
-    digest: str = Field("", pattern="^([0-9a-f]{64})?$", description="Of the update; empty where it is not known.")
+    digest: str = Field("", pattern="^([0-9a-f]{64})?$", description="Digest of the update; empty if unknown.")
 
     def names(self, other: Counted) -> bool:
         """Return whether both name the same update. An empty digest matches every digest."""
@@ -202,39 +202,39 @@ class Join(Message):
 
     protocol: int = Field(description="Protocol version of the worker.")
     site: Site
-    run: str = Field("", max_length=64, description="The run that it means; it joins no other at the same address.")
-    host: Host = Field("", description="Where it runs, to be shown.")
+    run: str = Field("", max_length=64, description="Id of the run to join; the server refuses another one.")
+    host: Host = Field("", description="Name of the worker's host, for the status.")
     process: str = Field(
-        "", pattern="^[0-9A-Za-z]{0,64}$", description="A random id of this process; the newest of a site wins."
+        "", pattern="^[0-9A-Za-z]{0,64}$", description="Random id of this process; the newest process of a site wins."
     )
     schema_digest: Hex32 | None = Field(
-        None, description="Of its model, or of the run's schema as it has read it; another one is refused."
+        None, description="Digest of the worker's model, or of the run's schema; the server refuses another one."
     )
-    sync_every: Count | None = Field(None, description="Its own H; must be the run's, where both have one.")
-    num_fragments: Count | None = Field(None, description="Its own number of fragments; must be the run's.")
-    labels: Labels = Field(default_factory=dict, description="Anything to be shown in status.")
-    peer: Address = Field("", description="Where other workers of a swarm reach it: http://host:port.")
+    sync_every: Count | None = Field(None, description="The worker's H; null: use the run's. Must equal the run's.")
+    num_fragments: Count | None = Field(None, description="The worker's number of fragments. Must equal the run's.")
+    labels: Labels = Field(default_factory=dict, description="Labels for the status.")
+    peer: Address = Field("", description="Address for other workers of a swarm: http://host:port.")
     local_state: Literal["", "kept", "missing", "new"] = Field(
-        "", description="What it has of what the algorithm keeps at a site; new: it begins at zero on purpose."
+        "", description="Whether the site has its algorithm's state; new: the user lets the state start from zero."
     )
     local_state_of: list[Counted] = Field(
         default_factory=list,
         max_length=2,
-        description="The updates that this state stands behind; empty: it does not tell.",
+        description="Updates after which this state was saved; empty: unknown.",
     )
     new_local_state: bool = Field(
-        False, description="It begins at zero where what it has is not what the run counts on."
+        False, description="The state may start from zero if it is not the one that the run expects."
     )
 
 
 class Joined(Message):
     """The answer to `Join`. The lease authorises every later request of this process."""
 
-    lease: str = Field(description="Sent back in the header Atoll-Lease; it holds a secret of 128 bits.")
-    due: Count = Field(0, description="The fragment that is due next, for a worker that begins now.")
+    lease: str = Field(description="Value for the header Atoll-Lease; contains a secret of 128 bits.")
+    due: Count = Field(0, description="Fragment to synchronise first.")
     evaluates: bool = Field(False, description="Whether a cross-site evaluation of the run will ask this site.")
     displaces: str | None = Field(
-        None, description="The host of another process of the site, which had not left and takes part no more."
+        None, description="Host of the site's earlier process, which this one replaces; null: none."
     )
 
 
@@ -249,16 +249,16 @@ class Heartbeat(Message):
 
     step: Count = 0
     steps_per_s: float = Field(0.0, ge=0)
-    version: Count = Field(0, description="Model version it trains on.")
+    version: Count = Field(0, description="Version that the worker trains from.")
     retries: Count = 0
     reconnections: Count = 0
     bytes_up: Count = 0
     bytes_down: Count = 0
-    state: State = Field("", description="What it is doing, in a word.")
-    ends: bool = Field(False, description="It submits nothing more; it stays for the results of what it has submitted.")
+    state: State = Field("", description="What the worker is doing, in a word.")
+    ends: bool = Field(False, description="The worker submits no more updates, and waits for the last results.")
     metrics: Metrics = Field(default_factory=dict)
     warnings: list[Text] = Field(
-        default_factory=list, max_length=8, description="What the users of the site and of the server should know."
+        default_factory=list, max_length=8, description="Warnings for the users of the site and of the server."
     )
 
 
@@ -266,7 +266,7 @@ class HeartbeatReply(Message):
     """The answer to `Heartbeat`: the durable versions, and whether the run is finished."""
 
     durable_versions: list[Count | None] = Field(
-        description="Of each fragment, the newest version that survives a power loss of the server; null: none yet."
+        description="Newest version of each fragment that survives a power loss of the server; null: none yet."
     )
     finished: bool
 
@@ -276,7 +276,7 @@ class TicketRequest(Message):
 
     fragment: Count = 0
     wait_s: float = Field(0.0, ge=0, le=20.0)
-    tasks: bool = Field(False, description="This process answers tasks, too: it is told at once where they come first.")
+    tasks: bool = Field(False, description="This process answers tasks, too: reply at once when tasks come first.")
 
 
 class Outcome(Message):
@@ -285,9 +285,9 @@ class Outcome(Message):
     ticket: Count
     state: Literal["open", "accepted", "counted", "refused", "expired"]
     base_version: Count
-    version: Count | None = Field(None, description="The version it went into, once it counts.")
-    digest: str = Field("", pattern="^([0-9a-f]{64})?$", description="Of its update, once it was acknowledged.")
-    staleness: Count = Field(0, description="Versions between the base of an update that counts and its version.")
+    version: Count | None = Field(None, description="Version that contains the update, once it counts.")
+    digest: str = Field("", pattern="^([0-9a-f]{64})?$", description="Digest of the acknowledged update.")
+    staleness: Count = Field(0, description="Versions between the base of a counted update and its version.")
     reason: Shown = ""
 
     @property
@@ -313,8 +313,8 @@ class Ticket(Message):
     round: Count = Field(description="Number of the round; the first is 1.")
     base_version: Count
     base_digest: Hex32 = Field(description="Digest of the version to pull and to train from.")
-    layout_digest: Hex32 = Field(description="Of the update's layout; the worker computes the same one.")
-    local_steps: Count = Field(0, description="Local steps to take from that version (DyLU); 0: the run's sync_every.")
+    layout_digest: Hex32 = Field(description="Digest of the update's layout.")
+    local_steps: Count = Field(0, description="Number of local steps (DyLU); 0: the run's sync_every.")
 
     @property
     def base(self) -> VersionRef:
@@ -331,47 +331,47 @@ class TicketReply(Message):
 
     status: Literal["ticket", "wait", "finished", "ended"]
     ticket: Ticket | None = None
-    previous: Outcome | None = Field(None, description="What became of this worker's ticket before.")
+    previous: Outcome | None = Field(None, description="State of this worker's ticket before.")
     counted: Counted | None = Field(
         None,
-        description="With a ticket, where sites keep state: the update of this site that was counted last.",
+        description="Last counted update of this site; only with a ticket, and if sites keep local state.",
     )
     head_version: Count
     head_digest: Hex32
     durable_version: Count | None = Field(
         None, description="The newest version that survives a power loss of the server; null: none yet."
     )
-    round: Count = Field(0, description="Number of the round that is open, or opens next.")
+    round: Count = Field(0, description="Number of the open round, or of the next one.")
     waiting_for: list[str] = Field(default_factory=list, description="Sites that the round still waits for.")
     reason: Shown = ""
-    tasks: bool = Field(False, description="Whether tasks are what comes now: before the rounds, or behind them.")
-    left_s: float | None = Field(None, description="Seconds that the run may still take; as in the status.")
+    tasks: bool = Field(False, description="Whether tasks come now, before or after the rounds.")
+    left_s: float | None = Field(None, description="Estimated seconds until the end of the run; see the status.")
 
 
 class TicketState(Message):
     """The state of a ticket, and the parts of its update that the server has on disk."""
 
     outcome: Outcome
-    parts: list[Count] = Field(description="Parts that need not be sent again.")
-    part_digests: list[Hex32] = Field(description="Their digests, in the order of `parts`.")
+    parts: list[Count] = Field(description="Numbers of the parts that the server has.")
+    part_digests: list[Hex32] = Field(description="Digests of these parts, in the order of `parts`.")
 
 
 class Complete(Message):
     """A request to submit an update after all its parts were sent."""
 
     digest: Hex32 = Field(description="BLAKE3 over the layout's digest and the part digests in order.")
-    base_digest: Hex32 | None = Field(None, description="Of the version that it was trained from.")
-    weight: float = Field(1.0, gt=0, description="Samples, tokens, or any number of the run's own.")
+    base_digest: Hex32 | None = Field(None, description="Digest of the version that the update was trained from.")
+    weight: float = Field(1.0, gt=0, description="Weight of the update: samples, tokens or any other number.")
     steps: Count = Field(0, description="Local steps in this round.")
     metrics: Metrics = Field(default_factory=dict)
-    source: Reference | None = Field(None, description="In a swarm: where the aggregating worker pulls it from.")
+    source: Reference | None = Field(None, description="Address of the update for the aggregating worker of a swarm.")
 
 
 class Receipt(Message):
     """The answer to `Complete`; a repeated request gets the same one. If `accepted`, the update is in the journal."""
 
-    accepted: bool = Field(True, description="False in a swarm until the aggregating worker has pulled it.")
-    unpulled: bool = Field(False, description="It was tried and did not work out; to be offered anew.")
+    accepted: bool = Field(True, description="False in a swarm until the aggregating worker has pulled the update.")
+    unpulled: bool = Field(False, description="The aggregating worker could not pull the update: offer it again.")
     ticket: Count
     digest: Hex32
     fragment: Count
@@ -381,7 +381,7 @@ class Receipt(Message):
 class Parts(Message):
     """The parts of a file. The id of the file is BLAKE3 over `layout_digest` and the digests of the parts."""
 
-    layout_digest: Hex32 = Field(description="Of where it is cut: of its layout, else of its three sizes.")
+    layout_digest: Hex32 = Field(description="Digest of the layout, or of the three sizes if there is no layout.")
     nbytes: Count
     part_digests: list[Hex32]
 
@@ -393,7 +393,7 @@ class Delta(Parts):
     """
 
     base_version: Count
-    base_digest: Hex32 = Field(description="Digest of the version that it leads from.")
+    base_digest: Hex32 = Field(description="Digest of the base version.")
     digest: Hex32
 
 
@@ -403,28 +403,28 @@ class Manifest(Parts):
     fragment: Count
     version: Count
     digest: Hex32
-    delta: Delta | None = Field(None, description="Where there is one: what goes down in place of the whole version.")
+    delta: Delta | None = Field(None, description="Difference from the version before; null: none.")
     sources: list[Reference] = Field(
-        default_factory=list, description="In a swarm: the workers that have it; empty: the server has."
+        default_factory=list, description="Workers of a swarm with this version; empty: the server has it."
     )
 
 
 class ObjectOpen(Message):
     """A request that the server keep an object. The parts follow, then `ObjectComplete`."""
 
-    head_bytes: int = Field(gt=0, lt=NUMBER_BELOW, description="Of its head; a multiple of 64.")
-    nbytes: int = Field(gt=0, lt=NUMBER_BELOW, description="Of the whole, head included.")
-    part_bytes: int = Field(gt=0, lt=NUMBER_BELOW, description="The most bytes of one part; a multiple of 64.")
-    inline: bool = Field(False, description="Whether its manifest is to hold its bytes.")
-    expires_s: float = Field(gt=0, description="Seconds that it should be kept; the server may keep it shorter.")
+    head_bytes: int = Field(gt=0, lt=NUMBER_BELOW, description="Bytes of the header; a multiple of 64.")
+    nbytes: int = Field(gt=0, lt=NUMBER_BELOW, description="Bytes of the object, header included.")
+    part_bytes: int = Field(gt=0, lt=NUMBER_BELOW, description="Most bytes of one part; a multiple of 64.")
+    inline: bool = Field(False, description="Whether the manifest contains the object's bytes.")
+    expires_s: float = Field(gt=0, description="Seconds to keep the object; the server may shorten this.")
 
 
 class ObjectOpened(Message):
     """The answer to `ObjectOpen`: the server has reserved space and accepts the parts."""
 
     object: Hex16
-    secret: Hex16 = Field(description="To be shown with every request for the object.")
-    expires_s: float = Field(description="Seconds that the server keeps it.")
+    secret: Hex16 = Field(description="Secret that each request for the object needs.")
+    expires_s: float = Field(description="Seconds that the server keeps the object.")
 
 
 class ObjectComplete(Message):
@@ -438,7 +438,7 @@ class BlobManifest(Parts):
 
     head_bytes: Count
     part_bytes: Count
-    inline: str | None = Field(None, description="All of its bytes in base64, where it is small and asked for.")
+    inline: str | None = Field(None, description="The object's bytes in base64, if small and asked for.")
 
     @classmethod
     def of(cls, manifest: blobs.Manifest, inline: bytes | bytearray | None = None) -> BlobManifest:
@@ -473,7 +473,7 @@ class BlobManifest(Parts):
         except ValidationError as error:
             raise BadRequest(
                 f"The manifest of {what} cannot be read: {error.errors()[0]['msg']}.",
-                "Check whether Atoll, of the same version, serves it.",
+                "Check that Atoll of the same version serves it.",
             ) from None
 
     def manifest(self) -> blobs.Manifest:
@@ -497,10 +497,10 @@ class BlobManifest(Parts):
         try:
             data = base64.b64decode(self.inline, validate=True)
         except (binascii.Error, ValueError):
-            raise BadRequest(f"What came with the manifest of {what} is no base64.", "Publish it again.") from None
+            raise BadRequest(f"The bytes in the manifest of {what} are not base64.", "Publish it again.") from None
         if len(data) != manifest.nbytes:
-            raise BadRequest(f"{what} has {manifest.nbytes} bytes, and {len(data)} came with its manifest.")
+            raise BadRequest(f"{what} has {manifest.nbytes} bytes, but its manifest contains {len(data)}.")
         for part in manifest.cuts.parts():
             if blake3(memoryview(data)[part.start : part.stop]).digest() != manifest.part_digests[part.index]:
-                raise PartCorrupt(f"Part {part.index} of {what} came damaged with its manifest.", "Fetch it again.")
+                raise PartCorrupt(f"Part {part.index} of {what} arrived damaged in its manifest.", "Fetch it again.")
         return data

@@ -80,7 +80,7 @@ OPERATIONS: tuple[Operation, ...] = (
         "join",
         "POST",
         routes.WORKERS,
-        "Take part; an older process of the same site loses its lease.",
+        "Take part in the run; an older process of the same site loses its lease.",
         request=messages.Join,
         reply=messages.Joined,
         problems=("server_lost", "schema_mismatch", "version_skew", "config", "busy"),
@@ -90,7 +90,7 @@ OPERATIONS: tuple[Operation, ...] = (
         "heartbeat",
         "POST",
         routes.HEARTBEAT,
-        "A worker lives, and how far it is.",
+        "Report that the worker is alive, and its progress.",
         request=messages.Heartbeat,
         reply=messages.HeartbeatReply,
         lease=True,
@@ -100,7 +100,7 @@ OPERATIONS: tuple[Operation, ...] = (
         "request_ticket",
         "POST",
         routes.TICKETS,
-        "The ticket of the open round; waits up to wait_s for it to open.",
+        "Get the ticket of the open round; wait up to wait_s for the round to open.",
         request=messages.TicketRequest,
         reply=messages.TicketReply,
         lease=True,
@@ -110,7 +110,7 @@ OPERATIONS: tuple[Operation, ...] = (
         "get_ticket",
         "GET",
         routes.TICKET,
-        "Where a ticket stands, and which parts need not be sent again.",
+        "Get the state of a ticket, and the parts that the server has.",
         reply=messages.TicketState,
         problems=("gone",),
     ),
@@ -118,7 +118,7 @@ OPERATIONS: tuple[Operation, ...] = (
         "put_part",
         "PUT",
         routes.PART,
-        "One part of an update: its bytes, then their BLAKE3 (32 bytes); Content-Length is exact.",
+        "Send one part of an update: its bytes, then their BLAKE3 (32 bytes). Content-Length must be exact.",
         request=bytes,
         lease=True,
         problems=(
@@ -136,7 +136,7 @@ OPERATIONS: tuple[Operation, ...] = (
         "complete",
         "POST",
         routes.COMPLETE,
-        "All parts are there: submit the update. The same request gets the same receipt.",
+        "Submit the update after all parts were sent. A repeated request gets the same receipt.",
         request=messages.Complete,
         reply=messages.Receipt,
         lease=True,
@@ -146,7 +146,7 @@ OPERATIONS: tuple[Operation, ...] = (
         "get_manifest",
         "GET",
         routes.MANIFEST,
-        "The parts of a version and their digests.",
+        "Get the parts of a version and their digests.",
         reply=messages.Manifest,
         problems=("gone",),
     ),
@@ -154,7 +154,7 @@ OPERATIONS: tuple[Operation, ...] = (
         "get_version",
         "GET",
         routes.VERSION_DATA,
-        "A version as a safetensors file; honours Range, If-Range and If-None-Match with the digest as ETag.",
+        "Get a version as a safetensors file. Honours Range, If-Range and If-None-Match; the ETag is the digest.",
         reply=bytes,
         problems=("gone", "range"),
     ),
@@ -162,7 +162,8 @@ OPERATIONS: tuple[Operation, ...] = (
         "get_delta",
         "GET",
         routes.DELTA_DATA,
-        "What makes a version of the one before it; honours Range, If-Range and If-None-Match with the digest as ETag.",
+        "Get the difference from the version before. Honours Range, If-Range and If-None-Match; the ETag is "
+        "the digest.",
         reply=bytes,
         problems=("gone", "range"),
     ),
@@ -170,8 +171,8 @@ OPERATIONS: tuple[Operation, ...] = (
         "get_model_part",
         "GET",
         routes.MODEL_PART,
-        "One part of a version as exports have it, of each parameter the master: its bytes, then their BLAKE3 (32 "
-        "bytes). Parts are those of the version's file.",
+        "Get one part of a version for an export, with the fp32 value of each parameter: its bytes, then "
+        "their BLAKE3 (32 bytes). The parts are those of the version's file.",
         reply=bytes,
         problems=("gone",),
     ),
@@ -179,7 +180,7 @@ OPERATIONS: tuple[Operation, ...] = (
         "open_object",
         "POST",
         routes.OBJECTS,
-        "Keep an object for holders of its secret: its parts come next.",
+        "Ask the server to keep an object. Its parts follow; a secret opens it.",
         request=messages.ObjectOpen,
         reply=messages.ObjectOpened,
         problems=("busy", "disk_full"),
@@ -188,7 +189,7 @@ OPERATIONS: tuple[Operation, ...] = (
         "put_object_part",
         "PUT",
         routes.OBJECT_PART,
-        "One part of an object: its bytes, then their BLAKE3 (32 bytes). Content-Length is exact.",
+        "Send one part of an object: its bytes, then their BLAKE3 (32 bytes). Content-Length must be exact.",
         request=bytes,
         secret=True,
         problems=("gone", "conflict", "part_corrupt", "busy", "disk_full", "too_large"),
@@ -197,7 +198,7 @@ OPERATIONS: tuple[Operation, ...] = (
         "complete_object",
         "POST",
         routes.OBJECT_COMPLETE,
-        "All parts are there: the object can be pulled. The same request may be repeated.",
+        "Complete the object after all parts were sent. The request may be repeated.",
         request=messages.ObjectComplete,
         secret=True,
         problems=("gone", "conflict", "disk_full"),
@@ -206,7 +207,7 @@ OPERATIONS: tuple[Operation, ...] = (
         "get_object",
         "GET",
         routes.OBJECT,
-        "The manifest of an object: its sizes and the digests of its parts.",
+        "Get the manifest of an object: its sizes and the digests of its parts.",
         reply=messages.BlobManifest,
         open=True,
         secret=True,
@@ -216,7 +217,7 @@ OPERATIONS: tuple[Operation, ...] = (
         "get_object_data",
         "GET",
         routes.OBJECT_DATA,
-        "An object as a safetensors file; honours Range, If-Range and If-None-Match with the digest as ETag.",
+        "Get an object as a safetensors file. Honours Range, If-Range and If-None-Match; the ETag is the digest.",
         reply=bytes,
         open=True,
         secret=True,
@@ -226,7 +227,7 @@ OPERATIONS: tuple[Operation, ...] = (
         "remove_object",
         "DELETE",
         routes.OBJECT,
-        "Keep an object no longer; pulls that are under way end.",
+        "Stop keeping an object; running downloads end.",
         open=True,
         secret=True,
         problems=("gone",),
@@ -235,7 +236,7 @@ OPERATIONS: tuple[Operation, ...] = (
         "request_task",
         "POST",
         routes.TASKS,
-        "The next open task of this site; waits up to wait_s for one. It is given again until it is answered.",
+        "Get the site's next open task; wait up to wait_s for one. The task is sent again until it is answered.",
         request=task_messages.TaskRequest,
         reply=task_messages.TaskReply,
         lease=True,
@@ -245,7 +246,7 @@ OPERATIONS: tuple[Operation, ...] = (
         "answer_task",
         "POST",
         routes.TASK_ANSWER,
-        "Answer a task. The same answer may be repeated; the object that it names belongs to the server from then on.",
+        "Answer a task. The request may be repeated. An object in the answer then belongs to the server.",
         request=task_messages.TaskAnswer,
         lease=True,
         problems=(*_LEASED, "gone", "conflict", "ticket_closed", "config"),
@@ -254,7 +255,7 @@ OPERATIONS: tuple[Operation, ...] = (
         "get_evaluation",
         "GET",
         routes.EVALUATION,
-        "The matrix of the last cross-site evaluation, as far as it has come.",
+        "Get the results of the last cross-site evaluation so far.",
         reply=task_messages.Evaluation,
         problems=("gone",),
     ),
@@ -262,7 +263,7 @@ OPERATIONS: tuple[Operation, ...] = (
         "get_swarm_plan",
         "GET",
         routes.SWARM_PLAN,
-        "What a worker must know to aggregate rounds of a swarm.",
+        "Get what a worker must know to aggregate rounds of a swarm.",
         reply=swarm_messages.SwarmPlan,
         problems=("config",),
     ),
@@ -270,16 +271,16 @@ OPERATIONS: tuple[Operation, ...] = (
         "work_in_swarm",
         "POST",
         routes.SWARM,
-        "What a worker of a swarm has done, and what it is to have and to do; waits up to wait_s for something else.",
+        "Report the work of a worker of a swarm, and get its orders; wait up to wait_s for new ones.",
         request=swarm_messages.PeerReport,
         reply=swarm_messages.PeerWork,
         lease=True,
         body_bytes=routes.REPORT_BODY_BYTES,
         problems=(*_LEASED, "config", "busy"),
     ),
-    Operation("get_status", "GET", routes.STATUS, "All there is to know at this moment.", reply=status_messages.Status),
+    Operation("get_status", "GET", routes.STATUS, "Get the status of the run.", reply=status_messages.Status),
     Operation("get_metrics", "GET", routes.METRICS, "Prometheus metrics.", reply=str),
-    Operation("get_health", "GET", routes.HEALTH, "Whether the server serves.", reply=str, open=True),
+    Operation("get_health", "GET", routes.HEALTH, "Check whether the server is ready.", reply=str, open=True),
     Operation("get_openapi", "GET", routes.OPENAPI, "This document.", reply=dict[str, Any]),
 )
 
@@ -308,7 +309,9 @@ def openapi(version: str) -> dict[str, Any]:
         "info": {
             "title": "Atoll",
             "version": version,
-            "description": f"Protocol {routes.PROTOCOL}. Workers dial out; tensors travel as byte ranges and parts.",
+            "description": (
+                f"Protocol {routes.PROTOCOL}. Workers connect to the server; tensors are sent as byte ranges and parts."
+            ),
         },
         "paths": paths,
         "components": {
@@ -362,8 +365,8 @@ def _responses(operation: Operation) -> dict[str, Any]:
     elif reply is bytes:
         binary = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}
         answers["200"] = {"description": "The whole file.", "content": binary}
-        answers["206"] = {"description": "The range asked for.", "content": binary}
-        answers["304"] = {"description": "It is what If-None-Match names."}
+        answers["206"] = {"description": "The requested range.", "content": binary}
+        answers["304"] = {"description": "The digest equals the one in If-None-Match."}
     elif reply is str:
         answers["200"] = {"description": "OK", "content": {"text/plain": {"schema": {"type": "string"}}}}
     else:
@@ -377,7 +380,7 @@ def _responses(operation: Operation) -> dict[str, Any]:
         codes.setdefault(STATUS_OF[code], []).append(code)
     for status, names in sorted(codes.items()):
         answers[str(status)] = {"description": ", ".join(names), "content": problem}
-    answers["500"] = {"description": "The server failed; its log says why.", "content": problem}
+    answers["500"] = {"description": "The server failed; see its log.", "content": problem}
     return answers
 
 

@@ -23,18 +23,18 @@ class WorkerStatus(Message):
     state: str = Field("", description="alive, dead, left or failed")
     doing: str = ""
     joined_at: str = ""
-    last_heartbeat_s: float = Field(0.0, description="Seconds since it was heard of, or since the server restarted.")
-    heard: bool = Field(True, description="Whether it was heard of since the server restarted.")
+    last_heartbeat_s: float = Field(0.0, description="Seconds since the last request, or since the server restarted.")
+    heard: bool = Field(True, description="Whether the site sent a request since the server restarted.")
     step: Count = 0
     steps_per_s: float = 0.0
-    rounds: Count = Field(0, description="Updates of it that counted.")
+    rounds: Count = Field(0, description="Number of the site's counted updates.")
     version: Count = 0
-    staleness: Count = Field(0, description="Rounds that the head is ahead of it.")
-    local_steps: Count = Field(0, description="That it takes between two synchronisations under DyLU; 0: all the same.")
-    bytes_up: Count = Field(0, description="That the server has received from it since it was started.")
-    bytes_down: Count = Field(0, description="That it has sent it since.")
+    staleness: Count = Field(0, description="Rounds between the site's version and the head.")
+    local_steps: Count = Field(0, description="Steps between synchronisations under DyLU; 0: as all.")
+    bytes_up: Count = Field(0, description="Bytes received from the site since the server started.")
+    bytes_down: Count = Field(0, description="Bytes sent to the site since then.")
     gradient_bytes: Count = Field(
-        0, description="Gradients of the local steps in the updates of it that were accepted since."
+        0, description="Bytes of the gradients of all local steps in accepted updates since then."
     )
     retries: Count = 0
     reconnections: Count = 0
@@ -47,7 +47,7 @@ class Missing(Message):
     """A site that a round waits for."""
 
     site: str
-    for_s: float = Field(description="Seconds that the round has waited for it.")
+    for_s: float = Field(description="Seconds that the round has waited for this site.")
 
 
 class RoundSummary(Message):
@@ -58,35 +58,33 @@ class RoundSummary(Message):
     version: Count
     workers: list[str]
     weights: list[float]
-    metrics: dict[str, float] = Field(description="Mean by weight over those that reported the key.")
-    counts: dict[str, Count] = Field(description="How many reported it.")
+    metrics: dict[str, float] = Field(description="Weighted mean over the workers that reported the metric.")
+    counts: dict[str, Count] = Field(description="Number of workers that reported each metric.")
     seconds: float
     grad_norm: float | None = Field(
-        None, description="L2 norm of what the round reduced its updates to, before the outer step; null: not finite."
+        None, description="L2 norm of the reduced pseudo-gradient, before the outer step; null: not finite."
     )
     bytes_up: Count
     staleness: list[Count] = Field(
-        default_factory=list, description="Of each update: versions between its base and the one it was applied to."
+        default_factory=list, description="For each update, the versions between its base and the round's base."
     )
-    expected: Count = Field(
-        0, description="Updates that the round has when no site of the run is missing; 0: an asynchronous step."
-    )
-    population: Count = Field(0, description="Workers that had ever joined when the round closed.")
+    expected: Count = Field(0, description="Number of updates if no site is missing; 0: an asynchronous step.")
+    population: Count = Field(0, description="Number of workers that had joined when the round closed.")
     total_weight: float | None = Field(
         None,
-        description="The weight of all of them together, those not heard at the mean; null: no reducer needs it.",
+        description="Estimated weight of all workers together; null: no reducer needs it.",
     )
-    aggregator: str = Field("", description="The worker of a swarm that reduced it; empty: the server did.")
-    checker: str = Field("", description="The worker that checked the version before it became the head.")
+    aggregator: str = Field("", description="Worker of a swarm that reduced the round; empty: the server.")
+    checker: str = Field("", description="Worker that checked the version before it became the head.")
 
 
 class PlaceStatus(Message):
     """The workers that aggregate, check and hold a fragment of a swarm."""
 
-    aggregator: str = Field(description="The worker that reduces the round; empty if none can.")
-    checker: str = Field(description="The worker that checks the next version.")
-    holders: list[str] = Field(description="Workers that have the newest version and the outer state beside it.")
-    collected: list[str] = Field(description="Workers with an update that the aggregating worker has.")
+    aggregator: str = Field(description="Worker that reduces the round; empty: none.")
+    checker: str = Field(description="Worker that checks the next version.")
+    holders: list[str] = Field(description="Workers that have the newest version with its outer state.")
+    collected: list[str] = Field(description="Sites with updates that the aggregator has collected.")
 
 
 class FragmentStatus(Message):
@@ -97,7 +95,7 @@ class FragmentStatus(Message):
     phase: str
     waiting_for: list[Missing]
     reason: str
-    place: PlaceStatus | None = Field(None, description="In a swarm: the worker that aggregates.")
+    place: PlaceStatus | None = Field(None, description="Workers of a swarm for this fragment.")
 
 
 class BestStatus(Message):
@@ -106,21 +104,21 @@ class BestStatus(Message):
     metric: str
     mode: Literal["max", "min"]
     version: Count | None = Field(None, description="Null: no round has reported the metric yet.")
-    round: Count | None = Field(None, description="The round of the workers that pulled and measured it.")
+    round: Count | None = Field(None, description="Round in which workers measured this version.")
     value: float | None = None
     stale: Count = Field(0, description="Measurements since the last improvement, by `early_stop_min_delta`.")
-    file: str = Field("", description="Where the server keeps it; empty while it is not written.")
+    file: str = Field("", description="File of the best version; empty until it is written.")
 
 
 class TaskStatus(Message):
     """A task that a workflow has sent. A payload travels streamed, inline, or skipped (it has no tensors)."""
 
-    number: Count = Field(description="From 1 on, since the server was started.")
+    number: Count = Field(description="Number of the task since the server started, from 1.")
     name: str
-    way: str = Field(description="How its payload travels, once for each site.")
+    way: str = Field(description="How the payload is sent: streamed, inline or skipped.")
     sites: list[str]
-    missing: list[str] = Field(description="Sites that have not answered.")
-    answers: dict[str, Count] = Field(description="How many answers came in each way; failed: errors.")
+    missing: list[str] = Field(description="Sites that have not answered yet.")
+    answers: dict[str, Count] = Field(description="Number of answers by way of sending; failed: errors.")
     open: bool
     seconds: float
 
@@ -129,11 +127,11 @@ class WorkflowStatus(Message):
     """The status of one workflow of a run."""
 
     name: str
-    kind: str = Field(description="train, another registered kind, or empty: a function of the user's.")
+    kind: str = Field(description="train, another registered kind, or empty for a user's function.")
     state: Literal["to come", "running", "done", "failed"]
-    seconds: float = Field(0.0, description="Since it began, as long as it runs, or that it took; of this start.")
-    quiet_s: float = Field(0.0, description="Seconds since anything of it moved, while it runs.")
-    detail: str = Field("", description="How far it is.")
+    seconds: float = Field(0.0, description="Seconds since the start of the workflow, or until its end.")
+    quiet_s: float = Field(0.0, description="Seconds without any progress while it runs.")
+    detail: str = Field("", description="The workflow's progress in words.")
 
 
 class Status(Message):
@@ -142,45 +140,45 @@ class Status(Message):
     run: str
     name: str = "a run"
     algorithm: str = ""
-    policy: str = Field("", description="What closes a round, in words.")
+    policy: str = Field("", description="The closing policy in words.")
     protocol: int
     epoch: Count = 0
     rounds: Count = 0
     finished: bool = False
     stopped: str = Field("", description="Why the run ended before its last round; else empty.")
-    address: str = Field("", description="Where the server listens, or listened last; empty: a simulation.")
+    address: str = Field("", description="Address of the server; empty for a simulation.")
     best: BestStatus | None = Field(None, description="Null: the run tracks no metric.")
     uptime_s: float = 0.0
     left_s: float | None = Field(
         None,
-        description="Seconds until the run has had its rounds, by how long the last ones took since the server was "
-        "started; null: no round was measured yet, none can close for want of sites, or the run is finished or goes on "
-        "until it is stopped.",
+        description="Estimated seconds until all rounds are done, from the duration of the last rounds. Null: no round "
+        "was measured yet, too few sites take part, or the run is finished or has no number of rounds.",
     )
     model_bytes: Count = 0
     codec: str = "none"
     outer: str = Field("", description="The outer optimizer and its options, in words.")
-    downlink_codec: str = Field("none", description="How versions go down; none: whole.")
+    downlink_codec: str = Field("none", description="Codec of version differences; none: whole versions.")
     sync_every: Count = 0
-    tau: Count = Field(0, description="Local steps between taking a fragment's update and merging its result.")
+    tau: Count = Field(0, description="Local steps between forming a fragment's update and merging the result.")
     alpha: float = Field(0.0, description="Share of the local parameters that a merge keeps.")
     dylu: bool = Field(False, description="Whether slower workers take fewer local steps.")
     fragments: list[FragmentStatus] = Field(default_factory=list)
     workers: list[WorkerStatus] = Field(default_factory=list)
     history: list[RoundSummary] = Field(default_factory=list, description="The last rounds, oldest first.")
-    bytes_up: Count = Field(0, description="Of updates that the server has received since it was started.")
-    bytes_down: Count = Field(0, description="Of versions that it has sent since.")
-    deaths: Count = Field(0, description="Workers that were declared dead, in the whole run.")
-    refused: Count = Field(0, description="Updates that were refused, in the whole run.")
+    bytes_up: Count = Field(0, description="Bytes of updates received since the server started.")
+    bytes_down: Count = Field(0, description="Bytes of versions sent since the server started.")
+    deaths: Count = Field(0, description="Workers declared dead during the run.")
+    refused: Count = Field(0, description="Updates refused during the run.")
     staleness: dict[str, Count] = Field(
         default_factory=dict,
-        description="How many updates counted so many versions behind the head, since the server was started.",
+        description="Versions between base and head → number of such counted updates, since the server started.",
     )
     tasks: dict[str, Count] = Field(
-        default_factory=dict, description="Payloads that a workflow sent: streamed, inline, and skipped (no tensors)."
+        default_factory=dict,
+        description="Number of payloads by way of sending: streamed, inline, or skipped (no tensors).",
     )
     workflows: list[WorkflowStatus] = Field(
-        default_factory=list, description="In their order; empty for a run of rounds alone."
+        default_factory=list, description="Workflows in order; empty if the run has only rounds."
     )
     sent: list[TaskStatus] = Field(default_factory=list, description="The last tasks of a workflow, oldest first.")
     durability: str = "process"

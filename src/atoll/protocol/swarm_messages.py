@@ -33,7 +33,7 @@ class Source(Message):
     """The references to a version and its outer state at one worker."""
 
     version: Reference
-    state: Reference | None = Field(None, description="Of the outer state beside it.")
+    state: Reference | None = Field(None, description="Reference to the outer state of the version.")
 
 
 class Held(Message):
@@ -42,7 +42,7 @@ class Held(Message):
     fragment: Count
     version: Count
     digest: Hex32
-    state_digest: str = Field("", max_length=64, description="BLAKE3 over the digests of the outer state; or none.")
+    state_digest: str = Field("", max_length=64, description="BLAKE3 over the digests of the outer state; empty: none.")
     source: Source
 
 
@@ -53,8 +53,8 @@ class CollectedUpdate(Message):
     digest: Hex32
     source: Reference
     norm: float = Field(0.0, ge=0)
-    bad: Text = Field("", description="Why it cannot count.")
-    failed: Text = Field("", description="Why it could not be pulled.")
+    bad: Text = Field("", description="Why the update cannot count; empty if it can.")
+    failed: Text = Field("", description="Why the update could not be pulled.")
 
 
 class ReducedRound(Message):
@@ -69,7 +69,7 @@ class ReducedRound(Message):
     grad_norm: float | None = None
     seconds: float = Field(0.0, ge=0)
     failed: Text = ""
-    overflows: bool = Field(False, description="Whether it failed because the result overflows its dtype.")
+    overflows: bool = Field(False, description="Whether the round failed because its result overflows its dtype.")
 
 
 class Unreached(Message):
@@ -82,14 +82,12 @@ class Unreached(Message):
 class PeerReport(Message):
     """A worker's report of everything that it holds and has done."""
 
-    address: Address = Field(description="Where other workers reach it.")
-    number: Count = Field(description="Counts its reports; an older one that comes later is ignored.")
-    seen: Count = Field(0, description="The stamp of the work that it has.")
+    address: Address = Field(description="Address of this worker for other workers.")
+    number: Count = Field(description="Number of this report; the server ignores older reports.")
+    seen: Count = Field(0, description="Stamp of the orders that the worker has.")
     wait_s: float = Field(0.0, ge=0, le=20.0)
-    moved: Count = Field(
-        0, description="Bytes that its work has moved so far; while it stays the same, the worker stands still."
-    )
-    leaving: bool = Field(False, description="It would leave the run.")
+    moved: Count = Field(0, description="Bytes moved by the worker's jobs so far; the same number again: no progress.")
+    leaving: bool = Field(False, description="The worker wants to leave the run.")
     held: list[Held] = Field(default_factory=list, max_length=256)
     collected: list[CollectedUpdate] = Field(default_factory=list, max_length=4096)
     closed: list[ReducedRound] = Field(default_factory=list, max_length=256)
@@ -104,7 +102,7 @@ class Hold(Message):
     version: Count
     digest: Hex32
     state_digest: str = Field("", max_length=64)
-    sources: list[Source] = Field(description="The workers that have it; if there are none, the server does.")
+    sources: list[Source] = Field(description="Workers that have the version; empty: the server has it.")
 
 
 class Collect(Message):
@@ -120,15 +118,15 @@ class Collect(Message):
 class PeerWork(Message):
     """The complete list of what a worker must hold and do. The worker drops everything else."""
 
-    stamp: Count = Field(description="Of this work; another stamp is other work.")
-    server: Count = Field(0, description="When it was started, in ms since 1970.")
-    order: Count = Field(0, description="Rises from answer to answer of one server: the highest counts.")
-    probe: list[Address] = Field(default_factory=list, description="Other workers, which it is to try to reach.")
+    stamp: Count = Field(description="Stamp of these orders; it changes with them.")
+    server: Count = Field(0, description="Start time of the server, in ms since 1970.")
+    order: Count = Field(0, description="Number of this answer; the highest number of a server counts.")
+    probe: list[Address] = Field(default_factory=list, description="Addresses of workers to test the connection to.")
     hold: list[Hold] = Field(default_factory=list)
     collect: list[Collect] = Field(default_factory=list)
     close: list[FrozenRound] = Field(default_factory=list)
-    stay: bool = Field(False, description="Others still need what it has.")
-    finished: bool = Field(False, description="The run is: the newest versions are its result.")
+    stay: bool = Field(False, description="Other workers still need this worker's data.")
+    finished: bool = Field(False, description="The run is finished: the newest versions are its result.")
 
 
 def in_text(digests: Sequence[bytes]) -> str:

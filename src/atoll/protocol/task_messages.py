@@ -23,7 +23,7 @@ class ObjectKey(Message):
     object: Hex16
     secret: Hex16
     digest: Hex32
-    expires_at: Count = Field(description="Seconds since 1970.")
+    expires_at: Count = Field(description="Expiry time, in seconds since 1970.")
 
 
 class Body(Message):
@@ -37,18 +37,18 @@ class TaskRequest(Message):
     """A request for the next open task of this site. The server waits up to `wait_s` for a task."""
 
     wait_s: float = Field(0.0, ge=0, le=20.0)
-    rounds: bool = Field(False, description="This process takes part in rounds, too: it is told when they begin.")
-    besides: Hex16 | None = Field(None, description="A task that the site has in hand: the next other one is wanted.")
+    rounds: bool = Field(False, description="This process takes part in rounds, too: tell it when they start.")
+    besides: Hex16 | None = Field(None, description="Task that the site has already: send another one.")
 
 
 class Task(Message):
     """A task for a site. The server sends the task again until the site has answered it."""
 
-    task: Hex16 = Field(description="Id of the task, one for all its sites.")
+    task: Hex16 = Field(description="Id of the task, the same for all sites.")
     name: TaskName
-    streamed: bool = Field(description="Whether tensors of the answer are to be streamed rather than sent inline.")
-    tensor_chunk_bytes: Chunk = Field(description="Of a part of torch tensors in it; 0: they go inline all the same.")
-    np_chunk_bytes: Chunk = Field(description="Of a part of NumPy arrays.")
+    streamed: bool = Field(description="Whether tensors of the answer are sent in parts instead of inline.")
+    tensor_chunk_bytes: Chunk = Field(description="Bytes of a part of torch tensors; 0: send them inline.")
+    np_chunk_bytes: Chunk = Field(description="Bytes of a part of NumPy arrays; 0: inline.")
     body: Body
 
 
@@ -56,7 +56,7 @@ class TaskReply(Message):
     """The answer to `TaskRequest`: a task, or the reason why there is none."""
 
     status: Literal["task", "wait", "finished", "rounds"] = Field(
-        description="finished: the last workflow has ended; rounds: training goes on, for processes that train."
+        description="finished: the last workflow has ended; rounds: training continues, for processes that train."
     )
     task: Task | None = None
 
@@ -74,11 +74,11 @@ NOT_FINITE = "not finite"
 class EvaluatedModel(Message):
     """A model of a cross-site evaluation: one row of the matrix."""
 
-    name: str = Field(description="As people read it: `version 12`, `best (version 9)`, a file, or the name of a site.")
+    name: str = Field(description="Readable name: `version 12`, `best (version 9)`, a file, or a site.")
     kind: Literal["site", "version", "file"]
-    version: Count | None = Field(None, description="Of the run, where it is one.")
-    digest: str = Field("", description="Of the object that sites pulled; empty where there was none.")
-    error: str = Field("", description="Why no site could evaluate it; else empty.")
+    version: Count | None = Field(None, description="Version number, if the model is a version.")
+    digest: str = Field("", description="Digest of the object that sites pulled; empty if none.")
+    error: str = Field("", description="Why no site could evaluate the model; else empty.")
 
 
 class Cell(Message):
@@ -87,7 +87,7 @@ class Cell(Message):
     model: str
     site: str
     metrics: Metrics = Field(default_factory=dict)
-    not_finite: list[str] = Field(default_factory=list, description="Metrics that came as NaN or infinity.")
+    not_finite: list[str] = Field(default_factory=list, description="Metrics that were NaN or infinite.")
     error: str = Field("", description="Why the cell is empty; else empty.")
     seconds: float = 0.0
 
@@ -96,9 +96,9 @@ class Evaluation(Message):
     """The matrix of a cross-site evaluation (rows: models, columns: sites), complete or partial."""
 
     run: str
-    name: str = Field(description="Of the run, for people.")
+    name: str = Field(description="Name of the run.")
     finished: bool
-    sites: list[str] = Field(description="Its columns: the sites with their data.")
+    sites: list[str] = Field(description="Columns: the sites with the data.")
     models: list[EvaluatedModel] = Field(description="Its rows.")
     cells: list[Cell]
 

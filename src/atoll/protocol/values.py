@@ -166,9 +166,11 @@ class FrozenUpdate(Message):
     weight: float = Field(gt=0)
     steps: Count
     norm: float = Field(ge=0)
-    scale: float = Field(gt=0, description="What staleness leaves of it.")
-    staleness: Count = Field(0, description="Versions between its base and that of the round.")
-    metrics: dict[str, float] = Field(default_factory=dict, exclude=True, description="Stay at the server.")
+    scale: float = Field(gt=0, description="Factor for the update's weight because of staleness.")
+    staleness: Count = Field(0, description="Versions between the update's base and the round's.")
+    metrics: dict[str, float] = Field(
+        default_factory=dict, exclude=True, description="Not sent: metrics stay at the server."
+    )
     nbytes: Count = Field(0, exclude=True)
 
 
@@ -176,14 +178,14 @@ class FrozenRound(Message):
     """A closed round: the base version and the updates, in order, that determine the next version."""
 
     fragment: Count
-    number: Count = Field(description="Of the round.")
+    number: Count = Field(description="Number of the round.")
     base_version: Count
-    version: Count = Field(description="That comes of it.")
+    version: Count = Field(description="Number of the new version.")
     updates: list[FrozenUpdate]
-    expected: Count = Field(0, description="Updates that it has if no site is missing; 0: an asynchronous step.")
-    population: Count = Field(0, description="Sites that had joined the run.")
-    population_weight: float = Field(0.0, ge=0, description="Of all of them; 0 if no reducer of the run needs it.")
-    population_scale: float = Field(1.0, description="The population weight of the base divided by this one.")
+    expected: Count = Field(0, description="Number of updates if no site is missing; 0: an asynchronous step.")
+    population: Count = Field(0, description="Number of sites that had joined the run.")
+    population_weight: float = Field(0.0, ge=0, description="Estimated weight of all sites; 0: not needed.")
+    population_scale: float = Field(1.0, description="Population weight of the base divided by this round's.")
 
     @property
     def tickets(self) -> list[int]:

@@ -82,7 +82,7 @@ class FedOptRecipe(Recipe):
         if self.server_optimizer not in OPTIMIZERS:
             raise UsageError(
                 f"FedOptRecipe: server_optimizer is {self.server_optimizer!r}.",
-                registry.nearest(str(self.server_optimizer), OPTIMIZERS, f"It may be {', '.join(OPTIMIZERS)}."),
+                registry.nearest(str(self.server_optimizer), OPTIMIZERS, f"Use one of {', '.join(OPTIMIZERS)}."),
             )
         return OPTIMIZERS[self.server_optimizer]
 

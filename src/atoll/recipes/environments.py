@@ -237,7 +237,7 @@ class ServerEnv(Strict):
 
     def __post_init__(self) -> None:
         if not isinstance(self.url, str):
-            raise UsageError(f"ServerEnv: url is {self.url!r}.", "Write it as http://host:8512.")
+            raise UsageError(f"ServerEnv: url is {self.url!r}.", "Use the form http://host:8512.")
         require_number(self, "threads", self.threads, 0)
         if self.site is not None:
             try:
@@ -257,16 +257,15 @@ class ServerEnv(Strict):
         info, status = ask(self.url, routes.RUN, RunInfo), ask(self.url, routes.STATUS, Status)
         if found := differences(recipe, info, status):
             raise ConfigError(
-                f"The run at {self.url} is not that of the recipe: {'; '.join(found)}.",
-                "Change the recipe, or start a server on the file that recipe.write() writes; a server that runs takes "
-                "no other run.",
+                f"The run at {self.url} differs from the recipe: {'; '.join(found)}.",
+                "Change the recipe, or start another server with the file that recipe.write() writes.",
             )
         if status.finished:
             raise UsageError(
-                f"The run at {self.url} is finished.", "Start its server in another disk.state_dir for a new one."
+                f"The run at {self.url} is finished.", "For a new run, start the server with another disk.state_dir."
             )
         if not self.quiet:
-            print(f"{info.name} at {self.url} is the recipe's run; starting {recipe.train_script}", flush=True)
+            print(f"{info.name} at {self.url} matches the recipe; starting {recipe.train_script}", flush=True)
         status = self._take_part(recipe, status)
         return RunResult(None, status.history, status.finished, state_dir=None, folder=None, status=status)
 
@@ -290,8 +289,8 @@ class ServerEnv(Strict):
                 status = Status.model_validate_json(last.read_text(encoding="utf-8"))
         if process.returncode:
             raise RunFailed(
-                f"{recipe.train_script} ended with {process.returncode}.",
-                "What it said is above; the run goes on at the server, and the same call takes part again.",
+                f"{recipe.train_script} ended with exit code {process.returncode}.",
+                "See its output above. The run continues at the server; to take part again, repeat the same call.",
             )
         return status
 
@@ -313,7 +312,7 @@ def differences(recipe: Recipe, info: RunInfo, status: Status) -> list[str]:
     theirs |= {"policy": status.policy, "outer optimizer": status.outer}
 
     def shown(key: str, value: Any) -> str:
-        return f"of schema {value[:12]}" if key == "schema_digest" else repr(value)
+        return f"with digest {value[:12]}" if key == "schema_digest" else repr(value)
 
     return [
         f"{SETTING_OF.get(key, key)} is {shown(key, theirs[key])} there, {shown(key, mine[key])} here"
@@ -333,14 +332,15 @@ def require_sites(recipe: Recipe, sites: int) -> None:
     """
     if sites < recipe.min_sites:
         raise UsageError(
-            f"sites is {sites}, but min_sites of {recipe.name} is {recipe.min_sites}: no round would ever close.",
-            f"Give the environment at least {recipe.min_sites}.",
+            f"sites is {sites}, but min_sites of {recipe.name} is {recipe.min_sites}, so no round could close.",
+            f"Use at least {recipe.min_sites} sites.",
         )
     names = sites_of(sites)
     for site in recipe.settings(sites).swarm.aggregators:
         if site not in names:
             raise UsageError(
-                f"aggregators of {recipe.name} has {site!r}, which is none of the {sites} sites.",
+                f"aggregators of {recipe.name} contains {site!r}, but the run has only {sites} sites, with "
+                "other names.",
                 registry.nearest(site, names, "They are site-1, site-2 and so on."),
             )
 
@@ -362,7 +362,8 @@ def prepared(recipe: Recipe, given: str | Path | None, sites: int) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(
-            f"folder {str(error.filename if given is None else given)!r} cannot be used: {error}.", "Name another one."
+            f"folder {str(error.filename if given is None else given)!r} cannot be used: {error}.",
+            "Use another folder.",
         ) from None
     if is_new:
         try:
@@ -384,12 +385,12 @@ def _is_new(folder: Path, recipe: Recipe, sites: int) -> bool:
     if run_file.exists():
         if run_file.read_text(encoding="utf-8", errors="replace") != recipe.text(run_file, sites):
             raise UsageError(
-                f"folder {str(folder)!r} has another run: {run_file} is not what this recipe writes.",
-                "Name another folder, or leave folder out for a new one.",
+                f"folder {str(folder)!r} contains another run: {run_file} differs from the run file of this recipe.",
+                "Use another folder, or leave folder out for a new one.",
             )
         return False
     if folder.exists() and any(folder.iterdir()):
-        raise UsageError(f"folder {str(folder)!r} is not empty, and has no {RUN_FILE}.", "Name another one.")
+        raise UsageError(f"folder {str(folder)!r} is not empty, and contains no {RUN_FILE}.", "Use another folder.")
     return True
 
 
@@ -496,10 +497,10 @@ class _LocalRun:
         Return None if the run was finished before this call.
         """
         say, name = self._say, self._settings.run.name
-        say(f"{name}: a server and {len(self._sites)} sites start; files and logs in {self._folder}")
+        say(f"{name}: starting a server and {len(self._sites)} sites; files and logs in {self._folder}")
         begun = self._start_server()
         if begun.finished:
-            say(f"{name} was finished before; nothing is trained")
+            say(f"{name} was already finished; nothing was trained")
         else:
             self._start_sites(begun.address)
             self._watch()
@@ -528,7 +529,7 @@ class _LocalRun:
             if status is not None and (before is None or status.epoch > before.epoch):
                 return status
             time.sleep(0.05)
-        raise RunFailed(f"The server has not begun within {START_S:g} s.", f"Look into {self._log(SERVER)}.")
+        raise RunFailed(f"The server did not start within {START_S:g} s.", f"See {self._log(SERVER)}.")
 
     def _start_sites(self, address: str) -> None:
         network = self._settings.network
@@ -570,9 +571,9 @@ class _LocalRun:
                 site, code = next(reversed(gone.items()))
                 left = f"{len(self._sites) - len(gone)} of {len(self._sites)}"
                 raise RunFailed(
-                    f"{site} {self._end_of(site, code)} before the run was finished; a round takes {floor} sites, and "
-                    f"{left} are left.",
-                    f"Look into {self._log(site)}. The same call with folder={str(self._folder)!r} goes on.",
+                    f"{site} {self._end_of(site, code)} before the run was finished. A round needs {floor} "
+                    f"sites, but only {left} are left.",
+                    f"See {self._log(site)}. To continue, repeat the call with folder={str(self._folder)!r}.",
                 )
 
     def _wait_for_ends(self) -> None:
@@ -586,7 +587,7 @@ class _LocalRun:
             time.sleep(0.05)
         for name, process in self._children.processes.items():
             if name != SERVER and process.returncode is None:
-                self._say(f"{name} still runs {END_S:g} s after the run, and is ended now")
+                self._say(f"{name} still runs {END_S:g} s after the end of the run, and is stopped now")
             elif name != SERVER and process.returncode:
                 self._say(f"{name} {self._end_of(name, process.returncode)} after the run was finished")
         self._require_server()
@@ -607,17 +608,17 @@ class _LocalRun:
 
     def _last_line(self, name: str) -> str:
         lines = self._log(name).read_text(encoding="utf-8", errors="replace").strip().splitlines()
-        return lines[-1] if lines else "it said nothing"
+        return lines[-1] if lines else "it printed nothing"
 
     def _end_of(self, site: str, code: int) -> str:
         if code < 0:
             return f"was killed ({signal.Signals(-code).name})"
-        return f"ended with {code} ({self._last_line(site)})"
+        return f"ended with exit code {code} ({self._last_line(site)})"
 
     def _server_failed(self, code: int) -> AtollError:
         kind = FAILURES.get(code, RunFailed)
         said = self._last_line(SERVER).removeprefix("atoll: ")
-        return kind(f"The server ended with {code}: {said}", f"{self._log(SERVER)} has more.")
+        return kind(f"The server ended with exit code {code}: {said}", f"See {self._log(SERVER)}.")
 
 
 @contextlib.contextmanager

@@ -42,7 +42,7 @@ class _Strict(type):
             signature.bind(None, *args, **given)
         except TypeError as error:
             wanted = [name for name in known if signature.parameters[name].default is inspect.Parameter.empty]
-            raise UsageError(f"{cls.__name__}: {error}.", f"It needs {', '.join(wanted)}.") from None
+            raise UsageError(f"{cls.__name__}: {error}.", f"Required are {', '.join(wanted)}.") from None
         return super().__call__(*args, **given)
 
 
@@ -67,7 +67,7 @@ def require_path(owner: object, name: str, value: object) -> None:
         UsageError: the value is something else. The message names the class of `owner` and the argument.
     """
     if not isinstance(value, str | Path):
-        raise UsageError(f"{type(owner).__name__}: {name} is {value!r}.", "Give a path, as text or a pathlib.Path.")
+        raise UsageError(f"{type(owner).__name__}: {name} is {value!r}.", "Give a path as a string or a pathlib.Path.")
 
 
 def script_arguments(owner: object, given: object) -> list[str]:
@@ -82,24 +82,24 @@ def script_arguments(owner: object, given: object) -> list[str]:
         except ValueError as error:
             raise UsageError(
                 f"{type(owner).__name__}: train_args is {given!r}: {str(error).lower()}.",
-                "Quote it as for a shell, or give a list.",
+                "Quote it as for a shell, or pass a list.",
             ) from None
     if isinstance(given, Sequence) and not isinstance(given, bytes | bytearray):
         return [str(each) for each in given]
     raise UsageError(
         f"{type(owner).__name__}: train_args is {given!r}.",
-        'Give one text, "--epochs 2", or a list, ["--epochs", "2"].',
+        'Use one string, "--epochs 2", or a list of strings, ["--epochs", "2"].',
     )
 
 
 def _unknown(owner: str, name: str, value: Any, known: Sequence[str]) -> UsageError:
     if (key := next((each for each in FIELDS if each.endswith(f".{name}")), "")) and name not in known:
         return UsageError(
-            f"{owner} has no argument {name!r}, which is the setting {key} of the run file.",
-            f"Choose it with recipe.add_server_config({{{key!r}: {value!r}}}).",
+            f"{owner} has no argument {name!r}; it is the setting {key} of the run file.",
+            f"Set it with recipe.add_server_config({{{key!r}: {value!r}}}).",
         )
     return UsageError(
-        f"{owner} has no argument {name!r}.", registry.nearest(name, known, f"It has {', '.join(known)}.")
+        f"{owner} has no argument {name!r}.", registry.nearest(name, known, f"Its arguments are {', '.join(known)}.")
     )
 
 
@@ -124,17 +124,19 @@ class InitialModel:
         if model is None and checkpoint is None:
             raise UsageError("The recipe has no initial model: model and initial_ckpt are None.", HOW)
         if isinstance(model, type):
-            raise UsageError(f"model is the class {model.__name__}, not a model.", f"Make one: {model.__name__}().")
+            raise UsageError(f"model is the class {model.__name__}, not a model.", f"Pass {model.__name__}().")
         if isinstance(model, Path):
             model = str(model)
         path = model.get("class_path") if isinstance(model, Mapping) else model
         if isinstance(path, str) and path.startswith("__main__"):
             raise UsageError(
-                f"model is {path!r}: the server is another program with another __main__.",
-                "Put the model into a module of its own, which the train script imports, too.",
+                f"model is {path!r}, which the server cannot import: its __main__ is another program.",
+                "Put the model into a separate module, and import that in the train script, too.",
             )
         if checkpoint is not None and isinstance(model, str) and ":" not in model:
-            raise UsageError(f"model is {model!r}, and initial_ckpt is {str(checkpoint)!r}.", "Give one of them.")
+            raise UsageError(
+                f"model is {model!r}, but initial_ckpt is set, too: {str(checkpoint)!r}.", "Use one of them."
+            )
         self._model, self._checkpoint = model, None if checkpoint is None else str(checkpoint)
         self._is_module = not isinstance(model, str | Mapping | None)
         if self._is_module and not callable(getattr(model, "state_dict", None)):
@@ -179,8 +181,8 @@ class InitialModel:
         state = initial_model(Settings.build({"model.source": self._checkpoint}), None)
         if not isinstance(state, Mapping):
             raise ConfigError(
-                f"initial_ckpt is {self._checkpoint!r}, which names code.",
-                "Give a safetensors file; model may be code.",
+                f"initial_ckpt is {self._checkpoint!r}, which is code, not a file.",
+                "Give a safetensors file, or use model for code.",
             )
         return state
 
@@ -193,7 +195,7 @@ def _source(model: Mapping[str, Any]) -> dict[str, Any]:
     """
     path, args = model.get("class_path"), model.get("args", {})
     if not isinstance(path, str) or not isinstance(args, Mapping) or not model.keys() <= {"class_path", "args"}:
-        raise ConfigError(f"model = {dict(model)!r} is not understood.", HOW)
+        raise ConfigError(f"model = {dict(model)!r} does not have a valid form.", HOW)
     module, _, attribute = path.rpartition("." if ":" not in path else ":")
     return {"model.source": f"{module}:{attribute}", "model.args": dict(args)}
 
@@ -337,15 +339,15 @@ class Recipe(Strict):
         script_arguments(self, self.train_args)
         if isinstance(self.num_rounds, int) and self.num_rounds < 1:
             raise UsageError(
-                f"{type(self).__name__}: num_rounds is {self.num_rounds}.", "A recipe ends by itself: give at least 1."
+                f"{type(self).__name__}: num_rounds is {self.num_rounds}.", "Use at least 1: a recipe must end."
             )
         self.settings()
         require_number(self, "min_sites", self.min_sites, 1)
         require_number(self, "num_rounds", self.num_rounds, 1)
         if not Path(self.train_script).is_file():
             raise UsageError(
-                f"{type(self).__name__}: there is no train_script {str(self.train_script)!r}.",
-                f"A relative path is looked for in {str(Path.cwd())!r}.",
+                f"{type(self).__name__}: the train_script {str(self.train_script)!r} does not exist.",
+                f"A relative path starts at the current folder, {str(Path.cwd())!r}.",
             )
 
     # -- settings
@@ -374,14 +376,14 @@ class Recipe(Strict):
         if given or not isinstance(config, Mapping):
             got = ", ".join([*([repr(config)] if config is not None else []), *(f"{key}=…" for key in given)])
             raise UsageError(
-                f"add_server_config takes the settings as one mapping, and got {got or 'nothing'}.",
+                f"add_server_config needs the settings as one mapping, but got {got or 'nothing'}.",
                 f"Write recipe.add_server_config({given or {'aggregation.upload_codec': {'name': 'int8'}}!r}).",
             )
         fixed = {"algorithm.name", *ARGUMENTS, *self.choices()} - {*ALSO_CHOSEN}
         if wrong := [key for key in config if not isinstance(key, str)]:
             raise UsageError(
-                f"add_server_config got the key {wrong[0]!r}, which is no name of a setting.",
-                "Names are texts: docs/reference/settings.md has them.",
+                f"add_server_config got the key {wrong[0]!r}, which is not a string.",
+                "Use names of settings; docs/reference/settings.md lists them.",
             )
         settings = flat(config)
         for key in settings:
@@ -389,10 +391,10 @@ class Recipe(Strict):
                 owner = type(self).__name__
                 argument = ARGUMENTS.get(key)
                 raise UsageError(
-                    f"add_server_config got {key!r}, which {owner} decides.",
-                    f"It is its argument {argument!r}."
+                    f"add_server_config got {key!r}, but {owner} sets it by itself.",
+                    f"Use the argument {argument!r} of the recipe."
                     if argument
-                    else "See its other arguments, or take another one.",
+                    else "See the arguments of the recipe, or use another recipe.",
                 )
         before = self._config
         self._config = before | settings
@@ -463,9 +465,9 @@ class Recipe(Strict):
         """
         path = Path(path)
         if path.is_dir():
-            raise UsageError(f"{str(path)!r} is a folder.", f"Name the run file: {path / 'run.toml'}.")
+            raise UsageError(f"{str(path)!r} is a folder.", f"Give the run file: {path / 'run.toml'}.")
         if path.exists() and not path.read_text(encoding="utf-8", errors="replace").startswith(HEADER):
-            raise UsageError(f"{str(path)!r} was not written by a recipe.", "Name another file, or remove that one.")
+            raise UsageError(f"{str(path)!r} was not written by a recipe.", "Use another file, or remove that one.")
         path.parent.mkdir(parents=True, exist_ok=True)
         settings = self.settings(sites, path.parent)
         self._initial.write(path.parent, settings)
@@ -487,8 +489,10 @@ class Recipe(Strict):
         server = f"http://127.0.0.1:{settings.network.port or DEFAULT_PORT}"
         return "\n".join(
             [
-                f"{HEADER}{type(self).__name__}. The same run without it, each line in a terminal of its own, where",
-                f"# {self.train_script} lies (bits may hang on PyTorch's threads: a recipe sets OMP_NUM_THREADS=1):",
+                f"{HEADER}{type(self).__name__}. To start the same run without the recipe, run each line in "
+                "its own terminal, in the",
+                f"# folder of {self.train_script} (bits may depend on PyTorch's threads: a recipe sets "
+                "OMP_NUM_THREADS=1):",
                 f"#   atoll server {path.name}",
                 *(
                     f"#   atoll worker --server {server} --site site-{number} -- python {shlex.join(self.argv)}"
@@ -512,8 +516,8 @@ class Recipe(Strict):
         """
         if isinstance(env, type) or not callable(getattr(env, "run", None)):
             raise UsageError(
-                f"execute got {env!r}, which is no environment.",
-                'Give LocalEnv(sites=2), SimEnv(sites=2) or ServerEnv("http://host:8512").',
+                f"execute got {env!r}, which is not an environment.",
+                'Use LocalEnv(sites=2), SimEnv(sites=2) or ServerEnv("http://host:8512").',
             )
         try:
             return env.run(self)

@@ -55,11 +55,11 @@ def _made(name: str, options: Mapping[str, Any]) -> Reducer:
     reducer = registry.made(
         lambda: kind(**options),
         f"aggregation.reducer = {dict(options)!r}",
-        f"They are the keyword arguments of {name!r}.",
+        f"Use only keyword arguments of {name!r}.",
     )
     if not isinstance(reducer, Reducer):
         raise ConfigError(
-            f"reducer = {name!r} makes a {type(reducer).__name__}, not a reducer.",
+            f"reducer = {name!r} creates a {type(reducer).__name__}, not a reducer.",
             "Derive the class from `atoll.reducers.Reducer`.",
         )
     return reducer
@@ -105,8 +105,8 @@ def staleness_weight(name: str) -> StalenessWeight:
             ) from error
         if not 0 < value <= 1:
             raise ConfigError(
-                f"async.staleness_weight = {name!r} gives {value!r} for {s} versions.",
-                "It has to be above 0, at most 1.",
+                f"async.staleness_weight = {name!r} returned {value!r} for {s} versions.",
+                "Return a number above 0, at most 1.",
             )
         return value
 

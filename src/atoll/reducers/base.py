@@ -94,7 +94,7 @@ def normalised(weights: Sequence[float]) -> list[float]:
     """
     for weight in weights:
         if not math.isfinite(weight) or weight <= 0:
-            raise UsageError(f"An update has the weight {weight}.", "Weights are finite and above zero.")
+            raise UsageError(f"An update has the weight {weight}.", "Use finite weights above zero.")
     if not weights:
         raise UsageError("A round without updates cannot be reduced.")
     total = math.fsum(weights)

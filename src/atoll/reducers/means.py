@@ -50,8 +50,9 @@ class NormalisedMean(WeightedMean):
         shares, steps = normalised(facts.weights), facts.steps
         if min(steps) < 1:
             raise UsageError(
-                f"The updates of the round report {list(steps)} local steps; normalised_mean divides by them.",
-                "Every submit(model, steps=…) has to give at least 1.",
+                f"The updates of the round report {list(steps)} local steps, but normalised_mean divides by "
+                "these numbers.",
+                "Call submit(model, steps=…) with at least 1 at every site.",
             )
         effective = math.fsum(share * step for share, step in zip(shares, steps, strict=True))
         return [share * effective / step for share, step in zip(shares, steps, strict=True)]

@@ -126,8 +126,9 @@ class TrimmedMean(Reducer):
     def __post_init__(self) -> None:
         if not 0 <= self.trim < 0.5:
             raise ConfigError(
-                f"aggregation.reducer: trim = {self.trim!r} is no share of the updates to cut off at each end.",
-                "Choose it from 0 to below 0.5, at least the share of sites that may be hostile.",
+                f"aggregation.reducer: trim = {self.trim!r} is not a valid share of the updates to cut off at "
+                "each end.",
+                "Use a number from 0 to below 0.5, at least the share of sites that may be hostile.",
             )
 
     def reduce_(self, rows: Iterable[Tensor], weights: Sequence[float], out: Tensor) -> None:
@@ -157,8 +158,8 @@ class ClippedMean(WeightedMean):
     def __post_init__(self) -> None:
         if self.max_norm is not None and not (math.isfinite(self.max_norm) and self.max_norm > 0):
             raise ConfigError(
-                f"aggregation.reducer: max_norm = {self.max_norm!r} is no L2 norm.",
-                "Choose a number above zero, or leave it out: then it is the median of the round's norms.",
+                f"aggregation.reducer: max_norm = {self.max_norm!r} is not a valid L2 norm.",
+                "Use a number above zero, or leave max_norm out to use the median of the round's norms.",
             )
 
     def weigh(self, facts: RoundFacts) -> list[float]:

@@ -44,7 +44,7 @@ class SiteFilters:
     def __init__(self, settings: Settings, given: Given = (), setting: Setting = "workflow.result_filters") -> None:
         entries: tuple[dict[str, Any], ...] = settings.at(setting)
         if given and entries:
-            raise UsageError(f"Server got {_ARGUMENT[setting]}, and its settings have {setting}.", "Give one of them.")
+            raise UsageError(f"Server got {_ARGUMENT[setting]}, but its settings have {setting}.", "Use one of them.")
         self._setting, self._told = setting, set[str]()
         self._entries = [_made(entry, setting) for entry in entries]
         by_site: Mapping[str, ByTask] = given if isinstance(given, Mapping) else {"": given}
@@ -74,14 +74,14 @@ class SiteFilters:
         named = {site for _, wanted, _ in self._entries for site in wanted}
         for site in sorted(named.difference(sites, self._told)):
             self._told.add(site)
-            hint = registry.nearest(site, sites, f"Those that have: {', '.join(sorted(sites)) or 'none'}.")
-            LOG.warning("%s are for site %r, which has not taken part. %s", self._setting, site, hint)
+            hint = registry.nearest(site, sites, f"These sites have: {', '.join(sorted(sites)) or 'none'}.")
+            LOG.warning("%s contains a filter for site %r, which has not taken part. %s", self._setting, site, hint)
 
     def warn_of_unsent(self, names: Collection[str]) -> None:
         """Warn about each task that has filters but is not in `names`, the tasks that were sent."""
         for task in sorted(set(self.tasks).difference(names)):
-            hint = registry.nearest(task, names, f"Those that were: {', '.join(sorted(names)) or 'none'}.")
-            LOG.warning("%s are for task %r, which was not sent. %s", self._setting, task, hint)
+            hint = registry.nearest(task, names, f"These tasks were: {', '.join(sorted(names)) or 'none'}.")
+            LOG.warning("%s contains a filter for task %r, which was not sent. %s", self._setting, task, hint)
 
     def of(self, site: str, task: str = "") -> tuple[Filter, ...]:
         """Return one site's filters in order: those for every task, and those for `task` if a name is given."""
@@ -101,7 +101,7 @@ def _own(filter_: Filter) -> Filter:
         try:
             vars(mine)[name] = copy.deepcopy(value, trial)
         except Exception as error:
-            LOG.debug("%r: all sites share its %s, which cannot be copied: %s", filter_, name, error)
+            LOG.debug("%r: all sites share its attribute %s, which cannot be copied: %s", filter_, name, error)
         else:
             memo = trial
     return mine
@@ -113,18 +113,18 @@ def _made(entry: Mapping[str, Any], setting: Setting) -> _Entry:
     understood = understood and isinstance(sites, list) and isinstance(tasks, list)
     if not understood or not entry.keys() <= {"path", "args", "sites", "tasks"}:
         raise ConfigError(
-            f"{setting} has {dict(entry)!r}, which is not understood.",
-            'Write {path = "norm_clip", args = {max_norm = 1.0}, sites = ["clinic-a"]}; all but path are optional.',
+            f"{setting} has {dict(entry)!r}, which is not a valid filter table.",
+            'Write {path = "norm_clip", args = {max_norm = 1.0}, sites = ["clinic-a"]}; only path is required.',
         )
     kind = registry.load("filters", str(path))
     filter_ = registry.made(
         lambda: kind(*args) if isinstance(args, list) else kind(**args),
         f"{setting}: {path!r} with args = {args!r}",
-        "Give the arguments that it has.",
+        "Use only arguments that the filter has.",
     )
     if not isinstance(filter_, Filter):
         raise ConfigError(
-            f"{setting}: {path!r} makes a {type(filter_).__name__}, which is no filter.",
+            f"{setting}: {path!r} creates a {type(filter_).__name__}, which is not a filter.",
             "Derive it from atoll.filters.Filter.",
         )
     return filter_, frozenset(map(str, sites)), frozenset(map(str, tasks))

@@ -44,12 +44,12 @@ def initial_model(settings: Settings, given: nn.Module | Tensors | None) -> nn.M
     if settings.model.source is None:
         raise ConfigError(
             "The run has no initial model.",
-            'Set model.source to "my_models:build" (a function that returns an nn.Module) or to a .safetensors file.',
+            'Set model.source to "my_models:build" (a function that returns an nn.Module), or to a .safetensors file.',
         )
     if settings.model.source.endswith((".pt", ".pth", ".bin", ".ckpt")):
         raise ConfigError(
-            f"{settings.model.source!r} is a pickle, which can run any code when it is opened; Atoll never opens one.",
-            "Convert it once where you trust it: safetensors.torch.save_file(model.state_dict(), 'model.safetensors').",
+            f"{settings.model.source!r} is a pickle, which can run any code when it is opened. Atoll never opens one.",
+            "If you trust it, convert it once: safetensors.torch.save_file(model.state_dict(), 'model.safetensors').",
         )
     if files := _files(settings.model.source):
         return _from_files(files)
@@ -59,7 +59,7 @@ def initial_model(settings: Settings, given: nn.Module | Tensors | None) -> nn.M
         model = registry.made(
             functools.partial(model, **settings.model.args),
             f"{settings.model.source!r} cannot be called",
-            "Set model.args to its keyword arguments.",
+            "Set model.args to the keyword arguments of this function.",
         )
     if not isinstance(model, (nn.Module, Mapping)):
         raise ConfigError(f"{settings.model.source!r} returned a {type(model).__name__}.", "Return an nn.Module.")
@@ -114,7 +114,8 @@ def loaded_model(settings: Settings, loaded: Tensors, schema: Schema | None = No
         same = one is other or (one is not None and other is not None and one.dtype == other.dtype)
         if one is not None and other is not None and not (same and torch.equal(one.cpu(), other.cpu())):
             raise ConfigError(
-                f"{source} gave {name!r} and {owner!r}, which differ; in the run's model they are tied: one tensor.",
+                f"{source} gave different values for {name!r} and {owner!r}, which are tied (one tensor) in "
+                "the run's model.",
                 "Give both with the same values, or only one of them.",
             )
         if one is not None and other is None:
@@ -185,7 +186,7 @@ def _files(model: str) -> list[Path]:
         if not files:
             raise ConfigError(
                 f"The folder {model!r} has no .safetensors file.",
-                "Convert what is in it, where you trust it: safetensors.torch.save_file(state, 'model.safetensors').",
+                "If you trust the files in it, convert them: safetensors.torch.save_file(state, 'model.safetensors').",
             )
         return files
     return [path] if model.endswith(".safetensors") else []
@@ -199,7 +200,7 @@ def _from_files(files: Sequence[Path]) -> Told:
         try:
             return _as_told(path, load_file(path), torch.equal)
         except FileNotFoundError:
-            raise ConfigError(f"There is no initial model {str(path)!r}.", "Correct model.source.") from None
+            raise ConfigError(f"The initial model {str(path)!r} does not exist.", "Correct model.source.") from None
         except SafetensorError as error:
             raise ConfigError(f"{str(path)!r} is not a safetensors file: {error}.") from error
 
@@ -217,8 +218,9 @@ def _together(files: Sequence[Path], load: Callable[[Path], Told]) -> Told:
         tensors = load(path)
         if twice := found.keys() & tensors.keys():
             raise ConfigError(
-                f"{path.name} in {str(path.parent)!r} has the tensor {min(twice)!r}, and so has a file before it.",
-                "Name one file, or a folder with the parts of one model.",
+                f"{path.name} in {str(path.parent)!r} contains the tensor {min(twice)!r}, but a file before "
+                "it does, too.",
+                "Give one file, or a folder with the parts of one model.",
             )
         found.update(tensors)
         found.buffers |= tensors.buffers
@@ -233,7 +235,7 @@ def schema_for(settings: Settings, model: nn.Module | Tensors) -> Schema:
     """
     schema = schema_of(model, settings.model.buffers)
     if not any(spec.group == "params" and spec.numel for spec in schema.tensors):
-        raise ConfigError("The initial model has no float parameters.", "Name a model that can be trained.")
+        raise ConfigError("The initial model has no float parameters.", "Use a model that can be trained.")
     return schema
 
 
@@ -259,8 +261,8 @@ def write_version(fd: int, layout: Layout, header: bytes, model: nn.Module | Ten
                 run = run_of(tensors[spec.name], start, stop).cpu()
             if run.is_floating_point() and not bool(torch.isfinite(run.float()).all()):
                 raise ConfigError(
-                    f"The initial model's tensor {spec.name!r} holds NaN or Inf.",
-                    "Look at how it is initialised.",
+                    f"The initial model's tensor {spec.name!r} contains NaN or Inf.",
+                    "Check how it is initialised.",
                 )
             data = bytes_of(run)
             hasher.update(data)

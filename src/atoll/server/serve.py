@@ -134,7 +134,7 @@ class Server:
             UsageError: this server was started before.
         """
         if self._started:
-            raise UsageError("The server was started already.", "Make a new one for a new start.")
+            raise UsageError("The server was already started.", "Create a new Server for another start.")
         self._started = True
         self._thread.start()
         return self
@@ -310,7 +310,7 @@ class Server:
             if stopping.is_set():
                 return
             if waited_s >= GRACE_S:
-                LOG.warning("%s did not fetch the result within %g s; use the exported file", there, GRACE_S)
+                LOG.warning("%s did not download the result within %g s; use the exported file", there, GRACE_S)
                 return
             if not said and waited_s >= GRACE_SAID_S:
                 said = True
@@ -336,8 +336,8 @@ def _listen(settings: Settings) -> socket.socket:
         family, _, _, _, address = socket.getaddrinfo(settings.network.host, None, type=socket.SOCK_STREAM)[0]
     except socket.gaierror as error:
         raise ConfigError(
-            f"network.host {settings.network.host!r} is not known: {error.strerror}.",
-            "Give an address of this machine.",
+            f"network.host {settings.network.host!r} is not a known address: {error.strerror}.",
+            "Use an address of this machine.",
         ) from error
     for port in wanted:
         listener = socket.socket(family, socket.SOCK_STREAM)
@@ -350,14 +350,15 @@ def _listen(settings: Settings) -> socket.socket:
             listener.close()
             if error.errno == errno.EADDRNOTAVAIL:
                 raise ConfigError(
-                    f"network.host {settings.network.host!r} is not an address of this machine.", "Give one that is."
+                    f"network.host {settings.network.host!r} is not an address of this machine.",
+                    "Use an address of this machine.",
                 ) from error
             if error.errno not in (errno.EADDRINUSE, errno.EACCES):
                 raise
     raise PortInUse(
         f"Port {f'{wanted[0]} to {wanted[-1]}' if len(wanted) > 1 else wanted[0]} on {settings.network.host} is in "
         "use.",
-        "End what uses it, or choose another with --port; 0 takes any free one.",
+        "Stop the process that uses it, or choose another port with --port; 0: any free port.",
     )
 
 
@@ -370,6 +371,6 @@ def _refuse_code(**given: Any) -> None:
     for name, value in given.items():
         if value is not None and not (isinstance(value, Sequence) and not value):
             raise ConfigError(
-                f"Server got {name}, and swarm.enabled is true: workers run no code that a server has.",
-                "Set what the run file can name, filter at the sites, or set swarm.enabled = false.",
+                f"Server got {name}, but swarm.enabled is true: workers cannot run code that only the server has.",
+                "Use a setting of the run file instead, filter at the sites, or set swarm.enabled = false.",
             )

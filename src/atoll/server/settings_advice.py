@@ -13,26 +13,26 @@ def advice(plan: Plan) -> list[str]:
     each_steps = not (mode.momentum_every or mode.buffer_size > 1 or mode.grace_s)
     if mode.enabled and each_steps and momentum and sites > 1:
         advice.append(
-            f"every update makes a step of its own with outer momentum {momentum:g}, {sites} of them where a "
-            "synchronous "
-            f"round makes one: this may diverge. Set async.momentum_every = {sites} (delayed Nesterov)"
+            f"each update makes its own step with outer momentum {momentum:g}: {sites} steps where a "
+            f"synchronous round makes one. Training may diverge. Set async.momentum_every = {sites} (delayed "
+            "Nesterov)"
         )
     if 0 < settings.rounds.total <= mode.sync_rounds_first:
         advice.append(
-            f"async.sync_rounds_first is {mode.sync_rounds_first}, and rounds.total is {settings.rounds.total}: every "
-            "round waits for all workers, none is asynchronous. Set async.sync_rounds_first to fewer than rounds.total"
+            f"async.sync_rounds_first is {mode.sync_rounds_first}, but rounds.total is "
+            f"{settings.rounds.total}: all rounds are synchronous and wait for all workers. Set "
+            "async.sync_rounds_first to fewer than rounds.total"
         )
     if plan.algorithm.codec == "topk" and momentum:
         advice.append(
-            f"aggregation.upload_codec is 'topk', and the outer momentum {momentum:g}: what does not travel comes "
-            "later, "
-            "which does what momentum does, and both together overshoot. Set momentum = 0 and lr = 1 in "
-            "algorithm.outer_optimizer"
+            f"aggregation.upload_codec is 'topk', but the outer momentum is {momentum:g}: topk sends small "
+            "changes later and so acts like momentum; both together overshoot. Set momentum = 0 and lr = 1 "
+            "in algorithm.outer_optimizer"
         )
     if settings.diloco.fragment_update_alpha == 1 and sites > 1:
         advice.append(
-            "diloco.fragment_update_alpha is 1: workers keep all of their own parameters, and never take over what the "
-            "others have trained. Set it below 1; 0 takes the global ones"
+            "diloco.fragment_update_alpha is 1: workers keep only their own parameters, and never use the "
+            "training of other workers. Set it below 1; 0: use the global parameters alone"
         )
     return [*advice, *_of_lost_steps(plan), *_of_the_way_down(plan)]
 
@@ -48,14 +48,15 @@ def _of_lost_steps(plan: Plan) -> list[str]:
     share = delay / diloco.sync_every
     if (1 - alpha) * share > _LARGE_SHARE:
         return [
-            f"diloco.fragment_sync_delay is {delay}, and diloco.sync_every {diloco.sync_every}: {share:.0%} of the "
-            "local steps are made while an update is under way, and a merge with fragment_update_alpha "
-            f"{alpha:g} drops {1 - alpha:.0%} of what they change. Set a smaller delay, or a larger alpha"
+            f"diloco.fragment_sync_delay is {delay} and diloco.sync_every is {diloco.sync_every}: {share:.0%} "
+            "of the local steps happen while an update is in flight, and a merge with fragment_update_alpha "
+            f"{alpha:g} drops {1 - alpha:.0%} of their change. Set a smaller delay or a larger alpha"
         ]
     if delay and diloco.dynamic_local_steps and alpha == 0:
         return [
-            f"diloco.dynamic_local_steps is true, fragment_sync_delay is {delay}, and fragment_update_alpha is 0: a "
-            f"worker so slow that it gets {delay} local steps or fewer loses all of them. Set alpha above 0"
+            f"diloco.dynamic_local_steps is true, fragment_sync_delay is {delay} and fragment_update_alpha is "
+            f"0: a worker that is so slow that it gets at most {delay} local steps loses all of them. Set "
+            "alpha above 0"
         ]
     return []
 
@@ -71,9 +72,9 @@ def _of_the_way_down(plan: Plan) -> list[str]:
     one, whole = sum(each.layout.nbytes for each in downlinks if each), sum(each.nbytes for each in plan.versions)
     if any(downlinks) and one >= whole:
         return [
-            f"aggregation.download_codec {settings.aggregation.download_codec.target!r} saves nothing: a difference "
-            f"would take {size(one)}, a version has {size(whole)}, and is pulled whole. The model is of small tensors, "
-            "or of a narrow dtype; leave aggregation.download_codec out"
+            f"aggregation.download_codec {settings.aggregation.download_codec.target!r} saves nothing: the "
+            f"difference between versions would take {size(one)}, a whole version {size(whole)}. The reason "
+            "is small tensors or a narrow dtype. Leave aggregation.download_codec out"
         ]
     if not settings.async_.enabled or settings.async_.grace_s or not all(downlinks) or behind == 1:
         return []
@@ -83,13 +84,13 @@ def _of_the_way_down(plan: Plan) -> list[str]:
     )
     if whole <= behind * one:
         return [
-            f"{begin}{behind} versions come. Their differences, {size(behind * one)}, are more than a version, "
-            f"{size(whole)}: it saves next to nothing. Choose one with fewer bytes, or leave it out"
+            f"{begin}{behind} new versions appear. Their differences, {size(behind * one)}, are larger than a "
+            f"whole version, {size(whole)}, so almost nothing is saved. Choose a codec with fewer bytes, or "
+            "leave aggregation.download_codec out"
         ]
     if settings.disk.keep_versions < behind:
         return [
-            f"{begin}{behind} versions come, but the differences of {settings.disk.keep_versions} are kept: most "
-            "versions "
-            f"are pulled whole. Set disk.keep_versions = {behind}"
+            f"{begin}{behind} new versions appear, but only the differences of {settings.disk.keep_versions} "
+            f"are kept, so most versions are downloaded whole. Set disk.keep_versions = {behind}"
         ]
     return []

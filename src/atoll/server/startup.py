@@ -55,7 +55,7 @@ def settings_beside(caller: str, settings: Settings | Mapping[str, Any] | None, 
     if not texts:
         return Settings.build(settings)
     if isinstance(settings, Settings):
-        raise UsageError(f"{caller} got settings, and beside them {', '.join(sorted(texts))}.", "Give it among them.")
+        raise UsageError(f"{caller} got settings and also {', '.join(sorted(texts))}.", "Put it into settings.")
     optimizer = f"algorithm.outer_optimizer.{'path' if ':' in texts.get('outer_optimizer', '') else 'name'}"
     keys = {"model": "model.source", "workflow": "workflow.function", "outer_optimizer": optimizer}
     return Settings.build({**(settings or {}), **{keys[name]: text for name, text in texts.items()}})
@@ -96,8 +96,9 @@ def open_run(
         run = store.run_log.run
         if run and store.slots.in_memory:
             raise ConfigError(
-                f"{settings.disk.state_dir} has a run, and with disk.in_files = false a run ends with its server.",
-                "Begin a new one in another disk.state_dir; model.source may name an export.",
+                f"{settings.disk.state_dir} contains a run, but with disk.in_files = false a stopped run "
+                "cannot continue.",
+                "Start a new run in another disk.state_dir; model.source may be an exported model.",
             )
         if given is None and not run and (loaded := persistor.load()) is not None:
             given = loaded_model(settings, loaded)
@@ -163,10 +164,11 @@ def _take_up(settings: Settings, given: nn.Module | Tensors | None, outer: Outer
         if not is_known(settings, given, plan.schema.model):
             mine = schema_for(settings, initial_model(settings, given))
             mine.require_equal(plan.schema.model, mine="this start", theirs=f"the run in {settings.disk.state_dir}")
-        LOG.info("going on with the model of %s; the initial model is not read again", settings.disk.state_dir)
+        LOG.info("continuing with the model in %s; the initial model is not read again", settings.disk.state_dir)
     if (row.torch_build, row.cpu_capability) != (torch_build(), cpu_capability()):
         LOG.warning(
-            "the run was begun with torch %s on %s, and goes on with %s on %s: bits may differ from an undisturbed run",
+            "the run was started with torch %s on %s, but continues with %s on %s: results may differ in "
+            "bits from an uninterrupted run",
             row.torch_build,
             row.cpu_capability,
             torch_build(),
@@ -187,8 +189,8 @@ def _require_same(settings: Settings, before: Mapping[str, Any], now: Mapping[st
             old, new = _differing(old, new)
         if old != new:
             raise ConfigError(
-                f"{settings.disk.state_dir} has a run with {key} = {old!r}, this start says {new!r}.",
-                "Start it with the old value, or begin a new run in another disk.state_dir.",
+                f"The run in {settings.disk.state_dir} has {key} = {old!r}, but this start sets {new!r}.",
+                "Start with the old value, or start a new run in another disk.state_dir.",
             )
 
 

@@ -78,7 +78,7 @@ class Filtering:
         return bool(self.filters) and bool(self.filters.of(site))
 
     async def prepare(self, row: TicketRow, number: int) -> None:
-        """Filter a complete update and keep the filtered file. A concurrent call for the same update waits for it.
+        """Filter a complete update and keep the filtered file. A second call for the same update waits for the first.
 
         Args:
             row: the update's ticket, with the update's digest, weight, steps and metrics.
@@ -93,12 +93,12 @@ class Filtering:
             return
         if not await shared(self._going, _key(row), lambda: self._prepare(row, number)):
             raise TicketClosed(
-                f"Round {number} is over, and the server's filters were not done with the update of {row.site}.",
+                f"Round {number} closed before the server's filters finished with the update of {row.site}.",
                 "Ask for the next ticket.",
             )
 
     async def _prepare(self, row: TicketRow, number: int) -> None:
-        what = f"The server's filters at the update of {row.site} for round {number}"
+        what = f"The server's filters for the update of {row.site} in round {number}"
         work = functools.partial(self._filtered, row, number)
         self._kept[_key(row)] = await self._aside.run(work, what, f"from {row.site}")
 
@@ -124,7 +124,7 @@ class Filtering:
             except FilterRefused as error:
                 raise RunFailed(
                     f"The accepted update of {row.site} for round {number} cannot be used: {error}.",
-                    "Nothing is lost: mend the filter and start the server again, which goes on with the same updates.",
+                    "Correct the filter, and start the server again: it continues with the same updates.",
                 ) from error.__cause__
 
     def source(self, row: TicketRow) -> UpdateInput:
@@ -182,7 +182,7 @@ class Filtering:
         except SystemExit as error:
             raise FilterRefused(f"a filter of the server called sys.exit({error.code!r})") from error
         except (UsageError, ConfigError) as error:  # Atoll's own filters raise these
-            raise FilterRefused(f"a filter of the server says: {error.message}") from error
+            raise FilterRefused(f"a filter of the server reports: {error.message}") from error
         except OSError as error:
             raise disk_error(error, self._plan.settings.disk.state_dir / "filters") from error
         finally:
@@ -217,7 +217,7 @@ class _Work:
                         values = self._decoded(encoded, run).double()
                         if not bool(torch.isfinite(values).all()):
                             raise FilterRefused(
-                                f"what the server's {_names(filters)} left of {spec.name!r} is not finite"
+                                f"the values of {spec.name!r} after the server's {_names(filters)} are not finite"
                             )
                         if spec.group == PARAMS:
                             squares.append(float(values.square().sum()))

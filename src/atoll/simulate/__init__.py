@@ -34,11 +34,11 @@ def require_engine(engine: str, processes: int | None, address: str | None) -> N
         ConfigError: an option is wrong. The message names it.
     """
     if processes is not None and (type(processes) is not int or processes < 1):
-        raise ConfigError(f"processes is {processes!r}.", "Give at least 1.")
+        raise ConfigError(f"processes is {processes!r}.", "Give a number of at least 1.")
     if engine not in ENGINES:
-        raise ConfigError(f"engine is {engine!r}.", nearest(str(engine), ENGINES, f"Take one of {', '.join(ENGINES)}."))
+        raise ConfigError(f"engine is {engine!r}.", nearest(str(engine), ENGINES, f"Use one of {', '.join(ENGINES)}."))
     if engine == "local" and address is not None:
-        raise ConfigError(f"address is {address!r}, and the engine is 'local'.", "Leave it out, or take engine ray.")
+        raise ConfigError(f"address is {address!r}, but the engine is 'local'.", "Leave it out, or use engine 'ray'.")
 
 
 def apart(settings: Settings, folder: Path) -> Settings:

@@ -363,7 +363,7 @@ class Engine:
                         member.since_s = time.monotonic()
                         self._hand_out()
                     if job is None:  # the script forked, and both processes returned from it
-                        LOG.warning("ignored an answer to no job: does the script fork, and return twice?")
+                        LOG.warning("ignored a second answer to one job: the script forks, and two processes return")
                     else:
                         self._heard.answered(job, told[1])
                 member = self._replace(member)
@@ -385,7 +385,7 @@ class Engine:
                 self._waiting.appendleft(job)
             begun = list(member.jobs.values())  # at most one job
         doing = f" while it trained {begun[0].site}" if begun else ""
-        LOG.warning("%s of the simulation %s%s; another one takes its place", self._host.kind, how, doing)
+        LOG.warning("%s of the simulation %s%s; starting another one in its place", self._host.kind, how, doing)
         for job in begun:
             self._begin_again(job, how, is_stuck=member.stuck == job.ticket.id)
         other = _Member(self._begun())

@@ -95,17 +95,18 @@ class LocalProcess:
             code = self._process.bury()
             if late.is_set():
                 raise RunFailed(
-                    f"A process of the simulation has not begun within {engine.START_S:g} s, and was ended.",
-                    "What it printed says how far it came; most often the script's file does much when it is imported.",
+                    f"A process of the simulation was not ready after {engine.START_S:g} s, and was stopped.",
+                    "Its output shows how far it came. Most often, the script does too much when it is imported.",
                 ) from None
             if code < 0:
                 raise Killed(
-                    f"A process of the simulation was ended by {signal.Signals(-code).name} before it began.",
-                    "Where memory is short the kernel does so: take fewer processes. The same command goes on.",
+                    f"A process of the simulation was killed by {signal.Signals(-code).name} before it was ready.",
+                    "The kernel does this if memory is short: use fewer processes. The same command "
+                    "continues the simulation.",
                 ) from None
             raise RunFailed(
-                f"A process of the simulation ended with code {code} before it began.",
-                "What it printed says why; most often the script's file ends it when it is imported.",
+                f"A process of the simulation ended with exit code {code} before it was ready.",
+                "Its output shows why. Most often, the script ends the process when it is imported.",
             ) from None
         finally:
             slow.cancel()

@@ -34,7 +34,7 @@ ACTOR = "atoll-actor-"
 """Prefix of the name of an actor's folder; the actor's process id follows."""
 END_S = 2.0
 """Time for an idle actor to remove its files before it is killed."""
-INSTALL = "Install it: pip install 'atoll[ray]'; or take engine local, which needs nothing."
+INSTALL = "Install it with pip install 'atoll[ray]', or use the engine 'local', which does not need Ray."
 
 
 class Actor:
@@ -59,7 +59,7 @@ class Actor:
             self._error = error
 
     def ready(self) -> dict[str, Any]:
-        """Return the process id and host of this actor, or the error because of which the actor cannot train."""
+        """Return the process id and host of this actor, or the error that keeps the actor from training."""
         if self._error is not None:
             return {"message": self._error.message, "remedy": self._error.remedy, "trace": self._error.trace}
         return {"pid": os.getpid(), "host": socket.gethostname()}
@@ -113,7 +113,7 @@ class RayHost:
         try:
             import ray
         except ImportError as error:
-            raise ConfigError("The engine is ray, which is not installed here.", INSTALL) from error
+            raise ConfigError("The engine is 'ray', but Ray is not installed here.", INSTALL) from error
         self.ray: Any = ray
         self._count, self._address = processes, address
         self._lock = threading.Lock()  # guards `_version`
@@ -170,8 +170,8 @@ class RayHost:
             return self.ray.get(ref, timeout=timeout_s)
         except known.GetTimeoutError:
             raise RunFailed(
-                f"Ray has started no process for a simulated site in {timeout_s:g} s.",
-                f"Take fewer processes than {self._count}, or a cluster with as many free CPUs.",
+                f"Ray started no process for a simulated site within {timeout_s:g} s.",
+                f"Use fewer processes than {self._count}, or a cluster with that many free CPUs.",
             ) from None
         except known.OutOfMemoryError as error:  # Ray killed the actor before the kernel would
             raise _Lost(" (its machine had too little memory)") from error
@@ -182,8 +182,8 @@ class RayHost:
         except known.RayError as error:
             last = (str(error).strip().splitlines() or [""])[0]
             raise RunFailed(
-                f"Ray cannot go on: {type(error).__name__}: {last.rstrip('.')}.",
-                "The same command goes on from the state directory, with --engine local, too.",
+                f"Ray failed: {type(error).__name__}: {last.rstrip('.')}.",
+                "To continue from the state directory, start the same command again; --engine local works, too.",
             ) from error
 
     def version(self, job: Job) -> Any:
@@ -227,8 +227,8 @@ class RayProcess:
             told = self._host.got(self._actor.ready.remote(), engine.START_S)
         except _Lost as error:
             raise RunFailed(
-                "An actor ended before it began.",
-                "Ray's log says why; Atoll and the script have to be on every machine of the cluster.",
+                "A Ray actor ended before it was ready.",
+                "See Ray's log. Atoll and the script must be installed on every machine of the cluster.",
             ) from error
         if "message" in told:
             raise ConfigError(told["message"], told["remedy"], told["trace"])
@@ -300,8 +300,9 @@ def _remove_left_behind(temporary: str, prefix: str) -> None:
 
 
 _REMEDY = (
-    "Look whether Ray runs there (ray status), and whether this machine reaches it; where the cluster wants a token, "
-    "set RAY_AUTH_MODE=token, and have it in ~/.ray/auth_token. Or leave the address out."
+    "Check that Ray runs there (ray status) and can be reached from this machine. If the cluster needs a "
+    "token, set RAY_AUTH_MODE=token and put the token into ~/.ray/auth_token. To start Ray here, leave the "
+    "address out."
 )
 
 

@@ -223,12 +223,13 @@ class Conductor:
             return
         why = waiting.why(state, 0, 0.0)
         last = next(reversed(self.failed.items()), None)
-        told_last = f"; the last that failed, {last[0]}: {last[1].rstrip('.')}" if last else ""
+        told_last = f"; the last site that failed is {last[0]}: {last[1].rstrip('.')}" if last else ""
         here, name = len(state.active_s), state.rules.floor_name
-        lower = f"; or set {name} = {here} to go on without those that failed" if 0 < here < state.rules.floor else ""
+        lower = f"; or set {name} = {here} to continue without the failed sites" if 0 < here < state.rules.floor else ""
         raise RunFailed(
-            f"Round {state.rounds[0].number} cannot close ({why}): no other simulated site is left{told_last}.",
-            f"Nothing is lost: mend the script and start the same simulation again, which goes on from here{lower}.",
+            f"Round {state.rounds[0].number} cannot close ({why}): no simulated site is left that could "
+            f"submit an update{told_last}.",
+            f"Correct the script, and start the same simulation again: it continues from here{lower}.",
         )
 
     def _tell_of_rounds(self) -> None:
@@ -252,8 +253,8 @@ class Conductor:
         real = next((site for site, presence in self._run.roster.items() if presence.host != HOST), None)
         if real is not None:
             raise ConfigError(
-                f"The run in {self._run.settings.disk.state_dir} has real workers, such as {real}.",
-                "Give the simulation a state directory of its own.",
+                f"The run in {self._run.settings.disk.state_dir} has real workers, for example {real}.",
+                "Use a separate state directory for the simulation.",
             )
         sites = set(self._sites)
         if begun and self._run.plan.algorithm.keeps:
@@ -284,8 +285,9 @@ class Conductor:
         for site in sorted(self._counted):
             if not (self._folder / site / "algorithm.json").is_file():
                 raise ConfigError(
-                    f"What {site} keeps between its rounds is not in {self._folder} any more, and its updates count.",
-                    "Bring its folder back from a backup, or begin a new simulation in another disk.state_dir.",
+                    f"The local state of site {site} is missing in {self._folder}, although updates of the "
+                    "site count in the run.",
+                    "Restore its folder from a backup, or start a new simulation with another disk.state_dir.",
                 )
 
     # -- jobs
@@ -354,8 +356,8 @@ class Conductor:
         try:
             if answer.disk:
                 raise StoreError(
-                    f"While {job.site} was trained, the disk failed: {answer.error}",
-                    "Make space, or look at the disk. Nothing is lost: the same simulation goes on from here.",
+                    f"The disk failed while {job.site} was trained: {answer.error}",
+                    "Free disk space, or check the disk; then start the same simulation again: it continues from here.",
                 )
             if answer.stuck:
                 await self._did_not_return(job, lease)
@@ -370,7 +372,7 @@ class Conductor:
             del self._stuck[job.site]
         except TicketClosed:
             self.late += 1
-            LOG.warning("%s: round %d went on without it", job.site, job.ticket.round)
+            LOG.warning("%s: round %d closed without this site's update", job.site, job.ticket.round)
         except UpdateRefused:  # the server has logged why
             self.refused[job.site] += 1
         except LeaseLost:
@@ -386,25 +388,25 @@ class Conductor:
         self._stuck[job.site] += 1
         told_s = f"{self._patience_s:g} s"
         LOG.warning(
-            "%s did not return within %s, while others waited for its process, which was ended", job.site, told_s
+            "%s did not return within %s while others waited for its process, which was stopped", job.site, told_s
         )
         if waiting.may_submit(self._run.state, job.site, lease.number, job.ticket.id) is not None:
             self.late += 1
         if self._stuck[job.site] == ATTEMPTS:
             why = (
-                f"it did not return within {told_s}, {ATTEMPTS} times in a row; a longer rounds.deadline_s gives "
-                "it more"
+                f"it did not return within {told_s}, {ATTEMPTS} times in a row; a longer rounds.deadline_s "
+                "gives it more time"
             )
             await self._end(lease, Answer(error=why))
 
     async def _end(self, lease: Lease, answer: Answer) -> None:
         """End the participation of a site that failed or submitted nothing: log why, and leave the run for the site."""
         site = lease.site
-        self.failed[site] = answer.error or "it returned without an update"
+        self.failed[site] = answer.error or "its script returned without an update"
         if answer.trace and len(self.failed) <= TRACES:
-            LOG.error("%s raised, and takes part no more:\n%s", site, answer.trace.rstrip())
+            LOG.error("%s raised an error and no longer takes part:\n%s", site, answer.trace.rstrip())
         else:
-            LOG.error("%s takes part no more: %s", site, self.failed[site])
+            LOG.error("%s no longer takes part: %s", site, self.failed[site])
         await self._run.leave(lease, messages.Leave(error=told(answer.error) if answer.error else None))
 
 

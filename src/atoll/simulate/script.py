@@ -23,19 +23,19 @@ if TYPE_CHECKING:
 inside = False
 """Whether this process trains sites of a simulation. A script in it must not start another simulation."""
 
-FORMS = "Write it as train.py:train, as my_package.module:train, or as the script train.py."
+FORMS = "Use the form train.py:train or my_package.module:train for a function, or train.py for a script."
 
 
 def require_outside() -> None:
     """Refuse to start a simulation inside a process that trains sites of a simulation.
 
     Raises:
-        ConfigError: this process is such a process.
+        ConfigError: this process trains simulated sites.
     """
     if inside:
         raise ConfigError(
-            "A process of a simulation begins a simulation, when it imports the script's file.",
-            "Put what begins it behind: if __name__ == '__main__':",
+            "The script starts a simulation while a process of the simulation imports it.",
+            "Put the code that starts the simulation behind: if __name__ == '__main__':",
         )
 
 
@@ -54,11 +54,11 @@ def name_of(script: str | Callable[..., Any]) -> str:
     file, colon, attribute = (script, "", "") if script.endswith(".py") else script.rpartition(":")
     if not script.endswith(".py") and not file.endswith(".py"):
         if not colon or not file or not attribute:
-            raise ConfigError(f"The script {script!r} does not name code.", FORMS)
+            raise ConfigError(f"The script {script!r} has neither the form of a function nor of a file.", FORMS)
         return script
     path = Path(file).resolve()
     if not path.is_file():
-        raise ConfigError(f"The script {script!r}: there is no file {str(path)!r}.", FORMS)
+        raise ConfigError(f"The file {str(path)!r} of the script {script!r} does not exist.", FORMS)
     return f"{path}{colon}{attribute}"
 
 
@@ -68,8 +68,8 @@ def _name_of_function(function: Callable[..., Any]) -> str:
     file = getattr(module, "__file__", None)
     if not name.isidentifier() or getattr(module, name, None) is not function or not file or not Path(file).is_file():
         raise UsageError(
-            f"The script {name or function!r} cannot be found by another process.",
-            "Give a function at the top level of a file; what differs between runs can be its module's, or a setting.",
+            f"The function {name or function!r} cannot be imported by another process.",
+            "Use a function at the top level of a file. Pass varying values as module variables or settings.",
         )
     return f"{Path(file).resolve() if module_name == '__main__' else module_name}:{name}"
 
@@ -109,7 +109,9 @@ class Script:
 
 def _takes_worker(name: str, function: Any) -> bool:
     if not callable(function):
-        raise ConfigError(f"The script {name!r} is a {type(function).__name__}.", "Name a function of a worker.")
+        raise ConfigError(
+            f"The script {name!r} is {type(function).__name__}, not a function.", "Use a function of a worker."
+        )
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     try:
         given = inspect.signature(function).parameters.values()
@@ -118,6 +120,7 @@ def _takes_worker(name: str, function: Any) -> bool:
     needed = [each for each in given if each.default is each.empty and each.kind in kinds]
     if len(needed) > 1:
         raise ConfigError(
-            f"The script {name!r} takes {', '.join(each.name for each in needed)}.", "It is called with a worker alone."
+            f"The script {name!r} takes several arguments: {', '.join(each.name for each in needed)}.",
+            "Use a function with one argument, the worker.",
         )
     return bool(needed)

@@ -220,7 +220,7 @@ class SimulatedSite:
 def _outcome_among(outcomes: Mapping[int, messages.Outcome], ticket: int) -> messages.Outcome:
     """Return the outcome of a ticket, as it came with the job; "expired" for a ticket without one."""
     return outcomes.get(ticket) or messages.Outcome(
-        ticket=ticket, state="expired", base_version=0, reason="the run does not know it"
+        ticket=ticket, state="expired", base_version=0, reason="the ticket is unknown in this run"
     )
 
 

@@ -131,9 +131,9 @@ class Simulation:
         script = script if script is not None else settings.run.script
         if script is None:
             raise ConfigError(
-                "The simulation has no script.",
-                "Set run.script, in the run file or by --set: 'train.py:train', a function of a worker, or 'train.py', "
-                "a script that joins.",
+                "The simulation has no script to train with.",
+                "Set run.script to 'train.py:train', a function that takes a worker, or to 'train.py', a "
+                "script that calls atoll.join.",
             )
         self._script, self._arguments = name_of(script), tuple(arguments)
         require_engine(engine, processes, address)
@@ -165,7 +165,7 @@ class Simulation:
             self.stop()
             raise
         if self._result is None:
-            raise UsageError("The simulation was stopped.", "The same simulation goes on from its state directory.")
+            raise UsageError("The simulation was stopped.", "Start it again with the same state directory.")
         return self._result
 
     def start(self) -> Simulation:
@@ -175,7 +175,7 @@ class Simulation:
             UsageError: this simulation was started before.
         """
         if self._started:
-            raise UsageError("The simulation was started already.", "Make a new one for a new start.")
+            raise UsageError("The simulation was already started.", "Create a new Simulation for another start.")
         self._started = True
         self._thread.start()
         return self
@@ -204,7 +204,7 @@ class Simulation:
         name = "" if self._engine.name == "local" else f" of {self._engine.name}"
         rounds = self.settings.rounds
         asked = Sampling(rounds.sample_fraction, rounds.sample_min).size(len(self.sites))
-        per_round = f"{asked} a round, " if asked < len(self.sites) else ""
+        per_round = f"{asked} of them per round, " if asked < len(self.sites) else ""
         return f"{per_round}{self._processes} process{'es' * (self._processes != 1)}{name}"
 
     def pids(self) -> list[int]:
@@ -292,10 +292,10 @@ def _names(sites: int | Sequence[str]) -> list[str]:
     if not isinstance(sites, int):
         names = [require_site(site) for site in sites]
         if len(set(names)) != len(names) or not names:
-            raise ConfigError(f"sites is {list(sites)!r}.", "Give each site a name of its own.")
+            raise ConfigError(f"sites is {list(sites)!r}.", "Give at least one site, each with its own name.")
         return names
     if sites < 1:
-        raise ConfigError(f"sites is {sites}.", "Give at least 1.")
+        raise ConfigError(f"sites is {sites}.", "Give a number of at least 1.")
     return [f"site-{number:04}" for number in range(sites)]
 
 
@@ -325,13 +325,13 @@ def _simulated(settings: Settings, sites: int) -> Settings:
     for key in _ONE_WHOLE_MODEL:
         if settings.at(key) != default_of(key):
             raise ConfigError(
-                f"{key} is {settings.at(key)!r}: a simulation has rounds of whole models, which wait.",
-                f"Leave {key} out, or run it with atoll server and real workers.",
+                f"{key} is {settings.at(key)!r}, but a simulation supports only synchronous rounds of whole models.",
+                f"Leave {key} out, or use atoll server and real workers.",
             )
     if settings.workflow.steps:
         raise ConfigError(
-            "workflow.steps is set: a simulation has rounds of training, and simulated sites answer no tasks.",
-            "Leave workflow.steps out, or run it with atoll server and real workers.",
+            "workflow.steps is set, but simulated sites cannot answer tasks.",
+            "Leave workflow.steps out, or use atoll server and real workers.",
         )
     require_training(settings)
     if not settings.rounds.total:

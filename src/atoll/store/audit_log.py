@@ -137,7 +137,7 @@ class AuditHeadFile(OwnedFile):
         except OSError as error:
             raise StoreError(
                 f"{self.path} cannot be opened for writing ({error.strerror}).",
-                "Make it a plain file that this user may write, or move it away: it is made again.",
+                "Make it a plain file that this user may write, or move it away: the server writes it again.",
             ) from error
 
     def write(self, entries: int, last_hash: str) -> None:
@@ -153,7 +153,7 @@ class AuditHeadFile(OwnedFile):
         except OSError as error:
             if not self._failed:
                 LOG.warning(
-                    "%s cannot be written (%s): a loss of the journal's end may go unnoticed.",
+                    "%s cannot be written (%s): if the journal's end is lost, the server may not notice.",
                     self.path,
                     error.strerror,
                 )
@@ -209,7 +209,7 @@ def require_same_log(head: AuditHead, rows: Query, where: Path) -> tuple[int, in
     found = rows("SELECT hash FROM audit WHERE seq = ?", head.entries) if head.entries else [(START,)]
     if found != [(head.last_hash,)]:
         raise StateCorrupt(
-            f"The audit log of {where} is not the one that {NAME} belongs to: its entry {head.entries} is another one.",
+            f"{NAME} does not belong to the audit log of {where}: entry {head.entries} differs.",
             "Restore the whole directory, with all of its files, from one backup.",
         )
     return entries, 0

@@ -353,10 +353,10 @@ class Slots:
             if before != after:
                 sizes = [f"{value[0]} bytes" if value else "none" for value in (before, after)]
                 raise ConfigError(
-                    f"The run in {self.folder.parent} was begun with another model, codec or outer optimizer: its "
-                    f"{kind} files of fragment {fragment} have {sizes[0]}, these settings need {sizes[1]}"
-                    f"{', with other tensors' if sizes[0] == sizes[1] else ''}.",
-                    "Go on with the settings it was begun with, or give this run another disk.state_dir.",
+                    f"The run in {self.folder.parent} was started with another model, codec or outer "
+                    f"optimizer: its {kind} files of fragment {fragment} have {sizes[0]}, but these settings "
+                    f"need {sizes[1]}{', with other tensors' if sizes[0] == sizes[1] else ''}.",
+                    "Use the settings that the run was started with, or set another disk.state_dir for a new run.",
                 )
 
     @property
@@ -446,5 +446,5 @@ def region_digest(fd: int, ranges: Ranges) -> bytes:
 def disk_error(error: OSError, path: Path) -> StoreError:
     """Return the store's error for an OSError: `DiskFull` if space is lacking, else `StoreError`."""
     if error.errno in FULL:
-        return DiskFull(f"The disk of {path.parent} is full.", "Make space; nothing was lost.")
-    return StoreError(f"{path}: {error.strerror}.", "Look at the disk.")
+        return DiskFull(f"The disk of {path.parent} is full.", "Free disk space; nothing was lost.")
+    return StoreError(f"{path}: {error.strerror}.", "Check the disk.")

@@ -34,8 +34,8 @@ LOG_PAGES = 16_000
 """Pages of 4 KiB in the write-ahead log at which SQLite checkpoints by itself. Usually `checkpoint` comes first."""
 
 NEW_RUN = (
-    "Restore the whole directory from a backup, or begin a new run: another disk.state_dir, and model.source = "
-    "an exported file."
+    "Restore the whole directory from a backup, or start a new run with another disk.state_dir and "
+    "model.source = an exported file."
 )
 
 
@@ -88,7 +88,7 @@ class Journal:
     def _prepare(self, begin: bool) -> None:
         (version,) = self._db.execute("PRAGMA user_version").fetchone()
         if version == 0 and not begin:
-            raise StateCorrupt(f"{self.path} is missing or empty, and files of its run lie beside it.", NEW_RUN)
+            raise StateCorrupt(f"{self.path} is missing or empty, but files of its run exist.", NEW_RUN)
         self._db.execute("PRAGMA journal_mode = WAL")
         self._db.execute(f"PRAGMA synchronous = {self._level}")
         self._db.execute("PRAGMA foreign_keys = ON")
@@ -97,15 +97,17 @@ class Journal:
             self._db.executescript(f"BEGIN; {SCHEMA} PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;")
         elif version != SCHEMA_VERSION:
             raise StateCorrupt(
-                f"{self.path} is of journal version {version}, this Atoll reads {SCHEMA_VERSION}.",
-                "Start it with the Atoll that wrote it.",
+                f"{self.path} has journal version {version}, but this Atoll reads version {SCHEMA_VERSION}.",
+                "Use the version of Atoll that wrote it.",
             )
         (answer,) = self._db.execute("PRAGMA integrity_check(1)").fetchone()
         if answer != "ok":
             raise StateCorrupt(f"{self.path} is damaged: {answer}.", NEW_RUN)
         changed = journal_tables.changed_definition(self._db) or journal_tables.changed_row(self._db)
         if changed is not None:
-            raise StateCorrupt(f"{self.path} is damaged: {changed} is not what was written.", NEW_RUN)
+            raise StateCorrupt(
+                f"{self.path} is damaged: the content of {changed} does not match its checksum.", NEW_RUN
+            )
         journal_tables.keep(self._db)
 
     @contextmanager
@@ -113,7 +115,7 @@ class Journal:
         """Group all changes inside a `with` block into one transaction. A nested block joins the outer transaction.
 
         If a nested block fails before it has changed a row, the outer transaction may go on. If it fails later, the
-        outer transaction cannot be committed any more, even if the error was caught.
+        outer transaction can no longer be committed, even if the error was caught.
 
         Args:
             synced: whether the commit survives a power loss, even with durability `process`. Outermost block only.
@@ -127,7 +129,7 @@ class Journal:
                 raise self._broken
             outermost, marks = self._depth == 0, (len(self._then), len(self._undo))
             if not outermost and not self._db.in_transaction:
-                raise StoreError("SQLite has ended the transaction that this is part of.", "Begin it again.")
+                raise StoreError("SQLite has ended this transaction.", "Repeat all of it.")
             changes = self._db.total_changes
             self._depth += 1
             try:
@@ -162,7 +164,7 @@ class Journal:
 
     def _commit(self) -> None:
         if self._torn:
-            raise StoreError("A change failed in the middle of others, which are undone with it.")
+            raise StoreError("An earlier change of the same transaction failed, so all its changes were undone.")
         failpoint("journal.commit")
         self._db.execute("COMMIT")
 
@@ -276,7 +278,7 @@ class Journal:
         """
         self._broken = SyncFailed(
             f"fsync of {what} failed: {error.strerror}; what was written last may be lost.",
-            "Look at the disk, then start the server again; it falls back to what it can verify.",
+            "Check the disk, then start the server again: it falls back to the newest data that it can verify.",
         )
         return self._broken
 
@@ -292,7 +294,7 @@ class Journal:
         with suppress(FileNotFoundError):
             is_there = os.path.samestat(self.path.stat(), self._file)
         if not is_there:
-            raise StoreError(f"{self.path} was removed or replaced while the server ran.", NEW_RUN)
+            raise StoreError(f"{self.path} was removed or replaced while the server was running.", NEW_RUN)
         with self._translated:
             try:
                 with closing(sqlite3.connect(self.path)) as db:
@@ -317,7 +319,7 @@ class Journal:
         """Return the store's error for an error of SQLite."""
         code = getattr(error, "sqlite_errorcode", 0)
         if code & 0xFF == sqlite3.SQLITE_FULL:
-            return DiskFull(f"The disk of {self.path.parent} is full.", "Make space; nothing was lost.")
+            return DiskFull(f"The disk of {self.path.parent} is full.", "Free disk space; nothing was lost.")
         if code in _FSYNC:
             return self.sync_failed(str(self.path), OSError(errno.EIO, str(error)))
         if code & 0xFF in _CORRUPT:
@@ -325,7 +327,8 @@ class Journal:
         if code & 0xFF in _BUSY:
             return StoreError(
                 f"{self.path} was locked by another program for {BUSY_S:g} s.",
-                "Close what writes to it, a sqlite3 shell or a backup, and start the server again: nothing is lost.",
+                "Close the program that writes to it, for example a sqlite3 shell or a backup, and start the "
+                "server again: nothing is lost.",
             )
         return StoreError(f"{self.path}: {error}.")
 
@@ -353,7 +356,7 @@ class _Translated:
             raise self._journal.readable(error) from error
         if isinstance(error, OSError) and error.errno in FULL:
             folder = self._journal.path.parent
-            raise DiskFull(f"The disk of {folder} is full.", "Make space; nothing was lost.") from error
+            raise DiskFull(f"The disk of {folder} is full.", "Free disk space; nothing was lost.") from error
 
 
 def journal_failed(error: StoreError) -> bool:

@@ -117,16 +117,17 @@ class ObjectStore:
         self.sweep()
         if cuts.nbytes > self._max_bytes:
             raise BadRequest(
-                f"The object has {cuts.nbytes} bytes, this server keeps at most {self._max_bytes} of objects.",
+                f"The object has {cuts.nbytes} bytes, but this server keeps at most {self._max_bytes} bytes "
+                "of objects.",
                 "Publish it from your own process, or raise disk.objects_max_bytes at the server.",
             )
         taken = self._taken_bytes()
         arriving = sum(kept.fd >= 0 for kept in self._kept.values())
         if taken + cuts.nbytes > self._max_bytes or len(self._kept) >= MOST_OBJECTS or arriving >= MOST_OPEN:
             busy = Busy(
-                f"The server keeps {len(self._kept)} objects of {taken} bytes ({arriving} of them arrive), and has no "
-                f"room for {cuts.nbytes} more.",
-                "Publish later, withdraw what is not needed, or raise disk.objects_max_bytes at the server.",
+                f"The server keeps {len(self._kept)} objects with {taken} bytes ({arriving} of them are still "
+                f"arriving), and has no space for {cuts.nbytes} more bytes.",
+                "Publish later, withdraw objects, or raise disk.objects_max_bytes at the server.",
             )
             busy.retry_after_s = 5.0
             raise busy
@@ -147,7 +148,7 @@ class ObjectStore:
         try:
             with kept.lock:
                 if kept.fd < 0:
-                    raise Gone(f"Object {kept.object[:8]} takes no more bytes.", "Publish it again.")
+                    raise Gone(f"The upload of object {kept.object[:8]} was ended.", "Publish it again.")
                 fd = os.dup(kept.fd)  # meanwhile the object may be removed, and its descriptor reused
             try:
                 write_at(fd, data, offset)
@@ -171,7 +172,7 @@ class ObjectStore:
         if missing:
             raise Conflict(f"Object {kept.object[:8]} lacks {missing} of {kept.cuts.count} parts.", "Send them first.")
         if kept.manifest.id != digest:
-            raise Conflict(f"The parts of object {kept.object[:8]} do not make up its digest.", "Publish it again.")
+            raise Conflict(f"The parts of object {kept.object[:8]} do not match its digest.", "Publish it again.")
         if kept.fd < 0:
             return
         note, temporary = self._path(kept, "json"), self._path(kept, "note")
@@ -227,7 +228,8 @@ class ObjectStore:
         taken = self._taken_bytes()
         if taken + manifest.nbytes > self._max_bytes:
             raise Busy(
-                f"The server keeps objects of {taken} bytes, and has no room for a payload of {manifest.nbytes}.",
+                f"The server keeps objects with {taken} bytes, and has no space for a payload of "
+                f"{manifest.nbytes} bytes.",
                 "Raise disk.objects_max_bytes at the server.",
             )
         secret = new_id()
@@ -272,7 +274,7 @@ class ObjectStore:
 
     def _require_not_held(self, kept: Kept) -> None:
         if kept.held:
-            raise Conflict(f"Object {kept.object[:8]} is the server's own.", "It ends with its task.")
+            raise Conflict(f"Object {kept.object[:8]} belongs to the server.", "It ends with its task.")
 
     # -- calls of a process that has the reference
 
@@ -289,8 +291,8 @@ class ObjectStore:
             kept = None
         if kept is None:
             raise Gone(
-                f"Object {object_id[:8]} is not kept here: it has expired, was withdrawn, or never was.",
-                "Publish it again, with a longer expires_s if it is fetched late.",
+                f"The server does not have object {object_id[:8]}: it has expired, was withdrawn, or never existed.",
+                "Publish it again; if it is fetched late, with a longer expires_s.",
             )
         require_secret(secret, kept.sealed, object_id)
         return kept
@@ -305,7 +307,8 @@ class ObjectStore:
         kept = self.find(object_id, secret)
         if kept.fd >= 0:
             raise Conflict(
-                f"Object {object_id[:8]} has not arrived yet.", "Fetch it once its publisher has the reference."
+                f"Object {object_id[:8]} is still being uploaded.",
+                "Fetch it after publish() has returned the reference.",
             )
         return kept
 
@@ -401,7 +404,7 @@ def _read_note(path: Path) -> Kept | None:
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
         LOG.warning(
-            "%s is damaged: %s. Its object is removed, and has to be published again. Look at the disk.", path, error
+            "%s is damaged: %s. Its object is removed and must be published again. Check the disk.", path, error
         )
         return None
     return kept if path.name == f"{kept.object}.json" and len(kept.digests) == kept.cuts.count else None

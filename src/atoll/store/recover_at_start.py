@@ -73,8 +73,8 @@ class Recovery:
         good = next((row for row in rows if self._verifies(row)), None)
         if good is None:
             raise StateCorrupt(
-                f"No version of fragment {fragment} in {self._slots.folder.parent} is what its digests say: "
-                f"{', '.join(str(row.version) for row in rows)}.",
+                f"All versions of fragment {fragment} in {self._slots.folder.parent} are damaged (their "
+                f"digests differ): {', '.join(str(row.version) for row in rows)}.",
                 NEW_RUN,
             )
         pool = self._slots.pool
@@ -116,7 +116,7 @@ class Recovery:
         Returns:
             A sentence about the loss.
         """
-        reason = f"version {head} of fragment {fragment} was lost, the run goes on from version {version}"
+        reason = f"version {head} of fragment {fragment} was lost; the run continues from version {version}"
         with self._journal.transaction():
             lost = self._tickets.select(
                 "fragment = ?1 AND (base_version >= ?2 OR version > ?2) AND state IN ('open', 'accepted', 'counted')",
@@ -146,7 +146,7 @@ class Recovery:
                 version=version,
                 tickets=[ticket.ticket for ticket in lost],
             )
-        return f"{reason[0].upper()}{reason[1:]}: {len(lost)} updates have to be submitted again."
+        return f"{reason[0].upper()}{reason[1:]}: {len(lost)} updates must be submitted again."
 
     # -- updates
 
@@ -188,7 +188,7 @@ class Recovery:
                 ticket.fragment,
                 ticket.ticket,
             )
-        return [f"Ticket {ticket.ticket} of {ticket.site} has expired: {reason}; it is submitted again."]
+        return [f"Ticket {ticket.ticket} of {ticket.site} has expired: {reason}; the site submits its update again."]
 
     def _bad_parts(self, ticket: TicketRow, slot: Slot | None) -> list[int]:
         """Return the numbers of recorded parts with a wrong digest, and of parts that an accepted update lacks."""

@@ -54,7 +54,8 @@ class RunLog:
         """
         if self.run:
             raise StoreError(
-                f"{self._journal.path.parent} already holds a run.", "Go on with it, or give another disk.state_dir."
+                f"{self._journal.path.parent} already contains a run.",
+                "Continue that run, or set another disk.state_dir.",
             )
         with self._journal.transaction():
             self._journal.insert(RUNS, row)
@@ -188,8 +189,8 @@ class RunLog:
             )
             if not tickets or fit != len(tickets):
                 raise StoreError(
-                    f"The round from version {base_version} of fragment {fragment} cannot close with the tickets "
-                    f"{list(tickets)}: {fit} of them are accepted updates of it."
+                    f"The round from version {base_version} of fragment {fragment} cannot close with the "
+                    f"tickets {list(tickets)}: only {fit} of them are accepted updates of this round."
                 )
             changed = self._journal.execute(
                 "UPDATE rounds SET state = 'frozen', tickets = ?, population = (SELECT count(*) FROM members) "

@@ -85,7 +85,7 @@ class Store:
             (directory / "slots").mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise StoreError(
-                f"{directory}: {error.strerror}.", "Give a disk.state_dir that this user may write."
+                f"{directory}: {error.strerror}.", "Use a disk.state_dir that this user may write."
             ) from error
         self._lock_fd = _lock(directory)
         try:
@@ -165,8 +165,9 @@ class Store:
         if free < min_free_bytes:
             what = "memory left" if self.slots.in_memory else "disk left"
             error = DiskFull(
-                f"The server has {free / 1e6:.0f} MB of {what}, and keeps {min_free_bytes / 1e6:.0f} MB free.",
-                "It goes on when there is space; nothing is lost.",
+                f"The server has {free / 1000000.0:.0f} MB of {what}, but must keep "
+                f"{min_free_bytes / 1000000.0:.0f} MB free.",
+                "Free space; then the run continues by itself. Nothing is lost.",
             )
             error.retry_after_s = RETRY_S
             raise error
@@ -250,11 +251,11 @@ def directory_gone(state_dir: Path) -> StoreError | None:
     for path in (state_dir, state_dir / "slots", state_dir / "journal.sqlite"):
         if not path.exists():
             return StoreError(
-                f"The state directory {state_dir} was removed while the server ran."
+                f"The state directory {state_dir} was removed while the server was running."
                 if path == state_dir
-                else f"{path} was removed while the server ran.",
-                "Bring it back (its disk, or a copy) and start the server again: workers go on from there. Without it, "
-                "a new run can begin from the last export.",
+                else f"{path} was removed while the server was running.",
+                "Restore it (its disk, or a copy), and start the server again: workers continue from there. "
+                "Without it, start a new run from the last exported model.",
             )
     return None
 
@@ -286,7 +287,7 @@ def _lock(directory: Path) -> int:
     except FolderTaken as holder:
         raise StateLocked(
             f"The state directory {directory} is in use by {holder}.",
-            "Stop that server, or give this one another disk.state_dir.",
+            "Stop that server, or set another disk.state_dir for this one.",
         ) from None
     except OSError as error:
-        raise StoreError(f"{path}: {error.strerror}.", "Give a disk.state_dir that this user may write.") from error
+        raise StoreError(f"{path}: {error.strerror}.", "Use a disk.state_dir that this user may write.") from error

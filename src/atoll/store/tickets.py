@@ -57,7 +57,7 @@ class Tickets:
                 return known
             row = self._journal.first(TICKETS, "WHERE ticket = ?", ticket)
             if row is None:
-                raise Gone(f"The run has no ticket {ticket}.", "Ask for a new one.")
+                raise Gone(f"The run does not have ticket {ticket}.", "Ask for a new ticket.")
             if row.is_live:
                 tickets[ticket] = row
             return row
@@ -271,8 +271,8 @@ class Tickets:
                 return row
             if row.is_in:
                 raise Conflict(
-                    f"Ticket {ticket} of {row.site} holds the update {str(row.digest)[:12]}, not {digest[:12]}.",
-                    "One ticket takes one update; ask for the next ticket.",
+                    f"Ticket {ticket} of {row.site} already has the update {str(row.digest)[:12]}, not {digest[:12]}.",
+                    "Ask for the next ticket: each ticket is for one update.",
                 )
             if row.state != "open":
                 raise why_closed(row)
@@ -314,7 +314,7 @@ class Tickets:
         missing = [part for part in range(len(wanted)) if part not in recorded]
         if missing:
             raise BadRequest(
-                f"Ticket {row.ticket} of {row.site} lacks the parts {missing}.", "Send them, then complete again."
+                f"Ticket {row.ticket} of {row.site} lacks the parts {missing}.", "Send them, then complete it again."
             )
 
     def refuse(self, ticket: int, reason: str) -> TicketRow:
@@ -414,10 +414,10 @@ def why_closed(row: TicketRow) -> AtollError:
     """
     if row.state == "refused":
         return UpdateRefused(
-            f"The update of {row.site} is refused: {row.reason}.",
-            "Mend what the reason names, and ask for the next ticket.",
+            f"The update of {row.site} was refused: {row.reason}.",
+            "Correct the cause, then ask for the next ticket.",
         )
-    what = {"accepted": "holds an update already", "counted": "has been counted"}.get(row.state, f"is {row.state}")
+    what = {"accepted": "has an update already", "counted": "has been counted"}.get(row.state, f"is {row.state}")
     return TicketClosed(
         f"Ticket {row.ticket} of {row.site} {what}{': ' + row.reason if row.reason else ''}.",
         "Ask for the next ticket.",

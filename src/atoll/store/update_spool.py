@@ -59,7 +59,7 @@ class PartWriter:
     def _write(self, data: bytes | memoryview) -> None:
         if self.written + len(data) > self.nbytes:
             raise BadRequest(
-                f"Part {self.part} has {self.nbytes} bytes, more were sent.",
+                f"Part {self.part} has {self.nbytes} bytes, but more were sent.",
                 "Cut the update as the ticket's layout says.",
             )
         try:
@@ -74,7 +74,7 @@ class PartWriter:
 
     def abandon(self) -> None:
         """Cancel this writer. If its part is not recorded yet, the part has to be written again. Never raises."""
-        self.cancel(WriterCancelled(f"Part {self.part} was given up."))
+        self.cancel(WriterCancelled(f"Part {self.part} is no longer wanted."))
 
     def cancel(self, reason: AtollError) -> None:
         """Make every later `write` raise `reason`. A running write goes on to its end; `join` waits for it."""
@@ -136,14 +136,14 @@ class Spool:
             BadRequest: the update has no part with this number.
         """
         if not 0 <= part < len(self.ranges):
-            raise BadRequest(f"Part {part} does not exist; the update has {len(self.ranges)}.")
+            raise BadRequest(f"Part {part} does not exist; the update has {len(self.ranges)} parts.")
         with self.pool.lock:
             if self._closed:
                 raise self._closed
             self._forget(self.ticket, part)
             old = self._writers.get(part)
             if old:
-                old.cancel(WriterCancelled(f"Another request sends part {part} of ticket {self.ticket}."))
+                old.cancel(WriterCancelled(f"Another request is sending part {part} of ticket {self.ticket}."))
             lock = self._locks.setdefault(part, threading.Lock())
             writer = self._writers[part] = PartWriter(self, part, lock)
         writer.join()
@@ -157,7 +157,7 @@ class Spool:
         """
         current = self._writers.get(part)
         if (writer is not None and current is not writer) or (current is not None and not current.complete):
-            raise WriterCancelled(f"Part {part} of ticket {self.ticket} is being written again.")
+            raise WriterCancelled(f"Another request is now sending part {part} of ticket {self.ticket}.")
 
     def close(self, reason: AtollError) -> None:
         """Cancel all writers, and make later writes and `begin_part` raise `reason`."""

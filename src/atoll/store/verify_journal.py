@@ -32,8 +32,8 @@ _UPDATE = ("site", "fragment", "base_version", "digest", "weight", "steps", "nor
 """Values of an accepted update that both the ticket's row and the audit entry have."""
 _PAGE = 1000
 _REMEDY = (
-    "Look at disk and memory of this machine. Restore the whole directory from a backup, or begin a new run: another "
-    "disk.state_dir, and model.source = an exported file."
+    "Check the disk and memory of this machine. Restore the whole directory from a backup, or start a new "
+    "run with another disk.state_dir and model.source = an exported file."
 )
 
 
@@ -66,10 +66,10 @@ def at_start(rows: Query, directory: Path) -> Start:
     try:
         head = read_head(directory)
         if head is None and tip(rows)[0]:
-            start.warnings.append(f"{directory / NAME} is missing: nothing shows whether the journal has its end.")
+            start.warnings.append(f"{directory / NAME} is missing, so a lost end of the journal cannot be noticed.")
     except NoteDamaged as error:
         start.warnings.append(
-            f"{directory / NAME} is damaged ({error}): nothing shows whether the journal has its end. Look at the disk."
+            f"{directory / NAME} is damaged ({error}), so a lost end of the journal cannot be noticed. Check the disk."
         )
     if head is not None:
         _find_lost(start, head, rows, directory)
@@ -94,8 +94,9 @@ def everything(rows: Query, directory: Path, head: AuditHead | None) -> tuple[in
     """
     if head is not None and (missing := require_same_log(head, rows, directory)[1]):
         raise StateCorrupt(
-            f"The audit log of {directory} has lost its last {missing} entries: {NAME} says {head.entries}.",
-            "Start the server: after a power loss it goes on without them and says so; else it says what to do.",
+            f"The audit log of {directory} has lost its last {missing} entries: {NAME} counts {head.entries}.",
+            "Start the server. If a power loss explains the missing entries, it continues without them; else "
+            "it prints what to do.",
         )
     _compare(rows, directory, since=0, everything=True)
     return tip(rows)
@@ -109,20 +110,23 @@ def _find_lost(start: Start, head: AuditHead, rows: Query, directory: Path) -> N
     boot = boot_id()
     if head.durability != "process" or (boot and boot == head.boot):
         raise StateCorrupt(
-            f"The journal in {directory} has lost its end: it has {entries} entries of the audit log in epoch {epoch}, "
-            f"and had {head.entries} in epoch {head.epoch}. "
+            (
+                f"The journal in {directory} has lost its end: it has {entries} entries of the audit log in epoch "
+                f"{epoch}, but once had {head.entries} in epoch {head.epoch}. "
+            )
             + (
                 "The machine has not lost power since."
                 if head.durability == "process"
-                else f"With durability = {head.durability!r} a power loss does not explain it."
+                else f"With durability = {head.durability!r}, a power loss cannot be the cause."
             ),
-            f"Look at the disk. Restore the whole directory from a backup; or, to go on without what is lost, remove "
-            f"{NAME}: workers submit again what they still have.",
+            "Check the disk. Restore the whole directory from a backup. Or, to continue without the lost "
+            f"entries, remove {NAME}: workers submit again the updates that they still have.",
         )
     start.lost, start.lost_entries = head, missing
     start.warnings.append(
-        f"the journal has lost its last {missing} audited decisions, as a power loss may do with disk.durability = "
-        f"'process': the run goes on from entry {entries}, and workers submit again what they formed since"
+        f"the journal has lost its last {missing} entries of the audit log, which a power loss can do with "
+        f"disk.durability = 'process'. The run continues from entry {entries}; workers submit their later "
+        "updates again"
     )
 
 
@@ -177,7 +181,7 @@ class _Comparison:
         for what in self._left:
             return f"the audit log has no entry for {what}"
         if next(self._history, None) is not None:
-            return "the history has versions without an entry of the audit log"
+            return "the history has versions that the audit log does not have"
         return self._of_the_end()
 
     def _entries(self) -> Iterator[AuditRow]:
@@ -194,7 +198,7 @@ class _Comparison:
                 number = row.seq if follows or behind is None else behind.seq - 1
                 raise StateCorrupt(
                     f"The audit log is broken at entry {number}: it was changed or removed.",
-                    "Compare the directory with a backup.",
+                    "Restore the directory from a backup.",
                 )
             yield row
             behind = row
@@ -238,7 +242,7 @@ class _Comparison:
         row = dict(zip(("state", "version", *_UPDATE), found[0], strict=True))
         return next(
             (
-                f"ticket {ticket} has the {name} {row[name]!r}, entry {seq} of the audit log says {value!r}"
+                f"ticket {ticket} has the {name} {row[name]!r}, but entry {seq} of the audit log has {value!r}"
                 for name, value in told.items()
                 if row[name] != value
             ),
@@ -252,7 +256,7 @@ class _Comparison:
         return (
             ""
             if head == version
-            else f"fragment {fragment} has the head {head}, entry {seq} of the audit log says {version}"
+            else f"fragment {fragment} has the head {head}, but entry {seq} of the audit log has {version}"
         )
 
     def _committed(self, detail: Mapping[str, Any], seq: int) -> str:
@@ -264,8 +268,8 @@ class _Comparison:
         ):
             if digest != detail["digest"]:
                 return (
-                    f"the {table} {key[1]} of fragment {key[0]} has the digest {digest!r}, "
-                    f"entry {seq} of the audit log says {detail['digest']!r}"
+                    f"the {table} {key[1]} of fragment {key[0]} has the digest {digest!r}, but entry {seq} of "
+                    f"the audit log has {detail['digest']!r}"
                 )
         return ""
 
@@ -278,7 +282,7 @@ class _Comparison:
         ((found,),) = self._rows("SELECT finished FROM meta")
         if bool(found) == finished:
             return ""
-        return f"the run is {'' if found else 'not '}finished, and the audit log says otherwise"
+        return f"the run is {'' if found else 'not '}finished, but not according to the audit log"
 
 
 def _paged(rows: Query, sql: str) -> Iterator[tuple[Any, ...]]:

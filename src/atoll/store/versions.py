@@ -251,7 +251,7 @@ class Versions:
             )
 
     def next_number(self, fragment: int = 0) -> int:
-        """Return the number for the next version: one above the newest committed version, even if that one is lost."""
+        """Return the next version number: one above the newest committed version, even if that version is lost."""
         newest = self._journal.value(
             "SELECT version FROM history WHERE fragment = ? ORDER BY seq DESC LIMIT 1", fragment
         )
@@ -276,8 +276,8 @@ class Versions:
         round_ = None if head is None else self._run_log.round(fragment, head)
         if round_ is None or round_.state != "frozen" or round_.tickets != tuple(tickets):
             raise StoreError(
-                f"Version {version} of fragment {fragment} was made of the tickets {list(tickets)}, but the journal "
-                f"has {round_ and (round_.state, list(round_.tickets))}."
+                f"Version {version} of fragment {fragment} was made from the tickets {list(tickets)}, but the "
+                f"journal has {round_ and (round_.state, list(round_.tickets))}."
             )
         rows = [self._tickets.get(ticket) for ticket in tickets]
         self._tickets.end(rows, "counted", "", version)
@@ -308,7 +308,7 @@ class Versions:
         """
         version = self._head_number(fragment)
         if version is None:
-            raise Gone(f"Fragment {fragment} has no version yet.", "Ask again when the run has begun.")
+            raise Gone(f"Fragment {fragment} has no version yet.", "Ask again once the run has started.")
         return self.get(fragment, version)
 
     def heads(self) -> tuple[int, ...]:
@@ -326,8 +326,8 @@ class Versions:
         if row is None:
             head = self._head_number(fragment)
             raise Gone(
-                f"Version {version} of fragment {fragment} is not kept.",
-                f"The newest is version {head}; with disk.export_every, files of others stay in exports/.",
+                f"Version {version} of fragment {fragment} is no longer kept.",
+                f"The newest version is {head}; disk.export_every keeps older ones as files in exports/.",
             )
         return row
 
@@ -360,7 +360,7 @@ class Versions:
         with self._journal.lock:
             row = self.get(fragment, version)
             if with_state and row.state_digests and row.state_slot is None:
-                raise Gone(f"The outer state of version {version} is not kept.", "Take the newest version.")
+                raise Gone(f"The outer state of version {version} is no longer kept.", "Use the newest version.")
             numbers = [(VERSION, row.slot)]
             if with_state and row.state_slot is not None:
                 numbers.append((STATE, row.state_slot))
@@ -381,7 +381,7 @@ class Versions:
             pin, row = self.pin(fragment, version), self.delta(fragment, version)
             if row is None:
                 pin.release()
-                raise Gone(f"Version {version} of fragment {fragment} has no delta.", "Pull it whole.")
+                raise Gone(f"Version {version} of fragment {fragment} has no difference.", "Download it whole.")
             pool = self._slots.pool(DELTA, fragment)
             slot = pool[row.slot]
             pool.hold(slot, PULL)

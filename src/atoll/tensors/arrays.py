@@ -48,16 +48,16 @@ def as_tensor(name: str, value: object) -> Tensor:
         except (BufferError, RuntimeError, TypeError, ValueError) as error:
             if not hasattr(value, "__array__"):
                 raise UsageError(
-                    f"{name!r} is a {type(value).__name__} that torch cannot take over: {error}.",
+                    f"{name!r} is a {type(value).__name__} that torch cannot convert: {error}.",
                     "Convert it to numpy first.",
                 ) from error
     if not hasattr(value, "__array__"):
         raise UsageError(
-            f"{name!r} is a {type(value).__name__}: no tensor, and without DLPack and __array__.",
+            f"{name!r} is a {type(value).__name__}: neither a tensor, nor an object with DLPack or __array__.",
             "Convert it to numpy, or leave it out of the mapping.",
         )
     if isinstance(value, np.ma.MaskedArray):
-        raise UsageError(f"{name!r} is a masked array, and its mask would be lost.", "Fill it first: value.filled(…).")
+        raise UsageError(f"{name!r} is a masked array; its mask would be lost.", "Fill it first: value.filled(…).")
     return _from_numpy(name, np.asarray(value))
 
 
@@ -70,7 +70,7 @@ def require_model(given: object, *, mapping: bool = True) -> None:
     if not isinstance(given, nn.Module) and not (mapping and isinstance(given, Mapping)):
         what = f"the class {given.__name__}" if isinstance(given, type) else f"of type {type(given).__name__}"
         other = ", or a mapping: name → tensor or array" if mapping else ""
-        raise UsageError(f"The model is {what}.", f"Give an nn.Module{other}.")
+        raise UsageError(f"The model is {what}.", f"Pass an nn.Module{other}.")
 
 
 def as_tensors(given: Arrays, schema: Schema) -> dict[str, Tensor]:
@@ -113,7 +113,7 @@ def _from_numpy(name: str, array: np.ndarray[Any, Any]) -> Tensor:
         return from_numpy(array)
     except TypeError as error:
         raise UsageError(
-            f"{name!r} is an array of {array.dtype}, which does not travel.", "Convert it to one of numbers."
+            f"{name!r} is an array of {array.dtype}, which Atoll cannot send.", "Convert it to an array of numbers."
         ) from error
 
 
@@ -124,4 +124,4 @@ def require_framework(name: str) -> None:
         UsageError: `name` is another framework.
     """
     if name not in ("torch", "numpy"):
-        raise UsageError(f"Atoll has no tensors of {name!r}.", 'Ask for "torch" or "numpy", and convert what you get.')
+        raise UsageError(f"Atoll cannot return tensors as {name!r}.", 'Use "torch" or "numpy", and convert the result.')

@@ -83,8 +83,8 @@ class Stream:
         if given != self.nbytes:
             than = "more" if given > self.nbytes else f"{given} bytes, less"
             raise UsageError(
-                f"{self.where} gave {than} than the {self.nbytes} bytes of {self.dtype}{list(self.shape)}.",
-                "Did it change while it was sent? The producer's shape and chunks must agree.",
+                f"{self.where} produced {than} than the {self.nbytes} bytes of {self.dtype}{list(self.shape)}.",
+                "Check that the producer's shape matches its chunks, and that the data did not change during sending.",
             )
 
     def _chunks(self) -> Iterator[Chunk]:
@@ -92,7 +92,7 @@ class Stream:
             yield from self.chunks()
         except Exception as error:
             raise UsageError(
-                f"{self.where} could not be read: {type(error).__name__}: {error}.", "Look at its producer."
+                f"{self.where} could not be read: {type(error).__name__}: {error}.", "Check its producer."
             ) from error
 
     def _bytes(self, chunk: Chunk) -> memoryview:
@@ -106,15 +106,16 @@ class Stream:
         data = memoryview(chunk).cast("B")
         if len(data) % self.itemsize:
             raise UsageError(
-                f"{self.where} gave a chunk of {len(data)} bytes, no multiple of {self.itemsize}.",
-                "Give whole elements.",
+                f"{self.where} produced a chunk of {len(data)} bytes, which is not a multiple of {self.itemsize}.",
+                "Produce chunks of whole elements.",
             )
         return data
 
     def _require(self, dtype: torch.dtype) -> None:
         if dtype != self.dtype:
             raise UsageError(
-                f"{self.where} gave a chunk of {dtype}, and is of {self.dtype}.", "Convert it in the producer."
+                f"{self.where} produced a chunk of {dtype}, but its dtype is {self.dtype}.",
+                "Convert it in the producer.",
             )
 
 
@@ -140,7 +141,7 @@ class Kind:
         try:
             return self.produce(value)
         except Exception as error:
-            raise UsageError(self._failed("producer", where, error), "Look at its code.") from error
+            raise UsageError(self._failed("producer", where, error), "Check its code.") from error
 
     def put_together(self, sent: Any, where: str) -> Any:
         """Call the consumer on a received payload, and return the rebuilt value.
@@ -155,7 +156,7 @@ class Kind:
         try:
             return self.consume(sent)
         except Exception as error:
-            remedy = "Look whether both sides have the same producer and consumer."
+            remedy = "Check that both sides use the same producer and consumer."
             raise BadRequest(self._failed("consumer", where, error), remedy) from error
 
     def _failed(self, which: str, where: str, error: Exception) -> str:
@@ -189,18 +190,16 @@ def register(type_: type[T], name: str, produce: Callable[[T], Any], consume: Ca
         UsageError: another type has the name, the type has another name, or payloads support the type already.
     """
     if type_ in _OWN or not isinstance(type_, type):
-        raise UsageError(
-            f"{getattr(type_, '__name__', type_)!r} cannot be registered.", "Register a class of your own."
-        )
+        raise UsageError(f"{getattr(type_, '__name__', type_)!r} cannot be registered.", "Register your own class.")
     if not _NAME.fullmatch(name):
         raise UsageError(
-            f"{name!r} is not a name of a type.", "Use 1 to 100 letters, digits, dots, hyphens and underscores."
+            f"{name!r} is not a valid name of a type.", "Use 1 to 100 letters, digits, dots, hyphens and underscores."
         )
     kind, before, same = Kind(type_, name, produce, consume), _BY_NAME.get(name), _BY_TYPE.get(type_)
     if before is not None and _home(before.type) != _home(type_):
-        raise UsageError(f"The name {name!r} is taken by {_home(before.type)}.", "Give each type a name of its own.")
+        raise UsageError(f"The name {name!r} is already used by {_home(before.type)}.", "Give each type its own name.")
     if same is not None and same.name != name:
-        raise UsageError(f"{_home(type_)} is registered as {same.name!r} already.", "Give a type one name.")
+        raise UsageError(f"{_home(type_)} is already registered as {same.name!r}.", "Register each type only once.")
     if before is not None:  # the type's module was reloaded
         _BY_TYPE.pop(before.type, None)
     _BY_TYPE[type_] = _BY_NAME[name] = kind
@@ -225,8 +224,8 @@ def kind_named(name: str, where: str) -> Kind:
     if kind is None:
         known = ", ".join(sorted(_BY_NAME)) or "none"
         raise BadRequest(
-            f"{where} is of the type {name!r}, which is not registered in this process; registered here: {known}.",
-            f"Call atoll.objects.register(…, {name!r}, …) here, too, before the payload is read.",
+            f"{where} has the type {name!r}, which is not registered in this process; registered are: {known}.",
+            f"Call atoll.objects.register(…, {name!r}, …) in this process, too, before the payload is read.",
         )
     return kind
 

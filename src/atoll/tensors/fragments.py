@@ -63,7 +63,7 @@ def split(schema: Schema, count: int) -> Split:
     params = _in_order([spec for spec in schema.tensors if spec.group == PARAMS and spec.numel])
     if count > len(params):
         raise ConfigError(
-            f"diloco.num_fragments is {count}, but the model has {len(params)} parameters that could be fragments.",
+            f"diloco.num_fragments is {count}, but the model has only {len(params)} parameters that can be fragments.",
             f"Set diloco.num_fragments to at most {max(1, len(params))}.",
         )
     neighbours = _Neighbours(params)

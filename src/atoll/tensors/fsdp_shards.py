@@ -207,17 +207,17 @@ def _local_of(spec: TensorSpec, tensor: Any, rank: int, ranks: int) -> Tensor:
     by_rows = [type(each).__name__ for each in placements] == ["Shard"] and placements[0].dim == 0
     if mesh.ndim != 1 or not by_rows or members != list(range(ranks)):
         raise UsageError(
-            f"{spec.name} is laid out as {tuple(map(str, placements))} over a mesh of {tuple(mesh.shape)} ranks, and "
-            f"{ranks} ranks are one worker.",
-            "Shard it by rows over all of them: fully_shard(module), with one mesh dimension and no "
-            "shard_placement_fn; replicated, hybrid and tensor-parallel layouts do not travel yet.",
+            f"{spec.name} has the placements {tuple(map(str, placements))} over a mesh of {tuple(mesh.shape)} "
+            f"ranks, but the worker has {ranks} ranks.",
+            "Shard it by rows over all ranks: fully_shard(module), with one mesh dimension and no "
+            "shard_placement_fn. Replicated, hybrid and tensor-parallel placements are not supported.",
         )
     local: Tensor = tensor.to_local()
     start, stop = rows_of(spec, rank, ranks)
     if spec.group != PARAMS or local.numel() != stop - start:
         raise UsageError(
-            f"Rank {rank} has {local.numel()} elements of {spec.name} in {spec.group}, and not the parameter's "
-            f"{stop - start}.",
-            "Shard float parameters with torch.distributed.fsdp.fully_shard, and nothing else.",
+            f"Rank {rank} has {local.numel()} elements of {spec.name} in {spec.group}, but the parameter has "
+            f"{stop - start} on this rank.",
+            "Shard only float parameters, with torch.distributed.fsdp.fully_shard.",
         )
     return local.detach()

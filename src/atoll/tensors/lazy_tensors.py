@@ -60,7 +60,7 @@ class Handle:
         """
         with self._lock:
             if self.released:
-                raise UsageError("A lazy tensor was asked for after its files were released.", "Resolve it before.")
+                raise UsageError("A lazy tensor was read after its files were released.", "Resolve it earlier.")
             self._readers += 1
         try:
             self._read(offset, memory)
@@ -193,7 +193,7 @@ class LazyState(Mapping[str, Tensor]):
             try:
                 read_at(fd, memory, offset)
             except EOFError as error:
-                raise StoreError(f"{path} was cut off: {error}, before the tensor that is read does.") from None
+                raise StoreError(f"{path} was shortened: {error}, before the end of the tensor.") from None
 
         def give_back() -> None:
             os.close(fd)

@@ -126,8 +126,9 @@ def unwrapped(tensors: Tensors, known: Container[str] = ()) -> Tensors:
         plain = ".".join([*(part for part in parents if part not in _WRAPPERS), last])
         if (other := found.setdefault(plain, name)) != name:
             raise UsageError(
-                f"{other!r} and {name!r} are both {plain!r} where nothing is compiled or checkpointed.",
-                "Give the tensors of one model, each once.",
+                f"{other!r} and {name!r} are the same tensor, {plain!r}, without torch.compile and checkpoint "
+                "wrappers.",
+                "Pass the tensors of one model, each only once.",
             )
     if all(plain == name for plain, name in found.items()):
         return tensors
@@ -279,11 +280,11 @@ def _require_dense(name: str, tensor: object, values: bool, sharded: bool) -> No
     if odd:
         layout = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
         what = "quantised" if tensor.is_quantized else layout
-        raise UsageError(f"{name!r} is a {what} tensor, which does not travel.", "Convert it to a dense one first.")
+        raise UsageError(f"{name!r} is a {what} tensor, which Atoll cannot send.", "Make it dense first.")
     if is_sharded(tensor) and not sharded:
         raise UsageError(
             f"{name!r} is a DTensor.",
-            "Sharded models train with atoll.DiLoCo; elsewhere call full_tensor() on it first.",
+            "Train sharded models with atoll.DiLoCo; elsewhere call full_tensor() on the tensor first.",
         )
     if values and tensor.is_meta:
         raise UsageError(f"{name!r} is on the meta device: it has no values.", "Call model.to_empty(device=...) first.")

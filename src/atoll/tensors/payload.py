@@ -104,7 +104,7 @@ def unpack(
     def of_sequence(index: int) -> Any:
         given: Any = tensors
         if index >= len(given):
-            raise BadRequest(f"The payload names tensor {index}, but only {len(given)} came with it.")
+            raise BadRequest(f"The payload refers to tensor {index}, but only {len(given)} tensors came with it.")
         return given[index]
 
     at = tensors if callable(tensors) else of_sequence
@@ -124,8 +124,8 @@ class _Packer:
     def node(self, value: Any, path: str) -> Plain:
         if type(value) is int and value.bit_length() > INT_BITS:
             raise UsageError(
-                f"{path} is an integer of {value.bit_length()} bits, which cannot travel.",
-                f"An integer has at most {INT_BITS} bits; send its bytes.",
+                f"{path} is an integer of {value.bit_length()} bits, too large to be sent.",
+                f"Use at most {INT_BITS} bits, or send its bytes.",
             )
         if value is None or type(value) in (bool, int, str):
             return value
@@ -149,20 +149,20 @@ class _Packer:
         if type(value) is Stream and self._kinds:
             return {"$": "stream", "index": self._stream(value, path)}
         raise UsageError(
-            f"{path} is a {_name(value)}, which cannot travel.",
-            "A payload holds dicts, lists, tuples, tensors, arrays, references, numbers, strings, bytes, None, and "
-            "types known to atoll.objects.register.",
+            f"{path} is a {_name(value)}, which Atoll cannot send.",
+            "Use dicts, lists, tuples, tensors, arrays, references, numbers, strings, bytes, None, or types "
+            "registered with atoll.objects.register.",
         )
 
     def _within(self, value: Any, path: str, write: Callable[[Any, str], Plain]) -> Plain:
         """Call `write` for a container, one level of nesting deeper. Check for cycles and too many levels."""
         if id(value) in self._open:
             raise UsageError(
-                f"{path} is {self._open[id(value)]} again: the payload contains itself.",
-                "Break the circle before you send it.",
+                f"{path} is {self._open[id(value)]} again, so the payload contains itself.",
+                "Remove this circle.",
             )
         if len(self._open) == DEPTH:
-            raise UsageError(f"{path} lies {DEPTH} levels deep.", "Send a flatter payload.")
+            raise UsageError(f"{path} is {DEPTH} levels deep, which is too deep.", "Send a flatter payload.")
         self._open[id(value)] = path
         try:
             return write(value, path)
@@ -190,8 +190,8 @@ class _Packer:
     def _stream(self, stream: Stream, path: str) -> int:
         if stream.dtype not in NAMES or any(type(size) is not int or size < 0 for size in stream.shape):
             raise UsageError(
-                f"{path} is a stream of {stream.dtype}{list(stream.shape)}, which cannot travel.",
-                f"Make it one of {', '.join(str(dtype) for dtype in NAMES)}.",
+                f"{path} is a stream of {stream.dtype}{list(stream.shape)}, which Atoll cannot send.",
+                f"Use one of these dtypes: {', '.join(str(dtype) for dtype in NAMES)}.",
             )
         return self._add(replace(stream, where=path), stream)
 
@@ -199,8 +199,8 @@ class _Packer:
         for key in value:
             if type(key) not in _KEYS:
                 raise UsageError(
-                    f"{path} has the key {key!r}, a {_name(key)}, which cannot travel.",
-                    "Keys are strings, numbers, booleans or None.",
+                    f"{path} has the key {key!r}, a {_name(key)}, which Atoll cannot send.",
+                    "Use strings, numbers, booleans or None as keys.",
                 )
         if all(type(key) is str for key in value) and "$" not in value:
             return {key: self.node(item, f"{path}[{key!r}]") for key, item in value.items()}
@@ -214,10 +214,10 @@ class _Packer:
         if not plain or tensor.layout is not torch.strided:
             kind = f"a tensor of layout {tensor.layout}" if type(tensor) is Tensor else f"a {_name(tensor)}"
             kind = "a nested tensor" if tensor.is_nested else kind
-            raise UsageError(f"{path} is {kind}, which cannot travel.", "Make it a dense tensor first.")
+            raise UsageError(f"{path} is {kind}, which Atoll cannot send.", "Make it a dense tensor first.")
         if tensor.is_quantized or tensor.dtype not in NAMES:
             raise UsageError(
-                f"{path} is a tensor of {tensor.dtype}, which cannot travel.",
+                f"{path} is a tensor of {tensor.dtype}, which Atoll cannot send.",
                 f"Convert it to one of {', '.join(str(dtype) for dtype in NAMES)}.",
             )
         if tensor.is_meta:
@@ -226,7 +226,7 @@ class _Packer:
 
     def _array(self, array: np.ndarray[Any, Any], path: str) -> int:
         if isinstance(array, np.ma.MaskedArray):
-            raise UsageError(f"{path} is a masked array, which cannot travel.", "Send its data and its mask.")
+            raise UsageError(f"{path} is a masked array, which Atoll cannot send.", "Send data and mask.")
         try:
             tensor = from_numpy(array)
             travels = tensor.dtype in NAMES
@@ -234,7 +234,8 @@ class _Packer:
             travels = False
         if not travels:
             raise UsageError(
-                f"{path} is an array of {array.dtype}, which cannot travel.", "Convert it to numbers or booleans."
+                f"{path} is an array of {array.dtype}, which Atoll cannot send.",
+                "Convert it to an array of numbers or booleans.",
             )
         number = self._add(tensor, array)
         self.arrays.add(number)
@@ -272,13 +273,13 @@ class _Unpacker:
 
     def node(self, node: Plain, path: str, depth: int) -> Any:
         if depth > DEPTH + 1:
-            raise BadRequest(f"{path} lies more than {DEPTH} levels deep.")
+            raise BadRequest(f"{path} is more than {DEPTH} levels deep.")
         if node is None or isinstance(node, bool | int | float | str):
             return node
         if isinstance(node, list):
             return self._items(node, path, depth)
         if not isinstance(node, dict):
-            raise BadRequest(f"{path} is a {_name(node)}, which no payload holds.")
+            raise BadRequest(f"{path} is a {_name(node)}, which a payload cannot contain.")
         if "$" not in node:
             return {key: self.node(item, f"{path}[{key!r}]", depth + 1) for key, item in node.items()}
         return self._tagged(node, node["$"], path, depth)
@@ -301,7 +302,7 @@ class _Unpacker:
             try:
                 return read(text)
             except (KeyError, UsageError, ValueError) as error:
-                raise BadRequest(f"{path} is not as {kind!r} is written: {error}") from None
+                raise BadRequest(f"{path} is not a valid {kind!r}: {error}") from None
         raise BadRequest(
             f"{path} is of the unknown kind {kind!r}.", "The other side may have a newer version of Atoll."
         )
@@ -313,17 +314,17 @@ class _Unpacker:
         built: dict[Any, Any] = {}
         for pair in items:
             if not isinstance(pair, list) or len(pair) != 2:
-                raise BadRequest(f"{path} has an entry that is no pair.")
+                raise BadRequest(f"{path} has an entry that is not a pair.")
             key = self.node(pair[0], f"a key of {path}", depth + 1)
             if type(key) not in _KEYS or key in built:
-                raise BadRequest(f"{path} has the key {key!r}, which is twice there, or is none.")
+                raise BadRequest(f"{path} has the key {key!r}, which occurs twice or is not a valid key.")
             built[key] = self.node(pair[1], f"{path}[{key!r}]", depth + 1)
         return built
 
     def _registered(self, node: dict[str, Plain], path: str, depth: int) -> Any:
         name = node.get("type")
         if set(node) != {"$", "type", "as"} or type(name) is not str:
-            raise BadRequest(f"{path} is not as a registered type is written.")
+            raise BadRequest(f"{path} is not a valid registered type.")
         kind = kind_named(name, path) if self._build else None
         self._kinds += 1
         sent = self.node(node["as"], f"{path} (as {name})", depth + 1)
@@ -339,7 +340,7 @@ class _Unpacker:
             return value
         if index not in self._arrays:
             if value.dtype in NOT_IN_NUMPY:
-                raise BadRequest(f"The payload says that tensor {index}, of {value.dtype}, is an array.")
+                raise BadRequest(f"The payload marks tensor {index}, which has dtype {value.dtype}, as an array.")
             self._arrays[index] = value.numpy()
         array = self._arrays[index]
         return array if kind == "array" else array[()]
@@ -347,7 +348,7 @@ class _Unpacker:
 
 def _index(index: int) -> int:
     if index < 0:
-        raise BadRequest(f"The payload names tensor {index}.")
+        raise BadRequest(f"The payload refers to tensor {index}, which does not exist.")
     return index
 
 
@@ -359,7 +360,7 @@ def _only(node: dict[str, Plain], key: str, kind: type, path: str) -> Any:
     """
     value = node.get(key)
     if set(node) != {"$", key} or type(value) is not kind:
-        raise BadRequest(f"{path} is not as {node['$']!r} is written.")
+        raise BadRequest(f"{path} is not a valid {node['$']!r}.")
     return value
 
 
@@ -385,8 +386,8 @@ def names_of(packed: Packed) -> dict[int, tuple[str, ...]]:
             name = path or ROOT
             if owner.setdefault(name, index) != index:
                 raise UsageError(
-                    f"Two tensors of the payload are called {name!r}, so that filters cannot tell them apart.",
-                    "Give them other keys.",
+                    f"Two tensors of the payload have the name {name!r}, so filters cannot tell them apart.",
+                    "Use different keys.",
                 )
             found.setdefault(index, {})[name] = None
     return {index: tuple(names) for index, names in found.items()}

@@ -53,7 +53,7 @@ class TensorRef:
     def __post_init__(self) -> None:
         if not _TEXT.fullmatch(str(self)) or self.port > 65535:
             raise UsageError(
-                "A TensorRef was made of parts that no reference has.", "Take one from atoll.objects.publish."
+                "A TensorRef was built from invalid parts.", "Use a reference that atoll.objects.publish returned."
             )
 
     @classmethod
@@ -66,8 +66,9 @@ class TensorRef:
         match = _TEXT.fullmatch(text) if isinstance(text, str) and len(text) <= 512 else None
         if match is None:
             raise UsageError(
-                "The text is no reference to tensors.",
-                "Pass on str(ref) of what atoll.objects.publish gave: atoll-ref://HOST:PORT/OBJECT?expires=…#SECRET.DIGEST.",
+                "The text is not a reference to tensors.",
+                "Use str(ref) of a reference that atoll.objects.publish returned: "
+                "atoll-ref://HOST:PORT/OBJECT?expires=…#SECRET.DIGEST.",
             )
         return cls(
             match["host"].strip("[]"),
@@ -136,6 +137,6 @@ def require_secret(sent: str | None, sealed: str, object_id: str) -> None:
     given = (sent or "").encode(errors="surrogateescape")
     if not hmac.compare_digest(blake3(given).hexdigest(), sealed):
         raise AuthError(
-            f"The secret that was sent does not open object {object_id[:8]}.",
-            "Use the reference as its publisher gave it; a reference from elsewhere opens nothing here.",
+            f"The secret in the request does not open object {object_id[:8]}.",
+            "Use the reference exactly as its publisher gave it.",
         )

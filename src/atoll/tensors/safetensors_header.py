@@ -49,13 +49,13 @@ def read_header(read: Callable[[int, int], bytes], file_bytes: int, what: str) -
         BadRequest: the file is no valid safetensors file, or it is truncated.
     """
     if file_bytes < _LENGTH_BYTES:
-        raise _wrong(what, f"has {file_bytes} bytes, too few for a head")
+        raise _wrong(what, f"has only {file_bytes} bytes, too few for a safetensors header")
     length = int.from_bytes(read(0, _LENGTH_BYTES), "little")
     if not 2 <= length <= MOST_BYTES:
-        raise _wrong(what, f"claims a head of {length} bytes")
+        raise _wrong(what, f"claims to have a header of {length} bytes, which is too long")
     begin = _LENGTH_BYTES + length
     if begin > file_bytes:
-        raise _wrong(what, f"claims a head of {length} bytes, and has {file_bytes} in all")
+        raise _wrong(what, f"claims to have a header of {length} bytes, but has only {file_bytes} bytes in all")
     table = _table(read(_LENGTH_BYTES, length), what)
     metadata = _metadata(table.pop("__metadata__", {}), what)
     tensors = sorted(
@@ -64,11 +64,11 @@ def read_header(read: Callable[[int, int], bytes], file_bytes: int, what: str) -
     end = 0
     for spec, start, stop in tensors:
         if start != end:
-            how = "overlaps the one before" if start < end else "leaves a gap before it"
+            how = "overlaps the tensor before" if start < end else "leaves a gap after the tensor before"
             raise _wrong(what, f"places {spec.name!r} at byte {start}, where it {how}")
         end = stop
     if begin + end != file_bytes:
-        raise _wrong(what, f"has {file_bytes - begin} bytes of data, where its head describes {end}")
+        raise _wrong(what, f"has {file_bytes - begin} bytes of data, but its header describes {end}")
     return Header(tuple((spec, begin + start) for spec, start, _ in tensors), metadata, begin)
 
 
@@ -77,22 +77,22 @@ def _table(text: bytes, what: str) -> dict[str, Any]:
         built: dict[str, Any] = {}
         for key, value in pairs:
             if key in built:
-                raise _wrong(what, f"has {key!r} twice in its head")
+                raise _wrong(what, f"has {key!r} twice in its header")
             built[key] = value
         return built
 
     try:
         table = json.loads(text, object_pairs_hook=once)
     except (ValueError, RecursionError) as error:
-        raise _wrong(what, f"has a head that is no JSON ({error})") from None
+        raise _wrong(what, f"has a header that is not JSON ({error})") from None
     if not isinstance(table, dict):
-        raise _wrong(what, f"has a head that is a JSON {type(table).__name__}, not an object")
+        raise _wrong(what, f"has a header that is a JSON {type(table).__name__}, not an object")
     return table
 
 
 def _metadata(given: Any, what: str) -> dict[str, str]:
     if not isinstance(given, dict) or not all(isinstance(value, str) for value in given.values()):
-        raise _wrong(what, "has a `__metadata__` that is not strings by name")
+        raise _wrong(what, "has a `__metadata__` that is not a mapping of strings")
     return given
 
 
@@ -111,18 +111,18 @@ def read_tensor(name: str, entry: Any, what: str) -> tuple[TensorSpec, int, int]
         BadRequest: the entry is invalid.
     """
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
-        raise _wrong(what, f"describes {name!r} by something else than dtype, shape and data_offsets")
+        raise _wrong(what, f"describes {name!r} without exactly dtype, shape and data_offsets")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
         raise BadRequest(
-            f"{what} has {name!r} in the dtype {dtype!r}, which does not travel.",
+            f"{what} has {name!r} in the dtype {dtype!r}, which Atoll does not support.",
             f"Use one of {', '.join(ITEM_BYTES)}.",
         )
     if not _counts(shape) or not _counts(offsets) or len(offsets) != 2:
-        raise _wrong(what, f"has {name!r} with the shape {shape!r} at {offsets!r}")
+        raise _wrong(what, f"has {name!r} with the invalid shape {shape!r} or offsets {offsets!r}")
     nbytes = math.prod(shape) * ITEM_BYTES[dtype]
     if offsets[1] - offsets[0] != nbytes:
-        raise _wrong(what, f"has {name!r} at {offsets!r}, where {dtype}{shape} takes {nbytes} bytes")
+        raise _wrong(what, f"has {name!r} at the offsets {offsets!r}, but {dtype}{shape} needs {nbytes} bytes")
     return TensorSpec(name, dtype, tuple(shape)), offsets[0], offsets[1]
 
 

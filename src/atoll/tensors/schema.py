@@ -56,7 +56,7 @@ class TensorSpec:
     def __post_init__(self) -> None:
         if self.dtype not in ITEM_BYTES:
             raise UsageError(
-                f"Tensor {self.name!r} has the dtype {self.dtype}, which does not travel.",
+                f"Tensor {self.name!r} has the dtype {self.dtype}, which Atoll does not support.",
                 f"Use one of {', '.join(ITEM_BYTES)}.",
             )
 
@@ -138,13 +138,13 @@ class Schema:
         owners = {spec.name for spec in ordered}
         everything = [spec.name for spec in ordered] + [alias for alias, _ in tied]
         if "__metadata__" in everything:
-            raise UsageError("A tensor is named '__metadata__', which safetensors keeps for itself.", "Rename it.")
+            raise UsageError("A tensor is named '__metadata__', a name that safetensors reserves.", "Rename it.")
         if len(everything) != len(set(everything)):
             double = next(name for name in everything if everything.count(name) > 1)
-            raise UsageError(f"The tensor name {double!r} occurs twice.", "Give every tensor a name of its own.")
+            raise UsageError(f"The tensor name {double!r} occurs twice.", "Use a different name for each tensor.")
         for alias, owner in tied:
             if owner not in owners:
-                raise UsageError(f"{alias!r} is tied to {owner!r}, which is not among the tensors.")
+                raise UsageError(f"{alias!r} is tied to {owner!r}, which is not one of the tensors.")
         return cls(ordered, tied)
 
     def with_groups(self, groups: Iterable[str]) -> Schema:
@@ -160,8 +160,8 @@ class Schema:
             for name in known:
                 if name.startswith(prefix):
                     raise UsageError(
-                        f"The model has a tensor named {name!r}, and names that begin with {prefix!r} are those of the "
-                        "tensors that the algorithm keeps beside the model.",
+                        f"The model has a tensor named {name!r}, but names that begin with {prefix!r} are "
+                        "reserved for tensors of the algorithm.",
                         "Rename it.",
                     )
             specs += specs_beside(group, self.tensors)
@@ -236,7 +236,7 @@ class Schema:
         raise SchemaMismatch(
             f"The model of {mine} (schema {self.digest[:12]}) is not the model of {theirs} (schema "
             f"{other.digest[:12]}): {_first_difference(self, other, mine, theirs)}.",
-            f"Build the same architecture in the same dtype on both sides, or start {theirs} with this model.",
+            f"Build the same architecture with the same dtype on both sides, or start {theirs} with this model.",
         )
 
 
@@ -245,15 +245,15 @@ def _first_difference(one: Schema, two: Schema, mine: str, theirs: str) -> str:
     for holder, tied, other, free in ((mine, one, theirs, in_two), (theirs, two, mine, in_one)):
         for name, owner in tied.aliases:
             if name in free:
-                return f"{holder} ties {name} to {owner}, {other} has two tensors"
+                return f"{holder} ties {name} to {owner}, but {other} has two tensors"
     for spec in one.tensors:
         if spec.name not in in_two:
-            return f"{mine} has {spec}, {theirs} has no such tensor"
+            return f"{mine} has {spec}, but {theirs} has no such tensor"
         if spec != in_two[spec.name]:
-            return f"{mine} has {spec}, {theirs} has {in_two[spec.name]}"
+            return f"{mine} has {spec}, but {theirs} has {in_two[spec.name]}"
     for spec in two.tensors:
         if spec.name not in in_one:
-            return f"{theirs} has {spec}, {mine} has no such tensor"
+            return f"{theirs} has {spec}, but {mine} has no such tensor"
     pair = sorted(set(one.aliases) ^ set(two.aliases))[0]
     holder = mine if pair in one.aliases else theirs
     return f"only {holder} ties {pair[0]} to {pair[1]}"

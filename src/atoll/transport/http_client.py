@@ -323,8 +323,8 @@ class Http:
             url = urllib3.util.Url()
         if url.scheme not in ("http", "https") or not url.host:
             raise UsageError(
-                f"{server!r} is not the address of a server.",
-                "Write it as http://host:8512 or https://host:8512.",
+                f"{server!r} is not a valid server address.",
+                "Use the form http://host:8512 or https://host:8512.",
             )
         self.host = url.host.strip("[]")
         self.port = url.port or (443 if url.scheme == "https" else 80)
@@ -420,8 +420,8 @@ class Http:
             return reply.model_validate_json(response.data)
         except ValidationError as error:
             raise VersionSkew(
-                f"{self.server} answered with something that is not a {reply.__name__}: {error.errors()[0]['msg']}.",
-                "Look whether an Atoll server runs there, of the same version as this worker.",
+                f"The answer of {self.server} is not a valid {reply.__name__}: {error.errors()[0]['msg']}.",
+                "Check that an Atoll server of the same version as this worker runs there.",
             ) from error
 
 
@@ -432,7 +432,7 @@ def problem_of(status: int, body: bytes) -> AtollError:
     except ValidationError:
         said = f"The server answered {status}: {body[:200].decode(errors='replace')!r}."
         if status in (502, 503, 504):  # a proxy answers while the server behind it restarts
-            return ServerUnreachable(said, "Look whether the server behind this address runs.")
+            return ServerUnreachable(said, "Check that the server behind this address runs.")
         return PeerError(said)
     kind = BY_CODE.get(problem.code, BadRequest if status < 500 else PeerError)
     if issubclass(kind, StoreError) and kind is not DiskFull:
@@ -446,7 +446,7 @@ def problem_of(status: int, body: bytes) -> AtollError:
 def unanswered(server: str) -> TransferStalled:
     """Return the error of a call that was ended because heartbeats stayed unanswered, too."""
     return TransferStalled(
-        f"{server} answers neither this call nor heartbeats.", "Look at the network between the two."
+        f"{server} answers neither this call nor the heartbeats.", "Check the network between the two."
     )
 
 
@@ -455,7 +455,7 @@ def network_error(server: str, timeout_s: float, error: Exception) -> AtollError
     if isinstance(error, (urllib3.exceptions.ReadTimeoutError, TimeoutError)) and not isinstance(
         error, urllib3.exceptions.ConnectTimeoutError
     ):
-        return TransferStalled(f"{server} moved no byte for {timeout_s:g} s.", "Look at the network between the two.")
+        return TransferStalled(f"{server} moved no byte for {timeout_s:g} s.", "Check the network between the two.")
     return unreachable(server, str(error), _plain(error))
 
 
@@ -495,8 +495,8 @@ def server_of(given: str | None, *, require_server: bool = False) -> str | None:
     server = given or os.environ.get("ATOLL_SERVER")
     if not server and require_server:
         raise ConfigError(
-            "No server is configured, and the script must not train alone (require_server).",
-            "Set ATOLL_SERVER, give server=, or start the script with `atoll worker`.",
+            "No server address is set, and require_server forbids training alone.",
+            "Set ATOLL_SERVER, pass server=…, or start the script with `atoll worker`.",
         )
     return server or None
 
@@ -547,12 +547,12 @@ def ask(
 # -- Errors that say why a server cannot be reached, and the remedy.
 
 
-_NO_AUTHORITY = "Set ATOLL_TLS_CA to a PEM file with the authority of its certificate."
+_NO_AUTHORITY = "Set ATOLL_TLS_CA to a PEM file with the authority that signed its certificate."
 _CERTIFICATES = {
     "has expired": "Renew the certificate at the server, or check the clock of this machine.",
     "not yet valid": "Check the clocks of this machine and of the server.",
-    "ostname mismatch": "Use a name that is in its certificate, or check whether this is the right server.",
-    "IP address mismatch": "Use a name that is in its certificate, or check whether this is the right server.",
+    "ostname mismatch": "Use a name in its certificate, or check that this is the right server.",
+    "IP address mismatch": "Use a name in its certificate, or check that this is the right server.",
 }
 """Text in OpenSSL's message about a refused certificate → remedy. For other messages, see `_NO_AUTHORITY`."""
 
@@ -571,9 +571,9 @@ def require_atoll(server: str, status: int, body: bytes) -> None:
         message = None
     if not isinstance(message, dict) or (status >= 400 and not {"code", "message"} <= message.keys()):
         raise PeerError(
-            f"There is no Atoll server at {server}: the web server there answered with HTTP status {status}, and with "
-            "nothing that Atoll knows.",
-            "Check the address and its port, and whether the server runs.",
+            f"There is no Atoll server at {server}: a web server there answered with HTTP status {status}, "
+            "and not as Atoll does.",
+            "Check the address and the port, and that the Atoll server runs.",
         )
 
 
@@ -587,16 +587,16 @@ def unreachable(server: str, text: str, why: str) -> ServerUnreachable:
     """
     if "CERTIFICATE_VERIFY_FAILED" in text:
         remedy = next((remedy for part, remedy in _CERTIFICATES.items() if part in text), _NO_AUTHORITY)
-        return _other(f"{server} cannot prove that it is the server: {why}.", remedy)
+        return _other(f"{server} cannot prove its identity: {why}.", remedy)
     if "WRONG_VERSION_NUMBER" in text:
         return _other(
             f"{server} does not speak TLS.",
-            "Write its address with http:// if the network is your own, or set network.tls_cert and network.tls_key at "
-            "the server.",
+            "On a trusted network, use http:// in its address. Else set network.tls_cert and network.tls_key "
+            "at the server.",
         )
     return ServerUnreachable(
         f"{server} does not answer ({why}).",
-        "Check whether the server runs and whether the address is right (--server, ATOLL_SERVER)."
+        "Check that the server runs and that the address is right (--server, ATOLL_SERVER)."
         + (
             " A server with TLS needs https://." if server.startswith("http://") and "Remote end closed" in text else ""
         ),

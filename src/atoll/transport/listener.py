@@ -165,8 +165,8 @@ class Listener:
             if self._open_count >= self._most:
                 sock.close()
                 self._say(
-                    "there are %d connections, all that the limit of open files allows: others are closed. "
-                    "Raise it with ulimit -n, and check what connects.",
+                    "there are %d connections, the most that the limit of open files allows, so new ones are "
+                    "closed. Raise the limit with ulimit -n, and check what connects",
                     self._open_count,
                 )
                 continue

@@ -83,7 +83,8 @@ def idle_timeout(given_s: float | None, default_s: float = IDLE_TIMEOUT_S) -> fl
         return float(_setting("network.idle_timeout_s", default_s))
     if type(given_s) not in (int, float) or not 0 < given_s < math.inf:
         raise UsageError(
-            f"network.idle_timeout_s is {given_s!r}.", "Give the seconds without a byte after which to give up."
+            f"network.idle_timeout_s is {given_s!r}.",
+            "Give the number of seconds without a byte after which a transfer fails.",
         )
     return float(given_s)
 
@@ -125,9 +126,9 @@ def watched(parts: HttpTransfer, abort: Abort | None) -> Iterator[None]:
         yield
         return
     if not hasattr(abort, "is_set"):
-        raise UsageError(f"abort is a {type(abort).__name__}.", "Give an event: threading.Event().")
+        raise UsageError(f"abort is a {type(abort).__name__}, not an event.", "Pass a threading.Event().")
     if abort.is_set():
-        raise TransferAborted("The transfer was told to stop before it began.")
+        raise TransferAborted("The transfer was aborted before it began.")
     done = threading.Event()
 
     def watch() -> None:
@@ -384,25 +385,26 @@ def cut_as_told(packed: Packed, chunk_bytes: int | None) -> Cut:
     if chunk_bytes is None:
         cut = cut_of(packed, chunk_sizes())
         if cut.too_large:
-            LOG.warning("%d bytes of tensors are too many to travel inline: they are streamed", cut.too_large)
+            LOG.warning("the tensors have %d bytes, too many for one message, so they are sent in parts", cut.too_large)
         return cut
     if chunk_bytes == 0:
         return Cut(CHUNK_BYTES, inline=True)
     if type(chunk_bytes) is not int or not LEAST_CHUNK_BYTES <= chunk_bytes <= MOST_CHUNK_BYTES:
         raise UsageError(
-            f"chunk_bytes is {chunk_bytes!r}.", f"Give {LEAST_CHUNK_BYTES} to {MOST_CHUNK_BYTES}, or 0 for inline."
+            f"chunk_bytes is {chunk_bytes!r}.",
+            f"Give {LEAST_CHUNK_BYTES} to {MOST_CHUNK_BYTES} bytes, or 0 for no parts.",
         )
     if chunk_bytes % CHUNK_STEP_BYTES:
         raise UsageError(
-            f"chunk_bytes is {chunk_bytes}, no multiple of {CHUNK_STEP_BYTES}.",
-            f"Give {chunk_bytes // CHUNK_STEP_BYTES * CHUNK_STEP_BYTES}.",
+            f"chunk_bytes is {chunk_bytes}, which is not a multiple of {CHUNK_STEP_BYTES}.",
+            f"Use {chunk_bytes // CHUNK_STEP_BYTES * CHUNK_STEP_BYTES}.",
         )
     return Cut(chunk_bytes)
 
 
 def _lasting(expires_s: float) -> float:
     if not isinstance(expires_s, int | float) or not 0 < expires_s < math.inf:
-        raise UsageError(f"expires_s is {expires_s!r}.", "Give the seconds that it is to be kept.")
+        raise UsageError(f"expires_s is {expires_s!r}.", "Give the number of seconds that the object is kept.")
     return min(float(expires_s), LONGEST_S)
 
 
@@ -462,9 +464,9 @@ def fetch(
     if ref is None:
         if optional:
             return None
-        raise UsageError("There is no reference.", "Pass optional=True where it may be absent.")
+        raise UsageError("The reference is None.", "Pass optional=True if it may be missing.")
     if into is not None and to_disk:
-        raise UsageError("fetch got both into and to_disk.", "Give one of them.")
+        raise UsageError("fetch got both into and to_disk.", "Use only one of them.")
     ref = ref if isinstance(ref, TensorRef) else TensorRef.parse(ref)
     idle_timeout_s = idle_timeout(idle_timeout_s)
     folder = None if isinstance(to_disk, bool) else Path(to_disk)
@@ -554,7 +556,7 @@ class _Fetching:
             tensors = {spec.name: torch.empty(spec.shape, dtype=torch_dtype(spec.dtype)) for spec in specs}
         except (RuntimeError, MemoryError) as error:
             raise UsageError(
-                f"{self._what} has {self._manifest.nbytes} bytes, for which there is no memory.",
+                f"There is not enough memory for {self._what} ({self._manifest.nbytes} bytes).",
                 "Fetch it with to_disk=True.",
             ) from error
         self._scatter(tensors)
@@ -659,7 +661,7 @@ class _Fetching:
         """
         keys = self._contents.by_key()
         if keys is None:
-            raise SchemaMismatch(f"{self._what} is no flat dict of tensors.", "Fetch it without into.")
+            raise SchemaMismatch(f"{self._what} is not a flat dict of tensors.", "Fetch it without into.")
         for one, other, where in ((targets, keys, "the target has"), (keys, targets, "the object has")):
             lacking = next((name for name in one if name not in other), None)
             if lacking is not None:
@@ -674,7 +676,7 @@ class _Fetching:
                 mine = f"{dtype_name(target.dtype)}{list(target.shape)}"
                 raise _mismatch(self._what, f"{key!r} is {spec.dtype}{list(spec.shape)} there, {mine} in the target")
             if taken.setdefault(id(target), name) != name:
-                raise _mismatch(self._what, f"the target ties {key!r} to another tensor, the object does not")
+                raise _mismatch(self._what, f"the target ties {key!r} to another tensor, but the object does not")
             if chosen.setdefault(name, target) is not target:
                 copies.append((chosen[name], target))
         return chosen, copies
@@ -684,21 +686,21 @@ class _Fetching:
         ref = self._ref
         if isinstance(error, Gone):
             late = ref.expires_at <= time.time()
-            why = f"it expired at {ref.expires}" if late else "it was withdrawn, or its publisher was started again"
+            why = f"it expired at {ref.expires}" if late else "it was withdrawn, or its publisher was restarted"
             return Gone(
-                f"Reference {ref.name} leads to nothing any more: {why}.",
-                "Publish the tensors again, with a longer expires_s if they are fetched late.",
+                f"Reference {ref.name} is no longer valid: {why}.",
+                "Publish the tensors again; if they are fetched late, with a longer expires_s.",
             )
         if isinstance(error, AuthError):
             return AuthError(
-                f"Reference {ref.name} is refused there: its secret opens no such object.",
-                "Use the reference as its publisher gave it.",
+                f"The publisher of reference {ref.name} refuses its secret.",
+                "Use the reference exactly as its publisher gave it.",
             )
         if isinstance(error, ServerUnreachable):
             return ServerUnreachable(
-                f"Nothing serves reference {ref.name}: {error.message}",
-                "What a process published ends with it: look whether it runs, and publish again; or let a server keep "
-                "it, with publish(..., server=...).",
+                f"The publisher of reference {ref.name} does not answer: {error.message}",
+                "An object exists only while its publisher runs: check that, and publish again. Or let the "
+                "server keep the object: publish(..., server=...).",
             )
         if isinstance(error, PartCorrupt | BadRequest | TransferStalled) and ref.name not in error.message:
             return type(error)(f"Reference {ref.name} cannot be fetched: {error.message}", error.remedy)
@@ -736,7 +738,7 @@ def _targets(into: nn.Module | Mapping[str, Any]) -> dict[str, Tensor]:
     """
     given: nn.Module | Mapping[str, Any] = into
     if not isinstance(into, nn.Module | Mapping):
-        raise UsageError(f"into is a {type(into).__name__}.", "Give a module, or a mapping name → tensor or array.")
+        raise UsageError(f"into is a {type(into).__name__}.", "Pass a module, or a mapping name → tensor or array.")
     if not isinstance(into, nn.Module):
         given = {name: _writable(name, value) for name, value in into.items()}
     owners, aliases = named_tensors(given)
@@ -745,15 +747,15 @@ def _targets(into: nn.Module | Mapping[str, Any]) -> dict[str, Tensor]:
 
 def _writable(name: str, value: Any) -> Any:
     if isinstance(value, Tensor) and _is_expanded(value):
-        raise UsageError(f"The tensor {name!r} is expanded: its elements share memory.", "Give a clone of it.")
+        raise UsageError(f"The tensor {name!r} is expanded, so its elements share memory.", "Pass a clone of it.")
     if not isinstance(value, np.ndarray):
         return value
     if not value.flags.writeable:
-        raise UsageError(f"The array {name!r} cannot be written to.", "Give a copy of it.")
+        raise UsageError(f"The array {name!r} is read-only.", "Pass a copy of it.")
     try:
         return torch.from_numpy(value)
     except (TypeError, ValueError) as error:
-        raise UsageError(f"The array {name!r} cannot be filled: {error}.", "Give a plain array of numbers.") from None
+        raise UsageError(f"The array {name!r} cannot be filled: {error}.", "Pass a plain array of numbers.") from None
 
 
 def _is_expanded(tensor: Tensor) -> bool:
@@ -763,5 +765,5 @@ def _is_expanded(tensor: Tensor) -> bool:
 
 def _mismatch(what: str, how: str) -> SchemaMismatch:
     return SchemaMismatch(
-        f"{what} does not fit: {how}.", "Give a target with the published names, dtypes and shapes, or leave into out."
+        f"{what} does not fit: {how}.", "Pass a target with the published names, dtypes and shapes, or leave into out."
     )

@@ -95,8 +95,8 @@ def nameless(folder: Path | None) -> int:
         return nameless_file(folder)
     except OSError as error:
         raise StoreError(
-            f"No file can be made in {folder or tempfile.gettempdir()}: {error.strerror}.",
-            "Give a folder that can be written to; TMPDIR decides where files lie by default.",
+            f"No file can be created in {folder or tempfile.gettempdir()}: {error.strerror}.",
+            "Pass a folder that this user may write; TMPDIR sets the default folder.",
         ) from error
 
 
@@ -132,8 +132,8 @@ def written(packed: Packed, cut: Cut, folder: Path | None) -> Draft:
         manifest = write_object(packed, fd, cut)
         if cut.inline and manifest.nbytes > routes.INLINE_BYTES:
             raise UsageError(
-                f"The object has {manifest.nbytes} bytes, too many to travel inline (chunk_bytes = 0).",
-                f"At most {routes.INLINE_BYTES}; leave chunk_bytes out for a larger one.",
+                f"The object has {manifest.nbytes} bytes, too many to be sent inside a message (chunk_bytes = 0).",
+                f"Send at most {routes.INLINE_BYTES} bytes that way; leave chunk_bytes out for a larger object.",
             )
     except BaseException as error:
         os.close(fd)
@@ -144,7 +144,7 @@ def written(packed: Packed, cut: Cut, folder: Path | None) -> Draft:
 def disk_error(error: OSError) -> StoreError:
     """Return the Atoll error for an OSError of a temporary file."""
     where = "the folder of temporary files"
-    remedy = "Make space, or give another folder; TMPDIR decides where files lie by default."
+    remedy = "Free disk space, or use another folder; TMPDIR sets the default folder."
     if error.errno in FULL:
         return DiskFull(f"The disk of {where} is full.", remedy)
     return StoreError(f"A file in {where} failed: {error.strerror}.", remedy)
@@ -174,7 +174,7 @@ class LocalBlob:
         """
         message = messages.BlobManifest.of(self.manifest).model_dump_json().encode()
         if len(message) > most_bytes:
-            raise BadRequest(f"{path}, served here, has a manifest of more than {most_bytes} bytes.")
+            raise BadRequest(f"The manifest of {path}, served here, is longer than {most_bytes} bytes.")
         return bytearray(message)
 
     def pull(
@@ -209,7 +209,7 @@ class LocalBlob:
                 arriving.take(run)
             if self.gone.is_set():  # check after the read: the file may have been rewritten during it
                 raise Gone(f"{path} is no longer served here.")
-            arriving.finish(f"Part {part.index} of {path}, served here, is damaged.", "Look at the disk.")
+            arriving.finish(f"Part {part.index} of {path}, served here, is damaged.", "Check the disk.")
 
     def _read(self, run: memoryview, offset: int, part: Part, path: str) -> None:
         try:
@@ -217,7 +217,7 @@ class LocalBlob:
         except (OSError, EOFError) as error:
             if self.gone.is_set():
                 raise Gone(f"{path} is served here no more.") from error
-            raise PartCorrupt(f"Part {part.index} of {path}, served here: {error}.", "Look at the disk.") from error
+            raise PartCorrupt(f"Part {part.index} of {path}, served here: {error}.", "Check the disk.") from error
 
     def close(self) -> None:
         """Close this reader's descriptor. The file stays served."""
@@ -270,12 +270,12 @@ class ObjectHost:
         folder: Path | None,
     ) -> None:
         if (tls_cert is None) != (tls_key is None):
-            raise ConfigError("Only one of tls_cert and tls_key is given.", "Give both, or neither.")
+            raise ConfigError("Only one of tls_cert and tls_key is set.", "Set both, or neither.")
         if tls_cert is None and not is_loopback(host) and not insecure:
             raise ConfigError(
-                f"Objects would be published on {host}, which others can reach, without TLS.",
-                "Give tls_cert and tls_key, or publish on 127.0.0.1 or through the server (server=), or say "
-                "insecure=True if the network is your own.",
+                f"Objects would be published without TLS on {host}, which other machines can reach.",
+                "Pass tls_cert and tls_key, publish on 127.0.0.1 or through the server (server=…), or pass "
+                "insecure=True on a trusted network.",
             )
         self._context = server_context(tls_cert, tls_key) if tls_cert and tls_key else None
         self._folder, self._idle_timeout_s = folder, idle_timeout_s
@@ -386,7 +386,7 @@ class ObjectHost:
         self._thread.stop()
 
     def _on_loop(self, work: Callable[[], T]) -> T:
-        closed = UsageError("The publisher is closed.", "Make a new one.")
+        closed = UsageError("The publisher is closed.", "Create a new one.")
 
         def call() -> T:
             if self._thread.stopping.is_set():  # an object added now would be neither served nor dropped
@@ -412,8 +412,8 @@ class ObjectHost:
         served = self._objects.get(object_id)
         if served is None or served.until_s <= time.monotonic():
             raise Gone(
-                f"Object {object_id[:8]} is not published here: it has expired, was withdrawn, or never was.",
-                "Publish it again, with a longer expires_s if it is fetched late.",
+                f"Object {object_id[:8]} is not published here: it has expired, was withdrawn, or never existed.",
+                "Publish it again; if it is fetched late, with a longer expires_s.",
             )
         require_secret(request.headers.get(routes.SECRET_HEADER), served.sealed, object_id)
         return served
@@ -500,7 +500,7 @@ def _listen(host: str, port: int) -> socket.socket:
         listener = socket.socket(family, socket.SOCK_STREAM)
     except OSError as error:
         raise ConfigError(
-            f"host {host!r} is not known: {error.strerror}.", "Give an address of this machine."
+            f"host {host!r} is not a known address: {error.strerror}.", "Use an address of this machine."
         ) from error
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -510,8 +510,10 @@ def _listen(host: str, port: int) -> socket.socket:
     except OSError as error:
         listener.close()
         if error.errno == errno.EADDRNOTAVAIL:
-            raise ConfigError(f"host {host!r} is not an address of this machine.", "Give one that is.") from error
+            raise ConfigError(
+                f"host {host!r} is not an address of this machine.", "Use an address of this machine."
+            ) from error
         raise PortInUse(
             f"Objects cannot be published on {host}, port {port}: {error.strerror}.",
-            "Give a free port; 0 takes any.",
+            "Use a free port; 0: any free port.",
         ) from error

@@ -320,7 +320,7 @@ class HttpTransfer:
                 raise problem_of(status, problem)
             for run in runs:
                 if len(body) + len(run) > most_bytes:
-                    raise BadRequest(f"{self._http.server} sends a message of more than {most_bytes} bytes.")
+                    raise BadRequest(f"{self._http.server} sent a message of more than {most_bytes} bytes.")
                 body.extend(run)
 
         self._spread(fetch, [Part(0, 0, 0, ())])
@@ -366,12 +366,12 @@ class HttpTransfer:
             if status >= 300:
                 raise problem_of(status, problem)
             if status != 206:
-                raise BadRequest(f"{self._http.server} sends whole files only.", "A proxy drops the Range header.")
+                raise BadRequest(f"{self._http.server} sends whole files only.", "Check for a proxy that drops Range.")
             for run in runs:
                 arriving.take(run)
             arriving.finish(
-                f"Part {part.index} from {self._http.server} arrived damaged {PART_ATTEMPTS} times.",
-                "Look at the network.",
+                f"Part {part.index} from {self._http.server} arrived damaged {PART_ATTEMPTS} times in a row.",
+                "Check the network.",
             )
 
         self._spread(fetch, parts)
@@ -493,7 +493,7 @@ class HttpTransfer:
             with self._lock:
                 self._pools.discard(pool)
         if self._broken:
-            raise TransferAborted(f"The transfer with {self._http.server} was told to stop.")
+            raise TransferAborted(f"The transfer with {self._http.server} was aborted.")
         if pool.is_given_up:
             raise unanswered(self._http.server)
 

@@ -125,8 +125,8 @@ def require_part_bytes(request: web.Request, nbytes: int) -> None:
     length = (interceptor.body_bytes if interceptor else 0) or request.content_length or 0
     if length != nbytes + DIGEST_BYTES:
         raise BadRequest(
-            f"The part has a Content-Length of {length}, not {nbytes + DIGEST_BYTES} ({nbytes} and its digest).",
-            "Cut it as its layout says.",
+            f"The part has a Content-Length of {length} bytes, not {nbytes + DIGEST_BYTES} ({nbytes} and the digest).",
+            "Cut the update as the ticket's layout says.",
         )
 
 
@@ -225,7 +225,7 @@ class _StreamBody:
         while not self._waiting or (sum(map(len, self._waiting)) < self._run_bytes and self._left_bytes):
             data, _ = await self._content.readchunk()  # not `readany`, which would copy chunks into one
             if not data:
-                raise BadRequest("The body ended before the part did.", "Send the part again.")
+                raise BadRequest("The body ended in the middle of the part.", "Send the part again.")
             self._left_bytes -= idle.add(len(data))
             self._waiting.append(memoryview(data))
         await asyncio.get_running_loop().run_in_executor(pool, sink.take, self._fill)
@@ -271,7 +271,7 @@ class _SocketBody:
         idle.on_end = lambda: shut(self._socket)
         before = self._interceptor.body_bytes
         if not before:
-            raise BadRequest("The body ended before the part did.", "Send the part again.")
+            raise BadRequest("The body ended in the middle of the part.", "Send the part again.")
         await in_thread(pool, lambda: sink.take(self._interceptor.filler(self._socket)))
         if not idle.add(before - self._interceptor.body_bytes):
             await readable(self._socket)

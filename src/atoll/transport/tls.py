@@ -42,7 +42,7 @@ def server_context(cert: Path, key: Path) -> ssl.SSLContext:
     except (OSError, ssl.SSLError) as error:
         raise ConfigError(
             f"network.tls_cert {str(cert)!r} and network.tls_key {str(key)!r} cannot be used: {error}.",
-            "Give a PEM certificate chain and the private key that belongs to it.",
+            "Set a PEM file with a certificate chain, and the file with its private key.",
         ) from error
     return context
 
@@ -60,7 +60,8 @@ def client_context(ca: str | None) -> ssl.SSLContext:
         context = ssl.create_default_context(cafile=ca)
     except (OSError, ssl.SSLError) as error:
         raise ConfigError(
-            f"ATOLL_TLS_CA {ca!r} cannot be used: {error}.", "Name a PEM file with the server's CA."
+            f"ATOLL_TLS_CA {ca!r} cannot be used: {error}.",
+            "Set it to a PEM file with the server's certificate authority.",
         ) from error
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     return context
@@ -81,7 +82,7 @@ def require_private(path: Path, what: str) -> None:
     except OSError as error:
         raise ConfigError(f"{what} {str(path)!r} cannot be read: {error.strerror}.") from error
     if mode & 0o077:
-        raise ConfigError(f"{what} {str(path)!r} has mode {mode:04o}: others can read it.", f"chmod 600 {path}")
+        raise ConfigError(f"{what} {str(path)!r} has mode {mode:04o}: others can read it.", f"Run chmod 600 {path}")
 
 
 def read_token(path: Path | None) -> str | None:
@@ -97,14 +98,14 @@ def read_token(path: Path | None) -> str | None:
     require_private(path, "The token file")
     token = path.read_text(encoding="utf-8", errors="replace").strip()
     if not token:
-        raise ConfigError(f"The token file {str(path)!r} is empty.", "Write the token into it, in one line.")
+        raise ConfigError(f"The token file {str(path)!r} is empty.", "Write the token into it, on one line.")
     return _require_sendable(token, f"The token file {str(path)!r}")
 
 
 def _require_sendable(token: str, where: str) -> str:
     if not all("!" <= char <= "~" for char in token):
         raise ConfigError(
-            f"{where} is not one word of ASCII characters.", "Make the token of letters and digits, in one line."
+            f"{where} is not one word of ASCII characters.", "Use a token of letters and digits, on one line."
         )
     return token
 

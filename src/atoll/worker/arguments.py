@@ -50,7 +50,9 @@ def positive(weight: float) -> float:
     except (TypeError, ValueError, OverflowError):
         value = math.nan
     if not 0 < value < float("inf"):
-        raise UsageError(f"The weight is {weight!r}.", "Give a number, of samples or tokens: positive and finite.")
+        raise UsageError(
+            f"The weight is {weight!r}.", "Give a positive, finite number: the samples or tokens trained on."
+        )
     return value
 
 
@@ -66,7 +68,7 @@ def require_joined(has_left: bool, site: str, again: str) -> None:
         UsageError: the worker has left its run.
     """
     if has_left:
-        raise UsageError(f"Worker {site} has left its run.", f"Call {again} again, and use the new worker.")
+        raise UsageError(f"Site {site} has already left its run.", f"Call {again} again, and use the new worker.")
 
 
 def counted(steps: int) -> int:
@@ -101,17 +103,20 @@ def finite_metrics(metrics: Mapping[str, float], site: str, said: set[str] | Non
         UsageError: `metrics` is no mapping or has too many entries, or one entry has an invalid name or value.
     """
     if not isinstance(metrics, Mapping):
-        raise UsageError(f"The metrics are a {type(metrics).__name__}.", "Give a dict: name → number.")
+        raise UsageError(
+            f"The metrics are {type(metrics).__name__}, not a dict.", "Give a dict of metric name → number."
+        )
     if len(metrics) > messages.METRICS:
         raise UsageError(
-            f"There are {len(metrics)} metrics, and an update has {messages.METRICS} at most.",
-            "Report those that the run is judged by.",
+            f"There are {len(metrics)} metrics; an update may have at most {messages.METRICS}.",
+            "Report only the most important ones.",
         )
     values: dict[str, float] = {}
     for key, given in metrics.items():
         if not isinstance(key, str) or len(key) > messages.METRIC_CHARS:
             raise UsageError(
-                f"{str(key)[:80]!r} is no name of a metric.", f"Give texts of {messages.METRIC_CHARS} letters at most."
+                f"{str(key)[:80]!r} cannot be the name of a metric.",
+                f"Use strings of at most {messages.METRIC_CHARS} characters.",
             )
         try:
             values[key] = number(given)
@@ -124,7 +129,7 @@ def finite_metrics(metrics: Mapping[str, float], site: str, said: set[str] | Non
             if said is not None:
                 said.discard(key)
         elif said is None or key not in said:
-            LOG.warning("%s: the metric %r is %s; it is left out", site, key, value)
+            LOG.warning("%s: the metric %r is %s, so it is not reported", site, key, value)
             if said is not None:
                 said.add(key)
     return {key: value for key, value in values.items() if abs(value) < float("inf")}

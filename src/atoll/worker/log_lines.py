@@ -19,8 +19,8 @@ from atoll.format_text import size as size
 from atoll.protocol import messages
 
 LOG = logging.getLogger("atoll")
-ALONE = "no server is configured (ATOLL_SERVER): training alone"
-ALONE_ENDED = "alone: nothing was sent, and Atoll saved nothing; the script keeps the model, or loses it"
+ALONE = "no server is set in ATOLL_SERVER: training alone"
+ALONE_ENDED = "training alone: nothing was sent or saved by Atoll; save the model in the script"
 EVERY_S = 5.0
 WINDOW_S = 30.0
 _LINES = threading.Lock()
@@ -66,7 +66,9 @@ def why_skipped(error: BaseException, info: messages.RunInfo) -> str:
     """Return why a synchronisation was skipped; with `on_missed = "rebase"`, add that the next update has its steps."""
     if not isinstance(error, TicketClosed):
         return str(error)
-    return f"{error.message} {'The next update holds these steps, too.' if info.on_missed == 'rebase' else ''}".rstrip()
+    return (
+        f"{error.message} {'The next update contains its local steps.' if info.on_missed == 'rebase' else ''}".rstrip()
+    )
 
 
 def in_wait(waited_s: float, reply: messages.TicketReply) -> str:
@@ -139,7 +141,7 @@ class Progress:
             self._what,
             size(self.done_bytes),
             seconds,
-            f", {self._away_s:.1f} s of them interrupted" if self._away_s >= 1.0 else "",
+            f", paused for {self._away_s:.1f} s" if self._away_s >= 1.0 else "",
             size(self.done_bytes / max(seconds - self._away_s, 1e-3)),
         )
 

@@ -74,7 +74,7 @@ def test_refuses_a_diloco_loop_without_the_groups_of_the_update(tmp_path: Path) 
         loop = atoll.DiLoCo(model, optimizer, server=server.url, site="a", sync_every=1, folder=tmp_path / "workers")
         with pytest.raises(UsageError) as refused:
             loop.start()
-    assert "takes 'control' beside the model in each update, and atoll.DiLoCo does not" in str(refused.value)
+    assert "needs 'control' in each update, besides the model; atoll.DiLoCo does not support this" in str(refused.value)
 
 
 def test_refuses_a_diloco_loop_in_a_run_that_corrects_local_steps(tmp_path: Path) -> None:
@@ -85,4 +85,4 @@ def test_refuses_a_diloco_loop_in_a_run_that_corrects_local_steps(tmp_path: Path
         with pytest.raises(UsageError) as refused:
             loop.start()
     assert "'fedprox'" in str(refused.value)
-    assert "corrects local steps, and atoll.DiLoCo does not" in str(refused.value)
+    assert "corrects local steps; atoll.DiLoCo does not support this" in str(refused.value)

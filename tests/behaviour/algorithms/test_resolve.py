@@ -77,11 +77,14 @@ def test_a_run_has_the_defaults_of_its_algorithm_and_what_is_set(tmp_path: Path,
         ({f"{OUTER}.name": "adem"}, "Did you mean 'adam'"),
         ({"aggregation.upload_codec.name": "bf61"}, "Did you mean 'bf16'"),
         ({f"{OUTER}.name": "adam", f"{OUTER}.momentum": 0.9}, "adam has no momentum.*betas"),
-        ({f"{OUTER}.lr": 0}, "Give a number above 0"),
-        ({f"{OUTER}.momentum": 1.0}, "Give 0 or more, below 1"),
+        ({f"{OUTER}.lr": 0}, "Use a number above 0"),
+        ({f"{OUTER}.momentum": 1.0}, "Use a number from 0 to below 1"),
         ({"async.momentum_every": 2, f"{OUTER}.name": "adam"}, "the outer optimizer is 'adam'"),
         ({"async.momentum_every": 2, "algorithm.name": "fedyogi"}, "the outer optimizer is 'yogi'"),
-        ({"async.momentum_every": 2, f"{OUTER}.weight_decay": 0.1}, "weight_decay = 0.1, which delayed Nesterov"),
+        (
+            {"async.momentum_every": 2, f"{OUTER}.weight_decay": 0.1},
+            "weight_decay = 0.1, an option that delayed Nesterov",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused_with_the_remedy(tmp_path: Path, settings: dict[str, Any], words: str) -> None:

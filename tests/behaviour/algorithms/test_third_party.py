@@ -226,7 +226,7 @@ def test_refuses_a_run_at_a_site_that_does_not_have_it(tmp_path: Path, nursery: 
         process = nursery.start(str(script), cwd=tmp_path, env={"PYTHONPATH": without})
         assert process.wait(60) != 0
         said = process.output()
-        assert "algorithm 'feddyn_local' corrects local training, and this site does not have it" in said
+        assert "algorithm 'feddyn_local' corrects local training, but it is not installed at this site" in said
         assert "Install feddyn-local 1.0 at this site." in said
         assert server.status().workers == []
 
@@ -240,7 +240,7 @@ def test_never_loads_it_from_a_path_of_the_server(tmp_path: Path, monkeypatch: p
         with atoll.join(server.url, site="a", folder=tmp_path / "sites") as worker:
             assert type(worker._backend.place.exchange.local.rule).__module__ == "feddyn_local"
             monkeypatch.setattr("atoll.registry.entry_points", lambda **_: ())
-            with pytest.raises(ConfigError, match="package that has the entry point 'feddyn_local'"):
+            with pytest.raises(ConfigError, match="package with the entry point 'feddyn_local'"):
                 atoll.join(server.url, site="b", folder=tmp_path / "sites")
 
 

@@ -44,7 +44,7 @@ def test_it_tells_what_was_decided_beside_a_running_server_and_behind_a_stopped_
     assert stopped.returncode == 0
     lines = stopped.stdout.splitlines()
     assert "finished" in lines[0]
-    assert lines[1:] == [f"4 entries, unbroken; the last hash is {running['last_hash']}"]
+    assert lines[1:] == [f"4 entries checked, none changed or removed; the last hash is {running['last_hash']}"]
 
 
 def test_a_changed_entry_is_found_and_named(atoll_command, tmp_path) -> None:

@@ -111,7 +111,7 @@ def test_what_a_server_may_have_rewritten_meanwhile_is_not_written(server, tmp_p
         replace_file(*args)
 
     monkeypatch.setattr(export, "replace_file", replaced_late)
-    with pytest.raises(Gone, match="does not keep this version any more"):
+    with pytest.raises(Gone, match="deleted this version during the export"):
         export.from_directory(tmp_path / "state", tmp_path / "model.safetensors")
     assert not (tmp_path / "model.safetensors").exists()
     assert leftovers(tmp_path) == []
@@ -141,13 +141,13 @@ def test_only_a_safetensors_file_is_written_over(atoll_command, tmp_path, name: 
 def test_without_a_server_the_state_directory_is_named(atoll_command) -> None:
     outcome = atoll_command("export", "model.safetensors", "--server", "http://127.0.0.1:9")
     assert outcome.returncode == 5
-    assert outcome.stderr.endswith("--dir reads a state directory without its server.\n")
+    assert outcome.stderr.endswith("Without a server, use --dir STATE_DIRECTORY.\n")
 
 
 def test_a_directory_without_a_run_is_refused_and_left_as_it_is(nursery: Nursery, tmp_path) -> None:
     (tmp_path / "empty").mkdir()
     refused = export(nursery, tmp_path / "model.safetensors", "--dir", str(tmp_path / "empty"))
-    require_refused(refused, UsageError, "holds no run")
+    require_refused(refused, UsageError, "There is no run in")
     assert list((tmp_path / "empty").iterdir()) == []
 
 
@@ -156,7 +156,7 @@ def test_a_version_that_is_not_kept_leaves_the_old_file(nursery: Nursery, server
     out.write_bytes(b"old")
     for source in (("--server", server.url), ("--dir", str(tmp_path / "state"))):
         refused = export(nursery, out, *source, "--version", "7")
-        require_refused(refused, Gone, r"The newest is version 0; with disk\.export_every")
+        require_refused(refused, Gone, r"newest version is 0; disk\.export_every")
     assert out.read_bytes() == b"old"
     assert leftovers(tmp_path) == []
 

@@ -42,9 +42,9 @@ WRONG = [
     ("worker --server {url} --restarts 1 -- true", "--site"),
     ("worker --server {url} -- no-such-command", "no-such-command"),
     *((f"status --server {address}", repr(address)) for address in ("h:8512", "ftp://h", "http://", "http://h:port")),
-    ("export x.safetensors --server http://127.0.0.1:9 --dir state", "Give one: a running server"),
-    ("audit .", "holds no run"),
-    ("new mine --algorithm fedproxy", "Atoll has no algorithm 'fedproxy'. Did you mean 'fedprox'?"),
+    ("export x.safetensors --server http://127.0.0.1:9 --dir state", "Use only one of them"),
+    ("audit .", "There is no run in"),
+    ("new mine --algorithm fedproxy", "There is no algorithm 'fedproxy'. Did you mean 'fedprox'?"),
 ]
 
 

@@ -112,7 +112,7 @@ def test_the_server_says_that_it_starts_before_it_loads_what_is_slow(monkeypatch
     monkeypatch.setitem(sys.modules, "atoll.server.serve", None)  # importing it fails: nothing before it needs it
     with pytest.raises(ImportError):
         server.run_until_finished(Settings.build({"run.name": "mine"}))
-    assert caplog.messages == ["mine starts; loading PyTorch takes a few seconds"]
+    assert caplog.messages == ["starting mine; loading PyTorch takes a few seconds"]
 
 
 @pytest.mark.slow
@@ -125,7 +125,7 @@ def test_a_stopped_server_says_that_it_can_go_on(atoll_command, serve, number: s
     served = serve()
     served.process.send(number)
     assert served.end() == code
-    assert "goes on from where the run is" in served.lines[-1]
+    assert "to continue the run, start the same command again" in served.lines[-1]
     assert "the model so far: atoll export model.safetensors --dir atoll-run" in served.lines[-1]
     assert not any("Traceback" in line for line in served.lines)
     again = serve()
@@ -139,8 +139,8 @@ def test_a_server_with_a_workflow_speaks_of_no_model(serve, tmp_path) -> None:
     (tmp_path / "mine" / "flow.py").write_text("def main(controller):\n    controller.sites(at_least=1)\n")
     (tmp_path / "mine" / "run.toml").write_text('workflow.function = "flow.py:main"\n')
     served = serve()
-    assert served.until("run ").endswith("): a workflow; files in atoll-run\n")
-    assert "flow.py:main begins; start workers that take part with atoll.tasks" in served.until("begins")
+    assert served.until("run ").endswith("): workflow; files in atoll-run\n")
+    assert "flow.py:main; start workers with a script that uses atoll.tasks" in served.until("starting the workflow")
 
 
 @pytest.mark.slow
@@ -157,7 +157,7 @@ def test_a_server_that_is_stopped_behind_the_end_of_its_run_says_so(
     served.until("finished at version 1")
     served.process.send(number)
     assert served.end() == 0
-    assert "gets it when the same command is started again" in served.lines[-1], "".join(served.lines)
+    assert "to serve the result to sites that have not downloaded it yet" in served.lines[-1], "".join(served.lines)
     client.close()
 
 
@@ -204,6 +204,6 @@ def test_on_a_terminal_the_server_shows_the_table_of_status_below_its_lines(atol
         process.wait()
         os.close(terminal)
     text = said.decode()
-    assert text.index("starts; loading") < text.index("listening on") < text.index("no worker has joined yet")
-    assert "goes on from where the run is" in text[text.index("no worker has joined yet") :]
+    assert text.index("; loading PyTorch") < text.index("listening on") < text.index("no worker has joined yet")
+    assert "to continue the run, start the same command again" in text[text.index("no worker has joined yet") :]
     assert "waits for 2 sites to join" in text

@@ -88,7 +88,7 @@ def test_says_why_the_server_on_the_directory_cannot_be_asked(nursery: Nursery, 
     with serve(tmp_path, **write_certificate(tmp_path, "elsewhere.org")):
         code, said = status_of(nursery, tmp_path, "--dir", "state", ATOLL_TLS_CA=str(tmp_path / "ca.pem"))
     assert code == 0, said
-    assert "cannot prove that it is the server" in said
+    assert "cannot prove its identity" in said
 
 
 def test_refuses_a_folder_without_a_run_and_an_address_beside_the_folder(nursery: Nursery, tmp_path: Path) -> None:

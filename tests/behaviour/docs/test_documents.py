@@ -185,7 +185,7 @@ def test_the_messages_in_troubleshooting_are_those_of_the_code(texts: str) -> No
 
 @pytest.mark.covers("L26")
 def test_the_warning_of_staleness_names_its_part_of_troubleshooting(texts: str) -> None:
-    named = re.search(r"More: (docs/troubleshooting\.md), (.+)", texts)
+    named = re.search(r"See (docs/troubleshooting\.md), (.+)", texts)
     assert named is not None
     heading = named[2].partition("\x00")[0]
     assert any("versions behind" in row[0] for row in table_rows(ROOT / named[1], heading))

@@ -44,18 +44,21 @@ KEY = {"object": "0" * 32, "secret": "0" * 32, "digest": "0" * 64, "expires_at":
     [
         (lambda worker: worker.submits(lambda: NET), "model=copy.deepcopy(model)"),
         *(
-            (lambda worker, model=model: worker.submits(lambda: model), f"The model a does not fit{words}")
+            (
+                lambda worker, model=model: worker.submits(lambda: model),
+                f"The model a does not fit the module of worker.evaluates{words}",
+            )
             for model, words in (
-                ({"weight": torch.ones(1, 1), "bias": torch.ones(1)}, " the module: only it has 'bias'"),
-                ({"weight": torch.ones(1, 2)}, ": 'weight' is F32[1, 2], in the module F32[1, 1]"),
-                ({"bias": torch.ones(1)}, " the module: only the module has 'weight'"),
+                ({"weight": torch.ones(1, 1), "bias": torch.ones(1)}, ": only the model has 'bias'"),
+                ({"weight": torch.ones(1, 2)}, ": 'weight' is F32[1, 2] in the model, F32[1, 1] in the module"),
+                ({"bias": torch.ones(1)}, ": only the module has 'weight'"),
             )
         ),
         *(
             (lambda worker, answer=answer: worker.task("submit_model")(lambda _: answer), words)
             for answer, words in (
-                ({"model": "here"}, "something else than a reference to a model"),
-                ({"model": KEY}, "is not kept here"),
+                ({"model": "here"}, "is not a reference to a model"),
+                ({"model": KEY}, "server does not have object"),
             )
         ),
     ],
@@ -141,9 +144,9 @@ def test_a_handler_may_answer_with_a_reference_to_a_model_elsewhere(tmp_path: Pa
 def test_a_name_has_one_handler(tmp_path: Path) -> None:
     with serve(tmp_path, **ALONE) as server, atoll.tasks(server.url, "a") as worker:
         worker.evaluates(measure)
-        with pytest.raises(UsageError, match="'validate' has a handler already"):
+        with pytest.raises(UsageError, match="'validate' already has a handler"):
             worker.task("validate")(print)
-        with pytest.raises(UsageError, match="'validate' has a handler already"):
+        with pytest.raises(UsageError, match="'validate' already has a handler"):
             worker.evaluates(measure)
         worker.task("submit_model")(print)  # one's own counts
         server.stop()

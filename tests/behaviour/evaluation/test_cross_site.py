@@ -78,9 +78,14 @@ def test_sites_that_fail_refuse_or_measure_no_number_leave_a_cell_and_a_reason(
     }
     told = errors(matrix)
     assert told["b", "b"] == told["version 1", "b"] == "ValueError: no data here"
-    assert {told["a", site] for site in "abc"} == {"UsageError: Site a gives no model."}
+    assert {told["a", site] for site in "abc"} == {
+        "UsageError: The function of worker.submits at site a returned None instead of a model."
+    }
     text = (tmp_path / "state" / "exports" / "cross_site_evaluation.md").read_text()
-    assert "- a on every site: UsageError: Site a gives no model." in text
+    assert (
+        "- a on every site: UsageError: The function of worker.submits at site a returned None instead of a model."
+        in text
+    )
     assert "- every model on b: ValueError: no data here" in text
     assert "| c | 36 | — | not finite |" in text
 
@@ -127,7 +132,7 @@ def test_a_site_that_stands_still_is_given_up_after_its_time(nursery: Nursery, t
     matrix = matrix_of(tmp_path)
     assert losses(matrix)["c"] == {"a": 36.0, "b": 9.0}
     assert {why for (_, site), why in errors(matrix).items() if site == "c"} == {
-        f"the site moved nothing for 1.5 s (it said: evaluating {hung})" for hung in hung_at(matrix)
+        f"the site made no progress for 1.5 s (its last report: evaluating {hung})" for hung in hung_at(matrix)
     }
 
 

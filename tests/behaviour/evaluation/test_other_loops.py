@@ -64,5 +64,5 @@ def test_a_model_does_not_go_round_the_filters_of_its_site(nursery: Nursery, tmp
     matrix = evaluated(nursery, tmp_path, how)
     assert losses(matrix, "w")["b"] == {"a": 1.0, "b": 1.0}
     assert "a" not in losses(matrix)
-    assert "has filters for what it submits" in errors(matrix)["a", "b"]
+    assert "its stored model would leave the site without" in errors(matrix)["a", "b"]
     assert not list(tmp_path.rglob("local.safetensors"))

@@ -89,9 +89,9 @@ def test_versions_of_a_finished_run_are_evaluated_beside_it(nursery: Nursery, tm
     }
     printed = server.output()
     assert re.search(r"^version 5 +25 +4$", printed, re.MULTILINE)
-    assert "empty: version 9 on every site: There is no version 9: the run has come to 5." in printed
-    assert "waits for 2 sites; " in printed
-    assert f"nope.safetensors is not in {tmp_path}: its row stays empty" in printed  # before a site has come
+    assert "empty: version 9 on every site: Version 9 does not exist: the newest is 5." in printed
+    assert "waiting for 2 sites; " in printed
+    assert f"nope.safetensors is not in {tmp_path} yet; without it, its row stays" in printed  # before a site joins
     missing = f"No such file or directory, at the server: {tmp_path / 'nope.safetensors'}"
     assert f"empty: nope.safetensors on every site: {missing}" in printed
     assert losses(matrix_of(tmp_path)) == losses(found)
@@ -110,7 +110,7 @@ def test_a_run_that_is_not_finished_goes_on_after_an_evaluation(nursery: Nursery
     # the script of training takes no part in it: there are no rounds now
     refused = nursery.start(str(tmp_path / "train.py"), url, "a", cwd=tmp_path)
     assert refused.wait() != 0
-    assert "This server has a workflow, and no rounds" in refused.output()
+    assert "This server has a workflow and no rounds" in refused.output()
     sites = [start_site(nursery, tmp_path, url, name) for name in "ab"]
     assert server.wait(60) == 0, server.output()
     assert [site.wait() for site in sites] == [0, 0]
@@ -129,7 +129,7 @@ def test_a_server_that_runs_is_asked_for_its_matrix(nursery: Nursery, tmp_path: 
     with serve(tmp_path) as server:
         early = nursery.start("atoll", "evaluate", "--server", server.url, cwd=tmp_path)
         assert early.wait() == 6
-        assert "has evaluated nothing across sites" in early.output()
+        assert "has no results of a cross-site evaluation" in early.output()
         sites = [start_site(nursery, tmp_path, server.url, name) for name in "ab"]
         sites.append(start_site(nursery, tmp_path, server.url, "c", "hangs"))
         wait_until((tmp_path / "c.hangs").exists, "an evaluation at c")
@@ -147,9 +147,9 @@ def test_a_server_that_runs_is_asked_for_its_matrix(nursery: Nursery, tmp_path: 
 def test_what_cannot_be_evaluated_is_named(nursery: Nursery, tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text('disk.state_dir = "state"\n')
     for arguments, code, words in (
-        ([], 2, "Give one of a run file and --server."),
-        (["run.toml"], 2, "holds no run"),
-        (["run.toml", "--server", "http://127.0.0.1:1"], 2, "Give one of"),
+        ([], 2, "Give either a run file or --server."),
+        (["run.toml"], 2, "There is no run in"),
+        (["run.toml", "--server", "http://127.0.0.1:1"], 2, "Give either"),
         (["--server", f"http://127.0.0.1:{free_port()}"], 5, "does not answer"),
     ):
         command = nursery.start("atoll", "evaluate", *arguments, cwd=tmp_path)

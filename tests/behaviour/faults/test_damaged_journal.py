@@ -286,7 +286,7 @@ def test_says_that_a_power_loss_took_the_journals_end_and_goes_on_in_a_later_epo
     folder = without_end(halfway, tmp_path / "run")
     rewrite_note(folder / "state" / HEAD, boot="of the start before the power loss", epoch=7)
     with caplog.at_level(logging.WARNING, "atoll.server"), serve(folder, **{"network.port": halfway.port}) as server:
-        assert any("lost its last 1 audited" in line for line in caplog.messages)
+        assert any("lost its last 1 entries" in line for line in caplog.messages)
         assert server.status().epoch == 8
         FederatedSites(server.url, folder).join()
     assert digest_of(exported(folder)) == halfway.digest, "a submits again from its outbox"

@@ -37,7 +37,7 @@ def test_a_state_directory_that_is_removed_is_named(
 
     with serving(tmp_path) as server:
         Sites(server.url, tmp_path, during=during)
-        with pytest.raises(StoreError, match=r"state(/slots)? was removed while the server ran"):
+        with pytest.raises(StoreError, match=r"state(/slots)? was removed while the server was running"):
             server.run()
     assert not [record for record in caplog.records if record.name == "atoll.server" and record.exc_info]
 
@@ -60,7 +60,7 @@ def test_what_is_removed_of_a_state_directory_is_named(
 
     with serving(tmp_path, **{"disk.export_every": 1}) as server:
         Sites(server.url, tmp_path, during=during)
-        with pytest.raises(StoreError, match=f"{what} was removed while the server ran"):
+        with pytest.raises(StoreError, match=f"{what} was removed while the server was running"):
             server.run()
     assert not [record for record in caplog.records if record.name == "atoll.server" and record.exc_info]
 
@@ -95,7 +95,10 @@ def test_less_space_than_min_free_bytes_is_507_before_a_byte_is_taken(
         sites.join()
         server.run()
     assert asked[:2] == [0, 0]
-    assert "The server has 0 MB of disk left, and keeps 1 MB free. It goes on when there is space" in caplog.text
+    assert (
+        "The server has 0 MB of disk left, but must keep 1 MB free. Free space; then the run continues by itself"
+        in caplog.text
+    )
     Result(tmp_path).require_same(undisturbed, sites)
 
 
@@ -112,7 +115,7 @@ def test_a_failed_fsync_ends_the_server_with_the_reason(
         assert server.kept.wait() == 7
         last = server.kept.now.output().splitlines()[-1]
     assert last.startswith("atoll: fsync of ")
-    assert "what was written last may be lost. Look at the disk, then start the server again" in last
+    assert "what was written last may be lost. Check the disk, then start the server again" in last
     with ServerProcess(nursery, tmp_path, **{"disk.durability": durability}, port=server.port) as again:
         sites.join()
         assert again.kept.wait() == 0
@@ -160,7 +163,7 @@ def test_a_damaged_version_falls_back_to_the_one_before_and_the_run_goes_on(
             go_on.set()
             sites.join()
             assert again.kept.wait() == 0
-            assert "Version 2 of fragment 0 was lost, the run goes on from version 1" in again.log.read_text()
+            assert "Version 2 of fragment 0 was lost; the run continues from version 1" in again.log.read_text()
     result = Result(tmp_path)
     assert result.exports == undisturbed.exports
     assert [version for _, version, _ in result.versions] == [0, 1, 3, 4]  # no number is used again
@@ -182,12 +185,12 @@ def test_a_version_that_is_damaged_while_the_server_runs_ends_it_and_the_next_st
         go_on.set()
         assert server.kept.wait() == 7
         last = server.kept.now.output().splitlines()[-1]
-        assert last.startswith("atoll: Version 2 of fragment 0 was damaged on disk while the server ran: The ")
-        assert "start the server again: it goes on from the newest version that is whole" in last
+        assert last.startswith("atoll: Version 2 of fragment 0 was damaged on disk while the server was running: The ")
+        assert "start the server again: it continues from the newest undamaged version" in last
         with ServerProcess(nursery, tmp_path, port=server.port) as again:
             sites.join()
             assert again.kept.wait() == 0
-            assert "Version 2 of fragment 0 was lost, the run goes on from version 1" in again.log.read_text()
+            assert "Version 2 of fragment 0 was lost; the run continues from version 1" in again.log.read_text()
     result = Result(tmp_path)
     assert result.exports == undisturbed.exports
     assert result.digests == undisturbed.digests
@@ -203,7 +206,7 @@ def test_when_every_version_is_damaged_the_server_refuses_to_start(nursery: Nurs
     with ServerProcess(nursery, tmp_path) as server:
         assert server.kept.wait() == 7
         last = server.kept.now.output().splitlines()[-1]
-    assert last.startswith("atoll: No version of fragment 0 in state is what its digests say")
+    assert last.startswith("atoll: All versions of fragment 0 in state are damaged (their digests differ)")
     assert "Restore the whole directory from a backup" in last
 
 

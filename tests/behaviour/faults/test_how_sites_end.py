@@ -174,8 +174,8 @@ def test_the_summary_names_a_site_that_failed_and_never_contributed(nursery: Nur
         said = server.kept.now.output()
     (summary,) = [line for line in said.splitlines() if " finished at version 3 after" in line]
     assert "1 failed" in summary
-    assert "b was in 0 of 3 rounds" in summary
-    assert "a was in" not in summary
+    assert "b took part in 0 of 3 rounds" in summary
+    assert "a took part in" not in summary
 
 
 def test_the_summary_says_nothing_of_rounds_where_every_site_was_in_all(nursery: Nursery, tmp_path: Path) -> None:

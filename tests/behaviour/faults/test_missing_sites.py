@@ -68,7 +68,7 @@ def test_asks_for_as_many_sites_as_are_needed_and_for_none_with_another_model(tm
         one.leave()
         other.leave()
         (told,) = wait_until(lambda: server.status().warnings, "the warning")
-    assert told.startswith("0 sites take part (a has left, b has left and c failed), and no round closes with fewer ")
+    assert told.startswith("0 sites take part (a has left, b has left and c failed), but a round needs at least ")
     assert told.endswith("than 1 (rounds.min_sites): the run waits. Start 1 of a and b again under the same name")
 
 
@@ -79,7 +79,7 @@ def test_asks_for_another_site_if_the_only_one_has_another_model(tmp_path: Path)
         with pytest.raises(SchemaMismatch), worker:
             next(iter(worker)).load_into(nn.Linear(2, 1))
         (told,) = wait_until(lambda: server.status().warnings, "the warning")
-    assert told.startswith("0 sites take part (a failed), and no round closes with fewer than 1 (rounds.min_sites)")
+    assert told.startswith("0 sites take part (a failed), but a round needs at least 1 (rounds.min_sites)")
     assert told.endswith("the run waits. Start another site")
 
 
@@ -163,7 +163,7 @@ def test_a_site_that_was_not_drawn_is_not_missed(tmp_path: Path, caplog: pytest.
     assert [each.expected for each in status.history] == [3] * 4
     (site,) = held
     (told,) = status.warnings
-    reports = [record.message for record in caplog.records if "its version has learned nothing" in record.message]
+    reports = [record.message for record in caplog.records if "its version contains no training" in record.message]
     assert len(reports) == 1
     for text in (told, *reports):
         assert f"without {site}:" in text

@@ -137,7 +137,7 @@ def test_where_the_algorithm_says_reset_local_progress_is_lost_and_named(
         # of the last report before the second and the sixth step
         assert [row.metrics for row in server.status().history] == [{"loss": 7.0}, {"loss": 6.0}]
     assert seen == [7.0, 6.0, 5.0, 7.0, 6.0, 6.0]
-    assert "the run moved on to version 1; 2 local steps since version 0 are lost" in caplog.text
+    assert "the run is now at version 1; 2 local steps since version 0 are lost" in caplog.text
 
 
 @pytest.mark.covers("L10", "F6")
@@ -162,12 +162,12 @@ def test_diloco_trains_on_without_its_server_and_brings_everything_in_when_it_is
         for _ in range(4):
             model.step(optimizer)
         assert (diloco.skipped, model.values) == (2, (2.0,))
-        assert "synchronisation at step 4 skipped; training goes on" in caplog.text
+        assert "synchronisation at step 4 skipped; training continues" in caplog.text
         with serve(tmp_path, Numbers(8.0), **settings):
             for _ in range(2):
                 model.step(optimizer)
             assert (diloco.rounds, diloco.finished, model.values) == (2, True, (0.0,))
-            assert caplog.text.count("a: the server is back; synchronised at step 8") == 1
+            assert caplog.text.count("a: the server answers again; synchronised at step 8") == 1
             diloco.stop()
 
 

@@ -25,7 +25,7 @@ def start(nursery: Nursery, folder: Path, *flags: str, **settings: object) -> tu
     process = nursery.start("atoll", "server", "run.toml", *flags, cwd=folder)
     code = process.wait(30)
     lines = process.output().strip().splitlines()
-    return code, "\n".join(line for line in lines if "starts; loading PyTorch" not in line)
+    return code, "\n".join(line for line in lines if "; loading PyTorch" not in line)
 
 
 @pytest.mark.covers("F28")
@@ -35,8 +35,8 @@ def test_a_port_in_use_is_exit_code_3(nursery: Nursery, tmp_path: Path) -> None:
         code, output = start(nursery, tmp_path, **{"network.port": port})
     assert code == 3
     assert output == (
-        f"atoll: Port {port} on 127.0.0.1 is in use. End what uses it, or choose another with --port; "
-        "0 takes any free one."
+        f"atoll: Port {port} on 127.0.0.1 is in use. Stop the process that uses it, or choose another port with "
+        "--port; 0: any free port."
     )
 
 
@@ -54,7 +54,7 @@ def test_a_second_server_on_one_state_directory_is_exit_code_4_and_the_first_goe
         assert len(output.splitlines()) == 1
         holder = f"process {server.kept.now.pid} on " if lock == "there" else ""
         assert output.startswith(f"atoll: The state directory state is in use by {holder}")
-        assert output.endswith("Stop that server, or give this one another disk.state_dir.")
+        assert output.endswith("Stop that server, or set another disk.state_dir for this one.")
         Sites(server.url, tmp_path).join()
         assert server.kept.wait() == 0
     assert Result(tmp_path).counted() == EVERY_SITE_AND_ROUND
@@ -117,7 +117,10 @@ def test_beyond_loopback_without_tls_and_token_is_refused(
 ) -> None:
     code, output = start(nursery, tmp_path, *flags, **{"network.port": 0, "network.host": "0.0.0.0"})
     assert code == 2
-    assert "which others can reach, without TLS (network.tls_cert, network.tls_key) and without a token" in output
+    assert (
+        "which other machines can reach, but the server lacks TLS (network.tls_cert, network.tls_key) and a token"
+        in output
+    )
     assert "set network.insecure = true" in output
     assert not (tmp_path / "state").exists()
 
@@ -154,10 +157,10 @@ def test_a_wrong_or_missing_token_is_refused_with_the_remedy(
 ) -> None:
     with serving(tmp_path, **secured) as server:
         monkeypatch.setenv("ATOLL_TLS_CA", str(tmp_path / "ca.pem"))
-        with pytest.raises(AuthError, match=r"wants a token.*ATOLL_TOKEN"):
+        with pytest.raises(AuthError, match=r"requires a token.*ATOLL_TOKEN"):
             atoll.join(server.url, site="a", folder=tmp_path / "workers")
         monkeypatch.setenv("ATOLL_TOKEN", "battery-staple")
-        with pytest.raises(AuthError, match="no valid token") as caught:
+        with pytest.raises(AuthError, match="not have a valid token") as caught:
             atoll.join(server.url, site="a", folder=tmp_path / "workers")
         assert "battery-staple" not in str(caught.value)
         assert caught.value.exit_code == 8
@@ -174,9 +177,9 @@ def test_a_certificate_of_another_authority_is_refused_before_the_token_is_sent(
         monkeypatch.setenv("ATOLL_TOKEN", TOKEN)
         write_certificate(other)
         monkeypatch.setenv("ATOLL_TLS_CA", str(other / "ca.pem"))
-        with pytest.raises(ServerUnreachable, match=r"cannot prove that it is the server.*ATOLL_TLS_CA"):
+        with pytest.raises(ServerUnreachable, match=r"cannot prove its identity.*ATOLL_TLS_CA"):
             atoll.join(server.url, site="a", folder=tmp_path / "workers")
-        with pytest.raises(ServerUnreachable, match=r"cannot prove that it is the server.*ATOLL_TLS_CA"):
+        with pytest.raises(ServerUnreachable, match=r"cannot prove its identity.*ATOLL_TLS_CA"):
             status(server.url)  # as the commands do
         with pytest.raises(ServerUnreachable, match=r"A server with TLS needs https://\."):
             status(server.url.replace("https", "http"))

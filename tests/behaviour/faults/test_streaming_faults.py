@@ -111,7 +111,7 @@ def test_training_goes_on_without_the_server_and_nothing_is_lost(
                     break
             assert diloco.finished
             assert diloco.skipped > 0
-            assert caplog.text.count("a: the server is back; synchronising again from step") == 1
+            assert caplog.text.count("a: the server answers again; synchronising again from step") == 1
         assert server.kept.wait() == 0
     assert [(fragment, version) for fragment, version, _ in Result(tmp_path).versions] == [
         (fragment, version) for fragment in range(3) for version in range(4)

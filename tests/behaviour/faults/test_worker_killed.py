@@ -157,7 +157,7 @@ def test_stopped_past_its_lease_it_joins_again_and_goes_on(nursery: Nursery, tmp
     with round_1_without_a(tmp_path, stopped, continued):
         pass
     assert "joining again" in output[0].output()
-    assert "round 1 went on without this update" in output[0].output()
+    assert "round 1 closed without this update" in output[0].output()
 
 
 @pytest.mark.covers("F43", "P6")

@@ -42,13 +42,13 @@ def test_two_sites_on_one_trainer_are_refused_before_either_joins(tmp_path: Path
             atoll.integrations.lightning.AtollCallback(server.url, site, folder=tmp_path / site) for site in ("a", "b")
         ]
         trainer = trainer_of(name, callbacks=list(both))
-        words = r"The Trainer has 2 callbacks of Atoll, for the sites 'a', 'b'\. Give it one: a Trainer is one site"
+        words = r"The Trainer has 2 Atoll callbacks, for the sites 'a', 'b', but a Trainer is one site"
         for attempt in (trainer.validate, trainer.fit):
             with pytest.raises(UsageError, match=words):
                 attempt(module_class(name)(), data())
         with pytest.raises(UsageError, match=words):
             atoll.integrations.lightning.is_running(trainer)
-        with pytest.raises(UsageError, match="takes part in a run already"):
+        with pytest.raises(UsageError, match="already takes part in a run"):
             atoll.integrations.lightning.patch(trainer, server.url, "c")
         assert server.status().workers == []
 
@@ -107,8 +107,8 @@ def test_a_fit_before_its_first_average_submits_nothing(tmp_path: Path) -> None:
         assert server.status().fragments[0].version == 0
 
 
-SWA = "StochasticWeightAveraging keeps its average and its start from fit to fit.*Use EMAWeightAveraging"
-AVERAGE = "WeightAveraging replaces the weights by an average at the end of each fit, and {}.*Leave it out"
+SWA = "StochasticWeightAveraging keeps its average from one fit to the next.*Use EMAWeightAveraging"
+AVERAGE = "WeightAveraging replaces the weights by an average at the end of each fit, but {}.*Leave it out"
 REFUSED = [
     ("fedavg", "StochasticWeightAveraging", {"swa_lrs": 0.05}, SWA),
     ("diloco", "StochasticWeightAveraging", {"swa_lrs": 0.05}, SWA),

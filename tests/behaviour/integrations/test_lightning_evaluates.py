@@ -21,7 +21,7 @@ def test_models_are_validated_when_training_is_over(tmp_path: Path, name: str) -
     with serve(tmp_path, **{"rounds.total": 1, "workflow.steps": WORKFLOWS}) as server:
         trainer, module = patched(server, tmp_path, name), module_class(name)()
         atoll.integrations.lightning.evaluates(trainer, module, data())
-        with pytest.raises(UsageError, match="evaluates already"):
+        with pytest.raises(UsageError, match="already started or evaluates"):
             atoll.integrations.lightning.evaluates(trainer, module)
         while atoll.integrations.lightning.is_running(trainer):
             trainer.fit(module, data(), data())

@@ -86,5 +86,5 @@ def test_an_error_at_rank_0_ends_all_of_them(tmp_path: Path, name: str) -> None:
         finally:
             ranks.kill()
         assert ranks.returncode != 0
-        assert "learning rates of this round's 2 steps sum up to 0" in output
+        assert "sum of the learning rates of this round's 2 steps is 0" in output
         assert server.status().fragments[0].version == 0

@@ -96,14 +96,14 @@ class NoStep(Tiny):
 
 
 REFUSED = [
-    (Manual, "Manual optimizes manually", "automatic_optimization = True"),
-    (TwoOptimizers, "TwoOptimizers optimizes manually", "automatic_optimization = True"),
-    (Unequal, "learning rates 0.1, 0.2", "one for all parameter groups"),
-    (Negative, "learning rate is -0.5", "finite and not negative"),
-    (Infinite, "learning rate is inf", "finite and not negative"),
-    (NotANumber, "learning rate is nan", "finite and not negative"),
-    (Late, "learning rate is -0.5", "finite and not negative"),
-    (Zero, "3 steps sum up to 0", "at least one step needs a learning rate above zero"),
+    (Manual, "Manual uses manual optimization", "automatic_optimization = True"),
+    (TwoOptimizers, "TwoOptimizers uses manual optimization", "automatic_optimization = True"),
+    (Unequal, "learning rates 0.1, 0.2", "the same learning rate for all parameter groups"),
+    (Negative, "learning rate is -0.5", "finite learning rate, at least 0"),
+    (Infinite, "learning rate is inf", "finite learning rate, at least 0"),
+    (NotANumber, "learning rate is nan", "finite learning rate, at least 0"),
+    (Late, "learning rate is -0.5", "finite learning rate, at least 0"),
+    (Zero, "3 steps is 0", "Use a learning rate above zero in at least one step"),
     (NoStep, "no optimizer step", "fl_round.correct"),
 ]
 
@@ -147,7 +147,7 @@ def test_a_gradient_scaler_is_refused(tmp_path: Path, name: str, algorithm: str)
 def test_several_optimizers_are_refused(tmp_path: Path) -> None:
     with serve(tmp_path, "scaffold", **{"rounds.total": 1}) as server:
         trainer, module = patched(server, tmp_path), OneOfTwo()
-        with pytest.raises(UsageError, match=r"OneOfTwo has 2 optimizers, and scaffold follows one\. Put all"):
+        with pytest.raises(UsageError, match=r"OneOfTwo has 2 optimizers, but scaffold supports only one\. Put all"):
             trainer.fit(module, data())
         assert module.steps == 0
         retry(server, tmp_path)
@@ -197,7 +197,7 @@ def test_controls_that_are_malformed_in_a_later_round_are_refused(tmp_path: Path
             controls = exchange.local.kept
             assert controls is not None
             controls._files[controls.note.current].write(0, memoryview(bytes(b"\xff" * 4 * 3)))
-        expected = "this site holds none" if spoil == "missing" else r"control of 'w' is not finite.*Remove this site"
+        expected = "this site has none" if spoil == "missing" else r"control of 'w' is not finite.*Remove this site"
         with pytest.raises(UsageError, match=expected):
             trainer.fit(module, data())
         assert server.status().fragments[0].version == 1
@@ -224,7 +224,9 @@ def test_a_step_without_the_end_of_its_batch_is_an_error(tmp_path: Path, algorit
 
     with serve(tmp_path, algorithm, **{"rounds.total": 1}) as server:
         trainer = patched(server, tmp_path)
-        with pytest.raises(UsageError, match=r"step 2 was not followed by on_train_batch_end.*should_stop = True"):
+        with pytest.raises(
+            UsageError, match=r"did not call on_train_batch_end after optimizer step 2.*should_stop = True"
+        ):
             trainer.fit(Stops(), data())
         retry(server, tmp_path)
 
@@ -294,7 +296,7 @@ def test_a_parameter_that_is_unfrozen_later_is_corrected_from_then_on(tmp_path: 
 
 def test_a_trainer_takes_part_once(tmp_path: Path) -> None:
     trainer = trainer_of()
-    with pytest.raises(UsageError, match=r"0 callbacks of Atoll\. Call atoll\.integrations\.lightning\.patch"):
+    with pytest.raises(UsageError, match=r"has no AtollCallback\. Call atoll\.integrations\.lightning\.patch"):
         atoll.integrations.lightning.is_running(trainer)
     atoll.integrations.lightning.patch(trainer)
     with pytest.raises(UsageError, match="already"):

@@ -245,12 +245,12 @@ def test_a_merged_adapter_neither_receives_nor_is_sent() -> None:
     assert set(travels.state_dict()) == NAMES
 
 
-@pytest.mark.parametrize("how", ["made anew", "moved"])
+@pytest.mark.parametrize("how", ["created again", "moved"])
 def test_an_adapter_that_the_model_no_longer_has_is_refused(how: str) -> None:
     """A tensor that the model has replaced would be pulled into and sent, and have no part in training."""
     model = with_adapter(modules_to_save=["last"])
     travels = adapter(model)
-    if how == "made anew":
+    if how == "created again":
         model.add_adapter("other", peft.LoraConfig(r=3, target_modules=["first"]))
         model.set_adapter("other")
         model.delete_adapter("default")

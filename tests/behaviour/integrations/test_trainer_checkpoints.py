@@ -39,9 +39,9 @@ def test_a_lightning_fit_resumes_diloco_from_a_checkpoint_that_agrees(tmp_path: 
         assert (state["site"], state["versions"]) == ("a", [1])
         state["run"] = OTHER_RUN
         torch.save(content, changed)
-        with pytest.raises(UsageError, match="The checkpoint is of site 'a' in run ffffffff"):
+        with pytest.raises(UsageError, match="The checkpoint belongs to site 'a' in run ffffffff"):
             trainer(tmp_path / "w", 2).fit(Tiny(), data(), ckpt_path=changed)
-        with pytest.raises(UsageError, match=r"trains from version 1 of fragment 0, .* has no version"):
+        with pytest.raises(UsageError, match=r"starts from version 1 of fragment 0, .* has no version"):
             trainer(tmp_path / "new", 2).fit(Tiny(), data(), ckpt_path=file)
         module = Tiny()
         trainer(tmp_path / "w", 2).fit(module, data(), ckpt_path=file)
@@ -66,10 +66,10 @@ def test_a_transformers_trainer_resumes_diloco_from_a_checkpoint_that_agrees(tmp
         written = out / f"checkpoint-{steps}" / "atoll.json"
         state = json.loads(written.read_text())
         assert (state["site"], state["versions"]) == ("a", [1])
-        with pytest.raises(UsageError, match=r"trains from version 1 of fragment 0, .* has no version"):
+        with pytest.raises(UsageError, match=r"starts from version 1 of fragment 0, .* has no version"):
             trainer(tmp_path / "new", 2 * steps).train(resume_from_checkpoint=True)
         written.write_text(json.dumps(state | {"run": OTHER_RUN}))
-        with pytest.raises(UsageError, match="The checkpoint is of site 'a' in run ffffffff"):
+        with pytest.raises(UsageError, match="The checkpoint belongs to site 'a' in run ffffffff"):
             trainer(tmp_path / "w", 2 * steps).train(resume_from_checkpoint=True)
         written.write_text(json.dumps(state))
         trainer(tmp_path / "w", 2 * steps).train(resume_from_checkpoint=True)

@@ -131,14 +131,14 @@ def test_steps_that_no_round_holds_are_told(serve: Any, tmp_path: Path, caplog: 
     server = serve("fedavg")
     for most, words in (
         (3, ""),
-        (5, "the Trainer ended 2 steps into round 3: they stay local. An update needs 3 steps."),
+        (5, "the Trainer ended after 2 steps of round 3; these steps are not sent, because an update needs 3 steps."),
     ):
         callback = AtollCallback(server.url, "a", sync_every=3, folder=tmp_path)
         with caplog.at_level(logging.WARNING, "atoll"):
             trainer_for(One(), 1.0, callback, tmp_path, max_steps=most).train()
         assert callback.rounds == 1
         assert [
-            record.getMessage() for record in caplog.records if "stay local" in record.message
+            record.getMessage() for record in caplog.records if "are not sent" in record.message
         ] == words.splitlines()
 
 

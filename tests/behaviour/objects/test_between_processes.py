@@ -45,14 +45,16 @@ def test_a_publisher_that_was_killed_is_named_and_what_is_optional_is_none(nurse
     publisher, ref = publishing(nursery, tmp_path, "flat")
     publisher.kill()
     assert said(fetching(nursery, tmp_path, ref, optional=True)) == "none"
-    with pytest.raises(ServerUnreachable, match=rf"Nothing serves reference {ref.object[:8]} at 127.0.0.1:{ref.port}"):
+    with pytest.raises(
+        ServerUnreachable, match=rf"The publisher of reference {ref.object[:8]} at 127.0.0.1:{ref.port}"
+    ):
         atoll.objects.fetch(ref, idle_timeout_s=0.2)
 
 
 @pytest.mark.covers("P14")
 def test_an_absent_reference_is_none_where_that_is_allowed() -> None:
     assert atoll.objects.fetch(None, optional=True) is None
-    with pytest.raises(UsageError, match="no reference"):
+    with pytest.raises(UsageError, match="The reference is None"):
         atoll.objects.fetch(None)
 
 
@@ -84,9 +86,9 @@ def test_a_foreign_reference_is_refused(field: str) -> None:
     ref = atoll.objects.publish(flat())
     foreign = dataclasses.replace(ref, **{field: "0" * len(getattr(ref, field))})
     error, words = {
-        "secret": (AuthError, "is refused there: its secret"),
-        "object": (Gone, "leads to nothing"),
-        "digest": (atoll.errors.PartCorrupt, "not what its reference says"),
+        "secret": (AuthError, "refuses its secret"),
+        "object": (Gone, "is no longer valid"),
+        "digest": (atoll.errors.PartCorrupt, "does not match its reference"),
     }[field]
     with pytest.raises(error, match=words):
         atoll.objects.fetch(foreign)
@@ -183,7 +185,7 @@ def test_what_does_not_fit_in_place_is_named_before_a_byte_is_written(target: di
 
 @pytest.mark.covers("P4")
 def test_no_flat_dict_fits_nowhere_in_place() -> None:
-    with pytest.raises(SchemaMismatch, match="no flat dict"):
+    with pytest.raises(SchemaMismatch, match="not a flat dict"):
         atoll.objects.fetch(atoll.objects.publish([torch.ones(2)]), into={"a": torch.zeros(2)})
 
 
@@ -202,8 +204,8 @@ def test_tied_tensors_travel_once_and_arrive_under_both_names() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"ref": 3}, "no reference"),
-        ({"ref": b"atoll-ref://"}, "no reference"),
+        ({"ref": 3}, "not a reference to tensors"),
+        ({"ref": b"atoll-ref://"}, "not a reference to tensors"),
         ({"abort": True}, "abort is a bool"),
         ({"into": [torch.zeros(2)]}, "into is a list"),
         ({"into": {"a": torch.zeros(1).expand(2)}}, "'a' is expanded"),
@@ -225,14 +227,14 @@ def test_a_chunk_size_that_cannot_be_is_refused(chunk_bytes: Any) -> None:
 
 @pytest.mark.covers("P2")
 def test_inline_is_one_answer_and_has_a_limit() -> None:
-    with pytest.raises(UsageError, match="inline"):
+    with pytest.raises(UsageError, match="inside a message"):
         atoll.objects.publish({"w": torch.zeros(2**22 + 1)}, chunk_bytes=0)
     assert differences(flat(), atoll.objects.fetch(atoll.objects.publish(flat(), chunk_bytes=0))) == []
 
 
 @pytest.mark.covers("X2")
 def test_others_can_reach_a_publisher_only_with_tls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match=r"published on 0\.0\.0\.0, which others can reach, without TLS"):
+    with pytest.raises(ConfigError, match=r"published without TLS on 0\.0\.0\.0, which other machines can reach"):
         atoll.objects.Publisher("0.0.0.0")
     write_certificate(tmp_path)
     with atoll.objects.Publisher(
@@ -240,7 +242,7 @@ def test_others_can_reach_a_publisher_only_with_tls(tmp_path: Path, monkeypatch:
     ) as publisher:
         ref = publisher.publish(flat(), chunk_bytes=PART)
         assert str(ref).startswith("atoll-refs://localhost:")
-        with pytest.raises(ServerUnreachable, match="cannot prove that it is the server"):
+        with pytest.raises(ServerUnreachable, match="cannot prove its identity"):
             atoll.objects.fetch(ref, idle_timeout_s=0.2)
         monkeypatch.setenv("ATOLL_TLS_CA", str(tmp_path / "ca.pem"))
         assert differences(flat(), atoll.objects.fetch(ref)) == []

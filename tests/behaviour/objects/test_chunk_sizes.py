@@ -175,7 +175,7 @@ def test_what_is_too_large_to_go_inline_is_streamed_and_said(
         assert "too many" not in caplog.text
         ref = publisher.publish(large)
         assert told(manifest_of(ref)) == (PART, MOST_INLINE_BYTES + 16, False)
-        assert f"{MOST_INLINE_BYTES} bytes of tensors are too many to travel inline: they are streamed" in caplog.text
+        assert f"{MOST_INLINE_BYTES} bytes, too many for one message, so they are sent in parts" in caplog.text
         assert torch.equal(atoll.objects.fetch(ref)["w"], large["w"])
         choose(monkeypatch, 0, 0)
         assert told(manifest_of(publisher.publish(large))) == (EIGHT, MOST_INLINE_BYTES + 16, False)

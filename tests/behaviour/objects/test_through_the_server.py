@@ -180,11 +180,11 @@ def test_a_part_that_broke_on_its_way_up_is_sent_again_alone(tmp_path: Path, act
 @pytest.mark.covers("X3", "P14")
 def test_quotas_are_declared_and_withdrawing_makes_room(tmp_path: Path) -> None:
     with serve(tmp_path, **{"disk.objects_max_bytes": 2**20}) as server:
-        with pytest.raises(BadRequest, match=r"keeps at most 1048576 of objects.*objects_max_bytes"):
+        with pytest.raises(BadRequest, match=r"keeps at most 1048576 bytes of objects.*objects_max_bytes"):
             atoll.objects.publish(flat(), server=server.url)
         half = {"w": torch.zeros(2**17)}  # 512 KiB and a head: two do not fit
         ref = atoll.objects.publish(half, server=server.url)
-        with pytest.raises(Busy, match="has no room for"):
+        with pytest.raises(Busy, match="has no space for"):
             atoll.objects.publish(half, server=server.url)
         atoll.objects.withdraw(ref)
         atoll.objects.publish(half, server=server.url)
@@ -261,14 +261,14 @@ def test_an_object_is_complete_with_all_its_parts_or_not_at_all(tmp_path: Path) 
 
         assert put(0, digests[0])[0] == 204
         assert refused(complete(), "lacks 1 of 2 parts")
-        assert refused(ask("GET"), "has not arrived yet")
+        assert refused(ask("GET"), "is still being uploaded")
         assert put(1, digests[0])[0] == 422  # another digest than its own
         assert refused(complete(), "lacks 1")
         assert put(1, digests[1])[0] == 204
-        assert refused(complete("0" * 64), "do not make up its digest")
+        assert refused(complete("0" * 64), "do not match its digest")
         for _ in range(2):  # the answer may have been lost
             assert complete()[0] == 204
-        assert refused(put(1, digests[1]), "is complete")
+        assert refused(put(1, digests[1]), "is already complete")
         ref = TensorRef("127.0.0.1", server.port, False, place["object"], place["secret"], whole, 0)
         assert manifest_of(ref)["part_digests"] == [digest.hex() for digest in digests]
 

@@ -27,7 +27,7 @@ from atoll.recipes import (
     SwarmRecipe,
 )
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forked")]
 
 
 def running(folder: Path) -> list[str]:
@@ -127,24 +127,24 @@ def test_a_folder_that_has_the_run_goes_on_and_another_one_is_refused(
         recipe().execute(LocalEnv(sites=1, folder="here", quiet=True))
     with pytest.raises(
         RunFailed,
-        match=r"site-2 ended with 3 .* before the run was finished; a round takes 2 sites, and 1 of 2 are left",
+        match=r"site-2 ended with exit code 3 .* before the run was finished. A round needs 2 sites, but only 1 of 2",
     ) as failed:
         recipe().execute(LocalEnv(sites=2, folder="here", quiet=True))
-    assert "The same call with folder='here' goes on." in str(failed.value)
+    assert "To continue, repeat the call with folder='here'." in str(failed.value)
     assert failed.value.exit_code == 9
     assert running(tmp_path) == []
     Path("marks").write_text("now it works")
     result = recipe().execute(LocalEnv(sites=2, folder="here", quiet=True))
     assert [row.round for row in result.history] == [1, 2]
-    assert "going on at version 1" in Path("here/server.log").read_text()
+    assert "continuing at version 1" in Path("here/server.log").read_text()
     again = recipe().execute(LocalEnv(sites=2, folder="here"))  # it is finished already
     assert (again.model, again.history, again.finished) == (result.model, result.history, True)
-    assert "small was finished before; nothing is trained" in capfd.readouterr().out
-    with pytest.raises(UsageError, match=r"folder 'here' has another run"):
+    assert "small was already finished; nothing was trained" in capfd.readouterr().out
+    with pytest.raises(UsageError, match=r"folder 'here' contains another run"):
         recipe(num_rounds=3).execute(LocalEnv(sites=2, folder="here"))
     Path("full").mkdir()
     Path("full/mine").touch()
-    with pytest.raises(UsageError, match=r"folder 'full' is not empty, and has no run.toml"):
+    with pytest.raises(UsageError, match=r"folder 'full' is not empty, and contains no run.toml"):
         recipe(min_sites=1).execute(LocalEnv(sites=1, folder="full"))
 
 
@@ -173,7 +173,9 @@ def test_one_client_more_than_needed_may_die(
 @pytest.mark.covers("P11")
 def test_a_server_that_cannot_start_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     project(tmp_path, monkeypatch)
-    with pytest.raises(ConfigError, match=r"The server ended with 2: .*my_modle.* here/server\.log has more") as failed:
+    with pytest.raises(
+        ConfigError, match=r"The server ended with exit code 2: .*my_modle.* here/server\.log"
+    ) as failed:
         recipe(model="my_modle:build").execute(LocalEnv(sites=2, folder="here", quiet=True))
     assert failed.value.exit_code == 2
     assert running(tmp_path) == []
@@ -184,7 +186,7 @@ def test_a_server_that_fails_in_the_middle_says_why(tmp_path: Path, monkeypatch:
     project(tmp_path, monkeypatch)
     Path("mine.py").write_text("def mean(updates):\n    raise ValueError('no quorum of ours')\n")
     made = recipe(min_sites=1).add_server_config({"aggregation.aggregator.path": "mine.py:mean"})
-    with pytest.raises(RunFailed, match=r"The server ended with 9: .*no quorum of ours.* here/server\.log has more"):
+    with pytest.raises(RunFailed, match=r"The server ended with exit code 9: .*no quorum of ours.* here/server\.log"):
         made.execute(LocalEnv(sites=1, folder="here", quiet=True))
     assert running(tmp_path) == []
 
@@ -202,7 +204,7 @@ def test_a_server_that_is_stopped_in_the_middle_is_no_finished_run(
                 if b"atoll.cli.main" in (process / "cmdline").read_bytes() and (process / "cwd").readlink() == here:
                     os.kill(int(process.name), signal.SIGTERM)"""
     project(tmp_path, monkeypatch, train(more=stop))
-    with pytest.raises(RunFailed, match=r"The server ended with 0: .* stopping; the same command goes on"):
+    with pytest.raises(RunFailed, match=r"The server ended with exit code 0: .* stopping; to continue the run"):
         recipe(min_sites=1).execute(LocalEnv(sites=1, folder="here", quiet=True))
     Path("marks").write_text("now it works")
     result = recipe(min_sites=1).execute(LocalEnv(sites=1, folder="here", quiet=True))

@@ -93,7 +93,7 @@ def test_an_unknown_argument_is_refused_with_the_nearest() -> None:
     with pytest.raises(UsageError, match=r"FedAvgRecipe has no argument 'mu'"):
         recipe(mu=3)
     with pytest.raises(
-        UsageError, match=r"'quorum', which is the setting .*recipe\.add_server_config\(\{'rounds\.quorum': 2\}\)"
+        UsageError, match=r"'quorum'; it is the setting .*recipe\.add_server_config\(\{'rounds\.quorum': 2\}\)"
     ):
         recipe(quorum=2)
     with pytest.raises(UsageError, match=r"server_optimizer is 'adams'\. Did you mean 'adam'\?"):
@@ -108,7 +108,7 @@ def test_an_unknown_argument_is_refused_with_the_nearest() -> None:
 
 @pytest.mark.covers("P11")
 def test_a_missing_argument_is_refused_with_those_that_are_needed() -> None:
-    needed = "It needs name, model, min_sites, num_rounds, train_script"
+    needed = "Required are name, model, min_sites, num_rounds, train_script"
     incomplete: Any = FedAvgRecipe
     with pytest.raises(UsageError, match=rf"FedAvgRecipe: missing a required argument: 'model'\. {needed}\."):
         incomplete(name="small")
@@ -116,7 +116,7 @@ def test_a_missing_argument_is_refused_with_those_that_are_needed() -> None:
         incomplete(*range(8))
     for kind in (SimEnv, LocalEnv):
         empty: Any = kind
-        with pytest.raises(UsageError, match=rf"{kind.__name__}: missing .*'sites'\. It needs sites\."):
+        with pytest.raises(UsageError, match=rf"{kind.__name__}: missing .*'sites'\. Required are sites\."):
             empty()
 
 
@@ -126,7 +126,7 @@ def test_aggregators_are_names_of_sites() -> None:
     for kind in (SimEnv, LocalEnv):
         with pytest.raises(
             UsageError,
-            match=r"aggregators of small has 'site-3', which is none of the 2 sites\. Did you mean 'site-",
+            match=r"aggregators of small contains 'site-3', but the run has only 2 sites.*Did you mean 'site-",
         ):
             recipe(SwarmRecipe, aggregators=["site-1", "site-3"]).execute(kind(sites=2))
 
@@ -141,26 +141,26 @@ def test_aggregators_are_names_of_sites() -> None:
             r"FedAvgRecipe, min_sites: rounds.sites = 0: input should be greater than or equal to 1",
         ),
         ({"name": 3}, r"FedAvgRecipe, name: run.name = 3: input should be a valid string"),
-        ({"num_rounds": 0}, r"num_rounds is 0\. A recipe ends by itself"),
-        ({"num_rounds": -3}, r"num_rounds is -3\. A recipe ends by itself"),
-        ({"train_script": "trian.py"}, r"there is no train_script 'trian.py'"),
+        ({"num_rounds": 0}, r"num_rounds is 0\. Use at least 1: a recipe must end"),
+        ({"num_rounds": -3}, r"num_rounds is -3\. Use at least 1: a recipe must end"),
+        ({"train_script": "trian.py"}, r"the train_script 'trian.py' does not exist"),
         ({"model": None}, r"no initial model"),
-        ({"model": torch.nn.Linear}, r"model is the class Linear, not a model\. Make one: Linear\(\)"),
+        ({"model": torch.nn.Linear}, r"model is the class Linear, not a model\. Pass Linear\(\)"),
         ({"model": 3}, r"model is a int\. Give an nn.Module"),
-        ({"model": {"class": "x"}}, r"model = \{'class': 'x'\} is not understood"),
-        ({"model": "__main__:Net"}, r"the server is another program"),
+        ({"model": {"class": "x"}}, r"model = \{'class': 'x'\} does not have a valid form"),
+        ({"model": "__main__:Net"}, r"its __main__ is another program"),
         ({"num_rounds": "3"}, r"FedAvgRecipe: num_rounds is '3'\. Give a whole number"),
         ({"num_rounds": True}, r"FedAvgRecipe: num_rounds is True\. Give a whole number"),
         ({"min_sites": "2"}, r"FedAvgRecipe: min_sites is '2'\. Give a whole number, at least 1"),
         ({"min_sites": True}, r"FedAvgRecipe: min_sites is True"),
         ({"train_script": None}, r"FedAvgRecipe: train_script is None\. Give a path"),
         ({"train_script": 3}, r"FedAvgRecipe: train_script is 3\. Give a path"),
-        ({"train_args": 5}, r"FedAvgRecipe: train_args is 5\. Give one text, .* or a list"),
-        ({"train_args": None}, r"FedAvgRecipe: train_args is None\. Give one text"),
-        ({"train_args": b"--x"}, r"FedAvgRecipe: train_args is b'--x'\. Give one text"),
+        ({"train_args": 5}, r"FedAvgRecipe: train_args is 5\. Use one string, .* or a list"),
+        ({"train_args": None}, r"FedAvgRecipe: train_args is None\. Use one string"),
+        ({"train_args": b"--x"}, r"FedAvgRecipe: train_args is b'--x'\. Use one string"),
         ({"train_args": "--x 'a"}, r"""train_args is "--x 'a": no closing quotation\. Quote it as for a shell"""),
         ({"initial_ckpt": 3}, r"FedAvgRecipe: initial_ckpt is 3\. Give a path"),
-        ({"model": "a.safetensors", "initial_ckpt": "b.safetensors"}, r"Give one of them"),
+        ({"model": "a.safetensors", "initial_ckpt": "b.safetensors"}, r"Use one of them"),
     ],
 )
 def test_a_wrong_value_is_refused_where_it_is_given(given: dict[str, object], said: str) -> None:
@@ -175,14 +175,14 @@ def test_a_wrong_value_is_refused_where_it_is_given(given: dict[str, object], sa
     [
         (SimEnv, {"sites": "2"}, r"SimEnv: sites is '2'\. Give a whole number, at least 1"),
         (SimEnv, {"sites": 2.0}, r"SimEnv: sites is 2\.0"),
-        (SimEnv, {"sites": 2, "processes": "2"}, r"processes is '2'\. Give at least 1"),
-        (SimEnv, {"sites": 2, "engine": 3}, r"engine is 3\. Take one of local, ray"),
+        (SimEnv, {"sites": 2, "processes": "2"}, r"processes is '2'\. Give a number of at least 1"),
+        (SimEnv, {"sites": 2, "engine": 3}, r"engine is 3\. Use one of local, ray"),
         (SimEnv, {"sites": 2, "folder": 3}, r"SimEnv: folder is 3\. Give a path"),
         (LocalEnv, {"sites": "2"}, r"LocalEnv: sites is '2'"),
         (LocalEnv, {"sites": 2, "threads": "x"}, r"LocalEnv: threads is 'x'\. Give a whole number, at least 0"),
         (LocalEnv, {"sites": 2, "threads": -1}, r"LocalEnv: threads is -1"),
         (LocalEnv, {"sites": 2, "folder": 3}, r"LocalEnv: folder is 3\. Give a path"),
-        (ServerEnv, {"url": 8512}, r"ServerEnv: url is 8512\. Write it as http://host:8512"),
+        (ServerEnv, {"url": 8512}, r"ServerEnv: url is 8512\. Use the form http://host:8512"),
         (
             ServerEnv,
             {"url": "http://h:1", "site": "a b/c"},
@@ -205,16 +205,16 @@ def test_a_wrong_value_of_an_environment_is_refused_where_it_is_given(
 def test_a_folder_that_cannot_be_one_is_refused(kind: Any, tmp_path: Path) -> None:
     (tmp_path / "here" / "run.toml").mkdir(parents=True)
     for folder in ("train.py/below", "train.py/below/it", "here"):
-        with pytest.raises(UsageError, match=rf"folder '{folder}' cannot be used: .*Name another one"):
+        with pytest.raises(UsageError, match=rf"folder '{folder}' cannot be used: .*Use another folder"):
             recipe().execute(kind(sites=2, folder=folder))
     (tmp_path / "atoll-recipes").touch()
-    with pytest.raises(UsageError, match=r"folder 'atoll-recipes/.*' cannot be used: .*Name another one"):
+    with pytest.raises(UsageError, match=r"folder 'atoll-recipes/.*' cannot be used: .*Use another folder"):
         recipe().execute(kind(sites=2))
 
 
 @pytest.mark.covers("P11", "X3")
 def test_what_the_algorithm_does_not_take_is_refused_before_anything_is_made() -> None:
-    with pytest.raises(ConfigError, match=r"FedProxRecipe: algorithm.mu is -1\. Give a number of at least 0"):
+    with pytest.raises(ConfigError, match=r"FedProxRecipe: algorithm.mu is -1\. Use a number of at least 0"):
         recipe(FedProxRecipe, mu=-1)
 
 
@@ -223,9 +223,9 @@ def test_what_the_algorithm_does_not_take_is_refused_before_anything_is_made() -
     ("given", "said"),
     [
         ({"engine": "rai"}, r"engine is 'rai'\. Did you mean 'ray'\?"),
-        ({"engine": "slurm"}, r"engine is 'slurm'\. Take one of local, ray"),
-        ({"processes": 0}, r"processes is 0\. Give at least 1"),
-        ({"address": "head:6379"}, r"address is 'head:6379', and the engine is 'local'"),
+        ({"engine": "slurm"}, r"engine is 'slurm'\. Use one of local, ray"),
+        ({"processes": 0}, r"processes is 0\. Give a number of at least 1"),
+        ({"address": "head:6379"}, r"address is 'head:6379', but the engine is 'local'"),
     ],
 )
 def test_an_engine_that_is_not_there_is_refused_where_it_is_given(given: dict[str, Any], said: str) -> None:
@@ -238,28 +238,28 @@ def test_a_wrong_server_config_is_refused_and_changes_nothing() -> None:
     made = recipe(DiLoCoRecipe, sync_every=6, outer_momentum=0.8)
     before = made.settings()
     for config, said in [
-        ({"quorm": 2}, r"add_server_config: there is no setting 'quorm'\. Did you mean rounds\.quorum\?"),
+        ({"quorm": 2}, r"add_server_config: the setting 'quorm' does not exist\. Did you mean rounds\.quorum\?"),
         (
             {"algorithm.outer_optimizer.name": "adam"},
-            r"DiLoCoRecipe: algorithm.outer_optimizer.momentum is 0\.8, but adam has no momentum\. Leave it out",
+            r"DiLoCoRecipe: algorithm.outer_optimizer.momentum is 0\.8, but adam has no momentum\. Leave momentum out",
         ),
         ({"network.port": "http"}, r"add_server_config: network.port = 'http': input should be a valid integer"),
-        ({"rounds.quorum": 2}, r"rounds.deadline_s is 0, so it never takes effect"),
-        ({"diloco.num_fragments": 4}, r"diloco.sync_every is 6, and diloco.num_fragments is 4"),
+        ({"rounds.quorum": 2}, r"rounds.deadline_s is 0, so the quorum never takes effect"),
+        ({"diloco.num_fragments": 4}, r"diloco.sync_every is 6 and diloco.num_fragments is 4"),
         (
             {"rounds.total": 4},
-            r"add_server_config got 'rounds.total', which DiLoCoRecipe decides\. It is its argument 'num_rounds'",
+            r"add_server_config got 'rounds.total', but DiLoCoRecipe sets it by itself\. Use the argument 'num_rounds'",
         ),
-        ({"diloco.sync_every": 4}, r"'diloco.sync_every', which DiLoCoRecipe decides"),
-        ({"algorithm.name": "fedavg"}, r"'algorithm.name', which DiLoCoRecipe decides\. .* take another one"),
+        ({"diloco.sync_every": 4}, r"'diloco.sync_every', but DiLoCoRecipe sets it"),
+        ({"algorithm.name": "fedavg"}, r"'algorithm.name', but DiLoCoRecipe sets it by itself\. .* use another recipe"),
     ]:
         with pytest.raises(AtollError, match=said):
             made.add_server_config(config)
         assert made.settings() == before
-    with pytest.raises(UsageError, match=r"add_server_config got the key 3, which is no name of a setting"):
+    with pytest.raises(UsageError, match=r"add_server_config got the key 3, which is not a string"):
         made.add_server_config({3: "int8"})  # type: ignore[dict-item]
     assert made.settings() == before
-    as_one = r"one mapping, and got {}\.\s.*recipe\.add_server_config\({}\)"
+    as_one = r"one mapping, but got {}\.\s.*recipe\.add_server_config\({}\)"
     for given, keywords, got, shown in [
         (
             (),
@@ -387,7 +387,7 @@ def test_a_file_that_no_recipe_wrote_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text("rounds.total = 3\n")
     with pytest.raises(UsageError, match=r"'run.toml' was not written by a recipe"):
         recipe().write("run.toml")
-    with pytest.raises(UsageError, match=r"is a folder\. Name the run file"):
+    with pytest.raises(UsageError, match=r"is a folder\. Give the run file"):
         recipe().write(tmp_path)
     assert (tmp_path / "run.toml").read_text() == "rounds.total = 3\n"
     recipe().write("mine.toml")
@@ -397,9 +397,9 @@ def test_a_file_that_no_recipe_wrote_is_left_alone(tmp_path: Path) -> None:
 
 def test_what_is_no_environment_is_refused() -> None:
     for wrong in (LocalEnv, "local", None):
-        with pytest.raises(UsageError, match=r"which is no environment\. Give LocalEnv\(sites=2\)"):
+        with pytest.raises(UsageError, match=r"which is not an environment\. Use LocalEnv\(sites=2\)"):
             recipe().execute(wrong)
-    with pytest.raises(UsageError, match=r"sites is 1, but min_sites of small is 2: no round would ever close"):
+    with pytest.raises(UsageError, match=r"sites is 1, but min_sites of small is 2, so no round could close"):
         recipe().execute(LocalEnv(sites=1))
 
 

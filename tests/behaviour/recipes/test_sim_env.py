@@ -22,7 +22,7 @@ from atoll.recipes import (
     SimEnv,
 )
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forked")]
 CORRECTING = (FedProxRecipe, ScaffoldRecipe)
 
 
@@ -91,9 +91,9 @@ def test_all_that_is_asked_for_reaches_the_simulation(tmp_path: Path, monkeypatc
 def test_what_has_no_meaning_in_a_simulation_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     project(tmp_path, monkeypatch, DILOCO)
     made = recipe(DiLoCoRecipe, sync_every=4).add_server_config({"diloco.num_fragments": 2})
-    with pytest.raises(AtollError, match=r"diloco\.num_fragments is 2: a simulation has rounds of whole models"):
+    with pytest.raises(AtollError, match=r"diloco\.num_fragments is 2, but a simulation supports only"):
         made.execute(SimEnv(sites=2))
-    with pytest.raises(AtollError, match=r"atoll\.DiLoCo counts steps of a loop of its own"):  # it would train alone
+    with pytest.raises(AtollError, match=r"atoll\.DiLoCo cannot run in a simulation"):  # it would train alone
         recipe(DiLoCoRecipe, sync_every=4).execute(SimEnv(sites=2, processes=1))
     with pytest.raises(AtollError, match="engine is 'rey'"):
         recipe().execute(SimEnv(sites=2, engine="rey"))

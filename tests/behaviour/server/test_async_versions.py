@@ -157,7 +157,7 @@ def test_an_export_that_is_overtaken_does_not_keep_a_version_from_becoming_durab
     from atoll.server.coordinator.background_writes import Exports
 
     def overtaken(*_: Any) -> None:
-        raise Gone("Version 1 is not kept.")
+        raise Gone("Version 1 is no longer kept.")
 
     monkeypatch.setattr(Exports, "save", overtaken)
     run = world(**{"disk.export_every": 1})

@@ -102,7 +102,7 @@ def test_a_version_that_is_no_longer_kept_is_told_of_and_the_run_goes_on(
         assert saved(server) == 0
     (tmp_path / "state" / "exports" / "best.safetensors").unlink()
     with serve(tmp_path) as server:
-        wait_until(lambda: "no longer kept" in caplog.text, "it is said")
+        wait_until(lambda: "was deleted before it was saved" in caplog.text, "it is said")
         work(server, tmp_path, [{"acc": 0.95}])
         assert saved(server) == 4
         assert best_of(server.exports)[1] == [4.0, 4.0]
@@ -148,7 +148,7 @@ def test_warns_once_of_a_metric_that_no_site_reports(tmp_path: Path, caplog: pyt
     with serve(tmp_path, **{"rounds.early_stop_after": 1}) as server:
         work(server, tmp_path, [{"loss": 1.0}, {}, {"acc": float("nan")}, {"acc": 0.5}])
         assert saved(server) == 3
-    said = [record.message for record in caplog.records if "no finite 'acc'" in record.message]
+    said = [record.message for record in caplog.records if "no finite value of 'acc'" in record.message]
     assert len(said) == 1
     assert "its metrics: loss" in said[0]
 
@@ -181,7 +181,7 @@ def test_export_of_the_best(tmp_path: Path, nursery: Nursery) -> None:
 
     with serve(tmp_path) as server:
         at = ("--server", server.url)
-        require_refused(Gone, "No round has reported 'acc'", *at)
+        require_refused(Gone, "No round has reported the metric 'acc'", *at)
         work(server, tmp_path, [{"acc": 0.9}, {"acc": 0.3}, {"acc": 0.3}, {"acc": 0.3}])
         assert saved(server) == 0
         assert exported(*at) == 0
@@ -202,7 +202,7 @@ def test_export_of_the_best(tmp_path: Path, nursery: Nursery) -> None:
         assert exported("--dir", str(tmp_path / "state")) == 0
         assert out.read_bytes() == original
     with serve(tmp_path / "other", **{"rounds.best_metric": None}) as server:
-        require_refused(UsageError, "tracks no metric", "--server", server.url)
+        require_refused(UsageError, "does not track a best version", "--server", server.url)
 
 
 def test_exports_the_best_of_a_directory_that_has_its_exports_elsewhere(tmp_path: Path, nursery: Nursery) -> None:

@@ -39,53 +39,57 @@ def serve(folder: Path, **settings: Any) -> atoll.Server:
 @pytest.mark.parametrize(
     ("first", "other", "told"),
     [
-        (STREAMING, {"diloco.sync_every": 80}, "diloco.sync_every = 40, this start says 80"),
+        (STREAMING, {"diloco.sync_every": 80}, "diloco.sync_every = 40, but this start sets 80"),
         (
             STREAMING,
             {"diloco.num_fragments": 1, "diloco.fragment_sync_delay": 0, "diloco.fragment_update_alpha": 0.0},
-            "diloco.num_fragments = 2, this start says 1",
+            "diloco.num_fragments = 2, but this start sets 1",
         ),
-        (STREAMING, {"diloco.fragment_sync_delay": 8}, "diloco.fragment_sync_delay = 4, this start says 8"),
-        (STREAMING, {"diloco.fragment_update_alpha": 0.0}, "diloco.fragment_update_alpha = 0.5, this start says 0.0"),
-        (STREAMING, {"diloco.max_inflight": 2}, "diloco.max_inflight = 1, this start says 2"),
-        ({}, {"async.enabled": True}, "async.enabled = False, this start says True"),
+        (STREAMING, {"diloco.fragment_sync_delay": 8}, "diloco.fragment_sync_delay = 4, but this start sets 8"),
+        (
+            STREAMING,
+            {"diloco.fragment_update_alpha": 0.0},
+            "diloco.fragment_update_alpha = 0.5, but this start sets 0.0",
+        ),
+        (STREAMING, {"diloco.max_inflight": 2}, "diloco.max_inflight = 1, but this start sets 2"),
+        ({}, {"async.enabled": True}, "async.enabled = False, but this start sets True"),
         (
             {"async.enabled": True},
             {"async.sync_rounds_first": 9},
-            "async.sync_rounds_first = 0, this start says 9",
+            "async.sync_rounds_first = 0, but this start sets 9",
         ),
-        ({}, {"algorithm.name": "fedavg"}, "algorithm.name = 'diloco', this start says 'fedavg'"),
+        ({}, {"algorithm.name": "fedavg"}, "algorithm.name = 'diloco', but this start sets 'fedavg'"),
         (
             {},
             {"aggregation.upload_codec.name": "int8"},
-            "aggregation.upload_codec.name = 'bf16', this start says 'int8'",
+            "aggregation.upload_codec.name = 'bf16', but this start sets 'int8'",
         ),
         (
             {"aggregation.upload_codec.name": "topk"},
             {"aggregation.upload_codec.density": 0.5},
-            "aggregation.upload_codec.density = None, this start says 0.5",
+            "aggregation.upload_codec.density = None, but this start sets 0.5",
         ),
         (
             {},
             {"aggregation.download_codec.name": "int8"},
-            "aggregation.download_codec.name = 'none', this start says 'int8'",
+            "aggregation.download_codec.name = 'none', but this start sets 'int8'",
         ),
-        ({}, {"network.part_bytes": 2**17}, "network.part_bytes = 16777216, this start says 131072"),
-        ({}, {"model.ranks": 2}, "model.ranks = 1, this start says 2"),
+        ({}, {"network.part_bytes": 2**17}, "network.part_bytes = 16777216, but this start sets 131072"),
+        ({}, {"model.ranks": 2}, "model.ranks = 1, but this start sets 2"),
         (
             {},
             {"algorithm.outer_optimizer.lr": 0.3},
-            "algorithm.outer_optimizer = {'lr': 0.7}, this start says {'lr': 0.3}",
+            "algorithm.outer_optimizer = {'lr': 0.7}, but this start sets {'lr': 0.3}",
         ),
         (
             {},
             {"algorithm.outer_lr_of": {"0.*": 0.3}},
-            "algorithm.outer_optimizer = {}, this start says {'lrs': {'0.*': 0.3}}",
+            "algorithm.outer_optimizer = {}, but this start sets {'lrs': {'0.*': 0.3}}",
         ),
         (
             {"algorithm.name": "fedprox", "algorithm.mu": 0.1},
             {"algorithm.mu": 0.2},
-            "algorithm.mu = 0.1, this start says 0.2",
+            "algorithm.mu = 0.1, but this start sets 0.2",
         ),
     ],
     ids=lambda value: "" if isinstance(value, str) else "-".join(value) or "defaults",
@@ -96,11 +100,11 @@ def test_what_a_run_lives_by_is_refused_by_name(
     with serve(tmp_path, **first):
         pass
     with (
-        pytest.raises(ConfigError, match=re.escape(f"has a run with {told}.")) as caught,
+        pytest.raises(ConfigError, match=re.escape(f" has {told}.")) as caught,
         serve(tmp_path, **(first | other)),
     ):
         pass
-    assert "Start it with the old value, or begin a new run in another disk.state_dir" in caught.value.remedy
+    assert "Start with the old value, or start a new run in another disk.state_dir" in caught.value.remedy
     with serve(tmp_path, **first) as again:  # as it was begun, it goes on
         assert again.status().epoch >= 2
 
@@ -114,7 +118,7 @@ def test_another_build_of_torch_is_told_of_and_not_refused(tmp_path: Path, caplo
         assert older != text
         journal.execute("UPDATE run SET settings_json = ?, torch_build = '2.1.0'", (older,))
     with serve(tmp_path):
-        assert "the run was begun with torch 2.1.0 on" in caplog.text
+        assert "the run was started with torch 2.1.0 on" in caplog.text
 
 
 def test_what_sites_were_told_holds_for_them_until_they_start_again(tmp_path: Path) -> None:

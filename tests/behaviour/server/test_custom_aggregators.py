@@ -183,7 +183,7 @@ class AsTheyArrive:
     log = said()
     assert [entry[0] for entry in log] == 2 * ["accept", "accept", "aggregate", "reset"]
     # 0.1 … 1 over four elements sums to 2.2; of round 1 one update may be kept, so the older, b's, was taken back
-    lost = "A lazy tensor was asked for after its files were released."
+    lost = "A lazy tensor was read after its files were released."
     assert log[2][1] == pytest.approx([-6.6, -2.2])
     assert log[6][1] == [lost, pytest.approx(-2.2), pytest.approx(-13.2), pytest.approx(-4.4)]
 
@@ -222,9 +222,11 @@ FAILURES = [
         "import os, signal; os.kill(os.getpid(), signal.SIGKILL)", "its process ended with signal 9", id="killed"
     ),
     pytest.param("os._exit(3)", "its process ended with exit code 3", id="exits"),
-    pytest.param("import threading; threading.Event().wait()", "neither read nor given a tensor for 1 s", id="hangs"),
     pytest.param(
-        "return {'w': torch.zeros(3, 2)}", "gave 'w' with the shape [3, 2], the model's is [2, 3]", id="shape"
+        "import threading; threading.Event().wait()", "neither read nor returned a tensor for 1 s", id="hangs"
+    ),
+    pytest.param(
+        "return {'w': torch.zeros(3, 2)}", "returned 'w' with the shape [3, 2], the model has [2, 3]", id="shape"
     ),
 ]
 
@@ -281,10 +283,10 @@ def waits(updates):
 def test_one_that_cannot_be_made_ends_the_start(tmp_path: Path) -> None:
     write(tmp_path, "class Needs:\n    def __init__(self, n): ...\n    def aggregate(self, updates): ...\n")
     with pytest.raises(
-        ConfigError, match=r"mine.py:Needs' cannot be made: .* 'n'. Write its keyword arguments beside the path"
+        ConfigError, match=r"mine.py:Needs' cannot be created: .* 'n'. Write its keyword arguments next to the path"
     ):
         serve(tmp_path, "Needs").start()
-    with pytest.raises(ConfigError, match="Set one of them"):
+    with pytest.raises(ConfigError, match="Set only one of them"):
         serve(tmp_path, "Needs", **{"aggregation.reducer.name": "median"})
 
 

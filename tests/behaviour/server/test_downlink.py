@@ -226,7 +226,10 @@ def test_a_base_that_was_damaged_meanwhile_is_mended_by_the_part(
         assert 0 < down_bytes(client) - received - delta_bytes("int8") <= PART_BYTES
         for each in sites.values():
             each.close()
-    assert "a: 1 of 4 parts of version 1 did not come of what went down, and are pulled whole" in caplog.text
+    assert (
+        "a: 1 of 4 parts of version 1 did not match after adding the difference, and are downloaded in full"
+        in caplog.text
+    )
 
 
 def slot_of_delta(folder: Path) -> Path:
@@ -250,7 +253,7 @@ def test_a_delta_that_is_damaged_at_the_server_is_not_needed(tmp_path: Path, cap
             if number == 2:
                 assert down_bytes(sites["a"]) - received >= whole_bytes(tmp_path)
         finish_as(reference, server, sites)
-    assert "a: version 1 is pulled whole: Part 0 from" in caplog.text
+    assert "a: version 1 is downloaded in full: Part 0 from" in caplog.text
 
 
 def test_a_delta_that_is_damaged_at_a_start_is_dropped(tmp_path: Path) -> None:
@@ -326,7 +329,8 @@ def test_what_saves_nothing_is_told_and_versions_are_pulled_whole(
         assert [down_bytes(client) for client in sites.values()] == 2 * [3 * whole_bytes(tmp_path)]
         finish_as(reference, server, sites)
     assert (
-        "aggregation.download_codec 'int8' saves nothing: a difference would take 32.0 kB, a version has" in caplog.text
+        "aggregation.download_codec 'int8' saves nothing: the difference between versions would take 32.0 kB"
+        in caplog.text
     )
 
 

@@ -84,7 +84,7 @@ def test_an_update_without_steps_is_refused_and_the_round_goes_on(
             client.close()
         # u = 1, 4 from −4; p = ½, ½; τ_eff = 2: 2 · (½·1/1 + ½·4/3) = 7/3
         assert result(server)[0] == pytest.approx(-4 - 7 / 3, rel=1e-6)
-    assert "The update of b is refused: it reports no local steps" in caplog.text
+    assert "The update of b was refused: it reports no number of local steps" in caplog.text
     assert "submit(model, steps=…)" in caplog.text
 
 

@@ -145,7 +145,7 @@ def test_a_control_difference_measured_by_hand_does_not_pass_by_the_filters(tmp_
         with atoll.join(server.url, "a", folder=tmp_path / "w", filters=[NormClip(1.0)]) as worker:
             fl_round = next(iter(worker))
             model = fl_round.load_into(zero_linear())
-            with pytest.raises(UsageError, match=r"without passing its filters.*round\.correct"):
+            with pytest.raises(UsageError, match=r"would bypass this site's filters.*round\.correct"):
                 fl_round.submit(model, steps=1, groups={"control": fl_round.own_state("control")})
 
 
@@ -164,7 +164,7 @@ def test_a_filter_that_fails_at_the_begin_leaves_the_outbox_as_it_was(tmp_path: 
                 client.pull()
                 if number == 1:
                     client.submit(zero_linear())
-            with pytest.raises(UsageError, match=r"Second\(\) failed at the begin of the update: KeyError: 'salt'"):
+            with pytest.raises(UsageError, match=r"Second\(\) failed at the start of the update: KeyError: 'salt'"):
                 client.submit(zero_linear())
             (note,) = (tmp_path / "w").glob("a/*/outbox.json")
             assert json.loads(note.read_text())["round"] == 1

@@ -75,7 +75,7 @@ def test_the_rounds_go_on_without_its_site_and_the_server_ends(
         assert lines == [["b"]] * rounds
     assert not go.is_set()
     told = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    assert "The server's filters at the update of a for round 1: not done after 0.05 s. Look at their code." in told
+    assert "The server's filters for the update of a in round 1: not finished after 0.05 s. Check their code." in told
 
 
 @pytest.mark.covers("T8")
@@ -257,7 +257,7 @@ def test_filters_that_hang_give_their_places_to_other_sites(
 
     assert asyncio.run(main()) == ("c", {True})
     for site in "ab":
-        assert f"The filter of {site}: not done after" in caplog.text
+        assert f"The filter of {site}: not finished after" in caplog.text
 
 
 def none_left(thread: threading.Thread) -> None:

@@ -35,12 +35,12 @@ def test_a_site_that_is_refused_again_and_again_ends_with_the_reason(
 ) -> None:
     trained: list[int] = []
     with plain_server(tmp_path, nn.Linear(2, 2)) as server:
-        with pytest.raises(UpdateRefused, match="weight holds NaN or Inf"):
+        with pytest.raises(UpdateRefused, match="weight contains NaN or Inf"):
             submit_nan(server.url, tmp_path / "w", trained)
         assert len(trained) == MAX_REFUSALS
         assert server.status().refused == MAX_REFUSALS
     said = [record.message for record in caplog.records if record.name == "atoll.server"]
-    assert sum("a: update refused: weight holds NaN or Inf" in line for line in said) == MAX_REFUSALS
+    assert sum("a: update refused: weight contains NaN or Inf" in line for line in said) == MAX_REFUSALS
 
 
 @pytest.mark.covers("F31")

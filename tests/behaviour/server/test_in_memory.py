@@ -90,9 +90,9 @@ def test_an_aggregator_reads_updates_that_are_in_memory(tmp_path: Path) -> None:
 def test_a_run_in_memory_ends_with_its_server_and_says_so(tmp_path: Path) -> None:
     with serve(tmp_path, **{"disk.in_files": False}):
         pass
-    with pytest.raises(ConfigError, match=r"a run ends with its server\. Begin a new one in another disk.state_dir"):
+    with pytest.raises(ConfigError, match=r"a stopped run cannot continue\. Start a new run in another disk.state_dir"):
         serve(tmp_path, **{"disk.in_files": False}).start()
-    with pytest.raises(ConfigError, match=r"disk\.in_files = False, this start says True"):
+    with pytest.raises(ConfigError, match=r"disk\.in_files = False, but this start sets True"):
         serve(tmp_path).start()
-    with pytest.raises(ConfigError, match="memory survives no power loss"):
+    with pytest.raises(ConfigError, match="data in memory does not survive a power loss"):
         serve(tmp_path, **{"disk.in_files": False, "disk.durability": "power"})

@@ -83,7 +83,7 @@ def test_a_folder_without_a_model_and_one_with_two_are_refused(
     with pytest.raises(ConfigError, match=r"no \.safetensors file.*save_file"):
         begun(tmp_path / "empty")
     save_file({"b": torch.zeros(1)}, parts / "other.safetensors")
-    with pytest.raises(ConfigError, match=r"other\.safetensors.*has the tensor 'b'"):
+    with pytest.raises(ConfigError, match=r"other\.safetensors.*contains the tensor 'b'"):
         begun(parts)
 
 
@@ -122,7 +122,7 @@ def test_a_run_begins_with_the_export_of_a_tied_model(tmp_path: Path, begun: Cal
     assert begun(export)[1]["aliases"] == [{"name": "head.weight", "owner": "table.weight"}]
 
 
-@pytest.mark.parametrize("told", ['{"head.weight": "table.weight"}', '{"head.weight": "gone"}', "[1]", "no JSON"])
+@pytest.mark.parametrize("told", ['{"head.weight": "table.weight"}', '{"head.weight": "gone"}', "[1]", "not JSON"])
 def test_names_that_no_longer_are_one_tensor_stay_two(tmp_path: Path, begun: Callable[..., Begun], told: str) -> None:
     file = tmp_path / "changed.safetensors"
     save_file({"table.weight": torch.zeros(5, 2), "head.weight": torch.ones(5, 2)}, file, {"atoll.tied": told})
@@ -161,7 +161,7 @@ def test_the_buffers_setting_adds_to_what_a_file_says(tmp_path: Path, begun: Cal
     assert groups(begun(file, buffers=["b"])[1]) == {"a": "buffers", "b": "buffers", "c": "params"}
 
 
-@pytest.mark.parametrize("told", ["[]", '["gone", "own"]', "{}", "no JSON", '[["x"]]'])
+@pytest.mark.parametrize("told", ["[]", '["gone", "own"]', "{}", "not JSON", '[["x"]]'])
 def test_a_list_of_buffers_that_is_no_longer_the_files_leaves_the_names_of_batch_normalisation(
     tmp_path: Path, begun: Callable[..., Begun], told: str
 ) -> None:

@@ -99,7 +99,7 @@ def test_what_cannot_be_meant_is_refused_by_name(tmp_path: Path) -> None:
             pass
 
     with pytest.raises(
-        ConfigError, match=r"algorithm.outer_lr_of has 'haed\.bias', which is the name of no parameter.*'head.bias'"
+        ConfigError, match=r"algorithm.outer_lr_of contains 'haed\.bias', but no parameter has such a name.*'head.bias'"
     ):
         begin(**{"algorithm.outer_lr_of": {"haed.bias": 0.5}})
     with pytest.raises(ConfigError, match="outer_lr_of"):

@@ -103,7 +103,7 @@ def test_a_server_cannot_have_a_site_import_or_call_what_it_names(own: str, tmp_
     with serving(tmp_path, own) as server:
         del sys.modules["own_codec"]
         with pytest.raises(
-            ConfigError, match=r"'own_codec:Thousandths', code that this program has not imported.*Impo"
+            ConfigError, match=r"'own_codec:Thousandths', code that this program has not imported.*impo"
         ):
             atoll.join(server.url, "a", folder=tmp_path / "w")
         assert "own_codec" not in sys.modules
@@ -112,7 +112,7 @@ def test_a_server_cannot_have_a_site_import_or_call_what_it_names(own: str, tmp_
         ("os:system", {"command": f"touch {tmp_path}/ran"}),
     ):
         for sent in (False, True):
-            with pytest.raises(ConfigError, match="is no codec"):
+            with pytest.raises(ConfigError, match="is not a codec"):
                 build_codecs(name, options, sent=sent)
     assert not (tmp_path / "ran").exists()
 
@@ -121,14 +121,14 @@ def test_a_server_cannot_have_a_site_import_or_call_what_it_names(own: str, tmp_
 @pytest.mark.parametrize(
     ("name", "options", "said"),
     [
-        ("own_codec:Bare", {}, "lacks a name, or does not say"),
-        ("own_codec:Int8", {}, "calls itself 'int8', as another one does"),
-        ("own_codec:Wide", {}, "calls itself 'wide', as another one does"),
-        ("own_codec:a_function", {}, "is no codec"),
+        ("own_codec:Bare", {}, "lacks one of the properties"),
+        ("own_codec:Int8", {}, "has the name 'int8', which another codec has"),
+        ("own_codec:Wide", {}, "has the name 'wide', which another codec has"),
+        ("own_codec:a_function", {}, "is not a codec"),
         ("own_codec:Thousandth", {}, "Did you mean 'Thousandths'"),
         ("own_codec:Thousandths", {"per": 0}, r"aggregation.upload_codec = .*per is not above zero"),
         ("own_codec:Thousandths", {"per": [4]}, "aggregation.upload_codec"),
-        ("own_codec:Thousandths", {"per": True}, "per = True.*a text or a finite number"),
+        ("own_codec:Thousandths", {"per": True}, "per = True.*a string or a finite number"),
         ("own_codec:Thousandths", {"bits": 4}, "aggregation.upload_codec = .*bits"),
     ],
 )

@@ -102,7 +102,7 @@ def test_its_options_are_those_of_the_run(tmp_path: Path) -> None:
 @pytest.mark.covers("L21", "X3")
 def test_another_one_at_the_next_start_is_refused(tmp_path: Path) -> None:
     play(serve(tmp_path, fading), tmp_path, range(1, 2))
-    with pytest.raises(ConfigError, match=r"has a run with algorithm.outer_optimizer = .*Fading"):
+    with pytest.raises(ConfigError, match=r"has algorithm.outer_optimizer = .*Fading"):
         serve(tmp_path, torch.optim.Adagrad).start()
 
 
@@ -111,9 +111,9 @@ def test_what_is_no_outer_optimizer_is_refused_by_name(tmp_path: Path) -> None:
     def no_optimizer(parameters: Any) -> list[Any]:
         return [parameters]
 
-    with pytest.raises(ConfigError, match=r"no_optimizer' cannot be an outer optimizer: it made a list"):
+    with pytest.raises(ConfigError, match=r"no_optimizer' cannot be an outer optimizer: it created a list"):
         serve(tmp_path, no_optimizer).start()
     with pytest.raises(ConfigError, match=r"async.momentum_every is 2, but the outer optimizer is 'fading'"):
         serve(tmp_path, fading, **{"algorithm.name": "diloco", "async.momentum_every": 2}).start()
-    with pytest.raises(UsageError, match="got settings, and beside them outer_optimizer"):
+    with pytest.raises(UsageError, match="got settings and also outer_optimizer"):
         atoll.Server(None, Settings(), outer_optimizer="adam")

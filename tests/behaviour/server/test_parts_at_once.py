@@ -37,7 +37,7 @@ def test_a_site_sends_only_so_many_parts_at_once(server: atoll.Server) -> None:
         wait_until(lambda: server.status().bytes_up == len(first), "their first bytes")
         status, told = answer(update.begin(MOST_PARTS, b"x"))
         assert status == 429
-        assert "a has 4 parts on their way" in told["message"]
+        assert "a is sending 4 parts already" in told["message"]
         ends.enter_context(update.begin(0, b"x"))  # again: it takes the place of the one before
         with contextlib.suppress(ConnectionResetError):
             assert first[0].recv(1) == b""
@@ -50,7 +50,7 @@ def test_a_site_sends_only_so_many_parts_at_once(server: atoll.Server) -> None:
 def test_a_request_brings_one_whole_part(server: atoll.Server, nbytes: int) -> None:
     status, told = answer(WireSite(server.url).train().begin(0, nbytes=nbytes))
     assert status == 400
-    assert f"a Content-Length of {nbytes}, not {PART_BYTES + DIGEST_BYTES}" in told["message"]
+    assert f"a Content-Length of {nbytes} bytes, not {PART_BYTES + DIGEST_BYTES}" in told["message"]
 
 
 @pytest.mark.covers("L9")
@@ -60,7 +60,7 @@ def test_a_part_that_has_arrived_is_a_sign_of_life(tmp_path: Path) -> None:
     with plain_server(tmp_path, nn.Linear(64, 64), **settings) as server:
 
         def silent() -> bool:
-            return "no sign of life from a" in server.status().fragments[0].reason
+            return "no heartbeat from a" in server.status().fragments[0].reason
 
         update = WireSite(server.url).train()
         raw = update.begin(0)

@@ -160,7 +160,7 @@ def test_a_tied_tensor_may_come_as_two_where_the_runs_model_is_named(tmp_path: P
 @pytest.mark.covers("D14")
 def test_a_tied_tensor_that_comes_as_two_different_ones_is_refused(tmp_path: Path) -> None:
     Shelf.initial = as_a_file_has_it(Tied()) | {"table.weight": torch.zeros(5, 2)}
-    with pytest.raises(ConfigError, match=r"'table\.weight' and 'head\.weight', which differ; .* tied: one tensor"):
+    with pytest.raises(ConfigError, match=r"different values for 'table\.weight' and 'head\.weight', which are tied"):
         server_of(tmp_path, model=f"{__name__}:Tied").start()
     assert not (tmp_path / "state" / "slots").exists() or not list((tmp_path / "state" / "slots").iterdir())
 
@@ -181,7 +181,9 @@ def test_it_gives_the_same_two_again_where_the_run_was_killed_before_its_first_v
 def test_without_the_runs_model_a_worker_is_told_that_the_names_are_tied(tmp_path: Path) -> None:
     Shelf.initial = as_a_file_has_it(Tied())
     with server_of(tmp_path) as server, atoll.join(server.url, site="a", folder=tmp_path / "w") as worker:
-        with pytest.raises(SchemaMismatch, match=r"worker a ties table\.weight to head\.weight, the server has two"):
+        with pytest.raises(
+            SchemaMismatch, match=r"worker a ties table\.weight to head\.weight, but the server has two"
+        ):
             next(iter(worker)).load_into(Tied())
 
 
@@ -194,7 +196,7 @@ def test_an_exception_of_save_is_told_and_the_run_goes_on(tmp_path: Path, caplog
         play(server, tmp_path, 2)
     assert len(Shelf.handed) == 3
     assert "save() of the persistor" in caplog.text
-    assert "failed at version 2: OSError: the shelf is full. The run goes on." in caplog.text
+    assert "failed at version 2: OSError: the shelf is full. The run continues." in caplog.text
 
 
 @pytest.mark.covers("D14")
@@ -204,7 +206,7 @@ def test_one_that_exits_ends_its_own_call_and_not_the_server(
     monkeypatch.setattr(Shelf, "save", lambda *_: sys.exit(3))
     with caplog.at_level(logging.ERROR, "atoll.server"), server_of(tmp_path) as server:
         play(server, tmp_path, 2)
-    assert "failed at version 2: SystemExit: 3. The run goes on." in caplog.text
+    assert "failed at version 2: SystemExit: 3. The run continues." in caplog.text
     monkeypatch.setattr(Shelf, "load", lambda _: sys.exit(4))
     with pytest.raises(ConfigError, match="Shelf' failed: SystemExit: 4"):
         server_of(tmp_path / "other").start()
@@ -214,11 +216,15 @@ def test_one_that_exits_ends_its_own_call_and_not_the_server(
     ("initial", "options", "words"),
     [
         (ValueError("no shelf"), {}, "load.. of the persistor .*Shelf' failed: ValueError: no shelf"),
-        ([1, 2], {}, "gave a list, not name → tensor"),
-        ({"w": 1}, {}, "gave a dict, not name → tensor"),
+        ([1, 2], {}, "must return a dict of tensors, but returned a list"),
+        ({"w": 1}, {}, "must return a dict of tensors, but returned a dict"),
         (None, {}, "The run has no initial model"),
-        (START, {"model.persistor.shelves": 3}, "Write its keyword arguments beside the path in model.persistor"),
-        (START, {"model.persistor.path": "json:loads"}, "is a function without load, save and save_best"),
+        (START, {"model.persistor.shelves": 3}, "Write its keyword arguments next to the path in model.persistor"),
+        (
+            START,
+            {"model.persistor.path": "json:loads"},
+            "is a function without load, save and save_best",
+        ),
     ],
 )
 def test_one_that_cannot_be_used_ends_the_start(

@@ -46,7 +46,7 @@ def test_parts_that_do_not_make_up_the_digest_are_not_accepted(pushed: WireUpdat
     """Guards against `complete` that accepts whatever digest it is told."""
     status, told = pushed.complete(digest="0" * 64)
     assert (status, told["code"]) == (409, "conflict")
-    assert "do not make up the digest" in told["message"]
+    assert "does not match its parts" in told["message"]
     assert pushed.state()["outcome"]["state"] == "open"
     assert pushed.complete()[1]["digest"] == pushed.message["digest"]
 
@@ -90,7 +90,7 @@ def test_a_version_is_served_under_its_own_digest_only(server: atoll.Server) -> 
     """Guards against `get_version` without the digest's comparison: after a fall back, other bytes at an old URL."""
     status, told = get(server.url, f"{VERSION_0}/{'0' * 64}")
     assert (status, told["code"]) == (410, "gone")
-    assert "no longer the one with digest" in told["message"]
+    assert "no longer has the digest" in told["message"]
 
 
 @pytest.mark.covers("F19")
@@ -141,5 +141,5 @@ def test_whatever_of_a_refused_update_comes_later_is_told_that_it_is_refused(tmp
         replies = [update.put(part) for part in (0, 2, 1, 0)] + [update.complete()]
         assert {told["code"] for _, told in replies} == {"update_refused"}
         (message,) = {told["message"] for _, told in replies}
-        assert "of a is refused: weight holds NaN or Inf" in message
+        assert "of a was refused: weight contains NaN or Inf" in message
         assert server.status().refused == 1

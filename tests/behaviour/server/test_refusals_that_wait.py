@@ -30,8 +30,8 @@ def test_says_that_the_round_waits_where_no_other_update_suffices(
                 next(model.parameters())[0] = float("nan")
             one.submit(model)
             status = server.status().fragments[0]
-    (told,) = [record.getMessage() for record in caplog.records if "The update of a is refused" in record.getMessage()]
-    assert ("The round waits" in told, "goes on" in told) == (waits, not waits)
+    (told,) = [record.getMessage() for record in caplog.records if "The update of a was refused" in record.getMessage()]
+    assert ("The round waits" in told, "continues with the other updates" in told) == (waits, not waits)
     assert (status.version, status.phase) == (0, "open")
 
 

@@ -26,7 +26,7 @@ def require_sent_away(server: atoll.Server, site: WireSite, path: str, end: Call
         end()
         _, told = answer.result(60)
     assert told["code"] == "busy"
-    assert "The server is ending" in told["message"]
+    assert "The server is stopping" in told["message"]
 
 
 def test_ends_a_wait_for_a_round(tmp_path: Path) -> None:

@@ -21,10 +21,10 @@ from atoll.errors import ConfigError, UsageError
     [
         ({"path": "norm_clip", "args": {"norm": 1.0}}, "norm_clip.*with args"),
         ({"path": "nrom_clip"}, "not one of the filters.*Did you mean 'norm_clip'"),
-        ({"name": "drop"}, "not understood"),
-        ({"path": "drop", "args": ["w"], "site": "a"}, "not understood"),
-        ({"path": "drop", "args": ["w"], "sites": "a"}, "not understood"),
-        ({"path": "math:sqrt", "args": [4.0]}, "makes a float"),
+        ({"name": "drop"}, "is not a valid filter table"),
+        ({"path": "drop", "args": ["w"], "site": "a"}, "is not a valid filter table"),
+        ({"path": "drop", "args": ["w"], "sites": "a"}, "is not a valid filter table"),
+        ({"path": "math:sqrt", "args": [4.0]}, "creates a float"),
     ],
 )
 def test_an_entry_that_is_wrong_is_refused_at_the_start(entry: dict[str, Any], told: str) -> None:
@@ -35,13 +35,13 @@ def test_an_entry_that_is_wrong_is_refused_at_the_start(entry: dict[str, Any], t
 def test_what_a_program_gives_wrongly_is_refused() -> None:
     with pytest.raises(UsageError, match="is not a filter"):
         new_server(START, filters=["drop"])  # type: ignore[list-item]
-    with pytest.raises(UsageError, match="Give one of them"):
+    with pytest.raises(UsageError, match="Use one of them"):
         atoll.Server(
             START,
             filters=[Halved()],
             settings={"algorithm.name": "diloco", "workflow.result_filters": [{"path": "cast", "args": ["bf16"]}]},
         )
-    with pytest.raises(UsageError, match=r"Server got data_filters, and its settings have workflow\.payload_filters"):
+    with pytest.raises(UsageError, match=r"Server got data_filters, but its settings have workflow\.payload_filters"):
         atoll.Server(
             START,
             data_filters=[Halved()],
@@ -52,13 +52,11 @@ def test_what_a_program_gives_wrongly_is_refused() -> None:
 @pytest.mark.covers("T8", "X3")
 def test_rounds_refuse_filters_that_only_tasks_can_have() -> None:
     for options in ({"data_filters": [Halved()]}, {"workflow.payload_filters": [{"path": "cast", "args": ["bf16"]}]}):
-        told = (
-            r"workflow.payload_filters are set \(.* of every site\), and the run has rounds.*one file.*Leave them out"
-        )
+        told = r"workflow.payload_filters is set \(.* of every site\), but the run has rounds.*Leave them out"
         with pytest.raises(ConfigError, match=told):
             new_server(START, **options)  # type: ignore[arg-type]
     with pytest.raises(
-        ConfigError, match=r"name the tasks train, but a run of rounds sends no tasks.*Remove the key tasks"
+        ConfigError, match=r"contains the tasks train, but a run with rounds sends no tasks.*Remove the key tasks"
     ):
         new_server(START, filters={"a": {"train": [Halved()]}})
 

@@ -14,7 +14,7 @@ from torch import nn
 
 import atoll
 
-UNHEARD = "not heard since the server restarted"
+UNHEARD = "no request since the server restarted"
 SILENT: dict[str, Any] = {"network.heartbeat_timeout_s": 0, "network.heartbeat_interval_s": 0}
 """Nothing is sent but what a test sends."""
 
@@ -36,7 +36,7 @@ def test_a_site_that_is_silent_since_the_restart_is_told_apart(tmp_path: Path, n
         rows = {line.split()[0]: line for line in shown}
         assert f"; {UNHEARD}: b" in "\n".join(shown)
         assert " s ago" in rows["a"]
-        assert "not since the server restarted" in rows["b"]
+        assert "none since the server restarted" in rows["b"]
         assert WireSite(server.url, "late").ask(wait_s=0.0)["reason"].endswith(f"; {UNHEARD}: b")
         b.beat()
         assert UNHEARD not in server.status().fragments[0].reason
@@ -45,7 +45,7 @@ def test_a_site_that_is_silent_since_the_restart_is_told_apart(tmp_path: Path, n
 @pytest.mark.covers("X4")
 @pytest.mark.parametrize(
     ("timeout_s", "then"),
-    [(3600.0, " (declared dead after 3600 s of silence)"), (0.0, "")],
+    [(3600.0, " (declared dead after 3600 s without a heartbeat)"), (0.0, "")],
     ids=["dies", "stays"],
 )
 def test_names_a_site_that_misses_heartbeats_and_the_consequence(tmp_path: Path, timeout_s: float, then: str) -> None:
@@ -59,11 +59,11 @@ def test_names_a_site_that_misses_heartbeats_and_the_consequence(tmp_path: Path,
                 sites[site].beat()
             return server.status().fragments[0].reason
 
-        assert "no sign of life" not in reason("abc")
+        assert "no heartbeat" not in reason("abc")
         for beating, silent in (("ab", "c"), ("a", "b, c")):
-            ending = f"; no sign of life from {silent}{then}"
+            ending = f"; no heartbeat from {silent}{then}"
             wait_until(lambda: reason(beating).endswith(ending), ending, 10)  # noqa: B023
-        wait_until(lambda: "no sign of life" not in reason("abc"), "all are heard again", 10)
+        wait_until(lambda: "no heartbeat" not in reason("abc"), "all are heard again", 10)
 
 
 @pytest.mark.covers("X4")
@@ -104,4 +104,4 @@ def test_the_end_names_the_sites_it_waits_for_and_those_that_never_came(
         WireSite(server.url, "vanished").train().submit()
         server.run()
     assert "waiting for vanished to take the result, 0.5 s at most" in caplog.text
-    assert "vanished did not fetch the result within 0.5 s" in caplog.text
+    assert "vanished did not download the result within 0.5 s" in caplog.text

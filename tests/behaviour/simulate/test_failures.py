@@ -67,7 +67,7 @@ RETURNS = "    if worker.site == 'site-0001':\n        return\n"
         (
             CLIENT.replace("    model = build()\n", RETURNS + "    model = build()\n"),
             1,
-            ({"site-0001": "it returned without an update"}, {}),
+            ({"site-0001": "its script returned without an update"}, {}),
             ["023"] * 3,
         ),
         (CLIENT.replace(SUBMITS, NAN + SUBMITS), 1, ({}, {"site-0003": 1}), ["012", "0123", "0123"]),
@@ -88,7 +88,7 @@ def test_the_rounds_go_on_without_a_site_that_fails(
     assert (done.failed, done.refused) == ends
     assert workers_of(tmp_path / "state") == [list(names) for names in workers]
     if done.refused:
-        assert "site-0003: update refused: 0.weight holds NaN or Inf" in caplog.text
+        assert "site-0003: update refused: 0.weight contains NaN or Inf" in caplog.text
         assert "; 1 update refused: site-0003; " in summary(done)
     if "site-0002" in done.failed:
         assert 'client.py", line' in caplog.text  # the user's own
@@ -100,7 +100,7 @@ def test_names_every_site_that_fails_and_prints_three_tracebacks(
 ) -> None:
     with pytest.raises(RunFailed):
         simulation(tmp_path, raising("True")).run()
-    lines = [line for line in caplog.messages if "takes part no more" in line]
+    lines = [line for line in caplog.messages if "no longer takes part" in line]
     assert ["Traceback" in line for line in lines] == [True, True, True, False]
     assert sorted(line.split()[0] for line in lines) == [f"site-000{number}" for number in range(4)]
     assert "ValueError: no data at site-000" in lines[3]
@@ -115,7 +115,7 @@ def test_a_round_that_cannot_close_ends_with_9_and_goes_on_once_mended(
     why = r"Round 2 cannot close \(waits for another site: 2 of rounds.min_sites 3 alive\).*no data at site-0001"
     with pytest.raises(RunFailed, match=why) as failed:
         simulation(tmp_path, client, **rules).run()
-    assert "Nothing is lost" in failed.value.remedy
+    assert "it continues from here" in failed.value.remedy
     assert failed.value.exit_code == 9
     assert simulation(tmp_path, **rules).run().failed == {}
     assert model_of(tmp_path / "state") == undisturbed
@@ -136,7 +136,7 @@ def test_a_control_that_the_disk_has_damaged_ends_its_simulated_sites_part(here:
     rules = {"algorithm.name": "scaffold", "rounds.total": 4, "rounds.min_sites": 1}
     done = simulation(tmp_path, CLIENT.replace(submit, submit + DAMAGES), **rules).run()
     assert list(done.failed) == ["site-0001"]
-    assert "the state that its algorithm keeps here is lost" in done.failed["site-0001"]
+    assert "The algorithm's state of this site is lost" in done.failed["site-0001"]
     assert workers_of(tmp_path / "state") == [list("0123"), list("0123"), list("023"), list("023")]
 
 
@@ -152,10 +152,10 @@ def test_a_control_that_is_lost_between_two_starts_is_no_zero(here: None, tmp_pa
         path.write_bytes(bytes(byte ^ 1 for byte in path.read_bytes()))
     failed = simulated(rounds=3).failed
     assert list(failed) == ["site-0001"]
-    assert "the state that its algorithm keeps here is lost" in failed["site-0001"]
+    assert "The algorithm's state of this site is lost" in failed["site-0001"]
     assert workers_of(tmp_path / "state") == [list("0123"), list("0123"), list("023")]
     shutil.rmtree(kept)
-    with pytest.raises(ConfigError, match=r"What site-0001 keeps .* is not in .* Bring its folder back"):
+    with pytest.raises(ConfigError, match=r"The local state of site site-0001 is missing in .* Restore its folder"):
         simulated(rounds=4)
 
 
@@ -164,7 +164,7 @@ def test_a_disk_that_is_full_ends_the_simulation_which_goes_on_when_there_is_spa
     here: None, tmp_path: Path, undisturbed: bytes
 ) -> None:
     """No site is dropped for it: without its control a site would be lost for the rest of the run."""
-    full_disk = pytest.raises(StoreError, match=r"While site-000\d was trained, the disk failed: .*no space left")
+    full_disk = pytest.raises(StoreError, match=r"The disk failed while site-000\d was trained: .*no space left")
     with failpoints("worker.write=enospc@50"), full_disk as error:
         simulation(tmp_path, **{"algorithm.name": "scaffold"}).run()
     assert error.value.exit_code == 7
@@ -180,7 +180,7 @@ def test_a_client_that_does_not_begin_is_ended_and_named(tmp_path: Path, monkeyp
     (tmp_path / "slow.py").write_text("import time\ntime.sleep(600)\n")
     settings = {"run.script": f"{tmp_path / 'slow.py'}:train"}
     read = atoll.Settings.read(write(tmp_path, **settings), {"disk.state_dir": tmp_path / "state"})
-    with pytest.raises(RunFailed, match=r"has not begun within 0\.5 s, and was ended"):
+    with pytest.raises(RunFailed, match=r"was not ready after 0\.5 s, and was stopped"):
         atoll.Simulation(settings=read, sites=4, processes=1).run()
     sys.modules.pop("client", None)
 

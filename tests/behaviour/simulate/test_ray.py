@@ -87,8 +87,8 @@ def test_what_an_actor_had_is_trained_by_another_one_when_it_is_killed(
 @pytest.mark.parametrize(
     ("error", "said"),
     [
-        ("OutOfDiskError", r"Ray cannot go on: OutOfDiskError: .* The same command goes on from the state directory"),
-        ("GetTimeoutError", r"Ray has started no process for a simulated site in 3 s\. Take fewer processes than 2"),
+        ("OutOfDiskError", r"Ray failed: OutOfDiskError: .* To continue from the state directory"),
+        ("GetTimeoutError", r"Ray started no process for a simulated site within 3 s\. Use fewer processes than 2"),
     ],
 )
 def test_a_ray_that_cannot_go_on_is_said_with_what_goes_on(
@@ -169,7 +169,7 @@ def test_a_ray_that_does_not_answer_is_exit_code_5(nursery: Nursery, tmp_path: P
     pytest.importorskip("ray", reason="Ray is not installed: pip install 'atoll[ray]'")
     address = f"127.0.0.1:{free_port()}"
     said = " ".join(simulate(nursery, write(tmp_path), *FOUR, "--address", address, code=5).split())
-    assert f"Ray at {address} cannot be reached: Connection refused. Look whether Ray runs there" in said
+    assert f"Ray at {address} cannot be reached: Connection refused. Check that Ray runs there" in said
 
 
 @pytest.mark.covers("V5")
@@ -178,7 +178,9 @@ def test_a_ray_that_is_not_installed_is_refused_with_how_to_install_it(
 ) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     settings = atoll.Settings.read(write(tmp_path))
-    with pytest.raises(ConfigError, match=r"not installed here\. Install it: pip install 'atoll\[ray\]'") as refused:
+    with pytest.raises(
+        ConfigError, match=r"not installed here\. Install it with pip install 'atoll\[ray\]'"
+    ) as refused:
         atoll.Simulation(settings=settings, sites=4, engine="ray")
     assert refused.value.exit_code == 2
 

@@ -39,7 +39,7 @@ def test_the_split_is_saved_and_a_restart_goes_on_in_the_middle_of_a_cycle(tmp_p
     assert versions(server) == [1, 1, 0]
     server.stop()
     for other in ({"K": 2, "H": 8}, {"K": 1, "tau": 0, "alpha": 0.0}):
-        with pytest.raises(ConfigError, match=rf"diloco\.num_fragments = 3, this start says {other['K']}"):
+        with pytest.raises(ConfigError, match=rf"diloco\.num_fragments = 3, but this start sets {other['K']}"):
             serve(tmp_path, **options | other).start()
     restarted.set()
     with serve(tmp_path, **options) as server:

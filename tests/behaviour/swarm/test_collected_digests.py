@@ -137,11 +137,11 @@ def test_refuses_a_reference_that_leads_elsewhere(tmp_path: Path, place: str) ->
         for version, state in ((place, ""), ("", place)):
             source = {"version": a.reference(version), "state": a.reference(state)}
             status, told = a.try_report(held=[a.held | {"source": source}])
-            assert (status, f"does not lead to {a.address}" in told["message"]) == (400, True)
+            assert (status, f"does not point to {a.address}" in told["message"]) == (400, True)
         with ThreadPoolExecutor() as pool:
             offer = Offer(pool, b, "1" * 64, place)
             status, told = offer.receipt.result(60)
-            assert (status, f"does not lead to {b.address}" in told["message"]) == (400, True)
+            assert (status, f"does not point to {b.address}" in told["message"]) == (400, True)
 
 
 @pytest.mark.covers("P10")

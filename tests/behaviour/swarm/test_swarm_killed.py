@@ -77,9 +77,9 @@ def test_a_run_with_deaths_has_the_bits_of_an_undisturbed_one(
 @pytest.mark.parametrize(
     ("what", "said"),
     [
-        ("version", "The version that the round starts from is not what was written: its disk has changed it"),
-        ("state", "The outer state that the round starts from is not what was written"),
-        ("spool", "is not what came: the disk has changed it"),
+        ("version", "The version that the round starts from is damaged: its digest differs"),
+        ("state", "The outer state that the round starts from is damaged"),
+        ("spool", "differs from the one received: the disk has changed it"),
     ],
 )
 def test_a_bit_changes_on_the_disk_of_the_aggregator(

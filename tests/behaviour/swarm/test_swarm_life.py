@@ -139,7 +139,7 @@ def test_all_die_and_what_they_hold_is_believed_where_it_is_whole(
         (tmp_path / "go").touch()
         with sites(nursery, server) as running:
             if damaged == 2:
-                lost = "no worker that is here has version 1, and a and b have lost it: export a version before it"
+                lost = "no connected worker has version 1, and a and b have lost it: export an older version"
                 wait_until(lambda: lost in server.reason(), "the reason")
                 return
             assert len({running[site].ended()["digest"] for site in SITES}) == 1
@@ -203,9 +203,9 @@ def test_each_site_has_the_result_and_nothing_else_is_left(nursery: Nursery, tmp
     export = nursery.start("atoll", "export", "out.safetensors", "--dir", str(state), cwd=tmp_path)
     assert export.wait(60) == Gone.exit_code
     said = " ".join(export.output().split())
-    assert "version 3 lies at its sites" in said
-    assert "Take model.safetensors from a site's folder" in said
-    with pytest.raises(UsageError, match=r"its server has none to evaluate\. .*versions = "):
+    assert "version 3 is stored at its sites" in said
+    assert "take model.safetensors from a site's folder" in said
+    with pytest.raises(UsageError, match=r"so the server cannot evaluate them\. .*versions = "):
         atoll.Server(settings=server.settings, evaluation={})
 
 

@@ -20,8 +20,8 @@ def faulty(fault: str, **env: str) -> dict[str, str]:
     ("fault", "aggregators", "why"),
     [
         ("full", ["a"], "round 1: it has moved no byte for "),
-        ("lying", ["a"], "round 1: its digests make up no version"),
-        ("slow", ["b", "a"], r"round 2: it has been at it for .* s, and no round before took "),
+        ("lying", ["a"], "round 1: the digests of its report do not belong to a version"),
+        ("slow", ["b", "a"], r"round 2: it has been working for .* s, but no round before took "),
     ],
     ids=["full", "lying", "slow"],
 )
@@ -48,7 +48,7 @@ def test_status_says_while_no_worker_can_aggregate(nursery: Nursery, tmp_path: P
     env = dict.fromkeys(SITES, faulty("full", ROOM=str(tmp_path / "room")))
     settings = {"network.idle_timeout_s": 0.5, "rounds.total": 1}
     with ServerProcess(nursery, tmp_path, **settings) as server, sites(nursery, server, **env) as running:
-        told = "workers in turn could not aggregate it; the last was "
+        told = "workers in a row could not aggregate the round; the last was "
         wait_until(lambda: told in server.reason(), "the reason")
         assert "it has moved no byte for " in server.reason()
         (tmp_path / "room").touch()

@@ -59,11 +59,11 @@ def test_workers_and_server_over_tls(tmp_path: Path, secured: tuple[Path, Path])
         ),
         (
             {"ATOLL_PEER_HOST": "192.0.2.1", "ATOLL_PEER_INSECURE": "1"},
-            "Worker a cannot listen for the others: host '192.0.2.1' is not an address of this machine. Set ATOLL_PEER",
+            "Worker a cannot listen for the other workers: host '192.0.2.1' is not an address of this machine. Set",
         ),
         (
             {"ATOLL_PEER_TLS_KEY": "a.key"},
-            "Only one of tls_cert and tls_key is given.* ATOLL_PEER_TLS_CERT and ATOLL_PEER_TLS_KEY",
+            "Only one of tls_cert and tls_key is set.* ATOLL_PEER_TLS_CERT and ATOLL_PEER_TLS_KEY",
         ),
     ],
     ids=["port", "without-tls", "address", "one-of-two"],

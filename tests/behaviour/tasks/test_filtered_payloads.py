@@ -129,7 +129,7 @@ def test_tensors_are_called_by_their_path(arrived: Answers) -> None:
 def test_two_tensors_of_one_name_are_refused(arrived: Answers) -> None:
     tree = {"a": {"b": torch.ones(1)}, "a.b": torch.zeros(1)}
     error = arrived.send(tree, [Halved()]).error
-    assert re.search(r"is not sent: Two tensors of the payload are called 'a.b'", error), error
+    assert re.search(r"was not sent: Two tensors of the payload have the name 'a.b'", error), error
     assert repr(arrived(tree, [])) == repr(tree)  # no filter needs names
 
 
@@ -257,13 +257,17 @@ def test_a_mask_of_infinities_is_no_obstacle_to_a_filter_that_only_drops(arrived
     ("tree", "filters", "told"),
     [
         (MASK, [Drop("head"), Halved()], "'mask' has NaN or Inf"),
-        ({"w": torch.full((3,), 1e5)}, [Cast("fp16")], r"the filter Cast\('fp16'\) left NaN or Inf in 'w'"),
-        ({"w": torch.ones(3)}, [Drop("v")], r"no tensor of the payload is called 'v'.*A tensor is called by its path"),
+        ({"w": torch.full((3,), 1e5)}, [Cast("fp16")], r"the filter Cast\('fp16'\) returned NaN or Inf in 'w'"),
+        (
+            {"w": torch.ones(3)},
+            [Drop("v")],
+            r"no tensor of the payload has the name 'v'.*The name of a tensor is its path",
+        ),
         ({"w": torch.full((3,), torch.nan)}, [NormClip(1.0)], r"'w' has NaN or Inf before it is filtered"),
         (
             {"h": torch.ones(1, dtype=torch.float16)},
             [Grown()],
-            r"what filter Grown\(\) left of 'h' is beyond what torch.float16 can hold",
+            r"after filter Grown\(\), 'h' has values that torch.float16 cannot represent",
         ),
     ],
     ids=["mask", "infinite", "name", "nan", "overflow"],

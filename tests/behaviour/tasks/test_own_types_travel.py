@@ -84,10 +84,10 @@ def test_a_type_that_the_other_side_does_not_know_is_named_with_the_remedy(nurse
         came["after"] = controller.send("a", "echo", 1, timeout_s=60).payload
 
     play(nursery, tmp_path, main)
-    assert "payload['x'][0] is of the type 'tests.server_only', which is not registered in this process" in came["site"]
-    assert "registered here: examples.file, examples.quantised, tests." in came["site"]
-    assert "Call atoll.objects.register(…, 'tests.server_only', …) here, too" in came["site"]
-    assert came["server"].startswith("payload['it'] is of the type 'tests.site_only', which is not registered in this")
+    assert "payload['x'][0] has the type 'tests.server_only', which is not registered in this process" in came["site"]
+    assert "registered are: examples.file, examples.quantised, tests." in came["site"]
+    assert "Call atoll.objects.register(…, 'tests.server_only', …) in this process, too" in came["site"]
+    assert came["server"].startswith("payload['it'] has the type 'tests.site_only', which is not registered in this")
     assert came["after"] == 1
 
 
@@ -107,7 +107,7 @@ def test_a_stream_that_fails_is_the_answer_of_its_site_and_the_sender_s_own_erro
 
     play(nursery, tmp_path, main)
     assert "payload['it'] (as tests.torn)['data'] could not be read: OSError: the disk is gone." in came["torn"]
-    assert "payload['it'] (as tests.short) gave 4 bytes, less than the 6 bytes of torch.int16[3]." in came["short"]
+    assert "payload['it'] (as tests.short) produced 4 bytes, less than the 6 bytes of torch.int16[3]." in came["short"]
     assert came["after"] == 1
 
 
@@ -140,9 +140,9 @@ def test_what_cannot_be_registered_is_refused() -> None:
     for type_, name, what in (
         (dict, "tests.dict", "'dict' cannot be registered"),
         (torch.Tensor, "tests.tensor", "'Tensor' cannot be registered"),
-        (Thing, "tests.other", "registered as 'tests.thing' already"),
-        (Word, "tests.thing", "is taken by"),
-        (Thing, "a name", "is not a name of a type"),
+        (Thing, "tests.other", "already registered as 'tests.thing'"),
+        (Word, "tests.thing", "is already used by"),
+        (Thing, "a name", "is not a valid name of a type"),
     ):
         with pytest.raises(UsageError, match=what):
             register(type_, name, lambda _: None, lambda _: None)
@@ -167,9 +167,9 @@ def test_a_producer_or_consumer_that_fails_and_a_stream_alone_are_named_by_their
     register(Bad, "tests.bad", lambda bad: {}, lambda sent: sent["missing"])
     with pytest.raises(BadRequest, match=r"payload\[0\]: the consumer of 'tests.bad' failed: KeyError: 'missing'"):
         atoll.objects.fetch(atoll.objects.publish([Bad()]))
-    with pytest.raises(UsageError, match="payload is a Stream, which cannot travel"):
+    with pytest.raises(UsageError, match="payload is a Stream, which Atoll cannot send"):
         atoll.objects.publish(Stream(torch.uint8, (1,), lambda: [b"a"]))
-    with pytest.raises(UsageError, match="is a Missing, which cannot travel"):
+    with pytest.raises(UsageError, match="is a Missing, which Atoll cannot send"):
         atoll.objects.publish([Missing()])
 
 
@@ -181,10 +181,10 @@ class Missing:
 @pytest.mark.parametrize(
     ("chunks", "what"),
     [
-        ([b"abc"], "a chunk of 3 bytes, no multiple of 2"),
-        ([torch.zeros(3)], "a chunk of torch.float32, and is of torch.int16"),
-        ([torch.zeros(3, dtype=torch.int16)] * 2, "gave more than the 6 bytes"),
-        ([], "gave 0 bytes, less than the 6 bytes"),
+        ([b"abc"], "a chunk of 3 bytes, which is not a multiple of 2"),
+        ([torch.zeros(3)], "a chunk of torch.float32, but its dtype is torch.int16"),
+        ([torch.zeros(3, dtype=torch.int16)] * 2, "produced more than the 6 bytes"),
+        ([], "produced 0 bytes, less than the 6 bytes"),
     ],
     ids=["half an element", "dtype", "more", "less"],
 )

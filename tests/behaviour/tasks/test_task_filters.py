@@ -305,17 +305,17 @@ FAILURES = {
     Broken: r"the filter Broken\(\) failed at 'model\.w': KeyError: 'salt'",
     Undecided: r"the filter Undecided\(\) failed at 'model\.\w+': KeyError: 'model\.\w+'",
     Shorter: r"the filter Shorter\(\) made torch\.float\d\d \[1\] where 'model\.\w+' had torch\.float\d\d \[2\]",
-    Infinite: r"the filter Infinite\(\) left NaN or Inf in 'model\.\w+'",
+    Infinite: r"the filter Infinite\(\) returned NaN or Inf in 'model\.\w+'",
 }
 PLACES = {
-    "data": "The payload of task '{task}' for site b is not sent",
-    "result": "The answer of site b to task '{task}' is not used",
-    "site": "The answer of site b to task '{task}' is not sent",
+    "data": "The payload of task '{task}' for site b was not sent",
+    "result": "The answer of site b to task '{task}' was not used",
+    "site": "The answer of site b to task '{task}' was not sent",
 }
 ROWS: list[tuple[str, type[Filter], str]] = [
     *((place, kind, f"{begin}: {failure}") for place, begin in PLACES.items() for kind, failure in FAILURES.items()),
-    ("data", Leaving, r"^The server's filters at the payload of task '{task}' for b ended with SystemExit\(3\)\."),
-    ("result", Leaving, r"^The filters of its answer failed at the server: SystemExit: 3$"),
+    ("data", Leaving, r"^The server's filters for the payload of task '{task}' to b ended with SystemExit\(3\)\."),
+    ("result", Leaving, r"^The server's filters for this answer failed: SystemExit: 3$"),
 ]
 """Each row has a task of its own."""
 
@@ -368,8 +368,8 @@ def test_a_name_that_no_tensor_has_is_told_with_the_nearest(tmp_path: Path) -> N
         {"train": lambda _: model()},
         options={"a": {"filters": [Drop("model.haed")]}},
     )
-    assert "The answer of site a to task 'train' is not sent" in error
-    assert "no tensor of the payload is called 'model.haed'" in error
+    assert "The answer of site a to task 'train' was not sent" in error
+    assert "no tensor of the payload has the name 'model.haed'" in error
     assert "Did you mean 'model.head'?" in error
 
 
@@ -387,7 +387,7 @@ def test_a_task_that_no_site_can_be_sent_has_its_errors_at_once(tmp_path: Path) 
         server.run()
         sites.join()
         row = server.status().sent[0]
-    assert "The payload of task 'train' for site a is not sent: the filter Broken()" in came[0].error
+    assert "The payload of task 'train' for site a was not sent: the filter Broken()" in came[0].error
     assert came[1].payload == 1
     assert (row.answers, row.missing) == ({"failed": 1}, [])
 
@@ -429,7 +429,7 @@ def test_a_server_without_room_for_a_sites_own_payload_says_so_and_keeps_none(tm
 
     def workflow(controller: Any) -> Any:
         payload = {"w": torch.ones(20_000)}
-        with pytest.raises(Busy, match="no room for a payload"):
+        with pytest.raises(Busy, match="no space for a payload"):
             controller.broadcast("train", payload, timeout_s=30)
         return files_of_objects(tmp_path), controller.send("b", "train", payload, timeout_s=30).payload
 
@@ -441,10 +441,10 @@ def test_a_server_without_room_for_a_sites_own_payload_says_so_and_keeps_none(tm
 def test_refuses_what_is_no_filter_before_any_site_is_asked() -> None:
     with pytest.raises(UsageError, match="is not a filter"):
         atoll.tasks("http://127.0.0.1:1", "a", filters={"train": ["drop"]})  # type: ignore[dict-item]
-    with pytest.raises(UsageError, match=r"filters is Halved\(\) alone"):
+    with pytest.raises(UsageError, match=r"filters is Halved\(\), not a list"):
         atoll.tasks("http://127.0.0.1:1", "a", filters=Halved())  # type: ignore[arg-type]
     entry = {"path": "drop", "args": ["w"], "tasks": "train"}
-    with pytest.raises(ConfigError, match=r"workflow.payload_filters has .* not understood"):
+    with pytest.raises(ConfigError, match=r"workflow.payload_filters has .* not a valid filter table"):
         atoll.Server(workflow=print, settings={"workflow.payload_filters": [entry]})
 
 
@@ -503,8 +503,8 @@ def test_sends_no_payload_through_a_filter_that_hangs_and_serves_the_others(tmp_
 
     settings = {"data_filters": {"a": [Waiting(go, bool)]}, "workflow.streamed_tasks": ("train",)}
     assert play(tmp_path, workflow, {"train": echo}, "ab", **settings) == {
-        "a": "The server's filters at the payload of task 'train' for a were not done after 1 s: it is not sent. "
-        "Look at their code, or give more time.",
+        "a": "The server's filters for the payload of task 'train' to a did not finish within 1 s, so the payload was "
+        "not sent. Check the code of the filters, or raise the timeout.",
         "b": [1.0] * 3,
     }
 

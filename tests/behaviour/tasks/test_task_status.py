@@ -56,7 +56,7 @@ def test_each_task_says_how_it_and_its_answers_travelled(
     ]
     assert all(task.sites == ["a", "b"] for task in status.sent)
     assert status.tasks == {"streamed": 1, "inline": 1, "skipped": 2}
-    warning = "task 'echo' is among workflow.streamed_tasks, but its payload has no tensors: it goes inline"
+    warning = "workflow.streamed_tasks has task 'echo', but its payload has no tensors: sent inside the message"
     assert status.warnings == [warning]
     assert caplog.messages.count(warning) == 1
     assert "4 tasks sent: 1 streamed, 1 inline, 2 skipped" in lines
@@ -87,8 +87,10 @@ def test_an_open_task_names_awaited_sites_and_warns_of_answers_without_tensors(
         server.run()
         assert [task.answers for task in server.status().sent] == [{"skipped": 1}] * 2
     assert answers == [None, None]
-    warned = [text for text in caplog.messages if "its answer has no tensors: it goes inline" in text]
-    assert warned == ["a: task 'train' is among workflow.streamed_tasks, but its answer has no tensors: it goes inline"]
+    warned = [text for text in caplog.messages if "its answer has no tensors: sent inside the message" in text]
+    assert warned == [
+        "a: workflow.streamed_tasks has task 'train', but its answer has no tensors: sent inside the message"
+    ]
 
 
 @pytest.mark.covers("T14", "X3")
@@ -110,10 +112,10 @@ def test_a_run_that_has_workflows_alone_shows_no_training_and_exports_nothing(nu
                 of_the_run = "\n".join(lines).partition("\nsite ")[0]  # and not of its sites
                 assert not any(word in of_the_run for word in ("diloco", "outer optimizer", "version", "codec"))
                 told = export("--server", server.url)
-                assert f"The run at {server.url} has no model, only workflows" in told
+                assert f"The run at {server.url} has only workflows, no model" in told
                 task.answer(task.payload)
         server.run()
-    assert "state has no model, only workflows" in export("--dir", "state")
+    assert "state has only workflows, no model" in export("--dir", "state")
     assert not (tmp_path / "model.safetensors").exists()
 
 

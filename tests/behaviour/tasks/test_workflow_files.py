@@ -82,7 +82,7 @@ def test_a_run_file_names_the_workflow_and_workers_are_processes_of_their_own(tm
                 process.kill()
                 process.wait()
     assert len(losses(said)) == 5, said
-    assert "start workers that take part with atoll.tasks" in said
+    assert "start workers with a script that uses atoll.tasks" in said
     assert re.search(r"finished after .*; 2 workers, 0 deaths$", said, re.MULTILINE), said
     for name, lines in zip(("clinic-a", "clinic-b"), told_by, strict=True):
         assert f"{name}: takes part in" in lines

@@ -84,7 +84,7 @@ def test_a_handler_that_raises_is_a_result_that_names_it_and_the_others_go_on(nu
         bad.payload  # noqa: B018
     assert (
         came["unknown"]
-        == "there is no handler for task 'unknown', only for echo, hang, submit_model, train, train_from, validate"
+        == "there is no handler for task 'unknown', only for: echo, hang, submit_model, train, train_from, validate"
     )
     assert "got 1 of 2 answers: b failed: ValueError: no data here" in came["refused"]
 
@@ -135,7 +135,7 @@ def test_a_dead_site_is_missing_and_min_responses_decides(nursery: Nursery, tmp_
         assert server.wait(60)
         server.run()
     assert alive.wait() == 0
-    assert came == {"late": "Site b did not answer task 'hang' within 0.5 s. Look at its log.", "sites": ["a"]}
+    assert came == {"late": "Site b did not answer task 'hang' within 0.5 s. See its log.", "sites": ["a"]}
 
 
 @pytest.mark.covers("T7", "T14")
@@ -217,9 +217,9 @@ def test_a_server_that_is_started_again_begins_its_workflow_again(nursery: Nurse
 
 @pytest.mark.covers("T14")
 def test_rounds_and_tasks_do_not_mix(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="a run has a workflow or rounds"):
+    with pytest.raises(ConfigError, match="a run has either a workflow or rounds"):
         workflow_server(tmp_path, print, **{"rounds.total": 2})
-    with pytest.raises(ConfigError, match="a run has a workflow or rounds"):
+    with pytest.raises(ConfigError, match="a run has either a workflow or rounds"):
         atoll.Settings.build({"workflow.function": "flow.py:main", "rounds.total": 2})
     over = threading.Event()
     with workflow_server(tmp_path / "one", lambda _: over.wait(30) or None) as server:
@@ -232,7 +232,7 @@ def test_rounds_and_tasks_do_not_mix(tmp_path: Path) -> None:
     with plain_server(tmp_path / "two", torch.nn.Linear(1, 1)) as server, atoll.tasks(server.url, "a") as worker:
         with pytest.raises(ConfigError, match=r"atoll\.join"):
             next(worker.tasks())
-        with pytest.raises(UsageError, match="has no handler"):
+        with pytest.raises(UsageError, match="has no task handler"):
             worker.run()
 
 
@@ -286,9 +286,9 @@ def test_how_a_payload_travels_and_what_is_warned_of(tmp_path: Path) -> None:
     }
     of_large, of_nothing = found.warnings
     assert (
-        "the payload of task 'large' has 15728640 bytes of tensors, too many to go inline: it is streamed" in of_large
+        "the payload of task 'large' has 15728640 bytes of tensors, too many for one message: sent in parts" in of_large
     )
-    assert "task 'nothing' is among workflow.streamed_tasks, but its payload has no tensors" in of_nothing
+    assert "workflow.streamed_tasks has task 'nothing', but its payload has no tensors" in of_nothing
 
 
 @pytest.mark.covers("T7", "T14")
@@ -310,12 +310,12 @@ def test_a_site_cannot_end_the_payload_that_others_still_need(tmp_path: Path) ->
             return status, reply.get("message", "")
 
         ref = TensorRef("127.0.0.1", server.port, False, **key)
-        with pytest.raises(Conflict, match="is the server's own"):
+        with pytest.raises(Conflict, match="belongs to the server"):
             atoll.objects.withdraw(ref)
         for message, status, words in (
-            ({"body": {"object": key}}, 409, "is the server's own"),
+            ({"body": {"object": key}}, 409, "belongs to the server"),
             ({}, 400, "a payload or an error"),
-            ({"body": {"plain": "{"}}, 400, "no JSON"),
+            ({"body": {"plain": "{"}}, 400, "not JSON"),
         ):
             assert answer(**message)[0] == status
             assert words in answer(**message)[1]

@@ -184,7 +184,7 @@ def test_a_site_tells_what_its_server_would_not_take_and_goes_on(
         **{"disk.objects_max_bytes": 2**20},
     )
     assert name.error == r"FileNotFoundError: scan-\udcff"
-    assert "keeps at most 1048576 of objects" in large.error
+    assert "keeps at most 1048576 bytes of objects" in large.error
     assert small.payload == 1
 
 
@@ -275,7 +275,10 @@ def test_a_payload_waits_for_space_and_is_sent(
         came.append(result.payload["w"].tolist())
 
     settings = {"disk.min_free_bytes": 256 * 10**6, "workflow.streamed_tasks": ("train",)}
-    told = "The server has 0 MB of disk left, and keeps 256 MB free. It goes on when there is space; nothing is lost."
+    told = (
+        "The server has 0 MB of disk left, but must keep 256 MB free. Free space; then the run continues by itself. "
+        "Nothing is lost."
+    )
     with workflow_server(tmp_path, main, **settings) as server:
         sites = AnsweringSites(server.url, "a", {"train": echo})
         wait_until(lambda: server.status().warnings == [told], "a warning")
@@ -285,7 +288,7 @@ def test_a_payload_waits_for_space_and_is_sent(
         assert server.status().warnings == []
     assert came == [[1.0] * 3]
     assert [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR] == [
-        f"task 'train' cannot be sent: {told}"
+        f"task 'train' was not sent: {told}"
     ]
 
 
@@ -337,8 +340,9 @@ def test_warns_of_filters_for_no_site_with_the_nearest_name(tmp_path: Path, capl
     play(tmp_path, workflow, {"train": echo}, ["clinic-a"], **settings)
     told = [record for record in caplog.records if (record.name, record.levelno) == ("atoll.server", logging.WARNING)]
     assert [record.getMessage() for record in told] == [
-        "workflow.payload_filters are for site 'clinic-b', which has not taken part. Did you mean 'clinic-a'?",
-        "workflow.result_filters are for task 'trian', which was not sent. Did you mean 'train'?",
+        "workflow.payload_filters contains a filter for site 'clinic-b', which has not taken part. "
+        "Did you mean 'clinic-a'?",
+        "workflow.result_filters contains a filter for task 'trian', which was not sent. Did you mean 'train'?",
     ]
 
 

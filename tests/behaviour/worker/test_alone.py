@@ -13,8 +13,8 @@ from torch import nn
 import atoll
 from atoll.errors import UsageError
 
-BEGIN = "no server is configured (ATOLL_SERVER): training alone"
-END = "alone: nothing was sent, and Atoll saved nothing; the script keeps the model, or loses it"
+BEGIN = "no server is set in ATOLL_SERVER: training alone"
+END = "training alone: nothing was sent or saved by Atoll; save the model in the script"
 
 
 @pytest.fixture(autouse=True)
@@ -55,7 +55,7 @@ def test_refuses_alone_what_a_run_refuses_and_gives_tied_tensors() -> None:
         assert all(torch.equal(value, model[0].weight) for value in held.values())
         with pytest.raises(UsageError, match=r"'0\.weight' is a str"):
             fl_round.submit({"0.weight": "heavy"})
-        with pytest.raises(UsageError, match="Round 1 ended without an update from alone"):
+        with pytest.raises(UsageError, match="Site alone submitted no update in round 1"):
             next(loop)
 
 

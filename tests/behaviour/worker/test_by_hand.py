@@ -118,13 +118,13 @@ GOOD = {"w": torch.zeros(1), "frozen": torch.zeros(2)}
     ("given", "words"),
     [
         ([torch.zeros(1)], r"groups\['control'\] is a list"),
-        ({"w": torch.zeros(1)}, r"groups\['control'\] lacks 'frozen'"),
-        ({**GOOD, "v": torch.zeros(1)}, r"groups\['control'\] has 'v', which is no parameter"),
-        ({**GOOD, "w": torch.zeros(3)}, r"groups\['control'\]\['w'\] has the shape \[3\], the parameter \[1\]"),
+        ({"w": torch.zeros(1)}, r"groups\['control'\] has no entry for 'frozen'"),
+        ({**GOOD, "v": torch.zeros(1)}, r"groups\['control'\] has an entry for 'v', which is not a parameter"),
+        ({**GOOD, "w": torch.zeros(3)}, r"groups\['control'\]\['w'\] has the shape \[3\], but the parameter has \[1\]"),
         ({**GOOD, "w": torch.zeros(1, dtype=torch.int64)}, r"groups\['control'\]\['w'\] is torch.int64"),
-        ({**GOOD, "w": torch.tensor([float("nan")])}, r"groups\['control'\]\['w'\] holds NaN or Inf"),
-        ({**GOOD, "w": "zero"}, r"groups\['control'\]\['w'\].? is a str: no tensor"),
-        (None, "trained without its correction"),
+        ({**GOOD, "w": torch.tensor([float("nan")])}, r"groups\['control'\]\['w'\] contains NaN or Inf"),
+        ({**GOOD, "w": "zero"}, r"groups\['control'\]\['w'\].? is a str: neither a tensor"),
+        (None, "trained without the algorithm's correction"),
     ],
     ids=["list", "missing", "unknown", "shape", "integers", "nan", "text", "none"],
 )
@@ -152,7 +152,7 @@ def test_a_difference_without_steps_or_beside_correct_is_refused(serve: Any, tmp
         with pytest.raises(UsageError, match="steps=0"):
             fl_round.submit(model, groups={"control": GOOD})
         fl_round.correct(model, torch.optim.SGD([model.w], lr=ETA))
-        with pytest.raises(UsageError, match="measured them already"):
+        with pytest.raises(UsageError, match="has already computed the groups"):
             fl_round.submit(model, groups={"control": GOOD}, steps=1)
 
 
@@ -162,9 +162,9 @@ def test_a_run_without_controls_has_none_and_refuses_a_difference(serve: Any, tm
         fl_round = next(iter(worker))
         model = fl_round.load_into(One())
         assert fl_round.global_state("control") == fl_round.own_state("control") == {}
-        with pytest.raises(UsageError, match="the run has none beside the model"):
+        with pytest.raises(UsageError, match="has no groups besides the model"):
             fl_round.submit(model, groups={"control": GOOD}, steps=1)
-        with pytest.raises(UsageError, match="global_controls lacks 'w'"):
+        with pytest.raises(UsageError, match="global_controls has no entry for 'w'"):
             atoll.Scaffold(model, fl_round.global_state("control"), fl_round.own_state("control"))
 
 

@@ -38,10 +38,10 @@ def test_refuses_a_checkpoint_that_disagrees_with_the_folder(tmp_path: Path) -> 
     with serve(tmp_path, **RUN) as server:
         state = train(diloco(server, tmp_path), 2)
         for loop, changed, words in [
-            (diloco(server, tmp_path / "new"), {}, r"trains from version 2 of fragment 0, .* has no version"),
-            (diloco(server, tmp_path), {"versions": [3]}, r"trains from version 3 of fragment 0, .* has version 2"),
-            (diloco(server, tmp_path), {"run": "f" * 32}, "is of site 'a' in run ffffffff, and this is site 'a'"),
-            (diloco(server, tmp_path, "b"), {}, "is of site 'a' in run .*, and this is site 'b'"),
+            (diloco(server, tmp_path / "new"), {}, r"starts from version 2 of fragment 0, .* has no version"),
+            (diloco(server, tmp_path), {"versions": [3]}, r"starts from version 3 of fragment 0, .* has version 2"),
+            (diloco(server, tmp_path), {"run": "f" * 32}, "belongs to site 'a' in run ffffffff, not to site 'a'"),
+            (diloco(server, tmp_path, "b"), {}, "belongs to site 'a' in run .*, not to site 'b'"),
         ]:
             loop.load_state_dict(state | changed)
             with pytest.raises(UsageError, match=words):
@@ -52,9 +52,9 @@ def test_refuses_a_checkpoint_that_disagrees_with_the_folder(tmp_path: Path) -> 
 def test_refuses_what_is_no_state_and_has_none_without_a_server(tmp_path: Path) -> None:
     with serve(tmp_path, **RUN) as server:
         loop = diloco(server, tmp_path)
-        with pytest.raises(UsageError, match="is no state_dict of Atoll's: it has 'epoch'"):
+        with pytest.raises(UsageError, match="state_dict does not come from Atoll: it has the keys 'epoch'"):
             loop.load_state_dict({"epoch": 3})
-        with loop, pytest.raises(UsageError, match="This DiLoCo has started"):
+        with loop, pytest.raises(UsageError, match="This DiLoCo object has already started"):
             loop.load_state_dict({})
     with diloco("", tmp_path) as alone:
         assert alone.state_dict() == {}

@@ -106,7 +106,7 @@ def test_a_last_step_that_broke_off_is_refused_and_another_behind_it_is_not(anot
     with pytest.raises(ValueError, match="no more records"):
         optimizer.step(fails)  # type: ignore[arg-type]
     if not another:
-        with pytest.raises(UsageError, match="began and did not end"):
+        with pytest.raises(UsageError, match="has not returned yet"):
             scaffold.finish()
         return
     train(model, optimizer, 1.0, steps=1)
@@ -164,7 +164,7 @@ def test_an_optimizer_without_a_rate_is_followed_where_no_rate_is_needed() -> No
     model = One()
     scaffold = atoll.Scaffold(model, controls(0.0), controls(0.0))
     with scaffold.correct(optimizer := NoRate([model.w])):
-        with pytest.raises(UsageError, match=r"NoRate has no learning rate.*give lr="):
+        with pytest.raises(UsageError, match=r"NoRate has no learning rate.*set lr"):
             train(model, optimizer, 1.0, steps=1)
     assert model.w.item() == 0.0
 
@@ -207,4 +207,4 @@ def test_an_update_that_changes_nothing_is_told_of(tmp_path: Path, caplog: pytes
                 train(One() if lost else model, torch.optim.SGD(model.parameters(), lr=ETA), 1.0)
                 caplog.clear()
                 round_.submit(model)
-                assert ("a: the pseudo-gradient is all zero. Does the optimizer hold" in caplog.text) == lost
+                assert ("a: the pseudo-gradient is all zero. Check that the optimizer" in caplog.text) == lost

@@ -91,7 +91,7 @@ def test_a_base_that_is_not_what_its_note_says_is_pulled_again(
     assert base.read_bytes() == content
     assert torch.equal(mine.weight, model().weight)
     assert torch.equal(mine.bias, model().bias)
-    told = [line for line in caplog.messages if "are pulled again" in line]
+    told = [line for line in caplog.messages if "are downloaded again" in line]
     assert len(told) == (damage in (zero, damage_one_part))  # of one that is gone there is nothing to say
 
 
@@ -103,7 +103,7 @@ def test_no_update_is_formed_against_a_damaged_base(server: atoll.Server, tmp_pa
     damage_one_part(only(tmp_path, "base.safetensors"))
     with atoll.join(server.url, site="a", folder=tmp_path / "w") as worker:
         round_ = next(iter(worker))
-        with pytest.raises(UsageError, match="was not pulled"):
+        with pytest.raises(UsageError, match="was not downloaded"):
             round_.submit(model())
         round_.load_into(model())
         round_.submit(model())

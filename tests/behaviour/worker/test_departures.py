@@ -128,7 +128,7 @@ def test_a_training_thread_that_hangs_while_heartbeats_go_on_is_reported(tmp_pat
     beats = {"network.heartbeat_interval_s": 0.1, "network.heartbeat_timeout_s": 0.5}
     with serve(tmp_path, algorithm="diloco", H=2, **beats) as server:
         sites = DiLoCoSites(server.url, tmp_path, 20, step=hangs)
-        reason = "a answers, but its training has not moved"
+        reason = "a sends heartbeats, but its training has made no step"
         wait_until(lambda: reason in server.status().fragments[0].reason, "the report")
         assert state_of(server, "a") == "alive"
         goes_on.set()

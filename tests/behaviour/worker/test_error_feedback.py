@@ -113,7 +113,7 @@ def test_a_run_does_not_change_its_codec_between_two_starts(
         site.submit(trained(site, [1.0, 2.0]))
         site.close()
     with pytest.raises(
-        ConfigError, match=r"has a run with aggregation.upload_codec.* Start it with the old value, or begin a new run"
+        ConfigError, match=r"has aggregation.upload_codec.* Start with the old value, or start a new run"
     ):
         serving(tmp_path, codec, **{"aggregation.upload_codec": options}).start()
 

@@ -100,7 +100,7 @@ with atoll.DiLoCo(model, torch.optim.SGD(model.parameters(), lr=0.1), server=add
     ("address", "width", "code", "last"),
     [
         pytest.param(
-            *("box:8512", 4, 2, "atoll: 'box:8512' is not the address of a server."),
+            *("box:8512", 4, 2, "atoll: 'box:8512' is not a valid server address."),
             marks=pytest.mark.long,
         ),
         ("", 5, 6, "atoll: "),

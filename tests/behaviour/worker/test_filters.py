@@ -217,7 +217,7 @@ def test_a_filter_that_does_not_keep_to_its_contract_is_named(tmp_path: Path, fi
 
 def test_a_pattern_that_is_nobodys_name_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
-        UsageError, match=r"no tensor of the model is called 'haed'.*nothing was sent.*Did you mean 'head'"
+        UsageError, match=r"no tensor of the model has the name 'haed'.*nothing was sent.*Did you mean 'head'"
     ):
         sent(tmp_path, [Drop("haed")])
 
@@ -225,8 +225,8 @@ def test_a_pattern_that_is_nobodys_name_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("make", "told"),
     [
-        (lambda: Drop(), "names no tensor"),
-        (lambda: Cast("fp8"), "casts to bf16 and fp16"),
+        (lambda: Drop(), "needs at least one tensor name"),
+        (lambda: Cast("fp8"), "only bf16 and fp16 are possible"),
         (lambda: NormClip(0.0), "not a positive number"),
         (lambda: NormClip(math.nan), "not a positive number"),
         (lambda: NormClip(1.0, noise=-1.0), "at least 0"),
@@ -242,7 +242,7 @@ def test_wrong_options_are_refused_where_they_are_given(make, told: str) -> None
     ("filters", "told"),
     [
         ([lambda values: values], "is not a filter"),
-        (Drop("w"), r"filters is Drop\('w'\) alone.*Give a list: \[Drop\('w'\)\]"),
+        (Drop("w"), r"filters is Drop\('w'\), not a list.*Pass a list: \[Drop\('w'\)\]"),
     ],
     ids=["function", "alone"],
 )

@@ -163,7 +163,7 @@ def test_an_error_keeps_the_round_so_that_it_can_be_sent_again(server: atoll.Ser
         atoll.functional.send({**received.params, "weight": "ones"})
     atoll.functional.send(received.params)
     assert atoll.functional.is_running()
-    with pytest.raises(UsageError, match=r"atoll\.functional\.receive\(\) first"):
+    with pytest.raises(UsageError, match=r"atoll\.functional\.receive\(\) once in each round"):
         atoll.functional.send(ones())
 
 
@@ -216,7 +216,7 @@ def test_without_a_server_there_is_one_round() -> None:
 @pytest.mark.usefixtures("to_the_end")
 def test_alone_there_are_no_tensors_to_give() -> None:
     atoll.functional.init()
-    with pytest.raises(UsageError, match="no global model without a server"):
+    with pytest.raises(UsageError, match="there is no global model to use"):
         atoll.functional.receive()
 
 

@@ -118,7 +118,7 @@ def test_scaffold_refuses_an_optimizer_that_chooses_its_own_length(tmp_path: Pat
         with atoll.join(server.url, site="a", folder=tmp_path / "a") as worker:
             round_ = next(iter(worker))
             model = round_.load_into(One())
-            with pytest.raises(UsageError, match=r"LBFGS chooses the length of its steps.*or run fedprox or fedavg"):
+            with pytest.raises(UsageError, match=r"LBFGS chooses its own step length.*or use fedprox or fedavg"):
                 round_.correct(model, torch.optim.LBFGS(model.parameters(), line_search_fn="strong_wolfe"))
             with round_.correct(model, optimizer := torch.optim.SGD(model.parameters(), lr=0.1)):
                 optimizer.step(closure_of(model, optimizer, GIVES["tensor"]))

@@ -55,7 +55,7 @@ def test_a_diloco_loop_names_the_runs_algorithm_and_warns_of_another_one(
     caplog.set_level("INFO", "atoll")
     with serve(tmp_path, algorithm=algorithm, sites=1) as server, diloco(server, tmp_path, sync_every=500) as loop:
         assert f"joined run atoll ({algorithm}) at " in caplog.text
-        assert ("the run's algorithm is fedavg, not diloco" in caplog.text) == warns
+        assert ("the run's algorithm is fedavg, so its outer step" in caplog.text) == warns
         loop.report(loss=1.0)  # the status has it from the same heartbeat as the warnings
         status = wait_until(lambda: (told := server.status()).workers[0].metrics and told, "a heartbeat")
         assert [text.partition(",")[0] for text in status.warnings] == ["a: the run's algorithm is fedavg"] * warns

@@ -51,7 +51,7 @@ def damage(file: Path) -> None:
     ("damaged", "said"),
     [
         ("algorithm-1.bin", r"2 updates of a count in this run.*ATOLL_NEW_STATE"),
-        ("algorithm-0.bin", r"Updates of this site count in the run, .* is lost: .*algorithm\.json.*ATOLL_NEW_STATE"),
+        ("algorithm-0.bin", r"is lost, although updates of the site count.*algorithm\.json.*ATOLL_NEW_STATE"),
     ],
     ids=["current", "pending-and-counted"],
 )
@@ -72,7 +72,7 @@ def test_a_control_that_the_disk_has_damaged_is_no_control(
         damage(file)
         with pytest.raises(ConfigError, match=said):
             take_part(server, tmp_path / "w")
-        assert f"{damaged} is not what was written: it counts as lost. Look at the disk." in caplog.text
+        assert f"{damaged} is damaged and is not used: its digest differs. Check the disk." in caplog.text
         file.write_bytes(kept)
     assert take_part(server, tmp_path / "w") == [2.0, 4.0]  # from a backup
     wait_until(lambda: server.status().fragments[0].version == 3, "the third one, too")
@@ -102,7 +102,7 @@ def test_a_site_without_the_control_that_the_run_counts_on_is_refused(
             (folder / name).unlink()
     said = r"2 updates of a count in this run.*ATOLL_DIR.*a/[0-9a-f]{32}"
     if lost == "pending":  # which counts is known when the site is there
-        said = r"Updates of this site count in the run.*a/[0-9a-f]{32}/algorithm\.json .*ATOLL_NEW_STATE"
+        said = r"although updates of the site count in the run.*a/[0-9a-f]{32}/algorithm\.json .*ATOLL_NEW_STATE"
     for _ in range(2):  # what the first attempt leaves in the folder does not pass for a control
         with pytest.raises(ConfigError, match=said):
             take_part(server, tmp_path / "w")
@@ -166,8 +166,8 @@ def test_it_may_begin_at_zero_where_it_is_told_to(
     monkeypatch.setenv("ATOLL_NEW_STATE", "1")
     with caplog.at_level(logging.WARNING):
         assert take_part(server, tmp_path / "w") == [0.0, 0.0]
-    assert "a: its state begins at zero" in caplog.text
-    assert "2 updates of a count in this run, and the site has lost the state that its algorithm keeps" in caplog.text
+    assert "a: the site's state starts from zero" in caplog.text
+    assert "2 updates of a count in this run, but the site has lost its algorithm's state" in caplog.text
     assert take_part(server, tmp_path / "w") == [1.0, 2.0]  # the variable does no harm to a control that is there
     monkeypatch.delenv("ATOLL_NEW_STATE")
     assert take_part(server, tmp_path / "w") == [2.0, 4.0]

@@ -86,8 +86,8 @@ def test_a_change_too_small_for_its_codec_is_told_at_once_and_once(
     change = {"big": torch.full((9000,), 1e-4), "small": torch.full((5,), 0.25), "still": torch.zeros(3)}
     shown = rounds_of(tmp_path, "own_lossy:Thousandths", start, [change] * 3)
     text = (
-        "a: as thousandths, 1 of the 2 tensors that training has changed lose 100 % of their change on the way: big. "
-        "It is too small for what the codec can write. Take more local steps, or a larger learning rate; or set "
+        "a: 1 of the 2 tensors that training changed lose 100 % of their change when encoded as thousandths: big. "
+        "The change is too small for this codec. Use more local steps or a larger learning rate, or set "
         "aggregation.upload_codec.name = 'none'."
     )
     assert lines(caplog) == [text]
@@ -101,8 +101,8 @@ def test_bf16_has_no_room_for_the_smallest(tmp_path: Path, caplog: pytest.LogCap
     change = {name: torch.full((7,), 1e-42 if name in ("w13", "w14") else 1e-3) for name in start}
     rounds_of(tmp_path, "bf16", start, [change])
     (line,) = lines(caplog)
-    assert "as bf16, 2 of the 40 tensors that training has changed lose 100 %" in line
-    assert "on the way: w13, w14." in line
+    assert "2 of the 40 tensors that training changed lose 100 %" in line
+    assert "when encoded as bf16: w13, w14." in line
 
 
 @pytest.mark.covers("L14")
@@ -119,7 +119,7 @@ def test_more_than_a_hundredth_arrives_or_it_is_told(tmp_path: Path, caplog: pyt
     change = torch.full((101,), 4e-4)
     change[100] = 6e-4
     rounds_of(tmp_path / "1", "own_lossy:Thousandths", start, [{"w": change}])
-    assert "lose 99.4 % of their change on the way: w." in lines(caplog)[0]
+    assert "lose 99.4 % of their change when encoded as thousandths: w." in lines(caplog)[0]
     caplog.clear()
     change[99] = 2e-3
     rounds_of(tmp_path / "2", "own_lossy:Thousandths", start, [{"w": change}])
@@ -139,9 +139,7 @@ def test_with_error_feedback_it_is_told_when_nothing_arrives_three_times_in_a_ro
     never = {"w": torch.full((4,), 1e-4), "v": soon["v"]}
     shown = rounds_of(tmp_path / "2", "own_lossy:Later", start, [never] * 4)
     (line,) = lines(caplog)
-    assert (
-        "1 of the 2 tensors that training has changed lose 100 % of their change on the way, 3 times in a row" in line
-    )
+    assert "lose 100 % of their change when encoded as later, 3 times in a row" in line
     assert shown == [[], [], [line], [line]]
 
 
@@ -167,11 +165,11 @@ def test_weights_that_steps_do_not_move_are_shown_until_they_move(
     tiny, enough = {"w": torch.full((4,), 1e-3)}, {"w": torch.full((4,), 0.5)}
     shown = rounds_of(tmp_path, "bf16", start, [tiny, tiny, enough])
     text = (
-        "a: the pseudo-gradient is all zero. Does the optimizer hold this model's parameters, and is its learning rate"
+        "a: the pseudo-gradient is all zero. Check that the optimizer has this model's parameters, and a learning rate"
     )
     assert lines(caplog) == shown[0] * 2
     assert shown[0][0].startswith(text)
-    assert "Weights in BF16 stay as they are under steps of less than about 1/256" in shown[0][0]
+    assert "BF16 weights do not change if a step is smaller than about 1/256" in shown[0][0]
     assert shown[1:] == [shown[0], []]
 
 
@@ -189,4 +187,4 @@ def test_what_filters_have_made_nothing_of_is_said_to_be_theirs(
             for fl_round in worker:
                 model = fl_round.state_dict()
                 fl_round.submit({"w": model["w"] - 1})
-    assert "the pseudo-gradient is all zero behind this site's filters. Does" in caplog.text
+    assert "the pseudo-gradient is all zero after this site's filters. Check" in caplog.text

@@ -92,10 +92,10 @@ def test_arrays_and_tensors_give_the_same_bits(server: atoll.Server, tmp_path: P
 @pytest.mark.parametrize(
     ("entry", "words"),
     [
-        ("text", "'small' is a str: no tensor, and without DLPack and __array__"),
-        ([1.0, 2.0, 3.0], "'small' is a list: no tensor"),
-        (np.array(["a", "b", "c"]), "'small' is an array of <U1, which does not travel"),
-        (np.array([{}, {}, {}]), "'small' is an array of object, which does not travel"),
+        ("text", "'small' is a str: neither a tensor, nor an object with DLPack or __array__"),
+        ([1.0, 2.0, 3.0], "'small' is a list: neither a tensor"),
+        (np.array(["a", "b", "c"]), "'small' is an array of <U1, which Atoll cannot send"),
+        (np.array([{}, {}, {}]), "'small' is an array of object, which Atoll cannot send"),
         (np.ma.masked_array([1.0, 2.0, 3.0], [True, False, False]), "'small' is a masked array"),
     ],
     ids=["str", "list", "texts", "objects", "masked"],

@@ -126,10 +126,10 @@ def test_a_refused_update_leaves_the_control_as_it_was(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("spoil", "words"),
     [
-        (lambda round_, model: None, "without its correction"),
+        (lambda round_, model: None, "without the algorithm's correction"),
         (lambda round_, model: round_.correct(model, torch.optim.SGD([model.w], lr=ETA)), "no optimizer step"),
-        (lambda round_, model: with_rate(round_, model, 0.0), "sum up to 0"),
-        (lambda round_, model: with_rate(round_, model, -0.1), "not negative"),
+        (lambda round_, model: with_rate(round_, model, 0.0), "steps is 0"),
+        (lambda round_, model: with_rate(round_, model, -0.1), "at least 0"),
         (lambda round_, model: with_rate(round_, model, float("inf")), "finite"),
         (lambda round_, model: unequal(round_, model), "learning rates 0.1, 0.2"),
     ],
@@ -178,14 +178,14 @@ def test_a_round_is_corrected_once(tmp_path: Path) -> None:
         model = round_.load_into(One())
         optimizer = torch.optim.SGD([model.w], lr=ETA)
         round_.correct(model, optimizer)
-        with pytest.raises(UsageError, match="corrected already"):
+        with pytest.raises(UsageError, match="already corrected"):
             round_.correct(model, optimizer)
 
 
 @pytest.mark.covers("X3")
 def test_a_models_own_names_do_not_collide_with_those_of_controls(tmp_path: Path) -> None:
     model = {"w": torch.zeros(2), "atoll.control.v": torch.zeros(2)}
-    with pytest.raises(UsageError, match=r"'atoll\.control\.v', and names that begin with 'atoll\.control\.' are"):
+    with pytest.raises(UsageError, match=r"'atoll\.control\.v', but names that begin with 'atoll\.control\.' are"):
         plain_server(tmp_path, model, algorithm="scaffold").start()
     with plain_server(tmp_path / "other", model):  # there are none here
         pass

@@ -71,7 +71,7 @@ def test_a_round_is_not_submitted_against_a_base_that_is_not_its_own(
     rewrite_note(pulled_once(server, tmp_path / "w"), **change)
     with atoll.join(server.url, site="a", folder=tmp_path / "w") as worker:
         fl_round = worker.next_round()
-        with pytest.raises(UsageError, match="was not pulled"):
+        with pytest.raises(UsageError, match="was not downloaded"):
             fl_round.submit(nn.Linear(8, 4))
 
 

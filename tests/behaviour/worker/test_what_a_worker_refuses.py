@@ -34,7 +34,7 @@ def test_metrics_are_as_the_script_has_them_and_those_not_finite_are_left_out_wi
                 metrics = {"loss": math.nan, "accuracy": 0.5, "of-torch": loss}
                 fl_round.submit(fl_round.load_into(nn.Linear(2, 1)), metrics=metrics)
         assert server.status().history[0].metrics == {"accuracy": 0.5, "of-torch": 0.25}
-    assert "the metric 'loss' is nan; it is left out" in caplog.text
+    assert "the metric 'loss' is nan, so it is not reported" in caplog.text
 
 
 @pytest.mark.covers("L14")
@@ -57,7 +57,7 @@ def test_a_reported_loss_that_becomes_nan_is_told_once_by_the_site_s_name_and_no
             {"loss": 0.5, "accuracy": 0.25},
             {"accuracy": 0.25},
         ]
-    assert caplog.text.count("box-a: the metric 'loss' is nan; it is left out") == 1
+    assert caplog.text.count("box-a: the metric 'loss' is nan, so it is not reported") == 1
 
 
 @pytest.mark.covers("L15", "X3")
@@ -68,13 +68,16 @@ def test_a_reported_loss_that_becomes_nan_is_told_once_by_the_site_s_name_and_no
         ({"steps": 1.5}, "steps is 1.5"),
         ({"steps": 2**62}, "steps is 4611686018427387904"),
         ({"weight": 10**400}, "The weight is 1000"),
-        ({"weight": "3"}, "The weight is '3'. Give a number"),
+        ({"weight": "3"}, "The weight is '3'. Give a positive, finite number"),
         *(({"weight": weight}, "The weight is") for weight in (0.0, -1.0, math.inf, math.nan)),
-        ({"metrics": [0.5]}, "The metrics are a list"),
+        ({"metrics": [0.5]}, "The metrics are list, not a dict"),
         ({"metrics": {"loss": "low"}}, "The metric 'loss' is 'low'"),
-        ({"metrics": {1: 0.5}}, "'1' is no name of a metric"),
-        ({"metrics": {129 * "m": 0.5}}, "'m+' is no name of a metric"),
-        ({"metrics": {str(number): 0.5 for number in range(257)}}, "There are 257 metrics, and an update has 256"),
+        ({"metrics": {1: 0.5}}, "'1' cannot be the name of a metric"),
+        ({"metrics": {129 * "m": 0.5}}, "'m+' cannot be the name of a metric"),
+        (
+            {"metrics": {str(number): 0.5 for number in range(257)}},
+            "There are 257 metrics; an update may have at most 256",
+        ),
     ],
     ids=str,
 )

@@ -157,8 +157,8 @@ def test_a_site_without_handlers_trains_and_leaves_and_says_why(nursery: Nursery
     sites = start_sites(nursery, tmp_path, port, "bare")
     assert server.wait(60) == 9, server.output()
     assert [site.wait() for site in sites] == [0, 0]
-    assert told(tmp_path)[1] == f"before {['there is no handler for task ' + repr('count') + ', only for none'] * 2}"
-    assert "goes on with tasks, for which this site has no handler" in sites[0].output()
+    assert told(tmp_path)[1] == f"before {['there is no handler for task ' + repr('count') + ', only for: none'] * 2}"
+    assert "the run continues with tasks, and this site has no handler" in sites[0].output()
     said = server.output()
-    assert "waited 1 s for 1 sites, and 0 take part: none." in said or "evaluated nothing: " in said
+    assert "waited 1 s for 1 sites, but only 0 take part: none." in said or "evaluated nothing: " in said
     assert (tmp_path / "state" / "exports" / "model.safetensors").exists()

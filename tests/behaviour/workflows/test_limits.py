@@ -88,4 +88,4 @@ def test_a_site_that_shows_nothing_is_given_up_and_one_that_says_what_it_does_is
         server.run()
     for each in sites:
         each.join(30)
-    assert came == {"a": "the site moved nothing for 3 s (it said: task work)", "b": "done"}
+    assert came == {"a": "the site made no progress for 3 s (its last report: task work)", "b": "done"}

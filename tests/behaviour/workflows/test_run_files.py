@@ -21,41 +21,47 @@ EVALUATION = {"kind": "cross_site_evaluation"}
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"workflow.steps": [{"kind": "trian"}]}, ["Workflow 1 is of the kind 'trian'", "Did you mean 'train'?"]),
+        ({"workflow.steps": [{"kind": "trian"}]}, ["Workflow 1 has the unknown kind 'trian'", "Did you mean 'train'?"]),
         ({"workflow.function": [{"kind": "train"}]}, ["workflow.function = [{", "input should be a valid string"]),
-        ({"workflow.steps": [{}]}, ["Workflow 1 is {}", "one of kind (train, cross_site_evaluation)"]),
-        ({"workflow.steps": [{"kind": "train", "path": "f.py:g"}]}, ["one of kind"]),
+        ({"workflow.steps": [{}]}, ["Workflow 1 is {}", "either kind (train, cross_site_evaluation)"]),
+        ({"workflow.steps": [{"kind": "train", "path": "f.py:g"}]}, ["exactly one of kind and path"]),
         ({"workflow.steps": [{"path": "f.py:g", "progress_timeout": 3}]}, ["Did you mean 'progress_timeout_s'?"]),
         ({"workflow.steps": [{**EVALUATION, "version": ["latest"]}]}, ["'version'", "Did you mean 'versions'?"]),
-        ({"workflow.steps": [{"kind": "train", "versions": []}]}, ["Workflow 1, of the kind 'train'", "'versions'"]),
-        ({"workflow.steps": [{"kind": "train", "start_timeout_s": -1}]}, ["start_timeout_s = -1", "0 sets no limit"]),
+        (
+            {"workflow.steps": [{"kind": "train", "versions": []}]},
+            ["Workflow 1, of the kind 'train', has the unknown key 'versions'"],
+        ),
+        ({"workflow.steps": [{"kind": "train", "start_timeout_s": -1}]}, ["start_timeout_s = -1", "0: no limit"]),
         ({"workflow.steps": [{"path": "f.py:g", "args": [1]}]}, ["args = [1]", "Write a table"]),
-        ({"workflow.steps": [{"kind": "train", "args": {"rounds": 3}}]}, ["Workflow 1, of the kind 'train', has args"]),
-        ({"run.name": "two\nlines"}, ["name is 'two\\nlines'", "Write it in one line"]),
-        ({"workflow.steps": [{"kind": "train"}] * 2, "rounds.total": 1}, ["Workflows 1 and 2", "a run trains once"]),
+        ({"workflow.steps": [{"kind": "train", "args": {"rounds": 3}}]}, ["the kind 'train' takes no arguments"]),
+        ({"run.name": "two\nlines"}, ["name is 'two\\nlines'", "Use one line"]),
+        (
+            {"workflow.steps": [{"kind": "train"}] * 2, "rounds.total": 1},
+            ["Workflows 1 and 2", "a run trains only once"],
+        ),
         ({"workflow.steps": [{"kind": "train"}, EVALUATION]}, ["training never ends", "Set rounds"]),
         (
             {"workflow.steps": [EVALUATION], "rounds.total": 3},
-            ["rounds.total is 3, and workflow.steps has no training"],
+            ["rounds.total is 3, but no step in workflow.steps trains"],
         ),
         (
             {"workflow.steps": [EVALUATION], "workflow.function": "f.py:g"},
-            ["workflow.function is 'f.py:g', and workflow.steps has 1"],
+            ["workflow.function is 'f.py:g', but workflow.steps is set"],
         ),
         ({"workflow.steps": [{"kind": "train"}], "model.ranks": 2}, ["workflow.steps is", "model.ranks is 2"]),
         (
             {"workflow.components": [{"id": "a", "pth": "f:g"}]},
-            ["Component 1 has the key 'pth'", "Did you mean 'path'?"],
+            ["Component 1 has the unknown key 'pth'", "Did you mean 'path'?"],
         ),
         ({"workflow.components": [{"id": "a"}]}, ["Component 1 is {'id': 'a'}"]),
         ({"workflow.components": [{"id": "a", "path": "f:g"}] * 2}, ["Two components have the id 'a'"]),
-        ({"aggregation.aggregator.path": "@trim"}, ["aggregator refers to the component 'trim', and there are: none"]),
+        ({"aggregation.aggregator.path": "@trim"}, ["aggregator refers to the unknown component 'trim'"]),
         (
             {
                 "workflow.payload_filters": [{"path": "@clp"}],
                 "workflow.components": [{"id": "clip", "path": "norm_clip"}],
             },
-            ["workflow.payload_filters refers to the component 'clp'", "Did you mean 'clip'?"],
+            ["payload_filters refers to the unknown component 'clp'", "Did you mean 'clip'?"],
         ),
     ],
     ids=lambda value: "" if isinstance(value, dict) else value[0][:40],
@@ -71,12 +77,12 @@ def test_what_is_wrong_in_a_run_file_is_named(settings: dict[str, Any], words: l
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"versions": ["lates"]}, ["versions has 'lates'", "Did you mean 'latest'?"]),
+        ({"versions": ["lates"]}, ["versions contains 'lates'", "Did you mean 'latest'?"]),
         ({"versions": "latest"}, ["versions is 'latest'", 'versions = ["latest"]']),
-        ({"versions": [-1]}, ["versions has -1"]),
+        ({"versions": [-1]}, ["versions contains -1"]),
         ({"sites": []}, ["sites is []"]),
         ({"evaluation_timeout_s": -1}, ["evaluation_timeout_s is -1"]),
-        ({"site_models": False, "versions": []}, ["nothing is to be evaluated"]),
+        ({"site_models": False, "versions": []}, ["no model would be evaluated"]),
     ],
     ids=["word", "no list", "number", "sites", "time", "nothing"],
 )
@@ -178,12 +184,15 @@ def gives(controller: Any) -> Any:
         ({"workflow.steps": [{"path": yielding}]}, ["is 'yielding', a coroutine function or a generator"]),
         ({"workflow.steps": [{"path": both}]}, ["is 'both', a coroutine function or a generator"]),
         ({"workflow.steps": [{"path": Awaited()}]}, ["a coroutine function or a generator"]),
-        ({"workflow.steps": [{"path": gives}]}, ["gives failed: RunFailed: it gave a generator, which is never run"]),
+        (
+            {"workflow.steps": [{"path": gives}]},
+            ["gives failed: RunFailed: it returned a generator, which is never run"],
+        ),
         (
             {"workflow.steps": [{"path": scheduled, "args": {"schedul": 1}}]},
             ["'scheduled' cannot be called", "schedul"],
         ),
-        ({"workflow.steps": [{"path": "json:decoder"}]}, ["is a module", "Name a function"]),
+        ({"workflow.steps": [{"path": "json:decoder"}]}, ["is a module", "Use a function"]),
         ({"workflow.steps": [{"path": "json:laods"}]}, ["Did you mean 'loads'?"]),
         (
             {
@@ -204,11 +213,11 @@ def gives(controller: Any) -> Any:
         ),
         (
             {"workflow.steps": [EVALUATION, EVALUATION]},
-            ["2 evaluations write their results to cross_site_evaluation.json", "Give each a name"],
+            ["2 evaluations have the same name, and so the same file for results: cross_site_evaluation.json"],
         ),
         (
             {"workflow.steps": [EVALUATION | {"name": "a/b"}, EVALUATION | {"name": "a_b"}]},
-            ["2 evaluations write their results to a_b.json"],
+            ["2 evaluations have the same name, and so the same file for results: a_b.json"],
         ),
     ],
     ids=[
@@ -239,5 +248,5 @@ def test_functions_are_looked_at_before_the_server_starts(
 
 
 def test_a_function_beside_the_list_is_refused() -> None:
-    with pytest.raises(UsageError, match="its settings name another"):
+    with pytest.raises(UsageError, match="its settings have one, too"):
         atoll.Server(workflow=print, settings={"workflow.steps": [EVALUATION]})

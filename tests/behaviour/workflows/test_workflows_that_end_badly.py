@@ -21,7 +21,7 @@ def test_a_workflow_that_raises_ends_the_run_and_is_all_that_is_done_again(nurse
     server = start_server(nursery, tmp_path, port)
     sites = start_sites(nursery, tmp_path, port)
     assert server.wait(60) == 9
-    assert "atoll: The workflow flow.py:fail failed: KeyError: 'w'. The traceback is in the log" in server.output()
+    assert "atoll: The workflow flow.py:fail failed: KeyError: 'w'. See the traceback in the log" in server.output()
     assert "raise KeyError" in server.output()
     (tmp_path / "mended").touch()
     again = start_server(nursery, tmp_path, port)
@@ -60,7 +60,7 @@ def test_its_progress_limit_ends_it_and_notes_are_progress(nursery: Nursery, tmp
     server = start_server(nursery, tmp_path, free_port())
     assert server.wait(30) == 9
     assert "workflow 2 of 2 begins: flow.py:never" in server.output()
-    assert "The workflow flow.py:never made no progress for 1 s: no answer, no byte, no word" in server.output()
+    assert "The workflow flow.py:never made no progress for 1 s: no answer, no byte and no report" in server.output()
 
 
 @pytest.mark.covers("P12")
@@ -69,7 +69,7 @@ def test_training_without_any_site_fails_after_its_start_limit(nursery: Nursery,
     port = free_port()
     server = start_server(nursery, tmp_path, port)
     assert server.wait(30) == 9
-    assert "The workflow train waited 0.5 s for 2 sites, and 0 take part: none." in server.output()
+    assert "The workflow train waited 0.5 s for 2 sites, but only 0 take part: none." in server.output()
 
 
 @pytest.mark.covers("P12")
@@ -80,6 +80,6 @@ def test_other_workflows_than_those_that_have_ended_are_refused(nursery: Nursery
     write_run(tmp_path, '[[workflow.steps]]\npath = "flow.py:never"\n', **{"rounds.total": None})
     refused = start_server(nursery, tmp_path, port)
     assert refused.wait(30) == 2
-    assert "has a run with 'flow.py:noted' as workflow 1, which has ended; this start says 'flow.py:never'" in (
+    assert "workflow 1 was 'flow.py:noted' and has ended, but this start has 'flow.py:never' in its place" in (
         refused.output()
     )

@@ -66,18 +66,22 @@ def twice() -> Iterator[tuple[str, Tensor]]:
 BAD: list[Any] = [
     pytest.param(None, "returned None, not (name, tensor) pairs", id="none"),
     pytest.param(3, "returned a int, not", id="no-pairs"),
-    pytest.param([GOOD["w"]], "gave a Tensor where a (name, tensor) pair belongs", id="tensors-only"),
-    pytest.param({"ww": GOOD["w"]}, "gave 'ww', which is no parameter of the model (Did you mean 'w'?)", id="unknown"),
-    pytest.param({"mean": torch.ones(1)}, "gave 'mean', which is no parameter", id="a-buffer"),
-    pytest.param(twice(), "gave 'w' twice", id="twice"),
+    pytest.param([GOOD["w"]], "returned a Tensor instead of a (name, tensor) pair", id="tensors-only"),
+    pytest.param(
+        {"ww": GOOD["w"]}, "returned 'ww', which is not a parameter of the model (Did you mean 'w'?)", id="unknown"
+    ),
+    pytest.param({"mean": torch.ones(1)}, "returned 'mean', which is not a parameter", id="a-buffer"),
+    pytest.param(twice(), "returned 'w' twice", id="twice"),
     pytest.param({"w": GOOD["w"]}, "left out 1 of 2 tensors, first 'v'", id="left-out"),
-    pytest.param({"w": torch.ones(4)}, "gave 'w' with the shape [4], the model's is [2, 2]", id="shape"),
-    pytest.param({"w": GOOD["w"].to_sparse()}, "gave 'w' as a tensor that is not dense", id="sparse"),
-    pytest.param({"w": GOOD["w"].to("meta")}, "not dense, or on the meta device", id="meta"),
-    pytest.param({"w": GOOD["w"].double()}, "gave 'w' as F64, which must be F32", id="dtype"),
-    pytest.param({"v": torch.ones(3, dtype=torch.float16)}, "gave 'v' as F16, which must be BF16 or F32", id="half"),
-    pytest.param({"w": [[1.0, 2.0], [3.0, 4.0]]}, "gave a list for 'w', not a tensor", id="list"),
-    pytest.param({"w": torch.full((2, 2), torch.nan)}, "gave NaN or Inf in 'w'", id="nan"),
+    pytest.param({"w": torch.ones(4)}, "returned 'w' with the shape [4], the model has [2, 2]", id="shape"),
+    pytest.param({"w": GOOD["w"].to_sparse()}, "returned 'w' as a tensor that is not dense", id="sparse"),
+    pytest.param({"w": GOOD["w"].to("meta")}, "not dense or has no values", id="meta"),
+    pytest.param({"w": GOOD["w"].double()}, "returned 'w' as F64, but must return F32", id="dtype"),
+    pytest.param(
+        {"v": torch.ones(3, dtype=torch.float16)}, "returned 'v' as F16, but must return BF16 or F32", id="half"
+    ),
+    pytest.param({"w": [[1.0, 2.0], [3.0, 4.0]]}, "returned a list for 'w', not a tensor", id="list"),
+    pytest.param({"w": torch.full((2, 2), torch.nan)}, "returned NaN or Inf in 'w'", id="nan"),
 ]
 
 
@@ -134,8 +138,8 @@ def test_a_class_an_object_or_a_function(mine: Path, name: str, options: dict[st
     [
         ("missing", {}, "has no 'missing'"),
         ("Half", {}, "has accept, but no reset"),
-        ("Whole", {"m": 1}, "Write its keyword arguments beside the path in aggregation.aggregator"),
-        ("READY", {"n": 1}, "is an object already"),
+        ("Whole", {"m": 1}, "Write its keyword arguments next to the path in aggregation.aggregator"),
+        ("READY", {"n": 1}, "is an object, not a class"),
         ("NUMBER", {}, "is a int, which has no aggregate"),
     ],
 )

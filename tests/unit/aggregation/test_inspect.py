@@ -151,7 +151,7 @@ def test_one_value_that_is_not_finite_is_found_and_its_tensor_named(tmp_path, co
     content = content_of(world)
     encode(content, segment, submitted)
     found = stats_of(world.update_layout, content)
-    told = "holds NaN or Inf" if math.isnan(bad) else "holds Inf: an overflow"
+    told = "contains NaN or Inf" if math.isnan(bad) else "contains Inf, which"
     assert [stats.bad.startswith(f"{name} {told}") for stats in found if stats.bad] == [True]
 
 
@@ -160,7 +160,7 @@ def test_one_value_that_is_not_finite_is_found_and_its_tensor_named(tmp_path, co
 def test_among_neighbours_that_are_looked_at_as_one_the_right_one_is_named(place):
     numbers = [torch.tensor([1.0, 2.0, 3.0, 4.0, math.nan if index == place else 5.0]) for index in range(5)]
     (stats,) = stats_of(*filled([TensorSpec(f"w{index}", "F32", (5,)) for index in range(5)], *numbers))
-    assert stats.bad == f"w{place} holds NaN or Inf"
+    assert stats.bad == f"w{place} contains NaN or Inf"
 
 
 @pytest.mark.covers("F31")

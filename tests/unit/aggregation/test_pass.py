@@ -110,7 +110,7 @@ def test_a_base_that_the_disk_has_changed_is_refused(tmp_path, target):
         at, nbytes = region[-1]
         (was,) = os.pread(fd, 1, at + nbytes - 1)
         os.pwrite(fd, bytes([was ^ 1]), at + nbytes - 1)
-        with pytest.raises(StateCorrupt, match=f"The {what} that the round starts from is not what was written"):
+        with pytest.raises(StateCorrupt, match=f"The {what} that the round starts from is damaged"):
             world.close(files, threads=2)
         os.pwrite(fd, bytes([was]), at + nbytes - 1)
     world.close(files, threads=2)

@@ -86,7 +86,7 @@ def test_a_path_takes_the_place_of_the_name_in_the_file(tmp_path: Path) -> None:
     ("settings", "message"),
     [
         ({}, "algorithm.name is not set. Set it to one of "),
-        ({"algorithm.name": "fedavg"}, "rounds.total is not set, and fedavg is a federated algorithm"),
+        ({"algorithm.name": "fedavg"}, "rounds.total is not set, but the federated algorithm fedavg"),
     ],
 )
 def test_a_run_with_rounds_says_how_it_trains_and_how_long(settings: dict[str, Any], message: str) -> None:
@@ -132,7 +132,7 @@ def test_groups_are_objects_tables_or_single_keys() -> None:
 @pytest.mark.parametrize(
     ("table", "words"),
     [
-        ({"name": "mean", "path": "a.py:b"}, "Give one of them"),
+        ({"name": "mean", "path": "a.py:b"}, "Set only one of them"),
         ({"name": "a.py:b"}, "Write path = 'a.py:b'"),
         ("mean", "aggregation.reducer = 'mean'"),
     ],
@@ -179,21 +179,23 @@ def test_an_unknown_key_names_its_source_and_the_nearest(
     tmp_path: Path, text: str, flags: dict[str, Any], environ: dict[str, str], source: str, key: str
 ) -> None:
     error = refusal(tmp_path, text, flags, environ)
-    assert error.message.endswith(f"{source}: there is no setting {key!r}.")
-    assert error.remedy == "Did you mean diloco.sync_every? `atoll config schema` has all settings."
+    assert error.message.endswith(f"{source}: the setting {key!r} does not exist.")
+    assert error.remedy == "Did you mean diloco.sync_every? `atoll config schema` lists all settings."
 
 
 def test_an_unknown_variable_names_the_nearest() -> None:
-    with pytest.raises(ConfigError, match=r"has ATOLL_DILOCO__SYNC_EVRY.*Did you mean ATOLL_DILOCO__SYNC_EVERY\?"):
+    with pytest.raises(
+        ConfigError, match=r"ATOLL_DILOCO__SYNC_EVRY is unknown.*Did you mean ATOLL_DILOCO__SYNC_EVERY\?"
+    ):
         Settings.read(environ={"ATOLL_DILOCO__SYNC_EVRY": "5"})
 
 
 def test_refuses_the_flat_form_in_one_line(tmp_path: Path) -> None:
     assert str(refusal(tmp_path, "rounds = 3\n", {}, {})) == (
-        f"{tmp_path}/run.toml: rounds = 3, but rounds is a group of settings. Did you mean rounds.total? `atoll config "
-        "schema` has all settings."
+        f"{tmp_path}/run.toml: rounds = 3, but rounds is a group of settings, not a setting. "
+        "Did you mean rounds.total? `atoll config schema` lists all settings."
     )
-    assert refusal(tmp_path, "wandb = 1\n", {}, {}).remedy == "`atoll config schema` has all settings."
+    assert refusal(tmp_path, "wandb = 1\n", {}, {}).remedy == "`atoll config schema` lists all settings."
     assert "Did you mean rounds.min_sites?" in refusal(tmp_path, "min_clients = 1\n", {}, {}).remedy
     assert "Did you mean network.host?" in refusal(tmp_path, "[server]\nport = 1\n", {}, {}).remedy
 
@@ -220,8 +222,13 @@ def test_variables_of_a_worker_and_of_others_are_no_settings() -> None:
         ("network.port = 70000", {}, {}, "network.port = 70000: input should be less than or equal to 65535"),
         ("network.idle_timeout_s = nan", {}, {}, "network.idle_timeout_s = nan: input should be greater than 0"),
         ('disk.durability = "raid"', {}, {}, "disk.durability = 'raid': input should be 'process' or 'power'"),
-        ('algorithm.outer_optimizer = "adam"', {}, {}, "it is a table: algorithm.outer_optimizer = {name = 'adam'}"),
-        ("", {}, {"ATOLL_MODEL__ARGS": "depth=3"}, "ATOLL_MODEL__ARGS is 'depth=3'."),
+        (
+            'algorithm.outer_optimizer = "adam"',
+            {},
+            {},
+            "this setting is a table: write algorithm.outer_optimizer = {name = 'adam'}",
+        ),
+        ("", {}, {"ATOLL_MODEL__ARGS": "depth=3"}, "ATOLL_MODEL__ARGS is 'depth=3', not a TOML table."),
     ],
 )
 def test_a_wrong_value_names_its_source_and_itself(
@@ -243,11 +250,11 @@ def test_a_wrong_value_names_its_source_and_itself(
         ("rounds.sites = 3\nrounds.quorum = 2", "quorum is 2, but rounds.deadline_s is 0"),
         (
             "network.heartbeat_interval_s = 120",
-            "network.heartbeat_interval_s is 120, not below network.heartbeat_timeout_s",
+            "network.heartbeat_interval_s is 120, but network.heartbeat_timeout_s is only",
         ),
         (
             "diloco.dynamic_local_steps = true",
-            "diloco.dynamic_local_steps is True, but async.enabled is false: it has a meaning in asynchronous runs "
+            "diloco.dynamic_local_steps is True, but async.enabled is false: the setting applies to asynchronous runs "
             "only. Leave "
             "diloco.dynamic_local_steps out, or",
         ),
@@ -259,18 +266,17 @@ def test_a_wrong_value_names_its_source_and_itself(
         (
             "async.enabled = true\nrounds.sites = 2\nrounds.min_sites = 2\nasync.buffer_size = "
             "2\ndiloco.num_fragments = 2\ndiloco.sync_every = 4",
-            "async.enabled is true, rounds.min_sites is 2, and diloco.num_fragments is 2",
+            "async.enabled is true, rounds.min_sites is 2 and diloco.num_fragments is 2",
         ),
         (
             "diloco.sync_every = 500\ndiloco.num_fragments = 3",
-            "diloco.sync_every is 500, and diloco.num_fragments is 3: one fragment is due every "
-            "sync_every/num_fragments steps, "
-            "which has to be a whole number. Set diloco.sync_every to 501 or 498.",
+            "diloco.sync_every is 500 and diloco.num_fragments is 3: sync_every must be a multiple of num_fragments, "
+            "because one fragment is due every sync_every/num_fragments steps. Set diloco.sync_every to 501 or 498.",
         ),
         ("diloco.sync_every = 2\ndiloco.num_fragments = 3", "Set diloco.sync_every to 3."),
         (
             "diloco.sync_every = 30\ndiloco.num_fragments = 3\ndiloco.fragment_sync_delay = 11",
-            "have to be merged within 10 steps. Set diloco.fragment_sync_delay to at most 10",
+            "a result must be merged within 10 steps. Set diloco.fragment_sync_delay to at most 10",
         ),
         ("diloco.num_fragments = 2\ndiloco.max_inflight = 3", "Set diloco.max_inflight to at most 2."),
         (
@@ -294,7 +300,7 @@ def test_no_timeout_goes_with_any_interval() -> None:
 
 @pytest.mark.covers("X3")
 def test_a_file_that_cannot_be_read_says_why(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"There is no run file .*none.toml'\. `atoll new` writes one"):
+    with pytest.raises(ConfigError, match=r"The run file .*none.toml' does not exist\. `atoll new` writes one"):
         Settings.read(tmp_path / "none.toml", environ={})
     with pytest.raises(ConfigError, match="is a folder"):
         Settings.read(tmp_path, environ={})

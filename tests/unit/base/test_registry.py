@@ -59,11 +59,11 @@ def test_a_user_names_code_of_their_own() -> None:
 @pytest.mark.parametrize(
     ("target", "message", "remedy"),
     [
-        ("my_models", "'my_models' does not name code.", "Write it as module:attribute"),
-        (":build", "':build' does not name code.", "Write it as module:attribute"),
-        ("my_models:", "'my_models:' does not name code.", "Write it as module:attribute"),
+        ("my_models", "'my_models' does not name a Python object.", "Use module:attribute"),
+        (":build", "':build' does not name a Python object.", "Use module:attribute"),
+        ("my_models:", "'my_models:' does not name a Python object.", "Use module:attribute"),
         ("my_modles:build", "no module named 'my_modles'", "Start the command in the folder of the module"),
-        ("my_broken:build", "no module named 'surely_not_installed'", "install the package that has it"),
+        ("my_broken:build", "no module named 'surely_not_installed'", "install the package that contains it"),
         ("my_models:biuld", "my_models has no 'biuld'", "Did you mean 'build'?"),
         ("my_models:zzz", "my_models has no 'zzz'", ""),
     ],
@@ -129,7 +129,7 @@ def test_refuses_a_file_named_like_another_module(tmp_path: Path, monkeypatch: p
     """Python imports `site` when it starts, so that nobody's site.py is found by that name."""
     (tmp_path / "site.py").write_text("def build(): return 'built'\n")
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match=r"the module site is .*site.py and has no 'build'\. Write site.py:build"):
+    with pytest.raises(ConfigError, match=r"the module site is .*site.py, and has no 'build'\. Use site.py:build"):
         registry.load_attribute("site:build")
     assert registry.load_attribute("site.py:build")() == "built"
 

@@ -64,13 +64,13 @@ def test_sizes_count_a_scalar_as_one_element_and_an_empty_tensor_as_none() -> No
 
 def test_what_is_no_schema_is_refused_by_name() -> None:
     spec = TensorSpec("w", "F32", (1,))
-    with pytest.raises(UsageError, match=r"'w' has the dtype C64, which does not travel\. Use one of F64"):
+    with pytest.raises(UsageError, match=r"'w' has the dtype C64, which Atoll does not support\. Use one of F64"):
         TensorSpec("w", "C64", (1,))
     with pytest.raises(UsageError, match="'w' occurs twice"):
         Schema.build([spec, spec])
     with pytest.raises(UsageError, match="'w' occurs twice"):
         Schema.build([spec], {"w": "w"})
-    with pytest.raises(UsageError, match="'v' is tied to 'x', which is not among the tensors"):
+    with pytest.raises(UsageError, match="'v' is tied to 'x', which is not one of the tensors"):
         Schema.build([spec], {"v": "x"})
 
 
@@ -84,27 +84,27 @@ BASE = [TensorSpec("a", "F32", (2,)), TensorSpec("b", "F32", (3,))]
         (
             Schema.build(BASE),
             Schema.build(BASE[:1]),
-            "worker clinic-a has b F32[3] in params, the server has no such tensor",
+            "worker clinic-a has b F32[3] in params, but the server has no such tensor",
         ),
         (
             Schema.build(BASE[:1]),
             Schema.build(BASE),
-            "the server has b F32[3] in params, worker clinic-a has no such tensor",
+            "the server has b F32[3] in params, but worker clinic-a has no such tensor",
         ),
         (
             Schema.build(BASE),
             Schema.build([BASE[0], TensorSpec("b", "F32", (3, 1))]),
-            "worker clinic-a has b F32[3] in params, the server has b F32[3, 1] in params",
+            "worker clinic-a has b F32[3] in params, but the server has b F32[3, 1] in params",
         ),
         (
             Schema.build(BASE),
             Schema.build([BASE[0], TensorSpec("b", "BF16", (3,))]),
-            "worker clinic-a has b F32[3] in params, the server has b BF16[3] in params",
+            "worker clinic-a has b F32[3] in params, but the server has b BF16[3] in params",
         ),
         (
             Schema.build(BASE),
             Schema.build([BASE[0], TensorSpec("b", "F32", (3,), BUFFERS)]),
-            "worker clinic-a has b F32[3] in params, the server has b F32[3] in buffers",
+            "worker clinic-a has b F32[3] in params, but the server has b F32[3] in buffers",
         ),
         (Schema.build(BASE, {"c": "a"}), Schema.build(BASE), "only worker clinic-a ties c to a"),
         (Schema.build(BASE), Schema.build(BASE, {"c": "a"}), "only the server ties c to a"),
@@ -112,12 +112,12 @@ BASE = [TensorSpec("a", "F32", (2,)), TensorSpec("b", "F32", (3,))]
         (
             Schema.build(BASE[:1], {"b": "a"}),
             Schema.build(BASE),
-            "worker clinic-a ties b to a, the server has two tensors",
+            "worker clinic-a ties b to a, but the server has two tensors",
         ),
         (
             Schema.build(BASE),
             Schema.build(BASE[:1], {"b": "a"}),
-            "the server ties b to a, worker clinic-a has two tensors",
+            "the server ties b to a, but worker clinic-a has two tensors",
         ),
     ],
     ids=[

@@ -154,11 +154,11 @@ class CountsInItself(CountsInPython):
     [
         (torch.optim.LBFGS, "closure"),
         (torch.optim.SparseAdam, "dense gradients"),
-        (ClipsTheWholeModel, "when another one is beside it"),
+        (ClipsTheWholeModel, "if another tensor is present"),
         (AddsNoise, "random"),
         (CountsInItsGroup, "change its own settings"),
         (CountsInItself, "would be lost"),
-        (lambda parameters: [parameters], "made a list"),
+        (lambda parameters: [parameters], "created a list"),
     ],
 )
 def test_what_cannot_be_an_outer_optimizer_is_refused_by_name(target, why):

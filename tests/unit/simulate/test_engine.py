@@ -84,5 +84,5 @@ def test_begins_a_job_again_in_another_process(lives: list[str], error: str) -> 
 def test_ignores_a_second_answer(caplog: pytest.LogCaptureFixture) -> None:
     host = Ends("answers twice")
     assert host.answer() == "raised"
-    wait_until(lambda: "ignored an answer to no job" in caplog.text, "a line")
+    wait_until(lambda: "ignored a second answer" in caplog.text, "a line")
     assert host.answers.empty()

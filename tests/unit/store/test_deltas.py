@@ -45,7 +45,7 @@ def test_it_is_there_with_its_version_and_names_its_base(tmp_path: Path) -> None
         assert read(pin.fd) == delta_content(1)
         pin.release()
         pin.release()
-        with pytest.raises(Gone, match="Version 0 of fragment 0 has no delta"):
+        with pytest.raises(Gone, match="Version 0 of fragment 0 has no difference"):
             store.versions.pin_delta(0, 0)
     assert store.slots.holds() == {}
 

@@ -69,7 +69,7 @@ def test_a_part_that_fails_before_it_changes_anything_is_forgotten(journal: Jour
 
 def test_after_a_part_that_failed_later_nothing_is_committed_even_if_its_error_was_caught(journal: Journal) -> None:
     told: list[str] = []
-    with pytest.raises(StoreError, match="undone with it"), journal.transaction():  # noqa: PT012
+    with pytest.raises(StoreError, match="so all its changes were undone"), journal.transaction():  # noqa: PT012
         journal.count("a")
         journal.after_rollback(lambda: told.append("a undone"))
         for names in (["b"], []):  # the second has changed nothing
@@ -117,7 +117,7 @@ def test_nothing_is_changed_after_sqlite_has_ended_a_transaction(journal: Journa
     """SQLite does so where the disk is full: what came then would be a transaction of its own, and outlive it."""
     with pytest.raises(Undone), journal.transaction():  # noqa: PT012
         journal._db.execute("ROLLBACK")
-        with pytest.raises(StoreError, match="has ended the transaction"), journal.transaction():
+        with pytest.raises(StoreError, match="has ended this transaction"), journal.transaction():
             journal.count("a")
         raise Undone
     assert counted(journal) == {}
@@ -127,7 +127,10 @@ def test_a_lock_of_another_program_is_told_with_its_remedy(journal: Journal) -> 
     journal.row("PRAGMA busy_timeout = 0")
     other = sqlite3.connect(journal.path, isolation_level=None)
     other.execute("BEGIN IMMEDIATE")
-    with pytest.raises(StoreError, match=r"locked by another program.*Close what writes to it"), journal.transaction():
+    with (
+        pytest.raises(StoreError, match=r"locked by another program.*Close the program that writes to it"),
+        journal.transaction(),
+    ):
         journal.count("a")
     other.close()
     with journal.transaction():
@@ -194,7 +197,7 @@ def test_every_start_raises_the_epoch_also_after_a_kill(tmp_path: Path) -> None:
 
 def test_the_run_is_created_once(store: Store) -> None:
     assert store.run_log.run is not None
-    with pytest.raises(StoreError, match="already holds a run"):
+    with pytest.raises(StoreError, match="already contains a run"):
         store.run_log.create_run(store.run_log.run)
 
 

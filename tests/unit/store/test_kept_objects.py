@@ -27,7 +27,7 @@ def stored(objects: ObjectStore) -> tuple[Kept, str]:
 
 @pytest.mark.covers("P9")
 def test_an_object_of_its_own_counts_no_more_does_not_expire_and_ends_with_the_server(tmp_path: Path) -> None:
-    """All objects together may have 5,000 bytes: a second one fits once the first is the server's own."""
+    """All objects together may have 5,000 bytes: a second one fits once the first belongs to the server."""
 
     def opened() -> ObjectStore:
         return ObjectStore(tmp_path, max_bytes=5000, max_expires_s=60.0, idle_timeout_s=60.0)
@@ -38,7 +38,7 @@ def test_an_object_of_its_own_counts_no_more_does_not_expire_and_ends_with_the_s
         stored(objects)
     assert objects.make_own(first.object, secret) is first
     second, _ = stored(objects)
-    with pytest.raises(Conflict, match="is the server's own"):
+    with pytest.raises(Conflict, match="belongs to the server"):
         objects.remove(first.object, secret)
     assert first.expires_at - second.expires_at > 365 * 86400
     objects.close()

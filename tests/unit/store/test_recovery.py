@@ -107,7 +107,7 @@ def test_a_damaged_head_gives_way_to_the_version_before(tmp_path: Path, damage: 
     store, lost = begin(tmp_path)
     assert store.versions.head().version == 1
     # Tickets 3 and 4 went into version 2, ticket 5 was based on it.
-    assert lost[0].startswith("Version 2 of fragment 0 was lost, the run goes on from version 1: 3 updates")
+    assert lost[0].startswith("Version 2 of fragment 0 was lost; the run continues from version 1: 3 updates")
     assert [store.tickets.get(ticket).state for ticket in (1, 2, 3, 4, 5)] == ["counted"] * 2 + ["expired"] * 3
     assert "was lost" in store.tickets.get(3).reason
     assert store.run_log.rounds() == ()
@@ -195,7 +195,7 @@ def test_a_run_of_which_nothing_verifies_is_refused_and_left_alone(tmp_path: Pat
     store.close()
     before = slot_files(tmp_path)
     for _ in range(2):
-        with pytest.raises(StateCorrupt, match=r"No version .* 1, 0\. Restore the whole directory from a backup"):
+        with pytest.raises(StateCorrupt, match=r"All versions .* 1, 0\. Restore the whole directory from a backup"):
             begin(tmp_path)
     assert slot_files(tmp_path) == before
 
@@ -272,14 +272,14 @@ def test_a_ticket_without_its_file_starts_from_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("shapes", "complaint"),
     [
-        (replace(SHAPES, update_bytes=23), "spool files of fragment 0 have 24 bytes, these settings need 23 bytes"),
-        (replace(SHAPES, state=None), "state files of fragment 0 have 20 bytes, these settings need none"),
+        (replace(SHAPES, update_bytes=23), "spool files of fragment 0 have 24 bytes, but these settings need 23 bytes"),
+        (replace(SHAPES, state=None), "state files of fragment 0 have 20 bytes, but these settings need none"),
         (replace(SHAPES, version=FileShape(40, b"other:::", SHAPES.version.regions)), "40 bytes, with other tensors"),
     ],
 )
 def test_files_of_another_model_are_refused(tmp_path: Path, shapes: object, complaint: str) -> None:
     first(tmp_path).close()
     store = Store(tmp_path)
-    with pytest.raises(ConfigError, match=f"begun with another model.*{complaint}.*another disk.state_dir"):
+    with pytest.raises(ConfigError, match=f"started with another model.*{complaint}.*another disk.state_dir"):
         store.slots.shape([shapes])  # type: ignore[list-item]
     store.close()

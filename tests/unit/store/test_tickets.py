@@ -145,7 +145,7 @@ def test_a_refused_or_expired_ticket_takes_nothing_more_and_says_why(store: Stor
     store.tickets.refuse(1, "NaN in w")
     store.tickets.expire([2], "the round closed")
     for action in (lambda: accept(store, 1, b""), lambda: store.tickets.spool(1), lambda: held.begin_part(0)):
-        with pytest.raises(UpdateRefused, match="of a is refused: NaN in w"):
+        with pytest.raises(UpdateRefused, match="of a was refused: NaN in w"):
             action()
     with pytest.raises(TicketClosed, match="expired: the round closed"):
         store.tickets.record_part(2, 1, b"d" * 32, 1.0)
@@ -163,7 +163,7 @@ def test_an_acknowledged_update_can_be_neither_refused_nor_expired(store: Store)
 
 def test_an_accepted_update_cannot_be_written_any_more(store: Store) -> None:
     submit(store, 1, "a", 0)
-    with pytest.raises(TicketClosed, match="holds an update already"):
+    with pytest.raises(TicketClosed, match="has an update already"):
         store.tickets.spool(1).begin_part(0)
     assert read(store.tickets.spool(1).fd) == update_of("a", 0)
 
@@ -321,7 +321,7 @@ def test_a_round_freezes_with_accepted_tickets_of_its_own_only(store: Store) -> 
     assert (row.state, row.expected, row.tickets) == ("frozen", ("a",), (1,))
     with pytest.raises(StoreError, match="is open"):
         store.run_log.open_round(0, 0, ("b",))
-    with pytest.raises(StoreError, match="made of the tickets"):
+    with pytest.raises(StoreError, match="made from the tickets"):
         write_version(store, 1, ())
 
 

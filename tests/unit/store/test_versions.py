@@ -69,7 +69,7 @@ def test_nothing_of_a_draft_is_seen_before_its_commit(store: Store) -> None:
     draft = store.versions.begin(0, 1)
     os.pwrite(draft.slot.fd, content(1), 0)
     assert store.versions.head().version == 0
-    with pytest.raises(Gone, match="The newest is version 0"):
+    with pytest.raises(Gone, match="The newest version is 0"):
         store.versions.get(0, 1)
     draft.abandon()
     draft.abandon()
@@ -117,7 +117,7 @@ def test_old_versions_are_dropped_and_say_what_to_pull(store: Store) -> None:
         play_round(store, base)
         store.versions.write_durable()
     assert [row.version for row in store.versions.kept()] == [3, 4]
-    with pytest.raises(Gone, match=r"Version 1 .* The newest is version 4"):
+    with pytest.raises(Gone, match=r"Version 1 .* The newest version is 4"):
         store.versions.pin(0, 1)
 
 
@@ -153,7 +153,7 @@ def test_the_oldest_pull_is_revoked_when_too_many_versions_are_held(tmp_path: Pa
     assert not any(pin.revoked.is_set() for pin in pins)
     play_round(store, 3)
     assert [pin.revoked.is_set() for pin in pins] == [True, False, False]
-    with pytest.raises(Gone, match="The newest is version 4"):
+    with pytest.raises(Gone, match="The newest version is 4"):
         store.versions.pin(0, 0)
     assert read(pins[0].fd) == content(0)  # it still holds its bytes
     (slot,) = pins[0].slots

@@ -101,6 +101,6 @@ def test_encoded_tensors_are_decoded_when_they_are_loaded(path: Path) -> None:
 def test_a_file_that_is_none_leaves_no_descriptor(tmp_path: Path) -> None:
     path = tmp_path / "x"
     path.write_bytes(b"no safetensors here")
-    with pytest.raises(BadRequest, match=r"x claims a head"):
+    with pytest.raises(BadRequest, match=r"x claims to have a header"):
         LazyState.open(path)
     assert open_files(path) == 0

@@ -58,7 +58,7 @@ def test_the_last_line_says_how_long_a_transfer_was_interrupted(clock: Clock, ca
     bar.resume()
     move(bar, clock, 2)
     bar.end()
-    assert caplog.messages == ["a: submitting: 4.0 MB in 19.0 s, 15.0 s of them interrupted (1.0 MB/s)"]
+    assert caplog.messages == ["a: submitting: 4.0 MB in 19.0 s, paused for 15.0 s (1.0 MB/s)"]
 
 
 @pytest.mark.covers("X4")

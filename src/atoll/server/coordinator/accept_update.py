@@ -18,8 +18,8 @@ LOG = logging.getLogger("atoll.server")
 
 REFUSALS = 5
 """Refused updates in a row after which the server ends the site's lease: it would train and be refused for ever."""
-LOOK = "look at the learning rate, the data and the loss at this site."
-STEPS = "report them: submit(model, steps=…), or fl_round.correct(model, optimizer), which counts them."
+LOOK = "check the learning rate, the data and the loss at this site."
+STEPS = "report the number of steps: submit(model, steps=…), or fl_round.correct(model, optimizer), which counts them."
 
 
 class UpdateAdmission:
@@ -86,8 +86,9 @@ class UpdateAdmission:
         if site not in self._other_weight:
             self._other_weight.add(site)
             LOG.warning(
-                "%s submits with weight %g and keeps its first weight, %g, which the controls of this run hold. "
-                "Submit with the same weight in every round; another weight needs a new run.",
+                "%s submits with weight %g, but its first weight, %g, is used, because this run's control "
+                "variates depend on it. Submit with the same weight in every round. For another weight, "
+                "start a new run.",
                 site,
                 message.weight,
                 kept,
@@ -102,7 +103,7 @@ class UpdateAdmission:
         """
         settings, weight = self._plan.settings, message.weight
         if self._plan.needs_steps and not message.steps:
-            self.refuse(site, ticket, "it reports no local steps, by which this run divides", STEPS)
+            self.refuse(site, ticket, "it reports no number of local steps, which this run needs", STEPS)
         if weight > settings.aggregation.max_weight:
             self.refuse(
                 site,
@@ -128,7 +129,7 @@ class UpdateAdmission:
         presence = self._roster.setdefault(site, Presence(site))
         presence.refused_in_a_row += 1
         LOG.warning("%s: update refused: %s", site, reason)
-        state, then = self._ledger.state, "The round goes on with the others"
+        state, then = self._ledger.state, "The round continues with the other updates"
         member, round_ = state.members.get(site), state.rounds[self._store.tickets.get(ticket).fragment]
         if presence.refused_in_a_row >= REFUSALS and member is not None:
             then = f"{presence.refused_in_a_row} updates in a row were refused"
@@ -136,7 +137,7 @@ class UpdateAdmission:
         elif round_.phase == "open" and len(round_.expected) < state.rules.floor:
             needed = f"{state.rules.floor} update{'' if state.rules.floor == 1 else 's'}"
             then = f"The round waits: it needs {needed} ({state.rules.floor_name})"
-        raise UpdateRefused(f"The update of {site} is refused: {reason}.", f"{then}; {remedy}")
+        raise UpdateRefused(f"The update of {site} was refused: {reason}.", f"{then}; {remedy}")
 
 
 def staleness(head: int, version: int, lost: Sequence[int]) -> int:

@@ -149,10 +149,10 @@ class LocalRounds:
             draft.abandon()
             if isinstance(error, BaseDamaged):
                 raise StateCorrupt(
-                    f"Version {base_version} of fragment {fragment} was damaged on disk while the server ran: "
-                    f"{error.message}",
-                    f"Look at the disk of {store.slots.folder}, then start the server again: it goes on from the "
-                    "newest version that is whole.",
+                    f"Version {base_version} of fragment {fragment} was damaged on disk while the server was "
+                    f"running: {error.message}",
+                    f"Check the disk of {store.slots.folder}, then start the server again: it continues from "
+                    "the newest undamaged version.",
                 ) from error
             if isinstance(error, OSError):
                 raise disk_error(error, store.slots.folder / f"version {frozen.version}") from error

@@ -183,7 +183,7 @@ class BestVersion:
         except (OSError, ValueError):
             agrees = False
         if not agrees:
-            LOG.warning("%s is damaged, or older than %s: it is made again. Look at the disk.", path, BEST_MODEL)
+            LOG.warning("%s is damaged, or older than %s, and is written again. Check the disk.", path, BEST_MODEL)
             self._write_note(told)
         return told
 
@@ -207,7 +207,7 @@ def require_files(folder: Path) -> None:
     """
     for path in (folder / BEST_MODEL, folder / BEST_NOTE):
         if path.is_dir():
-            raise StoreError(f"{path} is a folder.", "Move it away, and start the server again: the file is made.")
+            raise StoreError(f"{path} is a folder.", "Move it away, then restart the server.")
 
 
 def measured_of(history: list[HistoryRow], metric: str) -> list[Measured]:
@@ -236,8 +236,9 @@ def missing(summary: status_messages.RoundSummary, tracking: Tracking) -> str:
     """Return the warning for a round without the tracked metric."""
     has = ", ".join(sorted(summary.metrics)) or "none"
     return (
-        f"round {summary.round} has no finite {tracking.metric!r} (its metrics: {has}); neither the best version nor "
-        f"rounds.early_stop_after looks at such a round. Report it: submit(model, metrics={{{tracking.metric!r}: …}})"
+        f"round {summary.round} has no finite value of {tracking.metric!r} (its metrics: {has}), so it is "
+        "ignored for the best version and for rounds.early_stop_after. Report the metric: submit(model, "
+        "metrics={{tracking.metric!r}: …})"
     )
 
 
@@ -289,7 +290,7 @@ class Behind:
                 try:
                     await loop.run_in_executor(self._io, self.exports.save, heads)
                 except Gone as error:
-                    LOG.debug("version %d was overtaken before it was exported: %s", row.version, error)
+                    LOG.debug("version %d was replaced by a newer one before it was exported: %s", row.version, error)
             # One at a time: an older version that is written later would be recorded as the durable one.
             async with self._durable_in_turn:
                 await loop.run_in_executor(self._io, self._store.versions.write_durable, row.fragment)
@@ -307,7 +308,7 @@ class Behind:
                 self.persistor.save_best(self._plan, self.best.handed(measured))
         except Gone:
             LOG.warning(
-                "version %d is the best so far (%s %.6g), but is no longer kept: %s stays as it is until a better one",
+                "version %d is the best so far (%s %.6g), but was deleted before it was saved: %s keeps the one before",
                 measured.version,
                 self.best.metric,
                 measured.value,

@@ -172,7 +172,7 @@ class Coordinator:
         self.address = address
         self._local_rounds.start(self.fail)
         if self.filtering.filters:
-            LOG.info("what sites send passes through filters: %s", self.filtering.filters)
+            LOG.info("filters for what sites send: %s", self.filtering.filters)
         for text in self.advice:
             LOG.warning("%s", text)
         self.ledger.restore(self._snapshot)
@@ -183,7 +183,7 @@ class Coordinator:
             self._saving_best = self._spawn(self.behind.save_best(self.state.progress.best))
         for fragment, round_ in enumerate(self._snapshot.fragments):
             if self.swarm is not None:  # the worker that aggregates reports again what it has collected
-                self.apply(events.AggregatorLost(fragment, "the server was started again"))
+                self.apply(events.AggregatorLost(fragment, "the server was restarted"))
             elif round_.frozen and self.state.rounds[fragment].phase == "closing":
                 LOG.info("the round from version %d was closed before the restart: reducing it again", round_.head)
                 self._spawn(self._next_version(fragment, round_.head, round_.frozen))
@@ -262,7 +262,7 @@ class Coordinator:
         """
         await self._changed.wait(0 if self._ending else timeout_s)
         if self._ending:
-            raise Busy("The server is ending.", "Ask again when it was started again.")
+            raise Busy("The server is stopping.", "Try again once the server was started again.")
 
     def require_space(self) -> None:
         """Refuse a request that needs disk space, if less than `disk.min_free_bytes` is free.
@@ -298,7 +298,7 @@ class Coordinator:
         workflows = self.workflows
         if workflows is None or workflows.evaluated is None:
             raise Gone(
-                "This server has evaluated nothing across sites.",
+                "This server has no results of a cross-site evaluation.",
                 'Add {kind = "cross_site_evaluation"} to the workflows of the run, or use atoll evaluate RUN.TOML.',
             )
         return workflows.evaluated()
@@ -362,7 +362,7 @@ class Coordinator:
         presence, member = self.roster.get(lease.site), self.state.members.get(lease.site)
         # if the server's host crashes, two processes can get one number; the later one has the secret
         if member is not None and lease.number == member.lease and not (presence and lease.opens(presence)):
-            reason = f"lease {lease.number} of {lease.site!r} is not known here"
+            reason = f"lease {lease.number} of {lease.site!r} is unknown to this server"
             self._refuse_lease(lease, events.LeaseRefused(lease.site, reason, superseded=True))
         for effect in self.apply(events.WorkerSeen(lease.site, lease.number)):
             if isinstance(effect, events.LeaseRefused):
@@ -376,12 +376,12 @@ class Coordinator:
         if effect.superseded and holder is not None and holder.process and holder.process != lease.process:
             holder.meets(lease.process)
             raise Superseded(
-                f"Another process has joined as {lease.site!r}, on {holder.host or 'an unnamed host'}; this one no "
-                "longer takes part.",
-                "Give every worker a site name of its own.",
+                f"Another process on {holder.host or 'an unnamed host'} has joined as {lease.site!r}, so this "
+                "process no longer takes part.",
+                "Use a different site name for each worker.",
             )
         reason = f"{effect.reason[:1].upper()}{effect.reason[1:]}."
-        raise LeaseLost(reason, "Join again; an open ticket is given again.")
+        raise LeaseLost(reason, "Join again; the site's open ticket is then given out again.")
 
     # -- tickets
 
@@ -394,8 +394,8 @@ class Coordinator:
         """
         if message.fragment >= len(self.state.rounds):
             raise Gone(
-                f"There is no fragment {message.fragment}.",
-                f"The run has {len(self.plan.fragments)}, the first is 0.",
+                f"Fragment {message.fragment} does not exist.",
+                f"The run has {len(self.plan.fragments)} fragments, numbered from 0.",
             )
         self.task_queue.require_rounds()
         until_s = time.monotonic() + message.wait_s
@@ -589,8 +589,9 @@ class Coordinator:
         self.require_open(lease, ticket)
         if message.base_digest not in (None, self.store.run_log.version_digest(row.fragment, row.base_version)):
             raise TicketClosed(
-                f"The update for ticket {ticket} was trained from another version {row.base_version} than the run's.",
-                "The server's state was restored; ask for the next ticket.",
+                f"The update for ticket {ticket} was trained from a version {row.base_version} that differs "
+                "from the run's.",
+                "The server's state was restored from a backup; ask for the next ticket.",
             )
         message = self.admission.with_kept_weight(lease.site, message)
         if self.swarm is not None:
@@ -599,14 +600,15 @@ class Coordinator:
         missing_parts = [part.index for part in layout.parts if part.index not in parts]
         if missing_parts:
             raise Conflict(
-                f"Ticket {ticket} lacks {len(missing_parts)} of {len(layout.parts)} parts, first {missing_parts[0]}.",
-                "Send them, then complete it again.",
+                f"Ticket {ticket} lacks {len(missing_parts)} of {len(layout.parts)} parts, the first is part "
+                f"{missing_parts[0]}.",
+                "Send these, then complete it again.",
             )
         digest = _digest(layout, parts)
         if digest != message.digest:
             raise Conflict(
-                f"The parts of ticket {ticket} do not make up the digest that completes it.",
-                "Send them again.",
+                f"The digest of the update for ticket {ticket} does not match its parts.",
+                "Send all parts again.",
             )
         norm = math.sqrt(sum(part.sumsq for part in parts.values()))
         self.admission.require_plausible(lease.site, ticket, message, norm)
@@ -617,9 +619,9 @@ class Coordinator:
                 return await self.complete(lease, ticket, message)
             self.require_open(lease, ticket)
             if _digest(layout, self.store.tickets.parts(ticket)) != digest:
-                raise Conflict(f"A part of ticket {ticket} came anew meanwhile.", "Complete it again.")
+                raise Conflict(f"A part of ticket {ticket} was sent again.", "Complete it again.")
             if reason:
-                self.admission.refuse(lease.site, ticket, reason, "the filter is the server's.")
+                self.admission.refuse(lease.site, ticket, reason, "check the filter at the server.")
         return _receipt(self.admission.accept(lease.site, ticket, message, norm))
 
     # -- swarms
@@ -628,7 +630,7 @@ class Coordinator:
         """Offer an update to the swarm; wait up to `routes.LONG_POLL_S` seconds until another worker has pulled it."""
         if message.source is None:
             raise BadRequest(
-                f"The update of {lease.site} does not say where to pull it. In a swarm another worker has to pull it.",
+                f"The update of {lease.site} lacks the address from which other workers of the swarm can download it.",
                 "Use the same Atoll version on both sides.",
             )
         until_s = time.monotonic() + routes.LONG_POLL_S
@@ -683,11 +685,11 @@ class Coordinator:
         try:
             committed = await until_passed(
                 lambda: self._rounds.aggregate(fragment, base_version, tickets, number),
-                f"round {number} cannot be written",
+                f"the version of round {number} cannot be written",
                 functools.partial(operator.setitem, self.trouble, fragment),
             )
         except Exception as error:
-            self._fail_by(error, f"Round {number}", "Restarting the server runs it again.")
+            self._fail_by(error, f"Round {number}", "Restart the server to repeat this step.")
             return
         if committed is not None:
             self._follow_commit(*committed)
@@ -713,7 +715,7 @@ class Coordinator:
         heads, done = self.store.versions.heads(), min(round_.done for round_ in self.state.rounds)
         last = summary.round == done
         if last and done == self.settings.async_.sync_rounds_first and not self.state.finished:
-            LOG.info("round %d was the last synchronous one: from now on no site waits for another", done)
+            LOG.info("round %d was the last synchronous round: from now on, no site waits for another", done)
         behind = self.behind.after_commit(row, summary, heads=heads, last=last, finished=self.state.finished)
         self._behind_last = self._spawn(behind)
 

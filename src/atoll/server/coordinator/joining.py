@@ -64,36 +64,35 @@ def require_fit(message: messages.Join, plan: Plan, store: Store) -> None:
     if message.protocol != routes.PROTOCOL:
         older = f"worker {message.site}" if message.protocol < routes.PROTOCOL else "the server"
         raise VersionSkew(
-            f"Worker {message.site} speaks protocol {message.protocol}, this server {routes.PROTOCOL}.",
+            f"Worker {message.site} uses protocol {message.protocol}, but this server uses protocol {routes.PROTOCOL}.",
             f"Upgrade Atoll at {older}.",
         )
     run = store.run_log.run_id
     if message.run not in ("", run):
         raise ServerLost(
-            f"The server has another run now: {plan.settings.run.name} ({run}). Worker {message.site} takes part in "
-            f"{message.run}, which is over, or was begun anew.",
-            "Start the script again to take part in the new run. To go on with the old one, start its server with the "
-            "disk.state_dir that it had.",
+            f"The server now has another run: {plan.settings.run.name} ({run}). Worker {message.site} takes "
+            f"part in {message.run}, which has ended or was started anew.",
+            "To take part in the new run, start the script again. To continue the old run, start its server "
+            "with the old disk.state_dir.",
         )
     model = plan.schema.model  # a worker that joins knows the model's tensors, not the algorithm's
     if message.schema_digest not in (None, plan.schema.digest, model.digest):
         raise SchemaMismatch(
-            f"The model of worker {message.site} has the schema {str(message.schema_digest)[:12]}, "
-            f"the run's {model.digest[:12]}: {len(model.tensors)} tensors, {size(model.nbytes)}, "
-            f"the first is {model.tensors[0]}.",
-            "Build the same architecture in the same dtype on both sides; the schema of the run is at "
-            f"{routes.SCHEMA}.",
+            f"The model of worker {message.site} (schema {str(message.schema_digest)[:12]}) differs from the "
+            f"run's (schema {model.digest[:12]}), which has {len(model.tensors)} tensors and "
+            f"{size(model.nbytes)}; the first is {model.tensors[0]}.",
+            f"Build the same architecture with the same dtype on both sides. The run's schema is at {routes.SCHEMA}.",
         )
     sync_every = plan.algorithm.sync_every
     if sync_every and message.sync_every not in (None, sync_every):
         raise ConfigError(
-            f"Worker {message.site} synchronises every {message.sync_every} steps, the run every {sync_every}.",
+            f"Worker {message.site} synchronises every {message.sync_every} steps, but the run every {sync_every}.",
             f"Set sync_every={sync_every} at the worker, or leave it out.",
         )
     fragments = len(plan.fragments)
     if message.num_fragments not in (None, fragments):
         raise ConfigError(
-            f"Worker {message.site} has {message.num_fragments} fragments, the run has {fragments}.",
+            f"Worker {message.site} has {message.num_fragments} fragments, but the run has {fragments}.",
             f"Set num_fragments={fragments} at the worker, or leave it out.",
         )
     if message.local_state:
@@ -112,17 +111,22 @@ def _require_state(message: messages.Join, store: Store) -> None:
     told = f"1 update of {site} counts" if count == 1 else f"{count} updates of {site} count"
     told += " in this run"
     if message.local_state == "new" or message.new_local_state:
-        LOG.warning("%s, and the site has lost the state that its algorithm keeps: it begins at zero again", told)
+        LOG.warning("%s, but the site has lost its algorithm's state: the state starts from zero again", told)
         return
     host = message.host or "its machine"
     raise ConfigError(
-        f"{told}, and on {host} the site does not have the state that its algorithm keeps: another folder or machine, "
-        "or its files were removed."
+        (
+            f"{told}, but on {host} the site does not have its algorithm's state: the folder or machine is "
+            "another one, or the files were removed."
+        )
         if message.local_state == "missing"
-        else f"{told}, and the state that the site has on {host} is of another moment or site: a folder was restored "
-        "from an older copy, at the site or at the server, or folders were swapped.",
-        f"Set ATOLL_DIR to where it took part before, or bring {site}/{store.run_log.run_id} "
-        "from there; without it, begin a new run from the export, or set ATOLL_NEW_STATE=1 to begin at zero.",
+        else (
+            f"{told}, but the algorithm's state that the site has on {host} is from another time or site: a "
+            "folder was restored from an older copy, at the site or at the server, or folders were swapped."
+        ),
+        f"Set ATOLL_DIR to the folder that the site had before, or copy {site}/{store.run_log.run_id} from "
+        "there. Without that folder, start a new run from the exported model, or set ATOLL_NEW_STATE=1 to "
+        "start from zero.",
     )
 
 

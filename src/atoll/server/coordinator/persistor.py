@@ -77,13 +77,13 @@ class Persistor:
         if isinstance(found, type):
             found = registry.made(
                 lambda: kind(**settings.model.persistor.options),
-                f"The persistor {self.name!r} cannot be made",
-                "Write its keyword arguments beside the path in model.persistor.",
+                f"The persistor {self.name!r} cannot be created",
+                "Write its keyword arguments next to the path in model.persistor.",
             )
         if not any(callable(getattr(found, method, None)) for method in METHODS):
             raise ConfigError(
                 f"The persistor {self.name!r} is a {type(found).__name__} without load, save and save_best.",
-                "Name a class that has at least one of them.",
+                "Use a class that has at least one of them.",
             )
         self._user = found
 
@@ -101,14 +101,15 @@ class Persistor:
             LOG.error("the persistor %r failed", self.name, exc_info=error)
             raise ConfigError(
                 f"load() of the persistor {self.name!r} failed: {type(error).__name__}: {error}.",
-                "The traceback is in the log.",
+                "See the traceback in the log.",
             ) from error
         if given is None:
             return None
         if not isinstance(given, Mapping) or not all(isinstance(value, Tensor) for value in given.values()):
             raise ConfigError(
-                f"load() of the persistor {self.name!r} gave a {type(given).__name__}, not name → tensor.",
-                "Return a dict of tensors, as state_dict() does; or None for the run's `model`.",
+                f"load() of the persistor {self.name!r} must return a dict of tensors, but returned a "
+                f"{type(given).__name__}.",
+                "Return a dict of tensors, as state_dict() does, or None to use the model in the settings.",
             )
         return given
 
@@ -175,7 +176,7 @@ class Persistor:
             LOG.error("the persistor %r was too slow for version %d: %s", self.name, version, error)
         except (Exception, SystemExit) as error:
             LOG.error(
-                "%s() of the persistor %r failed at version %d: %s: %s. The run goes on.",
+                "%s() of the persistor %r failed at version %d: %s: %s. The run continues.",
                 method,
                 self.name,
                 version,

@@ -100,7 +100,8 @@ class Presence:
             joined.displaced = {**before.displaced, before.process: before.host}
             if before.host != message.host:
                 LOG.warning(
-                    "%s joined from %s, and took part from %s until now: two machines may have the same site name",
+                    "%s joined from %s, but took part from %s until now: check that two machines do not have "
+                    "the same site name",
                     message.site,
                     message.host or "an unnamed host",
                     before.host or "an unnamed host",
@@ -114,8 +115,8 @@ class Presence:
         there, here = (host or "an unnamed host" for host in (self.displaced.pop(process), self.host))
         hosts = f"both on {here}" if there == here else f"on {there} and on {here}"
         self.rival = (
-            f"two processes take part as {self.site}, {hosts}: the older one still lives, and was displaced. Give each "
-            f"process a site name of its own"
+            f"two processes take part as {self.site}, {hosts}: the older one still runs, but was replaced. "
+            "Use a different site name for each process"
         )
         LOG.warning("%s", self.rival)
 
@@ -185,7 +186,7 @@ class Lease:
         """
         if text is None or not re.match(messages.LEASE_PATTERN, text):
             raise BadRequest(
-                "The Atoll-Lease header is missing or malformed.", "Join first, and send the lease that was given."
+                "The Atoll-Lease header is missing or malformed.", "Join first, and send the lease from the answer."
             )
         site, number, process, *secret = text.split(":")
         return cls(site, int(number), process, *secret)
@@ -302,13 +303,13 @@ class Attendance:
         ended = [f"{site} {told}" for site in absent if (told := self._roster[site].ended)]
         of = summary.population if complete else summary.expected
         remedy = (
-            f"Start {listed(absent)} again under the same name, to have it take part"
+            f"To include them again, start {listed(absent)} under the same name"
             if complete
-            else f"Set rounds.min_sites = {summary.expected} to have rounds wait for all sites"
+            else f"To make rounds wait for all sites, set rounds.min_sites = {summary.expected}"
         )
         return (
-            f"round {summary.round} closed with {len(summary.workers)} of {of} sites, "
-            f"without {listed(absent)}{f' ({listed(ended)})' if ended else ''}: its version has learned nothing from "
+            f"round {summary.round} closed with {len(summary.workers)} of {of} sites, without "
+            f"{listed(absent)}{f' ({listed(ended)})' if ended else ''}: its version contains no training of "
             f"{listed(absent)}. {remedy}"
         )
 
@@ -334,9 +335,9 @@ def short_of(state: State, roster: Mapping[str, Presence]) -> str:
     if fit:
         some = f"{floor - here} of " if len(fit) > floor - here else ""
         again = f"Start {some}{listed(fit)} again under the same name"
-    lower = f", or start the server again with {name} = {here}" if here else ""
+    lower = f", or restart the server with {name} = {here}" if here else ""
     return (
-        f"{here} {'site takes' if here == 1 else 'sites take'} part{ended}, and no round closes with fewer than "
+        f"{here} {'site takes' if here == 1 else 'sites take'} part{ended}, but a round needs at least "
         f"{floor} ({name}): the run waits. {again}{lower}"
     )
 
@@ -363,7 +364,7 @@ class Stale:
         self.counts: Counter[int] = Counter()
 
     def look_at(self, summary: status_messages.RoundSummary) -> None:
-        """Count the staleness of a round's updates; warn if one is further behind than any before."""
+        """Count the staleness of a round's updates; warn if an update is further behind than all before."""
         if self._is_async:
             self.counts.update(summary.staleness)
         worst = max(summary.staleness, default=0)
@@ -372,11 +373,10 @@ class Stale:
         self._worst = worst
         site = summary.workers[summary.staleness.index(worst)]
         told = (
-            f"an update of {site} was {worst} versions behind: stale updates slow training down, or undo it. Set "
-            "diloco.dynamic_local_steps = true so that slow sites take fewer steps, async.staleness_weight = "
-            "'inverse_sqrt', async.momentum_every to the "
-            "number of sites, or async.max_staleness to refuse such updates. "
-            "More: docs/troubleshooting.md, Updates far behind"
+            f"an update of {site} was {worst} versions old: old updates slow training down or undo it. Set "
+            "diloco.dynamic_local_steps = true to give slow sites fewer steps, async.staleness_weight = "
+            "'inverse_sqrt', async.momentum_every = number of sites, or async.max_staleness to refuse such "
+            "updates. See docs/troubleshooting.md, Updates far behind"
         )
         self.warnings = [told]
         LOG.warning("%s", told)
@@ -396,15 +396,15 @@ def why_silent(
     """Return sentences about sites that sent nothing since a restart, send no heartbeats, or make no progress."""
     interval_s, timeout_s, seen_s = network.heartbeat_interval_s, network.heartbeat_timeout_s, state.seen_s
     unheard = [site for site in sites if site in roster and not roster[site].heard]
-    told = [f"not heard since the server restarted: {', '.join(unheard)}"] if unheard else []
+    told = [f"no request since the server restarted: {', '.join(unheard)}"] if unheard else []
     quiet = [site for site in sites if site not in unheard]
     quiet = [site for site in quiet if interval_s and now_s - seen_s.get(site, now_s) >= QUIET_BEATS * interval_s]
     if quiet:
-        then = f" (declared dead after {timeout_s:g} s of silence)" if timeout_s else ""
-        told.append(f"no sign of life from {', '.join(quiet)}{then}")
+        then = f" (declared dead after {timeout_s:g} s without a heartbeat)" if timeout_s else ""
+        told.append(f"no heartbeat from {', '.join(quiet)}{then}")
     still = {site: roster[site].hangs_s(2 * (timeout_s or HANGS_S)) for site in sites if site in roster}
     return told + [
-        f"{site} answers, but its training has not moved for {still_s:.0f} s: look at its process"
+        f"{site} sends heartbeats, but its training has made no step for {still_s:.0f} s: check its process"
         for site, still_s in still.items()
         if still_s
     ]

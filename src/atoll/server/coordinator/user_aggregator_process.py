@@ -236,7 +236,7 @@ class Aggregator:
                         raise CancelledError
                     if timeout_s is not None and time.monotonic() - self._heard_s > timeout_s:
                         self._failed = self._failure(
-                            number, f"it has neither read nor given a tensor for {timeout_s:g} s and was ended"
+                            number, f"it neither read nor returned a tensor for {timeout_s:g} s, and was stopped"
                         )
                         self._process.kill()
                         break
@@ -287,7 +287,7 @@ class Aggregator:
         when = f" in round {number}" if number else ""
         return RunFailed(
             f"The aggregator {self.name!r} failed{when}: {what}.",
-            "Nothing is lost: mend it and start the server again, which goes on with the same updates.",
+            "Correct the aggregator, and start the server again: it continues with the same updates.",
         )
 
     # -- pins

@@ -150,22 +150,22 @@ def _readable(kind: type[BaseModel], error: ValidationError) -> AtollError:
     where = ".".join(str(step) for step in first["loc"]) or "the body"
     if first["type"] == "extra_forbidden":
         return BadRequest(
-            f"{kind.__name__} has a field {where!r} that this server does not know.",
+            f"{kind.__name__} has the field {where!r}, which this server does not know.",
             "Use the same Atoll version on both sides.",
         )
-    return BadRequest(f"{kind.__name__}: {where}: {first['msg']}.", "See /openapi.json for what is expected.")
+    return BadRequest(f"{kind.__name__}: {where}: {first['msg']}.", "See the expected fields in /openapi.json.")
 
 
 def _number(name: str, text: str) -> int:
     if not (text.isascii() and text.isdigit() and len(text) <= 19 and int(text) < messages.NUMBER_BELOW):
-        raise BadRequest(f"{name} is {text[:40]!r}, not a number that this server has issued.")
+        raise BadRequest(f"{name} is {text[:40]!r}, but this server has issued no such number.")
     return int(text)
 
 
 def _hex(name: str, text: str, digits: int) -> str:
     if len(text) != digits or not re.fullmatch("[0-9a-f]+", text):
         shown = "" if name == "the secret" else f" {text[:80]!r},"
-        raise BadRequest(f"{name} is{shown} not what this server has issued.", f"It has {digits} hexadecimal digits.")
+        raise BadRequest(f"{name} is{shown} not issued by this server.", f"It has {digits} hexadecimal digits.")
     return text
 
 
@@ -201,9 +201,9 @@ def _refused(request: web.Request, refused: web.HTTPException) -> web.StreamResp
     """Return the answer to a request that aiohttp has refused."""
     match refused:
         case web.HTTPNotFound():
-            return problem("not_found", f"There is nothing at {request.path[:100]!r}.", "See /openapi.json.")
+            return problem("not_found", f"This server has no path {request.path[:100]!r}.", "See /openapi.json.")
         case web.HTTPMethodNotAllowed():
-            response = problem("method", f"{request.method[:20]} is not possible here.", "See /openapi.json.")
+            response = problem("method", f"The method {request.method[:20]} is not allowed here.", "See /openapi.json.")
             response.headers["Allow"] = ", ".join(sorted(refused.allowed_methods))
             return response
         case web.HTTPRequestEntityTooLarge():
@@ -216,7 +216,7 @@ def _failed(coordinator: Coordinator, request: web.Request, error: Exception) ->
     if no_more_files(error):
         LOG.error("%s", passing(error))
         return problem(
-            "busy", "The server has too many files open.", "It takes requests again when there are fewer.", 2.0
+            "busy", "The server has too many files open.", "It accepts requests again when there are fewer.", 2.0
         )
     gone = directory_gone(coordinator.settings.disk.state_dir) if isinstance(error, StoreError | OSError) else None
     if isinstance(error, AtollError):
@@ -231,8 +231,8 @@ def _failed(coordinator: Coordinator, request: web.Request, error: Exception) ->
         return problem("store", f"The server's disk failed: {os.strerror(error.errno or 0)}.")
     if (failed := out_of_memory(error)) is not None:
         coordinator.fail(failed)
-        return problem("busy", failed.message, "Ask again when it was started again.", 2.0)
-    return problem("error", "The server failed; its log says why.")
+        return problem("busy", failed.message, "Try again once the server was started again.", 2.0)
+    return problem("error", "The server failed; see its log.")
 
 
 class RunMetrics(Collector):

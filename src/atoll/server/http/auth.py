@@ -39,9 +39,9 @@ class Gate:
         if not self._needs_local_name or (hosts and all(map(_is_local_name, hosts))):
             return
         raise AuthError(
-            f"The request is for host {', '.join(hosts)[:100]!r}, and this server without a token takes those for "
-            "this machine only.",
-            "Ask for 127.0.0.1, [::1] or localhost; or set ATOLL_TOKEN at the server and its workers.",
+            f"The request is for host {', '.join(hosts)[:100]!r}, but a server without a token accepts only "
+            "requests for its own machine.",
+            "Use 127.0.0.1, [::1] or localhost as the host, or set ATOLL_TOKEN at the server and its workers.",
         )
 
     def admit(self, authorization: str | None) -> None:
@@ -59,8 +59,8 @@ class Gate:
         # `surrogateescape` lets a header with invalid UTF-8 fail like a wrong token.
         if scheme.lower() != "bearer" or not hmac.compare_digest(sent.encode(errors="surrogateescape"), self._token):
             raise AuthError(
-                "The request carries no valid token." if sent else "The server wants a token.",
-                "Set ATOLL_TOKEN, or ATOLL_TOKEN_FILE to a file of mode 0600 that holds it.",
+                "The request has no valid token." if sent else "The server requires a token, but the request has none.",
+                "Set ATOLL_TOKEN, or ATOLL_TOKEN_FILE to a file of mode 0600 with it.",
             )
 
 
@@ -92,8 +92,8 @@ def open_gate(settings: Settings) -> Gate:
         ]
         if lacking:
             raise ConfigError(
-                f"network.host is {settings.network.host}, which others can reach, without "
-                f"{' and without '.join(lacking)}.",
-                "Give them, or listen on 127.0.0.1, or set network.insecure = true if the network is your own.",
+                f"network.host is {settings.network.host}, which other machines can reach, but the server "
+                f"lacks {' and '.join(lacking)}.",
+                "Set them, or listen on 127.0.0.1, or set network.insecure = true on a trusted network.",
             )
     return Gate(token, local=is_loopback(settings.network.host))

@@ -71,7 +71,7 @@ class ByteRoutes:
             return await self._serve(pinned, self.plan.fragments[fragment].version.nbytes, digest, request)
         if version or self.store.run_log.version_digest(fragment, version) != digest:
             raise Gone(
-                f"Version {version} lies with the workers of this swarm.", "Ask for its manifest, which says where."
+                f"Version {version} is stored at workers of this swarm.", "Get its manifest, which lists the workers."
             )
         with initial_file(self.store.directory, fragment) as fd:
             return await self._send(request, fd, self.plan.fragments[fragment].version.nbytes, digest)
@@ -97,7 +97,7 @@ class ByteRoutes:
         with self.store.versions.pin(fragment, version, with_state=self.plan.has_masters) as pin:
             layout = self.plan.fragments[fragment].version
             if part >= len(layout.parts):
-                raise BadRequest(f"There is no part {part}; the version has {len(layout.parts)}.")
+                raise BadRequest(f"Part {part} does not exist; the version has {len(layout.parts)} parts.")
             runs = ModelFile(layout, pin.fd, pin.state_fd).part(layout.parts[part])
             response = web.StreamResponse(headers={"Content-Type": "application/octet-stream"})
             response.content_length = layout.parts[part].nbytes + routes.DIGEST_BYTES
@@ -121,7 +121,7 @@ class ByteRoutes:
         try:
             if pinned.row.digest != digest:
                 raise Gone(
-                    f"Version {pinned.row.version}, or its difference, is no longer the one with digest {digest[:12]}.",
+                    f"Version {pinned.row.version}, or its difference, no longer has the digest {digest[:12]}.",
                     "Ask for the head again.",
                 )
             return await self._send(request, pinned.fd, nbytes, digest, pinned.revoked.is_set)
@@ -166,8 +166,8 @@ class ByteRoutes:
         cuts.require_object("The object")
         if message.inline and message.nbytes > routes.INLINE_BYTES:
             raise BadRequest(
-                f"The object has {message.nbytes} bytes, too many to travel inline.",
-                f"At most {routes.INLINE_BYTES}; give chunk_bytes for a larger one.",
+                f"The object has {message.nbytes} bytes, too many to be sent inside a message.",
+                f"Send at most {routes.INLINE_BYTES} bytes that way; use chunk_bytes for a larger object.",
             )
         self.run.require_space()
         kept, secret = self.run.objects.open(cuts, inline=message.inline, expires_s=message.expires_s)

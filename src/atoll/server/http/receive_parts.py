@@ -60,8 +60,8 @@ class PartReceiver:
         layout = coordinator.plan.fragments[fragment].update
         if part >= len(layout.parts):
             raise BadRequest(
-                f"There is no part {part}; the update has {len(layout.parts)}.",
-                "Cut it as the ticket's layout says.",
+                f"Part {part} does not exist; the update has {len(layout.parts)} parts.",
+                "Cut the update as the ticket's layout says.",
             )
         coordinator.require_open(lease, ticket)
         planned = layout.parts[part]
@@ -96,12 +96,12 @@ class PartReceiver:
         """
         coordinator, loop = self._coordinator, asyncio.get_running_loop()
         if (request.content_length or 0) <= routes.DIGEST_BYTES:
-            raise BadRequest("The request has no part in it.", "Send its bytes and then their BLAKE3.")
+            raise BadRequest("The request contains no part.", "Send its bytes, then their BLAKE3.")
         kept = coordinator.objects.find(object, secret)
         if kept.fd < 0:
-            raise Conflict(f"Object {object[:8]} is complete.", "It never changes: publish another.")
+            raise Conflict(f"Object {object[:8]} is already complete.", "It never changes: publish another.")
         if part >= kept.cuts.count:
-            raise BadRequest(f"Object {object[:8]} has no part {part}; it has {kept.cuts.count}.")
+            raise BadRequest(f"Object {object[:8]} has no part {part}, only {kept.cuts.count} parts.")
         wanted, key = kept.cuts.part(part), (object, part)
         require_part_bytes(request, wanted.nbytes)
         coordinator.require_space()
@@ -116,7 +116,7 @@ class PartReceiver:
                 if writer.hasher.digest() != sent:
                     raise PartCorrupt(f"Part {part} of object {object[:8]} arrived damaged.", "Send this part again.")
                 if kept.gone.is_set():
-                    raise Gone(f"Object {object[:8]} was withdrawn while it arrived.", "Publish it again.")
+                    raise Gone(f"Object {object[:8]} was withdrawn during its upload.", "Publish it again.")
                 kept.digests[part] = sent
             finally:
                 if self._writers.get(key) is writer:
@@ -142,7 +142,7 @@ class PartReceiver:
         if key in self._under_way:
             break_off(self._under_way[key][1])
         elif sum(other == sender for other, _ in self._under_way.values()) >= most:
-            busy = Busy(f"{sender} has {most} parts on their way at once.", f"Send at most {most}.")
+            busy = Busy(f"{sender} is sending {most} parts already.", f"Send at most {most} parts at the same time.")
             busy.retry_after_s = 1.0
             raise busy
         mine = self._under_way[key] = sender, request
@@ -205,7 +205,7 @@ class _ObjectPart:
                 if not count:
                     return
                 if self.ended or self.kept.gone.is_set():
-                    raise ConnectionAbortedError("the part was given up")
+                    raise ConnectionAbortedError("the part was no longer wanted")
                 self.kept.touched_s = time.monotonic()
                 run = self.scratch[:count]
                 self.objects.write(self.kept, run, self.part.start + self.written)

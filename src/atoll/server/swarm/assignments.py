@@ -277,7 +277,7 @@ class SwarmView:
             if not self._is_sound(closed):
                 if closed.overflows:
                     at.overflowed.add(at.aggregator)
-                return closed.failed or "its digests make up no version"
+                return closed.failed or "the digests of its report do not belong to a version"
         return ""
 
     def _reported(self, at: Assignment) -> list[ReducedRound]:
@@ -289,7 +289,7 @@ class SwarmView:
         return [each for each in self.peers[at.aggregator].closed if (each.fragment, each.version, each.tickets) == key]
 
     def _is_sound(self, closed: ReducedRound) -> bool:
-        """Return whether the digests of a result fit the version: their number is right, and they give its digest."""
+        """Return whether a result has the right number of part digests, and these digests give the version's digest."""
         layout = self._plan.fragments[closed.fragment].version
         try:
             parts, _ = digests_in(closed.part_digests), digests_in(closed.state_digests)
@@ -388,7 +388,7 @@ class Swarm:
         if self._ledger.state.rounds[fragment].phase in ("finished", "gathering") or not peers.is_alive(site):
             return ""
         if strangers := peers.strangers_of(site):
-            return f"{site} and {', '.join(strangers)} are finding out whether they reach each other"
+            return f"{site} and {', '.join(strangers)} are testing whether they can connect to each other"
         return "" if self.view.assignments[fragment].aggregator else self._why_no_aggregator(fragment)
 
     def trouble(self, fragment: int) -> str:
@@ -397,9 +397,9 @@ class Swarm:
         if phase in ("open", "closing") and not at.aggregator and self.view.peers.alive:
             return f"waits: {self._why_no_aggregator(fragment)}"
         if phase == "closing" and self.view.closed(at) is not None and not at.checker:
-            return f"waits for a second worker: version {at.version + 1} is there, and no other worker can check it"
+            return f"waits for a second worker: version {at.version + 1} is complete, but no other worker can check it"
         if phase in ("open", "closing") and at.losses > 1:
-            return f"{at.losses} workers in turn could not aggregate it; the last was {at.lost}"
+            return f"{at.losses} workers in a row could not aggregate the round; the last was {at.lost}"
         return ""
 
     def status(self, fragment: int) -> status_messages.PlaceStatus:
@@ -417,20 +417,20 @@ class Swarm:
     def _why_no_aggregator(self, fragment: int) -> str:
         at, peers = self.view.assignments[fragment], self.view.peers
         if at.losses and self.view.holding(fragment, at.version):
-            return f"no worker could aggregate it, and they are asked again in turn; the last was {at.lost}"
+            return f"no worker could aggregate the round; they are asked again in turn, the last was {at.lost}"
         if at.version < 1:  # -1 before the first `look`
-            return "the first worker pulls the initial model"
+            return "the first worker downloads the initial model"
         summary = json.loads(self._store.versions.get(fragment, at.version).summary_json or "{}")
         had = [summary[role] for role in ("aggregator", "checker") if summary.get(role)]
         away = [site for site in (*had, *self._ledger.state.members) if not peers.is_alive(site)]
         looking = [site for site in had if peers.is_alive(site) and peers[site].number < 0]
-        lacking = f"no worker that is here has version {at.version}"
+        lacking = f"no connected worker has version {at.version}"
         if looking:
-            return f"{lacking} yet: {' and '.join(looking)} still look through their files"
+            return f"{lacking} yet: {' and '.join(looking)} still check their files"
         if away:  # any absent member may hold the version
-            return f"{lacking}; start {' or '.join(dict.fromkeys(away))} again, with its folder"
+            return f"{lacking}; start {' or '.join(dict.fromkeys(away))} again, with its old folder"
         lost = f"{' and '.join(had)} have lost it"
-        return f"{lacking}, and {lost}: export a version before it, and begin a new run from that"
+        return f"{lacking}, and {lost}: export an older version, and start a new run from that"
 
     # -- decisions
 
@@ -499,15 +499,15 @@ class Swarm:
         site = at.aggregator
         at.failures[ticket, site] += 1
         if at.failures[ticket, site] < PULLS or self._store.tickets.get(ticket).state != "open":
-            LOG.info("%s could not pull the update of %s: %s", site, offer.site, why)
+            LOG.info("%s could not download the update of %s: %s", site, offer.site, why)
             del self.view.offers[ticket]
             return
         tried = {worker for (of, worker), count in at.failures.items() if count >= PULLS and of == ticket}
         others = set(self.view.holding(fragment, at.version)) & set(self.view.order(fragment, at.version))
         if others - tried - {offer.site}:
-            self._lose(fragment, at, f"it could not pull the update of {offer.site}: {why}")
+            self._lose(fragment, at, f"it could not download the update of {offer.site}: {why}")
         else:
-            self._judge(ticket, offer, 0.0, f"{site} could not pull it: {why}")
+            self._judge(ticket, offer, 0.0, f"{site} could not download it: {why}")
 
     def _judge(self, ticket: int, offer: Offer, norm: float, bad: str) -> None:
         try:
@@ -541,7 +541,7 @@ class Swarm:
         if failed := self.view.why_not_closed(at):
             return failed
         if (fragment, at.version) not in peer.held:
-            return f"it has not got version {at.version} any more"
+            return f"it no longer has version {at.version}"
         tickets = self._ledger.state.rounds[fragment].tickets.values()
         accepted = [ticket for ticket in tickets if ticket.state == "accepted"]
         for ticket in accepted:  # lost: the aggregator does not have the update, and its site does not offer it
@@ -550,12 +550,12 @@ class Swarm:
                 return f"the update of {ticket.site} is lost"
         at_work = at.since_s is not None or at.closing is not None
         if at_work and not peers.is_heard(site) and any(map(peers.is_heard, others)):
-            return "it does not report any more"
+            return "it sends no more reports"
         if at.since_s is not None and others and (still_s := now_s - max(peer.bytes_s, at.since_s)) > idle_s:
             return f"it has moved no byte for {still_s:.0f} s"
         longest_s = self._longest_s.get(fragment, 0.0)
         if others and longest_s and not at.excluded and at.busy_s > max(SLOWER * longest_s, idle_s):
-            return f"it has been at it for {at.busy_s:.1f} s, and no round before took longer than {longest_s:.1f} s"
+            return f"it has been working for {at.busy_s:.1f} s, but no round before took longer than {longest_s:.1f} s"
         return ""
 
     def _lose(self, fragment: int, at: Assignment, reason: str) -> None:
@@ -627,11 +627,11 @@ class Swarm:
         if at.checker in order and len(order) > 1:
             still_s = time.monotonic() - max(at.checks_s, self.view.peers[at.checker].bytes_s)
             if still_s > self._settings.network.idle_timeout_s:
-                LOG.warning("%s does not come to have version %d; another checks it", at.checker, at.version + 1)
+                LOG.warning("%s does not get version %d in time; another worker checks it", at.checker, at.version + 1)
                 at.unable.add(at.checker)
         able = [site for site in order if site not in at.unable]
         if order and not able:
-            self._lose(fragment, at, f"no other worker could pull version {at.version + 1} from it")
+            self._lose(fragment, at, f"no other worker could download version {at.version + 1} from it")
         elif at.checker not in able and (at.checker or able):
             at.checker, at.checks_s = next(iter(able), ""), time.monotonic()
             self._tell()

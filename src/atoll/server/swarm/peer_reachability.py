@@ -75,7 +75,7 @@ class Peer:
                 elsewhere = True
             if elsewhere:
                 raise BadRequest(
-                    f"{site} gives a reference that does not lead to {self.address}, where it is to be reached.",
+                    f"The reference from {site} does not point to {self.address}, the address of this worker.",
                     "Use the same Atoll version on both sides.",
                 )
 
@@ -139,7 +139,7 @@ class Peers(dict[str, Peer]):
         """
         if not message.peer:
             raise ConfigError(
-                f"The run is a swarm, and worker {message.site} gives no address where others reach it.",
+                f"The run is a swarm, but worker {message.site} sends no address at which other workers can reach it.",
                 "Use the same Atoll version on both sides.",
             )
         process, why = self._apart.get(message.site, ("", ""))
@@ -209,7 +209,7 @@ class Peers(dict[str, Peer]):
     def apart(self) -> tuple[str, int, str] | None:
         """Return the worker to evict because some workers cannot reach each other.
 
-        The evicted worker is the one in most failing pairs; in a tie, the one that joined last. A pair counts only if
+        This is the worker in most failing pairs; in a tie, the worker that joined last. A pair counts only if
         the unreached worker has reported since the first failure. Otherwise it may be dead, which heartbeats decide.
 
         Returns:
@@ -230,8 +230,8 @@ class Peers(dict[str, Peer]):
         worst = max(at.values(), key=lambda each: (sum(each in pair[:2] for pair in pairs), members[each].lease))
         one, other, why = next(pair for pair in pairs if worst in pair[:2])
         told = (
-            f"{one} cannot reach {other} at {self[other].address} ({why}): in a swarm all workers have to reach each "
-            f"other. {worst} cannot take part"
+            f"{one} cannot reach {other} at {self[other].address} ({why}), but in a swarm all workers must "
+            f"reach each other. {worst} cannot take part"
         )
         self._apart[worst] = (self[worst].process, f"{told}.")
         return worst, members[worst].lease, told

@@ -98,17 +98,19 @@ def require(
         number = type(each) is int and 0 <= each < messages.NUMBER_BELOW
         if not (number or (isinstance(each, str) and (each in WORDS or is_file(each)))):
             raise ConfigError(
-                f"versions has {each!r}.",
-                registry.nearest(str(each), WORDS, 'Give "latest", "best", numbers of versions, .safetensors files.'),
+                f"versions contains {each!r}, which is not a version.",
+                registry.nearest(str(each), WORDS, 'Use "latest", "best", version numbers or .safetensors files.'),
             )
     if type(site_models) is not bool:
         raise ConfigError(f"site_models is {site_models!r}.", "Set it to true or false.")
     if sites is not None and (isinstance(sites, str) or not all(isinstance(site, str) for site in sites) or not sites):
         raise ConfigError(f"sites is {sites!r}.", 'Write a list of names: sites = ["clinic-a"].')
     if type(evaluation_timeout_s) not in (int, float) or not 0 <= evaluation_timeout_s < math.inf:
-        raise ConfigError(f"evaluation_timeout_s is {evaluation_timeout_s!r}.", "Give seconds; 0 sets no limit.")
+        raise ConfigError(
+            f"evaluation_timeout_s is {evaluation_timeout_s!r}.", "Give a number of seconds; 0: no limit."
+        )
     if not site_models and versions is not None and not versions:
-        raise ConfigError("versions is empty, and site_models is false: nothing is to be evaluated.", "Set one.")
+        raise ConfigError("versions is empty and site_models is false, so no model would be evaluated.", "Set one.")
 
 
 cross_site_evaluation.require = require  # type: ignore[attr-defined]
@@ -187,7 +189,7 @@ class EvaluationMatrix:
         finally:
             self._working.discard(site)
             if mine is not None and not mine.settled:
-                self._settle(mine, None, "the site gave no model")
+                self._settle(mine, None, "the site submitted no model")
 
     def _settle(self, source: ModelSource, place: Place | None, error: str) -> None:
         """Record the place of a site's model, or the error if there is no model."""
@@ -278,12 +280,12 @@ def _with_metrics(cell: Cell, payload: Any) -> Cell:
     metrics = payload.get("metrics") if isinstance(payload, Mapping) else None
     if not isinstance(metrics, Mapping) or not 0 < len(metrics) <= messages.METRICS:
         what = "nothing" if not metrics and isinstance(metrics, Mapping | None) else f"a {type(metrics).__name__}"
-        return cell.model_copy(update={"error": f"the site measured {what}, where a dict name → number is wanted"})
+        return cell.model_copy(update={"error": f"the site returned {what} instead of a dict of metric name → number"})
     found: dict[str, float] = {}
     for key, value in metrics.items():
         named = type(key) is str and 0 < len(key) <= messages.METRIC_CHARS and key.isprintable()
         if not named or type(value) not in (int, float):
-            error = _one_line(f"the site measured {str(key)[:50]!r} as {str(value)[:50]!r}")
+            error = _one_line(f"the metric {str(key)[:50]!r} of the site is {str(value)[:50]!r}, not a number")
             return cell.model_copy(update={"error": error})
         found[key] = float(value) if abs(value) < 1e300 else math.inf
     finite = {key: value for key, value in found.items() if math.isfinite(value)}
@@ -313,7 +315,7 @@ def _export(found: Evaluation, folder: Path, workflow: str) -> None:
     LOG.info("%d of %d evaluations have a result: %s", values, len(found.cells), folder / f"{name}.md")
     if not values:
         reasons = "; ".join(found.empty()[:3]) or "there is no site, or no model"
-        raise RunFailed(f"The workflow {workflow} evaluated nothing: {reasons}.", "Look at the logs of the sites.")
+        raise RunFailed(f"The workflow {workflow} evaluated nothing: {reasons}.", "See the logs of the sites.")
 
 
 def _one_line(text: str) -> str:

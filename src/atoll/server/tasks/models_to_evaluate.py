@@ -81,11 +81,11 @@ class ModelsToEvaluate:
         try:
             key = ObjectKey.model_validate(model)
         except ValidationError:
-            return None, "the site answered submit_model with something else than a reference to a model"
+            return None, "the site's answer to submit_model is not a reference to a model"
         try:
             payload = TaskPayload.taken_over(self._run.objects, key)
         except AtollError as error:
-            return None, f"the model of the site is not at the server: {error}"
+            return None, f"the server does not have the model of the site: {error}"
         self._payloads.append(payload)
         return payload.key, ""
 
@@ -123,7 +123,8 @@ class ModelsToEvaluate:
                 name = f"best (version {number})"
                 return path, row.model_copy(update={"name": name, "version": number}), False
             raise Gone(
-                "There is no best version.", "It is kept where rounds.best_metric is set, once that was reported."
+                "There is no best version.",
+                "Set rounds.best_metric: the best version is kept once its metric was reported.",
             )
         newest = run.store.versions.heads()
         heads = newest if version == "latest" else (int(version),) * len(newest)
@@ -140,10 +141,11 @@ class ModelsToEvaluate:
             if saved.is_file():
                 return saved, row, False
             if min(heads) > min(newest):
-                raise Gone(f"There is no version {min(heads)}: the run has come to {min(newest)}.") from None
+                raise Gone(f"Version {min(heads)} does not exist: the newest is {min(newest)}.") from None
             raise Gone(
                 f"Version {min(heads)} is no longer kept.",
-                "Set disk.export_every before training; disk.keep_versions counts while the run is not finished.",
+                "To keep it, set disk.export_every before training. Once the run is finished, "
+                "disk.keep_versions does not apply.",
             ) from None
 
     def _written(self, path: Path) -> ObjectKey:

@@ -34,8 +34,8 @@ from atoll.tensors.payload import Packed
 LOG = logging.getLogger("atoll.server")
 
 NO_DATA_FILTERS = (
-    "Leave them out: a site may change what it has loaded before it trains; or send each site a payload of its own, in "
-    "a run with a workflow."
+    "Leave them out: a site may change the loaded model before it trains. Or use a workflow that sends each "
+    "site its own payload."
 )
 
 
@@ -67,16 +67,15 @@ class TaskFilters:
         """
         if self.data:
             raise ConfigError(
-                f"workflow.payload_filters are set ({self.data}), and the run has rounds: a version is one file that "
-                "every "
-                "site pulls, and measures its change against.",
+                f"workflow.payload_filters is set ({self.data}), but the run has rounds: all sites download "
+                "the same version, which cannot be filtered for one site.",
                 NO_DATA_FILTERS,
             )
         if self.results.tasks:
             raise ConfigError(
-                f"workflow.result_filters name the tasks {', '.join(self.results.tasks)}, but a run of rounds sends no "
-                "tasks.",
-                "Remove the key tasks. The key sites chooses the sites with filtered updates.",
+                f"workflow.result_filters contains the tasks {', '.join(self.results.tasks)}, but a run with "
+                "rounds sends no tasks.",
+                "Remove the key tasks. To limit a filter to some sites, use the key sites.",
             )
 
     def warn_of_strangers(self, sites: Collection[str]) -> None:
@@ -101,12 +100,12 @@ class TaskFilters:
             yield packed
             return
         with single_thread():
-            what = f"The payload of task {task!r} for site {site} is not sent"
+            what = f"The payload of task {task!r} for site {site} was not sent"
             yield filtered(packed, filters, About(site, task=task), what)
 
     async def received_beside(self, threads: UserThreads, answer: Answer, task: str) -> Answer:
         """Filter an answer as `received` does, in a thread for user code."""
-        what = f"The server's filters at the answer of {answer.site} to task {task!r}"
+        what = f"The server's filters for the answer of {answer.site} to task {task!r}"
         return await threads.run(functools.partial(self.received, answer, task), what, f"from {answer.site}")
 
     def received(self, answer: Answer, task: str) -> Answer:
@@ -121,8 +120,8 @@ class TaskFilters:
             LOG.error("%s", said(error))
             return Answer(answer.site, answer.key, error=str(error))
         except BaseException as error:  # sys.exit in a filter, or a filter with a failing repr
-            LOG.error("the answer of site %s to task %r is not used", answer.site, task, exc_info=error)
-            reason = f"The filters of its answer failed at the server: {type(error).__name__}: {error}"
+            LOG.error("the answer of site %s to task %r was not used", answer.site, task, exc_info=error)
+            reason = f"The server's filters for this answer failed: {type(error).__name__}: {error}"
             return Answer(answer.site, answer.key, error=reason)
         finally:
             answer.close()
@@ -130,7 +129,7 @@ class TaskFilters:
     def _filtered(self, answer: Answer, contents: Contents, filters: Sequence[Filter], task: str) -> Answer:
         what = f"The answer of site {answer.site} to task {task!r}"
         packed = _packed(answer, contents, what)
-        behind = filtered(packed, filters, About(answer.site, task=task), f"{what} is not used")
+        behind = filtered(packed, filters, About(answer.site, task=task), f"{what} was not used")
         if behind is packed:
             fd, answer.fd = answer.fd, -1
             return replace(answer, fd=fd)
@@ -155,7 +154,7 @@ def _packed(answer: Answer, contents: Contents, what: str) -> Packed:
         try:
             read_at(answer.fd, memory, offset)
         except EOFError as error:
-            raise PartCorrupt(f"{what} is cut off: {error}.", "Send the answer again.") from None
+            raise PartCorrupt(f"{what} is incomplete: {error}.", "Send the answer again.") from None
 
     lazy = Stored(contents, read, lambda: None, behind=contents.behind).lazy
     streams = [
@@ -208,7 +207,7 @@ class PayloadWriter:
                     if timeout_s is not None and time.monotonic() - began_s >= timeout_s:
                         raise
                     if not trouble:
-                        LOG.error("task %r cannot be sent: %s", task, error)
+                        LOG.error("task %r was not sent: %s", task, error)
                     trouble[0] = str(error)
                 await asyncio.sleep(RETRY_S)
         finally:
@@ -226,15 +225,15 @@ class PayloadWriter:
         at_once = asyncio.Semaphore(1 if user_type else max(1, len(sites)))
 
         async def one(site: str) -> TaskPayload | None:
-            what = f"The server's filters at the payload of task {task!r} for {site}"
+            what = f"The server's filters for the payload of task {task!r} to {site}"
             work = functools.partial(self._write_filtered, task, site, packed)
             async with at_once:
                 try:
                     return await self._run.user_threads.run(work, what, f"to {site}", timeout_s)
                 except TimeoutError:
                     raise UsageError(
-                        f"{what} were not done after {timeout_s:g} s: it is not sent.",
-                        "Look at their code, or give more time.",
+                        f"{what} did not finish within {timeout_s:g} s, so the payload was not sent.",
+                        "Check the code of the filters, or raise the timeout.",
                     ) from None
 
         found = await asyncio.gather(*map(one, sites), return_exceptions=True)

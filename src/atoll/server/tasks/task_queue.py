@@ -249,7 +249,7 @@ class TaskQueue:
             ConfigError: the run sends no tasks.
         """
         if not self.active:
-            raise ConfigError("This server has no workflow, so it sends no tasks.", "Take part with atoll.join.")
+            raise ConfigError("This server has no workflow, so it sends no tasks.", "Use atoll.join.")
 
     def require_rounds(self) -> None:
         """Refuse a request for a ticket on a server that has only tasks.
@@ -258,7 +258,7 @@ class TaskQueue:
             ConfigError: the run has no rounds.
         """
         if not self.trains:
-            raise ConfigError("This server has a workflow, and no rounds.", "Take part with atoll.tasks.")
+            raise ConfigError("This server has a workflow and no rounds.", "Use atoll.tasks.")
 
     # -- what the workflow does
 
@@ -347,7 +347,7 @@ class TaskQueue:
         if before is None:
             self.open_for(task_id, site)
         elif before != key:
-            raise Conflict(f"Site {site} has answered task {task_id[:8]} already.", "Ask for the next task.")
+            raise Conflict(f"Site {site} has already answered task {task_id[:8]}.", "Ask for the next task.")
         return before is not None
 
     def open_for(self, task_id: str, site: str) -> OpenTask:
@@ -360,7 +360,7 @@ class TaskQueue:
         if task is None or site not in task.sites:
             name = f"{task.message.name!r} ({task_id[:8]})" if task else task_id[:8]
             raise TicketClosed(
-                f"Task {name} is not open for site {site}: it is over, or was never for this site.",
+                f"Task {name} is not open for site {site}: it is over, or was not sent to this site.",
                 "Ask for the next task; this answer is not used.",
             )
         return task
@@ -428,11 +428,11 @@ class TaskQueue:
         self.require_workflow()
         try:
             if (body is None) == (message.error is None):
-                raise BadRequest("An answer has a payload or an error.", "Use the same Atoll version on both sides.")
+                raise BadRequest("An answer needs a payload or an error.", "Use the same Atoll version on both sides.")
             if self.is_taken(task, site, key):
                 return
             if body is None:
-                self.answer(task, Answer(site, key, error=message.error or "it gave no reason"))
+                self.answer(task, Answer(site, key, error=message.error or "no reason was given"))
             elif given is None:
                 text = body.plain or ""
                 read_plain(text, build=False)  # raises if the text is no payload
@@ -465,7 +465,7 @@ class TaskQueue:
         answer = Answer(site, key, way="inline" if kept.inline else "streamed", fd=fd)
         try:
             if kept.manifest.id != given.digest:
-                raise Conflict(f"{what} is another object than its digest says.", "Send the answer again.")
+                raise Conflict(f"{what} does not match its digest.", "Send the answer again.")
             loop = asyncio.get_running_loop()
             answer.contents = await loop.run_in_executor(self._io, read_contents, answer, kept.cuts, what)
             if self.answer_filter is not None:
@@ -484,7 +484,7 @@ def read_contents(file: OwnedFile, cuts: Cuts, what: str) -> Contents:
     """
     head = os.pread(file.fd, cuts.head_bytes, 0)
     if len(head) != cuts.head_bytes:
-        raise PartCorrupt(f"{what} is cut off in its head.", "Send the answer again.")
+        raise PartCorrupt(f"The head of {what} is incomplete.", "Send the answer again.")
     return Contents.read(head, cuts, what)
 
 

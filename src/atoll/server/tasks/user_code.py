@@ -112,7 +112,7 @@ class UserThreads:
         """Start the thread that runs `call`; at its end, the lock is released."""
         loop = asyncio.get_running_loop()
         result: asyncio.Future[T] = loop.create_future()
-        slow = loop.call_later(SAY_S, LOG.warning, "%s: not done after %g s. Look at their code.", what, SAY_S)
+        slow = loop.call_later(SAY_S, LOG.warning, "%s: not finished after %g s. Check their code.", what, SAY_S)
 
         def end(set_result: Callable[[], None]) -> None:
             lock.release()
@@ -127,7 +127,7 @@ class UserThreads:
             except Exception as error:
                 set_result = functools.partial(result.set_exception, error)
             except BaseException as error:  # raised in the event loop, it would end the server
-                ended = UsageError(f"{what} ended with {error!r}.", "Let them raise an Exception.")
+                ended = UsageError(f"{what} ended with {error!r}.", "Raise an Exception instead.")
                 set_result = functools.partial(result.set_exception, ended)
             with contextlib.suppress(RuntimeError):  # the server has ended meanwhile
                 loop.call_soon_threadsafe(end, set_result)
@@ -164,13 +164,15 @@ class Components:
         elif isinstance(found, str):
             found = self._at(found, where) if is_reference(found) else registry.load_attribute(found)
         if not callable(found):
-            raise ConfigError(f"{where} is a {type(found).__name__}.", "Name a function of one argument.")
+            raise ConfigError(
+                f"{where} is a {type(found).__name__}, not a function.", "Use a function of one argument."
+            )
         args = self._filled(dict(entry.args), where)
         if any(kind(each) for kind in LAZY for each in (found, getattr(found, "__call__", None))):  # noqa: B004
             raise ConfigError(
-                f"{where} is {getattr(found, '__name__', found)!r}, a coroutine function or a generator: a call of it "
-                "does nothing.",
-                "Write it as a plain function: def without async and yield.",
+                f"{where} is {getattr(found, '__name__', found)!r}, a coroutine function or a generator, "
+                "which does nothing when it is called.",
+                "Use a plain function: def without async and yield.",
             )
         try:
             inspect.signature(found).bind(None, **args)
@@ -179,7 +181,7 @@ class Components:
         except TypeError as error:
             raise ConfigError(
                 f"{where} cannot be called with args {sorted(args)}: {error}.",
-                "Its function takes the controller, then args by their names.",
+                "Write a function that takes the controller and then args by name.",
             ) from None
         require = getattr(found, "require", None)
         if require is not None:
@@ -210,7 +212,7 @@ class Components:
                 found = registry.made(
                     functools.partial(found, **args),
                     f"Component {name!r} is {component.path!r} with args = {args!r}",
-                    "Give the arguments that it has.",
+                    "Use only arguments that it has.",
                 )
             self._made[name] = found
             self._making.pop()

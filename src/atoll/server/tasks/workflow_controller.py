@@ -103,9 +103,9 @@ class AnswerLimits:
 
     def __post_init__(self) -> None:
         for name, remedy in (
-            ("min_responses", "Give how many answers suffice; None: all."),
-            ("timeout_s", "Give seconds, 0 or more; or None to wait for ever."),
-            ("progress_timeout_s", "Give seconds; 0 sets no limit."),
+            ("min_responses", "Give the number of answers that are enough, or None for all."),
+            ("timeout_s", "Give a number of seconds, at least 0, or None for no limit."),
+            ("progress_timeout_s", "Give a number of seconds; 0: no limit."),
         ):
             value = getattr(self, name)
             if value is not None and (type(value) not in (int, float) or not value >= 0):  # also if it is NaN
@@ -121,8 +121,8 @@ class AnswerLimits:
             self._seen[site] = (progress, now_s)
         elif self.progress_timeout_s and now_s - since_s >= self.progress_timeout_s:
             state = run.roster[site].beat.state if site in run.roster else ""
-            reported = f" (it said: {state})" if state else ""
-            return "stuck", f"the site moved nothing for {self.progress_timeout_s:g} s{reported}"
+            reported = f" (its last report: {state})" if state else ""
+            return "stuck", f"the site made no progress for {self.progress_timeout_s:g} s{reported}"
         return "", ""
 
 
@@ -175,7 +175,8 @@ class Result:
     def _tree(self) -> Any:
         if self.error:
             raise RunFailed(
-                f"Site {self.site} failed at task {self.task!r}: {self.error}", "Look at its log; skip results not ok."
+                f"Site {self.site} failed at task {self.task!r}: {self.error}",
+                "See its log; skip results with ok = False.",
             )
         return read_plain(self._text or "") if self._stored is None else self._stored.tree()
 
@@ -187,7 +188,7 @@ def _read(fd: int, memory: memoryview, offset: int) -> None:
     try:
         read_at(fd, memory, offset)
     except EOFError as error:
-        raise StoreError(f"The file of a result was cut off: {error}.") from None
+        raise StoreError(f"The file of a result is incomplete: {error}.") from None
 
 
 # -- The controller
@@ -243,8 +244,8 @@ class Controller:
             if not await self._until(lambda: len(alive()) >= at_least, timeout_s):
                 names = ", ".join(alive()) or "none"
                 raise RunFailed(
-                    f"{len(alive())} of {at_least} sites joined within {timeout_s:g} s: {names}.",
-                    "Start the others, or wait longer.",
+                    f"Only {len(alive())} of {at_least} sites joined within {timeout_s:g} s: {names}.",
+                    "Start the other sites, or raise timeout_s.",
                 )
             return alive()
 
@@ -303,7 +304,7 @@ class Controller:
             task, payload, sites=[site], timeout_s=timeout_s, progress_timeout_s=progress_timeout_s
         )
         if not results:
-            raise RunFailed(f"Site {site} did not answer task {task!r} within {timeout_s:g} s.", "Look at its log.")
+            raise RunFailed(f"Site {site} did not answer task {task!r} within {timeout_s:g} s.", "See its log.")
         return results[0]
 
     async def attempt(self, site: str, task: str, payload: Any, progress_timeout_s: float) -> Result:
@@ -361,8 +362,8 @@ class Controller:
                 timeout_s = max(0.0, timeout_s - (time.monotonic() - begin_s))
         if needed > len(chosen):
             raise UsageError(
-                f"min_responses is {needed}, but task {task!r} goes to {len(chosen)} sites.",
-                "Ask for fewer, or send it to more.",
+                f"min_responses is {needed}, but task {task!r} is sent to only {len(chosen)} sites.",
+                "Lower min_responses, or send the task to more sites.",
             )
         payloads = self._writer.write(task, chosen, pack(payload), timeout_s)
         del payload
@@ -390,8 +391,10 @@ class Controller:
                 return True
             queue.warn(
                 waits,
-                f"task {task!r} waits for {site!r}, which has never joined; {len(roster)} of {wanted} sites have: "
-                f"{joined()}. {nearest(site, sorted(roster))}".strip(),
+                (
+                    f"task {task!r} waits for {site!r}, which has never joined; {len(roster)} of {wanted} sites "
+                    f"have joined: {joined()}. {nearest(site, sorted(roster))}"
+                ).strip(),
             )
             return False
 
@@ -400,7 +403,7 @@ class Controller:
         finally:
             queue.warnings.pop(waits, None)
         if site := unknown():
-            remedy = f"Sites that have: {joined()}. Wait for further ones with controller.sites(at_least=…)."
+            remedy = f"Sites that have joined: {joined()}. To wait for more, call controller.sites(at_least=…)."
             raise UsageError(
                 f"Task {task!r} is for the site {site!r}, which has never joined.",
                 nearest(site, sorted(roster), remedy),
@@ -428,7 +431,7 @@ class Controller:
                 lacking = "; ".join([*failed, *(f"{site} did not answer" for site in task.missing)])
                 raise RunFailed(
                     f"Task {name!r} got {task.good} of {min_responses} answers: {lacking}.",
-                    "Look at the logs of these sites.",
+                    "See the logs of these sites.",
                 )
             return list(task.answers.values())
         except BaseException:
@@ -465,7 +468,7 @@ def _named(sites: Sequence[str]) -> list[str]:
             _SITE.validate_python(site, strict=True)
         except ValidationError:
             raise UsageError(
-                f"{site!r} in sites is not the name of a site.", "Give names as controller.sites() has them."
+                f"{site!r} in sites is not the name of a site.", "Use names from controller.sites()."
             ) from None
     return sorted(set(given))
 

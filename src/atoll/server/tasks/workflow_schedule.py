@@ -118,8 +118,8 @@ class WorkflowSchedule:
         name, times = next(iter(files.most_common(1)), ("", 0))
         if times > 1:
             raise ConfigError(
-                f"{times} evaluations write their results to {name}.json, which is named after each.",
-                'Give each a name of its own: {kind = "cross_site_evaluation", name = "before"}.',
+                f"{times} evaluations have the same name, and so the same file for results: {name}.json.",
+                'Give each another name: {kind = "cross_site_evaluation", name = "before"}.',
             )
         self.evaluated: Callable[[], Evaluation] | None = None  # returns the newest matrix, filled so far
         self._controller: Controller | None = None
@@ -142,18 +142,20 @@ class WorkflowSchedule:
         if evaluation is not None:
             if settings.swarm.enabled:
                 raise UsageError(
-                    "The run is a swarm: its models lie at its sites, and its server has none to evaluate.",
-                    "Evaluate the model.safetensors of a site by a run of its own: [[workflow.steps]] with kind = "
-                    '"cross_site_evaluation" and versions = ["model.safetensors"]; see docs/cross-site-evaluation.md.',
+                    "The run is a swarm: the models are stored at the sites, so the server cannot evaluate them.",
+                    "Evaluate model.safetensors from a site's folder in a separate run: [[workflow.steps]] "
+                    'with kind = "cross_site_evaluation" and versions = ["model.safetensors"]. See '
+                    "docs/cross-site-evaluation.md.",
                 )
             return cls(settings, None, filters, evaluation)
         if given is not None and (settings.workflow.function is not None or settings.workflow.steps):
-            raise UsageError("Server got a workflow, and its settings name another.", "Give one of them.")
+            raise UsageError("Server got a workflow, but its settings have one, too.", "Use one of them.")
         if given is not None and settings.rounds.total:
             raise ConfigError(
-                f"A workflow is given, and rounds.total is {settings.rounds.total}: a run has a workflow or rounds.",
-                'Leave rounds.total out; or give both in order: workflow.steps = [{"kind": "train"}, {"path": '
-                "function}].",
+                f"A workflow is given, but rounds.total is {settings.rounds.total}: a run has either a "
+                "workflow or rounds.",
+                'Leave rounds.total out. For both, one after the other, set workflow.steps = [{"kind": '
+                '"train"}, {"path": function}].',
             )
         if given is None and settings.workflow.function is None and not settings.workflow.steps:
             return None
@@ -204,7 +206,7 @@ class WorkflowSchedule:
         if self._filters.results and self.sends_tasks:  # without filters no answer needs a thread
             queue.answer_filter = functools.partial(self._filters.received_beside, run.user_threads)
         if self._filters.data:
-            LOG.info("what is sent to sites passes through filters: %s", self._filters.data)
+            LOG.info("filters for what is sent to sites: %s", self._filters.data)
         if self.recorded:
             self._mark_ended(train)
         self._task = asyncio.get_running_loop().create_task(self._main())
@@ -236,10 +238,10 @@ class WorkflowSchedule:
             now = entry.name if entry else "none"
             if entry is None or name not in (now, entry.path):
                 raise ConfigError(
-                    f"{self._settings.disk.state_dir} has a run with {name!r} as workflow {place + 1}, which has "
-                    f"ended; this start says {now!r}.",
-                    "Start it with the old ones, further ones behind them; or begin a new run in another "
-                    "disk.state_dir.",
+                    f"In {self._settings.disk.state_dir}, workflow {place + 1} was {name!r} and has ended, "
+                    f"but this start has {now!r} in its place.",
+                    "Start with the old workflows, and add new ones only after them; or start a new run in "
+                    "another disk.state_dir.",
                 )
         if train is not None and train in ended:
             if self._run.state.finished:
@@ -264,7 +266,7 @@ class WorkflowSchedule:
                 step.state = "done"
                 if self.recorded:
                     record = functools.partial(self._record, place, step.entry.name)
-                    await until_passed(record, f"the end of {step.entry.name} cannot be written")
+                    await until_passed(record, f"the end of workflow {step.entry.name} cannot be written")
             except AtollError as error:
                 step.state, step.detail = "failed", f"{error.message} {error.remedy}"
                 self._run.fail(error)
@@ -312,10 +314,10 @@ class WorkflowSchedule:
             there = self._run.task_queue.alive()
             names = ", ".join(there) or "none"
             raise RunFailed(
-                f"The workflow {step.entry.name} waited {limit_s:g} s for {wanted} sites, and {len(there)} take part: "
-                f"{names}.",
-                "Start the others, or raise start_timeout_s. A script without handlers leaves when training is over: "
-                "register one, worker.evaluates(function).",
+                f"The workflow {step.entry.name} waited {limit_s:g} s for {wanted} sites, but only "
+                f"{len(there)} take part: {names}.",
+                "Start the other sites, or raise start_timeout_s. A script without task handlers leaves "
+                "after training: register one with worker.evaluates(function).",
             )
 
     async def _send_tasks(self, step: WorkflowRun, place: int) -> None:
@@ -335,7 +337,7 @@ class WorkflowSchedule:
             LOG.error("the workflow %s failed", step.entry.name, exc_info=error)
             raise RunFailed(
                 f"The workflow {step.entry.name} failed: {type(error).__name__}: {error}",
-                "The traceback is in the log; a start of the server begins it again.",
+                "See the traceback in the log. The next start of the server begins the workflow again.",
             )
 
     async def _wait_for_sites(self, step: WorkflowRun, place: int) -> None:
@@ -356,7 +358,7 @@ class WorkflowSchedule:
             if there >= wanted:
                 step.detail = ""
                 return
-            step.detail = f"waits for sites, {there} of {wanted} are there"
+            step.detail = f"waits for sites: {there} of {wanted} take part"
             self._require_in_time(step, wanted, limit_s)
             await asyncio.sleep(0.1)
 
@@ -381,10 +383,11 @@ class WorkflowSchedule:
                 look(step)
                 if limit_s and now_s - step.moved_s >= limit_s:
                     raise RunFailed(
-                        f"The workflow {step.entry.name} made no progress for {limit_s:g} s: no answer, no byte, no "
-                        "word of any site or of its own.",
-                        "Look at the logs of the sites; it begins again when the server is started again. Raise "
-                        "progress_timeout_s, or call controller.note(...) where it works for so long by itself.",
+                        f"The workflow {step.entry.name} made no progress for {limit_s:g} s: no answer, no "
+                        "byte and no report from a site, and no note from the workflow.",
+                        "See the logs of the sites. The next start of the server begins the workflow again. "
+                        "If it works for longer by itself, raise progress_timeout_s or call "
+                        "controller.note(...) in it.",
                     )
                 await asyncio.wait([future], timeout=min(LOOK_S, limit_s / 4 if limit_s else LOOK_S))
             return await future
@@ -404,7 +407,7 @@ def _call(
     try:
         given: Any = function(controller)
         if inspect.isawaitable(given) or inspect.isgenerator(given) or inspect.isasyncgen(given):
-            error = RunFailed(f"it gave a {type(given).__name__}, which is never run.", "Write it as a plain function.")
+            error = RunFailed(f"it returned a {type(given).__name__}, which is never run.", "Use a plain function.")
     except ServerStops:
         return
     except BaseException as raised:

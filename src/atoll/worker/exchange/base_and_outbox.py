@@ -185,8 +185,8 @@ class ScratchFile(TensorFile):
             self.close()
             path.unlink(missing_ok=True)
             raise DiskFull(
-                f"{path.parent} has no room for {nbytes / 1e9:.2f} GB ({error.strerror}).",
-                "Free some disk, or set ATOLL_DIR to a folder with more.",
+                f"{path.parent} does not have {nbytes / 1e9:.2f} GB of free space ({error.strerror}).",
+                "Free disk space, or set ATOLL_DIR to a folder on a larger disk.",
             ) from error
 
     def write(self, offset: int, data: memoryview) -> None:
@@ -202,7 +202,7 @@ class ScratchFile(TensorFile):
         except OSError as error:
             raise StoreError(
                 f"{self.path} cannot be written ({error.strerror}).",
-                "Look at the disk, or set ATOLL_DIR to a folder on another one.",
+                "Check the disk, or set ATOLL_DIR to a folder on another disk.",
             ) from error
 
     def digest(self, part: Part) -> bytes:
@@ -299,7 +299,7 @@ class BaseFile(PartsFile):
             wrong = self.differing(note.part_digests)
             if wrong:
                 LOG.warning(
-                    "%s: %d of %d parts are not what was pulled, and are pulled again. Look at the disk.",
+                    "%s: %d of %d parts differ from what was downloaded, and are downloaded again. Check the disk.",
                     self.path,
                     len(wrong),
                     len(self.layout.parts),
@@ -359,7 +359,9 @@ class Outbox(PartsFile):
         if self.note is not None and self.note.layout_digest != layout.digest:
             self.clear()
         elif self.note is not None and site and self.note.site not in ("", site):
-            LOG.warning("%s is of site %s: it is not sent. Bring each site its own folder.", self.path, self.note.site)
+            LOG.warning(
+                "%s belongs to site %s and is not sent. Use a separate folder for each site.", self.path, self.note.site
+            )
             self.note = None
 
     def is_damaged(self) -> bool:
@@ -377,7 +379,7 @@ class Outbox(PartsFile):
         """
         if layout_digest != self.layout.digest:
             raise VersionSkew(
-                "The server lays the update out in another way than this worker.",
+                "The server expects another layout of the update than this worker computes.",
                 "Upgrade Atoll to the same version on both sides.",
             )
         self.clear()
@@ -477,13 +479,13 @@ def _lock(folder: Path, site: str) -> int | None:
         return None
     except FolderTaken as holder:
         raise StateLocked(
-            f"The site {site!r} is taken: {holder} takes part as it, with the folder {str(folder)!r}.",
-            "Give this one another site name, or end the other.",
+            f"The site {site!r} is in use: {holder} takes part under this name, with the folder {str(folder)!r}.",
+            "Use another site name, or end the other process.",
         ) from None
     except OSError as error:
         raise StoreError(
             f"{folder / 'lock'} cannot be opened ({error.strerror}).",
-            "It has to be a plain file that this user may write; remove what is there, or set ATOLL_DIR elsewhere.",
+            "Make sure that it is a plain file that this user may write, or set ATOLL_DIR to another folder.",
         ) from error
 
 
@@ -541,7 +543,7 @@ def remove_earlier(current: Path, site: str, share: tuple[int, int] | None = Non
                 parent.rmdir()
     if count:
         runs = "an earlier run" if count == 1 else f"{count} earlier runs"
-        LOG.info("%s: removed the files of %s, %s: every update in them was sent", site, runs, size(freed_bytes))
+        LOG.info("%s: removed the files of %s, %s: all their updates were sent", site, runs, size(freed_bytes))
 
 
 def _other_divisions(current: Path, share: tuple[int, int] | None) -> Iterator[Path]:
@@ -565,7 +567,9 @@ def _remove(folder: Path) -> int | None:
         notes: list[OutboxNote | None] = [peek_note(path, OutboxNote) for path in folder.glob("outbox*.json")]
     except NoteDamaged as error:
         LOG.warning(
-            "%s stays: the note of its outbox is damaged (%s), and may be of an update not sent.", folder, error
+            "%s is kept: the note of its outbox is damaged (%s), and its update may not have been sent yet.",
+            folder,
+            error,
         )
         return None
     if not all(note is not None and note.sent for note in notes):

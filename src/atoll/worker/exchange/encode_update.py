@@ -136,7 +136,7 @@ class AnswerFilters:
         """
         filters = [each for each, tasks in self._entries if not tasks or task in tasks]
         with self._lock:
-            what = f"The answer of site {self._site} to task {task!r} is not sent"
+            what = f"The answer of site {self._site} to task {task!r} was not sent"
             yield filtered(packed, filters, About(self._site, task=task), what)
 
 
@@ -146,12 +146,12 @@ def _told(call: Callable[[], T]) -> T:
     except BadFilter as error:
         if error.raised:
             raise UsageError(
-                f"The filter {error}. The update is not completed.",
-                "Its traceback is above. Mend the filter, and start this site again.",
+                f"The filter {error}. The update was not sent.",
+                "Correct the filter (its traceback is above), and start this site again.",
             ) from error.__cause__
         raise UsageError(
             f"The filter {error}.",
-            "A filter returns as many elements as it was given, of the same dtype; this update does not count.",
+            "This update does not count. Return as many elements as the filter got, with the same dtype.",
         ) from None
 
 
@@ -258,12 +258,12 @@ class Losses:
     def _zero(self, steps: int, filters: bool) -> str:
         text = f"the pseudo-gradient is all zero{f' after {steps} steps' if steps else ''}"
         if filters:
-            text += " behind this site's filters"
-        text += ". Does the optimizer hold this model's parameters, and is its learning rate above zero?"
+            text += " after this site's filters"
+        text += ". Check that the optimizer has this model's parameters, and a learning rate above zero."
         if self._narrow:
             text += (
-                f" Weights in {' and '.join(self._narrow)} stay as they are under steps of less than about 1/256 "
-                "(F16: 1/2048) of them: train in fp32, with autocast where speed is needed."
+                f" {' and '.join(self._narrow)} weights do not change if a step is smaller than about 1/256 "
+                "(F16: 1/2048) of the weight: train in fp32, with autocast for speed."
             )
         return text
 
@@ -273,9 +273,10 @@ class Losses:
         share = math.sqrt(gone / whole) if 0 < whole < math.inf else 1.0
         rounds = f", {patience} times in a row" if patience > 1 else ""
         return (
-            f"as {self._codec.name}, {len(lost)} of the {changed} tensors that training has changed lose "
-            f"{100 * share:.3g} % of their change on the way{rounds}: {names}. It is too small for what the codec can "
-            "write. Take more local steps, or a larger learning rate; or set aggregation.upload_codec.name = 'none'."
+            f"{len(lost)} of the {changed} tensors that training changed lose {100 * share:.3g} % of their "
+            f"change when encoded as {self._codec.name}{rounds}: {names}. The change is too small for this "
+            "codec. Use more local steps or a larger learning rate, or set aggregation.upload_codec.name = "
+            "'none'."
         )
 
 
@@ -344,9 +345,10 @@ class UpdateFormer:
         lacking = {each.spec.group for each in layout.segments if each.spec.is_beside} - set(self.beside)
         if lacking:
             raise UsageError(
-                f"The run's algorithm keeps {sorted(lacking)} beside the model, and this update carries none of it.",
-                "Submit it: fl_round.submit(model, groups=..., steps=...), in rounds of atoll.join; atoll.DiLoCo has "
-                "no such groups.",
+                f"The run's algorithm needs {sorted(lacking)} in each update, besides the model; this update "
+                "does not have them.",
+                "Use atoll.join and fl_round.submit(model, groups=..., steps=...); atoll.DiLoCo cannot send "
+                "these groups.",
             )
         room = min(_BUFFER_BYTES, layout.nbytes) + ALIGN_BYTES
         self.buffer = torch.empty(room, dtype=torch.uint8, device="cpu")

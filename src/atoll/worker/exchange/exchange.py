@@ -169,7 +169,7 @@ class Exchange:
             return False
         told = "%s: the server fell back to version %d; submitting again"
         if self.outlet is not None:
-            told = "%s: the updates from version %d are collected again; submitting again"
+            told = "%s: the updates for version %d are collected again; submitting again"
         LOG.info(told, self.site, ticket.base.number)
         if not self._takes(again, look=False):
             self.outbox.clear()
@@ -194,11 +194,11 @@ class Exchange:
             held = self.outbox.note
             if held is None or held.digest != note.digest:
                 LOG.warning(
-                    "%s does not hold the update of round %d: the round is trained again", self.outbox.path, note.round
+                    "%s does not have the update of round %d: training this round again", self.outbox.path, note.round
                 )
                 return False
             if look and self.outbox.is_damaged():
-                LOG.warning("%s is damaged: the update in it is not sent. Look at the disk.", self.outbox.path)
+                LOG.warning("%s is damaged: its update is not sent. Check the disk.", self.outbox.path)
                 return False
             if held != note:
                 self.local.state.moves_to(note.ticket, note.base_version, held.ticket)
@@ -284,7 +284,7 @@ class Exchange:
         while True:
             try:
                 ask = partial(self.session.channel.head, self.fragment)
-                head = require(self.session.call(ask, "look at the newest version", kind=VersionRef))
+                head = require(self.session.call(ask, "look up the newest version", kind=VersionRef))
             except Gone:  # another version became the head meanwhile
                 continue
             kept = keep is not None and head.digest != keep.digest
@@ -579,12 +579,14 @@ class Exchange:
         self.resuming = False
         match delivered:
             case Accepted():
-                LOG.info("%s: the update of an earlier process is in: round %d", self.site, note.round)
+                LOG.info(
+                    "%s: the update of round %d, which an earlier process left, is accepted", self.site, note.round
+                )
                 return delivered
             case TooLate(error):  # keep the update: if the server falls back, it may count under another ticket
-                LOG.info("%s: the update of an earlier process is too late: %s", self.site, error)
+                LOG.info("%s: an earlier process left an update, but it is too late: %s", self.site, error)
             case Refused(error):
-                LOG.info("%s: the update of an earlier process cannot count: %s", self.site, error)
+                LOG.info("%s: an earlier process left an update, but it cannot count: %s", self.site, error)
                 self.outbox.clear()
             case Lost(error):
                 raise error
@@ -626,7 +628,7 @@ class Exchange:
         if not outcome.is_in:
             self.outbox.clear()
             return 0
-        LOG.info("%s: the update of round %d is in after all", self.site, note.round)
+        LOG.info("%s: the update of round %d was accepted after all", self.site, note.round)
         self.advance_base()
         self.settled = note.ticket
         return note.steps
@@ -718,7 +720,7 @@ def broken_moments(optimizers: Iterable[Optimizer]) -> str:
         return ""
     names = ", ".join(broken[:MOMENTS_NAMED])
     return (
-        f"the optimizer's state ({names}) holds NaN or Inf. If you keep this optimizer, every further step gives NaN, "
-        "and every further update is refused: clear the state with optimizer.state.clear(), or start the script again. "
-        "Lower the learning rate, or clip the gradients."
+        f"the optimizer's state ({names}) contains NaN or Inf, so every further update will be refused. Clear "
+        "the state with optimizer.state.clear(), or start the script again. To avoid this, lower the "
+        "learning rate or clip the gradients."
     )

@@ -144,7 +144,7 @@ class TwoPhaseFile:
         if (note.site, note.run) == self._owner:
             return False
         LOG.warning(
-            "%s is of site %s in run %s: here it counts as lost. Bring each site its own folder.",
+            "%s belongs to site %s in run %s, so it is not used here. Use a separate folder for each site.",
             self._note_path,
             note.site,
             note.run,
@@ -156,7 +156,7 @@ class TwoPhaseFile:
         file = self._files[index]
         if not file.is_new and note.digests[index] in ("", file.content_digest()):
             return True
-        LOG.warning("%s is not what was written: it counts as lost. Look at the disk.", file.path)
+        LOG.warning("%s is damaged and is not used: its digest differs. Check the disk.", file.path)
         return False
 
     def zero(self) -> None:
@@ -337,7 +337,7 @@ class Residuals(TwoPhaseFile):
         """
         if self.note.version >= version:
             LOG.warning(
-                "%s: the server went back to version %d: what compression had left over is dropped", site, version
+                "%s: the server went back to version %d, so the stored compression error is set to zero", site, version
             )
             self.zero()
 
@@ -362,7 +362,7 @@ def wanted_anew() -> bool:
         return False
     if text in ("1", "true", "yes", "on"):
         return True
-    raise ConfigError(f"{NEW} is {text!r}.", "Set it to 1 to begin at zero where the site's state is lost.")
+    raise ConfigError(f"{NEW} is {text!r}.", "Set it to 1 to start from zero if the site's state is lost.")
 
 
 class AlgorithmState(TwoPhaseFile):
@@ -394,7 +394,7 @@ class AlgorithmState(TwoPhaseFile):
             ConfigError: the variable is neither true nor false.
         """
         if wanted_anew() and self.state == "missing":
-            LOG.warning("%s: its state begins at zero, as %s says", site, NEW)
+            LOG.warning("%s: the site's state starts from zero, because %s is set", site, NEW)
             self.state = "new"
 
     @property
@@ -441,7 +441,9 @@ class AlgorithmState(TwoPhaseFile):
                 return
         elif counted.base_version is None:
             if self.state == "kept":
-                LOG.warning("%s: the server has no update of this site: its state begins at zero", self._note_path)
+                LOG.warning(
+                    "%s: the server has no update of this site, so the site's state starts from zero", self._note_path
+                )
                 self.zero()
             return
         if self.state != "new":
@@ -452,7 +454,10 @@ class AlgorithmState(TwoPhaseFile):
 
     def _go_back(self) -> None:
         """Make the state before the last counted update current, and that update pending."""
-        LOG.warning("%s: the server went back behind the last update: so does the site's state", self._note_path)
+        LOG.warning(
+            "%s: the server went back to before this site's last update; the site's state goes back, too",
+            self._note_path,
+        )
         self._write(self.note.back())
 
     def begin_at_zero(self) -> None:
@@ -478,13 +483,13 @@ class AlgorithmState(TwoPhaseFile):
         """
         if not wanted_anew():
             raise ConfigError(
-                "Updates of this site count in the run, and the state that its algorithm keeps here is lost: "
-                f"{self._note_path} and the files beside it are not there, not what was written, or of another moment "
-                "or site.",
-                f"Look at the disk, or bring them from a backup; without them, begin a new run from the export, or set "
-                f"{NEW}=1 to begin at zero.",
+                "The algorithm's state of this site is lost, although updates of the site count in the run: "
+                f"{self._note_path} and the files beside it are missing, damaged, or from another site or "
+                "time.",
+                f"Restore these files from a backup. Without a backup, set {NEW}=1 to start from zero, or "
+                "begin a new run from the exported model.",
             )
-        LOG.warning("%s: the site's state begins at zero, as %s says", self._note_path, NEW)
+        LOG.warning("%s: the site's state starts from zero, because %s is set", self._note_path, NEW)
         self.zero()
         self.state = "new"
 

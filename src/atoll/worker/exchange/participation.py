@@ -140,19 +140,19 @@ def _check(session: Session, loop: LoopTerms | None) -> None:
     info, site, size = session.info, session.site, session.ranks.size
     if session.streams and loop is None:
         raise ConfigError(
-            f"The run {info.name!r} streams (fragments {info.fragments}, sync delay {info.tau}, alpha {info.alpha:g}), "
-            "and this worker takes whole rounds.",
-            "Train with atoll.DiLoCo(model, optimizer), or leave diloco.num_fragments, "
-            "diloco.fragment_sync_delay and diloco.fragment_update_alpha out of the run.",
+            f"The run {info.name!r} streams (fragments {info.fragments}, sync delay {info.tau}, alpha "
+            f"{info.alpha:g}), but this worker trains whole rounds.",
+            "Use atoll.DiLoCo(model, optimizer), or start the run without diloco.num_fragments, "
+            "diloco.fragment_sync_delay and diloco.fragment_update_alpha.",
         )
     if loop is None:
         return
     if loop.shards is not None and size != info.ranks:
         raise ConfigError(
-            f"The model of worker {site} is sharded over {size} ranks, and the run {info.name!r} has ranks = "
+            f"The model of site {site} is sharded over {size} ranks, but the run {info.name!r} has ranks = "
             f"{info.ranks}.",
-            f"Start the server with --set model.ranks={size}, or this worker with --nproc-per-node {info.ranks} of "
-            "torchrun.",
+            f"Start the server with --set model.ranks={size}, or this worker with torchrun --nproc-per-node "
+            f"{info.ranks}.",
         )
     if loop.schema is not None:
         loop.schema.require_equal(session.schema.model, mine=f"worker {site}", theirs="the server")

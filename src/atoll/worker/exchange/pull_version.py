@@ -226,7 +226,10 @@ class Puller:
             return
         manifest = self._manifest(version.number, patience.before)
         if manifest.digest != version.digest:
-            raise Gone(f"Version {version.number} is no longer the one that was offered.", "Ask for the head again.")
+            raise Gone(
+                f"Version {version.number} at the server is no longer the one offered before.",
+                "Ask for the head again.",
+            )
         held = source.note
         if held is not None and held.run == session.info.run and held.version > version.number:
             LOG.warning(
@@ -315,16 +318,17 @@ class Puller:
         while not (sources := ask().sources) and time.monotonic() < until_s:
             time.sleep(LOOK_S)
             session.on_wait()
-        why = "none that is here has it."
+        why = "no connected worker has it."
         for source in peers.in_order(sources):
             try:
                 with peers.connected(source, session.info.idle_timeout_s) as (ref, parts):
                     return pull(parts, routes.OBJECT_DATA.format(object=ref.object))
             except UNPULLED as error:  # the worker may just have dropped the version, or ended
                 why = error.message
-                LOG.info("%s: version %d is asked of another worker: %s", session.site, version, why)
+                LOG.info("%s: asking another worker for version %d: %s", session.site, version, why)
         raise Busy(
-            f"No worker can give version {version} at this moment: {why}", "It goes on when one is back that has it."
+            f"No worker can send version {version} at this moment: {why}",
+            "Atoll tries again; training continues once a worker with this version is back.",
         )
 
     # -- as a difference
@@ -348,7 +352,7 @@ class Puller:
         try:
             file = DeltaFile(self.files.folder, self.downlink, name_of("delta", self.number))
         except DiskFull as error:
-            LOG.warning("%s: version %d is pulled whole: %s", site, manifest.version, error)
+            LOG.warning("%s: version %d is downloaded in full: %s", site, manifest.version, error)
             return None
         try:
             for step, delta in steps:
@@ -359,7 +363,8 @@ class Puller:
                 wrong = DeltaAdder(file, source, base, into if is_last else None).apply(self._note(step))
                 if wrong:
                     LOG.warning(
-                        "%s: %d of %d parts of version %d did not come of what went down, and are pulled whole",
+                        "%s: %d of %d parts of version %d did not match after adding the difference, and are "
+                        "downloaded in full",
                         site,
                         len(wrong),
                         len(base.layout.parts),
@@ -371,7 +376,7 @@ class Puller:
                     base.finish()
                 source, retries = base, patience.within
         except (Gone, PartCorrupt) as error:
-            LOG.info("%s: version %d is pulled whole: %s", site, manifest.version, error)
+            LOG.info("%s: version %d is downloaded in full: %s", site, manifest.version, error)
             return None
         finally:
             file.close()

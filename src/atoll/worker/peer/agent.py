@@ -57,14 +57,17 @@ Key = tuple[object, ...]
 
 
 class UpdateDamaged(StateCorrupt):
-    """The error of an update that the disk has changed since it was collected.
+    """The disk has changed an update since this worker collected the update.
 
     Attributes:
         ticket: ticket of the update.
     """
 
     def __init__(self, share: FrozenUpdate) -> None:
-        super().__init__(f"The update of {share.site} is not what came: the disk has changed it.", "Look at the disk.")
+        super().__init__(
+            f"The stored update of {share.site} differs from the one received: the disk has changed it.",
+            "Check the disk.",
+        )
         self.ticket = share.ticket
 
 
@@ -91,7 +94,7 @@ def failed_by(error: Exception, work: FrozenRound, folder: Path) -> ReducedRound
     if isinstance(error, OSError):
         error = disk_error(error, folder / f"version {work.version}")
     if not isinstance(error, AtollError):
-        LOG.error("a round could not be reduced", exc_info=error)
+        LOG.error("a round could not be reduced because of an unexpected error", exc_info=error)
     if isinstance(error, Overflow):
         return failed(work, error.message, overflows=True)
     return failed(work, told(error, 500))
@@ -113,7 +116,7 @@ def keep_result(site: str, plan: Plan, work: PeerWork, store: PeerStore, target:
     for hold in work.hold:
         newest[hold.fragment] = max(hold.version, newest.get(hold.fragment, 0))
     found = [store.get(fragment, newest.get(fragment, -1)) for fragment in range(len(plan.fragments))]
-    versions, why = [each for each in found if each is not None], "not all of it has come"
+    versions, why = [each for each in found if each is not None], "this worker does not have all fragments of it"
     if len(versions) == len(found):
         header, owners = model_header(plan.schema)
         sources = [(layout, each.slot.fd, None) for layout, each in zip(plan.versions, versions, strict=True)]
@@ -139,8 +142,8 @@ def plan_of(message: SwarmPlan, split: Split) -> Plan:
         return Plan.make(Settings.build(dict(message.settings)), split)
     except AtollError as error:
         raise VersionSkew(
-            f"This worker cannot aggregate what the server's settings say: {error.message}",
-            f"Use the same Atoll version, and the same packages, at all sites. {error.remedy}",
+            f"This worker cannot aggregate with the server's settings: {error.message}",
+            f"Use the same versions of Atoll and of plugins at all sites. {error.remedy}",
         ) from error
 
 
@@ -212,7 +215,11 @@ class SwarmPeer:
                 if (now := self._moved + self._peer_server.served) != moved:
                     moved, at_s = now, time.monotonic()
                 if time.monotonic() - at_s > self._idle_timeout_s:
-                    LOG.warning("%s: leaves, though others may need what only it has: no worker pulls it", self.site)
+                    LOG.warning(
+                        "%s: leaves, although other workers may need its data: no worker has downloaded any for "
+                        "too long",
+                        self.site,
+                    )
                     break
             keep_result(self.site, self._plan, self._work, self._store, self._result)
         self._stopping.set()
@@ -243,14 +250,14 @@ class SwarmPeer:
                 except TRANSIENT:
                     pass
                 except AtollError as error:  # the worker's own next request raises it, too
-                    LOG.debug("%s: no longer takes part: %s", self.site, error)
+                    LOG.debug("%s: no longer takes part in the run: %s", self.site, error)
                     return
                 self._stopping.wait(pause_s)
             except Superseded:
                 return
             except AtollError as error:
                 level = LOG.debug if is_transient(error) else LOG.warning
-                level("%s: cannot ask for work: %s", self.site, error)
+                level("%s: cannot ask the server for work: %s", self.site, error)
                 self._stopping.wait(pause_s)
                 pause_s = min(2 * pause_s, 8.0)
 
@@ -394,7 +401,7 @@ class SwarmPeer:
             with self._lock:
                 self._store.put(version)
         nbytes = self._plan.fragments[hold.fragment].version.nbytes
-        LOG.debug("%s: has version %d (%d bytes)", self.site, hold.version, nbytes)
+        LOG.debug("%s: stored version %d (%d bytes)", self.site, hold.version, nbytes)
 
     def _collect(self, collect: Collect) -> None:
         """Pull an update into a spool, and keep the result for the next report: its norm, or what is wrong."""
@@ -423,7 +430,7 @@ class SwarmPeer:
         lacking = [share.site for share in work.updates if share.ticket not in spools]
         if base is None or lacking:
             what = f"version {work.base_version}" if base is None else f"the update of {lacking[0]}"
-            self._ended(failed(work, f"it has lost {what}"), work)
+            self._ended(failed(work, f"this worker has lost {what}"), work)
             return
         try:
             with (

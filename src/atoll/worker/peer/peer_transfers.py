@@ -58,9 +58,10 @@ def open_host(site: str, server_host: str, idle_timeout_s: float) -> ObjectHost:
     host = os.environ.get("ATOLL_PEER_HOST")
     if host is None and not is_loopback(server_host):
         raise ConfigError(
-            f"Worker {site} joins a swarm at {server_host}, and nothing says where the other workers reach it.",
-            "Set ATOLL_PEER_HOST (0.0.0.0 listens everywhere), ATOLL_PEER_PORT, and ATOLL_PEER_TLS_CERT and "
-            "ATOLL_PEER_TLS_KEY, or ATOLL_PEER_INSECURE=1 if the network is your own.",
+            f"Worker {site} joins a swarm at {server_host}, but no address is set at which the other workers "
+            "can reach it.",
+            "Set ATOLL_PEER_HOST (0.0.0.0: all addresses of this machine) and ATOLL_PEER_PORT. Also set "
+            "ATOLL_PEER_TLS_CERT and ATOLL_PEER_TLS_KEY, or ATOLL_PEER_INSECURE=1 on a trusted network.",
         )
     try:
         return ObjectHost(
@@ -75,16 +76,17 @@ def open_host(site: str, server_host: str, idle_timeout_s: float) -> ObjectHost:
         )
     except (ConfigError, PortInUse) as error:
         raise type(error)(
-            f"Worker {site} cannot listen for the others: {error.message}",
-            "Set ATOLL_PEER_HOST to an address of this machine, or 0.0.0.0, ATOLL_PEER_PORT to a free port, and "
-            "ATOLL_PEER_TLS_CERT and ATOLL_PEER_TLS_KEY, or ATOLL_PEER_INSECURE=1 if the network is your own.",
+            f"Worker {site} cannot listen for the other workers: {error.message}",
+            "Set ATOLL_PEER_HOST to an address of this machine or to 0.0.0.0, and ATOLL_PEER_PORT to a free "
+            "port. Also set ATOLL_PEER_TLS_CERT and ATOLL_PEER_TLS_KEY, or ATOLL_PEER_INSECURE=1 on a "
+            "trusted network.",
         ) from error
 
 
 def _port() -> int:
     text = os.environ.get("ATOLL_PEER_PORT", "0")
     if not (text.isascii() and text.isdigit() and int(text) < 2**16):
-        raise ConfigError(f"ATOLL_PEER_PORT is {text!r}.", "Give a port, or 0 for any free one.")
+        raise ConfigError(f"ATOLL_PEER_PORT is {text!r}.", "Set it to a port number, or to 0 for any free port.")
     return int(text)
 
 
@@ -373,7 +375,7 @@ class PeerTransfers:
         """Pull a version and its outer state from one worker, both at the same time."""
         layout = self._plan.fragments[hold.fragment].version
         if state is not None and source.state is None:
-            raise Gone(f"Version {hold.version} has no outer state there.", "Ask another worker.")
+            raise Gone(f"The other worker has no outer state of version {hold.version}.", "Ask another worker.")
         with ThreadPoolExecutor(1, thread_name_prefix="atoll-swarm-state") as beside:
             coming = beside.submit(self._state_from, source.state, hold, state) if source.state and state else None
             digests = self._pulled(source.version, layout, slot, hold.digest)  # the block's end awaits the state, too
@@ -395,7 +397,7 @@ class PeerTransfers:
         regions = tuple(region_digest(slot.fd, region) for region in shape.regions)
         header = os.pread(slot.fd, len(shape.header), 0)
         if state_id(regions) != hold.state_digest or header != shape.header:
-            raise PartCorrupt(f"{source} is another outer state than that of version {hold.version}.")
+            raise PartCorrupt(f"The outer state at {source} is not the one of version {hold.version}.")
         return regions, parts
 
     def _pulled(
@@ -419,7 +421,7 @@ class PeerTransfers:
             PartCorrupt: the worker serves another file.
         """
         with self._peer_server.connected(source, self._idle_timeout_s) as (ref, transfer):
-            what = f"what {ref.server} serves"
+            what = f"the file at {ref.server}"
             body = transfer.read(routes.OBJECT.format(object=ref.object), routes.MANIFEST_BYTES)
             manifest = messages.BlobManifest.read(body, what).manifest()
             manifest.require_id(digest or ref.digest, what)
@@ -429,7 +431,9 @@ class PeerTransfers:
             else:
                 expected, parts = Manifest.of_cuts(cut, digests), cut.parts()
             if manifest != expected:
-                raise PartCorrupt(f"{ref.server} serves a file in other parts than it has.", "Look at that worker.")
+                raise PartCorrupt(
+                    f"The file at {ref.server} is divided into other parts than expected.", "Check that worker."
+                )
             path = routes.OBJECT_DATA.format(object=ref.object)
             transfer.pull(path, digests, parts, [SlotWriter(slot)], on_bytes=self._move, on_part=on_part)
         return digests

@@ -40,7 +40,7 @@ LAST_STATUS = "ATOLL_LAST_STATUS"
 The status is written when the worker leaves, as the server may be gone afterwards.
 """
 
-UNNOTED = "the server learns of it only when heartbeat_timeout_s is over."
+UNNOTED = "the server notices only after heartbeat_timeout_s."
 
 GOODBYE_S = 5.0
 """Seconds to wait for the server when leaving. Afterwards, missing heartbeats tell the server of the end."""
@@ -319,7 +319,7 @@ def _end_a_hang(reader: int) -> None:
             continue
         time.sleep(HANG_S)
         if _handled == before and _joined:
-            words = f"{EndedBySignal(number[0])}, which Python did not get to handle"
+            words = f"{EndedBySignal(number[0])} while Python could not handle signals"
             for joined in list(_joined):
                 leaving = threading.Thread(target=joined.leave, args=(words,), daemon=True)
                 leaving.start()
@@ -356,7 +356,9 @@ def note_lease(site: str, server: str, lease: str) -> None:
         beside.replace(Path(folder, site))
     except OSError as error:
         if not _said:
-            LOG.warning("%s: cannot note the lease: %s. If this process is killed, %s", site, error, UNNOTED)
+            LOG.warning(
+                "%s: the lease could not be written to a file: %s. If this process is killed, %s", site, error, UNNOTED
+            )
         _said = True
 
 
@@ -406,5 +408,5 @@ def leave_for(folder: Path, why: str) -> list[str]:
             left.append(path.name)
         except (AtollError, OSError, ValueError) as error:
             # the server does not answer, or has declared the site dead; or the token's file no longer exists
-            LOG.debug("%s: could not be taken out of its run: %s", path.name, error)
+            LOG.debug("%s: could not leave the run: %s", path.name, error)
     return left

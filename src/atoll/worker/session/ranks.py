@@ -48,7 +48,7 @@ class RankGroup:
         """
         if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
             raise UsageError(
-                "The model is sharded by FullyShardedDataParallel (FSDP1), and its parameters are flat.",
+                "The model is sharded by FullyShardedDataParallel (FSDP1), which Atoll does not support.",
                 "Shard it with torch.distributed.fsdp.fully_shard(model), or train with DistributedDataParallel.",
             )
         if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
@@ -204,7 +204,7 @@ def _with_others() -> Iterator[None]:
     except RuntimeError as error:
         first = (str(error).splitlines() or [""])[0]
         raise RunFailed(
-            f"Another rank of this worker has ended, or does not answer: {first}", "Look at what it said last."
+            f"Another rank of this worker ended or does not answer: {first}", "See the last output of that rank."
         ) from error
 
 

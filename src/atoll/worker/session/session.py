@@ -78,7 +78,7 @@ def give_up_s() -> float:
     except ValueError:
         seconds = math.nan
     if not seconds >= 0:
-        raise ConfigError(f"ATOLL_GIVE_UP_S is {text!r}.", "Set it to seconds; 0: without an end.")
+        raise ConfigError(f"ATOLL_GIVE_UP_S is {text!r}.", "Set it to a number of seconds; 0 means no limit.")
     return seconds or math.inf
 
 
@@ -127,14 +127,15 @@ class OutageTimer:
     def patience(self) -> str:
         """A sentence that says how long the worker waits for the server."""
         upto = "" if math.isinf(self._most_s) else f" for up to {duration(self._most_s)}"
-        return f"This worker waits for it{upto} (ATOLL_GIVE_UP_S)."
+        return f"This worker keeps trying{upto} (ATOLL_GIVE_UP_S)."
 
     def error(self) -> ServerLost:
         """Return the error to raise when the worker gives the server up."""
         return ServerLost(
-            f"{self._server} has not answered for {duration(self.seconds)}: this worker gives it up.",
-            "If the run has ended meanwhile, its model is in the server's exports. Else start the server, then this "
-            "worker again: it goes on from its files. ATOLL_GIVE_UP_S says how long a worker waits; 0: for ever.",
+            f"{self._server} has not answered for {duration(self.seconds)}; this worker stops trying.",
+            "If the run has ended, its model is in the server's exports. Else start the server, then this "
+            "worker again: it continues from its files. ATOLL_GIVE_UP_S sets how long a worker tries, in "
+            "seconds; 0: without limit.",
         )
 
 
@@ -202,7 +203,7 @@ class Session:
         if info.protocol != routes.PROTOCOL:
             older = "this worker" if info.protocol > routes.PROTOCOL else "the server"
             raise VersionSkew(
-                f"This worker speaks protocol {routes.PROTOCOL}, {self.channel.server} speaks {info.protocol}.",
+                f"This worker uses protocol {routes.PROTOCOL}, {self.channel.server} uses protocol {info.protocol}.",
                 f"Upgrade Atoll at {older}.",
             )
         return info, split_of(self.patiently(self.channel.schema, None, "read the schema"), info)
@@ -355,8 +356,8 @@ class Session:
         note_lease(self.site, self.channel.server, joined.lease)
         if joined.displaces is not None:
             LOG.info(
-                "%s: takes the place of another process, on %s, that had not left. If that one still runs, give one of "
-                "the two another site name.",
+                "%s: replaces the process on %s that last joined as this site. If that process still runs, "
+                "give one of the two another site name.",
                 self.site,
                 joined.displaces or "an unnamed host",
             )
@@ -417,7 +418,7 @@ class Session:
                 self.channel.leave(told(error) if error else None, GOODBYE_S)
             forget_lease(self.site, self.channel.lease)
         except (AtollError, OSError) as problem:
-            LOG.debug("%s: could not say goodbye: %s", self.site, problem)
+            LOG.debug("%s: could not tell the server that this worker leaves: %s", self.site, problem)
         finally:
             has_left(self)
             self.channel.close()
@@ -524,7 +525,7 @@ class Session:
 
     def outcome(self, ticket: int, retries: int | None = None) -> messages.Outcome | Lost:
         """Return the outcome of a ticket. A ticket that the server no longer knows counts as expired."""
-        what = "ask what became of the update"
+        what = "ask for the result of the update"
         return self.call(lambda: self.channel.ticket(ticket).outcome, what, retries=retries, kind=messages.Outcome)
 
     def require_outcome(self, ticket: int) -> messages.Outcome:
@@ -547,7 +548,7 @@ class Session:
         """
         state = self.channel.ticket(ticket)
         if state.outcome.state == "expired":
-            raise TicketClosed(f"The round of ticket {ticket} is over: {state.outcome.reason}.")
+            raise TicketClosed(f"The round of ticket {ticket} closed without this update: {state.outcome.reason}.")
         if state.outcome.is_in:
             return digests.keys()
         return {
@@ -617,7 +618,7 @@ class _Attempts:
         """Note that the attempt was answered, and log it after failures."""
         self._session._answered()
         if self._count:
-            LOG.info("%s: the server is back; going on to %s", self._session.site, self._what)
+            LOG.info("%s: the server answers again; continuing to %s", self._session.site, self._what)
 
     def _pause(self, error: AtollError) -> None:
         session, silence = self._session, self._session.silence
@@ -655,7 +656,10 @@ def split_of(message: messages.SchemaMessage, info: messages.RunInfo) -> Split:
     """
     split = message.to_split()
     if split.count != info.fragments or split.schema.digest != info.schema_digest:
-        raise VersionSkew("The server's schema does not have the digest that it names.", "Upgrade Atoll on both sides.")
+        raise VersionSkew(
+            "The schema from the server does not match the digest in its run description.",
+            "Upgrade Atoll on both sides.",
+        )
     return split
 
 

@@ -146,7 +146,7 @@ class Ahead:
             try:
                 reply = http.post(routes.TASKS, request, tm.TaskReply, timeout_s=routes.LONG_POLL_S + 10.0)
             except AtollError as error:
-                LOG.debug("%s: cannot look for the next task: %s", self._connection.site, error)
+                LOG.debug("%s: cannot ask for the next task: %s", self._connection.site, error)
                 with self._news:
                     if isinstance(error, BadRequest):  # the server does not support prefetching
                         return
@@ -169,7 +169,7 @@ class Ahead:
                 timeout_s = idle_timeout(None, info.idle_timeout_s)
                 stored = fetch_stored(ref, idle_timeout_s=timeout_s, abort=coming.abort)
         except AtollError as error:
-            LOG.debug("%s: task %r was not pulled ahead: %s", self._connection.site, message.name, error)
+            LOG.debug("%s: task %r was not downloaded ahead of time: %s", self._connection.site, message.name, error)
         finally:
             coming.stored.set_result(stored)
 
@@ -245,7 +245,7 @@ class Task:
         Returns:
             Whether the server took the answer; False if the task was over.
         """
-        return self._send(tm.TaskAnswer(error=told(error) or "it gave no reason"))
+        return self._send(tm.TaskAnswer(error=told(error) or "no reason was given"))
 
     @property
     def described(self) -> str:
@@ -258,7 +258,7 @@ class Task:
             connection.patiently(lambda: connection.http.send(path, answer), None, f"answer task {self.name!r}")
             return True
         except (TicketClosed, Conflict, Gone) as error:
-            LOG.warning("%s: the answer to task %r was not taken: %s", connection.site, self.name, error)
+            LOG.warning("%s: the server did not accept the answer to task %r: %s", connection.site, self.name, error)
             return False
 
 
@@ -276,9 +276,10 @@ def say_evaluation_follows(connection: Session) -> None:
     """If the run ends with an evaluation that asks this site, warn that the script must open `atoll.tasks` for it."""
     if connection.evaluates:
         told = (
-            f"the run ends with a cross-site evaluation that asks site {connection.site}, and a DiLoCo loop answers no "
-            "tasks. Open atoll.tasks with worker.evaluates(function) after the loop in the same script, or leave the "
-            "site out of the evaluation's sites: else the evaluation waits for it, and has no values of it."
+            f"the run ends with a cross-site evaluation that asks site {connection.site}, but a DiLoCo loop "
+            "does not answer tasks. After the loop, open atoll.tasks with worker.evaluates(function) in the "
+            "same script. Or leave the site out of the evaluation's sites; else the evaluation waits for the "
+            "site and gets no values from it."
         )
         LOG.warning("%s: %s", connection.site, told)
         connection.warn(OF_EVALUATIONS, [told])
@@ -360,7 +361,7 @@ class TaskWorker:
 
         def decorate(handler: H) -> H:
             if name in self._handlers or (name == VALIDATE and name in self._builtin):
-                raise UsageError(f"Task {name!r} has a handler already.", "Give each task one.")
+                raise UsageError(f"Task {name!r} already has a handler.", "Register one handler for each task.")
             self._handlers[name] = handler
             return handler
 
@@ -383,7 +384,9 @@ class TaskWorker:
         if function is None:
             return lambda decorated: self.evaluates(decorated, model=model)
         if self._evaluates:
-            raise UsageError("Task 'validate' has a handler already.", "Register one function that evaluates.")
+            raise UsageError(
+                "Task 'validate' already has a handler.", "Register only one function with worker.evaluates."
+            )
         self._models.filled = model
         self._builtin[VALIDATE] = functools.partial(self._models.evaluate, function, model)
         self._builtin.setdefault(SUBMIT, self._models.submit)
@@ -419,7 +422,10 @@ class TaskWorker:
         """
         self._require_evaluator()
         if not self._answers_any:
-            raise UsageError("The worker has no handler.", 'Decorate a function with @worker.task("train") first.')
+            raise UsageError(
+                "The worker has no task handler.",
+                'Decorate a function with @worker.task("train") before calling run().',
+            )
         self._serve(rounds=False)
 
     # -- how tasks are answered
@@ -445,8 +451,8 @@ class TaskWorker:
         """
         if self._session is not None and self._session.evaluates and not self._evaluates:
             raise UsageError(
-                f"The run ends with a cross-site evaluation, and site {self.site} has no function that evaluates.",
-                "Register one before the loop, with worker.evaluates(function); or leave the site out of the "
+                f"The run ends with a cross-site evaluation, but site {self.site} has no function for it.",
+                "Register one with worker.evaluates(function) before the loop, or leave the site out of the "
                 "evaluation's sites.",
             )
 
@@ -463,8 +469,8 @@ class TaskWorker:
             handler = self._handlers.get(task.name) or self._builtin.get(task.name)
             if handler is None:
                 known = ", ".join(sorted({*self._handlers, *self._builtin})) or "none"
-                LOG.error("%s: there is no handler for task %r, only for %s", self.site, task.name, known)
-                task.fail(f"there is no handler for task {task.name!r}, only for {known}")
+                LOG.error("%s: there is no handler for task %r, only for: %s", self.site, task.name, known)
+                task.fail(f"there is no handler for task {task.name!r}, only for: {known}")
                 continue
             try:
                 packed = pack(handler(task.payload))  # an answer that cannot be sent is the handler's error
@@ -514,7 +520,7 @@ class TaskWorker:
             try:
                 task.payload = self._payload_of(session, reply.task)
             except StoreError as error:  # this site's disk: fail the task, so that it is not sent again
-                LOG.error("%s: the tensors of %s cannot be kept: %s", self.site, task.described, error)
+                LOG.error("%s: the tensors of %s cannot be stored on disk: %s", self.site, task.described, error)
                 task.fail(error)
                 continue
             except TRANSIENT as error:
@@ -522,7 +528,7 @@ class TaskWorker:
                     task.fail(never_came(session, task, error))
                     continue
                 stalled = task.id if isinstance(error, TransferStalled) else stalled
-                LOG.warning("%s: task %r did not arrive, asking again: %s", self.site, task.name, error)
+                LOG.warning("%s: task %r was not received, asking again: %s", self.site, task.name, error)
                 continue
             except (Gone, BadRequest, PartCorrupt, TransferError) as error:
                 if isinstance(error, Gone) and lost != task.id:
@@ -554,7 +560,7 @@ def never_came(session: Session, task: Task, why: TransferStalled) -> TransferSt
     """Return and log the error for tensors that stalled twice; it names the task, the site and the server."""
     server = session.http.server
     error = TransferStalled(
-        f"The tensors of {task.described} do not arrive at site {session.site} from {server}: {why.message}",
+        f"The tensors of {task.described} cannot be downloaded from {server} to site {session.site}: {why.message}",
         why.remedy,
     )
     LOG.error("%s: %s", session.site, error)
@@ -592,7 +598,9 @@ def tasks(
     ensure_lines()
     server = server_of(server)
     if not server:
-        raise UsageError("Tasks come from a server, and no server is named.", "Give its address, or set ATOLL_SERVER.")
+        raise UsageError(
+            "Tasks come from a server, but no server address is set.", "Pass the server's address, or set ATOLL_SERVER."
+        )
     for_tasks(filters)  # check the filters before any request
     site = require_site(site or default_site())
     session = Session(Channel(http_to(server)), site, labels=labels)
@@ -600,5 +608,5 @@ def tasks(
     kept_in = folder if os.environ.get("ATOLL_DIR") and folder.is_dir() else None
     worker = TaskWorker(site, session, filters, pulls_ahead=not request_task_tensors, folder=kept_in)
     session.join()
-    LOG.info("%s: takes part in %s at %s", session.site, session.info.name, session.http.server)
+    LOG.info("%s: takes part in run %s at %s", session.site, session.info.name, session.http.server)
     return worker

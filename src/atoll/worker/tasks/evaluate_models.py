@@ -81,8 +81,9 @@ class Models:
         place, name = (payload.get("model"), payload.get("name")) if isinstance(payload, dict) else (None, None)
         if place is None:
             raise UsageError(
-                "Task 'validate' came without a model.",
-                "worker.evaluates is for cross-site evaluation; a task of your own has another name, or a handler.",
+                "The payload of task 'validate' contains no model.",
+                "worker.evaluates handles 'validate' for cross-site evaluation. Give your own task another "
+                "name or its own handler.",
             )
         begin_s = time.monotonic()
         state = self._fetched(place)
@@ -102,11 +103,15 @@ class Models:
                 place if isinstance(place, TensorRef) else reference_to(connection, tm.ObjectKey.model_validate(place))
             )
         except ValidationError:
-            raise BadRequest("The task names no model.", "Use the same Atoll version on both sides.") from None
+            raise BadRequest(
+                "The evaluation task does not say which model to evaluate.", "Use the same Atoll version on both sides."
+            ) from None
         timeout_s = idle_timeout(None, connection.info.idle_timeout_s)
         state = fetch_lazily(ref, self._folder, idle_timeout_s=timeout_s, counters=connection.counters)
         if not isinstance(state, LazyState):
-            raise BadRequest("What came is no model: no flat dict of tensors.", "Look at what its site submits.")
+            raise BadRequest(
+                "The model to evaluate is not a flat dict of tensors.", "Check what the site that sent it submits."
+            )
         return state
 
     def submit(self, payload: Any) -> dict[str, Any]:
@@ -120,17 +125,19 @@ class Models:
         if self.give is not None:
             given = self.give()
             if given is None:
-                raise UsageError(f"Site {self._site} gives no model.")
+                raise UsageError(
+                    f"The function of worker.submits at site {self._site} returned None instead of a model."
+                )
             if given is self.filled:
                 raise UsageError(
-                    f"Site {self._site} would give the module that the models of others are put into.",
-                    "Give worker.evaluates a module of its own: model=copy.deepcopy(model).",
+                    f"The model of site {self._site} is the module that worker.evaluates loads other models into.",
+                    "Give worker.evaluates a separate module: model=copy.deepcopy(model).",
                 )
             return packed_state(given) if isinstance(given, LazyState) else pack_object(given)
         if self._local is None:
             raise UsageError(
-                f"Site {self._site} has no model: this process has trained none.",
-                "Say with worker.submits(function) which model it has.",
+                f"Site {self._site} has no model to submit, because this process has not trained one.",
+                "Register a function that returns the model: worker.submits(function).",
             )
         return self._local()
 
@@ -162,7 +169,7 @@ def uploaded(connection: Session, draft: Draft, what: str) -> TensorRef:
             if stalls < STALLS:
                 raise
             raise TransferError(
-                f"The tensors of site {connection.site}'s {what} do not arrive at {server}: {error.message}",
+                f"The upload of the {what} of site {connection.site} to {server} failed: {error.message}",
                 error.remedy,
             ) from error
 
@@ -198,16 +205,23 @@ def fill_(model: nn.Module, state: LazyState, name: str) -> None:
     what = f"The model {name}"
     for one, other, where in (
         ({**tensors, **aliases}, state, "only the module has"),
-        (state, {**tensors, **aliases}, "only it has"),
+        (state, {**tensors, **aliases}, "only the model has"),
     ):
         lacking = next((key for key in one if key not in other), None)
         if lacking is not None:
-            raise SchemaMismatch(f"{what} does not fit the module: {where} {lacking!r}.", "Give evaluates its class.")
+            raise SchemaMismatch(
+                f"{what} does not fit the module of worker.evaluates: {where} {lacking!r}.",
+                "Give worker.evaluates a module of the model's class.",
+            )
     for key, tensor in tensors.items():
         lazy: LazyTensor = state.ref(key)
         if lazy.shape != tensor.shape or lazy.dtype != tensor.dtype:
             there, mine = (f"{dtype_name(each.dtype)}{list(each.shape)}" for each in (lazy, tensor))
-            raise SchemaMismatch(f"{what} does not fit: {key!r} is {there}, in the module {mine}.", "Use its class.")
+            raise SchemaMismatch(
+                f"{what} does not fit the module of worker.evaluates: {key!r} is {there} in the model, {mine} in "
+                "the module.",
+                "Give worker.evaluates a module of the model's class.",
+            )
     with torch.no_grad():
         for key, tensor in tensors.items():
             at = 0
@@ -230,7 +244,7 @@ def measured(metrics: Any) -> dict[str, float]:
         try:
             found[str(key)] = number(value)
         except (TypeError, ValueError, RuntimeError, OverflowError):
-            raise UsageError(f"The metric {key!r} is {value!r}.", "Give a number.") from None
+            raise UsageError(f"The metric {key!r} is {value!r}, not a number.", "Return numbers only.") from None
     return found
 
 
@@ -261,7 +275,7 @@ def keep_local(place: Participation, tensors: Tensors, round_number: int) -> Non
     except OSError as error:
         path.unlink(missing_ok=True)  # an older file would be taken for this round's
         LOG.warning(
-            "%s: the model of round %d could not be kept for later workflows: %s",
+            "%s: the model of round %d could not be stored for later workflows: %s",
             place.site,
             round_number,
             error.strerror,
@@ -276,18 +290,17 @@ def local_model(place: Participation) -> Packed:
     """
     if place.exchange.local.filters:
         raise UsageError(
-            f"Site {place.site} has filters for what it submits, and its model as it is would leave without passing "
-            "them.",
-            "Say with worker.submits(function) which model may leave; it passes the filters as an answer does.",
+            f"Site {place.site} has filters, and its stored model would leave the site without passing them.",
+            "Register worker.submits(function): the filters are applied to the model that the function returns.",
         )
     path = place.folder / LOCAL_MODEL
     try:
         state = LazyState.open(path)
     except (OSError, AtollError):
         raise UsageError(
-            f"Site {place.site} has no model: none of this run is kept there. A site keeps what it submits while the "
-            "run's list has a cross_site_evaluation that asks for it.",
-            "Say with worker.submits(function) which model it has, train with that list, or leave sites' models out "
-            "(site_models = false, --no-site-models).",
+            f"Site {place.site} has no stored model of this run. A site stores its submitted model only if "
+            "the run's workflows include a cross_site_evaluation that asks for the model.",
+            "Register worker.submits(function), train with such a workflow, or evaluate without the sites' "
+            "models (site_models = false, --no-site-models).",
         ) from None
     return packed_state(state, dict(place.session.schema.model.aliases))

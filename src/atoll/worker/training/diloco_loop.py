@@ -68,7 +68,7 @@ SYNC_EVERY = 500
 
 
 _OTHER_ALGORITHM = (
-    "the run's algorithm is {}, not diloco: its outer step and codec are not DiLoCo's. If you want DiLoCo, begin a new "
+    "the run's algorithm is {}, so its outer step and codec are not those of DiLoCo. For DiLoCo, start a new "
     'run with algorithm.name = "diloco" (atoll new --algorithm diloco).'
 )
 
@@ -113,9 +113,9 @@ def claim(loop: object, optimizers: Sequence[Optimizer], parameters: Mapping[str
         if any(id(each) in taken for each in optimizers) or not taken.isdisjoint(names):
             which = next((f"parameter {names[each]!r}" for each in names if each in taken), "the optimizer")
             raise UsageError(
-                f"Another DiLoCo of this process is active, and trains {which}, too.",
-                "Leave its `with` block, or call its stop(), before this one starts. One DiLoCo takes several "
-                "optimizers of a model, as a list.",
+                f"Another active DiLoCo object in this process already trains {which}.",
+                "End the other one first: leave its `with` block, or call its stop(). For several optimizers "
+                "of one model, give one DiLoCo a list of them.",
             )
         _active[loop] = [*optimizers, *(each for each in parameters.values() if id(each) in names)]
 
@@ -127,8 +127,8 @@ def release(loop: object) -> None:
 
 
 _REMEDY = (
-    "Copy values into the tensors that are there, as load_state_dict(state) does without assign=True; or change the "
-    "model before atoll.DiLoCo starts, and build the optimizer over the new parameters."
+    "Copy new values into the existing tensors, as load_state_dict(state) does without assign=True. Or "
+    "change the model before atoll.DiLoCo starts, and build the optimizer with the new parameters."
 )
 
 
@@ -148,7 +148,7 @@ def replaced(model: nn.Module, before: Tensors, optimizers: Sequence[Optimizer])
     for name in [*before, *now]:
         if name not in now or name not in before:
             raise UsageError(
-                f"The model has {'lost its' if name in before else 'a new'} tensor {name!r} since training began.",
+                f"The model has {'lost the' if name in before else 'a new'} tensor {name!r} since training began.",
                 _REMEDY,
             )
     moved = [name for name, tensor in now.items() if not _is_same(tensor, before[name])]
@@ -159,7 +159,8 @@ def replaced(model: nn.Module, before: Tensors, optimizers: Sequence[Optimizer])
         was, has_become = before[name], now[name]
         if (was.dtype, was.shape) != (has_become.dtype, has_become.shape):
             raise UsageError(
-                f"The model's tensor {name!r} was {_form(was)} when training began, and is {_form(has_become)} now.",
+                f"The model's tensor {name!r} has changed from {_form(was)} to {_form(has_become)} since "
+                "training began.",
                 _REMEDY,
             )
         parameter = parameters.get(name)
@@ -285,8 +286,8 @@ class DiLoCo:
         require_real("atoll.DiLoCo")
         if self._started:
             raise UsageError(
-                "This DiLoCo object was started before, and takes part in a run once.",
-                "Make a new one, atoll.DiLoCo(model, optimizer, ...), for each `with` block or start().",
+                "This DiLoCo object has already been used for a run.",
+                "Create a new atoll.DiLoCo(model, optimizer, ...) for each `with` block or start().",
             )
         if not self._server:
             LOG.info("%s", ALONE)
@@ -436,7 +437,7 @@ class DiLoCo:
             raise
         if self.step == 0 and error is None:
             LOG.warning(
-                "%s: no optimizer step was seen. Call step() of the optimizer that DiLoCo was given.", place.site
+                "%s: no optimizer step was seen. Call step() of the optimizer that was passed to DiLoCo.", place.site
             )
         elif not sync.finished:
             if self.lost:
@@ -451,13 +452,13 @@ class DiLoCo:
             return
         if self.lost or steps > self.step - sync.newest_step or (sync.skipped and steps >= turn):
             LOG.warning(
-                "%s: %d steps since step %d were not sent: what was trained since is in this script's model alone",
+                "%s: the %d steps after step %d were not sent; only this script's model contains them",
                 place.site,
                 steps,
                 counted,
             )
         else:
-            LOG.info("%s: %d steps after the last synchronisation stay local", place.site, steps)
+            LOG.info("%s: the %d steps after the last synchronisation are in the local model only", place.site, steps)
 
     @public_api
     def state_dict(self) -> dict[str, Any]:
@@ -475,7 +476,10 @@ class DiLoCo:
             UsageError: this object was started already, or `state` is not from `state_dict`.
         """
         if self._started:
-            raise UsageError("This DiLoCo has started.", "Call load_state_dict before start() or the `with` block.")
+            raise UsageError(
+                "This DiLoCo object has already started.",
+                "Call load_state_dict before start() or before the `with` block.",
+            )
         self._checkpoint = require_checkpoint(state)
 
     @public_api
@@ -596,7 +600,7 @@ class DiLoCo:
             return
         if self._filters:
             raise UsageError(
-                "filters see whole tensors, and this model is sharded over ranks (FSDP2).",
+                "Filters need whole tensors, but this model is sharded over ranks (FSDP2).",
                 "Leave filters out, or train with DistributedDataParallel.",
             )
         self._schema, shards = Shards.of(self.model, self._ranks.rank, self._ranks.size)
@@ -683,10 +687,10 @@ def _require_uncorrected(place: Participation) -> None:
     info, beside = place.session.info, [spec.group for spec in place.session.schema.tensors if spec.is_beside]
     if all(each.local.rule is None for each in place.exchanges) and not beside:
         return
-    what = f"takes {beside[0]!r} beside the model in each update" if beside else "corrects local steps"
+    what = f"needs {beside[0]!r} in each update, besides the model" if beside else "corrects local steps"
     raise UsageError(
-        f"The algorithm {info.algorithm!r} of run {info.name!r} {what}, and atoll.DiLoCo does not.",
-        'Train with atoll.join and fl_round.correct(model, optimizer), or begin a run with algorithm.name = "diloco".',
+        f"The algorithm {info.algorithm!r} of run {info.name!r} {what}; atoll.DiLoCo does not support this.",
+        'Train with atoll.join and fl_round.correct(model, optimizer), or start a run with algorithm.name = "diloco".',
     )
 
 
@@ -695,7 +699,7 @@ def _require_uncorrected(place: Participation) -> None:
 
 KEYS = {"run", "site", "versions"}
 
-WITHOUT = "Resume without the checkpoint: the run goes on from the server's state."
+WITHOUT = "To resume from the server's state instead, leave the checkpoint out."
 
 
 def checkpoint_of(place: Participation) -> dict[str, Any]:
@@ -715,7 +719,9 @@ def require_checkpoint(state: Mapping[str, Any]) -> dict[str, Any]:
         UsageError: `state` has other keys.
     """
     if state and state.keys() != KEYS:
-        raise UsageError(f"This is no state_dict of Atoll's: it has {', '.join(map(repr, state))}.", WITHOUT)
+        raise UsageError(
+            f"This state_dict does not come from Atoll: it has the keys {', '.join(map(repr, state))}.", WITHOUT
+        )
     return dict(state)
 
 
@@ -727,8 +733,8 @@ def require_same_run(state: Mapping[str, Any], run: str, site: str) -> None:
     """
     if state and (state["run"], state["site"]) != (run, site):
         raise UsageError(
-            f"The checkpoint is of site {state['site']!r} in run {state['run'][:8]}, and this is site {site!r} in run "
-            f"{run[:8]}.",
+            f"The checkpoint belongs to site {state['site']!r} in run {state['run'][:8]}, not to site "
+            f"{site!r} in run {run[:8]}.",
             WITHOUT,
         )
 
@@ -749,7 +755,8 @@ def require_agrees(state: Mapping[str, Any], place: Participation) -> None:
         if now < then:
             has = f"version {now}" if now >= 0 else "no version"
             raise UsageError(
-                f"The checkpoint trains from version {then} of fragment {fragment}, and the site's folder "
-                f"{str(place.folder)!r} has {has}: it is another folder, or was restored from an older backup.",
-                f"Give the folder that was there when the checkpoint was written. {WITHOUT}",
+                f"The checkpoint starts from version {then} of fragment {fragment}, but the site's folder "
+                f"{str(place.folder)!r} has {has}. Either the folder is another one, or it was restored from "
+                "an older backup.",
+                f"Use the folder that the site had when the checkpoint was written. {WITHOUT}",
             )

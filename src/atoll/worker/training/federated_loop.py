@@ -211,9 +211,7 @@ class Round:
             SchemaMismatch: `model` has another schema than the run.
         """
         if self.done:
-            raise UsageError(
-                f"Round {self.number} was submitted already.", "Submit once, then go on to the next round."
-            )
+            raise UsageError(f"An update for round {self.number} was already submitted.", "Submit once in each round.")
         info = UpdateInfo(positive(weight), counted(steps), metrics or {})
         self._require_joined()
         tensors = self._backend.tensors_of(model)
@@ -246,31 +244,33 @@ class Round:
                 return self._hooks.finish if corrects else None
             if local.rule is None:
                 return None
-            by_hand = ", or submit the groups of a loop written by hand" if groups else ""
+            by_hand = ", or submit the groups that your own training loop has computed" if groups else ""
             raise UsageError(
-                f"Round {self.number} of {algorithm} was trained without its correction.",
+                f"Round {self.number} of {algorithm} was trained without the algorithm's correction.",
                 f"Call fl_round.correct(model, optimizer) after fl_round.load_into(model), before training{by_hand}.",
             )
         if not groups:
             raise UsageError(
-                f"Round {self.number} of {algorithm} got groups, and the run has none beside the model.",
-                "Leave them out.",
+                f"submit(groups=...) was called in round {self.number}, but {algorithm} has no groups besides "
+                "the model.",
+                "Leave groups out.",
             )
         if corrects:
             raise UsageError(
-                f"Round {self.number} got groups, and fl_round.correct has measured them already.",
-                "Use one of the two.",
+                f"submit(groups=...) was called in round {self.number}, but fl_round.correct has already "
+                "computed the groups.",
+                "Use only one of the two.",
             )
         if local.filters:
             raise UsageError(
-                f"The groups of round {self.number} would leave this site without passing its filters.",
-                "Use fl_round.correct(model, optimizer), which forms them from what the filters leave; or join without "
-                "filters.",
+                f"The groups given to submit() in round {self.number} would bypass this site's filters.",
+                "Use fl_round.correct(model, optimizer), which computes them from filtered values, or join "
+                "without filters.",
             )
         if steps < 1:
             raise UsageError(
-                f"Round {self.number} got groups and steps={steps}.",
-                "Say with steps= how many optimizer steps they were measured over.",
+                f"submit(groups=...) in round {self.number} has steps={steps}.",
+                "Set steps to the number of optimizer steps that the groups were measured over.",
             )
         return given_groups(given, groups, local.kept, local.rule.keeps if local.rule else ())
 
@@ -281,7 +281,7 @@ class Round:
         self._require_joined()
         if not self._backend.has_base(self._ticket):
             raise UsageError(
-                f"Round {self.number} has no base: the global model was not pulled.",
+                f"The global model of round {self.number} was not downloaded.",
                 "Call fl_round.load_into(model) before training.",
             )
 
@@ -363,7 +363,7 @@ class Worker(TaskWorker):
 
     def _tasks(self, *, rounds: bool) -> Iterator[Task]:
         if self is _seat:
-            raise UsageError(f"Site {self.site} is simulated, and has no server.", "Take part with real workers.")
+            raise UsageError(f"Site {self.site} is simulated and has no connection to a server.", "Use a real worker.")
         return super()._tasks(rounds=rounds)
 
     def __iter__(self) -> Iterator[Round]:
@@ -395,16 +395,16 @@ class Worker(TaskWorker):
             yield round_
             if not round_.done:
                 raise UsageError(
-                    f"Round {round_.number} ended without an update from {self.site}.",
-                    "Call fl_round.submit(model) once in every round; leave the `with` block to stop taking part.",
+                    f"Site {self.site} submitted no update in round {round_.number}.",
+                    "Call fl_round.submit(model) once in each round. To stop taking part, leave the `with` block.",
                 )
 
     def _end_of_rounds(self, reply: Next) -> None:
         """Answer the tasks that come after the rounds, and log that the run is finished."""
         if reply.tasks and not self._answers_any:
             LOG.warning(
-                "%s: training is over, and the run goes on with tasks, for which this site has no handler: register "
-                "them before the loop, with worker.evaluates(function) or worker.task(name)",
+                "%s: the rounds are over, but the run continues with tasks, and this site has no handler for "
+                "them. Register one before the loop: worker.evaluates(function) or worker.task(name)",
                 self.site,
             )
         elif reply.tasks:
@@ -451,8 +451,9 @@ def require_real(what: str) -> None:
     """
     if _seat is not None:
         raise UsageError(
-            f"{what} counts steps of a loop of its own, and a simulated site has one round at a time.",
-            "Write the client as a loop over rounds, with atoll.join; or run it with real workers.",
+            f"{what} cannot run in a simulation: it counts its own steps, but a simulated site gets one round "
+            "at a time.",
+            "Write the script as a loop over rounds with atoll.join, or run it with real workers.",
         )
 
 

@@ -135,7 +135,10 @@ def send(
     """
     part = _current()
     if part.round is None or not part.has_received:
-        raise UsageError("There is no round to send to.", "Call atoll.functional.receive() first, once in every round.")
+        raise UsageError(
+            "There is no open round to send an update for.",
+            "Call atoll.functional.receive() once in each round, before send().",
+        )
     part.round.submit(model, weight=weight, metrics=metrics, steps=steps, groups=groups)
     if clear_cache:
         part.round.params = {}

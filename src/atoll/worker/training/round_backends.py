@@ -176,7 +176,7 @@ class ServerBackend:
         """
         exchange = self.place.exchange
         while isinstance(pull := require(exchange.pull(ticket.base, into)), VersionGone):
-            LOG.info("%s: round %d is taken no more: %s", self.site, ticket.round, pull.error.message)
+            LOG.info("%s: round %d is skipped: %s", self.site, ticket.round, pull.error.message)
             reply = require(exchange.ask_and_resend())
             # if the run has ended meanwhile, there is no ticket: train from the result; the update will not count
             latest = {"base_version": reply.head.number, "base_digest": reply.head.digest}
@@ -203,11 +203,11 @@ class ServerBackend:
         if self.local.info.keeps_local and not self.local.filters:
             keep_local(self.place, tensors, ticket.round)
         if require(exchange.is_over(ticket)):
-            LOG.warning("%s: round %d is over, it does not count", self.site, ticket.round)
+            LOG.warning("%s: round %d is over; its update does not count", self.site, ticket.round)
         else:
             match exchange.submit(ticket, tensors, info, finish=finish):
                 case TooLate(error):  # keep the outbox: if the server falls back to the base, it needs this update
-                    LOG.warning("%s: round %d went on without this update: %s", self.site, ticket.round, error)
+                    LOG.warning("%s: round %d closed without this update: %s", self.site, ticket.round, error)
                 case Refused() as refusal:
                     exchange.refused(refusal)
                 case Lost(error):
@@ -218,7 +218,7 @@ class ServerBackend:
         """Deregister from the server, and close the files."""
         self.place.leave(last_words(error))
         sent, received = size(self.counters.bytes_up), size(self.counters.bytes_down)
-        LOG.info("%s: left after sending %s and receiving %s", self.site, sent, received)
+        LOG.info("%s: left the run after sending %s and receiving %s", self.site, sent, received)
 
 
 class ScriptAlone:
@@ -240,8 +240,8 @@ class ScriptAlone:
     def _loaded(self) -> nn.Module | Tensors:
         if self._model is None:
             raise UsageError(
-                "There is no global model without a server.",
-                "Fill a model first: fl_round.load_into(model), or atoll.functional.receive(into=model).",
+                "Without a server, there is no global model to use.",
+                "Load it into a model first: fl_round.load_into(model), or atoll.functional.receive(into=model).",
             )
         return self._model
 

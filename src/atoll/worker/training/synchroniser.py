@@ -61,7 +61,7 @@ class Outage:
         """Record that a synchronisation was skipped, and log that, at most once per `REPEAT_S` of one outage.
 
         Args:
-            error: the error because of which it was skipped.
+            error: the error that caused the skip.
             site: the site's name.
             what: the synchronisation, as the log names it.
             why: the reason, as a sentence.
@@ -70,13 +70,13 @@ class Outage:
         now_s = self._clock()
         if not (was_on and self.is_on):
             self._skipped, self._said_s = 1, now_s
-            LOG.warning("%s: synchronisation %s skipped; training goes on. %s", site, what, why)
+            LOG.warning("%s: synchronisation %s skipped; training continues. %s", site, what, why)
             return
         self._skipped += 1
         if now_s - self._said_s >= REPEAT_S:
             self._said_s = now_s
             LOG.warning(
-                "%s: synchronisation %s skipped, number %d since the server was lost; training goes on. %s",
+                "%s: synchronisation %s skipped, number %d since the server was lost; training continues. %s",
                 site,
                 what,
                 self._skipped,
@@ -91,8 +91,8 @@ class Outage:
             told: the end of the log line "the server is back; …".
         """
         if self.is_on:
-            more = f" ({self._skipped} were skipped)" if self._skipped > 1 else ""
-            LOG.info("%s: the server is back; %s%s", site, told, more)
+            more = f" ({self._skipped} synchronisations were skipped)" if self._skipped > 1 else ""
+            LOG.info("%s: the server answers again; %s%s", site, told, more)
         self.is_on = False
 
 
@@ -348,7 +348,7 @@ class Synchroniser:
         for pending in list(self._pending):
             if not pending.done.wait(max(0.0, end_s - time.monotonic())):
                 LOG.warning(
-                    "%s: the result of fragment %d did not come in %g s; it is not in this model",
+                    "%s: the result of fragment %d did not arrive within %g s; the model does not contain it",
                     self._session.site,
                     pending.fragment.index,
                     DRAIN_S,
@@ -504,7 +504,7 @@ class Synchroniser:
             if lost is not None:
                 return lost
             LOG.warning(
-                "%s: %s moved on to version %d; %d local steps since version %d are lost",
+                "%s: %s is now at version %d; %d local steps since version %d are lost",
                 site,
                 name,
                 fragment.version,
@@ -518,7 +518,7 @@ class Synchroniser:
             return pulled
         fragment.heard(pulled.newer or reply)
         self._count_steps_from(fragment, fragment.base_step)
-        LOG.info("%s: %s moved on to version %d; local steps were carried over", site, name, fragment.version)
+        LOG.info("%s: %s is now at version %d; local steps were carried over", site, name, fragment.version)
         return True
 
     def _submit(self, fragment: FragmentState) -> None:
@@ -553,7 +553,7 @@ class Synchroniser:
 
     def _await_result(self, fragment: FragmentState) -> Lost | None:
         """Wait until the round's version is committed, and load or merge that version."""
-        self._session.tell(state="waiting for the others")
+        self._session.tell(state="waiting for the other sites")
         reply = fragment.exchange.ask_and_resend(retries=self._retries)
         if isinstance(reply, Lost):
             return reply
@@ -572,7 +572,7 @@ class Synchroniser:
         fragment = pending.fragment
         if not pending.done.is_set():
             self.merges_waited += 1
-            self._session.tell(state="waiting for the others")
+            self._session.tell(state="waiting for the other sites")
             self._await(pending)
         self._pending.remove(pending)
         if pending.error is not None:
@@ -590,10 +590,10 @@ class Synchroniser:
         self._after_new_version()
 
     def _await(self, pending: PendingSync) -> None:
-        """Wait for a result.
+        """Wait for the result of a pending update.
 
-        If an update failed that comes earlier in the order of all workers, submit that one again meanwhile. Other
-        workers may be waiting for it before they submit to the round of this result.
+        Meanwhile, submit failed updates again that come earlier in the order of all workers. Other workers may be
+        waiting for these updates before they submit to the round of this result.
         """
         while not pending.done.wait(LOOK_S):
             for broken in self._broken():
@@ -661,7 +661,8 @@ class Synchroniser:
 
     def _go_on_from_a_part(self, fragment: FragmentState, own: Tensors, version: int) -> None:
         LOG.warning(
-            "%s: the pull of version %d broke off: the model is that version in part, and training goes on from it",
+            "%s: the download of version %d stopped in the middle: the model has only a part of that "
+            "version; training continues",
             self._session.site,
             version,
         )
@@ -741,7 +742,7 @@ class Synchroniser:
                 apply_version.load_(self._own(fragment), fragment.exchange.base)
         ended = self._fragments[0].ended
         LOG.info(
-            "%s: the run is finished at version %d%s; further steps stay local",
+            "%s: the run is finished at version %d%s; further steps change only the local model",
             self._session.site,
             min(fragment.version for fragment in self._fragments),
             f" ({ended})" if ended != "finished" else "",
