@@ -186,14 +186,14 @@ def gc_as_usual() -> Iterator[None]:
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # mallopt(3)
 
 
-def return_freed_memory(least_bytes: int = 3 * 2**19) -> None:
+def return_freed_memory(least_bytes: int = 5 * 2**19) -> None:
     """Make glibc return freed blocks of at least `least_bytes` to the system. With other C libraries, do nothing.
 
     After the first free of a large block, glibc by default keeps blocks of up to 32 MiB. Small live blocks between them
     fragment the heap: a server that needs 8 MB then takes 60 MB. If the environment variable `MALLOC_MMAP_THRESHOLD_`
     is set, it takes precedence.
 
-    The default is above 1 MiB, the chunk size of downloads: to get each of these chunks from the system would cost a
+    The default is above 2 MiB, the chunk size of downloads: to get each of these chunks from the system would cost a
     tenth of the server's CPU time. For the same reason the top of the heap is returned only when it has grown by eight
     times as much: with parts of 16 MiB, that saves three of four page faults, and 2 % of the server's CPU time.
     """

@@ -19,7 +19,7 @@ from atoll.protocol import messages
 from atoll.protocol.openapi import STATUS_OF
 from atoll.transport.receive_upload import Idle, break_off
 
-RUN_BYTES, TLS_RUN_BYTES = 2**20, 2**17
+RUN_BYTES, TLS_RUN_BYTES = 2**21, 2**17
 """Bytes written to aiohttp at a time, on plain and on TLS connections.
 
 A TLS connection keeps buffers of the largest write until it closes, so its writes are smaller.
