@@ -18,7 +18,7 @@ from collections.abc import Callable, Coroutine
 from aiohttp import web
 
 from atoll.protocol import routes
-from atoll.transport.receive_upload import BodyInterceptor
+from atoll.transport.request_body import BodyInterceptor
 from atoll.transport.tls import accept_tls
 
 LOG = logging.getLogger("atoll.server")

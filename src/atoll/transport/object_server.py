@@ -46,7 +46,7 @@ from atoll.tensors.reference import TensorRef, address_of, new_id, require_secre
 from atoll.transport.listener import files_limit, runner_of, start_listener
 from atoll.transport.loop_thread import LoopThread
 from atoll.transport.part_transfer import Delivery, HttpTransfer, Memory, PulledPart, Sink
-from atoll.transport.receive_upload import break_off
+from atoll.transport.request_body import break_off
 from atoll.transport.serve_range import problem, serve_file
 from atoll.transport.tls import is_loopback, server_context
 

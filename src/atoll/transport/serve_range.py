@@ -17,7 +17,7 @@ from aiohttp import web
 
 from atoll.protocol import messages
 from atoll.protocol.openapi import STATUS_OF
-from atoll.transport.receive_upload import Idle, break_off
+from atoll.transport.request_body import Idle, break_off
 
 RUN_BYTES, TLS_RUN_BYTES = 2**21, 2**17
 """Bytes written to aiohttp at a time, on plain and on TLS connections.

@@ -101,11 +101,11 @@ def test_receiving_a_part_builds_no_tensor_and_holds_a_few_chunks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A spy around the receive path: torch makes nothing meanwhile, and Python holds at most a few runs of bytes."""
-    from atoll.transport import receive_upload
+    from atoll.transport import request_body
 
     made: list[str] = []
     peak_bytes: list[int] = []
-    receive = receive_upload.receive_part
+    receive = request_body.receive_part
     receiving = threading.local()
 
     async def spied(*arguments: Any, **options: Any) -> bytes:

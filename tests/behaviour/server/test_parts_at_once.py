@@ -91,14 +91,14 @@ def test_holds_little_of_an_unread_body(server: atoll.Server, monkeypatch: pytes
 
 
 def test_only_so_many_transfers_move_large_runs() -> None:
-    from atoll.transport import receive_upload
+    from atoll.transport import request_body
 
     with contextlib.ExitStack() as ends:
-        wide = [ends.enter_context(receive_upload._run_bytes()) for _ in range(receive_upload.WIDE)]
-        with receive_upload._run_bytes() as one_more:
-            assert (set(wide), one_more) == ({receive_upload.WIDE_BYTES}, receive_upload.NARROW_BYTES)
-    with receive_upload._run_bytes() as later:
-        assert later == receive_upload.WIDE_BYTES
+        wide = [ends.enter_context(request_body._run_bytes()) for _ in range(request_body.WIDE)]
+        with request_body._run_bytes() as one_more:
+            assert (set(wide), one_more) == ({request_body.WIDE_BYTES}, request_body.NARROW_BYTES)
+    with request_body._run_bytes() as later:
+        assert later == request_body.WIDE_BYTES
 
 
 @pytest.mark.covers("D1")
@@ -107,11 +107,11 @@ def test_under_tls_the_bytes_are_the_same_in_runs_of_any_size(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wide: int
 ) -> None:
     """And what is held for each of them keeps to it."""
-    from atoll.transport import receive_upload, serve_range
+    from atoll.transport import request_body, serve_range
 
-    monkeypatch.setattr(receive_upload, "WIDE", wide)
+    monkeypatch.setattr(request_body, "WIDE", wide)
     limits: set[int] = set()
-    receive = receive_upload.receive_part
+    receive = request_body.receive_part
 
     async def spied(request: web.Request, *arguments: Any, **options: Any) -> bytes:
         digest = await receive(request, *arguments, **options)
@@ -141,4 +141,4 @@ def test_under_tls_the_bytes_are_the_same_in_runs_of_any_size(
         server.run()
         assert load_file(server.exports / "model.safetensors")["weight"].count_nonzero() == 0
     assert max(written) == serve_range.TLS_RUN_BYTES
-    assert limits == ({receive_upload.WIDE_BYTES} if wide else {2 * 2**16})
+    assert limits == ({request_body.WIDE_BYTES} if wide else {2 * 2**16})

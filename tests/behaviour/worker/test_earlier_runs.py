@@ -140,6 +140,9 @@ def test_refuses_a_run_id_that_leads_out_of_the_sites_folder(tmp_path: Path, run
             self.end_headers()
             self.wfile.write(answer)
 
+        def do_POST(self) -> None:  # to join: a worker that takes the id ends here
+            self.send_error(401)
+
         def log_message(self, *_: object) -> None:
             pass
 

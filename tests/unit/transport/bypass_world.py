@@ -13,7 +13,7 @@ from typing import Any
 from aiohttp import web
 from blake3 import blake3
 
-from atoll.transport.receive_upload import BodyInterceptor, Fill, interceptor_of, receive_part
+from atoll.transport.request_body import BodyInterceptor, Fill, interceptor_of, receive_part
 from atoll.transport.serve_range import serve_file
 
 PATH = b"/v1/tickets/7/parts/3"

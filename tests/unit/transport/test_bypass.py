@@ -10,8 +10,8 @@ from aiohttp import web
 from bypass_world import PATH, Host, answer, content_of, head, keep, part, refuse, run
 
 from atoll.tensors.chunks import CHUNK_BYTES
-from atoll.transport import receive_upload
-from atoll.transport.receive_upload import BodyInterceptor, interceptor_of
+from atoll.transport import request_body
+from atoll.transport.request_body import BodyInterceptor, interceptor_of
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,7 @@ from atoll.transport.receive_upload import BodyInterceptor, interceptor_of
     ],
 )
 def test_only_the_plainest_heads_are_understood(data: bytes, expected: int | None) -> None:
-    assert receive_upload._body_bytes(data) == expected
+    assert request_body._body_bytes(data) == expected
 
 
 @pytest.mark.parametrize("cuts", ["whole", "bytes", "head"])
@@ -183,7 +183,7 @@ def test_line_ends_that_are_not_http_are_left_to_aiohttp(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begin: bytes
 ) -> None:
     """It says at once what it thinks of them; the bypass would wait for the end of a head that never comes."""
-    monkeypatch.setattr(receive_upload, "HEAD_S", 3600.0)
+    monkeypatch.setattr(request_body, "HEAD_S", 3600.0)
     host = Host(tmp_path, keep)
     host.file.write_bytes(b"file")
 

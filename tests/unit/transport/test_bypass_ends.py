@@ -13,8 +13,8 @@ from aiohttp import web
 from bypass_world import Host, Plain, answer, content_of, head, keep, part, refuse, run, served
 
 from atoll.tensors.chunks import CHUNK_BYTES
-from atoll.transport import receive_upload
-from atoll.transport.receive_upload import SLICE_S, BodyInterceptor, Fill, interceptor_of, receive_part
+from atoll.transport import request_body
+from atoll.transport.request_body import SLICE_S, BodyInterceptor, Fill, interceptor_of, receive_part
 
 
 @pytest.mark.parametrize("together", [True, False])
@@ -116,7 +116,7 @@ def test_breaks_off_a_reader_that_stands_still(tmp_path: Path) -> None:
 def test_a_peer_that_withholds_the_rest_of_a_refused_part_is_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(receive_upload, "DISCARD_S", 0.05)
+    monkeypatch.setattr(request_body, "DISCARD_S", 0.05)
     host = Host(tmp_path, refuse)
     host.part_bytes = 5000
 
@@ -191,10 +191,10 @@ def test_slow_headers_hold_up_no_others_and_are_ended(
 
     async def main() -> None:
         async with served(host) as port, asyncio.timeout(60):
-            monkeypatch.setattr(receive_upload, "HEAD_S", 3600.0)
+            monkeypatch.setattr(request_body, "HEAD_S", 3600.0)
             for _ in range(20):  # these stay; what they began does not count against the others
                 (await asyncio.open_connection("127.0.0.1", port))[1].write(begin)
-            monkeypatch.setattr(receive_upload, "HEAD_S", 0.2)
+            monkeypatch.setattr(request_body, "HEAD_S", 0.2)
             slow = [await asyncio.open_connection("127.0.0.1", port) for _ in range(500)]
             for _, writer in slow:
                 writer.write(begin)

@@ -30,7 +30,7 @@ from atoll.server.http.byte_routes import ByteRoutes
 from atoll.server.http.receive_parts import PartReceiver
 from atoll.store.journal import journal_failed
 from atoll.store.store import directory_gone
-from atoll.transport.receive_upload import break_off, interceptor_of
+from atoll.transport.request_body import break_off, interceptor_of
 from atoll.transport.serve_range import problem
 
 LOG = logging.getLogger("atoll.server")

@@ -19,7 +19,7 @@ from atoll.server.coordinator.roster import holder_of
 from atoll.server.startup import initial_file
 from atoll.store.journal_tables import DeltaRow, VersionRow
 from atoll.store.versions import Pin
-from atoll.transport.receive_upload import Idle, break_off
+from atoll.transport.request_body import Idle, break_off
 from atoll.transport.serve_range import serve_file
 
 

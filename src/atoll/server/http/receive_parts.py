@@ -23,7 +23,7 @@ from atoll.server.coordinator.coordinator import Coordinator
 from atoll.server.coordinator.roster import Lease
 from atoll.store.kept_objects import Kept, ObjectStore
 from atoll.tensors.layout import Part
-from atoll.transport.receive_upload import Fill, PartSink, break_off, receive_part, require_part_bytes
+from atoll.transport.request_body import Fill, PartSink, break_off, receive_part, require_part_bytes
 
 PARTS_PER_CONNECTION = 4
 """Most concurrent part uploads of one rank, for each connection that the rank uses.
