@@ -142,7 +142,7 @@ def test_a_damaged_note_of_a_control_is_said_and_the_site_refused(
         control_step(server, tmp_path / "workers", 2)
         damage(note(tmp_path, "algorithm.json"))
         caplog.set_level(logging.WARNING, "atoll")
-        with pytest.raises(ConfigError, match="algorithm's state of this site is lost"):
+        with pytest.raises(ConfigError, match="does not have its algorithm's state"):
             control_step(server, tmp_path / "workers", 3)
         assert said(caplog, "algorithm.json") == 1
         monkeypatch.setenv("ATOLL_NEW_STATE", "1")

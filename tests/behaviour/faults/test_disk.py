@@ -252,7 +252,7 @@ def test_releases_and_names_a_worker_with_a_failing_disk(nursery: Nursery, tmp_p
         worker = next(worker for worker in server.status().workers if worker.site == "a")
         server.run()
     assert worker.state == "failed"
-    assert "cannot be written (failpoint worker.write: no space left on device). Look at the disk" in worker.error
+    assert "cannot be written (failpoint worker.write: no space left on device). Check the disk" in worker.error
     (said,) = [line for line in site.output().splitlines() if "no space left on device" in line]
     assert said.startswith("atoll: ")
     assert Result(tmp_path).counted() == [("b", 1), ("b", 2), ("b", 3)]

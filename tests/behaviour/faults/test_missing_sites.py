@@ -69,7 +69,9 @@ def test_asks_for_as_many_sites_as_are_needed_and_for_none_with_another_model(tm
         other.leave()
         (told,) = wait_until(lambda: server.status().warnings, "the warning")
     assert told.startswith("0 sites take part (a has left, b has left and c failed), but a round needs at least ")
-    assert told.endswith("than 1 (rounds.min_sites): the run waits. Start 1 of a and b again under the same name")
+    assert told.endswith(
+        "needs at least 1 (rounds.min_sites): the run waits. Start 1 of a and b again under the same name"
+    )
 
 
 @pytest.mark.covers("F35")

@@ -160,7 +160,7 @@ def test_a_wrong_or_missing_token_is_refused_with_the_remedy(
         with pytest.raises(AuthError, match=r"requires a token.*ATOLL_TOKEN"):
             atoll.join(server.url, site="a", folder=tmp_path / "workers")
         monkeypatch.setenv("ATOLL_TOKEN", "battery-staple")
-        with pytest.raises(AuthError, match="not have a valid token") as caught:
+        with pytest.raises(AuthError, match="no valid token") as caught:
             atoll.join(server.url, site="a", folder=tmp_path / "workers")
         assert "battery-staple" not in str(caught.value)
         assert caught.value.exit_code == 8

@@ -108,7 +108,7 @@ def test_a_fit_before_its_first_average_submits_nothing(tmp_path: Path) -> None:
 
 
 SWA = "StochasticWeightAveraging keeps its average from one fit to the next.*Use EMAWeightAveraging"
-AVERAGE = "WeightAveraging replaces the weights by an average at the end of each fit, but {}.*Leave it out"
+AVERAGE = "WeightAveraging replaces the weights by an average at the end of each fit, but {}.*Remove this callback"
 REFUSED = [
     ("fedavg", "StochasticWeightAveraging", {"swa_lrs": 0.05}, SWA),
     ("diloco", "StochasticWeightAveraging", {"swa_lrs": 0.05}, SWA),

@@ -197,7 +197,9 @@ def test_controls_that_are_malformed_in_a_later_round_are_refused(tmp_path: Path
             controls = exchange.local.kept
             assert controls is not None
             controls._files[controls.note.current].write(0, memoryview(bytes(b"\xff" * 4 * 3)))
-        expected = "this site has none" if spoil == "missing" else r"control of 'w' is not finite.*Remove this site"
+        expected = (
+            "this site has none" if spoil == "missing" else r"control variate of 'w' is not finite.*Remove this site"
+        )
         with pytest.raises(UsageError, match=expected):
             trainer.fit(module, data())
         assert server.status().fragments[0].version == 1
@@ -341,7 +343,7 @@ def test_a_batch_without_tensors_needs_a_weight(tmp_path: Path) -> None:
     words = torch.utils.data.DataLoader(["a", "b", "c"], batch_size=2)
     with serve(tmp_path, **{"rounds.total": 1}) as server:
         trainer = patched(server, tmp_path)
-        with pytest.raises(UsageError, match=r"batch of list.*patch\(trainer, weight="):
+        with pytest.raises(UsageError, match=r"batch of type list.*patch\(trainer, weight="):
             trainer.fit(Tiny(), words)
         trainer = trainer_of()
         atoll.integrations.lightning.patch(trainer, server.url, "a", folder=tmp_path, weight=3)

@@ -39,7 +39,9 @@ def test_two_sites_on_one_trainer_are_refused_before_either_joins(
     if not added:  # in one list from the begin
         trainer.callback_handler.callbacks.remove(second)
         trainer.callback_handler.callbacks.insert(0, second)
-    with pytest.raises(UsageError, match=r"has 2 Atoll callbacks, for the sites ('a', 'b'|'b', 'a'), but one"):
+    with pytest.raises(
+        UsageError, match=r"has 2 Atoll callbacks, for the sites ('a', 'b'|'b', 'a'), but a Trainer is one site"
+    ):
         trainer.train()
     assert server.status().workers == []
     if workers == 1:

@@ -165,7 +165,7 @@ def test_a_publisher_killed_in_the_middle_is_named(nursery: Nursery, tmp_path: P
     process, go = paused(nursery, tmp_path, ref, idle_timeout_s=0.2)
     publisher.kill()
     go.touch()
-    words = rf"ServerUnreachable: The publisher of reference {ref.object[:8]}.*look whether it runs"
+    words = rf"ServerUnreachable: The publisher of reference {ref.object[:8]}.*only while its publisher runs"
     assert re.match(words, said(process))
     assert process.returncode == 5
 

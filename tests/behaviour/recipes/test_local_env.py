@@ -27,7 +27,7 @@ from atoll.recipes import (
     SwarmRecipe,
 )
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forked")]
+pytestmark = pytest.mark.slow
 
 
 def running(folder: Path) -> list[str]:

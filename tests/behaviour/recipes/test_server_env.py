@@ -19,8 +19,6 @@ from atoll import Settings
 from atoll.errors import ConfigError, RunFailed, ServerUnreachable, UsageError
 from atoll.recipes import DiLoCoRecipe, FedAvgRecipe, RunResult, ServerEnv
 
-pytestmark = pytest.mark.usefixtures("forked")
-
 
 @pytest.fixture(autouse=True)
 def _project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ from atoll.recipes import (
     SimEnv,
 )
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forked")]
+pytestmark = pytest.mark.slow
 CORRECTING = (FedProxRecipe, ScaffoldRecipe)
 
 

@@ -38,7 +38,7 @@ from atoll.errors import ConfigError, UsageError
 def test_every_rank_is_told(nursery: Nursery, tmp_path: Path, ranks: int, how: dict[str, Any], what: str) -> None:
     with World(nursery, tmp_path, H=2, rounds=1, sites=1) as world:
         for each in world.site("a", ranks=ranks, **how):
-            assert each.wait(60) == 1
+            assert each.wait(60) == UsageError.exit_code
             assert what in " ".join(each.output().split()), each.output()
 
 
@@ -46,7 +46,7 @@ def test_every_rank_is_told(nursery: Nursery, tmp_path: Path, ranks: int, how: d
 def test_hybrid_sharding_is_refused(nursery: Nursery, tmp_path: Path) -> None:
     with World(nursery, tmp_path, H=2, rounds=1, sites=1, **{"model.ranks": 4}) as world:
         for each in world.site("a", ranks=4, sharded="hybrid"):
-            assert each.wait(60) == 1
+            assert each.wait(60) == UsageError.exit_code
             assert "over a mesh of (2, 2) ranks, but the worker has 4 ranks" in each.output()
 
 
@@ -64,10 +64,10 @@ def test_fsdp1_is_refused() -> None:
 @pytest.mark.parametrize(
     ("more", "what"),
     [
-        ({"diloco.num_fragments": 2, "diloco.sync_every": 4}, "diloco.num_fragments is 2, and model.ranks is 2"),
-        ({"diloco.fragment_sync_delay": 1}, "diloco.fragment_sync_delay is 1, and model.ranks is 2"),
-        ({"diloco.fragment_update_alpha": 0.5}, "diloco.fragment_update_alpha is 0.5, and model.ranks is 2"),
-        ({"workflow.function": "flow.py:main"}, "workflow.function is 'flow.py:main', and model.ranks is 2"),
+        ({"diloco.num_fragments": 2, "diloco.sync_every": 4}, "diloco.num_fragments is 2, but model.ranks is 2"),
+        ({"diloco.fragment_sync_delay": 1}, "diloco.fragment_sync_delay is 1, but model.ranks is 2"),
+        ({"diloco.fragment_update_alpha": 0.5}, "diloco.fragment_update_alpha is 0.5, but model.ranks is 2"),
+        ({"workflow.function": "flow.py:main"}, "workflow.function is 'flow.py:main', but model.ranks is 2"),
     ],
 )
 def test_settings_that_do_not_go_with_ranks(more: dict[str, Any], what: str) -> None:

@@ -79,7 +79,7 @@ def nested(levels: int) -> list[Any]:
         {"$": "tuple", "items": 3},
         {"$": None},
         nested(DEPTH + 3),
-        b"not JSON",
+        b"no JSON",
     ],
     ids=lambda skeleton: str(skeleton)[:40],
 )
