@@ -122,8 +122,8 @@ def tail_region(state: Layout) -> Ranges:
 def is_whole(fd: int, version: Layout, digests: Sequence[bytes], *, in_chunks: bool) -> bool:
     """Return whether an outer state file matches its digests. The file's own header tells how it was cut.
 
-    If the outer optimizer steps in chunks and every tensor is a scalar, the header does not tell. Then the digests have
-    to match one of the ways to cut it.
+    If the outer optimizer steps in chunks and every tensor is a scalar, the header does not tell. In that case the
+    digests have to match one of the ways to cut it.
 
     Args:
         fd: the outer state file.

@@ -226,7 +226,7 @@ class Plan:
 
     @property
     def has_masters(self) -> bool:
-        """Whether versions are downloaded through a codec. Then the exact model is in the masters, not in versions."""
+        """Whether versions are downloaded through a codec. If so, only the masters hold the exact model."""
         return any(fragment.downlink is not None for fragment in self.fragments)
 
     @property
@@ -267,7 +267,10 @@ class Plan:
 
     @property
     def needs_population(self) -> bool:
-        """Whether a reducer needs the total weight of all sites. Then the journal keeps each site's first weight."""
+        """Whether a reducer needs the total weight of all sites.
+
+        If so, the journal keeps the weight of each site's first update.
+        """
         return any(reducer.needs_population for reducer in self.reducers.values())
 
 

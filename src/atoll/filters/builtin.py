@@ -72,7 +72,7 @@ class NormClip(Filter):
         max_norm: C, the maximum L2 norm.
         noise: z, the noise multiplier: the noise of each element has the standard deviation z·C.
         seed: 32 bytes that determine the noise of each site and round; only for tests. By default, a secret seed is
-            drawn for every update. So two updates for one round, if the first was refused, have different noise.
+            drawn for every update. So if an update is refused, the next one of that round has other noise.
     """
 
     def __init__(self, max_norm: float, noise: float = 0.0, *, seed: bytes | None = None) -> None:

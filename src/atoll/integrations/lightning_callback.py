@@ -134,7 +134,7 @@ class AtollCallback(Callback):
 
     @public_api
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Keep a checkpoint's state. When this site takes part, it must agree with the run and the site's folder."""
+        """Keep a checkpoint's state. It is compared with the run and with the site's folder when the site joins."""
         self.driver.load_state_dict(state_dict)
 
     # -- for the script

@@ -152,7 +152,7 @@ class TrainerDriver:
         return {"run": self.info.run, "site": self.site, "versions": []}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Keep a checkpoint's state. When this site takes part, it must agree with the run and the site's folder.
+        """Keep a checkpoint's state. It is compared with the run and with the site's folder when the site joins.
 
         Raises:
             UsageError: `state` is not from `state_dict`.

@@ -129,7 +129,7 @@ class AtollCallback(TrainerCallback):
 
     @public_api
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Keep a checkpoint's state. When this site takes part, it must agree with the run and the site's folder.
+        """Keep a checkpoint's state. It is compared with the run and with the site's folder when the site joins.
 
         Raises:
             UsageError: `state` is not from `state_dict`.

@@ -42,7 +42,7 @@ class _Strict(type):
             signature.bind(None, *args, **given)
         except TypeError as error:
             wanted = [name for name in known if signature.parameters[name].default is inspect.Parameter.empty]
-            raise UsageError(f"{cls.__name__}: {error}.", f"Required are {', '.join(wanted)}.") from None
+            raise UsageError(f"{cls.__name__}: {error}.", f"The required arguments are {', '.join(wanted)}.") from None
         return super().__call__(*args, **given)
 
 

@@ -21,14 +21,14 @@ class RoundView:
     Args:
         fragment: index of the fragment.
         head_version: version that the round starts from.
-        opened_s: time when the round opened, on the clock of `now_s`.
+        opened_s: time when the round opened, on the clock whose time is passed as `now_s`.
         expected: expected sites, with or without an accepted update, sorted.
         accepted: tickets of accepted updates that are not being reduced yet, sorted by site.
         floor: fewest updates with which this round may close, at least 1.
         floor_name: name of the setting that determines `floor`.
         number: number of the round; the first is 1.
-        first_s: time since which an accepted update waits to be reduced; None if none waits.
-        elsewhere: sites that submit nothing here until another fragment has a new version.
+        first_s: time since which the oldest accepted update waits to be reduced; None if no update waits.
+        elsewhere: sites that submit no update of this fragment until another fragment has a new version.
     """
 
     fragment: int

@@ -1,7 +1,7 @@
-"""Leases: the right of one process to act for its site. Pure functions over a mapping site → member.
+"""Leases: the right of one process to act for its site, and when a lease ends. Pure functions; site → member.
 
 The numbers of leases only rise. Only the holder of a site's newest lease may act for the site; requests with older
-leases are refused. A silence of `network.heartbeat_timeout_s` ends a lease.
+leases are refused. A silence of `network.heartbeat_timeout_s` ends a lease (`silent`).
 """
 
 from __future__ import annotations
@@ -60,6 +60,17 @@ def changed(members: Members, site: str, event: str, lease: int | None = None) -
     number = lease if lease is not None else member.lease if member else 0
     is_alive = state == "alive"
     return {**members, site: Member(site, number, is_alive, "" if is_alive else state)}
+
+
+def silent(seen_s: Mapping[str, float], timeout_s: float, now_s: float) -> list[str]:
+    """Return the sites that were silent for at least `timeout_s`, sorted: their leases end.
+
+    Args:
+        seen_s: live site → time of its last sign of life.
+        timeout_s: `network.heartbeat_timeout_s`; 0: no lease ends by silence.
+        now_s: the current time, on the same clock.
+    """
+    return sorted(site for site, last_s in seen_s.items() if timeout_s and now_s >= last_s + timeout_s)
 
 
 def refusal(members: Members, site: str, lease: int) -> LeaseRefused | None:

@@ -100,8 +100,8 @@ def _end(draft: Draft, sites: Iterable[str], event: str, detail: str) -> None:
 
 
 def _end_silent(draft: Draft) -> None:
-    timeout_s, now_s = draft.state.rules.heartbeat_timeout_s, draft.now_s
-    silent = sorted(site for site, last_s in draft.state.seen_s.items() if timeout_s and now_s >= last_s + timeout_s)
+    timeout_s = draft.state.rules.heartbeat_timeout_s
+    silent = leases.silent(draft.state.seen_s, timeout_s, draft.now_s)
     _end(draft, silent, "falls silent", f"silent for {timeout_s:g} s")
 
 

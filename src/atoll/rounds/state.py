@@ -37,7 +37,7 @@ class Rules:
         max_staleness: most versions between the base of an update and the version that the update is applied to; None
             for no limit.
         max_inflight: number of fragments for which one worker may have unfinished updates at a time.
-        held: whether training has not begun. Then no first round opens.
+        held: whether the first round may not open yet, because training has not begun.
     """
 
     sites: int
@@ -115,7 +115,7 @@ class Round:
         frozen: while the round is closing, the numbers of the tickets that are being reduced, in order.
         until_s: time at which the policy may close the round without an event; None if there is no such time.
         lost: number of lost versions up to `head`. (After a power loss, a server may have lost its newest versions.)
-        first_s: time since which an accepted update waits to be reduced; None if none waits.
+        first_s: time since which the oldest accepted update waits to be reduced; None if no update waits.
     """
 
     phase: str

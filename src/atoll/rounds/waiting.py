@@ -1,4 +1,7 @@
-"""Queries of the round machine's state: why a round waits, which site may submit, and the next deadline."""
+"""Queries of the round machine's state: why a round waits, which site may submit, and the next deadline.
+
+What an open round waits for ("waits for clinic-a") is a `Wait` of its policy: `rounds/closing_policy`.
+"""
 
 from __future__ import annotations
 

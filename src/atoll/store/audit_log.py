@@ -11,9 +11,9 @@ entry. After a kill, it may be behind the journal. It is ahead of the journal on
     the log ends before the noted entry      the end is lost; with durability `process` a power loss may cause this
     the log has another hash at that entry   journal and head file belong to different runs, or to different moments
 
-There is one exception: an entry `lost` of the log names the head file's hash. Then an earlier start has already found
-and recorded the loss, but was killed before it rewrote the head file. The number of that entry may be the number of a
-lost one.
+There is one exception: an entry `lost` of the log names the head file's hash. In that case an earlier start has already
+found and recorded the loss, but was killed before it rewrote the head file. The number of that entry may be the number
+of a lost one.
 """
 
 from __future__ import annotations

@@ -108,7 +108,7 @@ def test_an_unknown_argument_is_refused_with_the_nearest() -> None:
 
 @pytest.mark.covers("P11")
 def test_a_missing_argument_is_refused_with_those_that_are_needed() -> None:
-    needed = "Required are name, model, min_sites, num_rounds, train_script"
+    needed = "The required arguments are name, model, min_sites, num_rounds, train_script"
     incomplete: Any = FedAvgRecipe
     with pytest.raises(UsageError, match=rf"FedAvgRecipe: missing a required argument: 'model'\. {needed}\."):
         incomplete(name="small")
@@ -116,7 +116,9 @@ def test_a_missing_argument_is_refused_with_those_that_are_needed() -> None:
         incomplete(*range(8))
     for kind in (SimEnv, LocalEnv):
         empty: Any = kind
-        with pytest.raises(UsageError, match=rf"{kind.__name__}: missing .*'sites'\. Required are sites\."):
+        with pytest.raises(
+            UsageError, match=rf"{kind.__name__}: missing .*'sites'\. The required arguments are sites\."
+        ):
             empty()
 
 

@@ -149,7 +149,7 @@ def test_refuses_a_run_id_that_leads_out_of_the_sites_folder(tmp_path: Path, run
     with ThreadingHTTPServer(("127.0.0.1", 0), Hostile) as hostile:
         threading.Thread(target=hostile.serve_forever, daemon=True).start()
         try:
-            with pytest.raises(PeerError):
+            with pytest.raises(PeerError, match="not a valid RunInfo"):
                 atoll.join(f"http://127.0.0.1:{hostile.server_port}", site="a", folder=tmp_path / "w")
         finally:
             hostile.shutdown()

@@ -1,6 +1,7 @@
 """Receive the parts of updates and objects. Each part is checked and written as its bytes arrive.
 
-Only one request at a time can send a part.
+Only one request at a time can send a part. A worker whose upload broke off asks for the parts that are already here
+(`Coordinator.get_ticket`), and sends the others. A part that broke off midway is sent again from its first byte.
 """
 
 from __future__ import annotations
@@ -96,7 +97,9 @@ class PartReceiver:
         """
         coordinator, loop = self._coordinator, asyncio.get_running_loop()
         if (request.content_length or 0) <= routes.DIGEST_BYTES:
-            raise BadRequest("The request contains no part.", "Send its bytes, then their BLAKE3.")
+            raise BadRequest(
+                "The request contains no part.", "Send the bytes of the part, then the BLAKE3 digest of these bytes."
+            )
         kept = coordinator.objects.find(object, secret)
         if kept.fd < 0:
             raise Conflict(f"Object {object[:8]} is already complete.", "It never changes: publish another.")

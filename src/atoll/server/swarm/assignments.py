@@ -2,7 +2,7 @@
 
 The server sees no tensor. It derives the work of each worker from the reports of all workers, the journal and
 `rounds/sampling`. So a restarted server needs only the next reports. If an aggregating worker is lost, its collected
-updates are lost, too. Then the round is reopened, and the sites send their updates again from their outboxes.
+updates are lost, too. In that case the round is reopened, and the sites send their updates again from their outboxes.
 """
 
 from __future__ import annotations

@@ -84,7 +84,8 @@ class Peer:
 
         Args:
             report: the report.
-            idle_timeout_s: seconds after the end of the report's wait from which the next report is overdue.
+            idle_timeout_s: a report says for how many seconds the worker waits. If its next report has not come within
+                `idle_timeout_s` after that wait, it is overdue.
         """
         if report.number <= self.number:
             return False

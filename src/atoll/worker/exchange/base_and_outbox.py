@@ -159,7 +159,7 @@ class ScratchFile(TensorFile):
     """A preallocated file of fixed size that is rewritten in place. Several threads may read and write it at once.
 
     Attributes:
-        is_new: whether the file was just created, or had another size. Then it holds zeros, and its note is wrong.
+        is_new: whether the file was just created, or had another size. Such a file holds zeros, and its note is wrong.
 
     Args:
         path: the file's path.

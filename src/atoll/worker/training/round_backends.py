@@ -277,9 +277,9 @@ class ScriptAlone:
         return True
 
     def global_state(self, group: str) -> dict[str, Tensor]:
-        """Return zeros for each float parameter, so that a hand-written correction has no effect.
+        """Return a zero for each element of the float parameters, since there is no server that keeps a state.
 
-        Empty before a model is loaded.
+        A script that computes a correction from this state then corrects nothing. Empty before a model is loaded.
         """
         named = named_parameters(self._model) if isinstance(self._model, nn.Module) else {}
         return {name: torch.zeros(value.shape) for name, value in named.items() if value.is_floating_point()}
