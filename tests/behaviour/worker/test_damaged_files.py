@@ -118,8 +118,12 @@ def test_a_damaged_outbox_is_said_once_and_the_round_is_trained_again(
     with Proxy(server.port) as proxy, atoll.join(proxy.url, site="a", folder=tmp_path / "w") as worker:
         proxy.faults += [Fault("PUT .*", "up", BEFORE_HEADER, "reset") for _ in range(100)]  # no part arrives
         fl_round = worker.next_round()
+        trained = fl_round.load_into(model())
+        with torch.no_grad():
+            for parameter in trained.parameters():
+                parameter.sub_(1.0)  # an update of zeros would be whole in a file of zeros
         with failpoints("outbox.sealed=eio"), pytest.raises(OSError, match="failpoint"):
-            fl_round.submit(fl_round.load_into(model()))
+            fl_round.submit(trained)
     damage(only(tmp_path, "outbox.bin"))
     caplog.set_level(logging.WARNING, "atoll")
     with atoll.join(server.url, site="a", folder=tmp_path / "w") as worker:
