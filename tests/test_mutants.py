@@ -8,6 +8,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
+from harness.fork_server import fresh_processes
 
 ROOT = Path(__file__).parents[1]
 TOOL = ROOT / "tools" / "mutants.py"
@@ -23,9 +24,10 @@ MUTANT = {
 
 
 def run_tool(root: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, str(TOOL), "--root", str(root), *words], capture_output=True, text=True, timeout=100
-    )
+    with fresh_processes():  # they import another package `atoll`
+        return subprocess.run(
+            [sys.executable, str(TOOL), "--root", str(root), *words], capture_output=True, text=True, timeout=100
+        )
 
 
 def planted(root: Path, *mutants: dict[str, object]) -> Path:

@@ -29,7 +29,6 @@ TORCH_FREE = [
     "errors",
     "registry",
     "runtime",
-    "sizes",
     "posix",
     "config",
     "rounds",

@@ -447,7 +447,7 @@ def fetch(
         to_disk: True, or a folder, to download to an unnamed file. The file is deleted with the last value that uses
             it. A flat dict of tensors becomes a `LazyState`; in another tree, each tensor becomes a `LazyTensor`.
         into: a module, or a mapping name → tensor or array, with exactly the published names, dtypes and shapes. It is
-            filled in place and returned. A failed transfer leaves it partly filled.
+            filled in place and returned. A transfer that fails, or finds its object expired, leaves it partly filled.
 
     Returns:
         The published object with the same structure: torch tensors as torch tensors, NumPy arrays as NumPy arrays.
@@ -472,13 +472,18 @@ def fetch(
     folder = None if isinstance(to_disk, bool) else Path(to_disk)
     with no_gc():
         target = None if into is None else _targets(into)
-    with _Fetching(ref, idle_timeout_s, abort) as fetching:
-        if not fetching.begin(optional):
+    try:
+        with _Fetching(ref, idle_timeout_s, abort) as fetching:
+            if not fetching.begin(optional):
+                return None
+            if target is not None:
+                fetching.fill(target)
+                return into
+            return fetching.to_disk(folder) if to_disk else fetching.to_memory()
+    except Gone:  # at any moment: an object may expire while it is downloaded
+        if optional:
             return None
-        if target is not None:
-            fetching.fill(target)
-            return into
-        return fetching.to_disk(folder) if to_disk else fetching.to_memory()
+        raise
 
 
 def fetch_stored(ref: TensorRef, *, idle_timeout_s: float, abort: Abort) -> Stored:
@@ -526,13 +531,13 @@ class _Fetching:
             raise named from error
 
     def begin(self, optional: bool) -> bool:
-        """Download the manifest and the head; return False if `optional` and the object does not exist."""
+        """Download the manifest and the head; return False if `optional` and no server answers."""
         path = routes.OBJECT.format(object=self._ref.object)
         pauses = () if optional else PAUSES_S
         with watched(self._parts, self._abort):
             try:
                 body = self._patiently(lambda: self._parts.read(path, routes.MANIFEST_BYTES), pauses)
-            except (Gone, ServerUnreachable):
+            except ServerUnreachable:
                 if optional:
                     return False
                 raise

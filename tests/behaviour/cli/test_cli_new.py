@@ -107,7 +107,7 @@ def test_names_a_folder_that_cannot_be_written_in_one_line(atoll_command, tmp_pa
     (tmp_path / "taken").write_text("a file")
     outcome = atoll_command("new", "taken/mine")
     assert outcome.returncode == 7
-    assert outcome.stderr.startswith("atoll: taken/mine cannot be written: Not a directory. Name another folder")
+    assert outcome.stderr.startswith("atoll: taken/mine cannot be written: Not a directory. Give another folder")
     assert outcome.stderr.count("\n") == 1
 
 

@@ -134,7 +134,7 @@ def test_the_federated_demo_trains_and_leaves_only_files(script, tmp_path) -> No
 
 @pytest.mark.slow
 @pytest.mark.covers("X1")
-@pytest.mark.usefixtures("interruptible")
+@pytest.mark.usefixtures("interruptible", "fresh_processes")  # its processes are known by their command lines
 def test_ctrl_c_ends_every_process(tmp_path) -> None:
     folder = tmp_path / "demo"
     argv = [sys.executable, Path(demo_data.__file__).with_name("demo.py"), "--dir", folder, "--workers", "2"]

@@ -44,7 +44,7 @@ def test_sends_a_site_away_after_five_refusals_in_a_row(tmp_path: Path) -> None:
         site = WireSite(server.url)
         assert "it needs 1 update (rounds.min_sites)" in refused(site)
         assert states_after_refusals(server, site, 3) == ["alive"] * 3
-        assert "5 updates in a row were refused; look at" in refused(site), "the last that the site hears"
+        assert "5 updates in a row were refused; check" in refused(site), "the last that the site hears"
         assert [worker.state for worker in server.status().workers] == ["failed"]
         assert server.status().refused == 5
         # to join again starts no new count: the next refusal is one too many

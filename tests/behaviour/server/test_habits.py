@@ -174,6 +174,7 @@ def test_a_pseudo_gradient_of_zeros_is_told(tmp_path: Path, caplog: pytest.LogCa
 
 def test_a_metric_that_is_no_number_is_named() -> None:
     with atoll.join() as worker:
-        (fl_round,) = worker
+        fl_round = worker.next_round()
+        assert fl_round is not None
         with pytest.raises(UsageError, match="'loss' is 'high'"):
             fl_round.submit(nn.Linear(1, 1), metrics={"loss": "high"})  # type: ignore[dict-item]

@@ -156,7 +156,8 @@ def test_a_step_that_clears_its_gradients_inside_is_a_step() -> None:
 def test_an_optimizer_without_a_rate_is_followed_where_no_rate_is_needed() -> None:
     model = One()
     with atoll.join() as worker:
-        (fl_round,) = worker
+        fl_round = worker.next_round()
+        assert fl_round is not None
         with fl_round.correct(model, optimizer := NoRate([model.w])) as plain:
             train(model, optimizer, 1.0, steps=2)
     assert plain.steps == 2

@@ -31,6 +31,7 @@ with atoll.join():
 
 FORKED_AND_ENDED = """
 import array, fcntl, os, signal, termios, threading
+import concurrent.futures.thread  # it takes a lock before a fork, which a fork within that fork could not take again
 from atoll.worker.session import leave_at_exit
 leave_at_exit._end_a_hang = lambda reader: None  # what is written for it stays in the pipe
 
@@ -290,6 +291,7 @@ def test_a_forked_child_dies_by_sigterm_and_its_parent_goes_on(tmp_path: Path, n
         site.kill()
 
 
+@pytest.mark.usefixtures("fresh_processes")  # the script acts before Atoll is imported
 def test_a_signal_to_a_fork_that_has_run_no_python_yet_ends_the_fork_and_not_its_parent(
     tmp_path: Path, nursery: Nursery
 ) -> None:
@@ -311,6 +313,7 @@ def test_a_signal_to_a_fork_that_has_run_no_python_yet_ends_the_fork_and_not_its
         ("os.register_at_fork(after_in_parent=be_ended)", "fork()", True),
     ],
 )
+@pytest.mark.usefixtures("fresh_processes")  # the script acts before Atoll is imported
 def test_a_sigterm_that_comes_where_python_drops_errors_ends_the_script_all_the_same(
     tmp_path: Path, nursery: Nursery, before: str, act: str, goes_on: bool
 ) -> None:

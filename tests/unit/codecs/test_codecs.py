@@ -157,7 +157,7 @@ def test_the_contract_suite_takes_a_codec_with_options_of_its_own() -> None:
 @pytest.mark.covers("X3")
 @pytest.mark.parametrize("density", [0, -0.1, 1.5, "much", None])
 def test_a_density_that_is_none_is_refused(density):
-    with pytest.raises(ConfigError, match=r"The codec topk has density = .*between 0 and 1"):
+    with pytest.raises(ConfigError, match=r"The codec topk has density = .*above 0, at most 1"):
         TopKCodec(density=density)
 
 

@@ -362,7 +362,7 @@ def test_an_outbox_of_another_layout_is_scrap(tmp_path: Path) -> None:
 @pytest.mark.covers("X3")
 def test_a_second_process_of_a_site_learns_of_the_first(tmp_path: Path) -> None:
     with locked(tmp_path / "clinic-a", "clinic-a"):
-        with pytest.raises(StateLocked, match=rf"'clinic-a' is taken: process {os.getpid()} on .*another site name"):
+        with pytest.raises(StateLocked, match=rf"'clinic-a' is in use: process {os.getpid()} on .*another site name"):
             with locked(tmp_path / "clinic-a", "clinic-a"):
                 pass
     with locked(tmp_path / "clinic-a", "clinic-a"):
