@@ -21,7 +21,7 @@ class RoundView:
     Args:
         fragment: index of the fragment.
         head_version: version that the round starts from.
-        opened_s: time when the round opened, on the clock whose time is passed as `now_s`.
+        opened_s: time when the round opened, on the clock that also gives `now_s`.
         expected: expected sites, with or without an accepted update, sorted.
         accepted: tickets of accepted updates that are not being reduced yet, sorted by site.
         floor: fewest updates with which this round may close, at least 1.

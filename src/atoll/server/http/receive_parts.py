@@ -1,7 +1,7 @@
 """Receive the parts of updates and objects. Each part is checked and written as its bytes arrive.
 
-Only one request at a time can send a part. A worker whose upload broke off asks for the parts that are already here
-(`Coordinator.get_ticket`), and sends the others. A part that broke off midway is sent again from its first byte.
+Only one request at a time can send a part. After an interrupted upload, a worker asks for the parts that are already
+here (`Coordinator.get_ticket`), and sends the others. A part that broke off midway is sent again from its first byte.
 """
 
 from __future__ import annotations
