@@ -69,7 +69,7 @@ _FREE_FD = 200
 _THREADS = "OMP_NUM_THREADS"
 _OF_THE_START = ("PYTHON", "LD_", "LC_", "LANG", "ATEN_")
 """Variables that begin so have an effect only when Python starts or torch is imported …"""
-_LATER = frozenset({"PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE", "PYTHONHASHSEED"})
+_LATER = frozenset({"PYTHONBREAKPOINT", "PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE", "PYTHONHASHSEED"})
 """… except these. The processes of a fork server have one seed of hashes, so sets have one order in all of them."""
 
 _really_execute = subprocess.Popen._execute_child  # type: ignore[attr-defined]
