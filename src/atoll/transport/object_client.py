@@ -474,13 +474,12 @@ def fetch(
         target = None if into is None else _targets(into)
     try:
         with _Fetching(ref, idle_timeout_s, abort) as fetching:
-            if not fetching.begin(optional):
-                return None
+            fetching.begin(() if optional else PAUSES_S)
             if target is not None:
                 fetching.fill(target)
                 return into
             return fetching.to_disk(folder) if to_disk else fetching.to_memory()
-    except Gone:  # at any moment: an object may expire while it is downloaded
+    except (Gone, ServerUnreachable):  # at any moment: an object may expire while it is downloaded
         if optional:
             return None
         raise
@@ -489,7 +488,7 @@ def fetch(
 def fetch_stored(ref: TensorRef, *, idle_timeout_s: float, abort: Abort) -> Stored:
     """Download an object to an unnamed file and return a handle that can load the tree later. Errors as `fetch`."""
     with _Fetching(ref, idle_timeout_s, abort) as fetching:
-        fetching.begin(False)
+        fetching.begin()
         return fetching.stored(None)
 
 
@@ -499,7 +498,7 @@ def fetch_lazily(ref: TensorRef, folder: Path | None, *, idle_timeout_s: float, 
     Errors are those of `fetch`.
     """
     with _Fetching(ref, idle_timeout_s, None, counters) as fetching:
-        fetching.begin(False)
+        fetching.begin()
         return fetching.to_disk(folder)
 
 
@@ -530,17 +529,11 @@ class _Fetching:
         if named is not None and named is not error:
             raise named from error
 
-    def begin(self, optional: bool) -> bool:
-        """Download the manifest and the head; return False if `optional` and no server answers."""
+    def begin(self, pauses: Sequence[float] = PAUSES_S) -> None:
+        """Download the manifest and the head. `pauses` has the seconds before each further try."""
         path = routes.OBJECT.format(object=self._ref.object)
-        pauses = () if optional else PAUSES_S
         with watched(self._parts, self._abort):
-            try:
-                body = self._patiently(lambda: self._parts.read(path, routes.MANIFEST_BYTES), pauses)
-            except ServerUnreachable:
-                if optional:
-                    return False
-                raise
+            body = self._patiently(lambda: self._parts.read(path, routes.MANIFEST_BYTES), pauses)
             message = messages.BlobManifest.read(body, self._what)
             self._manifest = message.manifest()
             self._manifest.require_object(self._what)
@@ -550,7 +543,6 @@ class _Fetching:
         head = _Bytes(cuts.head_bytes)
         self._pull([cuts.part(index) for index in range(cuts.head_count)], [head])
         self._contents = Contents.read(head.data, cuts, self._what)
-        return True
 
     def to_memory(self) -> Any:
         """Download the object into new memory and return it. An object with stream values goes to disk instead."""

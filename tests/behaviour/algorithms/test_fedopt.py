@@ -32,6 +32,7 @@ def stepped(folder: Path, algorithm: str, gradients: list[float], **settings: An
             base = site.pull(ticket)
             path.append(base["weight"].item())
             site.form(ticket, base, {"weight": base["weight"] - gradient}).submit()
+        site.leave()  # else the server waits for it to pull the result
         server.run()
     return [*path[1:], exported(folder)["weight"].item()]
 

@@ -94,7 +94,7 @@ def test_what_its_own_parent_leaves_behind_is_no_child_of_the_test(tmp_path: Pat
     """The test's process adopts orphans only while it asks for a process."""
     code = (
         "import os, subprocess, sys\n"
-        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'], stdout=subprocess.DEVNULL)\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'], stdout=-3, stderr=-3)\n"
         "print(child.pid); child.returncode = 0"
     )
     orphan = int(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
