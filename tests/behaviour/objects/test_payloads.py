@@ -100,7 +100,7 @@ def test_views_of_one_memory_that_differ_travel_apart() -> None:
 
 
 class Turned:
-    """A type whose producer makes an array for every value, which nobody else holds."""
+    """A type whose producer makes an array for every value; nothing else refers to it."""
 
     def __init__(self, values: np.ndarray[Any, Any]) -> None:
         self.values = values

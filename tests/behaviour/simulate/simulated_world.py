@@ -121,7 +121,7 @@ def model_of(folder: Path) -> bytes:
 
 
 def workers_of(folder: Path) -> list[list[str]]:
-    """Who took part in each round."""
+    """The sites that took part in each round."""
     lines = (folder / "exports" / "metrics.jsonl").read_text().splitlines()
     return [[name[-1] for name in json.loads(line)["workers"]] for line in lines]
 
