@@ -92,6 +92,7 @@ def test_sends_each_model_to_the_server_once(nursery: Nursery, tmp_path: Path) -
 
 @pytest.mark.slow
 @pytest.mark.covers("P9", "D1")
+@pytest.mark.usefixtures("fresh_processes")  # a forked one copies huge pages of its parent as it begins to work
 def test_memory_is_flat_at_the_server_and_at_sites_that_evaluate(nursery: Nursery, tmp_path: Path) -> None:
     """Eight times the model takes no more memory of its own: no process holds a model.
 
@@ -103,7 +104,7 @@ def test_memory_is_flat_at_the_server_and_at_sites_that_evaluate(nursery: Nurser
 
 
 def peaks_mb(nursery: Nursery, folder: Path, megabytes: int) -> list[float]:
-    """What the server and two sites take at most beyond what they had at their start."""
+    """What the server, and the one of two equal sites that takes more, take beyond what they had at their start."""
     folder.mkdir()
     nbytes, port = megabytes * 2**20, free_port()
     save_file({"weight": torch.ones(1, nbytes // 4)}, folder / "global.safetensors")
@@ -130,7 +131,7 @@ def peaks_mb(nursery: Nursery, folder: Path, megabytes: int) -> list[float]:
     found = losses(matrix_of(folder))
     assert found["a"] == {"a": 0.0, "b": 18.0}
     assert len(found) == 3
-    return [peaks.peak_mb(process.pid) for process in (server, *sites)]
+    return [peaks.peak_mb(server.pid), max(peaks.peak_mb(site.pid) for site in sites)]
 
 
 def says(process: Process, word: str) -> bool:
