@@ -474,12 +474,17 @@ def fetch(
         target = None if into is None else _targets(into)
     try:
         with _Fetching(ref, idle_timeout_s, abort) as fetching:
-            fetching.begin(() if optional else PAUSES_S)
+            try:
+                fetching.begin(() if optional else PAUSES_S)
+            except ServerUnreachable:
+                if optional:
+                    return None
+                raise
             if target is not None:
                 fetching.fill(target)
                 return into
             return fetching.to_disk(folder) if to_disk else fetching.to_memory()
-    except (Gone, ServerUnreachable):  # at any moment: an object may expire while it is downloaded
+    except Gone:  # at any moment: an object may expire while it is downloaded
         if optional:
             return None
         raise
