@@ -3,9 +3,9 @@
     python tools/public_tests.py              the share, and for each folder
     python tools/public_tests.py --internal   also what each file imports that is not public
 
-Public are the names of `atoll.__all__`, the modules in `PUBLIC`, and what these list in their `__all__`. What a file
-imports at its head counts for all its test functions, what a function imports counts for that one, and what a helper
-in `tests` imports counts for the files that import the helper.
+Public are the names of `atoll.__all__`, the submodules in `atoll._MODULES`, and what these list in their `__all__`.
+What a file imports at its head counts for all its test functions, what a function imports counts for that one, and what
+a helper in `tests` imports counts for the files that import the helper.
 """
 
 from __future__ import annotations
@@ -19,19 +19,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 TESTS = ROOT / "tests"
-PUBLIC = (
-    "algorithms",
-    "codecs",
-    "errors",
-    "filters",
-    "functional",
-    "integrations",
-    "objects",
-    "outer_optimizers",
-    "recipes",
-    "reducers",
-    "testing",
-)
 
 
 @cache
@@ -49,6 +36,15 @@ def names_of(module: str = "") -> frozenset[str] | None:
     return None
 
 
+@cache
+def modules() -> frozenset[str]:
+    """`atoll._MODULES`, the public submodules."""
+    for node in parsed(ROOT / "src" / "atoll" / "__init__.py").body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "_MODULES":
+            return frozenset(ast.literal_eval(node.value))
+    raise LookupError("src/atoll/__init__.py has no _MODULES")
+
+
 def imported(node: ast.AST) -> Iterator[str]:
     """Dotted names that this node imports: `from a import b` is "a.b"."""
     if isinstance(node, ast.Import):
@@ -59,7 +55,7 @@ def imported(node: ast.AST) -> Iterator[str]:
 
 def is_public(name: str) -> bool:
     _, *parts = name.split(".")
-    if parts and parts[0] in PUBLIC:
+    if parts and parts[0] in modules():
         names = names_of(parts[0])
         return len(parts) == 1 or names is None or parts[1] in names
     return not parts or (len(parts) == 1 and parts[0] in (names_of() or ()))
