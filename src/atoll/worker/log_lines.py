@@ -43,7 +43,10 @@ def ensure_lines() -> None:
 
 
 def told(error: BaseException | str, most_chars: int = 2000) -> str:
-    """Return an error as text for a message, at most `most_chars` long. Escape characters that UTF-8 cannot hold."""
+    """Return the text of an error, cut after `most_chars` characters. Lone surrogates, which UTF-8 lacks, are escaped.
+
+    An exception becomes "class: message"; a string stays as it is.
+    """
     text = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
     return text[:most_chars].encode(errors="backslashreplace").decode()[:most_chars]
 
@@ -63,7 +66,7 @@ def in_words(info: messages.RunInfo, sync_every: int) -> str:
 
 
 def why_skipped(error: BaseException, info: messages.RunInfo) -> str:
-    """Return why a synchronisation was skipped; with `on_missed = "rebase"`, add that the next update has its steps."""
+    """Return why a synchronisation was skipped. Add whether its local steps go into the next update."""
     if not isinstance(error, TicketClosed):
         return str(error)
     return (
@@ -102,7 +105,7 @@ class Progress:
         self._moved, self._away_s = self._begin, 0.0  # time of the last bytes; total seconds of interruptions
 
     def resume(self) -> None:
-        """Go on after an interruption. The time since the last bytes is left out of the rate."""
+        """Begin to measure the rate anew after an interruption. The time since the last bytes counts as a pause."""
         with self._lock:
             now = self._said = self._clock()
             self._away_s += now - self._moved
@@ -132,7 +135,7 @@ class Progress:
         return f", {size(rate)}/s, {max(self._total - self.done_bytes, 0) / max(rate, 1.0):.0f} s left"
 
     def end(self) -> None:
-        """Log bytes, duration and mean rate without interruptions; at level DEBUG if the transfer took under 1 s."""
+        """Log bytes, seconds and the mean rate without pauses, at level INFO. Below 1 s, log at level DEBUG."""
         seconds = self._clock() - self._begin
         level = logging.INFO if seconds >= 1.0 else logging.DEBUG
         LOG.log(
@@ -147,7 +150,7 @@ class Progress:
 
 
 class Troubles:
-    """Log of failures that repeat: the first is logged at level INFO, a repetition with the same text at DEBUG."""
+    """Logs failures that repeat: a new text at level INFO, the same text again at level DEBUG."""
 
     def __init__(self) -> None:
         self._said: dict[object, str] = {}
@@ -156,7 +159,7 @@ class Troubles:
         """Log that `of` failed.
 
         Args:
-            of: the thing that failed, as a key.
+            of: a key for the thing that failed.
             text: the line to log.
         """
         known, self._said[of] = self._said.get(of), text

@@ -1,4 +1,4 @@
-"""Metrics that updates carry: those that the script measures of a global version, and values that a loop reports.
+"""The metrics in an update: what the script measured on a global version, and what it gave to `DiLoCo.report`.
 
     pull version v  ->  metrics() of v  ->  H local steps  ->  update of v, with these metrics
 
@@ -16,7 +16,7 @@ from atoll.worker.exchange.base_and_outbox import BaseFile
 
 
 class Reports:
-    """Values that `DiLoCo.report` was given, by name, kept until an update carries them.
+    """The values given to `DiLoCo.report`, by name. They are kept until an update carries them.
 
     Attributes:
         newest: the last reported value of each name, for the status.
@@ -28,7 +28,7 @@ class Reports:
         self._carried: dict[int, dict[str, float]] = {}
 
     def add(self, finite: Mapping[str, float], named: Mapping[str, float]) -> None:
-        """Keep reported values until an update takes them.
+        """Keep the values of one report until an update carries them.
 
         Args:
             finite: the finite values of this report.
@@ -67,10 +67,10 @@ class Measured:
         self._not_finite: set[str] = set()  # names that a warning was logged for, until their value is finite
 
     def look_at(self, parts: Sequence[tuple[Tensors, BaseFile]], *, local: bool) -> None:
-        """Measure the newest versions of all fragments.
+        """Measure the global model, which consists of the newest version of each fragment.
 
-        The versions are loaded into the model. Afterwards the model gets its local values back from a copy. If the
-        model is one fragment without local progress, it holds the version already, and nothing is loaded.
+        The versions are loaded into the model, and the local values are copied back afterwards. If the whole model is
+        one fragment and has no local progress, it is the global model already, and nothing is loaded.
 
         Args:
             parts: for each fragment, the model's own tensors and the fragment's newest version.

@@ -1,8 +1,8 @@
 """The work of a worker in a swarm: serve files, pull and check files of other workers, and reduce rounds.
 
-The server sends the full list of what this worker should hold and do. The worker reports the full list of what it
-holds and has done (`protocol/swarm_messages`). The worker compares the two lists: it starts a job for each missing item
-and drops items that are no longer wanted. So the order of messages does not matter, and a lost message does no harm.
+The server sends the full list of what this worker should have and do. The worker reports the full list of what it
+has and has done (`protocol/swarm_messages`). It compares the two lists, starts a job for each missing item, and drops
+items that are no longer wanted. So the order of messages does not matter, and a lost message does no harm.
 
     hold      pull a version and its outer state from a worker that has both, and check every byte
     collect   pull an update into a spool, check that its values are finite, and compute its norm
@@ -57,7 +57,7 @@ Key = tuple[object, ...]
 
 
 class UpdateDamaged(StateCorrupt):
-    """The disk has changed an update since this worker collected the update.
+    """The disk has changed an update since this worker pulled it.
 
     Attributes:
         ticket: ticket of the update.
@@ -101,7 +101,7 @@ def failed_by(error: Exception, work: FrozenRound, folder: Path) -> ReducedRound
 
 
 def keep_result(site: str, plan: Plan, work: PeerWork, store: PeerStore, target: Path) -> None:
-    """Write the model of a finished run into a file, and log the path or the failure. Before the end, do nothing.
+    """If the run is finished, write its model into a file, and log the path or the failure.
 
     Args:
         site: the site's name, for the log.
@@ -133,7 +133,7 @@ def keep_result(site: str, plan: Plan, work: PeerWork, store: PeerStore, target:
 
 
 def plan_of(message: SwarmPlan, split: Split) -> Plan:
-    """Return the plan that follows from the server's settings.
+    """Return the plan of the run, made from the server's settings.
 
     Raises:
         VersionSkew: this Atoll does not know a setting, or a package that a setting needs is not installed here.
@@ -157,15 +157,15 @@ RESULT = "model.safetensors"
 JOBS = 3
 """Number of jobs that run at the same time."""
 KNOWN, UNREACHED = 1024, 64
-"""Largest numbers of reached and of unreached addresses in a report."""
+"""Most reached addresses, and most unreached addresses, in a report."""
 BUSY_S = 1.0
 """Seconds between two reports while jobs run, so that the server sees progress."""
 ANSWER_S = 10.0
-"""Seconds that the timeout of a report exceeds the wait at the server."""
+"""Seconds by which the timeout of a report exceeds the wait at the server."""
 
 
 class SwarmPeer:
-    """The agent that does one worker's part in a swarm. Call `start` after the worker has joined.
+    """The jobs and reports of one worker in a swarm. Call `start` after the worker has joined.
 
     Args:
         session: the worker's session.
@@ -202,7 +202,7 @@ class SwarmPeer:
         self._thread.start()
 
     def leave(self) -> None:
-        """Stop, after other workers have pulled what only this worker has. Idempotent.
+        """Stop after other workers have pulled the files that only this worker has. Idempotent.
 
         If no bytes move for the idle timeout, stop earlier. If the run is finished, write its model into a file.
         """
@@ -272,7 +272,7 @@ class SwarmPeer:
             report = self._report(wait_s)
         work = self._http.post(routes.SWARM, report, PeerWork, timeout_s=wait_s + ANSWER_S)
         with self._lock:
-            if work.server != self._work.server or work.order > self._work.order:  # else a later answer came first
+            if work.server != self._work.server or work.order > self._work.order:  # else a newer answer came before
                 self._work = work
             self._follow(self._work)
             if self._leaving and report.leaving and not self._work.stay:
@@ -304,7 +304,7 @@ class SwarmPeer:
         )
 
     def _follow(self, work: PeerWork) -> None:
-        """Drop items that the server no longer wants, and start jobs for missing items."""
+        """Drop what the server no longer wants here, and start a job for each item that is missing."""
         if not self._stopping.is_set():
             self._drop_unwanted(work)
             self._begin_missing(work)

@@ -1,7 +1,7 @@
 """Storage of a worker in a swarm: the versions that the worker serves, and the updates that it has collected.
 
-The files are slots that are rewritten, with the same layouts and digests as at a server. A note says which slot holds
-which version, so that a restarted worker still has its versions.
+The files are slots: files of a fixed size that are reused. Their layouts and digests are those of the server's files. A
+note, `held.json`, says which slot holds which version, so that a restarted worker still has its versions.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ NOTE = "held.json"
 
 @dataclass
 class _Note:
-    """The note of the held versions.
+    """The content of `held.json`: the versions that the worker has.
 
     Attributes:
         run: id of the run.
@@ -64,7 +64,7 @@ class PeerStore:
             self._adopt()
 
     def _adopt(self) -> None:
-        """Take over and serve the versions of an earlier process that match their digests. Remove all other files."""
+        """Serve the versions that an earlier process left, if they match their digests. Remove all other files."""
         note: _Note | None = read_note(self.folder / NOTE, _Note)
         for row in note.versions if note is not None and note.run == self._run else ():
             with contextlib.suppress(ValueError, TypeError, KeyError):  # another version of Atoll wrote the row
@@ -98,7 +98,7 @@ class PeerStore:
     # -- versions
 
     def versions(self) -> list[Version]:
-        """Return all held versions, ordered by fragment and number."""
+        """Return all versions in the store, ordered by fragment and number."""
         with self._lock:
             return [version for _, version in sorted(self._versions.items())]
 
@@ -110,7 +110,7 @@ class PeerStore:
     def served(self, version: Version) -> Version:
         """Start to serve a version. Return a copy of it with `source` set.
 
-        This may read the whole outer state to compute digests. So do not hold a lock during the call.
+        Do not hold a lock during the call: it may read the whole outer state to compute digests.
         """
         layout, beside, parts = self._plan.fragments[version.fragment].version, None, version.state_parts
         at = self._peer_server.serve(version.slot.fd, Manifest.of_layout(layout, version.part_digests))
@@ -128,7 +128,7 @@ class PeerStore:
                 self._peer_server.withdraw(TensorRef.parse(text))
 
     def put(self, version: Version) -> None:
-        """Add a version to the store, with the slots that the caller took for it.
+        """Add a version, and the slots that the caller got for it from `taken`, to the store.
 
         Raises:
             StoreError: the note cannot be written. The version is not added, and the caller keeps the slots.

@@ -147,7 +147,7 @@ PROBE_S = 10.0
 
 
 class PeerServer:
-    """A server of this worker's files. The run's server passes the references to other workers.
+    """Serves this worker's files to other workers, which get the references from the run's server.
 
     Args:
         host: serves files over HTTP.
@@ -378,7 +378,7 @@ class PeerTransfers:
             raise Gone(f"The other worker has no outer state of version {hold.version}.", "Ask another worker.")
         with ThreadPoolExecutor(1, thread_name_prefix="atoll-swarm-state") as beside:
             coming = beside.submit(self._state_from, source.state, hold, state) if source.state and state else None
-            digests = self._pulled(source.version, layout, slot, hold.digest)  # the block's end awaits the state, too
+            digests = self._pulled(source.version, layout, slot, hold.digest)  # the end of the block waits for `coming`
             regions, parts = coming.result() if coming is not None else ((), ())
         return Version(hold.fragment, hold.version, hold.digest, slot, state, digests, regions, parts)
 

@@ -9,11 +9,11 @@ from atoll.protocol.status_messages import Status
 from atoll.transport.http_client import Http
 
 POLL_MARGIN_S = 10.0
-"""Seconds that the timeout of a long poll exceeds the longest wait at the server."""
+"""Seconds by which the timeout of a long poll exceeds the longest wait at the server."""
 
 
 class Channel:
-    """The calls of a worker to the server, over HTTP. They block, do not retry, and are thread-safe.
+    """The calls of a worker to the server, over HTTP. Each call blocks, is tried once, and is thread-safe.
 
     Args:
         http: the connections to the server. Other calls of the worker use them, too.
@@ -49,7 +49,7 @@ class Channel:
         return self.http.post(routes.HEARTBEAT, message, messages.HeartbeatReply, timeout_s=timeout_s)
 
     def health(self, timeout_s: float) -> None:
-        """GET the health route, whatever the answer. A network error drops the idle connections, as in `heartbeat`."""
+        """GET the health route; any answer is enough. A network error drops the idle connections, as in `heartbeat`."""
         self.http.reach(routes.HEALTH, timeout_s=timeout_s)
 
     def next_ticket(self, fragment: int, wait_s: float, tasks: bool) -> messages.TicketReply:

@@ -1,14 +1,14 @@
-"""Leaving the run when the process ends: after an error or a signal, too, the worker deregisters.
+"""Deregister a worker at the server when its process ends, also after an error or a signal.
 
-SIGTERM and SIGHUP (the end of an ssh session) unwind the script, as Ctrl-C does. When Python exits, every worker that
-is still joined leaves, and reports the error. Python gives exit handlers no exit code, so `sys.exit` is replaced while
-a worker is joined, to remember the code. If no Python code runs at the end (SIGKILL, a crash of a library),
-`atoll worker` leaves for the script: it finds the lease in a folder.
+SIGTERM and SIGHUP (the end of an ssh session) raise an exception in the script, as Ctrl-C does. When Python exits,
+every worker that is still joined leaves its run and reports the error. Python does not tell exit handlers the exit
+code, so `sys.exit` is replaced while a worker is joined, to remember the code. If no Python code runs at the end
+(SIGKILL, a crash of a library), `atoll worker` deregisters the worker, with the lease that it finds in a folder.
 
 Python handles a signal only between two bytecode instructions. If native code hangs, Python never handles the signal;
 a thread watches for this case and ends the process. A second signal ends the process in any case. Python drops an
-exception that is raised in a finalizer (`__del__`) or in a fork handler. A signal that arrives there is sent again
-until it unwinds the script.
+exception that is raised in a finalizer (`__del__`) or in a fork handler. So a signal that arrives there is sent again
+until its exception reaches the script.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ The status is written when the worker leaves, as the server may be gone afterwar
 UNNOTED = "the server notices only after heartbeat_timeout_s."
 
 GOODBYE_S = 5.0
-"""Seconds to wait for the server when leaving. Afterwards, missing heartbeats tell the server of the end."""
+"""Seconds to wait for the server when leaving. After that, the server notices the end by the missing heartbeats."""
 
 WATCHED = (signal.SIGTERM, signal.SIGHUP)
-"""Signals that unwind the script. Under nohup, SIGHUP stays ignored."""
+"""Signals that raise `EndedBySignal` in the script. Under nohup, SIGHUP stays ignored."""
 
 AGAIN_S = 0.05
 """Seconds until a signal that Python dropped is sent again."""
@@ -59,7 +59,7 @@ ENDED_WELL = (None, 0, 128 + signal.SIGINT)
 
 
 class EndedBySignal(SystemExit):
-    """The exception by which a signal unwinds the script; its exit code is 128 + the signal's number."""
+    """The exception that a signal raises in the script. The exit code is 128 + the signal's number."""
 
     def __init__(self, number: int) -> None:
         super().__init__(128 + number)
@@ -137,7 +137,7 @@ def watch_exit(joined: Joined) -> None:
 
 
 def has_left(joined: Joined) -> None:
-    """Forget an object that has left. After the last one, restore `sys.exit`, `sys.unraisablehook` and the signals."""
+    """Forget an object that has left. After the last one, restore `sys.exit`, `sys.unraisablehook` and the handlers."""
     _joined.discard(joined)
     if _joined:
         return
@@ -150,7 +150,7 @@ def has_left(joined: Joined) -> None:
 
 
 def what_ends() -> BaseException | None:
-    """Return the uncaught exception that ends this process; None if none does. Call it when Python exits."""
+    """Return the uncaught exception that ends this process; None after a normal end. Call it when Python exits."""
     return getattr(sys, "last_value", None) or _exit
 
 
@@ -162,7 +162,7 @@ class _Replaced:
 
     Args:
         name: the function's name in `sys`.
-        made_of: makes the replacement from the function before.
+        made_of: makes the replacement from the function that it replaces.
     """
 
     def __init__(self, name: str, made_of: Callable[[Any], Any]) -> None:
@@ -178,7 +178,7 @@ class _Replaced:
             setattr(sys, self._name, self._ours)
 
     def restore(self) -> None:
-        """Restore the function before, unless other code has replaced the function meanwhile."""
+        """Put the earlier function back, unless other code has replaced ours meanwhile."""
         if getattr(sys, self._name) is self._ours:
             setattr(sys, self._name, self._before)
 
@@ -194,9 +194,9 @@ def _remembering_exit(python_exit: Callable[[sys._ExitCode | None], NoReturn]) -
 
 
 def _sending_again(before: Callable[[sys.UnraisableHookArgs], Any]) -> Callable[[sys.UnraisableHookArgs], None]:
-    """Return a hook for exceptions that Python drops. It sends a signal again if its exception was dropped.
+    """Return a `sys.unraisablehook` that sends a signal again if Python dropped the signal's exception.
 
-    The signal's exception may be the dropped one, or in its chain of contexts.
+    The signal's exception is the dropped exception itself, or one in its chain of contexts.
     """
 
     def hook(dropped: sys.UnraisableHookArgs) -> None:
@@ -243,7 +243,7 @@ def _send_again(number: int) -> None:
 
 
 def _unwind_at_the_first(number: int) -> None:
-    """Set `_unwind` as handler of the first signal. A second signal ends the process, even while native code hangs.
+    """Make `_unwind` handle the next signal. The one after that ends the process, even while native code hangs.
 
     glibc's `sysv_signal` makes the kernel reset the handler after one call. Without glibc, the handler stays set.
     """
@@ -333,7 +333,7 @@ def _leave_all() -> None:
     main = threading.current_thread() is threading.main_thread()
     handled = [number for number in WATCHED if main and signal.getsignal(number) is _unwind]
     for number in handled:
-        signal.signal(number, signal.SIG_IGN)  # this is the end already, and takes `GOODBYE_S` at most
+        signal.signal(number, signal.SIG_IGN)  # the process ends already; leaving takes at most `GOODBYE_S` each
     try:
         for joined in list(_joined):
             joined.leave(last_words(what_ends()))

@@ -56,7 +56,7 @@ class RankGroup:
         device = torch.device("cpu")
         if dist.get_backend() == "nccl":
             device = next(model.parameters()).device
-            if device.type == "cpu":  # the parameters are offloaded, and NCCL cannot move CPU tensors
+            if device.type == "cpu":  # the parameters are offloaded to the CPU, and NCCL moves only GPU tensors
                 device = torch.device("cuda", torch.cuda.current_device())
         return cls(dist.get_rank(), dist.get_world_size(), device)
 
@@ -101,14 +101,14 @@ class RankGroup:
             self._text(json.dumps({"wait": True}))
 
     def gather(self, work: Callable[[], T]) -> list[T]:
-        """Call `work` at every rank, and return the results of all ranks in order, at every rank.
+        """Call `work` at every rank. Return at every rank the list of all results, in the order of the ranks.
 
         Args:
             work: returns a value that JSON can hold.
 
         Raises:
-            AtollError: `work` failed at one of the ranks. Every rank raises the error. Of several errors, a refused
-                update is preferred, and a lost lease is the last choice.
+            AtollError: `work` failed at one of the ranks. Every rank raises the error. If several ranks failed, a
+                refused update is raised first, and a lost lease last.
         """
         if not self.together:
             return [work()]
@@ -198,7 +198,7 @@ ALONE = RankGroup(0, 1, torch.device("cpu"))
 
 @contextmanager
 def _with_others() -> Iterator[None]:
-    """Run a collective inside the block. Turn its `RuntimeError` into `RunFailed`: another rank has ended."""
+    """Turn a `RuntimeError` of a collective in the block into `RunFailed`, which says that another rank ended."""
     try:
         yield
     except RuntimeError as error:
@@ -216,7 +216,7 @@ def _said(error: BaseException) -> Said:
 
 
 def _heard(rank: int, said: Said) -> Any:
-    """Return the value of a rank's result; if the result is an error, return it as an exception of the same class."""
+    """Return the value in a rank's result. If the result is an error, return an exception of the error's class."""
     if "error" not in said:
         return said["value"]
     kind = BY_CODE.get(said["error"])

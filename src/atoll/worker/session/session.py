@@ -1,7 +1,7 @@
-"""A worker's session with the server: its lease, its heartbeats, and calls that are retried until they are answered.
+"""A worker's session with the server: its lease, its heartbeats, and calls that are retried until the server answers.
 
 If the connection is lost, calls are retried with backoff. If the lease is lost, the worker joins again and gets its
-open ticket back. If a newer process of the same site joins, this one ends.
+open ticket back. If a newer process of the same site joins, this process ends.
 """
 
 from __future__ import annotations
@@ -65,9 +65,9 @@ SAY_EVERY_S = 15.0
 
 
 def give_up_s() -> float:
-    """Return the seconds without an answer after which a worker gives the server up.
+    """Return how many seconds a worker tries to reach a server that does not answer.
 
-    They are `ATOLL_GIVE_UP_S` if it is set, else `GIVE_UP_S`. A value of 0 becomes infinity.
+    The number is `ATOLL_GIVE_UP_S` if that is set, else `GIVE_UP_S`. A value of 0 becomes infinity.
 
     Raises:
         ConfigError: `ATOLL_GIVE_UP_S` is no number of seconds.
@@ -83,10 +83,10 @@ def give_up_s() -> float:
 
 
 class OutageTimer:
-    """A timer of how long the server has not answered one worker. Thread-safe.
+    """Measures for how long the server has not answered one worker. Thread-safe.
 
-    It starts at the first failed attempt after an answer. So the time in which this process itself was stopped does
-    not count.
+    The time begins with the first failed attempt after an answer. So time in which this process itself was stopped
+    does not count.
 
     Args:
         server: address of the server, for messages.
@@ -120,7 +120,7 @@ class OutageTimer:
 
     @property
     def is_too_long(self) -> bool:
-        """Whether it is time to give the server up."""
+        """Whether the server has not answered for `ATOLL_GIVE_UP_S`, so that the worker gives up."""
         return self.seconds >= self._most_s
 
     @property
@@ -215,11 +215,11 @@ class Session:
 
     @property
     def streams(self) -> bool:
-        """Whether the run has several fragments, or results that are merged later than at the end of a round."""
+        """Whether the run has several fragments, or has tau or alpha above 0."""
         return self.info.fragments > 1 or self.info.tau > 0 or self.info.alpha > 0
 
     def require_here(self) -> None:
-        """Raise an error if this worker has left. Call it before files are touched: threads may go on after a leave.
+        """Raise an error if this worker has left. Call it before changing files: a thread may outlive the leave.
 
         Raises:
             ServerUnreachable: the worker has left.
@@ -242,7 +242,7 @@ class Session:
 
         Args:
             fragment: the fragment's number, or one of the keys below zero, such as `OF_THE_OPTIMIZER`.
-            warnings: the new warnings; empty: none.
+            warnings: the new warnings; an empty list removes the old ones.
         """
         with self._telling:
             self._warnings[fragment] = warnings
@@ -251,8 +251,8 @@ class Session:
     def beat(self) -> bool:
         """Send a heartbeat. Return whether the server accepted it.
 
-        If the lease is lost, join again. The timeout is half a heartbeat interval, so that a half-open connection does
-        not cost the lease.
+        If the lease is lost, join again. The timeout is half a heartbeat interval: if a connection is half open, there
+        is time for another heartbeat before the lease expires.
         """
         lease = self.channel.lease
         try:
@@ -328,7 +328,7 @@ class Session:
             self._beat.start()
 
     def _watch_calls(self, ask: Callable[[], object], every_s: float) -> None:
-        """Start the watch that ends calls when the network is silent.
+        """Start the thread that breaks off calls when the network is silent.
 
         Args:
             ask: a call that shows whether the server answers.
@@ -388,7 +388,7 @@ class Session:
                     raise
 
     def leave(self, error: str | None = None) -> None:
-        """Send a last heartbeat, deregister and stop the heartbeats. Do not wait long for the server. Idempotent.
+        """Send a last heartbeat, deregister and stop the heartbeats. Wait only seconds for the server. Idempotent.
 
         Args:
             error: the error that ended training; None: training ended well.
@@ -492,7 +492,7 @@ class Session:
                 attempts.failed(error)
 
     def next_ticket(self, fragment: int = 0, *, wait_s: float | None = None, retries: int | None = None) -> Next | Lost:
-        """Return the ticket of the open round, or that the run is finished.
+        """Wait for a round; return this worker's ticket, or the answer that the run is finished.
 
         Args:
             fragment: the fragment's number.
@@ -537,7 +537,7 @@ class Session:
         return require(self.outcome(ticket))
 
     def parts_at_server(self, ticket: int, digests: Mapping[int, bytes]) -> Collection[int]:
-        """Return the indices of the parts that the server has already, with these digests.
+        """Return the indices of the parts that the server has already received with these digests.
 
         Args:
             ticket: ticket of the update.
@@ -558,7 +558,7 @@ class Session:
         }
 
     def _failed(self, error: AtollError) -> None:
-        """Note a failed attempt. Any error other than an unreachable server or a stalled transfer is an answer."""
+        """Note a failed attempt. All errors but an unreachable server and a stalled transfer count as answers."""
         if isinstance(error, ServerUnreachable | TransferStalled):
             self.silence.failed()
         else:
@@ -570,7 +570,7 @@ class Session:
 
 
 class _Attempts:
-    """The attempts at one call: decides when to try again and when to stop.
+    """The attempts at one call: waits between two attempts, joins again if the lease is lost, and decides when to stop.
 
     Args:
         session: the session that makes the call.
@@ -631,7 +631,7 @@ class _Attempts:
         self._count += 1
         session._failed(error)
         if self._most is not None and (self._count > self._most or session.channel.watch.is_lost):
-            raise error  # a call that the watch ended has taken as long as all retries
+            raise error  # if the watch broke the call off, it has taken as long as all retries together
         if isinstance(error, ServerUnreachable) and error.is_other and not silence.was_answered:
             raise error
         if self._most is None and silence.is_too_long:

@@ -65,7 +65,7 @@ from atoll.worker.tasks.evaluate_models import Evaluate, Models, key_of, referen
 
 # -- Prefetch: pull the tensors of the next task while the handler of the current task still runs.
 #
-# The server alone decides which task is next. If another task comes than the prefetched one, its tensors are dropped.
+# The server alone decides which task is next. If it sends another task, the prefetched tensors are dropped.
 
 
 PAUSE_S = 1.0
@@ -102,7 +102,7 @@ class Ahead:
         self._thread: threading.Thread | None = None
 
     def take(self, task: str) -> Stored | None:
-        """Return the prefetched tensors of a task, after waiting for a pull in progress; None if not prefetched.
+        """Return the prefetched tensors of a task; None if there are none. If their pull has begun, wait for its end.
 
         Args:
             task: the id of the task that the server has sent.
@@ -182,13 +182,13 @@ class Task:
     """One task for this site. The server sends a task again until this site has answered it.
 
     Attributes:
-        name: name of the task: `train`, `validate`, `submit_model`, or a name of the workflow's own.
+        name: name of the task: `train`, `validate`, `submit_model`, or a name that the workflow chose.
         id: id of the task; the same for all sites of a broadcast.
         payload: the payload that the workflow sent; references in it are not resolved.
     """
 
     def __init__(self, connection: Session, message: tm.Task, warned: set[str], filters: AnswerFilters) -> None:
-        self._warned = warned  # names of tasks with a warning in the log
+        self._warned = warned  # names of tasks that a warning was logged for
         self._filters = filters
         self.name, self.id = message.name, message.task
         self.payload: Any = None
@@ -225,7 +225,7 @@ class Task:
             return written(packed, way.cut, None)
 
     def deliver(self, answer: tm.TaskAnswer | Draft) -> bool:
-        """Send an answer that `written` returned, uploading a draft first. Return whether the server took it."""
+        """Send an answer that `written` returned; upload a draft first. Return whether the server took the answer."""
         if isinstance(answer, tm.TaskAnswer):
             return self._send(answer)
         ref = uploaded(self._connection, answer, f"answer to {self.described}")
@@ -268,8 +268,8 @@ H = TypeVar("H", bound=Callable[..., Any])
 SUBMIT, VALIDATE = "submit_model", "validate"
 
 UNDELIVERED = (TransferError, UsageError, StoreError, BadRequest)
-"""Errors because of which a handler's answer cannot be sent: a stream fails while it is read, tensors cannot be
-uploaded, the disk of this site is full, or the answer is too large for the server."""
+"""Errors of an answer that cannot be sent: a stream fails while it is read, tensors cannot be uploaded, this
+site's disk is full, or the answer is too large for the server. The site then answers that it failed."""
 
 
 def say_evaluation_follows(connection: Session) -> None:
@@ -405,7 +405,7 @@ class TaskWorker:
         return function
 
     def note(self, text: str) -> None:
-        """Report what this site is doing. The status shows the text, and the report counts as progress of the site."""
+        """Report what this site is doing. The status shows the text, and the server counts the report as progress."""
         if self._session is not None:
             self._session.tell(state=text[:64])
 
@@ -460,7 +460,7 @@ class TaskWorker:
         """Answer tasks with the handlers until rounds begin, or until the last workflow has ended.
 
         Args:
-            rounds: whether this process takes part in rounds, too. If False, only the end of the workflows counts.
+            rounds: whether to stop when rounds begin. If False, go on until the last workflow has ended.
 
         Returns:
             Whether rounds begin; False if the last workflow has ended.
@@ -473,7 +473,7 @@ class TaskWorker:
                 task.fail(f"there is no handler for task {task.name!r}, only for: {known}")
                 continue
             try:
-                packed = pack(handler(task.payload))  # an answer that cannot be sent is the handler's error
+                packed = pack(handler(task.payload))  # if the answer cannot be packed, the handler has failed
             except Exception as error:
                 LOG.exception("%s: task %r failed", self.site, task.name)
                 task.fail(error)
@@ -557,7 +557,7 @@ class TaskWorker:
 
 
 def never_came(session: Session, task: Task, why: TransferStalled) -> TransferStalled:
-    """Return and log the error for tensors that stalled twice; it names the task, the site and the server."""
+    """Log and return the error for a task with tensors that stalled twice: it names task, site and server."""
     server = session.http.server
     error = TransferStalled(
         f"The tensors of {task.described} cannot be downloaded from {server} to site {session.site}: {why.message}",
@@ -588,7 +588,7 @@ def tasks(
             from the name of a task to its filters.
 
     Returns:
-        The worker. As a context manager, it leaves the run at its end.
+        The worker. Use it as a context manager, which leaves the run at the end.
 
     Raises:
         UsageError: no server is named, or an entry of `filters` is no filter.

@@ -119,7 +119,7 @@ class Models:
         with self._filters.behind(self._packed(), "submit_model") as packed:
             draft = written(packed, cut_as_told(packed, None), self._folder)
             ref = uploaded(self._connection, draft, "model")
-        return {"model": key_of(ref).model_dump()}  # without an address, which may differ at other sites
+        return {"model": key_of(ref).model_dump()}  # no address: other sites may reach the server at another one
 
     def _packed(self) -> Packed:
         if self.give is not None:
@@ -143,7 +143,7 @@ class Models:
 
 
 STALLS = 2
-"""An upload fails after this many stalls. A single stall may be temporary."""
+"""Number of stalls after which an upload fails. A single stall may be temporary."""
 
 
 def uploaded(connection: Session, draft: Draft, what: str) -> TensorRef:
@@ -273,7 +273,7 @@ def keep_local(place: Participation, tensors: Tensors, round_number: int) -> Non
     try:
         replace_file(path, itertools.chain([header], runs), temporary=temporary, sync=lambda _: None)
     except OSError as error:
-        path.unlink(missing_ok=True)  # an older file would be taken for this round's
+        path.unlink(missing_ok=True)  # otherwise an older model would be sent as that of this round
         LOG.warning(
             "%s: the model of round %d could not be stored for later workflows: %s",
             place.site,
@@ -283,7 +283,7 @@ def keep_local(place: Participation, tensors: Tensors, round_number: int) -> Non
 
 
 def local_model(place: Participation) -> Packed:
-    """Return the site's last submitted model, ready to send; its tensors are read from the file piece by piece.
+    """Return the site's last submitted model, packed for sending. Its tensors are read from the file piece by piece.
 
     Raises:
         UsageError: there is no file, or the site has filters, which the file would bypass.

@@ -75,11 +75,11 @@ _OTHER_ALGORITHM = (
 
 @dataclass(frozen=True)
 class SyncProgress:
-    """The state of the synchronisations that rank 0 shares with every rank.
+    """What rank 0 tells every rank about the synchronisations.
 
     Attributes:
         sync_every: local steps between two synchronisations, H.
-        next_step: the first step after which an update may be due or a result may have to be merged.
+        next_step: the next step after which an update may be due or a result may have to be merged.
         finished: whether the run is over.
         lost: whether the server has not answered for so long that the worker has given it up.
     """
@@ -363,10 +363,10 @@ class DiLoCo:
         return self._shards
 
     def _over_ranks(self, work: Callable[[], T], kind: object) -> T:
-        """Run `work`, which needs the network: at every rank if the model is sharded, else only at rank 0.
+        """Run `work` at every rank if the model is sharded, else only at rank 0; return its result at every rank.
 
         Args:
-            work: the function to run.
+            work: a function that uses the network.
             kind: the type of its result, for sending the result from rank 0 to the other ranks.
         """
         return work() if self._shards is not None else self._ranks.from_rank0(work, kind)
@@ -379,7 +379,7 @@ class DiLoCo:
         return SyncProgress(self.sync_every, sync.next_step, sync.finished, lost)
 
     def _learn(self, progress: SyncProgress) -> None:
-        """Take over rank 0's progress and model."""
+        """Store the progress that rank 0 has sent, and copy the model of rank 0 into this rank's."""
         self._progress, self.sync_every = progress, progress.sync_every
         self._spread()
 
@@ -470,7 +470,7 @@ class DiLoCo:
 
     @public_api
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load the entry of a checkpoint. `start` then fails if the entry disagrees with the site's folder.
+        """Load Atoll's entry from a checkpoint. `start` will fail if the entry disagrees with the site's folder.
 
         Raises:
             UsageError: this object was started already, or `state` is not from `state_dict`.
@@ -511,7 +511,7 @@ class DiLoCo:
             self._place.session.tell(metrics=dict(self._reports.newest))
 
     def credit(self, metrics: dict[str, float]) -> bool:
-        """Record metrics, measured just now, for the global version; return False if the model is not a global version.
+        """Record metrics that were measured just now, if the model is a global version; return whether it is.
 
         The model is a global version after a synchronisation, until the next step. Integrations call this, because a
         framework decides itself when it evaluates.
@@ -529,7 +529,7 @@ class DiLoCo:
     def finished(self) -> bool:
         """Whether the training loop may end, because the run is over or the server is lost.
 
-        A loop that continues trains on, and tries to reach a lost server again at every synchronisation.
+        A loop that continues trains only its local model. It tries to reach a lost server at every synchronisation.
         """
         return self.over or self.lost
 
@@ -545,7 +545,7 @@ class DiLoCo:
 
     @property
     def rounds(self) -> int:
-        """Number of results that this worker has continued from; 0 at ranks other than 0."""
+        """Number of this worker's updates that have led to a new version; 0 at ranks other than 0."""
         return self._sync.rounds if self._sync is not None else 0
 
     @property
@@ -646,7 +646,7 @@ class DiLoCo:
         self._pace = (self.step, time.monotonic())
 
     def _act(self) -> SyncProgress | None:
-        """Merge and submit what is due, and return the progress; None if nothing was due."""
+        """Merge results and submit the fragment that is due; return the progress, or None if nothing was due."""
         assert self._sync is not None
         return self._now() if self._sync.after_step(self.step) else None
 

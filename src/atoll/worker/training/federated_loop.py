@@ -57,7 +57,7 @@ class Round:
     """One round of a federated run: the version to train from, and the ticket to submit under.
 
     Attributes:
-        done: whether the round is over for this worker: submitted, or not needed any more.
+        done: whether `submit` has returned. Then the round is over for this worker.
         params: name → CPU tensor or numpy array, set by `atoll.functional.receive`. Empty if `receive` filled a model,
             and after `send` with `clear_cache`.
         sent: the model that `atoll.functional.send` sent, if `clear_cache` was False; else None.
@@ -113,7 +113,7 @@ class Round:
                 An algorithm that divides by the learning rate allows only one.
 
         Returns:
-            The hooks, which stay until the round is submitted. As a context manager, they are removed at its end.
+            The hooks, which stay until the round is submitted. In a `with` statement, they are removed at its end.
 
         Raises:
             UsageError: the global model was not pulled, or `correct` was called before in this round.
@@ -226,9 +226,10 @@ class Round:
         self._hooks, self._optimizers = None, ()  # free the model while this worker waits
 
     def _finish(self, given: Mapping[str, Arrays] | None, steps: int) -> Finish | None:
-        """Return the function that provides the groups beside the model; None if the update has none.
+        """Return the function that provides the update's groups beside the model; None if it has no such groups.
 
-        The groups are measured by `correct`, or `given` by a loop that implements the algorithm by hand.
+        The hooks of `correct` have measured the groups, or a loop that implements the algorithm by hand has `given`
+        them.
 
         Raises:
             UsageError: the round lacks the algorithm's correction, or `given` does not fit the run or this round.
@@ -294,8 +295,8 @@ class Worker(TaskWorker):
     after the last one. Without a server, the loop has one round, and nothing is sent.
 
     Args:
-        backend: gives the rounds.
-        place: the participation in a run at a server, which also sends tasks; None: no server sends tasks.
+        backend: provides the rounds, and takes the updates.
+        place: the participation in a run at a server, which may also send tasks; None without a server.
     """
 
     _joined_by = "atoll.join"

@@ -1,9 +1,9 @@
 """Choose the fragment to synchronise next. Every worker uses the same rule, so that no two wait for each other.
 
 In synchronous runs, the next fragment is the one with the lowest (round, number) among the fragments that this worker
-has not submitted. Without disturbances, this is the cycle 0 … K−1. If a synchronisation is skipped or a worker joins
-later, all workers still follow the same order. So the open round with the lowest (round, number) is always the next
-one of every worker that it waits for. This file has no IO.
+has not submitted. Usually, this is the cycle 0 … K−1. If a synchronisation is skipped or a worker joins later, all
+workers still follow the same order. So every worker that the lowest open (round, number) waits for submits to that
+round next. This file has no IO.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ class SyncRules:
 
     Attributes:
         every: H, local steps between two synchronisations of one fragment.
-        fragments: K, number of fragments that are synchronised in turn.
+        fragments: K, number of fragments.
         tau: τ, local steps between forming an update and merging its result.
         alpha: α, share of the local parameters in a merge.
-        max_inflight: how many fragments of this worker may be in flight at a time.
+        max_inflight: number of this worker's updates that may be in flight at a time.
         waits: whether the run is synchronous: a round waits for its workers.
         on_missed: what happens to local steps if the head moved on without them: "rebase" carries them over to the new
             head, "reset" discards them.
@@ -66,7 +66,7 @@ class SyncRules:
 
 
 class Place(NamedTuple):
-    """A worker's position in one fragment, as needed to choose the next fragment.
+    """The state of one fragment at a worker, as far as the choice of the next fragment depends on it.
 
     Attributes:
         round: the round that the worker takes part in next.

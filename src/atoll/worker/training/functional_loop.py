@@ -89,9 +89,9 @@ def is_running() -> bool:
 
 @public_api
 def receive(into: Model | None = None, *, framework: Literal["torch", "numpy"] = "torch") -> Round | None:
-    """Pull the global model of the next round, and return the round; None when the run is over.
+    """Wait for the next round, pull its global model, and return the round; None when the run is over.
 
-    The model is in `params` of the round, or in `into`. A further call before `send` returns the same round.
+    The model is in `params` of the round, or in `into`. Until `send` is called, further calls return the same round.
 
     Args:
         into: a model to fill in place; `params` then stays empty.
@@ -126,8 +126,8 @@ def send(
     """Submit the trained model, which ends the round. The other arguments are those of `fl_round.submit`.
 
     Args:
-        clear_cache: empty `params` of the round, to free memory while this worker waits for the next round. If False,
-            keep the received model in `params` of the round, and the sent model in `sent`.
+        clear_cache: whether to empty `params` of the round, to free memory while this worker waits for the next round.
+            If False, the received model stays in `params` of the round, and the sent model in `sent`.
 
     Raises:
         UsageError: `init` was not called, or nothing was received since the last `send`.

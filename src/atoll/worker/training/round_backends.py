@@ -1,4 +1,4 @@
-"""How a round gets its version and hands over its update: `RoundBackend`, and two of its three implementations.
+"""Where a round gets its version from and sends its update to: `RoundBackend`, with two of its three implementations.
 
     ServerBackend   a worker of a run: versions and updates travel to and from a server
     ScriptAlone     no server is configured: the script's model is the version, and no update is sent
@@ -32,7 +32,7 @@ from atoll.worker.tasks.evaluate_models import keep_local
 
 
 class RoundBackend(Protocol):
-    """What a worker and its rounds need of the place where they run.
+    """The interface by which a `Worker` and its `Round` get versions and submit updates.
 
     Attributes:
         counters: bytes of tensors that were sent and received.
@@ -46,7 +46,7 @@ class RoundBackend(Protocol):
 
     @property
     def local(self) -> LocalFragment | None:
-        """The site's base, filters and local state; None: there is no run, so nothing to correct or to check."""
+        """The site's base, filters and local state; None if there is no run, so that nothing is corrected or sent."""
 
     @property
     def has_left(self) -> bool:
@@ -57,11 +57,11 @@ class RoundBackend(Protocol):
         """The schema of the model.
 
         Raises:
-            UsageError: it is not known yet, because there is no run.
+            UsageError: there is no run, and no model was loaded yet.
         """
 
     def tensors_of(self, model: nn.Module | Arrays) -> dict[str, Tensor]:
-        """Return a model's own tensors by name, after checking that its schema is the run's.
+        """Return a model's own tensors by name. Check that its schema is that of the run.
 
         Raises:
             SchemaMismatch: the model's schema differs from that of the run.
@@ -72,14 +72,14 @@ class RoundBackend(Protocol):
         """Wait for the next ticket, for at most `wait_s` seconds; None: without a limit.
 
         Returns:
-            The answer of the run; None if there is no further round here.
+            The answer of the run; None if the script runs alone and has had its only round.
         """
 
     def pull(self, ticket: Ticket, into: Tensors) -> Ticket:
         """Load the version of a ticket into tensors.
 
         Returns:
-            The ticket to submit under. It is another one if the version of `ticket` was no longer there.
+            The ticket to submit under: another one than `ticket` if the version of `ticket` is gone.
         """
 
     def load_newest(self, into: Tensors, keep: VersionRef | None) -> None:
@@ -97,13 +97,13 @@ class RoundBackend(Protocol):
     def submit(
         self, ticket: Ticket, tensors: Tensors, info: UpdateInfo, finish: Finish | None, optimizers: Sequence[Optimizer]
     ) -> None:
-        """Form the update of a ticket and hand it over. Return when it is taken, or when the round goes on without it.
+        """Form the update of a ticket and submit it. Return when it is accepted, or when the round closes without it.
 
         Args:
             ticket: the ticket of the update.
             tensors: the model's own tensors, by name; not changed.
             info: weight, steps and metrics of the update.
-            finish: gives the update's groups beside the model; None: no such groups.
+            finish: computes the update's groups beside the model; None: no such groups.
             optimizers: the optimizers that trained the model, as far as they are known.
         """
 
@@ -112,7 +112,7 @@ class RoundBackend(Protocol):
 
 
 def matching(schema: Schema, site: str, model: nn.Module | Arrays) -> dict[str, Tensor]:
-    """Return a model's own tensors by name, after checking that its schema is that of the run.
+    """Return a model's own tensors by name. Check that its schema is `schema`.
 
     Raises:
         SchemaMismatch: the model's schema differs from `schema`.
@@ -126,7 +126,7 @@ def matching(schema: Schema, site: str, model: nn.Module | Arrays) -> dict[str, 
     if isinstance(model, nn.Module):
         tensors, mine = named_tensors(model)[0], schema_of(model)
     else:
-        # a mapping does not say which tensors are buffers or tied: take that from the run's schema
+        # a mapping does not say which tensors are buffers or tied, but the run's schema does
         buffers, tied = {spec.name: spec.group != PARAMS for spec in schema.tensors}, dict(schema.aliases)
         named = named_tensors(unwrapped(model, buffers.keys() | tied.keys()))[0]
         tensors = {name: tensor for name, tensor in named.items() if name not in tied}
@@ -136,7 +136,7 @@ def matching(schema: Schema, site: str, model: nn.Module | Arrays) -> dict[str, 
 
 
 class ServerBackend:
-    """A worker that has joined a run at a server. It resumes what an earlier process of the site has left."""
+    """The backend of a worker that has joined a run at a server. It continues from the files in the site's folder."""
 
     def __init__(self, place: Participation) -> None:
         self.place, self.site = place, place.site
@@ -151,11 +151,11 @@ class ServerBackend:
         return self.place.session.has_left
 
     def tensors_of(self, model: nn.Module | Arrays) -> dict[str, Tensor]:
-        """Compare the model with the schema that the server has named."""
+        """Return the model's own tensors. Check that its schema is the one that the server has sent."""
         return matching(self.schema, self.site, model)
 
     def next_round(self, wait_s: float | None) -> Next:
-        """Ask the server. The first time, first send an update that an earlier process has left."""
+        """Ask the server. Before the first request, send the update that an earlier process has left, if any."""
         exchange = self.place.exchange
         if not self._recovered:
             exchange.recover()
@@ -171,8 +171,8 @@ class ServerBackend:
     def pull(self, ticket: Ticket, into: Tensors) -> Ticket:
         """Pull the version of the ticket; if the server no longer has that version, switch to the newest round.
 
-        Nothing is lost by that, because nothing was trained from the old version. A version can disappear when a
-        deadline passes, or when the server is restored from a backup.
+        No training is lost, because none has started from the old version. A version can disappear when the round
+        closes at its deadline, or when the server is restored from a backup.
         """
         exchange = self.place.exchange
         while isinstance(pull := require(exchange.pull(ticket.base, into)), VersionGone):
@@ -185,19 +185,19 @@ class ServerBackend:
         return ticket
 
     def load_newest(self, into: Tensors, keep: VersionRef | None) -> None:
-        """Pull the head, beside the base if that has to stay."""
+        """Pull the head; if `keep` must stay in the base file, pull the head into a second file."""
         self.place.exchange.pull_head(into, keep=keep)
         if keep is not None:
             self.place.session.tell(state="training")
 
     def has_base(self, ticket: Ticket) -> bool:
-        """Return whether the base file holds the version."""
+        """Return whether the base file holds the version of the ticket."""
         return self.place.exchange.base.holds(self.local.info.run, ticket.base.digest)
 
     def submit(
         self, ticket: Ticket, tensors: Tensors, info: UpdateInfo, finish: Finish | None, optimizers: Sequence[Optimizer]
     ) -> None:
-        """Send the update; return when the server has it in its journal, or does not take it."""
+        """Send the update. Return when it is in the server's journal, was refused, or came too late."""
         session, exchange = self.place.session, self.place.exchange
         session.optimizers = optimizers
         if self.local.info.keeps_local and not self.local.filters:
@@ -222,7 +222,7 @@ class ServerBackend:
 
 
 class ScriptAlone:
-    """A script without a server: one round of plain local training. The model that it loads stays as it is."""
+    """The backend of a script without a server: one round of local training, from the model's own values."""
 
     site, has_left = "alone", False
     local: LocalFragment | None = None
@@ -246,7 +246,7 @@ class ScriptAlone:
         return self._model
 
     def tensors_of(self, model: nn.Module | Arrays) -> dict[str, Tensor]:
-        """Take this model for the version, whatever its schema."""
+        """Return the model's own tensors. The model becomes the global model, whatever its schema."""
         if not isinstance(model, nn.Module):
             require_model(model)
             model = {name: as_tensor(name, value) for name, value in model.items()}
@@ -263,7 +263,7 @@ class ScriptAlone:
         return Open(ticket.base, ticket=ticket)
 
     def pull(self, ticket: Ticket, into: Tensors) -> Ticket:
-        """Copy the loaded model, unless `into` is that model."""
+        """Copy the tensors of the loaded model into `into`, unless they share memory."""
         for name, tensor in named_tensors(self._loaded())[0].items():
             if into[name].data_ptr() != tensor.data_ptr():
                 into[name].copy_(tensor)
@@ -277,9 +277,9 @@ class ScriptAlone:
         return True
 
     def global_state(self, group: str) -> dict[str, Tensor]:
-        """Return a zero for each element of the float parameters, since there is no server that keeps a state.
+        """Return zeros in the shape of each float parameter: without a server, there is no state.
 
-        A script that computes a correction from this state then corrects nothing. Empty before a model is loaded.
+        A correction that the script computes from zeros changes nothing. Empty before a model is loaded.
         """
         named = named_parameters(self._model) if isinstance(self._model, nn.Module) else {}
         return {name: torch.zeros(value.shape) for name, value in named.items() if value.is_floating_point()}
@@ -289,7 +289,7 @@ class ScriptAlone:
     def submit(
         self, ticket: Ticket, tensors: Tensors, info: UpdateInfo, finish: Finish | None, optimizers: Sequence[Optimizer]
     ) -> None:
-        """Log the metrics that would have been submitted, and forget the model."""
+        """Log the metrics of the update, and forget the model. Nothing is sent."""
         told = ", ".join(f"{key} {value:.4g}" for key, value in info.metrics.items())
         LOG.info("alone: trained without a server%s", f" ({told})" if told else "")
         self._model = None

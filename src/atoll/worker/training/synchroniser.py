@@ -1,8 +1,8 @@
-"""Run DiLoCo's synchronisations as the optimizer steps: of the whole model, or of one fragment at a time.
+"""Synchronise a worker of a DiLoCo run while its optimizer steps: the whole model, or one fragment at a time.
 
 DiLoCo: Distributed Low-Communication Training of Language Models (Douillard et al., arXiv 2311.08105), Algorithm 1, and
-Streaming DiLoCo with overlapping communication (Douillard et al., arXiv 2501.18512), Algorithm 2. Every H/K local steps
-one fragment p is due:
+Streaming DiLoCo with overlapping communication (Douillard et al., arXiv 2501.18512), Algorithm 2. The model has K
+fragments. Every H/K local steps, one fragment p with base b_p and local parameters w_p is due:
 
     Δ_p ← b_p − w_p        formed on the training thread, into the fragment's outbox
     b_p ← outer step       at the server
@@ -34,15 +34,15 @@ from atoll.worker.session.session import Session
 from atoll.worker.training.fragment_order import FragmentOrder, Place, SyncRules
 
 LOOK_S = 1.0
-"""While this worker waits for other workers, it checks in this interval whether it must do something else first."""
+"""Seconds after which a worker that waits for other workers checks whether it must submit another update first."""
 DRAIN_S = 60.0
-"""Longest wait, at the end, for updates in flight and their results."""
+"""Longest wait in seconds, at the end of training, for updates in flight and their results."""
 REPEAT_S = 300.0
-"""Shortest time between two log lines about the same outage."""
+"""Least seconds between two log lines about the same outage."""
 
 
 class Outage:
-    """Tracks outages, each from the first synchronisation skipped for a network error to the next successful one.
+    """Logs outages. One lasts from the first synchronisation skipped for a network error to the next successful one.
 
     Args:
         clock: returns the time in seconds.
@@ -58,7 +58,7 @@ class Outage:
         self._skipped, self._said_s = 0, 0.0
 
     def skipped(self, error: BaseException, site: str, what: str, why: str) -> None:
-        """Record that a synchronisation was skipped, and log that, at most once per `REPEAT_S` of one outage.
+        """Record a skipped synchronisation, and log it. Within one outage, log at most once in `REPEAT_S`.
 
         Args:
             error: the error that caused the skip.
@@ -108,7 +108,7 @@ class FragmentState:
         round: the round that the worker takes part in next.
         ticket: the ticket for that round; None if there is none yet.
         local_steps: H_w, if the run has given this worker its own number of local steps (DyLU); else 0.
-        base_step: the local step after which the fragment's local progress begins. Earlier steps are in the base.
+        base_step: the local step after which the fragment's local progress begins. The base has the steps before.
         version: the version in the base.
         ended: the reason why the run has ended; empty while the run goes on.
     """
@@ -126,7 +126,7 @@ class FragmentState:
         return self.exchange.counted_step(self.base_step)
 
     def heard(self, reply: Next) -> None:
-        """Take over the server's reply about the next round: ticket, round, H_w, and whether the run has ended."""
+        """Store what the server replied about the next round: ticket, round, H_w, and whether the run has ended."""
         self.ended = reply.reason or "finished" if isinstance(reply, Finished) else ""
         self.ticket = reply.ticket if isinstance(reply, Open) else None
         self.round = self.ticket.round if self.ticket else reply.round
@@ -134,7 +134,7 @@ class FragmentState:
 
 
 class PendingSync:
-    """An update in flight: a thread that sends the update, waits for its result, and pulls that beside the base.
+    """An update in flight. A thread sends it, waits for its result (a new version) and pulls that beside the base file.
 
     Args:
         fragment: the fragment of the update.
@@ -146,8 +146,8 @@ class PendingSync:
         sent: set once the server has the update, or the thread has ended.
         done: set once the thread has ended.
         reply: the server's reply about the next round; set once the result is in the file beside the base.
-        refusal: the server's refusal of the update, if any. The result then is the head.
-        broke_off: why there is no result: the update came too late, or the server was lost. Else None.
+        refusal: the server's refusal of the update, if any. Then the head is pulled as the result.
+        broke_off: the reason if there is no result: the update came too late, or the server was lost.
         error: the error that ended the thread, if any.
         late: whether the result had not arrived when it was to be merged.
     """
@@ -207,7 +207,7 @@ class Synchroniser:
         max_retries: attempts to reach a lost server before a synchronisation is skipped.
 
     Attributes:
-        rounds: number of results that this worker has continued from.
+        rounds: number of updates that have led to a new version.
         skipped: number of skipped synchronisations.
         merges_waited: number of results for which training had to wait.
         merges_late: number of results that were merged later than after τ steps, in an asynchronous run.
@@ -260,14 +260,17 @@ class Synchroniser:
 
     @property
     def next_step(self) -> int:
-        """The first step after which an update may be due or a result may have to be merged, as known now."""
+        """The next step, as known now, after which an update may be due or a result may have to be merged."""
         soon = self._step + 1
         at = [max(soon, each.step + self._rules.tau) for each in self._pending]
         return min([max(soon, self._due_step + self.steps_between), *at])
 
     @property
     def merges_in_words(self) -> str:
-        """A text on how many results were late, which shows whether τ is long enough; empty without merges."""
+        """A text about results that training waited for or merged late: if they are many, τ is too small.
+
+        It is empty if the run does not merge.
+        """
         if self._is_whole and not self._merges:
             return ""
         late = f", {self.merges_late} merged late" if self.merges_late else ""
@@ -294,7 +297,7 @@ class Synchroniser:
     def start(self) -> None:
         """Send the updates that an earlier process left, then pull every fragment into the model.
 
-        Wait for a server that does not answer for up to ATOLL_GIVE_UP_S.
+        If the server does not answer, keep trying for up to ATOLL_GIVE_UP_S.
         """
         for fragment, reply in zip(self._fragments, self._send_earlier_updates(), strict=True):
             lost = self._load(fragment, reply, 0, WAITS)
@@ -305,11 +308,11 @@ class Synchroniser:
     def _send_earlier_updates(self) -> list[Next]:
         """Send the updates that an earlier process left; return the server's reply for each fragment.
 
-        If a fragment's update is in an open round, wait for that round's result. Otherwise, this worker would train
-        from the version before, and its next update would be a round old.
+        If a fragment's update is in an open round, wait for that round's result. Without the wait, this worker would
+        train from the version before, and its next update would be a round old.
 
-        With several fragments, wait only if all updates that come earlier in the order of all workers are in. Else
-        other workers may wait for one of those updates, and this worker must not wait for them.
+        With several fragments, wait only if every update that comes earlier in `FragmentOrder` is at the server.
+        Otherwise, another worker may be waiting for such an update, and the two would wait for each other.
         """
         fragments = self._fragments
         is_in = [each.exchange.recover() is not None for each in fragments]
@@ -325,7 +328,7 @@ class Synchroniser:
             is_waited = is_in[place] and isinstance(reply, Wait) and note is not None and note.round == reply.round
             if self._rules.waits and is_waited:
                 waited.append((reply.round, place))
-            elif not fragment.ended:  # without a ticket, it may still join the open round
+            elif not fragment.ended:  # without a ticket, this worker may still get one for the open round
                 others.append((fragment.round, place) if fragment.ticket else (0, place))
         for number, place in sorted(waited):
             if others and (number, place) > min(others):
@@ -365,7 +368,7 @@ class Synchroniser:
     # -- one step
 
     def after_step(self, step: int) -> bool:
-        """Merge the results that are ready, and submit the fragment that is due; return whether there was any.
+        """Merge the results that are ready, and submit the fragment that is due. Return whether either happened.
 
         Args:
             step: the number of the local step that was just made.
@@ -382,9 +385,9 @@ class Synchroniser:
         return due or bool(ready)
 
     def _is_ready(self, pending: PendingSync) -> bool:
-        """Return whether to merge a result now. A synchronous run merges a due result even if training must wait."""
+        """Return whether to merge a result now. In a synchronous run, training waits for a result that is due."""
         if self._step < pending.step + self._rules.tau:
-            return pending in self._broken()  # handle failed ones early: they are due again
+            return pending in self._broken()  # handle a failed one at once: its fragment is due again
         if pending.done.is_set():
             return True
         if not self._rules.waits and not pending.late:
@@ -393,6 +396,7 @@ class Synchroniser:
         return self._rules.waits
 
     def _turn(self) -> None:
+        """Submit the fragment that is due. If too many updates are in flight, wait for one, or skip in an async run."""
         while len(self._pending) >= self._rules.max_inflight:
             if not self._rules.waits:
                 return  # the local steps stay, and will be in the fragment's next update
@@ -400,8 +404,8 @@ class Synchroniser:
         self._submit_next()
 
     def _submit_next(self) -> None:
-        """Submit the fragment that is due."""
-        for _ in range(2 * len(self._fragments)):  # the server may report a later round, so that another one is due
+        """Choose the fragment that is due, get a ticket for it, and submit it."""
+        for _ in range(2 * len(self._fragments)):  # if the server reports a later round, another fragment is due
             index = self._order.pick(self._places)
             if index is None:
                 break
@@ -418,11 +422,11 @@ class Synchroniser:
         self._look_whether_finished()
 
     def _prepare(self, fragment: FragmentState) -> bool | Lost:
-        """Get a ticket for a fragment; if the ticket's version is not the base, because the head moved on, catch up.
+        """Get a ticket for a fragment. If the head has moved on from the base, catch up with the head.
 
         Returns:
-            True: continue with the fragment that is due then. False: the local steps wait for a later synchronisation.
-            `Lost`: the server was lost.
+            True: submit the fragment that is due now, which may be another one. False: submit nothing; the local steps
+            wait for a later synchronisation. `Lost`: the server was lost.
         """
         exchange, waited = fragment.exchange, False
         lost = self._settle(fragment)
@@ -453,7 +457,7 @@ class Synchroniser:
         return caught_up and (self._is_whole or not waited)  # after a wait, other workers have had their turns
 
     def _settle(self, fragment: FragmentState) -> Lost | None:
-        """Find out whether the last update was accepted after all, and drop a ticket that is over.
+        """Ask for the outcome of an update whose acceptance is unknown, and drop a ticket whose round is over.
 
         If the update was accepted, its steps no longer count as local steps.
         """
@@ -483,12 +487,12 @@ class Synchroniser:
         waited = isinstance(reply, Wait)
         while isinstance(reply, Wait):
             if self._broken():
-                return None, True  # a deadlock, if others wait for that update
+                return None, True  # waiting on could be a deadlock: other workers may wait for the failed update
             reply = exchange.ask_and_resend(LOOK_S if self._pending else None, retries=self._retries)
         return reply, waited
 
     def _catch_up(self, fragment: FragmentState, reply: Next) -> bool | Lost:
-        """Catch up with a head that moved on without this worker: carry the local steps over to it, or discard them.
+        """Continue from a head that moved on without this worker: carry the local steps over to it, or discard them.
 
         Args:
             fragment: the fragment.
@@ -522,7 +526,7 @@ class Synchroniser:
         return True
 
     def _submit(self, fragment: FragmentState) -> None:
-        """Form the update of a fragment and send it. With τ = 0, wait for the result; else a thread does all that."""
+        """Form the update of a fragment. With τ = 0, send it and wait for the result; else a thread does both."""
         ticket, exchange = fragment.ticket, fragment.exchange
         if fragment.ended or ticket is None:  # no ticket: the head moved again while it was pulled
             return
@@ -592,8 +596,8 @@ class Synchroniser:
     def _await(self, pending: PendingSync) -> None:
         """Wait for the result of a pending update.
 
-        Meanwhile, submit failed updates again that come earlier in the order of all workers. Other workers may be
-        waiting for these updates before they submit to the round of this result.
+        Meanwhile, submit every due fragment that comes earlier in `FragmentOrder`; an earlier update of it has failed.
+        Other workers may be waiting for it before they submit to the round of this result.
         """
         while not pending.done.wait(LOOK_S):
             for broken in self._broken():
@@ -623,10 +627,10 @@ class Synchroniser:
         Args:
             fragment: the fragment.
             reply: the server's reply, which names the head.
-            step: the step after which local steps count from then on.
+            step: local progress is counted from this step on.
             patience: how long to wait for a lost server; None: the usual number of retries before the pull begins, and
-                ATOLL_GIVE_UP_S within the pull. If the patience ends within the pull, training goes on from a model
-                that has a part of the version. The next synchronisation carries those steps over to the head.
+                ATOLL_GIVE_UP_S within the pull. If the patience ends within the pull, the model has only a part of the
+                version. Training continues, and the next synchronisation carries its steps over to the head.
             alpha: share of the local parameters in a merge; 0: take the version as it is.
 
         Returns:
@@ -634,7 +638,7 @@ class Synchroniser:
         """
         exchange, own, before = fragment.exchange, self._own(fragment), fragment.exchange.base.note
         patience = patience or Patience(self._retries)
-        # also beside the base if an earlier process had begun to pull it there
+        # if an earlier process had begun to pull the version beside the base, that file is continued
         beside = alpha > 0 or (self._merges and exchange.is_beside(reply.head))
         into = None if beside else own
         pulled = exchange.pull_newest(reply.head, into, patience, beside=beside)
@@ -660,6 +664,7 @@ class Synchroniser:
         self._count_steps_from(fragment, step)
 
     def _go_on_from_a_part(self, fragment: FragmentState, own: Tensors, version: int) -> None:
+        """Make a base of the model, which contains only a part of the version."""
         LOG.warning(
             "%s: the download of version %d stopped in the middle: the model has only a part of that "
             "version; training continues",
@@ -671,7 +676,7 @@ class Synchroniser:
         fragment.base_step = self._step
 
     def _count_steps_from(self, fragment: FragmentState, step: int) -> None:
-        """Count the fragment's local steps from `step` on, relative to the version in the base."""
+        """Record that the base has a new version, and that local progress is counted from `step` on."""
         note = fragment.exchange.base.note
         assert note is not None
         fragment.exchange.forget_outbox_progress()
@@ -709,7 +714,7 @@ class Synchroniser:
             self._look_whether_finished()
             return
         self.skipped += 1
-        fragment.ticket, fragment.ended = None, ""  # its newest version was not pulled
+        fragment.ticket, fragment.ended = None, ""  # the fragment's newest version was not pulled
         what = f"of fragment {fragment.index}"
         if self._is_whole:
             what, self.newest_step = f"at step {self._step}", self._step
@@ -717,9 +722,9 @@ class Synchroniser:
         self._outage.skipped(broke_off.error, self._session.site, what, why)
 
     def _ended_without_us(self, fragment: FragmentState) -> bool:
-        """Return whether the run has ended, and its result was loaded. An asynchronous run can end without an update.
+        """Return whether the run ended without this worker's update; if so, load the run's result.
 
-        If the server is lost meanwhile, return False; a later synchronisation will find out.
+        If the server is lost meanwhile, return False; a later synchronisation asks again.
         """
         reply = fragment.exchange.ask(0.0, retries=0)
         step = self._step if self._is_whole else fragment.base_step
