@@ -10,7 +10,7 @@ Simulation             the public class: settings, sites, an engine             
                        and its update goes to the server's spool                           simulated_site.py
           Script       the user's training code                                            script.py
 
-Local state of a site lies in the state directory. For Ray, that state travels with each job.
+The local state of each site is in the state directory. With Ray, it is sent to the actor with each job.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def require_engine(engine: str, processes: int | None, address: str | None) -> N
 
 
 def apart(settings: Settings, folder: Path) -> Settings:
-    """Return the settings with the simulation's default state directory in `folder`, unless another one was chosen."""
+    """Return the settings with `folder / STATE_DIR` as state directory. If one was chosen, return them unchanged."""
     if settings.disk.state_dir != folder / default_of("disk.state_dir"):
         return settings
     return settings.changed({"disk.state_dir": folder / STATE_DIR})

@@ -1,6 +1,6 @@
-"""The engine of a simulation: gives jobs to processes, and replaces processes that end. Same for local and Ray.
+"""The engine of a simulation: gives jobs to processes, and replaces processes that end, on this machine or on Ray.
 
-The messages between a simulation and its processes travel as JSON: `Beginning`, `SiteRound`, `Answer`.
+The messages between a simulation and its processes are sent as JSON: `Beginning`, `SiteRound`, `Answer`.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from atoll.store.versions import Pin
 LOG = logging.getLogger("atoll.simulate")
 
 ATTEMPTS = 3
-"""A site fails after this many processes in a row have ended while training the site."""
+"""A site fails if this many processes in a row end while they train it."""
 START_S = 120.0
-"""A new process must have loaded the script within this time."""
+"""Seconds within which a new process must have loaded the script."""
 
 
 class Beginning(BaseModel):
@@ -83,14 +83,14 @@ class SiteRound:
 
 @dataclass(eq=False)
 class Job:
-    """The round of one simulated site, as the engine handles it.
+    """A `SiteRound`, with the files that a process needs for it.
 
     Attributes:
         round: the message for the process.
         base: the version to train from, pinned while a process trains from it.
         spool_fd: the file descriptor to which the update is written; belongs to the store.
         update_bytes: size of an update, in bytes.
-        release: gives the spool back; called when no process writes to it any more.
+        release: lets the store reuse the spool; called when no process writes to it any more.
         attempts: number of processes that have begun this job and ended before they answered.
     """
 
@@ -122,8 +122,8 @@ class Answer:
         error: the last line of the script's error; empty if the script raised nothing.
         trace: the whole traceback of that error.
         bytes_down: bytes of tensors that the site has loaded.
-        stuck: whether the process was killed because the script did not return while other sites waited.
-        disk: whether `error` is about a full or failing disk, and not about this site.
+        stuck: whether the engine killed the process, because the script ran too long while other sites waited.
+        disk: whether `error` is about a full or failing disk, and not about the script.
     """
 
     update: messages.Complete | None = None
@@ -183,7 +183,7 @@ class Process(Protocol):
         """Kill the process."""
 
     def bury(self) -> str:
-        """Wait until the process has ended, and return how, in words. Idempotent."""
+        """Wait until the process has ended; return how it ended, as words for the log. Idempotent."""
 
 
 class Host(Protocol):
@@ -214,13 +214,13 @@ class Host(Protocol):
 
 
 class Heard(Protocol):
-    """A receiver of the answers of an engine's processes. The engine calls its methods in any thread."""
+    """The object that an engine reports to. The engine calls its methods from several threads."""
 
     def answered(self, job: Job, answer: Answer) -> None:
-        """Take the answer of a job that has ended."""
+        """Handle the answer of a job."""
 
     def failed_to_go_on(self, error: Exception) -> None:
-        """Take the error because of which the engine cannot continue."""
+        """Handle an error after which the engine cannot continue."""
 
 
 @dataclass(eq=False)
@@ -306,7 +306,7 @@ class Engine:
                 self._hand_out()
 
     def free(self, longer_s: float) -> None:
-        """If jobs wait, kill the process with the longest-running job, provided that job runs longer than `longer_s`.
+        """If jobs wait, kill the process of the longest-running job, if that job has run for over `longer_s` seconds.
 
         The engine then reports the answer `stuck` for that job, and starts another process.
         """
@@ -336,7 +336,7 @@ class Engine:
         self._host.close()
 
     def _hand_out(self) -> None:
-        """Give waiting jobs to the processes with the fewest jobs. Call this under the lock.
+        """Give waiting jobs to the processes with the fewest jobs. Call this with the lock held.
 
         If no jobs wait, move a job that a busy process has not begun to an idle process.
         """
@@ -399,7 +399,7 @@ class Engine:
         return None
 
     def _begin_again(self, job: Job, how: str, *, is_stuck: bool) -> None:
-        """Queue a job again after its process has ended; report a failure if that happened `ATTEMPTS` times."""
+        """Queue a job again after its process has ended. The `ATTEMPTS`-th time, report that the job failed."""
         job.attempts += 1
         if is_stuck:
             self._heard.answered(job, Answer(stuck=True))

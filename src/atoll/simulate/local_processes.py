@@ -36,7 +36,7 @@ _PR_SET_PDEATHSIG = 1
 AHEAD = 8
 """Number of jobs that a process gets in advance. With 0, waiting for a job takes longer than training a small model."""
 _MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(16 * 2**20), "MALLOC_TRIM_THRESHOLD_": str(64 * 2**20)}
-"""Make malloc keep freed buffers of a few MiB, so that the kernel need not supply their pages again in every round."""
+"""Variables that make malloc keep freed buffers of some MiB: the kernel need not supply new pages in every round."""
 
 
 class LocalHost:
@@ -114,7 +114,7 @@ class LocalProcess:
             raise ConfigError(told["message"], told["remedy"])
 
     def give(self, job: Job) -> None:
-        """Send a job to the process, after the job's version. If the process has ended, only `hear` reports that."""
+        """Send the job, and before it the job's version if that is new. Only `hear` reports that the process ended."""
         with contextlib.suppress(OSError):
             if self._base != job.ticket.base_digest:
                 self._base = job.ticket.base_digest
@@ -123,7 +123,7 @@ class LocalProcess:
             os.write(self._put.fd, job.ticket.id.to_bytes(NUMBER_BYTES, "little"))
 
     def take_back(self) -> int | None:
-        """Read the number of the oldest job that the process has not begun from the pipe; None if the pipe is empty."""
+        """Read from the pipe the number of the oldest job that the process has not begun; None if the pipe is empty."""
         return take_number(self._numbers.fd)
 
     def hear(self) -> tuple[int, Answer] | None:

@@ -33,7 +33,7 @@ short."""
 ACTOR = "atoll-actor-"
 """Prefix of the name of an actor's folder; the actor's process id follows."""
 END_S = 2.0
-"""Time for an idle actor to remove its files before it is killed."""
+"""Seconds that an idle actor gets to remove its files before it is killed."""
 INSTALL = "Install it with pip install 'atoll[ray]', or use the engine 'local', which does not need Ray."
 
 
@@ -69,7 +69,7 @@ class Actor:
         self._folder.cleanup()
 
     def take(self, version: np.ndarray[Any, Any]) -> None:
-        """Store the version to train from; it replaces the last one."""
+        """Write the version to train from into the actor's file, over the one before."""
         write_at(self._base, version.data, 0)
 
     def train(self, job: dict[str, Any], kept: Kept, nbytes: int) -> tuple[dict[str, Any], Any, Kept]:
@@ -272,7 +272,7 @@ class RayProcess:
         return answer
 
     def kill(self) -> None:
-        """Kill the actor. Let an idle actor remove its files before, unless they are in Ray's folder. Idempotent."""
+        """Kill the actor. An idle actor first removes its files, unless they are in Ray's folder. Idempotent."""
         ray, is_idle, self._is_idle = self._host.ray, self._is_idle, False
         with contextlib.suppress(Exception):  # the actor or Ray may have ended
             if is_idle and self._host.folder is None and ray.is_initialized():
@@ -281,7 +281,7 @@ class RayProcess:
         self._given.put(None)
 
     def bury(self) -> str:
-        """Kill the actor, and return how it ended. The next actor on the same machine removes its files."""
+        """Kill the actor, and return how it ended. The next actor on its machine removes the files that it left."""
         self.kill()
         return self._how
 

@@ -1,7 +1,7 @@
 """Run the rounds of a simulation: simulated sites join, get tickets and submit like workers, without a network.
 
-The calls go to the server's own handlers, rounds and journal. Messages of many sites share one transaction of the
-journal, because thousands arrive. If the process is killed before a commit, these sites train again.
+The calls go to the server's own handlers, rounds and journal. Since thousands of messages arrive, those of many sites
+share one transaction of the journal. If the process is killed before the commit, these sites train again.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Bases:
         self._users: dict[Pin[VersionRow], int] = {}
 
     def take(self, version: int) -> Pin[VersionRow]:
-        """Return the pinned version for one more site. If it is newly pinned, release versions that no site uses."""
+        """Pin a version for one more site, and return it. If it was not pinned yet, release versions without users."""
         base = next((pin for pin in self._users if pin.row.version == version), None)
         if base is None:
             for idle in [pin for pin, count in self._users.items() if not count]:
@@ -54,7 +54,7 @@ class Bases:
         return base
 
     def give_back(self, base: Pin[VersionRow]) -> None:
-        """Count that one site fewer trains from the version."""
+        """Record that a site no longer trains from the version."""
         self._users[base] -= 1
 
     def release(self) -> None:
@@ -68,13 +68,13 @@ LOG = logging.getLogger("atoll.simulate")
 T = TypeVar("T")
 
 TRACES = 3
-"""Number of tracebacks in the log; of a further failure, the log has the last line."""
+"""Number of failures with a traceback in the log. Of further failures, the log has only the last line."""
 PATIENCE = 2
-"""While other sites wait for a process, a site may train in it for this many times `rounds.deadline_s`."""
+"""While other sites wait for a process, a site may occupy it for this many times `rounds.deadline_s`."""
 LEAST_PATIENCE_S = 10.0
 GATHER_S = 0.004
-"""Answers that arrive within this time share one transaction, which takes as long as three answers. Meanwhile,
-processes train the jobs that they got in advance."""
+"""Seconds to wait for further answers, to handle them in one transaction: it takes as long as handling three answers.
+Meanwhile, processes train the jobs that they got in advance."""
 JOIN_AT_ONCE = 500
 HOST = "simulated"
 
@@ -159,7 +159,7 @@ class Conductor:
                 with self._lock:
                     self._rung = False
                 self._raise_what_failed()
-                while self._heard and self._run.filtering.filters:  # filters wait for other threads
+                while self._heard and self._run.filtering.filters:  # filters wait for threads: no transaction around
                     await self._take(*self._heard.popleft())
                 with self._together():
                     while self._heard and not self._run.filtering.filters:
@@ -196,7 +196,7 @@ class Conductor:
 
     @contextlib.contextmanager
     def _together(self) -> Iterator[None]:
-        """Run the block as one transaction of the journal. If it fails, the run fails and nothing of it is stored."""
+        """Run the block as one transaction of the journal. If it fails, nothing of it is stored, and the run fails."""
         try:
             with self._run.store.journal.transaction():
                 yield
@@ -244,7 +244,7 @@ class Conductor:
     async def _join(self) -> None:
         """Join all sites to the run; round 1 opens once the last one has joined.
 
-        Sites of an earlier start that this simulation does not have leave the run.
+        Sites that joined at an earlier start, but are not sites of this simulation, leave the run.
 
         Raises:
             ConfigError: the run has real workers, or the local state of a site is missing.
@@ -299,7 +299,7 @@ class Conductor:
             return
         self._run.require_space()
         self._offer(site for site, _ in waiting.missing(state, 0))
-        if not self._jobs:  # offer all: a refused site may get a new ticket if the round needs it
+        if not self._jobs:  # ask for all sites: if the round needs a refused site, that site gets a new ticket
             self._offer(member.site for member in leases.alive(state.members))
 
     def _offer(self, sites: Iterable[str]) -> None:
@@ -400,7 +400,7 @@ class Conductor:
             await self._end(lease, Answer(error=why))
 
     async def _end(self, lease: Lease, answer: Answer) -> None:
-        """End the participation of a site that failed or submitted nothing: log why, and leave the run for the site."""
+        """End the participation of a site that failed or submitted nothing: log the reason, and let the site leave."""
         site = lease.site
         self.failed[site] = answer.error or "its script returned without an update"
         if answer.trace and len(self.failed) <= TRACES:
@@ -411,7 +411,7 @@ class Conductor:
 
 
 def now(asked: Coroutine[Any, Any, T]) -> T:
-    """Run a handler that never waits, outside of the event loop's scheduling, and return its result.
+    """Run a coroutine that never waits, without the event loop, and return its result.
 
     Raises:
         RuntimeError: the handler waited.

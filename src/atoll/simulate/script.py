@@ -43,7 +43,7 @@ def name_of(script: str | Callable[..., Any]) -> str:
     """Return the name by which another process can load a script; paths of files become absolute.
 
     Args:
-        script: a function, or a name of code as above.
+        script: a function, or a name in one of the forms at the head of this file.
 
     Raises:
         ConfigError: the file does not exist, or the name names no code.

@@ -1,9 +1,8 @@
 """Training of simulated sites in a process: one site at a time, one round at a time.
 
-`SimulatedSite` is the third `RoundBackend`, without a connection and without files of base and outbox.
-
-Its base is the server's file of the version. Its update is written to the server's spool; each part is checked as it
-is written, like a part that arrives at the server. Filters, error feedback and local state work as in every worker.
+`SimulatedSite` is a `RoundBackend` without a connection. Its base is the server's file of the version. It writes its
+update to the server's spool; each part is checked as it is written, like a part that arrives at the server. Filters,
+error feedback and local state work as in every worker.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ from atoll.worker.training.round_backends import matching
 
 LAST_WORDS_CHARS = 2000
 FOLDERS = 1000
-"""Number of cached `Path` objects of sites' folders: creating one takes as long as reading a tensor."""
+"""Number of sites' folders with a cached `Path` object: creating one takes as long as reading a tensor."""
 
 
 @dataclass(frozen=True)
@@ -86,11 +85,11 @@ class Shared:
 
 
 _path = lru_cache(8)(Path)
-"""Cached `Path` objects of names that all sites share: creating one takes longer than reading a tensor."""
+"""`Path` with a cache, for names that all sites share."""
 
 
 class Spool:
-    """The server's spool of an update, to write to.
+    """Writes an update to the server's spool, and checks each part as soon as it is complete.
 
     Args:
         layout: the layout of the update.
@@ -155,7 +154,12 @@ class SimulatedSite:
             raise
 
     def _open_state(self, folder: Path, counts: bool) -> None:
-        """Open the local state, which has to be there if an update of this site counts. Settle its pending update."""
+        """Open the local state, and make the values of the last update current if that update counted.
+
+        Args:
+            folder: the folder of the site's local state.
+            counts: whether an update of this site was accepted in the run. If so, its local state must exist.
+        """
         local = self.local
         if (local.rule is not None and local.rule.keeps) or local.layouts.codec.feedback:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -171,7 +175,7 @@ class SimulatedSite:
         self._opened.close()
 
     def tensors_of(self, model: nn.Module | Arrays) -> dict[str, Tensor]:
-        """Compare the model with the schema of the run."""
+        """Return the model's own tensors. Check that its schema is that of the run."""
         return matching(self.schema, self.site, model)
 
     def next_round(self, wait_s: float | None) -> Next | None:
@@ -187,7 +191,7 @@ class SimulatedSite:
         return ticket
 
     def load_newest(self, into: Tensors, keep: VersionRef | None) -> None:
-        """Load the version of this round: the simulation goes on only when all sites have returned."""
+        """Load the version of this round, because the process gets a newer version only with a later job."""
         self.pull(self._ticket, into)
 
     def has_base(self, ticket: Ticket) -> bool:
@@ -197,7 +201,7 @@ class SimulatedSite:
     def submit(
         self, ticket: Ticket, tensors: Tensors, info: UpdateInfo, finish: Finish | None, optimizers: Sequence[Optimizer]
     ) -> None:
-        """Write the update to the spool. The job's answer takes `update` and `stats` to the simulation."""
+        """Write the update to the spool, and set `update` and `stats`, which the job's answer contains."""
         filtered = self.local.filtered(ticket, tensors, info)
         spool = Spool(self.local.layouts.update, self._spool_fd, self._inspection)
         formed = self.local.form(spool, ticket, tensors, filtered=filtered, finish=finish)
@@ -218,7 +222,7 @@ class SimulatedSite:
 
 
 def _outcome_among(outcomes: Mapping[int, messages.Outcome], ticket: int) -> messages.Outcome:
-    """Return the outcome of a ticket, as it came with the job; "expired" for a ticket without one."""
+    """Return the outcome of a ticket that came with the job; if none came, return the outcome "expired"."""
     return outcomes.get(ticket) or messages.Outcome(
         ticket=ticket, state="expired", base_version=0, reason="the ticket is unknown in this run"
     )
@@ -241,12 +245,13 @@ class Station:
         self._shared = Shared.of(beginning.info, beginning.schema_message)
         self._folder_of = lru_cache(FOLDERS)(Path(beginning.sites).joinpath)
         self._seed = beginning.seed
-        built_for = (torch.version.cuda, torch.version.hip, getattr(torch.version, "xpu", None))  # asks no device
+        built_for = (torch.version.cuda, torch.version.hip, getattr(torch.version, "xpu", None))  # opens no device
         is_cpu = not any(built_for) and not torch.backends.mps.is_built()
-        self._seed_torch = torch.default_generator.manual_seed if is_cpu else torch.manual_seed  # 100 × slower
+        # torch.manual_seed also seeds all devices, which takes 100 × longer
+        self._seed_torch = torch.default_generator.manual_seed if is_cpu else torch.manual_seed
         self._begin_random("", 0)  # the script draws the same numbers in every process while it is loaded
         self._script = Script(beginning.script, beginning.arguments)
-        gc.freeze()  # else full collections, which come often here, visit all objects of torch
+        gc.freeze()  # otherwise each full garbage collection, and there are many, visits all objects of torch
 
     def train(self, job: SiteRound, base_fd: int, spool_fd: int) -> Answer:
         """Train one round of one simulated site, and return its answer.

@@ -49,7 +49,7 @@ class Simulated:
         model: path of the trained model, a safetensors file.
         metrics_file: path of a JSON Lines file with a line for each round.
         version: number of the newest version.
-        rounds: number of rounds in this call. A continued simulation had further rounds before.
+        rounds: number of rounds in this call. If the simulation was continued, earlier calls had further rounds.
         worker_rounds: number of accepted updates in this call.
         seconds: time from the first join to the result.
         bytes_up: bytes of tensors that sites would have sent to a server.
