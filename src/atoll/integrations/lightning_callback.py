@@ -382,7 +382,7 @@ def _ranks(trainer: Any) -> RankGroup:
     return RankGroup(trainer.global_rank, trainer.world_size, trainer.strategy.root_device)
 
 
-# -- what the callback asks of a Trainer, and tells it
+# -- what the callback reads from a Trainer, and changes in it
 
 
 class Limits:
@@ -416,7 +416,7 @@ class Limits:
 
 
 class Schedule:
-    """A check for learning rate schedules that restart in each round."""
+    """Warns about a learning rate schedule that restarts in each round."""
 
     def __init__(self) -> None:
         self._first: list[float] | None = None
@@ -600,7 +600,7 @@ def metrics_of(trainer: Any) -> dict[str, float]:
 
 
 class Validations:
-    """A record of the metrics that validations log, to separate them from those that training logs in the same fit."""
+    """Separates the metrics that validations log from those that training logs in the same fit."""
 
     def __init__(self) -> None:
         self._before: dict[str, Any] = {}

@@ -26,7 +26,8 @@ from atoll.worker.training.federated_loop import Round, Worker, join, run_here, 
 T = TypeVar("T")
 
 State = Literal["alone", "round", "diloco", "finished"]
-"""The role of training that starts now: without a server, a round of a federated run, DiLoCo, or after the run."""
+"""What the next training is: local without a server, a round of a federated run, a part of a DiLoCo run, or nothing,
+because the run is finished."""
 
 
 class SiteOptions(TypedDict, total=False):
@@ -75,12 +76,12 @@ class TrainerDriver:
         return self._given_site
 
     def state(self) -> State:
-        """Return the role of training that starts now. If necessary, join the run and wait for its next round."""
+        """Return what the next training is. If necessary, join the run and wait for its next round."""
         if not self.takes_part:
             return "alone"
         if self.finished:
             return "finished"
-        if self.info is None or (self.worker is None and self.diloco is None):  # after an error the run may be another
+        if self.info is None or (self.worker is None and self.diloco is None):  # after an error, ask for the run again
             ensure_lines()
             self.info = run_here(self.server, self.site)
             assert self.info is not None
@@ -93,7 +94,7 @@ class TrainerDriver:
             self.worker, self._opening = worker, iter(worker)
             for tell in self.on_join:
                 tell(worker)
-            weakref.finalize(self, _leave_as_it_ends, worker)  # also leaves if the script just ends
+            weakref.finalize(self, _leave_as_it_ends, worker)  # if the script ends without a call of `leave`
         if self.round is None:
             self.round = next(self._opening, None)
         return "finished" if self.round is None else "round"
@@ -104,7 +105,7 @@ class TrainerDriver:
         self.info, self.rounds, self.finished = None, 0, False
 
     def load_into(self, module: nn.Module) -> bool:
-        """Load the round's global model into a module; without an open round, the newest one.
+        """Load the global model of the open round into a module; without an open round, the newest global model.
 
         Returns:
             False if this site has no worker, so that there is no model to load.
@@ -200,7 +201,7 @@ class TrainerDriver:
 
 
 def _leave_as_it_ends(worker: Worker) -> None:
-    """Leave the run for a driver that was garbage-collected. At `sys.exit`, this is before exit handlers run."""
+    """Leave the run of a driver that was garbage-collected. With `sys.exit`, that is before exit handlers run."""
     worker.leave(what_ends())
 
 

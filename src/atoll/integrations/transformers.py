@@ -289,7 +289,7 @@ def _in_checkpoint(args: TrainingArguments, state: TrainerState) -> Path:
 
 
 def _leave_failed() -> None:
-    """Leave the run for an earlier Trainer of this thread that failed, so that its site can be used again."""
+    """Leave the run of an earlier Trainer that failed in this thread, so that its site name can be used again."""
     earlier = getattr(_BEGUN, "callback", None)
     callback = earlier() if earlier is not None else None
     if callback is not None:
@@ -332,7 +332,7 @@ def callbacks_of_the_caller(kind: type[T]) -> list[T]:
 
 
 def samples_of_step(args: TrainingArguments, state: TrainerState, loader: Any) -> int:
-    """Return the number of samples of the finished optimizer step: full batches, or the rest at the end of an epoch."""
+    """Return the number of samples of the last optimizer step. The last step of an epoch may have fewer than others."""
     batch = state.train_batch_size or args.train_batch_size
     full = int(batch * args.gradient_accumulation_steps)
     try:
