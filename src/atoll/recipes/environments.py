@@ -57,7 +57,7 @@ POLL_S = 0.2
 SCRIPT_POLL_S = 1.0
 START_S = 120.0
 END_S = 45.0
-"""How long processes may take to end by themselves after the run has finished."""
+"""Seconds that processes get to end by themselves after the run has finished."""
 
 FAILURES: dict[int, type[AtollError]] = {
     error.exit_code: error for error in (ConfigError, PortInUse, StateLocked, StoreError, AuthError)
@@ -65,7 +65,7 @@ FAILURES: dict[int, type[AtollError]] = {
 """Exit code of a server → the class of the error that ended it."""
 
 OF_THE_CALL = {"ATOLL_SERVER", "ATOLL_SITE", "ATOLL_DIR"}
-"""Variables that each site's process gets with its own values."""
+"""Variables that have another value in each site's process."""
 
 NOT_COMPARED = {"protocol", "run", "schema_bytes", "trains", "sends_tasks", "keeps_local", "local_package"}
 """Fields of a server's run description that no setting decides."""
@@ -444,7 +444,7 @@ def round_line(summary: RoundSummary, rounds: int) -> str:
 
 @contextlib.contextmanager
 def ended_by_sigterm() -> Iterator[None]:
-    """Make SIGTERM unwind the block, so that its processes are ended, and then end this process as SIGTERM does.
+    """Make SIGTERM raise an exception in the block, which ends child processes; then end this process by SIGTERM.
 
     Outside of the main thread, or with another handler of SIGTERM, do nothing.
     """
@@ -471,7 +471,7 @@ def environment(threads: int, **more: str) -> dict[str, str]:
 
     Args:
         threads: number of PyTorch's threads; 0: unchanged.
-        more: further variables; they override.
+        more: further variables; they replace those of the same name.
     """
     kept = NOT_SETTINGS - OF_THE_CALL
     own = {key: value for key, value in os.environ.items() if not key.startswith("ATOLL_") or key in kept}
@@ -481,9 +481,9 @@ def environment(threads: int, **more: str) -> dict[str, str]:
 
 
 class _LocalRun:
-    """One execution of a recipe by real processes: starts them, watches the run, and waits for their ends.
+    """One execution of a recipe by real processes: starts them, watches the run, and waits until they end.
 
-    The server's status comes from the file that the server keeps in its state directory.
+    It reads the server's status from a file that the server writes into its state directory.
     """
 
     def __init__(self, env: LocalEnv, recipe: Recipe, folder: Path, settings: Settings, children: Children) -> None:
@@ -514,7 +514,7 @@ class _LocalRun:
         """Start the server, and return its first status, which has its address.
 
         Raises:
-            AtollError: the server ended, or kept no status within `START_S`.
+            AtollError: the server ended, or wrote no status within `START_S`.
         """
         before = self._status()
         port = [] if self._settings.network.port is not None else ["--port", "0"]
@@ -553,7 +553,7 @@ class _LocalRun:
         told, last_round = set[str](), 0
         while True:
             gone = {name: code for name, each in self._children.processes.items() if (code := each.poll()) is not None}
-            time.sleep(POLL_S)  # so that the status is newer than these ends
+            time.sleep(POLL_S)  # so that the status which is read next knows of these ends
             status = self._status()
             if status is not None:
                 for summary in status.history:
@@ -597,7 +597,7 @@ class _LocalRun:
             raise self._server_failed(code)
 
     def _status(self) -> Status | None:
-        """Return the status that the server has kept last; None if there is none that can be read."""
+        """Return the last status that the server wrote; None if there is none, or it cannot be read."""
         try:
             return Status.model_validate_json((self._settings.disk.state_dir / KEPT).read_bytes())
         except (OSError, ValidationError):

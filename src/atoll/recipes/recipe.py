@@ -282,7 +282,7 @@ class RunResult:
 
 
 def setting(key: str, default: Any = None) -> Any:
-    """Return a dataclass field of a recipe that sets a setting; None leaves the setting out.
+    """Return a dataclass field for an argument of a recipe that becomes a setting of the run file, unless it is None.
 
     Args:
         key: the setting, as `group.key`.
