@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 READ_BYTES = 2**20
 Source = tuple["Layout", int, int | None]
-"""One fragment to export: the layout of its version, the descriptor of the version's file, and that of its fp32
-masters (None: export the values in the version itself)."""
+"""One fragment to export: the layout of its version, the descriptor of the version's file, and the descriptor of its
+fp32 masters (None: export the values in the version itself)."""
 
 ATTEMPTS = 4
 """Attempts to pull the newest version. An attempt fails if the server deletes that version meanwhile."""
@@ -196,8 +196,8 @@ def best_of_directory(state_dir: Path, out: Path) -> int:
     if not path.is_file():
         raise UsageError(
             f"There is no best version: {str(path)!r} does not exist.",
-            "A run with rounds.best_metric keeps one once the metric was reported. Where disk.export_dir is set, it is "
-            "there; while the server runs, --server finds it.",
+            "It is written if rounds.best_metric is set, after a round has reported that metric. If disk.export_dir is "
+            "set, look there; while the server runs, use --server.",
         )
     number = int(_metadata(path).get("version", -1))
     _copy(path, out)
@@ -412,7 +412,7 @@ def _write(
 
 
 class _File:
-    """A file without a name as the target of a download for `out`: writes each piece at its offset."""
+    """The target of a download: writes each piece at its offset into a temporary file without a name."""
 
     def __init__(self, fd: int, out: Path) -> None:
         self._fd, self._out = fd, out
@@ -422,5 +422,5 @@ class _File:
 
         try:
             write_at(self._fd, data, offset)
-        except OSError as error:  # a plain OSError would be taken for one of the network
+        except OSError as error:  # a plain OSError would count as a network error
             raise disk_error(error, self._out) from error

@@ -45,7 +45,7 @@ LOG = logging.getLogger("atoll.cli")
 CONTEXT: dict[str, Any] = {"help_option_names": ["-h", "--help"]}
 
 REMIND_S = 15.0
-"""How long a site may be missing before a log line names it; also the first pause between two of these lines."""
+"""Seconds that a site is missing before a log line names it; also the first pause between two such lines."""
 LONGEST_REMIND_S = 600.0
 SPARE_BYTES = 16 << 20
 """Memory that must be available: enough for the stack of a new thread and its first calls."""
@@ -98,7 +98,7 @@ def run_until_finished(settings: Settings) -> None:
         if settings.model.source is not None:
             folder = shlex.quote(str(settings.disk.state_dir))
             so_far = f"; to export the model so far: atoll export model.safetensors --dir {folder}"
-        gc.freeze()  # else a full collection visits every object of torch and stops all requests for 0.2 s
+        gc.freeze()  # otherwise a full garbage collection visits all objects of torch and stops requests for 0.2 s
         _announce(server, settings)
         _watch(server)
         seconds = time.monotonic() - begin
@@ -210,7 +210,7 @@ class Reminder:
             if missing or not fragment.waiting_for:
                 late.append(fragment.model_copy(update={"waiting_for": missing}))
         text = _together({each.fragment: told for each in late if (told := awaited(each))}, len(fragments))
-        # what the line says, without the seconds that change each time
+        # the content of the line, without the seconds, which change each time
         now = [(each.fragment, each.reason, [missing.site for missing in each.waiting_for]) for each in late]
         if not text:
             self._said = None
@@ -223,7 +223,7 @@ class Reminder:
 
 
 def _together(told: Mapping[int, str], count: int) -> str:
-    """Join the texts on what each fragment waits for.
+    """Join the texts that say what each fragment waits for.
 
     If all `count` fragments have the same text, return that text once. Else put the fragment's number before each text.
     """

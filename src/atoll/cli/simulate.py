@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 LOG = logging.getLogger("atoll.cli")
 
 LINE_S = 1.0
-"""Shortest time between two lines of progress."""
+"""Least seconds between two lines of progress."""
 NAMED = 3
 
 
@@ -60,7 +60,7 @@ def command(
     LOG.info("starting %s; loading PyTorch takes a few seconds", settings.run.name)
     from atoll.simulate.simulation import Simulation
 
-    gc.freeze()  # else every full collection visits all objects of torch
+    gc.freeze()  # otherwise every full garbage collection visits all objects of torch
     lines = Lines()
     simulation = Simulation(
         settings=settings,

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 QUIET_S = 30.0
-"""After this time without progress, the line of a workflow says how long nothing has moved."""
+"""Seconds without progress after which the line of a workflow says how long nothing has moved."""
 
 
 def counted(count: int, what: str) -> str:

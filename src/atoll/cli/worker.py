@@ -34,7 +34,7 @@ LONGEST_RESTART_PAUSE_S = 60.0
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 SERVER_PAUSE_S = 1.0
 REPEAT_S = 30.0
-"""While the server does not answer, the pause before the same line is printed again."""
+"""Seconds until the same line is printed again while the server does not answer."""
 
 
 def command(
@@ -217,7 +217,7 @@ def _leave(leases: Path, failure: str, *, killed: bool) -> None:
     """Leave the run for each site of a command that ended without leaving, and print why.
 
     Args:
-        leases: the folder in which the command noted its leases.
+        leases: the folder in which the command stored its leases.
         failure: how the command ended, in words; the server gets this text.
         killed: whether a signal ended the command.
     """

@@ -1,4 +1,4 @@
-"""What a worker runs: any loop around one optimizer. Atoll synchronises every `sync_every` steps of it (run.toml).
+"""The script of every worker: a training loop. Atoll synchronises after every `sync_every` optimizer steps (run.toml).
 
 python train.py                                              trains alone, without a server
 atoll worker --server URL --site NAME -- python train.py     takes part in a run
@@ -18,12 +18,12 @@ BATCH = 32
 
 
 def build(hidden: int = 64) -> nn.Module:
-    """Build the model: the server makes its first version here, and every worker its own; `model.args` go here."""
+    """Build the model. The server calls this with `model.args` for version 0; every worker calls it for its model."""
     return nn.Sequential(nn.Flatten(), nn.Linear(64, hidden), nn.BatchNorm1d(hidden), nn.ReLU(), nn.Linear(hidden, 10))
 
 
 def batches(site: str) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield images [BATCH, 1, 8, 8] and labels. Put your data here: this is ten shared patterns with own noise."""
+    """Yield images [BATCH, 1, 8, 8] and labels. Put your data here: these are ten patterns with noise of the site."""
     patterns = torch.randn(10, 1, 8, 8, generator=torch.Generator().manual_seed(0))
     own = torch.Generator().manual_seed(zlib.crc32(site.encode()))
     while True:

@@ -1,4 +1,4 @@
-"""What a site runs: take the global model, measure it, train it on the site's data, submit it.
+"""The script of every site: load the global model, measure it, train it on the site's data, and submit it.
 
 python train.py                                              trains alone, without a server
 atoll worker --server URL --site NAME -- python train.py     takes part in a run
@@ -19,12 +19,12 @@ Images = tuple[Tensor, Tensor]
 
 
 def build(hidden: int = 64) -> nn.Module:
-    """Build the model: the server makes its first version here, and every site its own; `model.args` go here."""
+    """Build the model. The server calls this with `model.args` for version 0; every site calls it for its model."""
     return nn.Sequential(nn.Flatten(), nn.Linear(64, hidden), nn.BatchNorm1d(hidden), nn.ReLU(), nn.Linear(hidden, 10))
 
 
 def load_data(site: str) -> tuple[Images, Images]:
-    """Return a site's training and test data. Put yours here: this is ten shared patterns with a site's own noise."""
+    """Return a site's training and test data. Put your data here: these are ten patterns with noise of the site."""
     patterns = torch.randn(10, 1, 8, 8, generator=torch.Generator().manual_seed(0))
     own = torch.Generator().manual_seed(zlib.crc32(site.encode()))
     labels = torch.randint(10, (512,), generator=own)
@@ -33,7 +33,7 @@ def load_data(site: str) -> tuple[Images, Images]:
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, data: Images) -> float:
-    """Train a few epochs of plain PyTorch, and return the mean loss of the last one."""
+    """Train for `EPOCHS` epochs, and return the mean loss of the last epoch."""
     images, labels = data
     model.train()
     for _ in range(EPOCHS):
@@ -56,7 +56,7 @@ def accuracy(model: nn.Module, data: Images) -> float:
 
 
 def main() -> None:
-    """Take part in every round of the run; without a server, train one alone."""
+    """Take part in every round of the run; without a server, train one round alone."""
     model = build()
     with atoll.join() as worker:  # the address comes from ATOLL_SERVER; without it, this trains one round alone
         train_data, test_data = load_data(worker.site)
