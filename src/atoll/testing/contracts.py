@@ -125,9 +125,9 @@ class CodecContract:
 
     @pytest.mark.parametrize("dtype", _FLOATS)
     def test_segments_without_padding_decode_as_one_where_it_says_so(self, dtype: str) -> None:
-        """Check that an elementwise codec gives the same bytes for two joined segments as for one; skip others."""
+        """Encode two segments separately and joined; an elementwise codec must give the same bytes. Skip others."""
         if not self.codec.elementwise:
-            pytest.skip("its elements are not written by themselves")
+            pytest.skip("the codec is not elementwise")
         one, two = self._values(63, dtype), self._values(130, dtype)
         joined = torch.cat([self._encode(one, dtype), self._encode(two, dtype)])
         assert torch.equal(joined, self._encode(torch.cat([one, two]), dtype))
@@ -187,9 +187,9 @@ class CodecContract:
         assert torch.equal(target, wide)
 
     def test_the_difference_of_two_fp16_values_stays_finite(self) -> None:
-        """Encode differences that exceed fp16's range; skip raw codecs, since Atoll widens fp16 with them."""
+        """Encode differences beyond fp16's range; they must stay finite. Skip raw codecs, which get fp16 as fp32."""
         if self.codec.raw:
-            pytest.skip("it writes them as they are")
+            pytest.skip("the codec is raw")
         values = torch.tensor([131008.0, -131008.0, 1.0])
         encoded = torch.empty(self.codec.encoded_bytes(3, "F16"), dtype=torch.uint8)
         self.codec.encode_(values, encoded, "F16")
@@ -207,7 +207,7 @@ class CodecContract:
     def test_what_it_says_are_raw_elements_are_their_bytes(self, dtype: str) -> None:
         """Check that a raw codec writes the elements' bytes, because readers do not decode them; skip other codecs."""
         if not self.codec.raw:
-            pytest.skip("it writes them in another way")
+            pytest.skip("the codec is not raw")
         values = self._values(300, dtype)
         assert torch.equal(self._encode(values, dtype), values.view(torch.uint8))
 
@@ -270,7 +270,7 @@ class ReducerContract:
 
     @pytest.mark.parametrize("size", [1, 7, 64, 1000])
     def test_no_cut_changes_a_bit(self, size: int) -> None:
-        """Reduce chunks of `size` elements and whole rows, and compare. Chunk sizes depend on the memory of a round."""
+        """Reduce rows in chunks of `size` elements and whole, and compare. A server chooses the size by its memory."""
         for dtype in self.dtypes:
             rows, weights = self._rows(dtype), normalised([1.0, 2.0, 3.5, 0.1])
             cut = [self._reduce(self._cut(rows, at, size), weights) for at in range(0, rows[0].numel(), size)]
@@ -278,11 +278,11 @@ class ReducerContract:
 
     @pytest.mark.parametrize("size", [1, 7, 64, 1000])
     def test_no_cut_changes_the_sign_of_a_zero(self, size: int) -> None:
-        """Do the same with four rows of zeros, for every combination of signs, and compare the signs of the results."""
+        """Reduce four rows of zeros with every combination of signs, in chunks and whole, and compare the signs."""
         for dtype in self.dtypes:
             if not dtype.is_floating_point:
                 continue
-            zeros = torch.zeros(1237 if size > 7 else 137, dtype=dtype)  # several vector registers, and a rest
+            zeros = torch.zeros(1237 if size > 7 else 137, dtype=dtype)  # fills several vector registers and a part
             weights = normalised([1.0, 2.0, 3.5, 0.1])
             for signs in itertools.product([zeros, -zeros], repeat=4):
                 rows = list(signs)
@@ -290,9 +290,9 @@ class ReducerContract:
                 assert torch.equal(torch.signbit(torch.cat(cut)), torch.signbit(self._reduce(rows, weights)))
 
     def test_a_row_may_be_overwritten_by_the_next(self) -> None:
-        """Give all rows one after the other in one buffer; skip a reducer with `needs_all`."""
+        """Pass the rows one after the other in the same buffer; skip a reducer with `needs_all`."""
         if self.reducer.needs_all:
-            pytest.skip("it is given the rows at once")
+            pytest.skip("the reducer gets all rows at once")
         for dtype in self.dtypes:
             rows, weights = self._rows(dtype), normalised([1.0, 2.0, 3.5, 0.1])
             buffer, out = torch.empty_like(rows[0]), torch.empty_like(rows[0])
@@ -330,7 +330,7 @@ class OuterContract:
         return parameter.detach(), dict(optimizer.state[parameter])
 
     def _chunked(self, rule: OuterRule, values: list[Tensor], size: int) -> tuple[Tensor, list[State]]:
-        """Step chunk by chunk in each round, as the server does: each chunk has its own state and 0-d state clones."""
+        """Step chunk by chunk in each round, as the server does. Each chunk has its own state, 0-d tensors included."""
         flat = [value.clone().reshape(-1) for value in values]
         starts = range(0, flat[0].numel(), size)
         states: list[State] = []
@@ -351,9 +351,9 @@ class OuterContract:
     @pytest.mark.parametrize("size", [7 * 64, 4096, 5 * 4096])
     @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
     def test_chunks_come_to_the_bits_of_the_whole_tensor(self, rule: OuterRule, dtype: torch.dtype, size: int) -> None:
-        """Step chunks and the whole tensor, and compare parameter and state; skip if optimizers need whole tensors."""
+        """Step chunks and the whole tensor, and compare parameter and state; skip granularity "tensor"."""
         if rule.granularity == "tensor":
-            pytest.skip("it runs on whole tensors")
+            pytest.skip("the optimizer needs whole tensors")
         values = self._numbers(dtype)
         expected, state = self._whole(rule, values)
         result, states = self._chunked(rule, values, size)
@@ -453,7 +453,7 @@ class PayloadTypeContract:
         assert self.same(value, self.make(tmp_path, 1000))
 
     def test_it_can_be_sent_again_and_is_the_same_bytes(self, tmp_path: Path) -> None:
-        """Check that sending a value twice gives the same bytes: an interrupted transfer starts again."""
+        """Check that sending a value twice gives the same bytes, because an interrupted transfer starts again."""
         value = self.make(tmp_path, 100_000)
         assert _digest(value) == _digest(value)
 
@@ -499,7 +499,7 @@ class PayloadTypeContract:
 
 
 def written(tree: Any) -> Stored:
-    """Return a tree as a received object in a file."""
+    """Write a tree to a file, and return the file as an object that was received."""
     with tempfile.TemporaryFile() as file:
         cuts = write_object(pack(tree), file.fileno(), Cut(PART_BYTES)).cuts
         fd = os.dup(file.fileno())
