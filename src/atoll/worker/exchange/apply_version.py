@@ -39,7 +39,7 @@ def rebase_(tensors: AnyTensors, old: TensorFile, new: TensorFile) -> None:
     Args:
         tensors: the model's own tensors, by name.
         old: the version that local training started from.
-        new: the version to go on from.
+        new: the version that the tensors are moved to.
     """
     scratch_old, scratch_new = (_scratch() for _ in range(2))
     with torch.no_grad(), single_thread():

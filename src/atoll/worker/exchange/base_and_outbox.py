@@ -331,7 +331,7 @@ class BaseFile(PartsFile):
         self._write_note(replace(self.note, digest="", part_digests=[]))
 
     def replace_with(self, other: BaseFile) -> None:
-        """Take over the file and note of `other`, which must be complete, and close this object's old file."""
+        """Replace this file and its note by those of `other`, which must be complete. Close `other`."""
         assert other.note is not None
         os.replace(other.path, self.path)
         other._note_path.unlink(missing_ok=True)
@@ -520,14 +520,14 @@ def folder_of(home: Path, run: str, share: tuple[int, int] | None) -> Path:
 def remove_earlier(current: Path, site: str, share: tuple[int, int] | None = None) -> None:
     """Remove old folders of this site, and log how much was freed.
 
-    Old are the folders of earlier runs, and those of any run for another number of ranks. A folder stays if a process
-    has locked it, if its outbox has an update that no server acknowledged, or if it holds a file that is not Atoll's.
-    Symbolic links are not followed.
+    Old folders are those of earlier runs, and those of any run with another number of ranks. A folder stays if a
+    process has locked it, if its outbox has an update that no server acknowledged, or if it holds a file that is not
+    Atoll's. Symbolic links are not followed.
 
     Args:
         current: the folder in use, which stays.
         site: the site's name.
-        share: as for `folder_of`. No two ranks remove the same folder.
+        share: rank and number of ranks if the model is sharded, else None. No two ranks remove the same folder.
     """
     count = freed_bytes = 0
     for parent in (current.parent, *_other_divisions(current, share)):

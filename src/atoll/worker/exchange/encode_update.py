@@ -125,7 +125,7 @@ class AnswerFilters:
 
     @contextmanager
     def behind(self, packed: Packed, task: str) -> Iterator[Packed]:
-        """Yield an answer that passes through the filters of its task while the block writes it.
+        """Yield the filtered answer. Its tensors pass through the filters of its task while the block reads them.
 
         Args:
             packed: the unfiltered answer.
@@ -157,9 +157,9 @@ def _told(call: Callable[[], T]) -> T:
 
 # -- Warnings about updates that are zero, or that become zero when they are encoded.
 #
-# Without error feedback, a tensor is lost if encoding removes more than `MOST` of its norm. With error feedback, later
-# updates send the rest, so a tensor is lost only if nothing of it arrives in `PATIENCE` updates in a row. As soon as
-# something of a tensor arrives, its other ranges are not checked.
+# Without error feedback, a tensor's change counts as lost if encoding removes more than `MOST` of its norm. With error
+# feedback, later updates send the rest. Then the change counts as lost only if nothing of it arrives in `PATIENCE`
+# updates in a row. As soon as one range of a tensor is known to arrive, its other ranges are not checked.
 
 
 MOST = 0.99
@@ -174,10 +174,10 @@ def _names(run: Run) -> list[str]:
 
 
 class Losses:
-    """A check of one site's updates for change that encoding loses, over all updates of one process.
+    """Warns if encoding loses the change of a tensor. One object checks all updates that a process forms.
 
     Attributes:
-        site: the site's name; simulated sites of one process take turns.
+        site: the site's name; in a simulation, the site that the process trains now.
 
     Args:
         site: the site's name.
@@ -296,7 +296,7 @@ class Formed:
 
 
 class UpdateTarget(Protocol):
-    """What an update is written to: the outbox of a worker, or the server's spool in a simulation."""
+    """The file that an update is written to: the outbox of a worker, or the server's spool in a simulation."""
 
     layout: Layout
 
@@ -306,10 +306,10 @@ class UpdateTarget(Protocol):
 
 @dataclass
 class UpdateFormer:
-    """An encoder that writes one update of `tensors` against `base` into the outbox.
+    """Encodes one update, from `tensors` and `base`, into the outbox.
 
     Attributes:
-        outbox: what to write to. Its layout decides the order, codec and place of each tensor.
+        outbox: the file to write to. Its layout decides the order, codec and place of each tensor.
         base: the version that the site trained from.
         tensors: the model's own tensors, by name; not changed.
         codecs: all codecs that the layout uses, by name.
@@ -367,7 +367,7 @@ class UpdateFormer:
     def part(self, part: Part) -> bytes:
         """Encode one part into the outbox, and return its BLAKE3."""
         hasher = blake3()
-        begin = end = part.start  # file offsets of what the buffer holds
+        begin = end = part.start  # the buffer holds the bytes from `begin` to `end` of the file
         for run in self.runs.of(part):
             self._clear(end - begin, run.start - begin)  # alignment between segments
             if run.stop - begin > _BUFFER_BYTES:
@@ -396,7 +396,7 @@ class UpdateFormer:
             return
         values = [run_of(self.tensors[piece.segment.spec.name], piece.start, piece.stop) for piece in run.pieces]
         dtype, device = torch_dtype(spec.dtype), values[0].device
-        as_it_is = codec.raw and wide == dtype and device.type == "cpu"  # the difference travels unencoded
+        as_it_is = codec.raw and wide == dtype and device.type == "cpu"  # the difference is sent unencoded
         memory = target if as_it_is else self.scratch[: run.numel * dtype.itemsize]
         self._read_base(run, bytes_of(memory))
         delta = memory.view(dtype).to(device, wide)
@@ -467,7 +467,7 @@ def _is_zero(delta: Tensor) -> bool:
     return not (bool(delta[:64].any()) or bool(delta.any()))
 
 
-# -- One fragment at one site: what training starts from and leaves behind, whatever the way to the server.
+# -- One fragment at one site: base, local state and the forming of updates, for workers and simulated sites alike.
 
 
 @dataclass(frozen=True)
@@ -480,7 +480,7 @@ class Layouts:
         update: layout of an update; if the model is sharded, the parts of one rank.
         codec: the codec of parameters.
         codecs: all codecs that `update` uses, by name.
-        runs: neighbouring pieces of an update that are encoded together.
+        runs: neighbouring pieces of an update, which are encoded together.
         downlink: encoding of the differences between versions; None: versions are downloaded whole.
     """
 
@@ -517,7 +517,7 @@ Finish = Callable[[Moved], Mapping[str, Runs]]
 
 @dataclass(eq=False)
 class LocalFragment:
-    """One fragment at one site, without a connection: what training starts from, and how it becomes an update.
+    """One fragment at one site, without a connection: its base, its local state, and the forming of its updates.
 
     The fragment is the whole model unless the run streams.
 
@@ -535,7 +535,7 @@ class LocalFragment:
         residuals: the encoding error of earlier updates; None: the codec has no error feedback.
         kept: the algorithm's state at the site; None: the algorithm keeps none.
         state: all files of the site's local state: those of `residuals` and `kept`.
-        is_corrected: whether a round of this process has been corrected, and its optimizers were checked.
+        is_corrected: whether `Round.correct` has checked the optimizers in this process; it checks them only once.
     """
 
     site: str
@@ -586,13 +586,13 @@ class LocalFragment:
         return _read(group, self.groups.get(group, {}), self.base.values_of)
 
     def own_state(self, group: str) -> dict[str, Tensor]:
-        """Return the tensors that the algorithm keeps at this site in a group, in the same form."""
+        """Return the algorithm's tensors of this site in a group: name of a parameter → new tensor of its shape."""
         if self.kept is None or self.rule is None or group not in self.rule.keeps:
             return {}
         return _read(group, self.parameter_shapes, self.kept.read)
 
     def filtered(self, ticket: Ticket, tensors: Tensors, info: UpdateInfo) -> Filtered | None:
-        """Return the values of an update behind the site's filters; None if the site has no filters.
+        """Return the values of an update after the site's filters; None if the site has no filters.
 
         Args:
             ticket: the ticket of the update.
@@ -617,8 +617,8 @@ class LocalFragment:
     ) -> Formed:
         """Write the bytes of the update of this ticket, and the local state that becomes current if the update counts.
 
-        The local state is assigned to the update here, before the caller seals an outbox. If the process is killed in
-        between, the next process forms the update again under the same ticket.
+        This records which update the local state belongs to, before the caller seals an outbox. If the process is
+        killed in between, the next process forms the update again under the same ticket.
 
         Args:
             target: what to write the update to.

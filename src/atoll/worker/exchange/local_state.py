@@ -1,7 +1,7 @@
 """Crash-safe files for a site's local state, which changes with each update that counts.
 
-Each state has two files that take turns. One holds the current state. The other is written while an update is formed.
-The files change places once the server says that the update counted. A refused or lost update changes nothing.
+Each state has two files. One holds the current state. The other is written while an update is formed, and becomes the
+current one when the server says that the update counted. A refused or lost update changes nothing.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from atoll.worker.exchange.base_and_outbox import ScratchFile
 from atoll.worker.log_lines import LOG
 
 NOTHING = -2
-"""Stands in place of a version in `before_version`: the file that is not current holds no earlier state."""
+"""Value of `before_version` if the file that is not current holds no earlier state."""
 
 
 class Owner(NamedTuple):
@@ -54,9 +54,9 @@ class TwoPhaseNote:
         run: id of the run that the files belong to.
         update: digest of the update that counted last; empty if not known.
         pending_update: digest of the pending update; empty if not known.
-        before_version: the version of the counted update before the last one, if the other file holds the state after
-            that update; -1: the state before any update counted; `NOTHING`: the other file holds neither.
-        before_update: digest of the update that `before_version` describes; empty if not known.
+        before_version: which earlier state the other file holds: the state after the counted update that was formed
+            against this version; -1: the state before any update counted; `NOTHING`: no earlier state.
+        before_update: digest of that earlier counted update; empty if not known.
     """
 
     current: int = 0
@@ -73,7 +73,7 @@ class TwoPhaseNote:
     before_update: str = ""
 
     def forth(self) -> TwoPhaseNote:
-        """Return the note after the pending update counted: its file is current, the other file is the state before."""
+        """Return the note after the pending update counted: its file is current, the other has the state before it."""
         return TwoPhaseNote(
             1 - self.current,
             counted=self.pending,
@@ -85,7 +85,7 @@ class TwoPhaseNote:
         )
 
     def back(self) -> TwoPhaseNote:
-        """Return the note with the last counted update pending again: the state before that update is current."""
+        """Return the note with the last counted update pending again, so that the state before it is current."""
         return TwoPhaseNote(
             1 - self.current,
             pending=self.counted,
@@ -98,7 +98,7 @@ class TwoPhaseNote:
 
 
 class TwoPhaseFile:
-    """Tensors on disk in two files that take turns, with a note.
+    """Tensors on disk in two files, and a note that says which file is current.
 
     Attributes:
         found: whether the current file was found undamaged. If not, the content is undefined until `zero`.
@@ -132,7 +132,7 @@ class TwoPhaseFile:
         foreign = note is not None and self._is_foreign(note)
         self.found = note is not None and not foreign and self._holds(note, note.current)
         if not self.found and not foreign and (note is None or not note.digests[note.current]):
-            self._note_path.unlink(missing_ok=True)  # the files exist from now on, and the old note is wrong for them
+            self._note_path.unlink(missing_ok=True)  # an old note does not describe the files that were just created
         self.note = note if note is not None and self.found else TwoPhaseNote()
         self._is_pending_lost = bool(self.note.pending) and not self._holds(self.note, 1 - self.note.current)
 
@@ -182,7 +182,7 @@ class TwoPhaseFile:
         return self._files[self.note.current].values(self._segments[name], start, stop)
 
     def begin(self) -> None:
-        """Prepare for the writes of an update that is being formed. Drop a pending update and the state before."""
+        """Prepare to write values of a new update, which overwrite those of a pending update and the earlier state."""
         self._is_pending_lost = False
         if self.note.pending or self.note.before_version != NOTHING:
             self._write(replace(self.note, pending=0, before_version=NOTHING))
@@ -193,7 +193,7 @@ class TwoPhaseFile:
         self._files[1 - self.note.current].write(segment.offset + start * segment.spec.item_bytes, bytes_of(values))
 
     def belongs_to(self, ticket: int, version: int, update: str = "") -> None:
-        """Note that all new values are written, and which update they belong to.
+        """Record that all new values are written, and which update they belong to.
 
         Args:
             ticket: ticket of the update.
@@ -207,7 +207,7 @@ class TwoPhaseFile:
         self._write(note)
 
     def passes_to(self, ticket: int, version: int) -> None:
-        """Note that the pending update has another ticket and version from now on."""
+        """Record that the pending update has another ticket and version from now on."""
         self._write(replace(self.note, pending=ticket, pending_version=version))
 
     def settle(self, outcome_of: Callable[[int], messages.Outcome]) -> None:
@@ -260,19 +260,19 @@ class LocalState:
         self._outcome_of, self._all = outcome_of, [each for each in files if each is not None]
 
     def settle(self) -> None:
-        """Settle every file's pending update, as `TwoPhaseFile.settle` does."""
+        """For every file, ask whether its pending update counted; if so, make the update's values current."""
         for file in self._all:
             file.settle(self._outcome_of)
 
     def begin(self, ticket: int) -> None:
-        """Prepare every file for the update of this ticket. Settle the pending update of another ticket first."""
+        """Prepare every file for the update of this ticket. First, `settle` a pending update of another ticket."""
         for file in self._all:
             if file.note.pending != ticket:  # usually nothing is pending any more
                 file.settle(self._outcome_of)
             file.begin()
 
     def belongs_to(self, ticket: int, version: int, update: str = "") -> None:
-        """Note in every file which update the new values belong to, as `TwoPhaseFile.belongs_to` does."""
+        """Record for every file which update the new values belong to, as `TwoPhaseFile.belongs_to` does."""
         for file in self._all:
             file.belongs_to(ticket, version, update)
 
@@ -328,8 +328,8 @@ class Residuals(TwoPhaseFile):
     def follow(self, version: int, site: str) -> None:
         """Set the residual to zero if the last counted update was formed against `version` or a later version.
 
-        Call this method before an update against `version` is formed. The case occurs if the server was restored, or
-        fell back, to a version from before the last counted update.
+        Call this method before an update against `version` is formed. The residual becomes zero only if the server was
+        restored, or fell back, to a version from before the last counted update.
 
         Args:
             version: the version that the next update is formed against.
@@ -344,15 +344,15 @@ class Residuals(TwoPhaseFile):
 
 # -- The state that the run's algorithm keeps at a site between rounds, such as SCAFFOLD's control variate.
 #
-# An update may change the state, and the change becomes current once the update counted. The server compares the last
-# update that the state includes with its journal, so that a lost or outdated state is noticed.
+# An update may change the state; the change becomes current when the update counts. A worker that joins names the last
+# update in its state. The server compares this update with its journal, to notice a lost or outdated state.
 
 
 NEW = "ATOLL_NEW_STATE"
 
 
 def wanted_anew() -> bool:
-    """Return whether `ATOLL_NEW_STATE` says that a site that has lost its state begins at zero.
+    """Return whether `ATOLL_NEW_STATE` allows a site that has lost its state to begin at zero.
 
     Raises:
         ConfigError: the variable is neither true nor false.
@@ -404,9 +404,9 @@ class AlgorithmState(TwoPhaseFile):
 
     @property
     def stands_for(self) -> list[Counted]:
-        """The last update that each file's state includes: the current file first, then the other file if it is valid.
+        """For each file with a valid state, the last update in that state; the current file first.
 
-        Empty if no state is kept.
+        Empty if `state` is not "kept".
         """
         note = self.note
         if self.state != "kept":
@@ -419,14 +419,14 @@ class AlgorithmState(TwoPhaseFile):
         return found
 
     def follow(self, counted: Counted) -> None:
-        """Bring the state to the moment after the site's last counted update, as the server names that update.
+        """Make the state current that belongs to the site's last counted update.
 
         Usually the current or the pending state is the right one, and nothing changes. If the server fell back by one
         update, the state before that update becomes current, and the update becomes pending, to be sent again. If the
         server has no update of this site, the state becomes zero.
 
         Args:
-            counted: the site's last counted update.
+            counted: the site's last counted update, as the server knows it.
 
         Raises:
             ConfigError: neither file has the right state, and `ATOLL_NEW_STATE` does not allow zero. Or the variable
@@ -466,7 +466,7 @@ class AlgorithmState(TwoPhaseFile):
             self.zero()
 
     def require_kept(self) -> None:
-        """Check that the state was found, as updates of this site have counted. If not, begin at zero if allowed.
+        """Require that the state was found. If not, begin at zero if allowed. Call it if updates of the site counted.
 
         Raises:
             ConfigError: no state was found, and `ATOLL_NEW_STATE` does not allow zero. Or the variable is neither true
@@ -499,12 +499,12 @@ class AlgorithmState(TwoPhaseFile):
         self._written.clear()
 
     def write(self, name: str, start: int, values: Tensor) -> None:
-        """Write new values in the dtype in which the tensor is kept, and note that the tensor was written."""
+        """Write new values in the dtype in which the tensor is kept, and remember that the tensor was written."""
         self._written.add(name)
         super().write(name, start, values.to(torch_dtype(self._segments[name].spec.dtype)))
 
     def belongs_to(self, ticket: int, version: int, update: str = "") -> None:
-        """Note which update the new values belong to. A tensor that was not written keeps its current values."""
+        """Record which update the new values belong to. A tensor that was not written keeps its current values."""
         for name, segment in self._segments.items():
             if name not in self._written:
                 super().write(name, 0, self.read(name, 0, segment.spec.numel))
@@ -534,7 +534,7 @@ Kept = dict[str, bytes]
 
 
 def pending(folder: Path) -> set[int]:
-    """Return the tickets of the pending updates on which a site's local state depends."""
+    """Return the tickets of the pending updates of a site's local state, read from the notes in its folder."""
     notes = [read_note(folder / f"{name}.json", TwoPhaseNote) for name in NAMES]
     return {note.pending for note in notes if note is not None and note.pending}
 

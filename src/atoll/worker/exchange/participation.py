@@ -61,7 +61,7 @@ class Participation:
 
 @dataclass(frozen=True)
 class LoopTerms:
-    """The terms of a training loop that counts local steps. Such a loop can stream, and can train a sharded model.
+    """What a loop that counts local steps (DiLoCo) requires of the run. It may stream, or train a sharded model.
 
     Attributes:
         schema: schema of the loop's model, compared with the run's before the join; None: not compared.
@@ -95,11 +95,11 @@ def take_part(
         folder: folder of the sites' files; None: `ATOLL_DIR`, else `.atoll` in the current folder.
         labels: labels of the worker, shown in the status.
         filters: the filters that the site's updates pass through.
-        loop: terms of a loop that counts local steps; None: the worker takes whole rounds.
+        loop: the terms of a loop that counts local steps; None: the worker trains round by round.
 
     Raises:
-        ConfigError: the run streams, and the worker takes whole rounds. Or the run has another number of ranks. Or the
-            run's algorithm is not installed at this site.
+        ConfigError: the run streams, but the worker trains round by round. Or the run has another number of ranks. Or
+            the run's algorithm is not installed at this site.
     """
     filters, http, terms = require_filters(filters), http_to(server), loop or LoopTerms()
     session = Session(Channel(http), site, labels=labels, ranks=terms.ranks)
@@ -195,7 +195,7 @@ def _open(
 
 
 def _open_peer(session: Session, folder: Path) -> tuple[Outlet, Callable[[], None]]:
-    """Open this worker's part in a swarm. Return the server of its updates, and the function that starts its work."""
+    """Prepare a worker of a swarm. Return the object that serves its updates, and a function that starts its jobs."""
     from atoll.worker.peer.agent import SwarmPeer, plan_of
     from atoll.worker.peer.peer_transfers import PeerServer, open_host
 

@@ -38,8 +38,8 @@ from atoll.worker.session.session import Session
 #
 #     delta.bin + delta.json      the downloaded parts; an interrupted download resumes from them
 #
-# The base does not change before the whole delta is there. While the delta is added, the base's note names the new
-# version as incomplete. If the process is killed in between, the next pull downloads the parts that lack their digest.
+# The base does not change before the whole delta is downloaded. While the delta is added, the base's note names the new
+# version as incomplete. If the process is killed then, the next pull downloads all parts that differ from their digest.
 
 
 _WIDEST_BYTES = 8
@@ -87,11 +87,11 @@ class DeltaFile(PartsFile):
 
 
 class DeltaAdder:
-    """An adder of one delta to a base file. Its scratch memory has a fixed size, whatever the model's size.
+    """Adds one delta to a base file. Its scratch memory has a fixed size, whatever the model's size.
 
     Args:
         file: the complete delta.
-        source: the version before.
+        source: the file of the version that the delta starts from.
         target: the file to write the next version into; it may be `source`.
         into: tensors that are set to the next version's values; None: no tensors.
     """
@@ -167,7 +167,7 @@ class Patience(NamedTuple):
 
     Attributes:
         before: retries before the first byte moves into the model.
-        within: retries after that. They are separate, since half a version is no usable model.
+        within: retries after that; often more, since a model with a part of a version is hardly usable.
     """
 
     before: int | None = None
@@ -179,6 +179,7 @@ class Patience(NamedTuple):
 
 
 WAITS = Patience()
+"""Retry as long as ATOLL_GIVE_UP_S says, before and within the pull."""
 
 
 @dataclass(eq=False)
@@ -272,8 +273,8 @@ class Puller:
     ) -> None:
         """Download parts into a file. A retry asks only for the parts that have not arrived yet.
 
-        The arrived parts are kept in a set instead of looked up in the file. The file may have a part from the previous
-        version that the model has not got.
+        A set holds the parts that have arrived. The file does not tell: if a part has the same bytes in the previous
+        version, the file has it already, but the model may not.
 
         Args:
             path: URL path of the data.
@@ -385,10 +386,9 @@ class Puller:
     def _steps(
         self, downlink: Downlink, manifest: messages.Manifest, source: BaseFile, retries: int | None
     ) -> list[tuple[messages.Manifest, messages.Delta]]:
-        """Return the versions between the one in `source` and this one, in order, each with the delta that leads to it.
+        """Return the versions after that in `source`, up to that of `manifest`, each with the delta that leads to it.
 
-        The list ends with this version. It is empty if a delta is missing, or if the deltas have more bytes than the
-        whole version.
+        The list is empty if a delta is missing, or if the deltas have at least as many bytes as the whole version.
         """
         run, note, nbytes = self.session.info.run, source.note, 0
         steps = list[tuple[messages.Manifest, messages.Delta]]()
