@@ -84,7 +84,7 @@ def _callback_of(trainer: Any) -> AtollCallback:
 
 @public_api
 def evaluates(trainer: Any, module: Any, dataloaders: Any = None, *, datamodule: Any = None) -> None:
-    """Take part in cross-site evaluation: `trainer.validate` measures each model while the script is in `is_running`.
+    """Take part in cross-site evaluation: while `is_running` waits, `trainer.validate` measures models of all sites.
 
     Call this after `patch` and before the first fit.
 

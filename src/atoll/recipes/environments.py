@@ -577,7 +577,7 @@ class _LocalRun:
                 )
 
     def _wait_for_ends(self) -> None:
-        """Wait up to `END_S` for all processes to end by themselves; print which sites did not, or failed.
+        """Wait up to `END_S` seconds until all processes have ended. Print which sites still run, and which failed.
 
         Raises:
             AtollError: the server ended with an error.

@@ -23,7 +23,7 @@ def build(hidden: int = 64) -> nn.Module:
 
 
 def batches(site: str) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield images [BATCH, 1, 8, 8] and labels. Put your data here: these are ten patterns with noise of the site."""
+    """Yield images [BATCH, 1, 8, 8] and labels. Put your data here: these are ten shared patterns with random noise."""
     patterns = torch.randn(10, 1, 8, 8, generator=torch.Generator().manual_seed(0))
     own = torch.Generator().manual_seed(zlib.crc32(site.encode()))
     while True:

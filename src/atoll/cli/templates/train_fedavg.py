@@ -24,7 +24,7 @@ def build(hidden: int = 64) -> nn.Module:
 
 
 def load_data(site: str) -> tuple[Images, Images]:
-    """Return a site's training and test data. Put your data here: these are ten patterns with noise of the site."""
+    """Return a site's training and test data. Put your data here: these are ten shared patterns with random noise."""
     patterns = torch.randn(10, 1, 8, 8, generator=torch.Generator().manual_seed(0))
     own = torch.Generator().manual_seed(zlib.crc32(site.encode()))
     labels = torch.randint(10, (512,), generator=own)

@@ -346,7 +346,7 @@ class BaseFile(PartsFile):
 
 
 class Outbox(PartsFile):
-    """The outbox: the update that was formed last. The worker may have to send it again until a version is durable.
+    """The outbox: the update that was formed last. A server that loses power may need it again.
 
     If the note names another site, the update is not sent, and the note on disk stays.
     """
@@ -547,7 +547,7 @@ def remove_earlier(current: Path, site: str, share: tuple[int, int] | None = Non
 
 
 def _other_divisions(current: Path, share: tuple[int, int] | None) -> Iterator[Path]:
-    """Yield the site's folders for other numbers of ranks that this rank has to clean up."""
+    """Yield those of the site's folders for another number of ranks that this rank has to clean up."""
     home = current.parent.parent if share else current.parent
     rank, ranks = share or (0, 1)
     if share and rank == 0:

@@ -259,7 +259,7 @@ LOCAL_MODEL = "local.safetensors"
 
 
 def keep_local(place: Participation, tensors: Tensors, round_number: int) -> None:
-    """Write the model that is submitted in this round to the local file. If that fails, log a warning and go on.
+    """Write the model that is submitted in this round to `LOCAL_MODEL`. If that fails, log a warning and go on.
 
     Args:
         place: the participation of the site.

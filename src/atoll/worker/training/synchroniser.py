@@ -88,7 +88,7 @@ class Outage:
 
         Args:
             site: the site's name.
-            told: the end of the log line "the server is back; …".
+            told: the end of the log line "the server answers again; …".
         """
         if self.is_on:
             more = f" ({self._skipped} synchronisations were skipped)" if self._skipped > 1 else ""
