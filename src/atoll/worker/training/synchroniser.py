@@ -457,7 +457,7 @@ class Synchroniser:
         return caught_up and (self._is_whole or not waited)  # after a wait, other workers have had their turns
 
     def _settle(self, fragment: FragmentState) -> Lost | None:
-        """Ask for the outcome of an update whose acceptance is unknown, and drop a ticket whose round is over.
+        """Ask whether an update was accepted after all if that is not known; drop the ticket if its round is over.
 
         If the update was accepted, its steps no longer count as local steps.
         """
