@@ -1,19 +1,18 @@
 """The audit log, a hash chain of every update, decision and version, and the head file, which notes the log's end.
 
-An entry is written in the same transaction as the decision that it records. `atoll audit` prints the last hash. An
-operator that stores this hash elsewhere can show later that no entry up to it was changed.
+An entry is written in the same transaction as the decision that it records. `atoll audit` prints the last hash. If an
+operator stores this hash elsewhere, it proves later that no entry up to it was changed.
 
-The newest transactions lie in SQLite's write-ahead log. If a frame of that log is damaged, SQLite silently drops all
-frames behind it. The head file makes this loss visible. It is rewritten in place after each commit that adds an
-entry. After a kill, it may be behind the journal. It is ahead of the journal only if the journal has lost its end:
+The newest transactions are in SQLite's write-ahead log. If a frame of that log is damaged, SQLite silently drops all
+frames behind it. The head file `audit.head` makes this loss visible: it has the number and the hash of the last entry,
+and is rewritten after each commit that adds an entry. A start compares it with the audit log:
 
     the log has the noted entry and hash     nothing is lost; later entries were committed just before a kill
     the log ends before the noted entry      the end is lost; with durability `process` a power loss may cause this
     the log has another hash at that entry   journal and head file belong to different runs, or to different moments
 
-There is one exception: an entry `lost` of the log names the head file's hash. In that case an earlier start has already
-found and recorded the loss, but was killed before it rewrote the head file. The number of that entry may be the number
-of a lost one.
+There is one exception. A start that finds a loss adds an entry `lost` with the hash in the head file. If the server is
+killed before it rewrites the head file, the next start finds that entry, and accepts the old head file.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ class AuditLog:
         self._end: tuple[int, str] | None = None
         self._end_as_of = journal.undone
         self._head: AuditHeadFile | None = None
-        self._noted: tuple[int, str] | None = None  # the end that the head file has
+        self._noted: tuple[int, str] | None = None  # (entries, last hash) in the head file
 
     def append(self, what: str, **detail: Any) -> None:
         """Add an entry to the log. Call it inside a transaction."""
@@ -56,7 +55,7 @@ class AuditLog:
         self._end = seq, digest
 
     def keep_head(self, head: AuditHeadFile) -> None:
-        """Write the log's end to the head file now, and again after each commit that adds an entry."""
+        """Write number and hash of the last entry to `head` now, and again after each commit that adds an entry."""
         self._head = head
         self._note_end()
         self._journal.committed = self._note_end
@@ -79,12 +78,11 @@ class AuditLog:
 
 
 Query = Callable[..., list[tuple[Any, ...]]]
-"""(SQL, *values) → every row of the query: `Journal.rows`, or the query function of another process that reads the
-journal."""
+"""Function of an SQL query and its values that returns all rows: `Journal.rows`, or that of another process."""
 
 
 def hash_of(seq: int, at: str, what: str, detail_json: str, previous: str) -> str:
-    """Return the hash of an entry with these fields: BLAKE3 of their JSON list, hex."""
+    """Return the hash of an audit entry: the BLAKE3 of its fields as a JSON list, hex."""
     return blake3(json.dumps([seq, at, what, detail_json, previous]).encode()).hexdigest()
 
 
@@ -92,7 +90,7 @@ LOG = logging.getLogger("atoll.server")
 
 NAME = "audit.head"
 _BYTES = 512
-"""Size of the head file. It fits into one disk sector and one page, so that a write is all or nothing."""
+"""Size of the head file in bytes. It fits into one disk sector and one page, so a write is all or nothing."""
 _TRIES = 5
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
@@ -106,7 +104,7 @@ class AuditHead:
         last_hash: hash of the last entry.
         epoch: the journal's epoch.
         durability: the durability that the server was started with.
-        boot: Linux's boot id; a different id means that the machine has rebooted since.
+        boot: Linux's boot id. If the current id differs, the machine has rebooted since.
     """
 
     entries: int
@@ -117,7 +115,7 @@ class AuditHead:
 
 
 class AuditHeadFile(OwnedFile):
-    """The head file of a running server.
+    """The open file `audit.head` of a running server.
 
     Args:
         folder: the state directory, locked by the caller.
@@ -141,9 +139,9 @@ class AuditHeadFile(OwnedFile):
             ) from error
 
     def write(self, entries: int, last_hash: str) -> None:
-        """Write the audit log's end to the head file.
+        """Write number and hash of the audit log's last entry to the file.
 
-        If the write fails, the file keeps an earlier end. The next start accepts an earlier end without an error.
+        If the write fails, log a warning once. The file then names an earlier entry, which the next start accepts.
         """
         if self.fd < 0:
             return
@@ -169,7 +167,7 @@ def boot_id() -> str:
 
 
 def read_head(folder: Path) -> AuditHead | None:
-    """Read the head file of a state directory; None if there is none.
+    """Return the content of `audit.head` in a state directory; None if there is no such file.
 
     Raises:
         NoteDamaged: the file cannot be read, or its content is not what a server wrote.
@@ -196,10 +194,10 @@ def require_same_log(head: AuditHead, rows: Query, where: Path) -> tuple[int, in
         where: state directory, for the error message.
 
     Returns:
-        The number of entries in the log, and how many of the entries counted in `head` the log lacks.
+        The number of entries in the log, and the number of entries that it has lost.
 
     Raises:
-        StateCorrupt: the log has another hash at the noted entry, and no entry `lost` explains it.
+        StateCorrupt: the log has another hash at the entry that `head` names, and no entry `lost` explains it.
     """
     entries, _ = tip(rows)
     if _is_noted_as_lost(head, rows):
@@ -221,6 +219,6 @@ def _is_noted_as_lost(head: AuditHead, rows: Query) -> bool:
 
 
 def tip(rows: Query) -> tuple[int, str]:
-    """Return the number of entries and the last hash of the audit log, without checking the chain."""
+    """Return the number of entries and the last entry's hash in the audit log, without checking the hash chain."""
     found = rows("SELECT seq, hash FROM audit ORDER BY seq DESC LIMIT 1")
     return (int(found[0][0]), str(found[0][1])) if found else (0, START)

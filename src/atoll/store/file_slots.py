@@ -1,10 +1,10 @@
-"""Slots: preallocated files for tensors, which are rewritten in place instead of created anew.
+"""Slots: preallocated files for tensors. A slot is rewritten in place, instead of a new file for each version.
 
-Each slot counts its holds. A slot with a hold is never rewritten or removed. The kinds of holds:
+Whatever uses a slot adds a hold to it. A slot with a hold is never rewritten or removed. The kinds of holds:
 
     journal    a row of the journal refers to the slot
     writer     the slot is being written
-    pull       a pinned version or delta in the slot is being read, for example for a pull
+    pull       a version or delta in the slot is being read, for example to send it to a worker
     reader     a worker of a swarm reads the slot
 """
 
@@ -32,28 +32,30 @@ VERSION, STATE, SPOOL, DELTA = "version", "state", "spool", "delta"
 _NAME = re.compile(r"(version|state|spool|delta)-\d+-\d+\.(safetensors|bin)")
 READ_BYTES = 2**20
 STATE_SLOTS = 4
-"""Slots for outer states: of the head, its predecessor, the durable version and the version that is being written."""
+"""Slots for states of the outer optimizer: one each for the head, the version before it, the newest version that
+survives a power loss, and the version that is being written."""
 _ROWS = {
     VERSION: ("versions", "slot"),
     STATE: ("versions", "state_slot"),
     DELTA: ("deltas", "slot"),
     SPOOL: ("tickets", "slot"),
 }
-"""Kind of slot → the table and the column that hold slot numbers of this kind."""
+"""Kind of slot → journal table and column with the numbers of slots of this kind."""
 
 Ranges = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
 class FileShape:
-    """Size, header and hashed regions that all slots of one kind and fragment share.
+    """Size, header and hashed regions of a tensor file. All slots of one kind and fragment have the same shape.
 
     Attributes:
-        nbytes: file size.
+        nbytes: file size in bytes.
         header: first bytes of the file, the same in every slot; written when the file is created.
-        regions: one entry per digest in a journal row: the ranges (offset, nbytes) that the digest covers, in order.
-        elsewhere: True in a swarm: the workers hold the tensors, the server's file is empty, and the digests in the
-            journal come from the workers.
+        regions: regions of the file, each with a digest of its own in the journal. A region consists of one or more
+            byte ranges (offset, nbytes).
+        elsewhere: True in a swarm. Then the workers have the tensors, the server's file is empty, and the digests in
+            the journal come from the workers.
     """
 
     nbytes: int
@@ -63,7 +65,7 @@ class FileShape:
 
     @property
     def header_digest(self) -> bytes:
-        """BLAKE3 of the header. The journal stores it, so that a start with other tensors is refused."""
+        """BLAKE3 of the header. The journal stores it, so that a server with another model's tensors cannot start."""
         return blake3(self.header).digest()
 
 
@@ -73,8 +75,8 @@ class FragmentShapes:
 
     Attributes:
         version: shape of a version's file.
-        state: shape of the outer state's file; None if the outer optimizer keeps no state.
-        update_bytes: size of an encoded update.
+        state: shape of the file of the outer optimizer's state; None if the outer optimizer has no state.
+        update_bytes: size of an encoded update in bytes.
         update_parts: (offset, nbytes) of each part of an update.
         delta: shape of a delta's file; None if versions are always pulled whole.
     """
@@ -111,10 +113,10 @@ class Slot:
     """One slot file and its holds.
 
     Attributes:
-        fd: descriptor of the file. It stays open as long as this object lives, so its number is never reused.
-        holds: kind of holder → number of holds.
-        one_writes: lock for writes to this file. Without it, threads would spin in the kernel, which allows one write
-            to a file at a time.
+        fd: descriptor of the file, open as long as this object lives.
+        holds: kind of hold → number of holds.
+        one_writes: lock for writes to this file. The kernel allows one write to a file at a time, and threads without
+            this lock would spin there.
     """
 
     number: int
@@ -143,8 +145,8 @@ class SlotPool:
     Args:
         folder: folder of the files.
         lock: the journal's lock, because journal rows and holds change together.
-        most: number of slots above which a slot that becomes free is removed. None: free slots stay until `trim`.
-        in_memory: whether slots are memory files (memfd), which end with this process.
+        most: if there are more slots than this, a slot that becomes free is removed. None: it stays until `trim`.
+        in_memory: make slots memory files (memfd), which end with this process.
     """
 
     def __init__(
@@ -169,10 +171,10 @@ class SlotPool:
         return slot_path(self.folder, self.kind, self.fragment, number)
 
     def take(self, why: str) -> Slot:
-        """Hold a free slot and return it. If no slot is free, create one.
+        """Add a hold to a free slot, and return the slot. If no slot is free, create one.
 
         Args:
-            why: kind of the hold, such as `WRITER`.
+            why: kind of hold, such as `WRITER`.
 
         Raises:
             DiskFull: the disk has no space for another slot; no partial file is left behind.
@@ -218,7 +220,7 @@ class SlotPool:
         return slot
 
     def adopt(self, number: int) -> Slot | None:
-        """Take over the slot that a journal row refers to after a restart, with one hold for the journal.
+        """Open a slot that a journal row refers to, after a restart, and add the journal's hold to it.
 
         Returns:
             The slot; None if its file is missing or has the wrong size.
@@ -248,7 +250,7 @@ class SlotPool:
                 self._free.discard(slot.number)
 
     def drop(self, slot: Slot, why: str) -> None:
-        """End one hold of kind `why`. After its last hold, a slot is free or, if there are too many, removed."""
+        """End one hold of kind `why`. After the last hold the slot is free. If the pool has too many, it is removed."""
         with self.lock:
             slot.holds[why] -= 1
             slot.holds += Counter()  # removes entries that have come to zero
@@ -268,7 +270,7 @@ class SlotPool:
             self.drop(slot, why)
 
     def retain(self, numbers: Collection[int]) -> None:
-        """End the journal's hold on every slot except those in `numbers`."""
+        """End the journal's hold on every slot that is not in `numbers`."""
         with self.lock:
             for slot in list(self._slots.values()):
                 if JOURNAL in slot.holds and slot.number not in numbers:
@@ -286,7 +288,7 @@ class SlotPool:
             slot.path.unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Close the slots that only the journal holds. Other slots close when the last reference to them ends."""
+        """Close slots that only the journal holds. Any other slot closes when the last reference to it ends."""
         with self.lock:
             for slot in self._slots.values():
                 if not slot.holds.keys() - {JOURNAL}:
@@ -295,7 +297,7 @@ class SlotPool:
             self._free.clear()
 
     def holds(self) -> dict[str, dict[str, int]]:
-        """Return file name → kind of holder → number of holds; an empty dict for a free slot."""
+        """Return file name of each slot → kind of hold → number of holds. A free slot has an empty dict."""
         with self.lock:
             return {slot.path.name: dict(slot.holds) for _, slot in sorted(self._slots.items())}
 
@@ -305,7 +307,7 @@ class Slots:
 
     Args:
         folder: folder of the slot files.
-        versions: maximum number of kept and pinned versions per fragment.
+        versions: maximum number of versions per fragment that are kept at the same time.
         in_memory: as for `SlotPool`.
     """
 
@@ -401,7 +403,7 @@ class Slots:
                 path.unlink()
 
     def holds(self) -> dict[str, dict[str, int]]:
-        """Return, for every slot, file name → kind of holder (journal, writer, pull, reader) → number of holds."""
+        """Return file name of each slot → kind of hold (journal, writer, pull, reader) → number of holds."""
         return {name: holds for pool in self._pools.values() for name, holds in pool.holds().items()}
 
     def close(self) -> None:
@@ -417,9 +419,9 @@ def is_slot_name(name: str) -> bool:
 
 
 def verify(fd: int, shape: FileShape, digests: tuple[bytes, ...]) -> bool:
-    """Return whether a file has the header of `shape`, and regions that match `digests`.
+    """Return whether a file has the header of `shape`, and its regions have these digests.
 
-    If the workers hold the tensors (`shape.elsewhere`), only the number of digests is checked.
+    In a swarm (`shape.elsewhere`) the file is empty, and only the number of digests is checked.
     """
     if shape.elsewhere:
         return len(digests) == len(shape.regions)
@@ -429,7 +431,12 @@ def verify(fd: int, shape: FileShape, digests: tuple[bytes, ...]) -> bool:
 
 
 def region_digest(fd: int, ranges: Ranges) -> bytes:
-    """Return the BLAKE3 digest of the joined ranges of a file. A range is cut at the end of the file."""
+    """Return the BLAKE3 digest of the concatenated byte ranges of a file. Bytes behind the end of the file are skipped.
+
+    Args:
+        fd: descriptor of the file.
+        ranges: (offset, nbytes) of each range.
+    """
     hasher = blake3()
     buffer = memoryview(bytearray(READ_BYTES))
     for offset, nbytes in ranges:
@@ -444,7 +451,7 @@ def region_digest(fd: int, ranges: Ranges) -> bytes:
 
 
 def disk_error(error: OSError, path: Path) -> StoreError:
-    """Return the store's error for an OSError: `DiskFull` if space is lacking, else `StoreError`."""
+    """Return the error to raise for an OSError: `DiskFull` if space is lacking, else `StoreError`."""
     if error.errno in FULL:
         return DiskFull(f"The disk of {path.parent} is full.", "Free disk space; nothing was lost.")
     return StoreError(f"{path}: {error.strerror}.", "Check the disk.")

@@ -1,8 +1,8 @@
 """The journal: one SQLite file in WAL mode, with one connection and one lock.
 
-The lock also guards the state in memory that must agree with the journal, for example the holds of slots. Callbacks
-(`after_commit`, `after_rollback`) keep this state equal to the journal. A process that is killed at any instruction
-leaves all of a transaction or nothing. A cached value stays valid while `Journal.undone` is unchanged.
+The lock also guards values in memory that must agree with the journal, such as which tensor files are in use. Callbacks
+(`after_commit`, `after_rollback`) keep these values equal to the journal. If the process is killed at any instruction,
+all changes of a transaction are in the file, or none of them.
 """
 
 from __future__ import annotations
@@ -43,8 +43,9 @@ class Journal:
     """The journal of one state directory. Thread-safe: during one thread's transaction all other threads wait.
 
     Attributes:
-        undone: number of rollbacks so far. A rollback makes cached values invalid.
-        committed: callback after every commit, behind the callbacks of `after_commit`.
+        undone: number of rollbacks so far. A value that was read from the journal and cached is valid only as long as
+            this number is unchanged.
+        committed: callback after every commit; it runs after the callbacks of `after_commit`.
     """
 
     def __init__(self, path: Path, durability: Durability, *, begin: bool = True) -> None:
@@ -53,11 +54,11 @@ class Journal:
         Args:
             path: path of the SQLite file.
             durability: what a commit survives. `process`: a kill of the server. `power`: also a power loss.
-            begin: whether a new journal may be created. False if files of an earlier run are there.
+            begin: whether a new journal may be created. Pass False if files of an earlier run are there.
 
         Raises:
-            StateCorrupt: the file is no journal, is damaged or has another journal version. Or it is missing, and
-                `begin` is False.
+            StateCorrupt: the file is not a journal, is damaged or was written by another version of Atoll. Or it is
+                missing, and `begin` is False.
             StoreError: the file cannot be opened.
         """
         self.path, self.durability = path, durability
@@ -114,11 +115,11 @@ class Journal:
     def transaction(self, *, synced: bool = False) -> Iterator[None]:
         """Group all changes inside a `with` block into one transaction. A nested block joins the outer transaction.
 
-        If a nested block fails before it has changed a row, the outer transaction may go on. If it fails later, the
-        outer transaction can no longer be committed, even if the error was caught.
+        If a nested block raises before it has changed a row, and the error is caught, the outer transaction goes on. If
+        a nested block raises after it has changed a row, the outer transaction cannot be committed any more.
 
         Args:
-            synced: whether the commit survives a power loss, even with durability `process`. Outermost block only.
+            synced: make the commit survive a power loss, even with durability `process`. Only for the outermost block.
 
         Raises:
             DiskFull: nothing was changed; try again.
@@ -169,7 +170,7 @@ class Journal:
         self._db.execute("COMMIT")
 
     def _forget(self, then: int, undo: int) -> None:
-        """Undo callbacks of a failed block: drop its `after_commit` ones, run its `after_rollback` ones, last first.
+        """For a failed block, discard its `after_commit` callbacks and run its `after_rollback` callbacks, last first.
 
         Args:
             then: number of `after_commit` callbacks that were registered before the block.
@@ -270,7 +271,9 @@ class Journal:
             os.close(fd)
 
     def sync_failed(self, what: str, error: OSError) -> SyncFailed:
-        """Make every later transaction fail, and return the error: the kernel may have dropped unwritten data.
+        """Make every later transaction fail, and return the error to raise.
+
+        After a failed fsync the kernel may have dropped data that was not written yet, so a retry would prove nothing.
 
         Args:
             what: name of the file or folder for the error message.
@@ -283,12 +286,12 @@ class Journal:
         return self._broken
 
     def checkpoint(self) -> None:
-        """Copy the write-ahead log into the database file, without blocking other threads.
+        """Copy SQLite's write-ahead log into the database file, without blocking other threads.
 
-        If SQLite cannot open the file (too many open files), this call does nothing, and the next one tries again.
+        If SQLite cannot open the file (too many open files), do nothing; the next call tries again.
 
         Raises:
-            StoreError: the file was removed or replaced. The next start would not find later changes.
+            StoreError: the file was removed or replaced, so the next start would not find later changes.
         """
         is_there = False
         with suppress(FileNotFoundError):
@@ -316,7 +319,7 @@ class Journal:
                 self._db.close()
 
     def readable(self, error: sqlite3.Error) -> StoreError:
-        """Return the store's error for an error of SQLite."""
+        """Return the `StoreError` (or a subclass) that stands for an error of SQLite, with a message and a remedy."""
         code = getattr(error, "sqlite_errorcode", 0)
         if code & 0xFF == sqlite3.SQLITE_FULL:
             return DiskFull(f"The disk of {self.path.parent} is full.", "Free disk space; nothing was lost.")
@@ -334,9 +337,9 @@ class Journal:
 
 
 class _Translated:
-    """A context manager that replaces SQLite's errors by the store's. Every statement enters it.
+    """A context manager that turns errors of SQLite into a `StoreError` or a subclass. Every SQL statement runs in it.
 
-    It is a class, which is faster than a generator with `contextmanager`.
+    It is a class, because entering a generator with `contextmanager` is slower.
 
     Raises:
         DiskFull: the disk is full.
@@ -360,9 +363,9 @@ class _Translated:
 
 
 def journal_failed(error: StoreError) -> bool:
-    """Return whether an error means that the journal is unusable until the server starts again.
+    """Return whether an error makes the journal unusable until the server starts again.
 
-    True for a failed fsync, and for an error of SQLite that no retry can cure. False for a full disk.
+    True for a failed fsync, and for an error of SQLite that a retry cannot cure. False for a full disk.
     """
     return isinstance(error, SyncFailed) or (isinstance(error.__cause__, sqlite3.Error) and passing(error) is None)
 

@@ -1,11 +1,11 @@
 """The journal's tables, their checksums, and one dataclass per table for its rows.
 
-Impossible states are excluded by table constraints, so that no caller can create them. `heads` decides which versions
-exist: one UPDATE of `heads` commits a version, and a version row above its fragment's head does not count.
+Constraints of the tables exclude impossible states. The table `heads` decides which versions exist: one UPDATE of
+`heads` commits a version, and a row in `versions` with a number above its fragment's head is ignored.
 
 SQLite has checksums for its write-ahead log, but not for its database file. So each row has a checksum in the column
-`row_check`. Temporary triggers of the server's connection write the column, so that no statement can forget it. If a
-disk or another program changes a value, the row no longer matches its checksum.
+`row_check`. Triggers of the server's connection write this column, so no statement can forget it. If a disk or another
+program changes a value, the row no longer matches its checksum.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ CHECKED = (
     *("meta", "run", "shapes", "members", "rounds", "tickets", "parts"),
     *("versions", "deltas", "heads", "history", "workflows"),
 )
-"""Tables with a column `row_check`. The audit log has its own hashes, and counters are only displayed."""
+"""Tables with a column `row_check`. The audit log has its own hashes. Counters are only displayed, and unchecked."""
 
 ROW_CHECK = "row_check INTEGER NOT NULL DEFAULT 0"
 """SQL definition of the checksum column."""
 
 UNCHECKED = {"row_check", "settings_json", "torch_build", "cpu_capability"}
-"""Columns that the checksum does not cover. A start compares them with its own settings, torch and CPU instead."""
+"""Columns that the checksum does not cover. The server compares these at its start with its settings, torch and CPU."""
 
 
 def row_check(*values: object) -> int:
@@ -39,7 +39,7 @@ def row_check(*values: object) -> int:
 
 
 def keep(db: sqlite3.Connection) -> None:
-    """Create the triggers that write the checksum of every row that this connection inserts or updates."""
+    """Create triggers on a connection that write the checksum of every row it inserts or updates."""
     db.execute("PRAGMA temp_store = MEMORY")
     understand(db)
     for table in CHECKED:
@@ -52,12 +52,12 @@ def keep(db: sqlite3.Connection) -> None:
 
 
 def understand(db: sqlite3.Connection) -> None:
-    """Register the SQL function `row_check` on a connection."""
+    """Register the Python function `row_check` as an SQL function on a connection."""
     db.create_function("row_check", -1, row_check, deterministic=True)
 
 
 def changed_row(db: sqlite3.Connection) -> str | None:
-    """Return the first row that does not match its checksum, as `table (key = value)`; None if all rows match."""
+    """Return the first row that does not match its checksum, as text: `table (key = value)`. None if all rows match."""
     understand(db)
     for table in CHECKED:
         keys, columns = _columns(db, table)
@@ -70,7 +70,7 @@ def changed_row(db: sqlite3.Connection) -> str | None:
 
 
 def changed_definition(db: sqlite3.Connection) -> str | None:
-    """Return the first table or index in the file that differs from `SCHEMA`; None if there is no difference."""
+    """Return the name of the first table or index in the file that differs from `SCHEMA`; None if none differs."""
     with_schema = sqlite3.connect(":memory:")
     try:
         with_schema.executescript(SCHEMA)
@@ -101,7 +101,7 @@ TicketState = Literal["open", "accepted", "counted", "refused", "expired"]
 
 @dataclass(frozen=True, slots=True)
 class RunRow:
-    """The run of a state directory. The row is written once."""
+    """The run in a state directory. Its row is written once, when the run begins."""
 
     run_id: str
     settings_json: str
@@ -117,8 +117,8 @@ class MemberRow:
     """A site and its newest lease.
 
     Attributes:
-        process: id of the process that holds the lease, with the hash of the lease's secret.
-        weight: weight of the site's first counted update; 0 if there is none, or if no reducer needs the total weight.
+        process: id of the process that has the lease, with the hash of the lease's secret.
+        weight: weight of the site's first counted update; 0 before that, or if no reducer needs the total weight.
     """
 
     site: str
@@ -135,13 +135,15 @@ class MemberRow:
 
 @dataclass(frozen=True, slots=True)
 class RoundRow:
-    """The round of a fragment that starts from `base_version`. A frozen round is closed, but not yet committed.
+    """The round of a fragment that starts from `base_version`.
+
+    State `frozen`: the round is closed, but its new version is not committed yet.
 
     Attributes:
-        expected: sites that an open round waits for.
-        tickets: tickets of a frozen round, in the order in which their updates are reduced.
-        population: number of sites that had ever joined when the round was frozen.
-        total_weight: estimated total weight of these sites at that moment; 0 if no reducer needs it.
+        expected: sites that the round waits for while it is open.
+        tickets: tickets that count, in the order in which their updates are reduced; empty while the round is open.
+        population: number of sites that had joined the run, at any time before the round was closed.
+        total_weight: estimated total weight of these sites when the round was closed; 0 if no reducer needs it.
     """
 
     fragment: int
@@ -159,11 +161,11 @@ class TicketRow:
     """A ticket and, after acceptance, its update.
 
     Attributes:
-        slot: number of the spool's slot; None if the ticket has no spool.
-        digest: digest of the accepted update, hex.
-        version: version that the update went into, after it is counted.
-        bytes: size of the accepted update.
-        accepted_order: rank of the update among all accepted updates of the run, from 1; 0 before acceptance.
+        slot: number of the file (slot) with the update's bytes; None if there is no file.
+        digest: digest of the accepted update, hex; None before acceptance.
+        version: version that was made from the update; None until the update is counted.
+        bytes: size of the accepted update in bytes.
+        accepted_order: position of the update among all accepted updates of the run, from 1; 0 before acceptance.
     """
 
     ticket: int
@@ -184,18 +186,18 @@ class TicketRow:
 
     @property
     def is_live(self) -> bool:
-        """Whether the update may still arrive, or waits to be reduced."""
+        """Whether the ticket is open or accepted: its update may still arrive, or waits to be reduced."""
         return self.state in ("open", "accepted")
 
     @property
     def is_in(self) -> bool:
-        """Whether the server has acknowledged the update."""
+        """Whether the server has accepted the update, counted or not."""
         return self.state in ("accepted", "counted")
 
 
 @dataclass(frozen=True, slots=True)
 class PartRow:
-    """A part of an update that is on disk and passed its check; `sumsq` is the sum of squares of its values."""
+    """A part of an update, on disk and checked. `sumsq` is the sum of squares of its decoded values."""
 
     ticket: int
     part: int
@@ -205,14 +207,15 @@ class PartRow:
 
 @dataclass(frozen=True, slots=True)
 class VersionRow:
-    """A committed version with a file that is still kept.
+    """A committed version that the server still has as a file.
 
     Attributes:
-        slot: number of the version's slot.
-        state_slot: number of the outer state's slot; None if there is no outer state, or if it is no longer kept.
+        slot: number of the file (slot) with the version.
+        state_slot: number of the file (slot) with the outer optimizer's state after this version; None if the outer
+            optimizer has no state, or if the state is no longer kept.
         digest: digest of the version, hex.
-        part_digests: one digest per region of the version's shape.
-        state_digests: one digest per region of the outer state's shape; empty if the version has no outer state.
+        part_digests: one digest per region of the version's file (`FileShape.regions`).
+        state_digests: one digest per region of the state's file; empty if the outer optimizer has no state.
     """
 
     fragment: int
@@ -228,14 +231,16 @@ class VersionRow:
 
 @dataclass(frozen=True, slots=True)
 class DeltaRow:
-    """A delta: the difference of a version from an older one. Workers that have the older version pull only the delta.
+    """A delta: the encoded difference between a version and an older one, which is its base.
+
+    A worker that has the base downloads only the delta.
 
     Attributes:
-        version: the version that base and delta give together.
-        slot: number of the delta's slot.
-        base_version, base_digest: number and digest of the older version.
+        version: the newer version: base plus delta.
+        slot: number of the file (slot) with the delta.
+        base_version, base_digest: number and digest of the base.
         digest: digest of the delta, hex.
-        part_digests: one digest per region of the delta's shape.
+        part_digests: one digest per region of the delta's file (`FileShape.regions`).
     """
 
     fragment: int
@@ -249,7 +254,7 @@ class DeltaRow:
 
 @dataclass(frozen=True, slots=True)
 class HistoryRow:
-    """Digest and summary of a version. The journal keeps this row after the version's file is gone."""
+    """Digest of a version and summary of its round. The journal keeps this row after the version's file is removed."""
 
     fragment: int
     version: int
@@ -260,7 +265,7 @@ class HistoryRow:
 
 @dataclass(frozen=True, slots=True)
 class AuditRow:
-    """One entry of the audit log; `hash` is the BLAKE3 of the other fields, `prev_hash` is the previous entry's."""
+    """One entry of the audit log. `hash` is the BLAKE3 of the other fields, `prev_hash` the previous entry's hash."""
 
     seq: int
     at: str
@@ -272,7 +277,7 @@ class AuditRow:
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """Counts over the whole run; `bytes` is the total size of accepted updates."""
+    """Numbers of versions, updates and worker deaths in the whole run; `bytes` is the size of all accepted updates."""
 
     versions: int
     counted: int
@@ -308,7 +313,7 @@ class Column(NamedTuple):
 
     @classmethod
     def of(cls, name: str, kind: Any, default: object) -> Column:
-        """Return the column for a field. Collections are stored as JSON, digests of parts as one concatenated blob.
+        """Return the column for a dataclass field. Collections are stored as JSON, tuples of digests as one blob.
 
         Args:
             name: name of the field.
@@ -326,7 +331,7 @@ class Column(NamedTuple):
             return cls(f"{name} TEXT NOT NULL CHECK ({name} IN {get_args(kind)})")
         if kind in _TYPES:
             return cls(f"{name} {_TYPES[kind]} NOT NULL{given}")
-        return cls(f"{name} {_TYPES[get_args(kind)[0]]}")  # or None
+        return cls(f"{name} {_TYPES[get_args(kind)[0]]}")  # an optional type allows NULL
 
 
 class Table(Generic[Row]):
@@ -336,8 +341,8 @@ class Table(Generic[Row]):
         name: name of the table.
         row: dataclass of the rows.
         more: SQL of further columns, then of constraints.
-        checked: whether rows have a checksum.
-        ending: SQL after the closing parenthesis of the definition.
+        checked: whether to add the checksum column `row_check`.
+        ending: SQL behind the closing parenthesis of `CREATE TABLE`.
     """
 
     def __init__(self, name: str, row: type[Row], *more: str, checked: bool = True, ending: str = "STRICT") -> None:

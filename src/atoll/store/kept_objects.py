@@ -1,11 +1,11 @@
-"""Published objects that the server stores. Each is a safetensors file and a note in `objects/` of the state directory.
+"""Published objects that the server stores, each as a safetensors file and a note in the state directory's `objects/`.
 
     objects/ID.part           the file while its parts arrive; removed by a restart, or if no more bytes arrive
     objects/ID.safetensors    the complete file; it never changes
     objects/ID.json           the note: sizes, digests, expiry time; written last, and replaced atomically
 
-Objects are independent of the run's journal: no row refers to them. When an object expires, its files are unlinked and
-`Kept.gone` is set, so that requests that still send the object stop.
+The journal has no rows about objects. When an object expires, its files are removed and its event `Kept.gone` is set,
+so that requests that still send the object stop.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ LOG = logging.getLogger("atoll.server")
 
 MOST_OBJECTS = 10_000
 MOST_OPEN = 64
-"""Maximum number of objects that arrive at the same time. Each needs an open descriptor."""
+"""Maximum number of objects that are uploaded at the same time. Each needs an open file descriptor."""
 HELD_S = 10 * 365 * 86400.0
 """Lifetime of the server's own objects, in seconds. It is so long that they do not expire."""
 
@@ -47,9 +47,9 @@ class Kept:
         expires_at: expiry time in seconds since 1970.
         digests: part number → BLAKE3, for the parts that are on disk.
         fd: descriptor of the file while parts arrive; −1 after that.
-        touched_s: monotonic time at which the last byte arrived.
-        held: whether the object is the server's own. Only the server removes such an object. It has no note, so the
-            next start removes it.
+        touched_s: time of `time.monotonic` at which the last byte arrived.
+        held: whether the object is the server's own, such as the payload of a task. Publishers cannot remove it. It has
+            no note, so the server's next start removes it.
         counts: whether the object counts towards the store's `max_bytes`.
         gone: event that is set when the object is removed.
     """
@@ -76,12 +76,14 @@ class Kept:
 
     @property
     def manifest(self) -> Manifest:
-        """The object's manifest. All parts must be on disk."""
+        """The object's manifest. Only for an object with all parts on disk."""
         return Manifest.of_cuts(self.cuts, [self.digests[index] for index in range(self.cuts.count)])
 
 
 class ObjectStore:
-    """The published objects that one server stores. Calls come from the event loop, unless they say "any thread".
+    """The published objects that one server stores.
+
+    Call methods from the event loop's thread, unless they say "Any thread may call it".
 
     Args:
         folder: folder for objects only; created when the first object needs it.
@@ -99,19 +101,19 @@ class ObjectStore:
     # -- calls of a publisher
 
     def open(self, cuts: Cuts, *, inline: bool, expires_s: float) -> tuple[Kept, str]:
-        """Create an empty object, to which a publisher then sends the parts.
+        """Create an empty object. Its publisher sends the parts later.
 
         Args:
             cuts: sizes of the object and its parts.
             inline: whether the object's bytes are sent within its manifest.
-            expires_s: wanted lifetime in seconds; at most `max_expires_s` is granted.
+            expires_s: requested lifetime in seconds, reduced to `max_expires_s` if it is longer.
 
         Returns:
             The object and its secret. The store keeps only a hash of the secret.
 
         Raises:
             BadRequest: the object is larger than `max_bytes`.
-            Busy: there is no room now.
+            Busy: the store is full for now, or too many objects are being uploaded.
             DiskFull: the disk is full.
         """
         self.sweep()
@@ -149,7 +151,7 @@ class ObjectStore:
             with kept.lock:
                 if kept.fd < 0:
                     raise Gone(f"The upload of object {kept.object[:8]} was ended.", "Publish it again.")
-                fd = os.dup(kept.fd)  # meanwhile the object may be removed, and its descriptor reused
+                fd = os.dup(kept.fd)  # during the write the object may be removed, and its descriptor number reused
             try:
                 write_at(fd, data, offset)
             finally:
@@ -158,7 +160,7 @@ class ObjectStore:
             raise disk_error(error, self._path(kept, "part")) from error
 
     def complete(self, kept: Kept, digest: str) -> None:
-        """Make an object readable, also after a restart of the server. All its parts must be on disk. Idempotent.
+        """Make an object with all parts on disk readable, also after a restart of the server. Idempotent.
 
         Args:
             kept: the object.
@@ -188,9 +190,9 @@ class ObjectStore:
     # -- the server's own objects
 
     def draft(self) -> tuple[str, int]:
-        """Create the file of a new object. For the server's own object, call `hold` or `discard` after writing.
+        """Create the file of a new object. Any thread may call it.
 
-        Any thread may call it.
+        For an object of the server itself, write the file, then call `hold` or, after a failure, `discard`.
 
         Returns:
             The object's id, and a descriptor that the caller closes.
@@ -211,7 +213,7 @@ class ObjectStore:
         (self.folder / f"{object_id}.part").unlink(missing_ok=True)
 
     def hold(self, object_id: str, manifest: Manifest, *, inline: bool) -> tuple[Kept, str]:
-        """Make a written draft readable, as the server's own object. It stays until `drop` or the next start.
+        """Make a file from `draft` readable as the server's own object, which stays until `drop` or the next start.
 
         Args:
             object_id: id that `draft` returned.
@@ -222,7 +224,7 @@ class ObjectStore:
             The object and its secret.
 
         Raises:
-            Busy: there is no room.
+            Busy: the store is full.
             DiskFull, StoreError: the file cannot be renamed.
         """
         taken = self._taken_bytes()
@@ -258,9 +260,9 @@ class ObjectStore:
         return kept, fd
 
     def make_own(self, object_id: str, secret: str) -> Kept:
-        """Turn a complete object into the server's own. It stays until `drop` or the next start.
+        """Make a complete object the server's own. It stays until `drop` or the server's next start.
 
-        The object no longer counts towards `max_bytes`, so that later objects find room.
+        The object no longer counts towards `max_bytes`.
 
         Raises:
             Gone, AuthError: as in `find`.
@@ -279,7 +281,7 @@ class ObjectStore:
     # -- calls of a process that has the reference
 
     def find(self, object_id: str, secret: str) -> Kept:
-        """Return an object, complete or not, if the secret is right.
+        """Return an object, complete or still arriving, if the secret is right.
 
         Raises:
             Gone: the store does not have the object, or it has expired.
@@ -351,7 +353,7 @@ class ObjectStore:
         """Remove an object and its files, and set its event `gone`. Idempotent."""
         kept.gone.set()
         self._kept.pop(kept.object, None)
-        for kind in ("json", "safetensors", "part", "note"):  # the note first: a start removes files without a note
+        for kind in ("json", "safetensors", "part", "note"):  # the note first: after a kill, a start removes the rest
             self._path(kept, kind).unlink(missing_ok=True)
         kept.close()
 
@@ -391,7 +393,7 @@ def _note(kept: Kept) -> dict[str, Any]:
 
 
 def _read_note(path: Path) -> Kept | None:
-    """Read an object from its note; None if the note is damaged or belongs to another object."""
+    """Return the object that a note describes; None if the note is damaged or belongs to another object."""
     try:
         note: Mapping[str, Any] = json_files.unseal(path.read_bytes())
         kept = Kept(

@@ -1,7 +1,7 @@
 """Recovery at a server's start: find the newest intact version, drop damaged data, remove files without a journal row.
 
-Each step is one transaction, and the journal is recoverable after each step. Files are removed last. So after a kill at
-any instruction, another recovery gives the same run.
+Each step is one transaction, and files are removed last. So if recovery is killed at any instruction, the next recovery
+gives the same result.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from atoll.store.versions import Versions
 
 
 class Recovery:
-    """One recovery of a run at a server's start. `Store.recover` says what it does."""
+    """Checks the files of a run at a server's start, and drops damaged ones. Details are in `Store.recover`."""
 
     def __init__(
         self, journal: Journal, audit: AuditLog, slots: Slots, run_log: RunLog, tickets: Tickets, versions: Versions
@@ -61,7 +61,7 @@ class Recovery:
         """Make the newest intact version of a fragment its head.
 
         Returns:
-            A sentence about the fall back; empty if the head is intact or the fragment has no version.
+            One sentence if the fragment falls back to an older version; else an empty list.
 
         Raises:
             StateCorrupt: no version of the fragment matches its digests.
@@ -78,7 +78,7 @@ class Recovery:
                 NEW_RUN,
             )
         pool = self._slots.pool
-        with self._journal.transaction():  # older versions stay unless their files are missing; workers check the bytes
+        with self._journal.transaction():  # older versions are not hashed here: workers that pull one check its bytes
             for row in rows[rows.index(good) + 1 :]:
                 if pool(VERSION, fragment).adopt(row.slot) is None:
                     self._versions.forget(row)
@@ -111,7 +111,7 @@ class Recovery:
                     )
 
     def _fall_back(self, fragment: int, head: int, version: int) -> str:
-        """Make `version` the head again in one transaction: expire later updates, delete later rounds and versions.
+        """Make `version` the head again, in one transaction: expire later updates, delete later rounds and versions.
 
         Returns:
             A sentence about the loss.
@@ -151,19 +151,19 @@ class Recovery:
     # -- updates
 
     def _expire(self, ticket: TicketRow, reason: str) -> None:
-        """Expire a ticket without touching its slot, which may be missing.
+        """Expire a ticket without touching the file of its update, which may be missing.
 
-        `remove_unreferenced` removes the slot's file later, because no row refers to it any more.
+        `Slots.remove_unreferenced` removes the file later, because no row refers to it any more.
         """
         without_slot = TicketRow(ticket.ticket, ticket.site, ticket.fragment, ticket.base_version, ticket.state)
         self._tickets.end([without_slot], "expired", reason)
         self._audit.append("expired", ticket=ticket.ticket, site=ticket.site, reason=reason)
 
     def _recover_spool(self, ticket: TicketRow) -> list[str]:
-        """Check the received parts of an open or accepted ticket, and drop what is damaged.
+        """Check the received parts of an open or accepted ticket, and drop damaged ones.
 
         Returns:
-            A sentence about the loss; empty if nothing was lost.
+            One sentence about the loss; an empty list if nothing was lost.
         """
         if ticket.slot is None:
             return []
@@ -191,7 +191,7 @@ class Recovery:
         return [f"Ticket {ticket.ticket} of {ticket.site} has expired: {reason}; the site submits its update again."]
 
     def _bad_parts(self, ticket: TicketRow, slot: Slot | None) -> list[int]:
-        """Return the numbers of recorded parts with a wrong digest, and of parts that an accepted update lacks."""
+        """Return the numbers of parts whose bytes have another digest, and of missing parts of an accepted update."""
         ranges = self._slots.shapes_of(ticket.fragment).update_parts
         recorded = self._tickets.parts(ticket.ticket)
 

@@ -1,4 +1,4 @@
-"""The journal's rows about the run, its sites, rounds, version history and workflows."""
+"""Reads and writes the journal's rows about the run, its sites, rounds, version history and ended workflows."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from atoll.store.journal_tables import (
 
 
 class RunLog:
-    """The journal's record of a run, except tickets and versions."""
+    """The journal's rows of a run, except those of tickets and of kept versions."""
 
     def __init__(self, journal: Journal, audit: AuditLog) -> None:
         self._journal, self._audit = journal, audit
@@ -33,12 +33,12 @@ class RunLog:
 
     @property
     def epoch(self) -> int:
-        """The journal's epoch. It rises at every start, and whenever the run falls back to an older version."""
+        """The journal's epoch: a number that rises at every server start, and when the run falls back a version."""
         return int(self._journal.value("SELECT epoch FROM meta"))
 
     @property
     def run(self) -> RunRow | None:
-        """The run of this directory; None before `create_run`."""
+        """The row of this directory's run; None before `create_run`."""
         return self._journal.first(RUNS)
 
     @property
@@ -47,7 +47,7 @@ class RunLog:
         return str(self._journal.value("SELECT run_id FROM run") or "")
 
     def create_run(self, row: RunRow) -> None:
-        """Record the run of this directory.
+        """Insert the row of this directory's run.
 
         Raises:
             StoreError: the directory has a run already.
@@ -66,14 +66,14 @@ class RunLog:
         return bool(self._journal.value("SELECT finished FROM meta"))
 
     def finish(self, finished: bool = True) -> None:
-        """Record that the run is over. With False, record that it continues, because its settings allow more rounds."""
+        """Record that the run is over. With `finished=False`, record that a finished run continues."""
         with self._journal.transaction():
             if self.finished != finished:
                 self._journal.execute("UPDATE meta SET finished = ?", int(finished))
                 self._audit.append("finished" if finished else "continued")
 
     def totals(self) -> Totals:
-        """Return the run's counters, such as the number of counted updates."""
+        """Return the numbers of versions, updates, deaths and bytes that the run has had so far."""
         values = dict(self._journal.rows("SELECT name, value FROM counters"))
         return Totals(**{name: values.get(name, 0) for name in Totals.__slots__})
 
@@ -105,7 +105,7 @@ class RunLog:
             site: name of the site.
             lease: number of the lease that ends.
             why: the new state: "dead", "left" or "failed".
-            detail: a reason for the status.
+            detail: reason that `atoll status` shows.
         """
         with self._journal.transaction():
             ended = self._journal.execute(
@@ -138,14 +138,17 @@ class RunLog:
         return int(self._journal.value("SELECT coalesce(max(lease), 0) + 1 FROM members"))
 
     def kept_weight(self, site: str) -> float:
-        """Return the weight of the site's first counted update; 0 if no update counts, or if weights are not kept."""
+        """Return the weight of the site's first counted update.
+
+        Return 0 if the site has no counted update, or if the run's reducers do not need weights of absent sites.
+        """
         found = self._journal.value("SELECT weight FROM members WHERE site = ? AND rounds_counted > 0", site)
         return float(found or 0.0)
 
     # -- rounds
 
     def open_round(self, fragment: int, base_version: int, expected: Sequence[str]) -> None:
-        """Open the round from `base_version`, or change the expected sites of the open round.
+        """Record that a round is open. If it is open already, replace the sites that it waits for.
 
         Args:
             fragment: the fragment.
@@ -170,11 +173,11 @@ class RunLog:
         Args:
             fragment: the fragment.
             base_version: the version that the round starts from.
-            tickets: the tickets of the updates that count.
-            keep_weights: also record the first weight of each of their sites, and the total weight of all sites.
+            tickets: the tickets of the updates that count, in the order in which they are reduced.
+            keep_weights: also record the weight of each site's first update, and the estimated weight of all sites.
 
         Raises:
-            StoreError: the round is not open, or a ticket is not accepted, or a ticket starts from a later version.
+            StoreError: the round is not open, a ticket is not accepted, or an update starts from a later version.
         """
         with self._journal.transaction():
             row = self.round(fragment, base_version)
@@ -205,9 +208,9 @@ class RunLog:
                 self._weigh(fragment, base_version, tickets)
 
     def _weigh(self, fragment: int, base_version: int, tickets: Sequence[int]) -> None:
-        """Store the estimated total weight of all sites: known weight × registered sites / sites with a known weight.
+        """Store the weight of each site that has its first update in this round, and estimate the weight of all sites.
 
-        Also store the weight of each site with its first update. A site's weight is known from its first update on.
+        Estimate: sum of the known weights × number of sites that ever joined / number of sites with a known weight.
         """
         marks = placeholders(tickets)
         self._journal.execute(
@@ -232,7 +235,10 @@ class RunLog:
         )
 
     def round(self, fragment: int, base_version: int) -> RoundRow | None:
-        """Return the round from `base_version`; None if it never opened, or was committed before the latest round."""
+        """Return the row of the round from `base_version`; None if there is none.
+
+        There is none before the round opens, and again after the next round is committed.
+        """
         return self._journal.first(ROUNDS, "WHERE fragment = ? AND base_version = ?", fragment, base_version)
 
     def rounds(self) -> tuple[RoundRow, ...]:
@@ -257,14 +263,17 @@ class RunLog:
         return self._journal.select(HISTORY, where, fragment, -1 if limit is None else limit)[::-1]
 
     def version_digest(self, fragment: int, version: int) -> str | None:
-        """Return the digest of a committed version; None if the run has no such version. Its file may be gone."""
+        """Return the digest of a committed version, even if its file is gone; None if the run has no such version."""
         found: str | None = self._journal.value(
             "SELECT digest FROM history WHERE fragment = ? AND version = ? AND NOT lost", fragment, version
         )
         return found
 
     def lost_versions(self, fragment: int = 0) -> tuple[int, ...]:
-        """Return the numbers of the lost versions below the head. Versions are lost when the run falls back."""
+        """Return the numbers below the head that belong to lost versions.
+
+        Versions are lost when damage makes a run continue from an older version. Their numbers are not used again.
+        """
         found = self._journal.rows(
             "SELECT version FROM history WHERE lost AND fragment = ?1 "
             "AND version < (SELECT heads.version FROM heads WHERE heads.fragment = ?1) ORDER BY version",
@@ -275,14 +284,14 @@ class RunLog:
     # -- workflows
 
     def ended_workflows(self) -> dict[int, str]:
-        """Return the workflows that have ended: place in the run's list → name."""
+        """Return position in the run's list of workflows → name, for each workflow that has ended."""
         return dict(self._journal.rows("SELECT place, name FROM workflows ORDER BY place"))
 
     def end_workflow(self, place: int, name: str) -> None:
         """Record the end of a workflow.
 
         Args:
-            place: place in the run's list of workflows.
+            place: position in the run's list of workflows.
             name: name of the workflow.
 
         Raises:
@@ -295,7 +304,7 @@ class RunLog:
             self._audit.append("workflow", place=place, name=name)
 
     def forget_workflows_from(self, place: int) -> None:
-        """Delete the record that the workflows from `place` on have ended, so that they run again."""
+        """Make the workflow at position `place` and all later ones run again: delete the record of their ends."""
         with self._journal.transaction():
             self._journal.execute("DELETE FROM workflows WHERE place >= ?", place)
 

@@ -2,8 +2,8 @@
 
     <directory>/lock             locked by the server that uses the directory
     <directory>/journal.sqlite   every decision, as rows
-    <directory>/audit.head       where the audit log ended at the last commit
-    <directory>/slots/           versions, outer states and spools: preallocated files that are rewritten
+    <directory>/audit.head       number and hash of the audit log's last entry
+    <directory>/slots/           preallocated tensor files: versions, outer optimizer states, spools of updates
 
 Bytes are written to a slot before a journal row refers to them, so no row exists without its bytes. On every start a
 server creates a `Store`, then calls `store.slots.shape`, then `store.recover`. After that it may use the store.
@@ -38,14 +38,14 @@ LOG = logging.getLogger("atoll.server")
 __all__ = ["FileShape", "FragmentShapes", "Store"]
 
 Files = Sequence[tuple[int, int | None]]
-"""For each fragment: (descriptor of a version, descriptor of its outer state or None)."""
+"""For each fragment: (descriptor of a version's file, descriptor of the outer optimizer state's file or None)."""
 
 Contents = Callable[[Files], Iterator[memoryview]]
-"""A function that yields the content of an export in order, read from these files."""
+"""A function that reads the files of all fragments, and yields the tensor bytes of an exported model file in order."""
 
 
 class Store:
-    """The state of one run on disk. Thread-safe. Methods that read or write files block; call them in a pool thread.
+    """The files of one run at the server. Thread-safe. Methods that read or write files block; call them in a thread.
 
     Attributes:
         journal: the journal, for transactions.
@@ -65,19 +65,19 @@ class Store:
         max_pins: int = 4,
         in_memory: bool = False,
     ) -> None:
-        """Create or open a state directory, lock it, and raise its epoch.
+        """Create or open a state directory, lock it, and raise its epoch (the number of starts) by one.
 
         Args:
             directory: path of the state directory.
             durability: what an acknowledged update survives. `process`: a kill of the server at any instruction.
                 `power`: also a power loss.
             keep_versions: number of newest versions that can always be pulled.
-            max_pins: number of further versions that slow pulls may hold.
-            in_memory: whether slots are in memory. If so, only the journal outlives the process.
+            max_pins: number of older versions that are kept in addition while workers still download them.
+            in_memory: keep the tensor files in memory. Then only the journal outlives the process.
 
         Raises:
             StateLocked: another server uses the directory.
-            StateCorrupt: the journal is damaged, or it is missing while slots are there.
+            StateCorrupt: the journal is damaged, or it is missing although tensor files are there.
             StoreError: the directory cannot be created or locked.
         """
         self.directory = directory = Path(directory)
@@ -117,7 +117,7 @@ class Store:
             raise
 
     def _begin_epoch(self, start: verify_journal.Start) -> AuditHeadFile:
-        """Log the warnings of the start, raise the epoch, and begin to write the head file of the audit log."""
+        """Log the warnings in `start`, raise the epoch in the journal, and write `audit.head` from now on."""
         for warning in start.warnings:
             LOG.warning("%s", warning)
         with self.journal.transaction(synced=True):
@@ -132,12 +132,12 @@ class Store:
         return head
 
     def recover(self) -> tuple[str, ...]:
-        """Check the files against the journal and drop what is damaged. Call it on every start, after `slots.shape`.
+        """Check the files against the journal and drop damaged ones. Call it on every start, after `slots.shape`.
 
-        Each head is verified by its digests. If a head is damaged, the newest intact version replaces it, at worst the
-        durable version. Then later updates expire, later rounds are deleted, and the epoch rises. Damaged parts of open
-        tickets are dropped. A damaged accepted update expires, and its round opens again. Files without a journal row
-        are removed. A frozen round stays frozen; the server has to reduce its updates again.
+        The head of each fragment is compared with its digests. If the head is damaged, the newest intact version
+        becomes the head. Then updates to later versions expire, later rounds are deleted, and the epoch rises.
+        Damaged parts of open tickets are dropped. A damaged accepted update expires, and its round opens again. Files
+        without a journal row are removed. A frozen round stays frozen; the server has to reduce its updates again.
 
         Returns:
             One sentence for each loss.
@@ -148,7 +148,10 @@ class Store:
         return Recovery(self.journal, self.audit, self.slots, self.run_log, self.tickets, self.versions).run()
 
     def free_bytes(self) -> int:
-        """Return the free bytes on the state directory's disk for this user; with slots in memory, the free memory."""
+        """Return how many bytes this user can still write to the state directory's disk.
+
+        With `in_memory`, return the available memory in bytes.
+        """
         if self.slots.in_memory:
             lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
             return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
@@ -156,10 +159,10 @@ class Store:
         return info.f_bavail * info.f_frsize
 
     def require_space(self, min_free_bytes: int) -> None:
-        """Raise an error if less than `min_free_bytes` of disk are free; with slots in memory, of memory.
+        """Raise an error if `free_bytes` is below `min_free_bytes`.
 
         Raises:
-            DiskFull: too little is free. The request may be repeated after the error's `retry_after_s`.
+            DiskFull: too little is free. The request may be repeated after `retry_after_s` seconds, set on the error.
         """
         free = self.free_bytes()
         if free < min_free_bytes:
@@ -179,16 +182,16 @@ class Store:
 
         Args:
             target: path of the file.
-            heads: the version of each fragment.
+            heads: number of the version to export, for each fragment.
             header: first bytes of the file.
             contents: function that yields the bytes behind the header.
-            with_state: whether `contents` needs the outer states, too.
+            with_state: whether `contents` also reads the outer optimizer's state.
 
         Returns:
             `target`.
 
         Raises:
-            Gone: a version or its outer state is not kept.
+            Gone: a version or its outer optimizer state is no longer kept.
             DiskFull: the disk is full. No partial file is left behind.
             SyncFailed: fsync failed; the server must end.
         """
@@ -208,14 +211,14 @@ class Store:
             except OSError as error:
                 raise disk_error(error, target) from error
             finally:
-                with contextlib.suppress(DiskFull), self.journal.transaction():  # else the next start does it
+                with contextlib.suppress(DiskFull), self.journal.transaction():  # on failure, the next start deletes it
                     self.journal.execute("DELETE FROM exports_under_way WHERE path = ?", str(temp))
         return target
 
     def close(self) -> None:
         """Close and unlock the directory. If the run is finished, first remove all versions except the last.
 
-        A slot that is still pinned or written stays open until the last reference to it ends.
+        A tensor file that is still being read or written stays open until the last reference to it ends.
         """
         with self.journal.lock:
             if self.journal.closed:
@@ -261,9 +264,9 @@ def directory_gone(state_dir: Path) -> StoreError | None:
 
 
 def _has_begun(directory: Path) -> bool:
-    """Return whether the directory's head file shows that a journal with audit entries was there.
+    """Return whether `audit.head` shows that this directory once had a journal with entries.
 
-    If so, an empty or missing journal has been lost.
+    If True, and the journal is now empty or missing, the journal was lost.
     """
     try:
         head = read_head(directory)
@@ -275,7 +278,7 @@ def _has_begun(directory: Path) -> bool:
 def _lock(directory: Path) -> int:
     """Lock the state directory for this process and return the lock's descriptor.
 
-    The lock is on the directory, so it also works if the file `lock` was removed.
+    The lock is taken on the directory itself, so it also works if the file `lock` was removed.
 
     Raises:
         StateLocked: another process holds the lock.

@@ -1,4 +1,4 @@
-"""Tickets and their updates. A ticket takes one update. One SQL statement accepts it; it counts at most once."""
+"""Tickets and their updates. The server accepts at most one update per ticket, and counts it at most once."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from atoll.store.update_spool import PartWriter, Spool
 
 
 class Tickets:
-    """The tickets of a run, and the spools of their updates."""
+    """The tickets of a run, and the files (spools) of their updates. A ticket is live while it is open or accepted."""
 
     def __init__(self, journal: Journal, audit: AuditLog, slots: Slots) -> None:
         self._journal, self._audit, self._slots = journal, audit, slots
         self._spools: dict[int, Spool] = {}
-        self._live: dict[int, TicketRow] = {}  # cache of live tickets, because each is read several times
+        self._live: dict[int, TicketRow] = {}  # cache, because each live ticket is read several times
         self._live_as_of = journal.undone
 
     # -- rows
@@ -37,7 +37,7 @@ class Tickets:
             base_version: version that the site trains from.
 
         Raises:
-            StoreError: the number is taken, or the site has a ticket of this round that is not refused or expired.
+            StoreError: the number is taken, or the site has an open, accepted or counted ticket of this round.
         """
         row = TicketRow(ticket, site, fragment, base_version, "open")
         with self._journal.transaction():
@@ -83,10 +83,10 @@ class Tickets:
         return self._live
 
     def change(self, sql: str, tickets: Sequence[int], *values: Any) -> None:
-        """Execute an SQL statement once for each ticket, and drop these tickets from the cache. Call in a transaction.
+        """Execute an SQL statement once for each ticket, and forget the cached rows. Call it inside a transaction.
 
         Args:
-            sql: statement with a `?` for each of `values`, then one for the ticket.
+            sql: statement with one `?` for each of `values`, then one `?` for the ticket's number.
             tickets: numbers of the tickets.
             values: further values for `sql`, the same for all tickets.
         """
@@ -116,7 +116,7 @@ class Tickets:
         return int(self._journal.value("SELECT coalesce(max(ticket), 0) + 1 FROM tickets"))
 
     def newest_bases(self, fragment: int = 0) -> dict[str, int]:
-        """Return site → base version of the site's newest ticket in a fragment."""
+        """Return name of the site → base version of the site's newest ticket in a fragment."""
         return dict(
             self._journal.rows(
                 "SELECT site, base_version FROM tickets WHERE ticket IN "
@@ -140,11 +140,11 @@ class Tickets:
     # -- spools and parts
 
     def spool(self, ticket: int) -> Spool:
-        """Return the spool of an open or accepted ticket. The first call assigns a slot to the ticket.
+        """Return the spool (the file of the update) of an open or accepted ticket. The first call assigns the file.
 
         Raises:
             Gone, TicketClosed, UpdateRefused: as in `require_live`.
-            DiskFull: the disk has no space for the slot.
+            DiskFull: the disk has no space for the file.
         """
         with self._journal.lock:
             if ticket in self._spools:
@@ -211,7 +211,7 @@ class Tickets:
             part: number of the part.
             digest: BLAKE3 of the part's bytes, 32 bytes.
             sumsq: sum of squares of the part's values; finite.
-            writer: the writer of these bytes. If another writer has begun the part since, nothing is recorded.
+            writer: the writer that wrote the bytes. If another writer has begun the part since, nothing is recorded.
 
         Raises:
             TicketClosed, UpdateRefused: the ticket is no longer open.
@@ -231,7 +231,7 @@ class Tickets:
             self._journal.after_commit(lambda: failpoint("part.recorded"))
 
     def close_spools(self) -> None:
-        """Close all spools, so that later writes fail. Called when the server stops."""
+        """Close all spools, so that later writes fail. Call it when the server stops."""
         for spool in self._spools.values():
             spool.close(StoreError("The server is stopping.", "Send it again when it is back."))
         self._spools.clear()
@@ -244,7 +244,7 @@ class Tickets:
     ) -> TicketRow:
         """Accept the update of a ticket. A repeated call with the same digest returns the same row.
 
-        With durability `power`, the spool is on disk before the ticket is accepted.
+        With durability `power`, the spool is fsynced before the ticket is accepted.
 
         Args:
             ticket: number of the ticket.
@@ -252,7 +252,7 @@ class Tickets:
             weight: weight of the update; positive.
             steps: number of local steps.
             metrics: metrics of the worker.
-            norm: norm of the update.
+            norm: L2 norm of the update.
 
         Raises:
             Conflict: an update with another digest was accepted under this ticket.
@@ -277,7 +277,7 @@ class Tickets:
             if row.state != "open":
                 raise why_closed(row)
             self._require_parts(row)
-            spool = self.spool(ticket)  # in a swarm the ticket has no spool yet
+            spool = self.spool(ticket)  # in a swarm no part was written, so this creates the spool
             failpoint("accept.before")
             nbytes = self._slots.shapes_of(row.fragment).update_bytes
             self.change(
@@ -318,7 +318,7 @@ class Tickets:
             )
 
     def refuse(self, ticket: int, reason: str) -> TicketRow:
-        """Refuse the update of an open ticket and return the ticket. If the ticket has ended before, change nothing.
+        """Refuse the update of an open ticket, and return the ticket. A refused or expired ticket stays unchanged.
 
         Raises:
             StoreError: the update is accepted or counted.
@@ -327,18 +327,18 @@ class Tickets:
         return self.get(ticket)
 
     def expire(self, tickets: Sequence[int], reason: str) -> None:
-        """Expire the open ones among these tickets. Tickets that are refused or expired stay unchanged.
+        """Expire open tickets. Refused and expired tickets stay unchanged.
 
         Raises:
-            StoreError: a ticket is accepted or counted. Its update stays in its round.
+            StoreError: a ticket is accepted or counted. No ticket was changed.
         """
         self._end_open(tickets, "expired", reason)
 
     def reopen(self, fragment: int, base_version: int, tickets: Sequence[int], reason: str) -> None:
-        """Open a round of a swarm again, because the worker that collected its accepted updates was lost.
+        """Open a round of a swarm again, after the worker that had collected its accepted updates was lost.
 
-        The accepted ones among `tickets` become open. If the round is frozen, it becomes open. A repeated call changes
-        nothing, and leaves no entry in the audit log.
+        Accepted tickets become open, because their updates have to be sent again. A frozen round becomes open. If
+        there is nothing to change, no entry is added to the audit log.
         """
         with self._journal.transaction():
             rows = [row for row in map(self.get, tickets) if row.state == "accepted"]
@@ -372,15 +372,15 @@ class Tickets:
                 self._audit.append(state, ticket=row.ticket, site=row.site, reason=reason)
 
     def end(self, rows: Sequence[TicketRow], state: TicketState, reason: str, version: int | None = None) -> None:
-        """Give tickets their final state, and delete their parts. Call it inside a transaction.
+        """Give tickets their final state, and delete the rows of their parts. Call it inside a transaction.
 
-        After the commit, the tickets' slots become free as soon as no writer holds them.
+        After the commit, the file of an update may be reused as soon as no writer uses it.
 
         Args:
             rows: the tickets.
             state: the final state.
             reason: the reason, for messages.
-            version: the version that the updates went into, for state "counted".
+            version: the version that was made from the updates, for state "counted".
         """
         assert state in get_args(TicketState)
         tickets = [row.ticket for row in rows]
@@ -407,10 +407,10 @@ class Tickets:
 
 
 def why_closed(row: TicketRow) -> AtollError:
-    """Return the error for a request that sends bytes under a ticket that is no longer open.
+    """Return the error for a request that sends bytes for a ticket that is no longer open.
 
-    For a refused ticket, every such request gets `UpdateRefused`: each part, and the message that completes the update.
-    Several requests may be under way at once, also from several ranks, and the worker acts on the first answer.
+    For a refused ticket it is `UpdateRefused`, whether the request sends a part or completes the update. A worker may
+    have several requests under way, also from several ranks, and acts on the first answer.
     """
     if row.state == "refused":
         return UpdateRefused(

@@ -1,7 +1,7 @@
-"""The spool: the bytes of one arriving update, in a slot. Each part has at most one writer.
+"""The spool: the file into which the server writes one arriving update. Each part has at most one writer.
 
-A retry of a part replaces the part's writer. The old writer is cancelled, and its running pwrite ends, before the new
-writer is returned. So a late byte of a lost connection cannot overwrite bytes of a newer request.
+If a worker sends a part again, a new writer replaces the part's writer. The old writer is cancelled, and its running
+pwrite ends, before the new writer begins. So a late byte of a lost connection cannot overwrite a newer request's bytes.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from atoll.store.file_slots import WRITER, Ranges, Slot, SlotPool, disk_error
 
 
 class WriterCancelled(StoreError):
-    """Another request writes this part now, so the old request needs no answer."""
+    """A newer request has begun to write the same part, so the older request is dropped without an answer."""
 
 
 class PartWriter:
-    """A writer that appends the bytes of one part. `Spool.begin_part` creates it; end it with `abandon`."""
+    """Writes the bytes of one part into the spool, in order. `Spool.begin_part` creates it; end it with `abandon`."""
 
     def __init__(self, spool: Spool, part: int, lock: threading.Lock) -> None:
         self.part = part
@@ -38,7 +38,7 @@ class PartWriter:
         return self.written == self.nbytes and self._cancelled is None
 
     def write(self, data: bytes | memoryview) -> None:
-        """Append bytes to the part. With durability `power`, the call with the last bytes also fsyncs the slot.
+        """Append bytes to the part. With durability `power`, the call with the part's last bytes also fsyncs the file.
 
         Raises:
             WriterCancelled: a newer writer has begun the part, or this writer was abandoned.
@@ -73,18 +73,18 @@ class PartWriter:
             self._spool.sync()
 
     def abandon(self) -> None:
-        """Cancel this writer. If its part is not recorded yet, the part has to be written again. Never raises."""
+        """Cancel this writer. A part that is not recorded yet must then be written again. Never raises."""
         self.cancel(WriterCancelled(f"Part {self.part} is no longer wanted."))
 
     def cancel(self, reason: AtollError) -> None:
-        """Make every later `write` raise `reason`. A running write goes on to its end; `join` waits for it."""
+        """Make every later `write` raise `reason`. A running write finishes; `join` waits for it."""
         self._cancelled = self._cancelled or reason
-        if self._lock.acquire(blocking=False):  # else a write is running, and releases the slot at its end
+        if self._lock.acquire(blocking=False):  # if a write is running, it releases the slot at its end
             self._lock.release()
             self._release()
 
     def join(self) -> None:
-        """Wait for a running write of this part, by this writer or an earlier one."""
+        """Wait until no write to this part is running, by this writer or an earlier one."""
         with self._lock:
             pass
 
@@ -96,15 +96,16 @@ class PartWriter:
 
 
 class Spool:
-    """The spool of one open or accepted ticket. `Tickets.spool` returns it.
+    """The file of the update that arrives for one ticket. `Tickets.spool` returns it.
 
     Args:
         ticket: number of the ticket.
-        pool: pool of the slot.
-        slot: slot for the bytes.
-        ranges: (offset, nbytes) of each part.
-        forget: callback with ticket and part, under the lock, before a part is written anew. It deletes the part's row.
-        sync: function that fsyncs the slot, called after each part; None with durability `process`.
+        pool: pool that the slot belongs to.
+        slot: slot (preallocated file) for the bytes.
+        ranges: (offset, nbytes) of each part in the file.
+        forget: function of ticket and part that deletes the part's row. It is called with the lock held, before a part
+            is written again.
+        sync: function that fsyncs the file, called after each part; None with durability `process`.
     """
 
     def __init__(
@@ -125,11 +126,11 @@ class Spool:
 
     @property
     def fd(self) -> int:
-        """Descriptor of the slot. Do not close it. Hold the slot if the ticket may end while you use it."""
+        """Descriptor of the file. Do not close it. Hold the slot (`SlotPool.hold`) if the ticket may end meanwhile."""
         return self.slot.fd
 
     def begin_part(self, part: int) -> PartWriter:
-        """Return a new writer for a part, from the part's first byte. An earlier writer is cancelled and has stopped.
+        """Return a new writer that starts at the first byte of a part. Cancel an earlier writer of the part first.
 
         Raises:
             TicketClosed, UpdateRefused: the ticket is no longer open.
@@ -150,10 +151,12 @@ class Spool:
         return writer
 
     def require_written(self, part: int, writer: PartWriter | None) -> None:
-        """Raise an error unless `writer` has written the whole part. None stands for any writer.
+        """Raise an error unless the whole part is written, and `writer` is its newest writer.
+
+        With `writer=None`, any writer may have written the part.
 
         Raises:
-            WriterCancelled: a newer writer has begun the part, or the part is incomplete.
+            WriterCancelled: the part is incomplete, or a newer writer has begun it.
         """
         current = self._writers.get(part)
         if (writer is not None and current is not writer) or (current is not None and not current.complete):

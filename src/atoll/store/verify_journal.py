@@ -1,7 +1,7 @@
-"""Check that a journal is intact: that its end is not lost, and that its rows agree with the audit log.
+"""Checks that a journal is intact: that its end is not lost, and that its rows agree with the audit log.
 
-A server's start checks the rows that it is going to use. `atoll audit` checks all rows. Both read the audit log from
-its last entry backwards, and check the hash chain at the same time.
+A server's start checks the rows that the server is going to use. `atoll audit` checks all rows. Both read the audit log
+from its last entry backwards, and check the hash chain on the way.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from atoll.store.journal import placeholders
 from atoll.store.journal_tables import AuditRow
 
 _UPDATE = ("site", "fragment", "base_version", "digest", "weight", "steps", "norm")
-"""Values of an accepted update that both the ticket's row and the audit entry have."""
+"""Values of an accepted update that are both in the ticket's row and in the audit entry."""
 _PAGE = 1000
 _REMEDY = (
     "Check the disk and memory of this machine. Restore the whole directory from a backup, or start a new "
@@ -42,7 +42,7 @@ class Start:
     """Result of the check at a server's start.
 
     Attributes:
-        lost: content of the head file, if a power loss has cut off the journal's end; else None.
+        lost: content of `audit.head` if a power loss has cut off the journal's end; else None.
         lost_entries: number of audit entries that are lost.
         warnings: sentences for the server's log.
     """
@@ -53,14 +53,15 @@ class Start:
 
 
 def at_start(rows: Query, directory: Path) -> Start:
-    """Check the rows that a server's start is going to use.
+    """Check the rows of the journal that a starting server is going to use.
 
     Args:
         rows: query function of the journal.
         directory: the state directory.
 
     Raises:
-        StateCorrupt: the journal has lost its end, and no power loss explains it. Or a row and the audit log differ.
+        StateCorrupt: the journal has lost its end, and a power loss cannot be the cause. Or a row and the audit log
+            differ.
     """
     start, head = Start(), None
     try:
@@ -79,15 +80,15 @@ def at_start(rows: Query, directory: Path) -> Start:
 
 
 def everything(rows: Query, directory: Path, head: AuditHead | None) -> tuple[int, str]:
-    """Compare all rows that the audit log records with their entries.
+    """Compare each entry of the audit log with the journal's row that the entry is about.
 
     Args:
         rows: query function of the journal.
         directory: the state directory.
-        head: content of the head file. Read it before the journal, because a running server may write both.
+        head: content of `audit.head`. Read it before the journal, because a running server may write both.
 
     Returns:
-        The number of entries, and the last hash.
+        The number of entries in the audit log, and the last entry's hash.
 
     Raises:
         StateCorrupt: a row and the log differ; the message names the first difference. Or the log has lost its end.
@@ -137,11 +138,11 @@ def _compare(rows: Query, directory: Path, *, since: int, everything: bool) -> N
 
 
 class _Comparison:
-    """One pass over the audit log, from the last entry backwards, that compares entries with rows.
+    """Reads the audit log once, from the last entry backwards, and compares its entries with the journal's rows.
 
     Args:
         rows: query function of the journal.
-        since: number of an entry; the pass reads at least back to this one.
+        since: number of the earliest entry that must be read.
         everything: True: read back to the first entry. False: stop when the entries of all needed rows are found.
     """
 
@@ -153,7 +154,7 @@ class _Comparison:
         accepted = rows(f"SELECT ticket FROM tickets WHERE state IN ({placeholders(states)}) ORDER BY ticket", *states)
         versions = rows("SELECT fragment, version, digest FROM versions ORDER BY fragment, version")
         heads = rows("SELECT fragment, version FROM heads WHERE version IS NOT NULL ORDER BY fragment")
-        # rows for which the pass has not found the entry yet → the digest or version that the entry must have
+        # text that names a row without an entry so far → the digest or version that the entry must have
         self._left: dict[str, Any] = {f"the accepted ticket {ticket}": None for (ticket,) in accepted}
         self._left |= {f"version {version} of fragment {fragment}": digest for fragment, version, digest in versions}
         self._left |= {f"the head of fragment {fragment}": version for fragment, version in heads}
@@ -162,7 +163,7 @@ class _Comparison:
         )
 
     def problem(self) -> str:
-        """Run the pass. Return a description of the first difference; empty if there is none."""
+        """Compare, and return a description of the first difference; empty if there is none."""
         ((above,),) = self._rows(
             "SELECT min(versions.version) FROM versions LEFT JOIN heads USING (fragment) "
             "WHERE versions.version > coalesce(heads.version, -1)"
@@ -185,7 +186,7 @@ class _Comparison:
         return self._of_the_end()
 
     def _entries(self) -> Iterator[AuditRow]:
-        """Yield the entries from the last to the first. Check each entry's hash, and that its successor refers to it.
+        """Yield the entries from the last to the first. Check the hash of each, and that the next entry repeats it.
 
         Raises:
             StateCorrupt: a check failed.
@@ -250,7 +251,7 @@ class _Comparison:
         )
 
     def _head(self, detail: Mapping[str, Any], seq: int) -> str:
-        """Check that a fragment's head agrees with the newest entry about it; return a difference, else ""."""
+        """Compare a fragment's head with the newest entry about it. Return the difference; empty if there is none."""
         fragment, version = detail["fragment"], detail["version"]
         head = self._left.pop(f"the head of fragment {fragment}", version)
         return (
@@ -274,7 +275,7 @@ class _Comparison:
         return ""
 
     def _of_the_end(self) -> str:
-        """Check that journal and audit log agree on whether the run is finished; return a difference, else ""."""
+        """Compare whether the run is finished in journal and audit log. Return the difference; empty if none."""
         told = self._rows(
             "SELECT what FROM audit WHERE what IN ('finished', 'continued', 'fell back') ORDER BY seq DESC LIMIT 1"
         )
@@ -286,11 +287,11 @@ class _Comparison:
 
 
 def _paged(rows: Query, sql: str) -> Iterator[tuple[Any, ...]]:
-    """Yield the rows of a query page by page, so that memory stays bounded.
+    """Yield the rows of a query. At most `_PAGE` rows are in memory at a time.
 
     Args:
         rows: query function of the journal.
-        sql: query in descending order of its first column, with `< ?` for that column.
+        sql: query with a condition `< ?` on its first column, in descending order of that column.
     """
     below = 2**62
     while page := rows(f"{sql} LIMIT {_PAGE}", below):

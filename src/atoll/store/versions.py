@@ -1,11 +1,13 @@
-"""Versions: each is written into a free slot, committed by one UPDATE of the head, and kept while it is read.
+"""Versions at the server: how each is written, committed, kept while workers download it, and dropped.
 
-After a commit the store keeps the newest `keep_versions` versions, the durable version, and all pinned versions. Slow
-pulls may pin `max_pins` further versions. If there are more, the oldest is revoked: the event `revoked` of its pins is
-set, and its slot becomes free when all pins are released.
+A version is written into a free slot (a preallocated file), and committed by one SQL UPDATE of the head. A download
+pins the version, so that its slot is not reused. After a commit the store keeps the newest `keep_versions` versions,
+the durable version (the newest one that survives a power loss), and the pinned versions, at most `max_pins` of them.
+If more are pinned, the oldest is dropped: the event `revoked` of its pins is set, and its slot becomes free when they
+are released.
 
-A delta (`DeltaRow`) is downloaded instead of a version by workers that have the delta's base. It is committed, kept and
-dropped together with its version. If a delta is lost or damaged, workers pull the whole version.
+A delta is the difference of a version from the one before. A worker that has the one before downloads only the delta.
+A delta is committed, kept and dropped together with its version. If it is damaged, workers pull the whole version.
 """
 
 from __future__ import annotations
@@ -37,10 +39,10 @@ class VersionDigests:
 
     Attributes:
         digest: digest of the version, hex.
-        part_digests: BLAKE3 of each region of the version's shape.
-        state_digests: BLAKE3 of each region of the outer state's shape; empty if no outer state was written.
+        part_digests: BLAKE3 of each region of the version's file.
+        state_digests: BLAKE3 of each region of the outer optimizer state's file; empty if no state was written.
         delta_digest: digest of the delta from the previous head, hex; empty if there is no delta.
-        delta_digests: BLAKE3 of each region of the delta's shape; empty if there is no delta.
+        delta_digests: BLAKE3 of each region of the delta's file; empty if there is no delta.
     """
 
     digest: str
@@ -52,7 +54,10 @@ class VersionDigests:
 
 @dataclass(eq=False)
 class VersionDraft:
-    """Slots for a version that is not committed yet. End the draft with `Versions.commit` or `abandon`."""
+    """Files of a new version that is not committed yet: version, outer optimizer state and delta.
+
+    `Versions.begin` returns the draft. End it with `Versions.commit` or `abandon`.
+    """
 
     fragment: int
     version: int
@@ -64,7 +69,7 @@ class VersionDraft:
 
     @property
     def fds(self) -> tuple[int, int | None, int | None]:
-        """The descriptors of version, outer state and delta. Do not close them."""
+        """Descriptors of version, outer optimizer state and delta; None for a file not needed. Do not close them."""
         return self.slot.fd, self.state.fd if self.state else None, self.delta.fd if self.delta else None
 
     def abandon(self) -> None:
@@ -75,14 +80,14 @@ class VersionDraft:
 
 
 class Pin(Generic[Row]):
-    """A hold on the files of a version (and its outer state, if wanted) or of a delta, until `release`.
+    """Keeps the files of a version or a delta unchanged while they are read, until `release`.
 
     Attributes:
         row: row of the version or the delta.
-        slots: slots of the version and its outer state, or of the delta.
+        slots: slots of these files: version and perhaps outer optimizer state, or delta.
         fds: descriptors of these files, duplicated for this pin.
-        revoked: event that is set when the store needs the slot. Then stop reading and call `release`. Until then the
-            files are not rewritten.
+        revoked: event that is set when the store needs the slots for newer versions. Then stop reading and call
+            `release`.
     """
 
     def __init__(
@@ -100,11 +105,11 @@ class Pin(Generic[Row]):
 
     @property
     def state_fd(self) -> int | None:
-        """Descriptor of the outer state; None if the pin does not hold one."""
+        """Descriptor of the outer optimizer's state; None if it was not requested or does not exist."""
         return self.fds[1] if len(self.fds) > 1 else None
 
     def release(self) -> None:
-        """Close the descriptors and end the hold. Idempotent."""
+        """Close the descriptors, and let the store reuse the files. Idempotent."""
         if self._close.detach():
             _close(self.fds)
             self._drop(self)
@@ -122,14 +127,15 @@ def _close(fds: Sequence[int]) -> None:
 
 
 class Versions:
-    """The versions of a run.
+    """The versions of a run that the server keeps as files.
 
     Args:
         keep_versions: number of newest versions that can always be pulled.
-        max_pins: number of further versions that slow pulls may hold.
+        max_pins: number of older versions that are kept in addition while workers still download them.
 
     Attributes:
-        wanted: function: fragment → versions that workers are going to pull. They are kept if there is room.
+        wanted: function of a fragment that returns the versions that workers are going to pull. They are kept while
+            fewer than `keep_versions + max_pins` versions are.
     """
 
     def __init__(
@@ -152,7 +158,7 @@ class Versions:
     # -- write
 
     def begin(self, fragment: int, version: int) -> VersionDraft:
-        """Take free slots for the next version of a fragment, and return them as a draft.
+        """Return files to write the next version of a fragment into, as a draft.
 
         Raises:
             DiskFull: the disk is full. No partial file is left behind.
@@ -180,13 +186,13 @@ class Versions:
         summary_json: str = "{}",
         tickets: Sequence[int] = (),
     ) -> VersionRow:
-        """Make a draft the new head and its tickets counted, in one transaction.
+        """Make a draft the new head of its fragment, and its tickets counted, in one transaction.
 
         Args:
-            draft: the draft; its files are completely written.
+            draft: the draft, with all its files completely written.
             written: digests of the files.
             summary_json: summary of the round, kept in the history.
-            tickets: exactly the tickets of the frozen round, in the round's order; empty for version 0.
+            tickets: the tickets that the round was closed with, in the same order; empty for version 0.
 
         Returns:
             The row of the new head.
@@ -194,7 +200,7 @@ class Versions:
         Raises:
             DiskFull: nothing changed; commit the same draft again, or abandon it.
             SyncFailed: fsync failed; the server must end.
-            StoreError: the round is not frozen with these tickets, or the head has changed since `begin`.
+            StoreError: the round was not closed with these tickets, or the head has changed since `begin`.
         """
         self._check_digests(draft, written)
         power = self._journal.durability == "power"
@@ -292,7 +298,7 @@ class Versions:
         for kind, slot in kept:
             if slot is not None:
                 self._slots.pool(kind, row.fragment).hold(slot, JOURNAL)
-        draft.abandon()  # end the writer's hold; the journal's hold remains
+        draft.abandon()  # ends the writer's hold; the journal's hold remains
 
     # -- rows
 
@@ -320,7 +326,7 @@ class Versions:
         """Return the row of a kept version.
 
         Raises:
-            Gone: the version is not kept. The message names the head.
+            Gone: the version is not kept. The message gives the head's number.
         """
         row = self._journal.first(VERSIONS, f"WHERE {_KEPT} AND version = ?2", fragment, version)
         if row is None:
@@ -336,26 +342,26 @@ class Versions:
         return tuple(self._journal.select(VERSIONS, "WHERE fragment = ? ORDER BY version", fragment))
 
     def delta(self, fragment: int, version: int) -> DeltaRow | None:
-        """Return the row of the delta that leads to a version; None if there is none."""
+        """Return the row of the delta from an older version to `version`; None if there is none."""
         return self._journal.first(DELTAS, "WHERE fragment = ? AND version = ?", fragment, version)
 
     def state_file(self, fragment: int = 0) -> int | None:
-        """Return the descriptor of the head's outer state; None if there is none yet. Do not close the descriptor."""
+        """Return the descriptor of the outer optimizer's state at the head; None if there is none. Do not close it."""
         row = self.head(fragment)
         return None if row.state_slot is None else self._slots.pool(STATE, fragment)[row.state_slot].fd
 
     # -- read
 
     def pin(self, fragment: int, version: int, *, with_state: bool = False) -> Pin[VersionRow]:
-        """Hold a version for reading. Release the pin after reading, or when `revoked` is set.
+        """Keep a version's file unchanged for reading. Release the pin after reading, or when its `revoked` is set.
 
         Args:
             fragment: the fragment.
             version: number of the version.
-            with_state: also hold the version's outer state. Version 0 has none.
+            with_state: also keep the outer optimizer's state after this version. Version 0 has none.
 
         Raises:
-            Gone: the version is not kept, or its outer state is not kept.
+            Gone: the version or the state is no longer kept.
         """
         with self._journal.lock:
             row = self.get(fragment, version)
@@ -372,10 +378,10 @@ class Versions:
         return pin
 
     def pin_delta(self, fragment: int, version: int) -> Pin[DeltaRow]:
-        """Hold a version's delta, and the version too, until `release`.
+        """Keep the delta of a version, and the version itself, unchanged until the pin is released.
 
         Raises:
-            Gone: the version is not kept, or it has no delta.
+            Gone: the version is no longer kept, or it has no delta.
         """
         with self._journal.lock:
             pin, row = self.pin(fragment, version), self.delta(fragment, version)
@@ -406,7 +412,7 @@ class Versions:
                     self.drop_old(fragment)
 
     def _revoke_oldest(self, fragment: int) -> None:
-        """If more than `keep_versions + max_pins` versions are kept, drop the oldest ones and revoke their pins."""
+        """Drop the oldest versions above `keep_versions + max_pins`, and tell their readers by the event `revoked`."""
         with self._journal.lock:
             rows, needed = self.kept(fragment), self._needed(fragment)
             most = self._keep_versions + self._max_pins
@@ -421,7 +427,7 @@ class Versions:
             pin.revoked.set()
 
     def _pins_of(self, fragment: int, rows: Collection[VersionRow]) -> list[Pin[VersionRow]]:
-        versions = {row.version for row in rows}  # compare numbers: a pin's row may name an outer state dropped since
+        versions = {row.version for row in rows}  # compare numbers: rows differ once an outer state is dropped
         return [pin for pin in self._pins if pin.row.fragment == fragment and pin.row.version in versions]
 
     # -- keep and drop
@@ -439,10 +445,10 @@ class Versions:
         return [version for (version,) in found]
 
     def drop_old(self, fragment: int) -> None:
-        """Drop versions that are neither needed nor pinned. Call it in a transaction; the commit frees the slots.
+        """Drop versions that are neither needed nor being read. Call it in a transaction; the commit frees the slots.
 
-        Outer states are kept for the head, for the version before it (for a fall back), for the durable version and
-        for pins that hold one.
+        States of the outer optimizer are kept for the head, for the version before the head (in case the head turns
+        out to be damaged), for the durable version, and for versions that are being read with their state.
         """
         needed, head = self._needed(fragment), self._head_number(fragment)
         if head is None:
@@ -458,9 +464,9 @@ class Versions:
                 self._slots.drop_after_commit(STATE, fragment, row.state_slot)
 
     def drop(self, row: VersionRow) -> None:
-        """Delete the rows of a version. Call it inside a transaction.
+        """Delete the rows of a version and its delta. Call it inside a transaction.
 
-        After the commit, the version's slots become free as soon as no pin holds them.
+        After the commit, the files may be reused as soon as none of them is being read.
         """
         delta = self.delta(row.fragment, row.version)
         self.forget(row)
@@ -474,13 +480,13 @@ class Versions:
             self._journal.execute(f"DELETE FROM {table} WHERE fragment = ? AND version = ?", row.fragment, row.version)
 
     def forget_state(self, row: VersionRow) -> None:
-        """Record that a version's outer state is not kept any more. Call it inside a transaction."""
+        """Record that the outer optimizer's state after a version is no longer kept. Call it inside a transaction."""
         self._journal.execute(
             "UPDATE versions SET state_slot = NULL WHERE fragment = ? AND version = ?", row.fragment, row.version
         )
 
     def drop_all_but_heads(self) -> None:
-        """Drop all versions except each fragment's head, if that head is durable. For finished runs."""
+        """Drop all versions but the head, in each fragment with a durable head. Call it when the run is finished."""
         with self._journal.transaction():
             for fragment in self._slots.fragments:
                 rows = self.kept(fragment)
@@ -496,17 +502,17 @@ class Versions:
         return found
 
     def write_durable(self, fragment: int = 0) -> int | None:
-        """Fsync the head, then record the head as durable in the journal. Until then the earlier durable version stays.
+        """Fsync the head, then record in the journal that the head survives a power loss.
 
-        The fsync may be slow; other calls are not blocked by it.
+        The fsync may be slow; it does not block other calls. The earlier durable version is kept until it is done.
 
         Returns:
             The version that is durable now; None if the fragment has no version.
 
         Raises:
-            SyncFailed: fsync failed, and is not retried; the server must end.
+            SyncFailed: fsync failed; the server must end.
         """
-        self._journal.checkpoint()  # here, in a pool thread, so that no commit in the event loop waits for it
+        self._journal.checkpoint()  # in this thread, so that no commit in the event loop waits for it
         with self._journal.lock:
             head = self._head_number(fragment)
             if head is None or self.durable(fragment) == head:
