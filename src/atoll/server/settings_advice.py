@@ -1,4 +1,4 @@
-"""Warn about settings that are valid but almost certainly wrong, before a run begins."""
+"""Warnings about settings that are valid but almost certainly wrong."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from atoll.format_text import size
 
 
 def advice(plan: Plan) -> list[str]:
-    """Return the warnings about this plan's settings, one sentence each. The status shows the warnings, too."""
+    """Return a warning for each setting of a run that is valid but almost certainly wrong."""
     settings, momentum = plan.settings, plan.algorithm.outer_options.get("momentum")
     mode, sites, advice = settings.async_, settings.rounds.sites, []
     each_steps = not (mode.momentum_every or mode.buffer_size > 1 or mode.grace_s)
@@ -38,11 +38,15 @@ def advice(plan: Plan) -> list[str]:
 
 
 _LARGE_SHARE = 0.25
-"""Share of the local steps that merges may drop without a warning."""
+"""Share of the local steps that may be lost to merges without a warning."""
 
 
 def _of_lost_steps(plan: Plan) -> list[str]:
-    """Return a warning if merges drop many local steps: each drops a share 1 − α of the last τ steps."""
+    """Return a warning if a large share of the local steps is lost when new versions are merged into the model.
+
+    Of H local steps, τ (`fragment_sync_delay`) happen while an update is under way. A merge drops 1 − α of their
+    change.
+    """
     diloco = plan.settings.diloco
     delay, alpha = diloco.fragment_sync_delay, diloco.fragment_update_alpha
     share = delay / diloco.sync_every
@@ -62,9 +66,9 @@ def _of_lost_steps(plan: Plan) -> list[str]:
 
 
 def _of_the_way_down(plan: Plan) -> list[str]:
-    """Return a warning if encoded downloads save nothing.
+    """Return a warning if downloading encoded differences between versions saves nothing.
 
-    One difference may be as large as a version. An asynchronous worker pulls several differences, which add up.
+    One difference may be as large as a version. An asynchronous worker may need several differences at once.
     """
     settings = plan.settings
     behind = -(-settings.rounds.sites // settings.async_.buffer_size)  # versions committed while one worker trains

@@ -17,15 +17,19 @@ from atoll.store.store import Store
 LOG = logging.getLogger("atoll.server")
 
 REFUSALS = 5
-"""Refused updates in a row after which the server ends the site's lease: it would train and be refused for ever."""
+"""Number of refused updates in a row after which the server ends the site's lease, so that it stops training."""
 LOOK = "check the learning rate, the data and the loss at this site."
 STEPS = "report the number of steps: submit(model, steps=…), or fl_round.correct(model, optimizer), which counts them."
 
 
 class UpdateAdmission:
-    """The admission of updates to one run: checks complete updates, then accepts or refuses them.
+    """Checks the complete updates of a run, and accepts or refuses each.
 
     Args:
+        plan: plan of the run.
+        store: store of the run.
+        ledger: ledger, which gets an event for each accepted or refused update.
+        roster: site → what the server knows about its worker.
         fail: called with an error that must end the server.
         on_accepted: called with the ticket of an accepted update and the number of its round.
 
@@ -48,13 +52,16 @@ class UpdateAdmission:
         self._other_weight: set[str] = set()  # sites that were warned about a changed weight
 
     def accept(self, site: str, ticket: int, message: messages.Complete, norm: float) -> TicketRow:
-        """Accept an update that is complete in its spool.
+        """Accept an update that is completely on disk, and return its ticket.
 
         Args:
+            site: name of the site.
+            ticket: number of the ticket.
+            message: the worker's message about the update.
             norm: L2 norm of the update's `params`.
 
         Raises:
-            UpdateRefused: the update is not plausible; the journal records the refusal.
+            UpdateRefused: `require_plausible` refused the update.
             DiskFull: nothing has changed. StoreError: the store failed, and the server ends.
         """
         self.require_plausible(site, ticket, message, norm)
@@ -76,9 +83,10 @@ class UpdateAdmission:
         return row
 
     def with_kept_weight(self, site: str, message: messages.Complete) -> messages.Complete:
-        """Return the message, with the site's first weight if a reducer needs the total weight of all sites.
+        """Replace the weight in a site's message by the weight of its first update, if the run needs that.
 
-        Such a run keeps each site's first weight, because earlier versions were computed with it.
+        A run needs it if one of its reducers uses the total weight of all sites: earlier versions were computed with
+        the first weights. In other runs, return the message as it is.
         """
         kept = self._store.run_log.kept_weight(site) if self._plan.needs_population else 0.0
         if not kept or message.weight == kept:
@@ -96,10 +104,10 @@ class UpdateAdmission:
         return message.model_copy(update={"weight": kept})
 
     def require_plausible(self, site: str, ticket: int, message: messages.Complete, norm: float) -> None:
-        """Refuse an update without steps that the run needs, or with a weight or norm above its limit.
+        """Refuse an update with a weight or norm above its limit, or without the number of steps that the run needs.
 
         Raises:
-            UpdateRefused: the update is not plausible; the message says why.
+            UpdateRefused: the update was refused; the message says why.
         """
         settings, weight = self._plan.settings, message.weight
         if self._plan.needs_steps and not message.steps:
@@ -118,7 +126,7 @@ class UpdateAdmission:
             )
 
     def refuse(self, site: str, ticket: int, reason: str, remedy: str = LOOK) -> None:
-        """Refuse an update and record the reason. After `REFUSALS` in a row, end the site's lease, too.
+        """Refuse an update and record the reason. After `REFUSALS` refused updates in a row, end the site's lease.
 
         Raises:
             UpdateRefused: always.
@@ -141,7 +149,13 @@ class UpdateAdmission:
 
 
 def staleness(head: int, version: int, lost: Sequence[int]) -> int:
-    """Return how many rounds a version is behind the head. Numbers in `lost`, which no round led to, do not count."""
+    """Return how many rounds a version is behind the head. The numbers of lost versions are not counted.
+
+    Args:
+        head: number of the head.
+        version: number of the version.
+        lost: numbers of lost versions.
+    """
     return max(0, head - version - sum(number > version for number in lost))
 
 

@@ -1,4 +1,4 @@
-"""Aggregate a frozen round: reduce its updates from the store's files, and commit the new version."""
+"""Aggregates a closed (frozen) round on the server: reduces its updates from the store's files, commits the version."""
 
 from __future__ import annotations
 
@@ -28,11 +28,14 @@ from atoll.store.store import Store
 def frozen_round(
     plan: Plan, store: Store, fragment: int, base_version: int, tickets: Sequence[int], number: int
 ) -> FrozenRound:
-    """Return the record of a frozen round, read from the journal.
+    """Return the record of a closed round, from which its version is made. Read it from the journal.
 
     Args:
-        base_version: the head when the round was frozen.
-        tickets: tickets of the updates that count, in the frozen order.
+        plan: plan of the run.
+        store: store of the run.
+        fragment: the fragment.
+        base_version: the version that the round starts from.
+        tickets: tickets of the updates that count, in the order in which they are reduced.
         number: number of the round.
     """
     frozen, lost = store.run_log.round(fragment, base_version), store.run_log.lost_versions(fragment)
@@ -72,7 +75,7 @@ Committed = tuple[VersionRow, status_messages.RoundSummary]
 
 
 class LocalRounds:
-    """The aggregation of rounds on the server. A user's aggregator runs in a separate process."""
+    """Aggregates rounds on the server, with the run's reducers or with a user's aggregator in a separate process."""
 
     def __init__(self, plan: Plan, store: Store, filtering: Filtering, io: Executor) -> None:
         self._plan, self._store, self._filtering, self._io = plan, store, filtering, io
@@ -95,25 +98,28 @@ class LocalRounds:
             )
 
     def offer(self, ticket: TicketRow, number: int) -> None:
-        """Pass an accepted update to the user's aggregator, if that takes updates on arrival."""
+        """Pass an accepted update to the user's aggregator, if there is one that wants updates as they arrive."""
         if self._aggregator is not None:
             self._aggregator.offer(self._store, ticket, number)
 
     async def aggregate(self, fragment: int, base_version: int, tickets: Sequence[int], number: int) -> Committed:
-        """Reduce exactly these tickets in this order, take the outer step, and commit the next version as the head.
+        """Reduce the updates of a closed round, take the outer step, and commit the next version as the head.
 
-        The work runs in a thread of `io`. Filtered files that a restart has lost are made again first.
+        The work runs in a thread of `io`. Results of filters that a restart has lost are computed again first.
 
         Args:
+            fragment: the fragment.
+            base_version: the version that the round starts from.
+            tickets: tickets of the updates that count, in the order in which they are reduced.
             number: number of the round.
 
         Returns:
             The journal's row of the new version, and the summary of the round.
 
         Raises:
-            RunFailed: the user's aggregator failed, or the result overflows; the round stays frozen.
+            RunFailed: the user's aggregator failed, or the result is not finite; the round stays frozen.
             DiskFull: nothing is lost; the same call can be repeated.
-            StateCorrupt: the base file is damaged; the server ends, and its next start falls back to an intact version.
+            StateCorrupt: the base's file is damaged. The server ends; its next start uses the newest intact version.
             StoreError: the disk failed.
             SyncFailed: fsync failed; the server must end.
         """
@@ -172,7 +178,13 @@ class LocalRounds:
 
 
 def summary_of(frozen: FrozenRound, seconds: float, grad_norm: float) -> status_messages.RoundSummary:
-    """Return a round's summary. Each metric is the weighted mean over the updates that report the metric."""
+    """Return a round's summary. Each metric is the weighted mean over the updates that report it.
+
+    Args:
+        frozen: record of the closed round.
+        seconds: time that making the version took.
+        grad_norm: norm of the reduced pseudo-gradient.
+    """
     updates = frozen.updates
     means: dict[str, float] = {}
     counts: dict[str, int] = {}
@@ -201,7 +213,14 @@ def summary_of(frozen: FrozenRound, seconds: float, grad_norm: float) -> status_
 def in_words(
     summary: status_messages.RoundSummary, row: VersionRow, left_s: float | None, *, streams: bool = False
 ) -> str:
-    """Return the log line about a committed round, with the time that the run still takes."""
+    """Return the log line about a committed round, with the run's remaining time.
+
+    Args:
+        summary: summary of the round.
+        row: the new version.
+        left_s: estimated remaining time of the run in seconds; None if unknown.
+        streams: whether the run has several fragments.
+    """
     left = f"; {told}" if (told := time_left(left_s)) else ""
     of = f" of fragment {summary.fragment}" if streams else ""
     numbers = ", ".join(f"{key} {value:.4g}" for key, value in summary.metrics.items())

@@ -1,4 +1,7 @@
-"""Writes that follow a commit in the background: metrics, exports, the durable and the best version, the result."""
+"""Files that the server writes in the background after a commit: metrics, exported models, best version, result.
+
+After these, the newest version is made durable: it is fsynced, so that it survives a power loss.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,7 @@ METRICS = "metrics.jsonl"
 
 
 class Exports:
-    """The files in the export folder: models, each written atomically, and metrics, one line per round."""
+    """Writes the files in the export folder: models, and metrics with one line per round."""
 
     def __init__(self, plan: Plan, store: Store) -> None:
         self._plan, self._store = plan, store
@@ -39,12 +42,14 @@ class Exports:
         self._lock = threading.Lock()
 
     def save(self, heads: Sequence[int] | None = None) -> Path:
-        """Export a version as `model.safetensors`, and with `disk.export_every` as `model-<version>.safetensors`, too.
+        """Export a version as `model.safetensors`, and return the path.
 
-        Tied tensors are written under each of their names, so that `load_state_dict(strict=True)` accepts the file.
+        If `disk.export_every` is set, also write `model-<version>.safetensors`. Tied tensors are written under each of
+        their names, so that `load_state_dict(strict=True)` accepts the file.
 
         Args:
-            heads: the version of each fragment, by default the head. The smallest is the model's number.
+            heads: number of the version to export, for each fragment; by default the newest. The smallest is the
+                model's number.
         """
         with self._lock:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -54,14 +59,19 @@ class Exports:
             return export_model(self._plan, self._store, self.folder / MODEL, heads)
 
     def append_metrics(self, summary: status_messages.RoundSummary, at: str) -> None:
-        """Append a round's line to the metrics file; `at` is the time of the commit."""
+        """Append a line about a round to the metrics file.
+
+        Args:
+            summary: summary of the round.
+            at: time of the commit, ISO 8601.
+        """
         with self._lock:
             self.folder.mkdir(parents=True, exist_ok=True)
             with (self.folder / METRICS).open("a", encoding="utf-8") as file:
                 file.write(_line(summary.model_dump_json(), at))
 
     def rewrite_metrics(self) -> None:
-        """Rewrite the metrics file from the journal: after a crash, lines may be missing or belong to lost versions."""
+        """Write the metrics file again from the journal. After a crash it may lack lines, or have some too many."""
         with self._lock:
             self.folder.mkdir(parents=True, exist_ok=True)
             temporary = self.folder / f".{METRICS}.tmp"
@@ -77,11 +87,14 @@ def export_model(
     heads: Sequence[int] | None = None,
     told: Mapping[str, str] | None = None,
 ) -> Path:
-    """Write a model to `target`, atomically replacing an existing file.
+    """Write a model as a safetensors file, which replaces an existing file atomically.
 
     Args:
-        heads: the version of each fragment; by default the newest.
-        told: further metadata for the header of the file.
+        plan: plan of the run.
+        store: store of the run.
+        target: path of the file.
+        heads: number of the version to export, for each fragment; by default the newest.
+        told: further metadata for the file's header.
 
     Raises:
         Gone: a version, or a file that its export needs, is no longer kept.
@@ -103,9 +116,9 @@ def _line(summary_json: str, at: str) -> str:
 
 # -- The best version so far: its model in `best.safetensors`, and its number and metric in `best.json`.
 #
-# Each file is written to a new inode, fsynced, then renamed. The model comes first, so that the version that
-# `best.json` names always exists. The journal's metrics decide which version is best. If the server is killed between
-# the two files, its next start makes them again.
+# Each file is written under another name, fsynced, then renamed. The model comes first, so that the version that
+# `best.json` names always exists. The metrics in the journal decide which version is the best. If the server is killed
+# between the two files, its next start writes them again.
 
 
 LOG = logging.getLogger("atoll.server")
@@ -114,7 +127,12 @@ BEST_MODEL, BEST_NOTE = "best.safetensors", "best.json"
 
 
 class BestVersion:
-    """The files of the best version in the export folder."""
+    """Writes the two files of the best version in the export folder.
+
+    Attributes:
+        metric: name of the metric that decides which version is the best.
+        saved: the version in the files; None if there is none.
+    """
 
     def __init__(self, plan: Plan, store: Store, folder: Path) -> None:
         self._plan, self._store, self._folder = plan, store, folder
@@ -127,13 +145,13 @@ class BestVersion:
         return self._folder / BEST_MODEL
 
     def save(self, measured: Measured) -> None:
-        """Write the files of a version, unless they hold this version already.
+        """Write the files for a version. Does nothing if they are of this version already.
 
         Raises:
             Gone: the version is no longer kept.
             DiskFull: there is no space; the previous files are still there.
             SyncFailed: fsync failed; the server must end.
-            StoreError: a folder is in the place of a file.
+            StoreError: a folder has the name of one of the files.
         """
         if self.saved == measured:
             return
@@ -145,7 +163,7 @@ class BestVersion:
         self.saved = measured
 
     def handed(self, measured: Measured) -> Best:
-        """Return the version that `save` wrote last, for a persistor, with an open descriptor of its file."""
+        """Return what a persistor needs of the version that `save` wrote last, with an open descriptor of its file."""
         rows = (row for row in self._store.run_log.history(None, 0) if row.version == measured.version)
         summary = next((row.summary_json for row in rows), "") or "{}"
         fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
@@ -171,9 +189,10 @@ class BestVersion:
         self._store.journal.sync_folder(self._folder)
 
     def _noted(self) -> Measured | None:
-        """Return the version in `best.safetensors`; None if there is no file, or if another metric chose the version.
+        """Return the version in `best.safetensors`; None if there is none, or it is the best by another metric.
 
-        If `best.json` disagrees, it is damaged, or the server was killed before replacing it. It is then written again.
+        If `best.json` does not match it, write `best.json` again: it is damaged, or the server was killed before it was
+        replaced.
         """
         told, path = self._header(), self._folder / BEST_NOTE
         if told is None:
@@ -188,7 +207,10 @@ class BestVersion:
         return told
 
     def _header(self) -> Measured | None:
-        """Return the version in the header of `best.safetensors`; None if missing, damaged or of another metric."""
+        """Return the version that the header of `best.safetensors` names.
+
+        Return None if the file is missing or damaged, or if the version is the best by another metric.
+        """
         from safetensors import SafetensorError, safe_open
 
         try:
@@ -200,10 +222,10 @@ class BestVersion:
 
 
 def require_files(folder: Path) -> None:
-    """Refuse to replace a folder by a file of the best version.
+    """Raise an error if a folder has the name of a file of the best version.
 
     Raises:
-        StoreError: a folder is in the place of a file.
+        StoreError: there is such a folder.
     """
     for path in (folder / BEST_MODEL, folder / BEST_NOTE):
         if path.is_dir():
@@ -211,10 +233,13 @@ def require_files(folder: Path) -> None:
 
 
 def measured_of(history: list[HistoryRow], metric: str) -> list[Measured]:
-    """Return each round's value of the metric, with the version that the workers measured: the round's base.
+    """Return the metric's value in each round, together with the version that the workers measured.
+
+    Workers measure the version that a round starts from.
 
     Args:
         history: every version of one fragment, oldest first.
+        metric: name of the metric.
     """
     found, base = [], 0
     for row in history:
@@ -227,18 +252,18 @@ def measured_of(history: list[HistoryRow], metric: str) -> list[Measured]:
 
 
 def value_of(summary: status_messages.RoundSummary, metric: str) -> float | None:
-    """Return the round's value of the metric; None if no site reported it, or the mean is not finite."""
+    """Return the value of a metric in a round; None if no site reported it, or if the mean is not finite."""
     value = summary.metrics.get(metric)
     return value if value is not None and math.isfinite(value) else None
 
 
 def missing(summary: status_messages.RoundSummary, tracking: Tracking) -> str:
-    """Return the warning for a round without the tracked metric."""
+    """Return the warning that a round has no value of the metric in the setting `rounds.best_metric`."""
     has = ", ".join(sorted(summary.metrics)) or "none"
     return (
         f"round {summary.round} has no finite value of {tracking.metric!r} (its metrics: {has}), so it is "
         "ignored for the best version and for rounds.early_stop_after. Report the metric: submit(model, "
-        "metrics={{tracking.metric!r}: …})"
+        f"metrics={{{tracking.metric!r}: …}})"
     )
 
 
@@ -246,7 +271,7 @@ T = TypeVar("T")
 
 
 class Behind:
-    """The background writes of a run. Use it on the server's event loop; slow work runs in threads of `io`."""
+    """Writes files in the background after commits. Call it on the event loop; slow work runs in threads of `io`."""
 
     def __init__(self, plan: Plan, store: Store, io: Executor, persistor: Persistor) -> None:
         self._plan, self._settings, self._store, self._io, self.persistor = plan, plan.settings, store, io, persistor
@@ -256,7 +281,7 @@ class Behind:
         self._durable_in_turn = asyncio.Lock()
 
     def save_initial(self) -> None:
-        """Pass version 0 to the persistor if the run has just begun and `disk.export_every` is set."""
+        """Pass version 0 to the user's persistor, if the run has just begun and `disk.export_every` is set."""
         if self._settings.disk.export_every and max(heads := self._store.versions.heads()) == 0:
             self.persistor.save(self._plan, self._store, heads)
 
@@ -269,14 +294,14 @@ class Behind:
         last: bool,
         finished: bool,
     ) -> None:
-        """Write the round's metrics, an export if one is due, and the durable version.
+        """Write the round's metrics and, every `disk.export_every` rounds, the model. Then make the version durable.
 
         Args:
             row: the committed version.
             summary: summary of its round.
-            heads: the version of each fragment.
-            last: whether every other fragment has finished this round, too.
-            finished: whether the run is finished; `save_result` then passes the version to the persistor.
+            heads: number of the newest version of each fragment.
+            last: whether all fragments have now finished this round.
+            finished: whether the run is finished. Then `save_result` passes the version to the persistor.
         """
         loop = asyncio.get_running_loop()
         every = self._settings.disk.export_every
@@ -291,7 +316,7 @@ class Behind:
                     await loop.run_in_executor(self._io, self.exports.save, heads)
                 except Gone as error:
                     LOG.debug("version %d was replaced by a newer one before it was exported: %s", row.version, error)
-            # One at a time: an older version that is written later would be recorded as the durable one.
+            # one at a time: otherwise an older version that is fsynced later would be recorded as the durable one
             async with self._durable_in_turn:
                 await loop.run_in_executor(self._io, self._store.versions.write_durable, row.fragment)
         except (AtollError, OSError) as error:
@@ -301,7 +326,7 @@ class Behind:
             LOG.error("version %d could not be saved: %s", row.version, reason)
 
     async def save_best(self, measured: Measured) -> None:
-        """Write the best version and pass it to the persistor; warn if the version is no longer kept."""
+        """Write the best version, and pass it to the user's persistor. Warn if the version is no longer kept."""
         try:
             await self._saved("the best version", functools.partial(self.best.save, measured))
             if self.persistor.takes_best:
@@ -316,7 +341,10 @@ class Behind:
             )
 
     async def save_result(self) -> Path | str:
-        """Write the head as the run's result, and return its path. In a swarm, each site writes the result itself."""
+        """Write the newest version as the run's result, and return its path.
+
+        In a swarm each site writes the result, so this returns a text that says so.
+        """
         if self._plan.is_swarm:
             return "each site writes it to its own folder"
         path = await self._saved("the result", self.exports.save)
@@ -336,6 +364,7 @@ async def until_passed(
     """Return the result of `attempt`. While disk space or file descriptors are lacking, log the problem and retry.
 
     Args:
+        attempt: function to call.
         problem: the start of the log line.
         note: called with the reason before each retry.
     """
@@ -352,6 +381,6 @@ async def until_passed(
 
 
 async def over(*tasks: asyncio.Task[None] | None) -> None:
-    """Wait until these tasks have ended, with or without an error. None is ignored."""
+    """Wait until these tasks have ended, with or without an error. A None among them is ignored."""
     if begun := [task for task in tasks if task is not None]:
         await asyncio.wait(begun)

@@ -1,4 +1,4 @@
-"""The status of a run: one message, for `atoll status` and other programs."""
+"""Builds the status of a run: the message that `atoll status` and other programs show."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from atoll.server.coordinator.roster import Presence
 LOG = logging.getLogger("atoll.server")
 
 HISTORY = 20
-"""Rounds that a status shows; `metrics.jsonl` has all of them."""
+"""Number of last rounds in a status. The file `metrics.jsonl` has all rounds."""
 
 
 @functools.lru_cache(maxsize=4 * HISTORY)
 def _summary(text: str) -> status_messages.RoundSummary:
-    """Parse the summary of a round. Cached: it is long with hundreds of workers, and every status shows it again."""
+    """Parse the JSON summary of a round. Cached, because it is long with hundreds of workers and parsed every time."""
     return status_messages.RoundSummary.model_validate_json(text)
 
 
 def status_of(run: Coordinator) -> status_messages.Status:
-    """Return the status of a run."""
+    """Return the status of a run: its settings, rounds, workers, last metrics and warnings."""
     now_s = time.monotonic()
     settings, algorithm = run.settings, run.plan.algorithm
     lost = [run.store.run_log.lost_versions(f) if each.lost else () for f, each in enumerate(run.state.rounds)]
@@ -87,14 +87,14 @@ def status_of(run: Coordinator) -> status_messages.Status:
 
 
 def keep_status(run: Coordinator) -> status_messages.Status:
-    """Return the status of a run, after saving it to disk."""
+    """Return the status of a run. Also save it to disk."""
     status = status_of(run)
     write_status(run, status)
     return status
 
 
 def write_status(run: Coordinator, status: status_messages.Status) -> None:
-    """Save a status to disk, for `atoll status` when no server runs. A failed write is only logged."""
+    """Save a status to disk. `atoll status` shows it when the server does not run. A failed write is only logged."""
     path = run.settings.disk.state_dir / status_messages.KEPT
     temporary = path.with_name(f".{path.name}.tmp")
     try:
@@ -107,9 +107,10 @@ def write_status(run: Coordinator, status: status_messages.Status) -> None:
 def outer_in_words(algorithm: ResolvedAlgorithm, lrs: Mapping[str, float]) -> str:
     """Return the outer optimizer as text, such as `sgd(lr=0.7, momentum=0.9)`.
 
-    For delayed Nesterov, `delay` is shown as N, and `undelayed` is left out.
+    For delayed Nesterov, the option `delay` is shown as N, and the option `undelayed` is left out.
 
     Args:
+        algorithm: the run's algorithm.
         lrs: pattern of tensor names → learning rate of these tensors.
     """
     names, shown = {"delay": "N"}, algorithm.outer_options

@@ -1,7 +1,7 @@
-"""The coordinator of a run: it carries out the operations of the server's API on one event loop, without HTTP.
+"""The coordinator of a run: the operations of the server's API, on one event loop and without HTTP.
 
 Only the coordinator's ledger changes the run's state. An accepted update or a new version is in the journal before the
-ledger gets the event. Work on tensors and files, and user code, run in threads.
+ledger gets the event about it. Work on tensors and files, and user code, run in threads.
 """
 
 from __future__ import annotations
@@ -70,31 +70,31 @@ from atoll.tensors.layout import Layout
 LOG = logging.getLogger("atoll.server")
 
 COMMIT_S = 1.0
-"""Minimum time that a ticket request waits for a commit that is under way, whatever its `wait_s`."""
+"""Seconds that a ticket request waits for a commit that is under way, even if the request's `wait_s` is shorter."""
 
 
 class Workflows(Protocol):
-    """The workflows of a run, as the coordinator uses them.
+    """What the coordinator needs to know about a run's workflows.
 
     Attributes:
-        evaluated: function that returns the newest evaluation's matrix, filled so far; None if there was no evaluation.
+        evaluated: function that returns the results so far of the newest cross-site evaluation; None before the first.
     """
 
     evaluated: Callable[[], task_messages.Evaluation] | None
 
     @property
     def keeps_local(self) -> bool:
-        """Whether sites keep the models that they submit, because an evaluation asks for them later."""
+        """Whether sites must keep the models that they submit, because a cross-site evaluation needs them later."""
 
     def will_evaluate(self, site: str) -> bool:
-        """Return whether a cross-site evaluation that has not ended asks this site for metrics."""
+        """Return whether this site will still be asked to measure models in a cross-site evaluation."""
 
     def status(self) -> list[status_messages.WorkflowStatus]:
         """Return the status of each workflow, in order."""
 
 
 class Coordinator:
-    """The run that a server serves. Operations have the names in `protocol/openapi.py`, and raise errors from there."""
+    """The run of a server. Each operation of the API is a method, with the name and errors in `protocol/openapi.py`."""
 
     def __init__(
         self,
@@ -143,10 +143,10 @@ class Coordinator:
         self.attendance, self.admission.refused = Attendance(self.roster, totals.deaths, asked), totals.refused
         self.stale, self.advice = Stale(plan), advice(plan)
         self.left = TimeLeft(self.settings.rounds.total, len(plan.fragments))
-        self.trouble: dict[int, str] = {}  # fragment → why its round cannot be written
+        self.trouble: dict[int, str] = {}  # fragment → why its new version cannot be written
         self.bytes_up = self.bytes_down = 0
         self.started_s, self.address = time.monotonic(), ""
-        self.watched_s: float | None = None  # when a client that is no site last asked for the status
+        self.watched_s: float | None = None  # last status request of a client that is not a site
 
         self.failed: AtollError | None = None
         self.finished, self.trained, self.ended = asyncio.Event(), asyncio.Event(), asyncio.Event()
@@ -154,7 +154,7 @@ class Coordinator:
         self._said_missing = False
         self._tasks: set[asyncio.Task[None]] = set()
         self._saving_best: asyncio.Task[None] | None = None
-        self._behind_last: asyncio.Task[None] | None = None  # of the newest version; it ends last
+        self._behind_last: asyncio.Task[None] | None = None  # background writes of the newest version; they end last
         for sentence in lost:
             LOG.warning("%s", sentence)
 
@@ -178,11 +178,11 @@ class Coordinator:
         self.ledger.restore(self._snapshot)
         self.store.versions.wanted = self._unpulled
         if self._snapshot.finished and not self.state.finished:
-            self.store.run_log.finish(False)  # the settings ask for more rounds now
+            self.store.run_log.finish(False)  # rounds.total is larger than when the run finished
         if self.state.progress.best is not None:  # the server may have been killed before writing it
             self._saving_best = self._spawn(self.behind.save_best(self.state.progress.best))
         for fragment, round_ in enumerate(self._snapshot.fragments):
-            if self.swarm is not None:  # the worker that aggregates reports again what it has collected
+            if self.swarm is not None:  # the aggregating worker reports the updates that it has collected again
                 self.apply(events.AggregatorLost(fragment, "the server was restarted"))
             elif round_.frozen and self.state.rounds[fragment].phase == "closing":
                 LOG.info("the round from version %d was closed before the restart: reducing it again", round_.head)
@@ -195,7 +195,7 @@ class Coordinator:
             self.behind.save_initial()
 
     def send_away(self) -> None:
-        """Answer all long polls now, because the server is about to end."""
+        """Answer all waiting requests now with an error, because the server is about to end."""
         self._ending = True
         self.wake()
 
@@ -209,7 +209,7 @@ class Coordinator:
         self.objects.close()
         self._local_rounds.end_aggregator()
         self.filtering.close()
-        self.behind.persistor.close()  # before the store, which its calls read
+        self.behind.persistor.close()  # before the store, because the persistor reads from it
         self.store.close()
 
     def fail(self, error: AtollError) -> None:
@@ -228,11 +228,11 @@ class Coordinator:
         return self.ledger.state
 
     def apply(self, event: events.Event) -> tuple[events.Effect, ...]:
-        """Apply an event to the run's state, as `Ledger.apply` does."""
+        """Apply an event to the run's state, and return the effects. See `Ledger.apply`."""
         return self.ledger.apply(event)
 
     def _act(self, effect: events.Effect) -> None:
-        """Carry out an effect of the round machine, after the journal has recorded the decisions."""
+        """Carry out an effect. The ledger calls this after the journal has recorded the decisions."""
         match effect:
             case events.LeaseEnded():
                 self.attendance.ended(effect, self.state)
@@ -258,24 +258,24 @@ class Coordinator:
         """Wait for the next `wake`, for at most `timeout_s` seconds.
 
         Raises:
-            Busy: the server ends.
+            Busy: the server is stopping.
         """
         await self._changed.wait(0 if self._ending else timeout_s)
         if self._ending:
             raise Busy("The server is stopping.", "Try again once the server was started again.")
 
     def require_space(self) -> None:
-        """Refuse a request that needs disk space, if less than `disk.min_free_bytes` is free.
+        """Raise an error if less than `disk.min_free_bytes` is free on the disk.
 
         Raises:
-            DiskFull: there is too little space; the request can be repeated later.
+            DiskFull: too little is free; the request can be repeated later.
         """
         self.store.require_space(self.settings.disk.min_free_bytes)
 
-    # -- what a run is
+    # -- descriptions of the run
 
     async def get_run(self) -> messages.RunInfo:
-        """Return the properties of the run that a worker needs before it joins."""
+        """Return the description of the run, which a worker reads before it joins."""
         queue, workflows = self.task_queue, self.workflows
         return run_info(self.plan, self.store.run_log.run_id).model_copy(
             update={
@@ -286,14 +286,14 @@ class Coordinator:
         )
 
     async def get_schema(self) -> messages.SchemaMessage:
-        """Return the tensors of the whole model, each with its fragment."""
+        """Return the name, dtype, shape and fragment of each tensor of the model."""
         return messages.SchemaMessage.of(self.plan.split)
 
     async def get_evaluation(self) -> task_messages.Evaluation:
-        """Return the matrix of the newest cross-site evaluation, with the cells filled so far.
+        """Return the results so far of the newest cross-site evaluation, as a matrix of sites and models.
 
         Raises:
-            Gone: there was no evaluation.
+            Gone: the run has had no cross-site evaluation.
         """
         workflows = self.workflows
         if workflows is None or workflows.evaluated is None:
@@ -306,11 +306,11 @@ class Coordinator:
     # -- which sites take part
 
     async def join(self, message: messages.Join) -> messages.Joined:
-        """Grant a site a new lease. An older process of the site loses its lease.
+        """Let a site take part: grant it a new lease. An older process of the site loses its lease.
 
         Raises:
             VersionSkew, ServerLost, SchemaMismatch, ConfigError: the site does not fit the run; see `require_fit`.
-            ConfigError: also if, in a swarm, other workers cannot reach the joining worker.
+            ConfigError: in a swarm also if other workers cannot reach the joining worker.
         """
         require_fit(message, self.plan, self.store)
         if self.swarm is not None:
@@ -319,7 +319,7 @@ class Coordinator:
         self.roster[message.site], secret = Presence.joining(message, previous)
         try:
             self.apply(events.WorkerJoined(message.site))
-        except BaseException:  # the previous process keeps its place and its lease
+        except BaseException:  # the previous process keeps its lease
             if previous is None:
                 del self.roster[message.site]
             else:
@@ -334,13 +334,13 @@ class Coordinator:
         )
 
     async def leave(self, lease: Lease, message: messages.Leave) -> None:
-        """End the lease of a site. If the message has an error, the site's training has failed."""
+        """End the lease of a site. The message contains an error if the site's training has failed."""
         self.apply(events.WorkerLeft(lease.site, lease.number, message.error or ""))
 
     async def heartbeat(self, lease: Lease, message: messages.Heartbeat) -> messages.HeartbeatReply:
-        """Record a worker's progress, and whether the worker will submit no more updates.
+        """Record a worker's progress, and whether it announces that it will submit no more updates.
 
-        `require_lease` has already recorded the request as a sign of life.
+        The time of the request is not recorded here: `require_lease` has done that.
         """
         presence = self.roster.get(lease.site)
         if presence is not None:
@@ -353,14 +353,14 @@ class Coordinator:
         )
 
     def require_lease(self, sent: Lease | str | None) -> Lease:
-        """Return the lease of a request, if it is valid, and record the request as a sign of life.
+        """Return the lease of a request if it is valid. Record the request as a sign of life of the site.
 
         Raises:
             LeaseLost: the process has to join again. Superseded: another process has joined under the site's name.
         """
         lease = sent if isinstance(sent, Lease) else Lease.parse(sent)
         presence, member = self.roster.get(lease.site), self.state.members.get(lease.site)
-        # if the server's host crashes, two processes can get one number; the later one has the secret
+        # after a crash of the server's host two processes can have the same number; only the later one has the secret
         if member is not None and lease.number == member.lease and not (presence and lease.opens(presence)):
             reason = f"lease {lease.number} of {lease.site!r} is unknown to this server"
             self._refuse_lease(lease, events.LeaseRefused(lease.site, reason, superseded=True))
@@ -386,11 +386,13 @@ class Coordinator:
     # -- tickets
 
     async def request_ticket(self, lease: Lease, message: messages.TicketRequest) -> messages.TicketReply:
-        """Return the site's ticket for a fragment's open round; wait up to `wait_s` seconds for a round to open.
+        """Return the site's ticket for a fragment's open round. Wait up to `wait_s` seconds for a round to open.
+
+        If there is no ticket by then, or the run is finished, the reply says why.
 
         Raises:
-            LeaseLost, Superseded: the lease is not valid. Gone: there is no such fragment. Busy: the server ends.
-            ConfigError: the run has no rounds.
+            LeaseLost, Superseded: the lease is not valid. Gone: there is no such fragment.
+            Busy: the server is stopping. ConfigError: the run has no rounds.
         """
         if message.fragment >= len(self.state.rounds):
             raise Gone(
@@ -414,7 +416,7 @@ class Coordinator:
                     case events.LeaseRefused():
                         self._refuse_lease(lease, effect)
                     case events.TicketIssued(_, ticket, fragment, base_version, _):
-                        # read once: the commit of an asynchronous run may move the head at any time, in another thread
+                        # read once: in an asynchronous run another thread may commit a new head at any time
                         if (head := self.store.versions.head(fragment)).version == base_version:
                             return self._reply(
                                 "ticket",
@@ -423,10 +425,10 @@ class Coordinator:
                                 ticket=self.given(lease.site, ticket, fragment, head.version, head.digest),
                                 counted=counted_of(lease.site, self.store) if self.plan.algorithm.keeps else None,
                             )
-                        # the head has moved in the journal, and the ledger is about to get that event
+                        # the journal has a newer head, and the ledger is about to get the event about it
                         until_s = max(until_s, time.monotonic() + COMMIT_S)
                     case events.TicketWithheld(_, fragment, reason):
-                        # at once if the run is finished, or if the site ends and there is a newer head
+                        # answer at once if the run is finished, or the site submits no more and there is a newer head
                         moved = previous is None or self.store.versions.head(fragment).version > previous.base_version
                         ended = reason == events.ENDS and moved
                         if reason == events.FINISHED or ended or time.monotonic() >= until_s:
@@ -451,7 +453,7 @@ class Coordinator:
         )
 
     def given(self, site: str, ticket: int, fragment: int, base_version: int, digest: str) -> messages.Ticket:
-        """Return an issued ticket as a message for its site, and note the site's base version."""
+        """Return an issued ticket as a message for its site. Record the base version for the status."""
         presence = self.roster.get(site)
         if presence is not None:
             presence.bases[fragment] = base_version
@@ -466,7 +468,10 @@ class Coordinator:
         )
 
     def local_steps(self, site: str) -> int:
-        """Return a site's local steps between two synchronisations under DyLU; 0 means the run's own number."""
+        """Return how many local steps a site takes between two synchronisations, from its speed (DyLU).
+
+        0 means the number in the settings, because dynamic local steps are off.
+        """
         settings = self.settings
         if not settings.diloco.dynamic_local_steps or not self.plan.algorithm.sync_every:
             return 0
@@ -474,14 +479,14 @@ class Coordinator:
         return dylu_steps(speeds, site, settings.diloco.sync_every, settings.diloco.num_fragments)
 
     def _unpulled(self, fragment: int) -> Collection[int]:
-        """Return base versions of open tickets that the tickets' sites have not pulled yet, as far as known.
+        """Return the base versions of open tickets that their sites have probably not downloaded yet.
 
-        Only asynchronous fragments have such versions; else return none.
+        For a synchronous fragment return none: its open tickets start from the head, which is kept anyway.
         """
         if not self.state.is_async(fragment):
             return ()
         tickets = [ticket for ticket in self.state.rounds[fragment].tickets.values() if ticket.state == "open"]
-        # the version that each site reports to train from; heartbeats do not report it per fragment
+        # site → version that it trains from; a heartbeat reports one version, so only for runs with one fragment
         has = {site: each.beat.version for site, each in self.roster.items()} if len(self.state.rounds) == 1 else {}
         return {
             ticket.base_version
@@ -514,14 +519,14 @@ class Coordinator:
         )
 
     def why(self, fragment: int, now_s: float) -> str:
-        """Return what a fragment's round waits for, with known problems of the awaited sites."""
+        """Return as text what a fragment's round waits for, with known problems of the sites that are missing."""
         sites = [site for site, _ in waiting.missing(self.state, fragment)]
         place = self.swarm.trouble(fragment) if self.swarm is not None else ""
         silent = why_silent(sites, self.roster, self.state, self.settings.network, now_s)
         return "; ".join(filter(None, [waiting.why(self.state, fragment, now_s), place, *silent]))
 
     async def get_ticket(self, ticket: int) -> messages.TicketState:
-        """Return the state of a ticket and, while the ticket is open or accepted, its parts on disk.
+        """Return the state of a ticket. While the ticket is open or accepted, also return its parts on disk.
 
         Raises:
             Gone: this run has never issued the ticket.
@@ -537,16 +542,16 @@ class Coordinator:
     # -- updates
 
     def require_open(self, lease: Lease, ticket: int) -> None:
-        """Refuse bytes of an update that can no longer be accepted.
+        """Raise an error unless a site may still submit an update under this ticket.
 
         Raises:
-            LeaseLost, Superseded: the lease is not valid. TicketClosed, UpdateRefused: the ticket has ended.
+            LeaseLost, Superseded: the lease is not valid. TicketClosed, UpdateRefused: the ticket is no longer open.
         """
         refusal = waiting.may_submit(self.state, lease.site, lease.number, ticket)
         if isinstance(refusal, events.LeaseRefused):
             self._refuse_lease(lease, refusal)
         elif refusal is not None:
-            row = self.store.tickets.get(ticket)  # from the journal: the round machine forgets ended tickets
+            row = self.store.tickets.get(ticket)  # from the journal, because the round machine forgets ended tickets
             if row.state == "refused":
                 raise why_closed(row)
             text = refusal if row.reason in refusal else f"Ticket {ticket} is over: {row.reason}."
@@ -555,10 +560,14 @@ class Coordinator:
     def record_part(
         self, lease: Lease, ticket: int, part: int, stats: PartStats, writer: PartWriter | None = None
     ) -> None:
-        """Record a part that was checked and written to its spool; refuse the update if the check failed.
+        """Record a part of an update that was checked and written to disk. If the check failed, refuse the update.
 
         Args:
-            writer: wrote the part. If another writer has begun the part since, nothing is recorded.
+            lease: lease of the site.
+            ticket: number of the ticket.
+            part: number of the part.
+            stats: result of the check.
+            writer: writer of the part's bytes. If another writer has begun the part since, nothing is recorded.
         """
         self.require_open(lease, ticket)
         if stats.bad is not None:
@@ -567,15 +576,16 @@ class Coordinator:
         self.store.tickets.record_part(ticket, part, stats.digest, stats.sumsq, writer)
 
     async def complete(self, lease: Lease, ticket: int, message: messages.Complete) -> messages.Receipt:
-        """Accept an update after all its parts have arrived. The same digest again gets the same receipt.
+        """Accept an update with all its parts on disk. A repeated request with the same digest gets the same receipt.
 
         In a swarm, wait until another worker has pulled the update, for at most `routes.LONG_POLL_S` seconds.
 
         Raises:
-            LeaseLost, Superseded: the lease is not valid. BadRequest: in a swarm, the update has no source.
+            LeaseLost, Superseded: the lease is not valid.
+            BadRequest: in a swarm, the message lacks the address from which the update can be pulled.
             TicketClosed: the ticket is over or belongs to another site, or the update has another base.
             Conflict: parts are missing, or do not match the digest.
-            UpdateRefused: the update is not plausible, a filter refused it, or the ticket was refused before.
+            UpdateRefused: the update has an implausible value, a filter refused it, or the ticket was refused before.
         """
         row = self.store.tickets.get(ticket)
         if row.site != lease.site:
@@ -627,7 +637,7 @@ class Coordinator:
     # -- swarms
 
     async def _offer(self, swarm: Swarm, lease: Lease, row: TicketRow, message: messages.Complete) -> messages.Receipt:
-        """Offer an update to the swarm; wait up to `routes.LONG_POLL_S` seconds until another worker has pulled it."""
+        """Offer an update to the workers of a swarm. Wait until one has pulled it, or for `routes.LONG_POLL_S` seconds."""
         if message.source is None:
             raise BadRequest(
                 f"The update of {lease.site} lacks the address from which other workers of the swarm can download it.",
@@ -658,16 +668,16 @@ class Coordinator:
         """Return the settings that a worker needs to reduce rounds and take outer steps.
 
         Raises:
-            ConfigError: the run is no swarm.
+            ConfigError: the run is not a swarm.
         """
         self._require_swarm()
         return swarm_messages.SwarmPlan(settings=placed_settings(self.plan.settings))
 
     async def work_in_swarm(self, lease: Lease, message: swarm_messages.PeerReport) -> swarm_messages.PeerWork:
-        """Record a worker's report. Return its work once that changes, or after the report's `wait_s` seconds.
+        """Record a worker's report. Return what the worker has to do, once that changes or after `wait_s` seconds.
 
         Raises:
-            ConfigError: the run is no swarm.
+            ConfigError: the run is not a swarm.
         """
         return await self._require_swarm().report(lease, message)
 
@@ -679,7 +689,7 @@ class Coordinator:
     # -- rounds
 
     async def _next_version(self, fragment: int, base_version: int, tickets: tuple[int, ...]) -> None:
-        """Reduce and commit a frozen round. Retry while the disk is full; every other error ends the server."""
+        """Make and commit the version of a closed round. Retry while the disk is full; other errors end the server."""
         await over(self._saving_best)  # the next commit may remove the version that is being saved
         number = self.state.rounds[fragment].number
         try:
@@ -695,7 +705,7 @@ class Coordinator:
             self._follow_commit(*committed)
 
     def _follow_commit(self, row: VersionRow, summary: status_messages.RoundSummary) -> None:
-        """Update counters after a commit, pass the event to the ledger, and start the background writes."""
+        """After a commit, update counters, pass the event to the ledger, and start the background writes."""
         fragment, tracking = row.fragment, self.ledger.rules.tracking
         self.trouble.pop(fragment, None)
         self.filtering.sweep()
@@ -732,7 +742,7 @@ class Coordinator:
         self.wake()
 
     async def _tick(self) -> None:
-        """Apply `TimePassed` every second, and at the next deadline."""
+        """Apply the event `TimePassed` every second, and at the next deadline of a round."""
         while True:
             deadline_s = waiting.next_deadline_s(self.state)
             pause_s = 1.0 if deadline_s is None else min(1.0, max(0.01, deadline_s - time.monotonic()))
@@ -757,7 +767,7 @@ class Coordinator:
             self._fail_by(error, "The server")
 
     def _fail_by(self, error: BaseException, what: str, remedy: str = "") -> None:
-        """End the server with any error; wrap one that is not an `AtollError` in `RunFailed`."""
+        """End the server because of an error. Replace an error that is not an `AtollError` by `RunFailed`."""
         error = directory_gone(self.settings.disk.state_dir) or error
         if not isinstance(error, AtollError):
             LOG.error("%s failed", what, exc_info=error)

@@ -1,4 +1,4 @@
-"""Joining a run: the message that describes the run, and the checks of a site that joins."""
+"""What happens when a site joins a run: the message that describes the run, and the checks of the site's message."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from atoll.store.store import Store
 
 LOG = logging.getLogger("atoll.server")
 
-# -- The description of a run, which a worker reads before it joins and compares with its own settings.
+# -- Description of a run. A worker reads it before it joins, and compares it with its own settings.
 
 
 def run_info(plan: Plan, run_id: str) -> messages.RunInfo:
@@ -54,10 +54,10 @@ def run_info(plan: Plan, run_id: str) -> messages.RunInfo:
 
 
 def require_fit(message: messages.Join, plan: Plan, store: Store) -> None:
-    """Refuse a site that does not fit the run.
+    """Raise an error if a site that wants to join does not fit the run.
 
     Raises:
-        VersionSkew: the site speaks another protocol. ServerLost: the site names another run.
+        VersionSkew: the site uses another version of the protocol. ServerLost: the site takes part in another run.
         SchemaMismatch: the site has another model.
         ConfigError: the site has another number of local steps H or of fragments, or has lost its local state.
     """
@@ -100,7 +100,7 @@ def require_fit(message: messages.Join, plan: Plan, store: Store) -> None:
 
 
 def _require_state(message: messages.Join, store: Store) -> None:
-    """Refuse a site that has lost its local state, unless the site begins again from zero on purpose."""
+    """Raise an error if a site has lost its local state. Only warn if the site says that it starts from zero again."""
     site, last = message.site, store.tickets.last_of(message.site)
     counted = next((member.rounds_counted for member in store.run_log.members() if member.site == site), 0)
     count = counted + (last is not None and last.state == "accepted")  # an accepted update is going to count
@@ -131,7 +131,7 @@ def _require_state(message: messages.Join, store: Store) -> None:
 
 
 def counted_of(site: str, store: Store) -> messages.Counted:
-    """Return the site's last counted update, which the site's local state must include."""
+    """Return base version and digest of the site's last counted update. The site's local state must include it."""
     row = store.tickets.last_counted(site)
     return messages.Counted() if row is None else _named(row)
 
@@ -141,7 +141,7 @@ def _named(row: TicketRow) -> messages.Counted:
 
 
 def _stands(message: messages.Join, store: Store) -> bool:
-    """Return whether the site's local state includes its last counted update, and an accepted one."""
+    """Return whether the site's local state includes its last counted update and, if there is one, its accepted one."""
     if not message.local_state_of:
         return True  # workers of an earlier Atoll do not report it
     last = store.tickets.last_of(message.site)

@@ -1,7 +1,8 @@
 """The ledger: the only place where a run's state changes.
 
-For each event, the round machine (pure functions) returns effects. The ledger writes the decisions among them to the
-journal in one transaction, and only then carries the effects out. All calls run on one event loop.
+For each event, the round machine (pure functions in `atoll.rounds`) returns effects. Some effects are decisions. The
+ledger writes the decisions to the journal in one transaction, and then carries out all effects. All calls run on one
+event loop.
 """
 
 from __future__ import annotations
@@ -23,21 +24,21 @@ from atoll.store.store import Store
 LOG = logging.getLogger("atoll.server")
 
 FACTS = (events.UpdateAccepted, events.UpdateRefused, events.VersionCommitted)
-"""Events about rows that are already in the journal. If one cannot be applied now, the ledger applies it later."""
+"""Events about rows that are already in the journal. If the disk is full, the ledger applies such an event later."""
 
 
 class Ledger:
-    """The state of one run, and its changes by events.
+    """The state of one run. Events change it, through `apply`.
 
     Args:
         rules: rules of the run's rounds.
-        record: writes decisions into the journal, all of them or none.
-        act: called with each effect once the decisions are in the journal.
-        clock: returns monotonic time in seconds.
+        record: function that writes decisions into the journal, all of them or none.
+        act: function that carries out one effect. It is called after the decisions are in the journal.
+        clock: function that returns the time in seconds, as `time.monotonic` does.
         on_failure: called with an error of the store after which the run cannot go on.
 
     Attributes:
-        state: state of the round machine, set by `restore`. Only this class assigns it.
+        state: state of the rounds, leases and tickets. `restore` sets it first.
     """
 
     state: State
@@ -56,19 +57,19 @@ class Ledger:
         self._untold: list[events.Event] = []
 
     def restore(self, snapshot: Snapshot) -> None:
-        """Set the state from the journal's snapshot, and carry out effects that a crash has interrupted."""
+        """Set the state from the journal's content, and carry out effects that a crash has interrupted."""
         self.state, effects = machine.restore(self.rules, snapshot, self._clock())
         self._carry_out(effects)
 
     def apply(self, event: events.Event) -> tuple[events.Effect, ...]:
         """Apply an event: decide, write the decisions to the journal, then carry out the effects.
 
-        If the disk is full, an event in `FACTS` waits, because its row is in the journal already. Until the waiting
-        events are applied, only `WorkerSeen` is decided. Without them, the round machine would issue an accepted ticket
-        again.
+        If the disk is full, an event in `FACTS` is kept and applied later, because its row is in the journal already.
+        Until then all other events fail, except `WorkerSeen`: with the old state, the round machine would, for
+        example, issue an accepted ticket again.
 
         Returns:
-            The effects of the event; empty if the event waits.
+            The effects of the event; empty if the event is kept for later.
 
         Raises:
             DiskFull: the journal could not be written; the state has not changed.
@@ -117,8 +118,10 @@ def record_in(
     """Write decisions into the store's journal, in one transaction.
 
     Args:
-        roster: presences of the sites, with the process and host for the row of a lease.
-        keep_weights: whether to record each site's first weight (`RunLog.freeze`).
+        store: store of the run.
+        roster: site → presence, with the process and host to record for a lease.
+        decided: the decisions.
+        keep_weights: whether to record the weight of each site's first update (`RunLog.freeze`).
     """
     run_log, tickets = store.run_log, store.tickets
     with store.journal.transaction():
@@ -145,7 +148,7 @@ def record_in(
 
 
 def snapshot_of(store: Store, progress: Progress) -> Snapshot:
-    """Return the journal's state as the snapshot that the round machine starts from, without ended rounds."""
+    """Return the journal's content from which the ledger restores its state: current rounds, tickets and sites."""
     run_log, tickets, fragments = store.run_log, store.tickets, []
     for fragment, head in enumerate(store.versions.heads()):
         row = run_log.round(fragment, head)

@@ -1,12 +1,13 @@
 """A user's persistor: an object that loads the initial model or saves versions.
 
-    load()                    return name → tensor; None: use the run's `model`
-    save(state, info)         save name → tensor of a version, every `disk.export_every` rounds and at the end
-    save_best(state, info)    the same, for the best version so far
+    load()                    return the initial model as name → tensor, or None to use the model in the settings
+    save(state, info)         save a version, given as name → tensor; called every `disk.export_every` rounds and at
+                              the end of the run
+    save_best(state, info)    save the best version so far
 
-A persistor has at least one of these methods. `state` holds real tensors, one copy of the model, which the method may
-keep. `save` and `save_best` run in a separate thread, one call at a time, and no round waits for them. Their errors are
-logged and do not end the run. If several best versions are found during a call, only the newest is passed on.
+A persistor has at least one of these methods. `state` has one copy of the model, which the method may keep. `save` and
+`save_best` run in a separate thread, one call at a time, and no round waits for them. Their errors are logged and do
+not end the run. If several best versions are found during a call, only the newest is passed on.
 """
 
 from __future__ import annotations
@@ -43,13 +44,13 @@ _Read = Callable[[], tuple[dict[str, Tensor], dict[str, Any]]]
 
 @dataclass(frozen=True)
 class Best:
-    """The best version so far, for `save_best`.
+    """The best version so far, as `Persistor.save_best` gets it.
 
     Attributes:
         version: number of the version.
-        metrics: the metric that makes the version the best, with its value.
+        metrics: name and value of the metric by which the version is the best.
         summary: summary of the round that made the version.
-        fd: descriptor of the exported file, which stays readable if the version is removed. Closed by the persistor.
+        fd: descriptor of the version's exported file. `Persistor` closes it.
     """
 
     version: int
@@ -59,7 +60,7 @@ class Best:
 
 
 class Persistor:
-    """The user's persistor that `model.persistor` names. If that is empty, nothing is loaded or saved.
+    """Calls the user's persistor, which the setting `model.persistor` names. Without that setting, does nothing.
 
     Raises:
         ConfigError: the persistor is not found, cannot be made, or has none of the methods.
@@ -88,7 +89,7 @@ class Persistor:
         self._user = found
 
     def load(self) -> Tensors | None:
-        """Return the persistor's initial model; None if the persistor gives none.
+        """Return the initial model that the persistor loads; None if it has no `load`, or `load` returns None.
 
         Raises:
             ConfigError: `load` raised, or did not return a mapping name → tensor.
@@ -114,11 +115,16 @@ class Persistor:
         return given
 
     def save(self, plan: Plan, store: Store, heads: Sequence[int], *, final: bool = False) -> Future[None]:
-        """Queue a version for the persistor's `save`. The future ends with that call, and never has an error.
+        """Queue a call of the persistor's `save`.
 
         Args:
-            heads: the version of each fragment. The smallest is the model's number.
+            plan: plan of the run.
+            store: store of the run.
+            heads: number of the version to save, for each fragment. The smallest is the model's number.
             final: whether the version is the run's result.
+
+        Returns:
+            A future that is done when the call has ended. It never has an error.
         """
         read = functools.partial(_tensors, plan, store, tuple(heads))
         return self._thread.submit(self._call, "save", plan, min(heads), {"final": final}, read)
@@ -129,7 +135,7 @@ class Persistor:
         return hasattr(self._user, "save_best")
 
     def save_best(self, plan: Plan, best: Best) -> None:
-        """Queue the best version for the persistor's `save_best`, instead of an older one that still waits."""
+        """Queue a call of the persistor's `save_best`. It replaces a queued call for an older version."""
         with self._lock:
             before, self._best = self._best, best
         if before is not None:
@@ -138,7 +144,7 @@ class Persistor:
             self._thread.submit(self._hand_best, plan)
 
     def handed(self) -> Future[None]:
-        """Return a future that is done when all queued calls have ended."""
+        """Return a future that is done when all calls queued so far have ended."""
         return self._thread.submit(lambda: None)
 
     def close(self) -> None:
@@ -187,7 +193,7 @@ class Persistor:
 
 
 def _tensors(plan: Plan, store: Store, heads: tuple[int, ...]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return a version's model as name → tensor, and the summary of its round. Tied names share a tensor."""
+    """Return a version's model as name → tensor, and the summary of its round. Tied names share one tensor."""
     state: dict[str, Tensor] = {}
     summary: dict[str, Any] = {}
     for fragment, (planned, version) in enumerate(zip(plan.fragments, heads, strict=True)):
@@ -200,7 +206,7 @@ def _tensors(plan: Plan, store: Store, heads: tuple[int, ...]) -> tuple[dict[str
 
 
 def _exported(plan: Plan, best: Best) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the best version's model and the summary of its round, read from its export; else as `_tensors`."""
+    """Return the best version's model, read from its exported file, and the summary of its round. See `_tensors`."""
     from safetensors import safe_open
 
     model = plan.schema.model

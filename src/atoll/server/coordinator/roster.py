@@ -1,6 +1,6 @@
-"""Facts about each site that rounds do not depend on: for the status, and for warnings about missing sites.
+"""What the server knows about each site, for the status and for warnings: missing sites, staleness, remaining time.
 
-Most are a worker's last report, and may be wrong.
+Rounds do not depend on these facts. Most of them were reported by a worker, and may be wrong.
 """
 
 from __future__ import annotations
@@ -30,28 +30,32 @@ LOG = logging.getLogger("atoll.server")
 
 TRAINING = "training"
 STILL = 4.0
-"""Training counts as hanging only after this many times its longest earlier pause."""
+"""Training counts as hanging only after this many times the longest pause between two steps so far."""
 
 
 def _progress(beat: messages.Heartbeat) -> tuple[object, ...]:
-    """Return the fields of a heartbeat that change while a worker makes progress."""
+    """Return the values of a heartbeat that change when a worker makes progress."""
     return beat.step, beat.version, beat.state, beat.bytes_up, beat.bytes_down
 
 
 @dataclass
 class Presence:
-    """The last known facts about one worker.
+    """What the server knows about the worker of one site.
+
+    Times are those of `time.monotonic`, in seconds.
 
     Attributes:
         sealed: BLAKE3 of the lease's secret; empty if the site has no lease.
+        heard: whether the worker has sent a request since this server started.
+        heard_s: time of the last request.
         beat: the last heartbeat.
+        gradient_bytes: fragment's size in bytes × local steps, summed over the updates accepted since the server
+            started. Data-parallel training would have sent this much.
         bases: fragment → base version of the worker's newest ticket, also from before a restart of the server.
-        gradient_bytes: bytes of the fragment × local steps, summed over the updates accepted since the server started.
-        heard: whether the worker sent a request since this server started; `heard_s` is the monotonic time of the last.
-        moved_s: monotonic time of the last heartbeat with progress: a step, a byte, another state.
-        longest_s: longest time between two heartbeats with progress during training, in seconds.
-        displaced: process → host of earlier processes under this name that had not left.
-        rival: the warning about a displaced process that still runs; empty if there is none.
+        moved_s: time of the last heartbeat that showed progress: another step, number of bytes, version or state.
+        longest_s: longest time between two such heartbeats during training, in seconds.
+        displaced: process → host, for older processes of this site that were replaced and had not left.
+        rival: warning about a replaced process that still runs; empty if there is none.
     """
 
     site: str
@@ -78,12 +82,13 @@ class Presence:
 
     @classmethod
     def joining(cls, message: messages.Join, before: Presence | None) -> tuple[Presence, str]:
-        """Return the presence of a joining process, and the secret of its lease.
+        """Return the presence of a process that joins, and the secret of its new lease.
 
-        The counters of the site are carried over. If a live process on another host has this name, log a warning.
+        The site's counters are copied from `before`. If a live process on another host has this name, log a warning.
 
         Args:
-            before: the site's presence until now; None for a new site.
+            message: the message of the process.
+            before: the site's presence so far; None for a new site.
         """
         secret = new_id()
         kept = ("rounds", "bases", "refused_in_a_row", "bytes_up", "bytes_down", "gradient_bytes", "displaced", "rival")
@@ -109,7 +114,7 @@ class Presence:
         return joined, secret
 
     def meets(self, process: str) -> None:
-        """Warn once that a displaced process still runs, because the process has sent a request."""
+        """If `process` is a replaced process of this site, warn once that it still runs: it has sent a request."""
         if process not in self.displaced:
             return
         there, here = (host or "an unnamed host" for host in (self.displaced.pop(process), self.host))
@@ -121,7 +126,7 @@ class Presence:
         LOG.warning("%s", self.rival)
 
     def note(self, beat: messages.Heartbeat) -> None:
-        """Store a heartbeat, and note the time if the heartbeat shows progress."""
+        """Store a heartbeat. If it shows progress, also store the time."""
         if _progress(beat) != _progress(self.beat):
             now_s = time.monotonic()
             if self.beat.state == TRAINING:
@@ -130,26 +135,24 @@ class Presence:
         self.beat = beat
 
     def hangs_s(self, patience_s: float) -> float:
-        """Return for how many seconds the training has made no progress; 0 if that is not unusually long.
+        """Return for how many seconds training has made no progress; 0 if that is not unusual.
 
-        Args:
-            patience_s: shorter times are not reported, nor times below `STILL` × the longest earlier one.
+        It is unusual from `patience_s` seconds on, and only after `STILL` times the longest earlier pause.
         """
-        known = (
-            self.beat.step > 0 or self.longest_s > 0
-        )  # the first round of a script that reports no steps may be long
+        # a script may report no steps, and its first round may be long
+        known = self.beat.step > 0 or self.longest_s > 0
         still_s = time.monotonic() - self.moved_s
         hangs = known and self.beat.state == TRAINING and still_s >= max(patience_s, STILL * self.longest_s)
         return still_s if hangs else 0.0
 
     @property
     def holder(self) -> str:
-        """The process and the sealed secret of the lease, as one text for the journal."""
+        """The process and the hash of the lease's secret, as one text for the journal."""
         return f"{self.process}:{self.sealed}"
 
     @property
     def ended(self) -> str:
-        """How the worker ended, as words after its name; empty while the worker takes part."""
+        """How the worker ended, as text to follow its name, such as "has left"; empty while the worker takes part."""
         if self.state == "alive":
             return ""
         return {"dead": "is dead", "failed": "failed", "left": "has left"}.get(self.state, f"is {self.state}")
@@ -157,10 +160,13 @@ class Presence:
 
 @dataclass(frozen=True)
 class Lease:
-    """A lease, as the header of a request states it. The number excludes older processes; the secret proves the sender.
+    """A lease, as a request states it in its header.
 
     Attributes:
-        secret: 128 bits in hex, known only to the server and the process that joined; never logged.
+        site: name of the site.
+        number: number of the lease. A process with a lower number than the site's newest one was replaced.
+        process: id of the process.
+        secret: 128 random bits in hex that prove the sender. Only the process knows them; the server stores a hash.
     """
 
     site: str
@@ -170,11 +176,11 @@ class Lease:
 
     @property
     def header(self) -> str:
-        """The lease as the text of a request's header."""
+        """The lease as text, for the header of a request."""
         return f"{self.site}:{self.number}:{self.process}:{self.secret}"
 
     def opens(self, presence: Presence) -> bool:
-        """Return whether the lease's secret is the one issued to the site, compared in constant time."""
+        """Return whether the lease's secret is the one that the site got. The comparison takes constant time."""
         return bool(presence.sealed) and hmac.compare_digest(seal(self.secret), presence.sealed)
 
     @classmethod
@@ -193,9 +199,10 @@ class Lease:
 
 
 def roster_of(members: Iterable[MemberRow], versions: Sequence[Mapping[str, int]]) -> dict[str, Presence]:
-    """Return site → presence for every site in the journal, when a server starts.
+    """Return site → presence for every site in the journal. Called when a server starts.
 
     Args:
+        members: the journal's rows of the sites.
         versions: for each fragment, site → base version of the site's newest ticket.
     """
     return {
@@ -217,7 +224,12 @@ def roster_of(members: Iterable[MemberRow], versions: Sequence[Mapping[str, int]
 
 
 def holder_of(text: str | None, roster: Mapping[str, Presence]) -> Presence | None:
-    """Return the worker of a request that may lack a lease; None without a lease with the right secret."""
+    """Return the worker that sent a request; None if the request has no lease, or a lease with a wrong secret.
+
+    Args:
+        text: lease header of the request; None if the request has none.
+        roster: site → presence.
+    """
     if text is None or not re.match(messages.LEASE_PATTERN, text):
         return None
     lease = Lease.parse(text)
@@ -234,12 +246,12 @@ def now_text() -> str:
 
 
 class Attendance:
-    """The missing sites of a run, with the warnings about them.
+    """Finds the sites that are missing in a run, and warns about them.
 
     Args:
         roster: site → presence.
-        deaths: number of workers declared dead before this start.
-        asked: fragment → sites that its round waited for before this start.
+        deaths: number of workers that were declared dead before the server started.
+        asked: fragment → sites that its open round waited for before the server started.
 
     Attributes:
         deaths: number of workers declared dead in the whole run.
@@ -254,7 +266,7 @@ class Attendance:
         self._partial: dict[int, str] = {}
 
     def asks(self, effect: events.RoundOpened | events.ExpectedChanged, state: State) -> None:
-        """Record the sites that a round waits for. Sites that the round stops waiting for stay recorded."""
+        """Record the sites that a round waits for. A site stays recorded even if the round stops waiting for it."""
         fragment, sites = effect.fragment, effect.expected
         if isinstance(effect, events.RoundOpened):
             LOG.debug(
@@ -264,7 +276,7 @@ class Attendance:
         self._asked.setdefault(fragment, set()).update(sites)
 
     def ended(self, effect: events.LeaseEnded, state: State) -> None:
-        """Log that a site no longer takes part, and why no round can close if too few sites are left."""
+        """Log that a site no longer takes part. If too few sites are left for a round, log that, too."""
         why, presence = effect.why, self._roster.setdefault(effect.site, Presence(effect.site))
         presence.state, presence.error = why, effect.detail if why != "left" else ""
         log = LOG.info if why == "left" else LOG.warning
@@ -274,13 +286,13 @@ class Attendance:
             log("%s", told)
 
     def closed(self, summary: status_messages.RoundSummary) -> None:
-        """Warn if a round closed without a site of the run; log once while the same sites are missing."""
+        """Warn if a round closed without a site of the run. While the same sites are missing, warn only once."""
         here, fragment = set(summary.workers), summary.fragment
         asked = self._asked.get(fragment, set())
         complete = len(here) >= summary.expected
         absent = {site for site in self._roster.keys() - here if self._is_missed(site, asked, complete)}
         told = frozenset[str]().union(*self._absent.values())
-        # sampling: a missing site that is alive again stays listed until a round waits for it
+        # with sampling, a missing site that is alive again stays listed until a round waits for it
         waits = {site for site in self._absent.get(fragment, ()) if site not in here | asked and self._is_alive(site)}
         self._absent[fragment] = frozenset(absent | waits)
         if absent:
@@ -292,7 +304,7 @@ class Attendance:
 
     def _is_missed(self, site: str, asked: Collection[str], complete: bool) -> bool:
         state = self._roster[site].state
-        if complete:  # other sites took the places; a site that has left is not missed
+        if complete:  # enough other sites took part, so a site that has left is not missed
             return state in ("dead", "failed")
         return site in asked or not self._is_alive(site)
 
@@ -314,17 +326,20 @@ class Attendance:
         )
 
     def warnings(self, state: State) -> list[str]:
-        """Return the warnings for the status; fragments that miss the same sites share one."""
+        """Return the warnings for the status, one for all fragments that miss the same sites."""
         partial = {self._absent[fragment]: text for fragment, text in self._partial.items()}
         return [text for text in (short_of(state, self._roster), *partial.values()) if text]
 
 
 _OTHER_MODEL = f"{SchemaMismatch.__module__}.{SchemaMismatch.__name__}"
-"""How the error of a site begins if its script trains another model. Starting that site again would not help."""
+"""Beginning of the error of a site with another model. Starting such a site again would not help."""
 
 
 def short_of(state: State, roster: Mapping[str, Presence]) -> str:
-    """Return why no round can close, with remedies; empty if enough sites take part, or before and after all rounds."""
+    """Return as text that too few sites take part for a round to close, and what to do; empty if enough take part.
+
+    Before the first round and after the last one, return an empty text, too.
+    """
     here, floor, name = len(state.active_s), state.rules.floor, state.rules.floor_name
     if here >= floor or all(round_.phase in ("gathering", "finished") for round_ in state.rounds):
         return ""
@@ -342,18 +357,18 @@ def short_of(state: State, roster: Mapping[str, Presence]) -> str:
     )
 
 
-# -- Staleness of updates: counted for the status, with a warning if updates are far behind.
+# -- Staleness of updates: how many versions the head was ahead of an update's base when the update was reduced.
 
 
 FAR_BEHIND = 5
-"""An update that is more versions behind the head than this causes a warning."""
+"""Staleness above which an update causes a warning."""
 
 
 class Stale:
-    """The staleness of updates since this server started.
+    """Counts the staleness of updates since the server started, and warns about high values.
 
     Attributes:
-        counts: versions behind the head → number of updates, in an asynchronous run.
+        counts: staleness in versions → number of updates; only in an asynchronous run.
         warnings: warnings for the status.
     """
 
@@ -364,7 +379,7 @@ class Stale:
         self.counts: Counter[int] = Counter()
 
     def look_at(self, summary: status_messages.RoundSummary) -> None:
-        """Count the staleness of a round's updates; warn if an update is further behind than all before."""
+        """Count the staleness of a round's updates. Warn if one is above `FAR_BEHIND` and above all earlier values."""
         if self._is_async:
             self.counts.update(summary.staleness)
         worst = max(summary.staleness, default=0)
@@ -382,18 +397,27 @@ class Stale:
         LOG.warning("%s", told)
 
 
-# -- Hints about awaited sites that do not report a reason themselves.
+# -- Problems of sites that a round waits for.
 
 QUIET_BEATS = 2.5
-"""A site that sent nothing for this many heartbeat intervals counts as silent."""
+"""A site that has sent nothing for this many heartbeat intervals is reported as silent."""
 HANGS_S = 120.0
-"""Stands for `heartbeat_timeout_s` if that is 0: training without progress is reported after twice this time."""
+"""Used in place of `network.heartbeat_timeout_s` if that is 0. Training without progress is reported after twice
+this time."""
 
 
 def why_silent(
     sites: Sequence[str], roster: Mapping[str, Presence], state: State, network: Network, now_s: float
 ) -> list[str]:
-    """Return sentences about sites that sent nothing since a restart, send no heartbeats, or make no progress."""
+    """Return texts about sites with a problem: no request since the restart, no heartbeats, or no progress.
+
+    Args:
+        sites: names of the sites that a round waits for.
+        roster: site → presence.
+        state: state of the run.
+        network: settings with the heartbeats' times.
+        now_s: current time of `time.monotonic`.
+    """
     interval_s, timeout_s, seen_s = network.heartbeat_interval_s, network.heartbeat_timeout_s, state.seen_s
     unheard = [site for site in sites if site in roster and not roster[site].heard]
     told = [f"no request since the server restarted: {', '.join(unheard)}"] if unheard else []
@@ -410,21 +434,23 @@ def why_silent(
     ]
 
 
-# -- How long a run will still take, judged by its last rounds.
+# -- Estimate of a run's remaining time.
 
 
 ROUNDS = 20
-"""Rounds of each fragment that the estimate uses; older rounds say little about the current workers."""
+"""Number of last rounds of each fragment that the estimate uses. Older rounds say little about the current workers."""
 
 
 def left_s(commits_s: Sequence[float], commits_left: int, now_s: float) -> float | None:
-    """Return the estimated seconds until `commits_left` more commits; None if no commit was measured.
+    """Return the estimated seconds until `commits_left` more versions are committed; None before the first commit.
 
-    The estimate uses the mean time between commits. The time since the last commit is subtracted, up to one mean: a
-    round that takes longer than the others does not make the next ones shorter.
+    The estimate is `commits_left` × the mean time between commits, minus the time since the last commit. At most one
+    mean is subtracted: a round that takes longer than the others does not make later rounds shorter.
 
     Args:
-        commits_s: monotonic times in order: the opening of the first round, then each commit.
+        commits_s: times in order: the opening of the first round, then each commit.
+        commits_left: number of commits until the end of the run.
+        now_s: current time, by the same clock.
     """
     if len(commits_s) < 2:
         return None
@@ -433,7 +459,7 @@ def left_s(commits_s: Sequence[float], commits_left: int, now_s: float) -> float
 
 
 class TimeLeft:
-    """The estimate of a run's remaining time, from the rounds since this server started.
+    """Estimates a run's remaining time from the rounds since the server started.
 
     Args:
         rounds: the setting `rounds.total`; 0 if the run has no end.
@@ -444,13 +470,21 @@ class TimeLeft:
         self._commits_s: deque[float] = deque(maxlen=ROUNDS * fragments + 1)
 
     def committed(self, opened_s: float, now_s: float) -> None:
-        """Record a commit at `now_s`, of a round that was opened at `opened_s`."""
+        """Record a commit.
+
+        Args:
+            opened_s: time at which the round was opened.
+            now_s: time of the commit, by the same clock.
+        """
         if not self._commits_s:
             self._commits_s.append(opened_s)
         self._commits_s.append(now_s)
 
     def of(self, state: State, now_s: float) -> float | None:
-        """Return the remaining seconds; None if the run has no end, is over, waits for a site, or has had no round."""
+        """Return the estimated remaining seconds.
+
+        Return None if the run has no end or is over, if too few sites take part, or before the first commit.
+        """
         stands_still = len(state.active_s) < state.rules.floor and any(each.phase == "open" for each in state.rounds)
         if not self._rounds or state.finished or stands_still:
             return None

@@ -1,8 +1,8 @@
-"""The process of a user's aggregator, seen from the server: it gets spools and returns one update.
+"""The server's side of a user's aggregator, which runs in a process of its own and makes one update out of several.
 
-The server pins each spool until the process reports that it no longer refers to the spool, or until the process ends.
-So the slot is not rewritten under a lazy tensor that user code keeps. The result is a nameless file in the state
-directory, which is lost when the server ends. A frozen round that was not committed is then aggregated again.
+The process reads the files of the updates. The server does not reuse such a file until the process reports that it no
+longer needs it, or until the process ends: user code may keep tensors that are read from the file later. The result is
+an unnamed file in the state directory, which is lost when the server ends. The next start aggregates the round again.
 """
 
 from __future__ import annotations
@@ -25,21 +25,23 @@ from atoll.store.journal_tables import TicketRow
 from atoll.store.store import Store
 
 HELD_BY_PROCESS = "aggregator"
-"""Name under which the process holds the slot of a spool."""
+"""Kind of hold (see `Slot.holds`) on the file of an update that the process may read."""
 START_S = 120.0
-"""Maximum time in which the process has to load the aggregator."""
+"""Maximum time in seconds in which the process has to load the aggregator."""
 END_S = 5.0
-"""Time after which a process that does not end is killed."""
+"""Seconds after which a process that does not end is killed."""
 LOOK_S = 0.2
-"""How often to check whether the server is stopping."""
+"""Seconds between two checks whether the server is stopping."""
 
 
 @dataclass
 class _Pin:
-    """A spool that the process may still read.
+    """The file of an update that the process may still read.
 
     Attributes:
-        asked: whether the server has asked the process to release the spool.
+        pool: pool that the file's slot belongs to.
+        slot: slot with the update.
+        asked: whether the server has asked the process to release the file.
     """
 
     pool: SlotPool
@@ -51,7 +53,9 @@ class Aggregator:
     """The process that runs the user's aggregator. The constructor waits until the aggregator is loaded.
 
     Args:
-        on_failed: called from any thread, if the aggregator fails while no round waits for it.
+        plan: plan of the run.
+        on_failed: called, from any thread, if the aggregator fails while the server does not wait for a result.
+        filtering: filters of updates. Its `source` returns the file to aggregate for each update.
 
     Raises:
         ConfigError: the aggregator cannot be loaded; the message says why.
@@ -103,7 +107,7 @@ class Aggregator:
         self._incremental = answer["incremental"]
 
     def close(self) -> None:
-        """End the process, and release every spool that it had. Idempotent."""
+        """End the process, and let the store reuse the files that it read. Idempotent."""
         with self._heard:
             self._closing = True
         self._offers.shutdown(wait=True, cancel_futures=True)
@@ -120,9 +124,10 @@ class Aggregator:
     # -- updates
 
     def offer(self, store: Store, row: TicketRow, number: int) -> None:
-        """Queue an accepted update for the process, if the aggregator takes updates on arrival.
+        """Queue an accepted update for the process. Does nothing unless the aggregator wants updates as they arrive.
 
         Args:
+            store: store of the run.
             row: ticket of the update.
             number: number of the round.
         """
@@ -136,21 +141,26 @@ class Aggregator:
                 self._give(store, row, number)
 
     def aggregate(self, store: Store, rows: Sequence[TicketRow], number: int, cancelled: threading.Event) -> int:
-        """Have the aggregator combine the updates of a frozen round into one.
+        """Let the aggregator combine the updates of a closed round into one.
 
-        Updates that the process got on arrival are not sent again. If the process also got others, it is reset first.
+        Updates that the process got on arrival are not sent again. If the process got an update that does not count,
+        it is reset first, and gets all updates.
 
         Args:
-            rows: tickets of the updates, in the frozen order.
+            store: store of the run.
+            rows: tickets of the updates that count, in order.
             number: number of the round.
+            cancelled: event that ends the call early.
 
         Returns:
-            Descriptor of a file with the pseudo-gradient of `params` in `result_layout`. The next call overwrites it.
+            Descriptor of a file with the pseudo-gradient of `params`, in the layout of `result_layout`. The next call
+            overwrites the file.
 
         Raises:
             CancelledError: `cancelled` was set.
             DiskFull: no space for the result; the same call can be repeated.
-            RunFailed: the aggregator raised, returned an unusable result, stood still or ended; the message says which.
+            RunFailed: the aggregator raised, returned an unusable result, did nothing for too long, or its process
+                ended. The message says which.
         """
         with self._busy:
             if self._failed is not None:
