@@ -1,12 +1,12 @@
-"""Cross-site evaluation: every site evaluates every model on its own data, and the metrics form a matrix.
+"""Cross-site evaluation: every site evaluates every model on its own data. The metrics are a matrix, models × sites.
 
     [[workflow.steps]]
     kind = "cross_site_evaluation"
     versions = ["latest", 12, "best", "other.safetensors"]
 
 The server writes each model of the run once for all sites, and each site sends its own model to the server once. Sites
-download the models from the server to disk, and answer with metrics. All sites work in parallel; each fills its column
-of the matrix.
+download the models from the server to disk, and answer with metrics. A row of the matrix is a model, a column is a
+site. All sites work in parallel, each on its own column.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ SUBMIT, VALIDATE = "submit_model", "validate"
 EVALUATION_TIMEOUT_S = 3600.0
 LOOK_S = 0.2
 RETURN_S = 10.0
-"""Minimum wait for a site that has gone: a DiLoCo loop leaves before its script joins again."""
+"""Minimum seconds to wait for a site that has left: the script of a DiLoCo loop leaves and then joins again."""
 LOUD = 200
-"""Up to this number of cells, each cell is logged at INFO, else at DEBUG."""
+"""If the matrix has more cells than this, results of single cells are logged at DEBUG instead of INFO."""
 WORDS = ("latest", "best")
 
 
@@ -50,14 +50,16 @@ def cross_site_evaluation(
     sites: Sequence[str] | None = None,
     evaluation_timeout_s: float = EVALUATION_TIMEOUT_S,
 ) -> Evaluation:
-    """Have every site evaluate every model, and write the matrix to the export folder, as JSON and as Markdown tables.
+    """Let every site evaluate every model, and write the matrix to the export folder, as JSON and as Markdown tables.
 
     Args:
+        controller: controller of the workflow.
         versions: models of the run: `latest`, `best`, version numbers, or safetensors files at the server. By default
             the latest version, if the run has a model.
-        site_models: whether the sites' own models are evaluated, too.
-        sites: names of the sites that give data and models; by default all that have ever joined.
-        evaluation_timeout_s: seconds without progress after which a site that evaluates a model is given up; 0: never.
+        site_models: whether each site's own model is evaluated, too.
+        sites: names of the sites that take part; by default all that have ever joined.
+        evaluation_timeout_s: seconds without progress after which the server stops waiting for a site that evaluates a
+            model; 0: never.
 
     Raises:
         ConfigError: an argument is wrong.
@@ -87,10 +89,10 @@ def require(
     sites: Sequence[str] | None = None,
     evaluation_timeout_s: float = EVALUATION_TIMEOUT_S,
 ) -> None:
-    """Check the arguments of `cross_site_evaluation` when the server starts, which may be long before the evaluation.
+    """Check the arguments of `cross_site_evaluation`. The server does so at its start, long before the evaluation.
 
     Raises:
-        ConfigError: an argument is wrong; the message suggests the nearest word.
+        ConfigError: an argument is wrong.
     """
     if versions is not None and (isinstance(versions, str) or not isinstance(versions, Sequence)):
         raise ConfigError(f"versions is {versions!r}.", 'Write a list: versions = ["latest"].')
@@ -124,8 +126,10 @@ class ModelSource:
     """A row of the matrix, and the place from which sites download its model.
 
     Attributes:
+        row: description of the model.
         owner: the site that trained the model; empty for a model of the run.
-        place: where the model is; None if this is not known yet, or if there is no model.
+        place: where to download the model. While `settled` is False, None means: not known yet. Later it means: there
+            is no model.
         settled: whether `place` is final.
     """
 
@@ -136,12 +140,15 @@ class ModelSource:
 
 
 class EvaluationMatrix:
-    """A matrix of models × sites with the cells filled so far. Use it on the server's event loop.
+    """The matrix of one evaluation. `fill` fills its cells. Call methods on the server's event loop.
 
     Args:
-        sources: the rows: one model each.
-        sites: the columns: one site each.
-        limit_s: seconds without progress after which a site that evaluates a model is given up; 0: never.
+        controller: controller of the workflow, which sends the tasks.
+        models: the models that the server keeps for this evaluation.
+        sources: the rows, one for each model.
+        sites: the columns, one for each site.
+        limit_s: seconds without progress after which the server stops waiting for a site that evaluates a model; 0:
+            never.
     """
 
     def __init__(
@@ -160,15 +167,15 @@ class EvaluationMatrix:
         self._hung: dict[str, tuple[str, Progress]] = {}  # site → why it was given up, and its progress then
 
     async def fill(self) -> None:
-        """Fill every cell with metrics or an error, all columns in parallel."""
+        """Fill every cell with metrics or an error. All columns are filled in parallel."""
         done = await asyncio.gather(*map(self._fill_column, self.sites), return_exceptions=True)
         if error := next((each for each in done if each is not None), None):
             raise error
 
     async def _fill_column(self, site: str) -> None:
-        """Have a site send its model, then evaluate all models.
+        """Let a site send its model, then evaluate all models.
 
-        If this fails, the site's model counts as missing, so that no other column waits for the model.
+        If this fails, record that the site has no model, so that other columns do not wait for it.
         """
         mine = next((source for source in self.sources if source.owner == site), None)
         try:
@@ -192,16 +199,16 @@ class EvaluationMatrix:
                 self._settle(mine, None, "the site submitted no model")
 
     def _settle(self, source: ModelSource, place: Place | None, error: str) -> None:
-        """Record the place of a site's model, or the error if there is no model."""
+        """Record where a site's model can be downloaded, or why there is no model."""
         source.place, source.settled = place, True
         digest = place.digest if place is not None else ""
         source.row = source.row.model_copy(update={"error": error, "digest": digest})
         self._run.wake()
 
     async def _next_for(self, site: str) -> ModelSource | None:
-        """Wait for a model that the site has not evaluated yet, and return it; None if the column is full.
+        """Wait for a model that a site has not evaluated yet, and return it. Return None if its column is full.
 
-        Each site begins at another row, so that sites do not all download the same model at once.
+        Each site begins with another row, so that not all sites download the same model at once.
         """
         begin = self.sites.index(site)
         order = self.sources[begin:] + self.sources[:begin]
@@ -212,7 +219,7 @@ class EvaluationMatrix:
             ready = next((source for source in left if source.settled), None)
             if ready is not None or not left:
                 return ready
-            await self._pause(site)  # until the column of an owner settles its model
+            await self._pause(site)  # until another site has sent its model
 
     async def _pause(self, site: str) -> None:
         self._waiting.add(site)
@@ -220,10 +227,10 @@ class EvaluationMatrix:
         self._waiting.discard(site)
 
     async def _wait(self, site: str, until: Callable[[], bool]) -> bool:
-        """Wait for a site that has gone or hangs, until `until()` is true.
+        """Wait for a site that has left or hangs, until `until()` is true.
 
         Returns:
-            True if `until()` is true. False if the site was away for `RETURN_S` and no other site works.
+            True if `until()` is true. False if `RETURN_S` seconds have passed and no other site is working.
         """
         end_s = self._away_since_s.setdefault(site, time.monotonic()) + RETURN_S
         while not until():
@@ -234,9 +241,9 @@ class EvaluationMatrix:
         return True
 
     async def _ask(self, site: str, task: str, payload: Any) -> tuple[Any, str]:
-        """Send a task to a site; return (payload, "") or (None, error).
+        """Send a task to a site. Return (payload of the answer, "") or (None, error).
 
-        If the site has gone or hangs, wait for it while other sites work.
+        If the site has left or hangs, wait for it as long as other sites are working.
         """
         run = self._run
         if site in self._hung:
@@ -259,11 +266,11 @@ class EvaluationMatrix:
 
     @property
     def progress(self) -> str:
-        """The number of filled cells, as text for the status."""
+        """The number of filled cells, as text for the status, such as "3 of 8 evaluations"."""
         return f"{len(self._cells)} of {len(self.sources) * len(self.sites)} evaluations"
 
     def so_far(self, *, finished: bool = False) -> Evaluation:
-        """Return the matrix with the cells filled so far, in the order of rows and columns. Thread-safe."""
+        """Return the matrix with the cells filled so far, row by row. Thread-safe."""
         keys = [(source.row.name, site) for source in self.sources for site in self.sites]
         return Evaluation(
             run=self._run.store.run_log.run_id,
@@ -276,7 +283,12 @@ class EvaluationMatrix:
 
 
 def _with_metrics(cell: Cell, payload: Any) -> Cell:
-    """Return the cell with the site's metrics, or with an error if the payload does not map names to numbers."""
+    """Return a cell with the metrics in a site's payload, or with an error if they do not map names to numbers.
+
+    Args:
+        cell: the cell without metrics.
+        payload: payload of the site's answer.
+    """
     metrics = payload.get("metrics") if isinstance(payload, Mapping) else None
     if not isinstance(metrics, Mapping) or not 0 < len(metrics) <= messages.METRICS:
         what = "nothing" if not metrics and isinstance(metrics, Mapping | None) else f"a {type(metrics).__name__}"

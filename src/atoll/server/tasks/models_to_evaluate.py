@@ -1,4 +1,4 @@
-"""Models that sites download from this server for an evaluation: versions, exports, user files, sites' models."""
+"""The models that sites download from the server in an evaluation: versions, exported files, models of sites."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ LOG = logging.getLogger("atoll.server")
 SUFFIX = ".safetensors"
 
 Place = ObjectKey | TensorRef
-"""Where sites download a model: an object on this server, or a reference to an object of another process."""
+"""From where sites download a model: an object on this server, or a reference to an object of another process."""
 
 
 def is_file(version: str) -> bool:
-    """Return whether the text names a safetensors file rather than a version."""
+    """Return whether a text is the path of a safetensors file, and not the name of a version."""
     return version.endswith(SUFFIX)
 
 
 class ModelsToEvaluate:
-    """The models that the server keeps for one evaluation. Leaving the context removes them.
+    """The models that the server keeps as objects during one evaluation. The end of the `with` block removes them.
 
-    Call the methods in the thread of the workflow, except `of_site`. Models are written a few MiB at a time.
+    Call methods in the workflow's thread, except `of_site`. Writing a model needs only a few MiB of memory.
     """
 
     def __init__(self, controller: Controller) -> None:
@@ -57,10 +57,13 @@ class ModelsToEvaluate:
                 payload.discard()
 
         if self._payloads:
-            self._controller.ask(remove())  # if the server ends, it removes its objects itself
+            self._controller.ask(remove())  # a server that is stopping removes its objects itself
 
     def of_run(self, versions: Sequence[str | int] | None) -> list[tuple[EvaluatedModel, Place | None]]:
-        """Return rows and places of the run's models, each once. If a model is missing, the row has an `error`.
+        """Return for each of the run's models the row of the matrix and the place from which sites download it.
+
+        If a model is missing, its row has an `error`, and the place is None. A model that is named twice is returned
+        once.
 
         Args:
             versions: as in `cross_site_evaluation`.
@@ -74,7 +77,11 @@ class ModelsToEvaluate:
         return list(found.values())
 
     def of_site(self, answer: Any) -> tuple[Place | None, str]:
-        """Return (place, "") of the model in a site's answer, or (None, error). Call this on the event loop."""
+        """Return from where other sites download the model in a site's answer. Call this on the event loop.
+
+        Returns:
+            (place, "") or, if the answer has no usable model, (None, error).
+        """
         model = answer.get("model") if isinstance(answer, dict) else None
         if isinstance(model, TensorRef):  # returned by a user's handler
             return model, ""
@@ -108,7 +115,7 @@ class ModelsToEvaluate:
         return row.model_copy(update={"digest": place.digest}), place
 
     def _file_of(self, version: str | int, row: EvaluatedModel) -> tuple[Path, EvaluatedModel, bool]:
-        """Return the file of a model, its row, and whether the file is temporary.
+        """Return the file with a model, the row of the matrix, and whether to remove the file after use.
 
         Raises:
             Gone: there is no such model, or it is no longer kept.
@@ -149,7 +156,7 @@ class ModelsToEvaluate:
             ) from None
 
     def _written(self, path: Path) -> ObjectKey:
-        """Write the model in a file as an object that sites may download; return the object's key."""
+        """Write the model in a file as an object that sites may download. Return the object's key."""
         run = self._run
         run.require_space()
         state = LazyState.open(path)

@@ -1,7 +1,7 @@
-"""Payloads of tasks and answers of sites, with the server's filters applied.
+"""Writes the payloads of tasks, and applies the server's filters to payloads and to answers of sites.
 
-A payload is one object for all sites, plus one object for each site with filters that change the payload. If filters
-change an answer, the result is written to another file.
+The payload of a task is written once for all sites, and again for each site with filters that change it. If filters
+change an answer, the filtered answer is written to another file.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ NO_DATA_FILTERS = (
 
 
 class TaskFilters:
-    """The server's filters of payloads (`data`) and of answers (`results`), by site and task.
+    """Applies the server's filters: `data` to payloads of tasks, `results` to answers of sites.
 
     Args:
         settings: the run's settings.
-        data, results: filters that a program passes to `atoll.Server`, instead of those of the settings.
+        data, results: filters that a program passes to `atoll.Server` in place of those in the settings.
 
     Raises:
-        ConfigError: an entry of the settings is malformed, or a run of rounds cannot apply it.
-        UsageError: an object is not a filter, or both a program and the settings give filters.
+        ConfigError: an entry of the settings is malformed.
+        UsageError: an object is not a filter, or both the program and the settings have filters.
     """
 
     def __init__(self, settings: Settings, data: Given = (), results: Given = ()) -> None:
@@ -60,10 +60,10 @@ class TaskFilters:
         self.results = SiteFilters(settings, results)
 
     def require_rounds(self) -> None:
-        """Refuse filters that only a run with tasks can use.
+        """Raise an error if a run without tasks has filters that need tasks.
 
         Raises:
-            ConfigError: there are filters of payloads, or filters that name tasks.
+            ConfigError: there are filters of payloads, or filters that are limited to tasks.
         """
         if self.data:
             raise ConfigError(
@@ -90,10 +90,12 @@ class TaskFilters:
 
     @contextmanager
     def sent(self, packed: Packed, site: str, task: str) -> Iterator[Packed]:
-        """Yield the filtered payload of one site, or `packed` itself without filters. Write it inside the context.
+        """Yield the payload of a task as one site gets it: filtered, or `packed` itself if the site has no filters.
+
+        Write the payload inside the `with` block, because filters run when a tensor is read.
 
         Raises:
-            UsageError: a filter failed, here or during the writing.
+            UsageError: a filter failed, also while the payload was written.
         """
         filters = self.data.of(site, task)
         if not filters:
@@ -104,12 +106,15 @@ class TaskFilters:
             yield filtered(packed, filters, About(site, task=task), what)
 
     async def received_beside(self, threads: UserThreads, answer: Answer, task: str) -> Answer:
-        """Filter an answer as `received` does, in a thread for user code."""
+        """Return a filtered answer, as `received` does, but run the filters in a thread for user code."""
         what = f"The server's filters for the answer of {answer.site} to task {task!r}"
         return await threads.run(functools.partial(self.received, answer, task), what, f"from {answer.site}")
 
     def received(self, answer: Answer, task: str) -> Answer:
-        """Return an answer after the filters, in a new file if they change it. If a filter fails, set `error`."""
+        """Return a site's answer as the filters leave it. If they change the answer, it is in a new file.
+
+        If a filter fails, return an answer without a payload, with the reason in `error`.
+        """
         filters = self.results.of(answer.site, task)
         if not filters or answer.contents is None:
             return answer
@@ -148,7 +153,7 @@ class TaskFilters:
 
 
 def _packed(answer: Answer, contents: Contents, what: str) -> Packed:
-    """Return an answer as a payload with tensors that are read from the answer's file when needed."""
+    """Return an answer's payload. Its tensors are read from the answer's file only when they are needed."""
 
     def read(offset: int, memory: memoryview) -> None:
         try:
@@ -168,11 +173,15 @@ def _packed(answer: Answer, contents: Contents, what: str) -> Packed:
 
 
 class PayloadWriter:
-    """The writer of a workflow's payloads. Filters run in threads for user code, the rest in the workflow's thread.
+    """Writes the payloads of a workflow's tasks.
+
+    Filters run in threads for user code, everything else in the workflow's thread.
 
     Args:
-        sizes: sizes of the parts, in bytes.
-        ask: runs a coroutine on the server's loop.
+        run: the server's coordinator.
+        filters: filters of payloads.
+        sizes: sizes of the parts of payloads, in bytes.
+        ask: function that runs a coroutine on the server's event loop and returns its result.
     """
 
     def __init__(
@@ -181,10 +190,14 @@ class PayloadWriter:
         self._run, self._filters, self._sizes, self._ask = run, filters, sizes, ask
 
     def write(self, task: str, sites: Sequence[str], packed: Packed, timeout_s: float | None) -> TaskPayloads:
-        """Write the payload of a task for its sites. Each site's filters get the original payload.
+        """Write the payload of a task: once for all sites, and again for each site with filters that change it.
 
         Args:
-            timeout_s: limit for the filters of one site, and for the wait for a full disk; None: no limit.
+            task: name of the task.
+            sites: names of the sites.
+            packed: the payload.
+            timeout_s: maximum seconds for the filters of one site, and for the wait while the disk is full; None: no
+                limit.
 
         Raises:
             UsageError: the payload cannot be sent. DiskFull, StoreError: the disk is full, or fails.
@@ -197,7 +210,11 @@ class PayloadWriter:
         return payloads
 
     async def _wait_for_space(self, task: str, timeout_s: float | None) -> None:
-        """Wait until the server's disk has space; raise DiskFull after `timeout_s`."""
+        """Wait until the server's disk has space.
+
+        Raises:
+            DiskFull: the disk is still full after `timeout_s` seconds.
+        """
         began_s, trouble = time.monotonic(), self._run.trouble
         try:
             while True:
@@ -216,8 +233,11 @@ class PayloadWriter:
     async def filtered(self, task: str, sites: Sequence[str], packed: Packed, timeout_s: float | None) -> TaskPayloads:
         """Write a payload for each site with filters that change it. Call this on the server's event loop.
 
-        The sites run in parallel, because the filters of one site may hang. If the payload has a user's own tensor
-        type, the sites run one after another, because the type's code need not be thread-safe.
+        Filters of different sites run in parallel, because those of one site may hang. If the payload contains a
+        user's own tensor type, they run one after another, because that type's code may not be thread-safe.
+
+        Returns:
+            The payload or the filters' error of each of these sites. `shared` is None.
         """
         payloads = TaskPayloads()
         sites = [site for site in sites if self._filters.data.of(site, task)]
@@ -253,7 +273,7 @@ class PayloadWriter:
             return None if own is packed else self.written(task, own)
 
     def written(self, task: str, packed: Packed) -> TaskPayload:
-        """Write a packed payload in this thread. A small payload without tensors becomes text and needs no file."""
+        """Write a payload in the calling thread. A small payload without tensors becomes a text, and needs no file."""
         objects, queue = self._run.objects, self._run.task_queue
         streamed = task in self._run.settings.workflow.streamed_tasks
         way = way_of(task, packed, self._sizes, streamed=streamed)

@@ -1,4 +1,4 @@
-"""The open tasks with their payloads and answers, and the two operations that sites call.
+"""The open tasks with their payloads and answers, and the two requests of sites: for the next task, and to answer it.
 
 Everything runs on the server's event loop, except for writing payloads and reading answers.
 """
@@ -35,20 +35,22 @@ LOG = logging.getLogger("atoll.server")
 SHOWN = 20
 """Maximum number of tasks in a status."""
 REMEMBERED = 10_000
-"""Number of the last answers that the server recognises if a site repeats them, even after their task is over."""
+"""Number of last answers that the server recognises if a site sends them again, even after the end of their task."""
 
 
 @dataclass(eq=False)
 class Answer(OwnedFile):
-    """A site's answer to a task. If the payload is an object, its bytes are in an open file; `close` closes the file.
+    """A site's answer to a task: a payload or an error.
 
     Attributes:
+        site: name of the site.
         key: identifies the answer, which the site may send again.
         error: why the site failed; empty if it did not.
-        way: how the payload travelled: as an object, `streamed` or `inline`; or `skipped`, as text in the message.
+        way: how the payload was sent: as an object, `streamed` or `inline`; or as text in the message, `skipped`.
         text: the payload, if it was in the message.
-        contents: the payload, if it was an object.
-        lost: `gone` or `stuck` if the server gave the site up; empty if the site answered.
+        contents: head of the payload, if it was an object. Its tensors are in the file `fd`.
+        fd: descriptor of the object's file, which `close` closes; −1 if there is none.
+        lost: if the server stopped waiting for the site, `gone` or `stuck`; else empty.
     """
 
     site: str
@@ -63,11 +65,12 @@ class Answer(OwnedFile):
 
 @dataclass(eq=False)
 class TaskPayload:
-    """A payload for sites: text in the message, or an object that the server keeps while sites read it.
+    """The payload of a task: a text in the message, or an object that the server keeps while sites download it.
 
     Attributes:
-        way: how the payload travels: as an object, `streamed` or `inline`; or `skipped`, as text in the message.
-        body: the payload in the message; `hold` sets it for an object.
+        objects: store of the object.
+        way: how the payload is sent: as an object, `streamed` or `inline`; or as text in the message, `skipped`.
+        body: what the message contains: the text, or the key of the object. `hold` sets the key.
     """
 
     objects: ObjectStore
@@ -78,7 +81,7 @@ class TaskPayload:
 
     @classmethod
     def write(cls, objects: ObjectStore, packed: Packed, cut: Cut) -> TaskPayload:
-        """Write a payload as an object that sites may read after `hold`. Thread-safe.
+        """Write a payload as an object. Sites may download it after `hold`. Thread-safe.
 
         Raises:
             UsageError: the payload cannot be sent. DiskFull, StoreError: the disk is full, or fails.
@@ -97,30 +100,30 @@ class TaskPayload:
 
     @classmethod
     def taken_over(cls, objects: ObjectStore, key: tm.ObjectKey) -> TaskPayload:
-        """Return an object from a site as a payload that other sites may read. Raises as `ObjectStore.make_own`."""
+        """Return an object that a site has sent, as a payload for other sites. Errors are those of `make_own`."""
         kept = objects.make_own(key.object, key.secret)
         return cls(objects, "streamed", tm.Body(object=key_to(kept, key.secret)), _kept=kept)
 
     @property
     def key(self) -> tm.ObjectKey:
-        """The key with which a site reads the object; only for an object, after `hold`."""
+        """The key with which a site downloads the object. Only for an object, after `hold`."""
         assert self.body.object is not None
         return self.body.object
 
     def hold(self) -> None:
-        """Let sites read the payload. Raises as `ObjectStore.hold`."""
+        """Let sites download the payload. Errors are those of `ObjectStore.hold`."""
         if self._draft is not None:
             self._kept, secret = self.objects.hold(*self._draft, inline=self.way == "inline")
             self._draft, self.body = None, tm.Body(object=key_to(self._kept, secret))
 
     def discard(self) -> None:
-        """Remove the object of the payload, if there is one. Idempotent."""
+        """Remove the payload's object, if there is one. Idempotent."""
         if self._kept is not None:
             self.objects.drop(self._kept)
         self.__del__()
 
     def __del__(self) -> None:
-        """Remove an object that was written but never held."""
+        """Remove an object that was written, but that sites were never allowed to download."""
         draft, self._draft = self._draft, None
         if draft is not None:
             self.objects.discard(draft[0])
@@ -131,9 +134,9 @@ class TaskPayloads:
     """The payloads of one task.
 
     Attributes:
-        shared: the payload of every site without an own one; None if there is no such site.
+        shared: the payload of every site that is not in `own` or `failed`; None if there is no such site.
         own: site → its own payload, changed by filters.
-        failed: site → error of its filters; the site gets no payload.
+        failed: site → error of its filters. The task is not sent to such a site.
     """
 
     shared: TaskPayload | None = None
@@ -151,11 +154,16 @@ class TaskPayloads:
 
 @dataclass(eq=False)
 class OpenTask:
-    """A task that waits for answers.
+    """A task that was sent, and waits for answers.
 
     Attributes:
-        begun_s: monotonic time of sending.
-        arriving: (site, key) → work that reads and filters an answer; cancelled when the task is over.
+        number: number of the task, from 1.
+        message: the message with the task, for sites without a payload of their own.
+        payloads: the payloads.
+        sites: sites that the task is for.
+        begun_s: time at which the task was sent, by `time.monotonic`.
+        answers: site → its answer.
+        arriving: (site, key) → running work that reads and filters an answer. The end of the task cancels it.
     """
 
     number: int
@@ -168,7 +176,7 @@ class OpenTask:
 
     @property
     def way(self) -> str:
-        """How the payload travels: streamed, inline or skipped. If sites differ, that of the first payload."""
+        """How the payload is sent: `streamed`, `inline` or `skipped`. If payloads differ, that of the first one."""
         return next((payload.way for payload in self.payloads), "skipped")
 
     @property
@@ -182,7 +190,7 @@ class OpenTask:
         return sum(not answer.error for answer in self.answers.values())
 
     def status(self, *, is_open: bool) -> TaskStatus:
-        """Return the status of this task."""
+        """Return the task's status: its sites, how they answered, and which have not answered yet."""
         ways = Counter("failed" if answer.error else answer.way for answer in self.answers.values())
         return TaskStatus(
             number=self.number,
@@ -197,24 +205,25 @@ class OpenTask:
 
 
 class TaskQueue:
-    """The tasks of one server.
+    """The tasks that a server has sent, and their answers.
 
     Args:
-        objects: keeps payloads and answers.
-        wake: wakes all calls that wait for a task or for an answer.
-        alive: returns the names of the sites that take part.
-        changed: waits for the next `wake`, for at most the given seconds.
-        require_lease: raises unless the lease is still valid.
-        require_space: raises DiskFull while there is no space for another file.
+        objects: store of payloads and answers.
+        wake: function that wakes all requests that wait for a task, and workflows that wait for an answer.
+        alive: function that returns the names of the sites that take part.
+        changed: function that waits for the next `wake`, for at most the given number of seconds.
+        require_lease: function that raises an error if a lease is no longer valid.
+        require_space: function that raises DiskFull if the disk has too little space for another file.
         io: threads that read files.
 
     Attributes:
-        active: whether the run sends tasks at any time.
-        trains: whether the run has rounds at any time.
+        active: whether the run sends tasks, now or later.
+        trains: whether the run has rounds, now or later.
         rounds: whether the rounds are to come, running now, or over.
-        follows: whether tasks come after the rounds.
-        moves: number of tasks sent and answers taken.
-        answer_filter: function (answer, task name) → filtered answer; None if the run has no such filters.
+        follows: whether the run sends tasks after its rounds.
+        finished: whether the last workflow has ended.
+        moves: number of tasks sent plus answers received.
+        answer_filter: function (answer, task name) → filtered answer; None if the run has no filters of answers.
         names: names of all tasks that were sent.
     """
 
@@ -243,7 +252,7 @@ class TaskQueue:
         self._taken: dict[tuple[str, str], str] = {}  # (task, site) → key of its answer
 
     def require_workflow(self) -> None:
-        """Refuse a request for tasks on a server that has only rounds.
+        """Raise an error if a site asks for tasks, but the run has only rounds.
 
         Raises:
             ConfigError: the run sends no tasks.
@@ -252,7 +261,7 @@ class TaskQueue:
             raise ConfigError("This server has no workflow, so it sends no tasks.", "Use atoll.join.")
 
     def require_rounds(self) -> None:
-        """Refuse a request for a ticket on a server that has only tasks.
+        """Raise an error if a site asks for a ticket, but the run has only tasks.
 
         Raises:
             ConfigError: the run has no rounds.
@@ -260,19 +269,22 @@ class TaskQueue:
         if not self.trains:
             raise ConfigError("This server has a workflow and no rounds.", "Use atoll.tasks.")
 
-    # -- what the workflow does
+    # -- called by the workflow
 
     def open(
         self, name: str, sites: Sequence[str], payloads: TaskPayloads, *, streamed: bool, sizes: ChunkSizes
     ) -> OpenTask:
-        """Send a task to these sites. If the filters of a site failed, their error counts as its answer.
+        """Send a task to sites, and return it. If the filters for a site failed, their error counts as its answer.
 
         Args:
+            name: name of the task.
+            sites: names of the sites.
+            payloads: the payloads, which are written already.
             streamed: whether sites stream their answers.
             sizes: sizes of the parts of answers, in bytes.
 
         Raises:
-            Busy, DiskFull, StoreError: as `ObjectStore.hold`; then no site may read any of the payloads.
+            Busy, DiskFull, StoreError: as `ObjectStore.hold`. The task is not sent, and the payloads are removed.
         """
         try:
             for payload in payloads:
@@ -300,7 +312,14 @@ class TaskQueue:
         return task
 
     def give_up(self, task: OpenTask, site: str, lost: str, why: str) -> None:
-        """Stop waiting for a site's answer: `why` counts as its answer, and a later answer is refused."""
+        """Stop waiting for a site's answer. An error counts as its answer, and a later answer is refused.
+
+        Args:
+            task: the task.
+            site: name of the site.
+            lost: `gone` or `stuck`.
+            why: text of the error.
+        """
         self._set_answer(task, Answer(site, "", error=why, lost=lost))
 
     def close(self, task: OpenTask) -> None:
@@ -312,12 +331,12 @@ class TaskQueue:
         task.payloads.discard()
 
     def finish(self) -> None:
-        """Tell sites that the last workflow has ended."""
+        """Tell sites that ask for a task that the last workflow has ended."""
         self.finished = True
         self.wake()
 
     def warn(self, name: str, text: str) -> None:
-        """Put a warning about a task into the status, and once for each name into the log."""
+        """Show a warning about the task `name` in the status. Log the first one for each name."""
         if name not in self.warnings:
             LOG.warning("%s", text)
         self.warnings[name] = text
@@ -327,10 +346,15 @@ class TaskQueue:
         running = [task.status(is_open=True) for task in self._open.values()]
         return sorted([*self._over, *running], key=lambda task: task.number)[-SHOWN:]
 
-    # -- what a site does
+    # -- called for requests of sites
 
     def next_for(self, site: str, besides: str | None = None) -> tm.Task | None:
-        """Return the site's oldest unanswered task, except the one with the id `besides`; None if there is none."""
+        """Return the site's oldest unanswered task; None if there is none.
+
+        Args:
+            site: name of the site.
+            besides: id of a task to skip.
+        """
         for task in self._open.values():
             if site in task.missing and task.message.task != besides:
                 own = task.payloads.own.get(site)
@@ -338,7 +362,7 @@ class TaskQueue:
         return None
 
     def is_taken(self, task_id: str, site: str, key: str) -> bool:
-        """Return whether the server already has this same answer.
+        """Return whether the server has this answer already. If not, the task must be open for the site.
 
         Raises:
             Conflict: the site has given another answer. TicketClosed: as `open_for`.
@@ -351,10 +375,10 @@ class TaskQueue:
         return before is not None
 
     def open_for(self, task_id: str, site: str) -> OpenTask:
-        """Return the site's open task with this id.
+        """Return the open task with this id.
 
         Raises:
-            TicketClosed: the task is over, or was not for this site.
+            TicketClosed: the task is over, or was not sent to this site.
         """
         task = self._open.get(task_id)
         if task is None or site not in task.sites:
@@ -366,7 +390,7 @@ class TaskQueue:
         return task
 
     def answer(self, task_id: str, answer: Answer) -> None:
-        """Record an answer. If the answer is a repetition, close its file and ignore it.
+        """Record an answer. If the server has it already, ignore it and close its file.
 
         Raises:
             Conflict, TicketClosed: as `is_taken`.
@@ -377,7 +401,7 @@ class TaskQueue:
         task = self._open[task_id]
         self.moves += 1
         if (own := task.payloads.own.get(answer.site)) is not None:
-            own.discard()  # no other site reads it
+            own.discard()  # it was for this site only
         self._set_answer(task, answer)
         self.wake()
 
@@ -387,14 +411,14 @@ class TaskQueue:
         while len(self._taken) > REMEMBERED:
             del self._taken[next(iter(self._taken))]
 
-    # -- the operations: a site asks for its next task, and answers it
+    # -- requests of sites
 
     async def request_task(self, lease: Lease, message: tm.TaskRequest) -> tm.TaskReply:
-        """Return the site's next open task; wait up to `wait_s` seconds for one.
+        """Return the site's next open task. Wait up to `wait_s` seconds for one.
 
         Raises:
-            ConfigError: the run sends no tasks. Busy: the server ends.
-            LeaseLost, Superseded: the lease was lost meanwhile.
+            ConfigError: the run sends no tasks. Busy: the server is stopping.
+            LeaseLost, Superseded: the site lost its lease while it waited.
         """
         self.require_workflow()
         until_s = time.monotonic() + message.wait_s
@@ -413,9 +437,10 @@ class TaskQueue:
             self._require_lease(lease)  # if it was lost meanwhile, another process gets the task
 
     async def answer_task(self, lease: Lease, task: str, message: tm.TaskAnswer) -> None:
-        """Record a site's answer: an error, a payload as JSON, or an object. The server then owns the object.
+        """Record a site's answer: an error, a payload as JSON, or an object, which the server takes over.
 
-        The same answer may be repeated. If the answer is refused, its object is removed, except if the disk is full.
+        A site may send the same answer again. If the answer is refused, its object is removed. If the disk is full, the
+        object is kept for the site's next attempt.
 
         Raises:
             ConfigError: the run sends no tasks. BadRequest: the answer is malformed.
@@ -439,7 +464,7 @@ class TaskQueue:
                 self.answer(task, Answer(site, key, text=text))
             else:
                 await self._take_once(task, site, key, given)
-        except DiskFull:  # the site repeats the answer, and finds the object
+        except DiskFull:  # the site sends the answer again, with the same object
             raise
         except AtollError:
             if given is not None:
@@ -448,7 +473,7 @@ class TaskQueue:
             raise
 
     async def _take_once(self, task_id: str, site: str, key: str, given: tm.ObjectKey) -> None:
-        """Record an answer that is an object. If the site repeats the answer meanwhile, it waits for the same work.
+        """Read, filter and record an answer that is an object. A repeated request waits for the first one's work.
 
         Raises:
             TicketClosed: the task ended before the answer was read and filtered.
@@ -471,16 +496,21 @@ class TaskQueue:
             if self.answer_filter is not None:
                 answer = await self.answer_filter(answer, task.message.name)
             self.answer(task.message.task, answer)
-        except Exception:  # not if cancelled: a thread may still read the file, which closes with its last reference
+        except Exception:  # if cancelled, a thread may still read the file; it is closed with its last reference
             answer.close()
             raise
 
 
 def read_contents(file: OwnedFile, cuts: Cuts, what: str) -> Contents:
-    """Read the head of an answer's file. Call this in a thread.
+    """Read the structure of an object from the beginning of its file, without the tensors. Call this in a thread.
+
+    Args:
+        file: the open file.
+        cuts: sizes of the object and its parts.
+        what: name of the answer, for messages.
 
     Raises:
-        BadRequest: the file is no object. PartCorrupt: the file is cut off.
+        BadRequest: the file is not an object. PartCorrupt: the file is cut off.
     """
     head = os.pread(file.fd, cuts.head_bytes, 0)
     if len(head) != cuts.head_bytes:
@@ -489,7 +519,12 @@ def read_contents(file: OwnedFile, cuts: Cuts, what: str) -> Contents:
 
 
 def key_to(kept: Kept, secret: str) -> tm.ObjectKey:
-    """Return the key with which a site downloads an object from this server."""
+    """Return the key with which a site downloads an object from this server.
+
+    Args:
+        kept: the object.
+        secret: its secret.
+    """
     expires_at = int(max(kept.expires_at, time.time()))
     return tm.ObjectKey(
         object=kept.object, secret=secret, digest=kept.manifest.id, expires_at=min(expires_at, 10**12 - 1)

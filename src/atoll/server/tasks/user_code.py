@@ -1,8 +1,8 @@
 """The user's code at the server: functions and `@id` components of the run file, and threads that run user code.
 
-At its end, the interpreter waits for the threads of a pool, so a hanging filter would block the end of the server.
-Therefore user code runs in daemon threads, a few at a time. The log names calls that take long. Such a call gives its
-place to the next, so that hanging filters of some sites do not hold up all others.
+At its exit, Python waits for the threads of a pool, so a filter that hangs would block the end of the server. Therefore
+user code runs in daemon threads, a few at a time. The log names a call that takes long. From then on the call is not
+counted, so that filters that hang do not block the filters of other sites.
 """
 
 from __future__ import annotations
@@ -29,33 +29,33 @@ Function = Callable[[Any], Any]
 """A workflow's function: it takes a `Controller`."""
 
 SAY_S = 30.0
-"""Time after which the log names a call that is not done, and the next call gets its place."""
+"""Seconds after which the log names a call that has not ended, and another call may start."""
 AT_ONCE = 8
-"""Maximum number of calls in their first `SAY_S`; each holds some ranges of tensor elements in memory."""
+"""Maximum number of running calls that began less than `SAY_S` seconds ago. Each needs memory for tensor values."""
 LAZY = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
-"""Tests for functions that run no code when called: coroutine functions and generators."""
+"""Tests for functions that do nothing when they are called: coroutine functions and generators."""
 
 
 async def shared(
     under_way: dict[K, asyncio.Future[None]], key: K, begin: Callable[[], Coroutine[Any, Any, None]]
 ) -> bool:
-    """Wait for shared work: the first caller of a key begins the work, later callers wait for the same work.
+    """Do some work only once: the first caller with a key begins it, and later callers wait for the same work.
 
     An error of the work is raised to all callers. If a caller is cancelled, the work goes on.
 
     Args:
-        under_way: the running work by key. To cancel work, cancel its future.
+        under_way: key → running work. To cancel work, cancel its future.
         key: identifies the work.
-        begin: returns the coroutine that does the work.
+        begin: function that returns the coroutine that does the work.
 
     Returns:
-        False if the work itself was cancelled, else True.
+        False if the work was cancelled, else True.
     """
 
     def end(done: asyncio.Future[None]) -> None:
         del under_way[key]
         if not done.cancelled():
-            done.exception()  # read the error: waiting requests raise it, or come again
+            done.exception()  # mark the error as read, because there may be no caller any more
 
     if key not in under_way:
         under_way[key] = asyncio.ensure_future(begin())
@@ -71,25 +71,27 @@ async def shared(
 
 
 class UserThreads:
-    """Daemon threads that run the user's code beside an event loop."""
+    """Runs the user's code in daemon threads, so that it cannot block the event loop or the end of the server."""
 
     def __init__(self) -> None:
         self._room = asyncio.Semaphore(AT_ONCE)
         self._locks: dict[str, asyncio.Lock] = {}
 
     async def run(self, call: Callable[[], T], what: str, key: str, timeout_s: float | None = None) -> T:
-        """Run `call` in a new thread; return its result or raise its error.
+        """Run `call` in a new thread. Return its result or raise its error.
 
         If the caller is cancelled, the thread goes on. It then delays only calls with the same `key`.
 
         Args:
+            call: the function to run.
             what: names the code and its work, for the log.
-            key: calls with the same key run one after another: a filter keeps state until the end of a payload.
-            timeout_s: seconds to wait for earlier calls with this key, and again for the call itself; None: no limit.
+            key: calls with the same key run one after another, because a filter keeps state while it is in use.
+            timeout_s: maximum seconds to wait for earlier calls with this key, and then for the call itself; None: no
+                limit.
 
         Raises:
-            TimeoutError: a limit has passed.
-            UsageError: the call raised SystemExit or another exception that is no `Exception`.
+            TimeoutError: a wait took longer than `timeout_s`.
+            UsageError: the call raised SystemExit or another exception that is not an `Exception`.
         """
         lock = self._locks.setdefault(key, asyncio.Lock())
         async with asyncio.timeout(timeout_s):
@@ -109,7 +111,7 @@ class UserThreads:
                 result.cancel()  # if the caller is cancelled, nothing else reads the result
 
     def _begin(self, call: Callable[[], T], what: str, lock: asyncio.Lock) -> asyncio.Future[T]:
-        """Start the thread that runs `call`; at its end, the lock is released."""
+        """Start a thread that runs `call` and then releases the lock. Return a future with the result."""
         loop = asyncio.get_running_loop()
         result: asyncio.Future[T] = loop.create_future()
         slow = loop.call_later(SAY_S, LOG.warning, "%s: not finished after %g s. Check their code.", what, SAY_S)
@@ -126,7 +128,7 @@ class UserThreads:
                 set_result = functools.partial(result.set_result, call())
             except Exception as error:
                 set_result = functools.partial(result.set_exception, error)
-            except BaseException as error:  # raised in the event loop, it would end the server
+            except BaseException as error:  # such an error would end the server if it was raised in the event loop
                 ended = UsageError(f"{what} ended with {error!r}.", "Raise an Exception instead.")
                 set_result = functools.partial(result.set_exception, ended)
             with contextlib.suppress(RuntimeError):  # the server has ended meanwhile
@@ -141,7 +143,7 @@ class UserThreads:
 
 
 class Components:
-    """The components of a run. Each is made at the first reference to it.
+    """The components of a run, which arguments in the run file refer to as `@id`. Each is created when it is needed.
 
     Raises:
         ConfigError: the tables of the run file are wrong.
@@ -153,7 +155,7 @@ class Components:
         self._making: list[str] = []
 
     def function_of(self, entry: WorkflowEntry) -> Function:
-        """Return the function of a workflow with its arguments bound; it takes the controller.
+        """Return the function of a workflow with its arguments filled in. The result takes only the controller.
 
         Raises:
             ConfigError: the function is not found, is not callable, or does not take these arguments.
@@ -189,7 +191,7 @@ class Components:
         return functools.partial(found, **args)
 
     def _filled(self, value: Any, where: str) -> Any:
-        """Return a value of the run file with `@id` references replaced by components; `@@` stands for `@`."""
+        """Return a value of the run file with each text `@id` replaced by the component. `@@` stands for `@` itself."""
         if isinstance(value, dict):
             return {key: self._filled(item, where) for key, item in value.items()}
         if isinstance(value, list):

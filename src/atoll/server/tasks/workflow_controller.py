@@ -1,4 +1,4 @@
-"""The controller of a workflow: a user's function in a thread of the server that sends tasks and collects results.
+"""The controller, with which a workflow sends tasks and collects results. A workflow is a function of the user.
 
     def main(controller):
         model = {"w": torch.zeros(10)}
@@ -6,7 +6,7 @@
             results = controller.broadcast("train", model, min_responses=2, timeout_s=600)
             model = {"w": sum(result.payload["w"] for result in results) / len(results)}
 
-After a restart of the server, the function is called again from its beginning.
+The server calls the function in a thread. After a restart of the server, it calls the function again.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ LOG = logging.getLogger("atoll.server")
 T = TypeVar("T")
 
 SAY_S = 30.0
-"""Time after which the log names the sites that have not answered."""
+"""Seconds after which the log names the sites that have not answered."""
 
 _SITE: TypeAdapter[str] = TypeAdapter(messages.Site)
 
 
-# -- Progress. Limits such as `progress_timeout_s` count from the last progress. Heartbeats alone are no progress.
+# -- Progress of sites. A limit such as `progress_timeout_s` starts again at each progress; heartbeats alone are none.
 
 Progress = tuple[object, ...]
 
 
 def progress_of(run: Coordinator, site: str) -> Progress:
-    """Return the values that change while a site works: bytes, steps, and its reported state."""
+    """Return values of a site that change while it makes progress: bytes, steps and its reported state."""
     presence = run.roster.get(site)
     if presence is None:
         return ()
@@ -61,7 +61,7 @@ def progress_of(run: Coordinator, site: str) -> Progress:
 
 
 def progress_of_run(run: Coordinator) -> Progress:
-    """Return the values that change while the server or any site of a run makes progress."""
+    """Return values of a run that change while the server or any site makes progress."""
     return (
         run.task_queue.moves,
         run.bytes_up,
@@ -73,7 +73,7 @@ def progress_of_run(run: Coordinator) -> Progress:
 
 
 def why_gone(run: Coordinator, site: str) -> str:
-    """Return why a site does not take part, as words after its name; empty if the site takes part."""
+    """Return why a site does not take part, as text to follow its name, such as "has left"; empty if it takes part."""
     member = run.state.members.get(site)
     if member is not None and member.alive:
         return ""
@@ -89,7 +89,7 @@ class AnswerLimits:
 
     Attributes:
         min_responses, timeout_s, progress_timeout_s: as in `Controller.broadcast`.
-        gone_too: whether a site that has gone is given up at once.
+        gone_too: whether not to wait for a site that has left, failed or died.
 
     Raises:
         UsageError: a value is not a number, or is negative.
@@ -99,7 +99,7 @@ class AnswerLimits:
     timeout_s: float | None = None
     progress_timeout_s: float = 0.0
     gone_too: bool = False
-    _seen: dict[str, tuple[Progress, float]] = field(default_factory=dict)  # site → its last progress, and when
+    _seen: dict[str, tuple[Progress, float]] = field(default_factory=dict)  # site → its last progress, and its time
 
     def __post_init__(self) -> None:
         for name, remedy in (
@@ -112,7 +112,7 @@ class AnswerLimits:
                 raise UsageError(f"{name} is {value!r}.", remedy)
 
     def over(self, run: Coordinator, site: str) -> tuple[str, str]:
-        """Return (`gone` or `stuck`, why) if the site is given up, else two empty texts."""
+        """Return whether to stop waiting for a site: (`gone` or `stuck`, the reason), else two empty texts."""
         if self.gone_too and (why := why_gone(run, site)):
             return "gone", f"the site {why}"
         now_s, progress = time.monotonic(), progress_of(run, site)
@@ -136,7 +136,7 @@ class Result:
         site: name of the site.
         task: name of the task.
         error: why the site failed; empty if it did not.
-        lost: `gone` or `stuck` if the site was given up, and `error` says why; else empty.
+        lost: `gone` or `stuck` if the server stopped waiting for the site (`error` says why); else empty.
     """
 
     def __init__(self, task: str, answer: Answer) -> None:
@@ -156,15 +156,15 @@ class Result:
 
     @property
     def ok(self) -> bool:
-        """Whether the site answered with a payload."""
+        """Whether the site answered with a payload, and not with an error."""
         return not self.error
 
     @property
     def payload(self) -> Any:
-        """The payload that the site sent, with the same structure. Tensors are loaded at the first access.
+        """The payload that the site sent. The first access loads its tensors.
 
         Raises:
-            RunFailed: the site failed.
+            RunFailed: the site answered with an error, or did not answer.
         """
         with self._loading:
             if not self._loaded:
@@ -199,7 +199,7 @@ class ServerStops(BaseException):
 
 
 class Controller:
-    """The interface of a workflow to the sites: it sends tasks and collects answers.
+    """Sends a workflow's tasks to sites, and collects their answers.
 
     Several threads of a workflow may use one controller. A site gets its tasks one after another, oldest first.
 
@@ -225,7 +225,7 @@ class Controller:
         self._writer = PayloadWriter(run, filters, self._sizes, self.ask)
 
     def note(self, text: str) -> None:
-        """Show in the status how far the workflow is; this also counts as progress."""
+        """Show a text in the status, such as how far the workflow is. The call counts as progress of the workflow."""
         self._note(str(text)[:200])
 
     def sites(self, at_least: int = 0, *, timeout_s: float | None = None) -> list[str]:
@@ -236,7 +236,7 @@ class Controller:
             timeout_s: maximum wait in seconds; None: no limit.
 
         Raises:
-            RunFailed: fewer sites joined in time.
+            RunFailed: fewer than `at_least` sites take part after `timeout_s`.
         """
         alive = self.run.task_queue.alive
 
@@ -267,13 +267,14 @@ class Controller:
             task: name of the task: `train`, `validate`, `submit_model`, or one of your own.
             payload: nested dicts, lists and tuples with tensors, arrays and plain values. The server writes the payload
                 once for all sites, and again for each site with filters.
-            sites: names of sites. By default all that take part when the task is sent, at least `min_responses`.
-            min_responses: number of payloads that are needed; fewer are an error. Once they have come, sites that are
-                dead or have left are not awaited. None: all sites are awaited, even gone ones.
-            timeout_s: maximum wait for answers, in seconds; None: no limit. The same limit holds for the wait for a
-                full disk, and for a site's filters. If the filters take longer, this error is the site's answer.
-            progress_timeout_s: seconds without progress (no byte, no step, no new state) after which a site is given
-                up. The reason is the site's answer. 0: never.
+            sites: names of sites. By default all sites that take part now; if these are fewer than `min_responses`, the
+                call waits for more.
+            min_responses: number of answers with a payload that are needed; fewer are an error. Once they have come,
+                the call does not wait for sites that are dead or have left. None: it waits for every site.
+            timeout_s: maximum seconds to wait for answers; None: no limit. The same limit holds for the wait while the
+                disk is full, and for the filters of a site. If they take longer, this error is the site's answer.
+            progress_timeout_s: seconds without progress (no byte, no step, no new state) after which the call stops
+                waiting for a site. An error is then the site's answer. 0: never.
 
         Returns:
             A result for each site that answered, sorted by site name.
@@ -295,10 +296,10 @@ class Controller:
         timeout_s: float | None = None,
         progress_timeout_s: float = 0.0,
     ) -> Result:
-        """Send a task to one site and return its result; arguments and errors as in `broadcast`.
+        """Send a task to one site, and return its result. Arguments and errors are those of `broadcast`.
 
         Raises:
-            RunFailed: the site did not answer in time.
+            RunFailed: the site did not answer within `timeout_s`.
         """
         results = self.broadcast(
             task, payload, sites=[site], timeout_s=timeout_s, progress_timeout_s=progress_timeout_s
@@ -308,9 +309,9 @@ class Controller:
         return results[0]
 
     async def attempt(self, site: str, task: str, payload: Any, progress_timeout_s: float) -> Result:
-        """Send a task without tensors to one site. Call this on the server's event loop.
+        """Send a task without tensors to one site, and return its result. Call this on the server's event loop.
 
-        If the site has gone, or makes no progress, `Result.lost` says so.
+        If the site leaves, dies or makes no progress for `progress_timeout_s`, return a result with `lost` set.
         """
         limits = AnswerLimits(progress_timeout_s=progress_timeout_s, gone_too=True)
         packed = pack(payload)
@@ -324,7 +325,7 @@ class Controller:
         """Run a coroutine on the server's event loop, and return its result.
 
         Raises:
-            ServerStops: the server ends.
+            ServerStops: the server is stopping.
         """
         with self._lock:
             if self._stopped:
@@ -341,7 +342,7 @@ class Controller:
                 self._asked.discard(asked)
 
     def stop(self) -> None:
-        """Cancel the workflow's pending calls, and refuse further ones."""
+        """Make the workflow's running and later calls raise `ServerStops`."""
         with self._lock:
             self._stopped = True
             asked = list(self._asked)
@@ -444,7 +445,13 @@ class Controller:
     async def _until(
         self, done: Callable[[], bool], timeout_s: float | None, awaited: Callable[[], str] | None = None
     ) -> bool:
-        """Wait until `done()` is true; return False after the timeout. Log `awaited()` from time to time."""
+        """Wait until `done()` is true, and return True. Return False after `timeout_s` seconds.
+
+        Args:
+            done: function that returns whether the wait is over.
+            timeout_s: maximum seconds to wait; None: no limit.
+            awaited: function that returns a text about the wait, which is logged from time to time.
+        """
         begin_s = time.monotonic()
         deadline_s, say_s = begin_s + (math.inf if timeout_s is None else timeout_s), begin_s + SAY_S
         while not done():
@@ -459,7 +466,11 @@ class Controller:
 
 
 def _named(sites: Sequence[str]) -> list[str]:
-    """Return the given site names, sorted and without duplicates; raise UsageError for an invalid one."""
+    """Return names of sites, sorted and without duplicates.
+
+    Raises:
+        UsageError: a name is not valid.
+    """
     if isinstance(sites, str):
         raise UsageError(f"sites is the string {sites!r}.", f"Give a list: [{sites!r}].")
     given = list(sites)

@@ -1,7 +1,7 @@
-"""The workflows of a run, in order: its rounds, evaluations and functions of the user.
+"""Executes the workflows of a run in order: its rounds (training), cross-site evaluations, functions of the user.
 
-The journal records which of `workflow.steps` have ended, and a restarted server does not repeat them. Training
-continues from its last version; a workflow of tasks begins again from its beginning.
+The journal records which of `workflow.steps` have ended, and a restarted server does not repeat them. If a restart
+interrupts training, training continues from its last version. Any other workflow then starts again from its beginning.
 """
 
 from __future__ import annotations
@@ -34,20 +34,25 @@ LOG = logging.getLogger("atoll.server")
 T = TypeVar("T")
 
 LOOK_S = 1.0
-"""Interval of checks for progress."""
+"""Seconds between two checks for progress."""
 LATER_START_S = 600.0
-"""Maximum wait for sites of an evaluation after other workflows: all sites may have left."""
+"""Maximum seconds that an evaluation waits for sites, if it is not the first workflow: all sites may have left."""
 EVALUATES = "cross_site_evaluation"
 
 
 @dataclass(eq=False)
 class WorkflowRun:
-    """One workflow, its state and its progress. Times are monotonic.
+    """One workflow of a run, with its state and progress. Times are those of `time.monotonic`.
 
     Attributes:
+        entry: entry of the workflow in the run file.
+        function: function of the workflow; None for training.
+        state: state of the workflow.
+        begun_s: time at which the workflow began.
+        ended_s: time at which the workflow ended.
         moved_s: time of the last progress.
         detail: text about the progress, for the status.
-        notes: number of calls of `note`.
+        notes: number of calls of `note`, each of which counts as progress.
     """
 
     entry: WorkflowEntry
@@ -61,7 +66,7 @@ class WorkflowRun:
 
     @property
     def trains(self) -> bool:
-        """Whether this workflow is the rounds of the run; every other workflow sends tasks."""
+        """Whether this workflow is the rounds of the run. Every other workflow sends tasks."""
         return self.entry.kind == TRAIN
 
     def note(self, text: str) -> None:
@@ -70,7 +75,7 @@ class WorkflowRun:
         self.notes += 1
 
     def status(self) -> status_messages.WorkflowStatus:
-        """Return the status of this workflow."""
+        """Return the workflow's status: name, state, duration and progress."""
         running, now_s = self.state == "running", time.monotonic()
         end_s = now_s if running else self.ended_s
         return status_messages.WorkflowStatus(
@@ -84,13 +89,13 @@ class WorkflowRun:
 
 
 class WorkflowSchedule:
-    """All workflows of a run, in order.
+    """Executes the workflows of a run, one after another.
 
     Args:
         settings: the run's settings, with `workflow.steps` or `workflow.function`.
-        given: a program's function, instead of these settings.
+        given: a function that a program passes in place of these settings.
         filters: filters of payloads and answers.
-        evaluation: arguments of a cross-site evaluation, which is then the only workflow.
+        evaluation: arguments of a cross-site evaluation. If given, it is the only workflow.
 
     Raises:
         ConfigError: a table of the run file is wrong.
@@ -121,7 +126,7 @@ class WorkflowSchedule:
                 f"{times} evaluations have the same name, and so the same file for results: {name}.json.",
                 'Give each another name: {kind = "cross_site_evaluation", name = "before"}.',
             )
-        self.evaluated: Callable[[], Evaluation] | None = None  # returns the newest matrix, filled so far
+        self.evaluated: Callable[[], Evaluation] | None = None  # returns the results so far of the newest evaluation
         self._controller: Controller | None = None
         self._task: asyncio.Task[None] | None = None
 
@@ -133,11 +138,11 @@ class WorkflowSchedule:
         filters: TaskFilters,
         evaluation: Mapping[str, Any] | None = None,
     ) -> WorkflowSchedule | None:
-        """Return the workflows of a server; None if the run has only rounds.
+        """Return the schedule of a server; None if the run has no workflows, only rounds. Arguments as for the class.
 
         Raises:
-            UsageError: two workflows are given, or the models of a swarm are to be evaluated.
-            ConfigError: a function is given, and the run has rounds, too.
+            UsageError: both `given` and the settings have a workflow, or an evaluation is wanted of a swarm.
+            ConfigError: `given` is a function, but the run has rounds.
         """
         if evaluation is not None:
             if settings.swarm.enabled:
@@ -163,30 +168,30 @@ class WorkflowSchedule:
 
     @property
     def trains(self) -> bool:
-        """Whether the run has rounds at any time."""
+        """Whether one of the workflows is training."""
         return any(step.trains for step in self.steps)
 
     @property
     def sends_tasks(self) -> bool:
-        """Whether the run sends tasks at any time."""
+        """Whether one of the workflows sends tasks."""
         return not all(step.trains for step in self.steps)
 
     @property
     def keeps_local(self) -> bool:
-        """Whether sites keep the models that they submit, because an evaluation asks for them later."""
+        """Whether sites must keep the models that they submit, because a cross-site evaluation needs them later."""
         return self.trains and any(
             step.entry.kind == EVALUATES and step.entry.args.get("site_models", True) for step in self.steps
         )
 
     def will_evaluate(self, site: str) -> bool:
-        """Return whether a cross-site evaluation that has not ended asks this site for metrics."""
+        """Return whether this site will still be asked to measure models in a cross-site evaluation."""
         return any(
             step.entry.kind == EVALUATES and step.state != "done" and site in (step.entry.args.get("sites") or [site])
             for step in self.steps
         )
 
     def load(self) -> None:
-        """Import the functions and make the components. Call this before the run is opened.
+        """Import the functions of all workflows, and create their components. Call this before the run is opened.
 
         Raises:
             ConfigError: a function is not found, is not callable, or does not take its arguments.
@@ -212,7 +217,7 @@ class WorkflowSchedule:
         self._task = asyncio.get_running_loop().create_task(self._main())
 
     def stop(self) -> None:
-        """Stop the running workflow: its function's next call of the controller ends the function's thread."""
+        """Stop the running workflow. Its function ends at its next call of the controller, which raises `ServerStops`."""
         if self._task is not None:
             self._task.cancel()
         if self._controller is not None:
@@ -225,12 +230,15 @@ class WorkflowSchedule:
     # -- on the loop
 
     def _mark_ended(self, train: int | None) -> None:
-        """Mark the workflows that ended before this start, as recorded in the journal.
+        """Mark the workflows that had ended before this start, according to the journal.
 
-        If the settings ask for more rounds now, training and later workflows run again.
+        If the settings now have more rounds, training continues, and all later workflows run again.
+
+        Args:
+            train: position of training among the workflows; None if there is none.
 
         Raises:
-            ConfigError: the journal has other workflows in these places.
+            ConfigError: the journal has another workflow at the position of one that has ended.
         """
         ended = self._run.store.run_log.ended_workflows()
         for place, name in ended.items():
@@ -300,13 +308,13 @@ class WorkflowSchedule:
             run.wake()
 
     def _require_begun(self, step: WorkflowRun) -> None:
-        """Check that training has begun within the start timeout; it begins when `rounds.sites` sites have joined.
+        """Raise an error if training has not begun within the start timeout. It begins once `rounds.sites` have joined.
 
         Raises:
             RunFailed: too few sites joined in time.
         """
         if any(round_.phase == "gathering" for round_ in self._run.state.rounds):
-            step.moved_s = time.monotonic()  # no progress is possible before
+            step.moved_s = time.monotonic()  # before training has begun, no progress is possible
             self._require_in_time(step, self._settings.rounds.sites, step.entry.start_timeout_s)
 
     def _require_in_time(self, step: WorkflowRun, wanted: int, limit_s: float | None) -> None:
@@ -333,7 +341,7 @@ class WorkflowSchedule:
             controller.stop()  # also for threads that the function has left running
         if isinstance(error, AtollError) and step.entry.kind:
             raise error
-        if error is not None:  # SystemExit, too: else the server would wait for ever
+        if error is not None:  # also SystemExit, because otherwise the server would wait for ever
             LOG.error("the workflow %s failed", step.entry.name, exc_info=error)
             raise RunFailed(
                 f"The workflow {step.entry.name} failed: {type(error).__name__}: {error}",
@@ -365,10 +373,12 @@ class WorkflowSchedule:
     async def _watched(
         self, work: Awaitable[T], step: WorkflowRun, look: Callable[[WorkflowRun], None] = lambda step: None
     ) -> T:
-        """Return the result of `work`; fail if the run makes no progress meanwhile.
+        """Wait for `work`, and return its result. Raise an error if the run makes no progress meanwhile.
 
         Args:
-            look: called at each check; its errors are raised, too.
+            work: the work to wait for.
+            step: the workflow that the work belongs to.
+            look: function to call at each check. It may raise an error, too.
 
         Raises:
             RunFailed: there was no progress for `progress_timeout_s`.
@@ -401,7 +411,7 @@ def _call(
     loop: asyncio.AbstractEventLoop,
     ended: asyncio.Future[BaseException | None],
 ) -> None:
-    """Call the workflow's function in its thread. `ended` gets the exception that the function raises, or None."""
+    """Call a workflow's function in its thread. At its end, set `ended` to the error that it raised, or to None."""
     assert function is not None
     error: BaseException | None = None
     try:
