@@ -1,8 +1,8 @@
-"""The server of a swarm: it decides which worker holds, aggregates and checks each version.
+"""The server's decisions in a swarm: which workers keep a version, which one aggregates a round, which one checks it.
 
-The server sees no tensor. It derives the work of each worker from the reports of all workers, the journal and
-`rounds/sampling`. So a restarted server needs only the next reports. If an aggregating worker is lost, its collected
-updates are lost, too. In that case the round is reopened, and the sites send their updates again from their outboxes.
+The server of a swarm has no tensors. It computes the work of each worker from the reports of all workers and from the
+journal, so after a restart it needs only the next reports. If the worker that aggregates is lost, the updates that it
+has collected are lost, too. Then the round is opened again, and the sites send their updates again from their outboxes.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from atoll.store.versions import VersionDigests
 LOG = logging.getLogger("atoll.server")
 
 LOOK_S = 1.0
-"""Seconds between checks of a round that is being reduced, if no report comes."""
+"""Seconds between two checks of a round that is being reduced, while no report arrives."""
 PULLS = 3
-"""Attempts of one worker to pull one update before another worker tries."""
+"""Number of times that the aggregator tries to pull one update before another worker aggregates."""
 SLOWER = 10
-"""An aggregator is replaced, once in a round, if it takes this many times longer than the longest earlier round."""
+"""An aggregator that takes this many times longer than the longest earlier round is replaced, once in a round."""
 WARY = 10
-"""Number of rounds for which a worker that failed to aggregate comes after the others in the choice."""
+"""Number of rounds in which a worker that failed to aggregate is chosen only if no other worker can be."""
 
 
 @dataclass
@@ -53,7 +53,7 @@ class Assignment:
 
     Attributes:
         version: version that the round starts from.
-        aggregator: site that aggregates; empty if no site can.
+        aggregator: site that aggregates the round; empty if no site can.
         before: aggregator of the previous round.
         excluded: sites that failed to aggregate this round, oldest failure first.
         losses: number of aggregators lost in this round.
@@ -62,11 +62,11 @@ class Assignment:
         failures: (ticket, site) → number of times that the site's worker could not pull the update.
         since_s: time since which the aggregator has had work; None if it has none.
         busy_s: longest uninterrupted time for which the aggregator has had work, in seconds.
-        closing: closed round that the aggregator is to reduce.
+        closing: closed round that the aggregator has to reduce; None before the round closes.
         checker: site that checks the new version. It aggregates the next round, unless the user named others.
-        checks_s: time since which `checker` is the checker.
+        checks_s: time at which `checker` was chosen.
         unable: sites that could not check the new version.
-        overflowed: sites at which the result of this round overflows.
+        overflowed: sites that computed a result with values that are not finite.
         first: site that pulls the initial model from the server.
     """
 
@@ -88,7 +88,7 @@ class Assignment:
     first: str = ""
 
     def lose(self, reason: str) -> None:
-        """Exclude the aggregator, and reset the state of its work."""
+        """Record that the aggregator failed, and remove it, so that another one can be chosen."""
         self.lost = f"{self.aggregator}: {reason}"
         self.excluded.pop(self.aggregator, None)  # move it to the end, as the newest failure
         self.excluded[self.aggregator] = None
@@ -98,9 +98,9 @@ class Assignment:
         self.lost_s = time.monotonic()
 
     def pause_s(self, most_s: float) -> float:
-        """Return the seconds to wait before a failed worker is asked again; at most 0 if the wait is over.
+        """Return how many seconds to wait before a failed worker may aggregate again; 0 or less if the wait is over.
 
-        The wait doubles with each repeated failure, up to `most_s`.
+        The wait doubles with each repeated failure, up to `most_s` seconds.
         """
         times = min(self.losses - len(self.excluded), 16)  # a much larger power would overflow
         return self.lost_s + min(2.0 ** max(0, times), most_s) - time.monotonic()
@@ -108,12 +108,12 @@ class Assignment:
 
 @dataclass(frozen=True)
 class Offer:
-    """An update that a worker offers, and keeps in its outbox until it counts.
+    """An update that other workers can pull from the worker that made it.
 
     Attributes:
         site: site of the worker.
         fragment: index of the fragment.
-        said: the request that submits the update; its `source` is the reference to the update.
+        said: the request that submits the update. Its `source` is the reference from which the update can be pulled.
     """
 
     site: str
@@ -122,7 +122,7 @@ class Offer:
 
 
 class SwarmView:
-    """The server's knowledge of a swarm, and the work that it implies for each worker.
+    """What the server knows about a swarm. `work` computes from it what a worker has to do.
 
     Attributes:
         peers: site → record of its worker.
@@ -137,11 +137,14 @@ class SwarmView:
         self.offers: dict[int, Offer] = {}
 
     def sources(self, fragment: int, version: int, digest: str) -> list[str]:
-        """Return the references to a version at the workers that hold it."""
+        """Return one reference for each worker from which a version can be pulled."""
         return [held.source.version for held in self.peers.holding(fragment, version, digest).values()]
 
     def work(self, site: str) -> PeerWork:
-        """Return the complete work of a site's worker. Its stamp is a checksum of its content."""
+        """Return everything that a site's worker has to do now: probes, versions to keep, updates to collect, rounds.
+
+        The stamp is a checksum of the content.
+        """
         work = PeerWork(
             stamp=0,
             probe=self.peers.to_probe(site),
@@ -160,10 +163,10 @@ class SwarmView:
         return work.model_copy(update={"stamp": 1 + zlib.crc32(work.model_dump_json().encode())})
 
     def _holds(self, site: str, fragment: int) -> list[Hold]:
-        """Return the versions of a fragment that a site should hold.
+        """Return the versions of a fragment that a site has to keep, or pull if it lacks them.
 
-        These are: kept versions that the site has; the head version, if the site is one of its chosen holders; and the
-        new version of a closing round, if the site aggregates or checks it.
+        These are: kept versions that the site has; the head, if the site is chosen to have it; and the new version of a
+        closed round, if the site aggregates or checks that round.
         """
         at, peer = self.assignments[fragment], self.peers[site]
         wanted = [
@@ -192,10 +195,10 @@ class SwarmView:
         return wanted
 
     def _is_needed(self, site: str) -> bool:
-        """Return whether the swarm still needs this site's versions.
+        """Return whether a site must stay because of the versions that it has.
 
-        During the run, the swarm needs the site if no other live worker has a head version that the site has. After the
-        end, the swarm needs it until the site and all other live workers have the result.
+        During the run, it must stay if it has a head that no other live worker has. After the end of the run, it must
+        stay until it and all other live workers have the result.
         """
         members = self._ledger.state.members  # includes members that have not reported since a restart of the server
         others = [other for other, member in members.items() if member.alive and other != site]
@@ -211,7 +214,7 @@ class SwarmView:
         return False
 
     def _is_awaited(self, site: str) -> bool:
-        """Return whether an aggregator has not yet pulled an update that the site offers."""
+        """Return whether a site must stay because an aggregator has not yet pulled its update."""
         for fragment, at in enumerate(self.assignments):
             over = self._ledger.state.rounds[fragment].phase == "finished"  # an asynchronous run may leave offers
             mine = [ticket for ticket in self.wanted(fragment) if self.offers[ticket].site == site]
@@ -224,11 +227,11 @@ class SwarmView:
     # -- which worker holds which version
 
     def holding(self, fragment: int, version: int) -> dict[str, Held]:
-        """Return site → held version for the workers that hold a version of the run."""
+        """Return site → its report about a version, for the live workers that have this version."""
         return self.peers.holding(fragment, version, self._store.run_log.version_digest(fragment, version))
 
     def order(self, fragment: int, version: int) -> list[str]:
-        """Return the live sites in the order of preference for the aggregator of the round from `version`."""
+        """Return the live sites in the order in which they are preferred as aggregator of the round from `version`."""
         heard = [site for site in self.peers.alive if self.peers.is_heard(site)]
         staying = [site for site in heard if not self.peers[site].leaving] or heard
         return turn(
@@ -246,18 +249,18 @@ class SwarmView:
         if self._ledger.state.finished:  # every worker gets the result
             return set(self.peers.alive)
         holders, order = self.holding(fragment, at.version), self.order(fragment, at.version)
-        if not holders:  # one worker pulls the version from the server, and the others pull it from that worker
+        if not holders:  # one worker pulls the version from the server; the others pull it from this worker
             at.first = at.first if at.first in order else next(iter(order), "")
             return {at.first}
         return {*holders, *to_hold(order, holders.keys() & set(order))}
 
     def wanted(self, fragment: int) -> list[int]:
-        """Return the live tickets of a fragment with an offered update, sorted; collected ones are included."""
+        """Return the open and accepted tickets of a fragment with an offered update, sorted, collected or not."""
         tickets = self._ledger.state.rounds[fragment].tickets.values()
         return sorted(ticket.id for ticket in tickets if ticket.is_live and ticket.id in self.offers)
 
     def has(self, site: str, closed: ReducedRound) -> bool:
-        """Return whether a site's worker holds a new version and its outer state."""
+        """Return whether a site's worker has a new version and the outer optimizer's state that belongs to it."""
         held = self.peers[site].held.get((closed.fragment, closed.version))
         return (
             held is not None
@@ -268,11 +271,14 @@ class SwarmView:
     # -- the aggregating worker's results
 
     def closed(self, at: Assignment) -> ReducedRound | None:
-        """Return the aggregator's result with the new version; None if there is no valid result yet."""
+        """Return the aggregator's report about the new version; None if there is no valid report yet."""
         return next((each for each in self._reported(at) if self._is_sound(each)), None)
 
     def why_not_closed(self, at: Assignment) -> str:
-        """Return why the aggregator could not reduce the round, or why its result is invalid; empty if neither."""
+        """Return why the aggregator could not reduce the round, or why its report is invalid.
+
+        Return an empty text if it has not reported, or if its report is valid.
+        """
         for closed in self._reported(at):
             if not self._is_sound(closed):
                 if closed.overflows:
@@ -281,7 +287,7 @@ class SwarmView:
         return ""
 
     def _reported(self, at: Assignment) -> list[ReducedRound]:
-        """Return the aggregator's results for exactly the round that it is to reduce."""
+        """Return the aggregator's reports about the round that it has to reduce, with the same version and tickets."""
         closing = at.closing
         if closing is None or not self.peers.is_alive(at.aggregator):
             return []
@@ -289,7 +295,7 @@ class SwarmView:
         return [each for each in self.peers[at.aggregator].closed if (each.fragment, each.version, each.tickets) == key]
 
     def _is_sound(self, closed: ReducedRound) -> bool:
-        """Return whether a result has the right number of part digests, and these digests give the version's digest."""
+        """Return whether a report has one digest for each part, and these digests give the version's digest."""
         layout = self._plan.fragments[closed.fragment].version
         try:
             parts, _ = digests_in(closed.part_digests), digests_in(closed.state_digests)
@@ -299,9 +305,9 @@ class SwarmView:
 
 
 class Swarm:
-    """The coordinator of a swarm: it assigns aggregation and checks to workers, and commits their results.
+    """Chooses the workers that aggregate and check the rounds of a swarm, and commits their results.
 
-    It runs on the server's event loop, and waits for no peer.
+    Call methods on the server's event loop. No method connects to a worker.
 
     Args:
         plan: plan of the run.
@@ -311,7 +317,7 @@ class Swarm:
         wake: callback that wakes the requests of workers that wait for a ticket.
 
     Attributes:
-        view: the server's knowledge of the swarm.
+        view: what the server knows about the swarm.
     """
 
     def __init__(
@@ -329,9 +335,10 @@ class Swarm:
     # -- reports and offers of workers
 
     async def report(self, lease: Lease, message: PeerReport) -> PeerWork:
-        """Record the report of a worker. Wait until its work differs from the work that it has, then return the work.
+        """Record the report of a worker. Wait until the worker has something else to do, and return its work.
 
-        Return the work also after `message.wait_s`, if a newer report has come, or if a leaving worker may go.
+        Do not wait longer than `message.wait_s` seconds, nor if a newer report has come, nor if a worker that wants to
+        leave may go.
         """
         site, view = lease.site, self.view
         peer = view.peers.known(site, message.address, lease.process)
@@ -350,7 +357,7 @@ class Swarm:
             await self.news(left_s)
 
     def offer(self, site: str, ticket: int, fragment: int, said: messages.Complete) -> None:
-        """Record an offered update.
+        """Record that other workers can pull an update.
 
         Args:
             site: site that offers the update.
@@ -359,7 +366,7 @@ class Swarm:
             said: the request that submits the update.
 
         Raises:
-            BadRequest: the reference of the update does not lead to the worker of the site.
+            BadRequest: the reference to the update does not have the address of the site's worker.
         """
         if (peer := self.view.peers.get(site)) is not None:
             peer.require_own(site, said.source)
@@ -383,7 +390,7 @@ class Swarm:
     # -- status, and reasons why a round waits
 
     def waits(self, site: str, fragment: int) -> str:
-        """Return why a site gets no ticket yet; empty if the swarm is ready for it."""
+        """Return why the swarm cannot give a site a ticket yet; empty if it can."""
         peers = self.view.peers
         if self._ledger.state.rounds[fragment].phase in ("finished", "gathering") or not peers.is_alive(site):
             return ""
@@ -392,7 +399,7 @@ class Swarm:
         return "" if self.view.assignments[fragment].aggregator else self._why_no_aggregator(fragment)
 
     def trouble(self, fragment: int) -> str:
-        """Return the swarm's reason why a fragment does not get its next version; empty if there is none."""
+        """Return why the workers of the swarm do not make a fragment's next version; empty if there is no problem."""
         at, phase = self.view.assignments[fragment], self._ledger.state.rounds[fragment].phase
         if phase in ("open", "closing") and not at.aggregator and self.view.peers.alive:
             return f"waits: {self._why_no_aggregator(fragment)}"
@@ -403,7 +410,7 @@ class Swarm:
         return ""
 
     def status(self, fragment: int) -> status_messages.PlaceStatus:
-        """Return the aggregator and checker of a fragment, the holders of its head, and the collected updates."""
+        """Return the status of a fragment: aggregator, checker, sites that have the head, and collected updates."""
         view = self.view
         at = view.assignments[fragment]
         there = view.peers[at.aggregator].collected if at.aggregator else {}
@@ -435,7 +442,7 @@ class Swarm:
     # -- decisions
 
     def look(self) -> None:
-        """Update the assignments of all fragments from the reports, and evict a worker that peers cannot reach."""
+        """Choose aggregators and checkers anew from the reports, and evict a worker that its peers cannot reach."""
         view, rounds = self.view, self._ledger.state.rounds
         for fragment, round_ in enumerate(rounds):
             at = view.assignments[fragment]
@@ -444,7 +451,7 @@ class Swarm:
                 view.assignments[fragment] = at = Assignment(round_.head, before=at.aggregator)
             if round_.phase == "finished":
                 at.aggregator, at.closing = "", None
-            elif round_.phase != "gathering":  # assign only after all expected sites have joined
+            elif round_.phase != "gathering":  # choose only after all expected sites have joined
                 self._look_at(fragment, at)
         rounds = self._ledger.state.rounds
         live = {ticket.id for round_ in rounds for ticket in round_.tickets.values() if ticket.is_live}
@@ -491,10 +498,10 @@ class Swarm:
                 return
 
     def _could_not_pull(self, fragment: int, at: Assignment, ticket: int, offer: Offer, why: str) -> None:
-        """Handle an update that the aggregator could not pull.
+        """Handle the failure of the aggregator to pull an update.
 
-        Up to `PULLS` times, let its site offer the update again. Then let another worker aggregate. If each other
-        holder has failed, too, refuse the update.
+        The site has to offer the update again. After `PULLS` failures, another worker aggregates. If every worker with
+        the base has failed to pull it, the update is refused.
         """
         site = at.aggregator
         at.failures[ticket, site] += 1
@@ -514,11 +521,11 @@ class Swarm:
             if bad:
                 self._admission.refuse(offer.site, ticket, bad)
             self._admission.accept(offer.site, ticket, offer.said, norm)
-        except UpdateRefused:  # the journal has the refusal; the worker learns it with its next request
+        except UpdateRefused:  # the journal has the refusal; the worker gets it with its next request
             del self.view.offers[ticket]
 
     def _watch(self, fragment: int, at: Assignment) -> None:
-        """Measure for how long the aggregator has had work."""
+        """Measure for how long the aggregator has had something to do."""
         collected = self.view.peers[at.aggregator].collected
         todo = at.closing is not None and self.view.closed(at) is None
         todo = todo or any(ticket not in collected for ticket in self.view.wanted(fragment))
@@ -544,7 +551,7 @@ class Swarm:
             return f"it no longer has version {at.version}"
         tickets = self._ledger.state.rounds[fragment].tickets.values()
         accepted = [ticket for ticket in tickets if ticket.state == "accepted"]
-        for ticket in accepted:  # lost: the aggregator does not have the update, and its site does not offer it
+        for ticket in accepted:  # an update is lost if the aggregator does not have it, and its site does not offer it
             found = peer.collected.get(ticket.id)
             if (found is None or found.failed) and ticket.id not in self.view.offers:
                 return f"the update of {ticket.site} is lost"
@@ -591,9 +598,9 @@ class Swarm:
             Overflow: the result overflows at every worker that could reduce the round.
             DiskFull: the journal could not be written. Call this method again.
         """
-        view, losses = self.view, self._reopened[fragment]  # the assignment may still be that of the previous round
+        view, losses = self.view, self._reopened[fragment]  # not `losses` of the assignment, which may be an old one
 
-        def is_frozen() -> bool:  # after a reopening, the same tickets may be frozen again with other updates
+        def is_frozen() -> bool:  # if the round was opened again, the same tickets may have other updates
             frozen = self._ledger.state.rounds[fragment].frozen == tuple(tickets)
             return frozen and self._reopened[fragment] == losses
 
@@ -619,9 +626,10 @@ class Swarm:
         return None
 
     def _choose_checker(self, fragment: int, at: Assignment) -> None:
-        """Choose the worker that checks the new version. Replace a checker that has moved no byte for the idle timeout.
+        """Choose the worker that checks the new version.
 
-        If every possible checker has failed, replace the aggregator.
+        Replace a checker that has moved no byte for `network.idle_timeout_s`. If every possible checker has failed,
+        replace the aggregator.
         """
         order = [site for site in self.view.order(fragment, at.version + 1) if site != at.aggregator]
         if at.checker in order and len(order) > 1:

@@ -1,4 +1,4 @@
-"""The server's records of a swarm's workers: their addresses, the peers that they reach, and the versions they hold."""
+"""What the server knows about a swarm's workers: their addresses, the peers that they reach, the versions they have."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from atoll.rounds.leases import Member
 from atoll.tensors.reference import TensorRef
 
 SETTLED_S = 10.0
-"""Seconds for which a worker must fail to reach a peer before the server evicts one of the two.
+"""Seconds after which the server evicts one of two workers, if one cannot reach the other.
 
-The time starts again if the peer is restarted.
+If the unreached worker is restarted, the time starts again.
 """
 
 
@@ -28,14 +28,14 @@ class Peer:
         address: address for other workers.
         process: id of the worker's process.
         number: number of the newest report; -1 before the first.
-        told: stamp of the last work that the server sent; None before the first.
-        moved: bytes that the worker's work has moved so far.
+        told: stamp of the last work that the server has sent to the worker; None before the first.
+        moved: number of bytes that the worker has sent and received for the swarm.
         bytes_s: time when `moved` last changed.
         heard_s: time of the newest report.
         until_s: time from which the next report is overdue.
         leaving: whether the worker wants to leave the run.
-        held: (fragment, version) → version that the worker holds.
-        collected: ticket → result of collecting its update.
+        held: (fragment, version) → report about this version, which the worker has.
+        collected: ticket → result of pulling its update.
         closed: results of rounds that the worker has reduced.
         reached: addresses of the workers that this worker has reached.
         unreached: address → reason why the worker could not reach it.
@@ -59,14 +59,14 @@ class Peer:
     tried_s: dict[str, float] = field(default_factory=dict)
 
     def require_own(self, site: str, *sources: str | None) -> None:
-        """Refuse references that do not lead to this worker's own address. Other workers will follow them.
+        """Raise an error unless all references have this worker's own address, because other workers will pull there.
 
         Args:
             site: site of this worker, for the message.
             sources: references as text; None values are skipped.
 
         Raises:
-            BadRequest: a reference is invalid or leads to another address.
+            BadRequest: a reference is invalid or has another address.
         """
         for text in sources:
             try:
@@ -80,19 +80,19 @@ class Peer:
                 )
 
     def take(self, report: PeerReport, idle_timeout_s: float) -> bool:
-        """Update the record from a report; return False if a newer report came first.
+        """Update the record from a report. If a newer report has come before, change nothing and return False.
 
         Args:
             report: the report.
-            idle_timeout_s: a report says for how many seconds the worker waits. If its next report has not come within
-                `idle_timeout_s` after that wait, it is overdue.
+            idle_timeout_s: the next report is overdue if it has not come `report.wait_s + idle_timeout_s` seconds from
+                now.
         """
         if report.number <= self.number:
             return False
         now_s = time.monotonic()
         self.heard_s = now_s
         self.until_s = now_s + report.wait_s + idle_timeout_s
-        if report.moved != self.moved:  # only moved bytes are progress: a reporting worker may have a full disk
+        if report.moved != self.moved:  # reports alone are no progress: a worker with a full disk sends them, too
             self.moved, self.bytes_s = report.moved, now_s
         self.number, self.leaving = report.number, report.leaving
         before_held, before_closed = self.held, self.closed
@@ -108,9 +108,9 @@ class Peer:
         return True
 
     def answered(self, work: PeerWork) -> None:
-        """Record the work that was sent to the worker.
+        """Record the work that is sent to the worker.
 
-        Remove from the record the versions and results that the work does not list: the worker will drop them.
+        The worker drops versions and results that the work does not list, so remove them from the record.
         """
         self.told = work.stamp
         rounds = {(each.fragment, each.version, *(share.ticket for share in each.updates)) for each in work.close}
@@ -121,7 +121,7 @@ class Peer:
 
 
 class Peers(dict[str, Peer]):
-    """A mapping site → record of its worker.
+    """A mapping site → record of its worker, with questions about all workers of a swarm.
 
     Args:
         members: function that returns the members of the run.
@@ -150,7 +150,7 @@ class Peers(dict[str, Peer]):
         self.known(message.site, message.peer, message.process)
 
     def known(self, site: str, address: str, process: str) -> Peer:
-        """Return the record of a worker. If its process is new, make a new record."""
+        """Return the record of a worker. If the site's process is a new one, replace its record."""
         peer = self.get(site)
         if peer is None or peer.process != process:
             peer = self[site] = Peer(address, process)
@@ -166,16 +166,16 @@ class Peers(dict[str, Peer]):
         return sorted(site for site in self if site in members and members[site].alive)
 
     def is_alive(self, site: str) -> bool:
-        """Return whether a worker takes part and has a record here."""
+        """Return whether a site takes part and has a record here."""
         member = self._members().get(site)
         return member is not None and member.alive and site in self
 
     def is_heard(self, site: str) -> bool:
-        """Return whether a worker takes part and its next report is not overdue."""
+        """Return whether a site takes part and its worker's next report is not overdue."""
         return self.is_alive(site) and time.monotonic() <= self[site].until_s
 
     def strangers_of(self, site: str) -> list[str]:
-        """Return the live workers that have not yet reached this worker, or that this worker has not yet reached."""
+        """Return the live sites that this site has not reached yet, or that have not reached it yet."""
         if site not in self:
             return self.alive
         mine = self[site]
@@ -194,14 +194,14 @@ class Peers(dict[str, Peer]):
         ]
 
     def holding(self, fragment: int, version: int, digest: str | None) -> dict[str, Held]:
-        """Return site → held version for the live workers that hold a version.
+        """Return site → its report about a version, for the live workers that have this version.
 
-        Workers that are leaving come late, and workers with an overdue report come last.
+        The order is: first workers that stay, then workers that want to leave, last workers with an overdue report.
 
         Args:
             fragment: index of the fragment.
             version: number of the version.
-            digest: digest of the version; other digests do not match.
+            digest: digest of the version. A version with the same number and another digest is another version.
         """
         alive = sorted(self.alive, key=lambda site: (not self.is_heard(site), self[site].leaving, site))
         found = {site: self[site].held.get((fragment, version)) for site in alive}
@@ -210,11 +210,12 @@ class Peers(dict[str, Peer]):
     def apart(self) -> tuple[str, int, str] | None:
         """Return the worker to evict because some workers cannot reach each other.
 
-        This is the worker in most failing pairs; in a tie, the worker that joined last. A pair counts only if
-        the unreached worker has reported since the first failure. Otherwise it may be dead, which heartbeats decide.
+        This is the worker in most pairs of workers that cannot reach each other. In a tie it is the one that joined
+        last. A pair counts after `SETTLED_S` seconds, and only if the unreached worker has reported since the first
+        failure: otherwise it may be dead, which heartbeats decide.
 
         Returns:
-            The site, its lease, and the reason; None if no pair has failed for `SETTLED_S`.
+            The site, the number of its lease, and the reason; None if no pair counts.
         """
         at, now_s = {self[site].address: site for site in self.alive}, time.monotonic()
         pairs = [
