@@ -1,4 +1,4 @@
-"""The table of the server's filters by site and task, from the run file or from a program."""
+"""The server's filters of each site and task, from the run file or from a program."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from atoll.filters.base import ByTask, Filter, for_tasks
 LOG = logging.getLogger("atoll.server")
 
 Given = Sequence[Filter] | Mapping[str, ByTask]
-"""A program's filters: for every site, or site → filters. A site's filters are for every task, or task → filters."""
+"""Filters that a program passes: a list for all sites, or site → list for all tasks, or site → task → list."""
 
 Setting = Literal["workflow.result_filters", "workflow.payload_filters"]
 
 _ARGUMENT = {"workflow.result_filters": "filters", "workflow.payload_filters": "data_filters"}
-"""Setting → the argument of `Server` that a program gives instead."""
+"""Setting → argument of `Server` that replaces it."""
 
 _Entry = tuple[Filter, frozenset[str], frozenset[str]]
 """A filter, its sites and its tasks; an empty set means all."""
 
 
 class SiteFilters:
-    """The filters of every site, for one direction: tensors from the site, or payloads to the site.
+    """The filters of each site, either for what the site sends or for the task payloads that it gets.
 
     Each site gets its own copies of the filters, because filters keep state.
 
     Args:
-        settings: the run's settings, which list filters under the name `setting`, in the order of application.
-        given: a program's filters, instead of the setting.
-        setting: `workflow.result_filters` for tensors from sites, `workflow.payload_filters` for payloads to sites.
+        settings: the run's settings. The value of `setting` lists the filters in the order of application.
+        given: filters that a program passes in place of the setting.
+        setting: `workflow.result_filters` for what sites send, `workflow.payload_filters` for payloads to sites.
 
     Raises:
         ConfigError: an entry of the setting is malformed.
@@ -66,25 +66,30 @@ class SiteFilters:
 
     @property
     def tasks(self) -> list[str]:
-        """The sorted names of all tasks that a filter is limited to."""
+        """Names of all tasks that filters are limited to, sorted."""
         return sorted({task for _, _, tasks in self._entries for task in tasks})
 
     def warn_of_strangers(self, sites: Collection[str]) -> None:
-        """Warn once about each site that has filters but is not in `sites`: the name may be misspelt."""
+        """Warn once about each site that a filter names, but that is not in `sites`: the name may be misspelt."""
         named = {site for _, wanted, _ in self._entries for site in wanted}
         for site in sorted(named.difference(sites, self._told)):
             self._told.add(site)
-            hint = registry.nearest(site, sites, f"These sites have: {', '.join(sorted(sites)) or 'none'}.")
+            hint = registry.nearest(site, sites, f"Sites that have: {', '.join(sorted(sites)) or 'none'}.")
             LOG.warning("%s contains a filter for site %r, which has not taken part. %s", self._setting, site, hint)
 
     def warn_of_unsent(self, names: Collection[str]) -> None:
-        """Warn about each task that has filters but is not in `names`, the tasks that were sent."""
+        """Warn about each task that a filter names, but that is not in `names`, the tasks that were sent."""
         for task in sorted(set(self.tasks).difference(names)):
-            hint = registry.nearest(task, names, f"These tasks were: {', '.join(sorted(names)) or 'none'}.")
+            hint = registry.nearest(task, names, f"Tasks that were: {', '.join(sorted(names)) or 'none'}.")
             LOG.warning("%s contains a filter for task %r, which was not sent. %s", self._setting, task, hint)
 
     def of(self, site: str, task: str = "") -> tuple[Filter, ...]:
-        """Return one site's filters in order: those for every task, and those for `task` if a name is given."""
+        """Return the filters of one site and task, in the order of application.
+
+        Args:
+            site: name of the site.
+            task: name of the task; empty for an update, which gets only the filters that are not limited to tasks.
+        """
         mine = self._of.get(site)
         if mine is None:
             copies = [(_own(each), sites, tasks) for each, sites, tasks in self._entries if not sites or site in sites]

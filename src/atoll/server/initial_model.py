@@ -1,4 +1,4 @@
-"""The initial model of a run: from a module, from code, or from a safetensors file; written as version 0."""
+"""The initial model of a run: found as a module, code or safetensors files, checked, and written as version 0."""
 
 from __future__ import annotations
 
@@ -25,13 +25,14 @@ from atoll.tensors.module_tensors import Tensors, Told, named_tensors, schema_of
 from atoll.tensors.schema import BUFFERS, NOTHING, Schema
 
 NO_MODEL = {NOTHING: torch.zeros(1)}
-"""Placeholder model of a run that has only workflows: every state directory holds a model."""
+"""Model of a run that has no rounds, only workflows. It has one element, because every state directory has a model."""
 
 
 def initial_model(settings: Settings, given: nn.Module | Tensors | None) -> nn.Module | Tensors:
-    """Return the model for version 0.
+    """Return the initial model of a run, which becomes version 0.
 
     Args:
+        settings: the run's settings.
         given: the model that a program passes; if None, `settings.model.source` names the model.
 
     Raises:
@@ -67,18 +68,19 @@ def initial_model(settings: Settings, given: nn.Module | Tensors | None) -> nn.M
 
 
 def is_known(settings: Settings, given: nn.Module | Tensors | None, schema: Schema) -> bool:
-    """Return whether the initial model is known to have this schema, without computing its values.
+    """Return whether the initial model has this schema, as far as that can be found without computing its values.
 
-    False means different or unknown: some functions do not run on the meta device. The caller then builds the model.
+    False means that the schema differs, or that the model has to be built to know it: some functions do not run on
+    torch's meta device.
     """
     return _seen(settings, given) == schema
 
 
 def _seen(settings: Settings, given: nn.Module | Tensors | None) -> Schema | None:
-    """Return the schema of the initial model without its values; None if that fails.
+    """Return the schema of the initial model without computing its values; None if that fails.
 
-    If the model is a file, only the header is read. A function is called on the meta device, where tensors have no
-    storage.
+    If the model is a file, only the file's header is read. A function that builds the model is called on torch's meta
+    device, where tensors have no storage.
     """
     try:
         if given is None and settings.model.source is not None and (files := _files(settings.model.source)):
@@ -91,10 +93,10 @@ def _seen(settings: Settings, given: nn.Module | Tensors | None) -> Schema | Non
 
 
 def loaded_model(settings: Settings, loaded: Tensors, schema: Schema | None = None) -> Tensors:
-    """Return the persistor's tensors, completed with the ties and buffers of the run's `model`.
+    """Return the tensors that a persistor loaded, as a model with the run's tied names and buffers.
 
-    A mapping of tensors does not say which names are tied and which tensors are buffers. If neither `schema` nor the
-    setting `model.source` is given, return the tensors unchanged.
+    A mapping of tensors does not say which names are tied and which tensors are buffers. The schema does. Without
+    `schema` and without the setting `model.source`, return the tensors unchanged.
 
     Args:
         loaded: the tensors that the persistor's `load` returned, by name.
@@ -129,7 +131,7 @@ def loaded_model(settings: Settings, loaded: Tensors, schema: Schema | None = No
 
 
 def _header(path: Path) -> Told:
-    """Return tensors with a file's names, shapes and dtypes, each backed by one element of memory."""
+    """Return tensors with a file's names, shapes and dtypes, but not its values. Each needs memory for one element."""
     from safetensors import safe_open
 
     with safe_open(path, framework="pt") as file:
@@ -142,15 +144,15 @@ def _header(path: Path) -> Told:
 
 
 def _as_told(path: Path, tensors: dict[str, Tensor], same: Callable[[Tensor, Tensor], bool]) -> Told:
-    """Return a file's tensors, with the ties and buffers that an export of Atoll lists in its metadata.
+    """Return a file's tensors as a model. If Atoll exported the file, its metadata lists tied names and buffers.
 
-    If the file holds every listed buffer, all other tensors are known to be parameters. Otherwise the file was changed,
-    and only listed tensors are known to be buffers.
+    If the file has all listed buffers, its other tensors are parameters. If it lacks one, the file was changed after
+    the export, and for the tensors that are not listed nothing is known.
 
     Args:
-        path: a safetensors file; any file without this metadata is fine, too.
-        tensors: the file's tensors by name. Names that are tied get the same tensor object.
-        same: returns whether two tensors are equal, so that a listed tie still holds.
+        path: a safetensors file, with or without this metadata.
+        tensors: the file's tensors by name. Tied names get the same tensor object.
+        same: function that compares two tensors. Names with different tensors are not tied, even if they are listed.
     """
     from safetensors import safe_open
 
@@ -175,7 +177,7 @@ def _json(text: str | None) -> object:
 
 
 def _files(model: str) -> list[Path]:
-    """Return the safetensors files that `model` names: one file, or all of a folder; empty if `model` names code.
+    """Return the safetensors files of a model: one file, or all files in a folder. If `model` names code, return none.
 
     Raises:
         ConfigError: the folder has no safetensors file.
@@ -208,7 +210,7 @@ def _from_files(files: Sequence[Path]) -> Told:
 
 
 def _together(files: Sequence[Path], load: Callable[[Path], Told]) -> Told:
-    """Return the tensors of all files as one model: a large model is saved in several files.
+    """Return the tensors of several files as one model. A large model is often saved in several files.
 
     Raises:
         ConfigError: two files have a tensor of the same name.
@@ -228,7 +230,7 @@ def _together(files: Sequence[Path], load: Callable[[Path], Told]) -> Told:
 
 
 def schema_for(settings: Settings, model: nn.Module | Tensors) -> Schema:
-    """Return the schema that the server issues for this model.
+    """Return the schema of the initial model.
 
     Raises:
         ConfigError: the model has no float parameter.
@@ -240,7 +242,13 @@ def schema_for(settings: Settings, model: nn.Module | Tensors) -> Schema:
 
 
 def write_version(fd: int, layout: Layout, header: bytes, model: nn.Module | Tensors) -> list[bytes]:
-    """Write a model as a version file; return the BLAKE3 of each part.
+    """Write a model into the file of version 0, and return the BLAKE3 of each part.
+
+    Args:
+        fd: descriptor of the file.
+        layout: layout of a version.
+        header: first bytes of the file.
+        model: the model.
 
     Raises:
         ConfigError: a value is not finite; the message names the tensor.

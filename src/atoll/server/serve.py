@@ -1,4 +1,4 @@
-"""`atoll.Server`: a run served from inside a program, or by `atoll server`."""
+"""`atoll.Server`: the server of a run, for a program and for the command `atoll server`."""
 
 from __future__ import annotations
 
@@ -45,35 +45,35 @@ T = TypeVar("T")
 
 PORTS_TO_TRY = 100
 GRACE_S = 30.0
-"""Maximum time that the server stays after the last round, for workers that have not fetched the result yet."""
+"""Maximum seconds that the server stays after the last round, for workers that have not pulled the result yet."""
 GRACE_SAID_S = 1.0
-"""Time after which the log names the workers that have not fetched the result; live workers usually need less."""
+"""Seconds after which the log names the workers that have not pulled the result. Most workers need less."""
 STATUS_S = 1.0
-"""Interval of checks for a new version. After a new version, the status is saved, because the server may be killed."""
+"""Seconds between two checks for a new version. After a new version the status is saved, in case of a kill."""
 WATCHED_S = 3.0
-"""If a client asked for the status within this time, the server waits for its next request, for as long at most."""
+"""If a client has asked for the status within this many seconds, the server waits as long for the client's next
+request, so that the client sees the end of the run."""
 READ_BYTES = 2**16
-"""Bytes of a request body that are buffered before a handler reads them; the handler of a part reads more at a time.
-An unexpected body costs at most this much memory."""
+"""Maximum bytes of a request's body in memory before a handler reads it. Handlers of parts read larger pieces."""
 
 
 @public_api
 class Server:
-    """The server of one run, in a thread of the calling program.
+    """The server of one run. It runs in a thread of the calling program.
 
     Args:
         model: the initial model: a module, a mapping name → tensor, or a text as for the setting `model.source`. The
             server reads the model once, when the run begins. None if the settings name a model, or if the state
-            directory already holds the run.
-        workflow: a function that takes a `Controller`, or its import path; instead of the setting `workflow.function`.
+            directory already has the run.
+        workflow: a function that takes a `Controller`, or its import path. It replaces the setting `workflow.function`.
         outer_optimizer: a class of `torch.optim`, a function (parameters, **options) → optimizer, or a name or import
-            path. Atoll calls a function several times, each time with other parameters. Before the run, Atoll tests the
-            optimizer, and refuses it if the step of a tensor depends on other tensors.
-        filters: the server's filters of updates and of answers to tasks: for all sites, or by site name. For answers
-            also `{site: {task: filters}}`. Give either these or the setting `workflow.result_filters`.
-        data_filters: the server's filters of task payloads, applied before sending, in the same forms. Give
+            path. Atoll calls the function several times, each time with other parameters. Before the run, Atoll tests
+            the optimizer, and refuses it if the step of a tensor depends on other tensors.
+        filters: the server's filters of updates and of answers to tasks: a list for all sites, or a mapping site →
+            list. For answers also `{site: {task: list}}`. Pass either these or the setting `workflow.result_filters`.
+        data_filters: the server's filters of task payloads, applied before sending, in the same forms. Pass
             either these or the setting `workflow.payload_filters`.
-        evaluation: arguments of a cross-site evaluation. If given, the server only evaluates the models in its state
+        evaluation: arguments of a cross-site evaluation. With them, the server only evaluates the models in its state
             directory, and does not continue the run.
         settings: the run's settings: a `Settings` object, or a mapping such as
             `{"rounds": {"total": 10, "sites": 3}}` or `{"rounds.total": 10, "rounds.sites": 3}`.
@@ -127,7 +127,7 @@ class Server:
     # -- life
 
     def start(self) -> Server:
-        """Start to serve in a background thread; return when the server listens.
+        """Start to serve in a background thread. Return this server once it listens.
 
         Raises:
             PortInUse, StateLocked, StateCorrupt, ConfigError: the server cannot start.
@@ -140,7 +140,7 @@ class Server:
         return self
 
     def run(self) -> None:
-        """Serve until the run is finished and its workers have the result, or until `stop`.
+        """Serve until the run is finished and its workers have pulled the result, or until `stop` is called.
 
         Raises:
             AtollError: the run failed; the message says how to continue.
@@ -150,7 +150,7 @@ class Server:
         self._thread.wait()
 
     def stop(self) -> None:
-        """End the server. The next server on the same state directory continues the run. Idempotent."""
+        """End the server. A new `Server` with the same state directory continues the run. Idempotent."""
         if self._started:
             self._thread.stop()
 
@@ -177,11 +177,11 @@ class Server:
 
     @property
     def finished(self) -> bool:
-        """Whether the run is finished, and its result exported."""
+        """Whether the run is finished and its result is exported."""
         return self._thread.error is None and self._run is not None and self._run.finished.is_set()
 
     def status(self) -> status_messages.Status:
-        """Return the run's current status; after the end of the server, its last status."""
+        """Return the run's current status. After the end of the server, return its last status."""
         if self._last_status is not None:
             return self._last_status
         try:
@@ -193,12 +193,12 @@ class Server:
 
     @property
     def evaluation(self) -> Evaluation | None:
-        """The matrix of the newest cross-site evaluation, with the cells filled so far; None if there was none."""
+        """The results so far of the newest cross-site evaluation; None if there was none."""
         workflows = self._workflows
         return workflows.evaluated() if workflows is not None and workflows.evaluated is not None else None
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until the run is finished; return False if the timeout ends first.
+        """Wait until the run is finished. Return False if that takes longer than `timeout_s` seconds.
 
         Raises:
             AtollError: the run failed.
@@ -209,13 +209,21 @@ class Server:
         return done
 
     def save_state(self, path: str | Path) -> Path:
-        """Write the head to `path` as a safetensors file. The state directory itself is always up to date."""
+        """Write the newest version of the model to `path`, as a safetensors file, and return the path.
+
+        To continue this run, nothing needs to be saved: the state directory is always up to date.
+        """
         run = self._require_run()
         return export_model(run.plan, run.store, Path(path))
 
     @classmethod
     def load_state(cls, path: str | Path, **options: Any) -> Server:
-        """Return a server that begins a new run from a file that `save_state` wrote; `options` go to `Server`."""
+        """Return a server that begins a new run with the model in a file from `save_state`.
+
+        Args:
+            path: path of the file.
+            options: further arguments of `Server`.
+        """
         return cls(str(path), **options)
 
     def _require_run(self) -> Coordinator:
@@ -224,7 +232,7 @@ class Server:
         return self._run
 
     def _ask(self, question: Callable[[Coordinator], T]) -> T:
-        """Return `question(run)`, called on the server's event loop, so that the state does not change meanwhile."""
+        """Return `question(run)`. It runs on the server's event loop, so the run's state does not change meanwhile."""
         run, stopped = self._require_run(), UsageError("The server has stopped.", "Ask while it runs.")
 
         def work() -> T:
@@ -249,7 +257,7 @@ class Server:
         except BaseException:
             listener.close()
             raise
-        self._model = None  # version 0 is on disk: free the memory of the model
+        self._model = None  # free its memory: version 0 is on disk
         runner = runner_of(make_app(run, self._gate, version("atoll")), HTTP_LOG, read_bytes=READ_BYTES, linger_s=2.0)
         accepting: Listener | None = None
         try:
@@ -276,7 +284,7 @@ class Server:
                 await accepting.close()
             listener.close()
             await runner.cleanup()
-            if self._run is not None:  # None if the start failed; then the error of the start is raised
+            if self._run is not None:  # it is None if the start failed; then the start's error is raised
                 self._last_status = keep_status(run)
             await run.stop()
         if run.failed is not None:
@@ -299,9 +307,9 @@ class Server:
             wait.cancel()
 
     async def _until_left(self, run: Coordinator) -> None:
-        """Wait until every worker has fetched the result and left, for at most `GRACE_S` seconds.
+        """Wait until every worker has pulled the result and left, for at most `GRACE_S` seconds.
 
-        If a client polls the status, wait for its next request, too, for at most `WATCHED_S` seconds.
+        If a client polls the status, then wait for its next request, for at most `WATCHED_S` seconds.
         """
         stopping, loop = self._thread.stopping, asyncio.get_running_loop()
         begin_s, said = loop.time(), False
@@ -324,7 +332,7 @@ class Server:
 
 
 def _listen(settings: Settings) -> socket.socket:
-    """Return a listening socket on the port of the settings, or on the first free port from 8512 on.
+    """Return a listening socket on the port in the settings. Without that setting, use the first free port from 8512.
 
     Raises:
         PortInUse: another program uses the port. ConfigError: the address does not belong to this machine.
@@ -363,7 +371,7 @@ def _listen(settings: Settings) -> socket.socket:
 
 
 def _refuse_code(**given: Any) -> None:
-    """Refuse code of the server's program in a swarm, where workers receive, filter and reduce updates.
+    """Refuse code that a program passes to the server of a swarm: in a swarm, workers filter and reduce updates.
 
     Raises:
         ConfigError: an argument has a value.

@@ -1,4 +1,4 @@
-"""Begin a run or continue it: open the state directory, write version 0, and refuse changes of fixed settings."""
+"""A server's start: open the state directory, begin a run or continue it, and refuse changes of fixed settings."""
 
 from __future__ import annotations
 
@@ -33,14 +33,16 @@ from atoll.tensors.module_tensors import Tensors
 LOG = logging.getLogger("atoll.server")
 
 Outer = Callable[..., Optimizer] | None
-"""The outer optimizer that a program gives: a class, or a function (parameters, **options) → optimizer."""
+"""The outer optimizer that a program passes to `Server`: a class, or a function (parameters, **options) → optimizer."""
 
 SAME_BITS = ("torch", "cpu_capability")
-"""Entries recorded with the outer optimizer that may differ after a restart: a difference is only a warning."""
+"""Values in the record of the outer optimizer that may differ after a restart. A difference causes only a warning."""
 
 
 def settings_beside(caller: str, settings: Settings | Mapping[str, Any] | None, **named: object) -> Settings:
-    """Return a program's settings, with its arguments that are texts entered as settings.
+    """Return the settings of a program, including those that it passes as arguments.
+
+    For example, `Server(model="my_models:build")` means the setting `model.source = "my_models:build"`.
 
     Args:
         caller: name of the caller, for the error.
@@ -48,7 +50,7 @@ def settings_beside(caller: str, settings: Settings | Mapping[str, Any] | None, 
         named: the arguments `model`, `workflow` and `outer_optimizer`; values that are not texts are ignored.
 
     Raises:
-        UsageError: a text is given beside a complete `Settings` object.
+        UsageError: an argument is a text, although `settings` is a complete `Settings` object.
         ConfigError: a setting is unknown or wrong.
     """
     texts = {name: value for name, value in named.items() if isinstance(value, str)}
@@ -70,18 +72,20 @@ def open_run(
     """Begin a run in its state directory, or continue the run that is there.
 
     Args:
-        given: the initial model. If None, the persistor loads the model; if it has none, the settings name the model.
-        persistor: loads the initial model of a new run.
-        outer: the outer optimizer, instead of the setting.
+        settings: the run's settings.
+        given: the initial model of a new run. If None, the persistor loads it. If the persistor returns None, too, the
+            setting `model.source` names it.
+        persistor: the user's persistor.
+        outer: the outer optimizer; None if the settings name it.
 
     Returns:
-        The plan, the store, and a sentence for each thing that a crash has lost.
+        The plan of the run, its store, and one sentence for each thing that a crash has lost.
 
     Raises:
-        ConfigError: the model or a setting cannot be used, or differs from what the run began with.
-        StateLocked: another server owns the directory.
+        ConfigError: the model or a setting cannot be used, or is not the one that the run began with.
+        StateLocked: another server uses the directory.
         StateCorrupt: no version in the directory is intact.
-        StoreError: a folder is in the place of a file of the best version.
+        StoreError: a folder has the name of a file of the best version.
     """
     store = Store(
         settings.disk.state_dir,
@@ -119,9 +123,10 @@ def open_run(
 
 
 def plan_of(settings: Settings, given: nn.Module | Tensors | None = None, outer: Outer = None) -> Plan:
-    """Return the plan of a run that begins with these settings.
+    """Return the plan of a new run.
 
     Args:
+        settings: the run's settings.
         given, outer: the initial model and the outer optimizer, as in `open_run`.
 
     Raises:
@@ -151,7 +156,14 @@ def _create(settings: Settings, given: nn.Module | Tensors | None, outer: Outer,
 
 
 def _take_up(settings: Settings, given: nn.Module | Tensors | None, outer: Outer, row: RunRow) -> Plan:
-    """Return the plan of the run in the journal; refuse a model or fixed settings that differ from its beginning."""
+    """Return the plan of the run in the journal. Refuse a model or fixed setting that the run did not begin with.
+
+    Args:
+        settings: the settings of this start.
+        given: the model of this start; None if the program passes none.
+        outer: the outer optimizer; None if the settings name it.
+        row: the journal's row of the run.
+    """
     plan = Plan.make(settings, split_of(json.loads(row.schema_json)), outer)
     try:
         before = json.loads(row.settings_json)
@@ -195,7 +207,10 @@ def _require_same(settings: Settings, before: Mapping[str, Any], now: Mapping[st
 
 
 def _differing(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the differing entries of two tables as [old, new]; `options` are flattened, `SAME_BITS` ignored."""
+    """Return those entries of two tables that differ, as [old, new].
+
+    The entries of `options` are treated as entries of the table itself. The keys in `SAME_BITS` are ignored.
+    """
     flat = [{**{k: v for k, v in each.items() if k != "options"}, **each.get("options", {})} for each in (old, new)]
     same = {key for key in flat[0] if key in flat[1] and flat[0][key] == flat[1][key]} | set(SAME_BITS)
     return [{key: value for key, value in each.items() if key not in same} for each in flat]
@@ -219,7 +234,7 @@ def _frozen(settings: Settings, plan: Plan) -> str:
 
 
 def _write_first(plan: Plan, store: Store, model: nn.Module | Tensors) -> None:
-    """Write version 0 of each fragment that has none: the initial model, and zeros for the algorithm's tensors."""
+    """Write version 0 of each fragment without versions: the initial model, and zeros for the algorithm's tensors."""
     schema_for(plan.settings, model).require_equal(plan.schema.model, mine="the initial model", theirs="the run")
     for index, fragment in enumerate(plan.fragments):
         if store.versions.kept(index):
@@ -241,7 +256,7 @@ def _write_first(plan: Plan, store: Store, model: nn.Module | Tensors) -> None:
 
 @contextmanager
 def initial_file(folder: Path, fragment: int, flags: int = os.O_RDONLY) -> Iterator[int]:
-    """Open the file with version 0 of a swarm's fragment, which the first worker pulls from the server."""
+    """Yield a descriptor of the file with version 0 of a fragment in a swarm. The first worker pulls it."""
     fd = os.open(folder / f"initial-{fragment}.safetensors", flags | os.O_CLOEXEC, 0o600)
     try:
         yield fd

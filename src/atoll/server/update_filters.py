@@ -1,10 +1,9 @@
-"""The server's filters: they change a site's update before it is aggregated.
+"""The server's filters of updates: they change a site's update before it is aggregated.
 
-When the last part has arrived, and before the update is accepted, the filters read the spool tensor by tensor. The
-filtered update goes to a nameless file with the update's layout and encoding; the spool stays unchanged. The reducers,
-or the user's aggregator, read that file instead of the spool. If a filter fails, the update is refused, and
-`rounds.min_sites` decides whether the round goes on. A killed server loses the file, and makes the file again from the
-spool.
+When all parts of an update are on disk, and before it is accepted, the filters read it tensor by tensor. The filtered
+update is written to an unnamed file with the same layout and encoding, which is aggregated in place of the original.
+The original file stays unchanged. If a filter fails, the update is refused, and `rounds.min_sites` decides whether the
+round goes on. A server that is killed loses the filtered file; its next start filters the original again.
 """
 
 from __future__ import annotations
@@ -39,22 +38,23 @@ from atoll.tensors.schema import PARAMS, TensorSpec
 LOG = logging.getLogger("atoll.server")
 
 _Key = tuple[int, str | None]
-"""A ticket and the digest of its update: until an update is accepted, the site may send another one."""
+"""(ticket, digest of its update). The digest is needed because a site may send another update until one is accepted."""
 
 HOLDER = "filters"
-"""Name under which the filters hold a spool."""
+"""Kind of hold (see `Slot.holds`) on the file of an update while filters read it."""
 
 
 class FilterRefused(Exception):
-    """The failure of a filter on an update; the text completes "The update is refused: "."""
+    """Raised if a filter fails on an update, so that the update is refused. The text is the reason."""
 
 
 @dataclass(eq=False)
 class _Left(OwnedFile):
-    """A filtered update in an open nameless file.
+    """A filtered update in an open, unnamed file.
 
     Attributes:
-        norm: L2 norm of the update's `params`.
+        fd: descriptor of the file.
+        norm: L2 norm of the filtered update's `params`.
     """
 
     fd: int
@@ -62,10 +62,13 @@ class _Left(OwnedFile):
 
 
 class Filtering:
-    """The filters of a run with the files that they have written. Use all but `source` on the server's event loop.
+    """Runs the filters of updates, and keeps the filtered files. Call methods but `source` on the server's event loop.
 
     Args:
-        aside: threads that run the filters, so that a hanging filter delays only its own site.
+        filters: the filters of each site.
+        plan: plan of the run.
+        store: store of the run.
+        aside: threads that run the filters. There, a filter that hangs delays only its own site.
     """
 
     def __init__(self, filters: SiteFilters, plan: Plan, store: Store, aside: UserThreads) -> None:
@@ -78,7 +81,7 @@ class Filtering:
         return bool(self.filters) and bool(self.filters.of(site))
 
     async def prepare(self, row: TicketRow, number: int) -> None:
-        """Filter a complete update and keep the filtered file. A second call for the same update waits for the first.
+        """Filter an update and keep the filtered file. A second call for the same update waits for the first.
 
         Args:
             row: the update's ticket, with the update's digest, weight, steps and metrics.
@@ -103,7 +106,7 @@ class Filtering:
         self._kept[_key(row)] = await self._aside.run(work, what, f"from {row.site}")
 
     async def refusal(self, row: TicketRow, number: int) -> str:
-        """Filter an update as `prepare` does; return why the update is refused, or an empty text."""
+        """Filter an update as `prepare` does. If a filter fails, return the reason, else an empty text."""
         try:
             await self.prepare(row, number)
         except FilterRefused as error:
@@ -111,7 +114,11 @@ class Filtering:
         return ""
 
     async def prepare_accepted(self, rows: Sequence[TicketRow], number: int) -> None:
-        """Filter accepted updates as `prepare` does, because a restart has lost their filtered files.
+        """Filter those accepted updates again that have lost their filtered files by a restart of the server.
+
+        Args:
+            rows: tickets of the updates.
+            number: number of the round.
 
         Raises:
             RunFailed: a filter that succeeded before the restart now fails.
@@ -128,14 +135,17 @@ class Filtering:
                 ) from error.__cause__
 
     def source(self, row: TicketRow) -> UpdateInput:
-        """Return the file to aggregate for an accepted update: the filtered file, or the spool. Thread-safe."""
+        """Return the file to aggregate for an accepted update: the filtered file, or its spool. Thread-safe.
+
+        It is the spool if the site has no filters.
+        """
         if not self.has(row.site):
             return UpdateInput(self._store.tickets.spool(row.ticket).fd, row.norm)
         left = self._kept[_key(row)]
         return UpdateInput(left.fd, left.norm)
 
     def sweep(self) -> None:
-        """Close the filtered files, and cancel the filtering, of tickets that have ended."""
+        """For tickets that have ended, close the filtered files, and cancel the filtering that is under way."""
         for key in [*self._going, *self._kept]:
             if not self._store.tickets.get(key[0]).is_live:
                 self._forget(key)
@@ -189,7 +199,7 @@ class Filtering:
             spool.pool.drop(spool.slot, HOLDER)
             base.release()
             if not done:
-                left.close()  # else the traceback would keep the file open for a while
+                left.close()  # otherwise the error's traceback would keep the file open for a while
 
 
 def _key(row: TicketRow) -> _Key:
@@ -197,14 +207,21 @@ def _key(row: TicketRow) -> _Key:
 
 
 class _Work:
-    """One pass of an update through the filters, a range of elements at a time."""
+    """Passes one update through the filters, at most `CHUNK_ELEMENTS` elements at a time."""
 
     def __init__(self, plan: FragmentPlan, codecs: Mapping[str, Codec], spool_fd: int, base_fd: int) -> None:
         self._spool_fd, self._base_fd, self._codecs = spool_fd, base_fd, codecs
         self._layout, self._version = plan.update, plan.version
 
     def write(self, fd: int, filters: Sequence[Filter], about: About, model: Collection[str]) -> float:
-        """Write the filtered update to `fd`; return the L2 norm of its `params`."""
+        """Write the filtered update to a file, and return the L2 norm of its `params`.
+
+        Args:
+            fd: descriptor of the file.
+            filters: the filters, in order.
+            about: facts about the update that filters may read.
+            model: names of all tensors of the model, if the update has only those of one fragment; else empty.
+        """
         specs = {each.spec.name: each.spec for each in self._layout.segments if not each.spec.is_beside}
         squares = []
         with torch.no_grad(), single_thread():
@@ -226,7 +243,7 @@ class _Work:
         return math.sqrt(math.fsum(squares))
 
     def _run(self, chain: Chain, run: Piece) -> Tensor:
-        """Return the filtered values of a range of elements, encoded."""
+        """Return the filtered and encoded values of a range of elements of one tensor."""
         spec, start, stop = run.segment.spec, run.start, run.stop
         if not spec.is_beside and not spec.is_float and not chain.sends(spec.name):
             return self._base(spec, start, stop).view(torch.uint8)
@@ -236,14 +253,14 @@ class _Work:
             values = chain.change(spec.name, start, stop)
         elif not chain.sends(spec.name):
             values = self._base(spec, start, stop)
-        else:  # what filters removed + the site's value: bit-exact if unchanged
+        else:  # (change − filtered change) + the site's value: bit-exact if filters change nothing
             values = chain.taken(spec.name, start, stop).add_(self._decoded(self._bytes(run), run))
         encoded = torch.empty(run.nbytes, dtype=torch.uint8)
         self._codecs[run.segment.codec].encode_(values, encoded, spec.dtype)
         return encoded
 
     def _change(self, name: str, start: int, stop: int) -> Tensor:
-        """Return base version − local value for a range of elements, as the site sent it."""
+        """Return base − local value, as the site sent it, for elements `start` to `stop` of a tensor."""
         segment = self._layout.by_name[name]
         run = self._layout.piece(segment, start, stop)
         values = self._decoded(self._bytes(run), run)

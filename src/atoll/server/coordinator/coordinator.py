@@ -637,7 +637,7 @@ class Coordinator:
     # -- swarms
 
     async def _offer(self, swarm: Swarm, lease: Lease, row: TicketRow, message: messages.Complete) -> messages.Receipt:
-        """Offer an update to the workers of a swarm. Wait until one has pulled it, or for `routes.LONG_POLL_S` seconds."""
+        """Offer an update to the workers of a swarm. Wait until one has pulled it, at most `routes.LONG_POLL_S`."""
         if message.source is None:
             raise BadRequest(
                 f"The update of {lease.site} lacks the address from which other workers of the swarm can download it.",
