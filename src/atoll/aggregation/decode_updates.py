@@ -1,4 +1,4 @@
-"""Decoding and reducing the updates of a frozen round: one row of decoded elements per update, in order."""
+"""Decodes and reduces the updates of a round, a range of elements at a time: one row of elements per update."""
 
 from __future__ import annotations
 
@@ -18,18 +18,19 @@ from atoll.tensors.schema import PARAMS
 
 
 class Updates:
-    """The updates of a frozen round, from which any range of elements can be reduced.
+    """The updates that count in a round. `reduce` combines any range of their elements.
 
     Args:
-        fds: the updates' files, in the frozen order.
+        fds: descriptors of the updates' files, in the order in which they are reduced.
         runs: byte runs of the updates' layout.
         codecs: name → codec.
-        reducers: group → reducer for floats. Other dtypes take the maximum.
-        facts: weights and other facts of the round.
-        scales: one factor per update for the weight of its `params`.
+        reducers: group → reducer of its floats. For other dtypes, the maximum is taken.
+        facts: weights, norms and steps of the updates.
+        scales: for each update, a factor for the weight of its `params`.
 
     Attributes:
-        carries: group → factor for the previous value. Used for the algorithm's own groups (kind `add`).
+        carries: group → factor by which the previous value is multiplied before the reduction is added. Only for groups
+            that an algorithm adds.
     """
 
     def __init__(
@@ -50,15 +51,15 @@ class Updates:
         self._unweighted = self._integers.weigh(facts)
 
     def reduce(self, run: Run, scratch: Scratch) -> tuple[Tensor, Sequence[Tensor]]:
-        """Reduce the elements of one byte run of a version over all updates.
+        """Reduce the elements of one byte run over all updates.
 
         Args:
-            run: byte run of the version.
-            scratch: memory for the result, which is valid until the next call.
+            run: byte run of a version.
+            scratch: memory for the result. The next call overwrites it.
 
         Returns:
-            All reduced elements, [n], in the accumulation dtype, with zeros in the padding of the update's layout. And
-            a view of these elements for each piece of the run.
+            The reduced elements, [n], in the accumulation dtype; and a view of them for each piece (tensor) of the run.
+            n is larger than the run if the update's layout has padding, which is zero.
         """
         spec, there = run.spec, self._runs.counterpart(run)
         dtype, n = accumulate_dtype(spec.dtype), there.numel
@@ -95,7 +96,7 @@ class Updates:
 
 
 def rows_at_once(updates: int, reducers: Mapping[str, Reducer]) -> int:
-    """Return how many rows of decoded elements are in memory at the same time: 1, or one per update."""
+    """Return how many updates are decoded in memory at the same time: all, if a reducer needs that, otherwise one."""
     return max(updates, 1) if any(reducer.needs_all for reducer in reducers.values()) else 1
 
 

@@ -1,10 +1,10 @@
-"""Make the next version and its outer state from a frozen round, in one pass over a fragment and in fixed memory.
+"""Make the next version of a fragment from a closed (frozen) round, in one pass over the files and in fixed memory.
 
-Each part of the version is done by one thread. For every byte run of the part (a range of elements, see
-`tensors/byte_runs`), the thread does this:
+The pass also writes the outer state: the state of the outer optimizer after this version. Each part of the version is
+made by one thread. For every byte run of the part (a range of elements, see `tensors/byte_runs`), the thread does this:
 
-    g ← reduce(dec(u_1) … dec(u_k))      over all updates, in the frozen order (by site), in promote(dtype, fp32), with
-                                         weights that are normalised in fp64 over the frozen set
+    g ← reduce(dec(u_1) … dec(u_k))      u_i: the updates, ordered by site; dec: decode with the codec, in at least
+                                         fp32; the weights of the k updates are normalised in fp64
     θ, s ← outer step of θ along g       θ: the version's values, or their fp32 master in the state file; s: the state
     write θ and s                        θ is cast to the version's dtype; both are hashed while they are written
 
@@ -18,9 +18,9 @@ Each part of the version is done by one thread. For every byte run of the part (
 If versions are downloaded through a codec C, θ is the master in the state file. The version then holds the values that
 workers have after decoding, b' = b + dec(C(θ − b)); see `codecs/version_difference`.
 
-The pass is a pure function of its inputs. The result does not depend on the size of byte runs or the number of threads.
-After a crash the pass runs again. The base is hashed while it is read, so that a changed bit on disk is found before
-the version is committed. Files are read and written by position. The caller has to fsync them.
+The result depends on the inputs alone, not on the size of byte runs or the number of threads. After a crash the pass
+runs again. The base is hashed while it is read, so that a changed bit on disk is found before the version is committed.
+The pass does not fsync the files; its caller does.
 """
 
 from __future__ import annotations
@@ -62,17 +62,18 @@ RUN_ELEMENTS = 2**18
 """Maximum number of elements in a byte run: 1 MiB of fp32, so that the data of a run stays in a core's cache."""
 
 ROW_ELEMENTS, ALL_ROWS_ELEMENTS = 2**17, 2**24
-"""Maximum elements of one row, and of all rows of all threads, for reducers that need all updates' rows together. With
-shorter rows, threads would spend their time on switching the GIL. The second is 64 MiB of fp32."""
+"""Limits for reducers such as the median, which need the elements of all updates at once (one row for each update):
+maximum elements of one row, and of all rows of all threads together (64 MiB of fp32). With shorter rows, threads would
+spend their time waiting for the GIL."""
 
 
 @dataclass(frozen=True)
 class UpdateInput:
-    """The encoded update of a ticket, as it was accepted or as the server's filters have changed it.
+    """The file of an encoded update: as the site sent it, or as the server's filters have changed it.
 
     Attributes:
-        fd: file of the update.
-        norm: L2 norm of the `params`; None: the norm that was accepted.
+        fd: descriptor of the file.
+        norm: L2 norm of its `params`; None if it is the norm in the update's record.
     """
 
     fd: int
@@ -81,16 +82,16 @@ class UpdateInput:
 
 @dataclass(frozen=True)
 class RoundFiles:
-    """The open input files of a frozen round.
+    """The open input files of a pass.
 
     Attributes:
         base_fd: file of the base, the version that the round starts from.
-        state_fd: file of the base's outer state; None in the first round.
-        updates: ticket → its update's file, in the layout of updates.
-        base_digests: expected `part_digests` of the base; None: not checked.
-        base_state_digests: expected `state_digests` of the base; None: not checked.
-        reduced_fd: file with the pseudo-gradient of `params` from a user's aggregator; None without an aggregator. If
-            given, the updates are used only for the other groups.
+        state_fd: file of the outer state after the base; None in the first round.
+        updates: ticket → file of its update.
+        base_digests: expected `part_digests` of the base; None: do not check.
+        base_state_digests: expected `state_digests` of the base; None: do not check.
+        reduced_fd: file with the pseudo-gradient of `params` from a user's aggregator; None without an aggregator. With
+            it, the updates are used only for the other groups.
     """
 
     base_fd: int
@@ -103,9 +104,10 @@ class RoundFiles:
 
 @dataclass(frozen=True)
 class NextFiles:
-    """The open output files for the next version: descriptors of the version, its outer state and its delta.
+    """Descriptors of the open output files of a pass: the next version, its outer state and its delta.
 
-    Each file has at least the size of its layout, and nothing else reads or writes it during the pass.
+    Each file has at least the size of its layout, and nothing else reads or writes it during the pass. None means that
+    the file is not needed.
     """
 
     version: int
@@ -117,11 +119,12 @@ class NextFiles:
 class ClosedRound(VersionDigests):
     """Result of a pass: digests of the written files, the gradient norm and the time.
 
-    The digests cover the regions `outer_state.version_regions`, `outer_state.state_regions` and `Downlink.parts`.
+    Which bytes each digest covers is in `outer_state.version_regions`, `outer_state.state_regions` and
+    `Downlink.parts`.
 
     Attributes:
-        grad_norm: L2 norm of the reduced pseudo-gradient, precise to six digits, for display; infinite on overflow.
-        seconds: wall time.
+        grad_norm: L2 norm of the reduced pseudo-gradient, precise to six digits; infinite on overflow. For display.
+        seconds: wall time of the pass.
     """
 
     grad_norm: float
@@ -129,7 +132,7 @@ class ClosedRound(VersionDigests):
 
 
 class BaseDamaged(StateCorrupt):
-    """The base version or its outer state does not match its digests: the disk has changed it."""
+    """Raised if the file of the base or of its outer state has other digests than when it was written."""
 
     def __init__(self, what: str) -> None:
         super().__init__(
@@ -148,17 +151,17 @@ def make_version(
     on_progress: Callable[[int], None] | None = None,
     run_elements: int = RUN_ELEMENTS,
 ) -> ClosedRound:
-    """Reduce a round's updates in their order, step, and write the next version of a fragment.
+    """Reduce a round's updates in their order, take the outer step, and write the next version of a fragment.
 
     Args:
-        plan: layouts, codecs, reducers, outer optimizer and the number of threads that do the work. The calling thread
-            waits. torch's own threads are not used, and their number is not changed.
-        frozen: the fragment, and the updates with their weights.
+        plan: layouts, codecs, reducers, outer optimizer and number of threads. The calling thread only waits. torch's
+            own threads are not used, and their number is not changed.
+        frozen: record of the round: fragment, and updates with their weights.
         files: the input files.
         out: the output files. After an error their content is undefined.
         cancelled: event that ends the pass early.
-        on_progress: callback with the bytes of the version that are done. Any thread may call it, but only one at a
-            time.
+        on_progress: callback with the number of bytes of the version that are written so far. It is called from several
+            threads, but never by two at the same time.
         run_elements: maximum number of elements in a byte run; a multiple of 4,096.
 
     Raises:
@@ -181,17 +184,18 @@ def make_version(
 
 
 _File = tuple[str, Column | None]
-"""A file of the pass: (`base` | `version` | `delta`, None), or (`base state` | `state`, a column of that file)."""
+"""A file of the pass, or a column of one: ("base", "version" or "delta", None), ("base state" or "state", column)."""
 
 Kind = Literal["step", "whole", "mean", "add", "max"]
 
 
 def kind_of(spec: TensorSpec, granularity: str) -> Kind:
-    """Return the kind of a tensor, as in the table at the head of this module.
+    """Return how the next value of a tensor is computed, as in the table at the head of this module.
 
     Args:
         spec: the tensor.
-        granularity: `OuterRule.granularity`: "chunk" or "tensor".
+        granularity: `OuterRule.granularity`: whether the outer optimizer can step a tensor in pieces ("chunk"), or
+            needs it whole ("tensor").
     """
     if not spec.is_float:
         return "max"
@@ -203,7 +207,7 @@ def kind_of(spec: TensorSpec, granularity: str) -> Kind:
 
 
 class _Pass:
-    """The state of a pass that its threads share."""
+    """What the threads of one pass share: inputs, outputs and digests."""
 
     def __init__(
         self,
@@ -278,7 +282,7 @@ class _Pass:
         )
 
     def _digests(self, file: str) -> tuple[bytes, ...]:
-        """Return the digests of a file that was read or written, in the order of parts; for a state, also of columns.
+        """Return the digests of a file, in the order of the parts; for an outer state, one for each part and column.
 
         Args:
             file: the first entry of a `_File`, such as "base" or "state".
@@ -286,10 +290,10 @@ class _Pass:
         return tuple(digest for part in self.digests for key, digest in part.items() if key[0] == file)
 
     def _require_base(self) -> None:
-        """Check that the base and its outer state match their digests.
+        """Compare the base and its outer state with their expected digests.
 
         Raises:
-            BaseDamaged: they do not.
+            BaseDamaged: a digest differs.
         """
         files, state = self.files, self.planned.state_layout
         if files.base_digests is not None and self._digests("base") != files.base_digests:
@@ -345,7 +349,7 @@ class _Thread:
         work.progress(part.nbytes)
 
     def _copy_header(self, part: Part) -> None:
-        """Copy a part's share of the header from the base, because all versions have the same header."""
+        """Copy the bytes of the header that are in a part from the base: all versions have the same header."""
         files, nbytes = self._work.files, self._scratch.nbytes
         first = part.pieces[0].offset if part.pieces else part.stop
         for at in range(part.start, first, nbytes):
@@ -356,12 +360,12 @@ class _Thread:
             self._hashes["version", None].update(header)
 
     def _reduce_(self, run: Run, kind: Kind, values: Tensor) -> None:
-        """Compute the next values of tensors that are no parameters: v ← g, or for kind `add`, v ← scale · v + g.
+        """Compute the next values of tensors that are not parameters: v ← g, or for kind `add`, v ← scale · v + g.
 
         Args:
             run: the byte run.
             kind: kind of its tensors.
-            values: values of the base, [n]; overwritten.
+            values: values v of the base, [n]; overwritten.
         """
         updates = self._work.updates
         g, pieces = updates.reduce(run, self._scratch)
@@ -386,7 +390,7 @@ class _Thread:
             part: part of the version that the run belongs to.
 
         Returns:
-            The stepped parameters, [n], in the accumulation dtype.
+            The parameters after the step, [n], in the accumulation dtype.
         """
         work, state = self._work, self._work.planned.columns(run)
         g, gradients = work.params.reduce(run, self._scratch)
@@ -428,10 +432,10 @@ class _Thread:
 
         Args:
             run: the byte run.
-            stored: bytes of the base. Without a delta, they are overwritten with the next version's bytes.
+            stored: bytes of the base. If the pass writes no delta, they are overwritten with the next version's bytes.
 
         Returns:
-            With a delta, the masters after the step, [n]; else None.
+            If the pass writes a delta, the masters after the step, [n]; else None.
         """
         work = self._work
         if self._delta is None:
@@ -455,7 +459,7 @@ class _Thread:
 
 
 class WholeState:
-    """The entries of a state file with one value per tensor, before and after a round; a few bytes per tensor.
+    """The entries of an outer state with one value per tensor, such as `step`, in memory, before and after a round.
 
     Args:
         layout: layout of the state file; None if there is no state file, or if the optimizer steps whole tensors.
@@ -482,7 +486,7 @@ class WholeState:
                     self._after.setdefault(tensor, {})[key] = new[span].view(dtype).view(shape)
 
     def clones(self, tensor: str) -> State:
-        """Return copies of a tensor's entries from before the round: key → value."""
+        """Return copies of a tensor's entries before the round: key → value."""
         return {key: value.clone() for key, value in self._before.get(tensor, {}).items()}
 
     def set(self, tensor: str, key: str, value: Tensor) -> None:
@@ -502,9 +506,10 @@ def step_whole_tensors(
     base: tuple[int, int | None],
     out: tuple[int, int | None],
 ) -> float:
-    """Step every parameter of a version, and write parameters and outer state.
+    """Do the outer step for every parameter of a version, one whole tensor at a time, and write the results.
 
-    If versions are downloaded through a codec, only the outer state with its masters is written.
+    Write parameters and outer state. If versions are downloaded through a codec, write only the outer state, which
+    includes the masters.
 
     Args:
         planned: layouts of the fragment.
@@ -534,7 +539,7 @@ def step_whole_tensors(
         states = None if before is None else [before]
         (after,) = stepper.step_([theta], [g.view(spec.shape)], states, [spec.name])
         failpoint("pass.write")
-        if planned.downlink is None:  # else `make_version` makes the version part by part, from the master
+        if planned.downlink is None:  # otherwise `make_version` makes the version from the masters, part by part
             _write(out[0], segment, values.copy_(theta))
         for key, entry in state.items():
             assert out[1] is not None

@@ -1,8 +1,8 @@
-"""The outer state file: the outer optimizer's state between rounds. Each version has one, if there is such state.
+"""The outer state: the state of the outer optimizer between rounds, in one file for each version.
 
 The file is a safetensors file with tensors named `<tensor>.<key>`, such as `layer.weight.momentum_buffer` and
-`layer.weight.step`. The key `master` is a parameter's fp32 master, without rounding by casts. It exists if the version
-holds the parameter in a smaller dtype, or if versions are downloaded through a lossy codec.
+`layer.weight.step`. The key `master` is a parameter's fp32 master: its value before it is cast to the version's dtype.
+It exists if the version has the parameter in a smaller dtype, or if versions are downloaded through a lossy codec.
 
 The file is ordered by columns: all `momentum_buffer`, then all `step`, and so on. So a byte run of the version
 corresponds to one byte run of each column. Entries have one of two groups:
@@ -32,22 +32,22 @@ RUNS = "runs"
 WHOLES = "wholes"
 
 Column = tuple[str, str]
-"""(key, dtype): all entries of the state file with this key and dtype."""
+"""(key, dtype). The column consists of all entries of the state file with this key and dtype."""
 
 Entries = Mapping[str, Mapping[str, Segment]]
-"""Tensor → key → segment of the state file."""
+"""Name of a tensor → key → segment of the state file."""
 
 
 def state_layout(
     specs: Sequence[TensorSpec], rule: OuterRule, part_bytes: int = PART_BYTES, *, masters: bool = False
 ) -> tuple[bytes, Layout] | None:
-    """Return the header and layout of the state file; None if there is no state to keep.
+    """Return the header and layout of the state file; None if the outer optimizer has no state and needs no masters.
 
     Args:
         specs: tensors of the version.
         rule: the outer optimizer.
         part_bytes: size of a part.
-        masters: whether every parameter has a master, independent of its dtype.
+        masters: whether every parameter has a master, whatever its dtype.
 
     Raises:
         ConfigError: two entries would have the same name, or a key contains a dot.
@@ -77,7 +77,7 @@ def _kept(spec: TensorSpec, rule: OuterRule, masters: bool) -> list[StateSpec]:
 
 
 def entries(layout: Layout | None) -> Entries:
-    """Return the segments of a state file: tensor → key → segment; empty for None."""
+    """Return name of a tensor → key → segment, for all segments of a state file. If `layout` is None, return none."""
     table: dict[str, dict[str, Segment]] = {}
     for segment in layout.segments if layout else ():
         tensor, _, key = segment.spec.name.rpartition(".")
@@ -86,7 +86,7 @@ def entries(layout: Layout | None) -> Entries:
 
 
 def version_regions(version: Layout) -> tuple[Ranges, ...]:
-    """Return the byte ranges that each digest of `ClosedRound.part_digests` covers: one range per part."""
+    """Return the byte ranges of a version's file that each digest in `ClosedRound.part_digests` covers: its parts."""
     return tuple(((part.start, part.nbytes),) for part in version.parts)
 
 
@@ -120,16 +120,16 @@ def tail_region(state: Layout) -> Ranges:
 
 
 def is_whole(fd: int, version: Layout, digests: Sequence[bytes], *, in_chunks: bool) -> bool:
-    """Return whether an outer state file matches its digests. The file's own header tells how it was cut.
+    """Return whether an outer state file matches its digests, without knowing the outer optimizer's settings.
 
-    If the outer optimizer steps in chunks and every tensor is a scalar, the header does not tell. In that case the
-    digests have to match one of the ways to cut it.
+    The entries of the group `runs` are found by their shapes, which the file's header has. If every tensor of the
+    version is a scalar, the shapes do not tell, and the digests have to match one of the possible divisions.
 
     Args:
         fd: the outer state file.
         version: layout of the version that the state belongs to.
         digests: the recorded digests, as in `state_regions`.
-        in_chunks: whether the outer optimizer steps tensors chunk by chunk.
+        in_chunks: whether the outer optimizer can step a tensor in pieces.
     """
     header = read_header(lambda at, count: os.pread(fd, count, at), os.fstat(fd).st_size, "the outer state")
     shapes = {segment.spec.name: segment.spec.shape for segment in version.segments}

@@ -1,4 +1,4 @@
-"""The plan of a run: layouts of all files, codecs, reducers and the outer optimizer, from settings and model."""
+"""The plan of a run, computed from its settings and model: layouts of files, codecs, reducers, outer optimizer."""
 
 from __future__ import annotations
 
@@ -54,24 +54,24 @@ PLACED = (
     "network.part_bytes",
     "disk.in_files",
 )
-"""Settings on which the result of a round depends. The server sends them to the workers of a swarm."""
+"""Settings on which the result of a round depends. The server of a swarm sends them to the workers, which aggregate."""
 
 
 def placed_settings(settings: Settings) -> dict[str, Any]:
-    """Return the settings in `PLACED` as JSON values: setting → value."""
+    """Return setting → value, as JSON values, for the settings in `PLACED`."""
     return settings.chosen(PLACED)
 
 
 @dataclass(frozen=True)
 class FragmentPlan:
-    """The layouts of one fragment's files.
+    """The layouts of the files of one fragment.
 
     Attributes:
         schema: tensors of the fragment.
         header: header of a version's file.
         version: layout of a version.
         update: layout of an encoded update.
-        state: header and layout of the outer state file; None if there is no outer state.
+        state: header and layout of the file of the outer optimizer's state; None if there is no such state.
         downlink: codec and layout of deltas; None if versions are always pulled whole.
     """
 
@@ -83,7 +83,7 @@ class FragmentPlan:
     downlink: Downlink | None
 
     def shapes(self) -> FragmentShapes:
-        """Return sizes and digest regions of the fragment's files, for the store."""
+        """Return sizes, headers and hashed regions of the fragment's files, as the store needs them."""
         state = None
         if self.state:
             header, layout = self.state
@@ -102,34 +102,36 @@ class FragmentPlan:
 
     @property
     def state_layout(self) -> Layout | None:
-        """Layout of the outer state file; None if there is no outer state."""
+        """Layout of the file of the outer optimizer's state; None if there is no such state."""
         return self.state[1] if self.state else None
 
     @cached_property
     def version_runs(self) -> RunTable:
-        """Byte runs of a version. Each pass sets their maximum size by `cut`."""
+        """Byte runs of a version. Each pass sets their maximum size with `RunTable.cut`."""
         return RunTable(self.version, TILE)
 
     @cached_property
     def update_runs(self) -> RunTable:
-        """Byte runs of an update, to find the `counterpart` of a version's byte run."""
+        """Byte runs of an update, to find the same elements as in a byte run of a version (`RunTable.counterpart`)."""
         return RunTable(self.update, TILE)
 
     @cached_property
     def reduced_runs(self) -> RunTable:
-        """Byte runs of a user aggregator's result file, to find the `counterpart` of a version's byte run."""
+        """Byte runs of the result of a user's aggregator, to find the same elements as in a byte run of a version."""
         return RunTable(result_layout(self.schema, self.version.part_bytes), TILE)
 
     @cached_property
     def entries(self) -> Entries:
-        """Segments of the outer state file: tensor → key → segment."""
+        """Segments of the file of the outer optimizer's state: name of a tensor → key → segment."""
         return entries(self.state_layout)
 
     def columns(self, run: Run) -> dict[str, tuple[Column, int, torch.dtype]]:
-        """Return, for each per-element entry of the outer state, where the elements of a byte run begin.
+        """Return where the outer optimizer's state of the elements of a byte run begins.
+
+        Only keys with one element per element of the tensor, such as `momentum_buffer`, are returned.
 
         Returns:
-            key → (column, offset of the run's first element in the state file, dtype).
+            key → (column, byte offset of the run's first element in the state file, dtype).
         """
         head = run.pieces[0]
         return {
@@ -145,7 +147,19 @@ class FragmentPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """The arithmetic of a run, and the layouts of its fragments. Without streaming, the model is one fragment."""
+    """What a round of a run computes, and the layouts of its files. Without streaming, the model is one fragment.
+
+    Attributes:
+        settings: settings of the run.
+        algorithm: the algorithm, with the settings applied.
+        split: the model's schema and its fragments.
+        codecs: name → codec.
+        rule: the outer optimizer.
+        reducers: group → reducer of its floats.
+        fragments: layouts of each fragment's files.
+        threads: number of threads that aggregate a round.
+        staleness_weight: function of an update's staleness that returns a factor for its weight.
+    """
 
     settings: Settings
     algorithm: ResolvedAlgorithm
@@ -164,7 +178,7 @@ class Plan:
         Args:
             settings: settings of the run.
             split: the model's schema and fragments.
-            outer: constructor of the outer optimizer, instead of the one in the settings.
+            outer: class or function that creates the outer optimizer; None if the settings name it.
 
         Raises:
             ConfigError: the algorithm, codec, reducer or outer optimizer cannot be used. The message says why.
@@ -221,17 +235,17 @@ class Plan:
 
     @property
     def versions(self) -> tuple[Layout, ...]:
-        """The layout of each fragment's versions."""
+        """Layout of a version, for each fragment."""
         return tuple(fragment.version for fragment in self.fragments)
 
     @property
     def has_masters(self) -> bool:
-        """Whether versions are downloaded through a codec. If so, only the masters hold the exact model."""
+        """Whether versions are downloaded through a codec. If so, the exact model is only in the masters."""
         return any(fragment.downlink is not None for fragment in self.fragments)
 
     @property
     def is_swarm(self) -> bool:
-        """Whether the run is a swarm, in which workers aggregate and hold the versions."""
+        """Whether the run is a swarm, in which workers aggregate rounds and keep the versions."""
         return self.settings.swarm.enabled
 
     @property
@@ -242,10 +256,10 @@ class Plan:
     def new_file(self, name: str, nbytes: int) -> int:
         """Create an unnamed temporary file of zeros, and return its descriptor.
 
-        The file is in the state directory, or in memory if the run keeps its tensors in memory.
+        The file is in the state directory. With `disk.in_files = false` it is in memory.
 
         Args:
-            name: label for a file in memory.
+            name: name that a file in memory gets, for debugging.
             nbytes: size of the file.
 
         Raises:
@@ -267,7 +281,7 @@ class Plan:
 
     @property
     def needs_population(self) -> bool:
-        """Whether a reducer needs the total weight of all sites.
+        """Whether a reducer needs the total weight of all sites, also of those without an update in the round.
 
         If so, the journal keeps the weight of each site's first update.
         """
@@ -275,10 +289,10 @@ class Plan:
 
 
 def _require_fitting(settings: Settings, split: Split) -> None:
-    """Check that every pattern of `algorithm.outer_lr_of` matches a parameter that is stepped.
+    """Check that every pattern of `algorithm.outer_lr_of` matches the name of a float parameter.
 
     Raises:
-        ConfigError: a pattern matches none.
+        ConfigError: a pattern matches no name.
     """
     names = [spec.name for spec in split.schema.tensors if spec.group == PARAMS and spec.is_float]
     for pattern in settings.algorithm.outer_lr_of:

@@ -3,10 +3,10 @@
     (a)  aggregate(updates) → (name, pseudo-gradient) pairs, or a mapping
     (b)  accept(update) when an update arrives, then aggregate() → as in (a), then reset()
 
-The pseudo-gradient of a tensor is base − local. The outer optimizer steps against it, as against a gradient.
+The pseudo-gradient of a tensor is base − local. The outer optimizer uses it as a gradient.
 
-The result is written to a file that holds only `params`. Each element is in the accumulation dtype, so that nothing is
-rounded before the outer step.
+The result is written to a file with `params` only. Each element has the accumulation dtype (at least fp32), so that
+nothing is rounded before the outer step.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from atoll.tensors.schema import Schema
 
 @dataclass(frozen=True)
 class Update:
-    """One accepted update, as a user's aggregator gets it. Its tensors stay on disk as long as this object lives.
+    """One accepted update, as a user's aggregator gets it. Its tensors can be read as long as this object lives.
 
-    An aggregator may keep updates after the round, up to the setting `max_kept_updates`.
+    An aggregator may keep updates after the round, at most `aggregation.max_kept_updates`.
 
     Attributes:
         site: name of the site.
         round: number of the round that the update was submitted for.
-        weight: weight from the site; finite and positive.
+        weight: weight that the site gave to the update; finite and positive.
         steps: number of local steps; 0 if the site did not report it.
-        metrics: metrics from the site.
-        tensors: name → pseudo-gradient, for every tensor of `params`. A tensor is read and decoded at each access.
+        metrics: metrics that the site reported.
+        tensors: name → pseudo-gradient, for every tensor of `params`. Each access reads the tensor from disk.
         buffers: name → value, for every buffer. The server averages buffers itself.
     """
 
@@ -55,7 +55,7 @@ class Update:
 
 
 class AllAtOnce:
-    """An aggregator of form (a), with the interface of form (b): it collects the updates of a round."""
+    """Gives a user's aggregator of form (a) the interface of form (b), by collecting the updates of a round."""
 
     incremental = False
 
@@ -68,16 +68,16 @@ class AllAtOnce:
         self._updates.append(update)
 
     def aggregate(self) -> object:
-        """Call the user's function with all updates since the last `reset`, in order, and return its result."""
+        """Call the user's function with all updates since the last `reset`, in the order of `accept`."""
         return self._aggregate(tuple(self._updates))
 
     def reset(self) -> None:
-        """Drop the updates of this round."""
+        """Forget the collected updates."""
         self._updates.clear()
 
 
 class Incremental:
-    """A user's aggregator that takes updates one by one. Each call is passed on to the user's object."""
+    """A user's aggregator of form (b), which gets updates one by one. Calls go straight to the user's object."""
 
     incremental = True
 
@@ -146,7 +146,7 @@ def result_layout(schema: Schema, part_bytes: int) -> Layout:
 
 
 class BadResult(Exception):
-    """An aggregator's result cannot be used. The text says why, as the rest of a sentence that begins with "it"."""
+    """Raised if an aggregator's result cannot be used. The text says why, and continues a sentence that begins "it"."""
 
 
 def write_result(fd: int, layout: Layout, given: object, progress: Callable[[], None]) -> None:
@@ -155,12 +155,12 @@ def write_result(fd: int, layout: Layout, given: object, progress: Callable[[], 
     Args:
         fd: the file.
         layout: layout of the file, from `result_layout`.
-        given: the result: (name, tensor) pairs or a mapping. Errors of its iteration are raised unchanged.
+        given: the result: (name, tensor) pairs or a mapping. It may be a generator; its errors are raised unchanged.
         progress: callback after each tensor.
 
     Raises:
-        BadResult: `given` has no pairs; a name is unknown, missing or repeated; or a tensor does not fit or is not
-            finite.
+        BadResult: `given` does not consist of pairs; a name is unknown, missing or repeated; or a tensor has the wrong
+            shape or dtype, or is not finite.
         OSError: the write failed.
     """
     if isinstance(given, Mapping):
@@ -188,7 +188,7 @@ def _checked(segment: Segment, value: object) -> Tensor:
     """Check one tensor of a result, and return it on the CPU, contiguous and in the accumulation dtype.
 
     Raises:
-        BadResult: the value is no dense tensor, has the wrong shape or dtype, or is not finite.
+        BadResult: the value is not a dense tensor, has the wrong shape or dtype, or is not finite.
     """
     spec = segment.spec
     if isinstance(value, LazyTensor):

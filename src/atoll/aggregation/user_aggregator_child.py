@@ -2,14 +2,14 @@
 
     from the server                           to the server
     begin      load the aggregator            ready | bad    loaded | loading failed
-    file       the result goes to this file
-    update     one update and its spool       progress       a tensor was read or written
-    aggregate  write the result               done | error   the result is written | why not
-    reset      drop the updates
+    file       write results to this file
+    update     one update, with its file      progress       a tensor was read or written
+    aggregate  write the result               done | error   the result is written | the user's code failed
+    reset      forget the updates
     release    close an update's file         released       an update's file is closed
 
 The user's code runs in the main thread. A second thread reads messages, so that `release` works while the user's code
-runs. A third thread sends messages, because an update may be dropped at any moment, even during a send.
+runs. A third thread sends messages: `released` is sent when Python deletes an update, which may happen during a send.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ from atoll.tensors.schema import BUFFERS, Schema, TensorSpec
 PROGRESS_S = 0.1
 """Minimum seconds between two `progress` messages."""
 END_S = 2.0
-"""Seconds that the user's code may continue after the server has closed the connection."""
+"""Maximum seconds that the user's code may continue after the server has closed the connection."""
 
 
 def main(fd: int) -> None:
-    """Run the child process: obey the server at the other end of the socket `fd` until the connection ends."""
+    """Run the child process: carry out the server's messages from the socket `fd` until the connection ends."""
     _Child(ProcessPipe(socket.socket(fileno=fd))).run()
 
 
@@ -189,7 +189,7 @@ class _Child:
 def _where(error: BaseException) -> str:
     """Return the file and line of the user's code at which an error was raised.
 
-    This is the innermost frame outside Atoll and the Python installation; if there is none, the innermost frame.
+    It is the innermost frame outside Atoll and the Python installation. Without such a frame it is the innermost one.
     """
     frames = traceback.extract_tb(error.__traceback__)
     here = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))

@@ -217,7 +217,7 @@ class WorkflowSchedule:
         self._task = asyncio.get_running_loop().create_task(self._main())
 
     def stop(self) -> None:
-        """Stop the running workflow. Its function ends at its next call of the controller, which raises `ServerStops`."""
+        """Stop the running workflow. Its function ends with its next call of the controller, which raises an error."""
         if self._task is not None:
             self._task.cancel()
         if self._controller is not None:
