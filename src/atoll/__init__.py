@@ -13,8 +13,8 @@
     atoll.Simulation(model, settings, script=train, sites=200).run()     # many sites on this machine
 
 Public modules: `atoll.recipes` starts a run in one call. `atoll.objects` passes tensors by reference.
-`atoll.functional` offers rounds as functions. `atoll.testing` helps to test plugins and scripts. Import what an
-extension is made of from `atoll.algorithms`, `codecs`, `filters`, `outer_optimizers` and `reducers`.
+`atoll.functional` offers rounds as functions. `atoll.testing` helps to test plugins and scripts. The base classes of
+your own extensions are in `atoll.algorithms`, `codecs`, `filters`, `outer_optimizers` and `reducers`.
 
 Importing this module is fast: each name imports its dependencies on first use.
 """

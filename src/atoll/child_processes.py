@@ -1,4 +1,4 @@
-"""Child processes: those of a command or a recipe, which end with it, and those that get messages through a pipe."""
+"""Start child processes: a group that ends with this process, or one process that exchanges messages through a pipe."""
 
 from __future__ import annotations
 
@@ -140,13 +140,13 @@ def _handled_by(handler: Callable[[int, FrameType | None], object] | signal.Hand
 MOST_BYTES = 2**16
 """Maximum size of a message in a `ProcessPipe`. A longer message is sent as a memory file."""
 LONG = b"+"
-"""Sent in place of a message that is in a memory file."""
+"""Sent in place of a long message. The message itself is in a memory file; its descriptor is sent, too."""
 
 
 class ProcessPipe:
     """One end of the connection between two processes. A message is JSON, and may carry a file descriptor.
 
-    Any thread may call `send`; only one may call `receive`.
+    Any thread may call `send`; only one thread may call `receive`.
 
     Args:
         end: one socket of `pair`. The pipe closes it.
@@ -179,7 +179,7 @@ class ProcessPipe:
                 self._socket.send(data)
 
     def receive(self) -> tuple[dict[str, Any], int | None]:
-        """Return the next message and its file descriptor, which the caller closes; None if it has no file.
+        """Return the next message and its file descriptor; None if the message has none. The caller closes it.
 
         Raises:
             EOFError: the other side has closed the connection.
@@ -206,15 +206,15 @@ class ProcessPipe:
 
 
 class PipedProcess:
-    """A process that runs `main` of a module with one end of a `ProcessPipe`; this process has the other end, `pipe`.
+    """A child process that runs the function `main` of a module. `pipe` is this process's end of a pipe to the child.
 
-    What it prints goes to standard error, apart from this process's standard output. Ctrl-C does not reach it.
+    The child's standard output goes to standard error. Ctrl-C does not reach the child.
 
     Args:
-        module: the module. The process has this process's `sys.path`.
-        numbers: further arguments of `main`, after the descriptor of its end.
-        environment: all environment variables of the process.
-        inherited: file descriptors that the process gets, in addition to its end.
+        module: name of the module. The child gets this process's `sys.path`.
+        numbers: arguments of `main` after the first one, which is the file descriptor of the child's end of the pipe.
+        environment: all environment variables of the child.
+        inherited: further file descriptors that the child inherits.
     """
 
     def __init__(

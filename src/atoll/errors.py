@@ -103,7 +103,7 @@ class SchemaMismatch(AtollError):
 
 
 class UpdateRefused(AtollError):
-    """The server has quarantined an update. The round continues with the others, or waits for a new update."""
+    """The server has refused an update. The round continues with the other updates, or waits for a new one."""
 
     code, exit_code = "update_refused", 6
 
@@ -115,13 +115,13 @@ class PeerError(AtollError):
 
 
 class VersionSkew(PeerError):
-    """The two sides have different protocol versions, or one cannot read the other's message: upgrade one of them."""
+    """The two sides have different protocol versions, or one cannot read a message of the other: upgrade one side."""
 
     code = "version_skew"
 
 
 class AuthError(PeerError):
-    """The server refuses a request without its token, without an object's secret, or for a foreign host name."""
+    """A request has no valid token, no valid secret of an object, or a Host header that the server does not accept."""
 
     code, exit_code = "auth", 8
 
@@ -139,7 +139,7 @@ class Superseded(PeerError):
 
 
 class TicketClosed(PeerError):
-    """The ticket's round or the task is over, or belongs to another site. The worker asks for the next one."""
+    """The ticket or task is no longer open, or belongs to another site. The worker asks for its next ticket or task."""
 
     code = "ticket_closed"
 
@@ -181,7 +181,7 @@ class TransferError(AtollError):
 
 
 class ServerUnreachable(TransferError):
-    """No server answers at the address. If `is_other`, the answer came from another program or an unproven server."""
+    """No server answers at the address. If `is_other`, something else did, or TLS did not verify the server."""
 
     code = "unreachable"
     is_other = False
@@ -206,7 +206,7 @@ class TransferAborted(TransferError):
 
 
 class StoreError(AtollError):
-    """A disk or file error on this machine. A client of a server with this error gets `Busy` or `DiskFull`."""
+    """A disk or file error on this machine. If the server has this error, its workers get `Busy` or `DiskFull`."""
 
     code, exit_code = "store", 7
 
@@ -230,7 +230,7 @@ class StateCorrupt(StoreError):
 
 
 class SyncFailed(StoreError):
-    """An fsync failed, so the last writes may be lost. It is never repeated, and the server must end."""
+    """An fsync failed, so the last writes may be lost. The fsync is not repeated, and the server must end."""
 
     code = "sync_failed"
 
@@ -292,7 +292,7 @@ def passing(error: BaseException) -> str | None:
 
 
 def out_of_memory(error: BaseException | None) -> RunFailed | None:
-    """Return the error that ends the server, if memory for an object or a thread is lacking; None for other errors."""
+    """Return a `RunFailed` to end the server with, if `error` says that memory or threads ran out; else None."""
     no_thread = isinstance(error, RuntimeError) and str(error) == "can't start new thread"
     if not no_thread and not isinstance(error, MemoryError):
         return None
@@ -330,8 +330,8 @@ def public_api(target: F) -> F:
     """Remove the frames and causes inside Atoll from errors that leave a public function. Use as a decorator.
 
     Args:
-        target: a function. Or a class, for its constructor, public methods and properties, but not for its generator
-            methods: these raise later, during the iteration.
+        target: a function or a class. A class gets its constructor, public methods and properties decorated, but not
+            its generator methods: these raise later, during the iteration.
     """
     if not isinstance(target, type):
         function: F = _public_function(target)

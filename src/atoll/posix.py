@@ -20,7 +20,7 @@ FULL = {errno.ENOSPC, errno.EDQUOT}
 
 
 class FolderTaken(Exception):
-    """Error: another process, or another part of this one, has the lock. `str()` is its name from the lock file."""
+    """Another process, or another part of this process, has the lock. `str()` is the name in the lock file."""
 
 
 class OwnedFile:
@@ -35,7 +35,7 @@ class OwnedFile:
             os.close(fd)
 
     def __del__(self) -> None:
-        """Close the descriptor, if its request was cancelled so that no code did."""
+        """Close the descriptor if no code has, for example because a request was cancelled."""
         self.close()
 
 
@@ -158,11 +158,10 @@ NO_FOLDER_LOCKS = {errno.EBADF, errno.EINVAL, errno.ENOLCK, errno.ENOTSUP}
 
 
 def take_folder(folder: Path) -> int:
-    """Lock a folder through a descriptor of the folder itself. The file `lock` in it contains this process's name.
+    """Lock a folder, and write this process's name into the file `lock` in it.
 
-    So the lock also holds if the file `lock` is removed. If the file system cannot lock folders, lock the file instead.
-
-    Returns and raises the same as `take_lock`.
+    The lock is on the folder itself, so it holds even if the file `lock` is removed. If the file system cannot lock
+    folders, lock the file instead. Returns and raises the same as `take_lock`.
     """
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:

@@ -221,10 +221,15 @@ def _load_file(path: Path) -> ModuleType:
 
 
 def require_known(kind: str, setting: str, name: str) -> None:
-    """Refuse an unknown name without importing what it stands for.
+    """Check that a name is registered, without importing its module. Names with a colon (paths to code) pass.
+
+    Args:
+        kind: kind of extension, such as `codecs`.
+        setting: the setting with the name, for the message.
+        name: the name.
 
     Raises:
-        ConfigError: the nearest known one is offered.
+        ConfigError: the name is unknown. The message suggests the nearest known name.
     """
     known = names(kind)
     if name not in known and ":" not in name:

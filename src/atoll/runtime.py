@@ -13,7 +13,7 @@ A failpoint is a named place in the code where a test can make the process fail.
     pause:PATH            create the file PATH.reached, then wait until the file PATH exists
 
 `@3` limits an action to the third time, `@1,2` to the first and second time. The default is `@1`. Without the variable,
-a failpoint only tests whether a dict is empty.
+a failpoint costs no more than a test whether a dict is empty.
 """
 
 from __future__ import annotations
@@ -194,8 +194,8 @@ def return_freed_memory(least_bytes: int = 5 * 2**19) -> None:
     is set, it takes precedence.
 
     The default is above 2 MiB, the chunk size of downloads: to get each of these chunks from the system would cost a
-    tenth of the server's CPU time. For the same reason the top of the heap is returned only when it has grown by eight
-    times as much: with parts of 16 MiB, that saves three of four page faults, and 2 % of the server's CPU time.
+    tenth of the server's CPU time. For the same reason, free memory at the top of the heap is returned only from
+    8 × `least_bytes` on: with parts of 16 MiB, that saves three of four page faults, and 2 % of the server's CPU time.
     """
     if "MALLOC_MMAP_THRESHOLD_" in os.environ:
         return
@@ -277,7 +277,7 @@ def switch_failpoints_on(text: str) -> str:
 
 
 def times_reached(name: str) -> int:
-    """Return how often the failpoint `name` was reached since failpoints were last switched. 0 if it is not active."""
+    """Return how often an active failpoint was reached since `switch_failpoints_on`; 0 if it is not active."""
     return _reached.get(name, 0)
 
 

@@ -49,7 +49,8 @@ class KeptState(Protocol):
 class LocalContext:
     """The inputs of a correction in one round: the model, the pulled version and the site's kept tensors.
 
-    At ranks other than 0 of a site, the version and the kept tensors read as zeros: see `Correction.shared`.
+    Only rank 0 of a site has the version and the kept tensors; the other ranks read zeros. `Correction.shared` copies
+    tensors from rank 0 to the others.
 
     Attributes:
         parameters: the model's parameters, with the pulled values: name → tensor, including frozen parameters.
@@ -67,25 +68,33 @@ class LocalContext:
         return {name: value for name, value in self.parameters.items() if value.requires_grad}
 
     def version(self, group: str, name: str, start: int = 0, stop: int | None = None) -> Tensor:
-        """Return a parameter's tensor of one group of the version: elements [start, stop), flat, on the CPU.
+        """Return the pulled version's values for a parameter in a group: flat, on the CPU.
 
-        By default, all elements.
+        Args:
+            group: `params`, for the parameter itself, or a group that every version stores beside the model.
+            name: name of the parameter.
+            start: first element.
+            stop: element after the last one; None: to the end.
         """
         tensor = name if group == PARAMS else name_beside(group, name)
         return self.read_version(tensor, start, self._stop(name, stop))
 
     def own(self, group: str, name: str, start: int = 0, stop: int | None = None) -> Tensor:
-        """Return a parameter's kept tensor of one group of the site: elements [start, stop), flat, on the CPU.
+        """Return the values that the site keeps for a parameter in a group: flat, on the CPU.
 
-        By default, all elements.
+        Args:
+            group: a group of `LocalRule.keeps`.
+            name: name of the parameter.
+            start: first element.
+            stop: element after the last one; None: to the end.
         """
         return self.kept.read(name_beside(group, name), start, self._stop(name, stop))
 
     def keep(self, group: str, name: str, values: Tensor, start: int = 0) -> None:
-        """Set the next values of a parameter's kept tensor from element `start` on.
+        """Set the next values that the site keeps for a parameter in a group, from element `start` on.
 
-        Call this in `Correction.finish`. The values take effect when the update counts. For each tensor, set either all
-        elements or none; without new values a tensor stays unchanged.
+        Call this in `Correction.finish`. The values take effect when the update counts. For each parameter, set either
+        all elements or none. Without new values, the kept values stay.
         """
         self.kept.write(name_beside(group, name), start, values.detach().reshape(-1).cpu())
 
@@ -115,7 +124,7 @@ class Correction:
         """Change the gradients of these parameters in place, before a step. A parameter's `grad` may be None."""
 
     def penalty(self, names: Collection[str]) -> Tensor | None:
-        """Return the penalty term, 0-d; `before_step_` adds the term's gradient. None: there is no such term.
+        """Return the loss term with the gradient that `before_step_` adds, as a 0-d tensor. None: there is no term.
 
         Atoll adds the penalty to the loss that a closure returns, because a line search needs loss and gradient to
         match.
@@ -163,7 +172,7 @@ class Algorithm:
         citation: title, authors and arXiv number of the paper.
         outer: name of the outer optimizer (`registry.TABLES["outer"]`).
         outer_options: keyword arguments of the outer optimizer.
-        reduce: group → name of its reducer, for floating point tensors. Integers and booleans always take `max`.
+        reduce: group → name of its reducer, for floating point tensors. Integers and booleans are reduced by `max`.
         local: the class of the local rule; None: sites train without correction.
         codec: the default codec of `params`; the run file can name another.
         on_missed: what a DiLoCo worker does after it missed a round. `rebase` keeps its local steps; `reset` discards

@@ -50,7 +50,7 @@ class ByHand:
 
 
 def require_tensors(what: str, given: object, shapes: Shapes) -> dict[str, Tensor]:
-    """Return contiguous CPU tensors in fp32 (fp64 for fp64), one for each parameter.
+    """Check the tensors of a script, one for each parameter. Return them contiguous, on the CPU, as fp32 or fp64.
 
     Args:
         what: the argument's name, for messages.
@@ -91,10 +91,10 @@ def require_tensors(what: str, given: object, shapes: Shapes) -> dict[str, Tenso
 def given_groups(
     given: object, shapes: Mapping[str, Shapes], kept: KeptState | None, keeps: tuple[str, ...]
 ) -> Callable[[Moved], Mapping[str, Runs]]:
-    """Return a function like `StepHooks.finish`: it returns readers of the group tensors that a script submits.
+    """Check the group tensors that a script submits. Return a function that can be used in place of `StepHooks.finish`.
 
-    If the site keeps a group, reading adds the given values to the site's kept tensors of that group. The server adds
-    the reduction of all sites' values to the version's tensors in the same way.
+    The function returns readers of these tensors. If the site keeps a group, reading a value also adds the value to the
+    site's kept tensor. In the same way, the server adds the reduced values of all sites to the version's tensor.
 
     Args:
         given: group → parameter name → tensor.

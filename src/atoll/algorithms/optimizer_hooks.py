@@ -205,8 +205,8 @@ class StepHooks:
         model: the model that is trained.
         algorithm: the algorithm's name, for messages.
         rule: the algorithm's local rule; None: steps are counted but not corrected.
-        version: a function that reads tensors of the pulled version, by name; None: they read as zeros.
-        kept: the tensors that the site keeps between rounds; None: they read as zeros.
+        version: a function that reads tensors of the pulled version, by name; None: all values are zeros.
+        kept: the tensors that the site keeps between rounds; None: all values are zeros.
 
     Attributes:
         steps: number of optimizer steps so far.

@@ -72,7 +72,7 @@ class ResolvedAlgorithm:
 
 
 TASKS_ALONE = "fedavg"
-"""The algorithm to assume if the settings name none. They may do so only for a run that just executes tasks."""
+"""The algorithm for settings that name none. Only a run that just executes tasks may have such settings."""
 
 
 def require_training(settings: Settings) -> None:
@@ -115,7 +115,7 @@ def resolve(settings: Settings, outer_given: Callable[..., Any] | None = None) -
 
     Args:
         settings: the run's settings.
-        outer_given: an outer optimizer from the program; it takes the place of the one in the settings.
+        outer_given: a callable from the program that builds the outer optimizer, instead of the one in the settings.
 
     Raises:
         ConfigError: a name is unknown (the message suggests the nearest one), an option does not exist or has a wrong

@@ -51,7 +51,7 @@ def _refuse_beside(at: At, is_default: IsDefault, this: str, others: Mapping[str
 
 
 def shown(value: Any) -> str:
-    """Return a value as text for a message; a table with a name or a path is shown by that alone."""
+    """Return a value as text for a message. Of a table with a name or a path, return only the name or path."""
     return repr(getattr(value, "target", None) or value)
 
 
@@ -139,7 +139,9 @@ _WHOLE_MODELS = {
 
 
 def _require_streaming(at: At, is_default: IsDefault) -> None:
-    """Check that H, K and τ fit each other (Streaming DiLoCo, arXiv 2501.18512, section 2).
+    """Check that `sync_every` (H), `num_fragments` (K) and `fragment_sync_delay` (τ) fit each other.
+
+    The letters are those of Streaming DiLoCo, arXiv 2501.18512, section 2.
 
     Raises:
         ConfigError: the values do not fit, or another setting does not support several fragments.

@@ -313,7 +313,8 @@ def _code(target: Any, move: Move) -> Any:
 def _moved_table(key: str, table: Any, move: Move) -> Any:
     """Return a table with `move` applied to its paths.
 
-    A workflow without a name gets its path as the run file has it, so that the name stays when the folder is moved.
+    If a workflow step has no name, its path before `move` becomes its name, so that moving the folder does not rename
+    the step.
     """
     if not isinstance(table, Mapping):
         return table

@@ -63,7 +63,7 @@ LEAST_CHUNK_BYTES, MOST_CHUNK_BYTES, CHUNK_STEP_BYTES = 2**16, 2**24, 64
 
 
 def is_chunk(nbytes: int) -> bool:
-    """Return whether parts may have this size."""
+    """Return whether parts of objects may have this size, in bytes."""
     return LEAST_CHUNK_BYTES <= nbytes <= MOST_CHUNK_BYTES and nbytes % CHUNK_STEP_BYTES == 0
 
 
@@ -77,7 +77,7 @@ def _chunk(nbytes: int) -> int:
 
 
 ChunkBytes = Annotated[int, AfterValidator(_chunk)]
-"""Type of a setting for the size of a part, in bytes. 0 is also allowed."""
+"""Type of a setting for the size of a part, in bytes; 0: tensors are sent inside the message."""
 
 
 class Group(BaseModel):

@@ -65,7 +65,7 @@ class WorkflowEntry:
 
 @dataclass(frozen=True)
 class Component:
-    """A component of the run file: an object that is created by calling what `path` names with `args`."""
+    """A component of the run file: the object that the class or function at `path` returns when called with `args`."""
 
     path: str
     args: Mapping[str, Any]
@@ -126,7 +126,7 @@ def _entry(place: int, table: Mapping[str, Any]) -> WorkflowEntry:
 
 
 def _own_keys(where: str, kind: str, table: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys of a table that are arguments of its kind of workflow.
+    """Return the entries of a table that are arguments of the workflow, not keys of every step.
 
     Raises:
         ConfigError: the table has an unknown key.
