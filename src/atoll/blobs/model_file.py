@@ -26,7 +26,7 @@ from atoll.tensors.safetensors_header import read_header
 from atoll.tensors.schema import BUFFERS, Schema, TensorSpec
 
 MASTER = "master"
-"""Suffix of a master's name in an outer state: the master of parameter `x` is named `x.master`."""
+"""Suffix of the names of masters: parameters in full precision in an outer state. That of `x` is named `x.master`."""
 
 
 def model_header(schema: Schema, metadata: Mapping[str, str] | None = None) -> tuple[bytes, list[TensorSpec]]:
@@ -74,7 +74,7 @@ def model_runs(owners: Sequence[TensorSpec], sources: Sequence[Source]) -> Itera
 
 
 class ModelFile:
-    """A reader of a version's tensors, one chunk at a time. If the training run has masters, it reads these.
+    """A reader of a version's tensors, one chunk at a time. It reads parameters from their masters, if there are any.
 
     If workers download versions with a lossy codec, the version file has the rounded parameters that workers hold. The
     precise parameters are the masters, in the version's outer state. They are read from there and cast to the model's

@@ -34,7 +34,7 @@ class Cut:
     Attributes:
         part_bytes: maximum size of a part, in bytes.
         inline: whether the whole object is sent inside its manifest, in one answer.
-        in_head: numbers of the tensors that are sent inside the head, while all others are streamed.
+        in_head: numbers of the tensors that are sent inside the head; all others are streamed.
         too_large: bytes that should be sent inline but are streamed because they exceed the limit; 0 for none.
     """
 

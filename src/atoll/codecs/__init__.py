@@ -1,7 +1,7 @@
 """Codecs: encodings of updates, and of differences between versions, as bytes. To write a codec, import from here.
 
-`Codec` says what a codec has. `Elementwise` is the base class of codecs that cast each element, `Narrowing` of those
-that encode groups of floats, whole tiles of `TILE` elements alone.
+`Codec` is the interface. `Elementwise` is the base class of codecs that cast each element. `Narrowing` is the base
+class of codecs that encode several floats together, such as a block with one scale; each tile of `TILE` floats alone.
 """
 
 from atoll.codecs.base import Codec

@@ -24,7 +24,7 @@ class Codec(Protocol):
 
     @property
     def elementwise(self) -> bool:
-        """Whether each element is encoded alone. If so, segments without padding between them decode in one call."""
+        """Whether each element is encoded alone. If so, one call can encode or decode several neighbouring tensors."""
         ...
 
     @property

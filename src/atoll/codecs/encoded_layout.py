@@ -21,9 +21,9 @@ _METHODS = ("encoded_bytes", "encode_", "decode_")
 def build_codecs(
     codec: str, options: Mapping[str, Any], *, setting: str = "aggregation.upload_codec", sent: bool = False
 ) -> dict[str, Codec]:
-    """Return name → codec, for all codecs of an update with the given codec of `params`.
+    """Build the codec of `params`, and return all codecs that an update needs: name → codec.
 
-    The given codec has two entries: one under the name given here, and one under the codec's own `name`.
+    The built codec has two entries: under the name given here, and under its own `name`.
 
     Args:
         codec: name of the codec of `params`.
@@ -79,10 +79,10 @@ def _require_imported(codec: str) -> None:
 
 
 def encoded_layout(schema: Schema, codec: str, codecs: Mapping[str, Codec], part_bytes: int, ranks: int = 1) -> Layout:
-    """Return the layout of an update with its codecs.
+    """Return the layout of an update, with a codec for each tensor.
 
-    `params` are encoded with `codec`. If `codec` is raw and a tensor is fp16 or fp8, the tensor is encoded with `wide`:
-    its differences can exceed its own range. All other groups are raw.
+    `params` are encoded with `codec`; all other groups are raw. If `codec` is raw, fp16 and fp8 parameters are encoded
+    with `wide` instead, because their differences can exceed the range of their dtype.
 
     Args:
         schema: schema of the model.

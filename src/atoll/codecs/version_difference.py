@@ -81,7 +81,7 @@ class Downlink:
 
     @functools.cached_property
     def runs(self) -> RunTable:
-        """The table of the layout's element ranges, cut at tiles."""
+        """The byte runs of the layout, each of at most one tile."""
         return RunTable(self.layout, TILE)
 
     def encode_(self, segment: Segment, theta: Tensor, held: Tensor, target: Tensor) -> None:

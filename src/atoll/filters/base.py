@@ -1,9 +1,9 @@
 """The contract of filters, and chains of filters.
 
 In rounds, a filter changes an update: at the site before it is sent, or at the server before it is aggregated. The
-filter gets the change version − local, of `params` (the pseudo-gradient) and also of float buffers. In tasks, a filter
-gets the float tensors of a payload or an answer, unchanged. Values are in fp32 or fp64, on the CPU. A filter gets at
-most `CHUNK_ELEMENTS` elements at a time.
+filter gets the difference version − local, of `params` (the pseudo-gradient) and also of float buffers. In tasks, a
+filter changes the payload of a task or of an answer, and gets the values of its float tensors. Values are in fp32 or
+fp64, on the CPU. A filter gets at most `CHUNK_ELEMENTS` elements at a time.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Outgoing:
         changes: (name, start, stop) → elements [start, stop) after the earlier filters: of version − local in rounds,
             of the payload in tasks.
         aliases: further name → name in `tensors`, for a tensor that is in several places of a payload.
-        model: names of all tensors of the model, if the update is of one fragment.
+        model: names of all tensors of the model, if the update is of one fragment; else empty.
     """
 
     about: About
@@ -310,7 +310,7 @@ def filtered(packed: Packed, filters: Sequence[Filter], about: About, what: str)
 
 
 def said(error: BaseException) -> str:
-    """Return an error as text, with its cause's traceback. A log record of the error itself would keep the payload."""
+    """Return an error as text, with its cause's traceback. A log record of the error itself holds the payload in memory."""
     cause = "" if error.__cause__ is None else "\n" + "".join(traceback.format_exception(error.__cause__)).rstrip()
     return f"{error}{cause}"
 

@@ -1,7 +1,7 @@
 """Built-in filters: drop tensors (`Drop`), clip the norm and add noise (`NormClip`), round to fewer digits (`Cast`).
 
 `NormClip` follows H. B. McMahan et al., *Learning Differentially Private Recurrent Language Models*, arXiv 1710.06963,
-algorithm 1 (the flat clip). Unlike in the paper, the site adds the noise, so that no update leaves it without noise:
+algorithm 1 (the flat clip). Unlike in the paper, each site adds the noise, so that no update without noise is sent:
 
     Δ ← Δ · min(1, C / ‖Δ‖₂) + N(0, (z·C)²)
 """

@@ -29,7 +29,7 @@ Stepped = list[tuple[Tensor, State]]
 
 
 def granularity_of(rule: OuterRule) -> Granularity:
-    """Return whether `rule` can step tensors in chunks or only whole.
+    """Return `chunk` if `rule` steps chunks of a tensor to the same bits as the whole tensor, else `tensor`.
 
     Raises:
         ConfigError: the optimizer cannot be an outer optimizer. The message gives the reason and alternatives.
@@ -47,7 +47,7 @@ def _judge(rule: OuterRule, dtype: torch.dtype) -> Granularity:
         apart = [stepped for tensor in tensors for stepped in _plain(rule, [tensor])]
         if not _equal(together, apart):
             raise ConfigError("it steps a tensor differently if another tensor is present.")
-        if not _equal(apart, [_put_away(rule, tensor) for tensor in tensors]):
+        if not _equal(apart, [_with_stored_state(rule, tensor) for tensor in tensors]):
             raise ConfigError("it keeps data between steps outside `optimizer.state`, which would be lost.")
     except Exception as error:
         reason = error.message if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}."
@@ -89,7 +89,7 @@ def _settings(optimizer: torch.optim.Optimizer) -> str:
     return repr({key: value for key, value in optimizer.param_groups[0].items() if key != "params"})
 
 
-def _put_away(rule: OuterRule, values: Sequence[Tensor]) -> tuple[Tensor, State]:
+def _with_stored_state(rule: OuterRule, values: Sequence[Tensor]) -> tuple[Tensor, State]:
     """Step one tensor as the server does: with the rule's `Stepper`, which gets the stored state in each round.
 
     Raises:
@@ -117,7 +117,7 @@ def _chunks_equal(rule: OuterRule, values: Sequence[Tensor], whole: tuple[Tensor
     """
     pieces = [[value.reshape(-1)[start:stop] for value in values] for start, stop in pairwise(cuts)]
     try:
-        stepped = [_put_away(rule, piece) for piece in pieces]
+        stepped = [_with_stored_state(rule, piece) for piece in pieces]
     except Exception:
         return False  # for example: the optimizer only accepts matrices
     parameter, state = whole

@@ -144,7 +144,7 @@ class OuterRule:
 
 
 class Stepper:
-    """A stepper of tensor chunks that reuses one torch optimizer object. Not thread-safe."""
+    """A function object that steps tensors or chunks of tensors. It reuses one torch optimizer. Not thread-safe."""
 
     def __init__(self, rule: OuterRule) -> None:
         self._rule = rule

@@ -103,7 +103,7 @@ class RunInfo(Message):
     sync_rounds_first: Count = Field(0, description="Number of synchronous rounds at the start of an asynchronous run.")
     schema_digest: Hex32
     schema_bytes: Count = Field(description="Bytes of the model's tensors.")
-    fragments: int = Field(ge=1, description="Parts of the model that are synchronised in turn.")
+    fragments: int = Field(ge=1, description="Number of fragments of the model.")
     tau: Count = Field(0, description="Local steps between forming a fragment's update and merging the result.")
     alpha: float = Field(0.0, ge=0, le=1, description="Share of the local parameters that a merge keeps.")
     max_inflight: int = Field(1, ge=1, description="Fragments of one worker that may be in flight at once.")
@@ -187,7 +187,7 @@ class SchemaMessage(Message):
 
 
 class Counted(Message):
-    """The update after which a site's local state was saved. Without a base version: no update, the state is zero."""
+    """The update to which a site's local state belongs. Without a base version: no update yet, the state is zero."""
 
     base_version: Count | None = None
     digest: str = Field("", pattern="^([0-9a-f]{64})?$", description="Digest of the update; empty if unknown.")
@@ -381,7 +381,9 @@ class Receipt(Message):
 class Parts(Message):
     """The parts of a file. The id of the file is BLAKE3 over `layout_digest` and the digests of the parts."""
 
-    layout_digest: Hex32 = Field(description="Digest of the layout, or of the three sizes if there is no layout.")
+    layout_digest: Hex32 = Field(
+        description="Digest of the layout; for an object, of head_bytes, nbytes and part_bytes, which it has instead."
+    )
     nbytes: Count
     part_digests: list[Hex32]
 

@@ -30,7 +30,7 @@ class WorkerStatus(Message):
     rounds: Count = Field(0, description="Number of the site's counted updates.")
     version: Count = 0
     staleness: Count = Field(0, description="Rounds between the site's version and the head.")
-    local_steps: Count = Field(0, description="Steps between synchronisations under DyLU; 0: as all.")
+    local_steps: Count = Field(0, description="Steps between synchronisations under DyLU; 0: the run's sync_every.")
     bytes_up: Count = Field(0, description="Bytes received from the site since the server started.")
     bytes_down: Count = Field(0, description="Bytes sent to the site since then.")
     gradient_bytes: Count = Field(
@@ -111,11 +111,11 @@ class BestStatus(Message):
 
 
 class TaskStatus(Message):
-    """A task that a workflow has sent. A payload travels streamed, inline, or skipped (it has no tensors)."""
+    """A task that a workflow has sent. Tensors of a payload are sent streamed (in parts) or inline (in the message)."""
 
     number: Count = Field(description="Number of the task since the server started, from 1.")
     name: str
-    way: str = Field(description="How the payload is sent: streamed, inline or skipped.")
+    way: str = Field(description="How the payload is sent: streamed, inline, or skipped if it has no tensors.")
     sites: list[str]
     missing: list[str] = Field(description="Sites that have not answered yet.")
     answers: dict[str, Count] = Field(description="Number of answers by way of sending; failed: errors.")

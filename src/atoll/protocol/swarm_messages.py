@@ -144,5 +144,5 @@ def digests_in(text: str) -> tuple[bytes, ...]:
 
 
 def split(data: bytes) -> tuple[bytes, ...]:
-    """Split concatenated digests."""
+    """Split concatenated BLAKE3 digests into single digests of 32 bytes."""
     return tuple(data[start : start + DIGEST_BYTES] for start in range(0, len(data), DIGEST_BYTES))

@@ -99,7 +99,7 @@ class Evaluation(Message):
     name: str = Field(description="Name of the run.")
     finished: bool
     sites: list[str] = Field(description="Columns: the sites with the data.")
-    models: list[EvaluatedModel] = Field(description="Its rows.")
+    models: list[EvaluatedModel] = Field(description="Rows: the models.")
     cells: list[Cell]
 
     @property

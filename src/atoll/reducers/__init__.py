@@ -1,4 +1,4 @@
-"""Reducers: what makes one update of the updates of a round. To write a reducer, derive it from `Reducer`."""
+"""Reducers: rules that combine the updates of a round into one. To write a reducer, derive it from `Reducer`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ __all__ = [
 
 
 def build_reducers(groups: Mapping[str, str], name: str, options: Mapping[str, Any]) -> dict[str, Reducer]:
-    """Build the reducers of a run: those of its algorithm, with another one of `params` if the settings name one.
+    """Build the reducers of a run: for `params` the reducer `name`, for other groups those of the algorithm.
 
     Args:
         groups: the algorithm's own table, group → name of the reducer.
@@ -65,7 +65,7 @@ def _made(name: str, options: Mapping[str, Any]) -> Reducer:
     return reducer
 
 
-# -- how much less an old update counts
+# -- weights of stale updates, for asynchronous runs
 
 StalenessWeight = Callable[[int], float]
 """Staleness s (in versions) ↦ a factor above 0 and at most 1, which weighs a stale update down.

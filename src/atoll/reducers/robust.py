@@ -1,4 +1,4 @@
-"""Reducers that a few wrong updates cannot move far: median, trimmed mean, clipped mean.
+"""Robust reducers, whose result a few wrong updates change only a little: median, trimmed mean, clipped mean.
 
 Rows are sorted by a sorting network (K. E. Batcher: Sorting networks and their applications. AFIPS 1968, odd-even merge
 sort). A network is a fixed list of comparators (i, j): row i ← min(row i, row j), row j ← max(row i, row j). This uses
@@ -104,7 +104,7 @@ class Median(Reducer):
         held = list(rows)
         k = len(held)
         middle = select(held, frozenset({(k - 1) // 2, k // 2}), spare=out)
-        torch.lerp(middle[0], middle[-1], 0.5, out=out)  # of one with itself: as it is
+        torch.lerp(middle[0], middle[-1], 0.5, out=out)  # for an odd k, both are the same row
         out.add_(0.0)
 
 

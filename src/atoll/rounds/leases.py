@@ -1,4 +1,4 @@
-"""Leases: the right of one process to act for its site, and when a lease ends. Pure functions; site → member.
+"""Leases: the right of one process to act for its site, and when a lease ends. Pure functions of all members.
 
 The numbers of leases only rise. Only the holder of a site's newest lease may act for the site; requests with older
 leases are refused. A silence of `network.heartbeat_timeout_s` ends a lease (`silent`).
@@ -36,6 +36,7 @@ class Member:
 
 
 Members = Mapping[str, Member]
+"""Site → member."""
 
 
 def alive(members: Members) -> list[Member]:

@@ -89,7 +89,7 @@ def _join(draft: Draft, site: str) -> None:
 
 
 def _end(draft: Draft, sites: Iterable[str], event: str, detail: str) -> None:
-    """End the leases of `sites` by `event`, then settle the rounds once for all of them."""
+    """End the leases of `sites` by `event`, then update the rounds, only once."""
     for site in sites:
         members = leases.changed(draft.state.members, site, event)
         seen_s = {other: last_s for other, last_s in draft.state.seen_s.items() if other != site}
@@ -166,7 +166,7 @@ def _issue(draft: Draft, site: str, fragment: int) -> None:
     draft.put(Ticket(number, site, fragment, head, "open"))
     draft.change(next_ticket=number + 1)
     draft.effects.append(events.TicketIssued(site, number, fragment, head, new=True))
-    if site not in draft.round(fragment).expected:  # for an expected site, a ticket changes nothing to settle
+    if site not in draft.round(fragment).expected:  # a ticket of an expected site changes no round
         settle(draft)
 
 

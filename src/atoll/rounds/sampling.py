@@ -93,9 +93,10 @@ def appointed(
         holders: sites that have the base version.
         excluded: sites that failed in this round, oldest failure first. They are chosen, in this order, only if no
             other site is left.
-        before: aggregator of the previous round, and sites that failed in a recent round. They are chosen only if no
-            other site is left that has not failed in this round.
-        named: sites that the user named as aggregators. Others are chosen only if each of them failed or is no holder.
+        before: aggregator of the previous round, and sites that failed in a recent round. They are chosen only if all
+            other holders have failed in this round.
+        named: sites that the user named as aggregators. Other sites are chosen only if every named site has failed in
+            this round or does not have the base version.
     """
     able = [site for site in order if site in holders]
     fresh = [site for site in able if site not in excluded]

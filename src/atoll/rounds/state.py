@@ -62,8 +62,8 @@ class Rules:
             settings: settings of the run.
             fragments: number of fragments.
             held: whether training has not begun.
-            needs_all: whether, if `rounds.min_sites` is not set, a synchronous round without a quorum needs the updates
-                of all drawn sites.
+            needs_all: whether a synchronous round without a quorum needs the updates of all drawn sites, unless
+                `rounds.min_sites` is set.
         """
         policy: Policy = Barrier()
         if settings.async_.enabled:

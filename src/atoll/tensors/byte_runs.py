@@ -32,7 +32,7 @@ MOST_BUFFERS = 512
 """Maximum number of buffers in one read, and of pieces in a byte run. Linux allows 1,024 (IOV_MAX)."""
 
 MOST_BYTES = 2**21
-"""Bytes in one read at which no further buffer is added."""
+"""A read that spans this many bytes gets no further buffer."""
 
 Move = tuple[int, memoryview]
 """(offset in the file, buffer for the bytes from there on)"""

@@ -151,8 +151,8 @@ class Scratch:
     """Named scratch buffers for one thread, each allocated at its first use.
 
     A buffer has room for `elements` elements of any dtype, with padding on both sides. It grows if more is requested.
-    Pages that are never touched cost no memory. Files are read into and written from these buffers. With mmap, the page
-    cache would count as the process's memory, and a truncated file would kill the process.
+    Pages that are never touched cost no memory. Files are read into and written from these buffers, not mapped: with
+    mmap, the page cache would count as the process's memory, and a truncated file would kill the process.
     """
 
     def __init__(self, elements: int) -> None:
@@ -160,11 +160,11 @@ class Scratch:
         self._buffers: dict[str, tuple[Tensor, memoryview]] = {}
 
     def tensor(self, name: str, dtype: torch.dtype, numel: int) -> Tensor:
-        """Return the first `numel` elements of buffer `name`, as `dtype` [numel]."""
+        """Return the first `numel` elements of buffer `name`, as a tensor of `dtype`, [numel]."""
         return self.raw(name, numel * dtype.itemsize).view(dtype)
 
     def raw(self, name: str, nbytes: int) -> Tensor:
-        """Return the first bytes of buffer `name`, as uint8 [nbytes]."""
+        """Return the first bytes of buffer `name`, as a uint8 tensor, [nbytes]."""
         return self._buffer(name, nbytes)[0][:nbytes]
 
     def view(self, name: str, nbytes: int, start: int = 0) -> memoryview:
@@ -221,7 +221,8 @@ class Scatter:
     def room(self, offset: int, nbytes: int) -> memoryview | None:
         """Return a tensor's memory for the file's bytes from `offset` on, so that they can be received in place.
 
-        The result has at most `nbytes` bytes. If `offset` and `nbytes` are at borders of elements, so is its end.
+        The result has at most `nbytes` bytes. If `offset` and `nbytes` are at borders of elements, the result also ends
+        at one.
 
         Returns:
             The memory; None if it would be smaller than `ROOM_BYTES`, or if the tensor is not contiguous on the CPU.

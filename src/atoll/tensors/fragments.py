@@ -1,4 +1,4 @@
-"""Dividing a model into fragments that are synchronised in turn.
+"""Divide a model into fragments, which streaming synchronises one at a time.
 
 Streaming DiLoCo with overlapping communication (Douillard et al., arXiv 2501.18512), section 2.1: a fragment is a
 sequence of neighbouring layers. In Atoll it is a sequence of neighbouring parameters, and fragments have similar sizes
@@ -122,8 +122,8 @@ def _from_the_end(sizes: Sequence[int], most: int) -> list[int]:
 def _in_order(params: list[TensorSpec]) -> list[TensorSpec]:
     """Return parameters approximately in the model's order. The schema lists them by element size, widest first.
 
-    Parameters with the element size of most bytes keep their order. Each other parameter is placed behind the last of
-    those parameters with the longest common module path.
+    The parameters of one element size, the one with the most bytes in total, keep their order. Each other parameter
+    follows the last of these parameters that has the longest module path in common with it.
     """
     widths = {spec.item_bytes for spec in params}
     if len(widths) < 2:

@@ -247,7 +247,7 @@ def file_layout(specs: Sequence[TensorSpec], header: bytes, part_bytes: int = PA
 
 
 TIED = "atoll.tied"
-"""Key in a model file's metadata: JSON of a tied tensor's further name → its name. A new run reads it."""
+"""Key in a model file's metadata: JSON, further name of a tied tensor → its name in the file. A new run reads it."""
 
 BUFFER_NAMES = "atoll.buffers"
 """Key in a model file's metadata: a JSON list of the buffers' names. All other tensors are parameters."""
@@ -288,7 +288,7 @@ class _Raw:
 
 
 def _cut(layout: Layout) -> Iterator[Part]:
-    """Yield the parts of a layout. Each is filled up to `part_bytes` and ends at a tile; it has at least one tile.
+    """Yield the parts of a layout. Each has as many whole tiles as fit into `part_bytes`, and at least one.
 
     The header belongs to rank 0 and may be cut anywhere, because it can be larger than a part.
     """
@@ -319,7 +319,7 @@ def _cut(layout: Layout) -> Iterator[Part]:
 
 
 def _shares(segment: Segment, ranks: int) -> Iterator[tuple[int, int, int]]:
-    """Yield (rank, start, stop): the elements of a segment that each rank sends. Rank 0 has an empty segment."""
+    """Yield (rank, start, stop): the elements of a segment that each rank sends. Rank 0 sends an empty segment."""
     if ranks == 1 or segment.numel == 0:
         yield 0, 0, segment.numel
         return

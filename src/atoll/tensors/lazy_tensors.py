@@ -5,8 +5,9 @@
     resolve(tree)         load each lazy value in dicts, lists and tuples once
     release(tree)         close the files now, while lazy values still exist
 
-All lazy values from the same files share one handle, which keeps the files open. When the last of these values is
-garbage-collected, the files are closed. Loaded tensors are copies, so they remain valid.
+A lazy value is a `LazyTensor` or a `LazyState`. All lazy values from the same files share one handle, which keeps the
+files open. When the last of these values is garbage-collected, the files are closed. Loaded tensors are copies, so they
+remain valid.
 """
 
 from __future__ import annotations

@@ -188,8 +188,8 @@ def schema_of(
         values, sharded: as for `named_tensors`.
 
     Returns:
-        Float parameters in the group `params`, all other tensors in `buffers`. For a plain mapping, the buffers are
-        those in `Told.buffers`; names that are not in it are buffers if batch normalisation uses such names.
+        Float parameters in the group `params`, all other tensors in `buffers`. In a mapping, `Told.buffers` says which
+        tensors are buffers. A name that is not in `Told.buffers` is a buffer if batch normalisation uses such names.
     """
     owners, aliases = _owned(model, values=values, sharded=sharded)
     told: Mapping[str, bool] = model.buffers if isinstance(model, Told) else {}
@@ -210,7 +210,7 @@ def schema_of(
 
 
 def fits(model: nn.Module | Tensors, schema: Schema) -> dict[str, Tensor] | None:
-    """Return the tensors of a model if its schema equals `schema`. It is ten times faster than `schema_of`.
+    """Return the tensors of a model if its schema equals `schema`. This is ten times faster than `schema_of`.
 
     A mapping does not show which of its tensors are buffers or tied, so only names, shapes and dtypes are compared.
 

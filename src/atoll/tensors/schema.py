@@ -115,8 +115,8 @@ def specs_beside(group: str, specs: Iterable[TensorSpec]) -> list[TensorSpec]:
 class Schema:
     """The tensors of a model in storage order, each once, and the further names of tied tensors.
 
-    Storage order is by element size, widest first; within a size, it is the model's order. So every tensor in a file is
-    aligned to its element size without gaps, because safetensors allows no gaps.
+    Storage order is by element size, widest first; within a size, it is the model's order. In this order, every tensor
+    in a file is aligned to its element size without gaps between tensors, which safetensors does not allow.
 
     Attributes:
         tensors: the tensors, in storage order; a tied tensor once, under its owner's name.
@@ -169,7 +169,7 @@ class Schema:
 
     @functools.cached_property
     def model(self) -> Schema:
-        """The schema without the algorithm's own groups. Users' models are compared with it, and exports have it."""
+        """The schema without the algorithm's own groups: that of users' models and of exports."""
         return Schema(tuple(spec for spec in self.tensors if not spec.is_beside), self.aliases)
 
     @property
