@@ -97,7 +97,7 @@ class UsageError(AtollError):
 
 
 class SchemaMismatch(AtollError):
-    """Two models that must be the same differ in names, dtypes, shapes or tied tensors."""
+    """The models of two sides are not the same: names, dtypes, shapes or ties of their tensors differ."""
 
     code, exit_code = "schema_mismatch", 6
 
@@ -127,7 +127,7 @@ class AuthError(PeerError):
 
 
 class LeaseLost(PeerError):
-    """The lease has ended, usually after missing heartbeats, or the server does not know it. The worker must rejoin."""
+    """The lease is unknown to the server or has ended, usually after missing heartbeats. The worker must join again."""
 
     code = "lease_lost"
 
@@ -145,7 +145,7 @@ class TicketClosed(PeerError):
 
 
 class Conflict(PeerError):
-    """A request contradicts the server's state: parts are missing, or its ticket or id already has other bytes."""
+    """A request contradicts the server's state: parts are missing, or other bytes came under the same ticket or id."""
 
     code = "conflict"
 
@@ -283,7 +283,7 @@ def no_more_files(error: BaseException) -> bool:
 
 
 def passing(error: BaseException) -> str | None:
-    """Return the lacking resource as text, if an error is temporary (full disk, too many open files); else None."""
+    """Return what is lacking, as text, if an error is temporary (full disk, too many open files); else None."""
     if isinstance(error, DiskFull):
         return f"the disk is full: {error}"
     if no_more_files(error):
@@ -292,7 +292,7 @@ def passing(error: BaseException) -> str | None:
 
 
 def out_of_memory(error: BaseException | None) -> RunFailed | None:
-    """Return a `RunFailed` to end the server with, if `error` says that memory or threads ran out; else None."""
+    """Return the error that must end the server, if `error` means that memory or threads ran out; else None."""
     no_thread = isinstance(error, RuntimeError) and str(error) == "can't start new thread"
     if not no_thread and not isinstance(error, MemoryError):
         return None
@@ -330,8 +330,8 @@ def public_api(target: F) -> F:
     """Remove the frames and causes inside Atoll from errors that leave a public function. Use as a decorator.
 
     Args:
-        target: a function or a class. A class gets its constructor, public methods and properties decorated, but not
-            its generator methods: these raise later, during the iteration.
+        target: a function or a class. Of a class, the constructor, public methods and properties are decorated. Its
+            generator methods are not, because they raise later, during the iteration.
     """
     if not isinstance(target, type):
         function: F = _public_function(target)

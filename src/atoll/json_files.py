@@ -52,7 +52,7 @@ def unseal(data: bytes) -> dict[str, Any]:
 
 
 def read_note(path: Path, kind: Any) -> Any:
-    """Return a note from `write_note` as an object of `kind`; None if the file is missing or damaged.
+    """Return a note that `write_note` wrote, as an instance of `kind`; None if the file is missing or damaged.
 
     A damaged note is removed with a warning. Callers then treat the file that the note described as unusable: its data
     is pulled or trained again.
@@ -71,7 +71,7 @@ def read_note(path: Path, kind: Any) -> Any:
 
 
 def peek_note(path: Path, kind: Any) -> Any:
-    """Return a note from `write_note` as an object of `kind`; None if there is no file.
+    """Return a note that `write_note` wrote, as an instance of `kind`; None if there is no file.
 
     Raises:
         NoteDamaged: the file is not as `write_note` wrote it.
@@ -83,7 +83,7 @@ def peek_note(path: Path, kind: Any) -> Any:
 
 
 def note_from(data: bytes, kind: Any) -> Any:
-    """Return a note from the bytes of its file, as an object of `kind`.
+    """Return a note from the bytes of its file, as an instance of the dataclass `kind`.
 
     Raises:
         NoteDamaged: the bytes are not as `write_note` wrote them, or do not fit `kind`.

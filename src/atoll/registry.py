@@ -153,7 +153,7 @@ def made(build: Callable[[], T], what: str, remedy: str) -> T:
     Args:
         build: calls a class or function of the user.
         what: start of the error message: what failed.
-        remedy: remedy for the error that the class or function does not accept its arguments.
+        remedy: advice for the case that the class or function does not accept its arguments.
 
     Raises:
         ConfigError: `build` raised or exited. Errors of Atoll are not changed.
@@ -172,7 +172,7 @@ def _raised(what: str, error: BaseException, remedy: str = "") -> ConfigError:
     Args:
         what: start of the message: what failed.
         error: the error.
-        remedy: remedy if no user code ran, since the call did not accept its arguments.
+        remedy: advice for the case that no user code ran, because the call did not accept its arguments.
     """
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename.startswith(_OURS):
@@ -237,6 +237,6 @@ def require_known(kind: str, setting: str, name: str) -> None:
 
 
 def nearest(word: str, known: Iterable[str], otherwise: str = "") -> str:
-    """Return the remedy for a wrong name: suggest the most similar known name. If none is similar, `otherwise`."""
+    """Return advice for a wrong name: the most similar known name, or `otherwise` if no name is similar."""
     close = difflib.get_close_matches(word, list(known), n=1)
     return f"Did you mean {close[0]!r}?" if close else otherwise

@@ -124,7 +124,7 @@ class Correction:
         """Change the gradients of these parameters in place, before a step. A parameter's `grad` may be None."""
 
     def penalty(self, names: Collection[str]) -> Tensor | None:
-        """Return the loss term with the gradient that `before_step_` adds, as a 0-d tensor. None: there is no term.
+        """Return the loss term of which `before_step_` adds the gradient, as a 0-d tensor. None: there is none.
 
         Atoll adds the penalty to the loss that a closure returns, because a line search needs loss and gradient to
         match.

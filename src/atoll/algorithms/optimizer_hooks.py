@@ -334,7 +334,7 @@ class StepHooks:
             )
 
     def finish(self, moved: Moved) -> Mapping[str, Runs]:
-        """Return the algorithm's extra tensors for the update (SCAFFOLD: Δc), and store the site's own (SCAFFOLD: c_i).
+        """Return the algorithm's tensors for the update (SCAFFOLD: Δc_i), and set those that the site keeps (c_i).
 
         Raises:
             UsageError: `require_steps` refuses the round.

@@ -56,7 +56,7 @@ class ControlVariates(LocalRule):
 
 
 class _Shifted(Correction):
-    """The correction of one round. It holds c − c_i of the trainable parameters, in memory the size of one copy."""
+    """The correction of one round. It holds c − c_i: one tensor for each trainable parameter, of its size."""
 
     def __init__(self, context: LocalContext) -> None:
         super().__init__()

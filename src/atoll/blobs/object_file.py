@@ -243,7 +243,7 @@ class Stored:
         contents: contents of the object's head.
         read: (offset, memory) → fills the memory with the file's bytes from `offset` on.
         give_back: closes the file; called once.
-        behind: `contents.behind`, if the file does not contain these bytes after its end; else empty.
+        behind: bytes of the head's tensors (`contents.behind`), if the file does not have them after its end.
     """
 
     def __init__(

@@ -27,7 +27,7 @@ def build_codecs(
 
     Args:
         codec: name of the codec of `params`.
-        options: the codec's keyword arguments: texts and finite numbers, since only these are sent to workers.
+        options: the codec's keyword arguments: strings and finite numbers, since only these are sent to workers.
         setting: the setting that names the codec, for messages.
         sent: whether the name came over the wire. If so, the module of a `module:Class` must already be imported: a
             received name must not run code.

@@ -123,7 +123,7 @@ def rows_of(source: Tensor, width: int) -> Tensor:
 
 
 class Narrowing(ABC):
-    """Base class of lossy codecs that encode groups of floats. Subclasses add `name` and the encoding of floats."""
+    """Base class of lossy codecs that encode several floats together. Subclasses add `name` and the encoding."""
 
     elementwise: ClassVar[bool] = False
     raw: ClassVar[bool] = False

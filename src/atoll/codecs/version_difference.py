@@ -57,7 +57,7 @@ class Downlink:
     def of(cls, version: Layout, codec: str, options: Mapping[str, Any], *, sent: bool = False) -> Downlink | None:
         """Return the format of compressed downloads of versions with this layout.
 
-        None for the codec `none`: then workers download whole versions.
+        Return None for the codec `none`: then workers download whole versions.
 
         Args:
             version: layout of the versions.
@@ -141,7 +141,7 @@ class DifferenceWriter:
         self._end = 0  # offset in the delta file at which to write next
 
     def begin(self, part: Part) -> None:
-        """Start the delta's part for this part of the version."""
+        """Start the part of the delta that belongs to this part of the version."""
         self._part, self._hasher = self._downlink.parts[part.index], blake3()
         self._end = self._part.start
 

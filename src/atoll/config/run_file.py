@@ -75,8 +75,8 @@ of tables with a `path`."""
 def merged(values: Mapping[str, Any], onto: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Return values by `group.key` as nested tables, merged onto other nested tables.
 
-    Tables are merged key by key. But a table with `name` or `path` replaces the whole earlier table. A single
-    `path` replaces an earlier `name`, and a `name` an earlier `path`.
+    Tables are merged key by key. But a table with `name` or `path` replaces the whole earlier table. If only the key
+    `path` of a table is set, it replaces an earlier `name` in the table; a `name` replaces an earlier `path`.
 
     Args:
         values: `group.key` → value, or `group` → a table or object with settings of that group.
@@ -119,11 +119,13 @@ def flat(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def source_of(key: str, source: Mapping[str, str]) -> str:
-    """Return the source of a key, or else of a table around the key, or else of a key inside it; empty if none.
+    """Return the name of what set a key: a file, a variable or the command line. Empty if nothing did.
+
+    If `source` does not have the key, return the source of a table that contains it, or of a key inside it.
 
     Args:
         key: `group.key`.
-        source: key → name of the file, variable or command line that set the key.
+        source: key → name of what set the key.
     """
     parts = key.split(".")
     around = [".".join(parts[:count]) for count in range(len(parts), 0, -1)]
@@ -222,7 +224,7 @@ def variable_of(key: str) -> str:
 
 
 def _key_of(variable: str, fields: Fields) -> str:
-    """Return the key that a variable sets, which may be an option in a table; empty if no setting belongs to it."""
+    """Return the key of the setting that a variable sets, or of an option in a table; empty for other variables."""
     if variable in OTHER_NAMES:
         return OTHER_NAMES[variable]
     parts = variable.removeprefix(ENV_PREFIX).lower().split("__")

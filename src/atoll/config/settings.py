@@ -508,7 +508,7 @@ class Settings(BaseModel):
         return getattr(table, name) if name else table
 
     def chosen(self, keys: tuple[str, ...]) -> dict[str, Any]:
-        """Return the settings or groups named in `keys`, as values of JSON, by key."""
+        """Return the settings or groups with these keys: key → JSON value."""
         chosen = {}
         for key in keys:
             group, _, name = key.partition(".")

@@ -276,7 +276,7 @@ def filtered(packed: Packed, filters: Sequence[Filter], about: About, what: str)
         packed: the payload.
         filters: the filters, in order.
         about: metadata of the payload.
-        what: start of error messages: the payload's name, and what did not happen to it.
+        what: start of error messages, for example "The answer of site clinic-a to task 'train' was not sent".
 
     Raises:
         UsageError: a filter failed, or a tensor has NaN or Inf before it is filtered. The message names the filter or
@@ -310,7 +310,7 @@ def filtered(packed: Packed, filters: Sequence[Filter], about: About, what: str)
 
 
 def said(error: BaseException) -> str:
-    """Return an error as text, with its cause's traceback. A log record of the error itself holds the payload in memory."""
+    """Return an error as text, with its cause's traceback. A log record of the error would keep the payload alive."""
     cause = "" if error.__cause__ is None else "\n" + "".join(traceback.format_exception(error.__cause__)).rstrip()
     return f"{error}{cause}"
 

@@ -57,7 +57,7 @@ def build_outer(
 
 
 def _arguments(factory: Callable[..., Optimizer]) -> set[str] | None:
-    """Return the names of the optimizer's arguments, without the parameters. None: any are allowed, or unknown."""
+    """Return the names of the optimizer's arguments after `params`. None: it accepts any, or they are unknown."""
     try:
         parameters = list(inspect.signature(factory).parameters.values())
     except (TypeError, ValueError):

@@ -239,7 +239,7 @@ class Joined(Message):
 
 
 class Leave(Message):
-    """A worker's departure. `error` is set if its training failed; the server shows it, and other workers go on."""
+    """A worker's departure. If its training failed, `error` says why, for the status. The other workers go on."""
 
     error: Text | None = None
 
@@ -412,7 +412,7 @@ class Manifest(Parts):
 
 
 class ObjectOpen(Message):
-    """A request that the server keep an object. The parts follow, then `ObjectComplete`."""
+    """A request to the server to store an object. The parts follow, then `ObjectComplete`."""
 
     head_bytes: int = Field(gt=0, lt=NUMBER_BELOW, description="Bytes of the header; a multiple of 64.")
     nbytes: int = Field(gt=0, lt=NUMBER_BELOW, description="Bytes of the object, header included.")

@@ -37,7 +37,7 @@ class Source(Message):
 
 
 class Held(Message):
-    """A version that the reporting worker has completely. The worker has checked every byte."""
+    """A version that the reporting worker has. The worker has received and checked every byte of it."""
 
     fragment: Count
     version: Count
@@ -47,7 +47,7 @@ class Held(Message):
 
 
 class CollectedUpdate(Message):
-    """The result of collecting one update: collected, bad, or not pulled."""
+    """The result of an order to collect an update: pulled, pulled but bad, or not pulled."""
 
     ticket: Count
     digest: Hex32

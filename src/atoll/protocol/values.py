@@ -141,7 +141,7 @@ class Pulled(NamedTuple):
 
     Attributes:
         version: the downloaded version.
-        newer: the server's answer that named this version, if it is newer than the requested version; else None.
+        newer: if a newer version than the requested one was downloaded, the server's answer that named it; else None.
     """
 
     version: VersionRef

@@ -28,7 +28,7 @@ class RoundView:
         floor_name: name of the setting that determines `floor`.
         number: number of the round; the first is 1.
         first_s: time since which the oldest accepted update waits to be reduced; None if no update waits.
-        elsewhere: sites that submit no update of this fragment until another fragment has a new version.
+        elsewhere: sites that wait for a new version of another fragment, and until then submit no update of this one.
     """
 
     fragment: int

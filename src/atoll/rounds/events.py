@@ -245,7 +245,7 @@ class RoundClosed(Decision):
 class BestFound(Effect):
     """The measured version is the best so far. Keep it until a better version is found.
 
-    The journal needs no entry, because its metrics imply this.
+    The journal needs no entry for this, because the best version follows from the metrics in the journal.
     """
 
     measured: Measured

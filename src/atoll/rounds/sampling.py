@@ -68,7 +68,7 @@ def turn(sites: Collection[str], *, seed: int, fragment: int, version: int, name
         seed: random seed.
         fragment: index of the fragment.
         version: version that the round starts from.
-        named: sites that the user named as aggregators. They come first; from round to round, the next one leads.
+        named: sites that the user named as aggregators. They come before all others, each round from the next one on.
     """
 
     def drawn(site: str) -> bytes:

@@ -228,9 +228,9 @@ class RunTable:
         return kind == other and fits
 
     def _item_bytes(self, segment: Segment) -> int:
-        """Return the bytes of an encoded element; 0 if a codec does not encode elements independently.
+        """Return the bytes of an encoded element, or 0.
 
-        Also return 0 if the element's size does not divide the alignment of segments.
+        0 means that the codec does not encode elements independently, or that segments are not aligned to the size.
         """
         encoding = self.layout.encodings[segment.codec]
         if not encoding.elementwise:

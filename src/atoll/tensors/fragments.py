@@ -151,11 +151,11 @@ class _Neighbours:
                 self._last[prefix] = index
 
     def index(self, name: str) -> int:
-        """Return the index of the first parameter of the tensor's own module. If there is none, return `last`."""
+        """Return the index of the first parameter of the tensor's own module. If there is none, return `last(name)`."""
         return self._first.get(_prefixes(name)[0], self.last(name))
 
     def last(self, name: str) -> int:
-        """Return the index of the last parameter among those with the longest common module path."""
+        """Return the index of the last parameter among those with the longest module path in common with the tensor."""
         return next(self._last[prefix] for prefix in _prefixes(name) if prefix in self._last)
 
 

@@ -124,7 +124,7 @@ class Layout:
 
     @functools.cached_property
     def digest(self) -> str:
-        """BLAKE3 over everything that determines offsets and parts, hex. Both sides compare it through the ticket."""
+        """BLAKE3 over everything that determines offsets and parts, hex. Workers compare theirs with the ticket's."""
         table = [
             [s.spec.name, s.spec.dtype, list(s.spec.shape), s.spec.group, s.codec, 0, s.numel, s.offset, s.nbytes]
             for s in self.segments

@@ -87,7 +87,7 @@ class LazyTensor:
 
     @property
     def name(self) -> str:
-        """Name of the tensor. For a further name of a tied tensor, this is the owner's name."""
+        """Name of the tensor. If the tensor is tied, this is the owner's name, whatever name was asked for."""
         return self._segment.spec.name
 
     @property

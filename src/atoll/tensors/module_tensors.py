@@ -47,7 +47,7 @@ class Parameters:
         self._by_id = {id(each): each for each in _parameters_of(model)}
 
     def behind(self, tensor: object) -> nn.Parameter | None:
-        """Return the parameter of an entry of the `state_dict`; None for buffers and other entries."""
+        """Return the parameter that this entry of the `state_dict` is; None for buffers and other entries."""
         found = self._by_id.get(id(tensor))
         if found is not None or not isinstance(tensor, Tensor) or id(tensor) in self._buffers:
             return found
@@ -72,7 +72,7 @@ def _parameters_of(model: nn.Module) -> Iterable[nn.Parameter]:
 
 
 def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the model's parameters under their names in versions and updates. A tied one has only its first name."""
+    """Return the model's parameters by their names in versions and updates; a tied one once, by its first name."""
     parameters, names = Parameters(model), dict[int, str]()
     found: dict[str, nn.Parameter] = {}
     for name, tensor in state_of(model).items():

@@ -92,8 +92,8 @@ def unpack(
 
     Args:
         skeleton: the skeleton, as parsed JSON.
-        tensors: a sequence of torch tensors, or a function index → value. The function's value may be lazy; then the
-            lazy value is in the payload.
+        tensors: a sequence of torch tensors, or a function index → value. The function may return lazy values, which
+            are then in the payload.
         streams: function index → the value that a consumer gets for a `Stream`; default: the value from `tensors`.
         build: whether to rebuild registered types. False only checks the skeleton.
 

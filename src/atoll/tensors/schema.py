@@ -95,15 +95,12 @@ class TensorSpec:
 
 
 def name_beside(group: str, parameter: str) -> str:
-    """Return the name of the tensor for a parameter in an algorithm's own group."""
+    """Return the name of the tensor that an algorithm's own group has for a parameter."""
     return f"atoll.{group}.{parameter}"
 
 
 def specs_beside(group: str, specs: Iterable[TensorSpec]) -> list[TensorSpec]:
-    """Return the tensors of an algorithm's own group: for each parameter one of the same shape, in fp32.
-
-    For fp64 parameters the tensor is fp64.
-    """
+    """Return the tensors of an algorithm's own group: one per parameter, of its shape, in fp32 (fp64 for fp64)."""
     return [
         TensorSpec(name_beside(group, spec.name), "F64" if spec.dtype == "F64" else "F32", spec.shape, group)
         for spec in specs
