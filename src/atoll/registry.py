@@ -95,7 +95,7 @@ def package_of(kind: str, name: str) -> str:
 OPTIONS = {
     "cross_site_evaluation": ("versions", "site_models", "sites", "evaluation_timeout_s"),
 }
-"""Name of a workflow → its arguments that a run file may set. Listed here so that checks need not import it."""
+"""Name of a workflow → its arguments that a run file may set. So a check of a run file does not import the workflow."""
 
 
 def load(kind: str, name: str) -> Any:

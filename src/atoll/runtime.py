@@ -98,7 +98,7 @@ def run_jobs(
     Args:
         jobs: the jobs; they are started in order.
         threads: number of threads, at least 1.
-        member: called once on each thread; the function that it returns does the thread's jobs.
+        member: called once on each thread. It returns a function, which the thread calls with each of its jobs.
         cancelled: once this event is set, no further job is started.
 
     Raises:

@@ -459,7 +459,7 @@ class _Followed:
         if self._depth:
             return
         self.is_under_way = False
-        if not (self._is_formed or self._has_gradients()):  # both: some optimizers clear gradients within step()
+        if not (self._is_formed or self._has_gradients()):  # step() may have cleared them
             return  # without a gradient the step moved nothing
         if self._hooks.correction is not None:
             with torch.no_grad():

@@ -93,7 +93,7 @@ class Cuts:
 
 
 def state_id(region_digests: Sequence[bytes]) -> str:
-    """Return the id of an outer state, from the digests of its regions; empty if it has no regions."""
+    """Return the id of an outer state, from the digests of its regions (bytes hashed together); empty if none."""
     return blob_id("", region_digests) if region_digests else ""
 
 

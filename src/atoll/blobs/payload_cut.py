@@ -1,4 +1,4 @@
-"""The decision which tensors of a payload are sent in parts and which inline. Both sides use the same rules."""
+"""Decide which tensors of a payload are sent in parts and which inside the message. Both sides use the same rules."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def cut_of(packed: Packed, sizes: ChunkSizes) -> Cut:
         return Cut(min(streamed, default=sizes.tensor or sizes.np or CHUNK_BYTES))
     nbytes = sum(packed.tensors[number].nbytes for number in in_head)
     cut = Cut(min(streamed, default=CHUNK_BYTES))
-    described = 2 * len(json.dumps(packed.skeleton)) + DESCRIBED_BYTES * len(packed.tensors)  # × 2: it is escaped
+    described = 2 * len(json.dumps(packed.skeleton)) + DESCRIBED_BYTES * len(packed.tensors)  # × 2: escaped
     if nbytes + described > MOST_INLINE_BYTES:
         return replace(cut, too_large=nbytes)
     return replace(cut, in_head=in_head) if streamed else replace(cut, inline=True)

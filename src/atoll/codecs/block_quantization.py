@@ -76,7 +76,10 @@ class BlockCodec(Narrowing):
             target.copy_(values.view(-1)[: target.numel()])
 
     def _split(self, encoded: Tensor, first: int, last: int, shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
-        """Return views of the encoded blocks [first, last): fp32 scales [tiles, blocks] and codes [tiles, bytes]."""
+        """Return views of the encoded blocks [first, last): fp32 scales [tiles, blocks] and codes [tiles, bytes].
+
+        `shape` is (tiles, blocks per tile), from `_runs`.
+        """
         import torch
 
         nbytes, scale_bytes = SCALE_BYTES + self.block_bytes, SCALE_BYTES * shape[1]

@@ -157,7 +157,7 @@ class Narrowing(ABC):
 
     @abstractmethod
     def _nbytes(self, numel: int) -> int:
-        """Return the encoded size of `numel` floats, in bytes; additive over whole tiles."""
+        """Return the encoded size of `numel` floats, in bytes. For whole tiles, it is the sum of their sizes."""
 
     @abstractmethod
     def _encode_(self, source: Tensor, target: Tensor) -> None:

@@ -51,7 +51,7 @@ NOT_SETTINGS = frozenset(
 Atoll."""
 
 OTHER_NAMES = {"ATOLL_TOKEN_FILE": "network.token_file"}
-"""Variables without the form ATOLL_<GROUP>__<KEY> that set a setting of a server: variable → `group.key`."""
+"""Variables that set a setting although their names do not have the form ATOLL_<GROUP>__<KEY>: name → `group.key`."""
 
 OTHER_KEYS = {
     **dict.fromkeys(("clients", "num_clients", "workers", "num_sites"), "rounds.sites"),

@@ -49,7 +49,7 @@ DIGEST_BYTES = 32
 """Size of a BLAKE3 digest. The body of a part is the bytes of the part, then their digest."""
 
 MANIFEST_BYTES = 32 * 2**20
-"""Most bytes of an object's manifest. A receiver stops reading there."""
+"""Most bytes of an object's manifest. A receiver refuses a longer one."""
 
 INLINE_BYTES = 16 * 2**20
 """Most bytes of an object that is sent inline, within its manifest."""

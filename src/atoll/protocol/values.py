@@ -189,5 +189,5 @@ class FrozenRound(Message):
 
     @property
     def tickets(self) -> list[int]:
-        """Ticket numbers of the updates, in the frozen order."""
+        """Ticket numbers of the updates, in the order of `updates`."""
         return [update.ticket for update in self.updates]

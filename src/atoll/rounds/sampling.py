@@ -57,7 +57,7 @@ class Sampling:
 
 
 HOLDERS = 2
-"""Fewest workers that hold the newest version and its outer state, if there are as many."""
+"""In a swarm, at least this many workers hold the newest version and its outer state, if there are as many."""
 
 
 def turn(sites: Collection[str], *, seed: int, fragment: int, version: int, named: Sequence[str] = ()) -> list[str]:

@@ -1,4 +1,4 @@
-"""Reading and writing ranges of a tensor's elements, in the order in which the elements lie in a file.
+"""Read and write ranges of a tensor's elements, in the order in which the elements are in a file.
 
 A range is [start, stop) of the elements in row-major order, for any strides and device. Contiguous CPU tensors are read
 and written in place. Other tensors are copied through scratch memory of the range's size, never of the tensor's size.

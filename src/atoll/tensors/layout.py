@@ -49,7 +49,10 @@ class Encoding(Protocol):
         ...
 
     def encoded_bytes(self, numel: int, dtype: str) -> int:
-        """Return the encoded size of the first `numel` elements of a segment; additive over multiples of `TILE`."""
+        """Return the encoded size of the first `numel` elements of a segment, in bytes.
+
+        If `numel` is a multiple of `TILE`, the next element begins there.
+        """
         ...
 
 
@@ -158,7 +161,7 @@ class Layout:
         return {segment.spec.name: segment for segment in self.segments}
 
     def bytes_before(self, segment: Segment, start: int) -> int:
-        """File offset of element `start` of `segment`, a multiple of `TILE`."""
+        """Return the file offset of element `start` of `segment`; `start` must be a multiple of `TILE`."""
         return segment.offset + self.encodings[segment.codec].encoded_bytes(start, segment.spec.dtype)
 
     def piece(self, segment: Segment, start: int, stop: int) -> Piece:
