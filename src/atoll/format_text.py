@@ -82,5 +82,5 @@ class Seldom(logging.Filter):
         place = record.pathname, record.lineno
         self._said[place] += 1
         if self._said[place] == TIMES_SAID:
-            record.msg = f"{record.msg} (what follows of this kind is not shown)"
+            record.msg = f"{record.msg} (further messages of this kind are not shown)"
         return self._said[place] <= TIMES_SAID

@@ -24,7 +24,7 @@ class FolderTaken(Exception):
 
 
 class OwnedFile:
-    """The owner of the open descriptor `fd`. It closes `fd` once: in `close`, or when this object is deleted."""
+    """Base class of objects that own an open descriptor, `fd`. It is closed once: in `close`, or with the object."""
 
     fd: int = -1
 
@@ -67,7 +67,7 @@ class Descriptor:
         """
         with self._lock:
             if self._closed:
-                raise UsageError("The file was closed while parts of it were on their way.")
+                raise UsageError("The file was closed while parts of it were being transferred.")
             self._users += 1
         try:
             yield self._fd

@@ -55,7 +55,8 @@ class Cuts:
             )
         if not 0 < self.head_bytes <= MOST_HEAD_BYTES or self.head_bytes % ALIGN_BYTES or self.head_bytes > self.nbytes:
             raise BadRequest(
-                f"{what} has a header of {self.head_bytes} bytes, but only {self.nbytes} bytes in all.",
+                f"{what} claims to have a header of {self.head_bytes} bytes and {self.nbytes} bytes in all, which no "
+                "object can have.",
                 "Publish it with the same version of Atoll on both sides.",
             )
         if self.count > MOST_PARTS:

@@ -192,7 +192,7 @@ class Contents:
 
         def at(index: int) -> object:
             if index >= len(names):
-                raise BadRequest(f"{what} refers to tensor {index} in its payload, but has {len(names)}.", _REMEDY)
+                raise BadRequest(f"{what} refers to tensor {index}, but has only {len(names)} tensors.", _REMEDY)
             return None
 
         streams: set[int] = set()

@@ -64,7 +64,7 @@ def _require_rounds(at: At) -> None:
     floor, sites, quorum = at("rounds.min_sites") or 1, at("rounds.sites"), at("rounds.quorum")
     if floor > sites:
         raise ConfigError(
-            f"rounds.min_sites is {floor}, but rounds.sites is {sites}: round one could never close.",
+            f"rounds.min_sites is {floor}, but rounds.sites is {sites}: round 1 could never close.",
             f"Set rounds.min_sites to at most {sites}.",
         )
     if quorum and quorum < floor:

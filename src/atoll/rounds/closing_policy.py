@@ -119,7 +119,7 @@ class Barrier(Policy):
     def decide(self, view: RoundView, now_s: float) -> Close | Wait:
         """Close with all accepted updates if no site is missing and at least `view.floor` sites are expected."""
         if len(view.expected) < view.floor:
-            return Wait(f"waits for another site: {len(view.expected)} of {view.floor_name} {view.floor} alive")
+            return Wait(f"waits for another site: {len(view.expected)} alive, {view.floor_name} is {view.floor}")
         if missing := view.missing:
             return Wait(f"waits for {listed(missing)}")
         return Close(tuple(ticket.id for ticket in view.accepted))
@@ -204,7 +204,7 @@ class Async(Policy):
         if not self.is_async(view.number):
             return Barrier().decide(view, now_s)
         if len(view.expected) < view.floor:
-            return Wait(f"waits for another site: {len(view.expected)} of {view.floor_name} {view.floor} alive")
+            return Wait(f"waits for another site: {len(view.expected)} alive, {view.floor_name} is {view.floor}")
         if len(view.accepted) < view.floor:
             return Wait("waits for an update")
         if missing := _free(view):

@@ -132,7 +132,7 @@ def _request(draft: Draft, site: str, fragment: int) -> None:
     elif round_.phase != "open":
         reason = why(draft.state, fragment, draft.now_s)
     elif ticket and ticket.state == "accepted":
-        reason = f"its update is in; the round {why(draft.state, fragment, draft.now_s)}"
+        reason = f"its update is accepted; the round {why(draft.state, fragment, draft.now_s)}"
     elif ticket and ticket.state == "refused" and not cannot_close:
         reason = f"its update was refused ({ticket.reason}); it {NEXT_ROUND}"
     elif ticket is None and site not in round_.expected:
@@ -151,7 +151,9 @@ def _request_async(draft: Draft, site: str, fragment: int) -> None:
     ticket = round_.tickets.get(site)
     if ticket and ticket.state == "accepted":
         draft.effects.append(
-            events.TicketWithheld(site, fragment, f"its update is in; it {why(draft.state, fragment, draft.now_s)}")
+            events.TicketWithheld(
+                site, fragment, f"its update is accepted; the round {why(draft.state, fragment, draft.now_s)}"
+            )
         )
     elif ticket and ticket.state == "open" and ticket.base_version == round_.head:
         draft.effects.append(events.TicketIssued(site, ticket.id, fragment, ticket.base_version, new=False))
@@ -175,7 +177,7 @@ def _update(draft: Draft, event: events.UpdateAccepted | events.UpdateRefused) -
     what = "update accepted" if isinstance(event, events.UpdateAccepted) else "update refused"
     if ticket is None:
         raise IllegalTransition(
-            f"Ticket {event.ticket} belongs to no round that is not over; {what!r} cannot happen to it."
+            f"Ticket {event.ticket} belongs to no current round; {what!r} cannot happen to it."
         )
     state = advance(f"Ticket {event.ticket}", TICKET, ticket.state, what)
     if state == ticket.state:

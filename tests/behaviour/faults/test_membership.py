@@ -50,7 +50,7 @@ def test_all_workers_die_the_run_waits_says_why_and_goes_on_when_they_are_back(
         wait_until(lambda: server.status().deaths == 2, "their leases to end")
         told = server.status().fragments[0]
         assert told.version == 1
-        assert "waits for another site: 0 of rounds.min_sites 2 alive" in told.reason
+        assert "waits for another site: 0 alive, rounds.min_sites is 2" in told.reason
         back = [site.start(HOLD=f"2:{tmp_path}/go") for site in sites]
         for process in back:
             wait_until(lambda process=process: said(process, "trains", 2), "their return")

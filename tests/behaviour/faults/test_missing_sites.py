@@ -109,7 +109,7 @@ def test_the_fewest_updates_of_a_federated_round_follow_from_the_settings(
             with worker:
                 pass
         wait_until(lambda: all(each.state == "left" for each in server.status().workers), "their leaving")
-        assert f" {floor} alive" in server.status().fragments[0].reason
+        assert server.status().fragments[0].reason.endswith(f" is {floor}")
 
 
 @pytest.mark.covers("L9")

@@ -112,7 +112,7 @@ def test_a_round_that_cannot_close_ends_with_9_and_goes_on_once_mended(
 ) -> None:
     rules = {"rounds.min_sites": 3, "algorithm.name": "scaffold"}
     client = raising("worker.site < 'site-0002' and fl_round.number == 2")
-    why = r"Round 2 cannot close \(waits for another site: 2 of rounds.min_sites 3 alive\).*no data at site-0001"
+    why = r"Round 2 cannot close \(waits for another site: 2 alive, rounds.min_sites is 3\).*no data at site-0001"
     with pytest.raises(RunFailed, match=why) as failed:
         simulation(tmp_path, client, **rules).run()
     assert "it continues from here" in failed.value.remedy

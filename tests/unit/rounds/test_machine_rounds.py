@@ -76,7 +76,7 @@ def test_a_late_joiner_is_expected_at_once_where_the_round_could_not_close_witho
     run = story(sites=2, min_sites=2)
     run.join("a", "b")
     run.leave("b")
-    assert run.why() == "waits for another site: 1 of rounds.min_sites 2 alive"
+    assert run.why() == "waits for another site: 1 alive, rounds.min_sites is 2"
     assert events.ExpectedChanged(0, 0, ("a", "c")) in run.join("c")
     assert closed(run.submit("a", "c")) == [(1, 2)]
 
@@ -98,7 +98,7 @@ def test_min_sites_are_never_undercut(story):
     run.leave("b")
     run.leave("c")
     assert run.phase() == "open"
-    assert run.why() == "waits for another site: 1 of rounds.min_sites 2 alive"
+    assert run.why() == "waits for another site: 1 alive, rounds.min_sites is 2"
     run.join("b")
     assert closed(run.submit("b")) == [(1, 2)]
 
@@ -110,7 +110,7 @@ def test_when_all_die_the_round_waits_and_says_why(story):
     run.wait(120)
     assert run.expected() == ()
     assert run.phase() == "open"
-    assert run.why() == "waits for another site: 0 of rounds.min_sites 1 alive"
+    assert run.why() == "waits for another site: 0 alive, rounds.min_sites is 1"
     run.join("b")
     assert closed(run.submit("b")) == [(1,)]
 
@@ -166,7 +166,7 @@ def test_a_quorum_is_not_undercut_by_deaths_either(story):
     run.join("a", "b")
     run.submit("a")
     run.leave("b")
-    assert run.why() == "waits for another site: 1 of rounds.quorum 2 alive"
+    assert run.why() == "waits for another site: 1 alive, rounds.quorum is 2"
     run.wait(60)
     assert run.phase() == "open"
 

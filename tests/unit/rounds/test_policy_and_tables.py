@@ -21,8 +21,8 @@ def view(expected: str, accepted: str, floor: int = 1) -> RoundView:
     [
         (view("abc", "abc"), Close((1, 2, 3))),
         (view("abc", "b"), Wait("waits for a and c")),
-        (view("", ""), Wait("waits for another site: 0 of rounds.min_sites 1 alive")),
-        (view("ab", "ab", floor=3), Wait("waits for another site: 2 of rounds.min_sites 3 alive")),
+        (view("", ""), Wait("waits for another site: 0 alive, rounds.min_sites is 1")),
+        (view("ab", "ab", floor=3), Wait("waits for another site: 2 alive, rounds.min_sites is 3")),
     ],
 )
 def test_barrier(seen, decision):
