@@ -1,4 +1,4 @@
-"""Robust reducers, whose result a few wrong updates change only a little: median, trimmed mean, clipped mean.
+"""Robust reducers: median, trimmed mean, clipped mean. A few wrong updates change their result only a little.
 
 Rows are sorted by a sorting network (K. E. Batcher: Sorting networks and their applications. AFIPS 1968, odd-even merge
 sort). A network is a fixed list of comparators (i, j): row i ← min(row i, row j), row j ← max(row i, row j). This uses

@@ -176,9 +176,7 @@ def _update(draft: Draft, event: events.UpdateAccepted | events.UpdateRefused) -
     ticket = ticket_by_id(draft.state, event.ticket)
     what = "update accepted" if isinstance(event, events.UpdateAccepted) else "update refused"
     if ticket is None:
-        raise IllegalTransition(
-            f"Ticket {event.ticket} belongs to no current round; {what!r} cannot happen to it."
-        )
+        raise IllegalTransition(f"Ticket {event.ticket} belongs to no current round; {what!r} cannot happen to it.")
     state = advance(f"Ticket {event.ticket}", TICKET, ticket.state, what)
     if state == ticket.state:
         return
