@@ -38,7 +38,7 @@ def test_a_site_that_has_submitted_learns_once_which_sites_are_awaited(tmp_path:
     with plain_server(tmp_path, START, **{"rounds.sites": 2}) as server:
         a, _ = (WireSite(server.url, site) for site in "ab")
         a.train().submit()
-        assert a.ask(wait_s=0.0)["reason"] == "its update is in; the round waits for b"
+        assert a.ask(wait_s=0.0)["reason"] == "its update is accepted; the round waits for b"
 
 
 def test_ends_a_wait_for_a_task(tmp_path: Path) -> None:

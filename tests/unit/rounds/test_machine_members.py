@@ -158,7 +158,7 @@ def test_a_worker_restarted_after_its_acknowledgement_does_not_train_again(story
     run.join("a", "b")
     run.submit("a")
     run.join("a")
-    assert run.withheld("a") == "its update is in; the round waits for b"
+    assert run.withheld("a") == "its update is accepted; the round waits for b"
 
 
 @pytest.mark.covers("F23")
