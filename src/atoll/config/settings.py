@@ -87,7 +87,7 @@ class Group(BaseModel):
 
 
 class Choice(Group):
-    """A choice of code, with its options: `{name = …}` for code of Atoll or a package, `{path = …}` for your own."""
+    """A setting that names code: `{name = …}` for code of Atoll or a package, `{path = …}` for your own; with options."""
 
     model_config = ConfigDict(extra="allow")
 

@@ -68,10 +68,10 @@ def _made(name: str, options: Mapping[str, Any]) -> Reducer:
 # -- weights of stale updates, for asynchronous runs
 
 StalenessWeight = Callable[[int], float]
-"""Staleness s (in versions) ↦ a factor above 0 and at most 1, which weighs a stale update down.
+"""Staleness s of an update (in versions) → a factor for its weight, above 0 and at most 1.
 
-The factor multiplies the update's weight after normalisation. So a stale update makes the step shorter, even if it is
-the only update of the step (FedBuff, arXiv 2106.06639, section 5.2; FedAsync, arXiv 1903.03934).
+The factor multiplies the weight after normalisation. So a stale update makes the step shorter, even if it is the only
+update of the step (FedBuff, arXiv 2106.06639, section 5.2; FedAsync, arXiv 1903.03934).
 """
 
 

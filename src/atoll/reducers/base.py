@@ -53,8 +53,8 @@ class Reducer(ABC):
         buffers: name of the reducer of floating point buffers, in runs where this reducer reduces `params`. Empty: this
             reducer itself.
         needs_steps: whether every update must report its local steps.
-        needs_population: whether the reducer needs `population_weight`. If so, a site's weight stays the one of its
-            first counted update.
+        needs_population: whether the reducer needs `population_weight`. If so, all updates of a site get the weight of
+            its first counted update.
     """
 
     needs_all: ClassVar[bool] = False

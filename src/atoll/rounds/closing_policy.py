@@ -82,7 +82,7 @@ class Policy(ABC):
     quorum: int
 
     def is_async(self, number: int) -> bool:
-        """Return whether round `number` is asynchronous: it takes updates against earlier versions."""
+        """Return whether round `number` is asynchronous: it accepts updates that were trained from earlier versions."""
         return False
 
     def awaited(self, view: RoundView) -> tuple[str, ...]:

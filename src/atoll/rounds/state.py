@@ -176,7 +176,7 @@ class State:
         return all(round_.phase == "finished" for round_ in self.rounds)
 
     def is_async(self, fragment: int) -> bool:
-        """Return whether the current round of `fragment` is asynchronous: it takes updates against earlier versions."""
+        """Return whether the current round is asynchronous: it accepts updates that were trained from old versions."""
         return self.rules.policy.is_async(self.rounds[fragment].number)
 
 

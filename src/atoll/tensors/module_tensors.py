@@ -23,7 +23,7 @@ PLAIN = (Tensor, nn.Parameter)
 
 
 class Told(dict[str, Tensor]):
-    """A mapping name → tensor that also knows which of its tensors are buffers.
+    """A mapping name → tensor that also knows which of its tensors are buffers, as the header of a model file says it.
 
     Attributes:
         buffers: name → whether the tensor is a buffer. Some names may be missing.
