@@ -7,7 +7,7 @@
     ├── UpdateRefused          6   an update that is not finite, too large or wrongly weighted
     ├── PeerError              6   an error that the other side reports
     │   ├── VersionSkew            different protocol versions
-    │   ├── AuthError          8   a missing or wrong token or secret, or a foreign host name
+    │   ├── AuthError          8   a missing or wrong token, secret or Host header
     │   ├── LeaseLost              the server declared this worker dead or does not know it: join again
     │   ├── Superseded             a newer process joined under the same name
     │   ├── TicketClosed           the round of the ticket is over

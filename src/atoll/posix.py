@@ -1,4 +1,4 @@
-"""System calls for several packages: read and write all bytes of a range, own descriptors, lock and replace files."""
+"""System calls with complete results: read or write all bytes of a range, share descriptors, lock and replace files."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""FedProx.
+"""FedProx: FedAvg with a term that pulls local training towards the version from which the site started.
 
 T. Li, A. K. Sahu, M. Zaheer, M. Sanjabi, A. Talwalkar, V. Smith: Federated Optimization in Heterogeneous Networks.
 MLSys 2020, arXiv 1812.06127, equation 2 and algorithm 2.
 
-    h_k(w; w_t) = F_k(w) + (μ/2)·‖w − w_t‖²          the loss that site k minimises
+    h_k(w; w_t) = F_k(w) + (μ/2)·‖w − w_t‖²          the loss that site k minimises; F_k: without the term
     g ← ∇F_k(w) + μ·(w − w_t)                        its gradient, in every local step
     w_{t+1} = Σ_k (n_k / n) · w^k_{t+1}
 

@@ -87,7 +87,7 @@ class Group(BaseModel):
 
 
 class Choice(Group):
-    """A setting that names code: `{name = …}` for code of Atoll or a package, `{path = …}` for your own; with options."""
+    """A setting that names code: the `name` of code in Atoll or a package, or the `path` of your own; with options."""
 
     model_config = ConfigDict(extra="allow")
 

@@ -1,8 +1,8 @@
-"""Delayed Nesterov.
+"""Delayed Nesterov: SGD for asynchronous runs, with a Nesterov momentum that is applied only at every N-th update.
 
 B. Liu, R. Chhaparia, A. Douillard, S. Kale, A. A. Rusu, J. Shen, A. Szlam, M. Ranzato: Asynchronous Local-SGD Training
-for Language Modeling. arXiv 2401.09135, algorithm 3 with c = 0. Updates are applied one at a time. Momentum is applied
-only at every N-th update, with the mean of the last N:
+for Language Modeling. arXiv 2401.09135, algorithm 3 with c = 0. The updates g_1, g_2, … are applied one at a time. The
+momentum m is applied only at every N-th update, with the mean of the last N. ε is the learning rate:
 
     t mod N ≠ 0    θ ← θ − ε · g_t / N
     t mod N = 0    m ← β · m + (1/N) · Σ g           Σ over the last N updates

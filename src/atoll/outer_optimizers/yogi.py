@@ -1,4 +1,4 @@
-"""Yogi.
+"""Yogi: Adam with a second moment that changes by a limited amount in each step.
 
 M. Zaheer, S. J. Reddi, D. Sachan, S. Kale, S. Kumar: Adaptive Methods for Nonconvex Optimization. NeurIPS 2018.
 In the form of FedYogi in S. J. Reddi et al.: Adaptive Federated Optimization. ICLR 2021, arXiv 2003.00295, algorithm 2:
