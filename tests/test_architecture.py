@@ -118,7 +118,7 @@ LINES: dict[str, int] = {
     "testing": 470,
     "transport": 2_450,
     "worker": 250,
-    "worker/exchange": 2_010,
+    "worker/exchange": 2_050,
     "worker/peer": 790,
     "worker/session": 870,
     "worker/tasks": 580,

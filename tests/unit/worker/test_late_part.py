@@ -20,8 +20,8 @@ import atoll
 from atoll.errors import Conflict
 from atoll.protocol import messages, routes
 from atoll.protocol.values import Accepted
-from atoll.worker.exchange.exchange import MAX_CONFLICTS
 from atoll.worker.exchange.participation import Participation, take_part
+from atoll.worker.exchange.send_update import MAX_CONFLICTS
 
 
 @pytest.fixture

@@ -1,25 +1,22 @@
 """The exchange of one fragment with the server: pull versions, form updates, send them, resume after interruptions.
 
 The fragment is the whole model unless the run streams. Every step can be interrupted: an update that was formed stays
-in the outbox, and this process or the next one sends it. `Exchange._send` decides which parts a resumed upload still
-has to send, and `transport/part_transfer` moves their bytes.
+in the outbox, and this process or the next one sends it (`send_update`).
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Collection, Iterable
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from atoll.errors import TRANSIENT, Conflict, Gone, TicketClosed, UpdateRefused
-from atoll.protocol import messages, routes
+from atoll.errors import TRANSIENT, Gone, TicketClosed, UpdateRefused
+from atoll.protocol import messages
 from atoll.protocol.messages import Ticket, VersionRef
 from atoll.protocol.values import (
     Accepted,
@@ -44,34 +41,15 @@ from atoll.transport.part_transfer import HttpTransfer
 from atoll.worker.exchange import apply_version, encode_update
 from atoll.worker.exchange.base_and_outbox import BaseNote, DiskFiles, OutboxNote
 from atoll.worker.exchange.encode_update import Filtered, Finish, LocalFragment
-from atoll.worker.exchange.pull_version import WAITS, Patience, Puller, Sources
-from atoll.worker.log_lines import LOG, Progress, progress, size
+from atoll.worker.exchange.pull_version import WAITS, Patience, Puller
+from atoll.worker.exchange.send_update import Outlet, UpdateSender, resend_note
+from atoll.worker.log_lines import LOG, Progress, size
 from atoll.worker.session.session import OF_THE_OPTIMIZER, Session
 
-AGAIN_S = 1.0
-"""In a swarm: seconds before an update is offered again that another worker could not pull."""
-MAX_CONFLICTS = 3
-"""Conflicts after which a submission fails. A part of an abandoned attempt may arrive late and replace a newer one."""
 MAX_REFUSALS = 5
 """Refused updates in a row after which a worker gives up."""
 
 MOMENTS_NAMED = 3
-
-
-class Outlet(Sources, Protocol):
-    """In a swarm: the server inside this worker from which other workers pull its updates."""
-
-    def offer(self, fragment: int, outbox: Any, on_bytes: Callable[[int], None]) -> object:
-        """Serve the update in an outbox, and return a reference to the update.
-
-        Args:
-            fragment: the fragment's number.
-            outbox: the fragment's outbox.
-            on_bytes: called with the number of bytes that another worker has pulled.
-        """
-
-    def retract(self, fragment: int) -> None:
-        """Stop serving the fragment's update."""
 
 
 @dataclass(eq=False)
@@ -86,10 +64,10 @@ class Exchange:
         outlet: in a swarm: serves this worker's updates, and finds versions at other workers.
         shards: gives this rank's shards of the model; None: the model is not sharded.
         puller: pulls versions into the base.
+        sender: sends the update in the outbox.
         base: the file of the version that the worker trains from.
         outbox: the file of the update that was formed last.
         refusals: number of updates of this process that were refused in a row.
-        resuming: whether an earlier process filled the outbox, so that the server may have some parts already.
         settled: ticket of the outbox's update, once the progress since the base no longer includes that update.
     """
 
@@ -100,7 +78,6 @@ class Exchange:
     outlet: Outlet | None = None
     shards: Callable[[], Shards] | None = None
     refusals: int = 0
-    resuming: bool = False
     settled: int = 0
     _warned_of_optimizer: bool = False
 
@@ -109,6 +86,7 @@ class Exchange:
         self.fragment, self._named = number or 0, "" if number is None else f" fragment {number}"
         self.base, self.outbox = self.files.base, self.files.outbox
         self.puller = Puller(self.session, self.transfer, self.files, self.local.layouts.downlink, number, self.outlet)
+        self.sender = UpdateSender(self.session, self.transfer, self.outbox, number, self.outlet)
 
     # -- what comes next
 
@@ -345,9 +323,8 @@ class Exchange:
         if self.outlet is not None or len(self.outbox.layout.all_parts) == 1:
             self.form(ticket, tensors, info, finish=finish)
             return self.deliver(retries)
-        path_of = routes.parts_of(ticket.id)
-        with self._submitting(ticket.round) as bar:
-            with self.transfer.pushing(path_of, self.outbox.fd, on_bytes=bar.add) as pushing:
+        with self.sender.progress(ticket.round) as bar:
+            with self.sender.pushing(ticket, bar) as pushing:
                 self.form(ticket, tensors, info, finish=finish, on_part=pushing.add)
             return self._deliver(bar, pushing.sent, pushing.error, retries)
 
@@ -420,16 +397,15 @@ class Exchange:
         filtered: Filtered | None,
     ) -> encode_update.Formed:
         """Write the update's bytes into the outbox, but not its note."""
-        if self.outlet is not None:
-            self.outlet.retract(self.fragment)
+        self.sender.retract()
         self.outbox.begin(ticket.layout_digest)
         return self.local.form(self.outbox, ticket, tensors, filtered=filtered, finish=finish, on_part=on_part)
 
     def deliver(self, retries: int | None = None) -> Delivered:
         """Send the outbox's update: the parts that the server lacks, then the message that the update is complete."""
         assert self.outbox.note is not None
-        with self._submitting(self.outbox.note.round) as bar:
-            return self._deliver(bar, None if self.resuming else set(), None, retries)
+        with self.sender.progress(self.outbox.note.round) as bar:
+            return self._deliver(bar, None if self.sender.resuming else set(), None, retries)
 
     def _deliver(
         self, bar: Progress, sent: Collection[int] | None, failure: BaseException | None, retries: int | None
@@ -445,10 +421,7 @@ class Exchange:
         note = self.outbox.note
         assert note is not None
         try:
-            if self.outlet is not None:
-                answer = self._offer(self.outlet, note, bar, retries)
-            else:
-                answer = self._send(note, bar, sent, failure, retries)
+            answer = self.sender.send(note, bar, sent, failure, retries)
         except UpdateRefused as error:
             return Refused(error)
         except (TicketClosed, Gone) as error:
@@ -458,7 +431,7 @@ class Exchange:
             return answer
         self.session.require_here()
         self.outbox.mark_sent()
-        self.resuming, self.refusals = False, 0
+        self.sender.resuming, self.refusals = False, 0
         if self._warned_of_optimizer and not broken_moments(self.session.optimizers):
             self._warned_of_optimizer = False
             self.session.warn(OF_THE_OPTIMIZER, [])
@@ -466,79 +439,6 @@ class Exchange:
         nbytes = size(self.outbox.layout.own_nbytes)
         LOG.debug("%s: submitted%s, %s for round %d", self.site, self._named, nbytes, note.round)
         return Accepted(answer.digest)
-
-    def _send(
-        self,
-        note: OutboxNote,
-        bar: Progress,
-        sent: Collection[int] | None,
-        failure: BaseException | None,
-        retries: int | None,
-    ) -> messages.Receipt | Lost:
-        """Send the parts that the server lacks, then the message that the update is complete. Repeat until it succeeds.
-
-        A resumed upload first asks the server which parts it has. `transport/part_transfer` moves the bytes.
-
-        Raises:
-            Conflict: after `MAX_CONFLICTS` repetitions, the server still has other parts than the message says.
-        """
-        attempts = [(sent, failure)]
-        digests = {index: bytes.fromhex(text) for index, text in enumerate(note.part_digests)}
-
-        def push() -> None:
-            has, failed = attempts.pop() if attempts else (None, None)
-            if failed is not None:
-                raise failed
-            if has is None:
-                has = self.session.parts_at_server(note.ticket, digests)
-            bar.resume()
-            self.transfer.push(
-                routes.parts_of(note.ticket),
-                self.outbox.fd,
-                [part for part in self.outbox.layout.parts if part.index not in has],
-                digests,
-                on_bytes=bar.add,
-            )
-
-        def complete() -> messages.Receipt:
-            if not self.session.ranks.together:
-                push()
-            return self.session.channel.complete(note.ticket, _complete(note), 30.0)
-
-        for conflicts in range(MAX_CONFLICTS + 1):
-            if self.session.ranks.together:
-                lost = self.session.move(push, "submit", retries=retries)
-                if lost is not None:
-                    return lost
-            try:
-                return self.session.call(complete, "submit", retries=retries, kind=messages.Receipt)
-            except Conflict as error:  # the next attempt asks the server which parts it lacks
-                if conflicts == MAX_CONFLICTS:
-                    raise
-                LOG.debug("%s: %s", self.site, error)
-        raise AssertionError("the last conflict is raised")
-
-    def _offer(self, outlet: Outlet, note: OutboxNote, bar: Progress, retries: int | None) -> messages.Receipt | Lost:
-        """In a swarm: serve the update, and tell the server its address until another worker has pulled the update."""
-        message = _complete(note).model_copy(update={"source": str(outlet.offer(self.fragment, self.outbox, bar.add))})
-        while True:
-            timeout_s = routes.LONG_POLL_S + 10.0
-            ask = partial(self.session.channel.complete, note.ticket, message, timeout_s)
-            receipt = self.session.call(ask, "submit", retries=retries, kind=messages.Receipt)
-            if isinstance(receipt, Lost) or receipt.accepted:
-                return receipt
-            self.session.on_wait()  # the call was a long poll
-            if receipt.unpulled:
-                time.sleep(AGAIN_S)
-                outlet.retract(self.fragment)
-                source = str(outlet.offer(self.fragment, self.outbox, bar.add))
-                message = message.model_copy(update={"source": source})
-
-    def _submitting(self, number: int) -> AbstractContextManager[Progress]:
-        """Show in the status that an update of this round is sent. Return the transfer's progress, for the log."""
-        self.session.tell(state=f"submitting to round {number}")
-        rank = f": rank {self.session.ranks.rank}" if self.session.ranks.together else ""
-        return progress(f"{self.site}{rank}: submitting{self._named}", self.outbox.layout.own_nbytes)
 
     def refused(self, refusal: Refused) -> None:
         """Log that an update was refused, and clear the outbox.
@@ -574,9 +474,9 @@ class Exchange:
         if not self._takes(note, look=True):
             self.outbox.clear()
             return None
-        self.resuming = True
+        self.sender.resuming = True
         delivered = self.deliver()
-        self.resuming = False
+        self.sender.resuming = False
         match delivered:
             case Accepted():
                 LOG.info(
@@ -655,51 +555,6 @@ class Exchange:
         """
         if self.outbox.note is not None:
             self.settled = self.outbox.note.ticket
-
-
-def resend_note(
-    note: OutboxNote | None,
-    ticket: Ticket,
-    previous: messages.Outcome | None,
-    info: messages.RunInfo,
-    outcome_of: Callable[[int], messages.Outcome],
-) -> OutboxNote | None:
-    """Return the outbox's note, moved to this ticket, if the outbox's update can serve the ticket; else None.
-
-    The update serves a ticket for the same version: same number and same bits. If the server fell back and the update
-    has expired, the update also serves a ticket for a version with the same bits under another number. In an
-    asynchronous run, an acknowledged update that expired serves any ticket, as its base may be behind the head anyway.
-
-    Args:
-        note: the outbox's note; None: the outbox is empty.
-        ticket: the ticket to serve.
-        previous: outcome of the site's previous ticket.
-        info: the run's description.
-        outcome_of: gives the outcome of a ticket.
-    """
-    fell_back = previous is not None and previous.state == "expired"
-    if note is None or note.run != info.run or note.layout_digest != ticket.layout_digest:
-        return None
-    base = ticket.base
-    again = replace(note, ticket=ticket.id, base_version=base.number, base_digest=base.digest, sent=False)
-    same = note.base_digest == base.digest
-    if same and note.base_version == base.number:
-        return again
-    if not fell_back or outcome_of(note.ticket).state != "expired":  # the update was not lost
-        return None
-    if same:
-        return replace(again, base_version=note.base_version)
-    return again if info.mode == "async" and note.sent else None
-
-
-def _complete(note: OutboxNote) -> messages.Complete:
-    return messages.Complete(
-        digest=note.digest,
-        base_digest=note.base_digest,
-        weight=note.weight,
-        steps=note.steps,
-        metrics=note.metrics,
-    )
 
 
 # -- NaN in the optimizer's state after a refused update: it makes every later step NaN.
