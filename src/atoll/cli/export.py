@@ -156,7 +156,7 @@ def _stored(
 
     Raises:
         Gone: the fp32 masters of the version were deleted.
-        StateCorrupt: a file does not have its digest.
+        StateCorrupt: the content of a file does not match its digest.
     """
     from atoll.aggregation.outer_state import is_whole
     from atoll.store.file_slots import STATE, VERSION, region_digest, slot_path

@@ -207,7 +207,7 @@ class Losses:
         self._lost.clear()
 
     def wants(self, run: Run) -> bool:
-        """Return whether `see` has to check this byte run: not all of its tensors are known to arrive."""
+        """Return whether `see` has to check this byte run: some of its tensors are not yet known to arrive."""
         return not self._codec.raw and any(name not in self._arrives for name in _names(run))
 
     def see(self, run: Run, delta: Tensor, decoded: Tensor) -> None:

@@ -38,7 +38,7 @@ class Owner(NamedTuple):
 
 @dataclass(frozen=True)
 class TwoPhaseNote:
-    """The note that describes the content of the two files.
+    """The note of a `TwoPhaseFile`: it describes the content of the two files.
 
     The pending update is the update that was formed last, until the server says that the update counted. A server that
     falls back may need the state before the last counted update, so the note describes that state, too.

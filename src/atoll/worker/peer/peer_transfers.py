@@ -226,7 +226,7 @@ class PeerServer:
     def connected(self, text: str, idle_timeout_s: float) -> Iterator[tuple[TensorRef, Ranges]]:
         """Open a reference for the duration of the block.
 
-        If this worker serves the file itself, the file is read directly. Otherwise connect to the worker that does.
+        If this worker serves the file itself, the file is read directly. Otherwise connect to its worker.
 
         Yields:
             The parsed reference, and an object to read parts from.

@@ -97,7 +97,7 @@ class Joined(Protocol):
 _joined: weakref.WeakSet[Joined] = weakref.WeakSet()
 _pid = 0  # id of the process that `_joined` belongs to; a fork of it has joined nothing
 _exit: SystemExit | None = None
-"""The exception of the main thread's last `sys.exit`, or of a signal, since a worker joined."""
+"""The exception of the last `sys.exit` in the main thread, or of a signal. Reset when a worker joins."""
 _handled = 0  # number of signals that `_unwind` has handled
 _said = False  # whether the warning about an unwritable lease was logged
 

@@ -418,7 +418,7 @@ class TaskWorker:
         """Answer tasks with the registered handlers until the last workflow has ended.
 
         Raises:
-            UsageError: no handler is registered, or the evaluation of the run needs one more.
+            UsageError: no handler is registered, or `evaluates` was not called although the run evaluates at this site.
         """
         self._require_evaluator()
         if not self._answers_any:

@@ -133,7 +133,7 @@ class Round:
 
     @public_api
     def global_state(self, group: str) -> dict[str, Tensor]:
-        """Return the global tensors that the algorithm stores beside the model in one group.
+        """Return the global tensors of a group that the algorithm adds to the model.
 
         Args:
             group: name of the group.

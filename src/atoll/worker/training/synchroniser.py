@@ -396,7 +396,7 @@ class Synchroniser:
         return self._rules.waits
 
     def _turn(self) -> None:
-        """Submit the fragment that is due. If too many updates are in flight, wait for one, or skip in an async run."""
+        """Submit the fragment that is due. With `max_inflight` updates in flight, first wait; an async run skips it."""
         while len(self._pending) >= self._rules.max_inflight:
             if not self._rules.waits:
                 return  # the local steps stay, and will be in the fragment's next update
