@@ -181,6 +181,8 @@ async def _up(url: str) -> None:
 
 def report(options: argparse.Namespace, told: Told, seconds: list[float]) -> None:
     """Write the figures and the gates."""
+    if len(seconds) < 2:
+        sys.exit("Fewer than two heartbeats were sent before the run ended: use more --rounds or a longer --train-s.")
     quantiles = statistics.quantiles(seconds, n=100)
     p50_ms, p99_ms = 1e3 * statistics.median(seconds), 1e3 * quantiles[98]
     early, late = told.anonymous_mb[1], max(told.anonymous_mb[2:])

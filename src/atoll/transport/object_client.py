@@ -586,7 +586,7 @@ class _Fetching:
         """Download the object to an unnamed file and return its handle."""
         fd = nameless(folder)
         try:
-            file = _File(fd)
+            file = _File(fd, folder)
             self._pull(self._data_parts(), [file])
             file.write(self._manifest.nbytes, memoryview(self._contents.behind))
         except BaseException:
@@ -722,14 +722,14 @@ class _Bytes:
 class _File:
     """A sink that writes to a file descriptor."""
 
-    def __init__(self, fd: int) -> None:
-        self._fd = fd
+    def __init__(self, fd: int, folder: Path | None) -> None:
+        self._fd, self._folder = fd, folder
 
     def write(self, offset: int, data: memoryview) -> None:
         try:
             write_at(self._fd, data, offset)
         except OSError as error:  # a plain OSError would be treated as a network error
-            raise disk_error(error) from error
+            raise disk_error(error, self._folder) from error
 
 
 def _targets(into: nn.Module | Mapping[str, Any]) -> dict[str, Tensor]:

@@ -137,14 +137,14 @@ def written(packed: Packed, cut: Cut, folder: Path | None) -> Draft:
             )
     except BaseException as error:
         os.close(fd)
-        raise (disk_error(error) if isinstance(error, OSError) else error) from error
+        raise (disk_error(error, folder) if isinstance(error, OSError) else error) from error
     return Draft(fd, manifest, cut.inline)
 
 
-def disk_error(error: OSError) -> StoreError:
-    """Return the Atoll error for an OSError of a temporary file."""
-    where = "the folder of temporary files"
-    remedy = "Free disk space, or use another folder; TMPDIR sets the default folder."
+def disk_error(error: OSError, folder: Path | None) -> StoreError:
+    """Return the Atoll error for an OSError of a file in `folder`; None stands for the folder of temporary files."""
+    where = "the folder of temporary files" if folder is None else str(folder)
+    remedy = f"Free disk space, or {'set TMPDIR to' if folder is None else 'use'} another folder."
     if error.errno in FULL:
         return DiskFull(f"The disk of {where} is full.", remedy)
     return StoreError(f"A file in {where} failed: {error.strerror}.", remedy)
