@@ -179,7 +179,7 @@ class ProcessPipe:
                 self._socket.send(data)
 
     def receive(self) -> tuple[dict[str, Any], int | None]:
-        """Return the next message and its file descriptor; None if the message has none. The caller closes it.
+        """Return the next message, and its file descriptor or None. The caller closes the descriptor.
 
         Raises:
             EOFError: the other side has closed the connection.

@@ -41,7 +41,7 @@ class KeptState(Protocol):
     def write(self, name: str, start: int, values: Tensor) -> None:
         """Set the next values of a kept tensor from element `start` on.
 
-        They take effect when the update that is being formed counts.
+        They replace the kept values when the update that is being formed counts.
         """
 
 

@@ -56,7 +56,7 @@ class ControlVariates(LocalRule):
 
 
 class _Shifted(Correction):
-    """The correction of one round. It holds c − c_i: one tensor for each trainable parameter, of its size."""
+    """The correction of one round. It holds c − c_i, a tensor for each trainable parameter."""
 
     def __init__(self, context: LocalContext) -> None:
         super().__init__()

@@ -67,7 +67,7 @@ class NoneCodec(Elementwise):
 
 @dataclass(frozen=True)
 class Bf16Codec(Elementwise):
-    """The codec `bf16`: every float as two bytes. fp8 grows, too: its differences can exceed its own range."""
+    """The codec `bf16`: two bytes per float. fp8 is widened, because differences of fp8 values can exceed its range."""
 
     name: ClassVar[str] = "bf16"
 

@@ -109,7 +109,7 @@ def _set(table: dict[str, Any], path: list[str], value: Any, other: str = "") ->
 
 
 def flat(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return values by `group.key`; split values that are whole groups into their keys."""
+    """Return values by `group.key`. The value of a whole group is divided into the values of its keys."""
     found: dict[str, Any] = {}
     for key, value in values.items():
         table = value.model_dump(exclude_unset=True) if isinstance(value, BaseModel) else value

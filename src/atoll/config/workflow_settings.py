@@ -126,7 +126,7 @@ def _entry(place: int, table: Mapping[str, Any]) -> WorkflowEntry:
 
 
 def _own_keys(where: str, kind: str, table: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of the workflow that are keys of its table, without the keys that every step has.
+    """Return the keys of a table that are arguments of its workflow, with their values. Leave out `_KEYS`.
 
     Raises:
         ConfigError: the table has an unknown key.
@@ -203,7 +203,7 @@ def is_reference(value: Any) -> bool:
 
 
 def with_components(tables: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the groups of settings, with the path and arguments of a component in place of each reference to it.
+    """Replace references to components by the components' paths and arguments, and return the groups of settings.
 
     Filters, the aggregator and the persistor may refer to components. References in `workflow.steps` stay.
 

@@ -77,7 +77,7 @@ class Outgoing:
                     yield name, start, self.changes(name, start, min(start + CHUNK_ELEMENTS, spec.numel))
 
     def tensor(self, name: str) -> Tensor:
-        """Return one whole tensor, in its shape and in new memory: its change in rounds, its values in tasks.
+        """Return a whole tensor, in its shape and in new memory: version − local in rounds, the values in tasks.
 
         Raises:
             KeyError: no float tensor has this name.
@@ -207,7 +207,7 @@ class Chain:
         """Return elements [start, stop) of a float tensor after all filters; zeros if a filter drops the tensor.
 
         Raises:
-            BadFilter: a filter raised, or returned another shape or dtype. With `finite`, also for NaN or Inf.
+            BadFilter: a filter raised, or returned another shape or dtype, or with `finite`, NaN or Inf.
         """
         if name not in self._kept:
             return torch.zeros(stop - start, dtype=accumulate_dtype(self.specs[name].dtype), device="cpu")

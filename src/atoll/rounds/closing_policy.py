@@ -192,7 +192,7 @@ class Async(Policy):
         return _free(view) if view.accepted and (self.buffer > 1 or self.grace_s) else ()
 
     def steps_before(self, waiting: int) -> int:
-        """Return the number of full buffers among `waiting` updates; 0 with a grace time (one step takes them all)."""
+        """Return the number of full buffers in `waiting` updates. With a grace time, return 0: one step applies all."""
         return 0 if self.grace_s else waiting // self.buffer
 
     def decide(self, view: RoundView, now_s: float) -> Close | Wait:

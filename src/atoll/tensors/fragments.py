@@ -109,7 +109,10 @@ def cut(sizes: Sequence[int], count: int) -> list[int]:
 
 
 def _from_the_end(sizes: Sequence[int], most: int) -> list[int]:
-    """Return the end indices of the fewest groups with a sum of at most `most`, filled from the last size backwards."""
+    """Divide the sizes into as few groups as possible with sums of at most `most`. Return the end index of each group.
+
+    The groups are filled from the last size backwards.
+    """
     ends, held = [len(sizes)], 0
     for index in range(len(sizes) - 1, -1, -1):
         if held + sizes[index] > most:

@@ -139,7 +139,7 @@ class Shards(Mapping[str, "Tensor | InPieces"]):
                     assign_run_(tensor, start, spread(run, rank))
 
     def _heads(self) -> list[list[Run]]:
-        """Return, for each rank, the elements of this rank's rows that are in that rank's tails.
+        """Return, for each other rank, the elements of this rank's rows that the other rank also keeps in its tails.
 
         These are at most one range per tensor, shorter than a tile.
         """
@@ -154,7 +154,7 @@ class Shards(Mapping[str, "Tensor | InPieces"]):
         return heads
 
     def _tails(self) -> list[list[Run]]:
-        """Return, for each rank, the elements of that rank's rows that are in this rank's tails."""
+        """Return, for each other rank, the elements of its rows that this rank also keeps in its tails."""
         tails: list[list[Run]] = [[] for _ in range(self.ranks)]
         for spec, shard in self._shards():
             for rank in range(self.rank + 1, self.ranks if shard.tail.numel() else 0):

@@ -157,7 +157,7 @@ class Layout:
 
     @functools.cached_property
     def by_name(self) -> dict[str, Segment]:
-        """Tensor name → its segment; for layouts in which each tensor has one."""
+        """Tensor name → its segment."""
         return {segment.spec.name: segment for segment in self.segments}
 
     def bytes_before(self, segment: Segment, start: int) -> int:

@@ -23,7 +23,7 @@ PLAIN = (Tensor, nn.Parameter)
 
 
 class Told(dict[str, Tensor]):
-    """A mapping name → tensor that also knows which of its tensors are buffers, as the header of a model file says it.
+    """A mapping name → tensor that also says which tensors are buffers, for example the content of a model file.
 
     Attributes:
         buffers: name → whether the tensor is a buffer. Some names may be missing.
@@ -72,7 +72,10 @@ def _parameters_of(model: nn.Module) -> Iterable[nn.Parameter]:
 
 
 def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the model's parameters by their names in versions and updates; a tied one once, by its first name."""
+    """Return the model's parameters by their names in versions and updates.
+
+    A tied parameter occurs once, by its first name.
+    """
     parameters, names = Parameters(model), dict[int, str]()
     found: dict[str, nn.Parameter] = {}
     for name, tensor in state_of(model).items():
