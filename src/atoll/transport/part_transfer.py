@@ -1,7 +1,7 @@
 """Move parts of tensors over a few parallel connections, and repeat only the parts that failed.
 
-A call moves the parts that its caller names. For a resumed upload, `worker/exchange/send_update` names the parts that
-the server lacks.
+A call moves the parts that its caller names. A resumed upload sends only the parts that the server lacks: see
+`worker/exchange/upload_update`.
 
 If a part arrives damaged or its connection breaks, only this part is sent again. An error that repeats is raised.
 

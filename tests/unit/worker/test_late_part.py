@@ -21,7 +21,7 @@ from atoll.errors import Conflict
 from atoll.protocol import messages, routes
 from atoll.protocol.values import Accepted
 from atoll.worker.exchange.participation import Participation, take_part
-from atoll.worker.exchange.send_update import MAX_CONFLICTS
+from atoll.worker.exchange.upload_update import MAX_CONFLICTS
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import pytest
 
 from atoll.protocol import messages
 from atoll.worker.exchange.base_and_outbox import OutboxNote
-from atoll.worker.exchange.send_update import resend_note
+from atoll.worker.exchange.upload_update import resend_note
 
 A, B, LAYOUT = "a" * 64, "b" * 64, "c" * 64
 LOST = messages.Outcome(ticket=8, state="expired", base_version=3)

@@ -1,7 +1,7 @@
 """The exchange of one fragment with the server: pull versions, form updates, send them, resume after interruptions.
 
 The fragment is the whole model unless the run streams. Every step can be interrupted: an update that was formed stays
-in the outbox, and this process or the next one sends it (`send_update`).
+in the outbox, and this process or the next one sends it (`upload_update`).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from atoll.worker.exchange import apply_version, encode_update
 from atoll.worker.exchange.base_and_outbox import BaseNote, DiskFiles, OutboxNote
 from atoll.worker.exchange.encode_update import Filtered, Finish, LocalFragment
 from atoll.worker.exchange.pull_version import WAITS, Patience, Puller
-from atoll.worker.exchange.send_update import Outlet, UpdateSender, resend_note
+from atoll.worker.exchange.upload_update import Outlet, UpdateUpload, resend_note
 from atoll.worker.log_lines import LOG, Progress, size
 from atoll.worker.session.session import OF_THE_OPTIMIZER, Session
 
@@ -64,7 +64,7 @@ class Exchange:
         outlet: in a swarm: serves this worker's updates, and finds versions at other workers.
         shards: gives this rank's shards of the model; None: the model is not sharded.
         puller: pulls versions into the base.
-        sender: sends the update in the outbox.
+        upload: uploads the update in the outbox.
         base: the file of the version that the worker trains from.
         outbox: the file of the update that was formed last.
         refusals: number of updates of this process that were refused in a row.
@@ -86,7 +86,7 @@ class Exchange:
         self.fragment, self._named = number or 0, "" if number is None else f" fragment {number}"
         self.base, self.outbox = self.files.base, self.files.outbox
         self.puller = Puller(self.session, self.transfer, self.files, self.local.layouts.downlink, number, self.outlet)
-        self.sender = UpdateSender(self.session, self.transfer, self.outbox, number, self.outlet)
+        self.upload = UpdateUpload(self.session, self.transfer, self.outbox, number, self.outlet)
 
     # -- what comes next
 
@@ -323,8 +323,8 @@ class Exchange:
         if self.outlet is not None or len(self.outbox.layout.all_parts) == 1:
             self.form(ticket, tensors, info, finish=finish)
             return self.deliver(retries)
-        with self.sender.progress(ticket.round) as bar:
-            with self.sender.pushing(ticket, bar) as pushing:
+        with self.upload.progress(ticket.round) as bar:
+            with self.upload.pushing(ticket, bar) as pushing:
                 self.form(ticket, tensors, info, finish=finish, on_part=pushing.add)
             return self._deliver(bar, pushing.sent, pushing.error, retries)
 
@@ -397,15 +397,15 @@ class Exchange:
         filtered: Filtered | None,
     ) -> encode_update.Formed:
         """Write the update's bytes into the outbox, but not its note."""
-        self.sender.retract()
+        self.upload.retract()
         self.outbox.begin(ticket.layout_digest)
         return self.local.form(self.outbox, ticket, tensors, filtered=filtered, finish=finish, on_part=on_part)
 
     def deliver(self, retries: int | None = None) -> Delivered:
         """Send the outbox's update: the parts that the server lacks, then the message that the update is complete."""
         assert self.outbox.note is not None
-        with self.sender.progress(self.outbox.note.round) as bar:
-            return self._deliver(bar, None if self.sender.resuming else set(), None, retries)
+        with self.upload.progress(self.outbox.note.round) as bar:
+            return self._deliver(bar, None if self.upload.resuming else set(), None, retries)
 
     def _deliver(
         self, bar: Progress, sent: Collection[int] | None, failure: BaseException | None, retries: int | None
@@ -421,7 +421,7 @@ class Exchange:
         note = self.outbox.note
         assert note is not None
         try:
-            answer = self.sender.send(note, bar, sent, failure, retries)
+            answer = self.upload.send(note, bar, sent, failure, retries)
         except UpdateRefused as error:
             return Refused(error)
         except (TicketClosed, Gone) as error:
@@ -431,7 +431,7 @@ class Exchange:
             return answer
         self.session.require_here()
         self.outbox.mark_sent()
-        self.sender.resuming, self.refusals = False, 0
+        self.upload.resuming, self.refusals = False, 0
         if self._warned_of_optimizer and not broken_moments(self.session.optimizers):
             self._warned_of_optimizer = False
             self.session.warn(OF_THE_OPTIMIZER, [])
@@ -474,9 +474,9 @@ class Exchange:
         if not self._takes(note, look=True):
             self.outbox.clear()
             return None
-        self.sender.resuming = True
+        self.upload.resuming = True
         delivered = self.deliver()
-        self.sender.resuming = False
+        self.upload.resuming = False
         match delivered:
             case Accepted():
                 LOG.info(

@@ -20,7 +20,7 @@ from atoll.transport.part_transfer import HttpTransfer
 from atoll.worker.exchange.base_and_outbox import DiskFiles, folder_of, locked, remove_earlier
 from atoll.worker.exchange.encode_update import Layouts, LocalFragment, Losses
 from atoll.worker.exchange.exchange import Exchange
-from atoll.worker.exchange.send_update import Outlet
+from atoll.worker.exchange.upload_update import Outlet
 from atoll.worker.session.channel import Channel
 from atoll.worker.session.leave_at_exit import last_words
 from atoll.worker.session.ranks import ALONE, RankGroup

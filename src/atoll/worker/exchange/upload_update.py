@@ -1,7 +1,7 @@
 """Upload of an update from the outbox. An interrupted upload is resumed here.
 
 Parts are sent while later parts are still being formed. If the connection breaks, or if an earlier process has left
-the update, the server is asked which parts it has, and only the others are sent (`UpdateSender._send_parts`). The bytes
+the update, the server is asked which parts it has, and only the others are sent (`UpdateUpload._send_parts`). The bytes
 are moved by `transport/part_transfer`. In a swarm, an update does not go to the server: other workers pull it.
 """
 
@@ -47,7 +47,7 @@ class Outlet(Sources, Protocol):
 
 
 @dataclass(eq=False)
-class UpdateSender:
+class UpdateUpload:
     """The upload of one fragment's updates.
 
     Attributes:
