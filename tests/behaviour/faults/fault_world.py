@@ -7,7 +7,6 @@ that a lost, doubled or reordered update, and a lost or doubled outer step, chan
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import signal
 from collections.abc import Callable, Iterator
@@ -16,20 +15,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import kit.results
 import torch
 from harness.processes import Nursery, Process, wait_until
-from kit import (
-    SETTINGS,
-    SITES,
-    DiLoCoSites,
-    FederatedSites,
-    ForkedServer,
-    ForkedSite,
-    Threads,
-    ask_journal,
-    serve,
-    tensors_digest,
-)
+from kit import SETTINGS, SITES, DiLoCoSites, FederatedSites, ForkedServer, ForkedSite, Threads, serve, tensors_digest
 from kit.models import wide_model
 from torch import nn
 
@@ -51,6 +40,9 @@ STREAMING: dict[str, Any] = {
 }
 """Three fragments; results are merged a step later."""
 
+QUICK: dict[str, Any] = {"network.heartbeat_interval_s": 0.2, "network.heartbeat_timeout_s": 1.5}
+"""A silent site is dead soon."""
+
 Sites = partial(FederatedSites, build=wide_model)
 ServerProcess = partial(ForkedServer, **{"model.source": "kit_model:wide_model"})
 StreamingSites = partial(
@@ -67,43 +59,8 @@ def serving(folder: Path, model: nn.Module | None = None, **settings: Any) -> Ab
     return serve(folder, model or wide_model(), **settings)
 
 
-class Result:
-    """What a finished run has left on disk; equal for equal bits.
-
-    Attributes:
-        exports: file → digest of the models that the run has exported, and of the note of the best.
-        versions: (fragment, version, digest).
-        updates: (site, fragment, round) of every counted update, each as often as it counted.
-        tickets: how many there were.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        files = (folder / "state" / "exports").iterdir()
-        self.exports = {file.name: _digest(file) for file in files if file.name != "metrics.jsonl"}
-        self.versions = ask_journal(
-            folder, "SELECT fragment, version, digest FROM history WHERE NOT lost ORDER BY fragment, version"
-        )
-        self._heads = ask_journal(
-            folder, "SELECT max(version), hex(part_digests), hex(state_digests) FROM versions GROUP BY fragment"
-        )
-        self.updates = ask_journal(
-            folder, "SELECT site, fragment, base_version + 1 FROM tickets WHERE state = 'counted' ORDER BY 1, 2, 3"
-        )
-        ((self.tickets,),) = ask_journal(folder, "SELECT count(*) FROM tickets")
-
-    @property
-    def bits(self) -> tuple[Any, ...]:
-        """The exported models, every version's digest, and the outer states at the end."""
-        return self.exports, self.versions, self._heads
-
-    @property
-    def digests(self) -> list[str]:
-        """Of every version, in order."""
-        return [digest for *_, digest in self.versions]
-
-    def counted(self) -> list[tuple[str, int]]:
-        """(site, round) of every counted update, each as often as it counted."""
-        return [(site, number) for site, _, number in self.updates]
+class Result(kit.results.Result):
+    """What the run has left on disk."""
 
     def require_once(self) -> None:
         """No update counted twice."""
@@ -117,10 +74,6 @@ class Result:
             assert sites.trained == dict.fromkeys(self.counted(), 1)
         if isinstance(sites, DiLoCoSites):
             assert [loop.sync_metrics["skipped"] for loop in sites.loops.values()] == [0] * len(sites.loops)
-
-
-def _digest(file: Path) -> str:
-    return hashlib.sha256(file.read_bytes()).hexdigest()
 
 
 def left_undisturbed(folder: Path, sites: Callable[..., Threads] = Sites, **settings: Any) -> Result:
@@ -147,27 +100,24 @@ def beside(server: atoll.Server, others: Threads) -> Iterator[None]:
 
 
 class SiteProcess(ForkedSite):
-    """One site as a process of its own, running a script that lies beside this file."""
+    """One site as a process of its own, which runs `fault_site.py`.
 
-    def __init__(self, nursery: Nursery, folder: Path, url: str, site: str, script: str = "fault_worker.py") -> None:
-        super().__init__(nursery, folder, url, site, Path(__file__).with_name(script))
-        self._never = folder / "never"
+    Attributes:
+        never: a file; once it is there, processes of `in_training` go on.
+    """
 
-    def killed_and_again(self, failpoints: str) -> Process:
-        """Killed where the failpoints say, and started again; returns the second process, which came to its end."""
-        assert self.start(failpoints).wait(60) == KILLED
-        return self._again()
+    def __init__(self, nursery: Nursery, folder: Path, url: str, site: str, loop: str = "federated") -> None:
+        super().__init__(nursery, folder, url, site, Path(__file__).with_name("fault_site.py"))
+        self.never, self._loop = folder / "never", loop
 
-    def killed_in_training_and_again(self, number: int) -> Process:
-        """Likewise, in the middle of the training of a round."""
-        first = self.start(HOLD=f"{number}:{self._never}")
-        wait_until(lambda: said(first, "trains", number), f"the training of round {number}")
-        assert first.kill() == KILLED
-        return self._again()
+    def start(self, failpoints: str = "", **env: str) -> Process:
+        """Start the script, with further environment variables."""
+        return super().start(failpoints, LOOP=self._loop, **env)
 
-    def _again(self) -> Process:
-        process = self.start()
-        assert process.wait(60) == 0
+    def in_training(self, number: int) -> Process:
+        """Start it, and wait until it trains in a round; there it stays."""
+        process = self.start(HOLD=f"{number}:{self.never}")
+        wait_until(lambda: said(process, "trains", number), f"the training of round {number}")
         return process
 
 
@@ -179,10 +129,3 @@ def lines(process: Process) -> Iterator[dict[str, Any]]:
 def said(process: Process, what: str, number: int | None = None) -> dict[str, Any] | None:
     """The first line of this kind (and round) that a `SiteProcess` has written; None while there is none."""
     return next((each for each in lines(process) if each["what"] == what and number in (None, each.get("round"))), None)
-
-
-def told(process: Process, what: str, number: int | None = None) -> dict[str, Any]:
-    """As `said`, of a process that has said it."""
-    line = said(process, what, number)
-    assert line is not None, process.output()
-    return line

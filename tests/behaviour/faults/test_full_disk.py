@@ -1,61 +1,79 @@
-"""Disks that are full, and processes with too many files open: what lacks is waited for."""
+"""Disks that are full, that fail or are removed, and processes without memory: waited for, or named."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import resource
+import shutil
 import subprocess
+import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-from fault_world import Result, Sites, serving
-from harness.processes import wait_until
+from fault_world import Result, ServerProcess, SiteProcess, Sites, serving
+from harness.processes import Nursery, wait_until
+from kit import ForkedSite
+from kit.workflows import workflow_server
+from small_disk_site import Zeros
 
+from atoll.errors import StoreError
 from atoll.server.coordinator import background_writes
 from atoll.testing.run import failpoints
+from atoll.worker.session import session
+
+SMALL_DISK_SITE = Path(__file__).with_name("small_disk_site.py")
 
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
-    """What is logged of a server that tries again soon."""
+    """What is logged of a server and sites that try again soon."""
     monkeypatch.setattr(background_writes, "RETRY_S", 0.05)
+    monkeypatch.setattr(session, "FIRST_BACKOFF_S", 0.01)
+    monkeypatch.setattr(session, "LONGEST_BACKOFF_S", 0.05)
     caplog.set_level(logging.DEBUG, "atoll")
     return caplog
 
 
-FULL, FILES = "enospc", "emfile"
-
-
 @pytest.mark.parametrize(
-    ("place", "error", "nth", "said"),
+    ("points", "said"),
     [
-        ("spool.write", FULL, 3, "cannot submit"),
-        ("slot.create", FULL, 1, "cannot submit"),
-        ("slot.create", FULL, 3, "round 1 cannot be written"),
-        ("pass.write", FULL, 2, "round 1 cannot be written"),
-        ("head.before", FULL, 2, "round 2 cannot be written"),
-        ("accept.before", FULL, 2, "cannot submit"),
-        ("export.write", FULL, 1, "the result could not be saved"),
-        *(("journal.commit", FULL, n, "is full") for n in (1, 2, 3, 4, 5, 6, 16, 17, 18, 19, 20, 21, 22, 23, 24)),
-        ("slot.create", FILES, 1, "The server has too many files open"),
-        ("slot.create", FILES, 3, "round 1 cannot be written: too many files are open"),
-        ("pass.write", FILES, 2, "round 1 cannot be written: too many files are open"),
-        ("export.write", FILES, 1, "the result could not be saved: too many files are open"),
+        (
+            "spool.write=enospc@3;accept.before=enospc@2;slot.create=enospc@1,4",
+            ["cannot submit", "round 1 cannot be written"],
+        ),
+        (
+            "pass.write=enospc@2;head.before=enospc@3;export.write=enospc@1",
+            ["round 1 cannot be written", "round 3 cannot be written", "the result could not be saved"],
+        ),
+        (f"journal.commit=enospc@{','.join(map(str, range(1, 60, 2)))}", ["is full"]),
+        (
+            "slot.create=emfile@1,4;pass.write=emfile@30;export.write=emfile@1",
+            [
+                "The server has too many files open",
+                "round 1 cannot be written: too many files are open",
+                "round 2 cannot be written: too many files are open",
+                "the result could not be saved: too many files are open",
+            ],
+        ),
     ],
+    ids=["receiving", "closing rounds", "every row", "open files"],
 )
 @pytest.mark.covers("F25")
 def test_space_and_open_files_that_lack_are_waited_for(
-    tmp_path: Path, quick: pytest.LogCaptureFixture, undisturbed: Result,
-    place: str, error: str, nth: int, said: str,
-) -> None:  # fmt: skip
-    """Too many connections, which leave no descriptors, do not end a run either."""
-    with serving(tmp_path) as server, failpoints(f"{place}={error}@{nth}") as times_reached:
+    tmp_path: Path, quick: pytest.LogCaptureFixture, undisturbed: Result, points: str, said: list[str]
+) -> None:
+    """Of every second row that the journal takes, the first attempt fails. Too many connections end no run either."""
+    with serving(tmp_path) as server, failpoints(points) as times_reached:
         sites = Sites(server.url, tmp_path)
         sites.join()
         server.run()
-        assert times_reached(place) >= nth
-    assert said in quick.text
+        for point in points.split(";"):
+            place, hits = point.split("=")
+            assert times_reached(place) > 20 or times_reached(place) >= int(hits.split(",")[-1].split("@")[-1])
+    assert [words for words in said if words not in quick.text] == []
     Result(tmp_path).require_same(undisturbed, sites)
 
 
@@ -103,3 +121,162 @@ def test_a_disk_that_really_is_full(
         sites.join()
         server.run()
         Result(tmp_path).require_same(undisturbed, sites)
+
+
+def remove_folder(path: Path) -> None:
+    """At once: a server that makes a file in it meanwhile would keep it there."""
+    removed = path.with_name(path.name + ".removed")
+    path.rename(removed)
+    shutil.rmtree(removed)
+
+
+@pytest.mark.parametrize(("what", "number"), [("state", 1), ("state", 2), ("slots", 1), ("journal.sqlite", 1)])
+def test_what_is_removed_while_a_round_is_trained_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, what: str, number: int
+) -> None:
+    """The state directory, or what is in it. The server may look when the slots are gone, and not yet the rest."""
+    state = tmp_path / "state"
+
+    def during(site: str, at: int) -> None:
+        if (site, at) != ("a", number):
+            return
+        if what == "journal.sqlite":
+            for path in state.glob("journal.sqlite*"):
+                path.unlink()
+            for path in (state / "slots").iterdir():  # else it goes on with the open journal
+                path.unlink()
+        else:
+            remove_folder(state if what == "state" else state / what)
+
+    named = "state(/slots)?" if what == "state" else what
+    with serving(tmp_path, **{"disk.export_every": 1}) as server:
+        Sites(server.url, tmp_path, during=during)
+        with pytest.raises(StoreError, match=f"{named} was removed while the server was running"):
+            server.run()
+    assert not [record for record in caplog.records if record.name == "atoll.server" and record.exc_info]
+
+
+@pytest.mark.covers("F25")
+def test_a_journal_that_fails_while_parts_arrive_ends_the_server(tmp_path: Path) -> None:
+    """Guards against a server that answers every part with 500, says nothing and never ends."""
+    with serving(tmp_path, **{"rounds.sites": 1}) as server:
+
+        def during(site: str, at: int) -> None:
+            server._require_run().store.journal.value("PRAGMA query_only = ON")  # every change fails from here on
+
+        Sites(server.url, tmp_path, during=during, names=["a"])
+        with pytest.raises(StoreError, match="attempt to write a readonly database"):
+            server.run()
+
+
+@pytest.mark.covers("F25")
+def test_less_space_than_min_free_bytes_is_507_before_a_byte_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, undisturbed: Result
+) -> None:
+    with serving(tmp_path, **{"disk.min_free_bytes": 10**6}) as server:
+        store = server._require_run().store
+        asked: list[int] = []
+
+        def free_bytes() -> int:
+            asked.append(server._require_run().bytes_up)
+            return 10**5 if len(asked) < 3 else 10**9
+
+        monkeypatch.setattr(store, "free_bytes", free_bytes)
+        sites = Sites(server.url, tmp_path)
+        sites.join()
+        server.run()
+    assert asked[:2] == [0, 0]
+    assert (
+        "The server has 0 MB of disk left, but must keep 1 MB free. Free space; then the run continues by itself"
+        in caplog.text
+    )
+    Result(tmp_path).require_same(undisturbed, sites)
+
+
+@pytest.mark.parametrize(
+    ("durability", "nth"), [("process", 3), ("power", 1), ("power", 4), ("power", 14), ("power", 18), ("power", 20)]
+)
+@pytest.mark.covers("F26")
+def test_a_failed_fsync_ends_the_server_with_the_reason(
+    nursery: Nursery, tmp_path: Path, undisturbed: Result, durability: str, nth: int
+) -> None:
+    """No site is told of success; the next start goes on, and the workers with it."""
+    with ServerProcess(nursery, tmp_path, (f"fsync=eio@{nth}",), **{"disk.durability": durability}) as server:
+        sites = Sites(server.url, tmp_path)
+        assert server.kept.wait() == 7
+        last = server.kept.now.output().splitlines()[-1]
+    assert last.startswith("atoll: fsync of ")
+    assert "what was written last may be lost. Check the disk, then start the server again" in last
+    with ServerProcess(nursery, tmp_path, **{"disk.durability": durability}, port=server.port) as again:
+        sites.join()
+        assert again.kept.wait() == 0
+    Result(tmp_path).require_same(undisturbed, sites)
+
+
+@pytest.mark.covers("T14", "T13", "X3")
+def test_a_site_without_space_for_a_payload_says_so_and_goes_on(nursery: Nursery, tmp_path: Path) -> None:
+    """8 MiB of a payload that belongs on disk; a file of this site has 1 MiB at most."""
+
+    def workflow(controller: Any) -> None:
+        controller.sites(at_least=1, timeout_s=30)
+        came.extend(controller.send("a", "count", payload, timeout_s=30) for payload in (Zeros(), None))
+
+    came: list[Any] = []
+    with workflow_server(tmp_path, workflow) as server:
+        site = ForkedSite(nursery, tmp_path, server.url, "a", SMALL_DISK_SITE).start()
+        assert server.wait(60)
+        server.run()
+        assert site.wait() == 0
+    large, small = came
+    assert "StoreError: A file in the folder of temporary files failed: File too large." in large.error
+    assert small.payload == 1
+
+
+@pytest.mark.covers("F43")
+def test_releases_and_names_a_worker_with_a_failing_disk(nursery: Nursery, tmp_path: Path) -> None:
+    with serving(tmp_path, **{"rounds.min_sites": 1}) as server:
+        other = Sites(server.url, tmp_path, names=["b"])
+        site = SiteProcess(nursery, tmp_path, server.url, "a").start("worker.write=enospc@3")
+        assert site.wait() == StoreError.exit_code == 7
+        other.join()
+        worker = next(worker for worker in server.status().workers if worker.site == "a")
+        server.run()
+    assert worker.state == "failed"
+    assert "cannot be written (failpoint worker.write: no space left on device). Check the disk" in worker.error
+    (said,) = [line for line in site.output().splitlines() if "no space left on device" in line]
+    assert said.startswith("atoll: ")
+    assert Result(tmp_path).counted() == [("b", 1), ("b", 2), ("b", 3)]
+
+
+def memory_bytes(pid: int) -> int:
+    """The address space of a process."""
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[0]) * resource.getpagesize()
+
+
+@pytest.mark.covers("F27")
+@pytest.mark.parametrize("spare_bytes", [-(100 << 20), 0, 1 << 20], ids=["less than it has", "what it has", "1 MiB"])
+def test_a_server_without_memory_ends_and_its_next_start_has_lost_nothing(
+    tmp_path: Path, nursery: Nursery, undisturbed: Result, spare_bytes: int
+) -> None:
+    """Its address space is limited while both sites train in round 2, and they train until it has ended."""
+    limited, ended = threading.Event(), threading.Event()
+    sites_train = threading.Barrier(2)
+    with ServerProcess(nursery, tmp_path) as server:
+
+        def during(site: str, number: int) -> None:
+            if number == 2:
+                sites_train.wait(60)
+                if site == "a":
+                    pid = server.kept.now.pid
+                    resource.prlimit(pid, resource.RLIMIT_AS, (memory_bytes(pid) + spare_bytes, resource.RLIM_INFINITY))
+                    limited.set()
+                assert ended.wait(100)
+
+        sites = Sites(server.url, tmp_path, during=during)
+        assert limited.wait(60)
+        assert server.kept.wait(60) not in (0, None), "it ends by itself, and as one that failed"
+        ended.set()
+        with ServerProcess(nursery, tmp_path, port=server.port) as again:
+            sites.join()
+            assert again.kept.wait(60) == 0  # it has exported the model
+    Result(tmp_path).require_same(undisturbed, sites)

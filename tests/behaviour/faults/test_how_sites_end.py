@@ -1,4 +1,4 @@
-"""How a site ended, as the server reports it: while the run goes on, and in the summary of the whole run."""
+"""How a site ended: its exit code, and what the server reports while the run goes on and in the summary at its end."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from fault_world import Result, ServerProcess, SiteProcess, Sites, serving
 from harness.processes import Nursery, wait_until
-from kit import FederatedSites, ForkedServer, ForkedSite, serve
+from kit import serve
 
 FORKS = """
 import json, os, sys
@@ -37,6 +38,7 @@ model = build_model()
 """
 """Imports once, and forks a process for each end; each of them ends as Python ends a script."""
 
+
 FEDERATED = """
 with atoll.join() as worker:
     for fl_round in worker:
@@ -44,10 +46,12 @@ with atoll.join() as worker:
         exec(end)
 """
 
+
 DILOCO = """
 with atoll.DiLoCo(model, torch.optim.SGD(model.parameters(), lr=0.1)):
     exec(end)
 """
+
 
 FUNCTIONAL = """
 atoll.functional.init()
@@ -56,11 +60,13 @@ atoll.functional.receive(into=model)
 exec(end)
 """
 
+
 STARTED = """
 loop = atoll.DiLoCo(model, torch.optim.SGD(model.parameters(), lr=0.1))
 loop.start()
 exec(end)
 """
+
 
 TRAINER = """
 class Ends(TrainerCallback):
@@ -81,10 +87,14 @@ arguments = TrainingArguments("out", max_steps=2, use_cpu=True, report_to=[], di
 rows = [{"x": torch.zeros(model[0].in_features)}] * 8
 Trainer(Model(), arguments, train_dataset=rows, callbacks=[AtollCallback(module=model), Ends()]).train()
 """
+
+
 TRAINER_IMPORTS = """
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from atoll.integrations.transformers import AtollCallback
 """
+
+
 ENDS = [
     ("sys.exit(3)", 3, "failed", "3"),
     ("sys.exit('no data')", 1, "failed", "no data"),
@@ -92,12 +102,18 @@ ENDS = [
     ("sys.exit(0)", 0, "left", ""),
     ("sys.exit()", 0, "left", ""),
 ]
+
+
 SIGNALLED = [
     ("sys.exit(130)", 130, "left", ""),
     ("sys.exit(143)", 143, "failed", "SIGTERM"),
     ("raise KeyboardInterrupt", -signal.SIGINT, "left", ""),
 ]
+
+
 OPEN = [("pass", 0, "left", "")]
+
+
 WAYS = {
     "federated": (FEDERATED, "fedavg", ENDS + SIGNALLED),
     "diloco": (DILOCO, "diloco", ENDS + SIGNALLED),
@@ -154,36 +170,51 @@ def test_a_script_that_exits_with_an_error_code_has_failed(tmp_path: Path, way: 
         assert error in found[site].error, end
 
 
-FAILING = """
-import atoll
-
-with atoll.join() as worker:
-    for fl_round in worker:
-        raise SystemExit(3)
-"""
-
-
 @pytest.mark.covers("F43")
-def test_the_summary_names_a_site_that_failed_and_never_contributed(nursery: Nursery, tmp_path: Path) -> None:
-    with ForkedServer(nursery, tmp_path, **{"rounds.min_sites": 1}) as server:
-        site = ForkedSite(nursery, tmp_path, server.url, "b", FAILING)
-        failing = site.start()
-        FederatedSites(server.url, tmp_path, ["a"]).join()
-        assert failing.wait() == 3
+@pytest.mark.parametrize("fails", [True, False])
+def test_the_summary_names_a_site_that_failed_and_rounds_that_it_missed(
+    nursery: Nursery, tmp_path: Path, fails: bool
+) -> None:
+    """It says nothing of rounds where every site was in all."""
+    with ServerProcess(nursery, tmp_path, **{"rounds.min_sites": 1}) as server:
+        if fails:
+            failing = SiteProcess(nursery, tmp_path, server.url, "b").start(FAIL_IN="1")
+        Sites(server.url, tmp_path, "a" if fails else "ab").join()
+        assert not fails or failing.wait() == 1
         assert server.kept.wait() == 0
         said = server.kept.now.output()
     (summary,) = [line for line in said.splitlines() if " finished at version 3 after" in line]
-    assert "1 failed" in summary
-    assert "b took part in 0 of 3 rounds" in summary
+    assert ("1 failed" in summary, "b took part in 0 of 3 rounds" in summary) == (fails, fails)
     assert "a took part in" not in summary
+    assert "2 workers, 0 deaths, " in summary
+    assert " 0 updates refused" in summary
 
 
-def test_the_summary_says_nothing_of_rounds_where_every_site_was_in_all(nursery: Nursery, tmp_path: Path) -> None:
-    with ForkedServer(nursery, tmp_path) as server:
-        FederatedSites(server.url, tmp_path).join()
-        assert server.kept.wait() == 0
-        said = server.kept.now.output()
-    (summary,) = [line for line in said.splitlines() if " finished at version 3 after" in line]
-    assert "2 workers, 0 deaths, 0 updates refused" in summary
-    assert "of 3 rounds" not in summary
-    assert "failed" not in summary
+@pytest.mark.covers("F43", "P6")
+def test_an_exception_has_its_traceback_at_the_worker_and_one_line_at_the_server(
+    nursery: Nursery, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with serving(tmp_path, **{"rounds.min_sites": 1}) as server:
+        other = Sites(server.url, tmp_path, names=["b"])
+        site = SiteProcess(nursery, tmp_path, server.url, "a").start(FAIL_IN="2")
+        assert site.wait() == 1
+        other.join()
+        worker = next(worker for worker in server.status().workers if worker.site == "a")
+        server.run()
+    assert "Traceback" in site.output()
+    assert "fault_site.py" in site.output()
+    assert (worker.state, worker.error) == ("failed", "ValueError: no such column: age")
+    lines = [record.getMessage() for record in caplog.records if "no such column" in record.getMessage()]
+    assert lines == ["a failed: ValueError: no such column: age"]
+    assert Result(tmp_path).counted() == [("a", 1), ("b", 1), ("b", 2), ("b", 3)]
+
+
+@pytest.mark.covers("F36")
+def test_a_command_that_fails_again_and_again_is_started_ever_more_slowly(monkeypatch: pytest.MonkeyPatch) -> None:
+    from atoll.cli import worker
+
+    pauses: list[float] = []
+    monkeypatch.setattr(worker, "_pause", lambda told, seconds: pauses.append(seconds))
+    monkeypatch.setattr(worker, "_require_server", lambda address, told: None)  # it answers each time
+    assert worker._run(["false"], {"ATOLL_SERVER": "http://127.0.0.1:1"}, restarts=8) == 1
+    assert pauses == [1, 2, 4, 8, 16, 32, 60, 60]

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import os
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from fault_world import EVERY_SITE_AND_ROUND, Result, ServerProcess, Sites, serving
-from harness.processes import Nursery, wait_until
+from fault_world import EVERY_SITE_AND_ROUND, Result, Sites, serving
+from harness.processes import Nursery
 from kit import FederatedSites, serve, write_run_file
 from kit.tls import write_certificate
 
@@ -41,23 +39,19 @@ def test_a_port_in_use_is_exit_code_3(nursery: Nursery, tmp_path: Path) -> None:
 
 
 @pytest.mark.covers("F29")
-@pytest.mark.parametrize("lock", ["there", "removed"])
 def test_a_second_server_on_one_state_directory_is_exit_code_4_and_the_first_goes_on(
-    nursery: Nursery, tmp_path: Path, lock: str
+    nursery: Nursery, tmp_path: Path
 ) -> None:
-    with ServerProcess(nursery, tmp_path) as server:
-        wait_until(lambda: "listening" in server.log.read_text(), "the first")
-        if lock == "removed":
-            (tmp_path / "state" / "lock").unlink()
+    with serve(tmp_path) as server:
         code, output = start(nursery, tmp_path, **{"network.port": 0})
         assert code == 4
         assert len(output.splitlines()) == 1
-        holder = f"process {server.kept.now.pid} on " if lock == "there" else ""
-        assert output.startswith(f"atoll: The state directory state is in use by {holder}")
+        assert output.startswith(f"atoll: The state directory state is in use by process {os.getpid()} on ")
         assert output.endswith("Stop that server, or set another disk.state_dir for this one.")
-        Sites(server.url, tmp_path).join()
-        assert server.kept.wait() == 0
-    assert Result(tmp_path).counted() == EVERY_SITE_AND_ROUND
+        sites = FederatedSites(server.url, tmp_path)
+        sites.join()
+        server.run()
+    assert sites.trained == dict.fromkeys(EVERY_SITE_AND_ROUND, 1)
 
 
 @pytest.mark.covers("F29")
@@ -77,21 +71,6 @@ def test_refuses_a_second_server_on_a_state_directory(tmp_path: Path, lock: str)
         assert str(os.getpid()) in path.read_text()
 
 
-def test_an_unknown_key_in_the_run_file_is_exit_code_2_with_the_nearest_valid_one(tmp_path: Path) -> None:
-    """As a user starts it."""
-    write_run_file(tmp_path, **{"rounds.site": 3})
-    done = subprocess.run(
-        [sys.executable, "-m", "atoll.cli.main", "server", "run.toml"],
-        cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False, env=dict(os.environ),
-    )  # fmt: skip
-    assert done.returncode == 2
-    assert len(done.stderr.splitlines()) == 1
-    assert "run.toml" in done.stderr
-    assert "rounds.site" in done.stderr
-    assert "Did you mean rounds.sites?" in done.stderr
-    assert not (tmp_path / "state").exists()
-
-
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
@@ -99,6 +78,7 @@ def test_an_unknown_key_in_the_run_file_is_exit_code_2_with_the_nearest_valid_on
         ({"model.source": "kit_model:missing"}, ["missing"]),
         ({"algorithm.outer_optimizer.name": "sdg"}, ["sdg", "Did you mean 'sgd'?"]),
         ({"algorithm.name": "fedavgg"}, ["fedavgg", "fedavg"]),
+        ({"rounds.site": 3}, ["run.toml", "rounds.site", "Did you mean rounds.sites?"]),
     ],
 )
 def test_what_cannot_be_built_is_one_line_and_exit_code_2(
@@ -108,6 +88,7 @@ def test_what_cannot_be_built_is_one_line_and_exit_code_2(
     assert code == 2, output
     assert len(output.splitlines()) == 1
     assert [word for word in words if word not in output] == []
+    assert "rounds.site" not in settings or not (tmp_path / "state").exists()
 
 
 @pytest.mark.covers("X2")

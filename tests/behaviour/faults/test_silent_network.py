@@ -17,7 +17,6 @@ from torch import nn
 
 import atoll
 
-CALLS = "(GET|PUT|POST) /v1/(?!heartbeat)"
 SETTINGS: dict[str, Any] = {
     "algorithm.name": "diloco",
     "diloco.sync_every": 4,
@@ -25,9 +24,15 @@ SETTINGS: dict[str, Any] = {
     "aggregation.upload_codec.name": "none",
     "network.heartbeat_interval_s": 2.0,
     "network.heartbeat_timeout_s": 0,
-    "network.waiting_heartbeat_s": 0.5,
+    "network.waiting_heartbeat_s": 0.4,
 }
+FEDERATED: dict[str, Any] = {"algorithm.name": "fedavg", "diloco.sync_every": None, "rounds.sites": 1}
+
+
 STREAMED = {"diloco.num_fragments": 2, "diloco.fragment_sync_delay": 1, "diloco.fragment_update_alpha": 0.5}
+
+
+CALLS = "(GET|PUT|POST) /v1/(?!heartbeat)"
 
 
 @pytest.fixture
@@ -74,14 +79,17 @@ def test_training_goes_on_when_the_network_falls_silent_and_every_later_turn_tri
 
 @pytest.mark.parametrize("server", [{}, STREAMED], indirect=True)
 @pytest.mark.covers("F22", "L10")
-def test_a_site_that_waits_for_another_notices_that_the_network_fell_silent(
+def test_a_site_that_waits_for_another_notices_when_the_network_falls_silent_and_not_before(
     tmp_path: Path, server: atoll.Server, proxy: Proxy
 ) -> None:
+    """Heartbeats are answered meanwhile, many times the number that would end a call."""
     healed = threading.Event()
     far = DiLoCoSites(proxy.url, tmp_path, 10**6, ["a"])
     near = DiLoCoSites(server.url, tmp_path, 10**6, ["b"], during=lambda *_: healed.wait(60))
     wait_until(lambda: proxy.count("POST .*/complete "), "the first update")
-    wait_until(lambda: proxy.requests[-1].startswith(("POST /v1/tickets ", "POST /v1/heartbeat ")), "a wait for b")
+    before = proxy.count("/v1/heartbeat ")
+    wait_until(lambda: proxy.count("/v1/heartbeat ") >= before + 6, "heartbeats while it waits")
+    assert (far.loops["a"].skipped, far.loops["a"].sync_metrics["retries"]) == (0, 0)
     proxy.silence()
     wait_for_skipped(far, 2)
     proxy.heal()
@@ -161,28 +169,7 @@ def test_training_goes_on_from_a_model_that_is_the_new_version_in_part(tmp_path:
     assert [values(end) for end in ends] == [{expected}] * 3
 
 
-@pytest.mark.parametrize("server", [{}, STREAMED], indirect=True)
-@pytest.mark.covers("F22")
-def test_a_wait_for_another_site_is_no_silent_network(tmp_path: Path, server: atoll.Server, proxy: Proxy) -> None:
-    """Heartbeats are answered meanwhile, many times the number that would end a call."""
-    go_on = threading.Event()
-    first = DiLoCoSites(proxy.url, tmp_path, 10**6, ["a"])
-    second = DiLoCoSites(server.url, tmp_path, 10**6, ["b"], during=lambda *_: go_on.wait(60))
-    wait_until(lambda: proxy.count("POST .*/complete "), "the first update")
-    before = proxy.count("/v1/heartbeat ")
-    wait_until(lambda: proxy.count("/v1/heartbeat ") >= before + 6, "heartbeats while it waits")
-    go_on.set()
-    first.join()
-    second.join()
-    server.run()
-    assert (first.loops["a"].skipped, first.loops["a"].sync_metrics["retries"]) == (0, 0)
-
-
-@pytest.mark.parametrize(
-    "server",
-    [{"algorithm.name": "fedavg", "diloco.sync_every": None, "rounds.sites": 1, "rounds.total": 2}],
-    indirect=True,
-)
+@pytest.mark.parametrize("server", [FEDERATED | {"rounds.total": 2}], indirect=True)
 @pytest.mark.covers("F22")
 def test_a_federated_site_waits_through_a_silent_network(tmp_path: Path, server: atoll.Server, proxy: Proxy) -> None:
     def during(site: str, number: int) -> None:
@@ -199,3 +186,73 @@ def test_a_federated_site_waits_through_a_silent_network(tmp_path: Path, server:
     sites.join()
     server.run()
     assert sites.trained == {("a", 1): 1, ("a", 2): 1}
+
+
+ONE_CALL = {
+    "pull": "GET /v1/fragments/0/versions/[0-9]+/.*",
+    "part": "PUT .*/parts/",
+    "ticket": "POST /v1/tickets ",
+    "complete": "POST .*/complete ",
+}
+
+
+@pytest.mark.parametrize("call", ONE_CALL)
+@pytest.mark.parametrize("loop", ["diloco", "federated"])
+@pytest.mark.covers("F22", "L10")
+def test_a_call_on_a_connection_that_died_in_a_short_cut_does_not_stop_training(
+    tmp_path: Path, loop: str, call: str
+) -> None:
+    """The network is back with its old connections dead, as a firewall has forgotten them.
+
+    Without heartbeats the call would wait for its own timeout, 60 to 90 s.
+    """
+    faults: list[Fault] = []
+
+    def during(site: str, at: int) -> None:
+        if at == (5 if loop == "diloco" else 1) and not faults:  # after the first synchronisation, or in round 1
+            faults.append(Fault(ONE_CALL[call], "down", BEFORE_HEADER, "stall", wait=proxy.silence))
+            proxy.faults += faults
+
+    changed = {"rounds.sites": 1, "rounds.total": 3} if loop == "diloco" else FEDERATED | {"rounds.total": 3}
+    with serve(tmp_path, **SETTINGS | changed) as server, Proxy(server.port) as proxy:
+        sites: Any
+        if loop == "diloco":
+            sites = DiLoCoSites(proxy.url, tmp_path, 10**6, ["a"], during=during)
+        else:
+            sites = FederatedSites(proxy.url, tmp_path, ["a"], during=during)
+        wait_until(lambda: faults and faults[0].reached.is_set(), "the cut")
+        before = proxy.count("POST /v1/heartbeat ")
+        wait_until(lambda: proxy.count("POST /v1/heartbeat ") > before, "a heartbeat into the silence")
+        proxy.heal()
+        sites.join(timeout_s=30)
+        server.run()
+        assert server.status().version == 3
+        if loop == "diloco":
+            assert sites.loops["a"].finished
+        else:
+            assert sites.trained == {("a", 1): 1, ("a", 2): 1, ("a", 3): 1}
+
+
+@pytest.mark.covers("F22")
+def test_half_open_connections_are_given_up_before_the_worker_is_declared_dead(tmp_path: Path) -> None:
+    """They take every byte and answer nothing; the timeout is far below the half minute that a request may take."""
+    trains, go_on = threading.Event(), threading.Event()
+
+    def during(site: str, number: int) -> None:
+        trains.set()
+        assert go_on.wait(60)
+
+    quick = {"heartbeat_interval_s": 0.5, "heartbeat_timeout_s": 8.0, "idle_timeout_s": 1.0}
+    network = {f"network.{name}": value for name, value in quick.items()}
+    with serve(tmp_path, sites=1, rounds=1, **network) as server, Proxy(server.port) as proxy:
+        sites = FederatedSites(proxy.url, tmp_path, ["a"], during=during)
+        assert trains.wait(30)
+        wait_until(lambda: proxy.count("/v1/heartbeat"), "a heartbeat")
+        proxy.freeze()
+        before = proxy.count("/v1/heartbeat")
+        wait_until(lambda: proxy.count("/v1/heartbeat") >= before + 4, "heartbeats on another connection")
+        assert server.status().deaths == 0
+        go_on.set()
+        sites.join()
+        server.run()
+    assert sites.trained == {("a", 1): 1}

@@ -1,0 +1,348 @@
+"""Damaged versions and notes, and folders in place of files: named, and made again from what is undamaged."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from fault_world import Result, ServerProcess, Sites, left_undisturbed
+from harness.processes import Nursery, wait_until
+from kit import (
+    FederatedSites,
+    ForkedServer,
+    Halfway,
+    ask_journal,
+    copy_folder,
+    exported,
+    flip_bit,
+    halfway_run,
+    serve,
+    write_run_file,
+)
+from kit import tensors_digest as digest_of
+from safetensors.torch import load_file
+
+import atoll
+from atoll.errors import ConfigError, StoreError
+
+
+def a_digit(path: Path) -> None:
+    """One bit of a number or a hex digit: still JSON of the right keys and types."""
+    data = path.read_bytes()
+    for key in (b'"version": ', b'"weight": ', b'"current": ', b'"value": ', b'"expires_at": '):
+        if key in data:
+            at = data.index(key) + len(key)
+            return flip_bit(path, at + (data[at : at + 1] == b'"'))
+    raise AssertionError(data)
+
+
+def a_key(path: Path) -> None:
+    flip_bit(path, 4)
+
+
+def no_text(path: Path) -> None:
+    flip_bit(path, path.stat().st_size // 2, 7)
+
+
+def half(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def nothing(path: Path) -> None:
+    """What a power loss leaves of a file that was just written."""
+    path.write_bytes(b"")
+
+
+DAMAGES = [a_digit, a_key, no_text, half, nothing]
+
+
+def note(folder: Path, name: str) -> Path:
+    (path,) = (folder / "workers" / "a").glob(f"*/{name}")
+    return path
+
+
+def said(caplog: pytest.LogCaptureFixture, name: str) -> int:
+    return len([line for line in caplog.messages if name in line and "damaged" in line])
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Halfway]:
+    """Runs with plain and compressed updates and versions, halfway."""
+    int8 = {"aggregation.upload_codec.name": "int8", "aggregation.download_codec.name": "int8"}
+    return {
+        name: halfway_run(tmp_path_factory.mktemp(name), **settings)
+        for name, settings in {"plain": {}, "compressed": int8}.items()
+    }
+
+
+SITE_NOTES: dict[str, tuple[str, list[Callable[[Path], None] | None]]] = {
+    "base.json": ("plain", [*DAMAGES, Path.unlink]),
+    "outbox.json": ("plain", [None, *DAMAGES, Path.unlink]),
+    "residual.json": ("compressed", [None, *DAMAGES]),
+    "delta.json": ("compressed", [*DAMAGES, Path.unlink]),
+}
+"""Note of a site → the run in whose middle it lies, and what becomes of the note."""
+
+
+@pytest.mark.covers("F41", "F1", "F3")
+@pytest.mark.parametrize(
+    ("name", "damage"), [(name, damage) for name, (_, damages) in SITE_NOTES.items() for damage in damages]
+)
+def test_a_damaged_note_of_a_site_is_said_and_what_it_told_of_is_pulled_or_trained_again(
+    tmp_path: Path,
+    images: dict[str, Halfway],
+    caplog: pytest.LogCaptureFixture,
+    name: str,
+    damage: Callable[[Path], None] | None,
+) -> None:
+    """A missing note is none, and nothing is said. Without its residuals, error feedback begins anew: other bits.
+
+    For the outbox, the server has nothing of round 2: the site has its update for it.
+    """
+    image = images[SITE_NOTES[name][0]]
+    copy_folder((image.earlier if name == "outbox.json" else image.later) / "state", tmp_path / "state")
+    copy_folder(image.later / "workers", tmp_path / "workers")
+    if damage is not None:
+        damage(note(tmp_path, name))
+    caplog.set_level(logging.WARNING, "atoll")
+    sites = image.go_on(tmp_path)
+    assert said(caplog, name) == (damage in DAMAGES)
+    assert name != "outbox.json" or sites.trained["a", 2] == (damage is not None), "sent from the outbox, or trained"
+    assert (digest_of(exported(tmp_path)) == image.digest) == (damage is None or name != "residual.json")
+
+
+def control_step(server: atoll.Server, folder: Path, rounds: int) -> None:
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with atoll.join(server.url, site="a", folder=folder) as worker:
+        for fl_round in worker:
+            fl_round.load_into(model)
+            with fl_round.correct(model, optimizer):
+                model(torch.ones(1, 2)).sum().backward()
+                optimizer.step()
+            fl_round.submit(model)
+            if fl_round.number == rounds:
+                break
+
+
+@pytest.mark.covers("F41", "S2")
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_note_of_a_control_is_said_and_the_site_refused(
+    tmp_path: Path, damage: Callable[[Path], None], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = {
+        "algorithm.name": "scaffold",
+        "rounds.sites": 1,
+        "algorithm.outer_optimizer.momentum": 0.0,
+        "rounds.total": 9,
+    }
+    with serve(tmp_path, torch.nn.Linear(2, 1), **settings) as server:
+        control_step(server, tmp_path / "workers", 2)
+        damage(note(tmp_path, "algorithm.json"))
+        caplog.set_level(logging.WARNING, "atoll")
+        with pytest.raises(ConfigError, match="does not have its algorithm's state"):
+            control_step(server, tmp_path / "workers", 3)
+        assert said(caplog, "algorithm.json") == 1
+        monkeypatch.setenv("ATOLL_NEW_STATE", "1")
+        control_step(server, tmp_path / "workers", 4)
+
+
+@pytest.mark.covers("F41")
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_note_of_an_object_is_said_and_the_object_gone(
+    tmp_path: Path, damage: Callable[[Path], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    with serve(tmp_path) as server:
+        url = server.url
+        kept, lost = (atoll.objects.publish({"w": torch.ones(3)}, server=url) for _ in range(2))
+    damage(tmp_path / "state" / "objects" / f"{lost.object}.json")
+    caplog.set_level(logging.WARNING, "atoll")
+    with serve(tmp_path, **{"network.port": int(url.rpartition(":")[2])}):
+        assert said(caplog, f"{lost.object}.json") == 1
+        assert [path.stem for path in (tmp_path / "state" / "objects").glob("*.json")] == [kept.object]
+        assert torch.equal(atoll.objects.fetch(kept)["w"], torch.ones(3))
+
+
+@pytest.mark.covers("F41")
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_note_of_the_best_version_is_said_and_made_again(
+    tmp_path: Path, damage: Callable[[Path], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also where the version itself is not kept any more: the model's own header says which it is."""
+    with serve(tmp_path, **{"rounds.best_metric": "loss", "rounds.best_mode": "max"}) as server:
+        FederatedSites(server.url, tmp_path).join()
+    path = tmp_path / "state" / "exports" / "best.json"
+    before = json.loads(path.read_text())
+    assert before["version"] == 0
+    damage(path)
+    caplog.set_level(logging.WARNING, "atoll")
+    with serve(tmp_path, **{"rounds.best_metric": "loss", "rounds.best_mode": "max"}):
+        pass
+    assert said(caplog, "best.json") == 1
+    assert json.loads(path.read_text()) == before
+
+
+class Ends(Exception):
+    """The script of a site ends in the middle of a round."""
+
+
+def swarm_digest(folder: Path, change: Callable[[Path], None] | None) -> set[str]:
+    """Of the results of both sites; a ends in round 2, its note is changed, and it is started again."""
+
+    def during(site: str, number: int) -> None:
+        if site == "a" and number == 2 and change is not None:
+            raise Ends
+
+    with serve(folder, **{"swarm.enabled": True, "rounds.total": 3}) as server:
+        b = FederatedSites(server.url, folder, ["b"])
+        a = FederatedSites(server.url, folder, ["a"], during=during)
+        if change is not None:
+            with pytest.raises(Ends):
+                a.join()
+            change(note(folder, "held.json"))
+            a = FederatedSites(server.url, folder, ["a"])
+        a.join()
+        b.join()
+        server.run()
+    results = list((folder / "workers").rglob("model.safetensors"))
+    assert len(results) == 2
+    return {digest_of(load_file(path)) for path in results}
+
+
+@pytest.fixture(scope="module")
+def swarmed(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
+    return swarm_digest(tmp_path_factory.mktemp("undisturbed"), None)
+
+
+@pytest.mark.covers("F41")
+@pytest.mark.parametrize(("change", "times"), [(no_text, 1), (half, 1), (nothing, 1), (Path.unlink, 0)])
+def test_a_damaged_note_of_held_versions_is_said_and_a_missing_one_is_not(
+    swarmed: set[str], tmp_path: Path, change: Callable[[Path], None], times: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING, "atoll")
+    assert swarm_digest(tmp_path, change) == swarmed
+    assert said(caplog, "held.json") == times
+
+
+def waiting_in_round_3(server: ForkedServer, folder: Path) -> tuple[FederatedSites, threading.Event]:
+    """Both sites have pulled the third round's version, and wait for the event before they train."""
+    go_on = threading.Event()
+
+    def during(site: str, number: int) -> None:
+        if number == 3:
+            wait_until(go_on.is_set, "the damage")
+
+    sites = Sites(server.url, folder, during=during)
+    wait_until(lambda: sum(number == 3 for _, number in sites.trained) == 2, "the third round")
+    return sites, go_on
+
+
+def slots_of_head(folder: Path) -> tuple[Path, Path]:
+    """Files of the newest version and of its outer state."""
+    row = "SELECT slot, state_slot FROM versions ORDER BY version DESC LIMIT 1"
+    ((slot, state),) = ask_journal(folder, row)
+    slots = folder / "state/slots"
+    return slots / f"version-0-{slot}.safetensors", slots / f"state-0-{state}.safetensors"
+
+
+@pytest.mark.parametrize(("which", "damage"), [(0, "flip"), (1, "flip"), (0, "truncate"), (0, "remove")])
+@pytest.mark.covers("F41")
+def test_a_damaged_version_falls_back_to_the_one_before_and_the_run_goes_on(
+    nursery: Nursery, tmp_path: Path, undisturbed: Result, which: int, damage: str
+) -> None:
+    with ServerProcess(nursery, tmp_path) as server:
+        sites, go_on = waiting_in_round_3(server, tmp_path)
+        server.kept.close()
+        victim = slots_of_head(tmp_path)[which]
+        if damage == "flip":
+            flip_bit(victim, 2000)
+        elif damage == "truncate":
+            os.truncate(victim, 1000)
+        else:
+            victim.unlink()
+        with ServerProcess(nursery, tmp_path, port=server.port) as again:
+            wait_until(lambda: "listening" in again.log.read_text(), "the second start")
+            go_on.set()
+            sites.join()
+            assert again.kept.wait() == 0
+            assert "Version 2 of fragment 0 was lost; the run continues from version 1" in again.log.read_text()
+    result = Result(tmp_path)
+    assert result.exports == undisturbed.exports
+    assert [version for _, version, _ in result.versions] == [0, 1, 3, 4]  # no number is used again
+    assert result.digests == undisturbed.digests
+    # A site that knew version 2 to be durable had let go of its update, and trained the second round again; perhaps the
+    # third too, whose update came before it knew.
+    assert all(sites.trained[site, 2] in (1, 2) for site in "ab")
+
+
+@pytest.mark.parametrize("which", [0, 1], ids=["version", "outer state"])
+@pytest.mark.covers("F41")
+def test_a_version_that_is_damaged_while_the_server_runs_ends_it_and_the_next_start_falls_back(
+    nursery: Nursery, tmp_path: Path, undisturbed: Result, which: int
+) -> None:
+    """A bit that the disk has changed does not go into the next version."""
+    with ServerProcess(nursery, tmp_path) as server:
+        sites, go_on = waiting_in_round_3(server, tmp_path)
+        flip_bit(slots_of_head(tmp_path)[which], 2000)
+        go_on.set()
+        assert server.kept.wait() == 7
+        last = server.kept.now.output().splitlines()[-1]
+        assert last.startswith("atoll: Version 2 of fragment 0 was damaged on disk while the server was running: The ")
+        assert "start the server again: it continues from the newest undamaged version" in last
+        with ServerProcess(nursery, tmp_path, port=server.port) as again:
+            sites.join()
+            assert again.kept.wait() == 0
+            assert "Version 2 of fragment 0 was lost; the run continues from version 1" in again.log.read_text()
+    result = Result(tmp_path)
+    assert result.exports == undisturbed.exports
+    assert result.digests == undisturbed.digests
+
+
+@pytest.mark.covers("F41")
+def test_when_every_version_is_damaged_the_server_refuses_to_start(nursery: Nursery, tmp_path: Path) -> None:
+    left_undisturbed(tmp_path)
+    for path in (tmp_path / "state/slots").glob("version-*"):
+        flip_bit(path, 2000)
+    with ServerProcess(nursery, tmp_path) as server:
+        assert server.kept.wait() == 7
+        last = server.kept.now.output().splitlines()[-1]
+    assert last.startswith("atoll: All versions of fragment 0 in state are damaged (their digests differ)")
+    assert "Restore the whole directory from a backup" in last
+
+
+@pytest.mark.parametrize(
+    "name", ["audit.head", "exports/best.json", "exports/best.safetensors"], ids=["audit", "note", "best"]
+)
+def test_names_the_folder_and_goes_on_once_it_is_away(tmp_path: Path, name: str) -> None:
+    settings = {"rounds.best_metric": "loss", "rounds.best_mode": "min", "rounds.total": 2}
+    with serve(tmp_path, **settings):
+        pass
+    path = tmp_path / "state" / name
+    path.unlink(missing_ok=True)
+    path.mkdir(parents=True)
+    for _ in range(2):
+        with pytest.raises(StoreError) as refused, serve(tmp_path, **settings):
+            pass
+        assert str(path) in str(refused.value)
+        assert refused.value.remedy
+    path.rmdir()
+    with serve(tmp_path, **settings) as server:
+        FederatedSites(server.url, tmp_path).join()
+        server.run()
+    assert path.is_file()
+    assert exported(tmp_path)
+
+
+def test_the_command_ends_with_the_code_of_a_store_that_cannot_be_used(nursery: Nursery, tmp_path: Path) -> None:
+    (tmp_path / "state" / "audit.head").mkdir(parents=True)
+    write_run_file(tmp_path, **{"network.port": 0})
+    process = nursery.start("atoll", "server", "run.toml", cwd=tmp_path, log=tmp_path / "log")
+    assert process.wait(60) == StoreError.exit_code
+    assert "Traceback" not in process.output()
+    assert "Exception ignored" not in process.output()

@@ -1,0 +1,428 @@
+"""The server is killed, in each mode of a run and wherever chance has it: the run leaves the undisturbed bits.
+
+No update counts twice, and no site trains a round again while the server is away.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fault_world import (
+    PART_BYTES,
+    STREAMING,
+    Result,
+    ServerProcess,
+    SiteProcess,
+    Sites,
+    StreamingSites,
+    left_undisturbed,
+    serving,
+)
+from harness.process_figures import Peaks
+from harness.processes import Kept, Nursery, wait_until
+from harness.proxy import Fault, Proxy
+from kit import SITES, Threads, ask_journal, exported
+from kit.models import wide_model
+from torch import Tensor, nn
+
+pytestmark = pytest.mark.slow
+
+
+MEAN = """
+import os, signal, time
+from pathlib import Path
+
+HERE = Path(__file__).parent
+
+
+def mean(updates):
+    pids = [os.getpid()]
+    if updates[0].round == 3:
+        pids.append(os.fork())
+        if pids[-1] == 0:
+            time.sleep(1000)
+    with (HERE / "pids").open("a") as file:
+        print(*pids, file=file)
+    total = sum(update.weight for update in updates)
+    for index, name in enumerate(updates[0].tensors):
+        result = updates[0].tensors[name].mul_(updates[0].weight / total)
+        for update in updates[1:]:
+            result.add_(update.tensors[name], alpha=update.weight / total)
+        yield name, result
+        if updates[0].round == 2 and index == 1 and not (HERE / "killed").exists():  # half of the result is written
+            (HERE / "killed").touch()
+            os.kill(os.getppid(), signal.SIGKILL)
+            time.sleep(1000)
+"""
+"""The built-in mean. It kills the server in round 2, and forks a process in round 3."""
+
+
+@dataclass(frozen=True)
+class Mode:
+    """A way of running.
+
+    Attributes:
+        files: further ones beside the run file, by name.
+        same_as: the mode whose undisturbed run leaves the same bits, where it is another one.
+    """
+
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    sites: Callable[..., Threads] = Sites
+    files: Mapping[str, str] = field(default_factory=dict)
+    same_as: str = ""
+
+
+MODES = {
+    "sync": Mode(),
+    "filter": Mode(
+        {
+            "workflow.result_filters": [
+                {"path": "norm_clip", "args": {"max_norm": 3.0}},
+                {"path": "drop", "args": ["2.bias"], "sites": ["b"]},
+            ]
+        }
+    ),
+    "down": Mode({"aggregation.upload_codec.name": "int8", "aggregation.download_codec.name": "int8"}),
+    "best": Mode({"rounds.best_metric": "loss", "rounds.best_mode": "min"}),
+    "early stop": Mode(  # 1 of version 0 is best, 1/2 of version 1 is worse, and one round of patience is over
+        {
+            "rounds.best_metric": "loss",
+            "rounds.best_mode": "max",
+            "rounds.early_stop_after": 1,
+            "rounds.total": 0,
+        }
+    ),
+    "aggregator": Mode({"aggregation.aggregator.path": "own.py:mean"}, files={"own.py": MEAN}, same_as="sync"),
+    "streaming": Mode(STREAMING, sites=StreamingSites),
+}
+
+
+@pytest.fixture(scope="module")
+def undisturbed_in(tmp_path_factory: pytest.TempPathFactory, undisturbed: Result) -> Callable[[str], Result]:
+    """Mode → what its run leaves if nothing is killed."""
+    found = {"sync": undisturbed}
+
+    def get(name: str) -> Result:
+        name = MODES[name].same_as or name
+        if name not in found:
+            found[name] = left_undisturbed(tmp_path_factory.mktemp(name), MODES[name].sites, **MODES[name].settings)
+        return found[name]
+
+    return get
+
+
+def run_with_deaths(
+    nursery: Nursery,
+    folder: Path,
+    lives: tuple[str, ...],
+    deaths: int,
+    kind: Callable[..., Threads] = Sites,
+    **settings: Any,
+) -> Threads:
+    """A whole run, whose server ends by each of these failpoints in turn; its sites, which are threads."""
+    with ServerProcess(nursery, folder, lives, **settings) as server:
+        sites = kind(server.url, folder)
+        sites.join()
+        assert server.kept.wait() == 0
+        assert server.kept.deaths == deaths, "a failpoint did not fire"
+    return sites
+
+
+@pytest.mark.covers("F6", "F7", "F8", "F9", "F10", "F11", "F12", "F13", "L10", "L11", "L16", "T8", "X41", "X42", "D7")
+@pytest.mark.parametrize(
+    ("mode", "lives"),
+    [
+        pytest.param(
+            "sync",
+            (
+                "spool.write=kill@5",
+                "part.received=kill@8",
+                "part.recorded=kill@8",
+                "accept.before=kill@2",
+                "accept.after=kill",
+            ),
+            id="sync-receiving",
+        ),
+        pytest.param(
+            "sync",
+            (
+                "accept.after=kill@2",
+                "pass.chunk=kill@2",
+                "pass.write=kill@3",
+                "head.before=kill",
+                "head.after=kill",
+                "head.after=kill",
+            ),
+            id="sync-closing-rounds",
+        ),
+        pytest.param(
+            "sync",
+            (
+                *("journal.commit=kill@2", "slot.create=kill", "journal.commit=kill@3"),
+                *("accept.after=kill@3", "recover.midway=kill", "recover.midway=kill@2"),
+                *("pass.chunk=kill", "recover.midway=kill"),
+            ),
+            id="sync-beginning-and-recovering",
+        ),
+        pytest.param("filter", ("filters.write=kill@9", "accept.after=kill@2", "pass.chunk=kill@2"), id="filter"),
+        pytest.param(
+            "down",
+            (
+                "pass.write=kill@9",
+                "recover.midway=kill",
+                "pass.delta=kill@2",
+                "pass.delta=kill@3",
+                "head.before=kill",
+                "head.after=kill",
+            ),
+            id="down",
+        ),
+        pytest.param("best", ("export.write=kill", "export.write=kill@2", "head.after=kill"), id="best"),
+        pytest.param("early stop", ("head.after=kill@3",), id="early-stop-before-its-sites-know-of-the-end"),
+        pytest.param("aggregator", (), id="aggregator"),
+        pytest.param(
+            "streaming",
+            (
+                "head.after=kill@2",
+                "part.recorded=kill@3",
+                "accept.before=kill@3",
+                "accept.after=kill@2",
+                "pass.write=kill@2",
+                "head.before=kill@2",
+                "head.after=kill",
+            ),
+            id="streaming",
+        ),
+    ],
+)
+def test_a_killed_server_comes_to_the_same_bits(
+    nursery: Nursery, tmp_path: Path, undisturbed_in: Callable[[str], Result], mode: str, lives: tuple[str, ...]
+) -> None:
+    """Each failpoint kills the process that the one before has left."""
+    run = MODES[mode]
+    for name, text in run.files.items():
+        (tmp_path / name).write_text(text)
+    deaths = len(lives) + (mode == "aggregator")
+    sites = run_with_deaths(nursery, tmp_path, lives, deaths, run.sites, **run.settings)
+    files = {path.name for path in (tmp_path / "state").iterdir() if path.is_file()}
+    assert files == {"audit.head", "journal.sqlite", "lock", "status.json"}
+    Result(tmp_path).require_same(undisturbed_in(mode), sites)
+    if mode == "aggregator":
+        pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
+        assert len(pids) == 3 + 1 + 1  # one a round, again after the kill, and the fork
+        wait_until(lambda: not any(map(runs, pids)), "the end of aggregators, and of what they have forked")
+
+
+@pytest.mark.covers("F25", "T8")
+def test_a_full_disk_while_the_server_filters_is_waited_for(
+    nursery: Nursery, tmp_path: Path, undisturbed_in: Callable[[str], Result]
+) -> None:
+    sites = run_with_deaths(nursery, tmp_path, ("filters.write=enospc@9",), 0, **MODES["filter"].settings)
+    Result(tmp_path).require_same(undisturbed_in("filter"), sites)
+
+
+def runs(pid: int) -> bool:
+    """Whether a process is there, and is not only waiting to be reaped."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+ASYNC = {
+    "async.enabled": True,
+    "rounds.total": 10,
+    "rounds.sites": 3,
+    "algorithm.outer_optimizer.lr": 1.0,
+    "algorithm.outer_optimizer.momentum": 0.0,
+    "async.staleness_weight": "constant",
+}
+
+
+def change(site: str, k: int, name: str, like: Tensor) -> Tensor:
+    """What the k-th update of a site moves a parameter by."""
+    generator = torch.Generator().manual_seed(1000 * k + 31 * ord(site) + len(name))
+    return torch.randn(like.shape, generator=generator)
+
+
+@pytest.mark.covers("F8", "F9", "F10", "F12", "F13", "L3", "L5")
+def test_every_acknowledged_update_of_an_asynchronous_run_counts_once(nursery: Nursery, tmp_path: Path) -> None:
+    """Which updates count, and in which order, depends on time; the model is the sum of those that did."""
+    trained: Counter[str] = Counter()
+
+    def train(model: nn.Module, site: str, number: int) -> None:
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.sub_(change(site, trained[site], name, parameter))
+        trained[site] += 1
+
+    lives = ("accept.before=kill@3", "recover.midway=kill", "accept.after=kill@2", "pass.chunk=kill@2")
+    lives += ("head.before=kill", "head.after=kill")
+    run_with_deaths(nursery, tmp_path, lives, len(lives), partial(Sites, names="abc", train=train), **ASYNC)
+    rows = ask_journal(
+        tmp_path,
+        "SELECT site, state = 'counted', version - 1 - base_version FROM tickets "
+        "WHERE state IN ('counted', 'accepted') ORDER BY ticket",
+    )
+    taken, counted = Counter(site for site, *_ in rows), Counter(site for site, is_counted, _ in rows if is_counted)
+    assert counted.total() == ASYNC["rounds.total"]
+    for site in "abc":  # none is missing but the last, which came when the run was over
+        assert trained[site] - taken[site] in (0, 1)
+    assert max(staleness for _, is_counted, staleness in rows if is_counted) > 0
+    result = exported(tmp_path)
+    for name, start in wide_model().named_parameters():
+        moved = sum(change(site, k, name, start).double() for site in "abc" for k in range(counted[site]))
+        assert torch.allclose(result[name].double(), start.detach().double() - moved, rtol=0, atol=1e-5), name
+
+
+@pytest.mark.covers("F6", "F7")
+def test_goes_on_after_kills_in_the_middle_of_a_part_and_while_all_sites_train(
+    nursery: Nursery, tmp_path: Path, undisturbed: Result
+) -> None:
+    """Half a part is on its way when the server dies; what it had before is not sent again."""
+    training, go_on = threading.Barrier(3), threading.Event()  # both sites and the test
+
+    def during(site: str, number: int) -> None:
+        if number == 2:
+            training.wait(30)
+            assert go_on.wait(30)
+
+    with ServerProcess(nursery, tmp_path, **{"network.connections": 1}) as server, Proxy(server.port) as proxy:
+        stall = Fault("PUT .*/parts/3 ", "up", at=PART_BYTES // 2, action="stall")
+        proxy.faults.append(stall)
+        sites = Sites(proxy.url, tmp_path, during=during)
+        assert stall.reached.wait(60)
+        server.kept.now.kill()
+        proxy.cut()
+        wait_until(lambda: server.kept.deaths == 1, "a new start")
+        proxy.heal()
+        training.wait(60)
+        server.kept.now.kill()
+        wait_until(lambda: server.kept.deaths == 2, "another start")
+        go_on.set()
+        sites.join()
+        assert server.kept.wait() == 0
+        ticket = next(line for line in proxy.requests if "/parts/3 " in line).split("/parts/")[0]
+        sent = [
+            int(line.split("/parts/")[1].split()[0]) for line in proxy.requests if line.startswith(f"{ticket}/parts/")
+        ]
+    # a request a part: 0, 1 and 2 were there before the kill, and are not sent again
+    assert [part for part in sent if part != 3] == [0, 1, 2, 4, 5]
+    assert sent.count(3) >= 2  # tried again a few times while nothing answered
+    Result(tmp_path).require_same(undisturbed, sites)
+
+
+@pytest.mark.covers("F6")
+def test_killed_while_it_exports(nursery: Nursery, tmp_path: Path, undisturbed: Result) -> None:
+    """The workers have left by then, unheard; the test does not wait for the end of their leases."""
+    with ServerProcess(nursery, tmp_path, ("export.write=kill",)) as server:
+        sites = Sites(server.url, tmp_path)
+        sites.join()
+        wait_until(lambda: server.kept.deaths == 1, "its death")
+        wait_until((tmp_path / "state/exports/model.safetensors").exists, "the export")
+        leftovers = list((tmp_path / "state/exports").glob(".model*"))
+    assert leftovers == []
+    Result(tmp_path).require_same(undisturbed, sites)
+
+
+@pytest.mark.covers("F6")
+def test_a_finished_run_that_is_started_again_stays_as_it_is(tmp_path: Path, undisturbed: Result) -> None:
+    left_undisturbed(tmp_path)
+    with serving(tmp_path) as server:
+        server.run()
+    assert Result(tmp_path).bits == undisturbed.bits
+
+
+MANY = 200
+
+
+MORE_MB = 100.0
+"""For all of them together, of connections, requests and scratches; their updates alone are 68 MB."""
+
+
+@pytest.mark.slow
+@pytest.mark.covers("F37")
+@pytest.mark.parametrize("many", [60, pytest.param(MANY, marks=pytest.mark.long)])
+def test_many_workers_that_lose_their_server_at_once_come_back(nursery: Nursery, tmp_path: Path, many: int) -> None:
+    submitting = threading.Barrier(many + 1)
+    names = [f"site-{number:03d}" for number in range(many)]
+    peaks = Peaks()
+    with ServerProcess(nursery, tmp_path, **{"rounds.sites": many, "rounds.total": 1}) as server:
+        wait_until(lambda: "listening" in server.log.read_text(), "the server")
+        sites = Sites(server.url, tmp_path, names, during=lambda *_: submitting.wait(60))
+        submitting.wait(60)  # all of them send at once, and
+        server.kept.now.kill()
+        wait_until(lambda: server.kept.deaths == 1, "a new start")
+        wait_until(lambda: server.log.read_text().count("listening") == 2, "the server once more")
+        peaks.begin(server.kept.now.pid)
+        sites.join()
+        peak_mb = peaks.peak_mb(server.kept.now.pid)
+        assert server.kept.wait() == 0
+    peaks.close()
+    assert 0.0 < peak_mb < MORE_MB
+    assert sites.trained == {(site, 1): 1 for site in names}
+    assert Result(tmp_path).counted() == [(site, 1) for site in names]
+
+
+SOAK_ROUNDS = 8
+
+
+SERVER_PLACES = {
+    "spool.write": 12,
+    "part.received": 8,
+    "part.recorded": 8,
+    "accept.before": 2,
+    "accept.after": 2,
+    "journal.commit": 12,
+    "pass.chunk": 2,
+    "pass.write": 3,
+    "head.before": 1,
+    "head.after": 1,
+    "recover.midway": 2,
+}
+"""Failpoint → how often every life that leads a whole round reaches it at least."""
+
+
+WORKER_PLACES = {
+    "worker.write": 6,
+    "pull.part": 4,
+    "pull.done": 1,
+    "outbox.seal": 1,
+    "push.part": 2,
+    "worker.acknowledged": 1,
+}
+
+
+@pytest.mark.covers("F44")
+@pytest.mark.parametrize("seed", [0, *(pytest.param(each, marks=pytest.mark.long) for each in (1, 2))])
+def test_whatever_is_killed_no_acknowledged_update_is_lost(nursery: Nursery, tmp_path: Path, seed: int) -> None:
+    """The server and both sites, again and again, wherever chance has it."""
+    chance = random.Random(seed)
+
+    def lives(places: dict[str, int], count: int) -> tuple[str, ...]:
+        chosen = chance.choices(sorted(places), k=count)
+        return tuple(f"{place}=kill@{chance.randint(1, places[place])}" for place in chosen)
+
+    undisturbed = left_undisturbed(tmp_path / "undisturbed", **{"rounds.total": SOAK_ROUNDS})
+    with ServerProcess(nursery, tmp_path, lives(SERVER_PLACES, 5), **{"rounds.total": SOAK_ROUNDS}) as server:
+        sites = [SiteProcess(nursery, tmp_path, server.url, site) for site in SITES]
+        workers = [Kept(site.start, lives(WORKER_PLACES, 3)) for site in sites]
+        try:
+            assert [worker.wait() for worker in workers] == [0, 0]
+            assert server.kept.wait() == 0
+        finally:
+            for worker in workers:
+                worker.close()
+        assert server.kept.deaths + sum(worker.deaths for worker in workers) >= 8, "hardly anything was killed"
+    result = Result(tmp_path)
+    assert result.bits == undisturbed.bits
+    assert result.updates == undisturbed.updates

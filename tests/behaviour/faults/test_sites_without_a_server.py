@@ -1,0 +1,125 @@
+"""A site without its server: it starts first, or the run ends while the site is stopped. It waits as long as
+ATOLL_GIVE_UP_S says, and says so.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from fault_world import QUICK, SiteProcess, lines, serving
+from harness.processes import Nursery, free_port, wait_until
+from harness.proxy import Proxy
+from kit import FederatedSites, build_model, serve
+from kit.client import Client
+
+import atoll
+from atoll.errors import ConfigError, ServerLost
+
+AFTER_15_S = 7
+"""Attempts that earlier were all that a site made."""
+
+
+def join(url: str, folder: Path) -> object:
+    return atoll.join(url, site="a", folder=folder)
+
+
+def diloco(url: str, folder: Path) -> object:
+    model = build_model()
+    return atoll.DiLoCo(model, torch.optim.SGD(model.parameters(), lr=0.1), server=url, site="a", folder=folder).start()
+
+
+def tasks(url: str, folder: Path) -> object:
+    return atoll.tasks(url, "a")
+
+
+def client(url: str, folder: Path) -> object:
+    return Client(url, site="a", folder=folder).register()
+
+
+@pytest.mark.parametrize("start", [join, diloco, tasks, client])
+@pytest.mark.covers("L10")
+def test_a_site_gives_up_when_the_setting_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, start: Callable[..., object]
+) -> None:
+    monkeypatch.setenv("ATOLL_GIVE_UP_S", "0.2")
+    url = f"http://127.0.0.1:{free_port()}"
+    with caplog.at_level(logging.WARNING, "atoll"), pytest.raises(ServerLost, match=url) as caught:
+        start(url, tmp_path)
+    assert caught.value.exit_code == 5
+    said = [record.getMessage() for record in caplog.records if record.name == "atoll"]
+    assert url in said[0]
+    assert "ATOLL_GIVE_UP_S" in said[0]
+
+
+@pytest.mark.covers("L10")
+def test_a_site_waits_for_its_server_by_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from atoll.worker.session import session as session_module
+
+    monkeypatch.setattr(session_module, "FIRST_BACKOFF_S", 0.01)
+    monkeypatch.setattr(session_module, "LONGEST_BACKOFF_S", 0.01)
+    with serve(tmp_path, **{"rounds.sites": 1, "rounds.total": 1}) as server, Proxy(server.port) as proxy:
+        proxy.cut()
+        sites = FederatedSites(proxy.url, tmp_path, ["a"])
+        wait_until(lambda: len(proxy.moved_bytes) > 3 * AFTER_15_S, "further attempts")
+        proxy.heal()
+        sites.join()
+        server.run()
+    assert sites.trained == {("a", 1): 1}
+
+
+@pytest.mark.covers("L10")
+@pytest.mark.parametrize("loop", ["federated", pytest.param("diloco", marks=pytest.mark.long)])
+def test_a_site_that_was_stopped_while_its_run_ended_ends_in_bounded_time(
+    nursery: Nursery, tmp_path: Path, loop: str
+) -> None:
+    algorithm = {"algorithm": "fedavg"} if loop == "federated" else {"algorithm": "diloco", "H": 2, "codec": "none"}
+    short = {"ATOLL_GIVE_UP_S": "1.5", "ATOLL_MAX_SYNC_RETRIES": "0", "STEPS": "1000000"}
+    with serving(tmp_path, **QUICK, **algorithm, rounds=40, **{"rounds.min_sites": 1}) as server:
+        a, b = (SiteProcess(nursery, tmp_path, server.url, site, loop).start(**short) for site in "ab")
+        wait_until(lambda: len(list(lines(a))) > 4, "that a trains", 60)
+        a.send(signal.SIGSTOP)
+        assert b.wait(60) == 0
+        server.run()
+        assert server.status().history[-1].workers == ["b"]
+        server.stop()
+        a.send(signal.SIGCONT)
+        code = a.wait(30)
+    assert "has not answered for" in a.output()
+    assert "If the run has ended, its model is in the server's exports." in a.output()
+    if loop == "federated":
+        assert code == ServerLost.exit_code == 5
+    else:  # whose script goes on behind its loop, with the model that it has
+        assert code == 0
+        *_, last = lines(a)
+        assert (last["over"], last["lost"]) == (False, True)
+        assert "only this script's model contains them" in a.output()
+
+
+def test_a_server_that_is_back_in_time_is_no_lost_one() -> None:
+    from atoll.worker.session.session import OutageTimer
+
+    now_s = 0.0
+    silence = OutageTimer("http://there", lambda: now_s)
+    silence.failed()
+    now_s = 86399.0
+    silence.failed()
+    assert (silence.seconds, silence.is_too_long) == (86399.0, False)
+    silence.answered()
+    silence.failed()
+    now_s += 86399.0
+    assert not silence.is_too_long
+    now_s += 1.0
+    assert silence.is_too_long
+    assert "http://there has not answered for 24 h 0 min" in str(silence.error())
+
+
+def test_how_long_is_a_setting(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for wrong in ("soon", "-1", "nan"):
+        monkeypatch.setenv("ATOLL_GIVE_UP_S", wrong)
+        with pytest.raises(ConfigError, match=f"ATOLL_GIVE_UP_S is '{wrong}'"):
+            atoll.join("http://127.0.0.1:9", site="a", folder=tmp_path)

@@ -1,0 +1,64 @@
+"""What a finished run has left in its state directory."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from kit.halfway import ask_journal
+
+
+class Result:
+    """What a finished run has left on disk; equal for equal bits.
+
+    Attributes:
+        exports: file → digest of the models that the run has exported, and of the note of the best.
+        versions: (fragment, version, digest).
+        updates: (site, fragment, round) of every counted update, each as often as it counted.
+        tickets: (site, base version, state) of all of them.
+        history: summaries of the rounds.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        files = (folder / "state" / "exports").glob("*")
+        self.exports = {
+            file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files if file.name != "metrics.jsonl"
+        }
+        self.versions = ask_journal(
+            folder, "SELECT fragment, version, digest FROM history WHERE NOT lost ORDER BY fragment, version"
+        )
+        self._heads = ask_journal(
+            folder, "SELECT max(version), hex(part_digests), hex(state_digests) FROM versions GROUP BY fragment"
+        )
+        self.updates = ask_journal(
+            folder, "SELECT site, fragment, base_version + 1 FROM tickets WHERE state = 'counted' ORDER BY 1, 2, 3"
+        )
+        self.tickets = ask_journal(folder, "SELECT site, base_version, state FROM tickets ORDER BY 1, 2, ticket")
+        rows = ask_journal(folder, "SELECT summary_json FROM history WHERE summary_json != '' ORDER BY seq")
+        self.history: list[dict[str, Any]] = [json.loads(text) for (text,) in rows]
+
+    @property
+    def bits(self) -> tuple[Any, ...]:
+        """The exported models, every version's digest, and the outer states at the end."""
+        return self.exports, *self.without_exports
+
+    @property
+    def without_exports(self) -> tuple[Any, ...]:
+        """The bits that a swarm, too, leaves at its server."""
+        return self.versions, self._heads
+
+    @property
+    def digests(self) -> list[str]:
+        """Of every version, in order."""
+        return [digest for *_, digest in self.versions]
+
+    @property
+    def aggregators(self) -> list[str]:
+        """Of every round of a swarm."""
+        return [str(summary["aggregator"]) for summary in self.history]
+
+    def counted(self) -> list[tuple[str, int]]:
+        """(site, round) of every counted update, each as often as it counted."""
+        return [(site, number) for site, _, number in self.updates]
