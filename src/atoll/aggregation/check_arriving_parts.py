@@ -1,13 +1,13 @@
-"""Check the parts of an update as they arrive: compute the digest and the sum of squares, and find NaN and Inf.
+"""Checks the parts of an update while they arrive: computes the digest and the sum of squares, and finds NaN and Inf.
 
-Bytes are hashed and written at once, so an arriving part needs no memory of its own. A part is checked by byte runs
-(ranges of elements). A run that one call of `PartChecker.take` receives whole is checked in the memory that received
-it. A run that came in several calls is read back from the file after its last byte. Reading every run back would cost
-the server 2 % more CPU, and checking a whole part at its end a tenth more.
+Received bytes are hashed and written at once, so a part needs no memory of its own. A part is checked by byte runs
+(ranges of elements). If one call of `PartChecker.take` receives a whole run, the run is checked in memory. A run that
+came in several calls is read back from the file. To read every run back would cost the server 2 % more CPU, and to
+check a part only at its end a tenth more.
 
 If the sum of squares is finite, all values are finite, so one pass is enough. The norms of short rows are computed in
-fp32, at half the cost of a sum in fp64. Their squares are added in fp64. The relative error is below 1e-6. If a square
-overflows or underflows in fp32, the sum is computed again in fp64.
+fp32, at half the cost of a sum in fp64, and their squares are added in fp64. The relative error is below 1e-6. If a
+square overflows or underflows in fp32, the sum is computed again in fp64.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from atoll.tensors.schema import PARAMS, TensorSpec
 ELEMENTS = 2**18
 """Maximum number of elements in a byte run: 2 MiB of fp64."""
 RUN_BYTES = ELEMENTS * WIDEST_BYTES
-"""Most bytes that are received, hashed and written together."""
+"""Maximum number of bytes that are received, hashed and written together."""
 
 ROW = 512
-"""Elements of a row, for which one norm is computed in fp32."""
+"""Number of elements of which one norm is computed in fp32."""
 SMALLEST = 1e-20
 """Smallest sum of squares for which fp32 is used. Above it, underflow loses less than 1e-12 of the sum."""
 
@@ -67,7 +67,7 @@ class PartStats:
 
 
 class Inspection:
-    """The checks for all parts of one fragment's updates. Created once, and shared by all threads.
+    """Checks parts of one fragment's updates. Created once, and used by all threads.
 
     Args:
         layout: layout of an update; it has no header.
@@ -79,7 +79,7 @@ class Inspection:
         self._runs = RunTable(layout, ELEMENTS)
 
     def look(self, part: Part, fd: int, digest: bytes = b"") -> PartStats:
-        """Check a part that is completely in the file.
+        """Check a part with all its bytes in a file.
 
         Args:
             part: the part.
@@ -98,14 +98,15 @@ class Inspection:
         return (run for run in self._runs.of(part) if run.spec.is_float)
 
     def squares_of(self, run: Run, encoded: torch.Tensor, bad: list[str]) -> float:
-        """Return Σ x² of a byte run. For each tensor with NaN or Inf, append a message to `bad`.
+        """Return the sum of squares, Σ x², of a byte run. For each tensor with NaN or Inf, append a message to `bad`.
 
-        Padding is included. It is zero; a worker that writes other values there only raises its own norm.
+        Padding between tensors is included. It should be zero; a worker that writes other values there only raises the
+        norm of its own update.
 
         Args:
             run: the byte run.
-            encoded: the bytes of the run, uint8 [stop - start], from an address that is a multiple of `ALIGN_BYTES`.
-            bad: messages so far.
+            encoded: the bytes of the run, uint8 [stop - start]. Their address is a multiple of `ALIGN_BYTES`.
+            bad: list of messages.
         """
         squares = self._quick_squares(run, encoded) if run.is_whole else math.nan
         if math.isnan(squares):
@@ -117,10 +118,10 @@ class Inspection:
         return sum(self._piece_squares(piece, values, bad) for piece, values in pieces)
 
     def _piece_squares(self, piece: Piece, encoded: torch.Tensor, bad: list[str]) -> float:
-        """Return Σ x² of one piece. If a value is NaN or Inf, append a message to `bad`."""
+        """Return Σ x² of one tensor's piece of a byte run. If a value is NaN or Inf, append a message to `bad`."""
         spec = piece.segment.spec
         squares = self._squares(spec, piece.segment.codec, encoded, piece.numel)
-        # the squares of finite fp64 values may overflow, so check the values themselves
+        # the squares of finite fp64 values may overflow, so check the values, not the squares
         overflow = squares == math.inf and spec.dtype == "F64"
         if overflow:
             overflow = bool(_values(piece.numel, torch.float64).isfinite().all())
@@ -131,7 +132,7 @@ class Inspection:
         return squares
 
     def _quick_squares(self, run: Run, encoded: torch.Tensor) -> float:
-        """Return Σ x² from norms of rows in fp32; NaN if fp32 is not precise enough or a value is not finite."""
+        """Return Σ x² from norms of rows in fp32; NaN if fp32 is not precise enough, or if a value is not finite."""
         codec, dtype = self.codecs[run.codec], run.spec.dtype
         if accumulate_dtype(dtype) != torch.float32:
             return math.nan
@@ -149,7 +150,7 @@ class Inspection:
         return squares if SMALLEST < squares < math.inf else math.nan
 
     def _squares(self, spec: TensorSpec, codec: str, encoded: torch.Tensor, numel: int) -> float:
-        """Return Σ x² in fp64 of encoded elements. The decoded elements stay in this thread's `_values`."""
+        """Return Σ x² of encoded elements, in fp64. Afterwards the decoded elements are in this thread's `_values`."""
         values = _values(numel, torch.float64)
         self.codecs[codec].decode_(encoded, values, spec.dtype)
         return float(torch.dot(values, values))
@@ -161,25 +162,29 @@ def _values(numel: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 class PartLook:
-    """The check of one part in an open file, continued as bytes arrive. Only one thread at a time may use it."""
+    """Checks one part step by step, as its bytes arrive in a file. Only one thread at a time may use it."""
 
     def __init__(self, inspection: Inspection, part: Part, fd: int) -> None:
         self._inspection, self._part, self._fd, self._runs = inspection, part, fd, inspection.runs_of(part)
         self._next, self._sumsq, self._bad = next(self._runs, None), 0.0, list[str]()
 
     def border(self, start: int) -> int:
-        """Return up to where to receive the bytes from `start` on at once, so that they hold a byte run whole."""
+        """Return the offset up to which to receive bytes together, so that they contain a whole byte run if possible.
+
+        Args:
+            start: offset of the next byte to receive.
+        """
         run, most = self._next, start + RUN_BYTES
         if run is None:
             return min(self._part.stop, most)
         return min(run.stop if run.stop <= most or run.start <= start else run.start, most)
 
     def up_to(self, offset: int, received: int = 0) -> None:
-        """Check all unchecked byte runs that end at or before `offset` of the file.
+        """Check all byte runs that end at or before `offset` and are not checked yet.
 
         Args:
             offset: end of the bytes that are in the file.
-            received: number of bytes before `offset` that `place` has in memory, too.
+            received: number of bytes before `offset` that are still in the memory from `place`, too.
         """
         with single_thread():
             while self._next is not None and self._next.stop <= offset:
@@ -196,23 +201,26 @@ class PartLook:
                 self._next = next(self._runs, None)
 
     def stats(self, digest: bytes) -> PartStats:
-        """Return the result, with `digest` as the digest of the part's bytes."""
+        """Return the result of the check. `digest` is the BLAKE3 of the part's bytes."""
         return PartStats(digest, self._sumsq, self._bad[0] if self._bad else None)
 
 
 def place(start: int, stop: int) -> memoryview:
-    """Return the calling thread's memory for bytes [start, stop) of a file. Tensors lie at aligned addresses in it."""
+    """Return the calling thread's memory for bytes [start, stop) of a file.
+
+    Bytes at multiples of `ALIGN_BYTES` in the file have addresses that are multiples of it, too.
+    """
     return _scratch().view("source", stop - start, start % ALIGN_BYTES)
 
 
 class PartChecker:
-    """A receiver of one part: it writes, hashes and checks the part's bytes in order. One thread at a time may use it.
+    """Receives one part: writes, hashes and checks its bytes in order. Only one thread at a time may use it.
 
     Args:
         inspection: the checks.
         part: the part.
         write: function that appends bytes to the part in the update's file.
-        fd: the update's file, from which written bytes are read back.
+        fd: the update's file, to read written bytes back.
 
     Attributes:
         stats: result of the checks; None until the part is complete.
@@ -253,7 +261,7 @@ class PartChecker:
 
 
 class Overflow(RunFailed):
-    """The next version would contain a value that overflows its dtype, or NaN."""
+    """Raised if the next version would contain a value that overflows its dtype, or NaN."""
 
     def __init__(self, message: str) -> None:
         super().__init__(
@@ -266,9 +274,9 @@ class Overflow(RunFailed):
 
 
 def require_finite(run: Run, values: torch.Tensor, base_fd: int) -> None:
-    """Check that the next version's values in a byte run are finite.
+    """Raise an error if a value of the next version in a byte run is not finite.
 
-    Base and updates were checked before. So Inf or NaN comes from this round's arithmetic.
+    Base and updates were checked before, so Inf or NaN comes from this round's computation.
 
     Args:
         run: the byte run.

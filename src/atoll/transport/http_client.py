@@ -1,7 +1,7 @@
-"""HTTP client for typed requests. The parts of tensors travel by `part_transfer.py`.
+"""HTTP client for requests with pydantic models as messages. Parts of tensors are moved by `part_transfer.py`.
 
-An error that the server names is raised here as the same class. A network failure becomes `ServerUnreachable` or
-`TransferStalled`. This module never retries: the caller decides.
+If the server answers with an error, the client raises an error of the same class. A failure of the network becomes
+`ServerUnreachable` or `TransferStalled`. This module never retries a request.
 
 Commands that must answer before torch is loaded also use this module, so it imports neither torch nor aiohttp.
 """
@@ -43,8 +43,8 @@ from atoll.transport.tls import client_context, read_token
 
 # -- An HTTP response that must have complete headers.
 #
-# If a connection ends within the headers, the standard library treats that as the end of the headers. A truncated
-# response then looks like a response without a body, and a truncated status line looks like a shorter status line.
+# If a connection ends within the headers, the standard library treats that as the end of the headers. A response that
+# is cut off then looks like a response without a body.
 
 
 class Response(http.client.HTTPResponse):
@@ -54,7 +54,7 @@ class Response(http.client.HTTPResponse):
     """
 
     def begin(self) -> None:
-        """Read the status line and the headers, and require that every line is complete."""
+        """Read the status line and the headers. Raise an error if a line is cut off."""
         stream = self.fp
         lines: Any = _HeaderLines(stream)
         self.fp = lines
@@ -65,9 +65,9 @@ class Response(http.client.HTTPResponse):
 
 
 class _HeaderLines:
-    """A stream of complete lines.
+    """A stream of header lines that raises `IncompleteRead` if it ends within a line, or before the last line.
 
-    An end of the stream within or between lines raises `IncompleteRead`. An end before the first byte returns b"".
+    At the end before the first byte, it returns b"" as other streams do.
     """
 
     def __init__(self, stream: Any) -> None:
@@ -84,36 +84,38 @@ class _HeaderLines:
         self._stream.close()
 
 
-# -- End calls on a network that silently drops packets. No refused or reset connection would end these calls.
+# -- A watch that ends calls on a network that silently drops packets. There, no error of the connection would end them.
 #
 # While a call is unanswered, the watch sends heartbeats. If the server answers them, the call may go on waiting: the
 # server waits for other sites. If two heartbeats in a row stay unanswered, the network is lost, and the watch ends
 # every call that began before them.
 #
-# After one unanswered heartbeat, no older connection is trusted: a firewall may have dropped its state during the
+# After one unanswered heartbeat, older connections may be dead, because a firewall may have forgotten them during the
 # outage. The server would then answer heartbeats on new connections, but never the old call. So when a later heartbeat
-# is answered, the watch ends every call from before the unanswered one. The caller retries on a new connection.
+# is answered, the watch ends every call that is older than the unanswered heartbeat. The caller tries again on a new
+# connection.
 
 
 class Call(Protocol):
-    """One call, or one transfer."""
+    """A request or a transfer that a `Watch` can end."""
 
     @property
     def moved_s(self) -> float:
-        """Time of the call's last progress (its begin, or its last byte), by `time.monotonic`."""
+        """Time of the last byte or, before the first byte, of the beginning, by `time.monotonic`."""
         ...
 
     def give_up(self) -> None:
-        """End the call with an error. Called from another thread."""
+        """End the call with an error. The watch calls this from its own thread."""
         ...
 
 
 class Watch:
-    """Monitor of the calls to one server. Until `begin` is called, it does nothing.
+    """Ends calls to one server when the network is lost. Before `begin` is called, it does nothing.
 
     Attributes:
-        is_lost: whether two heartbeats in a row stayed unanswered, with no answer since.
-        losses: number of unanswered heartbeats. A connection that is older than one of them may be half-open.
+        is_lost: whether two heartbeats in a row stayed unanswered, and the server has answered nothing since.
+        losses: number of unanswered heartbeats. If it has changed since a connection was used, the connection may be
+            dead.
     """
 
     def __init__(self) -> None:
@@ -128,12 +130,12 @@ class Watch:
         self._closed = False
 
     def begin(self, answers: Callable[[], bool], every_s: float) -> None:
-        """Start the watching thread.
+        """Start the thread that watches the calls.
 
         Args:
-            answers: function that sends a heartbeat and returns within `every_s` whether the server answered. If the
-                server did not answer, the function calls `missed`.
-            every_s: seconds that a call may be unanswered before a heartbeat is sent.
+            answers: function that sends a heartbeat, and returns within `every_s` whether the server has answered it.
+                If not, the function also calls `missed`.
+            every_s: seconds that a call may stay unanswered before a heartbeat is sent.
         """
         if self._thread is None:
             self._answers, self._every_s = answers, every_s
@@ -141,7 +143,7 @@ class Watch:
             self._thread.start()
 
     def close(self) -> None:
-        """Stop the watching thread, without waiting for its end."""
+        """Stop the thread, without waiting for its end."""
         with self._changed:
             self._closed = True
             self._changed.notify()
@@ -151,21 +153,21 @@ class Watch:
         self._heard_s, self.is_lost = time.monotonic(), False
 
     def missed(self) -> None:
-        """Record an unanswered heartbeat. Older connections are no longer trusted."""
+        """Record that a heartbeat stayed unanswered."""
         with self._changed:
             self._missed_s = time.monotonic()
             self.losses += 1
             self._changed.notify()
 
     def is_back(self) -> bool:
-        """Return whether the network is up. If it was lost, send one heartbeat to find out."""
+        """Return whether the network works. If it was lost, send one heartbeat to find out."""
         if self.is_lost and self._answers():
             self.answered()
         return not self.is_lost
 
     @contextmanager
     def waiting(self, call: Call) -> Iterator[None]:
-        """Watch the call while the block runs."""
+        """Watch a call while the `with` block runs."""
         with self._changed:
             self._calls.add(call)
             if len(self._calls) == 1:
@@ -186,7 +188,7 @@ class Watch:
             self._give_up(begin_s)
 
     def _wait_for_quiet(self) -> bool:
-        """Wait until a call has been unanswered for `every_s`; return False if the watch was closed meanwhile."""
+        """Wait until a call has been unanswered for `every_s` seconds. Return False if the watch is closed before."""
         with self._changed:
             while not self._closed:
                 if not self._calls:
@@ -194,8 +196,8 @@ class Watch:
                     continue
                 since_s = min(call.moved_s for call in self._calls)
                 if since_s > self._missed_s:
-                    # Only for calls that began after the last unanswered heartbeat: an older call's connection may be
-                    # dead although the server answers on newer connections.
+                    # only if all calls are newer than the last unanswered heartbeat: an older call's connection may be
+                    # dead, although the server answers on other connections
                     since_s = max(self._heard_s, since_s)
                 left_s = since_s + self._every_s - time.monotonic()
                 if left_s <= 0:
@@ -204,23 +206,23 @@ class Watch:
         return False
 
     def _try(self, begin_s: float) -> bool:
-        """Send a heartbeat; return True if the server answered, or if no call needs the answer any more."""
+        """Send a heartbeat. Return True if the server has answered, or if no call is waiting any more."""
         end_s = time.monotonic() + self._every_s
         if self._answers():
             self.answered()
             return True
         with self._changed:
-            # A heartbeat can fail at once, so wait for the rest of `every_s`.
+            # a heartbeat may fail at once, so wait for the rest of `every_s`
             self._changed.wait_for(lambda: self._closed, max(0.0, end_s - time.monotonic()))
             if self._closed:
                 return True
         return self._heard_s > begin_s or not self._quiet_since(begin_s)
 
     def _give_up(self, since_s: float) -> None:
-        """End the calls that have moved no byte since `since_s`."""
+        """End the calls that have sent or received no byte since `since_s`."""
         calls = self._quiet_since(since_s)
         with self._changed:
-            self._calls.difference_update(calls)  # a call that is still connecting ends later; do not watch it again
+            self._calls.difference_update(calls)  # a call that is still connecting ends only later
         for call in calls:
             call.give_up()
 
@@ -238,7 +240,7 @@ _NETWORK_ERRORS = (urllib3.exceptions.HTTPError, OSError)
 
 
 class Counters:
-    """A client's counts of bytes and retries, for status and summaries. Safe from any thread."""
+    """Counts a client's bytes and retries, for the status and summaries. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -247,7 +249,13 @@ class Counters:
         self.retries = 0
 
     def add(self, *, up: int = 0, down: int = 0, retries: int = 0) -> None:
-        """Add bytes sent, bytes received, and repeated attempts to the counts."""
+        """Add to the counts.
+
+        Args:
+            up: number of bytes sent.
+            down: number of bytes received.
+            retries: number of repeated attempts.
+        """
         with self._lock:
             self.bytes_up += up
             self.bytes_down += down
@@ -273,7 +281,7 @@ class _Call:
         self._socket: socket.socket | None = None
 
     def hold(self, sock: socket.socket | None) -> None:
-        """Set the socket on which the answer arrives. None: the request has ended."""
+        """Set the socket on which the answer arrives; None after the end of the request."""
         with self._lock:
             self._socket = sock
             self._end()
@@ -286,12 +294,12 @@ class _Call:
     def _end(self) -> None:
         if self.is_given_up and self._socket is not None:
             with suppress(OSError):
-                # The shutdown method of a TLS socket would drop the TLS state that another thread is using.
+                # the shutdown method of a TLS socket would drop TLS state that another thread is using
                 socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
 
 
 class _HeldResponse(Response):
-    """A response that registers its socket with the current call, so that another thread can end the call."""
+    """A response that passes its socket to the thread's `_Call`, so that another thread can end the call."""
 
     def __init__(self, sock: socket.socket, *args: Any, **options: Any) -> None:
         super().__init__(sock, *args, **options)
@@ -308,12 +316,20 @@ class _SecureConnection(urllib3.connection.HTTPSConnection):
 
 
 class Http:
-    """A client of one server: its pooled connections, credentials, counters and watch.
+    """A client of one server.
 
     Args:
         server: address of the server, as `http://host:port` or `https://host:port`.
-        token: bearer token; sent with every request, never logged.
-        ca: path of a PEM file with the certificate authority of the server.
+        token: bearer token, sent with every request, never logged; None if the server needs none.
+        ca: path of a PEM file with the certificate authority of the server; None: trust the system's authorities.
+
+    Attributes:
+        server: address of the server.
+        secure: TLS context; None for plain HTTP.
+        counters: counts of bytes and retries.
+        lease: text of the lease to send with every request; empty if there is none.
+        secret: secret of an object to send with every request; empty if there is none.
+        watch: watch that ends the client's calls when the network is lost.
     """
 
     def __init__(self, server: str, *, token: str | None = None, ca: str | None = None) -> None:
@@ -337,12 +353,12 @@ class Http:
         self._pool = self._new_pool()
 
     def close(self) -> None:
-        """End the watch and close the idle connections. A connection in use is closed when its call ends."""
+        """Stop the watch, and close the connections that are not in use. The others are closed when their calls end."""
         self.watch.close()
         self._pool.close()
 
     def drop_idle(self) -> None:
-        """Record an unanswered heartbeat, and drop the idle connections, because they may be half-open."""
+        """Record an unanswered heartbeat, and forget the connections that are not in use: they may be dead."""
         self.watch.missed()
         self._pool = self._new_pool()  # do not close the old pool: a call may be about to use it
 
@@ -353,28 +369,28 @@ class Http:
         return pool
 
     def headers(self, more: dict[str, str] | None = None) -> dict[str, str]:
-        """Return the headers of a request: the token, the lease, the object secret (each if set), and `more`."""
+        """Return the headers of a request: token, lease and object's secret, each if it is set, and `more`."""
         lease = {routes.LEASE_HEADER: self.lease} if self.lease else {}
         secret = {routes.SECRET_HEADER: self.secret} if self.secret else {}
         return {**self._headers, **lease, **secret, **(more or {})}
 
     def get(self, path: str, reply: type[Reply], *, timeout_s: float = 30.0) -> Reply:
-        """GET a path and return the typed answer."""
+        """GET a path, and return the answer as a `reply`."""
         return self._read(self._request("GET", path, timeout_s=timeout_s), reply)
 
     def post(self, path: str, message: BaseModel, reply: type[Reply], *, timeout_s: float = 30.0) -> Reply:
-        """POST a typed message and return the typed answer."""
+        """POST a message, and return the answer as a `reply`."""
         body = message.model_dump_json(exclude_defaults=True).encode()
         response = self._request("POST", path, body=body, timeout_s=timeout_s, headers=_JSON)
         return self._read(response, reply)
 
     def send(self, path: str, message: BaseModel, *, timeout_s: float = 30.0) -> None:
-        """POST a message and ignore the body of the answer."""
+        """POST a message, and ignore the body of the answer."""
         body = message.model_dump_json(exclude_defaults=True).encode()
         self._request("POST", path, body=body, timeout_s=timeout_s, headers=_JSON)
 
     def reach(self, path: str, *, timeout_s: float) -> None:
-        """GET a path and ignore the body. A status of 400 or above raises the error that it names."""
+        """GET a path to check that the server answers. Ignore the body. An answer with an error raises this error."""
         self._request("GET", path, timeout_s=timeout_s)
 
     def delete(self, path: str, *, timeout_s: float = 30.0) -> None:
@@ -426,7 +442,12 @@ class Http:
 
 
 def problem_of(status: int, body: bytes) -> AtollError:
-    """Return the error that the server named, as an instance of the same class."""
+    """Return the error to raise for an answer with an error status. It has the class that the server names.
+
+    Args:
+        status: HTTP status, 300 or above.
+        body: body of the answer.
+    """
     try:
         problem = messages.Problem.model_validate_json(body)
     except ValidationError:
@@ -436,7 +457,7 @@ def problem_of(status: int, body: bytes) -> AtollError:
         return PeerError(said)
     kind = BY_CODE.get(problem.code, BadRequest if status < 500 else PeerError)
     if issubclass(kind, StoreError) and kind is not DiskFull:
-        kind = Busy  # the server's disk failed, not this machine's: the server ends and may be restarted
+        kind = Busy  # the server's disk has failed, not this machine's; the server may be restarted
     error = kind(problem.message, problem.remedy)
     if problem.retry_after_s is not None:
         error.retry_after_s = problem.retry_after_s
@@ -444,14 +465,20 @@ def problem_of(status: int, body: bytes) -> AtollError:
 
 
 def unanswered(server: str) -> TransferStalled:
-    """Return the error of a call that was ended because heartbeats stayed unanswered, too."""
+    """Return the error of a call that the watch has ended, because the server did not answer heartbeats either."""
     return TransferStalled(
         f"{server} answers neither this call nor the heartbeats.", "Check the network between the two."
     )
 
 
 def network_error(server: str, timeout_s: float, error: Exception) -> AtollError:
-    """Return the Atoll error for a failed connection: `TransferStalled` for a read timeout, else unreachable."""
+    """Return the error to raise for a failed connection: `TransferStalled` (a read timeout) or `ServerUnreachable`.
+
+    Args:
+        server: address of the server.
+        timeout_s: the read timeout in seconds, for the message.
+        error: the error of the connection.
+    """
     if isinstance(error, (urllib3.exceptions.ReadTimeoutError, TimeoutError)) and not isinstance(
         error, urllib3.exceptions.ConnectTimeoutError
     ):
@@ -469,14 +496,14 @@ def _plain(error: Exception) -> str:
     return str(cause) or type(cause).__name__
 
 
-# -- Find the server by flags and environment, and send it one request. For commands.
+# -- For commands: the server's address from flags and environment, and a single request to it.
 
 
 DEFAULT_SERVER = f"http://127.0.0.1:{DEFAULT_PORT}"
 
 
 def server_address(given: str | None) -> str:
-    """Return a command's server address: the flag `given`, else ATOLL_SERVER, else this machine.
+    """Return the address of a command's server: the flag `given`, or ATOLL_SERVER, or `DEFAULT_SERVER`.
 
     Raises:
         ConfigError: the environment has an unknown ATOLL_ variable.
@@ -486,7 +513,9 @@ def server_address(given: str | None) -> str:
 
 
 def server_of(given: str | None, *, require_server: bool = False) -> str | None:
-    """Return the server that a script joins: `given`, else ATOLL_SERVER, else None (the script trains alone).
+    """Return the address of the server that a script joins: `given` or ATOLL_SERVER.
+
+    Without both, return None: the script trains alone.
 
     Raises:
         ConfigError: the environment has an unknown ATOLL_ variable, or there is no server and one is required.
@@ -502,11 +531,11 @@ def server_of(given: str | None, *, require_server: bool = False) -> str | None:
 
 
 def http_to(server: str, environ: Mapping[str, str] = os.environ) -> Http:
-    """Return a client with the token and the certificate authority that the environment names.
+    """Return a client for a server, with the token and the certificate authority from the environment.
 
     Args:
         server: address of the server.
-        environ: environment with ATOLL_TOKEN_FILE and ATOLL_TLS_CA.
+        environ: environment with ATOLL_TOKEN_FILE and ATOLL_TLS_CA. ATOLL_TOKEN is read from the process's own.
 
     Raises:
         UsageError: `server` is not an address.
@@ -519,7 +548,7 @@ def http_to(server: str, environ: Mapping[str, str] = os.environ) -> Http:
 def ask(
     server: str, path: str, reply: type[Reply], *, timeout_s: float = 10.0, environ: Mapping[str, str] = os.environ
 ) -> Reply:
-    """GET one typed message over a client that is closed afterwards.
+    """GET one message from a server, with a client that is used only once.
 
     Args:
         server: address of the server.
@@ -544,7 +573,7 @@ def ask(
         http.close()
 
 
-# -- Errors that say why a server cannot be reached, and the remedy.
+# -- Errors that say why a server cannot be reached, and what to do.
 
 
 _NO_AUTHORITY = "Set ATOLL_TLS_CA to a PEM file with the authority that signed its certificate."
@@ -554,11 +583,11 @@ _CERTIFICATES = {
     "ostname mismatch": "Use a name in its certificate, or check that this is the right server.",
     "IP address mismatch": "Use a name in its certificate, or check that this is the right server.",
 }
-"""Text in OpenSSL's message about a refused certificate → remedy. For other messages, see `_NO_AUTHORITY`."""
+"""Part of OpenSSL's message about a refused certificate → remedy. For other messages, the remedy is `_NO_AUTHORITY`."""
 
 
 def require_atoll(server: str, status: int, body: bytes) -> None:
-    """Refuse an answer that is not from Atoll or from a proxy in front of Atoll.
+    """Raise an error if an answer is neither from Atoll nor from a proxy in front of Atoll.
 
     Raises:
         PeerError: another web server answered.
@@ -578,7 +607,7 @@ def require_atoll(server: str, status: int, body: bytes) -> None:
 
 
 def unreachable(server: str, text: str, why: str) -> ServerUnreachable:
-    """Return the error that says why a server cannot be reached.
+    """Return the error to raise if a server cannot be reached, with the reason and a remedy.
 
     Args:
         server: address of the server.

@@ -1,7 +1,7 @@
-"""Accept connections, but leave the server enough file descriptors for its own files.
+"""Accepts connections, but so few that file descriptors are left for the server's own files.
 
-A server without free descriptors cannot close a round. asyncio alone accepts any number of connections, so
-unauthenticated clients could stop a run.
+A server without free descriptors cannot close a round. asyncio itself accepts any number of connections, so clients
+without a token could stop a run.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from atoll.transport.tls import accept_tls
 LOG = logging.getLogger("atoll.server")
 
 MOST_FILES = 2**16
-"""Highest limit of open files that Atoll sets. A child process can still close so many descriptors quickly."""
+"""Highest limit of open files that Atoll sets. With a higher one, child processes would close descriptors for long."""
 RESERVED_FILES = 256
-"""Descriptors reserved for slots, journal and exports, and for the program that embeds the server."""
+"""Number of descriptors reserved for tensor files, journal and exports, and for the program that embeds the server."""
 FILES_OF_ONE = 2
-"""Descriptors per connection: its socket, and a duplicate while a thread receives tensor bytes."""
+"""Number of descriptors per connection: its socket, and a duplicate while a thread receives tensor bytes."""
 KEEPALIVE_S = 75.0
 """Seconds after which a connection without a request is closed."""
 PAUSE_S = 0.2
-"""Seconds before the next attempt to accept, if no descriptor is free."""
+"""Seconds before the next attempt to accept a connection, if no descriptor is free."""
 SAY_S = 60.0
-"""Shortest interval in seconds between log lines about refused connections."""
+"""Minimum seconds between two log lines about refused connections."""
 
 
 def raise_files_limit() -> int:
-    """Raise this process's limit of open files as far as the system allows; return the new limit."""
+    """Raise this process's limit of open files, up to `MOST_FILES` and the system's limit. Return the new limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -54,18 +54,18 @@ def files_limit() -> int:
 
 
 def connections_within(files: int) -> int:
-    """Return the most connections to accept in a process that may open `files` files."""
+    """Return how many connections at a time to accept in a process that may open `files` files."""
     return max(16, (files - RESERVED_FILES) // FILES_OF_ONE)
 
 
 def runner_of(app: web.Application, logger: logging.Logger, *, read_bytes: int, linger_s: float) -> web.AppRunner:
-    """Return the aiohttp runner that answers a listener's requests.
+    """Return the aiohttp runner that answers requests with an application's handlers.
 
     Args:
         app: the aiohttp application with the routes.
         logger: logger for errors in handlers.
         read_bytes: size of aiohttp's read buffer for a request.
-        linger_s: seconds that open requests get to end when the runner is stopped.
+        linger_s: maximum seconds to wait for open requests when the runner is stopped.
     """
     return web.AppRunner(
         app,
@@ -106,13 +106,13 @@ async def start_listener(
 
 
 class Listener:
-    """An accept loop on a listening socket, with a bound on the number of connections.
+    """Accepts connections on a listening socket, up to a maximum number at a time.
 
     Args:
         listener: the listening socket; `close` closes it.
-        make: function that makes the protocol of a new connection.
+        make: function that creates the asyncio protocol of a new connection.
         secure: TLS context; None for plain TCP.
-        most: most connections at a time. Further connections are accepted and closed immediately.
+        most: maximum number of connections at a time. Further connections are accepted and closed immediately.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class Listener:
         task.add_done_callback(self._tasks.discard)
 
     async def _connection_waits(self) -> None:
-        """Wait for a connection. Do not use `loop.sock_accept`: if cancelled, it can lose a connection."""
+        """Wait until a connection can be accepted. `loop.sock_accept` is not used: if cancelled, it can lose one."""
         loop = asyncio.get_running_loop()
         heard = asyncio.Event()
         loop.add_reader(self._listener, heard.set)

@@ -19,15 +19,15 @@ ANSWER_S = 30.0
 
 
 class LoopThread:
-    """A daemon thread that runs one coroutine. It can be started once.
+    """A daemon thread with an event loop that runs one coroutine. It can be started once.
 
     Args:
         name: name of the thread.
-        main: coroutine function. It calls `ready` when calls can be answered. After `stopping` is set, it returns.
-        at_end: callback for the end of the coroutine, also if the coroutine raises.
+        main: coroutine function. It calls `ready` once `call` may be used, and returns after `stopping` is set.
+        at_end: callback at the end of the coroutine, also if the coroutine raises.
 
     Attributes:
-        stopping: event that `stop` sets, on the loop.
+        stopping: asyncio event that `stop` sets.
         error: exception that the coroutine raised; else None.
     """
 
@@ -40,12 +40,12 @@ class LoopThread:
         self._ended = False
         self._calls: set[concurrent.futures.Future[Any]] = set()
         self._ready = Latch()
-        self._over = Latch()  # not Thread.join: after an interrupt, it reports a running thread as ended
+        self._over = Latch()  # not Thread.join, which after an interrupt reports a running thread as ended
         self.stopping = asyncio.Event()
         self.error: BaseException | None = None
 
     def start(self) -> None:
-        """Start the thread and wait until the coroutine is ready. If the coroutine raises, raise its exception."""
+        """Start the thread, and wait until the coroutine calls `ready`. If it raises before, raise its exception."""
         self._loop = asyncio.new_event_loop()
         self._thread.start()
         self._ready.wait()
@@ -54,7 +54,7 @@ class LoopThread:
             raise self.error
 
     def ready(self) -> None:
-        """Let `start` return. The coroutine calls this when it can answer calls."""
+        """Let `start` return. The coroutine calls this once `call` may be used."""
         self._ready.set()
 
     def call(self, work: Callable[[], T], ended: UsageError) -> T:
@@ -89,7 +89,7 @@ class LoopThread:
             self._calls.discard(answer)
 
     def stop(self) -> None:
-        """Set `stopping`, and wait for the thread's end unless called in that thread. Idempotent."""
+        """Set `stopping`, and wait until the thread has ended. In the thread itself, do not wait. Idempotent."""
         if self._loop is None:
             return
         with contextlib.suppress(RuntimeError):
@@ -98,7 +98,7 @@ class LoopThread:
             self._over.wait()
 
     def _soon(self, work: Callable[[], None]) -> None:
-        """Schedule a call on the loop. No lock is used, because an interrupt could leave a lock locked.
+        """Schedule a call on the loop. This uses no lock, because Ctrl-C could leave a lock locked.
 
         Raises:
             RuntimeError: the loop is closed, or was never started.
@@ -128,7 +128,7 @@ class LoopThread:
         except BaseException as error:
             self.error = error
         finally:
-            for call in list(self._calls):  # the loop is closed, so no new call can follow
+            for call in list(self._calls):  # the loop is closed, so there are no new calls
                 call.cancel()
             self._at_end()
             self._ready.set()

@@ -1,4 +1,4 @@
-"""Publish tensors from this process or through the server, and fetch published tensors by reference."""
+"""`publish` and `fetch` of `atoll.objects`: publish tensors in this process or at a server, download them elsewhere."""
 
 from __future__ import annotations
 
@@ -55,11 +55,11 @@ from atoll.transport.part_transfer import HttpTransfer, Memory, Sink
 LOG = logging.getLogger("atoll")
 
 LOOK_S = 0.05
-"""Seconds between checks of an abort event."""
+"""Seconds between two checks of an abort event."""
 
 
 def chunk_sizes(default: ChunkSizes | None = None) -> ChunkSizes:
-    """Return the part sizes for published data.
+    """Return the sizes of the parts of published objects, in bytes.
 
     The variables `ATOLL_WORKFLOW__TENSOR_PART_BYTES` and `ATOLL_WORKFLOW__ARRAY_PART_BYTES` override `default`.
 
@@ -73,7 +73,9 @@ def chunk_sizes(default: ChunkSizes | None = None) -> ChunkSizes:
 
 
 def idle_timeout(given_s: float | None, default_s: float = IDLE_TIMEOUT_S) -> float:
-    """Return a transfer's idle timeout in seconds: `given_s`, else ATOLL_NETWORK__IDLE_TIMEOUT_S, else the default.
+    """Return the seconds without a byte after which a transfer fails.
+
+    It is `given_s` or, if that is None, the variable ATOLL_NETWORK__IDLE_TIMEOUT_S or, without it, `default_s`.
 
     Raises:
         UsageError: `given_s` is not a positive finite number.
@@ -107,7 +109,7 @@ class Abort(Protocol):
 def object_http(ref: TensorRef) -> Http:
     """Return a client for the server that a reference names.
 
-    The client sends the reference's secret and no token: a reference may name any server.
+    The client sends the reference's secret, but no token, because the reference may come from anywhere.
     """
     http = Http(ref.server, ca=os.environ.get("ATOLL_TLS_CA"))
     http.secret = ref.secret
@@ -116,7 +118,7 @@ def object_http(ref: TensorRef) -> Http:
 
 @contextmanager
 def watched(parts: HttpTransfer, abort: Abort | None) -> Iterator[None]:
-    """While the block runs, end the transfers of `parts` when `abort` is set.
+    """End the transfers of `parts` if `abort` is set while the `with` block runs.
 
     Raises:
         TransferAborted: `abort` is set already.
@@ -161,25 +163,25 @@ CONNECTIONS = 2
 
 @public_api
 class Publisher:
-    """A server in this process for published tensors. Use it as a context manager.
+    """Serves published tensors from this process. Use it in a `with` statement.
 
-    Every process that can connect to this one and has the reference can fetch the tensors.
+    Every process that has the reference, and can connect to this process, can fetch the tensors.
 
     Args:
-        host: address to listen on. An address other than loopback needs TLS, unless `insecure`.
+        host: address to listen on. An address other than loopback needs TLS, unless `insecure` is True.
         port: port to listen on; 0 takes any free port.
         name: host name of this machine for the references. Default: `host`, or the machine's name if `host` is a
             wildcard.
         tls_cert: path of the PEM certificate.
         tls_key: path of the PEM private key, with mode 0600.
-        insecure: whether an address other than loopback is allowed without TLS.
-        idle_timeout_s: seconds after which a receiver that takes no byte is disconnected. Default:
+        insecure: whether to allow an address other than loopback without TLS.
+        idle_timeout_s: seconds after which a receiver that reads no byte is disconnected. Default:
             `ATOLL_NETWORK__IDLE_TIMEOUT_S`, else 60.
-        folder: folder for the unnamed files with the bytes. Default: the folder of temporary files.
+        folder: folder for the unnamed files with the published bytes. Default: the folder of temporary files.
 
     Raises:
-        ConfigError: the address needs TLS.
-        PortInUse: the port is taken.
+        ConfigError: the address needs TLS, or is not an address of this machine.
+        PortInUse: the port is in use.
     """
 
     @public_api
@@ -213,13 +215,13 @@ class Publisher:
 
     @public_api
     def publish(self, tensors: Any, *, chunk_bytes: int | None = None, expires_s: float = EXPIRES_S) -> TensorRef:
-        """Publish tensors, served by this publisher. Arguments and errors are those of `atoll.objects.publish`."""
+        """Publish tensors with this publisher. Arguments, result and errors are those of `atoll.objects.publish`."""
         return self.publish_packed(pack_object(tensors), chunk_bytes=chunk_bytes, expires_s=expires_s)
 
     def publish_packed(
         self, packed: Packed, *, chunk_bytes: int | None = None, expires_s: float = EXPIRES_S
     ) -> TensorRef:
-        """Publish an object that is packed already. Other arguments and errors are those of `publish`."""
+        """Publish an object in packed form (`pack_object`). Other arguments, result and errors as for `publish`."""
         return self._host.publish(packed, cut_as_told(packed, chunk_bytes), expires_s=_lasting(expires_s))
 
     @public_api
@@ -232,7 +234,7 @@ class Publisher:
         return self._host.withdraw(ref)
 
     def close(self) -> None:
-        """Withdraw everything and stop listening. Idempotent."""
+        """Withdraw all objects, and stop listening. Idempotent."""
         self._host.close()
 
     def __enter__(self) -> Publisher:
@@ -254,20 +256,20 @@ def publish(
     abort: Abort | None = None,
     idle_timeout_s: float | None = None,
 ) -> TensorRef:
-    """Publish tensors and return a reference, with which another process can fetch them (`atoll.objects.fetch`).
+    """Publish tensors, and return a reference with which another process can fetch them (`atoll.objects.fetch`).
 
-    The tensors are copied to disk in pieces of 2 MiB. When this function returns, Atoll holds no tensor in memory.
+    The tensors are copied to disk in pieces of 2 MiB. Afterwards Atoll keeps no tensor in memory.
 
     Args:
         tensors: a dict of tensors; or any nested dicts, lists and tuples of tensors, arrays, references and plain
             values; or a module, of which the state is published.
-        chunk_bytes: size of a part in bytes, 64 KiB to 16 MiB, a multiple of 64. Each part is checked, and resent if
-            necessary, on its own. 0 sends all data inline in one answer (at most 16 MiB). Default:
+        chunk_bytes: size of a part in bytes, 64 KiB to 16 MiB, a multiple of 64. Each part is checked by itself, and
+            sent again if necessary. 0 sends all data in one answer (at most 16 MiB). Default:
             `ATOLL_WORKFLOW__TENSOR_PART_BYTES` for torch tensors and `ATOLL_WORKFLOW__ARRAY_PART_BYTES` for NumPy
             arrays, else 8 MiB.
         expires_s: seconds until the object expires. A server may expire it earlier.
-        server: address of an Atoll server that keeps the object. Use it if receivers cannot connect to this process.
-            By default, this process serves the object on loopback; `Publisher` serves on another address.
+        server: address of an Atoll server that is to keep the object. Use it if receivers cannot connect to this
+            process. By default, this process serves the object on loopback. For another address, use `Publisher`.
         abort: event that ends the upload to a server.
         idle_timeout_s: seconds without a byte after which the upload fails. Default:
             `ATOLL_NETWORK__IDLE_TIMEOUT_S`, else 60.
@@ -296,7 +298,7 @@ def publish(
 def send(
     draft: Draft, server: str, *, expires_s: float, idle_timeout_s: float, abort: Abort | None = None
 ) -> TensorRef:
-    """Upload a draft to a server that keeps it, and return its reference. Raises the errors of `publish`."""
+    """Upload an object that is written to disk to a server, and return its reference. Errors are those of `publish`."""
     http = http_to(server)
     parts, manifest = HttpTransfer(http, CONNECTIONS, idle_timeout_s), draft.manifest
     try:
@@ -330,10 +332,10 @@ def send(
 
 @public_api
 def withdraw(ref: TensorRef | str) -> bool:
-    """Delete a published object from this process or from its server. Its running downloads end with an error.
+    """Delete a published object at the process or server that keeps it. Its running downloads end with an error.
 
     Returns:
-        False if the object did not exist any more.
+        False if the object no longer existed.
 
     Raises:
         AuthError: the reference's secret does not belong to the object.
@@ -365,7 +367,7 @@ _lock = threading.Lock()
 
 
 def _own() -> Publisher:
-    """Return this process's publisher on loopback; make one at first use, also after a fork."""
+    """Return this process's publisher on loopback. Create it at the first use in each process, also after a fork."""
     global _publisher
     with _lock:
         if _publisher is None or _publisher[0] != os.getpid():
@@ -376,7 +378,7 @@ def _own() -> Publisher:
 
 
 def cut_as_told(packed: Packed, chunk_bytes: int | None) -> Cut:
-    """Return the part size of an object: `chunk_bytes` if given, else by the environment.
+    """Return how an object is divided into parts: by `chunk_bytes` or, if that is None, by the environment's variables.
 
     Raises:
         UsageError: `chunk_bytes` is invalid.
@@ -414,13 +416,13 @@ def _lasting(expires_s: float) -> float:
 #     state = atoll.objects.fetch(ref, to_disk=True)         # to disk; a tensor is loaded at its first use
 #     atoll.objects.fetch(ref, into=model)                   # in place, without a second copy
 #
-# `fetch` downloads the manifest and checks it against the reference. Then it downloads and checks the head, which has
-# names, dtypes and shapes. Only then does it allocate memory for the tensors. If a connection breaks, `fetch` keeps the
-# complete parts and requests only the others again.
+# `fetch` downloads the manifest, and compares its digest with the reference. Then it downloads and checks the head of
+# the object, which has names, dtypes and shapes. Only then does it allocate memory for the tensors. If a connection
+# breaks, `fetch` keeps the complete parts, and requests only the others again.
 
 
 PAUSES_S = (0.25, 0.5, 1.0, 2.0, 4.0)
-"""Seconds between attempts to reach an object. If an attempt brought bytes, the sequence starts again."""
+"""Seconds before each further attempt to reach an object. After an attempt that brought bytes, they start again."""
 
 T = TypeVar("T")
 
@@ -441,13 +443,14 @@ def fetch(
         ref: the reference that `atoll.objects.publish` returned, or its text.
         idle_timeout_s: seconds without a byte after which a connection fails. Default:
             `ATOLL_NETWORK__IDLE_TIMEOUT_S`, else 60.
-        optional: whether to return None if there is no reference, or if the object has expired, was withdrawn, or its
-            process has ended.
+        optional: whether to return None if `ref` is None, if the object has expired or was withdrawn, or if its process
+            has ended.
         abort: event that ends the transfer.
-        to_disk: True, or a folder, to download to an unnamed file. The file is deleted with the last value that uses
-            it. A flat dict of tensors becomes a `LazyState`; in another tree, each tensor becomes a `LazyTensor`.
+        to_disk: True, or a folder, to download to an unnamed file, and read each tensor at its first use. The file is
+            deleted with the last value that uses it. A flat dict of tensors becomes a `LazyState`. In any other object,
+            each tensor becomes a `LazyTensor`.
         into: a module, or a mapping name → tensor or array, with exactly the published names, dtypes and shapes. It is
-            filled in place and returned. A transfer that fails, or finds its object expired, leaves it partly filled.
+            filled in place and returned. If the transfer fails, it may be partly filled.
 
     Returns:
         The published object with the same structure: torch tensors as torch tensors, NumPy arrays as NumPy arrays.
@@ -484,23 +487,29 @@ def fetch(
                 fetching.fill(target)
                 return into
             return fetching.to_disk(folder) if to_disk else fetching.to_memory()
-    except Gone:  # at any moment: an object may expire while it is downloaded
+    except Gone:  # raised at any moment, because an object may expire while it is downloaded
         if optional:
             return None
         raise
 
 
 def fetch_stored(ref: TensorRef, *, idle_timeout_s: float, abort: Abort) -> Stored:
-    """Download an object to an unnamed file and return a handle that can load the tree later. Errors as `fetch`."""
+    """Download an object to an unnamed file, and return a handle that loads it later. Errors are those of `fetch`."""
     with _Fetching(ref, idle_timeout_s, abort) as fetching:
         fetching.begin()
         return fetching.stored(None)
 
 
 def fetch_lazily(ref: TensorRef, folder: Path | None, *, idle_timeout_s: float, counters: Counters) -> Any:
-    """Download an object to an unnamed file and return its lazily loaded tree; count bytes in `counters`.
+    """Download an object to an unnamed file, and return it with tensors that are read at their first use.
 
     Errors are those of `fetch`.
+
+    Args:
+        ref: the reference.
+        folder: folder of the file; None for the folder of temporary files.
+        idle_timeout_s: seconds without a byte after which a connection fails.
+        counters: counters to which the received bytes are added.
     """
     with _Fetching(ref, idle_timeout_s, None, counters) as fetching:
         fetching.begin()
@@ -535,7 +544,11 @@ class _Fetching:
             raise named from error
 
     def begin(self, pauses: Sequence[float] = PAUSES_S) -> None:
-        """Download the manifest and the head. `pauses` has the seconds before each further try."""
+        """Download and check the manifest and the head of the object.
+
+        Args:
+            pauses: seconds before each further attempt, if the server does not answer.
+        """
         path = routes.OBJECT.format(object=self._ref.object)
         with watched(self._parts, self._abort):
             body = self._patiently(lambda: self._parts.read(path, routes.MANIFEST_BYTES), pauses)
@@ -550,7 +563,7 @@ class _Fetching:
         self._contents = Contents.read(head.data, cuts, self._what)
 
     def to_memory(self) -> Any:
-        """Download the object into new memory and return it. An object with stream values goes to disk instead."""
+        """Download the object into new memory, and return it. Values of users' own types go to disk first."""
         if self._contents.streams:
             return self.stored(None).tree()
         specs = (segment.spec for segment in self._contents.layout.segments)
@@ -565,7 +578,7 @@ class _Fetching:
         return self._contents.tree({**tensors, **self._contents.inline}.__getitem__)
 
     def fill(self, targets: Mapping[str, Tensor]) -> None:
-        """Download the object into the target tensors."""
+        """Download the object into existing tensors: name → tensor."""
         with no_gc():
             chosen, copies = self._assign(targets)
         self._scatter(chosen)
@@ -575,7 +588,7 @@ class _Fetching:
             target.copy_(source)
 
     def to_disk(self, folder: Path | None) -> Any:
-        """Download the object to one unnamed file and return its lazily loaded values."""
+        """Download the object to an unnamed file, and return it with tensors that are read at their first use."""
         stored = self.stored(folder)
         keys = self._contents.by_key()
         if keys is not None:
@@ -583,7 +596,7 @@ class _Fetching:
         return self._contents.tree(stored.lazy.__getitem__)
 
     def stored(self, folder: Path | None) -> Stored:
-        """Download the object to an unnamed file and return its handle."""
+        """Download the object to an unnamed file, and return a handle of the file."""
         fd = nameless(folder)
         try:
             file = _File(fd, folder)
@@ -606,7 +619,7 @@ class _Fetching:
         self._pull(self._data_parts(), [], scatter)
 
     def _pull(self, parts: Sequence[Part], sinks: Sequence[Sink], into: Memory | None = None) -> None:
-        """Download parts and retry until each is complete; take them from the manifest if the data are inline."""
+        """Download parts, and retry until all are complete. If the manifest contains the object's bytes, use these."""
         inline = self._inline
         if inline is not None:
             for part in parts:
@@ -628,10 +641,10 @@ class _Fetching:
             )
 
     def _patiently(self, work: Any, pauses: Sequence[float]) -> Any:
-        """Call `work`, and retry it after a pause if the server does not answer or is busy.
+        """Call `work`, and call it again after a pause if the server does not answer or is busy.
 
-        Raise the error when no pause is left, or when the pauses add up to the idle timeout. If bytes arrived since the
-        last attempt, the pauses start again.
+        Raise the error after the last of `pauses`, or once the pauses add up to the idle timeout. If an attempt has
+        brought bytes, the pauses start again.
         """
         left, came = list(pauses), self._http.counters.bytes_down
         waited_s = 0.0
@@ -652,11 +665,11 @@ class _Fetching:
     # -- in place
 
     def _assign(self, targets: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[tuple[Tensor, Tensor]]]:
-        """Assign each tensor of the file to a target tensor.
+        """Choose for each tensor in the file the target tensor that is filled with it.
 
         Returns:
             Name in the file → target tensor; and the copies (source, target) to make afterwards. A copy is needed if
-            two names are tied in the object but not in the target.
+            two names are tied in the object, but not in the target.
 
         Raises:
             SchemaMismatch: names, dtypes, shapes or ties differ; the message names the first difference.
@@ -710,7 +723,7 @@ class _Fetching:
 
 
 class _Bytes:
-    """A sink in memory, for the head."""
+    """A destination of bytes in memory, for the head of an object."""
 
     def __init__(self, nbytes: int) -> None:
         self.data = bytearray(nbytes)
@@ -720,7 +733,7 @@ class _Bytes:
 
 
 class _File:
-    """A sink that writes to a file descriptor."""
+    """A destination of bytes in a file."""
 
     def __init__(self, fd: int, folder: Path | None) -> None:
         self._fd, self._folder = fd, folder
@@ -728,12 +741,12 @@ class _File:
     def write(self, offset: int, data: memoryview) -> None:
         try:
             write_at(self._fd, data, offset)
-        except OSError as error:  # a plain OSError would be treated as a network error
+        except OSError as error:  # an OSError would be treated as a network error
             raise disk_error(error, self._folder) from error
 
 
 def _targets(into: nn.Module | Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return name → tensor to fill; tied names map to the same tensor.
+    """Return name → tensor to fill. Tied names map to the same tensor.
 
     Raises:
         UsageError: `into` is neither a module nor a mapping, or one of its values cannot be filled.

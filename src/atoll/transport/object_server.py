@@ -1,8 +1,7 @@
-"""Serve published objects from this process to every process that can connect and has the reference.
+"""Serves published objects from this process to every process that can connect and has the reference.
 
-Each object is an unnamed file, which the system deletes however the process ends. The file is written once, when the
-object is published. Receivers read it by byte range, so no receiver waits for another. A stalled receiver costs one
-socket.
+Each object is an unnamed file. The system deletes it when the process ends, even if the process is killed. The file is
+written once, when the object is published. Receivers download byte ranges of it, so no receiver waits for another.
 """
 
 from __future__ import annotations
@@ -61,8 +60,8 @@ class ServedBlob:
         inline: whether the object's bytes are sent within its manifest.
         fd: descriptor of the object's file; -1 after it is closed.
         until_s: expiry time, by `time.monotonic`.
-        readers: number of requests that are reading `fd`. Used only on the host's loop.
-        gone: set when the object is no longer served.
+        readers: number of requests that are reading `fd`. Used only on the event loop.
+        gone: event that is set when the object is no longer served.
         on_bytes: callback with the number of bytes sent.
     """
 
@@ -76,20 +75,20 @@ class ServedBlob:
     gone: threading.Event = field(default_factory=threading.Event)
 
     def close_if_unread(self) -> None:
-        """Close `fd` if the object is gone and no request reads it. Call it on the host's loop. Idempotent."""
+        """Close `fd` if the object is no longer served and no request reads it. Call it on the event loop."""
         if self.gone.is_set() and not self.readers and self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
 
 
 def nameless(folder: Path | None) -> int:
-    """Open an unnamed file for a published object; return its descriptor.
+    """Create an unnamed file for a published object, and return its descriptor.
 
     Args:
         folder: folder of the file; None for the folder of temporary files.
 
     Raises:
-        StoreError: the file cannot be made in this folder.
+        StoreError: the file cannot be created in this folder.
     """
     try:
         return nameless_file(folder)
@@ -102,7 +101,7 @@ def nameless(folder: Path | None) -> int:
 
 @dataclass(frozen=True)
 class Draft:
-    """An object that is written to disk but not served yet. It holds no tensor in memory.
+    """An object that is written to disk, but not published yet. It keeps no tensor in memory.
 
     Attributes:
         fd: descriptor of the unnamed file.
@@ -120,7 +119,12 @@ class Draft:
 
 
 def written(packed: Packed, cut: Cut, folder: Path | None) -> Draft:
-    """Write a packed payload to an unnamed file.
+    """Write a packed object to an unnamed file.
+
+    Args:
+        packed: the object.
+        cut: how it is divided into parts.
+        folder: folder of the file; None for the folder of temporary files.
 
     Raises:
         UsageError: the payload is too large to be inline, or too large for one object.
@@ -142,7 +146,12 @@ def written(packed: Packed, cut: Cut, folder: Path | None) -> Draft:
 
 
 def disk_error(error: OSError, folder: Path | None) -> StoreError:
-    """Return the Atoll error for an OSError of a file in `folder`; None stands for the folder of temporary files."""
+    """Return the error to raise for an OSError of an unnamed file: `DiskFull` if space is lacking, or `StoreError`.
+
+    Args:
+        error: the error.
+        folder: folder of the file; None for the folder of temporary files.
+    """
     where = "the folder of temporary files" if folder is None else str(folder)
     remedy = f"Free disk space, or {'set TMPDIR to' if folder is None else 'use'} another folder."
     if error.errno in FULL:
@@ -152,12 +161,12 @@ def disk_error(error: OSError, folder: Path | None) -> StoreError:
 
 @dataclass(frozen=True)
 class LocalBlob:
-    """A reader of a file that the same process serves. It replaces `HttpTransfer`.
+    """Reads an object that this same process serves, without the network. Its methods are those of `HttpTransfer`.
 
     Attributes:
-        fd: descriptor of the file, owned by this reader.
-        manifest: manifest of the file.
-        gone: set when the file is no longer served. From then on, the file may be rewritten.
+        fd: descriptor of the file; `close` closes it.
+        manifest: manifest of the object.
+        gone: event that is set when the object is no longer served. From then on, the file may be rewritten.
         on_read: callback with the number of bytes read.
     """
 
@@ -167,10 +176,14 @@ class LocalBlob:
     on_read: Callable[[int], None] = lambda _: None
 
     def read(self, path: str, most_bytes: int) -> bytearray:
-        """Return the manifest as a JSON message; `path` only names the file in errors.
+        """Return the object's manifest as a JSON message.
+
+        Args:
+            path: name of the object in errors.
+            most_bytes: maximum size of the message.
 
         Raises:
-            BadRequest: the message has more than `most_bytes`.
+            BadRequest: the message has more than `most_bytes` bytes.
         """
         message = messages.BlobManifest.of(self.manifest).model_dump_json().encode()
         if len(message) > most_bytes:
@@ -191,7 +204,7 @@ class LocalBlob:
         """Read parts of the file and check them. The arguments are those of `HttpTransfer.pull`.
 
         Raises:
-            Gone: the file was withdrawn meanwhile.
+            Gone: the object is no longer served.
             PartCorrupt: a part does not match its digest, or cannot be read.
         """
         scratch = memoryview(bytearray(CHUNK_BYTES))
@@ -216,11 +229,11 @@ class LocalBlob:
             read_at(self.fd, run, offset)
         except (OSError, EOFError) as error:
             if self.gone.is_set():
-                raise Gone(f"{path} is served here no more.") from error
+                raise Gone(f"{path} is no longer served here.") from error
             raise PartCorrupt(f"Part {part.index} of {path}, served here: {error}.", "Check the disk.") from error
 
     def close(self) -> None:
-        """Close this reader's descriptor. The file stays served."""
+        """Close this reader's descriptor. The object is still served."""
         os.close(self.fd)
 
 
@@ -233,13 +246,13 @@ LOG = logging.getLogger("atoll.objects")
 T = TypeVar("T")
 
 THREADS = 4
-"""Number of threads that read files from disk, for all receivers."""
+"""Number of threads that read files from disk, for all receivers together."""
 LONGEST_S = 10 * 365 * 86400.0
-"""Longest time in seconds until an object expires: ten years."""
+"""Maximum seconds until an object expires: ten years."""
 
 
 class ObjectHost:
-    """The published objects of one process, and the thread that serves them.
+    """Serves the published objects of one process, from a thread of its own.
 
     Args:
         host: address to listen on.
@@ -248,13 +261,13 @@ class ObjectHost:
             wildcard.
         tls_cert: path of the PEM certificate. TLS is required for an address other than loopback, unless `insecure`.
         tls_key: path of the PEM private key.
-        insecure: whether an address other than loopback is allowed without TLS.
-        idle_timeout_s: seconds after which a receiver that takes no byte is disconnected.
-        folder: folder for the files of the objects. Default: the folder of temporary files.
+        insecure: whether to allow an address other than loopback without TLS.
+        idle_timeout_s: seconds after which a receiver that reads no byte is disconnected.
+        folder: folder for the files of the objects; None for the folder of temporary files.
 
     Raises:
         ConfigError: the address needs TLS, or is not an address of this machine.
-        PortInUse: the port is taken.
+        PortInUse: the port is in use.
     """
 
     def __init__(  # noqa: PLR0913 (options, by keyword)
@@ -290,10 +303,15 @@ class ObjectHost:
     # -- methods for publishers
 
     def publish(self, packed: Packed, cut: Cut, *, expires_s: float) -> TensorRef:
-        """Write a packed object to disk and serve it; return its reference.
+        """Write a packed object to disk, serve it, and return its reference.
+
+        Args:
+            packed: the object.
+            cut: how it is divided into parts.
+            expires_s: seconds until the object expires.
 
         Raises:
-            UsageError: the object is too large to be inline, or the host is closed.
+            UsageError: the object is too large to be inline, or `close` was called.
             DiskFull: the disk is full.
             StoreError: the disk fails.
         """
@@ -305,10 +323,10 @@ class ObjectHost:
             raise
 
     def serve(self, fd: int, manifest: Manifest, on_bytes: Callable[[int], None] = lambda _: None) -> TensorRef:
-        """Serve an existing file until it is withdrawn; return its reference. Until then, the file must not change.
+        """Serve an existing file, and return its reference. The file must not change until `withdraw` is called.
 
         Args:
-            fd: descriptor of the file. The host duplicates it; the caller still has to close it.
+            fd: descriptor of the file. It is duplicated, so the caller still has to close it.
             manifest: manifest of the file.
             on_bytes: callback with the number of bytes sent.
         """
@@ -359,14 +377,14 @@ class ObjectHost:
         return self._on_loop(work)
 
     def opened(self, ref: TensorRef, on_read: Callable[[int], None]) -> LocalBlob | None:
-        """Open a served object for reading in this process; the caller closes the returned reader.
+        """Open an object that this host serves for reading in this process, without the network.
 
         Args:
             ref: reference of the object.
             on_read: callback with the number of bytes read.
 
         Returns:
-            The reader, or None if this host does not serve the object.
+            The reader, which the caller closes; None if this host does not serve the object.
 
         Raises:
             AuthError: the reference's secret does not belong to the object.
@@ -389,7 +407,7 @@ class ObjectHost:
         closed = UsageError("The publisher is closed.", "Create a new one.")
 
         def call() -> T:
-            if self._thread.stopping.is_set():  # an object added now would be neither served nor dropped
+            if self._thread.stopping.is_set():  # an object that is added now would never be closed
                 raise closed
             return work()
 

@@ -1,7 +1,7 @@
-"""One HTTP connection for parts: upload from a file to the socket, download from the socket to a reused buffer.
+"""One HTTP connection for parts: uploads go from a file to the socket, downloads from the socket to a reused buffer.
 
-It uses the standard library's HTTP client, because both directions need the socket itself. It does not use `sendfile`:
-queued pages of 4 KiB cost both sides more than the copy that `sendfile` saves.
+The standard library's HTTP client is used, because both directions need the socket itself. `sendfile` is not used: it
+queues pages of 4 KiB, which costs both sides more than the copy that `sendfile` saves.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from atoll.transport.http_client import Response
 
 
 class PartConnection:
-    """A reusable HTTP connection for parts. One thread at a time uses it; another thread may cut it.
+    """A reusable HTTP connection for parts. Only one thread at a time may use it. Any thread may call `cut`.
 
     Args:
         host: host of the server.
@@ -31,7 +31,7 @@ class PartConnection:
 
     Attributes:
         is_cut: whether `cut` was called.
-        on_move: callback for each movement of bytes of a body.
+        on_move: callback each time that bytes of a body were sent or received.
     """
 
     def __init__(self, host: str, port: int, secure: ssl.SSLContext | None, idle_timeout_s: float) -> None:
@@ -55,12 +55,12 @@ class PartConnection:
         self._connection.close()
 
     def cut(self) -> None:
-        """End the connection from another thread. A call that waits on it fails at once."""
+        """End the connection, from any thread. A running `put` or `get` fails at once."""
         with self._lock:
             self.is_cut = True
             if self._socket is not None:
-                with suppress(OSError):  # the socket is not connected yet
-                    # The shutdown method of a TLS socket would drop the TLS state that another thread is using.
+                with suppress(OSError):  # raised if the socket is not connected yet
+                    # the shutdown method of a TLS socket would drop TLS state that another thread is using
                     socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
 
     def put(
@@ -98,7 +98,7 @@ class PartConnection:
                 on_bytes(count)
             connection.sock.sendall(trailer)
         except (BrokenPipeError, ConnectionResetError):
-            # The server may have sent an error answer before it closed the connection.
+            # the server may have sent an error before it closed the connection
             return self._answer()
         return self._answer()
 
@@ -113,12 +113,12 @@ class PartConnection:
         Args:
             path: path of the request.
             headers: headers of the request.
-            room: function that returns the buffer for the next bytes. It gets the connection's scratch buffer and
-                returns a part of this buffer, or other memory of at most the same size. All pieces of an answer share
-                the scratch buffer, so use a piece before you ask for the next one.
+            room: function that returns the buffer for the next bytes of the body. It gets the connection's scratch
+                buffer, and returns the start of this buffer, or other memory of at most the same size.
 
         Returns:
             The status; the body if the status is 300 or above; and the pieces of the body if the status is below 300.
+            The next piece may overwrite the piece before.
         """
         connection = self._ready()
         connection.request("GET", path, headers=dict(headers))
@@ -130,12 +130,12 @@ class PartConnection:
     def _runs(
         self, response: http.client.HTTPResponse, room: Callable[[memoryview], memoryview]
     ) -> Iterator[memoryview]:
-        # `response.readinto` would block until the buffer is full, and would not report progress of a slow connection.
+        # `response.readinto` would block until the buffer is full, and would not report a slow connection's progress
         scratch, body, left = memoryview(self._scratch), response.fp, response.length or 0
         while left > 0:
             run, filled = room(scratch[:left]), 0
-            while filled < len(run):  # fill the whole buffer: each piece must end at an element boundary
-                self._require_whole()  # after a cut, hand out nothing, even if it arrived before the cut
+            while filled < len(run):  # fill the whole buffer, because each piece must consist of whole elements
+                self._require_whole()  # after `cut`, return nothing, even if it arrived before
                 count = body.readinto1(run[filled:])
                 if not count:
                     raise http.client.IncompleteRead(b"", left - filled)
@@ -151,16 +151,16 @@ class PartConnection:
         return response.status, response.read()
 
     def _ready(self) -> http.client.HTTPConnection:
-        """Return a connected connection. If the server has closed the old one, connect again."""
+        """Return the connection, connected. If the server has closed it, connect again."""
         connection = self._connection
         if connection.sock is not None and wait_for_read(connection.sock, timeout=0.0):
-            self.close()  # no request is open, so the socket is readable only because the server closed it
+            self.close()  # no request is open, so the socket is readable only if the server has closed it
         if connection.sock is None:
             self._connect()
         return connection
 
     def _connect(self) -> None:
-        """Connect as http.client does, but hold the socket first, so that `cut` can end a connect that hangs."""
+        """Connect as http.client does, but store the socket first, so that `cut` can end a connect that hangs."""
         host, port = self._connection.host, self._connection.port
         error: OSError | None = None
         for family, kind, protocol, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
@@ -201,6 +201,6 @@ class PartConnection:
     def _send(self, fd: int, offset: int, nbytes: int) -> None:
         run = memoryview(self._scratch)[:nbytes]
         run = run[: os.preadv(fd, [run], offset)]
-        while run:  # not `sendall`: its timeout covers the whole buffer, not each movement
+        while run:  # not `sendall`, because its timeout is for the whole buffer
             run = run[self._connection.sock.send(run) :]
             self.on_move()

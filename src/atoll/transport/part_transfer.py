@@ -1,9 +1,8 @@
-"""Move parts of tensors over a few parallel connections, and repeat only the parts that failed.
+"""Downloads and uploads of parts over a few parallel connections.
 
-A call moves the parts that its caller names. A resumed upload sends only the parts that the server lacks: see
-`worker/exchange/upload_update`.
-
-If a part arrives damaged or its connection breaks, only this part is sent again. An error that repeats is raised.
+The caller chooses the parts. A resumed upload sends only the parts that the server lacks: see
+`worker/exchange/upload_update`. If a part arrives damaged or its connection breaks, only this part is moved again.
+After `PART_ATTEMPTS` failures of a part, the error is raised.
 
 Ctrl-C interrupts only the main thread, usually while it waits in this module. An interrupted call ends all its
 transfer threads before it returns: they must not use files that the caller is about to close, and must not keep the
@@ -39,6 +38,7 @@ Digests = Mapping[int, bytes] | Sequence[bytes]
 """Index of a part → BLAKE3 of the part."""
 
 PART_ATTEMPTS = 4
+"""Number of attempts to move a part before its error is raised."""
 _NETWORK_ERRORS = (OSError, http.client.HTTPException)
 
 
@@ -46,12 +46,12 @@ _NETWORK_ERRORS = (OSError, http.client.HTTPException)
 
 
 class TransferPool:
-    """The threads of one transfer. Make one with `transfer_pool`.
+    """The threads of one transfer. Create it with `transfer_pool`.
 
     Attributes:
-        ended: event after which no further part begins.
+        ended: event. Once it is set, no further part begins.
         is_given_up: whether the network was lost during the transfer.
-        moved_s: time of the last movement of a byte, by `time.monotonic`.
+        moved_s: time at which a byte was last sent or received, by `time.monotonic`.
     """
 
     def __init__(self, size: int) -> None:
@@ -65,11 +65,11 @@ class TransferPool:
         self._cut = False
 
     def moved(self) -> None:
-        """Record that bytes of the transfer have moved."""
+        """Record that bytes were sent or received now."""
         self.moved_s = time.monotonic()
 
     def is_silent(self, idle_timeout_s: float) -> bool:
-        """Return whether no connection of the transfer has moved a byte for `idle_timeout_s`."""
+        """Return whether no connection of the transfer has sent or received a byte for `idle_timeout_s` seconds."""
         return time.monotonic() - self.moved_s >= idle_timeout_s
 
     def submit(self, work: Callable[P, R], *args: P.args, **more: P.kwargs) -> Future[R]:
@@ -80,7 +80,7 @@ class TransferPool:
 
     @contextmanager
     def using(self, connection: PartConnection) -> Iterator[None]:
-        """While the block runs, cut the connection if the pool is cut."""
+        """Let `break_off` end a connection while the `with` block runs."""
         with self._lock:
             self._in_use.add(connection)
             if self._cut:
@@ -93,12 +93,12 @@ class TransferPool:
 
     def wait(self) -> None:
         """Wait until all submitted work is done."""
-        # Not `Thread.join`: after an interrupt, it reports a running thread as ended.
+        # `Thread.join` would not do: after an interrupt, it reports a running thread as ended.
         wait([future for future in self._futures if not future.cancelled()])
         self._pool.shutdown()
 
     def break_off(self) -> None:
-        """Begin no further part, and cut the connections in use, without waiting. Callable from any thread."""
+        """Begin no further part, and end the connections in use. Do not wait. Any thread may call it."""
         self.ended.set()
         with self._lock:
             self._cut = True
@@ -119,9 +119,9 @@ class TransferPool:
 
 @contextmanager
 def transfer_pool(size: int) -> Iterator[TransferPool]:
-    """Provide a pool of transfer threads.
+    """Yield a pool of `size` transfer threads.
 
-    At the end of the block, wait for their work. If an exception leaves the block, cut them off.
+    At the end of the `with` block, wait for their work. If an exception leaves the block, break off the transfer.
     """
     pool = TransferPool(size)
     try:
@@ -147,9 +147,9 @@ class Memory(Sink, Protocol):
     """A sink in memory that lets the caller fill most of its memory in place."""
 
     def room(self, offset: int, nbytes: int) -> memoryview | None:
-        """Return the sink's memory for the file's bytes from `offset`, or None if the caller must use `write`.
+        """Return the sink's memory for the file's bytes from `offset` on; None if the caller must use `write`.
 
-        The memory has at most `nbytes` and holds whole elements.
+        The memory has at most `nbytes` bytes, and its size is a whole number of elements.
         """
         ...
 
@@ -160,8 +160,8 @@ class Delivery:
 
     Attributes:
         digests: BLAKE3 of every part of the file, by index.
-        sinks: sinks that each get all bytes at their file offsets, whole elements at a time.
-        into: sink in memory that gets all bytes before `sinks`; large byte runs without a copy.
+        sinks: destinations. Each gets all bytes with their file offsets, whole elements at a time.
+        into: destination in memory, or None. It gets all bytes before `sinks`, if possible without a copy.
         on_bytes: callback with the number of bytes received.
         on_part: callback with every complete part. Several threads call it.
     """
@@ -175,9 +175,9 @@ class Delivery:
 
 @dataclass
 class PulledPart:
-    """One part that is being received.
+    """A part while it is received: it passes bytes on to their destinations, and checks the digest.
 
-    Repeat until the part is complete: get a buffer with `room`, fill it, pass it to `take`. Then call `finish`.
+    Until the part is complete: get a buffer with `room`, fill it, and pass it to `take`. Then call `finish`.
 
     Attributes:
         delivery: destinations of the bytes.
@@ -196,18 +196,18 @@ class PulledPart:
 
     @property
     def is_complete(self) -> bool:
-        """Whether all bytes of the part were taken. Only `finish` checks them."""
+        """Whether all bytes of the part have arrived. `finish` then checks them."""
         return self.offset == self.part.stop
 
     def room(self, scratch: memoryview) -> memoryview:
-        """Return the buffer for the next bytes: the target's own memory if possible, else part of `scratch`."""
+        """Return the buffer for the next bytes: memory of `delivery.into` if possible, else the start of `scratch`."""
         most, into = min(len(scratch), self.part.stop - self.offset), self.delivery.into
         memory = into.room(self.offset, most) if into is not None else None
         self._in_place = memory is not None
         return scratch[:most] if memory is None else memory
 
     def take(self, run: memoryview) -> None:
-        """Hash the bytes of a filled buffer and pass them to the destinations."""
+        """Hash the bytes in a buffer that `room` returned, and pass them to the destinations."""
         self._hasher.update(run)
         if self.delivery.into is not None and not self._in_place:
             self.delivery.into.write(self.offset, run)
@@ -217,11 +217,11 @@ class PulledPart:
         self.delivery.on_bytes(len(run))
 
     def finish(self, damaged: str, remedy: str) -> None:
-        """Check the part against its digest, and call `on_part`.
+        """Compare the part with its digest, and call `on_part`.
 
         Args:
-            damaged: message of the error.
-            remedy: remedy of the error.
+            damaged: message of the error, if the digest differs.
+            remedy: remedy of this error.
 
         Raises:
             PartCorrupt: the part is damaged or incomplete.
@@ -236,12 +236,12 @@ class PulledPart:
 
 
 class Pushing:
-    """An upload of parts while their file is still being written. Get one from `HttpTransfer.pushing`.
+    """An upload of parts while their file is still being written. `HttpTransfer.pushing` returns it.
 
     Attributes:
-        sent: indices of the parts that the server has.
+        sent: indices of the parts that the server has received.
         error: first error of the upload; None if there is none.
-        ended: event after which no further part is sent.
+        ended: event. Once it is set, no further part is sent.
     """
 
     def __init__(self, pool: TransferPool, send: Callable[[Part, bytes], bool]) -> None:
@@ -254,7 +254,7 @@ class Pushing:
         """Queue a part for upload, without waiting.
 
         Args:
-            part: part of the file; its bytes must be final.
+            part: part of the file. Its bytes must not change any more.
             digest: BLAKE3 of the part.
         """
         if not self.ended.is_set():
@@ -273,11 +273,11 @@ Work = Callable[[PartConnection, Part], None]
 
 
 class HttpTransfer:
-    """A client that downloads and uploads parts over parallel connections.
+    """A client that downloads and uploads parts over parallel connections to one server.
 
     Args:
         http: client with the server's address, the credentials and the counters.
-        connections: most connections in parallel.
+        connections: maximum number of parallel connections.
         idle_timeout_s: seconds without a byte after which a transfer fails.
     """
 
@@ -290,7 +290,7 @@ class HttpTransfer:
         self._lock = threading.Lock()
 
     def break_off(self) -> None:
-        """End all running and future transfers with `TransferAborted`. Called from another thread."""
+        """Make all running and later transfers raise `TransferAborted`. Call it from another thread."""
         with self._lock:
             self._broken = True
             pools = list(self._pools)
@@ -298,17 +298,17 @@ class HttpTransfer:
             pool.break_off()
 
     def close(self) -> None:
-        """Close the idle connections."""
+        """Close the connections that are not in use."""
         with self._lock:
             connections, self._idle = self._idle, []
         for connection in connections:
             connection.close()
 
     def read(self, path: str, most_bytes: int) -> bytearray:
-        """GET a long message over a connection for parts, and return its body.
+        """GET a message that may be long, such as a manifest, and return its body.
 
         Raises:
-            BadRequest: the message has more than `most_bytes`. Reading stopped there.
+            BadRequest: the message has more than `most_bytes` bytes.
             TransferStalled, ServerUnreachable: the network failed.
         """
         body = bytearray()
@@ -337,19 +337,20 @@ class HttpTransfer:
         on_bytes: Callable[[int], None] = lambda _: None,
         on_part: Callable[[Part], None] = lambda _: None,
     ) -> None:
-        """Download parts of a file by byte range. Only a part that arrives damaged is requested again.
+        """Download parts of a file. A part that arrives damaged, or with a broken connection, is requested again.
 
         Args:
-            path: path of the bytes of a version or an object. These bytes never change.
+            path: URL path of the file: a version or an object, which never changes.
             digests: BLAKE3 of every part of the file, by index.
             parts: the parts to download.
-            sinks: sinks that each get all bytes (see `Delivery`).
-            into: sink in memory that gets all bytes before `sinks`.
+            sinks: destinations that each get all bytes (see `Delivery`).
+            into: destination in memory that gets all bytes before `sinks`; None if there is none.
             on_bytes: callback with the number of bytes received.
             on_part: callback with every complete part. Several threads call it.
 
         Raises:
-            Gone: the server no longer keeps the file. For a version, ask for the head again.
+            Gone: the server no longer has the file. For a version, ask for the head again.
+            PartCorrupt: a part arrived damaged `PART_ATTEMPTS` times in a row.
             TransferStalled, ServerUnreachable: the network failed. Complete parts stay written.
         """
 
@@ -390,7 +391,7 @@ class HttpTransfer:
         The file must not change until the server has confirmed the whole upload.
 
         Args:
-            path_of: function that returns the path of a part from its index.
+            path_of: function of a part's index that returns the part's URL path.
             fd: descriptor of the file.
             parts: the parts to send.
             digests: BLAKE3 of the parts, by index.
@@ -408,13 +409,13 @@ class HttpTransfer:
     def pushing(
         self, path_of: Callable[[int], str], fd: int, *, on_bytes: Callable[[int], None] = lambda _: None
     ) -> Iterator[Pushing]:
-        """Upload parts of a file while it is still being written.
+        """Upload parts of a file while the file is still being written. Inside the `with` block, call `Pushing.add`.
 
-        At the end of the block, wait until the added parts are sent. If an exception leaves the block, send no more.
-        A failure of the upload ends the upload and is stored in `Pushing.error`; it is not raised.
+        The end of the block waits until the added parts are sent. If an exception leaves the block, no more parts are
+        sent. An error of the upload is not raised: it ends the upload, and is in `Pushing.error`.
 
         Args:
-            path_of: function that returns the path of a part from its index.
+            path_of: function of a part's index that returns the part's URL path.
             fd: descriptor of the file.
             on_bytes: callback with the number of bytes sent.
         """
@@ -455,7 +456,7 @@ class HttpTransfer:
         failpoint("push.part")
 
     def _spread(self, work: Work, parts: Sequence[Part]) -> None:
-        """Run `work` for all parts over parallel connections. Raise the first failure that retries did not cure."""
+        """Run `work` for all parts over parallel connections. Raise the first error that retries did not cure."""
         with transfer_pool(max(1, min(self._connections, len(parts)))) as pool, self._breakable(pool):
             if len(parts) <= 1:
                 for part in parts:
@@ -465,7 +466,7 @@ class HttpTransfer:
             done, _ = wait(futures, return_when=FIRST_EXCEPTION)
             errors = [error for future in done if (error := future.exception())]
             if errors:
-                pool.ended.set()  # let running parts finish: they then need not be sent again
+                pool.ended.set()  # let running parts finish, so that they need not be sent again
                 for future in futures:
                     future.cancel()
         if errors:
@@ -473,7 +474,7 @@ class HttpTransfer:
 
     @contextmanager
     def _breakable(self, pool: TransferPool) -> Iterator[None]:
-        """While the block runs, `break_off` or a lost network ends this pool.
+        """Let `break_off` and a lost network end this pool while the `with` block runs.
 
         Raises:
             TransferAborted: `break_off` was called.
@@ -498,10 +499,11 @@ class HttpTransfer:
             raise unanswered(self._http.server)
 
     def _attempt(self, work: Work, part: Part, pool: TransferPool) -> bool:
-        """Move one part in at most `PART_ATTEMPTS` attempts; return False if another part has ended the transfer.
+        """Move one part in at most `PART_ATTEMPTS` attempts. Return False if the transfer was ended by another part.
 
-        If the connection stalls while other connections move bytes, retry it. After a stall, its bytes count as
-        progress only when the part is complete: socket buffers accept bytes even if the peer is silent.
+        A stall of this connection is retried as long as other connections move bytes. After a stall, this part's bytes
+        count as progress only once the part is complete, because the system accepts bytes to send even if the peer is
+        silent.
         """
         failures, stood_still = 0, False
 
@@ -532,7 +534,7 @@ class HttpTransfer:
         return False
 
     def _once(self, work: Work, part: Part, pool: TransferPool, on_move: Callable[[], None]) -> None:
-        """Make one attempt to move a part. Keep the connection only after success: else its state is unknown."""
+        """Make one attempt to move a part. Keep the connection for later parts only if the attempt succeeds."""
         connection, losses = self._idle_connection(), self._http.watch.losses
         if connection is None:
             connection = PartConnection(self._http.host, self._http.port, self._http.secure, self._idle_timeout_s)
@@ -554,7 +556,10 @@ class HttpTransfer:
             self._idle.append(connection)
 
     def _idle_connection(self) -> PartConnection | None:
-        """Return an idle connection, or None. Close those that are older than the last unanswered heartbeat."""
+        """Return a connection that is not in use; None if there is none.
+
+        If a heartbeat stayed unanswered since the last call, first close all of them: they may be dead.
+        """
         with self._lock:
             losses, self._losses = self._losses, self._http.watch.losses
             if losses != self._losses:
@@ -566,7 +571,7 @@ class HttpTransfer:
 
 @contextmanager
 def _copy_of(fd: int) -> Iterator[Descriptor]:
-    """Provide a duplicate of `fd`, so that the owner may close `fd` while a part is still being sent."""
+    """Yield a duplicate of `fd`, so that the owner may close `fd` while a part is still being sent."""
     file = Descriptor(os.dup(fd))
     try:
         yield file

@@ -1,15 +1,15 @@
-"""Receive the body of an upload directly from the socket into the buffer that is hashed and written to disk.
+"""Receives the body of an upload from the socket directly into the buffer that is hashed and written to disk.
 
 aiohttp's parser and streams cost more than all other work on the bytes of a part (0.3 CPU-seconds per GB, one thread,
-two copies). So a `BodyInterceptor` stands between the transport and aiohttp's protocol. It passes all bytes through,
-except the body of a part. aiohttp sees this request without a body, and a pool thread receives the body from the
-socket. The thread moves the bytes that are there, waits a moment for more, and returns the socket to the event loop.
-So a stalled peer takes no thread, and every connection gets its turn.
+two copies). So a `BodyInterceptor` stands between the connection and aiohttp. It passes all bytes to aiohttp, except
+the body of a part: aiohttp sees this request without a body, and a pool thread receives the body from the socket. The
+thread receives the bytes that are there, waits a moment for more, and returns the socket to the event loop. So a
+stalled peer blocks no thread, and all connections are served in turn.
 
-The interceptor holds back a body only if the borders of the requests are certain. That requires that the connection
-has sent only GETs without a body and parts with a Content-Length, in plain HTTP/1.1. After any other request, all
-bytes of the connection pass through. Under TLS, the socket carries encrypted bytes, so bodies come through aiohttp's
-streams. `receive_part` handles both cases alike, through the `Body` protocol.
+A body is kept from aiohttp only if it is certain where each request ends. That requires that the connection has sent
+only GETs without a body and parts with a Content-Length, in plain HTTP/1.1. After any other request, all bytes of the
+connection go to aiohttp. With TLS the socket carries encrypted bytes, so bodies come from aiohttp's streams.
+`receive_part` handles both cases alike, through the protocol `Body`.
 """
 
 from __future__ import annotations
@@ -35,25 +35,25 @@ from atoll.protocol.routes import DIGEST_BYTES
 T = TypeVar("T")
 
 SLICE_S = 0.05
-"""Longest time in seconds that a part uses a pool thread before the next connection gets its turn."""
+"""Maximum seconds that a part uses a pool thread before another connection gets it."""
 PATIENCE_S = 0.002
-"""Seconds that a pool thread waits for a peer before it returns the socket to the event loop."""
+"""Seconds that a pool thread waits for bytes before it returns the socket to the event loop."""
 HEAD_S = 10.0
-"""Seconds that a peer may take for the head of a request."""
+"""Maximum seconds that a peer may take to send the head (request line and headers) of a request."""
 DISCARD_S = 10.0
-"""Seconds for which the server reads and drops the rest of a refused part, so that the peer can read the answer."""
+"""Maximum seconds for which the server reads and drops the rest of a refused part, so that the peer gets the answer."""
 
 WIDE_BYTES, NARROW_BYTES = 2**20, 2**17
-"""Read sizes through aiohttp: for the first `WIDE` parts, and for further ones.
+"""Number of bytes to read from aiohttp at a time: for up to `WIDE` parts at once, and for further parts.
 
-A TLS connection keeps buffers of the largest read until it closes.
+A TLS connection keeps buffers of the size of its largest read until it closes.
 """
 WIDE = 16
-"""Number of parts at a time that are read with `WIDE_BYTES`. Further parts are read with `NARROW_BYTES`, so that memory
-grows little with the number of workers."""
+"""Number of parts at the same time that are read with `WIDE_BYTES`. Further parts are read with `NARROW_BYTES`, so that
+memory grows little with the number of workers."""
 
 Fill = Callable[[memoryview], int]
-"""Function that writes received bytes to the start of a buffer and returns their number; 0 if none are there now."""
+"""Function that copies received bytes to the start of a buffer, and returns their number; 0 if there are none now."""
 
 
 class PartSink(Protocol):
@@ -65,7 +65,7 @@ class PartSink(Protocol):
         ...
 
     def take(self, fill: Fill) -> None:
-        """Call `fill` with buffers until it returns 0 or the part is complete. Runs in a pool thread."""
+        """Call `fill` with buffers until it returns 0 or the part is complete. Called in a pool thread."""
         ...
 
 
@@ -73,7 +73,7 @@ class Body(Protocol):
     """The body of one upload."""
 
     async def give(self, sink: PartSink, pool: Executor, idle: Idle) -> None:
-        """Wait for bytes, and let the sink take them in a thread of the pool.
+        """Wait for bytes of the body, and pass them to the sink in a thread of the pool.
 
         Raises:
             BadRequest: the body ended before the part was complete.
@@ -90,18 +90,18 @@ async def receive_part(
     idle_timeout_s: float,
     on_bytes: Callable[[int], None],
 ) -> bytes:
-    """Receive the part in a request's body into `sink`; return the BLAKE3 that follows the part.
+    """Receive the part in a request's body, and return the BLAKE3 that the peer sends after the part.
 
     Args:
         request: the request.
         sink: destination of the part's bytes, which come in order.
-        pool: threads that receive and take the bytes.
+        pool: threads that receive the bytes and call `sink`.
         idle_timeout_s: seconds without a byte after which the connection is closed.
         on_bytes: callback with the number of bytes received.
 
     Raises:
         BadRequest: the body ends before the part is complete.
-        ConnectionError: no byte came for the idle timeout, or the peer closed the connection.
+        ConnectionError: no byte came for `idle_timeout_s`, or the peer closed the connection.
     """
     part = _WithDigest(sink)
     with Idle(request, idle_timeout_s, on_bytes) as idle:
@@ -112,14 +112,14 @@ async def receive_part(
 
 
 def require_part_bytes(request: web.Request, nbytes: int) -> None:
-    """Check that the body of a request has the length of a part and its digest, before the body is read.
+    """Check that the body of a request is as long as a part and its digest, before the body is read.
 
     Args:
         request: the request.
         nbytes: size of the part in bytes, without its digest.
 
     Raises:
-        BadRequest: the Content-Length differs.
+        BadRequest: the Content-Length is another one.
     """
     interceptor = interceptor_of(request)
     length = (interceptor.body_bytes if interceptor else 0) or request.content_length or 0
@@ -151,17 +151,17 @@ class _WithDigest:
 
 
 class Idle:
-    """A watchdog that ends a transfer if no byte moves for a timeout. It is a context manager.
+    """Aborts the connection of a request if no byte is sent or received for a while. It is a context manager.
 
-    It uses one timer per interval, not one per read or write, so it may react up to one interval late.
+    It checks only once in `timeout_s`, so it aborts after `timeout_s` to `2 * timeout_s` seconds without a byte.
 
     Args:
-        request: request of which the connection is aborted.
-        timeout_s: length of the interval in seconds.
-        on_bytes: callback with the number of bytes moved.
+        request: the request.
+        timeout_s: seconds between two checks.
+        on_bytes: callback with the number of bytes that were sent or received.
 
     Attributes:
-        on_end: callback for the end by timeout.
+        on_end: callback after the connection was aborted.
     """
 
     def __init__(self, request: web.Request, timeout_s: float, on_bytes: Callable[[int], None]) -> None:
@@ -176,7 +176,7 @@ class Idle:
         self._timer.cancel()
 
     def add(self, nbytes: int) -> int:
-        """Record that `nbytes` have moved; return `nbytes`."""
+        """Record that `nbytes` bytes were sent or received, and return `nbytes`."""
         if nbytes:
             self._moved = True
             self._on_bytes(nbytes)
@@ -192,14 +192,14 @@ class Idle:
 
 
 def break_off(request: web.Request) -> None:
-    """Abort the connection of a request, without sending another byte."""
+    """Close the connection of a request at once, without an answer."""
     if request.transport is not None:
         request.transport.abort()
 
 
 @asynccontextmanager
 async def _body_of(request: web.Request) -> AsyncIterator[Body]:
-    """Provide the body of a request: from the socket if the interceptor holds it back, else from aiohttp's stream."""
+    """Yield the body of a request: from the socket if it was kept from aiohttp, else from aiohttp's stream."""
     interceptor = interceptor_of(request)
     if interceptor is not None and interceptor.body_bytes:
         with interceptor.dup_socket() as sock:
@@ -209,21 +209,21 @@ async def _body_of(request: web.Request) -> AsyncIterator[Body]:
             yield _StreamBody(request, run_bytes)
 
 
-# -- Bodies through aiohttp: under TLS, and on connections with other requests.
+# -- Bodies from aiohttp: with TLS, and on connections that have sent other requests.
 
 
 class _StreamBody:
-    """A body that is read through aiohttp's parser."""
+    """A body that is read from aiohttp's stream, at most `run_bytes` at a time."""
 
     def __init__(self, request: web.Request, run_bytes: int) -> None:
         self._content, self._run_bytes = request.content, run_bytes
         self._left_bytes = request.content_length or 0
-        self._waiting: deque[memoryview] = deque()  # not taken yet
+        self._waiting: deque[memoryview] = deque()  # received, but not passed to the sink yet
         self._content.set_read_chunk_size(run_bytes // 2)
 
     async def give(self, sink: PartSink, pool: Executor, idle: Idle) -> None:
         while not self._waiting or (sum(map(len, self._waiting)) < self._run_bytes and self._left_bytes):
-            data, _ = await self._content.readchunk()  # not `readany`, which would copy chunks into one
+            data, _ = await self._content.readchunk()  # `readany` would copy all chunks into one
             if not data:
                 raise BadRequest("The body ended in the middle of the part.", "Send the part again.")
             self._left_bytes -= idle.add(len(data))
@@ -246,7 +246,7 @@ _wide = 0
 
 @contextmanager
 def _run_bytes() -> Iterator[int]:
-    """Provide the read size in bytes for one part: `WIDE_BYTES` for the first `WIDE` parts, else `NARROW_BYTES`."""
+    """Yield how many bytes to read at a time for a part: `WIDE_BYTES` for up to `WIDE` parts, else `NARROW_BYTES`."""
     global _wide
     if _wide >= WIDE:
         yield NARROW_BYTES
@@ -262,7 +262,7 @@ def _run_bytes() -> Iterator[int]:
 
 
 class _SocketBody:
-    """A body that the interceptor holds back, read directly from the socket."""
+    """A body that the interceptor keeps from aiohttp. It is received directly from the socket."""
 
     def __init__(self, interceptor: BodyInterceptor, sock: socket.socket) -> None:
         self._interceptor, self._socket = interceptor, sock
@@ -278,7 +278,7 @@ class _SocketBody:
 
 
 def receive(sock: socket.socket, room: memoryview) -> int:
-    """Receive available bytes into `room`; if there are none, wait up to `PATIENCE_S`. Return their number.
+    """Receive available bytes into `room`, and return their number. If there are none, wait up to `PATIENCE_S` seconds.
 
     Raises:
         ConnectionError: the peer has closed the connection, or the network failed.
@@ -313,7 +313,7 @@ async def readable(sock: socket.socket) -> None:
 
 
 async def in_thread(pool: Executor, work: Callable[[], T]) -> T:
-    """Run `work` in the pool and return its result. If cancelled, wait for its end, because it uses the socket."""
+    """Run `work` in the pool, and return its result. If the caller is cancelled, first wait until `work` has ended."""
     future = asyncio.get_running_loop().run_in_executor(pool, work)
     try:
         return await asyncio.shield(future)
@@ -338,21 +338,21 @@ _BEGIN = re.compile(rb"[A-Z]{1,16}(?: |\Z)")
 _NOT_PLAIN = frozenset(
     {b"transfer-encoding", b"upgrade", b"expect", b"connection", b"te", b"trailer", b"content-encoding"}
 )
-"""Headers that may change the end of a request, the protocol after it, or the meaning of its body."""
+"""Headers that may change where a request ends, which protocol follows it, or what its body means."""
 
 
 class BodyInterceptor(asyncio.Protocol):
-    """A protocol between a transport and aiohttp's protocol. It holds back the bodies of parts for a thread.
+    """Stands between a connection and aiohttp, and keeps the bodies of parts from aiohttp, so that a thread gets them.
 
     Args:
         inner: aiohttp's protocol for this connection.
-        direct: whether the socket carries plain bytes. Under TLS it is False, and every body passes through.
+        direct: whether the socket carries plain bytes. With TLS it is False, and every body goes to aiohttp.
         idle_timeout_s: seconds after which a peer that reads no byte of an answer is disconnected.
 
     Attributes:
         direct: as the argument.
-        made: whether the connection was made; under TLS, this is after the handshake.
-        on_lost: callback for the end of the connection.
+        made: whether the connection is established, with TLS including the handshake.
+        on_lost: callback at the end of the connection.
     """
 
     def __init__(self, inner: asyncio.Protocol, *, direct: bool = True, idle_timeout_s: float = 60.0) -> None:
@@ -361,19 +361,19 @@ class BodyInterceptor(asyncio.Protocol):
         self.on_lost: Callable[[], None] = lambda: None
         self._transport: asyncio.Transport | None = None
         self._held = b""  # bytes of an incomplete head, or bytes that follow a body
-        self._passes = False  # whether all further bytes of the connection pass through
-        self._part = False  # whether a part is being received or answered; no later request is read meanwhile
-        self._discarding = False  # whether the rest of the part's body is being dropped, after the answer
+        self._passes = False  # whether all further bytes of the connection go to aiohttp
+        self._part = False  # whether a part is being received or answered; meanwhile no later request is read
+        self._discarding = False  # whether the rest of a part's body is being dropped, after the answer
         self._full = False  # whether aiohttp has paused reading
-        self._body_left = 0  # bytes of the held-back body that are not received yet
-        self._early = b""  # the first bytes of that body, if they came with the head
+        self._body_left = 0  # number of bytes of the part's body that are not received yet
+        self._early = b""  # the first bytes of the part's body, if they came together with the head
         self._timer: asyncio.TimerHandle | None = None  # deadline for a complete head, or for dropping a refused part
         self._reader_timer: asyncio.TimerHandle | None = None  # runs while the peer does not read the answer
 
     # -- between transport and aiohttp
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Connect aiohttp to a facade of the transport. The peer then has `HEAD_S` seconds for a complete head."""
+        """Connect aiohttp to this connection. From now on, the peer has `HEAD_S` seconds for the head of a request."""
         assert isinstance(transport, asyncio.Transport)
         self._transport, self.made = transport, True
         self._give_up_after(HEAD_S)
@@ -388,21 +388,25 @@ class BodyInterceptor(asyncio.Protocol):
         self.on_lost()
 
     def eof_received(self) -> bool | None:
-        """Let aiohttp decide whether the transport stays open for its answer."""
+        """Let aiohttp decide whether the connection stays open for its answer."""
         return self._inner.eof_received()
 
     def pause_writing(self) -> None:
-        """Begin to watch whether the peer reads the answer, and tell aiohttp to pause."""
+        """Begin to check whether the peer reads the answer, and tell aiohttp to pause writing."""
         self._look_after_reader(left_bytes=None)
         self._inner.pause_writing()
 
     def resume_writing(self) -> None:
-        """End the watch on the peer, which reads again, and tell aiohttp to resume."""
+        """Stop checking the peer, which reads the answer again, and tell aiohttp to resume writing."""
         self._stop_reader_timer()
         self._inner.resume_writing()
 
     def _look_after_reader(self, left_bytes: int | None) -> None:
-        """Abort the connection if the write buffer still has `left_bytes`; else check again after the idle timeout."""
+        """Check after each idle timeout whether the peer reads the answer. If it does not, abort the connection.
+
+        Args:
+            left_bytes: number of unsent bytes at the previous check; None at the first check.
+        """
         if self._transport is None:
             return
         now_bytes = self._transport.get_write_buffer_size()
@@ -418,7 +422,7 @@ class BodyInterceptor(asyncio.Protocol):
             self._reader_timer = None
 
     def data_received(self, data: bytes) -> None:
-        """Pass bytes on, drop them or look for heads; abort the connection if they belong to a held-back body."""
+        """Handle received bytes: pass them to aiohttp, drop them, or find the heads of requests in them."""
         if self._passes:
             self._inner.data_received(data)
         elif self._discarding:
@@ -429,14 +433,14 @@ class BodyInterceptor(asyncio.Protocol):
             self._heads(self._held + data)
 
     def _hold(self, full: bool) -> None:
-        """Record whether aiohttp has paused reading; on resume, process the held bytes."""
+        """Record that aiohttp has paused (`full`) or resumed reading. When it resumes, process the bytes kept back."""
         self._full = full
         self._read_or_not()
         if not full and not self._part and self._transport is not None:
             self._heads(self._held)
 
     def _read_or_not(self) -> None:
-        """Resume reading from the transport, or pause it while aiohttp or a part requires a pause."""
+        """Pause reading from the connection while aiohttp has paused it or a thread receives a part; else resume it."""
         if self._transport is None or self._transport.is_closing():
             return
         if self._full or (self._part and not self._discarding):
@@ -445,7 +449,7 @@ class BodyInterceptor(asyncio.Protocol):
             self._transport.resume_reading()
 
     def _heads(self, data: bytes) -> None:
-        """Pass complete heads to aiohttp until aiohttp pauses or a head announces a part (its body is held back)."""
+        """Pass complete heads of requests to aiohttp, until aiohttp pauses or the body of a part begins."""
         self._held = b""
         while data and not self._part:
             if self._full:
@@ -482,11 +486,11 @@ class BodyInterceptor(asyncio.Protocol):
 
     @property
     def body_bytes(self) -> int:
-        """Bytes of the held-back body that are not received yet; 0 if no body is held back."""
+        """Number of bytes of the part's body that are not received yet; 0 if no body is kept from aiohttp."""
         return self._body_left
 
     def dup_socket(self) -> socket.socket:
-        """Return a duplicate of the connection's socket. It stays valid for a thread if the transport closes.
+        """Return a duplicate of the connection's socket, which a thread can use even if the connection closes.
 
         Raises:
             ConnectionResetError: the connection is closed.
@@ -497,7 +501,7 @@ class BodyInterceptor(asyncio.Protocol):
         return found.dup()
 
     def filler(self, sock: socket.socket) -> Fill:
-        """Return a function that receives bytes of the body. After `SLICE_S`, it receives no more from the socket."""
+        """Return a function that receives bytes of the part's body. It stops reading the socket after `SLICE_S`."""
         until_s = time.monotonic() + SLICE_S
 
         def fill(room: memoryview) -> int:
@@ -515,7 +519,7 @@ class BodyInterceptor(asyncio.Protocol):
         return fill
 
     def end_part(self) -> None:
-        """End a part after its answer: drop the rest of its body, then read the next request."""
+        """End a part, after the answer. The rest of the part's body is dropped, then the next request is read."""
         if not self._part or self._transport is None:
             return
         self._body_left -= len(self._early)
@@ -535,7 +539,7 @@ class BodyInterceptor(asyncio.Protocol):
             self._next()
 
     def _next(self) -> None:
-        """Leave the part; the next bytes are the head of a request."""
+        """Begin to read the next request, after the end of a part."""
         self._part = self._discarding = False
         self._stop_timer()
         self._read_or_not()
@@ -557,11 +561,14 @@ class BodyInterceptor(asyncio.Protocol):
 
 
 class _Facade:
-    """The transport that aiohttp gets. Pausing and resuming go to the interceptor, everything else to the transport."""
+    """The transport that aiohttp sees. It passes `pause_reading` and `resume_reading` to the interceptor.
+
+    Everything else goes to the real transport.
+    """
 
     def __init__(self, transport: asyncio.Transport, hold: Callable[[bool], None]) -> None:
         self._transport, self._hold = transport, hold
-        self.write, self.is_closing = transport.write, transport.is_closing  # avoid `__getattr__` for every answer
+        self.write, self.is_closing = transport.write, transport.is_closing  # faster than by `__getattr__`
 
     def pause_reading(self) -> None:
         self._hold(True)
@@ -574,13 +581,16 @@ class _Facade:
 
 
 def interceptor_of(request: web.Request) -> BodyInterceptor | None:
-    """Return the interceptor of a request's connection; None if there is none, or under TLS."""
+    """Return the interceptor of a request's connection; None with TLS, or if there is none."""
     protocol = request.transport.get_protocol() if request.transport is not None else None
     return protocol if isinstance(protocol, BodyInterceptor) and protocol.direct else None
 
 
 def _body_bytes(head: bytes) -> int | None:
-    """Return the body length of a part from its request head; 0 for a GET; None for any other or doubtful head."""
+    """Return the length of a request's body in bytes, from its head: of a part, or 0 for a GET.
+
+    Return None for any other request, and if the length is not certain.
+    """
     first, *lines = head[:-4].split(b"\r\n")
     method, _, rest = first.partition(b" ")
     path, _, version = rest.partition(b" ")

@@ -1,7 +1,7 @@
-"""Serve byte ranges of a file. All file downloads from a server use this module.
+"""Sends a file, or a byte range of it, as the answer to a request. Every download from a server uses this module.
 
-Bytes are copied from the page cache to aiohttp's stream, `RUN_BYTES` at a time. `sendfile` is not used: it would queue
-pages of the file in the socket. A slot may be rewritten after its last reader ends, while its pages are still queued.
+Bytes are copied from the file to aiohttp's stream, `RUN_BYTES` at a time. `sendfile` is not used: it would queue the
+file's own pages in the socket. The server may rewrite the file after a download has ended, while they are still queued.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from atoll.protocol.openapi import STATUS_OF
 from atoll.transport.request_body import Idle, break_off
 
 RUN_BYTES, TLS_RUN_BYTES = 2**21, 2**17
-"""Bytes written to aiohttp at a time, on plain and on TLS connections.
+"""Number of bytes written to aiohttp at a time, on plain and on TLS connections.
 
-A TLS connection keeps buffers of the largest write until it closes, so its writes are smaller.
+A TLS connection keeps buffers of the size of its largest write until it closes, so its writes are smaller.
 """
 
 BEYOND_BYTES = 10**18
-"""An offset beyond the end of every file."""
+"""A file offset in bytes that is beyond the end of every file."""
 
 _RANGE = re.compile(r"bytes=([0-9]*)-([0-9]*)")
 
 
 class RangeNotSatisfiable(Exception):
-    """The error of a requested range that contains no byte of the file."""
+    """Raised if a request asks for a range that contains no byte of the file."""
 
 
 def parse_range(header: str | None, nbytes: int) -> tuple[int, int] | None:
@@ -43,7 +43,7 @@ def parse_range(header: str | None, nbytes: int) -> tuple[int, int] | None:
         nbytes: size of the file in bytes.
 
     Returns:
-        The range; None for the whole file, also if the header has a form that a server may ignore.
+        The range; None for the whole file. It is None, too, if the header has a form that a server may ignore.
 
     Raises:
         RangeNotSatisfiable: the range contains no byte of the file.
@@ -64,7 +64,7 @@ def parse_range(header: str | None, nbytes: int) -> tuple[int, int] | None:
 
 
 def _bounded(digits: str) -> int:
-    """Return the number in `digits`, at most `BEYOND_BYTES`. Python refuses to convert thousands of digits."""
+    """Return the number in `digits`, or `BEYOND_BYTES` if it is larger. Python refuses to convert very long texts."""
     digits = digits.lstrip("0") or "0"
     return int(digits) if len(digits) < len(str(BEYOND_BYTES)) else BEYOND_BYTES
 
@@ -89,7 +89,7 @@ async def serve_file(  # noqa: PLR0913 (options, by keyword)
         digest: digest of the content, sent as the ETag.
         pool: threads for reads that the page cache cannot answer at once.
         idle_timeout_s: seconds without a byte after which the connection is closed.
-        revoked: function that returns whether the file may have changed. It is asked before every write; if it returns
+        revoked: function that returns whether the file may have changed. It is called before every write. If it returns
             True, the connection is closed before wrong bytes are sent.
         on_bytes: callback with the number of bytes sent.
     """
@@ -130,10 +130,10 @@ async def serve_file(  # noqa: PLR0913 (options, by keyword)
 
 
 def _read_cached(fd: int, scratch: memoryview, offset: int) -> memoryview | None:
-    """Read cached bytes of a file into `scratch`, without waiting for the disk.
+    """Read bytes of a file into `scratch` if they are in the page cache, so that the disk is not needed.
 
     Returns:
-        The filled start of `scratch`; None if no byte at `offset` is cached.
+        The filled start of `scratch`; None if the byte at `offset` is not in the page cache.
     """
     try:
         done = os.preadv(fd, [scratch], offset, os.RWF_NOWAIT)

@@ -1,8 +1,4 @@
-"""TLS 1.3 for clients and servers, the bearer token, and the test for loopback addresses.
-
-asyncio keeps a buffer of 256 KiB for each TLS connection until it closes, even without a valid token. A thousand
-connections take 290 MB. Buffers of 64 KiB, as here, are as fast. With 16 KiB, rounds take a fifth longer.
-"""
+"""TLS 1.3 for clients and servers, the bearer token, and the test for loopback addresses."""
 
 from __future__ import annotations
 
@@ -32,7 +28,7 @@ def server_context(cert: Path, key: Path) -> ssl.SSLContext:
     """Return the TLS context of a server (TLS 1.3 only).
 
     Raises:
-        ConfigError: a file is missing or unreadable, others can read the key, or certificate and key do not match.
+        ConfigError: a file cannot be read, other users can read the key, or certificate and key do not match.
     """
     require_private(key, "The TLS key")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -51,7 +47,7 @@ def client_context(ca: str | None) -> ssl.SSLContext:
     """Return the TLS context of a client (TLS 1.3 only).
 
     Args:
-        ca: path of a PEM file with the only certificate authority to trust; None trusts the system's authorities.
+        ca: path of a PEM file with the only certificate authority to trust; None: trust those of the system.
 
     Raises:
         ConfigError: the file cannot be read.
@@ -72,10 +68,10 @@ def require_private(path: Path, what: str) -> None:
 
     Args:
         path: path of the file.
-        what: noun for the file in messages, for example "The TLS key".
+        what: name of the file in messages, for example "The TLS key".
 
     Raises:
-        ConfigError: the file is missing, or its mode is wider than 0600.
+        ConfigError: the file is missing, or its mode lets other users access it (chmod 600 is allowed).
     """
     try:
         mode = stat.S_IMODE(path.stat().st_mode)
@@ -86,10 +82,13 @@ def require_private(path: Path, what: str) -> None:
 
 
 def read_token(path: Path | None) -> str | None:
-    """Return the bearer token: from ATOLL_TOKEN, else from the file, else None.
+    """Return the bearer token from ATOLL_TOKEN or, without that variable, from a file. Return None if there is neither.
+
+    Args:
+        path: path of the file; None if there is no file.
 
     Raises:
-        ConfigError: the file is missing, empty, or readable by others; or the token is not one word of ASCII.
+        ConfigError: the file is missing, empty, or readable by other users; or the token is not one word of ASCII.
     """
     if token := os.environ.get("ATOLL_TOKEN", "").strip():
         return _require_sendable(token, "ATOLL_TOKEN")
@@ -111,7 +110,11 @@ def _require_sendable(token: str, where: str) -> str:
 
 
 class SmallBuffer(SSLProtocol):
-    """asyncio's TLS protocol with a smaller buffer. `max_size` is the size of the read buffer in bytes."""
+    """asyncio's TLS protocol with a smaller read buffer: `max_size` bytes instead of 256 KiB.
+
+    asyncio keeps the buffer until the connection closes, even if the peer has no valid token. A thousand connections
+    would take 290 MB. Buffers of 64 KiB are as fast; with 16 KiB, rounds take a fifth longer.
+    """
 
     max_size = 2**16
 

@@ -1,6 +1,6 @@
-"""The aiohttp application of a run: one handler for each operation of `protocol/openapi.py`.
+"""The aiohttp application of a server: one handler for each operation of `protocol/openapi.py`.
 
-Limits are checked first, and errors are answered as `Problem` messages.
+A request's limits are checked before its handler runs. Errors are sent as `Problem` messages.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from atoll.transport.serve_range import problem
 
 LOG = logging.getLogger("atoll.server")
 HTTP_LOG = logging.getLogger("atoll.server.http")
-"""Logger that aiohttp uses instead of its own."""
+"""Logger of aiohttp's errors."""
 
 
 class _OwnFaults(logging.Filter):
-    """A log filter that drops records of errors that a peer caused: broken connections and invalid HTTP."""
+    """A log filter that drops errors for which a peer is to blame: broken connections and invalid HTTP."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         error = record.exc_info[1] if record.exc_info else None
@@ -53,7 +53,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 def make_app(coordinator: Coordinator, gate: Gate, version: str) -> web.Application:
-    """Return the application that serves a run. Raise an error if an operation has no handler.
+    """Return the application that serves a run.
 
     Args:
         coordinator: the run.
@@ -76,21 +76,21 @@ def make_app(coordinator: Coordinator, gate: Gate, version: str) -> web.Applicat
 
 
 class ServerPages:
-    """The handlers of operations for monitoring: status, metrics, health and the OpenAPI document."""
+    """Handlers of requests about the server itself: status, metrics, health and the OpenAPI document."""
 
     def __init__(self, coordinator: Coordinator, version: str) -> None:
         self._run, self._document = coordinator, openapi(version)
 
     async def get_openapi(self) -> web.Response:
-        """Return the OpenAPI document."""
+        """Return the description of all requests in the OpenAPI format."""
         return web.json_response(self._document)
 
     async def get_status(self) -> status_messages.Status:
-        """Return the status of the run."""
+        """Return the status of the run, as `atoll status` shows it."""
         return status_of(self._run)
 
     async def get_metrics(self) -> web.Response:
-        """Return the metrics of the run in the text format of Prometheus."""
+        """Return numbers about the run (`RunMetrics`) in the text format of Prometheus."""
         registry = CollectorRegistry()
         registry.register(RunMetrics(self._run))
         headers = {"Content-Type": "text/plain; version=0.0.4; charset=utf-8"}
@@ -102,7 +102,13 @@ class ServerPages:
 
 
 def _adapt(operation: Operation, method: Callable[..., Awaitable[Any]], coordinator: Coordinator) -> Handler:
-    """Return the aiohttp handler of an operation: it parses the arguments, calls `method`, and encodes the result."""
+    """Return the aiohttp handler of an operation. It parses the request, calls `method`, and encodes the result.
+
+    Args:
+        operation: the operation.
+        method: function that carries out the operation.
+        coordinator: the run.
+    """
     takes_message = isinstance(operation.request, type) and issubclass(operation.request, BaseModel)
 
     async def handle(request: web.Request) -> web.StreamResponse:
@@ -119,7 +125,7 @@ def _adapt(operation: Operation, method: Callable[..., Awaitable[Any]], coordina
         if operation.request is bytes or operation.reply is bytes:
             arguments["request"] = request
         if operation.path == routes.STATUS and routes.LEASE_HEADER not in request.headers:
-            coordinator.watched_s = time.monotonic()  # a user's `atoll status --watch`; sites send a lease
+            coordinator.watched_s = time.monotonic()  # such as `atoll status --watch`; only sites send a lease
         result = await method(**arguments)
         if isinstance(result, web.StreamResponse):
             return result
@@ -212,7 +218,7 @@ def _refused(request: web.Request, refused: web.HTTPException) -> web.StreamResp
 
 
 def _failed(coordinator: Coordinator, request: web.Request, error: Exception) -> web.StreamResponse:
-    """Return the answer to a request that failed. If the error is fatal for the server, end the server with it."""
+    """Return the answer to a request that failed. If the server cannot go on after the error, end the server."""
     if no_more_files(error):
         LOG.error("%s", passing(error))
         return problem(
@@ -236,13 +242,13 @@ def _failed(coordinator: Coordinator, request: web.Request, error: Exception) ->
 
 
 class RunMetrics(Collector):
-    """A Prometheus collector that computes its metrics from the status of a run at each request."""
+    """A Prometheus collector. At each request it computes its metrics from the run's status."""
 
     def __init__(self, run: Coordinator) -> None:
         self._run = run
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the metrics of the run."""
+        """Yield the head's version, and numbers of workers, bytes, deaths, refused updates and local steps."""
         status = status_of(self._run)
         yield GaugeMetricFamily("atoll_version", "Version at the head.", value=status.version)
         yield GaugeMetricFamily(

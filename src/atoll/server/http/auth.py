@@ -1,4 +1,4 @@
-"""Authentication of requests: by the run's token or, if the server has no token, by a loopback Host header."""
+"""Checks which requests a server accepts: those with its token or, if it has none, those from its own machine."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from atoll.transport.tls import is_loopback, read_token
 
 
 class Gate:
-    """A check of the Host and Authorization headers of every request.
+    """Checks the Host and Authorization headers of every request.
 
     Args:
-        token: token that every request must carry; None if no token is required.
-        local: whether the server listens on loopback only. If so and there is no token, requests must name a loopback
-            host.
+        token: token that every request must have; None if no token is required.
+        local: whether the server listens on loopback only. If so, and if there is no token, the Host header of every
+            request must name a loopback address.
     """
 
     def __init__(self, token: str | None, *, local: bool = False) -> None:
@@ -25,10 +25,10 @@ class Gate:
         self._needs_local_name = local and self._token is None
 
     def require_host(self, hosts: Sequence[str]) -> None:
-        """Refuse requests of web pages in this machine's browser that use DNS rebinding.
+        """Refuse a request that a web page sends from a browser on this machine, by DNS rebinding.
 
         A web page can let its own host name resolve to 127.0.0.1. The browser then sends the page's requests to this
-        server and lets the page read the answers. The Host header still has the page's host name.
+        server, and lets the page read the answers. But the Host header has the page's host name.
 
         Args:
             hosts: the Host headers of the request.
@@ -45,7 +45,7 @@ class Gate:
         )
 
     def admit(self, authorization: str | None) -> None:
-        """Refuse a request without the token.
+        """Refuse a request without the right token.
 
         Args:
             authorization: the Authorization header; None if the request has none.
@@ -56,7 +56,7 @@ class Gate:
         if self._token is None:
             return
         scheme, _, sent = (authorization or "").partition(" ")
-        # `surrogateescape` lets a header with invalid UTF-8 fail like a wrong token.
+        # with `surrogateescape`, a header with invalid UTF-8 is a wrong token, and not an error of `encode`
         if scheme.lower() != "bearer" or not hmac.compare_digest(sent.encode(errors="surrogateescape"), self._token):
             raise AuthError(
                 "The request has no valid token." if sent else "The server requires a token, but the request has none.",
@@ -69,16 +69,17 @@ _HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9.-]+)(:[0-9]{1,5})?")
 
 
 def _is_local_name(host: str) -> bool:
-    """Return whether a Host header is a loopback name. Any port is valid: it may be forwarded to the server."""
+    """Return whether a Host header names a loopback address. The port does not matter, because it may be forwarded."""
     match = _HOST.fullmatch(host.strip())
     return match is not None and is_loopback(match[1].lower().removesuffix("."))
 
 
 def open_gate(settings: Settings) -> Gate:
-    """Return the gate for a server with these settings.
+    """Return the check of requests for a server with these settings.
 
     Raises:
-        ConfigError: the address is not loopback, TLS or a token is missing, and `network.insecure` is not set.
+        ConfigError: other machines can reach the server, but it has no TLS or no token, and `network.insecure` is not
+            set.
     """
     token = read_token(settings.network.token_file)
     if not is_loopback(settings.network.host) and not settings.network.insecure:

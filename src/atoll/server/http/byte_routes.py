@@ -1,4 +1,4 @@
-"""Handlers that send versions, differences between versions, and objects; and handlers that manage objects."""
+"""Handlers of requests for versions, differences between versions, and published objects."""
 
 from __future__ import annotations
 
@@ -24,16 +24,18 @@ from atoll.transport.serve_range import serve_file
 
 
 class ByteRoutes:
-    """The handlers of a run's versions and objects."""
+    """Handlers of requests for a run's versions and published objects."""
 
     def __init__(self, run: Coordinator) -> None:
         self.run, self.store, self.plan = run, run.store, run.plan
 
     async def get_manifest(self, fragment: int, version: int) -> messages.Manifest:
-        """Return the manifest of a version, with its delta if there is one, and its sources in a swarm.
+        """Return the manifest of a version.
+
+        It also describes the delta to this version, if there is one, and in a swarm the workers that have the version.
 
         Raises:
-            Gone: the server does not keep the version.
+            Gone: the server no longer has the version.
         """
         row, layout = self.store.versions.get(fragment, version), self.plan.fragments[fragment].version
         return messages.Manifest(
@@ -61,10 +63,10 @@ class ByteRoutes:
         )
 
     async def get_version(self, fragment: int, version: int, digest: str, request: web.Request) -> web.StreamResponse:
-        """Send the file of a version, or a range of the file. The server of a swarm has only version 0.
+        """Send the file of a version, or a byte range of it. The server of a swarm has only version 0.
 
         Raises:
-            Gone: the server does not keep the version, its digest differs, or only the workers of a swarm have it.
+            Gone: the server does not have the version, or has one with another digest.
         """
         if self.run.swarm is None:
             pinned = self.store.versions.pin(fragment, version)
@@ -77,10 +79,10 @@ class ByteRoutes:
             return await self._send(request, fd, self.plan.fragments[fragment].version.nbytes, digest)
 
     async def get_delta(self, fragment: int, version: int, digest: str, request: web.Request) -> web.StreamResponse:
-        """Send the file with the difference between a version and its base version, or a range of the file.
+        """Send the delta to a version (its difference from the version before), or a byte range of it.
 
         Raises:
-            Gone: there is no difference, or its digest differs.
+            Gone: there is no delta, or its digest is another one.
         """
         pinned = self.store.versions.pin_delta(fragment, version)
         downlink = self.plan.fragments[fragment].downlink
@@ -88,10 +90,10 @@ class ByteRoutes:
         return await self._serve(pinned, nbytes, digest, request)
 
     async def get_model_part(self, fragment: int, version: int, part: int, request: web.Request) -> web.StreamResponse:
-        """Send one part of a version as exports contain it, then the part's BLAKE3 (32 bytes).
+        """Send one part of a version with the exact values that exported files have, then the part's BLAKE3 (32 bytes).
 
         Raises:
-            Gone: the server does not keep the version or its outer state.
+            Gone: the server no longer has the version or the outer optimizer's state after it.
             BadRequest: there is no such part.
         """
         with self.store.versions.pin(fragment, version, with_state=self.plan.has_masters) as pin:
@@ -105,7 +107,7 @@ class ByteRoutes:
             hasher, loop = blake3(), asyncio.get_running_loop()
             with Idle(request, self.plan.settings.network.idle_timeout_s, self._counter(request)) as idle:
                 while (run := await loop.run_in_executor(self.run.io, next, runs, None)) is not None:
-                    if pin.revoked.is_set():  # if the client retries, it gets the error `Gone`
+                    if pin.revoked.is_set():  # when the client tries again, it gets the error `Gone`
                         break_off(request)
                         return response
                     hasher.update(run)
@@ -143,7 +145,7 @@ class ByteRoutes:
         )
 
     def _counter(self, request: web.Request) -> Callable[[int], None]:
-        """Return a function that counts bytes sent, for the server and for the site that asked, if it has a lease."""
+        """Return a function that adds to the sent bytes of the server and, if the request has a lease, of its site."""
         presence = holder_of(request.headers.get(routes.LEASE_HEADER), self.run.roster)
 
         def count(nbytes: int) -> None:
@@ -153,10 +155,10 @@ class ByteRoutes:
 
         return count
 
-    # -- objects: published by one process, kept by the server, downloaded by others
+    # -- objects that a process publishes at the server, and others download
 
     async def open_object(self, message: messages.ObjectOpen) -> messages.ObjectOpened:
-        """Reserve space for an object. Only the answer has the object's secret; the server does not store it.
+        """Create an empty object, to which the publisher sends parts. The answer has the object's secret.
 
         Raises:
             BadRequest: the object is too large, or its part sizes are invalid.
@@ -176,18 +178,18 @@ class ByteRoutes:
         )
 
     async def complete_object(self, object: str, secret: str, message: messages.ObjectComplete) -> None:
-        """Complete an object, so that it can be downloaded. The same request may be repeated.
+        """Make an object with all parts downloadable. The same request may be repeated.
 
         Raises:
             Gone: the object does not exist or has expired.
             AuthError: the secret does not belong to the object.
-            Conflict: parts are missing, or the digest differs.
+            Conflict: parts are missing, or do not match the digest.
             DiskFull, StoreError: the record of the object could not be written.
         """
         self.run.objects.complete(self.run.objects.find(object, secret), message.digest)
 
     async def get_object(self, object: str, secret: str) -> messages.BlobManifest:
-        """Return the manifest of a complete object, with its bytes if the object is inline.
+        """Return the manifest of a complete object. If the object is inline, the manifest contains its bytes.
 
         Raises:
             Gone: the object does not exist or has expired.
@@ -198,7 +200,7 @@ class ByteRoutes:
         return messages.BlobManifest.of(kept.manifest, self.run.objects.inline_bytes(kept))
 
     async def get_object_data(self, object: str, secret: str, request: web.Request) -> web.StreamResponse:
-        """Send a complete object, or a range of it. If the object is removed meanwhile, close the connection.
+        """Send a complete object, or a byte range of it. If the object is removed meanwhile, close the connection.
 
         Raises:
             Gone: the object does not exist or has expired.

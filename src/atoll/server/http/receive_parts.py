@@ -1,7 +1,7 @@
-"""Receive the parts of updates and objects. Each part is checked and written as its bytes arrive.
+"""Receives the parts of updates and objects. Each part is checked and written to disk while its bytes arrive.
 
-Only one request at a time can send a part. After an interrupted upload, a worker asks for the parts that are already
-here (`Coordinator.get_ticket`), and sends the others. A part that broke off midway is sent again from its first byte.
+Only one request at a time can send a part. After an interrupted upload, a worker asks which parts the server has
+(`Coordinator.get_ticket`), and sends the others. An incomplete part is sent again from its first byte.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from atoll.tensors.layout import Part
 from atoll.transport.request_body import Fill, PartSink, break_off, receive_part, require_part_bytes
 
 PARTS_PER_CONNECTION = 4
-"""Most concurrent part uploads of one rank, for each connection that the rank uses.
+"""Maximum number of part uploads of one rank at the same time, for each of its connections.
 
-It is more than 1, because uploads over broken connections may still be open.
+It is more than 1, because uploads over broken connections may still be open at the server.
 """
 OBJECT_PARTS = 64
-"""Most concurrent uploads of object parts, of all publishers together."""
+"""Maximum number of uploads of object parts at the same time, of all publishers together."""
 SCRATCH_BYTES = 2**18
 """Size of the buffer for a part of an object, in bytes."""
 
 
 class PartReceiver:
-    """The handlers that receive parts of updates and of objects."""
+    """Handlers of requests that upload parts of updates and of objects."""
 
     def __init__(self, coordinator: Coordinator) -> None:
         self._coordinator, plan = coordinator, coordinator.plan
@@ -51,9 +51,9 @@ class PartReceiver:
 
         Raises:
             BadRequest: there is no such part, or the length of the body is wrong.
-            LeaseLost, Superseded: the lease is void.
+            LeaseLost, Superseded: the lease is not valid.
             TicketClosed, UpdateRefused: the ticket is not open.
-            Busy: the site has too many part uploads at once.
+            Busy: the site uploads too many parts at the same time.
             PartCorrupt: the part does not match its digest.
         """
         coordinator = self._coordinator
@@ -91,7 +91,7 @@ class PartReceiver:
             BadRequest: there is no such part, or the length of the body is wrong.
             Gone: the object does not exist, has expired, or was withdrawn.
             AuthError: the secret does not belong to the object.
-            Busy: there are too many uploads of object parts at once.
+            Busy: too many object parts are being uploaded at the same time.
             Conflict: the object is complete already.
             PartCorrupt: the part does not match its digest.
         """
@@ -128,19 +128,19 @@ class PartReceiver:
 
     @contextmanager
     def _under_way_alone(self, key: Hashable, sender: str, most: int, request: web.Request) -> Iterator[None]:
-        """While the block runs, let only this request upload the part.
+        """Let only this request upload a part while the `with` block runs.
 
-        If another request is still uploading the same part, abort its connection. Its sender has given up on it, and
-        the connection would otherwise stay open until the idle timeout.
+        If another request is still uploading the same part, abort its connection: the worker no longer waits for it,
+        and it would stay open until the idle timeout.
 
         Args:
-            key: identity of the part.
-            sender: sender of the part; the bound holds for its uploads together.
-            most: most uploads of this sender at a time.
+            key: identifies the part.
+            sender: sender of the part. `most` is the limit for all its uploads together.
+            most: maximum number of uploads of this sender at the same time. It limits the server's memory.
             request: the request that uploads the part.
 
         Raises:
-            Busy: `sender` has `most` uploads already. The bound limits the server's memory.
+            Busy: `sender` has `most` uploads already.
         """
         if key in self._under_way:
             break_off(self._under_way[key][1])
@@ -174,7 +174,7 @@ class PartReceiver:
 
 @dataclass(eq=False)
 class _ObjectPart:
-    """A sink for one part of an object. Pool threads write and hash its bytes.
+    """Writes and hashes the bytes of one part of an object while they arrive, in pool threads.
 
     Attributes:
         objects: store of the objects.
@@ -201,7 +201,7 @@ class _ObjectPart:
         return self.written == self.part.nbytes
 
     def take(self, fill: Fill) -> None:
-        """Write the bytes that `fill` brings, until it brings none or the part is complete."""
+        """Write the bytes that `fill` returns, until it returns none or the part is complete."""
         while not self.complete:
             with self.lock:
                 count = fill(self.scratch[: self.part.nbytes - self.written])
@@ -216,6 +216,6 @@ class _ObjectPart:
                 self.written += count
 
     def end(self) -> None:
-        """Stop writing. After this call, no thread writes to the part."""
+        """Stop writing. After this call, no thread writes this part any more."""
         with self.lock:
             self.ended = True
