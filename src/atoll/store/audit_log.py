@@ -37,7 +37,7 @@ START = "0" * 64
 
 
 class AuditLog:
-    """The audit log of one journal."""
+    """Adds entries to the audit log in a journal, and keeps the head file up to date."""
 
     def __init__(self, journal: Journal) -> None:
         self._journal = journal
@@ -97,7 +97,7 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 @dataclass(frozen=True)
 class AuditHead:
-    """The end of an audit log, as the head file notes it.
+    """Content of the head file `audit.head`: the end of the audit log when the file was last written.
 
     Attributes:
         entries: number of entries in the log.

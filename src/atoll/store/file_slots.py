@@ -71,7 +71,7 @@ class FileShape:
 
 @dataclass(frozen=True)
 class FragmentShapes:
-    """The file shapes of one fragment.
+    """Sizes, headers and hashed regions of the files of one fragment.
 
     Attributes:
         version: shape of a version's file.
@@ -110,7 +110,7 @@ class FragmentShapes:
 
 @dataclass(eq=False)
 class Slot:
-    """One slot file and its holds.
+    """One slot: a preallocated file, and the holds of what uses it.
 
     Attributes:
         fd: descriptor of the file, open as long as this object lives.
@@ -140,7 +140,7 @@ def slot_path(folder: Path, kind: str, fragment: int, number: int) -> Path:
 
 
 class SlotPool:
-    """The slots of one kind and fragment.
+    """The slots of one kind and fragment, for example for the versions of fragment 0.
 
     Args:
         folder: folder of the files.
@@ -318,7 +318,7 @@ class Slots:
         self._pools: dict[tuple[str, int], SlotPool] = {}
 
     def shape(self, fragments: Sequence[FragmentShapes]) -> None:
-        """Set the file shapes of the run. Call it on every start, before `Store.recover`.
+        """Set sizes, headers and hashed regions of the run's files. Call it on every start, before `Store.recover`.
 
         Raises:
             ConfigError: the run in this directory was begun with other file sizes or headers.
@@ -367,7 +367,7 @@ class Slots:
         return range(len(self._shapes))
 
     def shapes_of(self, fragment: int) -> FragmentShapes:
-        """Return the shapes of a fragment's files."""
+        """Return sizes, headers and hashed regions of a fragment's files."""
         return self._shapes[fragment]
 
     def pool(self, kind: str, fragment: int) -> SlotPool:

@@ -163,7 +163,7 @@ class _Comparison:
         )
 
     def problem(self) -> str:
-        """Compare, and return a description of the first difference; empty if there is none."""
+        """Compare entries and rows. Return a description of the first difference; empty if there is none."""
         ((above,),) = self._rows(
             "SELECT min(versions.version) FROM versions LEFT JOIN heads USING (fragment) "
             "WHERE versions.version > coalesce(heads.version, -1)"
@@ -275,7 +275,7 @@ class _Comparison:
         return ""
 
     def _of_the_end(self) -> str:
-        """Compare whether the run is finished in journal and audit log. Return the difference; empty if none."""
+        """Compare journal and audit log: is the run finished? Return the difference; empty if there is none."""
         told = self._rows(
             "SELECT what FROM audit WHERE what IN ('finished', 'continued', 'fell back') ORDER BY seq DESC LIMIT 1"
         )

@@ -316,7 +316,7 @@ class _SecureConnection(urllib3.connection.HTTPSConnection):
 
 
 class Http:
-    """A client of one server.
+    """A client that sends requests to one server.
 
     Args:
         server: address of the server, as `http://host:port` or `https://host:port`.

@@ -108,7 +108,7 @@ class PartConnection:
         headers: Mapping[str, str],
         room: Callable[[memoryview], memoryview] = lambda scratch: scratch,
     ) -> tuple[int, bytes, Iterator[memoryview]]:
-        """GET a path.
+        """GET a path, and return the body of the answer piece by piece.
 
         Args:
             path: path of the request.

@@ -131,7 +131,7 @@ def require_part_bytes(request: web.Request, nbytes: int) -> None:
 
 
 class _WithDigest:
-    """A sink for a part and the digest that follows it."""
+    """Receives a part into another sink, and then the digest that follows the part."""
 
     def __init__(self, sink: PartSink) -> None:
         self._sink, self.digest, self._digest_left = sink, bytearray(DIGEST_BYTES), DIGEST_BYTES
@@ -587,9 +587,9 @@ def interceptor_of(request: web.Request) -> BodyInterceptor | None:
 
 
 def _body_bytes(head: bytes) -> int | None:
-    """Return the length of a request's body in bytes, from its head: of a part, or 0 for a GET.
+    """Return how many bytes of body follow the head of a request: for the upload of a part its length, for a GET 0.
 
-    Return None for any other request, and if the length is not certain.
+    Return None for every other request, and if the head is not perfectly regular.
     """
     first, *lines = head[:-4].split(b"\r\n")
     method, _, rest = first.partition(b" ")

@@ -151,6 +151,7 @@ def test_warns_once_of_a_metric_that_no_site_reports(tmp_path: Path, caplog: pyt
     said = [record.message for record in caplog.records if "no finite value of 'acc'" in record.message]
     assert len(said) == 1
     assert "its metrics: loss" in said[0]
+    assert said[0].endswith("submit(model, metrics={'acc': …})")
 
 
 def test_the_mean_over_the_workers_decides(tmp_path: Path) -> None:

@@ -71,7 +71,7 @@ class Exports:
                 file.write(_line(summary.model_dump_json(), at))
 
     def rewrite_metrics(self) -> None:
-        """Write the metrics file again from the journal. After a crash it may lack lines, or have some too many."""
+        """Write the metrics file again from the journal. After a crash, lines may be missing or be of lost versions."""
         with self._lock:
             self.folder.mkdir(parents=True, exist_ok=True)
             temporary = self.folder / f".{METRICS}.tmp"

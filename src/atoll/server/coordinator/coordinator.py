@@ -182,7 +182,7 @@ class Coordinator:
         if self.state.progress.best is not None:  # the server may have been killed before writing it
             self._saving_best = self._spawn(self.behind.save_best(self.state.progress.best))
         for fragment, round_ in enumerate(self._snapshot.fragments):
-            if self.swarm is not None:  # the aggregating worker reports the updates that it has collected again
+            if self.swarm is not None:  # the aggregating worker reports again what it has collected
                 self.apply(events.AggregatorLost(fragment, "the server was restarted"))
             elif round_.frozen and self.state.rounds[fragment].phase == "closing":
                 LOG.info("the round from version %d was closed before the restart: reducing it again", round_.head)

@@ -336,9 +336,9 @@ _OTHER_MODEL = f"{SchemaMismatch.__module__}.{SchemaMismatch.__name__}"
 
 
 def short_of(state: State, roster: Mapping[str, Presence]) -> str:
-    """Return as text that too few sites take part for a round to close, and what to do; empty if enough take part.
+    """Return a warning that too few sites take part for a round to close, with remedies.
 
-    Before the first round and after the last one, return an empty text, too.
+    Return an empty text if enough sites take part, before the first round and after the last one.
     """
     here, floor, name = len(state.active_s), state.rules.floor, state.rules.floor_name
     if here >= floor or all(round_.phase in ("gathering", "finished") for round_ in state.rounds):

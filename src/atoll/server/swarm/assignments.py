@@ -255,7 +255,10 @@ class SwarmView:
         return {*holders, *to_hold(order, holders.keys() & set(order))}
 
     def wanted(self, fragment: int) -> list[int]:
-        """Return the open and accepted tickets of a fragment with an offered update, sorted, collected or not."""
+        """Return the open and accepted tickets with an update that can be pulled, sorted.
+
+        Updates that the aggregator has pulled already are included.
+        """
         tickets = self._ledger.state.rounds[fragment].tickets.values()
         return sorted(ticket.id for ticket in tickets if ticket.is_live and ticket.id in self.offers)
 
@@ -337,7 +340,7 @@ class Swarm:
     async def report(self, lease: Lease, message: PeerReport) -> PeerWork:
         """Record the report of a worker. Wait until the worker has something else to do, and return its work.
 
-        Do not wait longer than `message.wait_s` seconds, nor if a newer report has come, nor if a worker that wants to
+        The wait also ends after `message.wait_s` seconds, when a newer report comes, and when a worker that wants to
         leave may go.
         """
         site, view = lease.site, self.view

@@ -77,7 +77,10 @@ class ModelsToEvaluate:
         return list(found.values())
 
     def of_site(self, answer: Any) -> tuple[Place | None, str]:
-        """Return from where other sites download the model in a site's answer. Call this on the event loop.
+        """Return the place from which other sites download a site's own model. Call this on the event loop.
+
+        Args:
+            answer: the site's answer to the task `submit_model`.
 
         Returns:
             (place, "") or, if the answer has no usable model, (None, error).
