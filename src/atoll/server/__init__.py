@@ -1,1 +1,1 @@
-"""The server of a run: it takes updates over HTTP, decides about rounds and runs workflows."""
+"""The server of a run: it receives updates over HTTP, opens and closes rounds, and executes workflows."""

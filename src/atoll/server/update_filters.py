@@ -114,7 +114,7 @@ class Filtering:
         return ""
 
     async def prepare_accepted(self, rows: Sequence[TicketRow], number: int) -> None:
-        """Filter those accepted updates again that have lost their filtered files by a restart of the server.
+        """Filter accepted updates again if a restart of the server has lost their filtered files.
 
         Args:
             rows: tickets of the updates.

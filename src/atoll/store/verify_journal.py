@@ -1,4 +1,4 @@
-"""Checks that a journal is intact: that its end is not lost, and that its rows agree with the audit log.
+"""Checks that a journal is intact: that its last entries are not lost, and that its rows agree with the audit log.
 
 A server's start checks the rows that the server is going to use. `atoll audit` checks all rows. Both read the audit log
 from its last entry backwards, and check the hash chain on the way.
@@ -60,8 +60,8 @@ def at_start(rows: Query, directory: Path) -> Start:
         directory: the state directory.
 
     Raises:
-        StateCorrupt: the journal has lost its end, and a power loss cannot be the cause. Or a row and the audit log
-            differ.
+        StateCorrupt: the journal has lost its last entries, and a power loss cannot be the cause. Or a row and the
+            audit log differ.
     """
     start, head = Start(), None
     try:

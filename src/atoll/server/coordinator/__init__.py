@@ -1,1 +1,1 @@
-"""The coordinator: it records decisions, admits sites and updates, and has rounds aggregated."""
+"""The coordinator: it lets sites join, accepts or refuses updates, records decisions, and aggregates rounds."""

@@ -1,1 +1,1 @@
-"""The server's side of a swarm: track which workers reach each other, and assign aggregation and checks to them."""
+"""The server's side of a swarm: it finds out which workers reach each other, and which aggregate and check rounds."""

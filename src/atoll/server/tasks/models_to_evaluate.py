@@ -118,7 +118,7 @@ class ModelsToEvaluate:
         return row.model_copy(update={"digest": place.digest}), place
 
     def _file_of(self, version: str | int, row: EvaluatedModel) -> tuple[Path, EvaluatedModel, bool]:
-        """Return the file with a model, the row of the matrix, and whether to remove the file after use.
+        """Return the file with a model, the row of the matrix for it, and whether to remove the file after use.
 
         Raises:
             Gone: there is no such model, or it is no longer kept.
