@@ -322,7 +322,7 @@ class Server:
                 return
             if not said and waited_s >= GRACE_SAID_S:
                 said = True
-                LOG.info("waiting for %s to take the result, %g s at most; Ctrl-C does not wait", there, GRACE_S)
+                LOG.info("waiting for %s to download the result, at most %g s; Ctrl-C ends this wait", there, GRACE_S)
             await run.changed(0.25)
         watched_s = run.watched_s
         while watched_s is not None and time.monotonic() - watched_s < WATCHED_S and not stopping.is_set():

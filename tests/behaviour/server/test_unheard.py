@@ -103,5 +103,5 @@ def test_the_end_names_the_sites_it_waits_for_and_those_that_never_came(
     with plain_server(tmp_path, nn.Linear(4, 3), **{"rounds.total": 1}) as server:
         WireSite(server.url, "vanished").train().submit()
         server.run()
-    assert "waiting for vanished to take the result, 0.5 s at most" in caplog.text
+    assert "waiting for vanished to download the result, at most 0.5 s" in caplog.text
     assert "vanished did not download the result within 0.5 s" in caplog.text
