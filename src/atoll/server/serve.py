@@ -335,7 +335,8 @@ def _listen(settings: Settings) -> socket.socket:
     """Return a listening socket on the port in the settings. Without that setting, use the first free port from 8512.
 
     Raises:
-        PortInUse: another program uses the port. ConfigError: the address does not belong to this machine.
+        PortInUse: another program uses the port.
+        ConfigError: the address does not belong to this machine.
     """
     wanted = (
         range(DEFAULT_PORT, DEFAULT_PORT + PORTS_TO_TRY) if settings.network.port is None else [settings.network.port]

@@ -62,7 +62,8 @@ class UpdateAdmission:
 
         Raises:
             UpdateRefused: `require_plausible` refused the update.
-            DiskFull: nothing has changed. StoreError: the store failed, and the server ends.
+            DiskFull: nothing has changed.
+            StoreError: the store failed, and the server ends.
         """
         self.require_plausible(site, ticket, message, norm)
         try:

@@ -356,7 +356,8 @@ class Coordinator:
         """Return the lease of a request if it is valid. Record the request as a sign of life of the site.
 
         Raises:
-            LeaseLost: the process has to join again. Superseded: another process has joined under the site's name.
+            LeaseLost: the process has to join again.
+            Superseded: another process has joined under the site's name.
         """
         lease = sent if isinstance(sent, Lease) else Lease.parse(sent)
         presence, member = self.roster.get(lease.site), self.state.members.get(lease.site)
@@ -391,8 +392,10 @@ class Coordinator:
         If there is no ticket by then, or the run is finished, the reply says why.
 
         Raises:
-            LeaseLost, Superseded: the lease is not valid. Gone: there is no such fragment.
-            Busy: the server is stopping. ConfigError: the run has no rounds.
+            LeaseLost, Superseded: the lease is not valid.
+            Gone: there is no such fragment.
+            Busy: the server is stopping.
+            ConfigError: the run has no rounds.
         """
         if message.fragment >= len(self.state.rounds):
             raise Gone(
@@ -545,7 +548,8 @@ class Coordinator:
         """Raise an error unless a site may still submit an update under this ticket.
 
         Raises:
-            LeaseLost, Superseded: the lease is not valid. TicketClosed, UpdateRefused: the ticket is no longer open.
+            LeaseLost, Superseded: the lease is not valid.
+            TicketClosed, UpdateRefused: the ticket is no longer open.
         """
         refusal = waiting.may_submit(self.state, lease.site, lease.number, ticket)
         if isinstance(refusal, events.LeaseRefused):

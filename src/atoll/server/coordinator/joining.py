@@ -57,7 +57,8 @@ def require_fit(message: messages.Join, plan: Plan, store: Store) -> None:
     """Raise an error if a site that wants to join does not fit the run.
 
     Raises:
-        VersionSkew: the site uses another version of the protocol. ServerLost: the site takes part in another run.
+        VersionSkew: the site uses another version of the protocol.
+        ServerLost: the site takes part in another run.
         SchemaMismatch: the site has another model.
         ConfigError: the site has another number of local steps H or of fragments, or has lost its local state.
     """

@@ -200,7 +200,8 @@ class PayloadWriter:
                 limit.
 
         Raises:
-            UsageError: the payload cannot be sent. DiskFull, StoreError: the disk is full, or fails.
+            UsageError: the payload cannot be sent.
+            DiskFull, StoreError: the disk is full, or fails.
         """
         if packed.tensors:
             self._ask(self._wait_for_space(task, timeout_s))

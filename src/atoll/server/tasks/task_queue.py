@@ -84,7 +84,8 @@ class TaskPayload:
         """Write a payload as an object. Sites may download it after `hold`. Thread-safe.
 
         Raises:
-            UsageError: the payload cannot be sent. DiskFull, StoreError: the disk is full, or fails.
+            UsageError: the payload cannot be sent.
+            DiskFull, StoreError: the disk is full, or fails.
         """
         object_id, fd = objects.draft()
         try:
@@ -365,7 +366,8 @@ class TaskQueue:
         """Return whether the server has this answer already. If not, the task must be open for the site.
 
         Raises:
-            Conflict: the site has given another answer. TicketClosed: as `open_for`.
+            Conflict: the site has given another answer.
+            TicketClosed: as `open_for`.
         """
         before = self._taken.get((task_id, site))
         if before is None:
@@ -417,7 +419,8 @@ class TaskQueue:
         """Return the site's next open task. Wait up to `wait_s` seconds for one.
 
         Raises:
-            ConfigError: the run sends no tasks. Busy: the server is stopping.
+            ConfigError: the run sends no tasks.
+            Busy: the server is stopping.
             LeaseLost, Superseded: the site lost its lease while it waited.
         """
         self.require_workflow()
@@ -443,7 +446,8 @@ class TaskQueue:
         object is kept for the site's next attempt.
 
         Raises:
-            ConfigError: the run sends no tasks. BadRequest: the answer is malformed.
+            ConfigError: the run sends no tasks.
+            BadRequest: the answer is malformed.
             Conflict, TicketClosed: as `is_taken`.
             Gone, AuthError, PartCorrupt: the object is not on this server, its secret is wrong, or its file is cut off.
         """
@@ -510,7 +514,8 @@ def read_contents(file: OwnedFile, cuts: Cuts, what: str) -> Contents:
         what: name of the answer, for messages.
 
     Raises:
-        BadRequest: the file is not an object. PartCorrupt: the file is cut off.
+        BadRequest: the file is not an object.
+        PartCorrupt: the file is cut off.
     """
     head = os.pread(file.fd, cuts.head_bytes, 0)
     if len(head) != cuts.head_bytes:
