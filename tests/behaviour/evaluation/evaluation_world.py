@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,34 @@ def serve(folder: Path, **options: Any) -> atoll.Server:
     settings = {"rounds.total": 1, "rounds.sites": 3, "run.threads": 1, "workflow.steps": AFTER} | options
     model = zero() if settings.pop("has_model", True) else None
     return plain_server(folder, model, **settings)
+
+
+ALONE: dict[str, Any] = {"workflow.steps": ({"kind": "cross_site_evaluation"},), "rounds.total": 0}
+"""Settings of a run that evaluates and does not train."""
+
+
+def evaluated(
+    nursery: Nursery,
+    folder: Path,
+    words: Mapping[str, Sequence[str]] = dict.fromkeys("abc", ()),
+    during: Callable[[atoll.Server, list[Process]], object] = lambda server, sites: None,
+    **options: Any,
+) -> tuple[dict[str, Any], list[Process]]:
+    """Play a run of these sites to its end; what lies in the exports, and the sites, which have ended well.
+
+    Args:
+        words: name of a site → words for its script.
+        during: called once they have been started; it may replace processes in the list.
+        options: as those of `serve`.
+    """
+    with serve(folder, **options) as server:
+        sites = [start_site(nursery, folder, server.url, name, *more) for name, more in words.items()]
+        during(server, sites)
+        assert server.wait(90)
+        server.run()
+    assert [site.wait() for site in sites] == [0] * len(sites), [site.output() for site in sites]
+    name = server.settings.workflow.steps[-1].get("name", "cross_site_evaluation")
+    return matrix_of(folder, name.replace(" ", "_")), sites
 
 
 def start_site(nursery: Nursery, folder: Path, url: str, name: str, *words: str, **more: Any) -> Process:

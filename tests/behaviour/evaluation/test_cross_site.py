@@ -1,26 +1,41 @@
-"""Every site's model and the run's on every site's data: three processes, numbers derived by hand."""
+"""Every site's model and the run's on every site's data: numbers derived by hand; kills; `atoll evaluate`."""
 
 from __future__ import annotations
 
+import json
+import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from evaluation_world import MATRIX, errors, losses, matrix_of, serve, start_site
-from harness.processes import Nursery, wait_until
+import torch
+from evaluation_world import ALONE, MATRIX, TARGETS, errors, evaluated, losses, matrix_of, serve, start_site
+from harness.process_figures import Peaks
+from harness.processes import Nursery, Process, free_port, wait_until
+from safetensors.torch import save_file
 
+import atoll
 from atoll.errors import RunFailed
+from atoll.testing.run import Status
+
+C_HANGS = {"a": (), "b": (), "c": ("hangs",)}
+
+
+def until_it_hangs(folder: Path) -> None:
+    wait_until((folder / "c.hangs").exists, "an evaluation at c")
 
 
 @pytest.mark.covers("P9", "P12")
 def test_after_training_each_model_is_evaluated_at_each_site(nursery: Nursery, tmp_path: Path) -> None:
-    with serve(tmp_path) as server:
-        sites = [start_site(nursery, tmp_path, server.url, name) for name in "abc"]
+    seen: list[Status] = []
+
+    def during(server: atoll.Server, _: object) -> None:
         assert server.wait(60)
-        status = server.status()
-        server.run()
-    assert [site.wait() for site in sites] == [0, 0, 0]
-    matrix = matrix_of(tmp_path)
+        seen.append(server.status())
+
+    matrix, _ = evaluated(nursery, tmp_path, during=during)
+    (status,) = seen
     assert losses(matrix) == MATRIX
     assert matrix["sites"] == ["a", "b", "c"]
     assert [(model["name"], model["kind"], model["version"]) for model in matrix["models"]] == [
@@ -47,13 +62,9 @@ def test_after_training_each_model_is_evaluated_at_each_site(nursery: Nursery, t
 @pytest.mark.covers("P9", "P12")
 def test_an_evaluation_of_its_own_needs_no_model_and_no_training(nursery: Nursery, tmp_path: Path) -> None:
     """Sites that only answer tasks give a model of their own; the run has none."""
-    only = ({"kind": "cross_site_evaluation", "name": "who knows"},)
-    with serve(tmp_path, **{"workflow.steps": only, "rounds.total": 0}, has_model=False) as server:
-        sites = [start_site(nursery, tmp_path, server.url, name, "tasks") for name in "abc"]
-        assert server.wait(60)
-        server.run()
-    assert [site.wait() for site in sites] == [0, 0, 0]
-    matrix = matrix_of(tmp_path, "who_knows")
+    only = ({"kind": "cross_site_evaluation", "name": "own models"},)
+    words = dict.fromkeys("abc", ("tasks",))
+    matrix, _ = evaluated(nursery, tmp_path, words, **ALONE | {"workflow.steps": only}, has_model=False)
     assert losses(matrix) == {name: MATRIX[name] for name in "abc"}
     assert losses(matrix, "distance")["c"] == {"a": 6.0, "b": 3.0, "c": 0.0}
 
@@ -62,13 +73,7 @@ def test_an_evaluation_of_its_own_needs_no_model_and_no_training(nursery: Nurser
 def test_sites_that_fail_refuse_or_measure_no_number_leave_a_cell_and_a_reason(
     nursery: Nursery, tmp_path: Path
 ) -> None:
-    with serve(tmp_path) as server:
-        words = {"a": ["refuses"], "b": ["raises"], "c": ["nan"]}
-        sites = [start_site(nursery, tmp_path, server.url, name, *words[name]) for name in "abc"]
-        assert server.wait(60)
-        server.run()
-    assert [site.wait() for site in sites] == [0, 0, 0]
-    matrix = matrix_of(tmp_path)
+    matrix, _ = evaluated(nursery, tmp_path, {"a": ["refuses"], "b": ["raises"], "c": ["nan"]})
     found = losses(matrix)
     assert found == {name: {"a": MATRIX[name]["a"]} for name in ("version 1", "b", "c")}
     # of the two metrics of c one is no number, and is shown as such
@@ -92,8 +97,7 @@ def test_sites_that_fail_refuse_or_measure_no_number_leave_a_cell_and_a_reason(
 
 @pytest.mark.covers("P9", "P12")
 def test_an_evaluation_that_has_not_one_value_has_failed(nursery: Nursery, tmp_path: Path) -> None:
-    only = ({"kind": "cross_site_evaluation"},)
-    with serve(tmp_path, **{"workflow.steps": only, "rounds.total": 0, "rounds.sites": 1}) as server:
+    with serve(tmp_path, **ALONE, **{"rounds.sites": 1}) as server:
         start_site(nursery, tmp_path, server.url, "a", "tasks", "refuses", "raises")
         with pytest.raises(RunFailed, match="evaluated nothing: every model on a: ValueError: no data here"):
             server.run()
@@ -102,15 +106,13 @@ def test_an_evaluation_that_has_not_one_value_has_failed(nursery: Nursery, tmp_p
 
 @pytest.mark.covers("P9")
 def test_a_site_that_is_killed_leaves_its_cells_empty_and_the_others_go_on(nursery: Nursery, tmp_path: Path) -> None:
-    with serve(tmp_path, **{"network.heartbeat_interval_s": 0.5, "network.heartbeat_timeout_s": 2.0}) as server:
-        sites = {name: start_site(nursery, tmp_path, server.url, name) for name in "ab"}
-        dying = start_site(nursery, tmp_path, server.url, "c", "hangs")
-        wait_until((tmp_path / "c.hangs").exists, "an evaluation at c")
-        dying.kill()
-        assert server.wait(60)
-        server.run()
-    assert [site.wait() for site in sites.values()] == [0, 0]
-    matrix = matrix_of(tmp_path)
+
+    def during(_: atoll.Server, sites: list[Process]) -> None:
+        until_it_hangs(tmp_path)
+        sites.pop().kill()
+
+    silent = {"network.heartbeat_interval_s": 0.5, "network.heartbeat_timeout_s": 2.0}
+    matrix, _ = evaluated(nursery, tmp_path, C_HANGS, during, **silent)
     found, told = losses(matrix), errors(matrix)
     for model in ("version 1", "a", "b"):
         assert found[model] == {site: MATRIX[model][site] for site in "ab"}
@@ -121,22 +123,346 @@ def test_a_site_that_is_killed_leaves_its_cells_empty_and_the_others_go_on(nurse
 
 @pytest.mark.covers("P9", "P12")
 def test_a_site_that_stands_still_is_given_up_after_its_time(nursery: Nursery, tmp_path: Path) -> None:
-    workflows = ({"kind": "train"}, {"kind": "cross_site_evaluation", "evaluation_timeout_s": 1.5})
-    with serve(tmp_path, **{"workflow.steps": workflows}) as server:
-        sites = [start_site(nursery, tmp_path, server.url, name) for name in "ab"]
-        hanging = start_site(nursery, tmp_path, server.url, "c", "hangs")
+
+    def during(server: atoll.Server, _: object) -> None:
         assert server.wait(60)
         (tmp_path / "c.go").touch()
-        server.run()
-    assert [site.wait() for site in (*sites, hanging)] == [0, 0, 0]
-    matrix = matrix_of(tmp_path)
+
+    workflows = ({"kind": "train"}, {"kind": "cross_site_evaluation", "evaluation_timeout_s": 1.5})
+    matrix, _ = evaluated(nursery, tmp_path, C_HANGS, during, **{"workflow.steps": workflows})
     assert losses(matrix)["c"] == {"a": 36.0, "b": 9.0}
-    assert {why for (_, site), why in errors(matrix).items() if site == "c"} == {
-        f"the site made no progress for 1.5 s (its last report: evaluating {hung})" for hung in hung_at(matrix)
+    (why,) = {why for (_, site), why in errors(matrix).items() if site == "c"}  # of the one model that it was at
+    assert re.fullmatch(r"the site made no progress for 1\.5 s \(its last report: evaluating .+\)", why)
+
+
+# -- servers and sites that are killed, and where the bytes go
+
+
+BIG = str(Path(__file__).parent / "big_site.py")
+
+
+def start_server(nursery: Nursery, folder: Path, *flags: str, port: int) -> Process:
+    return nursery.start("atoll", "server", "run.toml", "--port", str(port), *flags, cwd=folder)
+
+
+def run_file(folder: Path) -> None:
+    save_file({"weight": torch.zeros(1, 1)}, folder / "zero.safetensors")
+    (folder / "run.toml").write_text(
+        'algorithm.name = "fedavg"\nmodel.source = "zero.safetensors"\nrounds.total = 1\nrounds.sites = '
+        '3\ndisk.state_dir = "state"\n'
+        'disk.min_free_bytes = 0\n[[workflow.steps]]\nkind = "train"\n[[workflow.steps]]\nkind = '
+        '"cross_site_evaluation"\n'
+    )
+
+
+@pytest.mark.covers("P9", "P12")
+def test_a_server_that_is_killed_in_the_middle_evaluates_again_and_does_not_train_again(
+    nursery: Nursery, tmp_path: Path
+) -> None:
+    run_file(tmp_path)
+    port = free_port()
+    server = start_server(nursery, tmp_path, port=port)
+    wait_until(lambda: "listening on" in server.output(), "the server")
+    url = f"http://127.0.0.1:{port}"
+    sites = [start_site(nursery, tmp_path, url, name, *words) for name, words in C_HANGS.items()]
+    until_it_hangs(tmp_path)
+    server.kill()
+    again = start_server(nursery, tmp_path, port=port)
+    wait_until(lambda: "listening on" in again.output(), "the server")
+    (tmp_path / "c.go").touch()
+    assert again.wait(60) == 0
+    assert [site.wait() for site in sites] == [0, 0, 0]
+    assert losses(matrix_of(tmp_path)) == MATRIX
+    assert "workflow 1 of 2, train, ended before this start" in again.output()
+    assert [site.output().count("submitted") for site in sites] == [1, 1, 1]
+    assert "round 1" not in again.output()
+
+
+@pytest.mark.covers("P9")
+def test_a_site_that_is_started_again_still_has_the_model_that_it_submitted(nursery: Nursery, tmp_path: Path) -> None:
+    """It is killed while it evaluates, before it could have given its model anew; the run has no round for it."""
+
+    def during(server: atoll.Server, sites: list[Process]) -> None:
+        until_it_hangs(tmp_path)
+        sites.pop().kill()
+        sites.append(start_site(nursery, tmp_path, server.url, "c"))
+
+    matrix, sites = evaluated(nursery, tmp_path, C_HANGS, during)
+    assert losses(matrix) == MATRIX
+    assert "submitted" not in sites[2].output()
+
+
+@pytest.mark.covers("P9")
+def test_sends_each_model_to_the_server_once(nursery: Nursery, tmp_path: Path) -> None:
+    """Three models of 8 MB, each evaluated at all sites: 3 · 8 MB come to the server, and 9 · 8 MB leave it.
+
+    The last of these may not be counted whole when the run ends.
+    """
+    nbytes = 8_000_000
+    with serve(tmp_path, **ALONE, has_model=False) as server:
+        sites = [nursery.start(BIG, server.url, name, str(TARGETS[name]), str(nbytes), cwd=tmp_path) for name in "abc"]
+        assert server.wait(90)
+        server.run()
+    assert [site.wait() for site in sites] == [0, 0, 0]
+    assert losses(matrix_of(tmp_path)) == {name: MATRIX[name] for name in "abc"}
+    run = server._run
+    assert run is not None
+    assert 3 * nbytes <= run.bytes_up < 3.03 * nbytes
+    assert 8 * nbytes <= run.bytes_down < 9.09 * nbytes
+    assert list((tmp_path / "state" / "objects").glob("*")) == []
+
+
+@pytest.mark.slow
+@pytest.mark.covers("P9", "D1")
+@pytest.mark.usefixtures("fresh_processes")  # a forked one copies huge pages of its parent as it begins to work
+def test_memory_is_flat_at_the_server_and_at_sites_that_evaluate(nursery: Nursery, tmp_path: Path) -> None:
+    """A model that is 224 MB larger takes at most 32 MB more, which are buffers: no process holds a model.
+
+    Two of the models are the sites', in files of theirs, and one is a file at the server. The small one has too few
+    parts to keep all threads and their buffers busy, so it takes less by some 20 MB.
+    """
+    small, large = (peaks_mb(nursery, tmp_path / str(megabytes), megabytes) for megabytes in (32, 256))
+    assert all(there < here + 32 for here, there in zip(small, large, strict=True)), (small, large)
+    assert max(large) < 64, large
+
+
+def peaks_mb(nursery: Nursery, folder: Path, megabytes: int) -> list[float]:
+    """What the server, and the one of two equal sites that takes more, take beyond what they had at their start."""
+    folder.mkdir()
+    nbytes, port = megabytes * 2**20, free_port()
+    save_file({"weight": torch.ones(1, nbytes // 4)}, folder / "global.safetensors")
+    (folder / "run.toml").write_text(
+        f'rounds.sites = 2\nnetwork.port = {port}\ndisk.state_dir = "state"\n[[workflow.steps]]\n'
+        'kind = "cross_site_evaluation"\nversions = ["global.safetensors"]\n'
+    )
+    server = nursery.start("atoll", "server", "run.toml", cwd=folder)
+    wait_until(partial(says, server, "listening on"), "the server")
+    peaks, url = Peaks(), f"http://127.0.0.1:{port}"
+    try:
+        peaks.begin(server.pid)
+        sites = [
+            nursery.start(BIG, url, name, str(TARGETS[name]), str(nbytes), "lazy", cwd=folder) for name in ("a", "b")
+        ]
+        for site in sites:
+            wait_until(partial(says, site, "begins"), "the site")
+            peaks.begin(site.pid)
+            (folder / f"{site.pid}.go").touch()
+        assert server.wait(120) == 0, server.output()
+        assert [site.wait() for site in sites] == [0, 0]
+    finally:
+        peaks.close()
+    found = losses(matrix_of(folder))
+    assert found["a"] == {"a": 0.0, "b": 18.0}
+    assert len(found) == 3
+    return [peaks.peak_mb(server.pid), max(peaks.peak_mb(site.pid) for site in sites)]
+
+
+def says(process: Process, word: str) -> bool:
+    return word in process.output()
+
+
+# -- behind other ways to train
+
+
+OTHER_SITE = str(Path(__file__).parent / "other_site.py")
+
+
+def otherwise(nursery: Nursery, folder: Path, how: dict[str, str], **settings: Any) -> dict[str, Any]:
+    """What is evaluated of sites that train in these ways."""
+
+    def during(server: atoll.Server, sites: list[Process]) -> None:
+        for name, way in how.items():
+            sites.append(nursery.start(OTHER_SITE, server.url, name, str(TARGETS[name]), way, cwd=folder))
+
+    return evaluated(nursery, folder, {}, during, **{"rounds.sites": len(how)} | settings)[0]
+
+
+@pytest.mark.covers("P9", "P12")
+def test_behind_diloco_sites_join_again_with_the_model_that_they_have(nursery: Nursery, tmp_path: Path) -> None:
+    """One round of two steps each, with outer SGD of rate 1: from 0, w ← (w + t)/2 twice is 3/4·t: 0 and 4.5.
+
+    When the run is finished, sites have its result.
+    """
+    settings = {"algorithm.name": "diloco", "diloco.sync_every": 2, "aggregation.upload_codec.name": "none"}
+    outer = {
+        "algorithm.outer_optimizer.name": "sgd",
+        "algorithm.outer_optimizer.lr": 1.0,
+        "algorithm.outer_optimizer.momentum": 0.0,
+        "algorithm.outer_optimizer.nesterov": False,
     }
+    found = losses(otherwise(nursery, tmp_path, {"a": "diloco", "c": "diloco"}, **settings, **outer), "w")
+    assert found == {name: {"a": 2.25, "c": 2.25} for name in ("version 1", "a", "c")}
 
 
-def hung_at(matrix: dict[str, Any]) -> list[str]:
-    """The one model that c was at."""
-    (told,) = {cell["error"] for cell in matrix["cells"] if cell["site"] == "c"}
-    return [told.rpartition("evaluating ")[2].removesuffix(")")]
+@pytest.mark.covers("P9", "P12")
+@pytest.mark.parametrize(
+    "settings",
+    [{"algorithm.name": "scaffold"}, {"async.enabled": True}],
+    ids=["scaffold", "async"],
+)
+def test_every_way_of_rounds_ends_in_an_evaluation(nursery: Nursery, tmp_path: Path, settings: dict[str, Any]) -> None:
+    """One site, one step of rate 1/2 from 0 to t/2 = 1.5: that is its model, and the run's."""
+    how = {"b": "rounds"}
+    found = losses(otherwise(nursery, tmp_path, how, **settings), "w")
+    assert found == {"version 1": {"b": 1.5}, "b": {"b": 1.5}}
+
+
+@pytest.mark.covers("P9", "T8")
+def test_a_model_does_not_go_round_the_filters_of_its_site(nursery: Nursery, tmp_path: Path) -> None:
+    """What b says may leave passes its filter: 1 + 2⁻⁹ is no bfloat16, which has 8 bits, and becomes 1."""
+    how = {"a": "filtered", "b": "filtered own"}
+    matrix = otherwise(nursery, tmp_path, how)
+    assert losses(matrix, "w")["b"] == {"a": 1.0, "b": 1.0}
+    assert "a" not in losses(matrix)
+    assert "its stored model would leave the site without" in errors(matrix)["a", "b"]
+    assert not list(tmp_path.rglob("local.safetensors"))
+
+
+# -- `atoll evaluate`
+
+
+RUN = """
+algorithm.name = "fedavg"
+model.source = "zero.safetensors"
+rounds.total = {rounds}
+rounds.sites = 2
+disk.min_free_bytes = 0
+disk.state_dir = "state"
+disk.export_every = 1
+disk.keep_versions = 2
+rounds.best_metric = "loss"
+rounds.best_mode = "min"
+"""
+
+TRAINER = """
+import sys
+import torch
+from torch import nn
+import atoll
+
+net = nn.Linear(1, 1, bias=False)
+with atoll.join(sys.argv[1], sys.argv[2]) as worker:
+    for fl_round in worker:
+        fl_round.load_into(net)
+        loss = abs(net.weight.item() - 2.0)
+        with torch.no_grad():
+            net.weight += 1
+        fl_round.submit(net, metrics={"loss": loss})
+"""
+
+
+def url_of(server: Process) -> str:
+    wait_until(lambda: "listening on" in server.output() or server.poll() is not None, "the server")
+    found = re.search(r"listening on (http://[0-9.:]+)", server.output())
+    assert found, server.output()
+    return found[1]
+
+
+def trained(nursery: Nursery, folder: Path, rounds: int) -> None:
+    """Version n of the run is w = n, and the best one is the second."""
+    save_file({"weight": torch.zeros(1, 1)}, folder / "zero.safetensors")
+    (folder / "run.toml").write_text(RUN.format(rounds=rounds))
+    (folder / "train.py").write_text(TRAINER)
+    server = nursery.start("atoll", "server", "run.toml", "--port", "0", cwd=folder)
+    url = url_of(server)
+    sites = [nursery.start(str(folder / "train.py"), url, name, cwd=folder) for name in "ab"]
+    assert server.wait(60) == 0, server.output()
+    assert [site.wait() for site in sites] == [0, 0]
+
+
+@pytest.mark.covers("P9")
+def test_versions_of_a_finished_run_are_evaluated_beside_it(nursery: Nursery, tmp_path: Path) -> None:
+    """w is the number of the version, and 10 in the file; a has t = 0, b has t = 3. Version 9 there never was."""
+    trained(nursery, tmp_path, 5)
+    save_file({"weight": torch.full((1, 1), 10.0)}, tmp_path / "other.safetensors")
+    asked = [
+        "--versions",
+        "latest,1,best,9,other.safetensors,nope.safetensors",
+        "--no-site-models",
+        "--port",
+        "0",
+        "--out",
+        "m/found.json",
+    ]
+    server = nursery.start("atoll", "evaluate", "run.toml", *asked, cwd=tmp_path)
+    url = url_of(server)
+    sites = [start_site(nursery, tmp_path, url, "a"), start_site(nursery, tmp_path, url, "b", "tasks")]
+    assert server.wait(60) == 0, server.output()
+    assert [site.wait() for site in sites] == [0, 0]
+    found = json.loads((tmp_path / "m" / "found.json").read_text())
+    assert losses(found) == {
+        "version 5": {"a": 25.0, "b": 4.0},
+        "version 1": {"a": 1.0, "b": 8.0},
+        "best (version 2)": {"a": 4.0, "b": 2.0},
+        "other.safetensors": {"a": 100.0, "b": 49.0},
+    }
+    printed = server.output()
+    assert re.search(r"^version 5 +25 +4$", printed, re.MULTILINE)
+    assert "empty: version 9 on every site: Version 9 does not exist: the newest is 5." in printed
+    assert "waiting for 2 sites; " in printed
+    assert f"nope.safetensors is not in {tmp_path} yet; without it, its row stays" in printed  # before a site joins
+    missing = f"No such file or directory, at the server: {tmp_path / 'nope.safetensors'}"
+    assert f"empty: nope.safetensors on every site: {missing}" in printed
+    assert losses(matrix_of(tmp_path)) == losses(found)
+    again = nursery.start("atoll", "server", "run.toml", "--port", "0", cwd=tmp_path)
+    assert again.wait(30) == 0  # the run is where it was: finished
+    assert "finished at version 5" in again.output()
+
+
+@pytest.mark.covers("P9")
+def test_a_run_that_is_not_finished_goes_on_after_an_evaluation(nursery: Nursery, tmp_path: Path) -> None:
+    trained(nursery, tmp_path, 2)
+    (tmp_path / "run.toml").write_text(RUN.format(rounds=4))
+    asked = ["--no-site-models", "--sites", "b", "--port", "0", "--json", "--out", "found.md"]
+    server = nursery.start("atoll", "evaluate", "run.toml", *asked, cwd=tmp_path)
+    url = url_of(server)
+    # the script of training takes no part in it: there are no rounds now
+    refused = nursery.start(str(tmp_path / "train.py"), url, "a", cwd=tmp_path)
+    assert refused.wait() != 0
+    assert "This server has a workflow and no rounds" in refused.output()
+    sites = [start_site(nursery, tmp_path, url, name) for name in "ab"]
+    assert server.wait(60) == 0, server.output()
+    assert [site.wait() for site in sites] == [0, 0]
+    text = server.output()
+    assert losses(json.loads(text[text.index("\n{\n") :])) == {"version 2": {"b": 2.0}}
+    assert "| version 2 | 2 |" in (tmp_path / "found.md").read_text()
+    trained(nursery, tmp_path, 4)
+    exported = nursery.start("atoll", "export", "out.safetensors", "--dir", "state", cwd=tmp_path)
+    assert exported.wait() == 0
+    assert "version 4" in exported.output()
+
+
+@pytest.mark.covers("P9")
+def test_a_server_that_runs_is_asked_for_its_matrix(nursery: Nursery, tmp_path: Path) -> None:
+    """While c stands still, what the others have measured is there already."""
+
+    def asked(server: atoll.Server) -> Process:
+        return nursery.start("atoll", "evaluate", "--server", server.url, cwd=tmp_path)
+
+    def during(server: atoll.Server, sites: list[Process]) -> None:
+        early = asked(server)
+        assert early.wait() == 6
+        assert "has no results of a cross-site evaluation" in early.output()
+        sites.append(start_site(nursery, tmp_path, server.url, "c", "hangs"))
+        until_it_hangs(tmp_path)
+        wait_until(lambda: server.evaluation is not None and len(server.evaluation.cells) == 8, "the others' cells")
+        shown = asked(server)
+        assert shown.wait() == 0
+        assert re.search(r"^a +0 +18 +—$", shown.output(), re.MULTILINE)
+        (tmp_path / "c.go").touch()
+
+    evaluated(nursery, tmp_path, {"a": (), "b": ()}, during)
+
+
+@pytest.mark.covers("P9", "X3")
+def test_what_cannot_be_evaluated_is_named(nursery: Nursery, tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text('disk.state_dir = "state"\n')
+    for arguments, code, words in (
+        ([], 2, "Give either a run file or --server."),
+        (["run.toml"], 2, "There is no run in"),
+        (["run.toml", "--server", "http://127.0.0.1:1"], 2, "Give either"),
+        (["--server", f"http://127.0.0.1:{free_port()}"], 5, "does not answer"),
+    ):
+        command = nursery.start("atoll", "evaluate", *arguments, cwd=tmp_path)
+        assert command.wait() == code, command.output()
+        assert words in command.output()

@@ -1,7 +1,9 @@
-"""Types of a user's own in payloads: both shipped examples pass the contract suite, and planted faults do not."""
+"""Types of a user's own: the contract suite, the sizes of parts, and between a workflow and its sites."""
 
 from __future__ import annotations
 
+import gc
+import os
 import shutil
 import subprocess
 import sys
@@ -10,15 +12,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
+from harness.processes import Nursery
+from kit.requests import send
+from kit.workflows import play_as_processes
 from torch import Tensor
 
-from atoll.objects import Stream, register
-from atoll.testing.contracts import PayloadTypeContract
+import atoll
+from atoll.errors import BadRequest, UsageError
+from atoll.objects import LazyTensor, Stream, register
+from atoll.testing.contracts import MORE_BYTES, PayloadTypeContract, peak_growth
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "examples"))
 from own_types import File, Quantised
+from typed_process import Torn, Word
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "own_types.py"
 BLOCK = 2**20
@@ -245,3 +254,302 @@ def test_the_example_runs(tmp_path: Path) -> None:
     assert size.startswith("training.log: ")
     assert first.startswith("step 0: norm ")
     assert sums == "the dense matrix has the same bits: True"
+
+
+# -- under the sizes of parts
+#
+# A blob of 4 x 64 KiB is a stream of 100 bytes a chunk; beside it are 2 x 64 KiB of NumPy.
+
+
+PART = 2**16
+MOST_INLINE_BYTES = 15 * 2**20
+BLOB = bytes(range(256)) * (4 * PART // 256)
+ARRAY = np.arange(2 * PART // 4, dtype=np.int32)
+
+collecting: list[bool] = []
+"""Whether Python looked for cycles, each time that code of the type ran."""
+
+
+@dataclass
+class CutBlob:
+    data: bytes
+
+
+def produce(blob: CutBlob) -> Stream:
+    def chunks() -> Iterator[bytes]:
+        collecting.append(gc.isenabled())
+        for start in range(0, len(blob.data), 100):
+            yield blob.data[start : start + 100]
+
+    collecting.append(gc.isenabled())
+    return Stream(torch.uint8, (len(blob.data),), chunks)
+
+
+def consume(sent: Any) -> CutBlob:
+    assert isinstance(sent, LazyTensor)
+    collecting.append(gc.isenabled())
+    return CutBlob(b"".join(run.numpy().tobytes() for run in sent.runs(PART)))
+
+
+register(CutBlob, "tests.cut_blob", produce, consume)
+
+
+def tree() -> dict[str, Any]:
+    blob = CutBlob(BLOB)
+    return {"blob": blob, "again": [blob], "a": ARRAY, "t": torch.arange(3)}
+
+
+def same(arrived: Any) -> bool:
+    blobs = arrived["blob"] == arrived["again"][0] == CutBlob(BLOB)
+    array = arrived["a"].dtype == ARRAY.dtype and np.array_equal(arrived["a"], ARRAY)
+    return blobs and array and torch.equal(arrived["t"], torch.arange(3))
+
+
+def choose(monkeypatch: pytest.MonkeyPatch, tensors: int, arrays: int) -> None:
+    """The sizes of a part; 0: inline."""
+    monkeypatch.setenv("ATOLL_WORKFLOW__TENSOR_PART_BYTES", str(tensors))
+    monkeypatch.setenv("ATOLL_WORKFLOW__ARRAY_PART_BYTES", str(arrays))
+
+
+def streamed_bytes(ref: atoll.TensorRef) -> int:
+    """What of an object is not in its head."""
+    manifest = send(ref.server, "GET", f"/v1/objects/{ref.object}", secret=ref.secret)[1]
+    assert not manifest["inline"]
+    return int(manifest["nbytes"] - manifest["head_bytes"])
+
+
+@pytest.mark.covers("P13", "T13")
+@pytest.mark.parametrize(
+    ("sizes", "streamed"),
+    [((PART, 2 * PART), 10 * PART + 24), ((0, PART), 2 * PART), ((PART, 0), 8 * PART + 24)],
+    ids=["streamed", "torch inline", "numpy inline"],
+)
+def test_a_stream_is_cut_as_a_torch_tensor_is(
+    monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, int], streamed: int
+) -> None:
+    """Two blobs of 4 parts (each is produced, so each travels), an array of 2, and 3 int64 of torch: 24 bytes."""
+    choose(monkeypatch, *sizes)
+    ref = atoll.objects.publish(tree())
+    assert streamed_bytes(ref) == streamed
+    assert same(atoll.objects.fetch(ref))
+    assert same(atoll.objects.fetch(ref, to_disk=True) | {"a": ARRAY, "t": torch.arange(3)})
+
+
+@pytest.mark.covers("P13", "T13")
+@pytest.mark.parametrize("arrays", [0, PART])
+def test_a_stream_that_is_too_large_to_go_inline_is_not_read_into_the_head(
+    monkeypatch: pytest.MonkeyPatch, arrays: int
+) -> None:
+    choose(monkeypatch, 0, arrays)
+    assert streamed_bytes(atoll.objects.publish([CutBlob(bytes(MOST_INLINE_BYTES))])) == MOST_INLINE_BYTES
+
+
+@pytest.mark.covers("T5", "T13")
+def test_small_chunks_of_a_stream_are_written_in_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """2,622 chunks of 100 bytes and the head fit into one run of 2 MiB."""
+    writes: list[int] = []
+    pwrite = os.pwrite
+
+    def note(fd: int, data: memoryview, offset: int) -> int:
+        writes.append(len(data))
+        return pwrite(fd, data, offset)
+
+    monkeypatch.setattr(os, "pwrite", note)
+    ref = atoll.objects.publish(CutBlob(BLOB), chunk_bytes=PART)
+    assert len(writes) == 1
+    assert writes[0] > streamed_bytes(ref) == len(BLOB)
+    assert atoll.objects.fetch(ref) == CutBlob(BLOB)
+
+
+@pytest.mark.covers("T13")
+@pytest.mark.parametrize("enabled", [True, False], ids=["on", "off"])
+@pytest.mark.parametrize("sizes", [(PART, PART), (0, PART)], ids=["streamed", "inline"])
+def test_code_of_a_type_finds_the_collector_as_it_was(
+    monkeypatch: pytest.MonkeyPatch, enabled: bool, sizes: tuple[int, int]
+) -> None:
+    """It is put off around small objects of Atoll's own; what a user's code leaves may be more."""
+    choose(monkeypatch, *sizes)
+    collecting.clear()
+    if not enabled:
+        gc.disable()
+    try:
+        assert same(atoll.objects.fetch(atoll.objects.publish(tree())))
+        assert gc.isenabled() is enabled
+    finally:
+        gc.enable()
+    assert collecting == [enabled] * 6  # two blobs: produced, read and consumed
+
+
+# -- between a workflow and its sites
+
+
+SCRIPT = Path(__file__).with_name("typed_process.py")
+FORTY_MIB = 40 * 2**20
+
+
+def play(
+    nursery: Nursery, folder: Path, main: Callable[[Any], None], stream_tasks: tuple[str, ...] = ("echo",)
+) -> None:
+    """Run a workflow with the site a; nothing of it is left."""
+    play_as_processes(nursery, SCRIPT, folder, main, "a", **{"workflow.streamed_tasks": stream_tasks})
+
+
+def file_of(folder: Path, nbytes: int) -> Any:
+    path = folder / "some.bin"
+    path.write_bytes(bytes(range(256)) * (nbytes // 256))
+    return File(path)
+
+
+@pytest.mark.covers("T13")
+@pytest.mark.parametrize("stream", [(), ("echo",)], ids=["inline", "streamed"])
+def test_they_come_back_from_a_site_as_they_were_sent(
+    nursery: Nursery, tmp_path: Path, stream: tuple[str, ...]
+) -> None:
+    came: dict[str, Any] = {}
+    file, matrix = file_of(tmp_path, 3 * 2**20), Quantised.of(torch.arange(12.0).reshape(3, 4))
+
+    def main(controller: Any) -> None:
+        tree = {"file": file, "list": [matrix, torch.arange(3), (Word("hello"), 0.5)]}
+        came.update(controller.send("a", "echo", tree, timeout_s=60).payload)
+        came["word"] = controller.send("a", "echo", {"only": Word("no tensors")}, timeout_s=60).payload
+
+    play(nursery, tmp_path, main, stream)
+    assert came["file"].path != file.path
+    assert came["file"].path.read_bytes() == file.path.read_bytes()
+    back, numbers, rest = came["list"]
+    assert torch.equal(back.codes, matrix.codes)
+    assert torch.equal(back.scale, matrix.scale)
+    assert torch.equal(numbers, torch.arange(3))
+    assert rest == (Word("hello"), 0.5)
+    assert came["word"] == {"only": Word("no tensors")}
+
+
+class Unknown:
+    """Known at the server alone."""
+
+
+register(Unknown, "tests.server_only", lambda _: {"w": torch.ones(2)}, lambda _: Unknown())
+
+
+@pytest.mark.covers("T13")
+def test_a_type_that_the_other_side_does_not_know_is_named_with_the_remedy(nursery: Nursery, tmp_path: Path) -> None:
+    """The site answers with the error, and goes on. At the server the result says it when it is asked for."""
+    came: dict[str, Any] = {}
+
+    def main(controller: Any) -> None:
+        came["site"] = controller.send("a", "echo", {"x": [Unknown()]}, timeout_s=60).error
+        result = controller.send("a", "give", "local", timeout_s=60)
+        assert result.ok
+        with pytest.raises(BadRequest) as caught:
+            result.payload  # noqa: B018
+        came["server"] = str(caught.value)
+        came["after"] = controller.send("a", "echo", 1, timeout_s=60).payload
+
+    play(nursery, tmp_path, main)
+    assert "payload['x'][0] has the type 'tests.server_only', which is not registered in this process" in came["site"]
+    assert "registered are: examples.file, examples.quantised, tests." in came["site"]
+    assert "Call atoll.objects.register(…, 'tests.server_only', …) in this process, too" in came["site"]
+    assert came["server"].startswith("payload['it'] has the type 'tests.site_only', which is not registered in this")
+    assert came["after"] == 1
+
+
+@pytest.mark.covers("T13", "T7")
+def test_a_stream_that_fails_is_the_answer_of_its_site_and_the_sender_s_own_error(
+    nursery: Nursery, tmp_path: Path
+) -> None:
+    """Short says 3 elements of 2 bytes, and gives 2: 4 bytes, less than 6."""
+    came: dict[str, Any] = {}
+
+    def main(controller: Any) -> None:
+        came["torn"] = controller.send("a", "give", "torn", timeout_s=60).error
+        came["short"] = controller.send("a", "give", "short", timeout_s=60).error
+        with pytest.raises(UsageError, match=r"payload\[0\] \(as tests.torn\)\['data'\] could not be read: OSError"):
+            controller.send("a", "echo", [Torn()], timeout_s=60)
+        came["after"] = controller.send("a", "echo", 1, timeout_s=60).payload
+
+    play(nursery, tmp_path, main)
+    assert "payload['it'] (as tests.torn)['data'] could not be read: OSError: the disk is gone." in came["torn"]
+    assert "payload['it'] (as tests.short) produced 4 bytes, less than the 6 bytes of torch.int16[3]." in came["short"]
+    assert came["after"] == 1
+
+
+@pytest.mark.covers("T13", "P1")
+def test_they_travel_behind_references_in_bounded_memory(tmp_path: Path) -> None:
+    file, arrived = file_of(tmp_path, FORTY_MIB), []
+    with atoll.objects.Publisher() as publisher:
+        refs: list[Any] = []
+        assert peak_growth(lambda: refs.append(publisher.publish({"file": file, "w": torch.ones(3)}))) < MORE_BYTES
+        assert peak_growth(lambda: arrived.append(atoll.objects.fetch(refs[0]))) < MORE_BYTES
+        lazy = atoll.objects.fetch(refs[0], to_disk=True)
+    assert arrived[0]["file"].path.read_bytes() == file.path.read_bytes()
+    assert torch.equal(arrived[0]["w"], torch.ones(3))
+    assert lazy["file"].path.read_bytes() == file.path.read_bytes()
+    assert isinstance(lazy["w"], LazyTensor)
+
+
+# -- registering
+
+
+class Thing:
+    pass
+
+
+@pytest.mark.covers("T13")
+def test_what_cannot_be_registered_is_refused() -> None:
+    register(Thing, "tests.thing", lambda _: None, lambda _: Thing())
+    register(Thing, "tests.thing", lambda _: 1, lambda sent: ["newer", sent])  # once more: the newer one holds
+    assert atoll.objects.fetch(atoll.objects.publish(Thing())) == ["newer", 1]
+    for type_, name, what in (
+        (dict, "tests.dict", "'dict' cannot be registered"),
+        (torch.Tensor, "tests.tensor", "'Tensor' cannot be registered"),
+        (Thing, "tests.other", "already registered as 'tests.thing'"),
+        (Word, "tests.thing", "is already used by"),
+        (Thing, "a name", "is not a valid name of a type"),
+    ):
+        with pytest.raises(UsageError, match=what):
+            register(type_, name, lambda _: None, lambda _: None)
+
+
+class Loop:
+    pass
+
+
+class Bad:
+    pass
+
+
+@pytest.mark.covers("T13")
+def test_a_producer_or_consumer_that_fails_and_a_stream_alone_are_named_by_their_place() -> None:
+    register(Loop, "tests.loop", lambda loop: {"again": loop}, lambda _: Loop())
+    register(Bad, "tests.bad", lambda bad: {"f": open}, lambda sent: sent["missing"])
+    with pytest.raises(UsageError, match=r"payload\['a'\] \(as tests.loop\)\['again'\] is payload\['a'\] again"):
+        atoll.objects.publish({"a": Loop()})
+    with pytest.raises(UsageError, match=r"payload \(as tests.bad\)\['f'\] is a builtin_function_or_method"):
+        atoll.objects.publish(Bad())
+    register(Bad, "tests.bad", lambda bad: {}, lambda sent: sent["missing"])
+    with pytest.raises(BadRequest, match=r"payload\[0\]: the consumer of 'tests.bad' failed: KeyError: 'missing'"):
+        atoll.objects.fetch(atoll.objects.publish([Bad()]))
+    with pytest.raises(UsageError, match="payload is a Stream, which Atoll cannot send"):
+        atoll.objects.publish(Stream(torch.uint8, (1,), lambda: [b"a"]))
+    with pytest.raises(UsageError, match="is a Missing, which Atoll cannot send"):
+        atoll.objects.publish([Missing()])
+
+
+class Missing:
+    pass
+
+
+@pytest.mark.covers("T13")
+@pytest.mark.parametrize(
+    ("chunks", "what"),
+    [
+        ([b"abc"], "a chunk of 3 bytes, which is not a multiple of 2"),
+        ([torch.zeros(3)], "a chunk of torch.float32, but its dtype is torch.int16"),
+        ([torch.zeros(3, dtype=torch.int16)] * 2, "produced more than the 6 bytes"),
+        ([], "produced 0 bytes, less than the 6 bytes"),
+    ],
+    ids=["half an element", "dtype", "more", "less"],
+)
+def test_a_stream_is_held_to_what_it_says(chunks: list[Any], what: str) -> None:
+    with pytest.raises(UsageError, match=what):
+        list(Stream(torch.int16, (3,), lambda: chunks).runs())

@@ -70,6 +70,7 @@ class World:
     weights: tuple[float, ...] = (1.0, 2.5, 0.3)
 
     def __post_init__(self):
+        self.folder.mkdir(exist_ok=True)
         self.rule = build_outer(self.target, self.options)
         self.version_layout = version_layout(self.schema, PART_BYTES)
         self.state = state_layout(self.schema.tensors, self.rule, PART_BYTES)

@@ -1,26 +1,34 @@
-"""The pass, against the same rounds on whole tensors; and against itself in other chunks and threads."""
+"""The pass that makes a version: against the same rounds on whole tensors, and against itself in other chunks."""
 
+from __future__ import annotations
+
+import dataclasses
 import gc
 import math
 import os
 import threading
 from concurrent.futures import CancelledError
+from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
 from blake3 import blake3
-from pass_world import OPENED, REDUCERS, Reference, World, values
+from pass_world import MIXED, OPENED, PART_BYTES, REDUCERS, Reference, World, raw, values
 from safetensors import safe_open
 
-from atoll.aggregation.make_version import NextFiles
+from atoll.aggregation.make_version import ClosedRound, NextFiles
 from atoll.aggregation.outer_state import is_whole, state_layout, state_regions, version_regions
+from atoll.aggregation.user_aggregator import result_layout, write_result
+from atoll.codecs.version_difference import Downlink
 from atoll.errors import StateCorrupt, UsageError
 from atoll.outer_optimizers import build_outer
-from atoll.reducers import Median
+from atoll.reducers import Median, Share
 from atoll.store.file_slots import region_digest
 from atoll.tensors.chunks import Scratch
-from atoll.tensors.layout import TILE, version_layout
+from atoll.tensors.dtypes import accumulate_dtype, torch_dtype
+from atoll.tensors.layout import ALIGN_BYTES, TILE, version_layout
 from atoll.tensors.schema import Schema, TensorSpec
 
 OUTER = [
@@ -75,9 +83,7 @@ def test_it_is_the_same_optimizer_on_whole_tensors_bit_for_bit(tmp_path, target,
 def test_neither_chunks_nor_threads_change_a_bit(tmp_path, target):
     results = []
     for chunk, threads in ((TILE, 1), (3 * TILE, 3), (2**20, 2), (2**20, 1)):
-        folder = tmp_path / f"{chunk}-{threads}"
-        folder.mkdir()
-        world = World(folder, target=target, options={"lr": 0.1})
+        world = World(tmp_path / f"{chunk}-{threads}", target=target, options={"lr": 0.1})
         done = [world.round(run_elements=chunk, threads=threads) for _ in range(2)]
         results.append([(result.digest, result.part_digests, result.state_digests) for result in done])
     assert all(result == results[0] for result in results)
@@ -152,9 +158,7 @@ def test_a_reducer_may_ask_for_all_rows_at_once(tmp_path, chunk):
 def test_tables_that_are_kept_change_nothing(tmp_path, target, codec):
     results = []
     for name in ("kept", "new"):
-        folder = tmp_path / name
-        folder.mkdir()
-        world = World(folder, target=target, options={"lr": 0.1}, codec=codec)
+        world = World(tmp_path / name, target=target, options={"lr": 0.1}, codec=codec)
         done = []
         for chunk in (8, 8, 2, 8):  # other runs in the third round; a fourth as the first two
             done.append(world.round(run_elements=chunk * TILE, threads=2))
@@ -169,9 +173,7 @@ def test_what_lies_in_the_padding_of_an_update_changes_nothing(tmp_path, codec):
     """NaN there: neither the version nor its state nor the norm has it."""
     results = []
     for filler in (b"\0", b"\xff"):
-        folder = tmp_path / filler.hex()
-        folder.mkdir()
-        world = World(folder, codec=codec)
+        world = World(tmp_path / filler.hex(), codec=codec)
         files, layout = world.files(), world.update_layout
         for file in files.updates.values():
             ends = [segment.offset for segment in layout.segments[1:]] + [layout.nbytes]
@@ -260,9 +262,7 @@ def test_memory_does_not_follow_the_model_or_the_number_of_updates(tmp_path, mon
     totals = []
     for sites, tensors in ((3, 1), (12, 1), (3, 8)):
         schema = Schema.build(TensorSpec(f"w{index}", "F32", (50_000,)) for index in range(tensors))
-        folder = tmp_path / f"{sites}-{tensors}"
-        folder.mkdir()
-        world = World(folder, schema=schema, weights=(1.0,) * sites)
+        world = World(tmp_path / f"{sites}-{tensors}", schema=schema, weights=(1.0,) * sites)
         world.round(run_elements=TILE)  # later rounds: the first lets torch create the state
         files, out = world.files(), world.out()
         with monkeypatch.context() as patch:
@@ -302,3 +302,159 @@ def test_outer_state_with_a_changed_byte_is_not_whole(shape: tuple[int, ...]) ->
     assert is_whole(fd, version, digests, in_chunks=True)
     os.pwrite(fd, b"\2", layout.nbytes - 1)
     assert not is_whole(fd, version, digests, in_chunks=True)
+
+
+# -- what goes down in place of a version
+
+
+@dataclass
+class DownWorld(World):
+    """Versions go down by a codec; files are v, s and d of each round."""
+
+    down: str = "int8"
+    density: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        found = Downlink.of(self.version_layout, self.down, {"density": self.density} if self.density else {})
+        assert found is not None
+        self.downlink = found
+        self.state = state_layout(self.schema.tensors, self.rule, PART_BYTES, masters=True)
+        self.planned = self.plan_of_fragment(found)
+
+    def round(self, **how) -> ClosedRound:
+        version, state, delta = (self.open(f"{kind}{self.number + 1}") for kind in "vsd")
+        os.ftruncate(delta, self.downlink.layout.nbytes)  # a slot is made of zeros
+        self.result = self.close(out=NextFiles(version, state, delta), **how)
+        self.number, self.base, self.state_fd = self.number + 1, version, state
+        return self.result
+
+    def version(self) -> dict[str, torch.Tensor]:
+        """What the last version file has."""
+        found = {}
+        for segment in self.version_layout.segments:
+            data = bytearray(os.pread(self.base, segment.nbytes, segment.offset))
+            flat = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+            found[segment.spec.name] = flat.view(torch_dtype(segment.spec.dtype)).view(segment.spec.shape)
+        return found
+
+
+class DownReference(Reference):
+    """b ← b + dec(C(θ − b)) on whole tensors, after the round as it is without."""
+
+    def round(self, number: int) -> None:
+        held = {name: tensor.clone() for name, tensor in self.version.items()}
+        super().round(number)
+        for segment in self.world.downlink.layout.segments:
+            spec, codec = segment.spec, self.world.downlink.codecs[segment.codec]
+            if not spec.is_stepped or not spec.numel:
+                continue
+            theta = self.masters[spec.name].detach()
+            encoded, change = torch.zeros(segment.nbytes, dtype=torch.uint8), torch.empty(theta.numel()).to(theta.dtype)
+            codec.encode_((theta - held[spec.name].to(theta.dtype)).reshape(-1), encoded, spec.dtype)
+            codec.decode_(encoded, change, spec.dtype)
+            self.version[spec.name] = (held[spec.name].to(theta.dtype) + change.view(spec.shape)).to(
+                torch_dtype(spec.dtype)
+            )
+
+
+CODECS_DOWN = [("int8", 0.0), ("int4", 0.0), ("bf16", 0.0), ("topk", 1 / 64), ("topk", 1.0)]
+IDS = ["int8", "int4", "bf16", "topk", "topk-of-all"]
+
+
+@pytest.mark.covers("L16")
+@pytest.mark.parametrize(("down", "density"), CODECS_DOWN, ids=IDS)
+@pytest.mark.parametrize(
+    ("target", "options"),
+    [("sgd", {"lr": 0.7, "momentum": 0.9, "nesterov": True}), ("sgd", {"lr": 1.0}), ("torch.optim:Adafactor", {})],
+    ids=["momentum", "plain", "whole-tensors"],
+)
+def test_the_bits_are_those_of_whole_tensors(tmp_path, down: str, density: float, target: str, options: dict) -> None:
+    world = DownWorld(tmp_path, target=target, options=options, down=down, density=density)
+    reference = DownReference(world)
+    for number in range(3):
+        world.round(run_elements=4096, threads=2)
+        reference.round(number)
+        for name, tensor in world.version().items():
+            assert raw(tensor) == raw(reference.version[name].to(tensor.dtype)), name
+
+
+@pytest.mark.parametrize(("down", "density"), CODECS_DOWN, ids=IDS)
+def test_no_file_depends_on_how_the_pass_is_cut(tmp_path, down: str, density: float) -> None:
+    """Neither on chunks nor on threads; and digests are those of the files, every byte of them."""
+    contents = []
+    for index, how in enumerate([{"run_elements": 4096}, {"threads": 3}, {"run_elements": 8192, "threads": 2}]):
+        world = DownWorld(tmp_path / str(index), down=down, density=density)
+        for _ in range(2):
+            result = world.round(**how)
+        contents.append([world.file(kind).read_bytes() for kind in "vsd"])
+        delta = contents[-1][2]
+        parts = world.downlink.parts
+        assert [blake3(delta[part.start : part.stop]).digest() for part in parts] == list(result.delta_digests)
+        assert (parts[0].start, parts[-1].stop) == (0, len(delta))
+    assert contents[0] == contents[1] == contents[2]
+
+
+def test_a_part_of_a_delta_makes_a_part_of_the_version(tmp_path) -> None:
+    world = DownWorld(tmp_path)
+    assert len(world.downlink.parts) == len(world.version_layout.parts) > 3
+    end = 0
+    for down, part in zip(world.downlink.parts, world.version_layout.parts, strict=True):
+        assert down.start == end
+        end = down.stop
+        assert [(piece.segment.spec.name, piece.start, piece.stop) for piece in down.pieces] == [
+            (piece.segment.spec.name, piece.start, piece.stop) for piece in part.pieces
+        ]
+        assert all(piece.offset % 4 == 0 for piece in down.pieces)
+    assert end == world.downlink.layout.nbytes
+    assert end % ALIGN_BYTES == 0
+
+
+# -- updates that were reduced elsewhere
+
+
+def mean(world: World) -> dict[str, torch.Tensor]:
+    """The weighted mean of what the sites submit, by the expression of the built-in one."""
+    total = sum(world.weights)
+    updates = [world.submitted(site, world.number) for site in range(len(world.weights))]
+    result = {}
+    for name in result_layout(world.schema, PART_BYTES).by_name:
+        rows = [update[name] for update in updates]
+        dtype = accumulate_dtype(world.version_layout.by_name[name].spec.dtype)
+        result[name] = rows[0].to(dtype) * (world.weights[0] / total)
+        for row, weight in zip(rows[1:], world.weights[1:], strict=True):
+            result[name].add_(row.to(dtype), alpha=weight / total)
+    return result
+
+
+def close(world: World, own: bool, run_elements: int) -> ClosedRound:
+    """Two rounds; with `own` the `params` come from a file that an aggregator wrote."""
+    for _ in range(2):
+        files, out = world.files(), world.out()
+        if own:
+            fd = world.open(f"r{world.number}")
+            write_result(fd, result_layout(world.schema, PART_BYTES), mean(world), lambda: None)
+            files = dataclasses.replace(files, reduced_fd=fd)
+        frozen, reducers = world.frozen(population_weight=5.0), {**REDUCERS, "control": Share()}
+        result = world.close(files, out, frozen, reducers=reducers, run_elements=run_elements)
+        world.number += 1
+        world.base, world.state_fd, world.result = out.version, out.state, result
+    return result
+
+
+@pytest.mark.covers("D7")
+@pytest.mark.parametrize(
+    ("target", "schema"),
+    [("sgd", MIXED), ("adam", MIXED), (torch.optim.Adafactor, MIXED), ("sgd", MIXED.with_groups(["control"]))],
+    ids=["sgd", "adam", "on-whole-tensors", "with-controls"],
+)
+def test_the_same_mean_gives_the_same_bits(tmp_path: Path, target: object, schema: Schema) -> None:
+    worlds = []
+    for name in ("own", "built-in"):
+        options = {"lr": 0.01}
+        worlds.append(World(tmp_path / name, schema, target, options))
+    own, built_in = close(worlds[0], True, 4096), close(worlds[1], False, 2**18)
+    assert own.digest == built_in.digest
+    assert own.state_digests == built_in.state_digests
+    assert own.grad_norm == pytest.approx(built_in.grad_norm)
+    assert worlds[0].file("v").read_bytes() == worlds[1].file("v").read_bytes()

@@ -1,18 +1,25 @@
-"""Updates whose change is beyond the range of the model's own dtype: fp16's largest is 65,504, fp8's 448."""
+"""Changes and steps beyond the range of the model's own dtype: fp16's largest is 65,504, fp8's 448."""
 
 from __future__ import annotations
 
 import logging
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from kit import exported, serve
+from kit import Threads, ask_journal, exported, serve, together
+from safetensors.torch import load_file
 from torch import nn
 
 import atoll
+from atoll.errors import RunFailed
+
+# -- a change that the dtype cannot hold
+
 
 DTYPES = {
     "fp16": (torch.float16, 40_000.0),
@@ -97,3 +104,130 @@ def test_reports_a_change_that_cannot_be_carried_as_an_overflow(
     (said,) = [record.getMessage() for record in caplog.records if record.name == "atoll.server"]
     assert {"a", "w", "Inf", "F32"} <= set(re.findall(r"\w+", said))
     assert "NaN" not in said
+
+
+# -- an outer step whose result the dtype cannot hold
+
+
+ONE_STEP: dict[str, Any] = {
+    "algorithm.name": "fedavg",
+    "algorithm.outer_optimizer.momentum": 0.0,
+    "rounds.sites": 1,
+    "rounds.total": 3,
+}
+
+
+@pytest.fixture(autouse=True)
+def gives_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A site ends soon after its server."""
+    monkeypatch.setenv("ATOLL_GIVE_UP_S", "1")
+
+
+class Model(nn.Module):
+    """Two parameters: the round moves only the second."""
+
+    def __init__(self, dtype: torch.dtype = torch.float16, value: float = 40_000.0) -> None:
+        super().__init__()
+        self.still = nn.Parameter(torch.ones(5).to(dtype), requires_grad=False)
+        self.moved = nn.Parameter(torch.full((3,), value).to(dtype), requires_grad=False)
+
+
+def train_to(
+    server: atoll.Server, folder: Path, value: float, dtype: torch.dtype = torch.float16, site: str = "a"
+) -> Threads:
+    """A site that sets `moved` to a value in each round, as long as the server lives."""
+
+    def work() -> None:
+        try:
+            with atoll.join(server.url, site=site, folder=folder / "workers") as worker:
+                for fl_round in worker:
+                    model = fl_round.load_into(Model(dtype))
+                    model.moved.copy_(torch.full((3,), value))
+                    fl_round.submit(model)
+        except atoll.AtollError:
+            pass  # the server has ended
+
+    return Threads(work)
+
+
+def names_the_overflow(error: BaseException, dtype: str) -> bool:
+    said = str(error)
+    return "moved" in said and dtype in said and "still" not in said
+
+
+def adafactor(parameters: Any) -> torch.optim.Optimizer:
+    """Steps whole tensors, each by up to its own size."""
+    return torch.optim.Adafactor(parameters, lr=1.0)
+
+
+TWICE: dict[str, Any] = {"algorithm.outer_optimizer.lr": 2.0}
+UNBOUNDED = {"aggregation.max_update_norm": 1e39}
+FP16 = (torch.float16, 40_000.0, 60_000.0, "F16")
+WHOLE: dict[str, Any] = dict.fromkeys(f"algorithm.outer_optimizer.{key}" for key in ("name", "lr", "momentum"))
+
+CASES: dict[str, tuple[torch.dtype, float, float, str, dict[str, Any]]] = {
+    "fp16": (*FP16, TWICE),
+    "fp16 with a state": (*FP16, TWICE | {"algorithm.outer_optimizer.momentum": 0.5}),
+    "fp8 e5m2": (torch.float8_e5m2, 32_768.0, 57_344.0, "F8_E5M2", TWICE),
+    "bf16": (torch.bfloat16, 2e38, 3e38, "BF16", {"algorithm.outer_optimizer.lr": 1.9} | UNBOUNDED),
+    "fp32": (torch.float32, 2e38, 3e38, "F32", TWICE | UNBOUNDED),
+    "whole tensors": (torch.float16, 60_000.0, 61_000.0, "F16", WHOLE | {"outer_optimizer": adafactor}),
+    "down by bf16": (*FP16, TWICE | {"aggregation.download_codec.name": "bf16"}),
+    "down by int8": (*FP16, TWICE | {"aggregation.download_codec.name": "int8"}),
+    "a difference down": (
+        torch.float32,
+        -2e38,
+        1e38,
+        "F32",
+        {"algorithm.outer_optimizer.lr": 1.6, "aggregation.download_codec.name": "bf16"} | UNBOUNDED,
+    ),
+}
+"""dtype, initial value, value after training, name of the dtype, and settings."""
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_ends_before_a_version_that_the_dtype_cannot_hold(tmp_path: Path, case: str) -> None:
+    dtype, first, trained, name, settings = CASES[case]
+    with serve(tmp_path, Model(dtype, first), **ONE_STEP | settings) as server:
+        train_to(server, tmp_path, trained, dtype)
+        with pytest.raises(RunFailed) as ended:
+            together(server.run)
+    assert names_the_overflow(ended.value, name)
+    assert ask_journal(tmp_path, "SELECT MAX(version) FROM versions") == [(0,)]
+    assert not (tmp_path / "state" / "exports" / "model.safetensors").exists()
+
+
+def test_a_restarted_server_says_it_again_and_keeps_the_last_good_version(tmp_path: Path) -> None:
+    """The first round moves by 20,000 to 60,000. In the second the momentum alone moves by 18,000 more."""
+    settings = ONE_STEP | {"algorithm.outer_optimizer.lr": 1.0, "algorithm.outer_optimizer.momentum": 0.9}
+    with serve(tmp_path, Model(), **settings) as server:
+        train_to(server, tmp_path, 60_000.0)
+        with pytest.raises(RunFailed) as first:
+            server.run()
+    with serve(tmp_path, Model(), **settings) as server, pytest.raises(RunFailed) as again:
+        server.run()
+    assert names_the_overflow(first.value, "F16")
+    assert str(again.value) == str(first.value)
+    command = [sys.executable, "-m", "atoll.cli.main", "export", "good.safetensors", "--dir", "state"]
+    subprocess.run(command, cwd=tmp_path, check=True, timeout=60)
+    assert load_file(tmp_path / "good.safetensors")["moved"].tolist() == [60_000.0] * 3
+
+
+def test_a_swarm_ends_when_its_sites_find_the_overflow(tmp_path: Path) -> None:
+    """Both sites reduce the round, the second after the first could not; then there is none left to ask."""
+    settings = ONE_STEP | {"algorithm.outer_optimizer.lr": 2.0, "rounds.sites": 2, "swarm.enabled": True}
+    with serve(tmp_path, Model(), **settings) as server:
+        for site in ("a", "b"):
+            train_to(server, tmp_path, 60_000.0, site=site)
+        with pytest.raises(RunFailed) as ended:
+            server.run()
+    assert names_the_overflow(ended.value, "F16")
+
+
+def test_publishes_the_largest_value_that_the_dtype_can_hold(tmp_path: Path) -> None:
+    """65,504 is the largest fp16, and 65,519 still rounds to it."""
+    with serve(tmp_path, Model(), **ONE_STEP | {"rounds.total": 1}, **{"algorithm.outer_optimizer.lr": 1.0}) as server:
+        train_to(server, tmp_path, 65_504.0)
+        server.run()
+    found = load_file(tmp_path / "state" / "exports" / "model.safetensors")
+    assert found["moved"].tolist() == [65_504.0] * 3

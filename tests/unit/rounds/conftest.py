@@ -10,9 +10,13 @@ from atoll.rounds.state import Rules
 
 @pytest.fixture
 def story() -> Callable[..., Story]:
-    """`story(sites=3, ...)` begins one."""
+    """`story(sites=3, ...)` begins one; `story("abc", ...)` one of three sites that have joined."""
 
-    def begin(sites: int = 2, heads: tuple[int, ...] | None = None, **rules: object) -> Story:
-        return Story(Rules(sites, **rules), heads)  # type: ignore[arg-type]
+    def begin(sites: int | str, heads: tuple[int, ...] | None = None, **rules: object) -> Story:
+        joined = sites if isinstance(sites, str) else ""
+        run = Story(Rules(len(sites) if isinstance(sites, str) else sites, **rules), heads)  # type: ignore[arg-type]
+        for site in joined:
+            run.join(site)
+        return run
 
     return begin

@@ -1,4 +1,4 @@
-"""Asynchronous rounds of the machine: updates of any base, at once, exactly as stale as the journal says."""
+"""Asynchronous rounds: updates of any base, at once, exactly as stale as the journal says; local steps by speed."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from round_story import closed
 
 from atoll.rounds import machine, waiting
 from atoll.rounds.closing_policy import Async
+from atoll.rounds.dynamic_local_steps import local_steps
 from atoll.rounds.events import FINISHED, RunFinished, TicketsExpired
 from atoll.rounds.state import Rules
 
@@ -226,3 +227,30 @@ def test_a_planted_bug_of_asynchronous_rounds_is_found(plant, monkeypatch):
     plant(monkeypatch)
     with pytest.raises(Violation):
         explore(examples=400, shrink=False)
+
+
+# -- local steps by speed (DyLU), by hand
+
+
+@pytest.mark.covers("L6", "L18")
+@pytest.mark.parametrize(
+    ("speed", "h", "k", "steps"),
+    [
+        (10.0, 500, 1, 500),  # the fastest
+        (3.3333, 500, 1, 166),  # ⌊0.33333 · 500⌋
+        (5.0, 30, 3, 15),  # 3 · ⌊0.5 · 10⌋
+        (4.0, 50, 5, 20),  # 5 · ⌊0.4 · 10⌋
+        (3.9, 50, 5, 15),  # 5 · ⌊0.39 · 10⌋ = 5 · 3
+        (2.9, 100, 1, 29),  # though 2.9 / 10 · 100 is 28.999999999999996
+        (0.001, 500, 1, 1),
+        (0.001, 30, 3, 3),  # at least K
+        (0.0, 500, 1, 500),  # not measured yet
+    ],
+)
+def test_steps(speed, h, k, steps):
+    assert local_steps({"a": 10.0, "b": speed}, "b", h, k) == steps
+
+
+def test_gives_the_full_steps_before_any_measurement():
+    assert local_steps({}, "b", 500) == 500
+    assert local_steps({"a": 0.0, "b": 0.0}, "b", 500) == 500

@@ -1,4 +1,4 @@
-"""What a restarted server makes of its journal. That it equals the live state, every test of `Story` checks too."""
+"""What a restarted server makes of its journal, and what a round does whose aggregating worker is lost."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ from dataclasses import replace
 
 import pytest
 from harness.sim_journal import snapshot
-from round_story import Story
+from round_story import Story, closed
 
 from atoll.rounds import events, machine, waiting
-from atoll.rounds.closing_policy import QuorumDeadline
+from atoll.rounds.closing_policy import Async, QuorumDeadline
+from atoll.rounds.events import AggregatorLost, RoundReopened
 from atoll.rounds.leases import Member
 from atoll.rounds.state import FragmentSnapshot, Rules, Snapshot
 from atoll.rounds.transitions import Ticket
@@ -42,8 +43,7 @@ def test_an_open_round_expects_the_same_workers_after_a_restart(story):
 
 
 def test_silence_and_deadline_start_anew(story):
-    run = story(sites=2, policy=QuorumDeadline(1, 60))
-    run.join("a", "b")
+    run = story("ab", policy=QuorumDeadline(1, 60))
     run.submit("a")
     run.now_s = 50
     restart(run, now_s=5.0)  # a new process: its clock has nothing to do with the old one
@@ -54,8 +54,7 @@ def test_silence_and_deadline_start_anew(story):
 
 
 def test_the_dead_stay_dead_and_numbers_are_not_given_again(story):
-    run = story(sites=2)
-    run.join("a", "b")
+    run = story("ab")
     run.ticket("a")
     run.leave("b")
     restart(run)
@@ -68,8 +67,7 @@ def test_the_dead_stay_dead_and_numbers_are_not_given_again(story):
 
 @pytest.mark.covers("F10")
 def test_a_frozen_round_stays_closing_until_its_pass_has_run_again(story):
-    run = story(sites=1)
-    run.join("a")
+    run = story("a")
     run.submit("a")
     assert restart(run) == ()
     assert run.why() == "reduces 1 update of round 1"
@@ -164,8 +162,7 @@ def test_tickets_of_rounds_that_are_over_are_ignored():
 
 
 def test_an_accept_reported_again_after_a_restart_changes_nothing(story):
-    run = story(sites=2)
-    run.join("a", "b")
+    run = story("ab")
     run.submit("a")
     restart(run)
     assert run.send(events.UpdateAccepted(1)) == ()
@@ -191,3 +188,80 @@ def test_rounds_are_counted_where_numbers_of_versions_were_lost() -> None:
         assert (again.rounds[0].done, again.finished) == (number, number == 3)
     assert (state.finished, state.rounds[0].head, state.rounds[0].lost) == (True, 4, 1)
     assert events.RunFinished() in effects
+
+
+# -- a round whose aggregating worker is lost
+#
+# `Story` compares after every event what a restart would make of the journal with what the machine has.
+
+
+@pytest.mark.covers("P10")
+def test_what_was_collected_of_an_open_round_comes_again_under_the_same_tickets(story):
+    run = story("ab")
+    number = run.ticket("a")
+    run.accept(number)
+    assert run.missing() == ("b",)
+    effects = run.send(AggregatorLost(0, "it has gone"))
+    assert RoundReopened(0, 0, (number,), "it has gone") in effects
+    assert (run.phase(), run.missing()) == ("open", ("a", "b"))
+    assert run.ticket("a") == number  # the same ticket, again
+    run.accept(number)
+    assert closed(run.submit("b")) == [(number, 2)]
+    run.commit()
+    assert run.state.rounds[0].head == 1
+
+
+@pytest.mark.covers("P10")
+def test_a_round_that_was_closed_is_open_again(story):
+    run = story("ab")
+    assert closed(run.submit("a", "b")) == [(1, 2)]
+    run.send(AggregatorLost(0, "it has gone"))
+    assert (run.phase(), run.missing(), run.state.rounds[0].frozen) == ("open", ("a", "b"), ())
+    assert closed(run.submit("a", "b")) == [(1, 2)]
+
+
+@pytest.mark.covers("P10")
+def test_a_submitter_that_has_died_meanwhile_is_not_waited_for(story):
+    run = story("ab")
+    run.submit("a")
+    run.leave("a")  # its update stays in its round, where it is
+    run.send(AggregatorLost(0, "it has gone"))
+    assert run.missing() == ("b",)
+    assert closed(run.submit("b")) == [(2,)]
+
+
+@pytest.mark.covers("P10")
+def test_the_lost_aggregator_that_leaves_first_costs_only_its_own_update(story):
+    run = story("abc")
+    assert closed(run.submit("a", "b", "c")) == [(1, 2, 3)]
+    run.leave("a")
+    run.send(AggregatorLost(0, "it has gone"))
+    assert run.missing() == ("b", "c")
+    assert closed(run.submit("b", "c")) == [(2, 3)]
+
+
+def test_nothing_to_lose_changes_nothing(story):
+    run = story(sites=2)
+    assert run.send(AggregatorLost(0, "the server was started again")) == ()  # gathering
+    run.join("a", "b")
+    assert run.send(AggregatorLost(0, "it has gone")) == ()
+    assert run.phase() == "open"
+
+
+def test_other_fragments_are_not_concerned(story):
+    run = story("a", fragments=2)
+    run.submit("a", fragment=1)
+    assert run.send(AggregatorLost(0, "it has gone")) == ()
+    assert [run.phase(fragment) for fragment in (0, 1)] == ["open", "closing"]
+
+
+@pytest.mark.covers("P10")
+def test_the_grace_begins_with_the_first_update_that_comes_again(story):
+    run = story("abc", policy=Async(grace_s=10))
+    first, second = run.ticket("a"), run.ticket("b")
+    run.accept(first)
+    run.now_s = 9
+    run.send(AggregatorLost(0, "it has gone"))
+    assert not closed(run.accept(second))
+    assert not closed(run.wait(9))
+    assert closed(run.wait(1)) == [(second,)]

@@ -6,17 +6,23 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from store_world import first
+from store_world import OPENED, first
 
 from atoll.runtime import switch_failpoints_on
 from atoll.store.journal import Journal
 from atoll.store.store import Store
 
 
+@pytest.fixture(autouse=True)
+def _closed() -> Iterator[None]:
+    yield
+    while OPENED:
+        OPENED.pop().close()
+
+
 @pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    with first(tmp_path) as store:
-        yield store
+def store(tmp_path: Path) -> Store:
+    return first(tmp_path)
 
 
 @pytest.fixture

@@ -9,13 +9,14 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from blake3 import blake3
 
+from atoll.store.file_slots import VERSION
 from atoll.store.journal_tables import AUDIT, AuditRow, RunRow, TicketRow, VersionRow
 from atoll.store.store import Files, FileShape, FragmentShapes, Store
 from atoll.store.versions import VersionDigests
@@ -32,10 +33,14 @@ WITH_DELTA = replace(SHAPES, delta=FileShape(12, b"", (((0, 8),), ((8, 4),))))
 RUN = RunRow("run-1", "{}", "{}", "00" * 32, "2.6", "AVX2", "2025-01-01T00:00:00+00:00")
 SITES = ("a", "b")
 
+OPENED: list[Store] = []
+"""Stores of a test; closed when it is over."""
+
 
 def begin(directory: Path, shapes: FragmentShapes = SHAPES, **options: Any) -> tuple[Store, tuple[str, ...]]:
     """Open, shape and recover, as a server does at its start."""
     store = Store(directory, **options)
+    OPENED.append(store)
     try:
         if store.run_log.run is None:
             store.run_log.create_run(RUN)
@@ -44,6 +49,12 @@ def begin(directory: Path, shapes: FragmentShapes = SHAPES, **options: Any) -> t
     except BaseException:
         store.close()
         raise
+
+
+def reopen(store: Store, shapes: FragmentShapes = SHAPES) -> tuple[Store, tuple[str, ...]]:
+    """Close the store, and start again on its files."""
+    store.close()
+    return begin(store.directory, shapes)
 
 
 def content(version: int) -> bytes:
@@ -138,13 +149,31 @@ def play_round(store: Store, base_version: int, *, commit: bool = True) -> tuple
     return tickets
 
 
-def first(directory: Path, **options: Any) -> Store:
-    """A run with two members and version 0."""
+def first(directory: Path, rounds: int = 0, **options: Any) -> Store:
+    """A run with two members and version 0, and so many rounds."""
     store, _ = begin(directory, **options)
     for lease, site in enumerate(SITES, 1):
         store.run_log.put_member(site, lease)
     write_version(store, 0)
+    play_rounds(store, range(rounds))
     return store
+
+
+def play_rounds(store: Store, bases: Iterable[int], *, durable: bool = False) -> None:
+    """Rounds from these versions; with `durable` each new version is made so."""
+    for base in bases:
+        play_round(store, base)
+        if durable:
+            store.versions.write_durable()
+
+
+def lose(store: Store, *versions: int) -> tuple[Store, tuple[str, ...]]:
+    """Damage these versions as a power loss would, and start again."""
+    paths = [store.slots.pool(VERSION, 0)[store.versions.get(0, version).slot].path for version in versions]
+    store.close()
+    for path in paths:
+        flip(path, 20)
+    return begin(store.directory)
 
 
 def read(fd: int | None) -> bytes:

@@ -18,8 +18,10 @@ from store_world import (
     flip,
     freeze,
     killed,
+    lose,
     play_round,
     read,
+    reopen,
     send_part,
     send_parts,
     slot_files,
@@ -46,18 +48,15 @@ def test_a_new_directory_has_nothing(tmp_path: Path) -> None:
     assert store.tickets.to_go_on() == ()
     assert (store.tickets.next_number(), store.run_log.next_lease(), store.run_log.finished) == (1, 1, False)
     assert not store.run_log.has_begun(0)
-    store.close()
 
 
 def test_everything_is_found_again(tmp_path: Path) -> None:
-    store = first(tmp_path)
-    play_round(store, 0)
+    store = first(tmp_path, 1)
     store.run_log.open_round(0, 1, ("a", "b"))
     submit(store, 3, "a", 1)
     store.tickets.issue(4, "b", 0, 1)
     send_part(store, 4, 1, update_of("b", 1))
-    store.close()
-    store, lost = begin(tmp_path)
+    store, lost = reopen(store)
     assert store.versions.head().version == 1
     assert [(row.state, row.base_version, row.expected) for row in store.run_log.rounds()] == [("open", 1, ("a", "b"))]
     assert [(row.ticket, row.state) for row in store.tickets.to_go_on()] == [(3, "accepted"), (4, "open")]
@@ -70,7 +69,6 @@ def test_everything_is_found_again(tmp_path: Path) -> None:
     assert [read(store.tickets.spool(ticket).fd) for ticket in (3, 4)] == [update_of("a", 1), update_of("b", 1)]
     store.run_log.freeze(0, 1, (3, 4))
     assert write_version(store, 2, (3, 4)).version == 2
-    store.close()
 
 
 @pytest.mark.covers("D4")
@@ -80,17 +78,14 @@ def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
     assert "version-0-1.safetensors" in slot_files(tmp_path)
     (tmp_path / "slots" / "spool-0-77.bin").write_bytes(b"left")
     (tmp_path / "slots" / "notes.txt").write_text("not ours")
-    store, _ = begin(tmp_path)
+    begin(tmp_path)
     assert slot_files(tmp_path) == ["notes.txt", "spool-0-0.bin", "spool-0-1.bin", "version-0-0.safetensors"]
-    store.close()
 
 
 @pytest.mark.covers("F41")
 @pytest.mark.parametrize("damage", ["flip", "truncate", "remove", "header", "state"])
 def test_a_damaged_head_gives_way_to_the_version_before(tmp_path: Path, damage: str) -> None:
-    store = first(tmp_path)
-    play_round(store, 0)
-    play_round(store, 1)
+    store = first(tmp_path, 2)
     store.versions.write_durable()
     store.run_log.open_round(0, 2, ("a", "b"))
     submit(store, 5, "a", 2)
@@ -121,7 +116,6 @@ def test_a_damaged_head_gives_way_to_the_version_before(tmp_path: Path, damage: 
     with pytest.raises(StoreError, match=r"Version 2 cannot follow head 1 of fragment 0; the next is 3\."):
         store.versions.begin(0, 2)
     assert write_version(store, 3, (6, 7)).version == 3
-    store.close()
 
 
 @pytest.mark.covers("F41")
@@ -130,15 +124,11 @@ def test_the_number_of_a_lost_version_is_not_used_again(tmp_path: Path) -> None:
 
     Guards against windows of numbers, `head − 1` and `head − keep_versions`, where there is a gap.
     """
-    store = first(tmp_path)
-    play_round(store, 0)
+    store = first(tmp_path, 1)
     for lost in (2, 3):
         freeze(store, 1, {10 * lost: "a", 10 * lost + 1: "b"})
         write_version(store, lost, (10 * lost, 10 * lost + 1))
-        path = path_of(store, "version", lost)
-        store.close()
-        flip(path, 20)
-        store, lost = begin(tmp_path)
+        store, _ = lose(store, lost)
         assert (store.versions.head().version, store.run_log.lost_versions()) == (1, ())
     assert (store.versions.next_number(), store.run_log.lost_versions()) == (4, ())  # both are above the head
     freeze(store, 1, {41: "a", 42: "b"})
@@ -146,12 +136,10 @@ def test_the_number_of_a_lost_version_is_not_used_again(tmp_path: Path) -> None:
     assert [(row.version, row.state_slot is not None) for row in store.versions.kept()] == [(1, True), (4, True)]
     store.versions.pin(0, 1).release()
     assert [row.version for row in store.versions.kept()] == [1, 4]
-    store.close()
-    store, lost = begin(tmp_path)
+    store, lost = reopen(store)
     assert (store.versions.head().version, store.run_log.lost_versions()) == (4, (2, 3))
     assert [row.version for row in store.run_log.history()] == [0, 1, 4]
     assert store.versions.next_number() == 5
-    store.close()
 
 
 @pytest.mark.covers("F41")
@@ -167,29 +155,8 @@ def test_the_header_of_a_slot_is_verified_where_no_digest_covers_it(tmp_path: Pa
 
 
 @pytest.mark.covers("F41")
-def test_the_durable_version_is_there_to_fall_back_to(tmp_path: Path) -> None:
-    """As after a power loss: nothing that was written behind `durable_version` is whole."""
-    store = first(tmp_path)
-    play_round(store, 0)
-    store.versions.write_durable()
-    for base in (1, 2):
-        play_round(store, base)
-    paths = [path_of(store, "version", version) for version in (2, 3)]
-    store.close()
-    for path in paths:
-        flip(path, 30)
-    store, _ = begin(tmp_path)
-    assert store.versions.head().version == 1
-    assert store.run_log.rounds() == ()
-    store.close()
-    _, again = begin(tmp_path)
-    assert again == ()
-
-
-@pytest.mark.covers("F41")
 def test_a_run_of_which_nothing_verifies_is_refused_and_left_alone(tmp_path: Path) -> None:
-    store = first(tmp_path)
-    play_round(store, 0)
+    store = first(tmp_path, 1)
     for version in (0, 1):
         flip(path_of(store, "version", version), 12)
     store.close()
@@ -204,13 +171,10 @@ def test_a_run_of_which_nothing_verifies_is_refused_and_left_alone(tmp_path: Pat
 def test_recovering_again_changes_nothing(tmp_path: Path) -> None:
     store = first(tmp_path)
     play_round(store, 0, commit=False)
-    store.close()
-    store, one = begin(tmp_path)
+    store, one = reopen(store)
     assert store.recover() == one
-    store.close()
-    store, two = begin(tmp_path)
+    store, two = reopen(store)
     assert one == two
-    store.close()
 
 
 @pytest.mark.covers("F41")
@@ -218,12 +182,10 @@ def test_a_damaged_part_of_an_open_ticket_is_sent_again(tmp_path: Path) -> None:
     store = first(tmp_path)
     send_parts(store, 1, "a", 0)
     path = store.tickets.spool(1).slot.path
-    store.close()
     flip(path, 18)  # part 1 begins at byte 16
-    store, lost = begin(tmp_path)
+    store, lost = reopen(store)
     assert list(store.tickets.parts(1)) == [0]
     assert lost == ("Parts [1] of ticket 1 of a were damaged; they are sent again.",)
-    store.close()
 
 
 @pytest.mark.covers("F41")
@@ -253,7 +215,6 @@ def test_a_damaged_accepted_update_expires_and_its_round_is_open_again(
     submit(store, 3, "b", 0)
     store.run_log.freeze(0, 0, (1, 3))
     write_version(store, 1, (1, 3))
-    store.close()
 
 
 def test_a_ticket_without_its_file_starts_from_nothing(tmp_path: Path) -> None:
@@ -261,12 +222,10 @@ def test_a_ticket_without_its_file_starts_from_nothing(tmp_path: Path) -> None:
     store.tickets.issue(1, "a", 0, 0)
     store.tickets.spool(1).begin_part(0).write(b"half")
     path = store.tickets.spool(1).slot.path
-    store.close()
     path.unlink()
-    store, lost = begin(tmp_path)
+    store, lost = reopen(store)
     assert (store.tickets.to_go_on()[0].slot, lost) == (None, ())
     send_part(store, 1, 0, update_of("a", 0))
-    store.close()
 
 
 @pytest.mark.parametrize(
@@ -282,4 +241,3 @@ def test_files_of_another_model_are_refused(tmp_path: Path, shapes: object, comp
     store = Store(tmp_path)
     with pytest.raises(ConfigError, match=f"started with another model.*{complaint}.*another disk.state_dir"):
         store.slots.shape([shapes])  # type: ignore[list-item]
-    store.close()

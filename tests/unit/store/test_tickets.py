@@ -1,20 +1,24 @@
-"""Tickets, spools and rounds: one ticket, one update, one writer per part."""
+"""Tickets, spools, slots and kept objects: one ticket, one update, one writer per part."""
 
 from __future__ import annotations
 
+import random
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
+import torch
 from blake3 import blake3
 from store_world import (
     accept,
     audited,
-    begin,
     freeze,
     play_round,
     read,
+    reopen,
     send_part,
     send_parts,
     slot_files,
@@ -23,10 +27,13 @@ from store_world import (
     write_version,
 )
 
-from atoll.errors import BadRequest, Conflict, Gone, StoreError, TicketClosed, UpdateRefused
+from atoll.blobs.object_file import pack_object, write_object
+from atoll.blobs.payload_cut import Cut
+from atoll.errors import BadRequest, Busy, Conflict, Gone, StoreError, TicketClosed, UpdateRefused
 from atoll.store import update_spool
-from atoll.store.file_slots import READER
+from atoll.store.file_slots import JOURNAL, PULL, READER, SPOOL, VERSION, WRITER, FileShape, SlotPool
 from atoll.store.journal_tables import TICKETS, TicketRow
+from atoll.store.kept_objects import Kept, ObjectStore
 from atoll.store.store import Store
 from atoll.store.update_spool import PartWriter, WriterCancelled
 
@@ -363,8 +370,7 @@ def test_a_frozen_round_and_its_tickets_are_open_again(store: Store) -> None:
     (row,) = store.run_log.rounds()
     assert (row.state, row.tickets) == ("open", ())
     assert audited(store)[-1].what == "reopened"
-    store.close()
-    again, _ = begin(store.directory)  # a restart finds it so
+    again, _ = reopen(store)  # a restart finds it so
     assert again.run_log.rounds()[0].state == "open"
     for ticket, site in zip(tickets, ("a", "b"), strict=True):
         for part in (0, 1):
@@ -372,7 +378,6 @@ def test_a_frozen_round_and_its_tickets_are_open_again(store: Store) -> None:
         accept(again, ticket)
     again.run_log.freeze(0, 0, tickets)
     assert again.run_log.rounds()[0].state == "frozen"
-    again.close()
 
 
 @pytest.mark.covers("P10")
@@ -392,3 +397,106 @@ def test_the_same_again_and_what_has_counted_change_nothing(store: Store) -> Non
     store.tickets.reopen(0, 0, tickets, "it has gone")
     assert audited(store) == entries
     assert [store.tickets.get(ticket).state for ticket in tickets] == ["counted", "counted"]
+
+
+# -- slots: the lowest free one is taken
+
+
+def test_holders_of_slots_are_as_in_a_plain_mapping(tmp_path: Path) -> None:
+    """Against a plain mapping of files to who holds them, over a thousand random steps."""
+    chance = random.Random(7)
+    pool = SlotPool(tmp_path, SPOOL, 0, FileShape(8, b"", ()), threading.RLock())
+    known: dict[int, list[str]] = {}
+    for _ in range(1000):
+        what = chance.choice(["take", "take", "hold", "drop", "drop", "drop", "trim"])
+        held = [number for number, holders in known.items() if holders]
+        if what == "take":
+            free = [number for number, holders in known.items() if not holders]
+            lowest = min(free, default=min(set(range(len(known) + 1)) - set(known)))
+            assert pool.take(WRITER).number == lowest
+            known.setdefault(lowest, []).append(WRITER)
+        elif what == "hold" and held:
+            number, why = chance.choice(held), chance.choice([JOURNAL, PULL, READER])
+            pool.hold(pool[number], why)
+            known[number].append(why)
+        elif what == "drop" and held:
+            holders = known[number := chance.choice(held)]
+            pool.drop(pool[number], holders.pop(chance.randrange(len(holders))))
+        elif what == "trim" and chance.random() < 0.1:
+            pool.trim()
+            known = {number: known[number] for number in held}
+        assert pool.holds() == {pool.path(number).name: Counter(holders) for number, holders in known.items()}
+    assert sorted(tmp_path.iterdir()) == sorted(map(pool.path, known))
+
+
+def test_one_too_many_is_removed_when_it_becomes_free(tmp_path: Path) -> None:
+    pool = SlotPool(tmp_path, VERSION, 0, FileShape(8, b"", ()), threading.RLock(), most=2)
+    slots = [pool.take(WRITER) for _ in range(3)]
+    for slot in slots:
+        pool.drop(slot, WRITER)
+    assert sorted(pool.holds()) == [pool.path(1).name, pool.path(2).name]
+    assert [pool.take(WRITER).number for _ in range(2)] == [1, 2]
+    assert pool.take(WRITER).number == 0  # made anew
+
+
+def test_a_slot_that_was_removed_says_nothing_of_the_file_that_has_its_number_now(tmp_path: Path) -> None:
+    pool = SlotPool(tmp_path, VERSION, 0, FileShape(8, b"", ()), threading.RLock(), most=1)
+    before, other = pool.take(WRITER), pool.take(WRITER)
+    pool.drop(before, WRITER)  # one too many
+    assert [slot.number for slot in (before, other)] == [0, 1]
+    assert pool.take(WRITER).number == 0  # made anew
+    pool.hold(before, READER)
+    pool.drop(before, READER)
+    assert pool.take(WRITER).number == 2  # the new one is held
+    pool.drop(other, WRITER)
+    pool.drop(pool[2], WRITER)
+    pool.drop(pool[0], WRITER)
+    assert list(pool.holds()) == [pool.path(0).name]  # the last of them, which stays
+    pool.hold(before, READER)
+    assert pool.take(WRITER).number == 0  # it is free
+
+
+def test_a_slot_of_the_journal_is_given_to_no_writer(tmp_path: Path) -> None:
+    pool = SlotPool(tmp_path, SPOOL, 0, FileShape(8, b"", ()), threading.RLock())
+    pool.drop(pool.take(WRITER), WRITER)
+    assert pool.adopt(0) is pool[0]
+    assert pool.take(WRITER).number == 1
+    pool.drop(pool[0], JOURNAL)
+    pool.close()
+    assert pool.take(WRITER).number == 0  # made anew, in place of what is closed
+
+
+# -- objects that the server makes its own
+
+
+def stored(objects: ObjectStore) -> tuple[Kept, str]:
+    """Publish an object of 4,000 bytes of tensors."""
+    object_id, fd = objects.draft()
+    manifest = write_object(pack_object({"w": torch.ones(1000)}), fd, Cut(2**20))
+    objects.discard(object_id)
+    kept, secret = objects.open(manifest.cuts, inline=False, expires_s=60.0)
+    objects.write(kept, memoryview(bytearray(manifest.nbytes)), 0)
+    kept.digests.update(enumerate(manifest.part_digests))
+    objects.complete(kept, manifest.id)
+    return kept, secret
+
+
+@pytest.mark.covers("P9")
+def test_an_object_of_its_own_counts_no_more_does_not_expire_and_ends_with_the_server(tmp_path: Path) -> None:
+    """All objects together may have 5,000 bytes: a second one fits once the first belongs to the server."""
+
+    def opened() -> ObjectStore:
+        return ObjectStore(tmp_path, max_bytes=5000, max_expires_s=60.0, idle_timeout_s=60.0)
+
+    objects = opened()
+    first, secret = stored(objects)
+    with pytest.raises(Busy):
+        stored(objects)
+    assert objects.make_own(first.object, secret) is first
+    second, _ = stored(objects)
+    with pytest.raises(Conflict, match="belongs to the server"):
+        objects.remove(first.object, secret)
+    assert first.expires_at - second.expires_at > 365 * 86400
+    objects.close()
+    opened()
+    assert {path.name.partition(".")[0] for path in tmp_path.iterdir()} == {second.object}

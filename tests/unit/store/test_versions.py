@@ -1,4 +1,4 @@
-"""Versions: the commit, pins, revocation, what is durable, exports."""
+"""Versions: the commit, pins, what is durable, exports, and the difference that goes down in place of a version."""
 
 from __future__ import annotations
 
@@ -10,25 +10,33 @@ import pytest
 from blake3 import blake3
 from store_world import (
     HEADER,
+    SHAPES,
+    WITH_DELTA,
     begin,
     content,
+    delta_content,
+    digests,
     export,
     first,
     flip,
     freeze,
     killed,
+    lose,
     play_round,
+    play_rounds,
     read,
+    reopen,
     slot_files,
     state_content,
     submit,
     write_version,
 )
 
-from atoll.errors import DiskFull, Gone, StoreError, SyncFailed
+from atoll.errors import ConfigError, DiskFull, Gone, StoreError, SyncFailed, UsageError
 from atoll.store.file_slots import PULL, VERSION
 from atoll.store.journal import Journal
 from atoll.store.store import Files, Store
+from atoll.store.versions import VersionDigests
 
 
 @pytest.fixture
@@ -102,20 +110,14 @@ def test_a_full_disk_while_a_slot_is_made_leaves_no_file(store: Store, arm: Call
 
 
 def test_slots_are_rewritten_and_not_made_anew(store: Store) -> None:
-    for base in range(4):
-        play_round(store, base)
-        store.versions.write_durable()
+    play_rounds(store, range(4), durable=True)
     inodes = {path: path.stat().st_ino for path in (store.slots.folder).iterdir()}
-    for base in range(4, 10):
-        play_round(store, base)
-        store.versions.write_durable()
+    play_rounds(store, range(4, 10), durable=True)
     assert {path: path.stat().st_ino for path in (store.slots.folder).iterdir()} == inodes
 
 
 def test_old_versions_are_dropped_and_say_what_to_pull(store: Store) -> None:
-    for base in range(4):
-        play_round(store, base)
-        store.versions.write_durable()
+    play_rounds(store, range(4), durable=True)
     assert [row.version for row in store.versions.kept()] == [3, 4]
     with pytest.raises(Gone, match=r"Version 1 .* The newest version is 4"):
         store.versions.pin(0, 1)
@@ -123,13 +125,11 @@ def test_old_versions_are_dropped_and_say_what_to_pull(store: Store) -> None:
 
 def test_a_slow_reader_never_sees_bytes_of_another_version(tmp_path: Path) -> None:
     """It reads a byte a round: every one is of the version it pinned, long after that fell out of what is kept."""
-    store = first(tmp_path, keep_versions=1, max_pins=2)
-    play_round(store, 0)
+    store = first(tmp_path, 1, keep_versions=1, max_pins=2)
     pin = store.versions.pin(0, 1)
     seen = b""
     for base in range(1, 31):
-        play_round(store, base)
-        store.versions.write_durable()
+        play_rounds(store, [base], durable=True)
         seen += os.pread(pin.fd, 1, len(seen))
     assert seen == content(1)[:30]
     assert not pin.revoked.is_set()
@@ -139,7 +139,6 @@ def test_a_slow_reader_never_sees_bytes_of_another_version(tmp_path: Path) -> No
     pin.release()
     with pytest.raises(Gone):
         store.versions.get(0, 1)
-    store.close()
 
 
 def test_the_oldest_pull_is_revoked_when_too_many_versions_are_held(tmp_path: Path) -> None:
@@ -162,7 +161,6 @@ def test_the_oldest_pull_is_revoked_when_too_many_versions_are_held(tmp_path: Pa
     play_round(store, 4)  # version 1 has lost its outer state meanwhile
     assert [pin.revoked.is_set() for pin in pins] == [True, True, False]
     assert [read(pin.fd) for pin in pins[1:]] == [content(1), content(2)]
-    store.close()
 
 
 def test_a_revoked_slot_is_not_rewritten_before_its_reader_lets_go(tmp_path: Path) -> None:
@@ -170,8 +168,7 @@ def test_a_revoked_slot_is_not_rewritten_before_its_reader_lets_go(tmp_path: Pat
     pin = store.versions.pin(0, 0)
     other = None
     for base in range(6):
-        play_round(store, base)
-        store.versions.write_durable()
+        play_rounds(store, [base], durable=True)
         other = other or store.versions.pin(0, 1)
     assert pin.revoked.is_set()
     assert read(pin.fd) == content(0)
@@ -184,7 +181,6 @@ def test_a_revoked_slot_is_not_rewritten_before_its_reader_lets_go(tmp_path: Pat
     assert read(other.fd) == content(1)
     # Head, the held one and the one that was written last or comes next: keep 1 + pins 1 + 1.
     assert len([name for name in slot_files(tmp_path) if name.startswith("version")]) == 3
-    store.close()
 
 
 def test_a_pin_may_outlive_the_store(store: Store) -> None:
@@ -195,9 +191,7 @@ def test_a_pin_may_outlive_the_store(store: Store) -> None:
 
 
 def test_outer_state_is_kept_of_the_head_and_the_one_before(store: Store) -> None:
-    for base in range(4):
-        play_round(store, base)
-        store.versions.write_durable()
+    play_rounds(store, range(4), durable=True)
     with store.versions.pin(0, 3):
         play_round(store, 4)
         store.versions.write_durable()
@@ -251,10 +245,8 @@ def test_a_failed_fsync_is_fatal_and_never_tried_again(store: Store, arm: Callab
     for action in (store.versions.write_durable, lambda: play_round(store, 1), store.run_log.finish):
         with pytest.raises(SyncFailed):
             action()
-    store.close()
-    store, _ = begin(store.directory)
+    store, _ = reopen(store)
     assert store.versions.head().version == 1  # the bytes were there after all, as their digests say
-    store.close()
 
 
 @pytest.mark.covers("F26")
@@ -361,14 +353,12 @@ def test_a_finished_run_leaves_its_journal_its_last_version_and_outer_state(stor
     assert names == ["state", "version"]
     store, _ = begin(store.directory)
     assert (store.run_log.finished, store.versions.head().version) == (True, 3)
-    store.close()
 
 
 @pytest.mark.covers("F26")
 def test_a_version_is_held_while_it_is_brought_to_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two commits happen during the fsync, and one version is kept: without a hold, the slot would be rewritten."""
-    store = first(tmp_path, keep_versions=1)
-    play_round(store, 0)
+    store = first(tmp_path, 1, keep_versions=1)
     sync, rounds = Journal.sync, iter((1, 2))
 
     def slow(self: Journal, fd: int, what: str) -> None:
@@ -383,7 +373,6 @@ def test_a_version_is_held_while_it_is_brought_to_disk(tmp_path: Path, monkeypat
     slot = store.slots.pool(VERSION, 0)[row.slot]
     assert slot.path.read_bytes() == content(1)
     assert PULL not in slot.holds
-    store.close()
 
 
 @pytest.mark.covers("F26")
@@ -401,30 +390,21 @@ def test_the_epoch_of_a_start_survives_a_power_loss(tmp_path: Path, monkeypatch:
     assert order[:2] == ["synced=True", str(tmp_path / "s")]
 
 
-def lose(store: Store, *versions: int) -> Store:
-    """Close the store, damage these versions as a power loss would, and start again."""
-    paths = [store.slots.pool(VERSION, 0)[store.versions.get(0, version).slot].path for version in versions]
-    store.close()
-    for path in paths:
-        flip(path, 20)
-    return begin(store.directory)[0]
-
-
 @pytest.mark.covers("F41")
 def test_a_fall_back_lowers_the_durable_version(tmp_path: Path) -> None:
     store = first(tmp_path)
     for base in (0, 1):
         play_round(store, base)
     assert store.versions.write_durable() == 2
-    store = lose(store, 2)
+    store, _ = lose(store, 2)
     assert store.versions.durable() == 1
     for base, version in ((1, 3), (3, 4)):
         freeze(store, base, {10 * version: "a"})
         write_version(store, version, (10 * version,))
     assert [row.version for row in store.versions.kept()] == [1, 3, 4]
-    store = lose(store, 3, 4)
-    assert store.versions.head().version == 1
-    store.close()
+    store, _ = lose(store, 3, 4)
+    assert (store.versions.head().version, store.run_log.rounds()) == (1, ())
+    assert reopen(store)[1] == ()  # nothing more is lost
 
 
 @pytest.mark.covers("F27", "F41")
@@ -432,18 +412,98 @@ def test_a_fall_back_lowers_the_durable_version(tmp_path: Path) -> None:
 def test_the_durable_version_of_a_finished_run_goes_only_when_the_last_one_is_durable(
     tmp_path: Path, durable: bool
 ) -> None:
-    store = first(tmp_path)
-    play_round(store, 0)
+    store = first(tmp_path, 1)
     store.versions.write_durable()
     for base in (1, 2):
         play_round(store, base)
     if durable:
         store.versions.write_durable()
     store.run_log.finish()
-    store.close()
-    store = begin(tmp_path)[0]
+    store, _ = reopen(store)
     assert [row.version for row in store.versions.kept()] == ([3] if durable else [1, 2, 3])
     if not durable:
-        store = lose(store, 2, 3)
+        store, _ = lose(store, 2, 3)
         assert (store.versions.head().version, store.run_log.finished) == (1, False)
-    store.close()
+
+
+# -- differences
+
+
+def test_it_is_there_with_its_version_and_names_its_base(tmp_path: Path) -> None:
+    with first(tmp_path, 1, shapes=WITH_DELTA) as store:
+        assert store.versions.delta(0, 0) is None  # the first version has no base
+        row = store.versions.delta(0, 1)
+        assert row is not None
+        assert (row.base_version, row.base_digest) == (0, blake3(content(0)).hexdigest())
+        pin = store.versions.pin_delta(0, 1)
+        assert read(pin.fd) == delta_content(1)
+        pin.release()
+        pin.release()
+        with pytest.raises(Gone, match="Version 0 of fragment 0 has no difference"):
+            store.versions.pin_delta(0, 0)
+    assert store.slots.holds() == {}
+
+
+def test_it_goes_with_its_version_unless_it_is_being_read(tmp_path: Path) -> None:
+    """With keep_versions = 2: version 1 is dropped by version 3, once nobody reads what goes down of it."""
+    with first(tmp_path, 2, shapes=WITH_DELTA) as store:
+        store.versions.write_durable(0)
+        pin = store.versions.pin_delta(0, 1)
+        play_round(store, 2)
+        store.versions.write_durable(0)
+        play_round(store, 3)
+        store.versions.write_durable(0)
+        assert [version for version in range(5) if store.versions.delta(0, version)] == [1, 3, 4]
+        assert read(pin.fd) == delta_content(1)
+        pin.release()
+        assert store.versions.delta(0, 1) is None
+        names = [name for name in store.slots.holds() if name.startswith("delta")]
+        play_round(store, 4)
+        assert [name for name in store.slots.holds() if name.startswith("delta")] == names  # the slot is written again
+
+
+def test_a_damaged_one_is_forgotten_at_a_start_and_its_version_stays(tmp_path: Path) -> None:
+    with first(tmp_path, 2, shapes=WITH_DELTA) as store:
+        row = store.versions.delta(0, 2)
+        assert row is not None
+    flip(tmp_path / "slots" / f"delta-0-{row.slot}.bin", 9)
+    with begin(tmp_path, WITH_DELTA)[0] as store:
+        assert store.versions.head().version == 2
+        assert store.versions.delta(0, 1) is not None
+        assert store.versions.delta(0, 2) is None
+        assert f"delta-0-{row.slot}.bin" not in slot_files(tmp_path)
+        play_round(store, 2)
+        found = store.versions.delta(0, 3)
+        assert found is not None
+        assert found.base_version == 2
+
+
+def test_one_of_a_version_that_was_lost_is_gone_with_it(tmp_path: Path) -> None:
+    with first(tmp_path, 2, shapes=WITH_DELTA) as store:
+        slot = store.versions.head().slot
+    flip(tmp_path / "slots" / f"version-0-{slot}.safetensors", 30)
+    with begin(tmp_path, WITH_DELTA)[0] as store:
+        assert store.versions.head().version == 1
+        assert store.versions.delta(0, 2) is None
+        freeze(store, 1, {11: "a", 12: "b"})
+        write_version(store, 3, (11, 12))
+        found = store.versions.delta(0, 3)  # over the number that was lost
+        assert found is not None
+        assert (found.base_version, found.base_digest) == (1, blake3(content(1)).hexdigest())
+
+
+def test_its_digests_are_needed_and_the_run_keeps_its_way_down(tmp_path: Path) -> None:
+    with first(tmp_path, shapes=WITH_DELTA) as store:
+        draft = store.versions.begin(0, 1)
+        with pytest.raises(UsageError, match="Version 1 was given the wrong number of digests"):
+            store.versions.commit(
+                draft,
+                VersionDigests(
+                    digest="00" * 32,
+                    part_digests=digests(content(1), SHAPES.version),
+                    state_digests=digests(state_content(1), SHAPES.state),
+                ),
+            )
+        draft.abandon()
+    with Store(tmp_path) as store, pytest.raises(ConfigError, match="its delta files of fragment 0 have 12 bytes"):
+        store.slots.shape([SHAPES])

@@ -1,17 +1,25 @@
-"""How a model is cut into fragments."""
+"""How a model is cut into fragments, and how ranks exchange the tails of their shards."""
 
 from __future__ import annotations
 
 import itertools
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import Shard as ByRows
 
 from atoll.protocol import messages
 from atoll.tensors.fragments import Split, cut, split, split_of
+from atoll.tensors.fsdp_shards import Shard, Shards
+from atoll.tensors.layout import TILE, rows_of, tiles_of
 from atoll.tensors.module_tensors import schema_of
 from atoll.tensors.schema import PARAMS, Schema, TensorSpec
 
@@ -77,3 +85,92 @@ def test_the_dtype_does_not_matter_for_where_a_module_goes() -> None:
     assert [[spec.name for spec in part.tensors if spec.group == PARAMS] for part in single.schemas] == [
         [spec.name for spec in part.tensors if spec.group == PARAMS] for part in double.schemas
     ]
+
+
+# -- tails between ranks
+#
+# Ranks are threads here, and what they exchange goes through a table; over processes see tests/behaviour/sharded.
+
+
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16}
+SHAPES = st.one_of(
+    st.tuples(st.integers(1, 40)), st.tuples(st.integers(1, 30), st.sampled_from([1, 3, 97, 700, 4096, 5000]))
+)
+FOUND = st.lists(st.tuples(SHAPES, st.sampled_from(sorted(DTYPES)), st.booleans()), min_size=1, max_size=5)
+
+
+class Rows:
+    """What `Shards` looks at of a DTensor."""
+
+    def __init__(self, values: Tensor, spec: TensorSpec, rank: int, ranks: int) -> None:
+        start, stop = rows_of(spec, rank, ranks)
+        self.placements = (ByRows(0),)
+        self.device_mesh = SimpleNamespace(ndim=1, shape=(ranks,), mesh=torch.arange(ranks))
+        self.local = values.reshape(-1)[start:stop].clone()
+
+    def to_local(self) -> Tensor:
+        return self.local
+
+
+class Table:
+    """Where threads that are ranks leave what is for the others."""
+
+    def __init__(self, ranks: int) -> None:
+        self._barrier, self._left = threading.Barrier(ranks, timeout=30), dict[Any, Any]()
+        self.most_bytes = 0
+
+    def swap(self, rank: int, outgoing: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
+        self._left |= {(rank, to): each for to, each in enumerate(outgoing)}
+        self._barrier.wait()
+        came = [self._left[source, rank] for source in range(len(sizes))]
+        assert [each.numel() for each in came] == list(sizes)
+        self.most_bytes = max(self.most_bytes, sum(each.numel() for each in came))
+        self._barrier.wait()
+        return came
+
+    def spread(self, rank: int, values: Tensor, source: int) -> Tensor:
+        if rank == source:
+            self._left["spread"] = values.clone()
+        self._barrier.wait()
+        found: Tensor = self._left["spread"].clone()
+        self._barrier.wait()
+        return found
+
+
+@settings(max_examples=60)
+@given(FOUND, st.integers(1, 6))
+def test_tails_are_gathered_and_given_back(found: list[tuple[tuple[int, ...], str, bool]], ranks: int) -> None:
+    schema = Schema.build(TensorSpec(f"t{i}", dtype, shape) for i, (shape, dtype, _) in enumerate(found))
+    sharded = {f"t{i}": each for i, (_, _, each) in enumerate(found)}
+    before, after = (
+        {spec.name: torch.randn(spec.shape).to(DTYPES[spec.dtype]) for spec in schema.tensors} for _ in range(2)
+    )
+    table = Table(ranks)
+
+    def work(rank: int) -> None:
+        tensors = {
+            spec.name: Rows(before[spec.name], spec, rank, ranks) if sharded[spec.name] else before[spec.name].clone()
+            for spec in schema.tensors
+        }
+        shards = Shards(schema, cast(dict[str, Tensor], tensors), rank, ranks)
+        shards.gather_(lambda outgoing, sizes: table.swap(rank, outgoing, sizes))
+        for spec in schema.tensors:
+            held, (first, end) = shards[spec.name], tiles_of(spec, rank, ranks)
+            if isinstance(held, Shard):
+                assert held.tail.numel() < TILE
+                assert first == end or held.run(first, end).equal(before[spec.name].reshape(-1)[first:end])
+                if first < end:
+                    held.assign_(first, after[spec.name].reshape(-1)[first:end])
+            else:
+                held.reshape(-1)[first:end] = after[spec.name].reshape(-1)[first:end]
+        shards.scatter_(
+            lambda outgoing, sizes: table.swap(rank, outgoing, sizes),
+            lambda values, source: table.spread(rank, values, source),
+        )
+        for spec in schema.tensors:
+            start, stop = rows_of(spec, rank, ranks) if sharded[spec.name] else (0, spec.numel)
+            assert shards.locals[spec.name].reshape(-1).equal(after[spec.name].reshape(-1)[start:stop])
+
+    with ThreadPoolExecutor(ranks) as pool:
+        list(pool.map(work, range(ranks)))
+    assert table.most_bytes < TILE * sum(spec.item_bytes for spec in schema.tensors)

@@ -1,6 +1,15 @@
-"""Payloads as a skeleton and tensors, and what is refused as one."""
+"""Payloads as a skeleton and tensors, heads of safetensors files, lazy tensors, and filters of answers."""
 
+from __future__ import annotations
+
+import gc
 import json
+import os
+import tempfile
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -8,10 +17,17 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
+from safetensors.torch import save, save_file
+from torch import Tensor, nn
 
-from atoll.errors import BadRequest
+from atoll.blobs.object_file import write_object
+from atoll.blobs.payload_cut import Cut
+from atoll.errors import BadRequest, UsageError
+from atoll.filters import Filter, Outgoing
+from atoll.tensors.lazy_tensors import Handle, LazyState, release, resolve
 from atoll.tensors.payload import DEPTH, pack, unpack
+from atoll.tensors.safetensors_header import MOST_BYTES, Header, read_header
+from atoll.worker.exchange.encode_update import AnswerFilters
 
 
 def there_and_back(payload: Any) -> Any:
@@ -113,3 +129,223 @@ def test_a_damaged_skeleton_is_refused_also_where_nothing_is_built(skeleton: Any
 
 def test_nothing_is_built_at_a_server_that_only_looks() -> None:
     assert unpack({"a": {"$": "registered", "type": "nobody.knows", "as": None}}, (), build=False) == {"a": None}
+
+
+# -- heads of safetensors files from another machine
+
+
+def parsed(content: bytes) -> Header:
+    return read_header(lambda at, count: content[at : at + count], len(content), "the object of clinic-a")
+
+
+def made(table: Any, data: bytes = b"", length: int | None = None) -> bytes:
+    text = table if isinstance(table, bytes) else json.dumps(table).encode()
+    return (len(text) if length is None else length).to_bytes(8, "little") + text + data
+
+
+def entry(dtype: Any = "F32", shape: Any = (1,), offsets: Any = (0, 4)) -> dict[str, Any]:
+    return {"dtype": dtype, "shape": shape, "data_offsets": offsets}
+
+
+@pytest.mark.covers("D3")
+def test_what_safetensors_writes_is_read() -> None:
+    content = save({"a": torch.ones(2, 3), "b": torch.tensor(3), "c": torch.empty(0)}, {"k": "v"})
+    header = parsed(content)
+    assert header.metadata == {"k": "v"}
+    found = {spec.name: (spec.dtype, spec.shape, offset) for spec, offset in header.tensors}
+    # fp64 and int64 go first in safetensors: b at 0, a at 8, the empty one where it likes
+    assert found["b"] == ("I64", (), header.nbytes)
+    assert found["a"] == ("F32", (2, 3), header.nbytes + 8)
+    assert found["c"][:2] == ("F32", (0,))
+
+
+@pytest.mark.covers("D3")
+def test_a_file_without_tensors_is_one() -> None:
+    assert parsed(made({})) == Header((), {}, 10)
+
+
+BAD = {
+    "empty": (b"", "too few"),
+    "short": (b"1234567", "too few"),
+    "no head": (bytes(8), "a header of 0 bytes"),
+    "cut off": (made({"a": entry()}, length=500), "a header of 500 bytes, but has"),
+    "oversized": (made({}, length=MOST_BYTES + 1), "claims to have a header"),
+    "not JSON": (made(b"{hello}"), "not JSON"),
+    "not UTF-8": (made(b'{"\xff": 1}'), "not JSON"),
+    "too deep": (made(b"[" * 50_000), "not JSON"),
+    "a list": (made([1]), "not an object"),
+    "twice": (made(b'{"a": {}, "a": {}}'), "'a' twice"),
+    "twice within": (made(b'{"a": {"dtype": "F32", "dtype": "F32"}}'), "'dtype' twice"),
+    "no entry": (made({"a": 1}), "'a' without exactly dtype"),
+    "too much": (made({"a": entry() | {"more": 1}}, bytes(4)), "without exactly dtype"),
+    "metadata": (made({"__metadata__": {"a": 1}}), "__metadata__"),
+    "dtype": (made({"a": entry("F33")}, bytes(4)), "'F33', which Atoll does not support"),
+    "dtype is none": (made({"a": entry(None)}, bytes(4)), "None, which Atoll does not support"),
+    "negative shape": (made({"a": entry(shape=[-1])}, bytes(4)), "shape"),
+    "float shape": (made({"a": entry(shape=[1.0])}, bytes(4)), "shape"),
+    "boolean shape": (made({"a": entry(shape=[True])}, bytes(4)), "shape"),
+    "three offsets": (made({"a": entry(offsets=[0, 4, 4])}, bytes(4)), "invalid shape"),
+    "size": (made({"a": entry(offsets=[0, 5])}, bytes(5)), "needs 4 bytes"),
+    "huge": (made({"a": entry(shape=[2**40, 2**40])}, bytes(4)), "needs"),
+    "backwards": (made({"a": entry(shape=[0], offsets=[4, 4])}, bytes(4)), "a gap"),
+    "overlap": (made({"a": entry(), "b": entry()}, bytes(4)), "overlaps"),
+    "gap": (made({"a": entry(), "b": entry(offsets=[8, 12])}, bytes(12)), "a gap"),
+    "beyond the end": (made({"a": entry()}, bytes(3)), "3 bytes of data, but its header describes 4"),
+    "more than it says": (made({"a": entry()}, bytes(5)), "5 bytes of data"),
+}
+
+
+@pytest.mark.covers("D3")
+@pytest.mark.parametrize("name", BAD)
+def test_what_is_no_head_is_refused_by_name(name: str) -> None:
+    content, words = BAD[name]
+    with pytest.raises(BadRequest, match=words) as caught:
+        parsed(content)
+    assert "clinic-a" in str(caught.value)
+
+
+@pytest.mark.covers("D3")
+def test_a_head_that_is_too_long_is_not_even_read() -> None:
+    asked: list[int] = []
+
+    def read(at: int, count: int) -> bytes:
+        asked.append(count)
+        return made({}, length=2**62)[at : at + count]
+
+    with pytest.raises(BadRequest):
+        read_header(read, 2**63, "it")
+    assert asked == [8]
+
+
+@pytest.mark.covers("D3")
+@given(st.binary(max_size=200), st.integers(0, 300))
+def test_no_bytes_raise_anything_else(data: bytes, at: int) -> None:
+    good = made({"a": entry(), "b": entry("I64", [2], [4, 20])}, bytes(20))
+    for content in (data, good[:at] + data + good[at + len(data) :], good[:at]):
+        try:
+            header = parsed(content)
+        except BadRequest:
+            continue
+        assert header.nbytes + sum(spec.nbytes for spec, _ in header.tensors) == len(content)
+
+
+# -- lazy tensors
+
+
+TENSORS = {"w": torch.arange(6.0).reshape(2, 3), "b": torch.tensor([1, 2], dtype=torch.int16), "e": torch.empty(0, 2)}
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    save_file(TENSORS, tmp_path / "state.safetensors")
+    return tmp_path / "state.safetensors"
+
+
+def open_files(path: Path) -> int:
+    """Descriptors of this process that name the file, even when it is unlinked."""
+    names = (os.path.realpath(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd"))
+    return sum(name.removesuffix(" (deleted)") == str(path) for name in names)
+
+
+@pytest.mark.covers("D6")
+def test_the_last_of_them_takes_the_file_along(path: Path) -> None:
+    state = LazyState.open(path, remove=True)
+    one, two = state.ref("w"), state.ref("b")
+    del state
+    gc.collect()
+    assert torch.equal(one.resolve(), TENSORS["w"])
+    del one
+    assert path.exists()
+    assert open_files(path) == 1
+    del two
+    assert not path.exists()
+    assert open_files(path) == 0
+
+
+@pytest.mark.covers("D6")
+def test_an_explicit_release_may_be_repeated_and_leaves_what_is_not_lazy(path: Path) -> None:
+    state = LazyState.open(path, remove=True)
+    tree = {"a": [state.ref("w"), torch.ones(1), 3], "b": (state, None)}
+    release(tree)
+    release(tree)
+    assert not path.exists()
+    assert open_files(path) == 0
+    for use in (state.ref("w").resolve, lambda: state["b"], lambda: resolve(tree)):
+        with pytest.raises(UsageError, match="released"):
+            use()
+    release({"nothing": [1, "x"]})
+
+
+@pytest.mark.covers("D6")
+def test_a_release_waits_for_readers() -> None:
+    entered, go_on, given_back = threading.Event(), threading.Event(), threading.Event()
+
+    def read(_: int, memory: memoryview) -> None:
+        entered.set()
+        assert go_on.wait(10)
+        assert not given_back.is_set()
+        memory[:] = b"x" * len(memory)
+
+    handle, memory = Handle(read, given_back.set), bytearray(3)
+    reader = threading.Thread(target=handle.read, args=(0, memoryview(memory)))
+    reader.start()
+    assert entered.wait(10)
+    handle.release()
+    assert not given_back.is_set()
+    go_on.set()
+    reader.join()
+    assert given_back.is_set()
+    assert memory == b"xxx"
+
+
+def test_encoded_tensors_are_decoded_when_they_are_loaded(path: Path) -> None:
+    """Three bf16 values that stand for fp32: 1.5, −2, 0."""
+    from atoll.codecs import Bf16Codec
+    from atoll.tensors.layout import Segment
+    from atoll.tensors.schema import TensorSpec
+
+    raw = torch.tensor([1.5, -2.0, 0.0], dtype=torch.bfloat16).view(torch.uint8).numpy().tobytes()
+
+    def read(offset: int, memory: memoryview) -> None:
+        memory[:] = raw[offset : offset + len(memory)]
+
+    segment = Segment(TensorSpec("w", "F32", (3, 1)), "bf16", 0, 6)
+    handle = Handle(read, lambda: None)
+    state = LazyState(handle, {"w": segment}, lambda s, t, seg: Bf16Codec().decode_(s, t, seg.spec.dtype), {"v": "w"})
+    assert state["w"].tolist() == [[1.5], [-2.0], [0.0]]
+    assert list(state) == ["w", "v"]
+    assert torch.equal(state["v"], state["w"])
+    assert [run.tolist() for run in state.ref("w").runs(8)] == [[1.5, -2.0], [0.0]]
+
+
+def test_a_file_that_is_none_leaves_no_descriptor(tmp_path: Path) -> None:
+    path = tmp_path / "x"
+    path.write_bytes(b"no safetensors here")
+    with pytest.raises(BadRequest, match=r"x claims to have a header"):
+        LazyState.open(path)
+    assert open_files(path) == 0
+
+
+@pytest.mark.covers("T8")
+def test_two_answers_of_one_site_do_not_meet_in_its_filter() -> None:
+    """Each is divided by its own first value."""
+    meeting = threading.Barrier(2)
+
+    class ByTheFirst(Filter):
+        def begin(self, update: Outgoing) -> None:
+            self.by = update.changes("w", 0, 1).item()
+            with suppress(threading.BrokenBarrierError):  # the other does not come, as it should be
+                meeting.wait(0.5)
+
+        def apply(self, name: str, start: int, values: Tensor) -> Tensor:
+            return values.div_(self.by)
+
+    at_site = AnswerFilters([ByTheFirst()], "a")
+
+    def taken(value: float) -> list[float]:
+        with at_site.behind(pack({"w": torch.full((3,), value)}), "train") as mine, tempfile.TemporaryFile() as file:
+            head_bytes = write_object(mine, file.fileno(), Cut(2**20)).cuts.head_bytes
+            return np.frombuffer(os.pread(file.fileno(), 12, head_bytes), np.float32).tolist()
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(taken, [2.0, 4.0])) == [[1.0] * 3] * 2

@@ -1,30 +1,37 @@
-"""A worker's exchange with a real server, taken apart: its notes, leases, residuals and parts."""
+"""A worker's exchange with a real server, taken apart: notes, leases, residuals, parts and heartbeats."""
 
 from __future__ import annotations
 
 import contextlib
+import socket
 import threading
+import time
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from kit.by_hand import formed, note_of, push
+from harness.processes import wait_until
+from harness.proxy import BEFORE_HEADER, Fault, Proxy
+from kit.by_hand import formed, note_of, push, put_part
 from kit.servers import plain_server
 from kit.sites import together
 from torch import Tensor, nn
 
 import atoll
-from atoll.errors import LeaseLost, StoreError, VersionSkew
+from atoll.errors import Conflict, LeaseLost, StoreError, VersionSkew
 from atoll.protocol import messages, routes
-from atoll.protocol.messages import Ticket
-from atoll.protocol.values import UpdateInfo
+from atoll.protocol.values import Accepted, UpdateInfo
 from atoll.tensors.module_tensors import named_tensors
 from atoll.transport.http_client import Http
 from atoll.worker.exchange import base_and_outbox
-from atoll.worker.exchange.base_and_outbox import BaseNote, ScratchFile
+from atoll.worker.exchange.base_and_outbox import BaseNote, OutboxNote, ScratchFile
 from atoll.worker.exchange.participation import Participation, take_part
-from atoll.worker.session.session import split_of
+from atoll.worker.exchange.upload_update import MAX_CONFLICTS, resend_note
+from atoll.worker.session import session as session_module
+from atoll.worker.session.session import Session, split_of
 
 
 @pytest.fixture
@@ -34,19 +41,27 @@ def server(tmp_path: Path) -> Iterator[atoll.Server]:
         yield server
 
 
-def pulled(server: atoll.Server, folder: Path) -> tuple[Participation, Ticket, dict[str, Tensor]]:
-    place = take_part(server.url, "a", folder=folder)
+@contextlib.contextmanager
+def taking_part(server: atoll.Server, folder: Path) -> Iterator[Participation]:
+    """Site a, which leaves at the end of the block."""
+    place = take_part(server.url, "a", folder=folder / "w")
+    yield place
+    place.leave()
+
+
+@pytest.fixture
+def place(server: atoll.Server, tmp_path: Path) -> Iterator[Participation]:
+    with taking_part(server, tmp_path) as place:
+        yield place
+
+
+@pytest.mark.covers("L25")
+def test_a_base_that_was_advanced_is_not_taken_for_the_version_it_was(place: Participation) -> None:
+    """Guards against `advance_base` without `begin_local`: a pull of version 0 found base − update under its digest."""
     ticket = place.exchange.ask().ticket
     assert ticket is not None
     tensors = named_tensors(nn.Linear(8, 4))[0]
     place.exchange.pull(ticket.base, tensors)
-    return place, ticket, tensors
-
-
-@pytest.mark.covers("L25")
-def test_a_base_that_was_advanced_is_not_taken_for_the_version_it_was(server: atoll.Server, tmp_path: Path) -> None:
-    """Guards against `advance_base` without `begin_local`: a pull of version 0 found base − update under its digest."""
-    place, ticket, tensors = pulled(server, tmp_path / "w")
     before = {name: tensor.clone() for name, tensor in tensors.items()}
     for tensor in tensors.values():
         tensor += 1.0
@@ -54,26 +69,22 @@ def test_a_base_that_was_advanced_is_not_taken_for_the_version_it_was(server: at
     place.exchange.advance_base()
     place.exchange.pull(ticket.base, tensors)
     assert all(torch.equal(tensors[name], before[name]) for name in before)
-    place.leave()
 
 
 @pytest.mark.covers("L10")
-def test_a_lost_lease_is_taken_anew_once_however_many_notice(server: atoll.Server, tmp_path: Path) -> None:
+def test_a_lost_lease_is_taken_anew_once_however_many_notice(place: Participation) -> None:
     """Guards against `rejoin` without the comparison: heartbeat and transfers would void each
     other's lease for ever."""
-    place = take_part(server.url, "a", folder=tmp_path / "w")
     lost = place.session.http.lease
     for _ in range(3):
         place.session.rejoin(lost)
     assert place.session.reconnections == 1
     assert int(place.session.http.lease.split(":")[1]) == int(lost.split(":")[1]) + 1
-    place.leave()
 
 
 @pytest.mark.covers("L10", "F19")
-def test_a_late_request_under_its_own_old_lease_ends_no_worker(server: atoll.Server, tmp_path: Path) -> None:
+def test_a_late_request_under_its_own_old_lease_ends_no_worker(server: atoll.Server, place: Participation) -> None:
     """Guards against taking it for that of a process that another one has replaced: that would end this one."""
-    place = take_part(server.url, "a", folder=tmp_path / "w")
     late = Http(server.url)
     late.lease = place.session.http.lease
     place.session.rejoin(late.lease)
@@ -81,15 +92,13 @@ def test_a_late_request_under_its_own_old_lease_ends_no_worker(server: atoll.Ser
         late.post(routes.HEARTBEAT, messages.Heartbeat(), messages.HeartbeatReply)
     late.close()
     place.session.http.post(routes.HEARTBEAT, messages.Heartbeat(), messages.HeartbeatReply)
-    place.leave()
 
 
 @pytest.mark.covers("L10")
 def test_two_threads_that_find_the_lease_lost_at_once_join_once(
-    server: atoll.Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    place: Participation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Guards against `rejoin` without its lock: the second would see the old lease while the first still joins."""
-    place = take_part(server.url, "a", folder=tmp_path / "w")
     lost, join = place.session.http.lease, place.session._join
     both = threading.Barrier(2)
 
@@ -101,19 +110,16 @@ def test_two_threads_that_find_the_lease_lost_at_once_join_once(
     monkeypatch.setattr(place.session, "_join", slow_join)
     together(*2 * [lambda: place.session.rejoin(lost)])
     assert place.session.reconnections == 1
-    place.leave()
 
 
 @pytest.mark.covers("F3", "L10")
-def test_a_part_of_other_bytes_at_the_server_is_not_taken_for_ours(server: atoll.Server, tmp_path: Path) -> None:
+def test_a_part_of_other_bytes_at_the_server_is_not_taken_for_ours(place: Participation) -> None:
     """What an attempt before sent under the same ticket, and what has been formed anew since."""
-    place = take_part(server.url, "a", folder=tmp_path / "w")
     ticket = formed(place)
     push(place)
     digests = [bytes.fromhex(text) for text in note_of(place).part_digests]
     assert place.session.parts_at_server(ticket.id, dict(enumerate(digests))) == {0}
     assert place.session.parts_at_server(ticket.id, {0: bytes(32)}) == set()
-    place.leave()
 
 
 @pytest.mark.covers("F3")
@@ -166,8 +172,7 @@ def test_a_base_that_was_advanced_has_it_in_the_local_progress(tmp_path: Path, s
 
     Whether it had heard that the update counted before it lost the server, or not.
     """
-    with feeding_back(tmp_path) as server:
-        place = take_part(server.url, "a", folder=tmp_path / "w")
+    with feeding_back(tmp_path) as server, taking_part(server, tmp_path) as place:
         reply = place.exchange.ask_and_resend()
         assert reply.ticket is not None
         weights = {"w": torch.zeros(2)}
@@ -187,7 +192,6 @@ def test_a_base_that_was_advanced_has_it_in_the_local_progress(tmp_path: Path, s
         place.exchange.local.state.settle()  # it is not in
         left = place.exchange.local.residuals._files[1 - place.exchange.local.residuals.note.current]
         assert left.values(place.exchange.local.residuals._segments["w"], 0, 2).tolist() == [0.0, pytest.approx(0.4)]
-        place.leave()
 
 
 def test_settles_an_earlier_update_before_it_forms_the_next(tmp_path: Path) -> None:
@@ -196,8 +200,7 @@ def test_settles_an_earlier_update_before_it_forms_the_next(tmp_path: Path) -> N
     def move_(tensors: dict[str, Tensor]) -> None:
         tensors["w"] -= torch.tensor([127.0, 0.4])
 
-    with feeding_back(tmp_path) as server:
-        place = take_part(server.url, "a", folder=tmp_path / "w")
+    with feeding_back(tmp_path) as server, taking_part(server, tmp_path) as place:
         for _ in range(2):
             formed(place, move_)
             place.exchange.deliver()
@@ -206,14 +209,12 @@ def test_settles_an_earlier_update_before_it_forms_the_next(tmp_path: Path) -> N
         assert ticket is not None
         place.exchange.pull(ticket.base, weights)
         assert weights["w"].tolist() == [-254.0, -1.0]
-        place.leave()
 
 
 @pytest.mark.covers("F30")
 def test_a_layout_or_schema_that_is_not_the_servers_is_refused_before_a_byte_moves(tmp_path: Path) -> None:
     """Guards against `form` without the comparison of layouts; `_fetch_schema` without that of schemas."""
-    with plain_server(tmp_path, nn.Linear(2, 1), rounds=0) as server:
-        place = take_part(server.url, "a", folder=tmp_path / "w")
+    with plain_server(tmp_path, nn.Linear(2, 1), rounds=0) as server, taking_part(server, tmp_path) as place:
         ticket = place.exchange.ask().ticket
         assert ticket is not None
         tensors = named_tensors(nn.Linear(2, 1))[0]
@@ -223,4 +224,165 @@ def test_a_layout_or_schema_that_is_not_the_servers_is_refused_before_a_byte_mov
         info = place.session.info.model_copy(update={"schema_digest": "0" * 64})
         with pytest.raises(VersionSkew, match="does not match the digest"):
             split_of(place.session.channel.schema(), info)
+
+
+# -- an attempt at a part that arrives after its repetition was recorded
+#
+# The last sender of a part has it, so the server forgets what was recorded. The worker then sends that part once more.
+
+
+@pytest.fixture
+def large_place(tmp_path: Path) -> Iterator[Participation]:
+    """Its update has two parts."""
+    with plain_server(tmp_path, nn.Linear(300, 100), sites=1, part_bytes=2**16) as server:
+        with taking_part(server, tmp_path) as place:
+            yield place
+
+
+class Late:
+    """Half of part 1, which arrives just before each of the first `times` words that the update is complete."""
+
+    def __init__(self, place: Participation, ticket: int, times: int) -> None:
+        self.completions = 0
+        self._place, self._ticket, self._times = place, ticket, times
+        self._sockets: list[socket.socket] = []
+        self._post = place.session.http.post
+        place.session.http.post = self._posted  # type: ignore[method-assign]
+
+    def _posted(self, path: str, *args: Any, **more: Any) -> Any:
+        if path == routes.COMPLETE.format(ticket=self._ticket):
+            self.completions += 1
+            if self.completions <= self._times:
+                self._arrive()
+        return self._post(path, *args, **more)
+
+    def _arrive(self) -> None:
+        http, part = self._place.session.http, self._place.exchange.outbox.layout.parts[1]
+        late = put_part(http.port, http.lease, self._ticket, 1, part.nbytes + 32, bytes(part.nbytes // 2))
+        self._sockets.append(late)
+        path = routes.TICKET.format(ticket=self._ticket)
+        wait_until(lambda: 1 not in http.get(path, messages.TicketState).parts, "the loss of part 1")
+
+    def close(self) -> None:
+        for late in self._sockets:
+            late.close()
+
+
+@pytest.mark.covers("F14")
+@pytest.mark.parametrize("times", [1, MAX_CONFLICTS])
+def test_a_part_that_a_late_attempt_undid_is_sent_again_alone(large_place: Participation, times: int) -> None:
+    late = Late(large_place, formed(large_place).id, times)
+    assert isinstance(large_place.exchange.deliver(), Accepted)
+    assert late.completions == times + 1
+    layout = large_place.exchange.outbox.layout
+    assert large_place.session.counters.bytes_up == layout.nbytes + times * layout.parts[1].nbytes
+    late.close()
+
+
+def test_a_conflict_that_lasts_is_raised(large_place: Participation) -> None:
+    late = Late(large_place, formed(large_place).id, MAX_CONFLICTS + 1)
+    with pytest.raises(Conflict, match="lacks 1 of 2 parts"):
+        large_place.exchange.deliver()
+    assert late.completions == MAX_CONFLICTS + 1
+    late.close()
+
+
+# -- updates that are sent again
+
+
+A, B, LAYOUT = "a" * 64, "b" * 64, "c" * 64
+LOST = messages.Outcome(ticket=8, state="expired", base_version=3)
+
+
+def note(*, sent: bool = True) -> OutboxNote:
+    """An update from version 3 with the bits A, under ticket 8."""
+    return OutboxNote(
+        run="r", ticket=8, fragment=0, base_version=3, base_digest=A, layout_digest=LAYOUT, digest=B,
+        part_digests=[], weight=1.0, steps=2, sent=sent,
+    )  # fmt: skip
+
+
+def ticket_from(version: int, digest: str) -> messages.Ticket:
+    return messages.Ticket(id=9, fragment=0, round=4, base_version=version, base_digest=digest, layout_digest=LAYOUT)
+
+
+def info(mode: str) -> messages.RunInfo:
+    return messages.RunInfo.model_construct(run="r", mode=mode)
+
+
+@pytest.mark.covers("F41")
+@pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.parametrize(
+    ("version", "bits", "fate", "base"),
+    [
+        pytest.param(3, A, "expired", 3, id="the same version: it is for this round"),
+        pytest.param(5, A, "expired", 3, id="its version under another number: the server fell back"),
+        pytest.param(5, A, "counted", None, id="it counts, and left the bits as they were"),
+        pytest.param(5, B, "counted", None, id="it counts"),
+    ],
+)
+def test_only_what_the_server_has_forgotten(mode: str, version: int, bits: str, fate: str, base: int | None) -> None:
+    ticket = ticket_from(version, bits)
+    again = resend_note(note(), ticket, LOST, info(mode), lambda _: LOST.model_copy(update={"state": fate}))
+    assert (again and (again.ticket, again.base_version, again.sent)) == (base and (9, base, False))
+
+
+@pytest.mark.covers("F41")
+@pytest.mark.parametrize(("mode", "sent"), [("async", True), ("async", False), ("sync", True)])
+def test_an_asynchronous_run_takes_a_forgotten_update_against_its_head(mode: str, sent: bool) -> None:
+    """Where the server had acknowledged it; one that never came is part of what is local."""
+    ticket = ticket_from(2, B)
+    again = resend_note(note(sent=sent), ticket, LOST, info(mode), lambda _: LOST)
+    assert (again and again.base_version) == (2 if mode == "async" and sent else None)
+
+
+# -- heartbeats, and a server that stands still
+
+
+@pytest.fixture
+def quiet_server(tmp_path: Path) -> Iterator[atoll.Server]:
+    """Its heartbeat interval is far longer than a test."""
+    with plain_server(
+        tmp_path, nn.Linear(8, 4), **{"network.heartbeat_interval_s": 600.0, "network.heartbeat_timeout_s": 0}
+    ) as server:
+        yield server
+
+
+def test_however_often_the_state_changes_heartbeats_keep_their_distance(
+    quiet_server: atoll.Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session_module, "HEARTBEAT_GAP_S", 0.1)
+    sent: list[float] = []
+    send = Session._send_heartbeat
+
+    def counted(self: Session, *more: float) -> None:
+        if self.http.server == quiet_server.url:  # a place of an earlier test may still be ending
+            sent.append(time.monotonic())
+        send(self, *more)
+
+    monkeypatch.setattr(Session, "_send_heartbeat", counted)
+    place = take_part(quiet_server.url, "a", folder=tmp_path / "w")
+
+    def changed() -> bool:
+        place.session.tell(state=f"state {time.monotonic()}")
+        return len(sent) >= 5
+
+    wait_until(changed, "five heartbeats")
+    assert min(later - earlier for earlier, later in pairwise(sent[:5])) > 0.09
+    place.leave()
+
+
+@pytest.mark.covers("L13")
+def test_a_server_that_stands_still_is_left_soon(
+    quiet_server: atoll.Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards against a goodbye of half a minute or more after Ctrl-C; the server learns of it by the silence."""
+    monkeypatch.setattr(session_module, "GOODBYE_S", 0.2)
+    with Proxy(int(quiet_server.url.rpartition(":")[2])) as proxy:
+        place = take_part(proxy.url, "a", folder=tmp_path / "w")
+        wait_until(lambda: proxy.count("POST .*heartbeat"), "a heartbeat")
+        proxy.faults += [Fault("POST .*heartbeat", "up", BEFORE_HEADER, "stall") for _ in range(2)]
+        proxy.faults.append(Fault("POST .*leave", "up", BEFORE_HEADER, "stall"))
+        begin = time.monotonic()
         place.leave()
+        assert time.monotonic() - begin < 10.0

@@ -1,4 +1,4 @@
-"""Base and outbox: what is formed, what a restart finds, and what a missed round leaves of local progress."""
+"""Base and outbox: what is formed, merged and rebased, what a restart finds, and what encoding loses."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from atoll.codecs import Bf16Codec, Codec, NoneCodec, build_codecs
+from atoll.codecs import Bf16Codec, Codec, Int8Codec, NoneCodec, build_codecs
 from atoll.codecs.encoded_layout import encoded_layout
 from atoll.errors import StateLocked
-from atoll.tensors.byte_runs import RunTable
+from atoll.tensors.byte_runs import Run, RunTable
 from atoll.tensors.chunks import CHUNK_ELEMENTS, bytes_of, run_of
 from atoll.tensors.dtypes import accumulate_dtype
-from atoll.tensors.layout import Layout, update_layout, version_header, version_layout
-from atoll.tensors.module_tensors import schema_of
-from atoll.worker.exchange.apply_version import advance_base_, load_, rebase_
+from atoll.tensors.layout import Layout, Piece, Segment, update_layout, version_header, version_layout
+from atoll.tensors.module_tensors import Told, schema_of
+from atoll.tensors.schema import Schema, TensorSpec
+from atoll.worker.exchange.apply_version import advance_base_, load_, merge_, rebase_
 from atoll.worker.exchange.base_and_outbox import BaseFile, BaseNote, Outbox, OutboxNote, locked
-from atoll.worker.exchange.encode_update import Formed, UpdateFormer
+from atoll.worker.exchange.encode_update import Formed, Losses, UpdateFormer
 from atoll.worker.exchange.local_state import Owner, Residuals
 
 CODECS: dict[str, Codec] = {"none": NoneCodec(), "bf16": Bf16Codec()}
@@ -35,8 +36,7 @@ def base_with(folder: Path, tensors: dict[str, Tensor], version: int = 0, name: 
     stream = version_header(schema) + b"".join(
         bytes(bytes_of(run_of(tensors[spec.name], 0, spec.numel))) for spec in schema.tensors
     )
-    digests = [base.digest(part).hex() for part in layout.parts]
-    base.begin(BaseNote("run", 0, version, f"{version:064x}", digests, complete=False))
+    base.begin(BaseNote("run", 0, version, f"{version:064x}", digests_of(base), complete=False))
     base.write(0, memoryview(stream))
     base.finish()
     return base
@@ -55,27 +55,45 @@ def raw_layout(tensors: dict[str, Tensor], codec: str = "none") -> Layout:
     return update_layout(schema_of(tensors).tensors, encoding)  # type: ignore[arg-type]
 
 
-def read(outbox: Outbox, layout: Layout, name: str, dtype: torch.dtype) -> Tensor:
-    segment = layout.by_name[name]
+def formed_in(folder: Path, start: dict[str, Tensor], local: dict[str, Tensor]) -> tuple[Outbox, Formed]:
+    """The outbox with the update that leads from `start` to `local`."""
+    outbox = Outbox(folder, raw_layout(start))
+    return outbox, form_update(outbox, base_with(folder, start), local)
+
+
+def read(outbox: Outbox, name: str, dtype: torch.dtype) -> Tensor:
+    segment = outbox.layout.by_name[name]
     scratch = bytearray(segment.nbytes)
     outbox.read_into(segment.offset, memoryview(scratch))
     return torch.frombuffer(scratch, dtype=dtype)
 
 
+def whole(outbox: Outbox) -> bytearray:
+    content = bytearray(outbox.layout.nbytes)
+    outbox.read_into(0, memoryview(content))
+    return content
+
+
+def digests_of(base: BaseFile) -> list[str]:
+    return [base.digest(part).hex() for part in base.layout.parts]
+
+
+def is_described_by(outbox: Outbox, formed: Formed) -> bool:
+    """Whether the digests are those of the parts of the outbox, and of the whole."""
+    parts = [outbox.digest(part) for part in outbox.layout.parts]
+    return (formed.part_digests, formed.digest) == (parts, outbox.layout.blob_id(parts))
+
+
 def test_params_travel_as_base_minus_local_and_buffers_as_they_are(tmp_path: Path) -> None:
     start = {"w": torch.tensor([1.0, 2.0, 3.0]), "a.running_mean": torch.tensor([5.0]), "n": torch.tensor(7)}
-    base = base_with(tmp_path, start)
     local = {"w": torch.tensor([0.5, 2.0, 4.0]), "a.running_mean": torch.tensor([6.0]), "n": torch.tensor(9)}
-    layout = raw_layout(start)
-    outbox = Outbox(tmp_path, layout)
-    formed = form_update(outbox, base, local)
+    outbox, formed = formed_in(tmp_path, start, local)
     # base − local = [1 − ½, 2 − 2, 3 − 4]
-    assert read(outbox, layout, "w", torch.float32).tolist() == [0.5, 0.0, -1.0]
+    assert read(outbox, "w", torch.float32).tolist() == [0.5, 0.0, -1.0]
     assert not formed.is_zero
-    assert read(outbox, layout, "a.running_mean", torch.float32).tolist() == [6.0]
-    assert read(outbox, layout, "n", torch.int64).tolist() == [9]
-    assert formed.part_digests == [outbox.digest(part) for part in layout.parts]
-    assert formed.digest == layout.blob_id(formed.part_digests)
+    assert read(outbox, "a.running_mean", torch.float32).tolist() == [6.0]
+    assert read(outbox, "n", torch.int64).tolist() == [9]
+    assert is_described_by(outbox, formed)
 
 
 def test_bytes_between_segments_are_zero_whatever_was_there(tmp_path: Path) -> None:
@@ -85,8 +103,7 @@ def test_bytes_between_segments_are_zero_whatever_was_there(tmp_path: Path) -> N
     outbox = Outbox(tmp_path, layout)
     outbox.write(0, memoryview(b"\xff" * layout.nbytes))
     form_update(outbox, base, {"a": torch.zeros(3), "b": torch.zeros(3)})
-    content = bytearray(layout.nbytes)
-    outbox.read_into(0, memoryview(content))
+    content = whole(outbox)
     assert content[12:64] == bytes(52)
     assert content[76:128] == bytes(52)
 
@@ -107,7 +124,7 @@ def test_runs_of_every_dtype_follow_each_other_in_one_buffer(tmp_path: Path) -> 
         layout = raw_layout(start, codec)
         outbox = Outbox(tmp_path, layout)
         formed = form_update(outbox, base, local)
-        assert formed.part_digests == [outbox.digest(part) for part in layout.parts]
+        assert is_described_by(outbox, formed)
         for name, tensor in start.items():
             if not tensor.is_floating_point():
                 continue
@@ -115,7 +132,7 @@ def test_runs_of_every_dtype_follow_each_other_in_one_buffer(tmp_path: Path) -> 
             # the difference is taken in at least fp32, then written in the dtype that travels
             wide = torch.promote_types(tensor.dtype, torch.float32)
             expected = (tensor.to(wide) - local[name].to(wide)).to(dtype)
-            assert torch.equal(read(outbox, layout, name, dtype), expected), (codec, name)
+            assert torch.equal(read(outbox, name, dtype), expected), (codec, name)
         outbox.close()
 
 
@@ -155,11 +172,9 @@ def test_many_small_neighbours_are_formed_as_each_alone(tmp_path: Path, codec: s
             codecs[codec].encode_(delta, target, segment.spec.dtype)
         outbox.write(0, memoryview(b"\xff" * layout.nbytes))
         formed = form_update(outbox, base, local, codecs)
-        content = bytearray(layout.nbytes)
-        outbox.read_into(0, memoryview(content))
-        assert content == bytes(bytes_of(expected))
+        assert whole(outbox) == bytes(bytes_of(expected))
         assert not formed.is_zero
-        assert formed.part_digests == [outbox.digest(part) for part in layout.parts]
+        assert is_described_by(outbox, formed)
 
 
 @pytest.mark.covers("L14")
@@ -246,14 +261,11 @@ def test_an_update_larger_than_the_buffer_and_a_part_is_formed_whole(tmp_path: P
     torch.manual_seed(0)
     start = {"big": torch.randn(5_000_000), "strided": torch.randn(700, 300).t()}
     local = {"big": start["big"] + 1.0, "strided": (start["strided"] * 2.0)}
-    base = base_with(tmp_path, start)
-    layout = raw_layout(start)
-    assert len(layout.parts) == 2  # 20 MB + 0.84 MB in parts of 16 MiB
-    outbox = Outbox(tmp_path, layout)
-    form_update(outbox, base, local)
-    assert torch.equal(read(outbox, layout, "big", torch.float32), start["big"] - local["big"])
+    outbox, _ = formed_in(tmp_path, start, local)
+    assert len(outbox.layout.parts) == 2  # 20 MB + 0.84 MB in parts of 16 MiB
+    assert torch.equal(read(outbox, "big", torch.float32), start["big"] - local["big"])
     expected = (start["strided"] - local["strided"]).contiguous().reshape(-1)
-    assert torch.equal(read(outbox, layout, "strided", torch.float32), expected)
+    assert torch.equal(read(outbox, "strided", torch.float32), expected)
 
 
 def test_rebase_carries_local_steps_over_to_the_new_head(tmp_path: Path) -> None:
@@ -299,13 +311,11 @@ def test_what_was_submitted_is_local_progress_only_once(tmp_path: Path) -> None:
 def test_a_pull_that_broke_off_resumes_at_the_part(tmp_path: Path) -> None:
     tensors = {"w": torch.arange(9_000_000, dtype=torch.float32)}  # 36 MB: three parts
     base = base_with(tmp_path, tensors)
-    layout = base.layout
-    digests = [base.digest(part).hex() for part in layout.parts]
-    note = BaseNote("run", 0, 5, "f" * 64, digests, complete=False)
+    note = BaseNote("run", 0, 5, "f" * 64, digests_of(base), complete=False)
     assert [part.index for part in base.begin(note)] == [0, 1, 2]  # another version: nothing is kept
-    base.write(layout.parts[1].start, memoryview(b"\0" * 100))  # what the interrupted pull had not yet written
+    base.write(base.layout.parts[1].start, memoryview(b"\0" * 100))  # what the interrupted pull had not yet written
     base.close()
-    again = BaseFile(tmp_path, layout)
+    again = BaseFile(tmp_path, base.layout)
     assert [part.index for part in again.begin(note)] == [1]
 
 
@@ -313,8 +323,7 @@ def test_a_pull_that_broke_off_resumes_at_the_part(tmp_path: Path) -> None:
 def test_a_version_is_not_held_while_it_is_pulled(tmp_path: Path) -> None:
     base = base_with(tmp_path, {"w": torch.arange(8.0)}, version=1)
     assert base.holds("run", f"{1:064x}")
-    digests = [base.digest(part).hex() for part in base.layout.parts]
-    base.begin(BaseNote("run", 0, 2, f"{2:064x}", digests, complete=False))
+    base.begin(BaseNote("run", 0, 2, f"{2:064x}", digests_of(base), complete=False))
     assert not base.holds("run", f"{1:064x}")
     assert not base.holds("run", f"{2:064x}")
     base.finish()
@@ -327,7 +336,7 @@ def test_of_some_parts_only_the_wrong_ones_are_found(tmp_path: Path) -> None:
     """Digests are always of all parts: of two parts looked at, the right one is not taken for wrong."""
     base = base_with(tmp_path, {"w": torch.arange(9_000_000, dtype=torch.float32)})  # three parts
     first, second, third = base.layout.parts
-    digests = [base.digest(part).hex() for part in base.layout.parts]
+    digests = digests_of(base)
     base.write(second.start, memoryview(b"\xff" * 100))
     assert base.differing(digests) == [second]
     assert base.differing(digests, [second, third]) == [second]
@@ -338,16 +347,15 @@ def test_of_some_parts_only_the_wrong_ones_are_found(tmp_path: Path) -> None:
 @pytest.mark.covers("F3")
 def test_a_sealed_outbox_survives_the_process_and_an_unsealed_one_does_not(tmp_path: Path) -> None:
     start = {"w": torch.ones(4)}
-    layout = raw_layout(start)
-    outbox = Outbox(tmp_path, layout)
-    formed = form_update(outbox, base_with(tmp_path, start), {"w": torch.zeros(4)})
+    outbox, formed = formed_in(tmp_path, start, {"w": torch.zeros(4)})
+    layout = outbox.layout
     assert Outbox(tmp_path, layout).note is None
     digests = [digest.hex() for digest in formed.part_digests]
     note = OutboxNote("run", 3, 0, 0, "b" * 64, layout.digest, formed.digest, digests, 2.0, 10, {"loss": 1.5})
     outbox.seal(note)
     again = Outbox(tmp_path, layout)
     assert again.note == note
-    assert [again.digest(part) for part in layout.parts] == formed.part_digests
+    assert is_described_by(again, formed)
     again.clear()
     assert Outbox(tmp_path, layout).note is None
 
@@ -396,7 +404,7 @@ def test_odd_tensors_are_encoded_as_if_each_were_alone(
         delta = (start[spec.name].to(wide) - local[spec.name].to(wide)).reshape(-1)
         encoded = torch.zeros(codecs[codec].encoded_bytes(spec.numel, spec.dtype), dtype=torch.uint8)
         codecs[codec].encode_(delta, encoded, spec.dtype)
-        assert torch.equal(read(outbox, layout, spec.name, torch.uint8) if spec.numel else encoded, encoded)
+        assert torch.equal(read(outbox, spec.name, torch.uint8) if spec.numel else encoded, encoded)
         if residuals is not None:
             decoded = torch.empty_like(delta)
             codecs[codec].decode_(encoded, decoded, spec.dtype)
@@ -404,3 +412,81 @@ def test_odd_tensors_are_encoded_as_if_each_were_alone(
             assert torch.equal(lost, delta - decoded)
     if residuals is not None:
         residuals.close()
+
+
+# -- w ← (1−α)·b + α·w
+
+
+def tensors(seed: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        "double": torch.randn(7, dtype=torch.float64, generator=generator),
+        "single": torch.randn(300, 1000, generator=generator),  # more than one chunk
+        "turned": torch.randn(6, 5, generator=generator).t(),
+        "bf16": torch.randn(9, generator=generator).bfloat16(),
+        "mean": torch.randn(4, generator=generator),
+        "count": torch.randint(100, (3,), generator=generator),
+    }
+
+
+def version_of(values: dict[str, Tensor], folder: Path) -> BaseFile:
+    layout = version_layout(schema_of(Told(values, {"mean": True, "count": True})))
+    file = BaseFile(folder, layout)
+    for segment in layout.segments:
+        file.write(segment.offset, bytes_of(values[segment.spec.name].contiguous()))
+    return file
+
+
+@pytest.mark.covers("L7")
+@pytest.mark.parametrize("alpha", [0.0, 0.25, 1.0])
+def test_every_element_is_mixed_in_the_dtype_of_accumulation(tmp_path: Path, alpha: float) -> None:
+    held, local = tensors(1), tensors(2)
+    before = {name: value.clone() for name, value in local.items()}
+    merge_(local, version_of(held, tmp_path), alpha)
+    for name, value in local.items():
+        assert value.stride() == before[name].stride()
+        if alpha in (0, 1) or not value.is_floating_point():
+            assert torch.equal(value, before[name] if alpha == 1 else held[name]), name
+            continue
+        wide = torch.promote_types(value.dtype, torch.float32)
+        mixed = held[name].to(wide) * (1 - alpha) + before[name].to(wide) * alpha
+        error = (value.to(wide) - mixed).abs().max()
+        assert error <= {torch.float64: 1e-15, torch.bfloat16: 2e-2}.get(value.dtype, 1e-6), name
+
+
+@pytest.mark.covers("L7")
+def test_with_alpha_0_nothing_local_is_left_though_it_is_nan(tmp_path: Path) -> None:
+    held, local = tensors(1), tensors(2)
+    local["single"].fill_(float("nan"))
+    merge_(local, version_of(held, tmp_path), 0.0)
+    assert all(torch.equal(local[name], held[name]) for name in held)
+
+
+# -- what encoding loses
+
+
+def run_through(schema: Schema, *names: str) -> Run:
+    """Five elements of each of these tensors, in one run."""
+    specs = [spec for name in names for spec in schema.tensors if spec.name == name]
+    segments = [Segment(spec, "bf16", 10 * index, 10) for index, spec in enumerate(specs)]
+    return Run.of([Piece(each, 0, 5, each.offset, each.nbytes) for each in segments], 2)
+
+
+def test_most_tensors_are_looked_at_once() -> None:
+    """As soon as something of one has come; and one of which nothing has, in every run."""
+    schema = Schema.build([TensorSpec("w", "F32", (10,)), TensorSpec("v", "F32", (10,))])
+    for codec in (Bf16Codec(), Int8Codec()):
+        losses = Losses("a", codec, schema)
+        losses.begin()
+        one, nothing = torch.ones(5), torch.zeros(5)
+        w, both = run_through(schema, "w"), run_through(schema, "w", "v")
+        assert losses.wants(w)
+        losses.see(w, one, nothing)
+        assert losses.wants(w)
+        losses.see(w, one, one)
+        assert not losses.wants(w)
+        assert losses.wants(both)
+        losses.end(False, 1, False)
+        assert losses.warnings == []
+        losses.begin()
+        assert losses.wants(w)

@@ -1,0 +1,350 @@
+"""Sizes of parts from every source, and many small tensors: the same bits, and what is counted is what would cost."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import json
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from harness.proxy import Proxy
+from kit.peers import Peer
+from kit.requests import get, joined, post
+from kit.servers import new_server
+from kit.workflows import AnsweringSites
+from object_world import PART, SIZES, differences, manifest_of
+
+import atoll
+from atoll import Settings, TensorRef, resolve
+from atoll.errors import ConfigError, TransferStalled, UsageError
+
+# -- sizes of parts
+#
+# The tree has 6 x 64 KiB of torch and 3 x 64 KiB of NumPy: 589,824 bytes. What an object's file has behind its head is
+# what is streamed; what is not is in the head.
+
+
+EIGHT = 8 * 2**20
+MOST_INLINE_BYTES = 15 * 2**20
+TORCH, NUMPY = 6 * PART, 3 * PART
+KEYS = ("workflow.tensor_part_bytes", "workflow.array_part_bytes")
+
+CASES = {
+    "default": (None, None, (EIGHT, TORCH + NUMPY, False)),
+    "torch smaller": (PART, EIGHT, (PART, TORCH + NUMPY, False)),
+    "numpy smaller": (EIGHT, PART, (PART, TORCH + NUMPY, False)),
+    "torch inline": (0, PART, (PART, NUMPY, False)),
+    "numpy inline": (2 * PART, 0, (2 * PART, TORCH, False)),
+    "both inline": (0, 0, (EIGHT, TORCH + NUMPY, True)),
+}
+"""Torch's size, NumPy's; bytes of a part, bytes that are streamed (or would be), whether all comes in one answer."""
+
+
+def tree() -> dict[str, Any]:
+    array = np.arange(NUMPY // 4, dtype=np.int32).reshape(3, -1)
+    return {"t": torch.arange(TORCH // 4, dtype=torch.float32), "a": array, "again": [array], "lr": 0.5}
+
+
+def told(message: dict[str, Any]) -> tuple[int, int, bool]:
+    """What a manifest, or the request to keep an object, says of its sizes."""
+    return message["part_bytes"], message["nbytes"] - message["head_bytes"], bool(message.get("inline"))
+
+
+def options(torch_size: int | None, numpy_size: int | None) -> dict[str, int]:
+    return {key: size for key, size in zip(KEYS, (torch_size, numpy_size), strict=True) if size is not None}
+
+
+def choose(monkeypatch: pytest.MonkeyPatch, *sizes: int | None) -> None:
+    """Set the variables of torch's size and of NumPy's, where there is one."""
+    for variable, size in zip(SIZES, sizes, strict=True):
+        if size is not None:
+            monkeypatch.setenv(variable, str(size))
+
+
+def both_ways(folder: Path, settings: Settings) -> list[tuple[int, int, bool]]:
+    """How the payload of a task and its answer travel; they must be the same bits."""
+    came: dict[str, Any] = {}
+
+    def main(controller: Any) -> None:
+        came["back"] = controller.send("a", "train", tree(), timeout_s=30).payload
+
+    settings = settings.changed({"network.port": 0, "disk.state_dir": folder / "state"})
+    with atoll.Server(workflow=main, settings=settings) as server, Proxy(server.port) as proxy:
+        assert get(server.url, "/v1/run")[1]["idle_timeout_s"] == settings.network.idle_timeout_s
+        _, reply = post(server.url, "/v1/tasks", {"wait_s": 20.0}, joined(server.url, "a"))
+        key = reply["task"]["body"]["object"]
+        sent = told(manifest_of(TensorRef("127.0.0.1", server.port, False, **key)))
+        AnsweringSites(proxy.url, "a", {"train": lambda payload: payload}).join()
+        server.run()
+    assert differences(tree(), came["back"]) == []
+    assert came["back"]["a"] is came["back"]["again"][0]
+    (answered,) = [json.loads(body) for line, body in proxy.posted if line.startswith("POST /v1/objects ")]
+    return [sent, told(answered)]
+
+
+@pytest.mark.covers("P13", "P2")
+@pytest.mark.parametrize("case", CASES)
+def test_a_task_and_its_answer_travel_as_is_set_and_the_bits_are_the_same(tmp_path: Path, case: str) -> None:
+    torch_size, numpy_size, expected = CASES[case]
+    settings = Settings.build(options(torch_size, numpy_size))
+    assert both_ways(tmp_path, settings) == [expected, expected]
+
+
+@pytest.mark.covers("P13")
+@pytest.mark.parametrize("source", ["file", "variable", "flag", "keyword"])
+def test_every_source_has_the_same_effect(tmp_path: Path, source: str) -> None:
+    given = {**options(0, PART), "network.idle_timeout_s": 7.5}
+    path = tmp_path / "run.toml"
+    path.write_text("".join(f"{key} = {value}\n" for key, value in given.items()) if source == "file" else "")
+    variables = (*SIZES, "ATOLL_NETWORK__IDLE_TIMEOUT_S")
+    environ = dict(zip(variables, map(str, given.values()), strict=True)) if source == "variable" else {}
+    flags = {key: str(value) for key, value in given.items()} if source == "flag" else {}
+    settings = new_server(**given).settings if source == "keyword" else Settings.read(path, flags, environ)
+    assert settings.network.idle_timeout_s == 7.5
+    assert both_ways(tmp_path, settings) == [CASES["torch inline"][2]] * 2
+
+
+@pytest.mark.covers("P13")
+def test_a_workers_own_environment_decides_for_its_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ATOLL_WORKFLOW__TENSOR_PART_BYTES", "0")
+    monkeypatch.setenv("ATOLL_WORKFLOW__ARRAY_PART_BYTES", str(PART))
+    sent, answered = both_ways(tmp_path, Settings.build({}))
+    assert sent == CASES["default"][2]
+    assert answered == CASES["torch inline"][2]
+
+
+@pytest.mark.covers("P13", "P8")
+@pytest.mark.parametrize("case", CASES)
+def test_what_a_process_publishes_is_cut_as_its_environment_says(monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+    *sizes, expected = CASES[case]
+    choose(monkeypatch, *sizes)
+    with atoll.objects.Publisher() as publisher:
+        ref = publisher.publish(tree())
+        assert told(manifest_of(ref)) == expected
+        assert differences(tree(), atoll.objects.fetch(ref)) == []
+        chosen = publisher.publish(tree(), chunk_bytes=2 * PART)  # what is said counts more
+        assert manifest_of(chosen)["part_bytes"] == 2 * PART
+
+
+def every_kind() -> dict[str, Any]:
+    return {
+        "bf16": torch.arange(10, dtype=torch.float32).to(torch.bfloat16),
+        "fp8": torch.arange(4, dtype=torch.float32).to(torch.float8_e4m3fn),
+        "flags": torch.tensor([True, False, True]),
+        "number": torch.tensor(1.5, dtype=torch.float64),
+        "empty": torch.empty(0, 3),
+        "across": torch.arange(6).reshape(2, 3).t(),
+        "array": np.arange(12, dtype=np.int16).reshape(3, 4),
+        "none": np.empty((0, 2)),
+    }
+
+
+@pytest.mark.covers("P13", "P8", "P4")
+@pytest.mark.parametrize(("torch_size", "numpy_size"), [(0, PART), (PART, 0)], ids=["torch", "numpy"])
+def test_tensors_within_a_head_come_to_memory_to_disk_and_in_place(
+    monkeypatch: pytest.MonkeyPatch, torch_size: int, numpy_size: int
+) -> None:
+    choose(monkeypatch, torch_size, numpy_size)
+    published = every_kind()
+    ref = atoll.objects.publish(published)
+    assert differences(published, atoll.objects.fetch(ref)) == []
+    lazy = atoll.objects.fetch(ref, to_disk=True)
+    as_torch = {key: torch.as_tensor(value) for key, value in published.items()}
+    assert differences(as_torch, resolve(lazy)) == []
+    target = {key: torch.zeros_like(value) for key, value in as_torch.items()}
+    atoll.objects.fetch(ref, into=target)
+    assert differences(as_torch, target) == []
+    tree = atoll.objects.fetch(atoll.objects.publish([published]), to_disk=True)
+    assert differences([as_torch], [{key: torch.as_tensor(each) for key, each in resolve(tree)[0].items()}]) == []
+
+
+@pytest.mark.covers("P13", "T11")
+def test_what_is_too_large_to_go_inline_is_streamed_and_said(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """15 MiB of tensors and what describes them are more than 15 MiB; 1,000 bytes less are not: 256 describe one of
+    the two, and the text of the tree has less than 100 bytes."""
+    large = {"w": torch.zeros(MOST_INLINE_BYTES, dtype=torch.uint8), "a": np.zeros(2)}
+    fits = {"w": large["w"][:-1000], "a": large["a"]}
+    with caplog.at_level(logging.WARNING, "atoll"), atoll.objects.Publisher() as publisher:
+        choose(monkeypatch, 0, PART)
+        assert told(manifest_of(publisher.publish(fits))) == (PART, 16, False)  # the array alone
+        assert "too many" not in caplog.text
+        ref = publisher.publish(large)
+        assert told(manifest_of(ref)) == (PART, MOST_INLINE_BYTES + 16, False)
+        assert f"{MOST_INLINE_BYTES} bytes, too many for one message, so they are sent in parts" in caplog.text
+        assert torch.equal(atoll.objects.fetch(ref)["w"], large["w"])
+        choose(monkeypatch, 0, 0)
+        assert told(manifest_of(publisher.publish(large))) == (EIGHT, MOST_INLINE_BYTES + 16, False)
+
+
+@pytest.mark.covers("P13")
+def test_the_most_that_goes_inline_fits_into_one_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """10,000 tensors of 1 KiB are 9.8 MiB, what describes them (256 bytes each, and the tree's text) 3 MiB."""
+    choose(monkeypatch, 0, 0)
+    ref = atoll.objects.publish({f"{index:05}": torch.zeros(1024, dtype=torch.uint8) for index in range(10_000)})
+    manifest = manifest_of(ref)
+    assert manifest["inline"]
+    assert manifest["nbytes"] <= 16 * 2**20
+    assert len(atoll.objects.fetch(ref)) == 10_000
+
+
+@pytest.mark.covers("P13", "X3")
+@pytest.mark.parametrize(("key", "variable"), list(zip(KEYS, SIZES, strict=True)))
+@pytest.mark.parametrize("value", ["-1", "1", "65535", "65600001", "16777280", "65568", "8 MiB", "1.5", ""])
+def test_a_size_that_cannot_be_is_refused_by_its_source(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str, variable: str, value: str
+) -> None:
+    with pytest.raises(ConfigError, match=rf"command line: {key} = "):
+        Settings.read(None, {key: value}, {})
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(ConfigError, match=rf"{variable}: {key} = '{value}': .*\. {key}: "):
+        atoll.objects.publish({})
+    path = tmp_path / "run.toml"
+    path.write_text(f"{key} = 65600\n")  # a multiple of 64, and no less than 64 KiB
+    assert Settings.read(path, {}, {}).at(key) == 65_600
+
+
+@pytest.mark.covers("P13", "X3")
+def test_the_idle_timeout_comes_from_the_environment_and_a_wrong_one_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ref = atoll.objects.publish({})
+    for wrong in (0, -1.0, float("nan"), "5", True):
+        with pytest.raises(UsageError, match="idle_timeout_s is"):
+            atoll.objects.fetch(ref, idle_timeout_s=wrong)
+    monkeypatch.setenv("ATOLL_NETWORK__IDLE_TIMEOUT_S", "never")
+    for call in (
+        lambda: atoll.objects.fetch(ref),
+        atoll.objects.Publisher,
+        lambda: atoll.objects.publish({}, server="http://127.0.0.1:1"),
+    ):
+        with pytest.raises(ConfigError, match=r"ATOLL_NETWORK__IDLE_TIMEOUT_S: network\.idle_timeout_s = 'never'"):
+            call()
+    monkeypatch.setenv("ATOLL_NETWORK__IDLE_TIMEOUT_S", "0.2")
+    silent = Peer(lambda _: peer.ended.wait(60))
+    with silent as peer, pytest.raises(TransferStalled, match=r"moved no byte for 0\.2 s"):
+        atoll.objects.fetch(dataclasses.replace(ref, port=peer.port))
+
+
+# -- 5,000 small tensors against 50 of the same total
+#
+# 5,000 x 3,200 bytes and 50 x 320,000 are 16 MB each, behind heads of 0.7 MB and 7 KB.
+
+
+MANY, FEW = 5000, 50
+TOTAL = 16_000_000
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def tensors(count: int) -> dict[str, Any]:
+    return {f"layer.{i}.weight": torch.full((TOTAL // 4 // count,), float(i)) for i in range(count)}
+
+
+@contextmanager
+def counted(monkeypatch: pytest.MonkeyPatch, name: str) -> Iterator[list[int]]:
+    """How often a function of `os` is called within, as the length of a list."""
+    calls: list[int] = []
+    real: Callable[..., Any] = getattr(os, name)
+
+    def counting(*given: Any, **more: Any) -> Any:
+        calls.append(1)
+        return real(*given, **more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, name, counting)
+        yield calls
+
+
+@pytest.mark.covers("T5", "P2")
+def test_small_tensors_are_written_to_disk_in_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """2 MiB have 655 tensors of 3,200 bytes: ceil(5,000 / 655) = 8 writes, and one of the head, which is larger than
+    256 KiB. The 50 are larger, too, and each is written from where it is; their head is gathered: 51."""
+    for count, writes in ((MANY, 9), (FEW, 51)):
+        with counted(monkeypatch, "pwrite") as calls:
+            ref = atoll.objects.publish(tensors(count))
+        assert len(calls) == writes
+        assert differences(tensors(count), atoll.objects.fetch(ref)) == []
+
+
+@pytest.mark.covers("T5")
+@pytest.mark.parametrize("count", [MANY, FEW], ids=["many", "few"])
+def test_requests_and_runs_do_not_grow_with_the_number_of_tensors(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    """16 MB in parts of 8 MiB are 2 parts, and 2 requests over two connections; one for the head, one for the manifest.
+    To disk each part is 4 runs of 2 MiB at most."""
+    ref = atoll.objects.publish(tensors(count))
+    with Proxy(ref.port) as proxy:
+        through = dataclasses.replace(ref, port=proxy.port)
+        with counted(monkeypatch, "pwrite") as writes:
+            lazy = atoll.objects.fetch(through, to_disk=True)
+        assert proxy.count("GET ") == 1 + 1 + 2
+        assert len(writes) == 8
+        proxy.requests.clear()
+        target = {name: torch.zeros_like(tensor) for name, tensor in tensors(count).items()}
+        atoll.objects.fetch(through, into=target)
+        assert proxy.count("GET ") == 1 + 1 + 2
+    assert differences(tensors(count), target) == []
+    with counted(monkeypatch, "preadv") as reads:
+        assert differences(tensors(count), resolve(lazy)) == []
+    assert len(reads) == count  # each when it is asked for
+
+
+@pytest.mark.covers("T5")
+def test_small_tensors_set_off_no_search_for_cycles() -> None:
+    """A collection begins with every 700 objects more, and every hundredth or so is one of all objects of the process.
+    5,000 tensors in new memory are 7; what describes them would be 50 to 100."""
+    begun: list[str] = []
+
+    def note(phase: str, _: dict[str, int]) -> None:
+        begun.append(phase)
+
+    def collections(work: Callable[[], Any]) -> tuple[int, Any]:
+        begun.clear()
+        gc.callbacks.append(note)
+        try:
+            result = work()
+        finally:
+            gc.callbacks.remove(note)
+        return begun.count("start"), result
+
+    published = tensors(MANY)
+    target = {name: torch.zeros_like(tensor) for name, tensor in published.items()}
+    atoll.objects.withdraw(atoll.objects.publish(tensors(FEW)))  # what is made once is there
+    assert gc.isenabled()
+    publishing, ref = collections(lambda: atoll.objects.publish(published))
+    into, _ = collections(lambda: atoll.objects.fetch(ref, into=target))
+    to_disk, lazy = collections(lambda: atoll.objects.fetch(ref, to_disk=True))
+    to_memory, state = collections(lambda: atoll.objects.fetch(ref))
+    assert gc.isenabled()
+    assert list(lazy) == list(state) == list(published)
+    assert max(publishing, into, to_disk) <= 6
+    assert to_memory <= 16
+
+
+def test_leaves_the_garbage_collector_off_where_it_was_off() -> None:
+    gc.disable()
+    try:
+        atoll.objects.fetch(atoll.objects.publish({"w": torch.zeros(2)}))
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+
+
+@pytest.mark.slow
+def test_the_program_that_measures_it_runs(tmp_path: Path) -> None:
+    argv = [sys.executable, str(ROOT / "bench/many_tensors.py"), "--gb", "0.02", "--repetitions", "1", "--json"]
+    done = subprocess.run([*argv, "--dir", str(tmp_path)], capture_output=True, text=True, check=False, timeout=110)
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert set(told) == {"50", "5000"}
+    assert set(told["50"]) == {"publish", "fetch", "fetch into", "fetch to disk", "load", "lazily, both"}

@@ -1,0 +1,198 @@
+"""What tests start is as a user starts it: the fork server, the nursery, and free ports."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from harness.fork_server import fresh_processes
+from harness.processes import Nursery, free_port, interruptible, wait_until
+
+from atoll.testing import run
+
+# -- the fork server
+
+
+PROGRAMS = {
+    "prints": "import sys; print(sys.argv, __name__, sys.path[0]); print('err', file=sys.stderr)",
+    "reads": "import sys; print(sys.stdin.read())",
+    "fails": "def f():\n    raise ValueError(1)\nf()",
+    "exits": "raise SystemExit(300)",
+    "exits below zero": "import sys; sys.exit(-1)",
+    "exits with words": "raise SystemExit('words')",
+    "exits in a hook": "import sys; sys.excepthook = lambda *_: sys.exit(7); 1 / 0",
+    "knows its error at exit": "import atexit, sys; atexit.register(lambda: print(repr(sys.last_value))); 1 / 0",
+    "is interrupted": "raise KeyboardInterrupt",
+    "is killed": "import os; os.kill(os.getpid(), 9)",
+    "has threads": "import threading, time\nthreading.Thread(target=lambda: (time.sleep(0.1), print('late'))).start()",
+    "ends later": "import atexit; atexit.register(print, 'at exit')",
+    "has no other descriptors": "import os; print([os.path.exists(f'/proc/self/fd/{fd}') for fd in range(6)])",
+    "handles signals": "import signal as s; print([s.getsignal(n) for n in (2, 13, 15)], s.pthread_sigmask(0, ()))",
+    "has threads of torch": "import os, torch; print(torch.get_num_threads(), os.environ['OMP_NUM_THREADS'])",
+    "starts another": (
+        "import os, subprocess, sys; code = 'import os; print(os.getppid())'; run = subprocess.run\n"
+        "print(int(run([sys.executable, '-c', code], capture_output=True).stdout) == os.getpid())"
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("program", "way"),
+    [*((program, "-c") for program in PROGRAMS), *itertools.product(("prints", "fails", "exits"), ("-m", "script"))],
+)
+def test_does_what_a_fresh_process_does(tmp_path: Path, program: str, way: str) -> None:
+    (tmp_path / "program.py").write_text(PROGRAMS[program])
+    words = {"-c": ["-c", PROGRAMS[program]], "-m": ["-m", "program"], "script": ["program.py"]}[way]
+    command = [sys.executable, *words, "--flag"]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ["PYTHONPATH"]])}
+
+    def outcome() -> tuple[int, str, str]:
+        done = subprocess.run(command, cwd=tmp_path, env=environment, input="in", capture_output=True, text=True)
+        return done.returncode, done.stdout, done.stderr
+
+    forked = outcome()
+    with fresh_processes():
+        assert forked == outcome()
+
+
+def test_is_a_child_with_the_pid_environment_group_and_descriptors_that_were_asked_for(tmp_path: Path) -> None:
+    code = (
+        "import os, sys; os.write(int(sys.argv[1]), b'given')\n"
+        "print(os.getpid(), os.getppid(), os.getsid(0), os.environ['X'], os.getcwd(), len(sys.modules) > 1000)"
+    )
+    read, write = os.pipe()
+    with subprocess.Popen(
+        [sys.executable, "-c", code, str(write)],
+        env=os.environ | {"X": "x"},
+        cwd=tmp_path,
+        pass_fds=[write],
+        start_new_session=True,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        os.close(write)
+        assert process.stdout is not None
+        words = process.stdout.read().split()
+        assert words == [*map(str, (process.pid, os.getpid(), process.pid)), "x", str(tmp_path), "True"]
+    with os.fdopen(read, "rb") as pipe:
+        assert pipe.read() == b"given"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.usefixtures("interruptible")
+def test_signals_end_it(number: int) -> None:
+    code = "import time; print('ready', flush=True); time.sleep(60)"
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True
+    ) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        process.send_signal(number)
+        assert process.wait(20) == -number
+
+
+def test_what_its_own_parent_leaves_behind_is_no_child_of_the_test(tmp_path: Path) -> None:
+    """The test's process adopts orphans only while it asks for a process."""
+    code = (
+        "import os, subprocess, sys\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'], stdout=-3, stderr=-3)\n"
+        "print(child.pid); child.returncode = 0"
+    )
+    orphan = int(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
+    try:
+        with pytest.raises(ChildProcessError):
+            os.waitpid(orphan, os.WNOHANG)
+    finally:
+        os.kill(orphan, signal.SIGKILL)
+
+
+# -- the nursery, and free ports
+
+
+@pytest.mark.usefixtures("interruptible")
+def test_ctrl_c_reaches_what_it_starts_where_it_was_started_to_ignore_it(tmp_path: Path) -> None:
+    """A shell has what it starts in the background ignore SIGINT: tests of Ctrl-C waited there for ever."""
+    script = tmp_path / "waits.py"
+    script.write_text("import time\nprint('ready', flush=True)\ntime.sleep(60)\n")
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with closing(Nursery()) as nursery:
+        process = nursery.start(str(script), cwd=tmp_path)
+        wait_until(lambda: "ready" in process.output(), "that the script waits")
+        process.send(signal.SIGINT)
+        process.wait(20)
+        assert "KeyboardInterrupt" in process.output()
+
+
+@pytest.mark.usefixtures("interruptible")
+def test_what_a_test_makes_interruptible_is_as_before_behind_it() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with interruptible(), pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+
+
+def test_a_free_port_is_not_one_that_a_socket_may_be_given() -> None:
+    """Guards against a server whose port a silent listener of another test took first: who joined it waited in vain."""
+    lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    if lowest < 32_768:
+        pytest.skip("this system gives more ports than Linux does by itself")
+    assert 1024 <= min(run._PORTS) <= free_port() <= max(run._PORTS) < lowest
+
+
+def test_gives_each_process_another_free_port(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ports = [free_port() for _ in range(4)]
+    for name in run._HELD_PORTS[-4:]:
+        name.close()
+    monkeypatch.setattr(run, "_PORTS", ports)
+    monkeypatch.setattr(run, "_HELD_PORTS", [])  # free again behind this test
+    (tmp_path / "other.py").write_text(
+        f"import json, signal\nfrom atoll.testing import run\nrun._PORTS = {ports[:3]}\n"
+        "print(json.dumps([run.free_port(), run.free_port()]), flush=True)\nsignal.pause()\n"
+    )
+    with closing(Nursery()) as nursery:
+        other = nursery.start(str(tmp_path / "other.py"), cwd=tmp_path)
+        wait_until(lambda: other.output().endswith("]\n"), "its two ports")
+        theirs = json.loads(other.output())
+        with socket.create_server(("127.0.0.1", ports[3])):
+            ours = free_port()  # of four, two are another process's, and somebody listens at one
+            assert {*theirs, ours} == set(ports[:3])
+            with pytest.raises(RuntimeError, match=r"no port of .* is free"):
+                free_port()
+    assert {free_port() for _ in range(3)} == {*theirs, ports[3]}  # that process has ended, and so has the listener
+
+
+def test_reports_each_stop_of_a_process_once(tmp_path: Path) -> None:
+    script = tmp_path / "waits.py"
+    script.write_text("from atoll.runtime import failpoint\nfailpoint('here')\nfailpoint('here')\n")
+    with closing(Nursery()) as nursery:
+        process = nursery.start(str(script), cwd=tmp_path, failpoints="here=stop@1,2")
+        for _ in range(2):
+            wait_until(process.stopped, "the stop")
+            assert not process.stopped()
+            assert process.poll() is None
+            process.go_on()
+        assert process.wait() == 0
+        assert not process.stopped()
+
+
+def test_stops_a_process_and_lets_it_go_on(tmp_path: Path) -> None:
+    script = tmp_path / "counts.py"
+    script.write_text("import time\nfor n in range(10_000):\n    print(n, flush=True)\n    time.sleep(0.001)\n")
+    with closing(Nursery()) as nursery:
+        process = nursery.start(str(script), cwd=tmp_path)
+        wait_until(lambda: "5\n" in process.output(), "some lines")
+        process.stop()
+        before = process.output()
+        assert process.output() == before
+        process.go_on()
+        wait_until(lambda: process.output() != before, "further lines")
+        process.kill()
+        process.stop()

@@ -1,0 +1,215 @@
+"""Names of built-ins, of plugins and of a user's own code; and the exception tree."""
+
+from __future__ import annotations
+
+import re
+import sys
+from functools import partial
+from importlib.metadata import EntryPoint
+from pathlib import Path
+
+import pytest
+
+from atoll import errors, registry
+from atoll.errors import BY_CODE, AtollError, ConfigError, PeerError, UpdateRefused
+from atoll.worker.session import leave_at_exit
+
+
+@pytest.fixture
+def plugins(monkeypatch: pytest.MonkeyPatch) -> list[EntryPoint]:
+    """Entry points that other packages would have installed."""
+    installed: list[EntryPoint] = []
+    monkeypatch.setattr(registry, "entry_points", lambda group: [point for point in installed if point.group == group])
+    return installed
+
+
+@pytest.fixture
+def user_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_models.py").write_text("def build(): return 'built'\n")
+    (tmp_path / "my_broken.py").write_text("import surely_not_installed\n")
+    monkeypatch.syspath_prepend(tmp_path)
+
+
+@pytest.mark.parametrize("kind", registry.TABLES)
+def test_every_built_in_name_loads(kind: str) -> None:
+    for name in registry.TABLES[kind]:
+        assert registry.load(kind, name) is not None
+
+
+def test_a_plugin_is_found_in_the_group_of_its_kind(plugins: list[EntryPoint]) -> None:
+    plugins.append(EntryPoint("ternary", "math:floor", "atoll.codecs"))
+    assert registry.names("codecs") == [*registry.TABLES["codecs"], "ternary"]
+    assert registry.load("codecs", "ternary")(1.5) == 1
+    with pytest.raises(ConfigError, match="'ternary' is not one of the reducers"):
+        registry.load("reducers", "ternary")
+
+
+def test_a_plugin_never_shadows_a_built_in_name(plugins: list[EntryPoint]) -> None:
+    plugins.append(EntryPoint("sgd", "math:floor", "atoll.outer"))
+    assert registry.names("outer").count("sgd") == 1
+    assert registry.load("outer", "sgd").__name__ == "SGD"
+
+
+@pytest.mark.usefixtures("user_module")
+def test_a_user_names_code_of_their_own() -> None:
+    assert registry.load("algorithms", "my_models:build")() == "built"
+
+
+@pytest.mark.covers("X3")
+@pytest.mark.usefixtures("user_module")
+@pytest.mark.parametrize(
+    ("target", "message", "remedy"),
+    [
+        ("my_models", "'my_models' does not name a Python object.", "Use module:attribute"),
+        (":build", "':build' does not name a Python object.", "Use module:attribute"),
+        ("my_models:", "'my_models:' does not name a Python object.", "Use module:attribute"),
+        ("my_modles:build", "no module named 'my_modles'", "Start the command in the folder of the module"),
+        ("my_broken:build", "no module named 'surely_not_installed'", "install the package that contains it"),
+        ("my_models:biuld", "my_models has no 'biuld'", "Did you mean 'build'?"),
+        ("my_models:zzz", "my_models has no 'zzz'", ""),
+    ],
+)
+def test_code_that_is_not_there_is_named(target: str, message: str, remedy: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        registry.load_attribute(target)
+    assert message in caught.value.message
+    assert remedy in caught.value.remedy
+
+
+@pytest.mark.covers("X3")
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("def build(): pass\nraise ValueError('no licence.')\n", "ValueError: no licence ({file}, line 2)"),
+        ("import sys\nsys.exit('too old')\n", "SystemExit: too old ({file}, line 2)"),
+        ("import json\n\n\njson.loads('{')\n", "JSONDecodeError: "),
+        ("from json import lost\n", "ImportError: cannot import name 'lost' from 'json'"),
+        ("def build(:\n", "SyntaxError: invalid syntax ({file}, line 1)"),
+    ],
+    ids=["raises", "exits", "raises-elsewhere", "lost-name", "syntax"],
+)
+@pytest.mark.parametrize("form", ["{folder}/their.py:build", "their:build"], ids=["file", "module"])
+def test_code_that_raises_as_it_is_imported_is_named_with_its_traceback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, said: str, form: str
+) -> None:
+    file = tmp_path / "their.py"
+    file.write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    target = form.replace("{folder}", str(tmp_path))
+    with pytest.raises(ConfigError) as caught:
+        registry.load_attribute(target)
+    assert f"{target!r} cannot be imported: " in caught.value.message
+    assert said.replace("{file}", str(file)) in caught.value.message
+    assert str(file) in caught.value.trace
+    assert registry.__file__ not in caught.value.trace
+
+
+def test_what_a_users_class_raises_is_told_as_it_is() -> None:
+    def build() -> object:
+        raise OSError("no such site")
+
+    with pytest.raises(ConfigError, match=r"It cannot be made: OSError: no such site \(.*test_registry.py, line \d+\)"):
+        registry.made(build, "It cannot be made", "Give others.")
+    with pytest.raises(ConfigError, match=r"It cannot be made: 'n' is an invalid keyword .* Give others\."):
+        registry.made(partial(int, n=1), "It cannot be made", "Give others.")
+
+
+def test_a_wrong_type_within_the_users_code_is_no_wrong_argument() -> None:
+    def build(width: int) -> object:
+        return width + "1"  # type: ignore[operator]
+
+    with pytest.raises(ConfigError, match=r"TypeError: unsupported operand .*test_registry.py, line \d+\)") as caught:
+        registry.made(partial(build, width=3), "It cannot be made", "Give others.")
+    assert "in build" in caught.value.trace
+    with pytest.raises(ConfigError, match=r"missing 1 required positional argument: 'width'\. Give others\."):
+        registry.made(build, "It cannot be made", "Give others.")  # type: ignore[arg-type]
+
+
+@pytest.mark.covers("X3")
+def test_refuses_a_file_named_like_another_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python imports `site` when it starts, so that nobody's site.py is found by that name."""
+    (tmp_path / "site.py").write_text("def build(): return 'built'\n")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r"the module site is .*site.py, and has no 'build'\. Use site.py:build"):
+        registry.load_attribute("site:build")
+    assert registry.load_attribute("site.py:build")() == "built"
+
+
+@pytest.mark.covers("X3")
+def test_an_unknown_name_lists_the_known_ones_and_offers_the_nearest(plugins: list[EntryPoint]) -> None:
+    plugins.append(EntryPoint("ternary", "math:floor", "atoll.codecs"))
+    with pytest.raises(ConfigError) as caught:
+        registry.load("codecs", "bf61")
+    assert caught.value.message == f"'bf61' is not one of the codecs: {', '.join(registry.names('codecs'))}."
+    assert caught.value.remedy == "Did you mean 'bf16'?"
+    with pytest.raises(ConfigError, match="Did you mean 'ternary'"):
+        registry.load("codecs", "ternery")
+
+
+def test_code_that_exits_is_named_where_a_worker_of_this_process_follows_exits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(leave_at_exit, "_exit", None)
+    monkeypatch.setattr(sys, "exit", leave_at_exit._remembering_exit(sys.exit))
+    (tmp_path / "their.py").write_text("import sys\nsys.exit('too old')\n")
+    with pytest.raises(ConfigError) as caught:
+        registry.load_attribute(f"{tmp_path}/their.py:build")
+    assert f"SystemExit: too old ({tmp_path}/their.py, line 2)" in caught.value.message
+
+
+# -- errors
+
+
+LINE = re.compile(r"^([ │├└─]*)(\w+)(?:  +\S.*)?$")
+
+
+def drawn_tree() -> dict[str, str]:
+    """Class → base, as the docstring of the module draws them: one level is four columns."""
+    parents: dict[str, str] = {}
+    path: list[str] = []
+    for line in (errors.__doc__ or "").splitlines():
+        match = LINE.match(line)
+        if match and line.startswith("    "):
+            depth = len(match[1]) // 4 - 1
+            path[depth:] = [match[2]]
+            if depth:
+                parents[match[2]] = path[depth - 1]
+    return parents
+
+
+def real_tree(root: type[AtollError] = AtollError) -> dict[str, str]:
+    children = root.__subclasses__()
+    return {sub.__name__: root.__name__ for sub in children} | {
+        name: base for sub in children for name, base in real_tree(sub).items()
+    }
+
+
+def test_the_tree_at_the_top_of_the_file_is_the_tree() -> None:
+    assert drawn_tree() == {name: base for name, base in real_tree().items() if hasattr(errors, name)}
+
+
+def test_every_error_has_a_wire_code_of_its_own() -> None:
+    kinds = [AtollError, *(getattr(errors, name) for name in real_tree() if hasattr(errors, name))]
+    assert len({kind.code for kind in kinds}) == len(kinds)
+    assert all(BY_CODE[kind.code] is kind for kind in kinds)
+
+
+def test_exit_codes_are_those_of_a_failure_and_of_no_signal() -> None:
+    assert all(1 <= kind.exit_code < 126 for kind in BY_CODE.values())
+
+
+@pytest.mark.covers("X3")
+def test_an_error_reads_as_message_and_remedy() -> None:
+    error = UpdateRefused("Worker clinic-a: head.weight is not finite.", "Lower the learning rate.")
+    assert str(error) == "Worker clinic-a: head.weight is not finite. Lower the learning rate."
+    assert (error.message, error.remedy) == (
+        "Worker clinic-a: head.weight is not finite.",
+        "Lower the learning rate.",
+    )
+    assert str(PeerError("The server is older.")) == "The server is older."
+
+
+def test_causes_are_told_each_once_where_they_are_a_circle_too() -> None:
+    first, second, third = ValueError("first"), OSError("second"), KeyError("third")
+    first.__cause__, second.__cause__, third.__cause__ = second, third, second
+    assert list(errors.causes(first)) == [first, second, third]

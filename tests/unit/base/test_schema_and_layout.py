@@ -1,0 +1,503 @@
+"""Schemas and layouts: order, digests, parts that cover a file exactly once, and the share of each rank."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from blake3 import blake3
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors import safe_open
+
+from atoll.errors import SchemaMismatch, UsageError
+from atoll.tensors.layout import (
+    ALIGN_BYTES,
+    TILE,
+    Encoding,
+    Layout,
+    Piece,
+    chunks,
+    file_layout,
+    rows_of,
+    safetensors_header,
+    tiles_of,
+    update_layout,
+    version_header,
+    version_layout,
+)
+from atoll.tensors.schema import BUFFERS, ITEM_BYTES, Schema, TensorSpec
+
+# -- schemas
+
+
+ANY_SPECS = st.lists(
+    st.builds(
+        TensorSpec,
+        name=st.text(min_size=1, max_size=6),
+        dtype=st.sampled_from(sorted(ITEM_BYTES)),
+        shape=st.lists(st.integers(0, 9), max_size=3).map(tuple),
+        group=st.sampled_from(["params", "buffers"]),
+    ),
+    max_size=8,
+    unique_by=lambda spec: spec.name,
+)
+
+
+@given(ANY_SPECS)
+def test_storage_order_is_widest_first_and_otherwise_the_models(specs: list[TensorSpec]) -> None:
+    ordered = Schema.build(specs).tensors
+    assert sorted(ordered, key=str) == sorted(specs, key=str)
+    for one, two in itertools.pairwise(ordered):
+        assert one.item_bytes > two.item_bytes or (
+            one.item_bytes == two.item_bytes and specs.index(one) < specs.index(two)
+        )
+
+
+@given(ANY_SPECS, ANY_SPECS)
+def test_digests_are_equal_exactly_when_schemas_are(one: list[TensorSpec], two: list[TensorSpec]) -> None:
+    first, second = Schema.build(one), Schema.build(two)
+    assert (first.digest == second.digest) == (first == second)
+    assert Schema.from_json(first.to_json()) == first
+    assert Schema.from_json(first.to_json()).digest == first.digest
+
+
+def test_the_digest_is_that_of_the_canonical_json() -> None:
+    schema = Schema.build([TensorSpec("w", "F32", (2, 3))], {"v": "w"})
+    text = b'{"aliases":[["v","w"]],"tensors":[["w","F32",[2,3],"params"]]}'
+    assert schema.digest == blake3(text).hexdigest()
+
+
+def test_sizes_count_a_scalar_as_one_element_and_an_empty_tensor_as_none() -> None:
+    # 6 · 4 bytes + 1 · 8 bytes + 0 · 2 bytes
+    specs = [
+        TensorSpec("w", "F32", (2, 3)),
+        TensorSpec("n", "I64", (), BUFFERS),
+        TensorSpec("e", "BF16", (4, 0)),
+    ]
+    schema = Schema.build(specs)
+    assert [spec.numel for spec in schema.tensors] == [1, 6, 0]
+    assert (schema.numel, schema.nbytes) == (7, 32)
+    assert [spec.is_float for spec in schema.tensors] == [False, True, True]
+
+
+def test_what_is_no_schema_is_refused_by_name() -> None:
+    spec = TensorSpec("w", "F32", (1,))
+    with pytest.raises(UsageError, match=r"'w' has the dtype C64, which Atoll does not support\. Use one of F64"):
+        TensorSpec("w", "C64", (1,))
+    with pytest.raises(UsageError, match="'w' occurs twice"):
+        Schema.build([spec, spec])
+    with pytest.raises(UsageError, match="'w' occurs twice"):
+        Schema.build([spec], {"w": "w"})
+    with pytest.raises(UsageError, match="'v' is tied to 'x', which is not one of the tensors"):
+        Schema.build([spec], {"v": "x"})
+
+
+BASE = [TensorSpec("a", "F32", (2,)), TensorSpec("b", "F32", (3,))]
+
+
+@pytest.mark.covers("X3")
+@pytest.mark.parametrize(
+    ("worker", "server", "difference"),
+    [
+        (
+            Schema.build(BASE),
+            Schema.build(BASE[:1]),
+            "worker clinic-a has b F32[3] in params, but the server has no such tensor",
+        ),
+        (
+            Schema.build(BASE[:1]),
+            Schema.build(BASE),
+            "the server has b F32[3] in params, but worker clinic-a has no such tensor",
+        ),
+        (
+            Schema.build(BASE),
+            Schema.build([BASE[0], TensorSpec("b", "F32", (3, 1))]),
+            "worker clinic-a has b F32[3] in params, but the server has b F32[3, 1] in params",
+        ),
+        (
+            Schema.build(BASE),
+            Schema.build([BASE[0], TensorSpec("b", "BF16", (3,))]),
+            "worker clinic-a has b F32[3] in params, but the server has b BF16[3] in params",
+        ),
+        (
+            Schema.build(BASE),
+            Schema.build([BASE[0], TensorSpec("b", "F32", (3,), BUFFERS)]),
+            "worker clinic-a has b F32[3] in params, but the server has b F32[3] in buffers",
+        ),
+        (Schema.build(BASE, {"c": "a"}), Schema.build(BASE), "only worker clinic-a ties c to a"),
+        (Schema.build(BASE), Schema.build(BASE, {"c": "a"}), "only the server ties c to a"),
+        (Schema.build(BASE, {"c": "a"}), Schema.build(BASE, {"c": "b"}), "only worker clinic-a ties c to a"),
+        (
+            Schema.build(BASE[:1], {"b": "a"}),
+            Schema.build(BASE),
+            "worker clinic-a ties b to a, but the server has two tensors",
+        ),
+        (
+            Schema.build(BASE),
+            Schema.build(BASE[:1], {"b": "a"}),
+            "the server ties b to a, but worker clinic-a has two tensors",
+        ),
+    ],
+    ids=[
+        "further",
+        "missing",
+        "shape",
+        "dtype",
+        "group",
+        "tied-here",
+        "tied-there",
+        "tied-otherwise",
+        "two-there",
+        "two-here",
+    ],
+)
+def test_two_models_that_differ_are_refused_with_both_digests_and_the_first_difference(
+    worker: Schema, server: Schema, difference: str
+) -> None:
+    with pytest.raises(SchemaMismatch) as caught:
+        worker.require_equal(server, mine="worker clinic-a", theirs="the server")
+    assert caught.value.message == (
+        f"The model of worker clinic-a (schema {worker.digest[:12]}) is not the model of the server "
+        f"(schema {server.digest[:12]}): {difference}."
+    )
+    assert caught.value.remedy
+
+
+def test_the_same_model_in_another_order_is_accepted() -> None:
+    Schema.build(BASE).require_equal(Schema.build(BASE[::-1]), mine="worker clinic-a", theirs="the server")
+
+
+def test_the_same_model_is_accepted() -> None:
+    one, two = (Schema.build(BASE, {"c": "a"}) for _ in range(2))
+    one.require_equal(two, mine="worker clinic-a", theirs="the server")
+
+
+# -- layouts
+
+
+@dataclasses.dataclass(frozen=True)
+class Raw:
+    name: str = "none"
+    elementwise: bool = True
+
+    def encoded_bytes(self, numel: int, dtype: str) -> int:
+        return numel * ITEM_BYTES[dtype]
+
+
+@dataclasses.dataclass(frozen=True)
+class Blocks:
+    """As int8 with a scale per 256 values: a rate that is not a whole number of bytes per element."""
+
+    name: str = "blocks"
+    elementwise: bool = False
+
+    def encoded_bytes(self, numel: int, dtype: str) -> int:
+        return -(-numel // 256) * (256 + 4)
+
+
+RAW, BLOCKS = Raw(), Blocks()
+
+
+def encoding_of(spec: TensorSpec) -> Encoding:
+    return BLOCKS if spec.is_float and spec.group == "params" else RAW
+
+
+def specs_of(sizes: list[tuple[str, int, str]]) -> list[TensorSpec]:
+    return [TensorSpec(f"t{i}", dtype, (numel,), group) for i, (dtype, numel, group) in enumerate(sizes)]
+
+
+SIZES = st.one_of(
+    st.integers(0, 3),
+    st.integers(TILE - 1, TILE + 1),
+    st.integers(0, 12 * TILE),
+    st.integers(0, 12).map(lambda tiles: tiles * TILE),
+)
+SPECS = st.lists(
+    st.tuples(st.sampled_from(["F32", "BF16", "I64", "U8"]), SIZES, st.sampled_from(["params", "buffers"])),
+    max_size=8,
+).map(specs_of)
+PART_BYTES = st.one_of(st.integers(1, 4 * TILE), st.integers(4 * TILE, 64 * TILE), st.just(16 * TILE))
+
+
+def layouts(specs: list[TensorSpec], part_bytes: int) -> list[Layout]:
+    """An update's layout, and a version's."""
+    return [update_layout(specs, encoding_of, part_bytes), version_layout(Schema.build(specs), part_bytes)]
+
+
+@given(SPECS, PART_BYTES)
+def test_parts_cover_every_byte_once_in_order(specs: list[TensorSpec], part_bytes: int) -> None:
+    for layout in layouts(specs, part_bytes):
+        assert [part.index for part in layout.parts] == list(range(len(layout.parts)))
+        assert layout.parts[0].start == 0
+        assert layout.parts[-1].stop == layout.nbytes
+        for one, two in itertools.pairwise(layout.parts):
+            assert one.stop == two.start
+            assert one.nbytes > 0
+
+
+@given(SPECS, PART_BYTES)
+def test_a_part_has_at_most_its_bytes_or_holds_a_single_tile(specs: list[TensorSpec], part_bytes: int) -> None:
+    for layout in layouts(specs, part_bytes):
+        for part in layout.parts:
+            tiles = sum(-(-piece.numel // TILE) for piece in part.pieces)
+            assert part.nbytes <= part_bytes or tiles == 1
+        for one, two in itertools.pairwise(layout.parts):
+            assert one.nbytes + two.nbytes > part_bytes  # no two neighbours would have fitted into one
+
+
+@given(SPECS, PART_BYTES)
+def test_pieces_are_whole_tiles_and_lie_where_the_rate_says(specs: list[TensorSpec], part_bytes: int) -> None:
+    for layout in layouts(specs, part_bytes):
+        pieces = [piece for part in layout.parts for piece in part.pieces]
+        for part in layout.parts:
+            end = max(part.start, min(layout.header_bytes, part.stop))
+            for piece in part.pieces:
+                assert 0 <= piece.offset - end < ALIGN_BYTES  # nothing between pieces but padding
+                end = piece.offset + piece.nbytes
+            assert 0 <= part.stop - end < ALIGN_BYTES
+        for segment in layout.segments:
+            encoding = layout.encodings[segment.codec]
+            at, offset = 0, segment.offset
+            for piece in (piece for piece in pieces if piece.segment is segment):
+                assert (piece.start, piece.offset) == (at, offset)
+                assert piece.start % TILE == 0
+                assert piece.stop % TILE == 0 or piece.stop == segment.numel
+                assert piece.nbytes == encoding.encoded_bytes(piece.numel, segment.spec.dtype)
+                at, offset = piece.stop, piece.offset + piece.nbytes
+            assert (at, offset) == (segment.numel, segment.offset + segment.nbytes)
+
+
+@given(SPECS, PART_BYTES, st.integers(1, 5))
+def test_chunks_cut_every_piece_at_tiles(specs: list[TensorSpec], part_bytes: int, tiles: int) -> None:
+    for layout in layouts(specs, part_bytes):
+        for part in layout.parts:
+            runs = list(chunks(part, tiles * TILE))
+            assert all(0 < stop - start <= tiles * TILE and start % TILE == 0 for _, start, stop in runs)
+            for piece in part.pieces:
+                own = [(start, stop) for owner, start, stop in runs if owner is piece]
+                elements = [element for start, stop in own for element in (start, stop)]
+                assert elements[1:-1:2] == elements[2::2]
+                assert not own or (own[0][0], own[-1][1]) == (piece.start, piece.stop)
+                assert bool(own) == bool(piece.numel)
+
+
+@given(SPECS)
+def test_segments_of_an_update_are_aligned_and_those_of_a_file_have_no_gaps(specs: list[TensorSpec]) -> None:
+    update, version = layouts(specs, 16 * TILE)
+    assert all(segment.offset % ALIGN_BYTES == 0 for segment in update.segments)
+    assert update.nbytes % ALIGN_BYTES == 0
+    end = version.header_bytes
+    for segment in version.segments:
+        assert segment.offset == end
+        assert segment.offset % segment.spec.item_bytes == 0
+        end += segment.nbytes
+    assert version.nbytes == end
+
+
+def test_a_cut_worked_out_by_hand() -> None:
+    # Rate of `blocks`: 260 bytes per 256 values, so 4,160 per tile.
+    # a: 2.5 tiles = 40 blocks = 10,400 bytes, padded to 10,432; b: 16 bytes, padded to 64.
+    # Parts of 9,000 bytes: two tiles of a (8,320); the rest of a with its padding (2,112) and b (64).
+    specs = [TensorSpec("a", "F32", (2 * TILE + TILE // 2,)), TensorSpec("b", "I64", (2,), "buffers")]
+    layout = update_layout(specs, encoding_of, 9000)
+    assert [(part.start, part.stop) for part in layout.parts] == [(0, 8320), (8320, 10496)]
+    found = [[(p.segment.spec.name, p.start, p.stop, p.offset, p.nbytes) for p in part.pieces] for part in layout.parts]
+    assert found == [
+        [("a", 0, 8192, 0, 8320)],
+        [("a", 8192, 10240, 8320, 2080), ("b", 0, 2, 10432, 16)],
+    ]
+    assert layout.by_name["b"].offset == 10432
+    assert layout.bytes_before(layout.by_name["a"], TILE) == 4160
+
+
+def test_a_model_without_tensors_or_with_empty_ones_has_one_part() -> None:
+    assert [part.nbytes for part in update_layout([], encoding_of).parts] == [0]
+    empty = update_layout([TensorSpec("e", "F32", (3, 0))], encoding_of)
+    assert [(part.nbytes, len(part.pieces)) for part in empty.parts] == [(0, 1)]
+
+
+def test_a_version_is_a_file_that_safetensors_opens(tmp_path: Path) -> None:
+    specs = [TensorSpec(f"every.{dtype}", dtype, (3, 5)) for dtype in ITEM_BYTES]
+    specs += [
+        TensorSpec('odd "名" \\ name', "F32", (2,)),
+        TensorSpec("scalar", "I64", (), "buffers"),
+        TensorSpec("empty", "BF16", (4, 0)),
+        TensorSpec("large", "F32", (3, TILE)),
+    ]
+    schema = Schema.build(specs)
+    layout = version_layout(schema, 4 * TILE)
+    data = np.random.default_rng(0).integers(0, 2, layout.nbytes, dtype=np.uint8)  # 0 and 1: valid booleans, too
+    header = version_header(schema)
+    data[: len(header)] = np.frombuffer(header, np.uint8)
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(data.tobytes())
+
+    assert layout.header_bytes == len(header)
+    assert len(header) % ALIGN_BYTES == 0
+    with safe_open(path, framework="pt") as file:
+        assert file.metadata() == {"format": "pt", "atoll.schema": schema.digest}
+        assert set(file.keys()) == {spec.name for spec in specs}
+        for segment in layout.segments:
+            tensor = file.get_tensor(segment.spec.name)
+            assert file.get_slice(segment.spec.name).get_dtype() == segment.spec.dtype
+            assert tuple(tensor.shape) == segment.spec.shape
+            expected = data[segment.offset : segment.offset + segment.nbytes].tobytes()
+            assert tensor.reshape(-1).view(_uint8()).numpy().tobytes() == expected
+
+
+def _uint8() -> object:
+    import torch
+
+    return torch.uint8
+
+
+def test_the_digest_changes_with_whatever_moves_a_byte() -> None:
+    spec = TensorSpec("w", "F32", (8, 2))
+    base = update_layout([spec], lambda _: RAW)
+    others = [
+        update_layout([dataclasses.replace(spec, name="v")], lambda _: RAW),
+        update_layout([dataclasses.replace(spec, dtype="I32")], lambda _: RAW),
+        update_layout([dataclasses.replace(spec, shape=(2, 8))], lambda _: RAW),
+        update_layout([dataclasses.replace(spec, group="buffers")], lambda _: RAW),
+        update_layout([spec], lambda _: Raw("copy")),
+        update_layout([spec], lambda _: BLOCKS),
+        update_layout([spec], lambda _: RAW, 2**16),
+        update_layout([spec, dataclasses.replace(spec, name="v")], lambda _: RAW),
+        file_layout([spec], b""),
+        file_layout([spec], safetensors_header([spec], {})),
+        file_layout([spec], safetensors_header([spec], {"x": "y" * 64})),
+    ]
+    # A file without a header is laid out as the raw update of one aligned tensor is: nothing lies elsewhere.
+    assert [other.digest == base.digest for other in others] == [False] * 8 + [True] + [False] * 2
+    assert len({other.digest for other in others}) == len(others)
+    assert update_layout([spec], lambda _: RAW).digest == base.digest
+
+
+def test_an_update_is_named_by_its_layout_and_its_parts_in_order() -> None:
+    layout = update_layout([TensorSpec("w", "F32", (8,))], encoding_of)
+    one, two = blake3(b"one").digest(), blake3(b"two").digest()
+    assert layout.blob_id([one, two]) == blake3(bytes.fromhex(layout.digest) + one + two).hexdigest()
+    assert layout.blob_id([two, one]) != layout.blob_id([one, two])
+
+
+@pytest.mark.parametrize("tensors", [50, 5000])
+def test_the_work_of_cutting_grows_with_tensors_and_parts_only(tensors: int) -> None:
+    """Counted, not timed: calls of the codec's rate, for the same total in 50 and in 5,000 tensors."""
+    calls = 0
+
+    class Counting(Raw):
+        def encoded_bytes(self, numel: int, dtype: str) -> int:
+            nonlocal calls
+            calls += 1
+            return super().encoded_bytes(numel, dtype)
+
+    specs = [TensorSpec(f"layer.{i}", "F32", (500_000_000 // tensors,)) for i in range(tensors)]
+    layout = update_layout(specs, lambda _: Counting())
+    assert sum(len(part.pieces) for part in layout.parts) <= tensors + len(layout.parts)
+    assert len(layout.parts) <= 2 * -(-layout.nbytes // layout.part_bytes)
+    # One call per tensor to lay it out. There are at most tensors + parts pieces; each costs at most 4 calls,
+    # and so does the attempt that ends a part.
+    assert calls <= tensors + 4 * (tensors + 2 * len(layout.parts))
+
+
+# -- the share of each rank
+
+
+SHAPES = st.one_of(
+    st.just(()), st.tuples(st.integers(0, 40)), st.tuples(st.integers(1, 300), st.sampled_from([1, 3, 97, 1024, 4096]))
+)
+SHARED_SPECS = st.lists(
+    st.tuples(SHAPES, st.sampled_from(["F64", "F32", "BF16"]), st.sampled_from(["params", "buffers"])),
+    min_size=1,
+    max_size=6,
+).map(
+    lambda found: (
+        Schema.build(TensorSpec(f"t{i}", dtype, shape, group) for i, (shape, dtype, group) in enumerate(found)).tensors
+    )
+)
+
+
+def layouts_of_ranks(specs: tuple[TensorSpec, ...], part_bytes: int, ranks: int) -> list[Layout]:
+    update = update_layout(specs, lambda spec: Blocks() if spec.group == "params" else Raw(), part_bytes, ranks)
+    return [update, version_layout(Schema(specs), part_bytes, ranks)]
+
+
+@pytest.mark.parametrize("rows", [0, 1, 2, 3, 7, 8, 9])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+def test_rows_are_those_of_torch_chunk(rows: int, ranks: int) -> None:
+    """FSDP2 divides dimension 0 as `torch.chunk` does; with fewer chunks than ranks, the last have nothing."""
+    values = torch.arange(rows * 5).view(rows, 5)
+    chunks = [each.reshape(-1).tolist() for each in torch.chunk(values, ranks)] if rows else []
+    spec = TensorSpec("w", "F32", (rows, 5))
+    for rank in range(ranks):
+        start, stop = rows_of(spec, rank, ranks)
+        assert values.reshape(-1)[start:stop].tolist() == (chunks[rank] if rank < len(chunks) else [])
+
+
+def test_a_tile_belongs_to_the_rank_of_its_first_row() -> None:
+    """301 rows of 97 are 29,197 elements, in 8 tiles; rank 0 has 151 rows, 14,647 elements, which end in tile 3."""
+    spec = TensorSpec("w", "F32", (301, 97))
+    assert [rows_of(spec, rank, 2) for rank in (0, 1)] == [(0, 14_647), (14_647, 29_197)]
+    assert [tiles_of(spec, rank, 2) for rank in (0, 1)] == [(0, 4 * TILE), (4 * TILE, 29_197)]
+    small = TensorSpec("b", "F32", (301,))  # one tile, which begins in the first row
+    assert [tiles_of(small, rank, 2) for rank in (0, 1)] == [(0, 301), (301, 301)]
+    buffer = dataclasses.replace(spec, group="buffers")
+    assert [tiles_of(buffer, rank, 2) for rank in (0, 1)] == [(0, 29_197), (29_197, 29_197)]
+
+
+@given(SHARED_SPECS, st.integers(1, 5), st.sampled_from([2**14, 2**16, 2**24]))
+def test_parts_cover_every_byte_once_and_are_of_one_rank(
+    specs: tuple[TensorSpec, ...], ranks: int, part_bytes: int
+) -> None:
+    for layout in layouts_of_ranks(specs, part_bytes, ranks):
+        end = 0
+        for index, part in enumerate(layout.all_parts):
+            assert (part.index, part.start) == (index, end)
+            end = part.stop
+            for piece in part.pieces:
+                owned = tiles_of(piece.segment.spec, part.rank, ranks)
+                assert piece.numel == 0 or owned[0] <= piece.start < piece.stop <= owned[1]
+        assert end == layout.nbytes
+
+
+@given(SHARED_SPECS, st.integers(1, 5))
+def test_the_shares_of_the_ranks_are_the_whole(specs: tuple[TensorSpec, ...], ranks: int) -> None:
+    for layout in layouts_of_ranks(specs, 2**16, ranks):
+        shares = [layout.of_rank(rank) for rank in range(ranks)]
+        together = sorted((part for share in shares for part in share.parts), key=lambda part: part.index)
+        assert together == list(layout.parts) == list(layout.all_parts)
+        assert sum(share.own_nbytes for share in shares) == layout.nbytes == layout.own_nbytes
+        assert {share.digest for share in shares} == {layout.digest}
+        for share in shares:
+            assert share.all_parts == layout.all_parts
+
+
+@given(SHARED_SPECS, st.sampled_from([2**14, 2**24]))
+def test_cut_for_one_rank_a_layout_is_what_it_always_was(specs: tuple[TensorSpec, ...], part_bytes: int) -> None:
+    """Runs that were begun before there were ranks go on."""
+    for layout in layouts_of_ranks(specs, part_bytes, 1):
+        bare = dataclasses.replace(layout, ranks=1)
+        assert (layout.parts, layout.digest) == (bare.parts, bare.digest)
+        assert all(part.rank == 0 for part in layout.parts)
+
+
+def test_the_digest_says_for_how_many_ranks_a_layout_is_cut() -> None:
+    specs = (TensorSpec("w", "F32", (300, 97)),)
+    assert len({layouts_of_ranks(specs, 2**16, ranks)[0].digest for ranks in (1, 2, 3)}) == 3
+
+
+def test_segments_and_bytes_are_the_same_for_any_number_of_ranks() -> None:
+    """What a server decodes and reduces knows nothing of ranks."""
+    specs = (TensorSpec("w", "F32", (300, 97)), TensorSpec("b", "F32", (300,)))
+
+    def pieces(layout: Layout) -> list[Piece]:
+        return [piece for part in layout.parts for piece in part.pieces]
+
+    for one, three in zip(layouts_of_ranks(specs, 2**24, 1), layouts_of_ranks(specs, 2**24, 3), strict=True):
+        assert (one.segments, one.nbytes) == (three.segments, three.nbytes)
+        assert sum(piece.numel for piece in pieces(three)) == sum(piece.numel for piece in pieces(one))

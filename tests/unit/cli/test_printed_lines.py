@@ -1,0 +1,86 @@
+"""What commands print: reminders in the server's log, and tables of an evaluation."""
+
+from __future__ import annotations
+
+import pytest
+
+from atoll.cli import evaluate, server
+from atoll.protocol import status_messages
+from atoll.protocol.task_messages import Cell, EvaluatedModel, Evaluation, markdown, plain
+
+# -- reminders of late sites
+
+
+def fragment(
+    reason: str = "", *, number: int = 0, phase: str = "open", **awaited_s: float
+) -> status_messages.FragmentStatus:
+    missing = [status_messages.Missing(site=site, for_s=seconds) for site, seconds in awaited_s.items()]
+    return status_messages.FragmentStatus(fragment=number, version=1, phase=phase, waiting_for=missing, reason=reason)
+
+
+def test_names_late_sites_only() -> None:
+    reminder = server.Reminder(0.0)
+    assert reminder.line([fragment("waits for a and b", a=14.0, b=2.0)], 100.0) == ""
+    assert reminder.line([fragment("waits for a and b", a=15.0, b=2.0)], 101.0) == "waiting for a (15 s)"
+    assert server.Reminder(0.0).line([fragment("waits for 2 sites to join")], 20.0) == "waits for 2 sites to join"
+
+
+def test_what_all_fragments_wait_for_is_said_once_and_those_that_are_finished_wait_for_nothing() -> None:
+    joins = [fragment("waits for 2 sites to join"), fragment("waits for 2 sites to join", number=1)]
+    assert server.Reminder(0.0).line(joins, 20.0) == "waits for 2 sites to join"
+    one = [fragment("waits for a", a=20.0), fragment("waits for b", number=1, b=2.0)]
+    assert server.Reminder(0.0).line(one, 20.0) == "fragment 0 waiting for a (20 s)"
+    last = [fragment("is finished", phase="finished"), fragment("waits for a", number=1, a=20.0)]
+    assert server.Reminder(0.0).line(last, 20.0) == "fragment 1 waiting for a (20 s)"
+
+
+def test_the_same_is_said_again_after_twice_the_pause_up_to_ten_minutes() -> None:
+    reminder = server.Reminder(0.0)
+    said = [second for second in range(3000) if reminder.line([fragment(a=float(second))], float(second))]
+    # pauses of 15, 30, 60, 120, 240, 480, then 600 s, not 960
+    assert said == [15, 45, 105, 225, 465, 945, 1545, 2145, 2745]
+    assert reminder.line([fragment(a=3000.0, b=20.0)], 3000.0) == "waiting for a (50 min 0 s), b (20 s)"
+
+
+# -- tables of an evaluation
+
+
+def evaluation() -> Evaluation:
+    return Evaluation(
+        run="r",
+        name="n",
+        finished=True,
+        sites=["a", "b"],
+        models=[EvaluatedModel(name="version 1", kind="version"), EvaluatedModel(name="b", kind="site", error="gone")],
+        cells=[
+            Cell(model="version 1", site="a", metrics={"loss": 0.5}, not_finite=["f1"]),
+            Cell(model="version 1", site="b", error="ValueError: a | b\n<script>`x`"),
+        ],
+    )
+
+
+@pytest.mark.covers("P9")
+def test_tables_are_one_for_each_metric_and_nothing_that_a_site_says_breaks_them() -> None:
+    text = markdown(evaluation())
+    assert "## f1\n\n| model | a | b |\n| --- | ---: | ---: |\n| version 1 | not finite | — |\n| b | — | — |\n" in text
+    assert "- version 1 on b: ValueError: a \\| b &lt;script>\\`x\\`" in text
+    assert "- b on every site: gone" in text
+    assert plain(evaluation())[5:9] == [
+        "loss (rows: models, columns: sites)",
+        "model        a  b",
+        "version 1  0.5  —",
+        "b            —  —",
+    ]
+
+
+@pytest.mark.covers("P9")
+def test_on_a_terminal_it_is_a_table_of_rich(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    monkeypatch.setenv("COLUMNS", "100")
+    evaluate.show(evaluation(), as_json=False)
+    shown = capsys.readouterr().out
+    assert "│ version 1 │" in shown
+    assert "loss (rows: models, columns: sites)" in shown
+    assert "empty: b on every site: gone" in shown

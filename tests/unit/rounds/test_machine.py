@@ -1,0 +1,551 @@
+"""The round machine: which sites take part, and when rounds open and close."""
+
+from __future__ import annotations
+
+import pytest
+from harness.sim_journal import initial
+from round_story import Story, closed
+
+from atoll.rounds import events, machine, opening, waiting
+from atoll.rounds.closing_policy import Barrier, Close, QuorumDeadline, RoundView, Wait
+from atoll.rounds.leases import Member
+from atoll.rounds.state import FragmentSnapshot, Rules, Snapshot
+from atoll.rounds.transitions import IllegalTransition
+
+# -- opening and closing
+
+
+@pytest.mark.covers("L22")
+def test_round_one_opens_when_all_sites_have_joined(story):
+    run = story(sites=3)
+    run.join("c")
+    assert run.why() == "waits for 3 sites to join, 1 has"
+    run.join("a")
+    assert run.withheld("a") == "waits for 3 sites to join, 2 have"
+    assert run.join("b")[1:] == (events.RoundOpened(0, 0, ("a", "b", "c")), events.Woken(0))
+
+
+@pytest.mark.covers("L22")
+def test_a_worker_that_left_does_not_count_towards_round_one(story):
+    run = story(sites=2)
+    run.join("a")
+    run.leave("a")
+    run.join("b")
+    assert run.phase() == "gathering"
+    run.join("a")
+    assert run.expected() == ("a", "b")
+
+
+def test_round_one_starts_from_whatever_version_is_the_head(story):
+    run = story(sites=1, heads=(7,))
+    assert events.RoundOpened(0, 7, ("a",)) in run.join("a")
+    run.submit("a")
+    assert events.RoundOpened(0, 8, ("a",)) in run.commit()
+
+
+def test_a_barrier_closes_with_all_workers_in_order_of_site_names(story):
+    run = story("cba")
+    tickets = {site: run.ticket(site) for site in ("c", "a", "b")}
+    assert tickets == {"c": 1, "a": 2, "b": 3}  # issued in this order; reduced in order of names
+    assert run.accept(2) == ()
+    assert run.why() == "waits for b and c"
+    assert run.accept(1) == ()
+    assert run.accept(3) == (events.RoundClosed(0, 0, (2, 3, 1)),)
+    assert run.why() == "reduces 3 updates of round 1"
+
+
+def test_the_next_round_opens_with_the_commit_for_those_alive_then(story):
+    run = story("ab")
+    run.submit("a", "b")
+    run.join("c")
+    run.leave("a")
+    assert run.commit() == (events.RoundOpened(0, 1, ("b", "c")), events.Woken(0))
+
+
+@pytest.mark.covers("F33")
+def test_a_late_joiner_counts_from_the_next_round_on(story):
+    run = story(sites=2)
+    run.join("a", "b", "c")
+    assert run.withheld("c") == "counts from the next round on"
+    assert run.missing() == ("a", "b")
+    assert len(closed(run.submit("a", "b"))) == 1
+    run.commit()
+    assert run.expected() == ("a", "b", "c")
+    assert run.ticket("c") == 3
+
+
+@pytest.mark.covers("F33", "L22")
+def test_a_late_joiner_is_expected_at_once_where_the_round_could_not_close_without_it(story):
+    run = story("ab", min_sites=2)
+    run.leave("b")
+    assert run.why() == "waits for another site: 1 alive, rounds.min_sites is 2"
+    assert events.ExpectedChanged(0, 0, ("a", "c")) in run.join("c")
+    assert closed(run.submit("a", "c")) == [(1, 2)]
+
+
+@pytest.mark.covers("L22")
+def test_a_waiting_late_joiner_steps_in_when_a_death_leaves_too_few(story):
+    run = story(sites=2, min_sites=2)
+    run.join("a", "b", "z", "c")  # z joined before c, so z is asked first
+    effects = run.leave("b")
+    assert events.ExpectedChanged(0, 0, ("a", "z")) in effects
+    assert events.Woken(0) in effects
+    assert run.withheld("c") == "counts from the next round on"
+
+
+def test_min_sites_are_never_undercut(story):
+    run = story("abc", min_sites=2)
+    run.submit("a")
+    run.leave("b")
+    run.leave("c")
+    assert run.phase() == "open"
+    assert run.why() == "waits for another site: 1 alive, rounds.min_sites is 2"
+    run.join("b")
+    assert closed(run.submit("b")) == [(1, 2)]
+
+
+@pytest.mark.covers("F34")
+def test_when_all_die_the_round_waits_and_says_why(story):
+    run = story("ab")
+    run.wait(120)
+    assert run.expected() == ()
+    assert run.phase() == "open"
+    assert run.why() == "waits for another site: 0 alive, rounds.min_sites is 1"
+    run.join("b")
+    assert closed(run.submit("b")) == [(1,)]
+
+
+def test_a_round_opened_for_no_worker_waits_for_the_first(story):
+    run = story("a")
+    run.submit("a")
+    run.leave("a")
+    assert events.RoundOpened(0, 1, ()) in run.commit()
+    assert run.missing() == ()
+    assert events.ExpectedChanged(0, 1, ("b",)) in run.join("b")
+    assert closed(run.submit("b")) == [(2,)]
+
+
+def test_a_quorum_suffices_once_the_deadline_has_passed(story):
+    run = story("abc", policy=QuorumDeadline(quorum=2, deadline_s=60), heartbeat_timeout_s=0)
+    run.ticket("c")
+    run.submit("b", "a")
+    run.wait(59)
+    assert run.phase() == "open"
+    assert waiting.next_deadline_s(run.state) == 60
+    effects = run.wait(1)
+    assert effects[0] == events.RoundClosed(0, 0, (3, 2))  # a got ticket 3, b 2
+    assert effects[1] == events.TicketsExpired((1,), "the round from version 0 closed without it")
+    assert waiting.may_submit(run.state, "c", run.lease("c"), 1) == (
+        "Ticket 1 is expired: the round from version 0 closed without it."
+    )
+
+
+def test_before_the_deadline_a_quorum_policy_is_a_barrier(story):
+    run = story("ab", policy=QuorumDeadline(quorum=1, deadline_s=60))
+    assert closed(run.submit("a")) == []
+    assert closed(run.submit("b")) == [(1, 2)]
+
+
+@pytest.mark.covers("F35")
+@pytest.mark.parametrize(("quorum", "min_sites"), [(1, 2), (2, 1)])
+def test_below_quorum_or_min_sites_the_deadline_closes_nothing(story, quorum, min_sites):
+    run = story("ab", min_sites=min_sites, policy=QuorumDeadline(quorum, 60), heartbeat_timeout_s=0)
+    run.submit("a")
+    assert closed(run.wait(1000)) == []
+    assert run.why() == "waits for b; the deadline has passed, 1 of 2 updates are in"
+    assert waiting.next_deadline_s(run.state) is None
+    assert closed(run.submit("b")) == [(1, 2)]
+
+
+def test_a_quorum_is_not_undercut_by_deaths_either(story):
+    run = story("ab", policy=QuorumDeadline(2, 60))
+    run.submit("a")
+    run.leave("b")
+    assert run.why() == "waits for another site: 1 alive, rounds.quorum is 2"
+    run.wait(60)
+    assert run.phase() == "open"
+
+
+def test_the_deadline_counts_from_the_opening_of_each_round(story):
+    run = story(sites=2, policy=QuorumDeadline(1, 60), heartbeat_timeout_s=0)
+    run.now_s = 100
+    run.join("a", "b")
+    run.submit("a")
+    assert closed(run.wait(60)) == [(1,)]
+    run.now_s = 500
+    run.commit()
+    run.submit("a")
+    assert closed(run.wait(59)) == []
+    assert closed(run.wait(1)) == [(2,)]
+
+
+@pytest.mark.covers("F31")
+def test_a_refused_update_leaves_the_round_to_the_others(story):
+    run = story("ab")
+    bad = run.ticket("a")
+    run.submit("b")
+    effects = run.refuse(bad)
+    assert effects[:2] == (events.ExpectedChanged(0, 0, ("b",)), events.RoundClosed(0, 0, (2,)))
+    run.commit()
+    assert run.expected() == ("a", "b")  # it takes part in the next round
+
+
+@pytest.mark.covers("F31")
+def test_a_refused_worker_waits_and_is_told_why(story):
+    run = story("ab")
+    bad = run.ticket("a")
+    run.refuse(bad)
+    assert run.withheld("a") == "its update was refused (layer.weight is not finite); it counts from the next round on"
+    assert waiting.may_submit(run.state, "a", run.lease("a"), bad) == (
+        "Ticket 1 is refused: layer.weight is not finite."
+    )
+    run.join("a")  # a new process of it does not change that
+    assert run.withheld("a").startswith("its update was refused")
+
+
+def test_a_refused_worker_may_try_again_where_the_round_cannot_close_without_it(story):
+    run = story("a")
+    bad = run.ticket("a")
+    assert run.refuse(bad) == (events.ExpectedChanged(0, 0, ()), events.Woken(0))
+    again = run.ask("a")
+    assert again == events.TicketIssued("a", 2, 0, 0, new=True)
+    assert waiting.may_submit(run.state, "a", run.lease("a"), bad) == (
+        "Ticket 1 is over: its round has closed, or a newer ticket has replaced it."
+    )
+    assert closed(run.accept(2)) == [(2,)]
+
+
+def test_a_round_closes_once(story):
+    run = story("a")
+    number = run.ticket("a")
+    assert len(closed(run.accept(number))) == 1
+    assert run.accept(number) == ()  # told again: nothing happens
+    assert run.withheld("a") == "reduces 1 update of round 1"
+
+
+@pytest.mark.covers("L4")
+def test_fragments_have_rounds_of_their_own(story):
+    run = story("ab", fragments=2)
+    assert closed(run.submit("a", "b", fragment=1)) == [(1, 2)]
+    assert run.commit(fragment=1) == (events.RoundOpened(1, 1, ("a", "b")), events.Woken(1))
+    assert [run.state.rounds[f].head for f in (0, 1)] == [0, 1]
+    assert run.missing(0) == ("a", "b")
+    run.submit("a", fragment=0)
+    assert [run.missing(f) for f in (0, 1)] == [("b",), ("a", "b")]
+    run.leave("b")  # in both it is no longer waited for; in fragment 0 that was all that was missing
+    assert [run.phase(f) for f in (0, 1)] == ["closing", "open"]
+
+
+def test_the_run_is_finished_when_every_fragment_has_its_rounds(story):
+    run = story("a", rounds=1, fragments=2)
+    run.submit("a", fragment=0)
+    assert run.commit(0) == (events.Woken(0),)
+    assert run.withheld("a", 0) == "finished"
+    run.submit("a", fragment=1)
+    assert run.commit(1) == (events.RunFinished(), events.Woken(1))
+    assert run.state.finished
+    assert run.why(1) == "is finished"
+    run.join("b")
+    assert run.withheld("b") == "finished"
+
+
+def test_missing_says_since_when(story):
+    run = story(sites=2, min_sites=2)
+    run.now_s = 10
+    run.join("a", "b")
+    assert waiting.missing(run.state, 0) == (("a", 10), ("b", 10))
+    run.now_s = 30
+    run.leave("b")
+    run.join("c")
+    assert waiting.missing(run.state, 0) == (("a", 10), ("c", 30))
+
+
+@pytest.mark.parametrize(
+    "event", [events.VersionCommitted(0, 1), events.UpdateAccepted(9), events.TicketRequested("a", 1, 5)]
+)
+def test_what_cannot_be_is_an_error_of_the_caller(story, event):
+    run = story("a")
+    with pytest.raises(IllegalTransition):
+        machine.step(run.state, event, 0.0)
+
+
+def test_an_accept_after_the_round_closed_is_an_error_of_the_caller(story):
+    run = story("ab", policy=QuorumDeadline(1, 60), heartbeat_timeout_s=0)
+    late = run.ticket("b")
+    run.submit("a")
+    run.wait(60)
+    with pytest.raises(IllegalTransition, match=f"Ticket {late} is expired; 'update accepted' cannot happen"):
+        machine.step(run.state, events.UpdateAccepted(late), run.now_s)
+
+
+def test_a_barrier_that_waits_is_not_shown_every_update(story, monkeypatch):
+    """Which would take the square of the workers; the last update closes the round all the same."""
+    sites = [f"site-{number:02d}" for number in range(20)]
+    run = story(sites=len(sites))
+    run.join(*sites)
+    looks: list[int] = []
+    view = opening.view
+    monkeypatch.setattr(opening, "view", lambda state, fragment: looks.append(fragment) or view(state, fragment))
+    for site in sites:
+        assert run.state.rounds[0].phase == "open"
+        run.ticket(site)
+        run.submit(site)
+    assert run.state.rounds[0].phase == "closing"
+    assert len(looks) <= 2  # with the last, and once more by the restart that a story plays after every event
+
+
+class Hasty(Barrier):
+    """A wrong policy: closes whatever is in."""
+
+    def decide(self, view: RoundView, now_s: float) -> Close | Wait:
+        return Close(tuple(update.ticket for update in view.accepted))
+
+
+def test_the_machine_holds_the_floor_against_a_wrong_policy(story):
+    run = story(sites=1, policy=Hasty())
+    with pytest.raises(IllegalTransition, match=r"needed 1"):
+        run.join("a")  # the round opens, and the policy would close it with nothing
+
+
+# -- leases, silence, leaving, and returning in the middle of a round
+
+
+@pytest.mark.covers("L9")
+def test_a_silent_worker_is_declared_dead_and_the_barrier_is_judged_again(story):
+    run = story("ab")
+    run.submit("a")
+    run.now_s = 119
+    run.seen("a")
+    assert waiting.next_deadline_s(run.state) == 120
+    assert run.wait(0.5) == ()
+    assert run.wait(0.5) == (
+        events.LeaseEnded("b", 2, "dead", "silent for 120 s"),
+        events.ExpectedChanged(0, 0, ("a",)),
+        events.RoundClosed(0, 0, (1,)),
+        events.Woken(0),
+    )
+    assert waiting.next_deadline_s(run.state) == 239
+
+
+@pytest.mark.covers("L9")
+def test_a_heartbeat_timeout_of_0_declares_no_worker_dead(story):
+    run = story("a", heartbeat_timeout_s=0)
+    assert waiting.next_deadline_s(run.state) is None
+    assert run.wait(1e9) == ()
+    assert run.state.members["a"].alive
+
+
+@pytest.mark.covers("L9")
+def test_leaving_is_the_same_path(story):
+    run = story("ab")
+    run.submit("a")
+    effects = run.leave("b")
+    assert effects[0] == events.LeaseEnded("b", 2, "left", "")
+    assert closed(effects) == [(1,)]
+    assert events.Woken(0) in effects
+
+
+def test_a_worker_that_fails_says_why(story):
+    run = story("a")
+    assert run.leave("a", "CUDA out of memory")[0] == events.LeaseEnded("a", 1, "failed", "CUDA out of memory")
+    assert run.state.members["a"].why == "failed"
+
+
+@pytest.mark.parametrize("sign", ["heartbeat", "ticket request", "accepted update"])
+def test_every_valid_sign_of_life_counts(story, sign):
+    run = story("ab")
+    ticket = run.ticket("a")
+    run.now_s = 100
+    {"heartbeat": run.seen, "ticket request": run.ticket}.get(sign, lambda _: run.accept(ticket))("a")
+    ended = [effect.site for effect in run.wait(20) if isinstance(effect, events.LeaseEnded)]
+    assert ended == ["b"]
+
+
+@pytest.mark.covers("F4")
+def test_an_acknowledged_update_stays_when_its_worker_dies(story):
+    run = story("ab")
+    run.submit("a")
+    effects = run.leave("a")
+    assert run.expected() == ("a", "b")  # its update is in: nothing to wait for, nothing to take away
+    assert not any(isinstance(effect, events.ExpectedChanged) for effect in effects)
+    assert closed(run.submit("b")) == [(1, 2)]
+
+
+@pytest.mark.covers("F19")
+def test_the_newest_process_of_a_site_has_the_lease(story):
+    run = story(sites=1)
+    assert run.join("a")[0] == events.LeaseGranted("a", 1)
+    assert run.join("a")[0] == events.LeaseGranted("a", 2)
+    told = (events.LeaseRefused("a", "a newer process has joined as 'a'", superseded=True),)
+    for event in (events.WorkerSeen("a", 1), events.TicketRequested("a", 1, 0), events.WorkerLeft("a", 1)):
+        assert run.send(event) == told
+    assert waiting.may_submit(run.state, "a", 1, 1) == told[0]
+    assert run.expected() == ("a",)  # the same member, not a second one
+
+
+def test_a_stale_lease_is_no_sign_of_life(story):
+    run = story(sites=1)
+    run.join("a", "a")
+    run.now_s = 100
+    run.send(events.WorkerSeen("a", 1))
+    assert run.wait(20)[0] == events.LeaseEnded("a", 2, "dead", "silent for 120 s")
+
+
+def test_refuses_a_worker_that_never_joined(story):
+    run = story(sites=1)
+    assert run.send(events.WorkerSeen("x", 3)) == (events.LeaseRefused("x", "'x' has not joined this run"),)
+    run.join("a")
+    assert run.send(events.WorkerSeen("a", 9)) == (events.LeaseRefused("a", "lease 9 of 'a' is not known here"),)
+
+
+@pytest.mark.covers("F5")
+def test_a_worker_that_was_stopped_past_its_lease_rejoins_and_gets_its_ticket_again(story):
+    run = story("ab", min_sites=2)
+    ticket = run.ticket("a")
+    run.now_s = 60
+    run.seen("b")
+    run.wait(60)
+    assert run.send(events.WorkerSeen("a", 1)) == (
+        events.LeaseRefused("a", "'a' was silent for too long and was declared dead"),
+    )
+    assert events.ExpectedChanged(0, 0, ("a", "b")) in run.join("a")
+    assert run.ask("a") == events.TicketIssued("a", ticket, 0, 0, new=False)
+    assert waiting.may_submit(run.state, "a", run.lease("a"), ticket) is None
+
+
+@pytest.mark.covers("F2")
+def test_a_restarted_worker_goes_on_under_its_open_ticket(story):
+    run = story("ab")
+    ticket = run.ticket("a")
+    run.join("a")
+    assert run.ask("a") == events.TicketIssued("a", ticket, 0, 0, new=False)
+    run.submit("b")
+    assert closed(run.accept(ticket)) == [(ticket, 2)]
+
+
+@pytest.mark.covers("F2")
+def test_waits_again_for_a_worker_that_returns_with_an_open_ticket(story):
+    run = story("abc")
+    ticket = run.ticket("a")
+    run.leave("a")
+    assert run.expected() == ("b", "c")
+    run.join("a")
+    assert run.expected() == ("a", "b", "c")
+    assert run.ask("a") == events.TicketIssued("a", ticket, 0, 0, new=False)
+
+
+def test_a_worker_that_returns_without_a_ticket_counts_from_the_next_round_on(story):
+    run = story("ab")
+    run.leave("a")
+    run.join("a")
+    assert run.withheld("a") == "counts from the next round on"
+
+
+@pytest.mark.covers("F4")
+def test_a_worker_restarted_after_its_acknowledgement_does_not_train_again(story):
+    run = story("ab")
+    run.submit("a")
+    run.join("a")
+    assert run.withheld("a") == "its update is accepted; the round waits for b"
+
+
+@pytest.mark.covers("F23")
+def test_a_ticket_of_a_round_that_is_over_is_refused(story):
+    run = story("ab", heartbeat_timeout_s=120)
+    stale = run.ticket("b")
+    run.submit("a")
+    run.now_s = 60
+    run.seen("a")
+    run.wait(60)  # b is declared dead, the round closes with a alone
+    run.commit()
+    run.join("b")
+    refused = waiting.may_submit(run.state, "b", run.lease("b"), stale)
+    assert refused == "Ticket 1 is over: its round has closed, or a newer ticket has replaced it."
+    assert run.withheld("b") == "counts from the next round on"
+
+
+def test_may_submit_checks_the_owner_of_the_ticket(story):
+    run = story("ab")
+    ticket = run.ticket("a")
+    assert waiting.may_submit(run.state, "a", 1, ticket) is None
+    assert waiting.may_submit(run.state, "b", 2, ticket) == "Ticket 1 was not issued to 'b'."
+    assert waiting.may_submit(run.state, "b", 2, 7) == "Ticket 7 was never issued."
+    run.accept(ticket)
+    assert waiting.may_submit(run.state, "a", 1, ticket) == "Ticket 1 is accepted."
+
+
+def test_a_heartbeat_touches_nothing_but_when_the_worker_was_seen(story):
+    run = story(sites=500)
+    state, _ = machine.restore(
+        run.rules,
+        Snapshot(
+            (FragmentSnapshot(0),),
+            tuple(Member(f"w{n:03}", n + 1, alive=True) for n in range(500)),
+        ),
+        now_s=0.0,
+    )
+    after, effects = machine.step(state, events.WorkerSeen("w007", 8), 5.0)
+    assert effects == ()
+    assert after.members is state.members
+    assert after.rounds is state.rounds
+    assert after.seen_s["w007"] == 5.0
+    assert state.seen_s["w007"] == 0.0
+
+
+def test_500_deaths_at_once_change_the_round_once(story):
+    run = story(sites=500)
+    state = run.state
+    for n in range(500):
+        state, _ = machine.step(state, events.WorkerJoined(f"w{n:03}"), 0.0)
+    state, effects = machine.step(state, events.TimePassed(), 120.0)
+    assert sum(isinstance(effect, events.LeaseEnded) for effect in effects) == 500
+    assert sum(isinstance(effect, events.ExpectedChanged) for effect in effects) == 1
+
+
+def test_a_worker_that_begins_learns_the_next_fragment():
+    """The first of those with the fewest rounds; but not one whose round has the site's update already."""
+    tell = Story(Rules(sites=2, fragments=3))
+    tell.join("a", "b")
+    assert waiting.due(tell.state, "c") == 0
+    tell.submit("a")
+    assert [waiting.due(tell.state, site) for site in "abc"] == [1, 0, 0]
+    tell.submit("b")
+    tell.commit()
+    assert [waiting.due(tell.state, site) for site in "abc"] == [1, 1, 1]
+
+
+@pytest.mark.covers("L7")
+def test_a_worker_that_submits_nothing_more_is_awaited_in_no_round_and_stays_for_its_results(story):
+    """Of two fragments a's update of the second is in; the first goes on with b alone, and the second counts a's."""
+    run = story("ab", fragments=2)
+    run.submit("a", "b")
+    run.commit()
+    run.submit("a", fragment=1)
+    run.ticket("a")  # of round 2, which it will not use
+    run.send(events.WorkerEnds("a", run.lease("a")))
+    assert run.missing() == ("b",)
+    assert run.withheld("a") == events.ENDS
+    assert closed(run.submit("b")) == [(run.state.rounds[0].tickets["b"].id,)]
+    run.commit()
+    assert run.state.rounds[0].head == 2
+    run.submit("b", fragment=1)
+    assert len(run.state.rounds[1].frozen) == 2
+    run.commit(1)
+    assert run.state.members["a"].alive
+    assert run.expected() == run.expected(1) == ("b",)
+    run.join("a")  # a next process of it takes part as ever
+    run.submit("b")
+    run.commit()
+    assert run.expected() == ("a", "b")
+
+
+@pytest.mark.covers("P12")
+def test_opens_the_first_round_once_training_begins() -> None:
+    """A workflow before the rounds holds them: both sites are there, and no round is open."""
+    state = initial(Rules(sites=2, held=True))
+    for site in "ab":
+        state, _ = machine.step(state, events.WorkerJoined(site), 0.0)
+    assert state.rounds[0].phase == "gathering"
+    state, effects = machine.step(state, events.TrainingBegins(), 1.0)
+    assert state.rounds[0].phase == "open"
+    assert events.RoundOpened(0, 0, ("a", "b")) in effects

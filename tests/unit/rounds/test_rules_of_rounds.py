@@ -1,0 +1,340 @@
+"""Rules of rounds: sampling, closing policies, the aggregating worker, the best version and the early stop."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections import Counter
+
+import pytest
+from round_story import Story
+
+from atoll import Settings
+from atoll.rounds import machine
+from atoll.rounds.closing_policy import Barrier, Close, QuorumDeadline, RoundView, Wait, listed
+from atoll.rounds.early_stopping import Measured, Progress, Tracking
+from atoll.rounds.events import BestFound, RoundOpened, RunFinished, VersionCommitted
+from atoll.rounds.sampling import Sampling, appointed, to_hold, turn
+from atoll.rounds.state import Rules
+from atoll.rounds.transitions import TICKET, IllegalTransition, Ticket, advance
+
+# -- sampling
+
+
+SITES = [f"site-{index:02}" for index in range(30)]
+
+
+@pytest.mark.parametrize(
+    ("fraction", "minimum", "at_least", "drawn"),
+    [
+        (1.0, 1, 1, 30),
+        (0.1, 1, 1, 3),
+        (0.11, 1, 1, 4),
+        (0.1, 5, 1, 5),
+        (0.1, 1, 7, 7),
+        (0.01, 1, 1, 1),
+        (0.5, 99, 1, 30),
+    ],
+)
+def test_how_many_are_drawn(fraction: float, minimum: int, at_least: int, drawn: int) -> None:
+    assert len(Sampling(fraction, minimum).draw(SITES, 0, 0, at_least)) == drawn
+
+
+def test_a_share_that_is_inexact_in_binary_draws_no_extra_worker() -> None:
+    assert 0.07 * 100 > 7
+    assert len(Sampling(0.07).draw([f"site-{index}" for index in range(100)], 0, 0)) == 7
+
+
+def test_a_draw_depends_on_seed_and_round_and_on_nothing_else() -> None:
+    sampling = Sampling(0.2, seed=1)
+    first = sampling.draw(SITES, 0, 5)
+    assert sampling.draw(list(reversed(SITES)), 0, 5) == first == sorted(first)
+    assert len({tuple(sampling.draw(SITES, 0, version)) for version in range(20)}) == 20
+    assert Sampling(0.2, seed=2).draw(SITES, 0, 5) != first
+    assert sampling.draw(SITES, 1, 5) != first
+    stranger = next(site for site in SITES if site not in first)
+    without = sampling.draw([site for site in SITES if site != stranger], 0, 5)
+    assert set(without) == set(first)  # a site that was not drawn anyway is not missed (⌈0.2·29⌉ is 6, too)
+
+
+def test_draws_all_workers_equally_often() -> None:
+    """3 of 30 in 2,000 rounds: 200 each are expected, ± 13.4; five of those are 67."""
+    counts = Counter(site for version in range(2000) for site in Sampling(0.1).draw(SITES, 0, version))
+    assert min(counts.values()) > 200 - 67
+    assert max(counts.values()) < 200 + 67
+
+
+def test_a_round_asks_the_drawn_workers_and_closes_with_them(story) -> None:
+    sampling = Sampling(0.5, seed=3)
+    run = story("abcd", sampling=sampling)
+    for version in range(5):
+        drawn = tuple(sampling.draw("abcd", 0, version))
+        assert len(drawn) == 2
+        assert run.expected() == drawn
+        for site in set("abcd") - set(drawn):
+            assert run.withheld(site) == "was not drawn for this round; each round draws anew"
+        run.submit(*drawn)
+        assert RoundOpened(0, version + 1, tuple(sampling.draw("abcd", 0, version + 1))) in run.commit()
+
+
+def test_draws_a_replacement_for_a_drawn_worker_that_dies(story) -> None:
+    run = story("abc", sampling=Sampling(0.3, seed=0))
+    (drawn,) = run.expected()
+    run.leave(drawn)
+    (other,) = run.expected()
+    assert other != drawn
+    run.submit(other)
+    assert run.phase() == "closing"
+
+
+def test_never_fewer_than_a_round_needs(story) -> None:
+    run = story("abcd", min_sites=3, sampling=Sampling(0.25))
+    assert len(run.expected()) == 3
+
+
+def test_a_restarted_server_draws_the_same(story) -> None:
+    """`Story` restores after every event and compares; here the round opens in the restore itself."""
+    rules = Rules(sites=2, sampling=Sampling(0.5, seed=9))
+    run = story("ab", sampling=rules.sampling)
+    run.submit(*run.expected())
+    journal = run.journal
+    journal.move_head(0, 1)  # committed, and killed before the next round was opened
+    restored, effects = machine.restore(rules, journal.snapshot(), 0.0)
+    assert RoundOpened(0, 1, tuple(rules.sampling.draw("ab", 0, 1))) in effects
+    assert tuple(restored.rounds[0].expected) == tuple(rules.sampling.draw("ab", 0, 1))
+
+
+def test_the_settings() -> None:
+    settings = Settings.build({"rounds.sample_fraction": 0.25, "rounds.sample_min": 2, "rounds.sample_seed": 7})
+    assert Rules.from_settings(settings).sampling == Sampling(0.25, 2, 7)
+    assert Rules.from_settings(Settings()).sampling == Sampling()
+
+
+# -- which worker aggregates, and which hold a version
+
+
+@pytest.mark.covers("P10")
+def test_the_users_choice_takes_turns_and_the_rest_come_after() -> None:
+    rounds = [turn(["a", "b", "c"], seed=0, fragment=0, version=v, named=("c", "a"))[:2] for v in range(4)]
+    assert rounds == [["c", "a"], ["a", "c"], ["c", "a"], ["a", "c"]]
+    assert turn(["a", "b"], seed=0, fragment=0, version=0, named=("c", "a")) == ["a", "b"]  # c is not here
+
+
+@pytest.mark.covers("P10")
+def test_otherwise_each_site_draws_a_number_for_each_version() -> None:
+    drawn = {site: hashlib.sha256(f"5/1/7/{site}".encode()).hexdigest() for site in ("a", "b", "c")}
+    assert turn(["c", "a", "b"], seed=5, fragment=1, version=7) == sorted(drawn, key=lambda site: drawn[site])
+    orders = {tuple(turn(["a", "b", "c"], seed=0, fragment=0, version=v)) for v in range(100)}
+    assert len(orders) == 6  # every order comes up
+
+
+@pytest.mark.covers("P10")
+@pytest.mark.parametrize(
+    ("order", "holders", "excluded", "before", "expected"),
+    [
+        ("abc", "abc", "", "", "a"),
+        ("abc", "bc", "", "", "b"),  # a has no version
+        ("abc", "abc", "a", "", "b"),  # a has failed
+        ("abc", "ab", "", "a", "b"),  # another one each round
+        ("abc", "abc", "", "ab", "c"),  # a and b failed not long ago
+        ("abc", "a", "", "a", "a"),  # a alone has it
+        ("abc", "ab", "b", "a", "a"),  # rather the one before than one that has failed
+        ("abc", "ab", "ab", "a", "a"),  # all have failed: the one that failed first
+        ("abc", "ab", "ba", "", "b"),
+        ("abc", "", "", "", None),
+    ],
+)
+def test_chooses_the_aggregator(order: str, holders: str, excluded: str, before: str, expected: str | None) -> None:
+    assert appointed(list(order), set(holders), list(excluded), set(before)) == expected
+
+
+@pytest.mark.covers("P10")
+@pytest.mark.parametrize(
+    ("holders", "excluded", "before", "named", "expected"),
+    [
+        ("abc", "", "c", "c", "c"),  # round after round, where one alone is named
+        ("abc", "", "c", "bc", "b"),  # of two that are named, another one each round
+        ("ac", "", "c", "bc", "c"),  # and the one that is left of them, where one has left
+        ("ab", "", "a", "c", "b"),  # a named one without the version waits for it
+        ("abc", "c", "c", "c", "a"),  # nor one that has failed at this round
+        ("c", "c", "c", "c", "c"),  # unless no other has it
+    ],
+)
+def test_others_are_asked_only_where_none_of_the_users_choice_can(
+    holders: str, excluded: str, before: str, named: str, expected: str
+) -> None:
+    assert appointed(["a", "b", "c"], set(holders), set(excluded), set(before), tuple(named)) == expected
+
+
+@pytest.mark.covers("P10")
+def test_two_hold_the_newest_version_where_there_are_two() -> None:
+    assert to_hold(["a", "b", "c"], {"c"}) == {"a", "c"}
+    assert to_hold(["a", "b", "c"], {"b", "c"}) == {"b", "c"}
+    assert to_hold(["c"], {"c"}) == {"c"}
+
+
+# -- policies and transition tables
+
+
+def view(expected: str, accepted: str, floor: int = 1) -> RoundView:
+    """A round that opened at 100 s from version 4; ticket n is that of the n-th letter of the alphabet."""
+    updates = tuple(Ticket(ord(site) - 96, site, 0, 4, "accepted") for site in accepted)
+    return RoundView(0, 4, 100.0, tuple(expected), updates, floor, "rounds.min_sites")
+
+
+@pytest.mark.parametrize(
+    ("seen", "decision"),
+    [
+        (view("abc", "abc"), Close((1, 2, 3))),
+        (view("abc", "b"), Wait("waits for a and c")),
+        (view("", ""), Wait("waits for another site: 0 alive, rounds.min_sites is 1")),
+        (view("ab", "ab", floor=3), Wait("waits for another site: 2 alive, rounds.min_sites is 3")),
+    ],
+)
+def test_barrier(seen, decision):
+    assert Barrier().decide(seen, 1e9) == decision
+
+
+@pytest.mark.parametrize(
+    ("seen", "now_s", "decision"),
+    [
+        (view("abc", "abc"), 100, Close((1, 2, 3))),
+        (view("abc", "ab"), 129, Wait("waits for c", until_s=130)),
+        (view("abc", "ab"), 130, Close((1, 2))),
+        (view("abc", "a", floor=2), 131, Wait("waits for b and c; the deadline has passed, 1 of 2 updates are in")),
+    ],
+)
+def test_quorum_and_deadline(seen, now_s, decision):
+    assert QuorumDeadline(quorum=2, deadline_s=30).decide(seen, now_s) == decision
+
+
+def test_a_policy_says_what_it_is():
+    assert (str(Barrier()), str(QuorumDeadline(2, 60.0))) == ("barrier", "quorum 2 after 60 s")
+
+
+@pytest.mark.parametrize(
+    ("names", "text"),
+    [
+        ("a", "a"),
+        ("ab", "a and b"),
+        ("abc", "a, b and c"),
+        ("abcd", "a, b, c and d"),
+        ("abcdef", "a, b, c and 3 others"),
+    ],
+)
+def test_names_are_listed_as_people_do(names, text):
+    assert listed(names) == text
+
+
+def test_the_rules_of_settings():
+    plain = Rules.from_settings(Settings.build({"rounds.sites": 3, "rounds.min_sites": 2, "rounds.total": 4}))
+    assert plain == Rules(sites=3, min_sites=2, rounds=4, policy=Barrier())
+    assert plain.floor == 2
+    quorum = Rules.from_settings(
+        Settings.build({"rounds.sites": 3, "rounds.quorum": 2, "rounds.deadline_s": 9}), fragments=4
+    )
+    assert quorum == Rules(sites=3, policy=QuorumDeadline(2, 9), fragments=4)
+    assert (quorum.floor, quorum.floor_name) == (2, "rounds.quorum")
+
+
+def test_what_a_table_does_not_list_cannot_happen():
+    assert advance("Ticket 3", TICKET, "open", "update accepted") == "accepted"
+    with pytest.raises(IllegalTransition, match=r"^Ticket 3 is expired; 'update accepted' cannot happen to it\.$"):
+        advance("Ticket 3", TICKET, "expired", "update accepted")
+
+
+# -- the best version and the early stop
+
+
+def story(**tracking):
+    run = Story(Rules(sites=1, tracking=Tracking("acc", **tracking)))
+    run.join("a")
+    return run
+
+
+def round_of(run, value):
+    """One round whose workers measured `value` of what they pulled; the effects of its commit."""
+    run.submit("a")
+    return run.commit(value=value)
+
+
+def best_in(effects):
+    return [effect.measured for effect in effects if isinstance(effect, BestFound)]
+
+
+@pytest.mark.covers("X41")
+def test_a_metric_is_credited_to_the_version_that_the_workers_pulled():
+    run = story()
+    assert best_in(round_of(run, 0.5)) == [Measured(version=0, round=1, value=0.5)]  # of the initial model
+    assert best_in(round_of(run, 0.7)) == [Measured(version=1, round=2, value=0.7)]
+    assert best_in(round_of(run, 0.7)) == []  # as good is not better: the first stays
+    assert best_in(round_of(run, 0.6)) == []
+    assert run.state.progress == Progress(Measured(1, 2, 0.7), mark=0.7, stale=2)
+
+
+def test_a_version_after_lost_ones_is_credited_by_its_own_number():
+    run = story()
+    round_of(run, 0.5)
+    run.submit("a")
+    run.send(VersionCommitted(0, 5, 0.6))  # 2 to 4 were lost: round 2 led from 1 to 5
+    assert best_in(round_of(run, 0.9)) == [Measured(version=5, round=3, value=0.9)]
+
+
+def test_the_smallest_is_best_where_the_run_says_so():
+    run = story(mode="min")
+    assert [bool(best_in(round_of(run, value))) for value in (2.0, 3.0, 1.0)] == [True, False, True]
+    assert run.state.progress.best == Measured(2, 3, 1.0)
+
+
+@pytest.mark.parametrize("value", [None, math.nan, math.inf, -math.inf])
+def test_a_round_without_a_finite_value_says_nothing(value):
+    run = story(patience=1)
+    round_of(run, 0.5)
+    for _ in range(3):
+        assert any(isinstance(effect, RoundOpened) for effect in round_of(run, value))
+    assert run.state.progress == Progress(Measured(0, 1, 0.5), 0.5, 0)
+
+
+@pytest.mark.covers("X42")
+def test_the_run_ends_after_so_many_rounds_without_an_improvement():
+    run = story(patience=2)
+    for value in (0.5, 0.6, 0.55):
+        assert RunFinished() not in round_of(run, value)
+    effects = round_of(run, 0.6)  # the second after 0.6; equal is no improvement
+    assert RunFinished() in effects
+    assert not any(isinstance(effect, RoundOpened) for effect in effects)
+    assert run.state.finished
+    assert run.withheld("a") == "finished"
+    assert run.why() == "is finished; stopped early: acc has not improved for 2 rounds; the best is 0.6, version 1"
+
+
+def test_small_steps_are_best_but_no_reason_to_go_on():
+    # min_delta 0.25: from 0.5, neither 0.625 nor 0.75 is more than that away; 0.875 is, of the last good mark 0.5
+    run = story(patience=3, min_delta=0.25)
+    for value, stale in ((0.5, 0), (0.625, 1), (0.75, 2), (0.875, 0), (1.0, 1)):
+        round_of(run, value)
+        assert run.state.progress.stale == stale
+        assert run.state.progress.best.value == value
+
+
+def test_without_patience_the_run_goes_on():
+    run = story()
+    for _ in range(20):
+        round_of(run, 0.5)
+    assert not run.state.finished
+
+
+def test_a_restart_with_other_settings_judges_the_same_metrics_anew():
+    run = story(patience=2)
+    for value in (0.6, 0.5, 0.5):
+        round_of(run, value)
+    assert run.state.finished
+    journal = run.journal.snapshot()
+    patient = Rules(sites=1, tracking=Tracking("acc", patience=5))
+    assert not machine.restore(patient, journal, 0.0)[0].finished
+    assert machine.restore(run.rules, journal, 0.0)[0].finished
+    # killed between the commit and the word that the run is finished: the same again, and said now
+    run.journal.finished = False
+    state, effects = machine.restore(run.rules, run.journal.snapshot(), 0.0)
+    assert state.finished
+    assert effects == (RunFinished(),)

@@ -1,0 +1,209 @@
+"""Rules of the server without a network: missing sites, long polls, staleness, evaluations to come."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from pathlib import Path
+
+import pytest
+from harness.sim_journal import initial
+
+from atoll import Settings
+from atoll.protocol import messages
+from atoll.protocol.status_messages import RoundSummary
+from atoll.rounds import events
+from atoll.rounds.state import Rules, State
+from atoll.server.coordinator import roster as roster_module
+from atoll.server.coordinator.accept_update import staleness
+from atoll.server.coordinator.long_polls import FairEvent
+from atoll.server.coordinator.roster import STILL, Attendance, Presence
+from atoll.server.tasks.task_payloads import TaskFilters
+from atoll.server.tasks.workflow_schedule import EVALUATES, WorkflowSchedule
+
+# -- sites that a round closed without
+
+
+SITES = "abcdefghij"
+
+
+@pytest.fixture
+def roster() -> dict[str, Presence]:
+    return {site: Presence(site) for site in SITES}
+
+
+@pytest.fixture
+def state() -> State:
+    """Of a run that waits for its sites, and is not short of any."""
+    return initial(Rules(3))
+
+
+def closed(attendance: Attendance, number: int, workers: str, expected: int, fragment: int = 0) -> None:
+    attendance.closed(
+        RoundSummary(
+            fragment=fragment,
+            round=number,
+            version=number,
+            workers=list(workers),
+            weights=[1.0] * len(workers),
+            metrics={},
+            counts={},
+            seconds=0.0,
+            bytes_up=0,
+            expected=expected,
+            population=len(SITES),
+        )
+    )
+
+
+def without(report: str) -> str:
+    return report.partition("without ")[2].partition(":")[0]
+
+
+def test_only_sites_that_were_drawn_are_missed(
+    state: State, roster: dict[str, Presence], caplog: pytest.LogCaptureFixture
+) -> None:
+    attendance = Attendance(roster, 0, asked={0: "abc"})  # its round was open when this server started
+    for number, drawn, workers in ((1, "abc", "ab"), (2, "def", "def"), (3, "cgh", "gh"), (4, "cij", "cij")):
+        if number > 1:
+            attendance.asks(events.RoundOpened(0, number - 1, tuple(drawn)), state)
+        closed(attendance, number, workers, expected=3)
+        assert [without(text) for text in attendance.warnings(state)] == ([] if number == 4 else ["c"])
+    assert [without(each) for each in caplog.messages] == ["c"], "once, for as long as the same site is missing"
+
+
+def test_a_site_that_the_round_no_longer_waits_for_is_missed(
+    state: State, roster: dict[str, Presence], caplog: pytest.LogCaptureFixture
+) -> None:
+    """As one with a refused update."""
+    attendance = Attendance(roster, 0)
+    attendance.asks(events.RoundOpened(0, 0, ("a", "b", "c")), state)
+    attendance.asks(events.ExpectedChanged(0, 0, ("a", "b")), state)
+    closed(attendance, 1, "ab", expected=3)
+    assert [without(each) for each in caplog.messages] == ["c"]
+
+
+def test_a_fragment_that_closed_with_all_sites_hides_no_other(
+    state: State, roster: dict[str, Presence], caplog: pytest.LogCaptureFixture
+) -> None:
+    attendance = Attendance(roster, 0, asked={0: "abc", 1: "abc"})
+    for number in range(1, 4):
+        closed(attendance, number, "abc", expected=3, fragment=0)
+        closed(attendance, number, "ab", expected=3, fragment=1)
+    assert [without(each) for each in caplog.messages] == ["c"]
+    assert [without(text) for text in attendance.warnings(state)] == ["c"]
+
+
+# -- long polls
+
+
+def test_the_loop_serves_others_between_two_waiters() -> None:
+    """A heartbeat that comes while 100 wait is not behind all of them."""
+
+    async def main() -> list[str]:
+        event, seen = FairEvent(), list[str]()
+
+        async def waits(name: str) -> None:
+            await event.wait(60)
+            seen.append(name)
+
+        async def beats() -> None:
+            while len(seen) < 200:
+                seen.append("beat")
+                await asyncio.sleep(0)
+
+        waiting = [asyncio.create_task(waits(f"w{number:03}")) for number in range(100)]
+        await asyncio.sleep(0)
+        event.set()
+        await beats()
+        await asyncio.gather(*waiting)
+        return seen
+
+    seen = asyncio.run(main())
+    workers = [name for name in seen if name != "beat"]
+    assert workers == [f"w{number:03}" for number in range(100)]
+    assert not any(a != "beat" != b for a, b in itertools.pairwise(seen)), "two went on at once"
+
+
+def test_opened_again_it_wakes_each_waiter_exactly_once() -> None:
+    async def main() -> list[int]:
+        event, seen = FairEvent(), list[int]()
+
+        async def waits(number: int) -> None:
+            await event.wait(60)
+            seen.append(number)
+
+        tasks = [asyncio.create_task(waits(number)) for number in range(3)]
+        await asyncio.sleep(0)
+        event.set()
+        tasks.append(asyncio.create_task(waits(3)))
+        await asyncio.sleep(0)
+        event.set()
+        await asyncio.gather(*tasks)
+        return seen
+
+    assert asyncio.run(main()) == [0, 1, 2, 3]
+
+
+def test_a_waiter_that_gave_up_holds_up_no_other() -> None:
+    async def main() -> None:
+        event = FairEvent()
+        gone = asyncio.create_task(event.wait(60))
+        stays = asyncio.create_task(event.wait(60))
+        await event.wait(0)  # the time is over at once: it returns
+        event.set()  # both are due
+        gone.cancel()
+        async with asyncio.timeout(10):
+            await stays
+        assert gone.cancelled() or gone.done()
+
+    asyncio.run(main())
+
+
+# -- hanging workers
+
+
+def test_a_training_hangs_after_four_times_as_long_as_a_step_took(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its longest step took 100 s: 399 s without a step are as usual, and 400 s are reported."""
+    now = [1000.0]
+    monkeypatch.setattr(roster_module.time, "monotonic", lambda: now[0])
+    presence = Presence("a")
+    presence.note(messages.Heartbeat(state=roster_module.TRAINING, step=1))
+    now[0] += 100.0
+    presence.note(messages.Heartbeat(state=roster_module.TRAINING, step=2))
+    assert (presence.longest_s, STILL) == (100.0, 4.0)
+    now[0] += 399.0
+    assert presence.hangs_s(patience_s=60.0) == 0.0
+    now[0] += 1.0
+    assert presence.hangs_s(patience_s=60.0) == 400.0
+    assert presence.hangs_s(patience_s=401.0) == 0.0
+
+
+# -- staleness
+
+
+@pytest.mark.covers("L13")
+@pytest.mark.parametrize(("version", "rounds"), [(0, 3), (1, 2), (2, 2), (3, 1), (4, 0), (5, 0)])
+def test_staleness_counts_rounds_not_numbers(version: int, rounds: int) -> None:
+    """The run has the versions 0, 1, 3 and 4. A worker may still train from 2 or 5, which were lost."""
+    assert staleness(4, version, lost=(2,)) == rounds
+
+
+# -- evaluations to come
+
+
+def test_a_site_is_asked_by_an_evaluation_that_is_still_to_come(tmp_path: Path) -> None:
+    settings = Settings.build(
+        {
+            "disk.state_dir": tmp_path,
+            "rounds.sites": 2,
+            "rounds.total": 1,
+            "workflow.steps": [{"kind": "train"}, {"kind": EVALUATES, "args": {"sites": ["a"]}}],
+        }
+    )
+    schedule = WorkflowSchedule(settings, None, TaskFilters(settings))
+    assert [schedule.will_evaluate(site) for site in "ab"] == [True, False]
+    schedule.steps[1].state = "running"
+    assert schedule.will_evaluate("a")
+    schedule.steps[1].state = "done"
+    assert not schedule.will_evaluate("a")

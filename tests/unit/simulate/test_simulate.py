@@ -1,0 +1,289 @@
+"""Parts of a simulation: pinned versions, jobs whose process ends, what a site keeps, threads."""
+
+from __future__ import annotations
+
+import gc
+import os
+import queue
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from engine_here import simulate_here
+from harness.processes import wait_until
+from torch import nn
+
+import atoll
+from atoll.json_files import NoteDamaged
+from atoll.protocol.messages import Outcome
+from atoll.simulate import engine, simulated_site
+from atoll.simulate.engine import Answer, Beginning, Job
+from atoll.simulate.schedule_sites import Bases
+from atoll.simulate.simulated_site import answer_to
+from atoll.simulate.simulation import threads_of
+from atoll.tensors.schema import TensorSpec
+from atoll.worker.exchange import local_state
+from atoll.worker.exchange.local_state import Owner, TwoPhaseFile
+
+# -- versions that are pinned while sites train from them
+
+
+class Pin:
+    def __init__(self, version: int, held: list[int]) -> None:
+        self.row, self._held = self, held
+        self.version = version
+        held.append(version)
+
+    def release(self) -> None:
+        self._held.remove(self.version)
+
+
+@pytest.fixture
+def held() -> list[int]:
+    """The versions that are pinned."""
+    return []
+
+
+@pytest.fixture
+def bases(held: list[int]) -> Bases:
+    class Pins:
+        def pin(self, fragment: int, version: int) -> Pin:
+            assert fragment == 0
+            return Pin(version, held)
+
+    versions: Any = Pins()
+    return Bases(versions)
+
+
+def test_a_version_is_pinned_once_and_until_the_last_has_trained_from_it(bases: Bases, held: list[int]) -> None:
+    first, again = bases.take(0), bases.take(0)
+    assert first is again
+    assert held == [0]
+    bases.give_back(first)
+    other = bases.take(1)
+    assert held == [0, 1]  # one still trains from the first
+    bases.give_back(again)
+    bases.give_back(other)
+    bases.take(1)
+    assert held == [0, 1]  # looked at when another is pinned
+    bases.take(2)
+    assert held == [1, 2]
+
+
+def test_all_are_given_back_at_the_end(bases: Bases, held: list[int]) -> None:
+    bases.take(0)
+    bases.take(1)
+    bases.release()
+    assert held == []
+
+
+# -- jobs whose process ends
+
+
+def test_an_exception_that_is_its_own_cause_is_told() -> None:
+    error = ValueError("round and round")
+    error.__cause__ = error
+    assert answer_to(error).error == "ValueError: round and round"
+
+
+class Ends:
+    """A host, and each of its processes in turn, by how it begins and how it ends."""
+
+    name, kind, ahead, pid = "test", "a process", 0, 1
+
+    def __init__(self, *lives: str) -> None:
+        self._lives, self._life = list(lives), ""
+        self._given = queue.SimpleQueue[int]()
+        self.answers = queue.SimpleQueue[str]()
+
+    def begin(self, beginning: Beginning) -> Ends:
+        self._life = self._lives.pop(0)
+        return self
+
+    def ready(self) -> None:
+        if self._life == "killed":
+            raise engine.Killed("It was ended by SIGKILL.")
+
+    def give(self, job: Job) -> None:
+        for _ in range(2 if self._life == "answers twice" else 1):
+            self._given.put(job.ticket.id)
+
+    def hear(self) -> tuple[int, Answer] | None:
+        ticket = self._given.get()
+        return None if self._life == "ends" else (ticket, Answer(error="raised"))
+
+    def bury(self) -> str:
+        return "ended"
+
+    def answered(self, job: Job, answer: Answer) -> None:
+        self.answers.put(answer.error)
+
+    def failed_to_go_on(self, error: Exception) -> None:
+        self.answers.put(str(error))
+
+    def nothing(self) -> None: ...
+
+    open = close = kill = take_back = nothing
+
+    def answer(self) -> str:
+        """What comes of a job."""
+        begun = engine.Engine(self, 1)
+        begun.start(None, self)  # type: ignore[arg-type]
+        begun.put(SimpleNamespace(ticket=SimpleNamespace(id=7), site="a", attempts=0))  # type: ignore[arg-type]
+        return self.answers.get(timeout=10)
+
+
+@pytest.mark.covers("V2")
+@pytest.mark.parametrize(
+    ("lives", "error"),
+    [
+        (["answers"], "raised"),
+        (["ends", "killed", "killed", "answers"], "raised"),
+        (["ends", "killed", "killed", "killed"], "It was ended by SIGKILL."),
+        (["ends", "ends", "ends", "answers"], "its process ended, 3 times in a row"),
+    ],
+)
+def test_begins_a_job_again_in_another_process(lives: list[str], error: str) -> None:
+    assert Ends(*lives).answer() == error
+
+
+@pytest.mark.covers("V2")
+def test_ignores_a_second_answer(caplog: pytest.LogCaptureFixture) -> None:
+    host = Ends("answers twice")
+    assert host.answer() == "raised"
+    wait_until(lambda: "ignored a second answer" in caplog.text, "a line")
+    assert host.answers.empty()
+
+
+# -- what a process holds of a round that is over
+
+
+def train(worker: Any) -> None:
+    for fl_round in worker:
+        fl_round.submit(fl_round.load_into(nn.Linear(2, 1)))
+
+
+def test_frees_each_site_when_its_round_ends(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    simulate_here(monkeypatch)
+    sites: list[weakref.ref[Any]] = []
+    make = simulated_site.SimulatedSite.__init__
+
+    def made(self: Any, *given: Any) -> None:
+        make(self, *given)
+        sites.append(weakref.ref(self))
+
+    monkeypatch.setattr(simulated_site.SimulatedSite, "__init__", made)
+    settings = {"algorithm.name": "fedavg", "rounds.total": 2, "disk.state_dir": tmp_path}
+    torch.manual_seed(0)
+    gc.disable()  # what only the collector frees counts as held
+    try:
+        atoll.Simulation(nn.Linear(2, 1), settings, script=train, sites=3).run()
+        assert [site() for site in sites] == [None] * 6
+    finally:
+        gc.enable()
+
+
+# -- what a site keeps, brought back from a process with another disk
+
+
+SPECS = [TensorSpec("w", "F32", (4,))]
+
+
+def opened(folder: Path) -> TwoPhaseFile:
+    folder.mkdir(exist_ok=True)
+    return TwoPhaseFile(folder, "algorithm", SPECS, owner=Owner("a", "r"))
+
+
+def outcome(ticket: int) -> Outcome:
+    return Outcome(ticket=ticket, state="counted", base_version=0)
+
+
+def trained(folder: Path, ticket: int) -> None:
+    """A round: what was pending counts, and the ticket's number is what is pending now."""
+    turns = opened(folder)
+    if not turns.found:
+        turns.zero()
+    turns.settle(outcome)
+    turns.begin()
+    turns.write("w", 0, torch.full((4,), float(ticket)))
+    turns.belongs_to(ticket, ticket)
+    turns.close()
+
+
+def value(folder: Path) -> float:
+    """What counts once the pending update is counted."""
+    turns = opened(folder)
+    turns.settle(outcome)
+    first = float(turns.read("w", 0, 4)[0])
+    turns.close()
+    return first
+
+
+def test_it_is_the_same_afterwards(tmp_path: Path) -> None:
+    here, there = tmp_path / "here", tmp_path / "there"
+    for ticket in (1, 2, 3):
+        local_state.put_kept(there, local_state.read_kept(here))
+        trained(there, ticket)
+        local_state.write_kept(here, local_state.read_kept(there))
+        assert local_state.pending(here) == {ticket}
+        assert local_state.read_kept(here) == local_state.read_kept(there)
+    assert value(here) == 3.0
+
+
+@pytest.mark.parametrize("step", [0, 1, 2])
+def test_ended_at_any_step_the_round_can_be_trained_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int
+) -> None:
+    here, there = tmp_path / "here", tmp_path / "there"
+    trained(here, 1)
+    local_state.put_kept(there, local_state.read_kept(here))
+    trained(there, 2)
+    done = 0
+
+    def once_too_often(*_: object) -> None:
+        nonlocal done
+        if done == step:
+            raise KeyboardInterrupt
+        done += 1
+
+    write_note, write_bytes = local_state.write_note, Path.write_bytes
+    monkeypatch.setattr(local_state, "write_note", lambda *given: (once_too_often(), write_note(*given)))
+    monkeypatch.setattr(Path, "write_bytes", lambda *given: (once_too_often(), write_bytes(*given)))
+    with pytest.raises(KeyboardInterrupt):
+        local_state.write_kept(here, local_state.read_kept(there))
+    monkeypatch.undo()
+    assert value(here) == 1.0  # the update of ticket 1 was counted, that of ticket 2 is formed again
+
+
+@pytest.mark.parametrize("change", [lambda data: data[:-9] + bytes([data[-9] ^ 1]) + data[-8:], lambda data: b""])
+def test_a_damaged_note_is_said_and_removed_here_and_refused_from_there(
+    tmp_path: Path, change: Callable[[bytes], bytes], caplog: pytest.LogCaptureFixture
+) -> None:
+    here, there = tmp_path / "here", tmp_path / "there"
+    trained(there, 1)
+    local_state.write_kept(here, local_state.read_kept(there))
+    kept, note = local_state.read_kept(here), here / "algorithm.json"
+    with pytest.raises(NoteDamaged):
+        local_state.write_kept(here, kept | {note.name: change(kept[note.name])})
+    assert local_state.read_kept(here) == kept
+    note.write_bytes(change(kept[note.name]))
+    caplog.set_level("WARNING", "atoll")
+    assert local_state.pending(here) == set()
+    assert [str(note) in line and "damaged" in line for line in caplog.messages] == [True]
+    assert not note.exists()
+
+
+# -- threads
+
+
+def test_processes_divide_the_cores_among_their_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    assert [threads_of(processes) for processes in (1, 3, 8, 20)] == [8, 2, 1, 1]
+    for told, threads in (("4", 4), ("4,2", 4), ("0", 2), ("many", 2), ("", 2)):
+        monkeypatch.setenv("OMP_NUM_THREADS", told)
+        assert threads_of(4) == threads

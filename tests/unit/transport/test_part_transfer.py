@@ -1,0 +1,539 @@
+"""Parts on their way: while the file is written, behind a silent peer, with Ctrl-C, and without a network."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import signal
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from blake3 import blake3
+from harness.processes import wait_until
+from kit.peers import Connection, Peer, Request
+
+from atoll.codecs import NoneCodec
+from atoll.errors import AtollError, PartCorrupt, TicketClosed, TransferStalled, UsageError
+from atoll.posix import Descriptor
+from atoll.tensors.layout import Layout, Part, update_layout
+from atoll.tensors.schema import TensorSpec
+from atoll.transport import part_transfer
+from atoll.transport.http_client import Http, Watch
+from atoll.transport.part_connection import PartConnection
+from atoll.transport.part_transfer import PART_ATTEMPTS, HttpTransfer, Pushing, TransferPool, transfer_pool
+
+# -- parts that are sent while the file is still being written
+
+
+COUNT = 6
+LAYOUT: Layout = update_layout([TensorSpec("w", "F32", (COUNT * 4096,))], lambda spec: NoneCodec(), 4096 * 4)
+
+
+class Receiver:
+    """Takes parts; `answers` has what it says to a part beside yes, one after the other."""
+
+    def __init__(self) -> None:
+        self.bodies: dict[int, list[bytes]] = {}
+        self.answers: dict[int, list[AtollError]] = {}
+        self.open = threading.Event()
+        self.open.set()
+        self.url = ""
+
+    def answer(self, connection: Connection, request: Request) -> None:
+        part = int(request.path.rpartition("/")[2])
+        self.bodies.setdefault(part, []).append(connection.body(request))
+        self.open.wait(10.0)
+        errors = self.answers.get(part)
+        if errors:
+            error = errors.pop(0)
+            connection.answer(409, json.dumps({"code": error.code, "message": str(error)}).encode())
+        else:
+            connection.answer(200, b"{}")
+
+
+@pytest.fixture
+def receiver() -> Iterator[Receiver]:
+    receiver = Receiver()
+    with Peer.answering(receiver.answer) as peer:
+        receiver.url = peer.url
+        yield receiver
+        receiver.open.set()
+
+
+class Writer:
+    """A file that grows part by part, and who sends it."""
+
+    def __init__(self, folder: Path, url: str, connections: int = 1) -> None:
+        self.fd = os.open(folder / "outbox", os.O_RDWR | os.O_CREAT)
+        os.ftruncate(self.fd, LAYOUT.nbytes)
+        self.http = Http(url)
+        self.parts = HttpTransfer(self.http, connections, 10.0)
+
+    def write(self, part: Part) -> bytes:
+        content = bytes([part.index + 1]) * part.nbytes
+        os.pwrite(self.fd, content, part.start)
+        return blake3(content).digest()
+
+    def pushing(self, **more: Any) -> contextlib.AbstractContextManager[Pushing]:
+        return self.parts.pushing(path_of, self.fd, **more)
+
+    def close(self) -> None:
+        self.parts.close()
+        self.http.close()
+        os.close(self.fd)
+
+
+@pytest.fixture
+def writer(tmp_path: Path, receiver: Receiver) -> Iterator[Writer]:
+    writer = Writer(tmp_path, receiver.url)
+    yield writer
+    writer.close()
+
+
+def path_of(part: int) -> str:
+    return f"/parts/{part}"
+
+
+def body_of(part: Part) -> bytes:
+    content = bytes([part.index + 1]) * part.nbytes
+    return content + blake3(content).digest()
+
+
+@pytest.mark.parametrize("connections", [1, 3])
+def test_a_part_arrives_before_the_next_one_is_written(tmp_path: Path, receiver: Receiver, connections: int) -> None:
+    writer = Writer(tmp_path, receiver.url, connections)
+    told: list[int] = []
+    with writer.pushing(on_bytes=told.append) as pushing:
+        for part in LAYOUT.parts:
+            pushing.add(part, writer.write(part))
+            wait_until(functools.partial(pushing.sent.issuperset, [part.index]), f"the arrival of part {part.index}")
+    assert pushing.error is None
+    assert pushing.sent == set(range(COUNT))
+    assert receiver.bodies == {part.index: [body_of(part)] for part in LAYOUT.parts}
+    assert sum(told) == writer.http.counters.bytes_up == LAYOUT.nbytes
+    writer.close()
+
+
+def test_adding_never_waits_and_leaving_waits_for_what_was_added(writer: Writer, receiver: Receiver) -> None:
+    receiver.open.clear()
+    with writer.pushing() as pushing:
+        for part in LAYOUT.parts:
+            pushing.add(part, writer.write(part))
+        assert pushing.sent == set()
+        receiver.open.set()
+    assert pushing.sent == set(range(COUNT))
+
+
+def test_an_error_ends_the_sending_and_is_kept_not_raised(writer: Writer, receiver: Receiver) -> None:
+    receiver.answers = {2: [TicketClosed("The round is over.")]}
+    with writer.pushing() as pushing:
+        for part in LAYOUT.parts[:4]:  # over one connection: 3 is in the queue, or not even that, when 2 fails
+            pushing.add(part, writer.write(part))
+        wait_until(lambda: pushing.error is not None, "an error")
+        assert pushing.ended.is_set()
+        for part in LAYOUT.parts[4:]:
+            pushing.add(part, writer.write(part))
+    assert isinstance(pushing.error, TicketClosed)
+    assert pushing.sent == {0, 1}
+    assert set(receiver.bodies) == {0, 1, 2}
+
+
+def test_a_part_that_arrives_damaged_is_sent_again_alone(writer: Writer, receiver: Receiver) -> None:
+    receiver.answers = {1: [PartCorrupt("damaged")] * (PART_ATTEMPTS - 1)}
+    with writer.pushing() as pushing:
+        for part in LAYOUT.parts:
+            pushing.add(part, writer.write(part))
+    assert pushing.error is None
+    assert pushing.sent == set(range(COUNT))
+    assert {part: len(bodies) for part, bodies in receiver.bodies.items()} == {
+        part.index: PART_ATTEMPTS if part.index == 1 else 1 for part in LAYOUT.parts
+    }
+
+
+def test_damage_that_lasts_ends_the_sending(writer: Writer, receiver: Receiver) -> None:
+    receiver.answers = {0: [PartCorrupt("damaged")] * PART_ATTEMPTS}
+    with writer.pushing() as pushing:
+        for part in LAYOUT.parts:
+            pushing.add(part, writer.write(part))
+    assert isinstance(pushing.error, PartCorrupt)
+    assert pushing.sent == set()
+    assert len(receiver.bodies[0]) == PART_ATTEMPTS
+
+
+def test_sends_no_more_after_a_failed_write(writer: Writer, receiver: Receiver) -> None:
+    receiver.open.clear()
+    used = []
+
+    def interrupted() -> None:
+        with writer.pushing() as pushing:
+            used.append(pushing)
+            for part in LAYOUT.parts[:3]:
+                pushing.add(part, writer.write(part))
+            wait_until(lambda: 0 in receiver.bodies, "the first request")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert used[0].error is None
+    assert used[0].sent == set()
+    assert set(receiver.bodies) == {0}
+
+
+def test_a_connection_that_was_cut_is_not_kept(writer: Writer) -> None:
+    with transfer_pool(1) as pool:
+        writer.parts._once(lambda connection, _: connection.cut(), LAYOUT.parts[0], pool, lambda: None)
+        assert writer.parts._idle == []
+        writer.parts._once(lambda connection, _: None, LAYOUT.parts[0], pool, lambda: None)
+        assert len(writer.parts._idle) == 1
+
+
+# -- connections that stand still
+#
+# A file of two parts of 16 MiB over two connections: each part is one request, and a slow peer brings 4 KiB at a time.
+
+
+LARGE, RUN = 2**24, 2**12
+DATA = bytes(range(256)) * (2 * LARGE // 256)
+BOTH = [Part(0, 0, LARGE, ()), Part(1, LARGE, 2 * LARGE, ())]
+DIGESTS = [blake3(DATA[part.start : part.stop]).digest() for part in BOTH]
+
+
+def says_nothing() -> Peer:
+    """It reads the head of each request, and nothing else."""
+    peer: Peer = Peer.answering(lambda *_: peer.ended.wait(60))
+    return peer
+
+
+def moves_slowly() -> Peer:
+    """Says nothing to the first request, and brings the second one slowly until a third comes."""
+    third = threading.Event()
+
+    def answer(connection: Connection, request: Request) -> None:
+        number = len(peer.requests)
+        if number == 1:
+            peer.ended.wait(60)
+            return
+        body, at = DATA[request.range], 0
+        connection.answer(206, nbytes=len(body))
+        if number > 2:
+            third.set()
+        while at < LARGE and not third.wait(0.1):
+            connection.sock.sendall(body[at : at + RUN])
+            at += RUN
+        connection.sock.sendall(body[at:])
+
+    peer = Peer.answering(answer)
+    return peer
+
+
+class Held:
+    def __init__(self) -> None:
+        self.data = bytearray(2 * LARGE)
+
+    def write(self, offset: int, data: memoryview) -> None:
+        self.data[offset : offset + len(data)] = data
+
+
+@contextmanager
+def transfer(peer: Peer, idle_s: float) -> Iterator[HttpTransfer]:
+    http = Http(peer.url)
+    parts = HttpTransfer(http, 2, idle_s)
+    try:
+        yield parts
+    finally:
+        parts.close()
+        http.close()
+
+
+@pytest.mark.covers("P5")
+def test_what_stands_still_is_tried_again_as_long_as_others_move() -> None:
+    held = Held()
+    with moves_slowly() as peer, transfer(peer, 2.0) as parts:
+        parts.pull("/data", DIGESTS, BOTH, [held])
+        assert held.data == DATA
+        assert len(peer.requests) == 3
+        assert parts._http.counters.retries == 1
+
+
+@pytest.mark.covers("P5")
+def test_a_peer_that_says_nothing_is_asked_once_over_each_connection() -> None:
+    with says_nothing() as peer, transfer(peer, 0.2) as parts:
+        with pytest.raises(TransferStalled, match=r"moved no byte for 0\.2 s"):
+            parts.pull("/data", DIGESTS, BOTH, [Held()])
+        assert len(peer.requests) == 2
+
+
+@pytest.mark.covers("P5")
+def test_what_buffers_take_for_a_silent_peer_does_not_keep_a_transfer_alive(tmp_path: Path) -> None:
+    """Each of the two connections gets some MB into the buffers between the two. The first that stands still may be
+    tried again, as the other has moved later; what the buffers take of that does not count."""
+    (tmp_path / "file").write_bytes(DATA)
+    with says_nothing() as peer, transfer(peer, 0.2) as parts, (tmp_path / "file").open("rb") as file:
+        with pytest.raises(TransferStalled):
+            parts.push(lambda index: f"/parts/{index}", file.fileno(), BOTH, DIGESTS)
+        assert len(peer.requests) <= 3
+
+
+@pytest.mark.covers("P5")
+def test_silence_is_counted_from_what_moved_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(part_transfer.time, "monotonic", lambda: now[0])
+    hands = TransferPool(1)
+    now[0] = 159.0
+    assert not hands.is_silent(60.0)
+    now[0] = 160.0
+    assert hands.is_silent(60.0)
+    hands.moved()
+    assert not hands.is_silent(60.0)
+    hands.wait()
+
+
+# -- Ctrl-C while parts are on their way
+#
+# The network stands still in all of these; what a thread that was left behind would do shows once it moves again.
+
+
+PART_BYTES = 8 * 2**20
+LARGE_LAYOUT: Layout = update_layout([TensorSpec("w", "F32", (PART_BYTES,))], lambda spec: NoneCodec(), PART_BYTES)
+"""Four parts, each more than the buffers between two sockets hold."""
+IDLE_S = 300.0
+SECRET = b"a row of another file\n"
+
+
+class StandingStill:
+    """Accepts connections and reads a little; the rest only when it is told to."""
+
+    def __init__(self) -> None:
+        self.go = threading.Event()
+        self.received: list[bytes] = []
+        self.nbytes = 0  # of all connections
+        self._lock = threading.Lock()
+        self.connections: list[socket.socket] = []
+        self.port = 0
+
+    def read(self, connection: Connection) -> None:
+        sock, got = connection.sock, bytearray()
+
+        def take(data: bytes) -> bool:
+            got.extend(data)
+            with self._lock:
+                self.nbytes += len(data)
+            return bool(data)
+
+        take(sock.recv(1000))
+        self.connections.append(sock)
+        self.go.wait(60.0)
+        with contextlib.suppress(OSError):
+            while take(sock.recv(2**20)):
+                pass
+        self.received.append(bytes(got))
+
+    @property
+    def accepted(self) -> int:
+        """Connections that have brought something."""
+        return len(self.connections)
+
+    def all_received(self) -> list[bytes]:
+        """What every connection brought, once all of them have ended."""
+        self.go.set()
+        wait_until(lambda: len(self.received) == self.accepted, "the end of every connection")
+        return self.received
+
+
+@pytest.fixture
+def peer() -> Iterator[StandingStill]:
+    standing = StandingStill()
+    with Peer(standing.read, receive_bytes=2**16) as peer:
+        standing.port = peer.port
+        yield standing
+        standing.go.set()
+
+
+@pytest.fixture
+def parts(peer: StandingStill) -> Iterator[HttpTransfer]:
+    http = Http(f"http://127.0.0.1:{peer.port}")
+    parts = HttpTransfer(http, 2, IDLE_S)
+    yield parts
+    parts.close()
+    http.close()
+
+
+@contextmanager
+def ctrl_c_when(condition: Callable[[], bool]) -> Iterator[None]:
+    """A real one: it has to end the wait of the main thread."""
+    assert threading.current_thread() is threading.main_thread()
+
+    def press() -> None:
+        wait_until(condition, "the moment for Ctrl-C")
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    thread = threading.Thread(target=press)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        yield
+    thread.join()
+
+
+def left_behind() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("atoll-part")]
+
+
+def opened(path: Path, content: bytes) -> int:
+    path.write_bytes((content * (LARGE_LAYOUT.nbytes // len(content) + 1))[: LARGE_LAYOUT.nbytes])
+    return os.open(path, os.O_RDWR)
+
+
+def becomes(fd: int, path: Path, content: bytes) -> None:
+    """The number is closed, and the next file that is opened has it; other threads' files do not come in between."""
+    other = opened(path, content)
+    os.dup2(other, fd)
+    os.close(other)
+
+
+def push_all(parts: HttpTransfer, fd: int) -> None:
+    parts.push(path_of, fd, LARGE_LAYOUT.parts, [bytes(32)] * len(LARGE_LAYOUT.parts))
+
+
+def push_while_written(parts: HttpTransfer, fd: int) -> None:
+    with parts.pushing(path_of, fd) as pushing:
+        for part in LARGE_LAYOUT.parts:
+            pushing.add(part, bytes(32))
+
+
+@pytest.mark.usefixtures("interruptible")
+@pytest.mark.parametrize("push", [push_all, push_while_written])
+def test_after_ctrl_c_nothing_is_sent_any_more(
+    tmp_path: Path, peer: StandingStill, parts: HttpTransfer, push: Callable[[HttpTransfer, int], None]
+) -> None:
+    """Guards against a pool that is left before its threads are: they sent what was opened under its file's number."""
+    fd = opened(tmp_path / "outbox.bin", b"update\n")
+    with ctrl_c_when(lambda: peer.accepted == 2):
+        push(parts, fd)
+    assert left_behind() == []
+    becomes(fd, tmp_path / "other.csv", SECRET)
+    assert not any(SECRET in sent for sent in peer.all_received())
+    assert peer.accepted == 2, "the parts in the queue were not begun"
+    os.close(fd)
+
+
+@pytest.mark.usefixtures("interruptible")
+@pytest.mark.parametrize("push", [push_all, push_while_written])
+def test_a_second_ctrl_c_leaves_threads_that_send_the_outbox_alone(
+    tmp_path: Path,
+    peer: StandingStill,
+    parts: HttpTransfer,
+    monkeypatch: pytest.MonkeyPatch,
+    push: Callable[[HttpTransfer, int], None],
+) -> None:
+    """The worst of moments: before any connection was cut."""
+    fd = opened(tmp_path / "outbox.bin", b"update\n")
+
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(PartConnection, "cut", interrupted)
+    with ctrl_c_when(lambda: peer.accepted == 2):
+        push(parts, fd)
+    assert left_behind() != []
+    becomes(fd, tmp_path / "other.csv", SECRET)
+    peer.go.set()  # what is on its way arrives; nobody answers, so it takes the end of the peer to end the wait
+    # all of it: a peer that ends with a closed window leaves the sender to its idle timeout
+    wait_until(lambda: peer.nbytes >= 2 * PART_BYTES, "the rest of the two parts")
+    monkeypatch.undo()
+    peer_ends(peer)
+    wait_until(lambda: not left_behind(), "the end of the threads")
+    assert not any(SECRET in sent for sent in peer.received)
+    assert peer.accepted == 2
+    os.close(fd)
+
+
+def peer_ends(peer: StandingStill) -> None:
+    for connection in peer.connections:
+        connection.shutdown(socket.SHUT_RDWR)
+
+
+@pytest.mark.usefixtures("interruptible")
+def test_after_ctrl_c_in_a_pull_nothing_is_asked_for_any_more(peer: StandingStill, parts: HttpTransfer) -> None:
+    with ctrl_c_when(lambda: peer.accepted == 2):
+        parts.pull("/v1/fragments/0/versions/0", [bytes(32)] * len(LARGE_LAYOUT.parts), LARGE_LAYOUT.parts, [])
+    assert left_behind() == []
+    peer.all_received()
+    assert peer.accepted == 2
+
+
+def test_a_connection_is_cut_while_it_is_being_made(peer: StandingStill) -> None:
+    """A peer that takes the connection and never answers the TLS handshake."""
+    connection = PartConnection("127.0.0.1", peer.port, ssl.create_default_context(), IDLE_S)
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(connection.get, "/", {})
+        wait_until(lambda: peer.accepted == 1, "the handshake")
+        connection.cut()
+        assert isinstance(asked.exception(), OSError)
+    with pytest.raises(ConnectionAbortedError):
+        connection.get("/", {})
+    assert peer.accepted == 1
+    connection.close()
+
+
+def test_a_descriptor_names_its_file_while_it_is_in_use(tmp_path: Path) -> None:
+    fd = opened(tmp_path / "file", b"mine")
+    file = Descriptor(fd)
+    with file.used() as number:
+        file.close()
+        file.close()
+        assert os.pread(number, 4, 0) == b"mine"
+        assert file.number == -1
+        with pytest.raises(UsageError, match="was closed"), file.used():
+            pass
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(fd)
+
+
+# -- unanswered heartbeats
+
+
+class Waits:
+    """A call that nothing answers."""
+
+    def __init__(self) -> None:
+        self.moved_s = time.monotonic()
+        self.ended = threading.Event()
+
+    def give_up(self) -> None:
+        self.ended.set()
+
+
+def lost_after(*answers: bool) -> tuple[int, bool]:
+    """How many heartbeats were sent until a waiting call was ended, and whether the network was lost then."""
+    watch, call, left = Watch(), Waits(), list(answers)
+
+    def heartbeat() -> bool:
+        answered = left.pop(0)
+        if not answered:
+            watch.missed()
+        return answered
+
+    with watch.waiting(call):
+        watch.begin(heartbeat, every_s=0.05)
+        assert call.ended.wait(60)
+        lost = watch.is_lost
+    watch.close()
+    return len(answers) - len(left), lost
+
+
+def test_one_unanswered_heartbeat_ends_older_calls_and_is_no_loss() -> None:
+    assert lost_after(False, True) == (2, False)
+
+
+def test_two_unanswered_heartbeats_in_a_row_are_a_loss() -> None:
+    assert lost_after(False, False) == (2, True)

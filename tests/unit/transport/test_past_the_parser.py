@@ -1,0 +1,582 @@
+"""Parts that go past the HTTP parser, and what does not: real sockets on both sides."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+from blake3 import blake3
+
+from atoll.tensors.chunks import CHUNK_BYTES
+from atoll.transport import request_body
+from atoll.transport.request_body import SLICE_S, BodyInterceptor, Fill, interceptor_of, receive_part
+from atoll.transport.serve_range import serve_file
+
+PATH = b"/v1/tickets/7/parts/3"
+
+
+def head(method: bytes, path: bytes, *lines: bytes, version: bytes = b"HTTP/1.1") -> bytes:
+    return b"\r\n".join((b" ".join((method, path, version)), b"Host: here", *lines)) + b"\r\n\r\n"
+
+
+class Sink:
+    """Memory for one part, filled a few bytes at a time."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.content, self.filled = bytearray(nbytes), 0
+
+    @property
+    def complete(self) -> bool:
+        return self.filled == len(self.content)
+
+    def take(self, fill: Fill) -> None:
+        while not self.complete:
+            count = fill(memoryview(self.content)[self.filled : self.filled + 1000])
+            if not count:
+                return
+            self.filled += count
+
+
+class Host:
+    """A server with a `BodyInterceptor`: takes parts, serves a file, answers POSTs with their bodies."""
+
+    def __init__(
+        self,
+        folder: Path,
+        take: Callable[[web.Request, Host], Awaitable[web.StreamResponse]],
+        part_bytes: int = 0,
+        file: bytes = b"file",
+        idle_s: float = 30.0,
+    ) -> None:
+        self.pool = ThreadPoolExecutor(2)
+        self.part_bytes, self.idle_s = part_bytes, idle_s
+        self.sinks: list[Sink] = []
+        self.bypassed: list[bool] = []
+        self.errors: list[BaseException] = []
+        self.revoked = False
+        self.file = folder / "file"
+        self.file.write_bytes(file)
+        self._take = take
+
+    async def put(self, request: web.Request) -> web.StreamResponse:
+        front = interceptor_of(request)
+        assert front is not None
+        self.bypassed.append(front.body_bytes > 0)
+        try:
+            return await self._take(request, self)
+        except BaseException as error:
+            self.errors.append(error)
+            raise
+        finally:
+            front.end_part()
+
+    async def get(self, request: web.Request) -> web.StreamResponse:
+        with self.file.open("rb") as file:
+            return await serve_file(
+                request, file.fileno(), self.file.stat().st_size, "d", pool=self.pool, idle_timeout_s=self.idle_s,
+                revoked=lambda: self.revoked, on_bytes=lambda _: None,
+            )  # fmt: skip
+
+    async def post(self, request: web.Request) -> web.StreamResponse:
+        return web.Response(body=b"posted " + await request.read())
+
+    async def receive(self, request: web.Request) -> bytes:
+        sink = Sink(self.part_bytes)
+        self.sinks.append(sink)
+        return await receive_part(request, sink, pool=self.pool, idle_timeout_s=self.idle_s, on_bytes=lambda _: None)
+
+
+async def keep(request: web.Request, host: Host) -> web.StreamResponse:
+    digest = await host.receive(request)
+    return web.Response(text="good" if digest == blake3(host.sinks[-1].content).digest() else "damaged")
+
+
+async def refuse(_: web.Request, __: Host) -> web.StreamResponse:
+    return web.Response(status=409, text="refused")
+
+
+@contextlib.asynccontextmanager
+async def served(host: Host) -> AsyncIterator[int]:
+    app = web.Application()
+    app.router.add_put("/v1/tickets/{ticket}/parts/{part}", host.put)
+    app.router.add_get("/file", host.get)
+    app.router.add_post("/post", host.post)
+    runner = web.AppRunner(app, handler_cancellation=True)
+    await runner.setup()
+    make = runner.server
+    assert make is not None
+    server = await asyncio.get_running_loop().create_server(lambda: BodyInterceptor(make()), "127.0.0.1", 0)
+    try:
+        yield server.sockets[0].getsockname()[1]
+    finally:
+        server.close()
+        await runner.cleanup()
+        host.pool.shutdown()
+
+
+def part(content: bytes) -> bytes:
+    body = content + blake3(content).digest()
+    return head(b"PUT", PATH, b"Content-Length: %d" % len(body)) + body
+
+
+async def answer(reader: asyncio.StreamReader) -> tuple[int, bytes]:
+    lines = (await reader.readuntil(b"\r\n\r\n")).lower().split(b"\r\n")
+    length = next(int(line.split(b":")[1]) for line in lines if line.startswith(b"content-length"))
+    return int(lines[0].split()[1]), await reader.readexactly(length)
+
+
+async def ended(reader: asyncio.StreamReader) -> None:
+    """Wait for the end of the connection; nothing more comes."""
+    with contextlib.suppress(ConnectionError):
+        assert await reader.read() == b""
+
+
+def talk(host: Host, *turns: tuple[bytes, list[tuple[int, bytes]]]) -> None:
+    """Send bytes over one connection, and await the answers to them, turn by turn."""
+
+    async def story(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        for data, answers in turns:
+            writer.write(data)
+            await writer.drain()
+            assert [await answer(reader) for _ in answers] == answers
+
+    run(host, story)
+
+
+def run(host: Host, story: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[Any]]) -> None:
+    async def main() -> None:
+        async with served(host) as port, asyncio.timeout(30):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            try:
+                await story(reader, writer)
+            finally:
+                writer.close()
+
+    asyncio.run(main())
+
+
+def content_of(nbytes: int) -> bytes:
+    return bytes(index * 7 % 251 for index in range(nbytes))
+
+
+class Plain(asyncio.Transport):
+    """A transport of which a test says what is left to be written; its socket is `sock`."""
+
+    sock: socket.socket
+    aborted = False
+
+    def get_write_buffer_size(self) -> int:
+        return 0
+
+    def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
+        pass
+
+    def get_extra_info(self, name: str, default: Any = None) -> Any:
+        return self.sock if name == "socket" else default
+
+    def abort(self) -> None:
+        self.aborted = True
+
+
+# -- which requests go past the parser
+
+
+@pytest.mark.parametrize(
+    ("data", "expected"),
+    [
+        (head(b"PUT", PATH, b"Content-Length: 48"), 48),
+        (head(b"PUT", PATH, b"content-length:48", b"Authorization: Bearer x"), 48),
+        (head(b"GET", b"/v1/run", b"Range: bytes=0-9"), 0),
+        # a body that is not one number of bytes, named once
+        (head(b"PUT", PATH), None),
+        (head(b"PUT", PATH, b"Content-Length: 0"), None),
+        (head(b"PUT", PATH, b"Content-Length: +48"), None),
+        (head(b"PUT", PATH, b"Content-Length: 0x30"), None),
+        (head(b"PUT", PATH, b"Content-Length: 48, 48"), None),
+        (head(b"PUT", PATH, b"Content-Length: 48", b"Content-Length: 48"), None),
+        (head(b"PUT", PATH, b"Content-Length: 48", b"Transfer-Encoding: chunked"), None),
+        (head(b"PUT", PATH, b"Content-Length: 48", b"Expect: 100-continue"), None),
+        (head(b"PUT", PATH, b"Content-Length: 48", b"Connection: close"), None),
+        (head(b"PUT", PATH, b"Content-Length: 48", b"Content-Encoding: gzip"), None),
+        # headers that two parsers may read in two ways
+        (head(b"PUT", PATH, b"Content-Length : 48"), None),
+        (head(b"PUT", PATH, b"X: y", b" Content-Length: 48", b"Content-Length: 9"), None),
+        (head(b"PUT", PATH, b"Content-Length: 48", b"X: a\nY: b"), None),
+        (head(b"PUT", PATH, b"Content-Length: 48", b"X: a\rY: b"), None),
+        (head(b"PUT", PATH, b"Content-Length: 48", b"no colon"), None),
+        (head(b"PUT", PATH, b"Content-Length: 48", version=b"HTTP/1.0"), None),
+        # other requests
+        (head(b"GET", b"/v1/run", b"Content-Length: 5"), None),
+        (head(b"POST", b"/v1/heartbeat", b"Content-Length: 5"), None),
+        (head(b"PUT", b"/v1/tickets/7/complete", b"Content-Length: 5"), None),
+        (head(b"PUT", PATH + b"/x", b"Content-Length: 5"), None),
+        (head(b"put", PATH, b"Content-Length: 5"), None),
+    ],
+)
+def test_only_the_plainest_heads_are_understood(data: bytes, expected: int | None) -> None:
+    assert request_body._body_bytes(data) == expected
+
+
+@pytest.mark.parametrize("cuts", ["whole", "bytes", "head"])
+def test_parts_and_downloads_take_turns_on_one_connection(tmp_path: Path, cuts: str) -> None:
+    host = Host(tmp_path, keep, 3001, content_of(3 * CHUNK_BYTES + 5))
+
+    turns: list[tuple[bytes, list[tuple[int, bytes]]]] = []
+    for data, expected in [(part(content_of(3001)), b"good"), (head(b"GET", b"/file"), host.file.read_bytes())] * 3:
+        end = data.index(b"\r\n\r\n") + 4
+        pieces = {"whole": [data], "bytes": [bytes([byte]) for byte in data], "head": [data[:end], data[end:]]}[cuts]
+        turns += [(piece, []) for piece in pieces] + [(b"", [(200, expected)])]
+    talk(host, *turns)
+    assert host.bypassed == [True] * 3
+
+
+def test_requests_that_come_behind_one_another_at_once_are_answered_in_order(tmp_path: Path) -> None:
+    host = Host(tmp_path, keep, 10, content_of(2 * CHUNK_BYTES))
+
+    both = head(b"GET", b"/file") + part(content_of(10))
+    talk(host, (both * 2, [(200, host.file.read_bytes()), (200, b"good")] * 2))
+    assert host.bypassed == [True, True]
+
+
+def test_nothing_of_a_part_is_read_before_its_turn(tmp_path: Path) -> None:
+    """40 requests come before it at once: aiohttp holds the connection at 32 of them, and lets it go at 16."""
+    seen: list[tuple[int, int, bool]] = []
+
+    async def wait(request: web.Request, host: Host) -> web.StreamResponse:
+        front = interceptor_of(request)
+        assert front is not None
+        assert request.transport is not None
+        before, port = front.body_bytes, request.transport.get_extra_info("sockname")[1]
+        arrived.set()
+        await sent_all.wait()
+        # whoever would read does so in the passes of the loop in which other connections are answered
+        for _ in range(3):
+            other_reader, other = await asyncio.open_connection("127.0.0.1", port)
+            other.write(head(b"GET", b"/file"))
+            assert await answer(other_reader) == (200, b"file")
+            other.close()
+        seen.append((before, front.body_bytes, request.transport.is_reading()))
+        return await keep(request, host)
+
+    host = Host(tmp_path, wait, 3001)
+    sent = part(content_of(3001))
+    arrived, sent_all = asyncio.Event(), asyncio.Event()
+
+    async def story(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(head(b"GET", b"/file") * 40 + sent[:200])
+        for _ in range(40):
+            assert await answer(reader) == (200, b"file")
+        await arrived.wait()
+        writer.write(sent[200:] + head(b"GET", b"/file"))
+        sent_all.set()
+        assert await answer(reader) == (200, b"good")
+        assert await answer(reader) == (200, b"file")
+
+    run(host, story)
+    assert seen == [(3033, 3033, False)]
+
+
+def test_what_aiohttp_holds_back_stays_held_back_after_a_part(tmp_path: Path) -> None:
+    """The end of a part says nothing about what aiohttp can take."""
+    host = Host(tmp_path, refuse)
+    reading: list[bool] = []
+
+    async def hold(request: web.Request, host: Host) -> web.StreamResponse:
+        front, transport = interceptor_of(request), request.transport
+        assert front is not None
+        assert transport is not None
+        front._body_left, front._early = 0, b""
+        transport.pause_reading()
+        front.end_part()
+        reading.append(transport.is_reading())
+        transport.resume_reading()
+        reading.append(transport.is_reading())
+        return web.Response(text="held")
+
+    host._take = hold
+
+    talk(host, (part(content_of(10)), [(200, b"held")]))
+    assert reading == [False, True]
+
+
+def test_after_any_other_request_the_connection_is_a_passes(tmp_path: Path) -> None:
+    host = Host(tmp_path, keep, 3001)
+
+    smuggled = part(b"x" * 5)  # a body that looks like the head of a part stays a body
+    talk(
+        host,
+        (head(b"POST", b"/post", b"Content-Length: %d" % len(smuggled)), []),
+        (smuggled, [(200, b"posted " + smuggled)]),
+        (part(content_of(3001)), [(200, b"good")]),
+    )
+    assert host.bypassed == [False]
+    assert len(host.sinks) == 1
+
+
+@pytest.mark.parametrize("begin", [b"GET /file HTTP/1.1\nHost: here\n\n", b"GET /file HTTP/1.1\r\nHost: here\n"])
+def test_line_ends_that_are_not_http_are_left_to_aiohttp(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begin: bytes
+) -> None:
+    """It says at once what it thinks of them; the bypass would wait for the end of a head that never comes."""
+    monkeypatch.setattr(request_body, "HEAD_S", 3600.0)
+    host = Host(tmp_path, keep)
+
+    async def story(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(begin)
+        assert (await reader.read(100)).startswith(b"HTTP/1.")
+
+    run(host, story)
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_a_head_that_is_too_large_is_left_to_aiohttp(tmp_path: Path, together: bool) -> None:
+    """However it arrives."""
+    host = Host(tmp_path, keep, 3001)
+    lines = [b"X-%d: %s" % (index, b"y" * 1000) for index in range(20)]
+    sent = part(content_of(3001)).replace(b"Host: here", b"Host: here\r\n" + b"\r\n".join(lines))
+
+    async def story(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if not together:
+            writer.write(sent[:17_000])
+            await writer.drain()
+            while not fronts[0]._passes:
+                await asyncio.sleep(0.01)
+            sent_rest = sent[17_000:]
+        writer.write(sent if together else sent_rest)
+        assert await answer(reader) == (200, b"good")
+
+    fronts: list[BodyInterceptor] = []
+    made = BodyInterceptor.connection_made
+
+    def remember(self: BodyInterceptor, transport: asyncio.BaseTransport) -> None:
+        fronts.append(self)
+        made(self, transport)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(BodyInterceptor, "connection_made", remember)
+        run(host, story)
+    assert host.bypassed == [False]
+
+
+# -- peers that are refused, stand still, go away or are slow
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_a_refused_part_is_read_away_and_the_connection_goes_on(tmp_path: Path, together: bool) -> None:
+    host = Host(tmp_path, refuse)
+    sent = part(content_of(200_000))
+    end = sent.index(b"\r\n\r\n") + 4
+
+    refused, file = (409, b"refused"), (200, b"file")
+    rest = head(b"GET", b"/file")
+    talk(
+        host,
+        *([(sent + rest, [refused, file])] if together else [(sent[:end], [refused]), (sent[end:] + rest, [file])]),
+    )
+
+
+def test_a_sink_that_fails_within_a_part_leaves_the_connection_usable(tmp_path: Path) -> None:
+    class Full(Exception):
+        pass
+
+    async def fail(request: web.Request, host: Host) -> web.StreamResponse:
+        front = interceptor_of(request)
+        assert front is not None
+
+        class Failing:
+            complete = False
+
+            def take(self, fill: Fill) -> None:
+                if fill(memoryview(bytearray(1000))):
+                    raise Full
+
+        with contextlib.suppress(Full):
+            await receive_part(request, Failing(), pool=host.pool, idle_timeout_s=30.0, on_bytes=lambda _: None)
+        return web.Response(status=507, text="full")
+
+    host = Host(tmp_path, fail)
+
+    talk(host, (part(content_of(50_000)) + head(b"GET", b"/file"), [(507, b"full"), (200, b"file")]))
+
+
+def test_a_client_that_leaves_within_a_part_ends_it(tmp_path: Path) -> None:
+    host = Host(tmp_path, keep, 5000)
+
+    async def story(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(part(content_of(5000))[:2000])
+        await writer.drain()
+        writer.close()
+        while not host.errors:
+            await asyncio.sleep(0.01)
+
+    run(host, story)
+    assert isinstance(host.errors[0], (ConnectionError, asyncio.CancelledError))
+    assert not host.sinks[0].complete
+
+
+def test_a_part_that_stands_still_is_broken_off(tmp_path: Path) -> None:
+    host = Host(tmp_path, keep, 5000, idle_s=0.05)
+
+    async def story(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(part(content_of(5000))[:2000])
+        await ended(reader)
+
+    run(host, story)
+    assert not host.sinks[0].complete
+
+
+def test_breaks_off_a_reader_that_stands_still(tmp_path: Path) -> None:
+    host = Host(tmp_path, keep, file=bytes(64 * CHUNK_BYTES), idle_s=0.05)  # more than any socket buffers
+
+    async def main() -> None:
+        async with served(host) as port, asyncio.timeout(30):
+            with socket.create_connection(("127.0.0.1", port)) as slow:
+                slow.setblocking(False)
+                loop = asyncio.get_running_loop()
+                await loop.sock_sendall(slow, head(b"GET", b"/file"))
+                while len(asyncio.all_tasks()) > 1:  # the connection's own task ends when it is broken off
+                    await asyncio.sleep(0.01)
+
+    asyncio.run(main())
+
+
+def test_a_peer_that_withholds_the_rest_of_a_refused_part_is_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(request_body, "DISCARD_S", 0.05)
+    host = Host(tmp_path, refuse, 5000)
+
+    async def story(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(part(content_of(5000))[:2000])
+        assert (await answer(reader))[0] == 409
+        await ended(reader)
+
+    run(host, story)
+
+
+def test_a_part_of_which_something_else_has_read_is_broken_off(tmp_path: Path) -> None:
+    """Whatever makes the transport read again: a body with a hole in it is not received."""
+
+    async def meddle(request: web.Request, host: Host) -> web.StreamResponse:
+        front = interceptor_of(request)
+        assert front is not None
+        front.data_received(b"x")
+        return await keep(request, host)
+
+    host = Host(tmp_path, meddle, 3001)
+
+    async def story(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(part(content_of(3001)))
+        await ended(reader)
+
+    run(host, story)
+
+
+def test_a_reader_that_once_fell_behind_may_be_idle_later() -> None:
+    """Guards against a look after the reader that goes on when all is written: it would find nothing moving."""
+
+    async def main() -> None:
+        transport, front = Plain(), BodyInterceptor(asyncio.Protocol(), idle_timeout_s=0.01)
+        front.connection_made(transport)
+        front.pause_writing()
+        front.resume_writing()
+        await asyncio.sleep(0.1)
+        assert not transport.aborted
+        front.connection_lost(None)
+
+    asyncio.run(main())
+
+
+def test_revoked_bytes_are_not_sent(tmp_path: Path) -> None:
+    host = Host(tmp_path, keep, file=bytes(64 * CHUNK_BYTES))
+
+    async def story(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(head(b"GET", b"/file"))
+        got = len(await reader.readexactly(CHUNK_BYTES))
+        host.revoked = True
+        with contextlib.suppress(ConnectionError):
+            while data := await reader.read(CHUNK_BYTES):
+                got += len(data)
+        assert got < 64 * CHUNK_BYTES
+
+    run(host, story)
+
+
+@pytest.mark.covers("F24")
+@pytest.mark.parametrize("begin", [b"PUT /v1/tic", b"POST /v1/workers HTTP/1.1\r\nHost: here\r\n", b"G", b""])
+def test_slow_headers_hold_up_no_others_and_are_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begin: bytes
+) -> None:
+    """500 connections that never finish a head; requests between them are answered; then they are closed."""
+    host = Host(tmp_path, keep, 3001)
+
+    async def main() -> None:
+        async with served(host) as port, asyncio.timeout(60):
+            monkeypatch.setattr(request_body, "HEAD_S", 3600.0)
+            for _ in range(20):  # these stay; what they began does not count against the others
+                (await asyncio.open_connection("127.0.0.1", port))[1].write(begin)
+            monkeypatch.setattr(request_body, "HEAD_S", 0.2)
+            slow = [await asyncio.open_connection("127.0.0.1", port) for _ in range(500)]
+            for _, writer in slow:
+                writer.write(begin)
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            for _ in range(3):
+                writer.write(part(content_of(3001)))
+                assert await answer(reader) == (200, b"good")
+            for slow_reader, slow_writer in slow:
+                await ended(slow_reader)
+                slow_writer.close()
+            writer.write(part(content_of(3001)))  # the timer was for the head only
+            assert await answer(reader) == (200, b"good")
+            writer.close()
+
+    asyncio.run(main())
+
+
+def test_a_turn_ends_after_its_slice_however_much_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against one fast peer that keeps a pool thread for its whole part."""
+    ours, theirs = socket.socketpair()
+    front, room, now_s = BodyInterceptor(asyncio.Protocol()), memoryview(bytearray(40)), [0.0]
+    front._body_left = 100
+    with ours, theirs:
+        ours.setblocking(False)
+        theirs.sendall(bytes(100))
+        with monkeypatch.context() as patch:
+            patch.setattr(time, "monotonic", lambda: now_s[0])
+            fill = front.filler(ours)
+            assert fill(room) == 40
+            now_s[0] = SLICE_S
+            assert fill(room) == 0  # others have their turn, though there is more
+            assert front.filler(ours)(room) == 40
+    assert front._body_left == 20
+
+
+def test_a_slow_part_keeps_no_thread(tmp_path: Path) -> None:
+    """Two threads, three parts that have begun and stand still: a fourth one goes through."""
+    host = Host(tmp_path, keep, 5000)
+
+    async def main() -> None:
+        async with served(host) as port, asyncio.timeout(30):
+            slow = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3)]
+            for _, writer in slow:
+                writer.write(part(content_of(5000))[:2000])
+            while sum(sink.filled > 0 for sink in host.sinks) < 3:
+                await asyncio.sleep(0.01)
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(part(content_of(5000)))
+            assert await answer(reader) == (200, b"good")
+            for slow_reader, slow_writer in slow:
+                slow_writer.write(part(content_of(5000))[2000:])
+                assert await answer(slow_reader) == (200, b"good")
+                slow_writer.close()
+            writer.close()
+
+    asyncio.run(main())

@@ -1,0 +1,248 @@
+"""Files of a site: the lock of its folder, and what it keeps between rounds."""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kit.servers import plain_server
+from torch import nn
+
+import atoll
+from atoll.errors import StateLocked
+from atoll.protocol import messages
+from atoll.tensors.schema import Schema, TensorSpec
+from atoll.worker.exchange.base_and_outbox import ScratchFile, folder_of, locked, remove_earlier
+from atoll.worker.exchange.local_state import AlgorithmState, Owner, Residuals
+
+# -- folders
+
+
+def one_run(folder: Path, name: str) -> Path:
+    """Take part as `a` in a run of one round; returns the site's folder of this run."""
+    with plain_server(folder / name, nn.Linear(8, 4), rounds=1) as server:
+        with atoll.join(server.url, site="a", folder=folder / "w") as worker:
+            for fl_round in worker:
+                fl_round.submit(fl_round.load_into(nn.Linear(8, 4)))
+        return folder / "w" / "a" / server.status().run
+
+
+@pytest.mark.covers("D4")
+def test_no_process_begins_in_a_folder_that_is_being_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The folder itself is locked until it is gone, and the file that names the lock goes last."""
+    first = one_run(tmp_path, "first")
+    unlink, removed = os.unlink, []
+
+    def begun_anew(path: str, *, dir_fd: int | None = None) -> None:
+        unlink(path, dir_fd=dir_fd)
+        if dir_fd is not None:
+            removed.append(path)
+            with pytest.raises(StateLocked), locked(first, "a"):
+                pass
+
+    monkeypatch.setattr(os, "unlink", begun_anew)
+    one_run(tmp_path, "second")
+    assert removed[-1] == "lock"
+    assert set(removed) > {"lock", "base.safetensors", "outbox.bin"}
+    assert not first.exists()
+    with locked(first, "a"):  # anew, in a folder of its own
+        assert first.exists()
+
+
+def test_takes_a_lock_anew_when_its_folder_is_removed_at_that_moment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards against holding the lock of a file that is no longer there, beside a process that holds the new one."""
+    folder = tmp_path / "a" / "run"
+    flock, removals = fcntl.flock, iter([True])
+
+    def removed_before(fd: int, how: int) -> None:
+        if next(removals, False):
+            (folder / "lock").unlink()
+            folder.rmdir()
+        flock(fd, how)
+
+    monkeypatch.setattr(fcntl, "flock", removed_before)
+    with locked(folder, "a"):
+        assert (folder / "lock").read_text().startswith(f"process {os.getpid()} on ")
+        with pytest.raises(StateLocked), locked(folder, "a"):
+            pass
+
+
+@pytest.mark.covers("D4")
+@pytest.mark.parametrize(
+    ("share", "stays"),
+    [
+        (None, {"run"}),
+        ((0, 2), {"rank-0-of-2/run", "rank-1-of-2/run", "rank-1-of-2/old", "rank-1-of-3/old", "rank-1-of-3/run"}),
+        (
+            (1, 2),
+            {"rank-0-of-2/run", "rank-1-of-2/run", "rank-0-of-2/old", "run", "old"}
+            | {f"rank-{rank}-of-3/{run}" for rank in (0, 2) for run in ("old", "run")},
+        ),
+    ],
+    ids=["whole", "first-of-two", "second-of-two"],
+)
+def test_files_of_another_number_of_ranks_go_each_by_one_rank(
+    tmp_path: Path, share: tuple[int, int] | None, stays: set[str]
+) -> None:
+    """Whole, two ranks and three, in an earlier run and in this one; what a rank leaves, another one takes."""
+    homes = ["", *(f"rank-{rank}-of-{ranks}/" for ranks in (2, 3) for rank in range(ranks))]
+    for each in (tmp_path / "a" / f"{home}{run}" for home in homes for run in ("old", "run")):
+        each.mkdir(parents=True)
+        (each / "lock").touch()
+        (each / "base.safetensors").write_bytes(b"x" * 100)
+    remove_earlier(folder_of(tmp_path / "a", "run", share), "a", share)
+    left = {str(path.parent.relative_to(tmp_path / "a")) for path in (tmp_path / "a").rglob("lock")}
+    assert left == stays
+    assert {path.name for path in (tmp_path / "a").iterdir()} == {name.partition("/")[0] for name in stays}
+
+
+# -- what a site keeps between rounds
+
+
+OWNER = Owner("a", "r")
+MODEL = Schema.build([TensorSpec("w", "F32", (1,)), TensorSpec("frozen", "F32", (2,))])
+
+
+@pytest.mark.covers("S2", "F41")
+@pytest.mark.parametrize("how", ["gone", "damaged"])
+@pytest.mark.parametrize(("became", "left"), [("counted", [0.0, 0.0]), ("refused", [1.0, 2.0])])
+def test_what_is_lost_of_a_pending_update_matters_only_where_it_counted(
+    tmp_path: Path, how: str, became: str, left: list[float]
+) -> None:
+    """A power loss takes the file that was written last, and mostly the update with it."""
+    mine = counted_residuals(tmp_path / "w")
+    mine.begin()
+    mine.write("w", 0, torch.tensor([5.0, 6.0]))
+    mine.belongs_to(8, version=4)
+    mine.close()
+    file = tmp_path / "w" / "residual-0.bin"
+    if how == "gone":
+        file.unlink()
+    else:
+        file.write_bytes(bytes(file.stat().st_size))
+    for _ in range(2):  # nor is it believed at the next start
+        residuals(tmp_path / "w").close()
+    again = residuals(tmp_path / "w")
+    assert again.read("w", 0, 2).tolist() == [1.0, 2.0]
+    again.settle(outcome(became))
+    assert again.read("w", 0, 2).tolist() == left
+    again.close()
+
+
+def outcome(state: str) -> Any:
+    return lambda ticket: messages.Outcome(ticket=ticket, state=state, base_version=0)
+
+
+def residuals(folder: Path, owner: Owner = OWNER) -> Residuals:
+    folder.mkdir(exist_ok=True)
+    return Residuals(folder, Schema.build([TensorSpec("w", "F16", (2,))]), owner=owner)
+
+
+def left_in(folder: Path, owner: Owner = OWNER) -> list[float]:
+    """What a start finds of residuals."""
+    found = residuals(folder, owner)
+    values: list[float] = found.read("w", 0, 2).tolist()
+    found.close()
+    return values
+
+
+def counted_residuals(folder: Path) -> Residuals:
+    """Of an update from version 3 that counted: 1 and 2 were left."""
+    mine = residuals(folder)
+    mine.write("w", 0, torch.tensor([1.0, 2.0]))
+    mine.belongs_to(7, version=3)
+    mine.settle(outcome("counted"))
+    return mine
+
+
+def test_a_server_that_went_back_takes_it_along(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """What is left of a version that is gone, or that comes again, belongs to nothing that the server has."""
+    mine = counted_residuals(tmp_path / "w")
+    mine.follow(4, "a")
+    assert mine.read("w", 0, 2).tolist() == [1.0, 2.0]
+    mine.close()
+    again = residuals(tmp_path / "w")
+    assert again.read("w", 0, 2).tolist() == [1.0, 2.0]
+    caplog.set_level(logging.WARNING)
+    again.follow(3, "a")
+    assert again.read("w", 0, 2).tolist() == [0.0, 0.0]
+    assert "a: the server went back to version 3, so the stored compression error is set to zero" in caplog.text
+    again.close()
+
+
+def test_what_is_left_after_a_take_back_is_of_the_update_before(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Update 8, from version 4, is taken back: another one from version 4 still adds what update 7 left."""
+    mine = counted_residuals(tmp_path / "w")
+    mine.begin()
+    mine.write("w", 0, torch.tensor([5.0, 6.0]))
+    mine.belongs_to(8, version=4)
+    mine.settle(outcome("counted"))
+    mine.take_back(8)
+    mine.follow(4, "a")
+    assert mine.read("w", 0, 2).tolist() == [1.0, 2.0]
+    assert caplog.text == ""
+    mine.close()
+
+
+@pytest.mark.parametrize("owner", [Owner("b", "r"), Owner("a", "s")], ids=["site", "run"])
+def test_what_another_site_or_run_has_left_over_is_dropped(tmp_path: Path, owner: Owner) -> None:
+    counted_residuals(tmp_path / "w").close()
+    assert left_in(tmp_path / "w", owner) == [0.0, 0.0]
+
+
+@pytest.mark.covers("F41")
+def test_files_without_their_note_are_not_believed(tmp_path: Path) -> None:
+    counted_residuals(tmp_path / "w").close()
+    (tmp_path / "w" / "residual.json").unlink()
+    assert left_in(tmp_path / "w") == [0.0, 0.0]
+
+
+@pytest.mark.covers("F41")
+def test_what_the_disk_has_damaged_is_not_believed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    mine = counted_residuals(tmp_path / "w")
+    mine.close()
+    path = tmp_path / "w" / "residual-1.bin"
+    path.write_bytes(bytes(byte ^ 1 for byte in path.read_bytes()))
+    assert left_in(tmp_path / "w") == [0.0, 0.0]
+    assert "residual-1.bin is damaged and is not used" in caplog.text
+
+
+def test_zeros_count_where_nothing_was_written(tmp_path: Path) -> None:
+    """A digest is of what is there: a hole and written zeros are the same, and so is a copy without holes."""
+    chunk, files = 2**21, [ScratchFile(tmp_path / name, 5 * 2**21 + 8, ()) for name in "ab"]
+    for place in (0, 3, 5):
+        for file in files:
+            file.write(place * chunk, memoryview(b"12345678"))
+    files[1].write(chunk, memoryview(bytes(chunk)))
+    assert files[0].content_digest() == files[1].content_digest()
+    files[1].write(4 * chunk, memoryview(b"\1"))
+    assert files[0].content_digest() != files[1].content_digest()
+    files[1].write(4 * chunk, memoryview(b"\0"))
+    files[1].write(3 * chunk, memoryview(bytes(8)))
+    files[1].write(2 * chunk, memoryview(b"12345678"))  # the same bytes elsewhere
+    assert files[0].content_digest() != files[1].content_digest()
+    for file in files:
+        file.close()
+
+
+def test_a_tensor_of_which_an_update_sets_nothing_stays_as_it_is(tmp_path: Path) -> None:
+    """Two updates that count: the first sets both tensors, the second one of them, where the files take turns."""
+    state = AlgorithmState(tmp_path, MODEL, ["momentum"], OWNER)
+    for ticket, tensors in enumerate([{"w": [5.0], "frozen": [1.0, 2.0]}, {"w": [6.0]}], start=1):
+        state.begin()
+        for name, values in tensors.items():
+            state.write(f"atoll.momentum.{name}", 0, torch.tensor(values))
+        state.belongs_to(ticket, ticket)
+        state.settle(lambda number: messages.Outcome(ticket=number, state="counted", base_version=0))
+    assert state.read("atoll.momentum.w", 0, 1).tolist() == [6.0]
+    assert state.read("atoll.momentum.frozen", 0, 2).tolist() == [1.0, 2.0]
+    state.close()
