@@ -14,6 +14,8 @@ from atoll import errors, registry
 from atoll.errors import BY_CODE, AtollError, ConfigError, PeerError, UpdateRefused
 from atoll.worker.session import leave_at_exit
 
+HERE = re.escape(__file__)
+
 
 @pytest.fixture
 def plugins(monkeypatch: pytest.MonkeyPatch) -> list[EntryPoint]:
@@ -108,7 +110,7 @@ def test_what_a_users_class_raises_is_told_as_it_is() -> None:
     def build() -> object:
         raise OSError("no such site")
 
-    with pytest.raises(ConfigError, match=r"It cannot be made: OSError: no such site \(.*test_registry.py, line \d+\)"):
+    with pytest.raises(ConfigError, match=rf"It cannot be made: OSError: no such site \({HERE}, line \d+\)"):
         registry.made(build, "It cannot be made", "Give others.")
     with pytest.raises(ConfigError, match=r"It cannot be made: 'n' is an invalid keyword .* Give others\."):
         registry.made(partial(int, n=1), "It cannot be made", "Give others.")
@@ -118,7 +120,7 @@ def test_a_wrong_type_within_the_users_code_is_no_wrong_argument() -> None:
     def build(width: int) -> object:
         return width + "1"  # type: ignore[operator]
 
-    with pytest.raises(ConfigError, match=r"TypeError: unsupported operand .*test_registry.py, line \d+\)") as caught:
+    with pytest.raises(ConfigError, match=rf"TypeError: unsupported operand .*{HERE}, line \d+\)") as caught:
         registry.made(partial(build, width=3), "It cannot be made", "Give others.")
     assert "in build" in caught.value.trace
     with pytest.raises(ConfigError, match=r"missing 1 required positional argument: 'width'\. Give others\."):
