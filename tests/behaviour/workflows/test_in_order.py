@@ -204,7 +204,7 @@ def test_training_in_which_nothing_moves_fails_after_its_limit(tmp_path: Path) -
 @pytest.mark.covers("P12")
 def test_time_in_which_sites_are_awaited_is_none_in_which_training_stands_still(tmp_path: Path) -> None:
     """How long they are waited for is another limit, and here there is none."""
-    settings = {"workflow.steps": [{"kind": "train", "progress_timeout_s": 2}], "rounds.total": 1, "rounds.sites": 2}
+    settings = {"workflow.steps": [{"kind": "train", "progress_timeout_s": 0.5}], "rounds.total": 1, "rounds.sites": 2}
     server = plain_server(tmp_path, {"w": torch.ones(2)}, **settings)
 
     def train(site: str) -> None:
@@ -214,7 +214,7 @@ def test_time_in_which_sites_are_awaited_is_none_in_which_training_stands_still(
 
     with server:
         first = Threads(partial(train, "a"))
-        wait_until(lambda: server.status().workflows[0].seconds > 3.0, "a longer time")
+        wait_until(lambda: server.status().workflows[0].seconds > 1.0, "a longer time")
         second = Threads(partial(train, "b"))
         server.run()
         first.join()
@@ -224,7 +224,7 @@ def test_time_in_which_sites_are_awaited_is_none_in_which_training_stands_still(
 
 @pytest.mark.covers("P12", "T14")
 def test_a_site_that_shows_nothing_is_given_up_and_one_that_says_what_it_does_is_not(tmp_path: Path) -> None:
-    """b works as long as a and says so; its heartbeats carry it, at most one a second."""
+    """b works as long as a and says so; its heartbeats carry it."""
     came: dict[str, Any] = {}
     over = threading.Event()
 
@@ -232,7 +232,7 @@ def test_a_site_that_shows_nothing_is_given_up_and_one_that_says_what_it_does_is
         with pytest.raises(UsageError, match="progress_timeout_s is -1"):
             controller.send("a", "work", progress_timeout_s=-1)
         sites = controller.sites(2, timeout_s=30)
-        results = controller.broadcast("work", sites=sites, progress_timeout_s=3.0)
+        results = controller.broadcast("work", sites=sites, progress_timeout_s=1.5)
         came.update({result.site: result.error or result.payload for result in results})
         over.set()
 
@@ -241,23 +241,20 @@ def test_a_site_that_shows_nothing_is_given_up_and_one_that_says_what_it_does_is
 
             @worker.task("work")
             def work(_: Any) -> str:
-                for number in range(20):
+                for number in range(50):
                     if name == "b":
                         worker.note(f"batch {number}")
-                    if over.wait(0.3):
+                    if over.wait(0.2):
                         break
                 return "done"
 
             worker.run()
 
-    with workflow_server(tmp_path, main, **{"network.heartbeat_interval_s": 1.0}) as server:
-        sites = [threading.Thread(target=site, args=(name,), daemon=True) for name in "ab"]
-        for each in sites:
-            each.start()
+    with workflow_server(tmp_path, main, **{"network.heartbeat_interval_s": 0.2}) as server:
+        sites = Threads(partial(site, "a"), partial(site, "b"))
         server.run()
-    for each in sites:
-        each.join(30)
-    assert came == {"a": "the site made no progress for 3 s (its last report: task work)", "b": "done"}
+        sites.join()
+    assert came == {"a": "the site made no progress for 1.5 s (its last report: task work)", "b": "done"}
 
 
 # -- a run folder that is moved
