@@ -7,8 +7,6 @@ import gc
 import json
 import logging
 import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,8 +15,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from harness.processes import Nursery
 from harness.proxy import Proxy
 from kit.peers import Peer
+from kit.processes import command
 from kit.requests import get, joined, post
 from kit.servers import new_server
 from kit.workflows import AnsweringSites
@@ -341,9 +341,9 @@ def test_leaves_the_garbage_collector_off_where_it_was_off() -> None:
 
 
 @pytest.mark.slow
-def test_the_program_that_measures_it_runs(tmp_path: Path) -> None:
-    argv = [sys.executable, str(ROOT / "bench/many_tensors.py"), "--gb", "0.02", "--repetitions", "1", "--json"]
-    done = subprocess.run([*argv, "--dir", str(tmp_path)], capture_output=True, text=True, check=False, timeout=110)
+def test_the_program_that_measures_it_runs(nursery: Nursery, tmp_path: Path) -> None:
+    words = ("--gb", "0.02", "--repetitions", "1", "--json", "--dir", str(tmp_path))
+    done = command(nursery, tmp_path, *words, program=str(ROOT / "bench/many_tensors.py"))
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
     assert set(told) == {"50", "5000"}

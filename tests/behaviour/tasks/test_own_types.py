@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from harness.processes import Nursery
+from kit.processes import command
 from kit.requests import send
 from kit.workflows import play_as_processes
 from torch import Tensor
@@ -245,10 +245,8 @@ def test_a_planted_fault_fails_the_contract(
 
 @pytest.mark.slow
 @pytest.mark.covers("T13")
-def test_the_example_runs(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, EXAMPLE], cwd=tmp_path, capture_output=True, text=True, timeout=110, check=False
-    )
+def test_the_example_runs(nursery: Nursery, tmp_path: Path) -> None:
+    done = command(nursery, tmp_path, program=str(EXAMPLE))
     assert done.returncode == 0, done.stderr[-3000:]
     size, first, sums = done.stdout.splitlines()
     assert size.startswith("training.log: ")
@@ -388,10 +386,10 @@ FORTY_MIB = 40 * 2**20
 
 
 def play(
-    nursery: Nursery, folder: Path, main: Callable[[Any], None], stream_tasks: tuple[str, ...] = ("echo",)
-) -> None:
-    """Run a workflow with the site a; nothing of it is left."""
-    play_as_processes(nursery, SCRIPT, folder, main, "a", **{"workflow.streamed_tasks": stream_tasks})
+    nursery: Nursery, folder: Path, workflow: Callable[[Any], Any], stream_tasks: tuple[str, ...] = ("echo",)
+) -> Any:
+    """What a workflow with the site a returns; nothing of it is left."""
+    return play_as_processes(nursery, SCRIPT, folder, workflow, "a", **{"workflow.streamed_tasks": stream_tasks})[0]
 
 
 def file_of(folder: Path, nbytes: int) -> Any:
@@ -405,15 +403,13 @@ def file_of(folder: Path, nbytes: int) -> Any:
 def test_they_come_back_from_a_site_as_they_were_sent(
     nursery: Nursery, tmp_path: Path, stream: tuple[str, ...]
 ) -> None:
-    came: dict[str, Any] = {}
     file, matrix = file_of(tmp_path, 3 * 2**20), Quantised.of(torch.arange(12.0).reshape(3, 4))
+    sent = ({"file": file, "list": [matrix, torch.arange(3), (Word("hello"), 0.5)]}, {"only": Word("no tensors")})
 
-    def main(controller: Any) -> None:
-        tree = {"file": file, "list": [matrix, torch.arange(3), (Word("hello"), 0.5)]}
-        came.update(controller.send("a", "echo", tree, timeout_s=60).payload)
-        came["word"] = controller.send("a", "echo", {"only": Word("no tensors")}, timeout_s=60).payload
+    def workflow(controller: Any) -> Any:
+        return [controller.send("a", "echo", tree, timeout_s=60).payload for tree in sent]
 
-    play(nursery, tmp_path, main, stream)
+    came, word = play(nursery, tmp_path, workflow, stream)
     assert came["file"].path != file.path
     assert came["file"].path.read_bytes() == file.path.read_bytes()
     back, numbers, rest = came["list"]
@@ -421,7 +417,7 @@ def test_they_come_back_from_a_site_as_they_were_sent(
     assert torch.equal(back.scale, matrix.scale)
     assert torch.equal(numbers, torch.arange(3))
     assert rest == (Word("hello"), 0.5)
-    assert came["word"] == {"only": Word("no tensors")}
+    assert word == {"only": Word("no tensors")}
 
 
 class Unknown:
@@ -434,23 +430,21 @@ register(Unknown, "tests.server_only", lambda _: {"w": torch.ones(2)}, lambda _:
 @pytest.mark.covers("T13")
 def test_a_type_that_the_other_side_does_not_know_is_named_with_the_remedy(nursery: Nursery, tmp_path: Path) -> None:
     """The site answers with the error, and goes on. At the server the result says it when it is asked for."""
-    came: dict[str, Any] = {}
 
-    def main(controller: Any) -> None:
-        came["site"] = controller.send("a", "echo", {"x": [Unknown()]}, timeout_s=60).error
+    def workflow(controller: Any) -> tuple[str, str, Any]:
+        site = controller.send("a", "echo", {"x": [Unknown()]}, timeout_s=60).error
         result = controller.send("a", "give", "local", timeout_s=60)
         assert result.ok
         with pytest.raises(BadRequest) as caught:
             result.payload  # noqa: B018
-        came["server"] = str(caught.value)
-        came["after"] = controller.send("a", "echo", 1, timeout_s=60).payload
+        return site, str(caught.value), controller.send("a", "echo", 1, timeout_s=60).payload
 
-    play(nursery, tmp_path, main)
-    assert "payload['x'][0] has the type 'tests.server_only', which is not registered in this process" in came["site"]
-    assert "registered are: examples.file, examples.quantised, tests." in came["site"]
-    assert "Call atoll.objects.register(…, 'tests.server_only', …) in this process, too" in came["site"]
-    assert came["server"].startswith("payload['it'] has the type 'tests.site_only', which is not registered in this")
-    assert came["after"] == 1
+    site, server, after = play(nursery, tmp_path, workflow)
+    assert "payload['x'][0] has the type 'tests.server_only', which is not registered in this process" in site
+    assert "registered are: examples.file, examples.quantised, tests." in site
+    assert "Call atoll.objects.register(…, 'tests.server_only', …) in this process, too" in site
+    assert server.startswith("payload['it'] has the type 'tests.site_only', which is not registered in this")
+    assert after == 1
 
 
 @pytest.mark.covers("T13", "T7")
@@ -458,19 +452,17 @@ def test_a_stream_that_fails_is_the_answer_of_its_site_and_the_sender_s_own_erro
     nursery: Nursery, tmp_path: Path
 ) -> None:
     """Short says 3 elements of 2 bytes, and gives 2: 4 bytes, less than 6."""
-    came: dict[str, Any] = {}
 
-    def main(controller: Any) -> None:
-        came["torn"] = controller.send("a", "give", "torn", timeout_s=60).error
-        came["short"] = controller.send("a", "give", "short", timeout_s=60).error
+    def workflow(controller: Any) -> tuple[str, str, Any]:
+        torn, short = (controller.send("a", "give", name, timeout_s=60).error for name in ("torn", "short"))
         with pytest.raises(UsageError, match=r"payload\[0\] \(as tests.torn\)\['data'\] could not be read: OSError"):
             controller.send("a", "echo", [Torn()], timeout_s=60)
-        came["after"] = controller.send("a", "echo", 1, timeout_s=60).payload
+        return torn, short, controller.send("a", "echo", 1, timeout_s=60).payload
 
-    play(nursery, tmp_path, main)
-    assert "payload['it'] (as tests.torn)['data'] could not be read: OSError: the disk is gone." in came["torn"]
-    assert "payload['it'] (as tests.short) produced 4 bytes, less than the 6 bytes of torch.int16[3]." in came["short"]
-    assert came["after"] == 1
+    torn, short, after = play(nursery, tmp_path, workflow)
+    assert "payload['it'] (as tests.torn)['data'] could not be read: OSError: the disk is gone." in torn
+    assert "payload['it'] (as tests.short) produced 4 bytes, less than the 6 bytes of torch.int16[3]." in short
+    assert after == 1
 
 
 @pytest.mark.covers("T13", "P1")

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import logging
-import os
 import re
 import shutil
-import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -17,6 +14,7 @@ import pytest
 import torch
 from harness.processes import Nursery, Process, free_port, wait_until
 from kit.client import Client
+from kit.processes import command
 from kit.servers import plain_server
 from kit.wire import WireSite
 from kit.workflows import AnsweringSites, files_of_objects, kept_objects, plain, play_as_processes, workflow_server
@@ -69,29 +67,26 @@ def test_a_payload_comes_back_as_it_was_sent_and_leaves_nothing(tmp_path: Path, 
 @pytest.mark.covers("T9", "T14")
 def test_a_handler_that_raises_is_a_result_that_names_it_and_the_others_go_on(nursery: Nursery, tmp_path: Path) -> None:
     """validate fails at b; w is 1 + len(site) = 2, so the sum of 3 is 6 at a. Nobody has a handler for `unknown`."""
-    came: dict[str, Any] = {}
 
-    def main(controller: Any) -> None:
+    def workflow(controller: Any) -> tuple[list[Any], str, str]:
         (trained, _) = controller.broadcast("train", {"w": torch.ones(3)}, min_responses=2, timeout_s=30)
-        came["validated"] = controller.broadcast("validate", trained.payload, min_responses=1, timeout_s=30)
-        came["unknown"] = controller.send("a", "unknown", timeout_s=30).error
-        try:
+        validated = controller.broadcast("validate", trained.payload, min_responses=1, timeout_s=30)
+        unknown = controller.send("a", "unknown", timeout_s=30).error
+        with pytest.raises(RunFailed) as refused:
             controller.broadcast("validate", trained.payload, min_responses=2, timeout_s=30)
-        except RunFailed as error:
-            came["refused"] = str(error)
+        return validated, unknown, str(refused.value)
 
-    play_as_processes(nursery, SCRIPT, tmp_path, main, "ab")
-    good, bad = came["validated"]
+    ((good, bad), unknown, refused), _ = play_as_processes(nursery, SCRIPT, tmp_path, workflow, "ab")
     assert good.ok
     assert good.payload == {"accuracy": 6.0}
     assert not bad.ok
     with pytest.raises(RunFailed, match="Site b failed at task 'validate': ValueError: no data here"):
         bad.payload  # noqa: B018
     assert (
-        came["unknown"]
+        unknown
         == "there is no handler for task 'unknown', only for: echo, hang, submit_model, train, train_from, validate"
     )
-    assert "got 1 of 2 answers: b failed: ValueError: no data here" in came["refused"]
+    assert "got 1 of 2 answers: b failed: ValueError: no data here" in refused
 
 
 @pytest.mark.covers("T14", "T7")
@@ -180,15 +175,14 @@ def test_the_address_is_that_of_the_environment_or_missed_by_name(
 @pytest.mark.covers("T12")
 def test_a_reference_in_a_payload_is_followed_where_it_is_used_alone(nursery: Nursery, tmp_path: Path) -> None:
     """From a to b, 1 MB: what passes the server on the way is text, and no object comes to it or leaves it."""
-    came: dict[str, Any] = {}
     elements = 250_000
 
-    def main(controller: Any) -> None:
+    def workflow(controller: Any) -> dict[str, Any]:
         controller.sites(2, timeout_s=30)
         ref = controller.send("a", "submit_model", {"elements": elements}, timeout_s=30).payload["ref"]
-        came.update(controller.send("b", "train_from", {"ref": ref}, timeout_s=30).payload, same=ref)
+        return {**controller.send("b", "train_from", {"ref": ref}, timeout_s=30).payload, "same": ref}
 
-    status = play_as_processes(nursery, SCRIPT, tmp_path, main, "ab")
+    came, status = play_as_processes(nursery, SCRIPT, tmp_path, workflow, "ab")
     assert (came["kind"], came["ref"]) == ("TensorRef", came["same"])
     assert came["ref"].port != int(status.address.rpartition(":")[2])
     assert came["sum"] == elements
@@ -340,28 +334,15 @@ def test_a_site_cannot_end_the_payload_that_others_still_need(tmp_path: Path) ->
 EXAMPLE = Path(__file__).parents[3] / "examples" / "scatter_and_gather.py"
 
 
-def environment() -> dict[str, str]:
-    mine = {key: value for key, value in os.environ.items() if not key.startswith("ATOLL_")}
-    return mine | {"OMP_NUM_THREADS": "1"}
-
-
 def losses(text: str) -> list[float]:
     return [float(value) for value in re.findall(r"^round \d: loss ([0-9.]+)$", text, re.MULTILINE)]
 
 
 @pytest.mark.slow
 @pytest.mark.covers("T14")
-def test_the_example_trains_across_two_sites(tmp_path: Path) -> None:
+def test_the_example_trains_across_two_sites(nursery: Nursery, tmp_path: Path) -> None:
     """The targets are a linear function of the inputs, so the loss goes towards 0: each round takes most of it."""
-    done = subprocess.run(
-        [sys.executable, EXAMPLE],
-        cwd=tmp_path,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=110,
-        check=False,
-    )
+    done = command(nursery, tmp_path, program=str(EXAMPLE))
     assert done.returncode == 0, done.stderr[-3000:]
     values = losses(done.stdout)
     assert len(values) == 5
@@ -370,49 +351,26 @@ def test_the_example_trains_across_two_sites(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.long
 @pytest.mark.covers("T14")
-def test_a_run_file_names_the_workflow_and_workers_are_processes_of_their_own(tmp_path: Path) -> None:
+def test_a_run_file_names_the_workflow_and_workers_are_processes_of_their_own(nursery: Nursery, tmp_path: Path) -> None:
     """The path in the run file is relative to it, not to the folder where the command is started."""
-    folder = tmp_path / "run"
+    folder, names = tmp_path / "run", ("clinic-a", "clinic-b")
     folder.mkdir()
     shutil.copy(EXAMPLE, folder / "flow.py")
     (folder / "run.toml").write_text('workflow.function = "flow.py:main"\nnetwork.port = 0\n')
-    server = subprocess.Popen(
-        [sys.executable, "-m", "atoll.cli.main", "server", "run/run.toml"],
-        cwd=tmp_path,
-        env=environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    workers: list[subprocess.Popen[str]] = []
-    said = ""
-    try:
-        assert server.stdout is not None
-        for line in server.stdout:
-            said += line
-            found = re.search(r"listening on (\S+)", line)
-            if found:
-                for name in ("clinic-a", "clinic-b"):
-                    told = environment() | {"ATOLL_SERVER": found[1], "ATOLL_SITE": name}
-                    workers.append(
-                        subprocess.Popen([sys.executable, str(EXAMPLE)], env=told, stderr=subprocess.PIPE, text=True)
-                    )
-        assert server.wait(60) == 0, said
-        told_by = [worker.communicate(timeout=30)[1] for worker in workers]
-        assert [worker.returncode for worker in workers] == [0, 0], told_by
-    finally:
-        for process in (server, *workers):
-            if process.poll() is None:
-                process.kill()
-                process.wait()
+    server = nursery.start("atoll", "server", "run/run.toml", cwd=tmp_path)
+    url = wait_until(lambda: re.search(r"listening on (\S+)", server.output()), "the server")[1]
+    told = [{"ATOLL_SERVER": url, "ATOLL_SITE": name} for name in names]
+    workers = [nursery.start(str(EXAMPLE), cwd=tmp_path, env=each) for each in told]
+    assert server.wait(60) == 0, server.output()
+    assert [worker.wait() for worker in workers] == [0, 0]
+    said = server.output()
     assert len(losses(said)) == 5, said
     assert "start workers with a script that uses atoll.tasks" in said
     assert re.search(r"finished after .*; 2 workers, 0 deaths$", said, re.MULTILINE), said
-    for name, lines in zip(("clinic-a", "clinic-b"), told_by, strict=True):
-        assert f"{name}: takes part in" in lines
-        assert f"{name}: the workflow has ended" in lines
+    for name, worker in zip(names, workers, strict=True):
+        assert f"{name}: takes part in" in worker.output()
+        assert f"{name}: the workflow has ended" in worker.output()
 
 
 # -- what the status shows of tasks

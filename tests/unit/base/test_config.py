@@ -10,6 +10,8 @@ from pydantic import ValidationError
 from torch import nn
 
 from atoll import Server, Settings, Simulation
+from atoll.config import FIELDS, NOT_SETTINGS, set_values, variable_of
+from atoll.config.settings import Async, Rounds
 from atoll.errors import ConfigError
 
 
@@ -56,15 +58,11 @@ def test_a_flag_wins_over_the_environment_and_that_over_the_file(tmp_path: Path)
     ],
 )
 def test_reads_a_variable_and_set_as_what_the_setting_is(key: str, text: str, value: Any) -> None:
-    from atoll.config import FIELDS, set_values, variable_of
-
     assert Settings.read(environ={variable_of(key): text}).at(key) == value
     assert Settings.read(None, set_values([f"{key}={text}"], FIELDS), {}).at(key) == value
 
 
 def test_an_option_of_a_table_is_given_alone(tmp_path: Path) -> None:
-    from atoll.config import FIELDS, set_values
-
     path = write(tmp_path, '[aggregation]\nupload_codec = {name = "topk", density = 0.1}\n')
     environ = {"ATOLL_AGGREGATION__UPLOAD_CODEC__DENSITY": "0.2", "ATOLL_ALGORITHM__MU": "0.5"}
     settings = Settings.read(path, None, environ)
@@ -103,23 +101,17 @@ def test_a_run_with_rounds_says_how_it_trains_and_how_long(settings: dict[str, A
     [("port=9", "network.port"), ("algorithm=fedavg", "algorithm.name"), ("rounds=3", "rounds.total")],
 )
 def test_a_set_without_its_group_names_the_setting_that_is_meant(text: str, meant: str) -> None:
-    from atoll.config import FIELDS, set_values
-
     with pytest.raises(ConfigError, match=rf"Did you mean {meant}\?"):
         set_values([text], FIELDS)
 
 
 @pytest.mark.parametrize("text", ["rounds.total", "rounds=3", "model.args={depth"])
 def test_refuses_a_set_that_is_no_key_and_value(text: str) -> None:
-    from atoll.config import FIELDS, set_values
-
     with pytest.raises(ConfigError, match="--set"):
         set_values([text], FIELDS)
 
 
 def test_groups_are_objects_tables_or_single_keys() -> None:
-    from atoll.config.settings import Async, Rounds
-
     nested = Settings.build({"rounds": {"total": 3, "sites": 2}, "async": {"enabled": True}})
     objects = Settings(rounds=Rounds(total=3, sites=2), async_=Async(enabled=True))
     assert nested == objects == Settings.build({"rounds.total": 3, "rounds.sites": 2, "async.enabled": True})
@@ -201,8 +193,6 @@ def test_refuses_the_flat_form_in_one_line(tmp_path: Path) -> None:
 
 
 def test_variables_of_a_worker_and_of_others_are_no_settings() -> None:
-    from atoll.config import NOT_SETTINGS
-
     environ = dict.fromkeys(NOT_SETTINGS, "x") | {"PATH": "/bin", "ATOLLS": "3"}
     assert Settings.read(environ=environ) == Settings.read(environ={})
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kit.models import Tied
 from torch import Tensor, nn
 from torch.distributed.tensor import Shard as ByRows
 
@@ -55,15 +56,6 @@ def test_every_tensor_is_in_one_fragment_and_neighbours_stay_together(sizes: lis
     assert list(made.places) == sorted(made.places)
     together = [spec for each in made.schemas for spec in each.tensors]
     assert together == list(schema.tensors)
-
-
-class Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(10, 4)
-        self.body = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4), nn.BatchNorm1d(4, affine=False))
-        self.head = nn.Linear(4, 10, bias=False)
-        self.head.weight = self.embedding.weight
 
 
 @pytest.mark.covers("L8")

@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +36,12 @@ from atoll.transport.part_transfer import PART_ATTEMPTS, HttpTransfer, Pushing, 
 
 COUNT = 6
 LAYOUT: Layout = update_layout([TensorSpec("w", "F32", (COUNT * 4096,))], lambda spec: NoneCodec(), 4096 * 4)
+
+
+@contextlib.contextmanager
+def transfer(url: str, idle_s: float, connections: int = 2) -> Iterator[HttpTransfer]:
+    with contextlib.closing(Http(url)) as http, contextlib.closing(HttpTransfer(http, connections, idle_s)) as parts:
+        yield parts
 
 
 class Receiver:
@@ -84,6 +89,11 @@ class Writer:
         os.pwrite(self.fd, content, part.start)
         return blake3(content).digest()
 
+    def add(self, pushing: Pushing, *parts: Part) -> None:
+        """Write parts, and have each sent."""
+        for part in parts:
+            pushing.add(part, self.write(part))
+
     def pushing(self, **more: Any) -> contextlib.AbstractContextManager[Pushing]:
         return self.parts.pushing(path_of, self.fd, **more)
 
@@ -115,7 +125,7 @@ def test_a_part_arrives_before_the_next_one_is_written(tmp_path: Path, receiver:
     told: list[int] = []
     with writer.pushing(on_bytes=told.append) as pushing:
         for part in LAYOUT.parts:
-            pushing.add(part, writer.write(part))
+            writer.add(pushing, part)
             wait_until(functools.partial(pushing.sent.issuperset, [part.index]), f"the arrival of part {part.index}")
     assert pushing.error is None
     assert pushing.sent == set(range(COUNT))
@@ -127,8 +137,7 @@ def test_a_part_arrives_before_the_next_one_is_written(tmp_path: Path, receiver:
 def test_adding_never_waits_and_leaving_waits_for_what_was_added(writer: Writer, receiver: Receiver) -> None:
     receiver.open.clear()
     with writer.pushing() as pushing:
-        for part in LAYOUT.parts:
-            pushing.add(part, writer.write(part))
+        writer.add(pushing, *LAYOUT.parts)
         assert pushing.sent == set()
         receiver.open.set()
     assert pushing.sent == set(range(COUNT))
@@ -137,12 +146,10 @@ def test_adding_never_waits_and_leaving_waits_for_what_was_added(writer: Writer,
 def test_an_error_ends_the_sending_and_is_kept_not_raised(writer: Writer, receiver: Receiver) -> None:
     receiver.answers = {2: [TicketClosed("The round is over.")]}
     with writer.pushing() as pushing:
-        for part in LAYOUT.parts[:4]:  # over one connection: 3 is in the queue, or not even that, when 2 fails
-            pushing.add(part, writer.write(part))
+        writer.add(pushing, *LAYOUT.parts[:4])  # over one connection: 3 is in the queue, or not even that, when 2 fails
         wait_until(lambda: pushing.error is not None, "an error")
         assert pushing.ended.is_set()
-        for part in LAYOUT.parts[4:]:
-            pushing.add(part, writer.write(part))
+        writer.add(pushing, *LAYOUT.parts[4:])
     assert isinstance(pushing.error, TicketClosed)
     assert pushing.sent == {0, 1}
     assert set(receiver.bodies) == {0, 1, 2}
@@ -151,8 +158,7 @@ def test_an_error_ends_the_sending_and_is_kept_not_raised(writer: Writer, receiv
 def test_a_part_that_arrives_damaged_is_sent_again_alone(writer: Writer, receiver: Receiver) -> None:
     receiver.answers = {1: [PartCorrupt("damaged")] * (PART_ATTEMPTS - 1)}
     with writer.pushing() as pushing:
-        for part in LAYOUT.parts:
-            pushing.add(part, writer.write(part))
+        writer.add(pushing, *LAYOUT.parts)
     assert pushing.error is None
     assert pushing.sent == set(range(COUNT))
     assert {part: len(bodies) for part, bodies in receiver.bodies.items()} == {
@@ -163,8 +169,7 @@ def test_a_part_that_arrives_damaged_is_sent_again_alone(writer: Writer, receive
 def test_damage_that_lasts_ends_the_sending(writer: Writer, receiver: Receiver) -> None:
     receiver.answers = {0: [PartCorrupt("damaged")] * PART_ATTEMPTS}
     with writer.pushing() as pushing:
-        for part in LAYOUT.parts:
-            pushing.add(part, writer.write(part))
+        writer.add(pushing, *LAYOUT.parts)
     assert isinstance(pushing.error, PartCorrupt)
     assert pushing.sent == set()
     assert len(receiver.bodies[0]) == PART_ATTEMPTS
@@ -177,8 +182,7 @@ def test_sends_no_more_after_a_failed_write(writer: Writer, receiver: Receiver) 
     def interrupted() -> None:
         with writer.pushing() as pushing:
             used.append(pushing)
-            for part in LAYOUT.parts[:3]:
-                pushing.add(part, writer.write(part))
+            writer.add(pushing, *LAYOUT.parts[:3])
             wait_until(lambda: 0 in receiver.bodies, "the first request")
             raise KeyboardInterrupt
 
@@ -244,21 +248,10 @@ class Held:
         self.data[offset : offset + len(data)] = data
 
 
-@contextmanager
-def transfer(peer: Peer, idle_s: float) -> Iterator[HttpTransfer]:
-    http = Http(peer.url)
-    parts = HttpTransfer(http, 2, idle_s)
-    try:
-        yield parts
-    finally:
-        parts.close()
-        http.close()
-
-
 @pytest.mark.covers("P5")
 def test_what_stands_still_is_tried_again_as_long_as_others_move() -> None:
     held = Held()
-    with moves_slowly() as peer, transfer(peer, 2.0) as parts:
+    with moves_slowly() as peer, transfer(peer.url, 2.0) as parts:
         parts.pull("/data", DIGESTS, BOTH, [held])
         assert held.data == DATA
         assert len(peer.requests) == 3
@@ -267,7 +260,7 @@ def test_what_stands_still_is_tried_again_as_long_as_others_move() -> None:
 
 @pytest.mark.covers("P5")
 def test_a_peer_that_says_nothing_is_asked_once_over_each_connection() -> None:
-    with says_nothing() as peer, transfer(peer, 0.2) as parts:
+    with says_nothing() as peer, transfer(peer.url, 0.2) as parts:
         with pytest.raises(TransferStalled, match=r"moved no byte for 0\.2 s"):
             parts.pull("/data", DIGESTS, BOTH, [Held()])
         assert len(peer.requests) == 2
@@ -278,7 +271,7 @@ def test_what_buffers_take_for_a_silent_peer_does_not_keep_a_transfer_alive(tmp_
     """Each of the two connections gets some MB into the buffers between the two. The first that stands still may be
     tried again, as the other has moved later; what the buffers take of that does not count."""
     (tmp_path / "file").write_bytes(DATA)
-    with says_nothing() as peer, transfer(peer, 0.2) as parts, (tmp_path / "file").open("rb") as file:
+    with says_nothing() as peer, transfer(peer.url, 0.2) as parts, (tmp_path / "file").open("rb") as file:
         with pytest.raises(TransferStalled):
             parts.push(lambda index: f"/parts/{index}", file.fileno(), BOTH, DIGESTS)
         assert len(peer.requests) <= 3
@@ -361,14 +354,11 @@ def peer() -> Iterator[StandingStill]:
 
 @pytest.fixture
 def parts(peer: StandingStill) -> Iterator[HttpTransfer]:
-    http = Http(f"http://127.0.0.1:{peer.port}")
-    parts = HttpTransfer(http, 2, IDLE_S)
-    yield parts
-    parts.close()
-    http.close()
+    with transfer(f"http://127.0.0.1:{peer.port}", IDLE_S) as parts:
+        yield parts
 
 
-@contextmanager
+@contextlib.contextmanager
 def ctrl_c_when(condition: Callable[[], bool]) -> Iterator[None]:
     """A real one: it has to end the wait of the main thread."""
     assert threading.current_thread() is threading.main_thread()
