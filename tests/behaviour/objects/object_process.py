@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from object_world import TREES, differences, model
+from object_world import TREES, differences
 
 import atoll
 from atoll import resolve
@@ -53,8 +53,7 @@ def across(mb: int) -> torch.Tensor:
 
 
 def publish(what: str, **options: Any) -> None:
-    tree = model() if what == "model" else TREES[what]()
-    print(atoll.objects.publish(tree, **options), flush=True)
+    print(atoll.objects.publish(TREES[what](), **options), flush=True)
     if "server" not in options:
         signal.pause()
 
@@ -62,23 +61,14 @@ def publish(what: str, **options: Any) -> None:
 def fetch(ref: str, how: str = "memory", what: str = "flat", abort: str = "", **options: Any) -> None:
     if abort:
         options["abort"] = File(abort)
-    if how == "into":
-        target = model()
-        with torch.no_grad():
-            for tensor in target.state_dict().values():
-                tensor.zero_()
-        assert atoll.objects.fetch(ref, into=target, **options) is target
-        wrong = differences(dict(model().state_dict()), dict(target.state_dict()))
-    else:
-        came = atoll.objects.fetch(ref, to_disk=how == "disk", **options)
-        if came is None:
-            print("none")
-            return
-        expected = TREES[what]()
-        if how == "disk":  # lazily it is torch that comes
-            came, expected = resolve(came), {key: torch.as_tensor(value) for key, value in expected.items()}
-        wrong = differences(expected, came)
-    print(wrong or "same")
+    came = atoll.objects.fetch(ref, to_disk=how == "disk", **options)
+    if came is None:
+        print("none")
+        return
+    expected = TREES[what]()
+    if how == "disk":  # lazily it is torch that comes
+        came, expected = resolve(came), {key: torch.as_tensor(value) for key, value in expected.items()}
+    print(differences(expected, came) or "same")
 
 
 def measure(mb: int) -> None:

@@ -81,7 +81,7 @@ def large() -> dict[str, Any]:
     return {"w": torch.zeros(2**25)}
 
 
-TREES = {"flat": flat, "nested": nested, "large": large}
+TREES = {"flat": flat, "large": large}
 
 
 def differences(mine: Any, theirs: Any, path: str = "") -> list[str]:

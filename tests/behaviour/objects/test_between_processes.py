@@ -32,14 +32,6 @@ def test_another_process_gets_what_was_published(
     publisher.kill()
 
 
-@pytest.mark.covers("P1", "P4")
-def test_a_nested_tree_and_a_module_in_place(nursery: Nursery, tmp_path: Path) -> None:
-    _, ref = publishing(nursery, tmp_path, "nested", chunk_bytes=PART)
-    assert said(fetching(nursery, tmp_path, ref, what="nested")) == "same"
-    _, ref = publishing(nursery, tmp_path, "model")
-    assert said(fetching(nursery, tmp_path, ref, how="into")) == "same"
-
-
 @pytest.mark.covers("P5", "P14")
 def test_a_publisher_that_was_killed_is_named_and_what_is_optional_is_none(nursery: Nursery, tmp_path: Path) -> None:
     publisher, ref = publishing(nursery, tmp_path, "flat")

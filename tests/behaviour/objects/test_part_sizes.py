@@ -136,38 +136,6 @@ def test_what_a_process_publishes_is_cut_as_its_environment_says(monkeypatch: py
         assert manifest_of(chosen)["part_bytes"] == 2 * PART
 
 
-def every_kind() -> dict[str, Any]:
-    return {
-        "bf16": torch.arange(10, dtype=torch.float32).to(torch.bfloat16),
-        "fp8": torch.arange(4, dtype=torch.float32).to(torch.float8_e4m3fn),
-        "flags": torch.tensor([True, False, True]),
-        "number": torch.tensor(1.5, dtype=torch.float64),
-        "empty": torch.empty(0, 3),
-        "across": torch.arange(6).reshape(2, 3).t(),
-        "array": np.arange(12, dtype=np.int16).reshape(3, 4),
-        "none": np.empty((0, 2)),
-    }
-
-
-@pytest.mark.covers("P13", "P8", "P4")
-@pytest.mark.parametrize(("torch_size", "numpy_size"), [(0, PART), (PART, 0)], ids=["torch", "numpy"])
-def test_tensors_within_a_head_come_to_memory_to_disk_and_in_place(
-    monkeypatch: pytest.MonkeyPatch, torch_size: int, numpy_size: int
-) -> None:
-    choose(monkeypatch, torch_size, numpy_size)
-    published = every_kind()
-    ref = atoll.objects.publish(published)
-    assert differences(published, atoll.objects.fetch(ref)) == []
-    lazy = atoll.objects.fetch(ref, to_disk=True)
-    as_torch = {key: torch.as_tensor(value) for key, value in published.items()}
-    assert differences(as_torch, resolve(lazy)) == []
-    target = {key: torch.zeros_like(value) for key, value in as_torch.items()}
-    atoll.objects.fetch(ref, into=target)
-    assert differences(as_torch, target) == []
-    tree = atoll.objects.fetch(atoll.objects.publish([published]), to_disk=True)
-    assert differences([as_torch], [{key: torch.as_tensor(each) for key, each in resolve(tree)[0].items()}]) == []
-
-
 @pytest.mark.covers("P13", "T11")
 def test_what_is_too_large_to_go_inline_is_streamed_and_said(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -329,15 +297,6 @@ def test_small_tensors_set_off_no_search_for_cycles() -> None:
     assert list(lazy) == list(state) == list(published)
     assert max(publishing, into, to_disk) <= 6
     assert to_memory <= 16
-
-
-def test_leaves_the_garbage_collector_off_where_it_was_off() -> None:
-    gc.disable()
-    try:
-        atoll.objects.fetch(atoll.objects.publish({"w": torch.zeros(2)}))
-        assert not gc.isenabled()
-    finally:
-        gc.enable()
 
 
 @pytest.mark.slow

@@ -243,6 +243,19 @@ def numpy_full() -> Any:
     return np.arange(30_000, dtype=np.int64)
 
 
+def every_kind() -> dict[str, Any]:
+    return {
+        "bf16": torch.arange(10, dtype=torch.float32).to(torch.bfloat16),
+        "fp8": torch.arange(4, dtype=torch.float32).to(torch.float8_e4m3fn),
+        "flags": torch.tensor([True, False, True]),
+        "number": torch.tensor(1.5, dtype=torch.float64),
+        "empty": torch.empty(0, 3),
+        "across": torch.arange(6).reshape(2, 3).t(),
+        "array": np.arange(12, dtype=np.int16).reshape(3, 4),
+        "none": np.empty((0, 2)),
+    }
+
+
 def payloads() -> dict[str, Any]:
     """Empty ones alone, first, between others, last; flat and nested; of torch, of NumPy and of both."""
     empty, none = torch.empty(0, 3), np.empty((2, 0), np.float32)
@@ -262,6 +275,7 @@ def payloads() -> dict[str, Any]:
         "every dtype": {
             f"{dtype} {shape}": torch.empty(shape, dtype=dtype) for dtype in EMPTY_DTYPES for shape in SHAPES
         },
+        "every kind": every_kind(),
         "across": {"e": torch.empty(4, 0, 2).transpose(0, 2), "w": torch_full()},
     }
 
@@ -303,6 +317,7 @@ def test_tasks_and_answers_carry_empty_tensors(tmp_path: Path, sizes: str, strea
     assert [key for key in sent if not same(sent[key], came[key])] == []
 
 
+@pytest.mark.covers("P13", "P8", "P4")
 @pytest.mark.parametrize("sizes", SIZES)
 def test_references_lead_to_empty_tensors(monkeypatch: pytest.MonkeyPatch, sizes: str, tmp_path: Path) -> None:
     """To memory, to disk as a whole and lazily, and in place."""
@@ -334,7 +349,7 @@ def tensors_only(tree: Any) -> Any:
 
 
 def filled(value: Any) -> Any:
-    return np.full_like(value, 7) if isinstance(value, np.ndarray) else torch.ones_like(value)
+    return np.full_like(value, 7) if isinstance(value, np.ndarray) else torch.zeros_like(value)
 
 
 def test_filters_pass_empty_tensors_on(tmp_path: Path) -> None:

@@ -263,6 +263,7 @@ def test_a_mask_of_infinities_is_no_obstacle_to_a_filter_that_only_drops(arrived
             [Drop("v")],
             r"no tensor of the payload has the name 'v'.*The name of a tensor is its path",
         ),
+        ({"head": torch.ones(3)}, [Drop("haed")], r"the name 'haed'.*Did you mean 'head'\?"),
         ({"w": torch.full((3,), torch.nan)}, [NormClip(1.0)], r"'w' has NaN or Inf before it is filtered"),
         (
             {"h": torch.ones(1, dtype=torch.float16)},
@@ -270,7 +271,7 @@ def test_a_mask_of_infinities_is_no_obstacle_to_a_filter_that_only_drops(arrived
             r"after filter Grown\(\), 'h' has values that torch.float16 cannot represent",
         ),
     ],
-    ids=["mask", "infinite", "name", "nan", "overflow"],
+    ids=["mask", "infinite", "name", "nearest name", "nan", "overflow"],
 )
 def test_what_a_filter_may_not_do_is_told_with_its_name_and_the_tensor(
     arrived: Answers, tree: Any, filters: list[Filter], told: str

@@ -360,20 +360,6 @@ def test_a_filter_that_fails_is_an_error_of_its_site_and_the_others_go_on(
 
 
 @pytest.mark.covers("T8", "X3")
-def test_a_name_that_no_tensor_has_is_told_with_the_nearest(tmp_path: Path) -> None:
-    """What it was to hold back would leave."""
-    error = play(
-        tmp_path,
-        lambda controller: controller.send("a", "train", None, timeout_s=30).error,
-        {"train": lambda _: model()},
-        options={"a": {"filters": [Drop("model.haed")]}},
-    )
-    assert "The answer of site a to task 'train' was not sent" in error
-    assert "no tensor of the payload has the name 'model.haed'" in error
-    assert "Did you mean 'model.head'?" in error
-
-
-@pytest.mark.covers("T8", "X3")
 def test_a_task_that_no_site_can_be_sent_has_its_errors_at_once(tmp_path: Path) -> None:
     """No site is asked, so none is waited for."""
 
@@ -530,21 +516,6 @@ def test_filters_that_hang_leave_room_for_the_others(tmp_path: Path) -> None:
     filters = {site: [Waiting(go, lambda: begun.append(1))] for site in HANG} | {"b": [Filter()]}
     came = play(tmp_path, workflow, {"train": echo}, HANG + "b", data_filters=filters)
     assert came == ([False] * 9, 8, [1.0] * 3)
-
-
-@pytest.mark.covers("T8")
-def test_hanging_filters_do_not_wait_for_each_other(tmp_path: Path) -> None:
-    """a's filter ends when c's begins, and c's when a's has begun."""
-    one, other = threading.Event(), threading.Event()
-    filters = {"a": [Waiting(other, one.set)], "c": [Waiting(one, other.set)]}
-    came = play(
-        tmp_path,
-        lambda controller: [each.ok for each in controller.broadcast("train", TREE, timeout_s=60)],
-        {"train": echo},
-        "ac",
-        data_filters=filters,
-    )
-    assert came == [True, True]
 
 
 @pytest.mark.covers("T8", "T7")
