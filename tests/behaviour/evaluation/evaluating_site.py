@@ -1,10 +1,12 @@
 """A site as a process: `evaluating_site.py SERVER SITE TARGET [WORD…]`.
 
-Its model is one number w, its data one number, the target t, and its loss (w − t)², twice that where w is
-below t: a's loss of b's model is not b's of a's. It trains in one step, to w = t.
+Its model is one number w, which begins at 0, its data one number, the target t, and its loss (w − t)², twice that where
+w is below t: a's loss of b's model is not b's of a's. In a round it sets w to t.
 
-Words: `refuses` gives no model, `raises` fails where it evaluates, `nan` measures what is no number, `tasks` takes no
-part in training, `hangs` stands still where it evaluates until the file SITE.go is there.
+Other ways to train: `sgd` is a step of rate 1/2 towards t; `diloco` such steps in DiLoCo's loop, then it answers tasks;
+`tasks` takes no part in training. Where it evaluates: `raises` fails, `nan` measures what is no number, `hangs` stands
+still until the file SITE.go is there. `refuses` gives no model, `filters` has a filter for what it submits; `own` gives
+a model that may leave, and that the filter changes.
 """
 
 from __future__ import annotations
@@ -18,10 +20,13 @@ import torch
 from torch import nn
 
 import atoll
+from atoll.filters import Cast
 
 server, site, target = sys.argv[1], sys.argv[2], float(sys.argv[3])
 words = set(sys.argv[4:])
 net = nn.Linear(1, 1, bias=False)
+nn.init.zeros_(net.weight)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
 
 
 def measure(model: Any) -> dict[str, float]:
@@ -32,25 +37,43 @@ def measure(model: Any) -> dict[str, float]:
         Path(f"{site}.hangs").touch()
         while not Path(f"{site}.go").exists():
             time.sleep(0.01)
-    w = model["weight"] if "tasks" in words else model.weight
-    loss = (w.item() - target) ** 2 * (2.0 if w.item() < target else 1.0)
-    return {"loss": float("nan") if "nan" in words else loss, "distance": abs(w.item() - target)}
+    w = (model["weight"] if "tasks" in words else model.weight).item()
+    loss = (w - target) ** 2 * (2.0 if w < target else 1.0)
+    return {"w": w, "loss": float("nan") if "nan" in words else loss, "distance": abs(w - target)}
 
 
-if "tasks" in words:
+def step() -> None:
+    optimizer.zero_grad()
+    ((net.weight - target) ** 2 / 2).sum().backward()
+    optimizer.step()
+
+
+def train_(fl_round: Any) -> None:
+    if "sgd" in words:
+        with fl_round.correct(net, optimizer):
+            step()
+    else:
+        with torch.no_grad():
+            net.weight.fill_(target)
+
+
+if "diloco" in words:
+    with atoll.DiLoCo(net, optimizer, server=server, site=site) as diloco:
+        while not diloco.finished:
+            step()
+if words & {"diloco", "tasks"}:
     with atoll.tasks(server, site) as answers:
-        answers.evaluates(measure)
-        answers.submits(lambda: {"weight": torch.tensor([[target]])})
+        answers.evaluates(measure, model=nn.Linear(1, 1, bias=False) if "diloco" in words else None)
+        answers.submits(lambda: net if "diloco" in words else {"weight": torch.tensor([[target]])})
         answers.run()
 else:
-    with atoll.join(server, site) as worker:
+    with atoll.join(server, site, filters=[Cast("bf16")] if "filters" in words else []) as worker:
         worker.evaluates(measure, model=nn.Linear(1, 1, bias=False))
-        if "refuses" in words:
-            worker.submits(lambda: None)
+        if words & {"refuses", "own"}:
+            worker.submits(lambda: None if "refuses" in words else {"weight": torch.full((1, 1), 1.0 + 2**-9)})
         for fl_round in worker:
             fl_round.load_into(net)
-            with torch.no_grad():
-                net.weight.fill_(target)
+            train_(fl_round)
             fl_round.submit(net)
             print(f"submitted {fl_round.number}", flush=True)
 print("ended", flush=True)

@@ -263,19 +263,6 @@ def says(process: Process, word: str) -> bool:
 # -- behind other ways to train
 
 
-OTHER_SITE = str(Path(__file__).parent / "other_site.py")
-
-
-def otherwise(nursery: Nursery, folder: Path, how: dict[str, str], **settings: Any) -> dict[str, Any]:
-    """What is evaluated of sites that train in these ways."""
-
-    def during(server: atoll.Server, sites: list[Process]) -> None:
-        for name, way in how.items():
-            sites.append(nursery.start(OTHER_SITE, server.url, name, str(TARGETS[name]), way, cwd=folder))
-
-    return evaluated(nursery, folder, {}, during, **{"rounds.sites": len(how)} | settings)[0]
-
-
 @pytest.mark.covers("P9", "P12")
 def test_behind_diloco_sites_join_again_with_the_model_that_they_have(nursery: Nursery, tmp_path: Path) -> None:
     """One round of two steps each, with outer SGD of rate 1: from 0, w ← (w + t)/2 twice is 3/4·t: 0 and 4.5.
@@ -289,8 +276,9 @@ def test_behind_diloco_sites_join_again_with_the_model_that_they_have(nursery: N
         "algorithm.outer_optimizer.momentum": 0.0,
         "algorithm.outer_optimizer.nesterov": False,
     }
-    found = losses(otherwise(nursery, tmp_path, {"a": "diloco", "c": "diloco"}, **settings, **outer), "w")
-    assert found == {name: {"a": 2.25, "c": 2.25} for name in ("version 1", "a", "c")}
+    words = {"a": ["diloco"], "c": ["diloco"]}
+    matrix, _ = evaluated(nursery, tmp_path, words, **{"rounds.sites": 2}, **settings, **outer)
+    assert losses(matrix, "w") == {name: {"a": 2.25, "c": 2.25} for name in ("version 1", "a", "c")}
 
 
 @pytest.mark.covers("P9", "P12")
@@ -301,16 +289,15 @@ def test_behind_diloco_sites_join_again_with_the_model_that_they_have(nursery: N
 )
 def test_every_way_of_rounds_ends_in_an_evaluation(nursery: Nursery, tmp_path: Path, settings: dict[str, Any]) -> None:
     """One site, one step of rate 1/2 from 0 to t/2 = 1.5: that is its model, and the run's."""
-    how = {"b": "rounds"}
-    found = losses(otherwise(nursery, tmp_path, how, **settings), "w")
-    assert found == {"version 1": {"b": 1.5}, "b": {"b": 1.5}}
+    matrix, _ = evaluated(nursery, tmp_path, {"b": ["sgd"]}, **{"rounds.sites": 1}, **settings)
+    assert losses(matrix, "w") == {"version 1": {"b": 1.5}, "b": {"b": 1.5}}
 
 
 @pytest.mark.covers("P9", "T8")
 def test_a_model_does_not_go_round_the_filters_of_its_site(nursery: Nursery, tmp_path: Path) -> None:
     """What b says may leave passes its filter: 1 + 2⁻⁹ is no bfloat16, which has 8 bits, and becomes 1."""
-    how = {"a": "filtered", "b": "filtered own"}
-    matrix = otherwise(nursery, tmp_path, how)
+    words = {"a": ["filters"], "b": ["filters", "own"]}
+    matrix, _ = evaluated(nursery, tmp_path, words, **{"rounds.sites": 2})
     assert losses(matrix, "w")["b"] == {"a": 1.0, "b": 1.0}
     assert "a" not in losses(matrix)
     assert "its stored model would leave the site without" in errors(matrix)["a", "b"]

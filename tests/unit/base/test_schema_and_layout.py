@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -100,65 +101,40 @@ def test_what_is_no_schema_is_refused_by_name() -> None:
 BASE = [TensorSpec("a", "F32", (2,)), TensorSpec("b", "F32", (3,))]
 
 
+B = "b F32[3] in params"
+TIED: tuple[Any, ...] = (BASE, {"c": "a"})
+DIFFERENCES: dict[str, tuple[Any, Any, str]] = {
+    "further": ((BASE,), (BASE[:1],), f"worker clinic-a has {B}, but the server has no such tensor"),
+    "missing": ((BASE[:1],), (BASE,), f"the server has {B}, but worker clinic-a has no such tensor"),
+    "shape": (
+        (BASE,),
+        ([BASE[0], TensorSpec("b", "F32", (3, 1))],),
+        f"worker clinic-a has {B}, but the server has b F32[3, 1] in params",
+    ),
+    "dtype": (
+        (BASE,),
+        ([BASE[0], TensorSpec("b", "BF16", (3,))],),
+        f"worker clinic-a has {B}, but the server has b BF16[3] in params",
+    ),
+    "group": (
+        (BASE,),
+        ([BASE[0], TensorSpec("b", "F32", (3,), BUFFERS)],),
+        f"worker clinic-a has {B}, but the server has b F32[3] in buffers",
+    ),
+    "tied here": (TIED, (BASE,), "only worker clinic-a ties c to a"),
+    "tied there": ((BASE,), TIED, "only the server ties c to a"),
+    "tied otherwise": (TIED, (BASE, {"c": "b"}), "only worker clinic-a ties c to a"),
+    "two there": ((BASE[:1], {"b": "a"}), (BASE,), "worker clinic-a ties b to a, but the server has two tensors"),
+    "two here": ((BASE,), (BASE[:1], {"b": "a"}), "the server ties b to a, but worker clinic-a has two tensors"),
+}
+"""Arguments of `Schema.build` for the worker's model, for the server's, and what is said."""
+
+
 @pytest.mark.covers("X3")
-@pytest.mark.parametrize(
-    ("worker", "server", "difference"),
-    [
-        (
-            Schema.build(BASE),
-            Schema.build(BASE[:1]),
-            "worker clinic-a has b F32[3] in params, but the server has no such tensor",
-        ),
-        (
-            Schema.build(BASE[:1]),
-            Schema.build(BASE),
-            "the server has b F32[3] in params, but worker clinic-a has no such tensor",
-        ),
-        (
-            Schema.build(BASE),
-            Schema.build([BASE[0], TensorSpec("b", "F32", (3, 1))]),
-            "worker clinic-a has b F32[3] in params, but the server has b F32[3, 1] in params",
-        ),
-        (
-            Schema.build(BASE),
-            Schema.build([BASE[0], TensorSpec("b", "BF16", (3,))]),
-            "worker clinic-a has b F32[3] in params, but the server has b BF16[3] in params",
-        ),
-        (
-            Schema.build(BASE),
-            Schema.build([BASE[0], TensorSpec("b", "F32", (3,), BUFFERS)]),
-            "worker clinic-a has b F32[3] in params, but the server has b F32[3] in buffers",
-        ),
-        (Schema.build(BASE, {"c": "a"}), Schema.build(BASE), "only worker clinic-a ties c to a"),
-        (Schema.build(BASE), Schema.build(BASE, {"c": "a"}), "only the server ties c to a"),
-        (Schema.build(BASE, {"c": "a"}), Schema.build(BASE, {"c": "b"}), "only worker clinic-a ties c to a"),
-        (
-            Schema.build(BASE[:1], {"b": "a"}),
-            Schema.build(BASE),
-            "worker clinic-a ties b to a, but the server has two tensors",
-        ),
-        (
-            Schema.build(BASE),
-            Schema.build(BASE[:1], {"b": "a"}),
-            "the server ties b to a, but worker clinic-a has two tensors",
-        ),
-    ],
-    ids=[
-        "further",
-        "missing",
-        "shape",
-        "dtype",
-        "group",
-        "tied-here",
-        "tied-there",
-        "tied-otherwise",
-        "two-there",
-        "two-here",
-    ],
-)
-def test_two_models_that_differ_are_refused_with_both_digests_and_the_first_difference(
-    worker: Schema, server: Schema, difference: str
-) -> None:
+@pytest.mark.parametrize("case", DIFFERENCES)
+def test_two_models_that_differ_are_refused_with_both_digests_and_the_first_difference(case: str) -> None:
+    mine, theirs, difference = DIFFERENCES[case]
+    worker, server = Schema.build(*mine), Schema.build(*theirs)
     with pytest.raises(SchemaMismatch) as caught:
         worker.require_equal(server, mine="worker clinic-a", theirs="the server")
     assert caught.value.message == (
