@@ -181,18 +181,3 @@ def test_reports_each_stop_of_a_process_once(tmp_path: Path) -> None:
             process.go_on()
         assert process.wait() == 0
         assert not process.stopped()
-
-
-def test_stops_a_process_and_lets_it_go_on(tmp_path: Path) -> None:
-    script = tmp_path / "counts.py"
-    script.write_text("import time\nfor n in range(10_000):\n    print(n, flush=True)\n    time.sleep(0.001)\n")
-    with closing(Nursery()) as nursery:
-        process = nursery.start(str(script), cwd=tmp_path)
-        wait_until(lambda: "5\n" in process.output(), "some lines")
-        process.stop()
-        before = process.output()
-        assert process.output() == before
-        process.go_on()
-        wait_until(lambda: process.output() != before, "further lines")
-        process.kill()
-        process.stop()
