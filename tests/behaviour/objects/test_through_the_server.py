@@ -214,7 +214,7 @@ def test_publishing_needs_the_token_and_fetching_the_reference_alone(
 
 
 @pytest.mark.covers("X2")
-def test_a_token_does_not_go_where_somebodys_reference_leads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_token_does_not_go_where_a_foreign_reference_leads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ATOLL_TOKEN", "the-token-of-the-run")
 
     def answer(connection: Connection, _: Request) -> None:

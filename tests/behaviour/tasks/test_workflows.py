@@ -103,7 +103,7 @@ def test_a_site_that_is_killed_gets_its_open_task_again(
         first = site(nursery, tmp_path, server, "a")
         wait_until((tmp_path / "a.hung").exists, "the task at the site")
         first.kill()
-        assert len(kept_objects(tmp_path)) == 1  # the task's payload, for who comes back
+        assert len(kept_objects(tmp_path)) == 1  # the task's payload, for the next process
         second = site(nursery, tmp_path, server, "a")
         assert server.wait(60)
         server.run()

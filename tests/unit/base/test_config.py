@@ -1,4 +1,4 @@
-"""Settings: three sources and their order, and what a person is told who wrote something wrong."""
+"""Settings: three sources and their order, and what is said of a wrong one."""
 
 from __future__ import annotations
 

@@ -140,7 +140,7 @@ def test_what_a_test_makes_interruptible_is_as_before_behind_it() -> None:
 
 
 def test_a_free_port_is_not_one_that_a_socket_may_be_given() -> None:
-    """Guards against a server whose port a silent listener of another test took first: who joined it waited in vain."""
+    """Guards against a silent listener of another test that took the port of a server first."""
     lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     if lowest < 32_768:
         pytest.skip("this system gives more ports than Linux does by itself")
@@ -162,7 +162,7 @@ def test_gives_each_process_another_free_port(tmp_path: Path, monkeypatch: pytes
         wait_until(lambda: other.output().endswith("]\n"), "its two ports")
         theirs = json.loads(other.output())
         with socket.create_server(("127.0.0.1", ports[3])):
-            ours = free_port()  # of four, two are another process's, and somebody listens at one
+            ours = free_port()  # of four, two are another process's, and one has a listener
             assert {*theirs, ours} == set(ports[:3])
             with pytest.raises(RuntimeError, match=r"no port of .* is free"):
                 free_port()

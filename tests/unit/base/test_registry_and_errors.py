@@ -129,7 +129,7 @@ def test_a_wrong_type_within_the_users_code_is_no_wrong_argument() -> None:
 
 @pytest.mark.covers("X3")
 def test_refuses_a_file_named_like_another_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Python imports `site` when it starts, so that nobody's site.py is found by that name."""
+    """Python imports `site` when it starts, so that no user's site.py is found by that name."""
     (tmp_path / "site.py").write_text("def build(): return 'built'\n")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=r"the module site is .*site.py, and has no 'build'\. Use site.py:build"):

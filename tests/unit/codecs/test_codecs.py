@@ -164,7 +164,7 @@ def test_options_are_those_of_the_codec():
     assert build_codecs("topk", {"density": 0.5})["topk"] == TopKCodec(density=0.5)
     with pytest.raises(ConfigError, match=r"aggregation.upload_codec = .*density.*'int8'"):
         build_codecs("int8", {"density": 0.5})
-    for codec in ("none", "bf16", "int8", "int4", "topk"):  # what a codec is, nobody says in a run file
+    for codec in ("none", "bf16", "int8", "int4", "topk"):  # no run file says what a codec is
         with pytest.raises(ConfigError, match=r"aggregation.upload_codec = .*raw"):
             build_codecs(codec, {"raw": True})
 

@@ -214,5 +214,5 @@ def test_a_pruned_network_finds_the_ranks_it_was_asked_for(k):
 
 def test_a_pruned_network_computes_only_what_it_is_asked_for():
     # of 3, Batcher sorts by (0,1) (0,2) (1,2): the least is in row 0 after the second, and the last orders the others.
-    # The median is the smaller one of those, so nobody asks for the least nor for the largest
+    # The median is the smaller one of those, so neither the least nor the largest is needed
     assert network(3, frozenset({1})) == ((0, 1, "both"), (0, 2, "max"), (1, 2, "min"))

@@ -358,7 +358,7 @@ def test_two_threads_that_ask_for_a_spool_get_the_same(store: Store) -> None:
     for thread in threads:
         thread.join()
     assert len(set(map(id, found))) == 1
-    assert [who for name, who in store.slots.holds().items() if name.startswith("spool") and who] == [{"journal": 1}]
+    assert [held for name, held in store.slots.holds().items() if name.startswith("spool") and held] == [{"journal": 1}]
 
 
 @pytest.mark.covers("P10")
@@ -403,7 +403,7 @@ def test_the_same_again_and_what_has_counted_change_nothing(store: Store) -> Non
 
 
 def test_holders_of_slots_are_as_in_a_plain_mapping(tmp_path: Path) -> None:
-    """Against a plain mapping of files to who holds them, over a thousand random steps."""
+    """Against a plain mapping of files to their holders, over a thousand random steps."""
     chance = random.Random(7)
     pool = SlotPool(tmp_path, SPOOL, 0, FileShape(8, b"", ()), threading.RLock())
     known: dict[int, list[str]] = {}

@@ -62,7 +62,7 @@ def test_a_commit_moves_the_head_counts_the_tickets_and_frees_their_spools(store
     ] * 2
     assert store.run_log.rounds() == ()
     assert [member.rounds_counted for member in store.run_log.members()] == [1, 1]
-    assert [who for name, who in store.slots.holds().items() if name.startswith("spool")] == [{}, {}]
+    assert [held for name, held in store.slots.holds().items() if name.startswith("spool")] == [{}, {}]
     assert [row.version for row in store.run_log.history()] == [0, 1]
     assert (store.run_log.totals().versions, store.run_log.totals().counted, store.run_log.totals().bytes) == (2, 2, 48)
 
@@ -102,7 +102,7 @@ def test_a_full_disk_while_a_slot_is_made_leaves_no_file(store: Store, arm: Call
     arm(f"slot.create=enospc@{nth}")
     with pytest.raises(DiskFull):
         write_version(store, 2, tickets)
-    held = [name for name, who in store.slots.holds().items() if "writer" in who]
+    held = [name for name, holders in store.slots.holds().items() if "writer" in holders]
     assert held == []
     assert set(before) <= set(slot_files(store.directory))
     assert len(slot_files(store.directory)) == len(before) + nth - 1
@@ -133,7 +133,7 @@ def test_a_slow_reader_never_sees_bytes_of_another_version(tmp_path: Path) -> No
         seen += os.pread(pin.fd, 1, len(seen))
     assert seen == content(1)[:30]
     assert not pin.revoked.is_set()
-    with store.versions.pin(0, 1) as another:  # a resumed pull finds it as long as somebody reads it
+    with store.versions.pin(0, 1) as another:  # a resumed pull finds it as long as it is read
         assert read(another.fd) == content(1)
     pin.release()
     pin.release()
@@ -195,7 +195,7 @@ def test_outer_state_is_kept_of_the_head_and_the_one_before(store: Store) -> Non
     with store.versions.pin(0, 3):
         play_round(store, 4)
         store.versions.write_durable()
-        # Version 3 is read by somebody, but nothing would ever go on from it.
+        # Version 3 is being read, but nothing would ever go on from it.
         kept = [(row.version, row.state_slot is not None) for row in store.versions.kept()]
         assert kept == [(3, False), (4, True), (5, True)]
     assert [row.version for row in store.versions.kept()] == [4, 5]
@@ -286,7 +286,7 @@ def test_an_export_is_a_file_of_its_own(store: Store, tmp_path: Path) -> None:
         before = target.stat().st_ino
         export(store, target)
         assert target.stat().st_ino != before
-        assert reader.read() == content(1)  # who had it open keeps what it had
+        assert reader.read() == content(1)  # a reader that had it open keeps what it had
     assert target.read_bytes() == content(5)
     assert list(target.parent.iterdir()) == [target]
 
@@ -445,7 +445,7 @@ def test_it_is_there_with_its_version_and_names_its_base(tmp_path: Path) -> None
 
 
 def test_it_goes_with_its_version_unless_it_is_being_read(tmp_path: Path) -> None:
-    """With keep_versions = 2: version 1 is dropped by version 3, once nobody reads what goes down of it."""
+    """With keep_versions = 2: version 1 is dropped by version 3, once its difference is not read any more."""
     with first(tmp_path, 2, shapes=WITH_DELTA) as store:
         store.versions.write_durable(0)
         pin = store.versions.pin_delta(0, 1)

@@ -76,7 +76,7 @@ def receiver() -> Iterator[Receiver]:
 
 
 class Writer:
-    """A file that grows part by part, and who sends it."""
+    """A file that grows part by part, and its transfer."""
 
     def __init__(self, folder: Path, url: str, connections: int = 1) -> None:
         self.fd = os.open(folder / "outbox", os.O_RDWR | os.O_CREAT)
@@ -436,7 +436,7 @@ def test_a_second_ctrl_c_leaves_threads_that_send_the_outbox_alone(
         push(parts, fd)
     assert left_behind() != []
     becomes(fd, tmp_path / "other.csv", SECRET)
-    peer.go.set()  # what is on its way arrives; nobody answers, so it takes the end of the peer to end the wait
+    peer.go.set()  # what is on its way arrives; no answer comes, so it takes the end of the peer to end the wait
     # all of it: a peer that ends with a closed window leaves the sender to its idle timeout
     wait_until(lambda: peer.nbytes >= 2 * PART_BYTES, "the rest of the two parts")
     monkeypatch.undo()

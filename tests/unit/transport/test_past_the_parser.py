@@ -257,7 +257,7 @@ def test_nothing_of_a_part_is_read_before_its_turn(tmp_path: Path) -> None:
         before, port = front.body_bytes, request.transport.get_extra_info("sockname")[1]
         arrived.set()
         await sent_all.wait()
-        # whoever would read does so in the passes of the loop in which other connections are answered
+        # anything that would read does so in the passes of the loop in which other connections are answered
         for _ in range(3):
             other_reader, other = await asyncio.open_connection("127.0.0.1", port)
             other.write(head(b"GET", b"/file"))
