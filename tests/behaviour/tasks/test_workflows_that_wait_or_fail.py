@@ -132,7 +132,11 @@ def test_a_wait_for_a_site_that_has_never_joined_is_reported_with_the_nearest_na
     assert "'clinic-a'" in warning
 
 
-def test_an_evaluation_names_the_nearest_of_a_site_that_has_never_joined(tmp_path: Path) -> None:
+def test_an_evaluation_names_the_nearest_of_a_site_that_has_never_joined(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("atoll.server.tasks.cross_site_evaluation.RETURN_S", 0.1)
+
     def take_part(site: str) -> None:
         with atoll.tasks(server.url, site) as worker:
             worker.evaluates(lambda model: {"loss": 1.0}, model=build_model())
