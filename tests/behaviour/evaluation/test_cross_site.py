@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,14 @@ from typing import Any
 import pytest
 import torch
 from evaluation_world import ALONE, MATRIX, TARGETS, errors, evaluated, losses, matrix_of, serve, start_site
-from harness.process_figures import Peaks
 from harness.processes import Nursery, Process, free_port, wait_until
+from kit import together
 from safetensors.torch import save_file
 
 import atoll
 from atoll.errors import RunFailed
+from atoll.tensors.lazy_tensors import LazyState
+from atoll.testing.contracts import peak_growth
 from atoll.testing.run import Status
 
 C_HANGS = {"a": (), "b": (), "c": ("hangs",)}
@@ -146,9 +149,6 @@ def test_a_site_that_stands_still_is_given_up_after_its_time(nursery: Nursery, t
 # -- servers and sites that are killed, and where the bytes go
 
 
-BIG = str(Path(__file__).parent / "big_site.py")
-
-
 def start_server(nursery: Nursery, folder: Path, *flags: str, port: int) -> Process:
     return nursery.start("atoll", "server", "run.toml", "--port", str(port), *flags, cwd=folder)
 
@@ -200,18 +200,37 @@ def test_a_site_that_is_started_again_still_has_the_model_that_it_submitted(nurs
     assert "submitted" not in sites[2].output()
 
 
+def big_models(folder: Path, nbytes: int, names: Iterable[str]) -> None:
+    """A model of each site in a file: all its elements are the site's target."""
+    for name in names:
+        save_file({"weight": torch.full((1, nbytes // 4), TARGETS[name])}, folder / f"{name}.safetensors")
+
+
+def evaluate_big(server: atoll.Server, folder: Path, name: str) -> None:
+    """A site that gives its model from the file, and measures others by their last element, run by run."""
+    target = TARGETS[name]
+
+    def measure(state: LazyState) -> dict[str, float]:
+        *_, last = (run[-1].item() for run in state.ref("weight").runs())
+        return {"loss": (last - target) ** 2 * (2.0 if last < target else 1.0)}
+
+    with atoll.tasks(server.url, name) as worker:
+        worker.evaluates(measure)
+        worker.submits(lambda: LazyState.open(folder / f"{name}.safetensors"))
+        worker.run()
+
+
 @pytest.mark.covers("P9")
-def test_sends_each_model_to_the_server_once(nursery: Nursery, tmp_path: Path) -> None:
+def test_sends_each_model_to_the_server_once(tmp_path: Path) -> None:
     """Three models of 8 MB, each evaluated at all sites: 3 · 8 MB come to the server, and 9 · 8 MB leave it.
 
     The last of these may not be counted whole when the run ends.
     """
     nbytes = 8_000_000
+    big_models(tmp_path, nbytes, "abc")
     with serve(tmp_path, **ALONE, has_model=False) as server:
-        sites = [nursery.start(BIG, server.url, name, str(TARGETS[name]), str(nbytes), cwd=tmp_path) for name in "abc"]
-        assert server.wait(90)
+        together(*(partial(evaluate_big, server, tmp_path, name) for name in "abc"))
         server.run()
-    assert [site.wait() for site in sites] == [0, 0, 0]
     assert losses(matrix_of(tmp_path)) == {name: MATRIX[name] for name in "abc"}
     run = server._run
     assert run is not None
@@ -220,44 +239,24 @@ def test_sends_each_model_to_the_server_once(nursery: Nursery, tmp_path: Path) -
     assert list((tmp_path / "state" / "objects").glob("*")) == []
 
 
-@pytest.mark.slow
 @pytest.mark.covers("P9", "D1")
-@pytest.mark.usefixtures("fresh_processes")  # a forked one copies huge pages of its parent as it begins to work
-def test_memory_is_flat_at_the_server_and_at_sites_that_evaluate(nursery: Nursery, tmp_path: Path) -> None:
-    """No process holds a model of 256 MB: beyond what it had at its start, each takes less than 64 MB, for buffers.
+def test_memory_is_flat_at_the_server_and_at_sites_that_evaluate(tmp_path: Path) -> None:
+    """Three models of 256 MB: the server and two sites, all in this process, take less than half of one for buffers.
 
     Two of the models are the sites', in files of theirs, and one is a file at the server.
     """
-    folder, nbytes, port = tmp_path, 256 * 2**20, free_port()
-    save_file({"weight": torch.ones(1, nbytes // 4)}, folder / "global.safetensors")
-    (folder / "run.toml").write_text(
-        f'rounds.sites = 2\nnetwork.port = {port}\ndisk.state_dir = "state"\n[[workflow.steps]]\n'
-        'kind = "cross_site_evaluation"\nversions = ["global.safetensors"]\n'
-    )
-    server = nursery.start("atoll", "server", "run.toml", cwd=folder)
-    wait_until(partial(says, server, "listening on"), "the server")
-    peaks, url = Peaks(), f"http://127.0.0.1:{port}"
-    try:
-        peaks.begin(server.pid)
-        sites = [
-            nursery.start(BIG, url, name, str(TARGETS[name]), str(nbytes), "lazy", cwd=folder) for name in ("a", "b")
-        ]
-        for site in sites:
-            wait_until(partial(says, site, "begins"), "the site")
-            peaks.begin(site.pid)
-            (folder / f"{site.pid}.go").touch()
-        assert server.wait(120) == 0, server.output()
-        assert [site.wait() for site in sites] == [0, 0]
-    finally:
-        peaks.close()
-    found = losses(matrix_of(folder))
+    big_models(tmp_path, 256 * 2**20, "abc")
+    only = ({"kind": "cross_site_evaluation", "versions": [str(tmp_path / "c.safetensors")]},)
+
+    def evaluate() -> None:
+        with serve(tmp_path, **ALONE | {"workflow.steps": only, "rounds.sites": 2}, has_model=False) as server:
+            together(*(partial(evaluate_big, server, tmp_path, name) for name in "ab"))
+            server.run()
+
+    assert peak_growth(evaluate) < 128 * 2**20
+    found = losses(matrix_of(tmp_path))
     assert found["a"] == {"a": 0.0, "b": 18.0}
     assert len(found) == 3
-    assert all(peaks.peak_mb(process.pid) < 64 for process in (server, *sites))
-
-
-def says(process: Process, word: str) -> bool:
-    return word in process.output()
 
 
 # -- behind other ways to train
