@@ -241,7 +241,7 @@ def test_sends_each_model_to_the_server_once(tmp_path: Path) -> None:
 
 @pytest.mark.covers("P9", "D1")
 def test_memory_is_flat_at_the_server_and_at_sites_that_evaluate(tmp_path: Path) -> None:
-    """Three models of 256 MB: the server and two sites, all in this process, take less than three quarters of one, for buffers.
+    """Of three models of 256 MB, the server and two sites, all in this process, hold none: buffers take less than 192.
 
     Two of the models are the sites', in files of theirs, and one is a file at the server.
     """

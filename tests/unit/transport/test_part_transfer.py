@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import json
 import os
@@ -22,12 +23,13 @@ from harness.processes import wait_until
 from kit.peers import Connection, Peer, Request
 
 from atoll.codecs import NoneCodec
-from atoll.errors import AtollError, PartCorrupt, TicketClosed, TransferStalled, UsageError
+from atoll.errors import AtollError, DiskFull, PartCorrupt, TicketClosed, TransferStalled, UsageError
 from atoll.posix import Descriptor
 from atoll.tensors.layout import Layout, Part, update_layout
 from atoll.tensors.schema import TensorSpec
 from atoll.transport import part_transfer
 from atoll.transport.http_client import Http, Watch
+from atoll.transport.object_server import disk_error
 from atoll.transport.part_connection import PartConnection
 from atoll.transport.part_transfer import PART_ATTEMPTS, HttpTransfer, Pushing, TransferPool, transfer_pool
 
@@ -527,3 +529,21 @@ def test_one_unanswered_heartbeat_ends_older_calls_and_is_no_loss() -> None:
 
 def test_two_unanswered_heartbeats_in_a_row_are_a_loss() -> None:
     assert lost_after(False, False) == (2, True)
+
+
+# -- a file that cannot be written
+
+
+@pytest.mark.parametrize(
+    ("folder", "where", "remedy"),
+    [
+        (None, "the folder of temporary files", "set TMPDIR to another folder"),
+        (Path("/data/objects"), "/data/objects", "use another folder"),
+    ],
+    ids=["temporary", "given"],
+)
+def test_a_full_disk_is_named_with_the_way_to_another_folder(folder: Path | None, where: str, remedy: str) -> None:
+    error = disk_error(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), folder)
+    assert isinstance(error, DiskFull)
+    assert error.message == f"The disk of {where} is full."
+    assert remedy in error.remedy
