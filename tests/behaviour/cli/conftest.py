@@ -12,43 +12,21 @@ from typing import Any
 
 import pytest
 from harness.processes import Nursery
+from kit import serve
 from kit.processes import Outcome, command
+from kit.requests import get
 
 ROOT = Path(__file__).parents[3]
 
-RUN: dict[str, Any] = {
-    "protocol": 1,
-    "run": "r" * 32,
-    "name": "canned",
-    "algorithm": "fedavg",
-    "on_missed": "reset",
-    "rounds": 3,
-    "sync_every": 0,
-    "schema_digest": "0" * 64,
-    "schema_bytes": 8,
-    "fragments": 1,
-    "codec": "none",
-    "part_bytes": 65536,
-    "connections": 1,
-    "heartbeat_interval_s": 30,
-    "heartbeat_timeout_s": 120,
-    "idle_timeout_s": 60,
-}
-
 WORKER: dict[str, Any] = {
     "site": "clinic-a",
-    "host": "box",
     "state": "alive",
     "doing": "training",
-    "last_heartbeat_s": 2.0,
     "step": 1250,
     "steps_per_s": 4.5,
-    "rounds": 2,
-    "version": 2,
     "bytes_up": 3_400_000,
     "bytes_down": 1_200_000_000,
     "gradient_bytes": 5_000_000_000,
-    "retries": 1,
     "metrics": {"loss": 2.25},
 }
 
@@ -60,7 +38,6 @@ STATUS: dict[str, Any] = {
     "protocol": 1,
     "epoch": 1,
     "rounds": 3,
-    "uptime_s": 200.0,
     "model_bytes": 4_000_000,
     "fragments": [
         {
@@ -85,19 +62,15 @@ STATUS: dict[str, Any] = {
             "bytes_up": 8_000_000,
         }
     ],
-    "bytes_up": 16_000_000,
-    "bytes_down": 24_000_000,
-    "deaths": 1,
-    "durable_version": 2,
 }
 
 
 class Canned:
     """Answers GET by path: (status, body). `asked` has the Authorization header of every request."""
 
-    def __init__(self) -> None:
+    def __init__(self, run: dict[str, Any]) -> None:
         self.answers: dict[str, tuple[int, str]] = {
-            "/v1/run": (200, json.dumps(RUN)),
+            "/v1/run": (200, json.dumps(run)),
             "/v1/status": (200, json.dumps(STATUS)),
         }
         self.asked: list[str | None] = []
@@ -119,9 +92,16 @@ class Canned:
         self.url = f"http://127.0.0.1:{self.server.server_address[1]}"
 
 
+@pytest.fixture(scope="session")
+def run_info(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What a server says of its run."""
+    with serve(tmp_path_factory.mktemp("canned"), **{"run.name": "canned"}) as server:
+        return get(server.url, "/v1/run")[1]
+
+
 @pytest.fixture
-def canned() -> Iterator[Canned]:
-    server = Canned()
+def canned(run_info: dict[str, Any]) -> Iterator[Canned]:
+    server = Canned(run_info)
     thread = threading.Thread(target=server.server.serve_forever, args=(0.02,), daemon=True)
     thread.start()
     yield server

@@ -8,10 +8,15 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from harness.processes import wait_until
+from kit.processes import running_in
+
+from atoll import child_processes
+from atoll.child_processes import Children
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "examples" / "demo"))
 
@@ -20,28 +25,10 @@ import demo_models
 import demo_summary
 
 
-def running(folder: Path) -> list[str]:
-    """Command lines of processes that work on `folder`."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit() and int(entry.name) != os.getpid():
-            try:
-                line = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-            except OSError:
-                continue
-            if str(folder) in line:
-                found.append(line)
-    return found
-
-
-def test_the_transformer_is_small_and_tied() -> None:
-    model = demo_models.byte_transformer()
+def test_the_transformer_is_small_and_tied_and_sees_no_byte_ahead() -> None:
+    model = demo_models.byte_transformer().eval()
     assert 0.9e6 < sum(parameter.numel() for parameter in model.parameters()) < 1.2e6
     assert model.head.weight is model.embedding.weight
-
-
-def test_the_transformer_sees_no_byte_ahead() -> None:
-    model = demo_models.byte_transformer().eval()
     text = torch.randint(256, (1, 16))
     changed = text.clone()
     changed[0, 10] = (changed[0, 10] + 1) % 256
@@ -71,10 +58,8 @@ def test_digits_are_split_unevenly_and_completely() -> None:
     assert (shares / shares.sum(dim=0)).max() > 0.6  # one site has most of some digit
 
 
-def test_the_ring_formula(tmp_path, monkeypatch) -> None:
+def test_the_ring_formula(tmp_path) -> None:
     """3 workers, 10 MB, 5 steps: 2·(2/3)·10 MB·5 = 66.7 MB each; 1 MB sent is 67 times less."""
-    from types import SimpleNamespace
-
     (tmp_path / "a.json").write_text(json.dumps({"steps": 5, "bytes_up": 1_000_000, "bytes_down": 2_000_000}))
     demo = SimpleNamespace(workers=3, result_file=lambda site: tmp_path / f"{site}.json")
     status = SimpleNamespace(
@@ -86,9 +71,6 @@ def test_the_ring_formula(tmp_path, monkeypatch) -> None:
 
 
 def test_children_are_ended_also_where_they_ignore_a_request(tmp_path: Path, monkeypatch) -> None:
-    from atoll import child_processes
-    from atoll.child_processes import Children
-
     monkeypatch.setattr(child_processes, "GRACE_S", 0.2)
     stubborn = (
         "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('on', flush=True); time.sleep(60)"
@@ -129,22 +111,22 @@ def test_the_federated_demo_trains_and_leaves_only_files(script, tmp_path) -> No
     assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
     accuracy = float(outcome.stdout.split("at the start, ")[1].split()[0])
     assert accuracy > 0.5
-    assert running(folder) == []
+    assert running_in(tmp_path) == []
 
 
 @pytest.mark.slow
 @pytest.mark.covers("X1")
-@pytest.mark.usefixtures("interruptible", "fresh_processes")  # its processes are known by their command lines
+@pytest.mark.usefixtures("interruptible")
 def test_ctrl_c_ends_every_process(tmp_path) -> None:
     folder = tmp_path / "demo"
     argv = [sys.executable, Path(demo_data.__file__).with_name("demo.py"), "--dir", folder, "--workers", "2"]
-    process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    wait_until(lambda: len(running(folder)) == 4, "the demo, its server and two workers", 60)
+    process = subprocess.Popen(argv, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    wait_until(lambda: len(running_in(tmp_path)) == 4, "the demo, its server and two workers", 60)
     process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=30)
     assert process.returncode == 130, output
     assert "every process has ended" in output
-    assert running(folder) == []
+    assert running_in(tmp_path) == []
     assert not (folder / ".work").exists()
 
 

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import re
-import sys
-from pathlib import Path
 
 import pytest
 from harness.processes import Nursery
 from kit.processes import command
-
-sys.path.insert(0, str(Path(__file__).parent))
 from pages import Commands
 
 

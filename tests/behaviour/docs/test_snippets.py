@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
 from harness.processes import Nursery
 from pages import PAGES, ROOT, Block, blocks
 
@@ -19,6 +16,7 @@ import atoll
 
 settings = {{"algorithm.name": {algorithm!r}, "rounds.total": 2, "network.port": 0, "disk.state_dir": "state"}}
 server = atoll.Server(nn.Linear(4, 2), settings).start()
+os.environ["ATOLL_SERVER"], os.environ["ATOLL_SITE"] = server.url, "site-1"
 model, dataset = nn.Linear(4, 2), [torch.randn(4)] * 10
 """
 
@@ -38,29 +36,25 @@ loss_of = lambda model, batch: model(batch).square().mean()
 """
 )
 
-FEDAVG = (
-    SERVE.format(algorithm="fedavg")
-    + """
+OWN_CODE = """
+from torch.utils.data import DataLoader
+
+data = train_data = test_data = test_loader = dataset
+accuracy = evaluate = lambda model, data: 0.9
+validate = lambda model: 0.5
+load_data = lambda *given: (DataLoader(dataset), DataLoader(dataset))
+test = lambda net, loader: (0.5, 0.9)
+net, partitions, batch_size, local_epochs, learning_rate = model, 2, 4, 1, 0.1
+
 def train(model, *rest):
+    if rest and isinstance(rest[0], torch.optim.Optimizer):
+        model(torch.randn(3, 4)).square().mean().backward()
+        rest[0].step()
     with torch.no_grad():
         model.bias += 1.0
     return 0.5
-train_data = test_data = dataset
-accuracy = lambda model, data: 0.9
-os.environ["ATOLL_SERVER"], os.environ["ATOLL_SITE"] = server.url, "clinic-a"
 """
-)
-
-CORRECTED = (
-    SERVE.format(algorithm="scaffold")
-    + """
-def train(model, optimizer):
-    model(torch.randn(3, 4)).square().mean().backward()
-    optimizer.step()
-data = dataset
-os.environ["ATOLL_SERVER"], os.environ["ATOLL_SITE"] = server.url, "clinic-a"
-"""
-)
+FEDAVG, SCAFFOLD = (SERVE.format(algorithm=name) + OWN_CODE for name in ("fedavg", "scaffold"))
 
 LIGHTNING = """\
 import os
@@ -150,33 +144,12 @@ Path("train.py").write_text(
     "    main()\\n"
 )
 """
-QUICKSTART = (
-    SERVE.format(algorithm="fedavg")
-    + """
-from torch.utils.data import DataLoader
-load_data = lambda *given: (DataLoader(dataset), DataLoader(dataset))
-test = lambda net, loader: (0.5, 0.9)
-net, partitions, batch_size, local_epochs, learning_rate = model, 2, 4, 1, 0.1
-
-def train(net, *rest):
-    with torch.no_grad():
-        net.bias += 1.0
-    return 0.5
-os.environ["ATOLL_SERVER"], os.environ["ATOLL_SITE"] = server.url, "site-1"
-"""
-)
 AROUND = {
     "recipe": (RECIPE, "assert result.finished and len(result.history) == 5 and result.model.exists()\n"),
-    "hello_pt": (FEDAVG + "evaluate, test_loader = lambda model, data: 0.9, dataset\n", END),
-    "quickstart_pytorch": (QUICKSTART, END),
     "sharded": SHARDED,
     "diloco": (DILOCO, END),
-    "fedavg": (FEDAVG, END),
-    "federated": (FEDAVG, END),
-    "corrected": (CORRECTED, END),
-    "by_hand": (CORRECTED, END),
-    "functional": (FEDAVG, END),
-    "measured": (FEDAVG + "validate, data = lambda model: 0.5, dataset\n", END),
+    **dict.fromkeys(("fedavg", "federated", "functional", "hello_pt", "measured", "quickstart_pytorch"), (FEDAVG, END)),
+    **dict.fromkeys(("corrected", "by_hand"), (SCAFFOLD, END)),
     "fits": (LIGHTNING, END),
     "cosine": (LIGHTNING, COSINE_FITS + END),
 }

@@ -1,65 +1,61 @@
-"""`atoll worker`: the environment of the script, its exit code, its restarts."""
+"""`atoll worker`: the environment of the script, its exit code, its restarts, and what it says while it waits."""
 
 from __future__ import annotations
 
+import json
 import signal
+import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from pathlib import Path
 
 import pytest
 import torch
-from harness.processes import free_port, wait_until
+from harness.processes import Nursery, free_port, wait_until
 from kit import serve
 from torch import nn
 
 import atoll
-from atoll.errors import ConfigError, VersionSkew
+from atoll.errors import ConfigError, ServerUnreachable, VersionSkew
 
 SHOW = """
-import os
-print({key: value for key, value in os.environ.items() if key.startswith('ATOLL_') and key != 'ATOLL_LEASES'})
+import json, os, sys
+found = {key: value for key, value in os.environ.items() if key.startswith('ATOLL_') and key != 'ATOLL_LEASES'}
+print(json.dumps([found, sys.argv[1:]]))
 """
 
 
-@pytest.mark.covers("P6")
-@pytest.mark.usefixtures("fresh_processes")
-def test_the_script_finds_its_server_in_the_environment(canned, atoll_command, tmp_path) -> None:
-    outcome = atoll_command(
-        "worker", "--server", canned.url, "--site", "a", "--dir", "files", "--", sys.executable, "-c", SHOW
-    )
+@pytest.mark.covers("P6", "L23", "X2", "X4")
+def test_the_script_finds_its_server_in_the_environment_and_its_own_arguments(canned, atoll_command, tmp_path) -> None:
+    """How often a lost server is then asked, tests/behaviour/worker shows. Arguments and tokens may be secret."""
+    flags = ("--server", canned.url, "--site", "a", "--dir", "files", "--max-sync-retries", "2")
+    script = (sys.executable, "-c", SHOW, "--site", "x", "--help")
+    outcome = atoll_command("worker", *flags, *script, ATOLL_TOKEN="secret")
     assert outcome.returncode == 0, outcome.stderr
-    expected = {"ATOLL_SERVER": canned.url, "ATOLL_SITE": "a", "ATOLL_DIR": str(tmp_path / "files")}
-    assert outcome.stdout.strip() == str(expected)
+    found, arguments = json.loads(outcome.stdout)
+    assert found == {
+        "ATOLL_SERVER": canned.url,
+        "ATOLL_SITE": "a",
+        "ATOLL_DIR": str(tmp_path / "files"),
+        "ATOLL_MAX_SYNC_RETRIES": "2",
+        "ATOLL_TOKEN": "secret",
+    }
+    assert arguments == ["--site", "x", "--help"]
+    assert outcome.stderr == f"atoll: {canned.url} answers, run canned; starting {sys.executable}\n"
+    assert canned.asked == ["Bearer secret"]
+    said = atoll_command("worker", "--help").stdout.replace("ATOLL_TOKEN", "").replace("A token comes", "")
+    assert "token" not in said  # no flag takes one
 
 
 @pytest.mark.covers("L23")
-def test_sync_retries_reach_the_script(canned, atoll_command, monkeypatch) -> None:
-    """How often a lost server is then asked, tests/behaviour/worker shows."""
-    flags = ("--server", canned.url, "--max-sync-retries", "2")
-    outcome = atoll_command("worker", *flags, "--", sys.executable, "-c", SHOW)
-    assert "'ATOLL_MAX_SYNC_RETRIES': '2'" in outcome.stdout
+def test_a_wrong_number_of_sync_retries_is_refused(canned, monkeypatch) -> None:
     monkeypatch.setenv("ATOLL_MAX_SYNC_RETRIES", "few")
     model = nn.Linear(1, 1)
     with pytest.raises(ConfigError, match="ATOLL_MAX_SYNC_RETRIES is 'few'"):
         atoll.DiLoCo(model, torch.optim.SGD(model.parameters()), server=canned.url, site="a")
-
-
-def test_the_commands_own_flags_are_left_to_it(canned, atoll_command) -> None:
-    script = "import sys; print(sys.argv[1:])"
-    outcome = atoll_command("worker", "--server", canned.url, sys.executable, "-c", script, "--site", "x", "--help")
-    assert outcome.stdout.strip() == "['--site', 'x', '--help']"
-
-
-def test_the_token_goes_with_the_question_and_never_into_a_command_line(canned, atoll_command) -> None:
-    outcome = atoll_command("worker", "--server", canned.url, "--", sys.executable, "-c", "pass", ATOLL_TOKEN="secret")
-    assert outcome.returncode == 0
-    assert canned.asked == ["Bearer secret"]
-    assert "token" not in atoll_command("worker", "--help").stdout.replace("ATOLL_TOKEN", "").replace(
-        "A token comes", ""
-    )
 
 
 @pytest.mark.parametrize(("end", "code"), [("raise SystemExit(7)", 7), ("import os; os.kill(os.getpid(), 9)", 137)])
@@ -78,12 +74,6 @@ def test_a_server_that_is_not_up_yet_is_waited_for(nursery, tmp_path) -> None:
     waiting, started = process.output().splitlines()
     assert waiting.startswith(f"atoll: waiting for {url} ")
     assert started == f"atoll: {url} answers, run late; starting {sys.executable}"
-
-
-@pytest.mark.covers("X2", "X4")
-def test_it_says_at_once_what_it_starts_but_not_the_arguments(canned, atoll_command) -> None:
-    outcome = atoll_command("worker", "--server", canned.url, "--", sys.executable, "-c", "pass", "secret")
-    assert outcome.stderr == f"atoll: {canned.url} answers, run canned; starting {sys.executable}\n"
 
 
 def test_a_restart_waits_for_the_server_and_counts_one_that_is_away(atoll_command) -> None:
@@ -123,7 +113,9 @@ def test_a_command_that_fails_is_started_again_so_often(canned, atoll_command) -
 
 
 @contextmanager
-def started(url: str, handled: Sequence[int], *flags: str, **options: Any) -> Iterator[subprocess.Popen[str]]:
+def started(
+    url: str, handled: Sequence[int], *flags: str, ignored: Sequence[int] = ()
+) -> Iterator[subprocess.Popen[str]]:
     """`atoll worker` with a command that says `told N` for each of these signals, and ends with 4."""
     script = (
         "import signal, sys, time\n"
@@ -133,9 +125,13 @@ def started(url: str, handled: Sequence[int], *flags: str, **options: Any) -> It
         "time.sleep(60)"
     )
     argv = [sys.executable, "-m", "atoll.cli.main", "worker", "--server", url, "--site", "a", *flags]
-    process = subprocess.Popen(
-        [*argv, "--", sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, **options
-    )
+    wanted = {signal.SIGHUP: signal.SIG_DFL} | dict.fromkeys(ignored, signal.SIG_IGN)  # nohup may have started pytest
+    before = {number: signal.signal(number, action) for number, action in wanted.items()}
+    try:
+        process = subprocess.Popen([*argv, "--", sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    finally:
+        for number, action in before.items():
+            signal.signal(number, action)
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
     yield process
@@ -146,23 +142,17 @@ def started(url: str, handled: Sequence[int], *flags: str, **options: Any) -> It
 @pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_reaches_the_command_and_ends_restarts(canned, number: signal.Signals) -> None:
-    def usual() -> None:
-        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests themselves may run under nohup
-
-    with started(canned.url, [number], "--restarts", "3", preexec_fn=usual) as process:
+    with started(canned.url, [number], "--restarts", "3") as process:
         process.send_signal(number)
         assert process.stdout.read() == f"told {int(number)}\n"
     assert process.returncode == 4
 
 
+@pytest.mark.usefixtures("fresh_processes")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
 def test_a_signal_that_it_was_started_to_ignore_stays_ignored(canned, number: signal.Signals) -> None:
     """As `nohup` does it, and a script's shell for what it starts in the background."""
-
-    def ignores() -> None:
-        signal.signal(number, signal.SIG_IGN)
-
-    with started(canned.url, [number, signal.SIGTERM], preexec_fn=ignores) as process:
+    with started(canned.url, [number, signal.SIGTERM], ignored=[number]) as process:
         process.send_signal(number)  # it is not forwarded, or this would be the first that the command tells
         process.send_signal(signal.SIGTERM)
         assert process.stdout.read() == f"told {int(signal.SIGTERM)}\n"
@@ -174,3 +164,67 @@ def test_a_killed_wrapper_does_not_leave_its_command(canned) -> None:
     with started(canned.url, [signal.SIGTERM]) as process:
         process.kill()
         assert process.stdout.readline() == f"told {int(signal.SIGTERM)}\n"
+
+
+# -- a server that does not answer: why, and again when the reason changes
+
+
+@contextmanager
+def closes_every_connection(port: int) -> Iterator[None]:
+    """What a TLS server does with plain HTTP."""
+    with socket.create_server(("127.0.0.1", port)) as listener:
+
+        def serve() -> None:
+            while True:
+                try:
+                    connection, _ = listener.accept()
+                except OSError:
+                    return
+                connection.recv(65536)
+                connection.close()
+
+        threading.Thread(target=serve, daemon=True).start()
+        yield
+        listener.shutdown(socket.SHUT_RDWR)
+
+
+def words(address: str) -> tuple[str, ...]:
+    return ("worker", "--server", address, "--", "touch", "ran")
+
+
+@pytest.mark.covers("X3", "X4")
+@pytest.mark.parametrize("host", ["127.0.0.1", "no-such-host.invalid"])
+def test_prints_the_cause_and_the_advice_once(host: str, atoll_command, tmp_path: Path) -> None:
+    """The reason is printed when it waits, and when it gives up: both have the advice."""
+    outcome = atoll_command(*words(f"http://{host}:{free_port()}"), ATOLL_GIVE_UP_S="0.3")
+    assert outcome.returncode == ServerUnreachable.exit_code
+    waits, gives_up = outcome.stderr.splitlines()
+    assert gives_up.removeprefix("atoll: ") in waits
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.covers("X3", "X4")
+def test_prints_again_when_the_cause_changes(nursery: Nursery, tmp_path: Path) -> None:
+    port = free_port()
+    process = nursery.start("atoll", *words(f"http://127.0.0.1:{port}"), cwd=tmp_path, env={"ATOLL_GIVE_UP_S": "0"})
+    wait_until(lambda: len(process.output().splitlines()) == 1, "the first cause")
+    with closes_every_connection(port):
+        wait_until(lambda: len(process.output().splitlines()) == 2, "the second cause")
+    process.send(signal.SIGTERM)
+    process.wait()
+    first, second, *_ = process.output().splitlines()
+    assert "refused" in first
+    assert "https://" in second
+
+
+def test_prints_the_same_cause_again_after_a_while(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from atoll.cli import worker
+
+    monkeypatch.setattr(worker, "REPEAT_S", 0.0)
+    monkeypatch.setattr(worker, "SERVER_PAUSE_S", 0.05)
+    monkeypatch.setenv("ATOLL_GIVE_UP_S", "0.3")
+    with pytest.raises(ServerUnreachable):
+        worker._require_server(f"http://127.0.0.1:{free_port()}", [])
+    assert len(capsys.readouterr().err.splitlines()) > 1

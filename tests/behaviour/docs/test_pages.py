@@ -1,23 +1,31 @@
-"""The pages say what is: links lead somewhere, commands, flags, variables, metrics and messages exist."""
+"""The pages say what is: links, commands, flags, settings, variables, names, metrics and messages exist."""
 
 from __future__ import annotations
 
 import ast
+import inspect
 import re
 import shlex
 import subprocess
 import sys
+import tomllib
 import urllib.request
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
+from pages import PAGES, ROOT, Commands, anchors, command_lines, inline_code, links, prose, require_command, table_rows
 from torch import nn
 
 import atoll
-
-sys.path.insert(0, str(Path(__file__).parent))
-from pages import PAGES, ROOT, Commands, anchors, command_lines, inline_code, links, prose, require_command, table_rows
+from atoll import registry
+from atoll.aggregation.user_aggregator import Update
+from atoll.config import FIELDS, GROUPS, NOT_SETTINGS, Settings
+from atoll.protocol.openapi import OPERATIONS
+from atoll.recipes import Recipe, RunResult
+from atoll.server.tasks.workflow_controller import Controller
+from atoll.worker.training.federated_loop import Round, Worker
 
 DOCS = ROOT / "docs"
 SETTINGS = atoll.Settings().by_key()
@@ -153,33 +161,28 @@ def texts() -> str:
     return "\x00".join(pieces)
 
 
-@pytest.mark.covers("X3")
-def test_the_messages_in_operations_are_those_of_the_code(texts: str) -> None:
-    quoted = [
-        cells[0].strip("`") for cells in table_rows(DOCS / "operations.md", "Common errors") if cells[0][0] == "`"
-    ]
-    assert len(quoted) > 20
-    for message in quoted:
-        for piece in filter(None, message.split("…")):
-            assert piece in texts, f"{message!r}: nobody says {piece!r}"
-
-
 def rows_of(page: Path) -> list[list[str]]:
     """Cells of every table of a page, without the first rows."""
     headings = re.findall(r"^## (.+)$", prose(page), re.MULTILINE)
     return [row for heading in headings for row in table_rows(page, heading)]
 
 
-@pytest.mark.covers("L26", "X3")
-def test_the_messages_in_troubleshooting_are_those_of_the_code(texts: str) -> None:
-    rows = rows_of(DOCS / "troubleshooting.md")
-    assert len(rows) > 40
-    assert {len(row) for row in rows} == {4}, [row for row in rows if len(row) != 4]
+def require_said(rows: list[list[str]], texts: str, at_least: int) -> None:
+    """What stands in back quotes at the begin of rows is said by the code."""
     quoted = [cells[0][1:].partition("`")[0] for cells in rows if cells[0].startswith("`")]
-    assert len(quoted) > 35
+    assert len(quoted) > at_least
     for message in quoted:
         for piece in filter(None, message.split("…")):
-            assert piece in texts, f"{message!r}: nobody says {piece!r}"
+            assert piece in texts, f"{message!r}: {piece!r} is said nowhere"
+
+
+@pytest.mark.covers("L26", "X3")
+def test_the_messages_in_operations_and_troubleshooting_are_those_of_the_code(texts: str) -> None:
+    require_said(table_rows(DOCS / "operations.md", "Common errors"), texts, 20)
+    rows = rows_of(DOCS / "troubleshooting.md")
+    require_said(rows, texts, 35)
+    assert len(rows) > 40
+    assert {len(row) for row in rows} == {4}, [row for row in rows if len(row) != 4]
     assert all(symptom and cause and remedy for symptom, cause, _, remedy in rows)
 
 
@@ -199,3 +202,118 @@ def test_the_metrics_in_operations_are_those_of_the_server(tmp_path: Path) -> No
         with urllib.request.urlopen(f"{server.url}/metrics", timeout=30) as response:
             served = set(re.findall(r"^# TYPE (\w+)", response.read().decode(), re.MULTILINE))
     assert written == served
+
+
+# -- for people who move over from another framework
+
+WORDS = {
+    "from-nvflare": "client, controller, task data, aggregator, decomposer, tensor downloader, persistor, executor, "
+    "DXO, Shareable, FLModel, SimEnv, task_data_filters, tensor_download_chunk_size, LazyTensorDict",
+    "from-flower": "SuperLink, SuperNode, ClientApp, ServerApp, strategy, run_config, mods, workers manager, "
+    "ClientManager, Grid, ArrayRecord, fit, evaluate",
+    "from-diloco": "HealthMonitor, FragmentManager, sync round, DiLoCoServer, DiLoCoWorker, DiLoCoClient, LocalSGD, "
+    "Manager, Lighthouse, DiLoCoOptimizer, DHT, DyLU, dn_buffer_size",
+}
+"""Page → what people look for on it."""
+
+
+@pytest.mark.covers("X7")
+@pytest.mark.parametrize("page", WORDS)
+def test_the_words_that_people_look_for_are_there(page: str) -> None:
+    text = (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")
+    assert [word for word in WORDS[page].split(", ") if word not in text] == []
+
+
+STAND_FOR: dict[str, Any] = {
+    "atoll": atoll,
+    "controller": Controller,
+    "diloco": atoll.DiLoCo,
+    "received": Round,
+    "recipe": Recipe,
+    "result": RunResult,
+    "fl_round": Round,
+    "server": atoll.Server,
+    "update": Update,
+    "worker": Worker,
+}
+"""First word of a name with dots → what it is of."""
+
+FILES = {"run.toml", "model.safetensors", "metrics.jsonl"}
+ARGUMENT_OF = {
+    "filters": atoll.join,
+    "max_sync_retries": atoll.DiLoCo,
+    "metrics": Round.submit,
+    "site": Controller.send,
+    "weight": Round.submit,
+}
+"""Names that are arguments → of what."""
+
+
+def exists(name: str, commands: Commands) -> bool:
+    """Whether a name of ours is a public one, a setting, a value of one, a command, a variable, a route or a file."""
+    if name in FILES or name in FIELDS or name in GROUPS or name.startswith("algorithm.") or name in NOT_SETTINGS:
+        return True
+    if name in ARGUMENT_OF:
+        return name in inspect.signature(ARGUMENT_OF[name]).parameters
+    if found := re.fullmatch(r"([\w.]+) = (\S.*)", name):
+        Settings.build({"rounds.sites": 2, found[1]: value_of(found[2])})
+        return True
+    if found := re.fullmatch(r"(GET|POST|PUT|DELETE) (/\S+)", name):
+        return any((each.method, each.path) == found.groups() for each in OPERATIONS)
+    if name.startswith("atoll "):
+        require_command(commands, name.removeprefix("atoll "), name)
+        return True
+    if name.startswith("--"):
+        return name in commands["worker"]
+    if name in {each for kind in registry.TABLES for each in registry.TABLES[kind]}:
+        return True
+    if name.startswith("with "):
+        name = re.sub(r"^with (.+?)\(.*$", r"\1", name)
+    first, *rest = name.split(".")
+    found_at: Any = STAND_FOR.get(first)
+    return found_at is not None and bool(rest) and has(found_at, rest)
+
+
+def value_of(text: str) -> Any:
+    return tomllib.loads(f"value = {text}")["value"]
+
+
+def has(of: Any, names: list[str]) -> bool:
+    for name in names:
+        fields = getattr(of, "__dataclass_fields__", {})
+        annotations = (
+            {key for kind in inspect.getmro(of) for key in vars(kind).get("__annotations__", {})}
+            if (inspect.isclass(of))
+            else set()
+        )
+        if not hasattr(of, name) and name not in fields and name not in annotations:
+            return False
+        of = getattr(of, name, None)
+    return True
+
+
+def our_names(page: str) -> list[str]:
+    """What stands in back quotes in the second column of the tables whose second column is Atoll's."""
+    found: list[str] = []
+    for table in re.findall(r"(?:^\|.*\n)+", prose(ROOT / "docs" / f"{page}.md"), re.MULTILINE):
+        head, _, *rows = [[cell.strip() for cell in row.split("|")[1:-1]] for row in table.splitlines()]
+        if head[1:2] == ["Atoll"]:
+            found += [name for row in rows if len(row) > 1 for name in re.findall(r"`([^`]+)`", row[1])]
+    return found
+
+
+@pytest.mark.covers("X7")
+@pytest.mark.parametrize("page", WORDS)
+def test_every_name_of_ours_in_the_tables_exists(page: str, commands: Commands) -> None:
+    names = our_names(page)
+    assert len(names) > 50
+    missing = [name for name in names if not exists(name, commands)]
+    assert missing == []
+
+
+NO_NAMES = ["atoll.joyn", "round.submitt", "sync_evry", "POST /v1/worker", "result.modle", "reducer_of_mine", "--sight"]
+
+
+@pytest.mark.parametrize("name", NO_NAMES)
+def test_a_name_that_does_not_exist_is_found(name: str, commands: Commands) -> None:
+    assert not exists(name, commands)

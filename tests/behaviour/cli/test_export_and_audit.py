@@ -1,4 +1,4 @@
-"""`atoll export`: from a running server and from a state directory; the file loads strictly."""
+"""`atoll export` and `atoll audit`: from a running server, and from a state directory."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 from harness.processes import Nursery
+from kit.client import Client
 from kit.damage import flip_bit
 from kit.processes import export
+from kit.servers import plain_server
 from safetensors import safe_open
 from torch import nn
 
@@ -41,15 +43,7 @@ def model() -> Tied:
 
 @pytest.fixture
 def server(model, tmp_path):
-    with Server(
-        model,
-        settings={
-            "algorithm.name": "diloco",
-            "network.port": 0,
-            "disk.state_dir": tmp_path / "state",
-            "disk.min_free_bytes": 0,
-        },
-    ) as running:
+    with plain_server(tmp_path, model, algorithm="diloco") as running:
         yield running
 
 
@@ -72,30 +66,27 @@ def require_refused(outcome: int | str, error: type[AtollError], words: str) -> 
 
 
 @pytest.mark.covers("P8")
-def test_from_a_running_server_without_taking_part(nursery: Nursery, server, model, tmp_path) -> None:
-    out = tmp_path / "exports" / "model.safetensors"
-    out.parent.mkdir()
-    assert export(nursery, out, "--server", server.url) == 0
-    require_same(out, model)
+def test_export_from_a_running_server_takes_no_part(atoll_command, server, model, tmp_path) -> None:
+    outcome = atoll_command("export", "exports/model.safetensors", ATOLL_SERVER=server.url)
+    assert outcome.stdout == "version 0: exports/model.safetensors\n", outcome.stderr
+    require_same(tmp_path / "exports" / "model.safetensors", model)
     assert server.status().workers == []
-    assert leftovers(out.parent) == []
+    assert leftovers(tmp_path / "exports") == []
 
 
 @pytest.mark.covers("P8")
-def test_from_the_directory_of_a_stopped_server(nursery: Nursery, server, model, tmp_path) -> None:
-    server.stop()
+def test_export_from_a_directory_beside_its_server_and_behind_it(nursery: Nursery, server, model, tmp_path) -> None:
+    """An export of a folder takes no lock, so that a server that starts meanwhile finds the folder free."""
+    before = server.status().epoch
     out = tmp_path / "model.safetensors"
     assert export(nursery, out, "--dir", str(tmp_path / "state")) == 0
     require_same(out, model)
-    assert leftovers(tmp_path) == []
-
-
-def test_a_directory_is_read_while_its_server_runs_and_not_changed(nursery: Nursery, server, model, tmp_path) -> None:
-    """An export of a folder takes no lock, so that a server that starts meanwhile finds the folder free."""
-    out, before = tmp_path / "model.safetensors", server.status().epoch
-    assert export(nursery, out, "--dir", str(tmp_path / "state")) == 0
-    require_same(out, model)
     assert server.status().epoch == before
+    server.stop()
+    again = tmp_path / "again.safetensors"
+    assert export(nursery, again, "--dir", str(tmp_path / "state")) == 0
+    require_same(again, model)
+    assert leftovers(tmp_path) == []
 
 
 def test_what_a_server_may_have_rewritten_meanwhile_is_not_written(server, tmp_path, monkeypatch) -> None:
@@ -161,12 +152,6 @@ def test_a_version_that_is_not_kept_leaves_the_old_file(nursery: Nursery, server
     assert leftovers(tmp_path) == []
 
 
-def test_the_command_says_which_version_it_wrote(server, atoll_command, tmp_path) -> None:
-    outcome = atoll_command("export", "out/model.safetensors", ATOLL_SERVER=server.url)
-    assert outcome.stdout == "version 0: out/model.safetensors\n", outcome.stderr
-    assert (tmp_path / "out" / "model.safetensors").exists()
-
-
 def test_a_damaged_version_is_never_exported(nursery: Nursery, server, tmp_path) -> None:
     server.stop()
     (slot,) = (tmp_path / "state" / "slots").glob("version-*")
@@ -175,3 +160,42 @@ def test_a_damaged_version_is_never_exported(nursery: Nursery, server, tmp_path)
     require_refused(refused, StateCorrupt, "digest")
     assert leftovers(tmp_path) == []
     assert not (tmp_path / "model.safetensors").exists()
+
+
+# -- the log of a run
+
+
+def one_round(folder: Path) -> Server:
+    """A server whose only round is done, still running."""
+    server = plain_server(folder, {"w": torch.zeros(2)}, rounds=1).start()
+    with Client(server.url, site="clinic-a", folder=folder / "w") as client:
+        client.next_round()
+        client.pull()
+        client.submit({"w": torch.ones(2)}, weight=3)
+        client.next_round()
+    assert server.wait(60)
+    return server
+
+
+def test_audit_tells_what_was_decided_beside_a_running_server_and_behind_a_stopped_one(atoll_command, tmp_path) -> None:
+    server = one_round(tmp_path)
+    running = json.loads(atoll_command("audit", "state", "--json").stdout)
+    assert [entry["what"] for entry in running["last"]] == ["committed", "accepted", "committed", "finished"]
+    assert running["last"][1]["site"] == "clinic-a"
+    server.stop()
+    stopped = atoll_command("audit", "state", "--last", "1")
+    assert stopped.returncode == 0
+    lines = stopped.stdout.splitlines()
+    assert "finished" in lines[0]
+    assert lines[1:] == [f"4 entries checked, none changed or removed; the last hash is {running['last_hash']}"]
+
+
+def test_audit_finds_and_names_a_changed_entry(atoll_command, tmp_path) -> None:
+    one_round(tmp_path).stop()
+    with closing(sqlite3.connect(tmp_path / "state" / "journal.sqlite")) as db:
+        db.execute("UPDATE audit SET detail_json = replace(detail_json, 'clinic-a', 'clinic-z') WHERE seq = 2")
+        db.commit()
+    outcome = atoll_command("audit", "state")
+    assert outcome.returncode == StateCorrupt.exit_code
+    assert "broken at entry 2" in outcome.stderr
+    assert len(outcome.stderr.splitlines()) == 1

@@ -1,9 +1,10 @@
-"""`atoll bench`: the reference it checks against, the sampling, and a small real run."""
+"""The programs in `bench/`: the reference they check against, what they sample, and small real runs."""
 
 from __future__ import annotations
 
 import json
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -17,7 +18,22 @@ from safetensors.torch import load_file
 
 from atoll.errors import RunFailed
 
-ROOT = Path(__file__).parents[3]
+BENCH = Path(__file__).parents[3] / "bench"
+
+
+@pytest.fixture
+def figures_of(script, tmp_path: Path):
+    """Run a program of `bench/`; what it prints as JSON. It leaves nothing in its folder."""
+
+    def run(name: str, words: str) -> Any:
+        folder = tmp_path / "here"
+        folder.mkdir()
+        outcome = script(f"bench/{name}.py", *words.split(), "--dir", str(folder), "--json")
+        assert outcome.returncode == 0, outcome.stderr
+        assert list(folder.iterdir()) == []
+        return json.loads(outcome.stdout)
+
+    return run
 
 
 def test_the_model_has_the_bytes_and_tensors_that_were_asked_for(tmp_path) -> None:
@@ -40,20 +56,14 @@ def by_hand(rounds: int) -> dict[str, torch.Tensor]:
     return model
 
 
-@pytest.mark.parametrize("rounds", [1, 3])
-def test_the_exact_mean_is_recognised(rounds: int) -> None:
-    assert round_model.is_exact(by_hand(rounds), range(2), rounds, "none", "none")
-
-
-def test_one_wrong_bit_is_noticed() -> None:
+def test_the_exact_mean_is_recognised_and_one_wrong_bit_or_a_round_too_few_noticed() -> None:
+    for rounds in (1, 3):
+        assert round_model.is_exact(by_hand(rounds), range(2), rounds, "none", "none")
     model = by_hand(2)
+    assert not round_model.is_exact(model, range(2), 3, "none", "none")
     (tensor,) = model.values()
     tensor[299_999] = torch.nextafter(tensor[299_999], torch.tensor(9.0))
     assert not round_model.is_exact(model, range(2), 2, "none", "none")
-
-
-def test_a_round_too_few_is_noticed() -> None:
-    assert not round_model.is_exact(by_hand(2), range(2), 3, "none", "none")
 
 
 def test_anonymous_memory_is_that_of_the_process() -> None:
@@ -79,11 +89,8 @@ def test_a_peak_counts_from_the_baseline_until_the_end() -> None:
 @pytest.mark.slow
 @pytest.mark.covers("D8", "D9")
 @pytest.mark.parametrize("codec", ["none", pytest.param("bf16", marks=pytest.mark.long)])
-def test_a_small_round_is_exact_and_says_what_it_cost(script, tmp_path, codec: str) -> None:
-    arguments = ["--gb", "0.002", "--workers", "2", "--rounds", "3", "--tensors", "7", "--codec", codec]
-    outcome = script("bench/round.py", *arguments, "--dir", str(tmp_path), "--json")
-    assert outcome.returncode == 0, outcome.stderr
-    figures = json.loads(outcome.stdout)
+def test_a_small_round_is_exact_and_says_what_it_cost(figures_of, codec: str) -> None:
+    figures = figures_of("round", f"--gb 0.002 --workers 2 --rounds 3 --tensors 7 --codec {codec}")
     assert figures["exact"] is True
     assert len(figures["rounds_s"]) == 3
     update_bytes = 2_000_000 if codec == "none" else 1_000_000
@@ -91,17 +98,13 @@ def test_a_small_round_is_exact_and_says_what_it_cost(script, tmp_path, codec: s
     assert 12_000_000 <= figures["bytes_down"] < 12_200_000
     assert set(figures["cpu_s"]) == {"server", "worker-000", "worker-001"}
     assert figures["settings"]["tensors"] == 7
-    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.covers("D8", "L16")
-def test_a_small_round_with_codecs_both_ways_is_exact_and_a_quarter(script, tmp_path) -> None:
-    arguments = ["--gb", "0.002", "--workers", "2", "--rounds", "3", "--codec", "int8", "--downlink-codec", "int8"]
-    outcome = script("bench/round.py", *arguments, "--dir", str(tmp_path), "--json")
-    assert outcome.returncode == 0, outcome.stderr
-    figures = json.loads(outcome.stdout)
+def test_a_small_round_with_codecs_both_ways_is_exact_and_a_quarter(figures_of) -> None:
+    figures = figures_of("round", "--gb 0.002 --workers 2 --rounds 3 --codec int8 --downlink-codec int8")
     assert figures["exact"] is True
     assert 6 * 2_000_000 / 3.94 <= figures["bytes_up"] < 6 * 2_000_000 / 3.7
     # version 0 whole, then two of the three others as differences before the last is looked at
@@ -111,11 +114,8 @@ def test_a_small_round_with_codecs_both_ways_is_exact_and_a_quarter(script, tmp_
 @pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.covers("D8", "D12")
-def test_on_disk_and_in_memory_are_compared(script, tmp_path) -> None:
-    arguments = ["--gb", "0.002", "--workers", "2", "--rounds", "2", "--tensors", "3", "--compare"]
-    outcome = script("bench/round.py", *arguments, "--dir", str(tmp_path), "--json")
-    assert outcome.returncode == 0, outcome.stderr
-    answer = json.loads(outcome.stdout)
+def test_on_disk_and_in_memory_are_compared(figures_of) -> None:
+    answer = figures_of("round", "--gb 0.002 --workers 2 --rounds 2 --tensors 3 --compare")
     assert answer["same_bits"] is True
     assert answer["disk"]["digest"] == answer["memory"]["digest"]
     assert answer["disk"]["exact"] is answer["memory"]["exact"] is True
@@ -126,7 +126,7 @@ def test_on_disk_and_in_memory_are_compared(script, tmp_path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.long
-def test_a_bench_without_disk_streaming(script, tmp_path) -> None:
+def test_a_bench_says_in_words_what_it_found_too(script, tmp_path: Path) -> None:
     arguments = ["--gb", "0.001", "--workers", "1", "--rounds", "1", "--no-disk-streaming"]
     outcome = script("bench/round.py", *arguments, "--dir", str(tmp_path))
     assert outcome.returncode == 0, outcome.stderr
@@ -135,18 +135,9 @@ def test_a_bench_without_disk_streaming(script, tmp_path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.long
-def test_a_bench_that_is_told_to_end_leaves_nothing(tmp_path) -> None:
-    argv = [
-        sys.executable,
-        str(ROOT / "bench" / "round.py"),
-        "--gb",
-        "0.05",
-        "--workers",
-        "1",
-        "--rounds",
-        "1000",
-    ]
-    process = subprocess.Popen([*argv, "--dir", str(tmp_path)], stderr=subprocess.PIPE, text=True)
+def test_a_bench_that_is_told_to_end_leaves_nothing(tmp_path: Path) -> None:
+    words = ["--gb", "0.05", "--workers", "1", "--rounds", "1000", "--dir", str(tmp_path)]
+    process = subprocess.Popen([sys.executable, BENCH / "round.py", *words], stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
     assert "the rounds begin" in process.stderr.readline()
     process.terminate()
@@ -157,27 +148,19 @@ def test_a_bench_that_is_told_to_end_leaves_nothing(tmp_path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.long
-def test_many_tensors_are_compared_with_few(script, tmp_path) -> None:
-    arguments = [
-        "--gb",
-        "0.001",
-        "--rounds",
-        "2",
-        "--few",
-        "2",
-        "--many",
-        "20",
-        "--repeats",
-        "1",
-        "--dir",
-        str(tmp_path),
-    ]
-    outcome = script("bench/round_of_many_tensors.py", *arguments, "--json")
-    assert outcome.returncode == 0, outcome.stderr
-    answer = json.loads(outcome.stdout)
+def test_many_tensors_are_compared_with_few(figures_of) -> None:
+    answer = figures_of("round_of_many_tensors", "--gb 0.001 --rounds 2 --few 2 --many 20 --repeats 1")
     assert answer["exact"] is True
     assert answer["ratio"] > 0
     assert {tensors: len(rounds) for tensors, rounds in answer["rounds_s"].items()} == {"2": 1, "20": 1}
+
+
+@pytest.mark.long
+def test_the_bare_path_moves_a_small_model(script, tmp_path: Path) -> None:
+    words = ["--gb", "0.02", "--workers", "2", "--rounds", "2", "--dir", str(tmp_path)]
+    outcome = script("bench/bare_round.py", *words)
+    assert outcome.returncode == 0, outcome.stderr
+    assert len(json.loads(outcome.stdout)["rounds_s"]) == 2
 
 
 @pytest.mark.slow
@@ -200,3 +183,66 @@ def test_a_server_that_ends_is_told_with_its_last_words_and_no_worker_waits_for_
     with pytest.raises(RunFailed, match="server ended with -9 before worker-000 had trained: no word"):
         measure(bench, say)
     assert all(process.poll() is not None for process in spawned.values())
+
+
+# -- the stress program: where updates are kept, and who aggregates them, makes no difference to a bit
+
+RUNS = [
+    pytest.param("--placement swarm", [("swarm", True)], id="disk"),
+    pytest.param(
+        "--placement swarm --compare", [("swarm", True), ("swarm", False)], id="compare", marks=pytest.mark.long
+    ),
+    pytest.param(
+        "--placement both --no-disk-streaming",
+        [("server", False), ("swarm", False)],
+        id="both-in-memory",
+        marks=pytest.mark.long,
+    ),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.covers("D8", "D9", "D10", "P10")
+@pytest.mark.parametrize(("chosen", "ways"), RUNS)
+def test_every_way_of_a_stress_run_comes_to_the_same_bits(
+    figures_of, chosen: str, ways: list[tuple[str, bool]]
+) -> None:
+    runs = figures_of("stress", f"--gb 0.004 --workers 2 --rounds 2 --tensors 7 {chosen}")
+    assert [(run["settings"]["placement"], run["settings"]["download_to_disk"]) for run in runs] == ways
+    assert all(run["exact"] for run in runs)  # bit for bit what a server's rounds give, too
+    assert len({run["digest"] for run in runs}) == 1
+    for run, (placement, _) in zip(runs, ways, strict=True):
+        assert len(run["rounds_s"]) == 2
+        assert set(run["workers_peak_anon_mb"]) == {"worker-000", "worker-001"}
+        if placement == "swarm":  # of tensors only the initial model, once: 4 MB and its header
+            assert run["server_bytes_up"] == 0
+            assert 4_000_000 <= run["server_bytes_down"] < 4_010_000
+            assert len(set(run["aggregators"])) == 2
+        else:  # two updates a round, and three versions for each worker
+            assert 16_000_000 <= run["server_bytes_up"] < 16_010_000
+            assert 24_000_000 <= run["server_bytes_down"] < 24_040_000
+
+
+@pytest.mark.covers("D8")
+@pytest.mark.parametrize("same", [True, False])
+def test_bits_that_differ_end_a_stress_run_with_a_word(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], same: bool
+) -> None:
+    """Each way is one of its own: on disk and in memory, at the server and at a worker."""
+    program = runpy.run_path(str(BENCH / "stress.py"))
+    asked: list[tuple[str, bool]] = []
+
+    def measured(bench: Bench, say: object) -> dict[str, Any]:
+        asked.append((bench.placement, bench.download_to_disk))
+        return {"digest": "0" if same else str(len(asked)), "exact": True}
+
+    main = program["main"]
+    monkeypatch.setitem(main.__globals__, "measure", measured)
+    monkeypatch.setattr(sys, "argv", ["stress.py", "--placement", "both", "--compare", "--json"])
+    if same:
+        main()
+    else:
+        with pytest.raises(SystemExit, match="The result is not what it should be"):
+            main()
+    assert asked == [("server", True), ("server", False), ("swarm", True), ("swarm", False)]
+    assert len(json.loads(capsys.readouterr().out)) == 4

@@ -1,0 +1,187 @@
+"""The command as a whole: help, exit codes, one line for an error; and `atoll new`, whose files work as they are."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness.processes import Nursery, wait_until
+from kit.processes import run_commands
+from safetensors.torch import load_file
+
+import atoll
+from atoll import Settings
+
+COMMANDS = ["server", "worker", "simulate", "status", "export", "evaluate", "audit", "new"]
+
+
+@pytest.mark.parametrize("arguments", [[], *([command] for command in COMMANDS)])
+def test_every_command_explains_itself(atoll_command, arguments: list[str]) -> None:
+    outcome = atoll_command(*arguments, "--help")
+    assert outcome.returncode == 0, outcome.stderr
+    assert "Usage" in outcome.stdout
+    if not arguments:
+        assert [command for command in COMMANDS if command not in outcome.stdout] == []
+
+
+def test_version(atoll_command) -> None:
+    outcome = atoll_command("--version")
+    assert outcome.stdout == f"atoll {atoll.__version__}\n"
+
+
+@pytest.mark.usefixtures("interruptible")
+def test_ctrl_c_is_130(nursery, tmp_path) -> None:
+    waiting = nursery.start("atoll", "status", "--server", "http://127.0.0.1:9", "--watch", cwd=tmp_path)
+    wait_until(lambda: "does not answer" in waiting.output(), "that it waits")
+    waiting.send(signal.SIGINT)
+    assert waiting.wait() == 130
+    assert "Traceback" not in waiting.output()
+
+
+WRONG = [
+    ("server --roudns 5", "--rounds"),
+    ("server --port 0 --set algorithm.name=diloco", "my_models:build"),
+    ("worker --server {url} --restarts 1 -- true", "--site"),
+    ("worker --server {url} -- no-such-command", "no-such-command"),
+    *((f"status --server {address}", repr(address)) for address in ("h:8512", "ftp://h", "http://", "http://h:port")),
+    ("export x.safetensors --server http://127.0.0.1:9 --dir state", "Use only one of them"),
+    ("audit .", "There is no run in"),
+    ("new mine --algorithm fedproxy", "There is no algorithm 'fedproxy'. Did you mean 'fedprox'?"),
+]
+
+
+@pytest.mark.covers("X3")
+@pytest.mark.parametrize(("words", "said"), WRONG, ids=[words.split(" --")[0] + said[:12] for words, said in WRONG])
+def test_a_wrong_command_line_is_exit_2_and_says_why(canned, atoll_command, words: str, said: str) -> None:
+    outcome = atoll_command(*words.format(url=canned.url).split())
+    assert outcome.returncode == 2
+    assert said in " ".join(outcome.stderr.split())
+
+
+@pytest.mark.usefixtures("fresh_processes")
+def test_asking_for_status_imports_neither_torch_nor_aiohttp(canned, monkeypatch) -> None:
+    script = (
+        "import sys; from atoll.cli.main import app; "
+        f"app(['status', '--server', '{canned.url}'], standalone_mode=False); "
+        "print([name for name in ('torch', 'aiohttp', 'matplotlib', 'numpy') if name in sys.modules])"
+    )
+    outcome = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert outcome.stdout.splitlines()[-1] == "[]"
+
+
+# -- atoll new: alone, with a server and in simulation
+
+
+@pytest.mark.parametrize(
+    "algorithm", ["fedavg", *(pytest.param(each, marks=pytest.mark.long) for each in ("scaffold", "diloco"))]
+)
+def test_new_files_train_alone_with_a_valid_run_file(atoll_command, tmp_path: Path, algorithm: str) -> None:
+    outcome = atoll_command("new", "mine", "--algorithm", algorithm)
+    assert outcome.returncode == 0, outcome.stderr
+    assert "atoll server run.toml" in outcome.stdout
+    settings = Settings.read(tmp_path / "mine" / "run.toml", environ={})
+    assert (settings.run.name, settings.algorithm.target, settings.model.source) == ("mine", algorithm, "train:build")
+    trained = subprocess.run([sys.executable, "train.py"], cwd=tmp_path / "mine", capture_output=True, text=True)
+    assert trained.returncode == 0, trained.stderr
+    assert "loss" in trained.stdout
+    assert "training alone" in trained.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.covers("X1", "P6", "L12")
+@pytest.mark.parametrize(
+    ("algorithm", "flags"),
+    [
+        ("diloco", ()),
+        pytest.param("fedavg", (), marks=pytest.mark.long),
+        pytest.param("fedavg", ("--set", "algorithm.name=scaffold"), marks=pytest.mark.long),
+    ],
+    ids=["diloco", "fedavg", "scaffold"],
+)
+def test_new_files_run_by_the_commands_that_it_prints_and_the_result_can_be_exported(
+    nursery: Nursery, atoll_command, tmp_path: Path, algorithm: str, flags: tuple[str, ...]
+) -> None:
+    printed = atoll_command("new", "mine", "--algorithm", algorithm).stdout
+    folder, exports = tmp_path / "mine", tmp_path / "mine" / "atoll-run" / "exports"
+    serve, work, *_ = (line.split("#")[0].split() for line in printed.splitlines() if re.match("  atoll [sw]", line))
+    server = run_commands(nursery, folder, [*serve, "--rounds=3", *flags], work)
+    assert "round 3: version 3 from 2 updates (a, b)" in server.output()
+    assert "finished at version 3" in server.output()
+    rows = [json.loads(line) for line in (exports / "metrics.jsonl").read_text().splitlines()]
+    assert [(row["version"], row["workers"]) for row in rows] == [(number, ["a", "b"]) for number in (1, 2, 3)]
+    assert rows[-1]["metrics"]["loss"] < rows[0]["metrics"]["loss"]
+    assert "1.weight" in load_file(exports / "model.safetensors")
+    exported = atoll_command("export", "again.safetensors", "--dir", "mine/atoll-run")
+    assert exported.stdout.startswith("version 3"), exported.stderr
+    assert (tmp_path / "again.safetensors").read_bytes() == (exports / "model.safetensors").read_bytes()
+
+
+@pytest.mark.slow
+@pytest.mark.covers("X1", "V1")
+def test_new_files_are_simulated_to_the_same_bits_on_any_number_of_processes(
+    atoll_command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though its script draws random numbers without a seed."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # else one process would have all of them
+    outcome = atoll_command("new", "--algorithm", "scaffold", "mine")
+    assert "atoll simulate run.toml --set rounds.sites=20" in outcome.stdout
+    results = []
+    for processes in ("1", "2"):
+        where = str(tmp_path / processes)
+        sites = ["--set", "rounds.sites=5", "--set", "rounds.sample_fraction=0.6"]
+        flags = [*sites, "--rounds", "2", "--processes", processes, "--dir", where]
+        done = atoll_command("simulate", str(tmp_path / "mine" / "run.toml"), *flags)
+        assert done.returncode == 0, done.stderr
+        assert "6 worker-rounds" in done.stderr + done.stdout
+        results.append((tmp_path / processes / "exports" / "model.safetensors").read_bytes())
+    assert results[0] == results[1]
+
+
+@pytest.mark.parametrize("algorithm", ["fedavg", "diloco"])
+def test_new_writes_the_real_defaults_as_comments(atoll_command, tmp_path: Path, algorithm: str) -> None:
+    """Uncommenting every line that shows a value changes nothing."""
+    atoll_command("new", "x", "--algorithm", algorithm)
+    text = (tmp_path / "x" / "run.toml").read_text()
+    assert ("# num_fragments = 1" in text) == (algorithm == "diloco")
+    setting = re.compile(r"^# (\w+ =.*)$", re.MULTILINE)
+    values = tomllib.loads(setting.sub(r"\1", text))
+    chosen: dict[str, Any] = {
+        "run.name": "x",
+        "model.source": "train:build",
+        "rounds.sites": 2,
+        "algorithm.name": algorithm,
+        "rounds.total": 10,
+    }
+    chosen |= {"diloco.sync_every": 20} if algorithm == "diloco" else {"run.script": "train.py"}
+    assert Settings.build(values) == Settings.build(chosen)
+
+
+def test_new_overwrites_nothing(atoll_command, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("mine")
+    outcome = atoll_command("new")
+    assert outcome.returncode == 2
+    assert "train.py" in outcome.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["train.py"]
+    assert (tmp_path / "train.py").read_text() == "mine"
+
+
+@pytest.mark.covers("X3")
+def test_new_names_a_folder_that_cannot_be_written_in_one_line(atoll_command, tmp_path: Path) -> None:
+    (tmp_path / "taken").write_text("a file")
+    outcome = atoll_command("new", "taken/mine")
+    assert outcome.returncode == 7
+    assert outcome.stderr.startswith("atoll: taken/mine cannot be written: Not a directory. Give another folder")
+    assert outcome.stderr.count("\n") == 1
+
+
+def test_new_quotes_a_name_that_toml_would_misread(atoll_command, tmp_path: Path) -> None:
+    name = 'a"b\\c'
+    atoll_command("new", name)
+    assert tomllib.loads((tmp_path / name / "run.toml").read_text())["run"]["name"] == name

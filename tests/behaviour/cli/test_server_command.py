@@ -1,0 +1,269 @@
+"""`atoll server` and `atoll config show`: flags and settings, what is said, stopped and started again."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+import tomllib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness.processes import Nursery, wait_until
+from kit.client import Client
+
+from atoll.testing.run import status
+
+ATOLL = [sys.executable, "-m", "atoll.cli.main"]
+
+
+class Served:
+    """`atoll server`, on any free port; its lines can be read."""
+
+    def __init__(self, nursery: Nursery, folder: Path, *words: str) -> None:
+        self.process = nursery.start(
+            "atoll", "server", *words, "--port", "0", "--set", "disk.min_free_bytes=0", cwd=folder
+        )
+        self._seen = 0
+        self.url = re.search(r"listening on (\S+)", self.until("listening on")).group(1)  # type: ignore[union-attr]
+
+    @property
+    def lines(self) -> list[str]:
+        """What it has said so far."""
+        return self.process.output().splitlines(keepends=True)
+
+    def until(self, words: str) -> str:
+        """The next line with these words."""
+
+        def found() -> str:
+            for number, line in enumerate(self.lines[self._seen :], self._seen + 1):
+                if words in line and line.endswith("\n"):
+                    self._seen = number
+                    return line
+            assert self.process.poll() is None, f"{words!r} was never said:\n{self.process.output()}"
+            return ""
+
+        return wait_until(found, repr(words), 50.0)
+
+    def end(self) -> int:
+        return self.process.wait(60)
+
+
+@pytest.fixture
+def serve(nursery: Nursery, tmp_path: Path) -> Iterator[Callable[..., Served]]:
+    """Starts a server in the folder `mine`, by default of its run file; kills it at the end."""
+    with contextlib.ExitStack() as stack:
+
+        def start(*flags: str, run_file: str = "run.toml", folder: Path = tmp_path / "mine") -> Served:
+            served = Served(nursery, folder, run_file, *flags)
+            stack.callback(served.process.kill)
+            return served
+
+        yield start
+
+
+@pytest.fixture
+def mine(atoll_command: Callable[..., Any]) -> None:
+    """What `atoll new mine` writes."""
+    atoll_command("new", "mine")
+
+
+# -- stopped and started again
+
+
+@pytest.mark.slow
+@pytest.mark.covers("L11")
+@pytest.mark.parametrize(
+    ("number", "code"), [pytest.param(signal.SIGTERM, 0, marks=pytest.mark.long), (signal.SIGINT, 130)]
+)
+def test_a_stopped_server_says_that_it_can_go_on(mine, serve, number: signal.Signals, code: int) -> None:
+    served = serve()
+    served.process.send(number)
+    assert served.end() == code
+    assert "to continue the run, start the same command again" in served.lines[-1]
+    assert "the model so far: atoll export model.safetensors --dir atoll-run" in served.lines[-1]
+    assert not any("Traceback" in line for line in served.lines)
+    again = serve()
+    again.process.send(signal.SIGTERM)
+    assert again.end() == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGTERM, marks=pytest.mark.long), signal.SIGINT])
+def test_a_server_that_is_stopped_behind_the_end_of_its_run_says_so(
+    mine, serve, tmp_path, number: signal.Signals
+) -> None:
+    """A worker that has not asked again is waited for; a user who does not want to wait has a finished run."""
+    served = serve("--rounds", "1", "--set", "rounds.sites=1", "--set", "rounds.min_sites=1")
+    client = Client(served.url, site="a", folder=tmp_path / "w")
+    client.next_round()
+    client.submit(client.pull())
+    served.until("finished at version 1")
+    served.process.send(number)
+    assert served.end() == 0
+    assert "to serve the result to sites that have not downloaded it yet" in served.lines[-1], "".join(served.lines)
+    client.close()
+
+
+@pytest.mark.slow
+@pytest.mark.covers("F28", "F29")
+def test_a_second_server_is_refused_by_port_and_by_directory(mine, atoll_command, serve) -> None:
+    served = serve()
+    port = served.url.rsplit(":", 1)[1]
+    by_port = atoll_command("server", "mine/run.toml", "--port", port, "--dir", "other")
+    assert by_port.returncode == 3, by_port.stderr
+    by_directory = atoll_command("server", "mine/run.toml", "--port", "0")
+    assert by_directory.returncode == 4, by_directory.stderr
+    for outcome in (by_port, by_directory):
+        assert outcome.stderr.startswith("atoll: ")
+        assert len(outcome.stderr.splitlines()) == 1
+
+
+# -- what it says
+
+
+@pytest.mark.covers("X4")
+def test_the_server_says_that_it_starts_before_it_loads_what_is_slow(monkeypatch, caplog) -> None:
+    from atoll import Settings
+    from atoll.cli import server
+
+    caplog.set_level("INFO", "atoll")
+    for name in ("log_lines", "raise_on_sigterm"):
+        monkeypatch.setattr(server, name, lambda: None)
+    monkeypatch.setitem(sys.modules, "atoll.server.serve", None)  # importing it fails: nothing before it needs it
+    with pytest.raises(ImportError):
+        server.run_until_finished(Settings.build({"run.name": "mine"}))
+    assert caplog.messages == ["starting mine; loading PyTorch takes a few seconds"]
+
+
+@pytest.mark.slow
+def test_a_server_with_a_workflow_speaks_of_no_model(serve, tmp_path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "flow.py").write_text("def main(controller):\n    controller.sites(at_least=1)\n")
+    (tmp_path / "mine" / "run.toml").write_text('workflow.function = "flow.py:main"\n')
+    served = serve()
+    assert served.until("run ").endswith("): workflow; files in atoll-run\n")
+    assert "flow.py:main; start workers with a script that uses atoll.tasks" in served.until("starting the workflow")
+
+
+@pytest.mark.slow
+@pytest.mark.covers("X4")
+def test_on_a_terminal_the_server_shows_the_table_of_status_below_its_lines(mine, tmp_path) -> None:
+    terminal, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [*ATOLL, "server", "run.toml", "--port", "0", "--set", "disk.min_free_bytes=0"],
+        cwd=tmp_path / "mine",
+        env=os.environ | {"TERM": "xterm", "COLUMNS": "200"},
+        stdin=subprocess.DEVNULL,
+        stdout=theirs,
+        stderr=theirs,
+    )
+    os.close(theirs)
+    said = b""
+    try:
+        while b"no worker has joined yet" not in said:
+            said += os.read(terminal, 4096)
+        process.terminate()
+        with contextlib.suppress(OSError):  # how a terminal says that no process writes to it any more
+            while more := os.read(terminal, 4096):
+                said += more
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
+        process.wait()
+        os.close(terminal)
+    text = said.decode()
+    assert text.index("; loading PyTorch") < text.index("listening on") < text.index("no worker has joined yet")
+    assert "to continue the run, start the same command again" in text[text.index("no worker has joined yet") :]
+    assert "waits for 2 sites to join" in text
+
+
+# -- flags and settings
+
+
+@pytest.mark.covers("L12", "L23")
+def test_config_show_says_what_was_set(atoll_command) -> None:
+    chosen = {
+        "algorithm.name": "diloco",
+        "network.insecure": "yes",
+        "model.buffers": "*mean, *var",
+        "async.enabled": "true",
+        "aggregation.upload_codec.name": "none",
+        "algorithm.outer_optimizer": "{lr = 0.5, betas = [0.9, 0.95]}",
+        "diloco.num_fragments": "2",
+        "diloco.sync_every": "30",
+        "diloco.fragment_update_alpha": "0.5",
+        "async.max_staleness": "3",
+        "disk.export_dir": "out",
+    }
+    flags = [word for key, value in chosen.items() for word in ("--set", f"{key}={value}")]
+    outcome = atoll_command("config", "show", *flags)
+    assert outcome.returncode == 0, outcome.stderr
+    found = tomllib.loads(outcome.stdout)
+    assert found["network"]["insecure"] is True
+    assert found["model"]["buffers"] == ["*mean", "*var"]
+    assert (found["async"]["enabled"], found["async"]["max_staleness"]) == (True, 3)
+    assert found["aggregation"]["upload_codec"]["name"] == "none"
+    assert found["algorithm"]["outer_optimizer"].items() >= {"lr": 0.5, "betas": [0.9, 0.95]}.items()
+    diloco = found["diloco"]
+    assert (diloco["num_fragments"], diloco["sync_every"], diloco["fragment_update_alpha"]) == (2, 30, 0.5)
+    assert found["disk"]["export_dir"] == "out"
+
+
+@pytest.mark.covers("L12")
+def test_flags_win_over_the_run_file_and_modules_beside_it_and_here_can_be_imported(serve, tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "run.toml").write_text(
+        'model.source = "own:build"\nalgorithm.name = "fedavg"\nrounds.total = 7\ndisk.state_dir = "state"\n'
+    )
+    (tmp_path / "there" / "own.py").write_text(
+        "import beside\nfrom torch import nn\n\ndef build():\n    return nn.Linear(2, 2)\n"
+    )
+    (tmp_path / "beside.py").write_text("")
+    where = {"run_file": "there/run.toml", "folder": tmp_path}
+    assert status(serve(**where).url).rounds == 7
+    assert (tmp_path / "there" / "state").is_dir()
+    flags = ("--rounds", "9", "--dir", "here", "--host", "0.0.0.0", "--set", "network.insecure=true")
+    said = status(serve(*flags, **where).url)
+    assert said.rounds == 9
+    assert (tmp_path / "here").is_dir()
+    assert "127.0.0.1" not in said.address
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--set", "rounds.total=many"], ["command line: rounds.total", "'many'"]),
+        (["--set", "algorithm.outer_optimizer=lr=1"], ["--set", "algorithm.outer_optimizer={key = 1}"]),
+        (["missing.toml"], ["missing.toml", "atoll new"]),
+        (["--set", "rounds.min_sites=5"], ["rounds.min_sites is 5", "rounds.sites is 1"]),
+    ],
+)
+def test_a_wrong_value_names_the_flag_and_the_remedy(atoll_command, arguments: list[str], words: list[str]) -> None:
+    outcome = atoll_command("server", *arguments)
+    assert outcome.returncode == 2
+    assert [word for word in words if word not in outcome.stderr] == []
+
+
+@pytest.mark.parametrize("present", [True, False])
+def test_a_run_file_that_was_not_named_is_offered(atoll_command, tmp_path, present: bool) -> None:
+    if present:
+        (tmp_path / "run.toml").write_text('model.source = "model:build"\n')
+    outcome = atoll_command("server", "--port", "0")
+    assert outcome.returncode == 2
+    assert ("Did you mean: atoll server run.toml?" in outcome.stderr) is present
+
+
+def test_config_show_refuses_unknown_names_and_says_where_a_value_comes_from(atoll_command, tmp_path) -> None:
+    (tmp_path / "run.toml").write_text('[algorithm]\nname = "fedavgg"\n')
+    outcome = atoll_command("config", "show", "run.toml")
+    assert outcome.returncode == 2
+    assert "Did you mean 'fedavg'?" in outcome.stderr
+    outcome = atoll_command("config", "show", "run.toml", "--set", "algorithm.name=fedavg")
+    assert re.search(r"^state_dir = .*  # default$", outcome.stdout, re.MULTILINE)
