@@ -184,6 +184,8 @@ def _run_once(
     print(f"atoll: {found}; starting {script[0]}", file=sys.stderr, flush=True)
     # the command has its own session, so that Ctrl-C reaches it only once, forwarded from here
     children[:] = [_start(script, environment)]
+    if told:  # while it was being started
+        children[0].send_signal(told[-1])
     code = children[0].wait()
     if code < 0:
         return _End(128 - code, f"{signal.Signals(-code).name} ended the command", killed=True)
